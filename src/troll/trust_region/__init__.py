@@ -1,0 +1,1 @@
+"""The mathematics of TROLL: needs torch alone, and imports nothing else of the project."""

@@ -1,0 +1,209 @@
+"""The objective: trust-region log-probabilities of the sampled tokens, and the loss made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from troll.trust_region.dual import divergence
+from troll.trust_region.policy import SparsePolicy, align, check_logits, common_outcomes
+from troll.trust_region.projection import Projection, project_outcomes
+
+RatioLevel = Literal["token", "sequence"]
+Aggregation = Literal["sequence_mean", "token_mean", "fixed_length"]
+RATIO_LEVELS: tuple[RatioLevel, ...] = ("token", "sequence")
+AGGREGATIONS: tuple[Aggregation, ...] = ("sequence_mean", "token_mean", "fixed_length")
+
+
+@dataclass(frozen=True)
+class TrustRegionStep:
+    """What the trust region says of one optimisation step, each (...), log-probabilities and KL in nats.
+
+    Attributes:
+        log_probs: log q of the sampled token, differentiable; its raw log-probability where not projected.
+        new_log_probs: Its raw log-probability under p̃, the network itself, differentiable.
+        regression: KL(p̃ ‖ ⌊q⌋), differentiable; 0 where not projected.
+        kl_before: KL(p̃ ‖ p); NaN where the logits are no distribution.
+        kl_after: KL(q ‖ p).
+        multiplier: η; 0 where not projected.
+        projected: bool.
+    """
+
+    log_probs: Tensor
+    new_log_probs: Tensor
+    regression: Tensor
+    kl_before: Tensor
+    kl_after: Tensor
+    multiplier: Tensor
+    projected: Tensor
+
+
+def trust_region_log_probs(
+    logits: Tensor,
+    token_ids: Tensor,
+    old: SparsePolicy,
+    kl_bound: float | Tensor = 0.05,
+    solver: str = "newton",
+) -> TrustRegionStep:
+    """Log-probabilities of the sampled tokens under the trust-region policy q, and the pull of the network towards it.
+
+    Use ``step.log_probs`` where a trainer would use the raw log-probability, switch the clip off, and add
+    ``regression_weight * step.regression`` (see :func:`troll_loss`).
+
+    Args:
+        logits: Of the new policy, (..., V), aligned with `token_ids` and divided by the sampling temperature.
+        token_ids: The sampled tokens, (...), the same with which `old` was captured.
+        old: The old policy, with its tail as captured.
+        kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (...).
+        solver: "newton" or "bracket".
+
+    Raises:
+        ValueError: On shapes that do not fit, tokens outside the vocabulary or the old support, ε ≤ 0, or an unknown
+            solver.
+    """
+    check_logits(logits, token_ids)
+    if old.shape != token_ids.shape:
+        raise ValueError(f"old must hold the positions {tuple(token_ids.shape)}, got {tuple(old.shape)}")
+    slot = old.slot(token_ids).unsqueeze(-1)
+    new, old = align(logits, token_ids, old)
+    new_outcomes, old_outcomes, present = common_outcomes(new, old)
+    projection = project_outcomes(new.outcomes, new_outcomes, old_outcomes, present, kl_bound, solver)
+    return TrustRegionStep(
+        log_probs=projection.log_probs.gather(-1, slot).squeeze(-1),
+        new_log_probs=new.log_probs.gather(-1, slot).squeeze(-1),
+        regression=_regression(new_outcomes, projection, present),
+        kl_before=projection.kl_before,
+        kl_after=projection.kl_after,
+        multiplier=projection.multiplier,
+        projected=projection.projected,
+    )
+
+
+def _regression(new_outcomes: Tensor, projection: Projection, present: Tensor) -> Tensor:
+    """KL(p̃ ‖ ⌊q⌋), (...): exactly 0, and without gradient, where nothing was projected."""
+    log_q = projection.log_probs.detach()
+    counts = present & projection.projected.unsqueeze(-1)
+    return divergence(torch.where(counts, new_outcomes - log_q, 0.0), log_q.masked_fill(~present, -torch.inf))
+
+
+def troll_loss(
+    step: TrustRegionStep,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    regression_weight: float = 1.0,
+    ratio_level: RatioLevel = "token",
+    aggregation: Aggregation = "sequence_mean",
+    max_length: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss to minimise, ``−q(o)/p(o) · A + α KL(p̃ ‖ ⌊q⌋)``, aggregated over the tokens, and metrics.
+
+    Args:
+        step: Of (B, T) tokens.
+        old_log_probs: log p of the sampled tokens, (B, T): ``old.log_prob(token_ids)``.
+        advantages: (B,), one per sequence, or (B, T).
+        mask: (B, T), true (or 1) where a token counts. What stands elsewhere never matters, NaN included.
+        regression_weight: α ≥ 0.
+        ratio_level: "token"; or "sequence", the mean of log q/p over the sequence (GSPO).
+        aggregation: "sequence_mean", the mean over a sequence's tokens, then over sequences (GRPO); "token_mean", over
+            all tokens (DAPO); "fixed_length", the sum divided by ``B · max_length`` (Dr.GRPO).
+        max_length: Tokens per sequence to divide by, for "fixed_length" alone.
+
+    Returns:
+        The loss, and the metrics of :func:`trust_region_metrics`; neither waits for the device.
+
+    Raises:
+        ValueError: On shapes that do not fit, an unknown name, α < 0, or a missing or needless `max_length`.
+    """
+    shape = step.log_probs.shape
+    if len(shape) != 2:
+        raise ValueError(f"step must hold (B, T) tokens, got {tuple(shape)}")
+    for name, tensor in (("old_log_probs", old_log_probs), ("mask", mask)):
+        if tensor.shape != shape:
+            raise ValueError(f"{name} must be {tuple(shape)} like the step, got {tuple(tensor.shape)}")
+    if advantages.shape not in (shape, shape[:1]):
+        raise ValueError(f"advantages must be {tuple(shape[:1])} or {tuple(shape)}, got {tuple(advantages.shape)}")
+    if regression_weight < 0:
+        raise ValueError(f"regression_weight must be at least 0, got {regression_weight}")
+    if ratio_level not in RATIO_LEVELS:
+        raise ValueError(f"ratio_level must be one of {', '.join(RATIO_LEVELS)}, got {ratio_level!r}")
+
+    mask = mask.bool()
+    log_ratio = torch.where(mask, step.log_probs - old_log_probs, 0.0)
+    if ratio_level == "sequence":
+        log_ratio = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    if advantages.dim() == 1:
+        advantages = advantages.unsqueeze(-1)
+    per_token = -torch.exp(log_ratio) * advantages + regression_weight * step.regression
+    loss = aggregate(per_token, mask, aggregation, max_length)
+    return loss, trust_region_metrics(*trust_region_statistics(step, mask))
+
+
+def aggregate(
+    per_token: Tensor, mask: Tensor, aggregation: Aggregation = "sequence_mean", max_length: int | None = None
+) -> Tensor:
+    """Aggregates (B, T) values over the tokens of the mask; arguments as for :func:`troll_loss`."""
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {aggregation!r}")
+    if (max_length is not None) != (aggregation == "fixed_length"):
+        raise ValueError(f"max_length goes with aggregation 'fixed_length', got {max_length} with {aggregation!r}")
+    mask = mask.bool()
+    per_token = torch.where(mask, per_token, 0.0)
+    if aggregation == "sequence_mean":
+        return (per_token.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+    if aggregation == "token_mean":
+        return per_token.sum() / mask.sum().clamp(min=1)
+    return per_token.sum() / (per_token.shape[0] * max_length)  # type: ignore[operator]
+
+
+def trust_region_statistics(step: TrustRegionStep, mask: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Sums and maxima over the tokens of the mask, 0-d and without gradient.
+
+    Sums add, and maxima combine by maximum, across micro-batches and processes; :func:`trust_region_metrics` turns
+    them into metrics. Tokens whose logits are no distribution are counted as "nonfinite" and left out of the rest.
+    """
+    mask = mask.bool()
+    finite = mask & step.kl_before.isfinite() & step.new_log_probs.detach().isfinite()
+
+    def total(values: Tensor) -> Tensor:
+        return torch.where(finite, values.detach(), 0.0).sum()
+
+    def largest(values: Tensor) -> Tensor:
+        zero = values.new_zeros(1)
+        return torch.cat([torch.where(finite, values, 0.0).flatten(), zero]).max()
+
+    sums = {
+        "tokens": finite.sum().to(step.kl_before.dtype),
+        "nonfinite": (mask & ~finite).sum().to(step.kl_before.dtype),
+        "projected": total(step.projected.to(step.kl_before.dtype)),
+        "kl_before": total(step.kl_before),
+        "kl_after": total(step.kl_after),
+        "multiplier": total(step.multiplier),
+        "regression": total(step.regression),
+    }
+    return sums, {"kl_before": largest(step.kl_before), "kl_after": largest(step.kl_after)}
+
+
+def trust_region_metrics(sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Metrics over the tokens from :func:`trust_region_statistics`, 0-d.
+
+    Returns:
+        ``kl_before_mean``, ``kl_before_max``, ``kl_after_mean``, ``kl_after_max``, ``projected_fraction``,
+        ``multiplier`` (η, mean over the projected tokens; 0 if there are none), ``regression`` (mean over all tokens)
+        and ``nonfinite`` (a count).
+    """
+    tokens = sums["tokens"].clamp(min=1)
+    return {
+        "kl_before_mean": sums["kl_before"] / tokens,
+        "kl_before_max": maxima["kl_before"],
+        "kl_after_mean": sums["kl_after"] / tokens,
+        "kl_after_max": maxima["kl_after"],
+        "projected_fraction": sums["projected"] / tokens,
+        "multiplier": sums["multiplier"] / sums["projected"].clamp(min=1),
+        "regression": sums["regression"] / tokens,
+        "nonfinite": sums["nonfinite"],
+    }

@@ -1,0 +1,425 @@
+"""The sparse policy: the few outcomes of a token's distribution that carry its mass, and a tail for the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from troll.trust_region.dual import divergence
+
+Tail = Literal["bucket", "floor"]
+TAILS: tuple[Tail, ...] = ("bucket", "floor")
+
+#: Smaller probabilities are raised to this before a projection, and the distribution renormalised.
+PROBABILITY_FLOOR = 1e-12
+
+
+def as_float(tensor: Tensor) -> Tensor:
+    """Float64 stays what it is; everything else is computed in float32."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def floored(log_probs: Tensor, present: Tensor) -> Tensor:
+    """Raises probabilities below 1e-12 and renormalises, (..., M); outcomes that are not `present` get −inf.
+
+    No gradient flows through a floored entry.
+    """
+    raised = log_probs.clamp(min=math.log(PROBABILITY_FLOOR))
+    return torch.log_softmax(raised.masked_fill(~present, -torch.inf), dim=-1)
+
+
+@dataclass(frozen=True)
+class SparsePolicy:
+    """Next-token distributions on at most K tokens each, and the mass of all others.
+
+    Make one with :meth:`from_logits`. Used slots come first, in the order of larger probability first, then smaller id.
+
+    Attributes:
+        token_ids: (..., K) int64; −1 in unused slots.
+        log_probs: (..., K) float32 (float64 for float64 logits), in nats; −inf in unused slots.
+        tail_log_prob: (...), log of the mass outside the slots; −inf where nothing is outside.
+        tail: "bucket", the tail is one more outcome with its exact mass; or "floor" (the paper's code), every token
+            outside has probability 1e-12 and the whole is renormalised.
+        mass_threshold: δ with which the policy was captured.
+    """
+
+    token_ids: Tensor
+    log_probs: Tensor
+    tail_log_prob: Tensor
+    tail: Tail = "bucket"
+    mass_threshold: float = 1e-5
+
+    @classmethod
+    @torch.no_grad()
+    def from_logits(
+        cls,
+        logits: Tensor,
+        token_ids: Tensor,
+        *,
+        top_k: int = 64,
+        mass_threshold: float = 1e-5,
+        tail: Tail = "bucket",
+    ) -> SparsePolicy:
+        """Captures a policy, without gradient.
+
+        Keeps the `top_k` most likely tokens, fewer where they already cover ``1 − mass_threshold`` of the mass, and
+        always the sampled token, which takes the last used slot if the others lack it.
+
+        Args:
+            logits: (..., V), aligned with `token_ids` and divided by the sampling temperature.
+            token_ids: The sampled tokens, (...), integers in [0, V).
+            top_k: K, at least 1; more than V is taken as V.
+            mass_threshold: δ in [0, 1); 0 keeps K tokens always.
+            tail: See the class.
+
+        Raises:
+            ValueError: On a wrong shape or dtype, an id outside the vocabulary, or a parameter out of its range.
+        """
+        check_logits(logits, token_ids)
+        if top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {top_k}")
+        if not 0 <= mass_threshold < 1:
+            raise ValueError(f"mass_threshold must be in [0, 1), got {mass_threshold}")
+        if tail not in TAILS:
+            raise ValueError(f"tail must be one of {', '.join(TAILS)}, got {tail!r}")
+
+        z = as_float(logits)
+        sampled = token_ids.long().unsqueeze(-1)
+        ids = _top_ids(z, min(top_k, z.shape[-1]))
+        normaliser = _normaliser(z)
+        log_probs = z.gather(-1, ids) - normaliser
+        sampled_log_prob = z.gather(-1, sampled) - normaliser
+        rest = _logsumexp_without(z, torch.cat([ids, sampled], dim=-1)) - normaliser
+
+        # A slot is used while it and everything after it hold more than the threshold, summed from the smallest up.
+        in_top = (ids == sampled).any(-1, keepdim=True)
+        outside = torch.where(in_top, rest, torch.logaddexp(rest, sampled_log_prob))
+        remaining = outside.exp() + log_probs.exp().flip(-1).cumsum(-1).flip(-1)
+        used = (remaining > mass_threshold) if mass_threshold > 0 else torch.ones_like(remaining, dtype=torch.bool)
+
+        last = used.sum(-1, keepdim=True).clamp(max=ids.shape[-1] - 1)
+        takes_last = ~(used & (ids == sampled)).any(-1, keepdim=True)
+        takes_last = takes_last & (torch.arange(ids.shape[-1], device=ids.device) == last)
+        dropped = (~used | takes_last) & (ids != sampled)
+        tail_log_prob = torch.logsumexp(torch.cat([rest, log_probs.masked_fill(~dropped, -torch.inf)], -1), dim=-1)
+
+        ids = torch.where(takes_last, sampled, ids.masked_fill(~used, -1))
+        log_probs = torch.where(takes_last, sampled_log_prob, log_probs.masked_fill(~used, -torch.inf))
+        policy = cls(ids, log_probs, tail_log_prob, tail, mass_threshold)
+        return policy if tail == "bucket" else policy._with_floored_tail(z.shape[-1])
+
+    def _with_floored_tail(self, vocab_size: int) -> SparsePolicy:
+        used = self.used
+        outside = _log_floor_mass(vocab_size - used.sum(-1), like=self.tail_log_prob)
+        outcomes = torch.cat([self.log_probs, outside.unsqueeze(-1)], -1)
+        outcomes = floored(outcomes, torch.cat([used, outside.unsqueeze(-1) > -torch.inf], -1))
+        return dataclasses.replace(self, log_probs=outcomes[..., :-1], tail_log_prob=outcomes[..., -1])
+
+    @property
+    def shape(self) -> torch.Size:
+        """The token positions, (...)."""
+        return self.tail_log_prob.shape
+
+    @property
+    def used(self) -> Tensor:
+        """Which slots hold a token, (..., K) bool."""
+        return self.token_ids >= 0
+
+    @property
+    def outcomes(self) -> Tensor:
+        """Log-probabilities of all K + 1 outcomes, the tail last, (..., K + 1)."""
+        return torch.cat([self.log_probs, self.tail_log_prob.unsqueeze(-1)], dim=-1)
+
+    def slot(self, token_ids: Tensor) -> Tensor:
+        """The slot that holds each token, (...) int64.
+
+        Raises:
+            ValueError: If a token is outside the support.
+        """
+        check_tokens(token_ids, self.shape)
+        matches = self.token_ids == token_ids.unsqueeze(-1)
+        found = matches.any(-1) & (token_ids >= 0)
+        if not bool(found.all()):
+            example = token_ids[~found].reshape(-1)[0].item()
+            raise ValueError(
+                f"token_ids holds {int((~found).sum())} tokens outside the policy's support, {example} for one; "
+                "pass the sampled tokens with which the policy was captured"
+            )
+        return matches.to(torch.uint8).argmax(-1)
+
+    def log_prob(self, token_ids: Tensor) -> Tensor:
+        """Log-probability of one token per position, (...) to (...), in nats.
+
+        With ``tail="floor"`` this is the renormalised distribution's, the denominator of the ratio.
+
+        Raises:
+            ValueError: If a token is outside the support.
+        """
+        return self.log_probs.gather(-1, self.slot(token_ids).unsqueeze(-1)).squeeze(-1)
+
+    def on_support(self, logits: Tensor) -> SparsePolicy:
+        """Another policy on this one's outcomes, differentiable in its logits.
+
+        Its log-probabilities are exact (``z − logsumexp z``), and its tail is the log-sum-exp over the support's
+        complement, never ``1 − Σ``.
+
+        Args:
+            logits: (..., V).
+
+        Raises:
+            ValueError: If the shape does not fit the token positions.
+        """
+        if logits.shape[:-1] != self.shape:
+            raise ValueError(f"logits must be {_shape((*self.shape, 'V'))}, got {_shape(logits.shape)}")
+        log_probs, tail_log_prob = _OnSupport.apply(logits, self.token_ids)
+        return dataclasses.replace(self, log_probs=log_probs, tail_log_prob=tail_log_prob)
+
+    def kl(self, other: SparsePolicy) -> Tensor:
+        """KL(self ‖ other) over the K + 1 outcomes, (...), in nats; both floored at 1e-12.
+
+        Raises:
+            ValueError: If the two do not share one support.
+        """
+        p, q, _ = common_outcomes(self, other)
+        return divergence(p - q.masked_fill(q == -torch.inf, 0.0), q)
+
+    def to(self, *args: Any, **kwargs: Any) -> SparsePolicy:
+        """Moves devices and casts the log-probabilities, with the arguments of ``torch.Tensor.to``."""
+        log_probs = self.log_probs.to(*args, **kwargs)
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids.to(log_probs.device),
+            log_probs=log_probs,
+            tail_log_prob=self.tail_log_prob.to(*args, **kwargs),
+        )
+
+    def __getitem__(self, index: Any) -> SparsePolicy:
+        """Indexes the token positions, as a tensor of shape (...) would be."""
+        rows = torch.arange(self.tail_log_prob.numel(), device=self.tail_log_prob.device).view(self.shape)[index]
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids.flatten(0, -2)[rows] if self.shape else self.token_ids,
+            log_probs=self.log_probs.flatten(0, -2)[rows] if self.shape else self.log_probs,
+            tail_log_prob=self.tail_log_prob.flatten()[rows] if self.shape else self.tail_log_prob,
+        )
+
+    @staticmethod
+    def cat(policies: Sequence[SparsePolicy], dim: int = 0) -> SparsePolicy:
+        """Concatenates along a dimension of the token positions.
+
+        Raises:
+            ValueError: If there is nothing to concatenate, or tails or thresholds differ.
+        """
+        if not policies:
+            raise ValueError("policies is empty")
+        if len({(policy.tail, policy.mass_threshold) for policy in policies}) > 1:
+            raise ValueError("policies were captured with different tails or mass thresholds")
+        dim = dim % policies[0].tail_log_prob.dim()
+        return dataclasses.replace(
+            policies[0],
+            token_ids=torch.cat([policy.token_ids for policy in policies], dim),
+            log_probs=torch.cat([policy.log_probs for policy in policies], dim),
+            tail_log_prob=torch.cat([policy.tail_log_prob for policy in policies], dim),
+        )
+
+    def pack(self) -> PackedPolicy:
+        """Keeps the used slots alone: usually 6 to 12 times smaller. ``unpack`` restores this policy exactly."""
+        used = self.used
+        offsets = torch.zeros(used[..., 0].numel() + 1, dtype=torch.int64, device=used.device)
+        offsets[1:] = used.sum(-1).flatten().cumsum(0)
+        return PackedPolicy(
+            token_ids=self.token_ids[used].int(),
+            log_probs=self.log_probs[used],
+            offsets=offsets,
+            tail_log_prob=self.tail_log_prob,
+            top_k=self.token_ids.shape[-1],
+            tail=self.tail,
+            mass_threshold=self.mass_threshold,
+        )
+
+
+@dataclass(frozen=True)
+class PackedPolicy:
+    """A :class:`SparsePolicy` without its unused slots, as a buffer or a network should carry it.
+
+    Attributes:
+        token_ids: (S,) int32, the used slots of all positions in order.
+        log_probs: (S,), in nats.
+        offsets: (positions + 1,) int64; position i owns ``[offsets[i], offsets[i + 1])``.
+        tail_log_prob: (...), one per position.
+        top_k: K of the padded form.
+        tail: As captured.
+        mass_threshold: As captured.
+    """
+
+    token_ids: Tensor
+    log_probs: Tensor
+    offsets: Tensor
+    tail_log_prob: Tensor
+    top_k: int
+    tail: Tail
+    mass_threshold: float
+
+    def unpack(self) -> SparsePolicy:
+        """The padded policy, bit for bit what was packed."""
+        counts = self.offsets.diff()
+        used = torch.arange(self.top_k, device=counts.device) < counts.unsqueeze(-1)
+        token_ids = torch.full(used.shape, -1, dtype=torch.int64, device=counts.device)
+        log_probs = torch.full(used.shape, -torch.inf, dtype=self.log_probs.dtype, device=counts.device)
+        token_ids[used], log_probs[used] = self.token_ids.long(), self.log_probs
+        shape = (*self.tail_log_prob.shape, self.top_k)
+        return SparsePolicy(
+            token_ids.view(shape), log_probs.view(shape), self.tail_log_prob, self.tail, self.mass_threshold
+        )
+
+
+def align(logits: Tensor, token_ids: Tensor, old: SparsePolicy) -> tuple[SparsePolicy, SparsePolicy]:
+    """The new and the old policy on the outcomes that the old one's tail asks for.
+
+    ``bucket``: the old policy's support. ``floor``: the union of both supports; every other token counts as 1e-12.
+
+    Args:
+        logits: Of the new policy, (..., V).
+        token_ids: The sampled tokens, (...).
+        old: The old policy.
+    """
+    if old.tail == "bucket":
+        return old.on_support(logits), old
+
+    own = SparsePolicy.from_logits(
+        logits, token_ids, top_k=old.token_ids.shape[-1], mass_threshold=old.mass_threshold
+    ).token_ids
+    known = (own.unsqueeze(-1) == old.token_ids.unsqueeze(-2)).any(-1)
+    extra = own.masked_fill(known, -1)
+    union = torch.cat([old.token_ids, extra], dim=-1)
+    left_out = logits.shape[-1] - (union >= 0).sum(-1)
+
+    # One token outside the old support has the old tail's mass, divided by how many share it.
+    outside = logits.shape[-1] - old.used.sum(-1)
+    one_outside = (old.tail_log_prob - outside.log()).unsqueeze(-1)
+    old_on_union = dataclasses.replace(
+        old,
+        token_ids=union,
+        log_probs=torch.cat([old.log_probs, one_outside.expand(extra.shape).masked_fill(extra < 0, -torch.inf)], -1),
+        tail_log_prob=one_outside.squeeze(-1) + left_out.log(),
+    )
+    new_on_union = old_on_union.on_support(logits)
+    floor_mass = _log_floor_mass(left_out, like=new_on_union.tail_log_prob)
+    return dataclasses.replace(new_on_union, tail_log_prob=floor_mass), old_on_union
+
+
+def common_outcomes(first: SparsePolicy, second: SparsePolicy) -> tuple[Tensor, Tensor, Tensor]:
+    """Both policies' floored log-probabilities, (..., K + 1), and which outcomes are present.
+
+    Unused slots are absent; so is the tail where neither policy has any mass there.
+
+    Raises:
+        ValueError: If the two do not share one support.
+    """
+    same = first.token_ids is second.token_ids or torch.equal(first.token_ids, second.token_ids)
+    if not same:
+        raise ValueError("the two policies must share one support: make the new one with old.on_support(logits)")
+    tail_present = (first.tail_log_prob > -torch.inf) | (second.tail_log_prob > -torch.inf)
+    present = torch.cat([first.used, tail_present.unsqueeze(-1)], dim=-1)
+    return floored(first.outcomes, present), floored(second.outcomes, present), present
+
+
+def check_tokens(token_ids: Tensor, shape: Sequence[int]) -> None:
+    """Raises ValueError unless `token_ids` are integers of the given shape."""
+    if token_ids.shape != torch.Size(shape):
+        raise ValueError(f"token_ids must be {_shape(shape)}, got {_shape(token_ids.shape)}")
+    if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
+        raise ValueError(f"token_ids must be integers, got {token_ids.dtype}")
+
+
+def check_logits(logits: Tensor, token_ids: Tensor) -> None:
+    """Raises ValueError unless (..., V) logits and (...) token ids fit each other."""
+    if logits.dim() == 0 or logits.shape[-1] == 0 or not logits.is_floating_point():
+        raise ValueError(f"logits must be floating point (..., V), got {logits.dtype} {_shape(logits.shape)}")
+    check_tokens(token_ids, logits.shape[:-1])
+    outside = (token_ids < 0) | (token_ids >= logits.shape[-1])
+    if bool(outside.any()):
+        raise ValueError(f"token_ids must be in [0, {logits.shape[-1]}), got {token_ids[outside][0].item()}")
+
+
+def _shape(shape: Sequence[object]) -> str:
+    return f"({', '.join(map(str, shape))})"
+
+
+def _log_floor_mass(count: Tensor, like: Tensor) -> Tensor:
+    return (count.to(like.dtype) * PROBABILITY_FLOOR).log()
+
+
+def _normaliser(z: Tensor) -> Tensor:
+    """Log-sum-exp, (..., V) to (..., 1); NaN for a row with NaN, +inf, or nothing but −inf."""
+    normaliser = torch.logsumexp(z, dim=-1, keepdim=True)
+    return normaliser.masked_fill(~normaliser.isfinite(), torch.nan)
+
+
+def _logsumexp_without(z: Tensor, ids: Tensor) -> Tensor:
+    return torch.logsumexp(z.scatter(-1, ids, -torch.inf), dim=-1, keepdim=True)
+
+
+def _top_ids(z: Tensor, k: int) -> Tensor:
+    """Ids of the k largest entries, (..., V) to (..., k): larger value first, then smaller id.
+
+    The same as a stable descending sort; `topk` does not say which of equal values it takes.
+    """
+    values, ids = torch.topk(z, k, dim=-1)
+    threshold = values[..., -1:]
+    ties = ((z == threshold).sum(-1) > (values == threshold).sum(-1)).nonzero(as_tuple=True)
+    if ties[0].numel():  # in bf16, most rows
+        rows, row_threshold = z[ties], threshold[ties]
+        vocabulary = torch.arange(z.shape[-1], device=z.device)
+        above = values[ties] > row_threshold
+        smallest = vocabulary.where(rows == row_threshold, z.shape[-1]).topk(k, dim=-1, largest=False).values
+        rank_among_ties = torch.arange(k, device=z.device) - above.sum(-1, keepdim=True)
+        ids[ties] = torch.where(above, ids[ties], smallest.gather(-1, rank_among_ties.clamp(min=0)))
+    ids = ids.sort(dim=-1).values
+    order = z.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
+    return ids.gather(-1, order)
+
+
+class _OnSupport(torch.autograd.Function):
+    """Log-probabilities of some tokens and of all others together.
+
+    With a = ∂L/∂(log p̃) on the support, a_T for the tail and Σa over both, ``∂L/∂z_v = a_T · p̃(v | tail) − p̃_v Σa``
+    outside the support, overwritten by ``a_v − p̃_v Σa`` on it: overwritten, because an addition would cancel.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        z = as_float(logits)
+        used = token_ids >= 0
+        # Unused slots stand in for the first one, so that scatters see its id and value again.
+        ids = torch.where(used, token_ids, token_ids[..., :1]).clamp(min=0)
+        normaliser = _normaliser(z)
+        tail_normaliser = _logsumexp_without(z, ids)
+        ctx.save_for_backward(logits, ids, used, normaliser, tail_normaliser)
+        log_probs = (z.gather(-1, ids) - normaliser).masked_fill(~used, -torch.inf)
+        return log_probs, (tail_normaliser - normaliser).squeeze(-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_tail: Tensor) -> tuple[Tensor, None]:
+        logits, ids, used, normaliser, tail_normaliser = ctx.saved_tensors
+        z = as_float(logits)
+        grad_log_probs = grad_log_probs.masked_fill(~used, 0)
+        grad_tail = grad_tail.unsqueeze(-1).masked_fill(tail_normaliser == -torch.inf, 0)
+        total = grad_log_probs.sum(-1, keepdim=True) + grad_tail
+
+        grad = torch.exp(z - normaliser).mul_(-total)
+        on_support = grad.gather(-1, ids) + torch.where(used, grad_log_probs, grad_log_probs[..., :1])
+        in_tail = tail_normaliser.masked_fill(tail_normaliser == -torch.inf, 0)
+        grad.add_(torch.exp(z - in_tail).mul_(grad_tail))
+        grad.scatter_(-1, ids, on_support)
+        # A row that is not a distribution has no gradient; its values are NaN, which the metrics count.
+        grad.masked_fill_(normaliser.isnan(), 0)
+        return grad.to(logits.dtype), None

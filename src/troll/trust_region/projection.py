@@ -1,0 +1,154 @@
+"""The projection onto the KL ball around the old policy, and its closed-form gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from troll.trust_region.dual import SOLVERS, divergence, tilt
+from troll.trust_region.policy import SparsePolicy, as_float, common_outcomes, floored
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What :func:`project` returns, for token positions (...).
+
+    Attributes:
+        log_probs: log q, differentiable: (..., V) for dense inputs; (..., K + 1) for sparse ones, the tail last, −inf
+            on absent outcomes. Where nothing was projected, the new policy's own log-probabilities.
+        multiplier: η, (...); 0 where not projected.
+        kl_before: KL(p̃ ‖ p), (...), in nats; NaN for a row that is not a distribution.
+        kl_after: KL(q ‖ p), (...), in nats.
+        projected: (...) bool.
+        iterations: Evaluations of KL(τ) the solver spent, (...) int64; 0 where not projected.
+    """
+
+    log_probs: Tensor
+    multiplier: Tensor
+    kl_before: Tensor
+    kl_after: Tensor
+    projected: Tensor
+    iterations: Tensor
+
+
+@overload
+def project(
+    new_log_probs: Tensor, old_log_probs: Tensor, kl_bound: float | Tensor = ..., solver: str = ...
+) -> Projection: ...
+@overload
+def project(
+    new_log_probs: SparsePolicy, old_log_probs: SparsePolicy, kl_bound: float | Tensor = ..., solver: str = ...
+) -> Projection: ...
+def project(
+    new_log_probs: Tensor | SparsePolicy,
+    old_log_probs: Tensor | SparsePolicy,
+    kl_bound: float | Tensor = 0.05,
+    solver: str = "newton",
+) -> Projection:
+    r"""Solves ``min_q KL(q ‖ p̃)`` subject to ``KL(q ‖ p) ≤ ε`` for every token (arXiv 2510.03817).
+
+    Where ``KL(p̃ ‖ p) ≤ ε``, ``q = p̃``. Elsewhere ``log q = (η log p + log p̃)/(η + 1)``, normalised, with the one
+    ``η > 0`` for which ``KL(q ‖ p) = ε``. The gradient reaches the new policy alone, in closed form (KKT): with
+    ``g = ∂L/∂log q``, ``s = log p̃ − log p``, ``μ = E_q[s]``, ``σ² = Var_q[s]`` and ``τ = 1/(1 + η)``,
+
+        ∂L/∂s_j = τ [ g_j − q_j Σg − Σ g(s − μ) · q_j (s_j − μ)/σ² ].
+
+    Probabilities below 1e-12 are floored first, so that −inf logits stay feasible. Half precision is computed in
+    float32.
+
+    Args:
+        new_log_probs: p̃: (..., V) log-probabilities or logits (both are log-softmaxed), or a :class:`SparsePolicy`.
+        old_log_probs: p, in the same form; a sparse pair shares one support (``old.on_support(logits)``).
+        kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (...). inf never projects.
+        solver: "newton", or "bracket", the paper's, which reaches ε ≥ 0.01 only.
+
+    Raises:
+        ValueError: On shapes that do not fit, ε ≤ 0 or NaN, or an unknown solver.
+    """
+    if isinstance(new_log_probs, SparsePolicy) and isinstance(old_log_probs, SparsePolicy):
+        new, old, present = common_outcomes(new_log_probs, old_log_probs)
+        return project_outcomes(new_log_probs.outcomes, new, old, present, kl_bound, solver)
+    if isinstance(new_log_probs, SparsePolicy) or isinstance(old_log_probs, SparsePolicy):
+        raise ValueError("new_log_probs and old_log_probs must both be tensors or both be SparsePolicy")
+    if new_log_probs.shape != old_log_probs.shape or new_log_probs.dim() == 0 or new_log_probs.shape[-1] == 0:
+        raise ValueError(
+            "new_log_probs and old_log_probs must have one shape (..., V), "
+            f"got {tuple(new_log_probs.shape)} and {tuple(old_log_probs.shape)}"
+        )
+    dtype = torch.promote_types(as_float(new_log_probs).dtype, as_float(old_log_probs).dtype)
+    raw = torch.log_softmax(new_log_probs.to(dtype), dim=-1)
+    old = torch.log_softmax(old_log_probs.detach().to(dtype), dim=-1)
+    present = torch.ones_like(raw, dtype=torch.bool)
+    return project_outcomes(raw, floored(raw, present), floored(old, present), present, kl_bound, solver)
+
+
+def project_outcomes(
+    raw: Tensor, new: Tensor, old: Tensor, present: Tensor, kl_bound: float | Tensor, solver: str
+) -> Projection:
+    """The projection of (..., M) outcomes: `raw` where nothing is projected, else from the floored `new` and `old`."""
+    if solver not in SOLVERS:
+        raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
+    shape = raw.shape[:-1]
+    bound = _broadcast_bound(kl_bound, shape, new).reshape(-1)
+    raw, new, old, present = (x.reshape(-1, x.shape[-1]) for x in (raw, new, old.detach().to(new.dtype), present))
+
+    s = (new.detach() - old).masked_fill(~present, 0.0)
+    kl_before = divergence(s, old).clamp(min=0)
+    projected = kl_before > bound
+    log_probs, kl_after = raw, kl_before.clone()
+    multiplier = torch.zeros_like(kl_before)
+    iterations = torch.zeros_like(kl_before, dtype=torch.int64)
+
+    rows = projected.nonzero().squeeze(-1)
+    if rows.numel():
+        log_q, tau, kl, evaluations = _OntoBall.apply(new[rows], old[rows], s[rows], bound[rows], solver)
+        log_probs = raw.index_copy(0, rows, log_q)
+        multiplier[rows], kl_after[rows], iterations[rows] = (1 - tau) / tau, kl, evaluations
+    return Projection(
+        log_probs.view(*shape, -1), *(x.view(shape) for x in (multiplier, kl_before, kl_after, projected, iterations))
+    )
+
+
+def _broadcast_bound(kl_bound: float | Tensor, shape: torch.Size, like: Tensor) -> Tensor:
+    bound = torch.as_tensor(kl_bound, dtype=like.dtype, device=like.device)
+    # A float is checked on the host: no wait for the device.
+    if not (bool((bound > 0).all()) if isinstance(kl_bound, Tensor) else kl_bound > 0):
+        raise ValueError(f"kl_bound must be above 0 everywhere, got {kl_bound}")
+    try:
+        return bound.detach().expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"kl_bound must broadcast to the token positions {tuple(shape)}, got {tuple(bound.shape)}"
+        ) from None
+
+
+class _OntoBall(torch.autograd.Function):
+    """log q of N tokens that lie outside their ball, (N, M), from normalised, floored log-probabilities."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, new: Tensor, old: Tensor, s: Tensor, bound: Tensor, solver: str
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        root = SOLVERS[solver](old, s, bound)
+        at = tilt(old, s, root.tau, root.mean)
+        log_q = old + at.log_ratio
+        ctx.save_for_backward(log_q, s - at.mean.unsqueeze(-1), root.tau, at.variance)
+        ctx.mark_non_differentiable(root.tau, at.kl, root.evaluations)
+        return log_q, root.tau, at.kl, root.evaluations
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        log_q, centered, tau, variance = ctx.saved_tensors
+        q = log_q.exp()
+        present = q > 0
+        grad = grad.masked_fill(~present, 0)
+        along = (grad * centered).sum(-1, keepdim=True) / variance.unsqueeze(-1)
+        # σ² = 0 is a ball on whose surface nothing moves.
+        along = along.nan_to_num(0.0, 0.0, 0.0)
+        grad_s = tau.unsqueeze(-1) * (grad - q * (grad.sum(-1, keepdim=True) + along * centered))
+        return grad_s, None, None, None, None

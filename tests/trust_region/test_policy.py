@@ -1,0 +1,440 @@
+"""SparsePolicy: slots, tails, lookup, the new policy on the old support, KL, moves, indexing, packing."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.trust_region import reference
+from tests.trust_region.cases import FAMILIES, array, capture_rows, pairs, tensor
+from troll.trust_region.policy import PackedPolicy, SparsePolicy
+
+TAILS = ("bucket", "floor")
+
+
+def random_policy(
+    shape: tuple[int, ...] = (3, 4),
+    size: int = 40,
+    tail: str = "bucket",
+    dtype: torch.dtype = torch.float32,
+    **keywords,
+) -> SparsePolicy:
+    generator = torch.Generator().manual_seed(0)
+    logits = 4.0 * torch.randn(*shape, size, generator=generator, dtype=torch.float64).to(dtype)
+    token_ids = torch.randint(size, shape, generator=generator)
+    keywords = {"top_k": 8, "mass_threshold": 1e-2} | keywords
+    return SparsePolicy.from_logits(logits, token_ids, tail=tail, **keywords)
+
+
+def assert_identical(a: SparsePolicy, b: SparsePolicy) -> None:
+    """Bit for bit, NaN and −inf included."""
+    assert a.shape == b.shape
+    assert a.tail == b.tail
+    assert a.mass_threshold == b.mass_threshold
+    for name in ("token_ids", "log_probs", "tail_log_prob"):
+        left, right = getattr(a, name), getattr(b, name)
+        assert left.dtype == right.dtype and left.shape == right.shape, name
+        assert left.contiguous().numpy().tobytes() == right.contiguous().numpy().tobytes(), name
+
+
+def assert_matches(policy: SparsePolicy, rows: list[reference.OldRow], atol: float = 1e-12) -> None:
+    assert policy.token_ids.tolist() == [row.padded_ids() for row in rows]
+    np.testing.assert_allclose(
+        array(policy.log_probs), np.array([row.padded_log_probs() for row in rows]), rtol=1e-12, atol=atol
+    )
+    np.testing.assert_allclose(
+        array(policy.tail_log_prob), np.array([row.tail_log_prob for row in rows]), rtol=1e-12, atol=atol
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Capture
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("size", "top_k", "threshold"), [(1, 64, 1e-5), (5, 3, 0.0), (40, 8, 1e-2), (130, 64, 1e-5)])
+def test_capture_agrees_with_the_reference(family, tail, size, top_k, threshold):
+    logits, _ = pairs(family, 20, size)
+    tokens = np.random.default_rng(0).integers(size, size=20)
+    policy = SparsePolicy.from_logits(
+        tensor(logits), tensor(tokens, torch.int64), top_k=top_k, mass_threshold=threshold, tail=tail
+    )
+    assert policy.token_ids.dtype == torch.int64
+    assert policy.log_probs.dtype == policy.tail_log_prob.dtype == torch.float64
+    assert policy.token_ids.shape == policy.log_probs.shape == (20, min(top_k, size))
+    assert_matches(policy, capture_rows(logits, tokens, top_k, threshold, tail))
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    logits=st.lists(st.sampled_from([-math.inf, -30.0, -2.0, -0.0, 0.0, 1.0, 3.0]), min_size=1, max_size=12),
+    top_k=st.integers(1, 14),
+    threshold=st.sampled_from([0.0, 1e-5, 1e-2, 0.3, 0.9]),
+    tail=st.sampled_from(TAILS),
+    data=st.data(),
+)
+def test_capture_with_many_ties(logits, top_k, threshold, tail, data):
+    if max(logits) == -math.inf:
+        logits = [*logits, 0.0]
+    token = data.draw(st.integers(0, len(logits) - 1))
+    row = np.array(logits)
+    policy = SparsePolicy.from_logits(
+        tensor(row), torch.tensor(token), top_k=top_k, mass_threshold=threshold, tail=tail
+    )
+    expected = reference.capture(row, token, top_k, threshold, tail)
+    assert policy.shape == ()
+    assert policy.token_ids.tolist() == expected.padded_ids()
+    np.testing.assert_allclose(array(policy.log_probs), expected.padded_log_probs(), atol=1e-12)
+    np.testing.assert_allclose(array(policy.tail_log_prob), expected.tail_log_prob, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_is_computed_in_float32(dtype):
+    generator = torch.Generator().manual_seed(1)
+    logits = (3.0 * torch.randn(50, 2000, generator=generator)).to(dtype)  # bf16: hundreds of ties
+    token_ids = torch.randint(2000, (50,), generator=generator)
+    policy = SparsePolicy.from_logits(logits, token_ids, top_k=64, mass_threshold=0.0)
+    assert policy.log_probs.dtype == policy.tail_log_prob.dtype == torch.float32
+    rows = capture_rows(array(logits), array(token_ids), 64, 0.0, "bucket")
+    assert policy.token_ids.tolist() == [row.ids for row in rows]
+    np.testing.assert_allclose(array(policy.log_probs), np.array([row.log_probs for row in rows]), atol=5e-6)
+    np.testing.assert_allclose(array(policy.tail_log_prob), np.array([row.tail_log_prob for row in rows]), atol=5e-6)
+
+
+def test_constant_logits_keep_the_smallest_ids():
+    policy = SparsePolicy.from_logits(
+        torch.zeros(1, 50_000, dtype=torch.bfloat16), torch.tensor([49_999]), top_k=64, mass_threshold=0.0
+    )
+    assert policy.token_ids[0].tolist() == [*range(63), 49_999]
+
+
+def test_tail_mass_is_exact_where_one_minus_the_sum_would_be_noise():
+    logits = torch.full((1, 1000), -25.0)
+    logits[0, 0] = 0.0
+    policy = SparsePolicy.from_logits(logits, torch.tensor([0]), top_k=2, mass_threshold=1e-5)
+    assert policy.token_ids.tolist() == [[0, -1]]
+    assert policy.tail_log_prob.item() == pytest.approx(-25.0 + math.log(999), abs=1e-5)
+
+
+def test_sampled_token_far_outside_the_top_k():
+    logits = torch.arange(1000.0, 0.0, -1.0).expand(2, 3, 1000)
+    token_ids = torch.tensor([[999, 0, 63], [64, 500, 5]])
+    policy = SparsePolicy.from_logits(logits, token_ids, top_k=64, mass_threshold=0.0)
+    assert (policy.token_ids == token_ids[..., None]).any(-1).all()
+    assert policy.token_ids[0, 0].tolist() == [*range(63), 999]
+    assert policy.token_ids[0, 1].tolist() == [*range(64)]
+    torch.testing.assert_close(
+        policy.log_prob(token_ids), torch.log_softmax(logits, -1).gather(-1, token_ids[..., None])[..., 0]
+    )
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_capture_carries_no_gradient_and_stands_on_its_own(tail):
+    logits = torch.randn(4, 20, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    policy = SparsePolicy.from_logits(logits, torch.zeros(4, dtype=torch.int64), top_k=5, tail=tail)
+    assert not policy.log_probs.requires_grad and not policy.tail_log_prob.requires_grad
+    before = policy.log_probs.clone()
+    with torch.no_grad():
+        logits.zero_()
+    assert torch.equal(policy.log_probs, before)
+
+
+def test_defaults_are_those_of_the_design():
+    logits, token_ids = torch.randn(3, 200, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 1, 2])
+    assert_identical(
+        SparsePolicy.from_logits(logits, token_ids),
+        SparsePolicy.from_logits(logits, token_ids, top_k=64, mass_threshold=1e-5, tail="bucket"),
+    )
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_broken_rows_leave_the_others_alone(tail, broken):
+    logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(4))
+    token_ids = torch.tensor([0, 1, 2, 3])
+    clean = SparsePolicy.from_logits(logits, token_ids, top_k=6, tail=tail)
+    logits[2, 7] = broken
+    logits[3] = -math.inf
+    policy = SparsePolicy.from_logits(logits, token_ids, top_k=6, tail=tail)
+    assert_identical(policy[:2], clean[:2])
+    assert policy.log_prob(token_ids)[2:].isnan().all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lookup
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_log_prob_of_every_stored_token(tail):
+    policy = random_policy(tail=tail)
+    for slot in range(policy.token_ids.shape[-1]):
+        used = policy.token_ids[..., slot] >= 0
+        ids = torch.where(used, policy.token_ids[..., slot], policy.token_ids[..., 0])
+        expected = torch.where(used, policy.log_probs[..., slot], policy.log_probs[..., 0])
+        assert torch.equal(policy.log_prob(ids), expected)
+
+
+@pytest.mark.parametrize("outside", [-1, 3, 10_000])
+def test_log_prob_outside_the_support_is_an_error(outside):
+    logits = torch.tensor([[5.0, 4.0, 0.0, -5.0], [5.0, 4.0, 0.0, -5.0]])
+    policy = SparsePolicy.from_logits(logits, torch.tensor([0, 0]), top_k=3, mass_threshold=0.05)
+    assert (policy.token_ids == -1).any()
+    with pytest.raises(ValueError, match="token_ids"):
+        policy.log_prob(torch.tensor([0, outside]))
+
+
+def test_log_prob_with_the_wrong_shape():
+    with pytest.raises(ValueError, match="token_ids"):
+        random_policy((3, 4)).log_prob(torch.zeros(3, dtype=torch.int64))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The new policy on the old support, and KL
+
+
+def test_on_support_agrees_with_the_reference():
+    old_logits, new_logits = pairs("peaked", 30, 25)
+    tokens = np.random.default_rng(1).integers(25, size=30)
+    old = SparsePolicy.from_logits(tensor(old_logits), tensor(tokens, torch.int64), top_k=6, mass_threshold=1e-2)
+    new = old.on_support(tensor(new_logits))
+    assert torch.equal(new.token_ids, old.token_ids)
+    rows = capture_rows(old_logits, tokens, 6, 1e-2, "bucket")
+    for b, row in enumerate(rows):
+        log_probs, tail = reference.on_support(new_logits[b], row.ids)
+        np.testing.assert_allclose(array(new.log_probs[b, : len(row.ids)]), log_probs, atol=1e-12)
+        assert (new.log_probs[b, len(row.ids) :] == -math.inf).all()
+        assert new.tail_log_prob[b].item() == pytest.approx(tail, abs=1e-12)
+
+
+def test_on_support_of_the_same_logits_is_the_old_policy():
+    logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(5))
+    old = SparsePolicy.from_logits(logits, torch.zeros(5, dtype=torch.int64), top_k=6, mass_threshold=1e-2)
+    new = old.on_support(logits)
+    torch.testing.assert_close(new.log_probs, old.log_probs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(new.tail_log_prob, old.tail_log_prob, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("top_k", [3, 9])
+def test_on_support_is_differentiable(top_k):
+    """Also where the complement is empty, and with −inf logits: gradients are those of autograd, and finite."""
+    generator = torch.Generator().manual_seed(6)
+    old_logits = 2 * torch.randn(6, 9, generator=generator, dtype=torch.float64)
+    logits = old_logits + torch.randn(6, 9, generator=generator, dtype=torch.float64)
+    logits[1, 4] = -math.inf
+    weight = torch.randn(6, top_k + 1, generator=generator, dtype=torch.float64)
+    old = SparsePolicy.from_logits(old_logits, torch.zeros(6, dtype=torch.int64), top_k=top_k, mass_threshold=0.0)
+
+    def objective(log_probs: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
+        everything = torch.cat([log_probs, tail[..., None]], -1)
+        present = everything > -math.inf
+        return (weight * torch.where(present, everything, 0.0)).sum()
+
+    ours = logits.clone().requires_grad_()
+    new = old.on_support(ours)
+    objective(new.log_probs, new.tail_log_prob).backward()
+
+    plain = logits.clone().requires_grad_()
+    log_probs = torch.log_softmax(plain, -1)
+    inside = torch.zeros(6, 9, dtype=torch.bool).scatter(-1, old.token_ids, True)
+    if top_k < 9:
+        tail = torch.logsumexp(log_probs.masked_fill(inside, -math.inf), -1)
+    else:
+        tail = torch.full((6,), -math.inf, dtype=torch.float64)
+    objective(log_probs.gather(-1, old.token_ids), tail).backward()
+    assert ours.grad is not None and plain.grad is not None
+    torch.testing.assert_close(ours.grad, plain.grad, rtol=0, atol=1e-10)
+
+
+def test_on_support_skips_unused_slots_without_nan_gradients():
+    logits = torch.tensor([[9.0, 0.0, -1.0, -2.0, -3.0]], dtype=torch.float64)
+    old = SparsePolicy.from_logits(logits, torch.tensor([0]), top_k=4, mass_threshold=1e-2)
+    assert old.token_ids.tolist() == [[0, -1, -1, -1]]
+    new_logits = logits.clone().requires_grad_()
+    new = old.on_support(new_logits)
+    (new.log_probs.exp().sum() + new.tail_log_prob.exp().sum()).backward()
+    assert new_logits.grad is not None
+    torch.testing.assert_close(new_logits.grad, torch.zeros_like(logits), rtol=0, atol=1e-12)
+
+
+def dense_kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a, b = torch.log_softmax(a, -1), torch.log_softmax(b, -1)
+    return (a.exp() * (a - b)).sum(-1)
+
+
+def test_chain_rule_between_bucket_and_dense():
+    """KL_full = KL_bucket + p̃(tail) KL(p̃(·|tail) ‖ p(·|tail)); nothing here is below the floor."""
+    old_logits, new_logits = (tensor(x) for x in pairs("flat", 50, 30))
+    old = SparsePolicy.from_logits(old_logits, torch.zeros(50, dtype=torch.int64), top_k=7, mass_threshold=0.0)
+    new = old.on_support(new_logits)
+    inside = torch.zeros(50, 30, dtype=torch.bool).scatter(-1, old.token_ids, True)
+    rest_old = old_logits[~inside].view(50, 23)
+    rest_new = new_logits[~inside].view(50, 23)
+    gap = new.tail_log_prob.exp() * dense_kl(rest_new, rest_old)
+    torch.testing.assert_close(new.kl(old) + gap, dense_kl(new_logits, old_logits), rtol=0, atol=1e-12)
+    assert (new.kl(old) <= dense_kl(new_logits, old_logits) + 1e-12).all()
+
+
+def test_kl_of_a_policy_and_itself_is_zero():
+    policy = random_policy()
+    assert torch.equal(policy.kl(policy), torch.zeros(policy.shape))
+
+
+def test_kl_needs_one_support():
+    a, b = random_policy(), random_policy(shape=(3, 5))
+    with pytest.raises(ValueError):
+        a.kl(b)
+    other = SparsePolicy.from_logits(torch.arange(40.0).expand(3, 4, 40), torch.zeros(3, 4, dtype=torch.int64), top_k=8)
+    with pytest.raises(ValueError):
+        a.kl(other)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Moves, indexing, concatenation, packing
+
+
+def test_moves():
+    policy = random_policy()
+    double = policy.to(torch.float64)
+    assert double.log_probs.dtype == double.tail_log_prob.dtype == torch.float64
+    assert double.token_ids.dtype == torch.int64
+    assert double.tail == policy.tail and double.mass_threshold == policy.mass_threshold
+    assert_identical(double.to(torch.float32), policy)
+    assert_identical(policy.to("cpu"), policy)
+    assert_identical(policy.to(torch.device("cpu")), policy)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        0,
+        -1,
+        slice(1, 3),
+        (slice(None), slice(1, 4)),
+        (1, 2),
+        (slice(None), 0),
+        (..., slice(1, 3)),  # the last batch dimension, never the slots
+        torch.tensor([2, 0, 0]),
+        torch.tensor([[True, False, True, True]] * 3),
+        torch.zeros(3, 4, dtype=torch.bool),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tail", TAILS)
+def test_indexing_is_along_the_batch(index, tail):
+    policy = random_policy((3, 4), tail=tail)
+    part = policy[index]
+    expected = policy.tail_log_prob[index]
+    assert part.shape == expected.shape
+    assert torch.equal(part.tail_log_prob, expected)
+    assert part.token_ids.shape == part.log_probs.shape == (*expected.shape, 8)
+    rows = torch.arange(12).view(3, 4)[index]
+    assert torch.equal(part.token_ids, policy.token_ids.view(12, 8)[rows])
+    assert torch.equal(part.log_probs, policy.log_probs.view(12, 8)[rows])
+    assert part.tail == tail and part.mass_threshold == policy.mass_threshold
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, -2])
+def test_cat_undoes_splitting(dim):
+    policy = random_policy((3, 4))
+    along = dim % 2
+    parts = [policy[:1], policy[1:]] if along == 0 else [policy[:, :1], policy[:, 1:]]
+    assert_identical(SparsePolicy.cat(parts, dim=dim), policy)
+
+
+def test_cat_refuses_different_tails():
+    with pytest.raises(ValueError, match="tail"):
+        SparsePolicy.cat([random_policy(tail="bucket"), random_policy(tail="floor")], dim=0)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (0,), (2, 0), (2, 1, 3)])
+def test_packing_is_exact(shape, dtype, tail):
+    policy = random_policy(shape, tail=tail, dtype=dtype)
+    packed = policy.pack()
+    assert isinstance(packed, PackedPolicy)
+    assert_identical(packed.unpack(), policy)
+
+
+def test_packing_keeps_what_is_unusual():
+    """A used slot without mass, a full row, a row of one slot, a NaN row."""
+    logits = torch.zeros(4, 6)
+    logits[0, 1:] = -math.inf
+    logits[1, 0] = 50.0
+    logits[3, 2] = math.nan
+    for threshold in (0.0, 1e-5):
+        policy = SparsePolicy.from_logits(logits, torch.tensor([3, 0, 0, 0]), top_k=4, mass_threshold=threshold)
+        assert_identical(policy.pack().unpack(), policy)
+
+
+def test_packed_policy_is_smaller():
+    logits = torch.zeros(64, 1000)
+    logits[:, 3] = 30.0
+    policy = SparsePolicy.from_logits(logits, torch.full((64,), 3), top_k=64, mass_threshold=1e-5)
+    packed = policy.pack()
+
+    def elements(thing: object) -> int:
+        return sum(value.numel() for value in vars(thing).values() if isinstance(value, torch.Tensor))
+
+    assert elements(packed) * 6 < policy.token_ids.numel() + policy.log_probs.numel() + policy.tail_log_prob.numel()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Empty batches and bad input
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
+@pytest.mark.parametrize("tail", TAILS)
+def test_empty_batches(shape, tail):
+    policy = random_policy(shape, tail=tail)
+    assert policy.shape == shape
+    assert policy.token_ids.shape == (*shape, 8)
+    assert policy.log_prob(torch.zeros(shape, dtype=torch.int64)).shape == shape
+    assert policy.kl(policy).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("top_k", {"top_k": 0}),
+        ("top_k", {"top_k": -3}),
+        ("mass_threshold", {"mass_threshold": 1.0}),
+        ("mass_threshold", {"mass_threshold": -1e-9}),
+        ("mass_threshold", {"mass_threshold": math.nan}),
+        ("tail", {"tail": "bukcet"}),
+        ("token_ids", {"token_ids": torch.tensor([0, 10])}),
+        ("token_ids", {"token_ids": torch.tensor([-1, 0])}),
+        ("token_ids", {"token_ids": torch.tensor([0, 1, 2])}),
+        ("token_ids", {"token_ids": torch.tensor([[0, 1]])}),
+        ("token_ids", {"token_ids": torch.tensor([0.0, 1.0])}),
+        ("logits", {"logits": torch.tensor(1.0)}),
+        ("logits", {"logits": torch.zeros(2, 0)}),
+        ("logits", {"logits": torch.zeros(2, 10, dtype=torch.int64)}),
+    ],
+)
+def test_bad_input(argument, change):
+    arguments = {"logits": torch.zeros(2, 10), "token_ids": torch.tensor([0, 1])} | change
+    with pytest.raises(ValueError, match=argument):
+        SparsePolicy.from_logits(**arguments)
+
+
+def test_errors_say_what_they_got_and_what_they_take():
+    with pytest.raises(ValueError, match=r"tail.*(bukcet.*bucket|bucket.*bukcet)"):
+        SparsePolicy.from_logits(torch.zeros(1, 3), torch.tensor([0]), tail="bukcet")
+    with pytest.raises(ValueError, match=r"top_k.*0"):
+        SparsePolicy.from_logits(torch.zeros(1, 3), torch.tensor([0]), top_k=0)
+    with pytest.raises(ValueError, match=r"token_ids.*17"):
+        SparsePolicy.from_logits(torch.zeros(1, 3), torch.tensor([17]))
+
+
+@pytest.mark.parametrize("shape", [(2, 9), (2, 11), (3, 10), (10,)])
+def test_on_support_with_other_shapes(shape):
+    old = SparsePolicy.from_logits(torch.zeros(2, 10), torch.tensor([0, 1]), top_k=4)
+    with pytest.raises(ValueError, match="logits"):
+        old.on_support(torch.zeros(shape))

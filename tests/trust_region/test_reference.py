@@ -1,0 +1,280 @@
+"""The reference against itself: finite differences, a general-purpose optimiser, and identities."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+
+from tests.trust_region import reference
+from tests.trust_region.cases import FAMILIES, bounds, pairs
+
+Array = np.ndarray
+
+
+def central_differences(function, point: Array, spacing: float = 1e-5) -> Array:
+    gradient = np.zeros_like(point)
+    for v in range(len(point)):
+        if point[v] == -np.inf:
+            continue
+        up, down = point.copy(), point.copy()
+        up[v] += spacing
+        down[v] -= spacing
+        gradient[v] = (function(up) - function(down)) / (2 * spacing)
+    return gradient
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Slots and tails, by hand
+
+
+@pytest.mark.parametrize(
+    ("probs", "token", "top_k", "threshold", "expected"),
+    [
+        ([0.1, 0.2, 0.3, 0.4], 3, 2, 0.0, [3, 2]),
+        ([0.25, 0.25, 0.25, 0.25], 0, 3, 0.0, [0, 1, 2]),  # ties: smaller id first
+        ([0.2, 0.4, 0.4, 0.0], 1, 4, 0.0, [1, 2, 0, 3]),  # threshold 0 keeps even a token without mass
+        ([0.1, 0.2, 0.3, 0.4], 0, 2, 0.0, [3, 0]),  # the sampled token replaces the last slot
+        ([0.9, 0.05, 0.03, 0.02], 0, 4, 0.2, [0]),  # 0.1 left after the first slot
+        ([0.9, 0.05, 0.03, 0.02], 0, 4, 0.06, [0, 1]),
+        ([0.9, 0.05, 0.03, 0.02], 3, 4, 0.2, [0, 3]),  # appended: there is room
+        ([0.9, 0.05, 0.03, 0.02], 3, 1, 0.2, [3]),  # replaces: there is none
+        ([0.6, 0.4], 1, 64, 0.0, [0, 1]),  # K = min(top_k, V)
+        ([1.0], 0, 1, 0.5, [0]),
+    ],
+)
+def test_slots(probs, token, top_k, threshold, expected):
+    with np.errstate(divide="ignore"):
+        assert reference.slots(np.log(probs), token, top_k, threshold) == expected
+
+
+def test_tails_by_hand():
+    logits = np.log([0.5, 0.3, 0.15, 0.05])
+    bucket = reference.capture(logits, 0, 2, 0.0, "bucket")
+    assert np.exp(bucket.log_probs) == pytest.approx([0.5, 0.3])
+    assert math.exp(bucket.tail_log_prob) == pytest.approx(0.2)
+
+    floor = reference.capture(logits, 0, 2, 0.0, "floor")
+    assert np.exp(floor.log_probs) == pytest.approx([0.625, 0.375])
+    assert math.exp(floor.tail_log_prob) == pytest.approx(2e-12 / 0.8)
+    total = np.exp(floor.log_probs).sum() + math.exp(floor.tail_log_prob)
+    assert total == pytest.approx(1.0, abs=1e-15)
+
+    everything = reference.capture(logits, 0, 4, 0.0, "floor")
+    assert everything.tail_log_prob == -math.inf
+
+
+def test_absent_tail_is_not_an_outcome():
+    logits = np.array([0.0, 1.0, -np.inf, -np.inf])
+    old = reference.capture(logits, 0, 2, 0.0, "bucket")
+    assert old.tail_log_prob == -math.inf
+    assert len(reference.bucket_outcomes(logits, old).tokens) == 2
+    # The new policy has mass there: now the tail is an outcome, floored in the old policy.
+    outcomes = reference.bucket_outcomes(np.array([0.0, 1.0, 0.0, -np.inf]), old)
+    assert len(outcomes.tokens) == 3
+    assert math.exp(outcomes.log_old[2]) == pytest.approx(1e-12)
+
+
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+def test_outcomes_are_distributions(tail):
+    old_logits, new_logits = pairs("peaked", 20, 30)
+    for old_row, new_row in zip(old_logits, new_logits, strict=True):
+        token = 7
+        outcomes = reference.outcomes_of(new_row, token, reference.capture(old_row, token, 6, 1e-3, tail))
+        assert np.exp(outcomes.log_old).sum() == pytest.approx(1.0, abs=1e-13)
+        assert np.exp(outcomes.log_new).sum() == pytest.approx(1.0, abs=1e-13)
+        assert sorted(v for members in outcomes.tokens for v in members) == list(range(30))
+
+
+def test_floor_outcomes_by_hand():
+    old = reference.capture(np.log([0.6, 0.3, 0.06, 0.04]), 0, 1, 0.0, "floor")
+    outcomes = reference.floor_outcomes(np.log([0.2, 0.1, 0.6, 0.1]), 0, old)
+    # K = 1: the sampled token holds the only slot of either policy, so their union is that token.
+    assert outcomes.tokens == [[0], [1, 2, 3]]
+    old = reference.capture(np.log([0.6, 0.3, 0.06, 0.04]), 0, 2, 0.0, "floor")
+    outcomes = reference.floor_outcomes(np.log([0.2, 0.1, 0.6, 0.1]), 0, old)
+    assert outcomes.tokens == [[0], [1], [2], [3]]
+    assert np.exp(outcomes.log_old) == pytest.approx([2 / 3, 1 / 3, 1e-12 / 0.9, 1e-12 / 0.9])
+    assert np.exp(outcomes.log_new) == pytest.approx([2 / 9, 1 / 9, 6 / 9, 1e-12 / 0.9])
+    assert outcomes.blocked.tolist() == [False, False, False, True]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The projection solves its optimisation problem
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("kl_bound", [0.01, 0.05, 0.5])
+@pytest.mark.parametrize("family", ["flat", "peaked"])
+def test_projection_is_the_constrained_minimum(family, kl_bound, size):
+    old_logits, new_logits = pairs(family, 5, size)
+    for old_row, new_row in zip(0.5 * old_logits, 0.5 * new_logits, strict=True):
+        log_old, log_new = reference.log_softmax(old_row), reference.log_softmax(new_row)
+        solution = reference.solve(log_old, log_new, kl_bound)
+
+        found = minimize(
+            lambda z, target=log_new: reference.kl_divergence(reference.log_softmax(z), target),
+            x0=log_old,
+            constraints={
+                "type": "ineq",
+                "fun": lambda z, centre=log_old: kl_bound - reference.kl_divergence(reference.log_softmax(z), centre),
+            },
+            method="SLSQP",
+            options={"ftol": 1e-14, "maxiter": 500},
+        )
+        assert np.exp(solution.log_q) == pytest.approx(np.exp(reference.log_softmax(found.x)), abs=2e-5)
+        assert reference.kl_divergence(solution.log_q, log_new) <= found.fun + 1e-8
+        assert solution.kl_after <= kl_bound + 1e-12
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [1, 2, 3, 30])
+def test_root_meets_the_bound(family, size):
+    old_logits, new_logits = pairs(family, 40, size)
+    for old_row, new_row, kl_bound in zip(old_logits, new_logits, bounds(40), strict=True):
+        row = reference.project(new_row, old_row, kl_bound)
+        if not row.solution.projected:
+            assert row.solution.kl_before <= kl_bound
+            assert row.log_probs == pytest.approx(reference.log_softmax(new_row))
+            continue
+        assert row.solution.kl_after == pytest.approx(kl_bound, abs=1e-12)
+        assert 0 < row.solution.tau < 1
+        # The paper's own formula: the normalised (η log p + log p̃) / (η + 1).
+        eta = row.solution.multiplier
+        log_q = reference.log_softmax((eta * row.outcomes.log_old + row.outcomes.log_new) / (eta + 1))
+        assert row.log_probs == pytest.approx(log_q, abs=1e-8)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients against finite differences
+
+
+def test_gradient_of_the_dense_projection():
+    rng = np.random.default_rng(1)
+    projected = 0
+    for family in ("flat", "peaked", "masked"):
+        old_logits, new_logits = pairs(family, 8, 7)
+        for old_row, new_row in zip(old_logits, new_logits, strict=True):
+            upstream = rng.standard_normal(7)
+
+            def weighted(z, old=old_row, weight=upstream):
+                log_probs = reference.project(z, old, 0.05).log_probs
+                return float(np.sum(weight * np.where(np.isfinite(log_probs), log_probs, 0.0)))
+
+            row = reference.project(new_row, old_row, 0.05)
+            gradient = row.gradient(np.where(np.isfinite(row.log_probs), upstream, 0.0))
+            assert gradient == pytest.approx(central_differences(weighted, new_row), abs=1e-6)
+            projected += row.solution.projected
+    assert projected >= 12
+
+
+def floored_entries(rng: np.random.Generator, old_row: Array, new_row: Array) -> None:
+    """Put −inf and sub-floor logits into both rows."""
+    where = rng.permutation(len(new_row))
+    new_row[where[0]] = -np.inf
+    new_row[where[1]] = new_row.max() - 32.0
+    old_row[where[2]] = old_row.max() - 33.0
+    old_row[where[0]] = -np.inf
+
+
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+@pytest.mark.parametrize("with_floor", [False, True])
+@pytest.mark.parametrize("kl_bound", [0.05, 20.0])
+def test_step_gradients(tail, with_floor, kl_bound):
+    rng = np.random.default_rng(2)
+    size, projected = 9, 0
+    for trial in range(12):
+        old_row = rng.uniform(0.5, 2.0) * rng.standard_normal(size)
+        new_row = old_row + rng.standard_normal(size)
+        if with_floor:
+            floored_entries(rng, old_row, new_row)
+        token = int(rng.integers(size))
+        old = reference.capture(old_row, token, top_k=2 + trial % 4, mass_threshold=1e-2, tail=tail)
+        step = reference.step(new_row, token, old, kl_bound)
+        projected += step.projected
+
+        for name in ("log_prob", "new_log_prob"):
+            if getattr(step, name) == -np.inf:
+                continue
+            differences = central_differences(
+                lambda z, name=name, token=token, old=old: getattr(reference.step(z, token, old, kl_bound), name),
+                new_row,
+            )
+            assert getattr(step, f"{name}_gradient") == pytest.approx(differences, abs=1e-6), name
+
+        outcomes = reference.outcomes_of(new_row, token, old)
+        frozen = reference.solve(outcomes.log_old, outcomes.log_new, kl_bound)
+        if frozen.projected:
+            differences = central_differences(
+                lambda z, token=token, old=old, log_q=frozen.log_q: reference.kl_divergence(
+                    reference.outcomes_of(z, token, old).log_new, log_q
+                ),
+                new_row,
+            )
+            assert step.regression_gradient == pytest.approx(differences, abs=1e-6)
+        else:
+            assert step.regression == 0.0
+            assert not step.regression_gradient.any()
+    assert projected >= 6 if kl_bound == 0.05 else projected <= 6
+
+
+def test_regression_gradient_is_the_formula_of_the_design():
+    """p̃ (log p̃ − log q + 1) and p̃ (log p̃ − log q − KL) differ by a multiple of p̃, which a softmax cannot see."""
+    old_row, new_row = (row[0] for row in pairs("flat", 1, 6))
+    row = reference.project(new_row, old_row, 0.01)
+    new = np.exp(row.outcomes.log_new)
+    plain = new * (row.outcomes.log_new - row.solution.log_q + 1)
+    assert row.solution.projected
+    assert reference.to_logits(new_row, row.outcomes.tokens, plain) == pytest.approx(
+        reference.to_logits(new_row, row.outcomes.tokens, reference.regression_gradient(row.outcomes, row.solution)),
+        abs=1e-14,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Identities
+
+
+def test_two_outcomes_have_no_gradient_through_q():
+    for old_row, new_row in zip(*pairs("flat", 20, 2), strict=True):
+        row = reference.project(new_row, old_row, 1e-3)
+        if row.solution.projected:
+            assert row.gradient(np.array([1.0, -0.3])) == pytest.approx([0.0, 0.0], abs=1e-10)
+
+
+def test_chain_rule_between_bucket_and_dense():
+    for old_row, new_row in zip(*pairs("flat", 20, 12), strict=True):
+        old = reference.capture(old_row, 3, top_k=5, mass_threshold=0.0, tail="bucket")
+        rest = reference.complement(12, old.ids)
+        log_old, log_new = reference.log_softmax(old_row), reference.log_softmax(new_row)
+        outcomes = reference.bucket_outcomes(new_row, old)
+        bucket = reference.kl_divergence(outcomes.log_new, outcomes.log_old)
+        inside_tail = reference.kl_divergence(
+            reference.log_softmax(log_new[rest]), reference.log_softmax(log_old[rest])
+        )
+        tail_mass = math.exp(reference.on_support(new_row, old.ids)[1])
+        assert reference.kl_divergence(log_new, log_old) == pytest.approx(bucket + tail_mass * inside_tail, abs=1e-12)
+
+
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+@pytest.mark.parametrize("family", ["flat", "near_deterministic", "masked"])
+def test_full_support_equals_dense(family, tail):
+    for old_row, new_row in zip(*pairs(family, 20, 8), strict=True):
+        token = int(np.argmax(old_row))
+        old = reference.capture(old_row, token, top_k=8, mass_threshold=0.0, tail=tail)
+        step = reference.step(new_row, token, old, 0.05)
+        dense = reference.project(new_row, old_row, 0.05)
+        one_hot = np.eye(8)[token]
+        assert step.kl_before == pytest.approx(dense.solution.kl_before, abs=1e-10)
+        assert step.log_prob == pytest.approx(dense.log_probs[token], abs=1e-9)
+        assert step.log_prob_gradient == pytest.approx(dense.gradient(one_hot), abs=1e-7)
+
+
+@pytest.mark.parametrize("broken", [[0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3])
+def test_rows_that_are_not_finite(broken):
+    assert not reference.is_finite_row(np.array(broken))
+    old = reference.capture(np.zeros(3), 0, 3, 0.0, "bucket")
+    step = reference.step(np.array(broken), 0, old, 0.05)
+    assert math.isnan(step.log_prob) and math.isnan(step.kl_before)
