@@ -5,7 +5,6 @@ import os
 import shutil
 import string
 import tempfile
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -34,23 +33,25 @@ class WarmUp:
     """How the embedded model is prepared by supervised learning.
 
     Attributes:
-        target_success: Warm-up ends once the probability of sampling exactly the correct answer reaches this, in the
-            mean over the last `window` batches of fresh questions.
+        target_success: Warm-up ends once the probability of sampling exactly the correct answer (temperature 1) reaches
+            this, in the mean over `test_size` questions it does not learn from.
         max_steps: Warm-up ends here at the latest.
         batch_size: Questions per step.
         learning_rate: Constant, after a linear rise over the first `rise_steps`.
         rise_steps: See `learning_rate`.
-        window: See `target_success`.
-        num_questions: Different draws to learn from; they repeat, in a new order, when all are used.
+        num_questions: Draws to learn from; they repeat, in a new order, when all are used.
+        test_size: See `target_success`.
+        test_every: Steps between two tests.
     """
 
-    target_success: float = 0.4
-    max_steps: int = 1000
-    batch_size: int = 64
+    target_success: float = 0.35
+    max_steps: int = 2000
+    batch_size: int = 32
     learning_rate: float = 1e-3
     rise_steps: int = 20
-    window: int = 8
     num_questions: int = 32768
+    test_size: int = 256
+    test_every: int = 25
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -76,7 +77,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
-    """Returns the embedded model's architecture: Qwen3 with about 0.8 million parameters."""
+    """Returns the embedded model's architecture: Qwen3 with about 0.7 million parameters."""
     return Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -98,7 +99,7 @@ def embedded_model(
 ) -> Path:
     """Returns a folder with a small language model that solves some of a task's questions, making it if need be.
 
-    The model is a Qwen3 of about 0.8 million parameters that reads and writes characters. It is warmed up on questions
+    The model is a Qwen3 of about 0.7 million parameters that reads and writes characters. It is warmed up on questions
     of the task that are neither in its training nor in its evaluation data, and the result is kept in a cache folder
     named by a hash of everything that determines it. A cached model whose files are not those that were written is
     made anew.
@@ -137,12 +138,14 @@ def embedded_model(
     folder = (Path(cache_dir) if cache_dir else default_cache_dir()) / f"embedded-{digest}"
     if _is_intact(folder):
         return folder
-    asked = questions(data_set, task_config.options, split="warmup", size=warm_up.num_questions)
+    learned = questions(data_set, task_config.options, split="warmup", size=warm_up.num_questions)
+    # Tested on what reinforcement learning starts with, so that small spaces of questions cannot be learned by heart.
+    tested = questions(data_set, task_config.options, split="train", size=warm_up.test_size)
     # The caller's random numbers are none of our business.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-        result = _train(model, tokenizer, asked, warm_up)
+        result = _train(model, tokenizer, learned, tested, warm_up)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )
@@ -155,47 +158,55 @@ def default_cache_dir() -> Path:
 
 
 def _train(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, asked: list[Question], warm_up: WarmUp
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    learned: list[Question],
+    tested: list[Question],
+    warm_up: WarmUp,
 ) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=warm_up.learning_rate)
-    recent: deque[float] = deque(maxlen=warm_up.window)
-    model.train()
+    test = _encode(tokenizer, tested)
+    success = 0.0
     columns = (TextColumn("warm-up"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn()) as progress:
         bar = progress.add_task("", total=warm_up.max_steps)
-        for step, (input_ids, labels) in enumerate(_batches(tokenizer, asked, warm_up), start=1):
+        for step, (input_ids, labels) in enumerate(_batches(tokenizer, learned, warm_up), start=1):
             optimizer.param_groups[0]["lr"] = warm_up.learning_rate * min(1.0, step / warm_up.rise_steps)
-            log_probs = _answer_log_probs(model, input_ids, labels)
-            loss = -log_probs.sum() / (labels != _IGNORED_LABEL).sum()
+            loss = -_answer_log_probs(model, input_ids, labels).sum() / (labels != _IGNORED_LABEL).sum()
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            # What a sampled answer would score in expectation, for the price of an exponential.
-            recent.append(log_probs.detach().exp().mean().item())
-            success = sum(recent) / len(recent)
+            if step % warm_up.test_every == 0 or step == warm_up.max_steps:
+                success = _sampled_success(model, *test)
             progress.update(bar, advance=1, description=f"success {success:.0%} of {warm_up.target_success:.0%}")
-            if len(recent) == warm_up.window and success >= warm_up.target_success:
+            if success >= warm_up.target_success:
                 break
-        else:
-            logger.warning(
-                "warm-up ended after %d steps with a success of %.0f %%, below its target of %.0f %%: an easier task "
-                "needs fewer terms or digits",
-                warm_up.max_steps,
-                100 * success,
-                100 * warm_up.target_success,
-            )
+    if success < warm_up.target_success:
+        logger.warning(
+            "warm-up ended after %d steps with a success of %.0f %%, below its target of %.0f %%: choose task options "
+            "that make the questions easier",
+            step,
+            100 * success,
+            100 * warm_up.target_success,
+        )
     return {"steps": step, "success": success}
 
 
+@torch.no_grad()
+def _sampled_success(model: Qwen3ForCausalLM, input_ids: torch.Tensor, labels: torch.Tensor) -> float:
+    """Returns the mean probability of the correct answers: the success of sampling, without its noise."""
+    return _answer_log_probs(model, input_ids, labels).exp().mean().item()
+
+
 def _batches(
-    tokenizer: PreTrainedTokenizerFast, asked: list[Question], warm_up: WarmUp
+    tokenizer: PreTrainedTokenizerFast, learned: list[Question], warm_up: WarmUp
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     order: list[int] = []
     for _ in range(warm_up.max_steps):
         while len(order) < warm_up.batch_size:
-            order += torch.randperm(len(asked)).tolist()
-        yield _encode(tokenizer, [asked[index] for index in order[: warm_up.batch_size]])
+            order += torch.randperm(len(learned)).tolist()
+        yield _encode(tokenizer, [learned[index] for index in order[: warm_up.batch_size]])
         del order[: warm_up.batch_size]
 
 

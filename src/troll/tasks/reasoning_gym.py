@@ -17,7 +17,7 @@ DEFAULT_TRAIN_SIZE = 4096
 _SEEDS: dict[Split, int] = {"eval": 0, "warmup": 700_000_000, "train": 1_400_000_000}
 # Which sixteenths of the space of questions belong to which split.
 _SIXTEENTHS: dict[Split, range] = {"eval": range(2), "warmup": range(2, 6), "train": range(6, 16)}
-# A split of two sixteenths accepts one draw in eight; a space that yields less has run out of questions.
+# A split of two sixteenths accepts one draw in eight; far fewer means that the space has hardly any questions.
 _DRAWS_PER_QUESTION = 64
 
 
@@ -87,23 +87,23 @@ def questions(data_set: str, options: dict[str, Any], *, split: Split, size: int
 
     Every question belongs to exactly one split, by the SHA-256 of its text: two sixteenths of all questions are held
     out for evaluation, four are for the supervised warm-up, ten for reinforcement learning. So no two splits share a
-    question, whatever the sizes, and all three have the distribution of the generator. Evaluation has no question
-    twice; the other two repeat a question as often as the generator draws it.
+    question, whatever the sizes, and all have the distribution of the generator: within a split, a question comes as
+    often as the generator draws it.
 
     Args:
         data_set: Name of the reasoning-gym data set.
         options: Its configuration, and `prompt` (see `load`).
         split: `"eval"`, `"warmup"` or `"train"`.
-        size: Number of questions. Fewer evaluation questions are returned where the space holds no more.
+        size: Number of questions.
 
     Returns:
         The questions, the same on every call; a longer draw starts with the shorter one.
 
     Raises:
-        TaskError: If the data set or an option is unknown or unusable, or the space holds no question of this split.
+        TaskError: If the data set or an option is unknown or unusable, or the space holds (almost) no question of this split.
     """
     drawn = list(islice(_draw(data_set, options, split=split, draws=size * _DRAWS_PER_QUESTION), size))
-    if not drawn or (split != "eval" and len(drawn) < size):
+    if len(drawn) < size:
         raise TaskError(
             f"reasoning-gym data set {data_set!r} has too few different questions for its {split} split: "
             "choose options that make the space of questions larger"
@@ -114,13 +114,11 @@ def questions(data_set: str, options: dict[str, Any], *, split: Split, size: int
 def _draw(data_set: str, options: dict[str, Any], *, split: Split, draws: int) -> Iterator[Question]:
     template = options.get("prompt", "{question}")
     generator = _create(data_set, options, seed=_SEEDS[split], size=draws)
-    seen = set()
     for index in range(draws):
         entry = generator[index]
         digest = hashlib.sha256(entry["question"].encode()).digest()
-        if digest[0] % 16 not in _SIXTEENTHS[split] or (split == "eval" and digest in seen):
+        if digest[0] % 16 not in _SIXTEENTHS[split]:
             continue
-        seen.add(digest)
         yield Question(_format(template, data_set, entry), entry)
 
 

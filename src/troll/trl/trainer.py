@@ -1,0 +1,313 @@
+"""GRPOTrainer with a trust region instead of a clip."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.trainer.utils import get_config_model_id
+
+from troll.trl.config import TrollConfig
+from troll.trl.scoring import LogitsReader, ReadLogits, scatter
+from troll.trust_region.objective import (
+    TrustRegionStep,
+    aggregate,
+    trust_region_log_probs,
+    trust_region_metrics,
+    trust_region_statistics,
+)
+from troll.trust_region.policy import SparsePolicy
+
+#: The old policy travels through TRL's buffer (shuffled, split, padded) under these keys.
+OLD_POLICY_KEYS = ("troll_token_ids", "troll_log_probs", "troll_tail_log_prob")
+
+#: `trl`'s names for the aggregations of the core; "dapo" divides by the tokens of the whole generation batch.
+AGGREGATION = {"grpo": "sequence_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length"}
+
+#: More than this fraction of tokens projected, over so many optimiser steps, is worth a warning.
+WATCHED_FRACTION, WATCHED_STEPS = 0.1, 100
+
+
+class TrollTrainer(GRPOTrainer):
+    """[`~trl.GRPOTrainer`] with TROLL (arXiv 2510.03817) in place of the clip.
+
+    The policy term uses the projected log-probability of the sampled token where GRPO uses the raw one; the clip is
+    off; and ``regression_weight · KL(p̃ ‖ ⌊q⌋)`` is added with the policy term's normalisation. The regression term is
+    treated as TRL treats its own KL penalty: it acts on every scored token, and neither the high-entropy mask, nor the
+    off-policy mask, nor vLLM's importance weights apply to it.
+
+    Everything else, arguments included, is `GRPOTrainer`'s. What is saved and used for inference is the network p̃.
+
+    Raises:
+        TypeError: If `args` is not a `TrollConfig`.
+        FloatingPointError: In training, if logits are NaN or infinite, before the optimiser sees them.
+    """
+
+    args: TrollConfig
+    model: Any
+
+    _tag_names = ["trl", "troll"]
+    _name = "TROLL"
+    _paper = {
+        "title": "TROLL: Trust Regions improve Reinforcement Learning for Large Language Models",
+        "id": "2510.03817",
+    }
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: TrollConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = TrollConfig(f"{name.split('/')[-1]}-TROLL")
+        if not isinstance(args, TrollConfig):
+            raise TypeError(f"args must be a TrollConfig, got {type(args).__name__}: change the name of the class")
+        super().__init__(model, reward_funcs, args=args, **kwargs)
+        # Infinity in the configuration itself would not be valid JSON.
+        self.epsilon_low = self.epsilon_high = torch.inf
+
+        base_model = self.accelerator.unwrap_model(self.model)
+        if hasattr(base_model, "get_base_model"):
+            base_model = base_model.get_base_model()
+        self._accepts_logits_to_keep = "logits_to_keep" in inspect.signature(base_model.forward).parameters
+        if args.cast_lm_head_to_fp32:
+            _keep_head_out_of_autocast(base_model)
+        if args.disable_dropout:
+            _silence_dropout(base_model)
+        self._read_logits: ReadLogits | None = None
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+        self._watched = {"since": 0, "projected": 0.0, "tokens": 0.0}
+        _warn_about(args, base_model, kwargs.get("peft_config"))
+
+    # The old policy: captured where TRL scores the completions
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if self.args.always_on_policy or not self.model.training:
+            return super()._generate_and_score_completions(inputs)
+
+        captured: list[SparsePolicy] = []
+        self._read_logits = self._capture_into(captured)
+        output = super()._generate_and_score_completions(inputs)
+        old = SparsePolicy.cat(captured) if captured else None
+        if self._read_logits is not None or old is None or output.get("old_per_token_logps") is None:
+            raise RuntimeError("GRPOTrainer did not score the old policy where TrollTrainer expects it")
+        # At the end of the dictionary, since the first entry sets the batch size.
+        return output | dict(zip(OLD_POLICY_KEYS, (old.token_ids, old.log_probs, old.tail_log_prob), strict=True))
+
+    def _capture_into(self, captured: list[SparsePolicy]) -> ReadLogits:
+        def read(logits: Tensor, token_ids: Tensor, scored: Tensor) -> Tensor:
+            policy = SparsePolicy.from_logits(
+                logits,
+                token_ids,
+                top_k=self.args.support_top_k,
+                mass_threshold=self.args.mass_threshold,
+                tail=self.args.tail,
+            )
+            captured.append(
+                self._old_policy(
+                    scatter(policy.token_ids, scored, fill=-1),
+                    scatter(policy.log_probs, scored, fill=-torch.inf),
+                    scatter(policy.tail_log_prob, scored),
+                )
+            )
+            # The same function as at the update, so that equal policies give equal numbers.
+            return policy.on_support(logits).log_prob(token_ids)
+
+        return read
+
+    def _old_policy(self, token_ids: Tensor, log_probs: Tensor, tail_log_prob: Tensor) -> SparsePolicy:
+        return SparsePolicy(token_ids, log_probs, tail_log_prob, self.args.tail, self.args.mass_threshold)
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        # Only the first call is the policy's: a PEFT reference pass uses the same model object.
+        read, self._read_logits = self._read_logits, None
+        if read is not None:
+            model = LogitsReader(
+                model,
+                logits_to_keep,
+                self.temperature,
+                self._entropy_bonus_enabled,
+                self._accepts_logits_to_keep,
+                read,
+            )
+        return super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+        )
+
+    # The update
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        if OLD_POLICY_KEYS[0] in inputs and self.model.training:
+            loss = self._trust_region_loss(model, inputs)
+        else:
+            loss = super()._compute_loss(model, inputs)
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name in [name for name in metrics if name.startswith("clip_ratio/")]:
+            del metrics[name]  # constant without a clip
+        return loss
+
+    def _trust_region_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        old = self._old_policy(*(inputs[key] for key in OLD_POLICY_KEYS))
+        old_log_probs = inputs["old_per_token_logps"]
+        # TRL hands the same dictionary out again in the next iteration, so it is never written to.
+        inputs = {"sampling_per_token_logps": old_log_probs, **inputs}
+        mask = inputs["completion_mask"]
+        if "tool_mask" in inputs:
+            mask = mask * inputs["tool_mask"]
+        extra: list[Tensor] = []
+
+        def read(logits: Tensor, token_ids: Tensor, scored: Tensor) -> Tensor:
+            rows = old[scored]
+            step = trust_region_log_probs(logits, token_ids, rows, self.args.kl_bound, self.args.solver)
+            self._observe(step, rows, mask.to(scored.device)[scored])
+            # The parent takes its ratio from the raw log-probabilities, and everything else (KL to the reference,
+            # off-policy mask, metrics) too. Shifting the old ones makes that ratio q/p and changes nothing else.
+            new_log_probs = scatter(step.new_log_probs, scored)
+            log_ratio = scatter(step.log_probs - rows.log_prob(token_ids), scored)
+            inputs["old_per_token_logps"] = old_log_probs + (new_log_probs - old_log_probs - log_ratio)
+            extra.append(self.args.regression_weight * scatter(step.regression, scored))
+            if self.beta != 0.0 and self.args.use_bias_correction_kl:
+                extra.append(self._reference_kl_correction(inputs, old_log_probs, new_log_probs, log_ratio, mask))
+            return step.new_log_probs
+
+        self._read_logits = read
+        loss = super()._compute_loss(model, inputs)
+        if not extra:
+            raise RuntimeError("GRPOTrainer did not score the new policy where TrollTrainer expects it")
+        return loss + self._aggregate(sum(extra[1:], extra[0]), mask, inputs)
+
+    def _reference_kl_correction(
+        self, inputs: dict[str, Any], old_log_probs: Tensor, new_log_probs: Tensor, log_ratio: Tensor, mask: Tensor
+    ) -> Tensor:
+        # The parent weights its KL to the reference, which is about the network p̃, with the ratio of the surrogate.
+        # The weight that makes it unbiased is p̃/p; this adds the difference.
+        ratios = [new_log_probs - old_log_probs, log_ratio]
+        if self.importance_sampling_level == "sequence":
+            length = mask.sum(-1, keepdim=True).clamp(min=1)
+            ratios = [(ratio * mask).sum(-1, keepdim=True) / length for ratio in ratios]
+        log_reference_ratio = inputs["ref_per_token_logps"] - new_log_probs
+        kl = torch.exp(log_reference_ratio) - log_reference_ratio - 1
+        return self.beta * kl * (torch.exp(ratios[0]) - torch.exp(ratios[1]))
+
+    def _aggregate(self, per_token: Tensor, mask: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Aggregates (B, T) values as the parent does its per-token loss, gradient accumulation included."""
+        if self.loss_type == "dapo":
+            tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+            tokens = tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+            return torch.where(mask.bool(), per_token, 0.0).sum() / tokens
+        max_length = self.max_completion_length if self.loss_type == "dr_grpo" else None
+        aggregated = aggregate(per_token, mask, AGGREGATION[self.loss_type], max_length)  # type: ignore[arg-type]
+        return aggregated / self.current_gradient_accumulation_steps
+
+    # What the trust region did
+
+    def _observe(self, step: TrustRegionStep, old: SparsePolicy, mask: Tensor) -> None:
+        """Adds one micro-batch of (N,) tokens to the statistics of the logging window."""
+        sums, maxima = trust_region_statistics(step, mask)
+        nonfinite = int(self.accelerator.reduce(sums["nonfinite"], reduction="sum"))
+        if nonfinite:
+            raise FloatingPointError(
+                f"step {self.state.global_step + 1}: the logits of {nonfinite} tokens are NaN or infinite, and the "
+                "update was not made. Resume from the last checkpoint with a lower learning_rate or max_grad_norm; in "
+                "fp16, use bf16"
+            )
+        sums["support_size"] = torch.where(mask.bool(), old.used.sum(-1), 0).sum().to(sums["tokens"])
+        sums["tail_mass"] = torch.where(mask.bool(), old.tail_log_prob.exp(), 0.0).sum()
+        self._sums = {name: value + self._sums.get(name, 0) for name, value in sums.items()}
+        self._maxima = {name: value.maximum(self._maxima.get(name, value)) for name, value in maxima.items()}
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs the parent's metrics and ``trust_region/*``, over all tokens since the last call and all processes."""
+        if self.model.training and self._sums:
+            total = self.accelerator.reduce(torch.stack(list(self._sums.values())), reduction="sum")
+            largest = self.accelerator.gather(torch.stack(list(self._maxima.values())).unsqueeze(0)).amax(0)
+            sums = dict(zip(self._sums, total.cpu(), strict=True))
+            maxima = dict(zip(self._maxima, largest.cpu(), strict=True))
+            metrics = trust_region_metrics(sums, maxima)
+            metrics |= {name: sums[name] / sums["tokens"].clamp(min=1) for name in ("support_size", "tail_mass")}
+            for name, value in metrics.items():
+                self._metrics["train"][f"trust_region/{name}"].append(value.item())
+            self._watch(sums["projected"].item(), sums["tokens"].item())
+            self._sums, self._maxima = {}, {}
+        super().log(logs, start_time)
+
+    def _watch(self, projected: float, tokens: float) -> None:
+        self._watched["projected"] += projected
+        self._watched["tokens"] += tokens
+        if self.state.global_step - self._watched["since"] < WATCHED_STEPS:
+            return
+        fraction = self._watched["projected"] / max(self._watched["tokens"], 1)
+        if fraction > WATCHED_FRACTION:
+            warnings.warn(
+                f"{fraction:.0%} of the tokens were projected in the last {WATCHED_STEPS} steps or more, so the bound "
+                "rather than the advantages decides the update: lower learning_rate or the updates per rollout",
+                stacklevel=2,
+            )
+        self._watched = {"since": self.state.global_step, "projected": 0.0, "tokens": 0.0}
+
+
+def _keep_head_out_of_autocast(model: torch.nn.Module) -> None:
+    # TRL's `cast_lm_head_to_fp32` computes the head in float32; autocast would silently undo that.
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    forward: Callable[[Tensor], Tensor] = head.forward
+
+    def in_float32(hidden_states: Tensor) -> Tensor:
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return forward(hidden_states)
+
+    head.forward = in_float32
+
+
+def _silence_dropout(model: torch.nn.Module) -> None:
+    # TRL silences dropout layers; attention dropout is a number that the attention function reads.
+    module: Any
+    for module in model.modules():
+        if getattr(module, "attention_dropout", None):
+            module.attention_dropout = 0.0
+
+
+def _has_dropout(model: torch.nn.Module) -> bool:
+    return any(
+        (isinstance(module, torch.nn.Dropout) and module.p > 0) or bool(getattr(module, "attention_dropout", None))
+        for module in model.modules()
+    )
+
+
+def _warn_about(args: TrollConfig, model: torch.nn.Module, peft_config: Any) -> None:
+    if args.always_on_policy:
+        warnings.warn(
+            "every update is on-policy, where TROLL is the identity: old and new policy are equal. Give each rollout "
+            "several updates: raise steps_per_generation above gradient_accumulation_steps "
+            f"(now {args.steps_per_generation} and {args.gradient_accumulation_steps}), or num_iterations above 1",
+            stacklevel=3,
+        )
+    if args.disable_dropout and getattr(peft_config, "lora_dropout", None):
+        warnings.warn(
+            f"lora_dropout={peft_config.lora_dropout} is set to 0: dropout changes the policy between scoring and "
+            "update, and the trust region would project that noise (disable_dropout=False keeps it)",
+            stacklevel=3,
+        )
+    if not args.disable_dropout and _has_dropout(model):
+        warnings.warn(
+            "the model has dropout and disable_dropout=False: the policy differs between scoring and update by that "
+            "noise, which the trust region projects",
+            stacklevel=3,
+        )
+    updates, rest = divmod(args.rollout_steps, args.gradient_accumulation_steps)
+    if args.save_strategy == "steps" and updates > 1 and not rest and args.save_steps % updates:
+        warnings.warn(
+            f"save_steps={args.save_steps} is not a multiple of the {updates} updates of a rollout: a run resumed from "
+            "the middle of a rollout starts a new one and does not repeat the interrupted run exactly",
+            stacklevel=3,
+        )
