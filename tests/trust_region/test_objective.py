@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 import troll
 from tests.trust_region import reference
@@ -21,7 +24,7 @@ TOKEN_FIELDS = ("log_probs", "new_log_probs", "regression", "kl_before", "kl_aft
 
 
 def setting(
-    family: str, top_k: int, threshold: float, tail: str, rows: int = 24, size: int = 20, seed: int = 0
+    family: str, top_k: int, threshold: float, tail: Any, rows: int = 24, size: int = 20, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray, SparsePolicy, list[reference.OldRow]]:
     """New logits, sampled tokens, and the captured old policy in both worlds."""
     old_logits, new_logits = pairs(family, rows, size, seed)
@@ -95,6 +98,48 @@ def test_gradients_agree_with_the_reference(family, top_k, threshold, tail):
             np.testing.assert_allclose(gradients[name][b], wanted, rtol=1e-6, atol=1e-6, err_msg=f"{name}, row {b}")
 
 
+LOGIT = st.one_of(st.floats(-40, 40), st.sampled_from([0.0, 1.0, -30.0, -math.inf]))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(st.tuples(LOGIT, LOGIT), min_size=1, max_size=9),
+    top_k=st.integers(1, 10),
+    threshold=st.sampled_from([0.0, 1e-5, 1e-2, 0.5]),
+    tail=st.sampled_from(TAILS),
+    kl_bound=st.sampled_from([1e-3, 0.05, 0.5, math.inf]),
+    data=st.data(),
+)
+def test_any_step(rows, top_k, threshold, tail, kl_bound, data):
+    old_logits, new_logits = np.array(rows).T.reshape(2, -1)
+    assume(reference.is_finite_row(old_logits) and reference.is_finite_row(new_logits))
+    token = data.draw(st.integers(0, len(rows) - 1))
+    row = reference.capture(old_logits, token, top_k, threshold, tail)
+    expected = reference.step(new_logits, token, row, kl_bound)
+    assume(abs(expected.kl_before - kl_bound) > 1e-9)
+
+    token_ids = torch.tensor([token])
+    old = SparsePolicy.from_logits(
+        tensor(old_logits[None]), token_ids, top_k=top_k, mass_threshold=threshold, tail=tail
+    )
+    logits = tensor(new_logits[None]).requires_grad_()
+    step = trust_region_log_probs(logits, token_ids, old, kl_bound=kl_bound)
+    assert bool(step.projected) == expected.projected
+    assert step.kl_before.item() == pytest.approx(expected.kl_before, rel=1e-9, abs=1e-11)
+    assert step.kl_after.item() == pytest.approx(expected.kl_after, abs=1e-9)
+    if expected.projected:
+        outcomes = reference.outcomes_of(new_logits, token, row)
+        solution = reference.solve(outcomes.log_old, outcomes.log_new, kl_bound)
+        tolerance = root_tolerance(reference.ProjectedRow(solution.log_q, solution, outcomes, new_logits))
+        assert abs(step.log_probs.item() - expected.log_prob) <= tolerance[outcomes.tokens.index([token])]
+    else:
+        assert step.log_probs.item() == pytest.approx(expected.log_prob, rel=1e-12, abs=1e-12)
+        assert step.regression.item() == 0.0
+    if step.log_probs.item() > -math.inf:
+        (step.log_probs + step.regression).sum().backward()
+        assert logits.grad is not None and logits.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("solver", ["newton", "bracket"])
 def test_gradcheck(tail, solver):
@@ -111,7 +156,7 @@ def test_gradcheck(tail, solver):
         step = trust_region_log_probs(logits, token_ids, old, kl_bound=kl_bound, solver=solver)
         return step.log_probs, step.new_log_probs
 
-    assert torch.autograd.gradcheck(outputs, new_logits.requires_grad_(), atol=1e-6, rtol=1e-5)
+    assert torch.autograd.gradcheck(outputs, new_logits.requires_grad_(), eps=1e-5, atol=1e-6, rtol=1e-5)
 
 
 def test_regression_moves_a_token_of_two_outcomes():
@@ -200,7 +245,7 @@ def test_low_precision(tail, dtype):
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("family", ["flat", "peaked"])
 def test_float32_gradients(family, tail):
-    """Also where the tail is tiny, so that ∂L/∂log p̃(tail) over p̃(tail) is large: it must not be added and taken off."""
+    """Also where the tail is tiny: ∂L/∂log p̃(tail) over p̃(tail) is then too large to be added and taken off again."""
     old_logits, new_logits = (tensor(x, torch.float32) for x in pairs(family, 40, 60, seed=6))
     token_ids = old_logits.argmax(-1)
     old = SparsePolicy.from_logits(old_logits, token_ids, top_k=16, mass_threshold=1e-5, tail=tail)
@@ -284,8 +329,8 @@ def test_rows_that_are_not_finite(side, tail):
         ("kl_bound", {"kl_bound": torch.full((3,), 0.1)}),
         ("solver", {"solver": "brent"}),
         ("logits", {"logits": torch.zeros(2, 7)}),
-        ("logits", {"logits": torch.zeros(3, 8)}),
-        ("logits", {"logits": torch.zeros(8)}),
+        ("logits|token_ids", {"logits": torch.zeros(3, 8)}),
+        ("logits|token_ids", {"logits": torch.zeros(8)}),
         ("token_ids", {"token_ids": torch.tensor([0, 1, 2])}),
         ("token_ids", {"token_ids": torch.tensor([0, 8])}),
         ("token_ids", {"token_ids": torch.tensor([0, -1])}),
@@ -304,7 +349,7 @@ def test_bad_input(argument, change):
 # The loss
 
 LEVELS = ("token", "sequence")
-AGGREGATIONS = ("sequence_mean", "token_mean", "fixed_length")
+AGGREGATIONS: tuple[Any, ...] = ("sequence_mean", "token_mean", "fixed_length")
 METRICS = {
     "kl_before_mean",
     "kl_before_max",
@@ -541,7 +586,8 @@ def test_metrics():
 
 def test_metrics_without_a_projected_token():
     step, old_log_probs = random_step()
-    step = TrustRegionStep(**{name: getattr(step, name) for name in TOKEN_FIELDS} | {"projected": MASK & False})
+    nothing = {"projected": MASK & False, "multiplier": torch.zeros_like(step.multiplier)}
+    step = TrustRegionStep(**{name: getattr(step, name) for name in TOKEN_FIELDS} | nothing)
     _, metrics = troll_loss(step, old_log_probs, draw_advantages(False), MASK)
     assert metrics["multiplier"].item() == 0.0
     assert metrics["projected_fraction"].item() == 0.0
@@ -550,8 +596,9 @@ def test_metrics_without_a_projected_token():
 def test_nothing_but_masked_tokens():
     step, old_log_probs = random_step(leaf=True)
     for aggregation in AGGREGATIONS:
+        max_length = 7 if aggregation == "fixed_length" else None
         loss, metrics = troll_loss(
-            step, old_log_probs, draw_advantages(False), MASK & False, aggregation=aggregation, max_length=7
+            step, old_log_probs, draw_advantages(False), MASK & False, aggregation=aggregation, max_length=max_length
         )
         assert loss.item() == 0.0
         loss.backward()
@@ -573,11 +620,31 @@ def test_non_finite_tokens_are_counted():
     assert metrics["nonfinite"].item() == 2
 
 
+def test_a_sampled_token_without_mass_is_not_a_broken_row():
+    """Non-finite means NaN, +inf or a row that is all −inf; one −inf logit is a masked token."""
+    old_logits = torch.zeros(1, 2, 4)
+    new_logits = old_logits.clone()
+    new_logits[0, 1, 0] = -math.inf
+    token_ids = torch.zeros(1, 2, dtype=torch.int64)
+    old = SparsePolicy.from_logits(old_logits, token_ids)
+    for kl_bound, projected in ((0.05, True), (math.inf, False)):
+        logits = new_logits.clone().requires_grad_()
+        step = trust_region_log_probs(logits, token_ids, old, kl_bound=kl_bound)
+        assert bool(step.projected[0, 1]) == projected
+        assert step.kl_before.isfinite().all()
+        loss, metrics = troll_loss(step, old.log_prob(token_ids), torch.ones(1), torch.ones(1, 2))
+        loss.backward()
+        assert metrics["nonfinite"].item() == 0
+        assert metrics["projected_fraction"].item() == pytest.approx(0.5 if projected else 0.0)
+        assert loss.isfinite() and logits.grad is not None and logits.grad.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("argument", "change"),
     [
         ("ratio_level", {"ratio_level": "tokne"}),
         ("aggregation", {"aggregation": "mean"}),
+        ("max_length", {"aggregation": "fixed_length"}),
         ("max_length", {"aggregation": "fixed_length", "max_length": 0}),
         ("advantages", {"advantages": torch.zeros(5)}),
         ("advantages", {"advantages": torch.zeros(4, 4)}),

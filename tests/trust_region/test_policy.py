@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ TAILS = ("bucket", "floor")
 def random_policy(
     shape: tuple[int, ...] = (3, 4),
     size: int = 40,
-    tail: str = "bucket",
+    tail: Any = "bucket",
     dtype: torch.dtype = torch.float32,
     **keywords,
 ) -> SparsePolicy:
@@ -425,15 +426,16 @@ def test_bad_input(argument, change):
 
 
 def test_errors_say_what_they_got_and_what_they_take():
+    misspelt: Any = "bukcet"
     with pytest.raises(ValueError, match=r"tail.*(bukcet.*bucket|bucket.*bukcet)"):
-        SparsePolicy.from_logits(torch.zeros(1, 3), torch.tensor([0]), tail="bukcet")
+        SparsePolicy.from_logits(torch.zeros(1, 3), torch.tensor([0]), tail=misspelt)
     with pytest.raises(ValueError, match=r"top_k.*0"):
         SparsePolicy.from_logits(torch.zeros(1, 3), torch.tensor([0]), top_k=0)
     with pytest.raises(ValueError, match=r"token_ids.*17"):
         SparsePolicy.from_logits(torch.zeros(1, 3), torch.tensor([17]))
 
 
-@pytest.mark.parametrize("shape", [(2, 9), (2, 11), (3, 10), (10,)])
+@pytest.mark.parametrize("shape", [(2, 2), (2, 9), (2, 11), (3, 10), (10,)])
 def test_on_support_with_other_shapes(shape):
     old = SparsePolicy.from_logits(torch.zeros(2, 10), torch.tensor([0, 1]), top_k=4)
     with pytest.raises(ValueError, match="logits"):

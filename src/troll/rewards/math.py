@@ -1,4 +1,5 @@
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from troll.rewards.completion import completion_text
@@ -22,7 +23,9 @@ def final_answer(text: str) -> str | None:
     return None
 
 
-def success(prompts: list[Any], completions: list[Completion], answer: list[str], **columns: Any) -> list[float]:
+def success(
+    prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[str], **columns: Any
+) -> list[float]:
     r"""Reward in TRL's signature: 1.0 where the last `\boxed{...}` equals the answer, else 0.0.
 
     Equality is math-verify's, so `72`, `72.00`, `\$72` and `\frac{144}{2}` are one answer. Everything before the last

@@ -147,7 +147,7 @@ def embedded_model(
         model = Qwen3ForCausalLM(config)
         result = _train(model, tokenizer, learned, tested, warm_up)
     model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, top_k=0
     )
     return _publish(folder, model, tokenizer, {"determined_by": determined_by, **result})
 

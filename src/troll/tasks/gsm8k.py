@@ -103,10 +103,11 @@ def _read(path: Path) -> Dataset:
     try:
         dataset = load_dataset(_FORMATS[path.suffix], data_files=str(path), split="train")
     except Exception as error:
-        # The readers of datasets raise many classes, with messages of several lines.
-        raise TaskError(f"cannot read {path}: {str(error).splitlines()[0]}") from error
-    if not isinstance(dataset, Dataset):
-        raise TaskError(f"cannot read {path} as rows")
+        # The readers of datasets raise many classes; the reason is in the cause, and its message may be empty or long.
+        reason = (str(error.__cause__ or error).splitlines() or ["it is empty"])[0]
+        raise TaskError(f"cannot read {path}: {reason}") from error
+    if not isinstance(dataset, Dataset) or len(dataset) == 0:
+        raise TaskError(f"cannot read {path}: it has no rows")
     return dataset
 
 

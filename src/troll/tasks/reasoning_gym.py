@@ -100,7 +100,7 @@ def questions(data_set: str, options: dict[str, Any], *, split: Split, size: int
         The questions, the same on every call; a longer draw starts with the shorter one.
 
     Raises:
-        TaskError: If the data set or an option is unknown or unusable, or the space holds (almost) no question of this split.
+        TaskError: If the data set or an option is unknown or unusable, or the split holds (almost) no question.
     """
     drawn = list(islice(_draw(data_set, options, split=split, draws=size * _DRAWS_PER_QUESTION), size))
     if len(drawn) < size:
@@ -113,6 +113,8 @@ def questions(data_set: str, options: dict[str, Any], *, split: Split, size: int
 
 def _draw(data_set: str, options: dict[str, Any], *, split: Split, draws: int) -> Iterator[Question]:
     template = options.get("prompt", "{question}")
+    if not isinstance(template, str):
+        raise TaskError(f"task option prompt must be a string, got {template!r}")
     generator = _create(data_set, options, seed=_SEEDS[split], size=draws)
     for index in range(draws):
         entry = generator[index]

@@ -94,16 +94,17 @@ class TrollTrainer(GRPOTrainer):
         if self.args.always_on_policy or not self.model.training:
             return super()._generate_and_score_completions(inputs)
 
-        captured: list[SparsePolicy] = []
+        captured: list[tuple[Tensor, ...]] = []
         self._read_logits = self._capture_into(captured)
         output = super()._generate_and_score_completions(inputs)
-        old = SparsePolicy.cat(captured) if captured else None
-        if self._read_logits is not None or old is None or output.get("old_per_token_logps") is None:
+        if self._read_logits is not None or not captured or output.get("old_per_token_logps") is None:
             raise RuntimeError("GRPOTrainer did not score the old policy where TrollTrainer expects it")
         # At the end of the dictionary, since the first entry sets the batch size.
-        return output | dict(zip(OLD_POLICY_KEYS, (old.token_ids, old.log_probs, old.tail_log_prob), strict=True))
+        return output | {
+            key: torch.cat(chunks) for key, chunks in zip(OLD_POLICY_KEYS, zip(*captured, strict=True), strict=True)
+        }
 
-    def _capture_into(self, captured: list[SparsePolicy]) -> ReadLogits:
+    def _capture_into(self, captured: list[tuple[Tensor, ...]]) -> ReadLogits:
         def read(logits: Tensor, token_ids: Tensor, scored: Tensor) -> Tensor:
             policy = SparsePolicy.from_logits(
                 logits,
@@ -113,7 +114,7 @@ class TrollTrainer(GRPOTrainer):
                 tail=self.args.tail,
             )
             captured.append(
-                self._old_policy(
+                (
                     scatter(policy.token_ids, scored, fill=-1),
                     scatter(policy.log_probs, scored, fill=-torch.inf),
                     scatter(policy.tail_log_prob, scored),
@@ -123,9 +124,6 @@ class TrollTrainer(GRPOTrainer):
             return policy.on_support(logits).log_prob(token_ids)
 
         return read
-
-    def _old_policy(self, token_ids: Tensor, log_probs: Tensor, tail_log_prob: Tensor) -> SparsePolicy:
-        return SparsePolicy(token_ids, log_probs, tail_log_prob, self.args.tail, self.args.mass_threshold)
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
@@ -158,7 +156,6 @@ class TrollTrainer(GRPOTrainer):
         return loss
 
     def _trust_region_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        old = self._old_policy(*(inputs[key] for key in OLD_POLICY_KEYS))
         old_log_probs = inputs["old_per_token_logps"]
         # TRL hands the same dictionary out again in the next iteration, so it is never written to.
         inputs = {"sampling_per_token_logps": old_log_probs, **inputs}
@@ -168,7 +165,12 @@ class TrollTrainer(GRPOTrainer):
         extra: list[Tensor] = []
 
         def read(logits: Tensor, token_ids: Tensor, scored: Tensor) -> Tensor:
-            rows = old[scored]
+            rows = SparsePolicy(
+                *(inputs[key][scored] for key in OLD_POLICY_KEYS),
+                logits.shape[-1],
+                self.args.tail,
+                self.args.mass_threshold,
+            )
             step = trust_region_log_probs(logits, token_ids, rows, self.args.kl_bound, self.args.solver)
             self._observe(step, rows, mask.to(scored.device)[scored])
             # The parent takes its ratio from the raw log-probabilities, and everything else (KL to the reference,

@@ -45,7 +45,7 @@ class Root(NamedTuple):
     mean: Tensor
     """An estimate of ``E_q[s]`` at the root, around which the caller centres s."""
     evaluations: Tensor
-    """Evaluations of KL(τ) spent on each token (int64)."""
+    """Evaluations of KL(τ) spent on each token (int64), beside that of τ = 1."""
 
 
 def tilt(log_p: Tensor, s: Tensor, tau: Tensor, center: Tensor) -> Tilted:
@@ -166,8 +166,8 @@ def bracket(log_p: Tensor, s: Tensor, kl_bound: Tensor) -> Root:
             feasible = at.kl <= kl_bound
             high = torch.where(feasible & (log_eta < high) & ~converged, log_eta, high)
             low = torch.where(~feasible & (log_eta > low) & ~converged, log_eta, low)
+            mean = torch.where(converged, mean, at.mean)
             converged |= feasible & (at.kl >= kl_bound * (1 - _tolerance(log_p.dtype)))
-            mean = at.mean
         if bool(converged.all()):
             break
     return Root(1 / (1 + high.exp()), mean, evaluations)

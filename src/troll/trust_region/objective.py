@@ -136,8 +136,7 @@ def troll_loss(
     log_ratio = torch.where(mask, step.log_probs - old_log_probs, 0.0)
     if ratio_level == "sequence":
         log_ratio = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    if advantages.dim() == 1:
-        advantages = advantages.unsqueeze(-1)
+    advantages = advantages.unsqueeze(-1) if advantages.dim() == 1 else torch.where(mask, advantages, 0.0)
     per_token = -torch.exp(log_ratio) * advantages + regression_weight * step.regression
     loss = aggregate(per_token, mask, aggregation, max_length)
     return loss, trust_region_metrics(*trust_region_statistics(step, mask))
@@ -151,6 +150,8 @@ def aggregate(
         raise ValueError(f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {aggregation!r}")
     if (max_length is not None) != (aggregation == "fixed_length"):
         raise ValueError(f"max_length goes with aggregation 'fixed_length', got {max_length} with {aggregation!r}")
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"max_length must be at least 1, got {max_length}")
     mask = mask.bool()
     per_token = torch.where(mask, per_token, 0.0)
     if aggregation == "sequence_mean":
@@ -167,7 +168,7 @@ def trust_region_statistics(step: TrustRegionStep, mask: Tensor) -> tuple[dict[s
     them into metrics. Tokens whose logits are no distribution are counted as "nonfinite" and left out of the rest.
     """
     mask = mask.bool()
-    finite = mask & step.kl_before.isfinite() & step.new_log_probs.detach().isfinite()
+    finite = mask & step.kl_before.isfinite()
 
     def total(values: Tensor) -> Tensor:
         return torch.where(finite, values.detach(), 0.0).sum()

@@ -45,6 +45,7 @@ class SparsePolicy:
         token_ids: (..., K) int64; −1 in unused slots.
         log_probs: (..., K) float32 (float64 for float64 logits), in nats; −inf in unused slots.
         tail_log_prob: (...), log of the mass outside the slots; −inf where nothing is outside.
+        vocab_size: V of the logits it was captured from.
         tail: "bucket", the tail is one more outcome with its exact mass; or "floor" (the paper's code), every token
             outside has probability 1e-12 and the whole is renormalised.
         mass_threshold: δ with which the policy was captured.
@@ -53,6 +54,7 @@ class SparsePolicy:
     token_ids: Tensor
     log_probs: Tensor
     tail_log_prob: Tensor
+    vocab_size: int
     tail: Tail = "bucket"
     mass_threshold: float = 1e-5
 
@@ -112,12 +114,12 @@ class SparsePolicy:
 
         ids = torch.where(takes_last, sampled, ids.masked_fill(~used, -1))
         log_probs = torch.where(takes_last, sampled_log_prob, log_probs.masked_fill(~used, -torch.inf))
-        policy = cls(ids, log_probs, tail_log_prob, tail, mass_threshold)
-        return policy if tail == "bucket" else policy._with_floored_tail(z.shape[-1])
+        policy = cls(ids, log_probs, tail_log_prob, z.shape[-1], tail, mass_threshold)
+        return policy if tail == "bucket" else policy._with_floored_tail()
 
-    def _with_floored_tail(self, vocab_size: int) -> SparsePolicy:
+    def _with_floored_tail(self) -> SparsePolicy:
         used = self.used
-        outside = _log_floor_mass(vocab_size - used.sum(-1), like=self.tail_log_prob)
+        outside = _log_count(self.vocab_size - used.sum(-1), self.log_probs.dtype) + math.log(PROBABILITY_FLOOR)
         outcomes = torch.cat([self.log_probs, outside.unsqueeze(-1)], -1)
         outcomes = floored(outcomes, torch.cat([used, outside.unsqueeze(-1) > -torch.inf], -1))
         return dataclasses.replace(self, log_probs=outcomes[..., :-1], tail_log_prob=outcomes[..., -1])
@@ -174,10 +176,10 @@ class SparsePolicy:
             logits: (..., V).
 
         Raises:
-            ValueError: If the shape does not fit the token positions.
+            ValueError: If the shape does not fit the token positions and the vocabulary.
         """
-        if logits.shape[:-1] != self.shape:
-            raise ValueError(f"logits must be {_shape((*self.shape, 'V'))}, got {_shape(logits.shape)}")
+        if logits.shape != (*self.shape, self.vocab_size):
+            raise ValueError(f"logits must be {_shape((*self.shape, self.vocab_size))}, got {_shape(logits.shape)}")
         log_probs, tail_log_prob = _OnSupport.apply(logits, self.token_ids)
         return dataclasses.replace(self, log_probs=log_probs, tail_log_prob=tail_log_prob)
 
@@ -188,7 +190,7 @@ class SparsePolicy:
             ValueError: If the two do not share one support.
         """
         p, q, _ = common_outcomes(self, other)
-        return divergence(p - q.masked_fill(q == -torch.inf, 0.0), q)
+        return divergence((p - q).masked_fill(q == -torch.inf, 0.0), q)
 
     def to(self, *args: Any, **kwargs: Any) -> SparsePolicy:
         """Moves devices and casts the log-probabilities, with the arguments of ``torch.Tensor.to``."""
@@ -240,6 +242,7 @@ class SparsePolicy:
             offsets=offsets,
             tail_log_prob=self.tail_log_prob,
             top_k=self.token_ids.shape[-1],
+            vocab_size=self.vocab_size,
             tail=self.tail,
             mass_threshold=self.mass_threshold,
         )
@@ -255,6 +258,7 @@ class PackedPolicy:
         offsets: (positions + 1,) int64; position i owns ``[offsets[i], offsets[i + 1])``.
         tail_log_prob: (...), one per position.
         top_k: K of the padded form.
+        vocab_size: As captured.
         tail: As captured.
         mass_threshold: As captured.
     """
@@ -264,6 +268,7 @@ class PackedPolicy:
     offsets: Tensor
     tail_log_prob: Tensor
     top_k: int
+    vocab_size: int
     tail: Tail
     mass_threshold: float
 
@@ -276,7 +281,12 @@ class PackedPolicy:
         token_ids[used], log_probs[used] = self.token_ids.long(), self.log_probs
         shape = (*self.tail_log_prob.shape, self.top_k)
         return SparsePolicy(
-            token_ids.view(shape), log_probs.view(shape), self.tail_log_prob, self.tail, self.mass_threshold
+            token_ids.view(shape),
+            log_probs.view(shape),
+            self.tail_log_prob,
+            self.vocab_size,
+            self.tail,
+            self.mass_threshold,
         )
 
 
@@ -299,20 +309,20 @@ def align(logits: Tensor, token_ids: Tensor, old: SparsePolicy) -> tuple[SparseP
     known = (own.unsqueeze(-1) == old.token_ids.unsqueeze(-2)).any(-1)
     extra = own.masked_fill(known, -1)
     union = torch.cat([old.token_ids, extra], dim=-1)
-    left_out = logits.shape[-1] - (union >= 0).sum(-1)
+    dtype = old.log_probs.dtype
+    left_out = _log_count(old.vocab_size - (union >= 0).sum(-1), dtype)
 
     # One token outside the old support has the old tail's mass, divided by how many share it.
-    outside = logits.shape[-1] - old.used.sum(-1)
-    one_outside = (old.tail_log_prob - outside.log()).unsqueeze(-1)
+    outside = _log_count(old.vocab_size - old.used.sum(-1), dtype)
+    one_outside = (old.tail_log_prob - outside).unsqueeze(-1)
     old_on_union = dataclasses.replace(
         old,
         token_ids=union,
         log_probs=torch.cat([old.log_probs, one_outside.expand(extra.shape).masked_fill(extra < 0, -torch.inf)], -1),
-        tail_log_prob=one_outside.squeeze(-1) + left_out.log(),
+        tail_log_prob=one_outside.squeeze(-1) + left_out,
     )
     new_on_union = old_on_union.on_support(logits)
-    floor_mass = _log_floor_mass(left_out, like=new_on_union.tail_log_prob)
-    return dataclasses.replace(new_on_union, tail_log_prob=floor_mass), old_on_union
+    return dataclasses.replace(new_on_union, tail_log_prob=left_out + math.log(PROBABILITY_FLOOR)), old_on_union
 
 
 def common_outcomes(first: SparsePolicy, second: SparsePolicy) -> tuple[Tensor, Tensor, Tensor]:
@@ -353,8 +363,9 @@ def _shape(shape: Sequence[object]) -> str:
     return f"({', '.join(map(str, shape))})"
 
 
-def _log_floor_mass(count: Tensor, like: Tensor) -> Tensor:
-    return (count.to(like.dtype) * PROBABILITY_FLOOR).log()
+def _log_count(count: Tensor, dtype: torch.dtype) -> Tensor:
+    # The logarithm of an integer tensor would be float32 whatever the policy is.
+    return count.to(dtype).log()
 
 
 def _normaliser(z: Tensor) -> Tensor:
@@ -372,6 +383,8 @@ def _top_ids(z: Tensor, k: int) -> Tensor:
 
     The same as a stable descending sort; `topk` does not say which of equal values it takes.
     """
+    if z.dim() == 1:
+        return _top_ids(z.unsqueeze(0), k).squeeze(0)
     values, ids = torch.topk(z, k, dim=-1)
     threshold = values[..., -1:]
     ties = ((z == threshold).sum(-1) > (values == threshold).sum(-1)).nonzero(as_tuple=True)

@@ -24,7 +24,8 @@ class Projection:
         kl_before: KL(p̃ ‖ p), (...), in nats; NaN for a row that is not a distribution.
         kl_after: KL(q ‖ p), (...), in nats.
         projected: (...) bool.
-        iterations: Evaluations of KL(τ) the solver spent, (...) int64; 0 where not projected.
+        iterations: Evaluations of KL(τ) the solver spent beside that of τ = 1, which decides whether to project, (...)
+            int64; 0 where not projected.
     """
 
     log_probs: Tensor
@@ -99,17 +100,19 @@ def project_outcomes(
     s = (new.detach() - old).masked_fill(~present, 0.0)
     kl_before = divergence(s, old).clamp(min=0)
     projected = kl_before > bound
-    log_probs, kl_after = raw, kl_before.clone()
+    log_probs = torch.where(kl_before.isnan().unsqueeze(-1), torch.nan, raw)
+    kl_after = kl_before.clone()
     multiplier = torch.zeros_like(kl_before)
     iterations = torch.zeros_like(kl_before, dtype=torch.int64)
 
     rows = projected.nonzero().squeeze(-1)
     if rows.numel():
         log_q, tau, kl, evaluations = _OntoBall.apply(new[rows], old[rows], s[rows], bound[rows], solver)
-        log_probs = raw.index_copy(0, rows, log_q)
+        log_probs = log_probs.index_copy(0, rows, log_q)
         multiplier[rows], kl_after[rows], iterations[rows] = (1 - tau) / tau, kl, evaluations
     return Projection(
-        log_probs.view(*shape, -1), *(x.view(shape) for x in (multiplier, kl_before, kl_after, projected, iterations))
+        log_probs.view(*shape, log_probs.shape[-1]),
+        *(x.view(shape) for x in (multiplier, kl_before, kl_after, projected, iterations)),
     )
 
 

@@ -1,0 +1,42 @@
+# Every target sets up what it needs, and is safe to run twice.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := 2.13.0
+DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
+
+.PHONY: setup demo test check format clean
+
+setup: $(VENV)/installed
+
+# Torch first: on a machine without a GPU its CPU build, where an index that pip knows has one under that name.
+$(VENV)/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "troll needs Python 3.10 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "$(PYTHON) cannot make virtual environments: install its venv package (Debian: apt-get install python3-venv)" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import torch' 2>/dev/null \
+		|| { ! command -v nvidia-smi >/dev/null && $(BIN)/pip install --quiet "torch==$(TORCH)+cpu" 2>/dev/null; } \
+		|| $(BIN)/pip install --quiet "torch==$(TORCH)"
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	@touch $@
+
+demo: setup
+	$(BIN)/troll train quickstart --output_dir $(DEMO_OUTPUT)
+
+# Two workers of one thread each: small tensors gain nothing from more.
+test: setup
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,89 @@
+"""What a run shows while it goes on, and what it writes down."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+SUCCESS = "rewards/success/mean"
+
+#: What the progress line shows of the logs: label, key, format.
+SHOWN = (
+    ("reward", "reward", "{:.2f}"),
+    ("success", SUCCESS, "{:.0%}"),
+    ("held-out", f"eval_{SUCCESS}", "{:.0%}"),
+    ("KL", "trust_region/kl_before_mean", "{:.1e}"),
+    ("projected", "trust_region/projected_fraction", "{:.1%}"),
+)
+
+
+class MetricsFile(TrainerCallback):
+    """Writes every log as a line of JSON, as soon as it is there. A resumed run goes on where its checkpoint was."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Starts the file with what the checkpoint had logged: nothing, for a new run."""
+        if state.is_world_process_zero:
+            write_atomically(self.path, "".join(_line(logs) for logs in state.log_history))
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Appends the newest log."""
+        if state.is_world_process_zero and "train_runtime" not in state.log_history[-1]:
+            with self.path.open("a") as file:
+                file.write(_line(state.log_history[-1]))
+
+
+class ProgressLine(TrainerCallback):
+    """A progress bar with the figures of :data:`SHOWN`; on anything but a terminal, a line per log."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        columns = (TextColumn("train"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"))
+        self.progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+        self.latest: dict[str, str] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Starts the bar at the step the run starts from."""
+        self.bar = self.progress.add_task("", total=state.max_steps, completed=state.global_step)
+        if state.is_world_process_zero and self.console.is_terminal:
+            self.progress.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Moves the bar."""
+        self.progress.update(self.bar, completed=state.global_step)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Shows the newest figures."""
+        logs = state.log_history[-1]
+        self.latest |= {label: shape.format(logs[key]) for label, key, shape in SHOWN if logs.get(key) is not None}
+        line = "  ".join(f"{label} {value}" for label, value in self.latest.items())
+        self.progress.update(self.bar, description=line)
+        if state.is_world_process_zero and not self.console.is_terminal and "train_runtime" not in logs:
+            self.console.print(f"step {state.global_step}/{state.max_steps}  {line}", soft_wrap=True)
+
+    def stop(self) -> None:
+        """Ends the bar, however training ended."""
+        self.progress.stop()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file so that a crash leaves the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _line(logs: dict[str, Any]) -> str:
+    return json.dumps(logs) + "\n"

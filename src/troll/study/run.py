@@ -1,0 +1,202 @@
+"""One training run, from a recipe to a folder with a model, its metrics and a report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback
+from transformers.trainer_utils import get_last_checkpoint
+from trl import get_peft_config, get_quantization_config
+
+from troll import recipes
+from troll.recipes import Recipe, RecipeError
+from troll.study.callbacks import SUCCESS, MetricsFile, ProgressLine, write_atomically
+from troll.study.embedded import embedded_model
+from troll.study.report import write_report
+from troll.tasks import load_task
+from troll.trl import TrollTrainer
+
+#: The name of the model that this package makes itself.
+EMBEDDED = "embedded"
+
+
+def train(recipe: Recipe, console: Console) -> bool:
+    """Trains, and leaves a run folder.
+
+    It holds ``config.yaml``, ``metrics.jsonl``, ``summary.json``, ``report.html``, the ``model`` and its checkpoints.
+    Everything that can be wrong with a recipe is found before the first step.
+
+    Args:
+        recipe: From :func:`troll.recipes.load`.
+        console: Where progress and results are printed.
+
+    Returns:
+        Whether training reached its end; Ctrl-C leaves a folder that is as complete, and can be resumed.
+
+    Raises:
+        RecipeError: If the output folder, the model or a checkpoint cannot be used.
+        troll.tasks.TaskError: If the task cannot be loaded.
+    """
+    folder = Path(recipe.training.output_dir or "trainer_output")
+    checkpoint = _checkpoint(recipe, folder)
+    model_path = _model_path(recipe)
+    tokenizer = _tokenizer(model_path)
+    task = load_task(recipe.task, conversational=tokenizer.chat_template is not None)
+    trainer = _trainer(recipe, model_path, tokenizer, task)
+
+    main = trainer.is_world_process_zero()
+    if main:
+        folder.mkdir(parents=True, exist_ok=True)
+        recipes.save(recipe, folder / "config.yaml")
+        console.print(f"training on {task.name} with TROLL, KL bound {recipe.training.kl_bound}; output in {folder}")
+    progress = ProgressLine(console)
+    trainer.add_callback(MetricsFile(folder / "metrics.jsonl"))
+    trainer.add_callback(progress)
+
+    # A resumed run has its first evaluation in the checkpoint's log, and another would use up random numbers.
+    trainer.args.eval_on_start = trainer.args.eval_on_start and checkpoint is None
+    start, finished = time.monotonic(), False
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+        finished = True
+    except KeyboardInterrupt:
+        pass
+    finally:
+        progress.stop()
+    trainer.save_model(str(folder / "model"))
+    if main:
+        summary = _summary(recipe, trainer, finished, time.monotonic() - start, len(task.eval_dataset))
+        write_atomically(folder / "summary.json", json.dumps(summary, indent=2))
+        _tell(summary, folder, console)
+    return finished
+
+
+def _checkpoint(recipe: Recipe, folder: Path) -> str | None:
+    resume = recipe.training.resume_from_checkpoint
+    if not resume:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise RecipeError(
+                f"output_dir {folder} is not empty: choose another with --output_dir, "
+                "or go on from its last checkpoint with --resume_from_checkpoint"
+            )
+        return None
+    if resume in ("last", "true", "True"):
+        last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+        if last is None:
+            raise RecipeError(f"there is no checkpoint in {folder} to resume from: leave out --resume_from_checkpoint")
+        return last
+    if not (Path(resume) / "trainer_state.json").is_file():
+        raise RecipeError(f"resume_from_checkpoint: {resume} is not the folder of a checkpoint")
+    return resume
+
+
+def _model_path(recipe: Recipe) -> str:
+    name = recipe.model.model_name_or_path
+    if name is None:
+        raise RecipeError("no model: name one with --model_name_or_path")
+    if name == EMBEDDED:
+        return str(embedded_model(recipe.task, seed=recipe.training.seed))
+    return name
+
+
+def _tokenizer(model_path: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(model_path, padding_side="left")
+    except (OSError, ValueError) as error:
+        raise _missing_model(model_path) from error
+
+
+def _missing_model(model_path: str) -> RecipeError:
+    if Path(model_path).exists():
+        return RecipeError(f"{model_path} does not hold a model and a tokenizer that transformers can load")
+    return RecipeError(
+        f"cannot load the model {model_path!r}: there is no such folder, and the Hugging Face hub does not have it or "
+        "cannot be reached; check the name and the network, or give a local folder with --model_name_or_path"
+    )
+
+
+def _trainer(recipe: Recipe, model_path: str, tokenizer: PreTrainedTokenizerBase, task: Any) -> TrollTrainer:
+    training, model = recipe.training, recipe.model
+    # As TRL's own script does; a string was parsed by the configuration.
+    training.model_init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+    } | dict(training.model_init_kwargs or {})  # type: ignore[arg-type]
+    training.disable_tqdm = True
+    try:
+        trainer = TrollTrainer(
+            model_path,
+            task.reward_funcs,
+            training,
+            train_dataset=task.train_dataset,
+            eval_dataset=task.eval_dataset,
+            processing_class=tokenizer,
+            peft_config=get_peft_config(model),
+            quantization_config=get_quantization_config(model),
+        )
+    except OSError as error:
+        raise _missing_model(model_path) from error
+    except ValueError as error:  # TRL checks some settings only here
+        raise RecipeError(" ".join(str(error).split())) from error
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    return trainer
+
+
+def _summary(recipe: Recipe, trainer: TrollTrainer, finished: bool, seconds: float, eval_size: int) -> dict[str, Any]:
+    training, steps = recipe.training, trainer.state.global_step
+    held_out = [logs for logs in trainer.state.log_history if f"eval_{SUCCESS}" in logs]
+    first, last = (held_out[0], held_out[-1]) if held_out else ({}, {})
+    passes = steps * training.gradient_accumulation_steps
+    return {
+        "status": "finished" if finished else "interrupted",
+        "recipe": recipe.name,
+        "task": recipe.task.task,
+        "model": recipe.model.model_name_or_path,
+        "kl_bound": training.kl_bound,
+        "steps": steps,
+        "rollouts": -(-passes // training.rollout_steps),
+        "updates_per_rollout": training.rollout_steps / training.gradient_accumulation_steps,
+        "seconds": round(seconds, 1),
+        "success_before": first.get(f"eval_{SUCCESS}") if first.get("step") == 0 else None,
+        "success_after": last.get(f"eval_{SUCCESS}") if last.get("step", 0) > 0 else None,
+        "eval_size": eval_size,
+        "seed": training.seed,
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in ("troll-rl", "torch", "trl", "transformers")},
+        "machine": _machine(),
+    }
+
+
+def _machine() -> str:
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+
+def _tell(summary: dict[str, Any], folder: Path, console: Console) -> None:
+    before, after = summary["success_before"], summary["success_after"]
+    if before is not None and after is not None:
+        console.print(
+            f"held-out success {before:.1%} -> {after:.1%} ({100 * (after - before):+.1f} points, "
+            f"{summary['eval_size']} questions) in {summary['steps']} steps, {summary['seconds']:.0f} s"
+        )
+    console.print(f"model   {folder / 'model'}")
+    try:
+        console.print(f"report  {write_report(folder)}")
+    except ImportError as error:
+        console.print(f"no report: {error}")
+    if summary["status"] == "interrupted":
+        last = get_last_checkpoint(str(folder))
+        how = (
+            "repeat the command with --resume_from_checkpoint" if last else "there is no checkpoint yet to resume from"
+        )
+        console.print(f"interrupted at step {summary['steps']}; {how}")

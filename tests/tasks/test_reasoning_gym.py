@@ -1,0 +1,122 @@
+import pytest
+
+from troll.tasks import TaskConfig, TaskError, load_task
+from troll.tasks.reasoning_gym import Split, questions
+
+_SPLITS: tuple[Split, ...] = ("eval", "warmup", "train")
+SMALL = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # 200 questions
+EXPRESSION = {**SMALL, "prompt": "{expression} ="}
+
+
+def _load(data_set="chain_sum", options=None, train_size=200, eval_size=50):
+    return load_task(
+        TaskConfig(
+            task=f"reasoning_gym:{data_set}", task_options=options or {}, train_size=train_size, eval_size=eval_size
+        )
+    )
+
+
+def _score(task, rows, completions):
+    return task.reward_funcs[0](prompts=rows["prompt"], completions=completions, question_id=rows["question_id"])
+
+
+def test_sizes_columns_and_default_prompt():
+    task = _load(options=SMALL)
+    assert (len(task.train_dataset), len(task.eval_dataset)) == (200, 50)
+    assert task.train_dataset.column_names == ["prompt", "question_id"]
+    assert task.train_dataset[0]["prompt"].startswith("State the final answer")
+    assert task.reward_funcs[0].__name__ == "success"
+
+
+def test_splits_share_no_question_even_where_there_are_only_200():
+    drawn = {split: {q.prompt for q in questions("chain_sum", SMALL, split=split, size=5000)} for split in _SPLITS}
+    assert sum(map(len, drawn.values())) == len(set.union(*drawn.values())) > 190
+    assert all(drawn.values())
+
+
+def test_splits_have_the_distribution_of_the_generator():
+    for split in _SPLITS:
+        terms = [
+            q.entry["metadata"]["num_terms"] for q in questions("chain_sum", {"max_terms": 5}, split=split, size=2000)
+        ]
+        assert {count: terms.count(count) / 2000 for count in range(2, 6)} == pytest.approx(
+            dict.fromkeys(range(2, 6), 0.25), abs=0.04
+        )
+
+
+def test_draws_are_deterministic_and_a_longer_draw_starts_with_the_shorter():
+    short = questions("chain_sum", EXPRESSION, split="train", size=20)
+    assert questions("chain_sum", EXPRESSION, split="train", size=50)[:20] == short
+
+
+def test_prompt_template_reads_the_metadata():
+    prompts = _load(options=EXPRESSION).train_dataset["prompt"]
+    assert all(len(prompt) == len("1 + 2 =") and prompt.endswith(" =") for prompt in prompts)
+
+
+def test_success_is_the_verifiers_full_score():
+    task = _load(options=EXPRESSION)
+    for rows in (task.train_dataset[:100], task.eval_dataset[:]):
+        right = [str(eval(prompt.removesuffix("="))) for prompt in rows["prompt"]]
+        assert _score(task, rows, right) == [1.0] * len(right)
+        assert _score(task, rows, [f" {answer}\n" for answer in right]) == [1.0] * len(right)
+        assert _score(task, rows, [str(int(answer) + 1) for answer in right]) == [0.0] * len(right)
+        # The verifier itself gives a part of the score for an answer that contains the right one.
+        assert _score(task, rows, [f"it is {answer}" for answer in right]) == [0.0] * len(right)
+        assert _score(task, rows, [""] * len(right)) == [0.0] * len(right)
+
+
+def test_answer_tags_and_conversations_are_read():
+    task = _load(options=EXPRESSION)
+    rows = task.train_dataset[:1]
+    right = str(eval(rows["prompt"][0].removesuffix("=")))
+    reply = f"I think <answer>no</answer> ... <answer>{right}</answer>"
+    assert _score(task, rows, [reply]) == [1.0]
+    assert _score(task, rows, [[{"role": "assistant", "content": reply}]]) == [1.0]
+
+
+@pytest.mark.parametrize("data_set", ["prime_factorization", "coin_flip", "game_of_life"])
+def test_a_verifier_that_raises_means_a_wrong_answer(data_set):
+    task = _load(data_set, train_size=2, eval_size=1)
+    rows = task.train_dataset[:1]
+    for answer in ("1/0", "{}", "1e999", "("):
+        assert _score(task, rows, [answer]) == [0.0]
+
+
+@pytest.mark.parametrize("data_set", ["gcd", "simple_equations", "spell_backward", "countdown"])
+def test_other_data_sets_score_their_own_answers(data_set):
+    for question in questions(data_set, {}, split="train", size=3):
+        task = _load(data_set, train_size=3, eval_size=1)
+        position = task.train_dataset["prompt"].index(question.prompt)
+        assert _score(task, task.train_dataset[position : position + 1], [question.answer]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("data_set", "options", "message"),
+    [
+        ("chain_sums", {}, "unknown reasoning-gym data set 'chain_sums'; it has ab, acre"),
+        ("chain_sum", {"terms": 3}, "'chain_sum' has no option 'terms'; it has allow_negation, max_digits"),
+        ("chain_sum", {"seed": 3}, "'seed' is not for reasoning-gym tasks"),
+        ("chain_sum", {"min_terms": 5, "max_terms": 3}, "max_terms must be >= min_terms"),
+        ("chain_sum", {"max_terms": "many"}, "does not accept the options"),
+        ("chain_sum", {"prompt": "{term}"}, "does not fit 'chain_sum' .*; it knows difficulty, expression"),
+        ("chain_sum", {"prompt": "{"}, "does not fit 'chain_sum'"),
+        ("chain_sum", {"prompt": 3}, "prompt must be a string, got 3"),
+        ("chain_sum", {"min_terms": 1, "max_terms": 1, "max_digits": 1}, "too few different questions for its eval"),
+    ],
+)
+def test_errors_are_one_line(data_set, options, message):
+    with pytest.raises(TaskError, match=message) as error:
+        _load(data_set, options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_dataset_path_is_refused():
+    with pytest.raises(TaskError, match="remove dataset_path=data"):
+        load_task(TaskConfig(dataset_path="data"))
+
+
+def test_a_question_without_a_single_answer_says_so():
+    (question,) = questions("rush_hour", {}, split="warmup", size=1)
+    with pytest.raises(TaskError, match="no answer to learn from: its field 'answer' is None"):
+        question.answer  # noqa: B018

@@ -1,0 +1,148 @@
+"""The TROLL loss of a micro-batch in float64, from full logits: plain code that shares nothing with the library.
+
+One token at a time: choose the outcomes, find the multiplier by bisection, differentiate through it by the implicit
+function theorem, which is one Newton step with a constant slope.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from troll.trl import TrollConfig
+
+
+@dataclass
+class Token:
+    """One position: log q/p of the sampled token, log p̃/p, KL(p̃ ‖ ⌊q⌋), and the metrics."""
+
+    log_ratio: Tensor
+    new_log_ratio: Tensor
+    regression: Tensor
+    kl_before: float
+    kl_after: float
+    multiplier: float
+    support: int
+
+
+def completion_logits(model: Any, inputs: dict[str, Any], temperature: float) -> Tensor:
+    """(B, T, V) float64 logits that predict the completion's tokens."""
+    input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    logits = model(input_ids=input_ids, attention_mask=attention_mask).logits
+    return logits[:, -inputs["completion_ids"].shape[1] - 1 : -1].double() / temperature
+
+
+def support(log_probs: Tensor, sampled: int, top_k: int, mass_threshold: float) -> list[int]:
+    """The most likely tokens until they cover the mass, at most top_k, and the sampled one in the last place if need be."""
+    order = sorted(range(len(log_probs)), key=lambda v: (-float(log_probs[v]), v))
+    chosen: list[int] = []
+    for v in order[:top_k]:
+        if mass_threshold > 0 and 1 - float(log_probs[chosen].exp().sum()) <= mass_threshold:
+            break
+        chosen.append(v)
+    if sampled not in chosen:
+        if len(chosen) == top_k:
+            chosen.pop()
+        chosen.append(sampled)
+    return chosen
+
+
+def log_sum_exp(values: Tensor) -> Tensor:
+    return torch.logsumexp(values, dim=-1, keepdim=True)
+
+
+def outcomes(new: Tensor, old: Tensor, sampled: int, args: TrollConfig) -> tuple[Tensor, Tensor, int, int]:
+    """log p̃ and log p over the outcomes, where the sampled token is, and how many tokens the old policy kept."""
+    stored = support(old, sampled, args.support_top_k, args.mass_threshold)
+    ids, kept = list(stored), len(stored)
+    if args.tail == "floor":
+        ids += [v for v in support(new.detach(), sampled, args.support_top_k, args.mass_threshold) if v not in stored]
+    rest = [v for v in range(len(old)) if v not in ids]
+    if args.tail == "bucket":
+        log_new = torch.cat([new[ids], log_sum_exp(new[rest])]) if rest else new[ids]
+        log_old = torch.cat([old[ids], log_sum_exp(old[rest])]) if rest else old[ids]
+    else:
+        floor = old.new_full((), 1e-12).log()
+        tail = (floor + torch.tensor(float(len(rest))).log()).view(1) if rest else floor.new_zeros(0)
+        log_new = torch.cat([new[ids], tail]).log_softmax(-1)
+        log_old = torch.cat([old[stored], floor.expand(len(ids) - kept), tail]).log_softmax(-1)
+    return log_new, log_old, ids.index(sampled), kept
+
+
+def tilted(log_old: Tensor, s: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+    log_q = (log_old + tau * s).log_softmax(-1)
+    return log_q, (log_q.exp() * (log_q - log_old)).sum()
+
+
+def token(new: Tensor, old: Tensor, sampled: int, args: TrollConfig) -> Token:
+    raw = new.log_softmax(-1)
+    log_new, log_old, slot, kept = outcomes(raw, old.detach().log_softmax(-1), sampled, args)
+    s = log_new - log_old
+    kl_before = float((log_new.exp() * s).sum())
+    new_log_ratio = raw[sampled] - log_old[slot]
+    if kl_before <= args.kl_bound:
+        return Token(new_log_ratio, new_log_ratio, raw.sum() * 0, kl_before, kl_before, 0.0, kept)
+
+    low, high = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if float(tilted(log_old, s.detach(), middle)[1]) < args.kl_bound else (low, middle)
+    tau = low
+    log_q, kl = tilted(log_old, s, tau)
+    q = log_q.detach().exp()
+    slope = tau * (q * (s.detach() - (q * s.detach()).sum()).square()).sum()
+    log_q, kl_after = tilted(log_old, s, tau - (kl - kl.detach()) / slope)
+    regression = (log_new.exp() * (log_new - log_q.detach())).sum()
+    return Token(
+        log_q[slot] - log_old[slot], new_log_ratio, regression, kl_before, float(kl_after), float(1 / tau - 1), kept
+    )
+
+
+def tokens(new_logits: Tensor, old_logits: Tensor, inputs: dict[str, Any], args: TrollConfig) -> list[list[Token]]:
+    """Every scored token, by sequence."""
+    return [
+        [
+            token(new_logits[b, t], old_logits[b, t], int(inputs["completion_ids"][b, t]), args)
+            for t in range(new_logits.shape[1])
+            if bool(scored_mask(inputs)[b, t])
+        ]
+        for b in range(new_logits.shape[0])
+    ]
+
+
+def scored_mask(inputs: dict[str, Any]) -> Tensor:
+    return (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
+
+
+def loss(rows: list[list[Token]], inputs: dict[str, Any], args: TrollConfig) -> Tensor:
+    """−ratio·A + α·regression, aggregated as TRL documents its loss types, for one micro-batch of one process."""
+    per_sequence: list[list[Tensor]] = []
+    for row, advantage in zip(rows, inputs["advantages"].double(), strict=True):
+        log_ratios = [one.log_ratio for one in row]
+        if args.importance_sampling_level == "sequence" and row:
+            log_ratios = [torch.stack(log_ratios).mean()] * len(row)
+        per_sequence.append(
+            [
+                -log_ratio.exp() * advantage + args.regression_weight * one.regression
+                for log_ratio, one in zip(log_ratios, row, strict=True)
+            ]
+        )
+    return aggregate(per_sequence, inputs, args)
+
+
+def aggregate(per_sequence: list[list[Tensor]], inputs: dict[str, Any], args: TrollConfig) -> Tensor:
+    total = torch.stack([value for row in per_sequence for value in row]).sum()
+    accumulation, sequences = args.gradient_accumulation_steps, len(per_sequence)
+    if args.loss_type == "grpo":
+        means = [torch.stack(row).mean() for row in per_sequence if row]
+        return torch.stack(means).sum() / sequences / accumulation
+    if args.loss_type == "bnpo":
+        return total / sum(len(row) for row in per_sequence) / accumulation
+    if args.loss_type == "dr_grpo":
+        return total / (sequences * args.max_completion_length) / accumulation
+    assert args.loss_type == "dapo" and args.steps_per_generation is not None
+    return total / (float(inputs["num_items_in_batch"]) * accumulation / args.steps_per_generation)

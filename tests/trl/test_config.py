@@ -1,0 +1,195 @@
+"""TrollConfig: what it accepts, refuses, warns about, and how it is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trl import GRPOConfig, TrlParser
+
+from tests.trl.tiny import no_warnings_about
+from troll.trl import TrollConfig
+
+
+def config(tmp_path: Path, **settings: object) -> TrollConfig:
+    defaults = {"report_to": "none", "use_cpu": True, "bf16": False}
+    return TrollConfig(str(tmp_path), **{**defaults, **settings})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("kl_bound", 0.0, "kl_bound must be above 0, got 0.0"),
+        ("kl_bound", -0.1, "kl_bound must be above 0, got -0.1"),
+        ("kl_bound", math.nan, "kl_bound must be above 0, got nan"),
+        ("regression_weight", -1.0, "regression_weight must be finite and at least 0, got -1.0"),
+        ("regression_weight", math.inf, "regression_weight must be finite and at least 0, got inf"),
+        ("regression_weight", math.nan, "regression_weight must be finite and at least 0, got nan"),
+        ("support_top_k", 0, "support_top_k must be at least 1, got 0"),
+        ("mass_threshold", -1e-5, r"mass_threshold must be in \[0, 1\), got -1e-05"),
+        ("mass_threshold", 1.0, r"mass_threshold must be in \[0, 1\), got 1.0"),
+        ("tail", "cut", "tail must be one of bucket, floor, got 'cut'"),
+        ("solver", "secant", "solver must be one of newton, bracket, got 'secant'"),
+        ("delta", 4.0, "delta clips the ratio a second time"),
+    ],
+)
+def test_a_value_out_of_its_range_is_refused(tmp_path, setting, value, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **{setting: value})
+
+
+@pytest.mark.parametrize("loss_type", ["cispo", "sapo", "vespo", "luspo", "nonsense"])
+def test_a_loss_without_a_clip_is_refused_with_what_works(tmp_path, loss_type):
+    with pytest.raises(ValueError, match=f"'{loss_type}'.* use one of grpo, bnpo, dr_grpo, dapo"):
+        config(tmp_path, loss_type=loss_type)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+def test_a_loss_with_a_clip_is_accepted(tmp_path, loss_type):
+    assert config(tmp_path, loss_type=loss_type).loss_type == loss_type
+
+
+def test_defaults_are_those_of_the_paper_and_of_grpo(tmp_path):
+    ours = config(tmp_path)
+    assert (ours.kl_bound, ours.regression_weight, ours.support_top_k) == (0.05, 1.0, 64)
+    assert (ours.mass_threshold, ours.tail, ours.solver) == (1e-5, "bucket", "newton")
+    assert ours.disable_dropout
+    changed = {"disable_dropout"}
+    theirs = GRPOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
+    for name in GRPOConfig.__dataclass_fields__:
+        if name not in changed and name != "logging_dir":
+            assert getattr(ours, name) == getattr(theirs, name), name
+
+
+def test_the_sampling_top_k_stays_the_sampling_top_k(tmp_path):
+    both = config(tmp_path, top_k=5, support_top_k=9)
+    assert (both.top_k, both.support_top_k) == (5, 9)
+
+
+@pytest.mark.parametrize(
+    ("ignored", "names"),
+    [
+        ({"epsilon": 0.1}, "epsilon ignored"),
+        ({"epsilon_high": 0.28}, "epsilon_high ignored"),
+        ({"epsilon": 0.1, "epsilon_high": 0.28}, "epsilon and epsilon_high ignored"),
+    ],
+)
+def test_an_epsilon_is_ignored_with_a_warning(tmp_path, ignored, names):
+    with pytest.warns(UserWarning, match=f"^{names}") as caught:
+        config(tmp_path, **ignored)
+    assert [Path(warning.filename) for warning in caught if "ignored" in str(warning.message)] == [Path(__file__)]
+
+
+def test_the_default_epsilon_is_ignored_in_silence(tmp_path):
+    with no_warnings_about("ignored"):
+        config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "per_generation", "iterations", "steps", "on_policy"),
+    [
+        (1, None, 1, 1, True),  # TRL's defaults: one update a rollout
+        (8, None, 1, 8, True),
+        (8, 4, 1, 4, True),  # two rollouts an update
+        (8, 4, 2, 8, True),
+        (1, 8, 1, 8, False),
+        (1, None, 2, 2, False),
+        (2, 4, 1, 4, False),
+        (2, 3, 1, 3, False),  # an update may straddle two rollouts
+        (4, 4, 2, 8, False),
+    ],
+)
+def test_always_on_policy(tmp_path, accumulation, per_generation, iterations, steps, on_policy):
+    args = config(
+        tmp_path,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=accumulation,
+        steps_per_generation=per_generation,
+        num_iterations=iterations,
+    )
+    assert args.rollout_steps == steps
+    assert args.always_on_policy is on_policy
+
+
+def test_the_configuration_is_valid_json(tmp_path):
+    args = config(tmp_path, kl_bound=0.02, tail="floor", solver="bracket", support_top_k=7, regression_weight=0.5)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    stored = json.loads(args.to_json_string(), parse_constant=refuse)
+    ours = {name for name in TrollConfig.__dataclass_fields__ if name not in GRPOConfig.__dataclass_fields__}
+    assert ours == {"kl_bound", "regression_weight", "support_top_k", "mass_threshold", "tail", "solver"}
+    again = config(tmp_path, **{name: stored[name] for name in ours})
+    assert all(getattr(again, name) == getattr(args, name) for name in ours)
+
+
+def test_the_command_line_sets_every_field(tmp_path):
+    words = (
+        f"--output_dir {tmp_path} --kl_bound 0.02 --regression_weight 0.5 --support_top_k 32 --mass_threshold 1e-4 "
+        "--tail floor --solver bracket --disable_dropout false --loss_type grpo --steps_per_generation 8 "
+        "--num_generations 4 --report_to none --use_cpu true --bf16 false"
+    )
+    (args,) = TrlParser(TrollConfig).parse_args_and_config(words.split())
+    assert isinstance(args, TrollConfig)
+    assert (args.kl_bound, args.regression_weight, args.support_top_k) == (0.02, 0.5, 32)
+    assert (args.mass_threshold, args.tail, args.solver) == (1e-4, "floor", "bracket")
+    assert args.disable_dropout is False
+    assert args.rollout_steps == 8
+
+
+@pytest.mark.parametrize(("option", "value"), [("--tail", "cut"), ("--solver", "secant")])
+def test_the_command_line_offers_the_choices(tmp_path, capsys, option, value):
+    with pytest.raises(SystemExit):
+        TrlParser(TrollConfig).parse_args_and_config(["--output_dir", str(tmp_path), option, value])
+    assert f"invalid choice: '{value}'" in capsys.readouterr().err
+
+
+def test_a_yaml_file_sets_fields_and_the_command_line_wins(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"output_dir: {tmp_path}\nkl_bound: 0.02\ntail: floor\nsupport_top_k: 16\nreport_to: none\nuse_cpu: true\n"
+        "bf16: false\n"
+    )
+    (args,) = TrlParser(TrollConfig).parse_args_and_config(["--config", str(path), "--kl_bound", "0.1"])
+    assert (args.kl_bound, args.tail, args.support_top_k) == (0.1, "floor", 16)
+
+
+def test_another_trl_fails_at_import_with_a_clear_message():
+    script = """
+import importlib.metadata
+import sys
+
+installed = importlib.metadata.version
+
+def pretend(answer):
+    def version(name):
+        if name != "trl":
+            return installed(name)
+        if answer is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return answer
+    return version
+
+for answer in ("1.15.3", "1.17.0", "1.160.0", None):
+    importlib.metadata.version = pretend(answer)
+    try:
+        import troll.trl
+    except ImportError as error:
+        print(error)
+assert "trl" not in sys.modules, "TRL was imported before its version was checked"
+"""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    *others, missing = done.stdout.splitlines()
+    assert others == [
+        f"troll.trl builds on TRL 1.16.x and found {version}: pip install 'trl==1.16.*'"
+        for version in ("1.15.3", "1.17.0", "1.160.0")
+    ]
+    assert missing == 'troll.trl needs TRL: pip install "troll-rl[trl]"'

@@ -1,0 +1,324 @@
+"""The loss and its gradient: against GRPOTrainer where the bound is out of reach, against dense float64 where it is not."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trl import dense
+from tests.trl.tiny import ARCHITECTURES, assert_same_gradients, loss_and_gradients, move, rollout
+from troll.trl import TrollTrainer
+from troll.trl.trainer import OLD_POLICY_KEYS
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
+LEVELS = ("token", "sequence")
+
+#: What else a user may switch on. Each is an off-policy setting.
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    "accumulation over rollouts": {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
+    "reference": {"beta": 0.1},
+    "reference, accumulation": {"beta": 0.1, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    "biased reference": {"beta": 0.1, "use_bias_correction_kl": False},
+    "entropy bonus": {"entropy_coef": 0.1},
+    "adaptive entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 5.0},
+    "off-policy mask": {"off_policy_mask_threshold": 0.05},
+    "high-entropy tokens": {"top_entropy_quantile": 0.4},
+    "both masks and a bonus": {"top_entropy_quantile": 0.4, "off_policy_mask_threshold": 0.05, "entropy_coef": 0.1},
+    "truncated": {"mask_truncated_completions": True},
+    "unscaled rewards": {"scale_rewards": "none"},
+    "batch-scaled rewards": {"scale_rewards": "batch"},
+    "temperature": {"temperature": 0.7},
+    "iterations": {"num_iterations": 2, "steps_per_generation": 1, "per_device_train_batch_size": 8},
+    "small support": {"support_top_k": 3},
+    "floored tail": {"tail": "floor", "support_top_k": 48, "mass_threshold": 0.0},
+    "padded lengths": {"pad_to_multiple_of": 8},
+}
+
+CASES = [
+    *itertools.product(("plain", "reference, accumulation"), LOSS_TYPES, LEVELS),
+    # Every other scenario meets one loss type and one level each: in turn, so that all are met.
+    *[
+        (name, LOSS_TYPES[i % 4], LEVELS[i // 2 % 2])
+        for i, name in enumerate(SCENARIOS)
+        if name not in ("plain", "reference, accumulation")
+    ],
+]
+
+
+def compare_with_stock(make: Any, model: str, **settings: Any) -> None:
+    """Every micro-batch of a rollout: loss, gradients and metrics equal GRPOTrainer's with an infinite clip."""
+    ours = make(TrollTrainer, model, **settings)
+    theirs = make.stock(model, **settings)
+    buffered = rollout(ours)
+    move(ours.model, 0.1)
+    theirs.model.load_state_dict(ours.model.state_dict())
+    theirs.current_gradient_accumulation_steps = ours.current_gradient_accumulation_steps
+    for inputs in buffered:
+        loss, gradients = loss_and_gradients(ours, inputs)
+        expected, expected_gradients = loss_and_gradients(theirs, inputs)
+        assert loss == pytest.approx(expected, rel=1e-6, abs=1e-6)
+        assert_same_gradients(gradients, expected_gradients, 2e-6)
+        metrics, stock_metrics = ours._metrics["train"], theirs._metrics["train"]
+        assert {name for name in stock_metrics if not name.startswith("clip_ratio/")} == set(metrics)
+        for name, values in metrics.items():
+            assert values == pytest.approx(stock_metrics[name], rel=1e-5, abs=1e-6), name
+    assert float(ours._sums["kl_before"]) > 0
+    assert float(ours._sums["projected"]) == 0
+
+
+@pytest.mark.parametrize(("scenario", "loss_type", "level"), CASES)
+def test_an_unreachable_bound_is_an_infinite_clip(make, scenario, loss_type, level):
+    settings = SCENARIOS[scenario]
+    compare_with_stock(
+        make, "llama", kl_bound=1e9, loss_type=loss_type, importance_sampling_level=level, **settings
+    )
+
+
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_an_unreachable_bound_is_an_infinite_clip_for_every_architecture(make, model):
+    compare_with_stock(make, model, kl_bound=math.inf, temperature=0.8, beta=0.05, router_aux_loss_coef=None)
+
+
+def test_a_tool_mask_applies_to_both(make):
+    ours, theirs = make(kl_bound=1e9, loss_type="bnpo"), make.stock(loss_type="bnpo")
+    inputs = with_tools(rollout(ours)[0])
+    move(ours.model, 0.1)
+    theirs.model.load_state_dict(ours.model.state_dict())
+    theirs.current_gradient_accumulation_steps = 1
+    loss, gradients = loss_and_gradients(ours, inputs)
+    expected, expected_gradients = loss_and_gradients(theirs, inputs)
+    assert loss == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert_same_gradients(gradients, expected_gradients)
+    assert float(ours._sums["tokens"]) == int((inputs["completion_mask"] * inputs["tool_mask"]).sum())
+
+
+def with_tools(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same micro-batch, every third token written by a tool."""
+    tool_mask = torch.ones_like(inputs["completion_mask"])
+    tool_mask[:, 1::3] = 0
+    return inputs | {"tool_mask": tool_mask}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_equal_policies_give_the_plain_policy_gradient(make, loss_type, level):
+    trainer = make(loss_type=loss_type, importance_sampling_level=level, kl_bound=1e-4)
+    for inputs in rollout(trainer):
+        loss, gradients = loss_and_gradients(trainer, inputs)
+        model = make.model()
+        log_probs = dense.completion_logits(model, inputs, 1.0).log_softmax(-1)
+        log_probs = log_probs.gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
+        if level == "sequence":
+            mask = inputs["completion_mask"]
+            mean = (log_probs * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
+            log_probs = mean.expand_as(log_probs)
+        # −A·ratio, with the gradient of the ratio at 1 and no clip.
+        per_token = -(1 + log_probs - log_probs.detach()) * inputs["advantages"].unsqueeze(-1)
+        rows = [list(row[mask]) for row, mask in zip(per_token, dense.scored_mask(inputs), strict=True)]
+        expected = dense.aggregate(rows, inputs, trainer.args)
+        expected.backward()
+        assert loss == pytest.approx(expected.item(), rel=1e-6, abs=1e-6)
+        assert_same_gradients(gradients, {name: p.grad for name, p in model.named_parameters()}, 2e-6)
+    assert float(trainer._sums["projected"]) == 0
+    assert float(trainer._maxima["kl_before"]) < 1e-6
+
+
+DENSE = {"support_top_k": 48, "mass_threshold": 0.0}
+SUPPORTS: dict[str, dict[str, Any]] = {
+    "dense": DENSE,
+    "bucket": {"support_top_k": 6, "mass_threshold": 1e-3},
+    "one token": {"support_top_k": 1},
+    "floor": {"support_top_k": 6, "mass_threshold": 1e-3, "tail": "floor"},
+    "dense floor": {**DENSE, "tail": "floor"},
+    "bracket": {**DENSE, "solver": "bracket"},
+}
+
+
+def compare_with_dense(make: Any, model: str = "llama", tools: bool = False, **settings: Any) -> None:
+    """Every micro-batch of a rollout: loss, gradients and metrics equal those of `dense`."""
+    trainer = make(TrollTrainer, model, **settings)
+    args, reference = trainer.args, make.model(model)
+    buffered = rollout(trainer)
+    if tools:
+        buffered = [with_tools(inputs) for inputs in buffered]
+    with torch.no_grad():
+        old_logits = [dense.completion_logits(reference, inputs, args.temperature) for inputs in buffered]
+    move(trainer.model, 0.1)
+    reference.load_state_dict(trainer.model.state_dict())
+
+    everything: list[dense.Token] = []
+    for inputs, old in zip(buffered, old_logits, strict=True):
+        loss, gradients = loss_and_gradients(trainer, inputs)
+        rows = dense.tokens(dense.completion_logits(reference, inputs, args.temperature), old, inputs, args)
+        everything += itertools.chain(*rows)
+        reference.zero_grad()
+        expected = dense.loss(rows, inputs, args)
+        expected.backward()
+        assert loss == pytest.approx(expected.item(), rel=2e-5, abs=2e-6)
+        tolerance = 1e-3 if args.solver == "bracket" else 2e-5
+        assert_same_gradients(gradients, {name: p.grad for name, p in reference.named_parameters()}, tolerance)
+
+    projected = [one for one in everything if one.multiplier > 0]
+    assert projected, "the test moves the weights too little"
+    trainer.log({})
+    metrics = trainer.state.log_history[-1]
+    count = len(everything)
+    expected_metrics = {
+        "kl_before_mean": sum(one.kl_before for one in everything) / count,
+        "kl_before_max": max(one.kl_before for one in everything),
+        "kl_after_mean": sum(one.kl_after for one in everything) / count,
+        "kl_after_max": max(one.kl_after for one in everything),
+        "projected_fraction": len(projected) / count,
+        "multiplier": sum(one.multiplier for one in projected) / len(projected),
+        "regression": sum(float(one.regression) for one in everything) / count,
+        "support_size": sum(one.support for one in everything) / count,
+        "nonfinite": 0,
+    }
+    for name, value in expected_metrics.items():
+        assert metrics[f"trust_region/{name}"] == pytest.approx(value, rel=1e-3), name
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_reachable_bound_agrees_with_a_dense_computation(make, loss_type, level):
+    compare_with_dense(make, loss_type=loss_type, importance_sampling_level=level, kl_bound=0.02, **DENSE)
+
+
+@pytest.mark.parametrize("support", SUPPORTS)
+def test_every_support_agrees_with_a_dense_computation(make, support):
+    compare_with_dense(make, loss_type="grpo", kl_bound=0.02, regression_weight=0.7, **SUPPORTS[support])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "loss_type": "dapo"},
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "loss_type": "grpo"},
+        {"temperature": 0.7, "loss_type": "dr_grpo"},
+        {"regression_weight": 0.0, "loss_type": "bnpo"},
+        {"tools": True, "loss_type": "grpo"},
+        {"tools": True, "loss_type": "bnpo", "importance_sampling_level": "sequence"},
+        {"model": "gemma2", "temperature": 1.3, "loss_type": "dapo"},
+        {"model": "granite", "loss_type": "dapo"},
+    ],
+    ids=str,
+)
+def test_settings_agree_with_a_dense_computation(make, settings):
+    compare_with_dense(make, kl_bound=0.02, **DENSE, **settings)
+
+
+def test_truncated_completions_agree_with_a_dense_computation(make):
+    compare_with_dense(make, kl_bound=0.02, loss_type="bnpo", mask_truncated_completions=True, **DENSE)
+
+
+def test_a_micro_batch_of_truncated_completions_alone_is_a_differentiable_zero(make):
+    trainer = make(mask_truncated_completions=True, loss_type="grpo")
+    inputs = rollout(trainer)[0]
+    # As TRL leaves it where no completion ended: nothing is scored.
+    empty = inputs | {"completion_mask": torch.zeros_like(inputs["completion_mask"])}
+    loss, gradients = loss_and_gradients(trainer, empty)
+    assert loss == 0
+    assert gradients.keys() == dict(trainer.model.named_parameters()).keys()
+    assert all(not gradient.any() for gradient in gradients.values())
+
+
+def test_the_regression_term_is_not_masked_as_the_policy_term(make):
+    """It is about the network, like the KL to the reference: neither of TRL's two masks applies."""
+    plain = {"kl_bound": 0.01, "loss_type": "grpo", **DENSE}
+    masked = {**plain, "top_entropy_quantile": 0.3, "off_policy_mask_threshold": 0.01}
+
+    def regression(settings: dict[str, Any]) -> float:
+        losses = []
+        for weight in (0.0, 1.0):
+            trainer = make(regression_weight=weight, **settings)
+            inputs = rollout(trainer)[0]
+            move(trainer.model, 0.1)
+            losses.append(loss_and_gradients(trainer, inputs)[0])
+        return losses[1] - losses[0]
+
+    assert regression(masked) == pytest.approx(regression(plain), rel=1e-4)
+    assert regression(plain) > 1e-3
+
+
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_reference_term_does_not_see_the_projection(make, loss_type, level, bias_correction):
+    """β times k3, weighted with p̃/p and not with q/p: beside the projected policy term, nothing of it is projected."""
+    beta = 0.3
+    settings = {
+        "kl_bound": 0.02,
+        "loss_type": loss_type,
+        "importance_sampling_level": level,
+        "use_bias_correction_kl": bias_correction,
+        **DENSE,
+    }
+    trainer, without = make(beta=beta, **settings), make(beta=0.0, **settings)
+    inputs = rollout(trainer)[0]
+    # The reference differs from the old policy, too.
+    inputs["ref_per_token_logps"] = inputs["ref_per_token_logps"] - 0.3 * inputs["completion_mask"]
+    model = make.model()
+    ids = inputs["completion_ids"].unsqueeze(-1)
+    with torch.no_grad():
+        old = dense.completion_logits(model, inputs, 1.0).log_softmax(-1).gather(-1, ids).squeeze(-1)
+    move(trainer.model, 0.1)
+    without.model.load_state_dict(trainer.model.state_dict())
+    without.current_gradient_accumulation_steps = 1
+    model.load_state_dict(trainer.model.state_dict())
+
+    loss, gradients = loss_and_gradients(trainer, inputs)
+    base_loss, base_gradients = loss_and_gradients(without, inputs)
+    assert float(without._sums["projected"]) > 0
+    new = dense.completion_logits(model, inputs, 1.0).log_softmax(-1).gather(-1, ids).squeeze(-1)
+    mask = dense.scored_mask(inputs)
+    gap = inputs["ref_per_token_logps"] - new
+    k3 = gap.exp() - gap - 1
+    log_ratio = torch.where(mask, new - old, 0.0)
+    if level == "sequence":
+        log_ratio = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
+    weighted = k3 * log_ratio.exp() if bias_correction else k3
+    rows = [list(row[kept]) for row, kept in zip(beta * weighted, mask, strict=True)]
+    expected = dense.aggregate(rows, inputs, trainer.args)
+    expected.backward()
+
+    assert loss - base_loss == pytest.approx(expected.item(), rel=1e-5)
+    difference = {name: gradients[name] - base_gradients[name] for name in gradients}
+    assert_same_gradients(difference, {name: p.grad for name, p in model.named_parameters()}, 2e-5)
+
+
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+def test_the_loss_leaves_its_inputs_alone(make, tail):
+    trainer = make(tail=tail, kl_bound=0.01, beta=0.1, support_top_k=8)
+    inputs = rollout(trainer)[0]
+    before = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    move(trainer.model, 0.1)
+    first = loss_and_gradients(trainer, inputs)
+    second = loss_and_gradients(trainer, inputs)
+    assert inputs.keys() == before.keys()
+    for name, value in before.items():
+        assert torch.equal(inputs[name], value), name
+        assert not inputs[name].requires_grad
+    assert first[0] == second[0]
+    assert_same_gradients(second[1], first[1], 0)
+
+
+def test_a_floored_tail_divides_by_the_floored_old_policy(make):
+    """With a support that leaves out much, p on the renormalised outcomes is well above the raw p."""
+    trainer = make(tail="floor", support_top_k=2, kl_bound=1e9, loss_type="grpo", regression_weight=0.0)
+    inputs = rollout(trainer)[0]
+    old = trainer._old_policy(*(inputs[key] for key in OLD_POLICY_KEYS))
+    mask = dense.scored_mask(inputs)
+    sparse = old[mask].log_prob(inputs["completion_ids"][mask])
+    raw = inputs["old_per_token_logps"][mask]
+    assert (sparse - raw > 0.1).all()
+    loss, _ = loss_and_gradients(trainer, inputs)
+    ratio = torch.zeros(mask.shape)
+    ratio[mask] = (raw - sparse).exp()  # the weights have not moved
+    expected = -(ratio * inputs["advantages"].unsqueeze(-1)).sum(-1) / mask.sum(-1)
+    assert loss == pytest.approx(expected.mean().item(), rel=1e-5, abs=1e-6)

@@ -1,0 +1,224 @@
+"""Tiny random models of real configurations, a character tokenizer and a data set, all made in code."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from trl import GRPOConfig, GRPOTrainer
+
+from troll.trl import TrollConfig, TrollTrainer
+
+SPECIAL_TOKENS = ["<pad>", "<s>", "</s>"]
+VOCABULARY = [*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz0123456789+-*/=?!.,"]
+
+COMMON = {
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "attention_dropout": 0.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    # Several tokens end a completion, so that lengths differ.
+    "eos_token_id": [2, 3, 4, 5, 6],
+}
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 16},
+    "qwen2": {},
+    "llama": {},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "apertus": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    },
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "final_logit_softcapping": 3.0, "sliding_window": 16},
+    "granite": {"logits_scaling": 2.0},
+    "cohere": {"logit_scale": 0.5},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "router_aux_loss_coef": 0.1,
+    },
+}
+
+
+def make_model(architecture: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random model of about twenty thousand parameters."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(architecture, **{**COMMON, **ARCHITECTURES.get(architecture, {}), **changes})
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        # So that a random model has opinions. With tied weights it would repeat its last token.
+        model.get_output_embeddings().weight *= 2 if model.config.tie_word_embeddings else 4
+    model.generation_config.eos_token_id = COMMON["eos_token_id"]
+    return model
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character."""
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="."))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        padding_side="left",
+    )
+
+
+def make_dataset(size: int = 16) -> Dataset:
+    """Prompts of different lengths."""
+    return Dataset.from_dict({"prompt": [f"{'ab' * (i % 3)}{i}+{3 * i}=" for i in range(size)]})
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Differs within a group: an arbitrary value of each token, averaged over the completion."""
+    return [sum(token * 7 % 11 for token in ids) / 11 / len(ids) for ids in completion_ids]
+
+
+#: Eight updates per rollout of two groups of four.
+DEFAULTS: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "num_generations": 4,
+    "steps_per_generation": 2,
+    "max_completion_length": 8,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "max_steps": 4,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "seed": 7,
+}
+
+
+@dataclass
+class Maker:
+    """Builds trainers of one test."""
+
+    model_path: Callable[[str], Path]
+    output_dir: Path
+
+    def model(self, architecture: str = "llama") -> PreTrainedModel:
+        """A fresh copy of the tiny model."""
+        model = AutoModelForCausalLM.from_pretrained(self.model_path(architecture), dtype=torch.float32)
+        return model.train()
+
+    def __call__(
+        self,
+        trainer_class: type[GRPOTrainer] = TrollTrainer,
+        model: str | PreTrainedModel = "llama",
+        *,
+        train_dataset: Dataset | None = None,
+        callbacks: list[Any] | None = None,
+        peft_config: Any = None,
+        eval_dataset: Dataset | None = None,
+        reward_funcs: Any = reward,
+        **settings: Any,
+    ) -> Any:
+        """A trainer of the given class; settings of a `TrollConfig` that a `GRPOConfig` lacks are left out for it."""
+        config_class: Any = TrollConfig if issubclass(trainer_class, TrollTrainer) else GRPOConfig
+        settings = {"disable_dropout": True, "output_dir": str(self.output_dir), **DEFAULTS, **settings}
+        known = config_class.__dataclass_fields__
+        return trainer_class(
+            model=self.model(model) if isinstance(model, str) else model,
+            reward_funcs=reward_funcs,
+            args=config_class(**{name: value for name, value in settings.items() if name in known}),
+            train_dataset=train_dataset or make_dataset(),
+            eval_dataset=eval_dataset,
+            processing_class=make_tokenizer(),
+            callbacks=callbacks,
+            peft_config=peft_config,
+        )
+
+    def stock(self, model: str | PreTrainedModel = "llama", **settings: Any) -> GRPOTrainer:
+        """A `GRPOTrainer` with an infinite clip."""
+        trainer = self(GRPOTrainer, model, **settings)
+        trainer.epsilon_low = trainer.epsilon_high = torch.inf
+        return trainer
+
+
+def rollout(trainer: GRPOTrainer) -> list[dict[str, Any]]:
+    """Generates and scores one rollout, as the training loop does, and returns its micro-batches."""
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    torch.manual_seed(0)
+    trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    return trainer._buffered_inputs
+
+
+def move(model: torch.nn.Module, scale: float, seed: int = 1) -> None:
+    """Moves every weight by `scale` of its own size, as updates would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter += scale * parameter.std(correction=0) * noise
+
+
+def loss_and_gradients(trainer: GRPOTrainer, inputs: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of one micro-batch and its gradient by parameter name."""
+    trainer.model.train()
+    trainer.model.zero_grad()
+    trainer._metrics["train"].clear()
+    loss = trainer._compute_loss(trainer.model, inputs)
+    loss.backward()
+    return loss.item(), gradients(trainer.model)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-6
+) -> None:
+    """Equal up to `tolerance`, relative to the largest entry of all gradients."""
+    assert actual.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert largest > 0
+    for name, gradient in expected.items():
+        error = float((actual[name] - gradient).abs().max()) / largest
+        assert error <= tolerance, f"{name}: {error:.1e}"
+
+
+def logged(trainer: GRPOTrainer, key: str) -> list[float]:
+    """A metric's values, in the order of the steps."""
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+@contextmanager
+def no_warnings_about(words: str) -> Iterator[None]:
+    """Fails on a warning that contains `words`."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=f".*{words}")
+        yield
