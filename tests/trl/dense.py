@@ -37,7 +37,7 @@ def completion_logits(model: Any, inputs: dict[str, Any], temperature: float) ->
 
 
 def support(log_probs: Tensor, sampled: int, top_k: int, mass_threshold: float) -> list[int]:
-    """The most likely tokens until they cover the mass, at most top_k, and the sampled one in the last place if need be."""
+    """The most likely tokens until they cover the mass, at most top_k; the sampled one in the last place if need be."""
     order = sorted(range(len(log_probs)), key=lambda v: (-float(log_probs[v]), v))
     chosen: list[int] = []
     for v in order[:top_k]:

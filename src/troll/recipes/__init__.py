@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +129,7 @@ def _complete(overrides: Sequence[str]) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    return (
-        value
-        if isinstance(value, (bool, int, float, str, list, dict)) and type(value).__module__ == "builtins"
-        else str(value)
-    )
+    return value.value if isinstance(value, Enum) else value
 
 
 def _one_line(error: object) -> str:

@@ -75,7 +75,8 @@ class ProgressLine(TrainerCallback):
 
     def stop(self) -> None:
         """Ends the bar, however training ended."""
-        self.progress.stop()
+        if self.progress.live.is_started:
+            self.progress.stop()
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -82,7 +82,9 @@ class TrollTrainer(GRPOTrainer):
             _keep_head_out_of_autocast(base_model)
         if args.disable_dropout:
             _silence_dropout(base_model)
+        # Who reads the logits of the next scoring pass, and the log-probabilities that the last such pass returned.
         self._read_logits: ReadLogits | None = None
+        self._scored: Tensor | None = None
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
         self._watched = {"since": 0, "projected": 0.0, "tokens": 0.0}
@@ -97,7 +99,7 @@ class TrollTrainer(GRPOTrainer):
         captured: list[tuple[Tensor, ...]] = []
         self._read_logits = self._capture_into(captured)
         output = super()._generate_and_score_completions(inputs)
-        if self._read_logits is not None or not captured or output.get("old_per_token_logps") is None:
+        if output.get("old_per_token_logps") is not self._scored:
             raise RuntimeError("GRPOTrainer did not score the old policy where TrollTrainer expects it")
         # At the end of the dictionary, since the first entry sets the batch size.
         return output | {
@@ -139,9 +141,12 @@ class TrollTrainer(GRPOTrainer):
                 self._accepts_logits_to_keep,
                 read,
             )
-        return super()._get_per_token_logps_and_entropies(
+        scores = super()._get_per_token_logps_and_entropies(
             model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
         )
+        if read is not None:
+            self._scored = scores[0]
+        return scores
 
     # The update
 
@@ -165,11 +170,9 @@ class TrollTrainer(GRPOTrainer):
         extra: list[Tensor] = []
 
         def read(logits: Tensor, token_ids: Tensor, scored: Tensor) -> Tensor:
+            ids, log_probs, tail_log_prob = (inputs[key][scored] for key in OLD_POLICY_KEYS)
             rows = SparsePolicy(
-                *(inputs[key][scored] for key in OLD_POLICY_KEYS),
-                logits.shape[-1],
-                self.args.tail,
-                self.args.mass_threshold,
+                ids, log_probs, tail_log_prob, logits.shape[-1], self.args.tail, self.args.mass_threshold
             )
             step = trust_region_log_probs(logits, token_ids, rows, self.args.kl_bound, self.args.solver)
             self._observe(step, rows, mask.to(scored.device)[scored])

@@ -1,0 +1,86 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from troll import recipes
+from troll.recipes import RecipeError
+
+
+def on_cpu(name: str) -> list[str]:
+    # bf16 is refused on a machine without a device that has it.
+    return ["--use_cpu", "--bf16", "false"] if name == "gsm8k-qwen3" else []
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_shipped_recipes_load_and_are_off_policy(name: str) -> None:
+    recipe = recipes.load(name, on_cpu(name))
+    assert not recipe.training.always_on_policy
+    assert recipe.training.kl_bound == 0.05
+    updates = recipe.training.rollout_steps // recipe.training.gradient_accumulation_steps
+    assert recipe.training.save_steps % updates == 0, "checkpoints must fall on rollout boundaries"
+
+
+def test_overrides_win_over_the_recipe() -> None:
+    recipe = recipes.load("quickstart", ["--kl_bound", "0.2", "--max_steps=7", "--task_options", '{"max_terms": 4}'])
+    assert (recipe.training.kl_bound, recipe.training.max_steps) == (0.2, 7)
+    assert recipe.task.options == {"max_terms": 4}
+
+
+def test_saved_recipe_loads_to_the_same_settings(tmp_path: Path) -> None:
+    recipe = recipes.load("quickstart", ["--kl_bound", "0.2", "--max_steps", "7"])
+    recipes.save(recipe, tmp_path / "again.yaml")
+    again = recipes.load(str(tmp_path / "again.yaml"))
+    assert again.settings == recipe.settings
+    assert again.training.to_dict() == recipe.training.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("quikstart", [], "did you mean quickstart"),
+        ("nowhere.yaml", [], "recipes: gsm8k-qwen3, quickstart"),
+        ("quickstart", ["--learing_rate", "1"], "did you mean --learning_rate"),
+        ("quickstart", ["--kl_bound", "abc"], "kl_bound"),
+        ("quickstart", ["--kl_bound", "-1"], "kl_bound must be above 0"),
+        ("quickstart", ["--loss_type", "cispo"], "use one of grpo, bnpo, dr_grpo, dapo"),
+        ("quickstart", ["--task_options", "{"], "task_options is not valid JSON"),
+        ("quickstart", ["stray"], "unknown argument 'stray'"),
+    ],
+)
+def test_mistakes_are_named_in_one_line(name: str, overrides: list[str], message: str) -> None:
+    with pytest.raises((RecipeError, ValueError), match=message) as error:
+        recipes.load(name, overrides)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kl_bond: 1", "unknown field 'kl_bond', did you mean kl_bound"),
+        ("a: [", "not valid YAML"),
+        ("- a", "must hold 'field: value' lines"),
+    ],
+)
+def test_broken_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=message) as error:
+        recipes.load(str(path))
+    assert "broken.yaml" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_resume_without_a_value_means_the_last_checkpoint() -> None:
+    for overrides in (["--resume_from_checkpoint"], ["--resume_from_checkpoint", "--max_steps", "3"]):
+        assert recipes.load("quickstart", overrides).training.resume_from_checkpoint == "last"
+    given = recipes.load("quickstart", ["--resume_from_checkpoint", "runs/x/checkpoint-8"])
+    assert given.training.resume_from_checkpoint == "runs/x/checkpoint-8"
+
+
+def test_yaml_numbers_in_scientific_notation_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.yaml"
+    settings = yaml.safe_load(recipes.find("quickstart").read_text()) | {"learning_rate": "1e-5", "kl_bound": "5e-2"}
+    path.write_text(yaml.safe_dump(settings))
+    recipe = recipes.load(str(path))
+    assert (recipe.training.learning_rate, recipe.training.kl_bound) == (1e-5, 0.05)

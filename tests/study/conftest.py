@@ -1,0 +1,45 @@
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from troll.study.embedded import character_tokenizer, model_config
+
+#: A run of seconds on top of the quickstart recipe: two rollouts of two updates.
+SHORT = {
+    "per_device_train_batch_size": 8,
+    "steps_per_generation": 2,
+    "num_generations": 4,
+    "max_steps": 4,
+    "logging_steps": 1,
+    "eval_steps": 2,
+    "save_steps": 2,
+    "eval_size": 8,
+    "train_size": 32,
+    "per_device_eval_batch_size": 8,
+    "learning_rate": 1e-2,
+    "use_cpu": True,
+    "bf16": False,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random Qwen3 of a few thousand parameters and the character tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = character_tokenizer()
+    config = model_config(tokenizer)
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.head_dim = 16, 32, 1, 4
+    config.layer_types = config.layer_types[:1]
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def short_run(tiny_model: Path, tmp_path: Path) -> list[str]:
+    """Overrides for a short run of any recipe into ``tmp_path / "run"``."""
+    settings = SHORT | {"model_name_or_path": tiny_model, "output_dir": tmp_path / "run"}
+    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]

@@ -1,0 +1,137 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from troll import recipes
+from troll.recipes import RecipeError
+from troll.study import run
+from troll.study.run import train
+from troll.tasks import TaskError
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(record=True, width=200, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+
+
+def lines_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+
+
+def test_a_run_leaves_a_complete_folder(short_run: list[str], tmp_path: Path, console: Console) -> None:
+    assert train(recipes.load("quickstart", short_run), console)
+    folder = tmp_path / "run"
+
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["rollouts"]) == ("finished", 4, 2)
+    assert 0 <= summary["success_before"] <= 1
+    assert 0 <= summary["success_after"] <= 1
+
+    lines = lines_of(folder)
+    assert [line["step"] for line in lines if "reward" in line] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if "eval_reward" in line] == [0, 2, 4]
+    trust_region = [line["trust_region/kl_before_mean"] for line in lines if "reward" in line]
+    assert trust_region[0] == pytest.approx(0, abs=1e-9), "the first update of a rollout is on-policy"
+    assert trust_region[1] > 0
+
+    AutoTokenizer.from_pretrained(folder / "model")
+    assert weights(folder)
+    assert "<html" in (folder / "report.html").read_text()
+    assert recipes.load(str(folder / "config.yaml")).settings["max_steps"] == 4
+    assert "report" in console.export_text()
+
+
+class InterruptAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_is_usable_and_resumes_exactly(
+    short_run: list[str], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uninterrupted = [*short_run, "--output_dir", str(tmp_path / "whole")]
+    assert train(recipes.load("quickstart", uninterrupted), console)
+
+    make_trainer = run._trainer
+    with monkeypatch.context() as patched:
+
+        def interrupted_trainer(*arguments):
+            trainer = make_trainer(*arguments)
+            trainer.add_callback(InterruptAt(3))
+            return trainer
+
+        patched.setattr(run, "_trainer", interrupted_trainer)
+        assert not train(recipes.load("quickstart", short_run), console)
+    folder = tmp_path / "run"
+    assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
+    assert "interrupted" in (folder / "report.html").read_text()
+    assert weights(folder)
+    assert "--resume_from_checkpoint" in console.export_text()
+
+    assert train(recipes.load("quickstart", [*short_run, "--resume_from_checkpoint"]), console)
+    for name, weight in weights(tmp_path / "whole").items():
+        torch.testing.assert_close(weights(folder)[name], weight, rtol=0, atol=0)
+    timing = ("time", "runtime", "per_second")
+    comparable = [
+        {key: value for key, value in line.items() if not key.endswith(timing)} for line in lines_of(tmp_path / "whole")
+    ]
+    assert [{k: v for k, v in line.items() if not k.endswith(timing)} for line in lines_of(folder)] == comparable
+
+
+def test_mistakes_are_found_before_training(
+    short_run: list[str], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_trainer", lambda *_: pytest.fail("training was set up"))
+
+    def attempt(*overrides: str, recipe: str = "quickstart") -> None:
+        train(recipes.load(recipe, [*short_run, *overrides]), console)
+
+    occupied = tmp_path / "occupied"
+    occupied.mkdir()
+    (occupied / "precious").touch()
+    with pytest.raises(RecipeError, match="is not empty"):
+        attempt("--output_dir", str(occupied))
+    with pytest.raises(RecipeError, match="no checkpoint"):
+        attempt("--resume_from_checkpoint")
+    with pytest.raises(RecipeError, match="not the folder of a checkpoint"):
+        attempt("--resume_from_checkpoint", str(occupied))
+    with pytest.raises(RecipeError, match="does not hold a model"):
+        attempt("--model_name_or_path", str(occupied))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(RecipeError, match="no such folder"):
+        attempt("--model_name_or_path", "nobody/nothing")
+    with pytest.raises(TaskError, match="unknown task"):
+        attempt("--task", "nonsense")
+    unanswered = tmp_path / "unanswered.jsonl"
+    unanswered.write_text('{"question": "1 + 1?", "answer": "two"}\n' * 20)
+    with pytest.raises(TaskError, match="row 0"):
+        attempt("--dataset_path", str(unanswered), recipe="gsm8k-qwen3")
+    assert (occupied / "precious").exists()
+
+
+def test_gsm8k_recipe_runs_on_local_files(short_run: list[str], tmp_path: Path, console: Console) -> None:
+    data = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+    if not data.is_dir():
+        pytest.skip("needs the GSM8K files in ../shared/data/gsm8k")
+    overrides = [*short_run, "--dataset_path", str(data), "--dtype", "float32", "--max_completion_length", "16"]
+    overrides += ["--gradient_accumulation_steps", "1", "--max_steps", "2"]
+    assert train(recipes.load("gsm8k-qwen3", overrides), console)
+    lines = lines_of(tmp_path / "run")
+    assert all(
+        line["rewards/success/mean"] in (0.0, 1.0) or 0 < line["rewards/success/mean"] < 1
+        for line in lines
+        if "reward" in line
+    )
+    assert any(line.get("trust_region/kl_before_mean", 0) > 0 for line in lines)

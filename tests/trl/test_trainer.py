@@ -1,0 +1,641 @@
+"""TrollTrainer in training: what it trains, logs, warns about, saves and refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+import troll.trl.trainer as trainer_module
+from tests.trl import dense, tiny
+from tests.trl.tiny import ARCHITECTURES, logged, loss_and_gradients, move, no_warnings_about, rollout
+from troll.trl import TrollConfig, TrollTrainer
+from troll.trl.trainer import OLD_POLICY_KEYS
+from troll.trust_region.policy import SparsePolicy
+
+METRICS = {
+    "trust_region/kl_before_mean",
+    "trust_region/kl_before_max",
+    "trust_region/kl_after_mean",
+    "trust_region/kl_after_max",
+    "trust_region/projected_fraction",
+    "trust_region/multiplier",
+    "trust_region/regression",
+    "trust_region/support_size",
+    "trust_region/tail_mass",
+    "trust_region/nonfinite",
+}
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def captured(trainer: TrollTrainer, inputs: dict[str, Any]) -> SparsePolicy:
+    """The old policy of a micro-batch's scored tokens, as the buffer carries it."""
+    mask, args = dense.scored_mask(inputs), trainer.args
+    assert all(inputs[key].shape[:2] == mask.shape for key in OLD_POLICY_KEYS)
+    tensors = (inputs[key][mask] for key in OLD_POLICY_KEYS)
+    return SparsePolicy(*tensors, len(tiny.VOCABULARY), args.tail, args.mass_threshold)
+
+
+def steps(trainer: GRPOTrainer) -> list[dict[str, Any]]:
+    """The logged entries of the training steps."""
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def same_metrics(actual: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float = 0.0) -> None:
+    """All but the times are equal."""
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        names = {name for name in other if "time" not in name}
+        assert names == {name for name in one if "time" not in name}
+        for name in names:
+            assert one[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_every_architecture_trains(make, model):
+    trainer = make(TrollTrainer, model, kl_bound=0.02, router_aux_loss_coef=None)
+    before = weights(trainer.model)
+    trainer.train()
+    changed = [name for name, value in weights(trainer.model).items() if not torch.equal(value, before[name])]
+    assert changed == list(before)
+    assert trainer.state.global_step == 4
+    for entry in steps(trainer):
+        assert entry.keys() >= METRICS | {"entropy"}
+        assert not any(name.startswith("clip_ratio") for name in entry)
+        numbers = [value for value in entry.values() if isinstance(value, float)]
+        assert all(math.isfinite(value) for value in numbers)
+    assert ("aux_loss" in steps(trainer)[0]) == (model == "qwen3_moe")
+
+
+def test_a_tight_bound_projects(make):
+    """No silent no-op: after the first update of a rollout the network has left the ball, and q has not."""
+    bound = 1e-3
+    trainer = make(kl_bound=bound, steps_per_generation=4, max_steps=8)
+    trainer.train()
+    before, after = logged(trainer, "trust_region/kl_before_mean"), logged(trainer, "trust_region/kl_after_max")
+    projected = logged(trainer, "trust_region/projected_fraction")
+    for step in range(8):
+        if step % 4 == 0:
+            assert before[step] < 1e-6
+            assert projected[step] == 0
+        else:
+            assert before[step] > bound
+            assert projected[step] > 0.5
+            assert bound * (1 - 1e-3) <= after[step] <= bound * (1 + 1e-3)
+            assert logged(trainer, "trust_region/multiplier")[step] > 0
+            assert logged(trainer, "trust_region/regression")[step] > 0
+
+
+def test_the_regression_term_pulls_the_network_back(make):
+    def drift(weight: float) -> float:
+        trainer = make(kl_bound=1e-3, regression_weight=weight, steps_per_generation=8, max_steps=8)
+        trainer.train()
+        return logged(trainer, "trust_region/kl_before_mean")[-1]
+
+    assert drift(10.0) < 0.5 * drift(0.0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_iterations": 3, "steps_per_generation": 1, "per_device_train_batch_size": 8},
+        {"num_iterations": 2, "steps_per_generation": 2},
+        {"num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2},
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
+        {"beta": 0.1, "num_iterations": 2},
+        {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+        {"use_adaptive_entropy": True, "entropy_coef": 0.01},
+        {"mask_truncated_completions": True},
+        {"tail": "floor", "support_top_k": 8},
+        {"solver": "bracket"},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"torch_empty_cache_steps": 1, "dataloader_num_workers": 0, "logging_steps": 3},
+    ],
+    ids=str,
+)
+def test_settings_train(make, settings):
+    trainer = make(kl_bound=0.01, **{"max_steps": 6, **settings})
+    trainer.train()
+    assert all(math.isfinite(value) for value in logged(trainer, "loss"))
+    assert max(logged(trainer, "trust_region/kl_before_max")) > 0.01
+    assert max(logged(trainer, "trust_region/kl_after_max")) <= 0.01 * (1 + 1e-3)
+
+
+def test_gradient_checkpointing_changes_nothing(make):
+    runs = []
+    for checkpointing in (False, True):
+        trainer = make(kl_bound=0.01, gradient_checkpointing=checkpointing)
+        trainer.train()
+        runs.append(steps(trainer))
+    same_metrics(runs[1], runs[0], 1e-5)
+
+
+def test_micro_batches_without_a_scored_token_train(make):
+    """A completion of one token is almost always truncated, and then not scored."""
+    trainer = make(mask_truncated_completions=True, max_completion_length=1)
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_statistics_cover_the_logging_window(make):
+    """Every token since the last entry counts once, over micro-batches and steps."""
+    each = make(kl_bound=0.01, gradient_accumulation_steps=2, steps_per_generation=4, max_steps=4)
+    each.train()
+    window = make(kl_bound=0.01, gradient_accumulation_steps=2, steps_per_generation=4, max_steps=4, logging_steps=4)
+    window.train()
+    (entry,) = [entry for entry in window.state.log_history if entry.keys() >= METRICS]
+    for name in ("kl_before_max", "kl_after_max"):
+        name = f"trust_region/{name}"
+        assert entry[name] == pytest.approx(max(logged(each, name)))
+    assert min(logged(each, "trust_region/kl_before_mean")) < entry["trust_region/kl_before_mean"]
+    assert entry["trust_region/kl_before_mean"] < max(logged(each, "trust_region/kl_before_mean"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The configuration that TROLL cannot act on
+
+
+ON_POLICY: list[dict[str, Any]] = [
+    {"steps_per_generation": 1, "per_device_train_batch_size": 8},
+    {"steps_per_generation": 2, "gradient_accumulation_steps": 2},
+    {
+        "steps_per_generation": 1,
+        "num_iterations": 2,
+        "gradient_accumulation_steps": 4,
+        "per_device_train_batch_size": 8,
+    },
+]
+
+
+@pytest.mark.parametrize("settings", ON_POLICY, ids=str)
+def test_an_on_policy_configuration_is_told_and_is_grpo(make, monkeypatch, settings):
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("the old policy was captured")
+
+    monkeypatch.setattr(SparsePolicy, "from_logits", fail)
+    with pytest.warns(UserWarning, match="every update is on-policy") as caught:
+        ours = make(kl_bound=1e-6, beta=0.1, **settings)
+    (message,) = [str(warning.message) for warning in caught if "on-policy" in str(warning.message)]
+    assert all(name in message for name in ("steps_per_generation", "gradient_accumulation_steps", "num_iterations"))
+    ours.train()
+    theirs = make.stock(beta=0.1, **settings)
+    theirs.train()
+    for name, value in weights(theirs.model).items():
+        assert torch.equal(weights(ours.model)[name], value), name
+    for entry in theirs.state.log_history:
+        for name in [name for name in entry if name.startswith("clip_ratio/")]:
+            del entry[name]
+    same_metrics(steps(ours), steps(theirs))
+
+
+def test_an_off_policy_configuration_is_not_warned_about(make):
+    with no_warnings_about("on-policy"):
+        make()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The old policy
+
+
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_the_old_policy_stays_with_its_tokens(make, tail, iterations):
+    """Through TRL's scoring in chunks, its shuffle and its split."""
+    trainer = make(
+        per_device_train_batch_size=2,
+        steps_per_generation=6,
+        num_generations=4,
+        num_iterations=iterations,
+        tail=tail,
+        support_top_k=5,
+    )
+    reference = make.model()
+    buffered = rollout(trainer)
+    assert len(buffered) == 6
+    lengths = [int(inputs["completion_mask"].sum()) for inputs in buffered]
+    assert len(set(lengths)) > 1, "all completions are equally long: the test shows nothing"
+    for inputs in buffered:
+        mask, tokens = dense.scored_mask(inputs), inputs["completion_ids"]
+        old = captured(trainer, inputs)
+        with torch.no_grad():
+            logits = dense.completion_logits(reference, inputs, trainer.temperature).float()
+        expected = SparsePolicy.from_logits(logits[mask], tokens[mask], top_k=5, mass_threshold=1e-5, tail=tail)
+        assert torch.equal(old.token_ids, expected.token_ids)
+        torch.testing.assert_close(old.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(old.tail_log_prob, expected.tail_log_prob, rtol=1e-5, atol=1e-5)
+        raw = logits[mask].log_softmax(-1).gather(-1, tokens[mask].unsqueeze(-1)).squeeze(-1)
+        torch.testing.assert_close(inputs["old_per_token_logps"][mask], raw, rtol=1e-5, atol=1e-5)
+        if tail == "bucket":
+            assert torch.equal(old.log_prob(tokens[mask]), inputs["old_per_token_logps"][mask])
+        # Padding holds no policy.
+        assert (inputs["troll_token_ids"][~mask] == -1).all()
+        assert (inputs["troll_log_probs"][~mask] == -torch.inf).all()
+        assert (inputs["old_per_token_logps"][~mask] == 0).all()
+
+
+def test_the_capture_is_the_scored_policy_at_the_sampling_temperature(make):
+    trainer = make(temperature=0.5)
+    inputs = rollout(trainer)[0]
+    old, mask = captured(trainer, inputs), dense.scored_mask(inputs)
+    with torch.no_grad():
+        logits = dense.completion_logits(make.model(), inputs, 0.5).float()
+    torch.testing.assert_close(old.outcomes, old.on_support(logits[mask]).outcomes, rtol=1e-4, atol=1e-4)
+    mass = old.outcomes.exp().sum(-1)
+    torch.testing.assert_close(mass, torch.ones_like(mass))
+    assert not old.log_probs.requires_grad
+
+
+def test_a_trainer_that_no_longer_scores_the_old_policy_is_noticed(make, monkeypatch):
+    trainer = make()
+    original = GRPOTrainer._generate_and_score_completions
+
+    def without_scoring(self: Any, inputs: Any) -> dict[str, Any]:
+        self._read_logits, read = None, self._read_logits
+        output = original(self, inputs)
+        self._read_logits = read
+        return output
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", without_scoring)
+    with pytest.raises(RuntimeError, match="did not score the old policy"):
+        rollout(trainer)
+
+
+def test_a_trainer_that_no_longer_scores_the_new_policy_is_noticed(make, monkeypatch):
+    trainer = make()
+    inputs = rollout(trainer)[0]
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *_: torch.zeros(()))
+    with pytest.raises(RuntimeError, match="did not score the new policy"):
+        loss_and_gradients(trainer, inputs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# PEFT, dropout, precision
+
+
+def lora(dropout: float = 0.0) -> LoraConfig:
+    return LoraConfig(
+        r=4, lora_alpha=8, lora_dropout=dropout, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    )
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_lora_trains_the_adapter_alone(make, beta):
+    trainer = make(kl_bound=1e-4, peft_config=lora(), beta=beta, learning_rate=0.05, max_steps=6)
+    before = weights(trainer.model)
+    trainer.train()
+    after = weights(trainer.model)
+    for name, value in before.items():
+        assert torch.equal(after[name], value) == ("lora_" not in name), name
+    assert max(logged(trainer, "trust_region/projected_fraction")) > 0
+
+
+def test_with_lora_and_a_reference_the_capture_is_the_policys(make):
+    """The reference pass goes through the same model object, with its adapter off."""
+    trainer = make(peft_config=lora(), beta=0.1)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter += 0.3 * torch.randn_like(parameter)
+    inputs = rollout(trainer)[0]
+    mask = dense.scored_mask(inputs)
+    old = captured(trainer, inputs).log_prob(inputs["completion_ids"][mask])
+    base = make.model()
+    with torch.no_grad():
+        adapted = dense.completion_logits(trainer.model, inputs, 1.0).log_softmax(-1)
+        plain = dense.completion_logits(base, inputs, 1.0).log_softmax(-1)
+    ids = inputs["completion_ids"].unsqueeze(-1)
+    adapted, plain = (values.gather(-1, ids).squeeze(-1)[mask].float() for values in (adapted, plain))
+    assert (adapted - plain).abs().max() > 0.1
+    torch.testing.assert_close(old, adapted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(inputs["ref_per_token_logps"][mask], plain, rtol=1e-5, atol=1e-5)
+
+
+def test_lora_dropout_is_silenced_with_a_warning(make):
+    with pytest.warns(UserWarning, match=r"lora_dropout=0.5 is set to 0"):
+        trainer = make(peft_config=lora(0.5), kl_bound=1e-4)
+    trainer.train()
+    # The first update of a rollout sees the policy that scored it.
+    assert logged(trainer, "trust_region/kl_before_max")[0] < 1e-6
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bloom", "gpt2", "opt"])
+def test_dropout_is_disabled_by_default(make, architecture):
+    """Whether the model keeps it as a layer, or as a number that a function reads."""
+    names = ("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout")
+    sizes = {"n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 64, "n_inner": 48}  # as GPT-2 and BLOOM say it
+    sizes |= {"ffn_dim": 48, "word_embed_proj_dim": 32}  # as OPT says it
+    model = tiny.make_model(architecture, **sizes, **dict.fromkeys(names, 0.3))
+    trainer = make(TrollTrainer, model.train(), kl_bound=1e-4)
+    trainer.train()
+    assert logged(trainer, "trust_region/kl_before_max")[0] < 1e-5
+
+
+def test_dropout_that_is_wanted_is_warned_about(make):
+    model = tiny.make_model("llama", attention_dropout=0.5)
+    with pytest.warns(UserWarning, match="the model has dropout and disable_dropout=False"):
+        trainer = make(TrollTrainer, model, disable_dropout=False)
+    trainer.train()
+    assert logged(trainer, "trust_region/kl_before_max")[0] > 1e-3
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bloom"])
+def test_a_model_without_dropout_is_not_warned_about(make, architecture):
+    sizes = {"n_head": 2, "n_layer": 2} if architecture == "bloom" else {}
+    model = tiny.make_model(architecture, attention_dropout=0.0, hidden_dropout=0.0, **sizes)
+    with no_warnings_about("dropout"):
+        make(TrollTrainer, model, disable_dropout=False)
+
+
+def test_bf16_autocast_trains(make):
+    trainer = make(bf16=True, kl_bound=0.01)
+    trainer.train()
+    assert all(math.isfinite(value) for value in logged(trainer, "loss"))
+    first, second, *_ = logged(trainer, "trust_region/kl_before_max")
+    assert first < 1e-6
+    assert second > 0.01
+    assert max(logged(trainer, "trust_region/kl_after_max")) <= 0.01 * (1 + 1e-3)
+
+
+def test_bf16_weights_train(make):
+    trainer = make(TrollTrainer, make.model().to(torch.bfloat16), kl_bound=0.01)
+    trainer.train()
+    assert all(math.isfinite(value) for value in logged(trainer, "loss"))
+    assert max(logged(trainer, "trust_region/kl_after_max")) <= 0.01 * (1 + 1e-3)
+
+
+def fused_log_probs(trainer: TrollTrainer, inputs: dict[str, Any]) -> torch.Tensor:
+    """TRL's own log-probabilities of the completion."""
+    input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    with torch.no_grad():
+        log_probs, _, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model, input_ids, attention_mask, inputs["completion_ids"].shape[1]
+        )
+    return log_probs
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_bf16_logits_are_rounded_once(make, temperature, autocast):
+    """As in TRL's fused head, the temperature divides in float32: rounding again moves log-probabilities by 0.02."""
+    model = make.model() if autocast else make.model().to(torch.bfloat16)
+    trainer = make(TrollTrainer, model, temperature=temperature, bf16=autocast)
+    inputs = rollout(trainer)[0]
+    mask = dense.scored_mask(inputs)
+    fused = fused_log_probs(trainer, inputs)
+    torch.testing.assert_close(inputs["old_per_token_logps"][mask], fused[mask], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_the_head_is_computed_in_float32_where_that_is_asked_for(make, architecture, bf16):
+    """`cast_lm_head_to_fp32`: the log-probabilities are those of TRL's fused head, which honours it."""
+    model = make.model(architecture)
+    settings = {"cast_lm_head_to_fp32": True, "bf16": bf16}
+    if not bf16:
+        model = model.to(torch.bfloat16)
+    trainer = make(TrollTrainer, model, kl_bound=0.01, **settings)
+    inputs = rollout(trainer)[0]
+    fused = fused_log_probs(trainer, inputs)
+    mask = dense.scored_mask(inputs)
+    assert inputs["old_per_token_logps"].dtype == torch.float32
+    torch.testing.assert_close(inputs["old_per_token_logps"][mask], fused[mask], rtol=1e-5, atol=1e-5)
+    trainer.train()
+    assert all(math.isfinite(value) for value in logged(trainer, "loss"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+def test_evaluation_in_the_middle_of_training_is_grpos(make, monkeypatch):
+    captures = []
+    original = SparsePolicy.from_logits
+
+    def spy(*args: Any, **kwargs: Any) -> SparsePolicy:
+        captures.append(trainer.model.training)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(SparsePolicy, "from_logits", spy)
+    trainer = make(kl_bound=0.01, eval_dataset=tiny.make_dataset(4), eval_strategy="steps", eval_steps=1, do_eval=True)
+    trainer.train()
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(evaluations) == 4
+    for entry in evaluations:
+        assert math.isfinite(entry["eval_loss"])
+        assert "eval_reward" in entry
+        assert not any("trust_region" in name or "clip_ratio" in name for name in entry)
+    assert captures
+    assert all(captures)
+    assert all(entry.keys() >= METRICS for entry in steps(trainer))
+
+
+def test_evaluation_alone(make):
+    trainer = make(eval_dataset=tiny.make_dataset(4), eval_strategy="steps", do_eval=True)
+    assert math.isfinite(trainer.evaluate()["eval_loss"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Failures and warnings
+
+
+class Poison(TrainerCallback):
+    """Puts a NaN into the weights after the first step: in the middle of a rollout."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 1:
+            with torch.no_grad():
+                model.get_output_embeddings().weight[10] = torch.nan
+
+
+def test_nan_logits_stop_the_training_before_the_update(make):
+    trainer = make(callbacks=[Poison()])
+    with pytest.raises(FloatingPointError, match=r"^step 2: the logits of \d+ tokens are NaN or infinite"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    poisoned = [name for name, value in weights(trainer.model).items() if value.isnan().any()]
+    assert len(poisoned) == 1
+
+
+def warnings_of(trainer: GRPOTrainer, words: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    return [str(warning.message) for warning in caught if words in str(warning.message)]
+
+
+def test_many_projected_tokens_over_many_steps_are_warned_about(make, monkeypatch):
+    monkeypatch.setattr(trainer_module, "WATCHED_STEPS", 4)
+    tight = warnings_of(make(kl_bound=1e-6, max_steps=10), "of the tokens were projected")
+    assert len(tight) == 2
+    assert "lower learning_rate" in tight[0]
+    assert warnings_of(make(kl_bound=10.0, max_steps=8), "of the tokens were projected") == []
+    assert warnings_of(make(kl_bound=1e-6, max_steps=3), "of the tokens were projected") == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({"save_steps": 3}, True),
+        ({"save_steps": 4}, False),
+        ({"save_steps": 3, "save_strategy": "epoch"}, False),
+        ({"save_steps": 3, "save_strategy": "no"}, False),
+        ({"save_steps": 3, "gradient_accumulation_steps": 4, "steps_per_generation": 4}, False),  # one update a rollout
+        ({"save_steps": 0.5}, False),  # a fraction of the run, whose length is not known yet
+    ],
+    ids=str,
+)
+def test_saving_in_the_middle_of_a_rollout_is_warned_about(make, settings, warned):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make(**{"save_strategy": "steps", "steps_per_generation": 4, **settings})
+    assert any("is not a multiple of the 4 updates" in str(warning.message) for warning in caught) == warned
+
+
+def test_another_configuration_class_is_refused(make, tmp_path):
+    args = GRPOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
+    with pytest.raises(TypeError, match="args must be a TrollConfig, got GRPOConfig: change the name of the class"):
+        TrollTrainer(make.model(), tiny.reward, args, train_dataset=tiny.make_dataset())
+
+
+def test_without_args_the_configuration_is_the_default(make, tmp_path, monkeypatch):
+    class OnCpu(TrollConfig):
+        def __init__(self, output_dir: str) -> None:
+            super().__init__(output_dir, use_cpu=True, bf16=False, report_to="none")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trainer_module, "TrollConfig", OnCpu)
+    with pytest.warns(UserWarning, match="on-policy"):
+        trainer = TrollTrainer(
+            str(make.model_path("llama")),
+            tiny.reward,
+            train_dataset=tiny.make_dataset(),
+            processing_class=tiny.make_tokenizer(),
+        )
+    assert isinstance(trainer.args, TrollConfig)
+    assert trainer.args.output_dir == "llama-TROLL"
+    assert trainer.args.kl_bound == 0.05
+
+
+def test_arguments_are_accepted_by_position_as_by_grpo(make, tmp_path):
+    args = make(report_to="none").args
+    trainer = TrollTrainer(make.model(), tiny.reward, args, tiny.make_dataset(), None, tiny.make_tokenizer())
+    assert len(trainer.train_dataset) == 16
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saving and resuming
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2},
+        {"beta": 0.1, "use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 5.0},
+    ],
+    ids=str,
+)
+def test_a_resumed_run_repeats_the_interrupted_one(make, tmp_path, settings):
+    """Saved on a rollout's boundary, half of the run: weights and metrics are equal bit for bit."""
+    settings = {"kl_bound": 0.01, "max_steps": 8, "save_strategy": "steps", "save_steps": 4, **settings}
+    whole = make(output_dir=str(tmp_path / "whole"), **settings)
+    whole.train()
+    checkpoint = tmp_path / "whole" / "checkpoint-4"
+    assert "2510.03817" in (tmp_path / "whole" / "README.md").read_text()
+    resumed = make(output_dir=str(tmp_path / "resumed"), **settings)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    for name, value in weights(whole.model).items():
+        assert torch.equal(weights(resumed.model)[name], value), name
+    same_metrics(steps(resumed), steps(whole))
+
+
+def test_a_resumed_lora_run_repeats_the_interrupted_one(make, tmp_path):
+    settings = {"kl_bound": 1e-3, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.05}
+    whole = make(output_dir=str(tmp_path / "whole"), peft_config=lora(), **settings)
+    whole.train()
+    resumed = make(output_dir=str(tmp_path / "resumed"), peft_config=lora(), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    for name, value in weights(whole.model).items():
+        assert torch.equal(weights(resumed.model)[name], value), name
+    same_metrics(steps(resumed), steps(whole))
+
+
+def test_a_resumed_run_does_not_judge_its_first_entry_as_many_steps(make, tmp_path, monkeypatch):
+    """The watch over projected tokens starts anew: it has not seen the steps before."""
+    monkeypatch.setattr(trainer_module, "WATCHED_STEPS", 4)
+    settings = {"kl_bound": 1e-6, "max_steps": 6, "save_strategy": "steps", "save_steps": 4, "logging_steps": 2}
+    make(**settings).train()
+    resumed = make(**settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed.train(resume_from_checkpoint=str(Path(resumed.args.output_dir) / "checkpoint-4"))
+    assert not any("of the tokens were projected" in str(warning.message) for warning in caught)
+
+
+def test_what_is_saved_is_an_ordinary_model(make, tmp_path):
+    trainer = make(kl_bound=0.01, output_dir=str(tmp_path / "out"))
+    trainer.train()
+    trainer.save_model()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, trainer.model.eval()(ids).logits)
+
+
+def test_training_twice_goes_on(make):
+    trainer = make(kl_bound=0.01, max_steps=2)
+    trainer.train()
+    first = weights(trainer.model)
+    trainer.train()
+    assert any(not torch.equal(value, first[name]) for name, value in weights(trainer.model).items())
+
+
+def test_num_iterations_repeat_the_same_micro_batches(make):
+    """The buffered dictionaries come again: unchanged, and without a graph."""
+    trainer = make(num_iterations=2, steps_per_generation=2, max_steps=8, kl_bound=0.01)
+    seen: list[tuple[int, float]] = []
+    original = trainer._compute_loss
+
+    def spy(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        assert not any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs.values())
+        seen.append((id(inputs), float(inputs["old_per_token_logps"].sum())))
+        return original(model, inputs)
+
+    trainer._compute_loss = spy
+    trainer.train()
+    assert len(seen) == 8
+    assert seen[0:2] == seen[2:4]
+    assert seen[4:6] == seen[6:8]
+    assert seen[0] != seen[4]
+    before = logged(trainer, "trust_region/kl_before_mean")
+    assert before[0] < 1e-6 < min(before[1:4])
+
+
+def test_a_moved_network_is_measured_by_the_trainer(make):
+    trainer = make(kl_bound=0.01)
+    inputs = rollout(trainer)[0]
+    move(trainer.model, 0.1)
+    loss_and_gradients(trainer, inputs)
+    assert float(trainer._sums["projected"]) > 0
+    trainer.log({})
+    assert trainer._sums == {}
+    assert trainer._maxima == {}
