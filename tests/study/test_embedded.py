@@ -109,7 +109,7 @@ def test_default_cache_dir(monkeypatch, tmp_path):
 
 def test_a_warm_up_below_its_target_warns(tmp_path, caplog):
     embedded_model(TASK, cache_dir=tmp_path, warm_up=SHORT)
-    assert "below its target of 35 %" in caplog.text
+    assert "below its target of 30 %" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from troll.tasks import TaskError
 
 @pytest.fixture
 def console() -> Console:
-    return Console(record=True, width=200, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    return Console(record=True, width=200, quiet=False, file=open("/dev/null", "w"))
 
 
 def lines_of(folder: Path) -> list[dict]:
@@ -36,9 +36,9 @@ def test_a_run_leaves_a_complete_folder(short_run: list[str], tmp_path: Path, co
     assert 0 <= summary["success_after"] <= 1
 
     lines = lines_of(folder)
-    assert [line["step"] for line in lines if "reward" in line] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
     assert [line["step"] for line in lines if "eval_reward" in line] == [0, 2, 4]
-    trust_region = [line["trust_region/kl_before_mean"] for line in lines if "reward" in line]
+    trust_region = [line["trust_region/kl_before_mean"] for line in lines if "loss" in line]
     assert trust_region[0] == pytest.approx(0, abs=1e-9), "the first update of a rollout is on-policy"
     assert trust_region[1] > 0
 
@@ -129,9 +129,5 @@ def test_gsm8k_recipe_runs_on_local_files(short_run: list[str], tmp_path: Path, 
     overrides += ["--gradient_accumulation_steps", "1", "--max_steps", "2"]
     assert train(recipes.load("gsm8k-qwen3", overrides), console)
     lines = lines_of(tmp_path / "run")
-    assert all(
-        line["rewards/success/mean"] in (0.0, 1.0) or 0 < line["rewards/success/mean"] < 1
-        for line in lines
-        if "reward" in line
-    )
+    assert all(0 <= line["rewards/success/mean"] <= 1 for line in lines if "reward" in line)
     assert any(line.get("trust_region/kl_before_mean", 0) > 0 for line in lines)

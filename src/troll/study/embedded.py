@@ -44,7 +44,7 @@ class WarmUp:
         test_every: Steps between two tests.
     """
 
-    target_success: float = 0.35
+    target_success: float = 0.3
     max_steps: int = 2000
     batch_size: int = 32
     learning_rate: float = 1e-3

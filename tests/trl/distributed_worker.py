@@ -1,0 +1,109 @@
+"""One process of test_distributed: ``accelerate launch -m tests.trl.distributed_worker MODEL FOLDER``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import TrainerCallback
+
+from tests.trl import tiny
+from troll.trl import TrollTrainer
+
+#: Sequence means and fixed lengths average over processes; so does DAPO, which divides by the tokens of all of them.
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo"},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "tail": "floor", "support_top_k": 8},
+    "dapo": {"loss_type": "dapo", "beta": 0.1},
+    "dr_grpo": {"loss_type": "dr_grpo", "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+}
+
+
+class SameRollouts(TrollTrainer):
+    """Draws the same completions for the same prompts, in however many processes."""
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
+        seen: dict[tuple[int, ...], int] = {}
+        completions = []
+        for ids in prompt_ids:
+            number = seen[tuple(ids)] = seen.get(tuple(ids), 0) + 1
+            length = 2 + (sum(ids) + 3 * number) % (self.max_completion_length - 1)
+            completions.append([7 + (sum(ids) + 5 * number * i + i * i) % 40 for i in range(length)])
+        return completions, None
+
+
+class KeepGradients(TrainerCallback):
+    """What every update was made of."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        module = getattr(model, "module", model)
+        self.gradients.append(tiny.gradients(module))
+
+
+def in_order_of_processes(batch: dict[str, Any], processes: int = 2) -> dict[str, Any]:
+    """One process's rollout, so that its micro-batches hold what those of two processes hold together."""
+    steps, size = 2 if len(batch["advantages"]) == 8 else 4, len(batch["advantages"])
+    order = torch.arange(size).view(processes, steps, -1).transpose(0, 1).flatten()
+    return {
+        name: value[order] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()
+    }
+
+
+def train(make: tiny.Maker, name: str, processes: int) -> dict[str, Any]:
+    """Gradients and logged metrics of four updates: two rollouts."""
+    keep = KeepGradients()
+    trainer = make(
+        SameRollouts,
+        callbacks=[keep],
+        per_device_train_batch_size=4 // processes,
+        optim="sgd",
+        learning_rate=0.3,
+        max_grad_norm=0.0,
+        kl_bound=0.01,
+        **({"ddp_backend": "gloo"} if processes > 1 else {}),
+        **CASES[name],
+    )
+    assert trainer.accelerator.num_processes == processes
+    # TRL shuffles the rollout of each process by itself.
+    shuffle = in_order_of_processes if processes == 1 else dict
+    with mock.patch("trl.trainer.grpo_trainer.shuffle_sequence_dict", shuffle):
+        trainer.train()
+    return {"gradients": keep.gradients, "log": [entry for entry in trainer.state.log_history if "loss" in entry]}
+
+
+class PoisonOneProcess(TrainerCallback):
+    """After the first step, the second process alone computes NaN."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if args.process_index == 1 and state.global_step == 1:
+            head = getattr(model, "module", model).get_output_embeddings()
+            head.register_forward_hook(lambda module, inputs, output: output * torch.nan)
+
+
+def fail(make: tiny.Maker) -> str:
+    trainer = make(SameRollouts, callbacks=[PoisonOneProcess()], per_device_train_batch_size=2, ddp_backend="gloo")
+    try:
+        trainer.train()
+    except FloatingPointError as error:
+        return str(error)
+    return "trained on"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    model_path, folder = (Path(argument) for argument in sys.argv[1:])
+    make = tiny.Maker(lambda architecture: model_path, folder / "out")
+    results = {name: train(make, name, processes=2) for name in CASES}
+    rank = torch.distributed.get_rank()
+    torch.save(results | {"error": fail(make)}, folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
