@@ -63,7 +63,7 @@ def train(make: tiny.Maker, name: str, processes: int) -> dict[str, Any]:
         callbacks=[keep],
         per_device_train_batch_size=4 // processes,
         optim="sgd",
-        learning_rate=0.3,
+        learning_rate=1e-2,
         max_grad_norm=0.0,
         kl_bound=0.01,
         **({"ddp_backend": "gloo"} if processes > 1 else {}),

@@ -64,7 +64,7 @@ def test_metrics_are_those_of_all_processes(make, two_processes, case):
     assert max(entry["trust_region/projected_fraction"] for entry in one["log"]) > 0
     for result in two_processes:
         for ours, expected in zip(result[case]["log"], one["log"], strict=True):
-            for name in [*names, "entropy", "reward"]:
+            for name in [*names, "entropy", "loss"]:
                 assert ours[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
