@@ -49,6 +49,7 @@ def _train(recipe_name: str, overrides: list[str]) -> int:
 
 
 def _run(recipe_name: str, overrides: list[str]) -> int:
+    import huggingface_hub
     import transformers
     from rich.console import Console
 
@@ -57,6 +58,7 @@ def _run(recipe_name: str, overrides: list[str]) -> int:
     from troll.tasks import TaskError
 
     warnings.showwarning = _show_warning
+    huggingface_hub.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:

@@ -31,7 +31,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = character_tokenizer()
     config = model_config(tokenizer)
     config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.head_dim = 16, 32, 1, 4
-    config.layer_types = config.layer_types[:1]
+    config.layer_types = ["full_attention"]
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

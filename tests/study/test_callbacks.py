@@ -1,6 +1,7 @@
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -8,7 +9,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from troll.study.callbacks import MetricsFile, ProgressLine, write_atomically
 
 
-def state_with(logs: list[dict], step: int) -> TrainerState:
+def state_with(logs: list[Any], step: int) -> TrainerState:
     return TrainerState(global_step=step, max_steps=10, log_history=logs, is_world_process_zero=True)
 
 
@@ -16,7 +17,7 @@ def test_metrics_file_starts_from_the_checkpoint_and_grows(tmp_path: Path) -> No
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')  # an interrupted run went past its checkpoint
     callback, arguments, control = MetricsFile(path), TrainingArguments(str(tmp_path)), TrainerControl()
-    logs = [{"step": 1, "reward": 0.5}, {"step": 2, "reward": None}]
+    logs: list[Any] = [{"step": 1, "reward": 0.5}, {"step": 2, "reward": None}]
     callback.on_train_begin(arguments, state_with(logs, 2), control)
     logs.append({"step": 3, "reward": 1.0})
     callback.on_log(arguments, state_with(logs, 3), control)

@@ -143,6 +143,8 @@ def aggregate(per_sequence: list[list[Tensor]], inputs: dict[str, Any], args: Tr
     if args.loss_type == "bnpo":
         return total / sum(len(row) for row in per_sequence) / accumulation
     if args.loss_type == "dr_grpo":
+        assert args.max_completion_length is not None
         return total / (sequences * args.max_completion_length) / accumulation
-    assert args.loss_type == "dapo" and args.steps_per_generation is not None
+    assert args.loss_type == "dapo"
+    assert args.steps_per_generation is not None
     return total / (float(inputs["num_items_in_batch"]) * accumulation / args.steps_per_generation)

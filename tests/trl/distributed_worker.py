@@ -26,6 +26,7 @@ class SameRollouts(TrollTrainer):
     """Draws the same completions for the same prompts, in however many processes."""
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
+        assert self.max_completion_length is not None
         seen: dict[tuple[int, ...], int] = {}
         completions = []
         for ids in prompt_ids:
@@ -56,7 +57,7 @@ def in_order_of_processes(batch: dict[str, Any], processes: int = 2) -> dict[str
 
 
 def train(make: tiny.Maker, name: str, processes: int) -> dict[str, Any]:
-    """Gradients and logged metrics of four updates: two rollouts."""
+    """Gradients and logged metrics of the two updates of a rollout: the first on-policy, the second not."""
     keep = KeepGradients()
     trainer = make(
         SameRollouts,
@@ -64,6 +65,7 @@ def train(make: tiny.Maker, name: str, processes: int) -> dict[str, Any]:
         per_device_train_batch_size=4 // processes,
         optim="sgd",
         learning_rate=1e-2,
+        max_steps=2,
         max_grad_norm=0.0,
         kl_bound=0.01,
         **({"ddp_backend": "gloo"} if processes > 1 else {}),

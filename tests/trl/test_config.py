@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from trl import GRPOConfig, TrlParser
@@ -129,14 +130,20 @@ def test_the_configuration_is_valid_json(tmp_path):
     assert all(getattr(again, name) == getattr(args, name) for name in ours)
 
 
+def parse(words: list[str]) -> TrollConfig:
+    parser: Any = TrlParser
+    (args,) = parser(TrollConfig).parse_args_and_config(words)
+    assert isinstance(args, TrollConfig)
+    return args
+
+
 def test_the_command_line_sets_every_field(tmp_path):
     words = (
         f"--output_dir {tmp_path} --kl_bound 0.02 --regression_weight 0.5 --support_top_k 32 --mass_threshold 1e-4 "
         "--tail floor --solver bracket --disable_dropout false --loss_type grpo --steps_per_generation 8 "
         "--num_generations 4 --report_to none --use_cpu true --bf16 false"
     )
-    (args,) = TrlParser(TrollConfig).parse_args_and_config(words.split())
-    assert isinstance(args, TrollConfig)
+    args = parse(words.split())
     assert (args.kl_bound, args.regression_weight, args.support_top_k) == (0.02, 0.5, 32)
     assert (args.mass_threshold, args.tail, args.solver) == (1e-4, "floor", "bracket")
     assert args.disable_dropout is False
@@ -146,7 +153,7 @@ def test_the_command_line_sets_every_field(tmp_path):
 @pytest.mark.parametrize(("option", "value"), [("--tail", "cut"), ("--solver", "secant")])
 def test_the_command_line_offers_the_choices(tmp_path, capsys, option, value):
     with pytest.raises(SystemExit):
-        TrlParser(TrollConfig).parse_args_and_config(["--output_dir", str(tmp_path), option, value])
+        parse(["--output_dir", str(tmp_path), option, value])
     assert f"invalid choice: '{value}'" in capsys.readouterr().err
 
 
@@ -156,7 +163,7 @@ def test_a_yaml_file_sets_fields_and_the_command_line_wins(tmp_path):
         f"output_dir: {tmp_path}\nkl_bound: 0.02\ntail: floor\nsupport_top_k: 16\nreport_to: none\nuse_cpu: true\n"
         "bf16: false\n"
     )
-    (args,) = TrlParser(TrollConfig).parse_args_and_config(["--config", str(path), "--kl_bound", "0.1"])
+    args = parse(["--config", str(path), "--kl_bound", "0.1"])
     assert (args.kl_bound, args.tail, args.support_top_k) == (0.1, "floor", 16)
 
 

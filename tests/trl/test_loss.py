@@ -126,7 +126,7 @@ def test_equal_policies_give_the_plain_policy_gradient(make, loss_type, level):
     assert float(trainer._maxima["kl_before"]) < 1e-6
 
 
-DENSE = {"support_top_k": 48, "mass_threshold": 0.0}
+DENSE: dict[str, Any] = {"support_top_k": 48, "mass_threshold": 0.0}
 SUPPORTS: dict[str, dict[str, Any]] = {
     "dense": DENSE,
     "bucket": {"support_top_k": 6, "mass_threshold": 1e-3},

@@ -39,15 +39,23 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def captured(trainer: TrollTrainer, inputs: dict[str, Any]) -> SparsePolicy:
-    """The old policy of a micro-batch's scored tokens, as the buffer carries it."""
-    mask, args = dense.scored_mask(inputs), trainer.args
+def captured(inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """The old policy of a micro-batch's scored tokens, as the buffer carries it: ids, log-probabilities, tail."""
+    mask = dense.scored_mask(inputs)
     assert all(inputs[key].shape[:2] == mask.shape for key in OLD_POLICY_KEYS)
-    tensors = (inputs[key][mask] for key in OLD_POLICY_KEYS)
-    return SparsePolicy(*tensors, len(tiny.VOCABULARY), args.tail, args.mass_threshold)
+    ids, log_probs, tail = (inputs[key][mask] for key in OLD_POLICY_KEYS)
+    return ids, log_probs, tail
 
 
-def steps(trainer: GRPOTrainer) -> list[dict[str, Any]]:
+def captured_log_prob(inputs: dict[str, Any]) -> torch.Tensor:
+    """Of the sampled tokens: each stands in one slot of its position."""
+    ids, log_probs, _ = captured(inputs)
+    slots = ids == inputs["completion_ids"][dense.scored_mask(inputs)].unsqueeze(-1)
+    assert (slots.sum(-1) == 1).all()
+    return log_probs[slots]
+
+
+def steps(trainer: Any) -> list[dict[str, Any]]:
     """The logged entries of the training steps."""
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
@@ -232,17 +240,17 @@ def test_the_old_policy_stays_with_its_tokens(make, tail, iterations):
     assert len(set(lengths)) > 1, "all completions are equally long: the test shows nothing"
     for inputs in buffered:
         mask, tokens = dense.scored_mask(inputs), inputs["completion_ids"]
-        old = captured(trainer, inputs)
+        ids, log_probs, tail_log_prob = captured(inputs)
         with torch.no_grad():
             logits = dense.completion_logits(reference, inputs, trainer.temperature).float()
         expected = SparsePolicy.from_logits(logits[mask], tokens[mask], top_k=5, mass_threshold=1e-5, tail=tail)
-        assert torch.equal(old.token_ids, expected.token_ids)
-        torch.testing.assert_close(old.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(old.tail_log_prob, expected.tail_log_prob, rtol=1e-5, atol=1e-5)
+        assert torch.equal(ids, expected.token_ids)
+        torch.testing.assert_close(log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(tail_log_prob, expected.tail_log_prob, rtol=1e-5, atol=1e-5)
         raw = logits[mask].log_softmax(-1).gather(-1, tokens[mask].unsqueeze(-1)).squeeze(-1)
         torch.testing.assert_close(inputs["old_per_token_logps"][mask], raw, rtol=1e-5, atol=1e-5)
         if tail == "bucket":
-            assert torch.equal(old.log_prob(tokens[mask]), inputs["old_per_token_logps"][mask])
+            assert torch.equal(captured_log_prob(inputs), inputs["old_per_token_logps"][mask])
         # Padding holds no policy.
         assert (inputs["troll_token_ids"][~mask] == -1).all()
         assert (inputs["troll_log_probs"][~mask] == -torch.inf).all()
@@ -252,13 +260,14 @@ def test_the_old_policy_stays_with_its_tokens(make, tail, iterations):
 def test_the_capture_is_the_scored_policy_at_the_sampling_temperature(make):
     trainer = make(temperature=0.5)
     inputs = rollout(trainer)[0]
-    old, mask = captured(trainer, inputs), dense.scored_mask(inputs)
+    mask, tokens = dense.scored_mask(inputs), inputs["completion_ids"]
     with torch.no_grad():
         logits = dense.completion_logits(make.model(), inputs, 0.5).float()
-    torch.testing.assert_close(old.outcomes, old.on_support(logits[mask]).outcomes, rtol=1e-4, atol=1e-4)
-    mass = old.outcomes.exp().sum(-1)
-    torch.testing.assert_close(mass, torch.ones_like(mass))
-    assert not old.log_probs.requires_grad
+    raw = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)[mask]
+    torch.testing.assert_close(captured_log_prob(inputs), raw, rtol=1e-5, atol=1e-5)
+    _, log_probs, tail = captured(inputs)
+    torch.testing.assert_close(log_probs.exp().sum(-1) + tail.exp(), torch.ones_like(tail))
+    assert not log_probs.requires_grad
 
 
 def test_a_trainer_that_no_longer_scores_the_old_policy_is_noticed(make, monkeypatch):
@@ -314,7 +323,7 @@ def test_with_lora_and_a_reference_the_capture_is_the_policys(make):
                 parameter += 0.3 * torch.randn_like(parameter)
     inputs = rollout(trainer)[0]
     mask = dense.scored_mask(inputs)
-    old = captured(trainer, inputs).log_prob(inputs["completion_ids"][mask])
+    old = captured_log_prob(inputs)
     base = make.model()
     with torch.no_grad():
         adapted = dense.completion_logits(trainer.model, inputs, 1.0).log_softmax(-1)
@@ -338,9 +347,15 @@ def test_lora_dropout_is_silenced_with_a_warning(make):
 def test_dropout_is_disabled_by_default(make, architecture):
     """Whether the model keeps it as a layer, or as a number that a function reads."""
     names = ("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout")
-    sizes = {"n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 64, "n_inner": 48}  # as GPT-2 and BLOOM say it
+    sizes: dict[str, Any] = {
+        "n_embd": 32,
+        "n_head": 2,
+        "n_layer": 2,
+        "n_positions": 64,
+        "n_inner": 48,
+    }  # as GPT-2 and BLOOM say it
     sizes |= {"ffn_dim": 48, "word_embed_proj_dim": 32}  # as OPT says it
-    model = tiny.make_model(architecture, **sizes, **dict.fromkeys(names, 0.3))
+    model = tiny.make_model(architecture, **sizes, **dict.fromkeys(names, 0.3))  # type: ignore[arg-type]
     trainer = make(TrollTrainer, model.train(), kl_bound=1e-4)
     trainer.train()
     assert logged(trainer, "trust_region/kl_before_max")[0] < 1e-5
@@ -509,7 +524,7 @@ def test_saving_in_the_middle_of_a_rollout_is_warned_about(make, settings, warne
 
 
 def test_another_configuration_class_is_refused(make, tmp_path):
-    args = GRPOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
+    args: Any = GRPOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
     with pytest.raises(TypeError, match="args must be a TrollConfig, got GRPOConfig: change the name of the class"):
         TrollTrainer(make.model(), tiny.reward, args, train_dataset=tiny.make_dataset())
 
@@ -533,10 +548,11 @@ def test_without_args_the_configuration_is_the_default(make, tmp_path, monkeypat
     assert trainer.args.kl_bound == 0.05
 
 
-def test_arguments_are_accepted_by_position_as_by_grpo(make, tmp_path):
-    args = make(report_to="none").args
-    trainer = TrollTrainer(make.model(), tiny.reward, args, tiny.make_dataset(), None, tiny.make_tokenizer())
-    assert len(trainer.train_dataset) == 16
+def test_arguments_are_accepted_by_position_as_by_grpo(make):
+    trainer_class: Any = TrollTrainer
+    args, data = make().args, tiny.make_dataset()
+    trainer = trainer_class(make.model(), tiny.reward, args, data, None, tiny.make_tokenizer())
+    assert trainer.train_dataset is data
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -166,7 +166,7 @@ class Maker:
         return trainer
 
 
-def rollout(trainer: GRPOTrainer) -> list[dict[str, Any]]:
+def rollout(trainer: Any) -> list[dict[str, Any]]:
     """Generates and scores one rollout, as the training loop does, and returns its micro-batches."""
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
@@ -182,10 +182,10 @@ def move(model: torch.nn.Module, scale: float, seed: int = 1) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 noise = torch.randn(parameter.shape, generator=generator)
-                parameter += scale * parameter.std(correction=0) * noise
+                parameter.add_(scale * parameter.std(correction=0) * noise)
 
 
-def loss_and_gradients(trainer: GRPOTrainer, inputs: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+def loss_and_gradients(trainer: Any, inputs: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss of one micro-batch and its gradient by parameter name."""
     trainer.model.train()
     trainer.model.zero_grad()
@@ -211,7 +211,7 @@ def assert_same_gradients(
         assert error <= tolerance, f"{name}: {error:.1e}"
 
 
-def logged(trainer: GRPOTrainer, key: str) -> list[float]:
+def logged(trainer: Any, key: str) -> list[float]:
     """A metric's values, in the order of the steps."""
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 

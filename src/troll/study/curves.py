@@ -113,10 +113,10 @@ _CURVES = (
     _Curve(
         "Trust region",
         "Multiplier η",
-        "mean per token",
+        "mean of the projected tokens",
         "from zero",
         {_TRUST + "multiplier": "η"},
-        "How hard the projection pulls towards the old policy: 0 inside the trust region, larger the further the "
+        "How hard the projection pulls a projected token towards the old policy: larger the further the "
         "network has left it.",
     ),
     _Curve(

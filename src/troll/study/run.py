@@ -55,7 +55,10 @@ def train(recipe: Recipe, console: Console) -> bool:
     if main:
         folder.mkdir(parents=True, exist_ok=True)
         recipes.save(recipe, folder / "config.yaml")
-        console.print(f"training on {task.name} with TROLL, KL bound {recipe.training.kl_bound}; output in {folder}")
+        console.print(
+            f"training on {task.name} with TROLL, KL bound {recipe.training.kl_bound}; output in {folder}",
+            soft_wrap=True,
+        )
     progress = ProgressLine(console)
     trainer.add_callback(MetricsFile(folder / "metrics.jsonl"))
     trainer.add_callback(progress)
@@ -164,7 +167,7 @@ def _summary(recipe: Recipe, trainer: TrollTrainer, finished: bool, seconds: flo
         "kl_bound": training.kl_bound,
         "steps": steps,
         "rollouts": -(-passes // training.rollout_steps),
-        "updates_per_rollout": training.rollout_steps / training.gradient_accumulation_steps,
+        "updates_per_rollout": training.rollout_steps // training.gradient_accumulation_steps,
         "seconds": round(seconds, 1),
         "success_before": first.get(f"eval_{SUCCESS}") if first.get("step") == 0 else None,
         "success_after": last.get(f"eval_{SUCCESS}") if last.get("step", 0) > 0 else None,
@@ -187,11 +190,12 @@ def _tell(summary: dict[str, Any], folder: Path, console: Console) -> None:
     if before is not None and after is not None:
         console.print(
             f"held-out success {before:.1%} -> {after:.1%} ({100 * (after - before):+.1f} points, "
-            f"{summary['eval_size']} questions) in {summary['steps']} steps, {summary['seconds']:.0f} s"
+            f"{summary['eval_size']} questions) in {summary['steps']} steps, {summary['seconds']:.0f} s",
+            soft_wrap=True,
         )
-    console.print(f"model   {folder / 'model'}")
+    console.print(f"model   {folder / 'model'}", soft_wrap=True)
     try:
-        console.print(f"report  {write_report(folder)}")
+        console.print(f"report  {write_report(folder)}", soft_wrap=True)
     except ImportError as error:
         console.print(f"no report: {error}")
     if summary["status"] == "interrupted":
