@@ -95,6 +95,51 @@ def test_a_tool_mask_applies_to_both(make):
     assert float(ours._sums["tokens"]) == int((inputs["completion_mask"] * inputs["tool_mask"]).sum())
 
 
+def test_vllm_weights_apply_to_the_policy_term_alone(make):
+    """What a rollout of vLLM brings along, without vLLM: its log-probabilities, and the weights made of them."""
+    ours, theirs = make(kl_bound=1e9, off_policy_mask_threshold=0.1), make.stock(off_policy_mask_threshold=0.1)
+    inputs = dict(rollout(ours)[0])
+    noise = 0.3 * torch.randn(inputs["completion_mask"].shape, generator=torch.Generator().manual_seed(3))
+    inputs["sampling_per_token_logps"] = inputs["old_per_token_logps"] + noise
+    inputs["importance_sampling_ratio"] = (-noise).exp()
+    move(ours.model, 0.1)
+    theirs.model.load_state_dict(ours.model.state_dict())
+    theirs.current_gradient_accumulation_steps = 1
+    ours.use_vllm = theirs.use_vllm = True
+    loss, gradients = loss_and_gradients(ours, inputs)
+    expected, expected_gradients = loss_and_gradients(theirs, inputs)
+    assert loss == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert_same_gradients(gradients, expected_gradients, 2e-6)
+
+    # The regression term is the same with and without the weights.
+    ours.args.kl_bound, losses = 0.02, {}
+    for ours.use_vllm, ours.args.regression_weight in itertools.product((True, False), (0.0, 1.0)):
+        losses[ours.use_vllm, ours.args.regression_weight] = loss_and_gradients(ours, inputs)[0]
+    weighted, plain = (losses[vllm, 1.0] - losses[vllm, 0.0] for vllm in (True, False))
+    assert weighted == pytest.approx(plain, rel=1e-4)
+    assert plain > 1e-3
+
+
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+def test_the_off_policy_mask_sees_the_network_and_not_the_projection(make, monkeypatch, tail):
+    trainer = make(kl_bound=1e-4, tail=tail, support_top_k=8, off_policy_mask_threshold=0.1)
+    inputs = rollout(trainer)[0]
+    move(trainer.model, 0.1)
+    seen: list[dict[str, Any]] = []
+    original = trainer.get_off_policy_mask
+
+    def spy(**arguments: Any) -> torch.Tensor:
+        seen.append(arguments)
+        return original(**arguments)
+
+    monkeypatch.setattr(trainer, "get_off_policy_mask", spy)
+    loss_and_gradients(trainer, inputs)
+    (arguments,) = seen
+    assert torch.equal(arguments["sampling_per_token_logps"], inputs["old_per_token_logps"])
+    moved = (arguments["per_token_logps"] - inputs["old_per_token_logps"]).abs()
+    assert moved[dense.scored_mask(inputs)].mean() > 0.05
+
+
 def with_tools(inputs: dict[str, Any]) -> dict[str, Any]:
     """The same micro-batch, every third token written by a tool."""
     tool_mask = torch.ones_like(inputs["completion_mask"])

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from trl.trainer.utils import FusedCausalLMOutput, entropy_from_logits
 
+from troll.trust_region.policy import as_float
+
 #: From logits (N, V) of the scored tokens, their ids (N,) and the mask (B, T) that selected them, to what TRL shall
 #: take for their log-probabilities (N,).
 ReadLogits = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -48,10 +50,11 @@ class LogitsReader:
         # Position t predicts token t + 1. The last position predicts a token that does not exist.
         logits: Tensor = outputs.logits[:, -self.logits_to_keep - 1 : -1]  # type: ignore[attr-defined]
         scored = scored.to(logits.device)
-        logits = logits[scored] / self.temperature
+        # In float32 before the division: half precision would be rounded once more than in TRL's own head.
+        logits = as_float(logits[scored]) / self.temperature
         log_probs = self.read(logits, labels.to(logits.device)[scored], scored)
         with torch.set_grad_enabled(self.entropy_needs_grad and torch.is_grad_enabled()):
-            entropy = entropy_from_logits(logits.float())
+            entropy = entropy_from_logits(logits)
         return FusedCausalLMOutput(
             log_probs=scatter(log_probs, scored),
             entropy=scatter(entropy, scored),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class TrollTrainer(GRPOTrainer):
         model: Any,
         reward_funcs: Any = None,
         args: TrollConfig | None = None,
+        *positional: Any,
         **kwargs: Any,
     ) -> None:
         if args is None:
@@ -70,7 +71,7 @@ class TrollTrainer(GRPOTrainer):
             args = TrollConfig(f"{name.split('/')[-1]}-TROLL")
         if not isinstance(args, TrollConfig):
             raise TypeError(f"args must be a TrollConfig, got {type(args).__name__}: change the name of the class")
-        super().__init__(model, reward_funcs, args=args, **kwargs)
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
         # Infinity in the configuration itself would not be valid JSON.
         self.epsilon_low = self.epsilon_high = torch.inf
 
@@ -80,15 +81,17 @@ class TrollTrainer(GRPOTrainer):
         self._accepts_logits_to_keep = "logits_to_keep" in inspect.signature(base_model.forward).parameters
         if args.cast_lm_head_to_fp32:
             _keep_head_out_of_autocast(base_model)
-        if args.disable_dropout:
-            _silence_dropout(base_model)
+        _warn_about(args, self.model)
+        if args.disable_dropout:  # TRL silences layers; many models keep numbers that a function reads
+            for module, name in list(_dropout_rates(base_model)):
+                setattr(module, name, 0.0)
         # Who reads the logits of the next scoring pass, and the log-probabilities that the last such pass returned.
         self._read_logits: ReadLogits | None = None
         self._scored: Tensor | None = None
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
-        self._watched = {"since": 0, "projected": 0.0, "tokens": 0.0}
-        _warn_about(args, base_model, kwargs.get("peft_config"))
+        self._watched = {"projected": 0.0, "tokens": 0.0}
+        self._watched_since: int | None = None
 
     # The old policy: captured where TRL scores the completions
 
@@ -227,6 +230,8 @@ class TrollTrainer(GRPOTrainer):
                 "update was not made. Resume from the last checkpoint with a lower learning_rate or max_grad_norm; in "
                 "fp16, use bf16"
             )
+        if self._watched_since is None:
+            self._watched_since = self.state.global_step
         sums["support_size"] = torch.where(mask.bool(), old.used.sum(-1), 0).sum().to(sums["tokens"])
         sums["tail_mass"] = torch.where(mask.bool(), old.tail_log_prob.exp(), 0.0).sum()
         self._sums = {name: value + self._sums.get(name, 0) for name, value in sums.items()}
@@ -250,7 +255,7 @@ class TrollTrainer(GRPOTrainer):
     def _watch(self, projected: float, tokens: float) -> None:
         self._watched["projected"] += projected
         self._watched["tokens"] += tokens
-        if self.state.global_step - self._watched["since"] < WATCHED_STEPS:
+        if self._watched_since is None or self.state.global_step - self._watched_since < WATCHED_STEPS:
             return
         fraction = self._watched["projected"] / max(self._watched["tokens"], 1)
         if fraction > WATCHED_FRACTION:
@@ -259,7 +264,7 @@ class TrollTrainer(GRPOTrainer):
                 "rather than the advantages decides the update: lower learning_rate or the updates per rollout",
                 stacklevel=2,
             )
-        self._watched = {"since": self.state.global_step, "projected": 0.0, "tokens": 0.0}
+        self._watched, self._watched_since = {"projected": 0.0, "tokens": 0.0}, None
 
 
 def _keep_head_out_of_autocast(model: torch.nn.Module) -> None:
@@ -274,22 +279,16 @@ def _keep_head_out_of_autocast(model: torch.nn.Module) -> None:
     head.forward = in_float32
 
 
-def _silence_dropout(model: torch.nn.Module) -> None:
-    # TRL silences dropout layers; attention dropout is a number that the attention function reads.
-    module: Any
+def _dropout_rates(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
+    """Every non-zero dropout rate of a model, as a module and the name of its attribute."""
     for module in model.modules():
-        if getattr(module, "attention_dropout", None):
-            module.attention_dropout = 0.0
+        for name, value in vars(module).items():
+            is_rate = "drop" in name or (name == "p" and isinstance(module, torch.nn.modules.dropout._DropoutNd))
+            if is_rate and isinstance(value, float) and value > 0:
+                yield module, name
 
 
-def _has_dropout(model: torch.nn.Module) -> bool:
-    return any(
-        (isinstance(module, torch.nn.Dropout) and module.p > 0) or bool(getattr(module, "attention_dropout", None))
-        for module in model.modules()
-    )
-
-
-def _warn_about(args: TrollConfig, model: torch.nn.Module, peft_config: Any) -> None:
+def _warn_about(args: TrollConfig, model: torch.nn.Module) -> None:
     if args.always_on_policy:
         warnings.warn(
             "every update is on-policy, where TROLL is the identity: old and new policy are equal. Give each rollout "
@@ -297,22 +296,34 @@ def _warn_about(args: TrollConfig, model: torch.nn.Module, peft_config: Any) -> 
             f"(now {args.steps_per_generation} and {args.gradient_accumulation_steps}), or num_iterations above 1",
             stacklevel=3,
         )
-    if args.disable_dropout and getattr(peft_config, "lora_dropout", None):
+    lora_dropout = max((getattr(config, "lora_dropout", 0.0) for config in _peft_configs(model)), default=0.0)
+    if args.disable_dropout and lora_dropout:
         warnings.warn(
-            f"lora_dropout={peft_config.lora_dropout} is set to 0: dropout changes the policy between scoring and "
-            "update, and the trust region would project that noise (disable_dropout=False keeps it)",
+            f"lora_dropout={lora_dropout} is set to 0: dropout changes the policy between scoring and update, and the "
+            "trust region would project that noise (disable_dropout=False keeps it)",
             stacklevel=3,
         )
-    if not args.disable_dropout and _has_dropout(model):
+    if not args.disable_dropout and any(_dropout_rates(model)):
         warnings.warn(
             "the model has dropout and disable_dropout=False: the policy differs between scoring and update by that "
             "noise, which the trust region projects",
             stacklevel=3,
         )
     updates, rest = divmod(args.rollout_steps, args.gradient_accumulation_steps)
-    if args.save_strategy == "steps" and updates > 1 and not rest and args.save_steps % updates:
+    if (
+        args.save_strategy == "steps"
+        and updates > 1
+        and not rest
+        and args.save_steps >= 1
+        and args.save_steps % updates
+    ):
         warnings.warn(
             f"save_steps={args.save_steps} is not a multiple of the {updates} updates of a rollout: a run resumed from "
             "the middle of a rollout starts a new one and does not repeat the interrupted run exactly",
             stacklevel=3,
         )
+
+
+def _peft_configs(model: torch.nn.Module) -> list[Any]:
+    configs: Any = getattr(model, "peft_config", None)
+    return list(configs.values()) if isinstance(configs, dict) else []
