@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-#: Exit codes: a mistake in the command, and Ctrl-C.
-USAGE_ERROR, INTERRUPTED = 2, 130
+#: Exit codes: training broke down, a mistake in the command, and Ctrl-C.
+FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,6 +44,8 @@ def _train(recipe_name: str, overrides: list[str]) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # between libraries, nothing a user could act on
             return _run(recipe_name, overrides)
+    except ModuleNotFoundError as error:
+        return _fail(ImportError(f'{error}: pip install "troll-rl[trl,tasks,report]"'))
     except ImportError as error:
         return _fail(error)
 
@@ -65,6 +67,9 @@ def _run(recipe_name: str, overrides: list[str]) -> int:
         finished = train(recipes.load(recipe_name, overrides), Console())
     except (recipes.RecipeError, TaskError) as error:
         return _fail(error)
+    except FloatingPointError as error:
+        _fail(error)
+        return FAILED
     return 0 if finished else INTERRUPTED
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -335,9 +335,14 @@ def test_with_lora_and_a_reference_the_capture_is_the_policys(make):
     torch.testing.assert_close(inputs["ref_per_token_logps"][mask], plain, rtol=1e-5, atol=1e-5)
 
 
-def test_lora_dropout_is_silenced_with_a_warning(make):
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_lora_dropout_is_silenced_with_a_warning(make, wrapped):
+    """Whether the trainer adds the adapter or the user has."""
     with pytest.warns(UserWarning, match=r"lora_dropout=0.5 is set to 0"):
-        trainer = make(peft_config=lora(0.5), kl_bound=1e-4)
+        if wrapped:
+            trainer = make(TrollTrainer, get_peft_model(make.model(), lora(0.5)), kl_bound=1e-4)
+        else:
+            trainer = make(peft_config=lora(0.5), kl_bound=1e-4)
     trainer.train()
     # The first update of a rollout sees the policy that scored it.
     assert logged(trainer, "trust_region/kl_before_max")[0] < 1e-6

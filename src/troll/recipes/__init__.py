@@ -32,13 +32,15 @@ class Recipe:
     """A recipe with its overrides, parsed.
 
     Attributes:
-        name: As the user gave it, without folder and ending.
+        given: As the user gave it, a name or a path.
+        name: The same without folder and ending.
         settings: What the recipe and the command line set, as :func:`save` writes it.
         task: What to train on.
         training: How.
         model: With what.
     """
 
+    given: str
     name: str
     settings: dict[str, Any]
     task: TaskConfig
@@ -62,6 +64,8 @@ def find(name_or_path: str) -> Path:
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return path
+    if name_or_path.startswith("-"):
+        raise RecipeError(f"the recipe comes first, then {name_or_path}")
     hint = _did_you_mean(name_or_path, names())
     raise RecipeError(f"no recipe or YAML file {name_or_path!r}{hint}; recipes: {', '.join(names())}")
 
@@ -102,14 +106,16 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     given = {argument[2:].split("=")[0].replace("-", "_") for argument in overrides if argument.startswith("--")}
     own = {field.name for field in fields(TaskConfig)} | set(TrollConfig.__annotations__)
     values = {field.name: getattr(config, field.name) for config in (task, training, model) for field in fields(config)}
-    resolved = {name: values[name] for name in sorted(given | own | set(settings)) if values.get(name) is not None}
-    return Recipe(path.stem, resolved, task, training, model)
+    # Where a run was resumed from does not belong to what it is.
+    names_set = sorted((given | own | set(settings)) - {"resume_from_checkpoint"})
+    resolved = {name: values[name] for name in names_set if values.get(name) is not None or name in settings}
+    return Recipe(name_or_path, path.stem, resolved, task, training, model)
 
 
 def save(recipe: Recipe, path: Path) -> None:
     """Writes the resolved settings as a recipe that :func:`load` reads back."""
     lines = yaml.safe_dump({name: _plain(value) for name, value in recipe.settings.items()}, sort_keys=False)
-    path.write_text(f"# {recipe.name}, resolved; train again with: troll train {path}\n{lines}")
+    path.write_text(f"# {recipe.name}, resolved; train again with: troll train {path} --output_dir ANOTHER\n{lines}")
 
 
 class _Parser(TrlParser):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from troll.study.report import write_atomically
 
 SUCCESS = "rewards/success/mean"
 
@@ -77,13 +78,6 @@ class ProgressLine(TrainerCallback):
         """Ends the bar, however training ended."""
         if self.progress.live.is_started:
             self.progress.stop()
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that a crash leaves the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 def _line(logs: dict[str, Any]) -> str:

@@ -190,7 +190,7 @@ def _points(rows: Sequence[Mapping[str, Any]], key: str) -> Points:
 def _held_out_success(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Points:
     ends: dict[int, float] = {}
     before, after = (number(summary.get(key), SHARE) for key in ("success_before", "success_after"))
-    steps = number(summary.get("steps"), (0, math.inf))
+    steps = number(summary.get("success_after_step", summary.get("steps")), (0, math.inf))
     if before is not None:
         ends[0] = before
     if after is not None and steps is not None:

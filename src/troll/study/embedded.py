@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from troll.tasks.reasoning_gym import Question, questions
+from troll.tasks.reasoning_gym import SPLITS, Question, questions
 from troll.tasks.registry import TaskConfig, TaskError
 
 logger = logging.getLogger(__name__)
@@ -126,6 +126,8 @@ def embedded_model(
     tokenizer = character_tokenizer()
     config = model_config(tokenizer)
     determined_by = {
+        "troll-rl": version("troll-rl"),
+        "splits": SPLITS,
         "data_set": data_set,
         "options": task_config.options,
         "seed": seed,
@@ -243,7 +245,7 @@ def _publish(
         tokenizer.save_pretrained(temporary)
         hashes = {path.name: _sha256(path) for path in temporary.iterdir()}
         (temporary / _MANIFEST).write_text(json.dumps({**manifest, "files": hashes}, indent=2))
-        if not _is_intact(folder):
+        if not _is_intact(folder):  # else another process was faster
             shutil.rmtree(folder, ignore_errors=True)
             try:
                 os.replace(temporary, folder)

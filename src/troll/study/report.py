@@ -117,13 +117,18 @@ def write_report(run_folder: Path) -> Path:
         run_folder.resolve().name,
     )
     report = run_folder / "report.html"
-    unfinished = run_folder / f".report.{os.getpid()}.html"
+    write_atomically(report, page)
+    return report
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file so that a crash leaves the old one or the new one."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(page, encoding="utf-8")
-        os.replace(unfinished, report)
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
-    return report
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
@@ -215,7 +220,7 @@ def _headline(summary: Mapping[str, Any]) -> str:
     ends = [(name, share) for name, share in (("before", before), ("after", after)) if share is not None]
     if size is not None and ends:
         intervals = "; ".join(f"{name} {_interval(share, int(size))}" for name, share in ends)
-        parts.append(f'<p class="note">95 % intervals from {size:g} held-out problems: {intervals}.</p>')
+        parts.append(f'<p class="note">95 % intervals from {size:g} answers to held-out problems: {intervals}.</p>')
     return "\n".join(parts)
 
 

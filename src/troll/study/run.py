@@ -17,9 +17,9 @@ from trl import get_peft_config, get_quantization_config
 
 from troll import recipes
 from troll.recipes import Recipe, RecipeError
-from troll.study.callbacks import SUCCESS, MetricsFile, ProgressLine, write_atomically
+from troll.study.callbacks import SUCCESS, MetricsFile, ProgressLine
 from troll.study.embedded import embedded_model
-from troll.study.report import write_report
+from troll.study.report import write_atomically, write_report
 from troll.tasks import load_task
 from troll.trl import TrollTrainer
 
@@ -42,18 +42,20 @@ def train(recipe: Recipe, console: Console) -> bool:
 
     Raises:
         RecipeError: If the output folder, the model or a checkpoint cannot be used.
+        FloatingPointError: If logits become NaN or infinite; the folder is as complete as after Ctrl-C.
         troll.tasks.TaskError: If the task cannot be loaded.
     """
     folder = Path(recipe.training.output_dir or "trainer_output")
-    checkpoint = _checkpoint(recipe, folder)
-    model_path = _model_path(recipe)
-    tokenizer = _tokenizer(model_path)
+    # One process first: the others find the cached model.
+    with recipe.training.main_process_first(local=False):
+        checkpoint = _checkpoint(recipe, folder)
+        model_path = _model_path(recipe)
+    tokenizer = _tokenizer(recipe, model_path)
     task = load_task(recipe.task, conversational=tokenizer.chat_template is not None)
     trainer = _trainer(recipe, model_path, tokenizer, task)
 
     main = trainer.is_world_process_zero()
     if main:
-        folder.mkdir(parents=True, exist_ok=True)
         recipes.save(recipe, folder / "config.yaml")
         console.print(
             f"training on {task.name} with TROLL, KL bound {recipe.training.kl_bound}; output in {folder}",
@@ -65,35 +67,37 @@ def train(recipe: Recipe, console: Console) -> bool:
 
     # A resumed run has its first evaluation in the checkpoint's log, and another would use up random numbers.
     trainer.args.eval_on_start = trainer.args.eval_on_start and checkpoint is None
-    start, finished = time.monotonic(), False
+    start, status = time.monotonic(), "failed"
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
-        finished = True
+        status = "finished"
     except KeyboardInterrupt:
-        pass
+        status = "interrupted"
     finally:
         progress.stop()
-    trainer.save_model(str(folder / "model"))
-    if main:
-        summary = _summary(recipe, trainer, finished, time.monotonic() - start, len(task.eval_dataset))
-        write_atomically(folder / "summary.json", json.dumps(summary, indent=2))
-        _tell(summary, folder, console)
-    return finished
+        trainer.save_model(str(folder / "model"))
+        if main:
+            summary = _summary(recipe, trainer, status, time.monotonic() - start, len(task.eval_dataset))
+            write_atomically(folder / "summary.json", json.dumps(summary, indent=2))
+            _tell(recipe, summary, folder, console)
+    return status == "finished"
 
 
 def _checkpoint(recipe: Recipe, folder: Path) -> str | None:
     resume = recipe.training.resume_from_checkpoint
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        last, empty = get_last_checkpoint(str(folder)), not any(folder.iterdir())
+    except OSError as error:
+        raise RecipeError(f"output_dir {folder} cannot be used: {error.strerror}") from error
     if not resume:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise RecipeError(
-                f"output_dir {folder} is not empty: choose another with --output_dir, "
-                "or go on from its last checkpoint with --resume_from_checkpoint"
-            )
+        if not empty:
+            or_resume = ", or go on from its last checkpoint with --resume_from_checkpoint" if last else ""
+            raise RecipeError(f"output_dir {folder} is not empty: choose another with --output_dir{or_resume}")
         return None
     if resume in ("last", "true", "True"):
-        last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
         if last is None:
-            raise RecipeError(f"there is no checkpoint in {folder} to resume from: leave out --resume_from_checkpoint")
+            raise RecipeError(f"there is no checkpoint in output_dir {folder} to resume from: start anew in another")
         return last
     if not (Path(resume) / "trainer_state.json").is_file():
         raise RecipeError(f"resume_from_checkpoint: {resume} is not the folder of a checkpoint")
@@ -104,14 +108,22 @@ def _model_path(recipe: Recipe) -> str:
     name = recipe.model.model_name_or_path
     if name is None:
         raise RecipeError("no model: name one with --model_name_or_path")
-    if name == EMBEDDED:
-        return str(embedded_model(recipe.task, seed=recipe.training.seed))
-    return name
-
-
-def _tokenizer(model_path: str) -> PreTrainedTokenizerBase:
+    if name != EMBEDDED:
+        return name
     try:
-        return AutoTokenizer.from_pretrained(model_path, padding_side="left")
+        return str(embedded_model(recipe.task, seed=recipe.training.seed))
+    except OSError as error:
+        raise RecipeError(f"the embedded model cannot be kept in the cache folder: {error}") from error
+
+
+def _tokenizer(recipe: Recipe, model_path: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(
+            model_path,
+            revision=recipe.model.model_revision,
+            trust_remote_code=recipe.training.trust_remote_code,
+            padding_side="left",
+        )
     except (OSError, ValueError) as error:
         raise _missing_model(model_path) from error
 
@@ -130,6 +142,7 @@ def _trainer(recipe: Recipe, model_path: str, tokenizer: PreTrainedTokenizerBase
     # As TRL's own script does; a string was parsed by the configuration.
     training.model_init_kwargs = {
         "revision": model.model_revision,
+        "trust_remote_code": training.trust_remote_code,
         "attn_implementation": model.attn_implementation,
         "dtype": model.dtype,
     } | dict(training.model_init_kwargs or {})  # type: ignore[arg-type]
@@ -154,13 +167,13 @@ def _trainer(recipe: Recipe, model_path: str, tokenizer: PreTrainedTokenizerBase
     return trainer
 
 
-def _summary(recipe: Recipe, trainer: TrollTrainer, finished: bool, seconds: float, eval_size: int) -> dict[str, Any]:
+def _summary(recipe: Recipe, trainer: TrollTrainer, status: str, seconds: float, eval_size: int) -> dict[str, Any]:
     training, steps = recipe.training, trainer.state.global_step
     held_out = [logs for logs in trainer.state.log_history if f"eval_{SUCCESS}" in logs]
     first, last = (held_out[0], held_out[-1]) if held_out else ({}, {})
     passes = steps * training.gradient_accumulation_steps
     return {
-        "status": "finished" if finished else "interrupted",
+        "status": status,
         "recipe": recipe.name,
         "task": recipe.task.task,
         "model": recipe.model.model_name_or_path,
@@ -171,6 +184,7 @@ def _summary(recipe: Recipe, trainer: TrollTrainer, finished: bool, seconds: flo
         "seconds": round(seconds, 1),
         "success_before": first.get(f"eval_{SUCCESS}") if first.get("step") == 0 else None,
         "success_after": last.get(f"eval_{SUCCESS}") if last.get("step", 0) > 0 else None,
+        "success_after_step": last.get("step"),
         "eval_size": eval_size,
         "seed": training.seed,
         "versions": {"python": platform.python_version()}
@@ -185,22 +199,21 @@ def _machine() -> str:
     return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
 
 
-def _tell(summary: dict[str, Any], folder: Path, console: Console) -> None:
+def _tell(recipe: Recipe, summary: dict[str, Any], folder: Path, console: Console) -> None:
     before, after = summary["success_before"], summary["success_after"]
     if before is not None and after is not None:
         console.print(
             f"held-out success {before:.1%} -> {after:.1%} ({100 * (after - before):+.1f} points, "
-            f"{summary['eval_size']} questions) in {summary['steps']} steps, {summary['seconds']:.0f} s",
+            f"{summary['eval_size']} answers, step {summary['success_after_step']})",
             soft_wrap=True,
         )
+    console.print(f"time    {summary['seconds']:.0f} s to step {summary['steps']}", soft_wrap=True)
     console.print(f"model   {folder / 'model'}", soft_wrap=True)
     try:
         console.print(f"report  {write_report(folder)}", soft_wrap=True)
     except ImportError as error:
         console.print(f"no report: {error}")
-    if summary["status"] == "interrupted":
-        last = get_last_checkpoint(str(folder))
-        how = (
-            "repeat the command with --resume_from_checkpoint" if last else "there is no checkpoint yet to resume from"
-        )
-        console.print(f"interrupted at step {summary['steps']}; {how}")
+    if summary["status"] != "finished":
+        resume = f"go on with: troll train {recipe.given} --output_dir {folder} --resume_from_checkpoint"
+        how = resume if get_last_checkpoint(str(folder)) else "there is no checkpoint yet to resume from"
+        console.print(f"{summary['status']} at step {summary['steps']}; {how}", soft_wrap=True)

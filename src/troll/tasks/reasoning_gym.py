@@ -17,6 +17,8 @@ DEFAULT_TRAIN_SIZE = 4096
 _SEEDS: dict[Split, int] = {"eval": 0, "warmup": 700_000_000, "train": 1_400_000_000}
 # Which sixteenths of the space of questions belong to which split.
 _SIXTEENTHS: dict[Split, range] = {"eval": range(2), "warmup": range(2, 6), "train": range(6, 16)}
+# How questions are split, for the keys of what was learned from one of the splits.
+SPLITS = {split: [_SEEDS[split], *_SIXTEENTHS[split]] for split in _SEEDS}
 # A split of two sixteenths accepts one draw in eight; far fewer means that the space has hardly any questions.
 _DRAWS_PER_QUESTION = 64
 

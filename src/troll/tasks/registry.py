@@ -50,6 +50,8 @@ class TaskConfig:
     def __post_init__(self) -> None:
         if isinstance(self.task_options, str):
             self.task_options = _json_object(self.task_options)
+        if not isinstance(self.task_options, dict | None):
+            raise TaskError(f"task_options must be a JSON object or a YAML mapping, got {self.task_options!r}")
         for name, size in (("train_size", self.train_size), ("eval_size", self.eval_size)):
             if size is not None and size < 1:
                 raise TaskError(f"{name} must be at least 1, got {size}")
@@ -130,6 +132,9 @@ def load_task(config: TaskConfig, *, conversational: bool = False) -> Task:
     if (":" in pattern) != bool(argument) or bool(colon) != bool(argument):
         raise TaskError(f"task {config.task!r} is not of the form {pattern!r}")
     task = loader(config, argument)
+    for split, dataset in (("train", task.train_dataset), ("eval", task.eval_dataset)):
+        if not len(dataset):
+            raise TaskError(f"task {config.task!r} has no {split} rows left: check its data and {split}_size")
     if not conversational:
         return task
     return replace(

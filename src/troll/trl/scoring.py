@@ -53,11 +53,13 @@ class LogitsReader:
         # In float32 before the division: half precision would be rounded once more than in TRL's own head.
         logits = as_float(logits[scored]) / self.temperature
         log_probs = self.read(logits, labels.to(logits.device)[scored], scored)
-        with torch.set_grad_enabled(self.entropy_needs_grad and torch.is_grad_enabled()):
-            entropy = entropy_from_logits(logits)
+        entropy = None
+        if torch.is_grad_enabled():  # the old policy's is never asked for
+            with torch.set_grad_enabled(self.entropy_needs_grad):
+                entropy = scatter(entropy_from_logits(logits), scored)
         return FusedCausalLMOutput(
             log_probs=scatter(log_probs, scored),
-            entropy=scatter(entropy, scored),
+            entropy=entropy,
             aux_loss=getattr(outputs, "aux_loss", None),
         )
 

@@ -81,11 +81,12 @@ class TrollTrainer(GRPOTrainer):
         self._accepts_logits_to_keep = "logits_to_keep" in inspect.signature(base_model.forward).parameters
         if args.cast_lm_head_to_fp32:
             _keep_head_out_of_autocast(base_model)
-        _warn_about(args, self.model)
+        if self.accelerator.is_main_process:
+            _warn_about(args, self.model)
         if args.disable_dropout:  # TRL silences layers; many models keep numbers that a function reads
             for module, name in list(_dropout_rates(base_model)):
                 setattr(module, name, 0.0)
-        # Who reads the logits of the next scoring pass, and the log-probabilities that the last such pass returned.
+        # Who reads the logits of the next scoring pass, and the log-probabilities of the pass that captured.
         self._read_logits: ReadLogits | None = None
         self._scored: Tensor | None = None
         self._sums: dict[str, Tensor] = {}
@@ -102,7 +103,8 @@ class TrollTrainer(GRPOTrainer):
         captured: list[tuple[Tensor, ...]] = []
         self._read_logits = self._capture_into(captured)
         output = super()._generate_and_score_completions(inputs)
-        if output.get("old_per_token_logps") is not self._scored:
+        scored, self._scored = self._scored, None
+        if scored is None or output.get("old_per_token_logps") is not scored:
             raise RuntimeError("GRPOTrainer did not score the old policy where TrollTrainer expects it")
         # At the end of the dictionary, since the first entry sets the batch size.
         return output | {
@@ -147,7 +149,7 @@ class TrollTrainer(GRPOTrainer):
         scores = super()._get_per_token_logps_and_entropies(
             model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
         )
-        if read is not None:
+        if read is not None and not torch.is_grad_enabled():
             self._scored = scores[0]
         return scores
 
@@ -223,6 +225,8 @@ class TrollTrainer(GRPOTrainer):
     def _observe(self, step: TrustRegionStep, old: SparsePolicy, mask: Tensor) -> None:
         """Adds one micro-batch of (N,) tokens to the statistics of the logging window."""
         sums, maxima = trust_region_statistics(step, mask)
+        # Tool tokens are masked by multiplication in the parent, which NaN survives: they are counted too.
+        sums["nonfinite"] = (~step.kl_before.isfinite()).sum().to(sums["tokens"])
         nonfinite = int(self.accelerator.reduce(sums["nonfinite"], reduction="sum"))
         if nonfinite:
             raise FloatingPointError(

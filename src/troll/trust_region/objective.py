@@ -26,7 +26,7 @@ class TrustRegionStep:
         log_probs: log q of the sampled token, differentiable; its raw log-probability where not projected.
         new_log_probs: Its raw log-probability under p̃, the network itself, differentiable.
         regression: KL(p̃ ‖ ⌊q⌋), differentiable; 0 where not projected.
-        kl_before: KL(p̃ ‖ p); NaN where the logits are no distribution.
+        kl_before: KL(p̃ ‖ p); NaN, as are all but the flags, where the logits are no distribution.
         kl_after: KL(q ‖ p).
         multiplier: η; 0 where not projected.
         projected: bool.
@@ -57,7 +57,7 @@ def trust_region_log_probs(
         logits: Of the new policy, (..., V), aligned with `token_ids` and divided by the sampling temperature.
         token_ids: The sampled tokens, (...), the same with which `old` was captured.
         old: The old policy, with its tail as captured.
-        kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (...).
+        kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (...). See :func:`~troll.project`.
         solver: "newton" or "bracket".
 
     Raises:
@@ -127,7 +127,7 @@ def troll_loss(
             raise ValueError(f"{name} must be {tuple(shape)} like the step, got {tuple(tensor.shape)}")
     if advantages.shape not in (shape, shape[:1]):
         raise ValueError(f"advantages must be {tuple(shape[:1])} or {tuple(shape)}, got {tuple(advantages.shape)}")
-    if regression_weight < 0:
+    if not regression_weight >= 0:
         raise ValueError(f"regression_weight must be at least 0, got {regression_weight}")
     if ratio_level not in RATIO_LEVELS:
         raise ValueError(f"ratio_level must be one of {', '.join(RATIO_LEVELS)}, got {ratio_level!r}")
@@ -155,10 +155,10 @@ def aggregate(
     mask = mask.bool()
     per_token = torch.where(mask, per_token, 0.0)
     if aggregation == "sequence_mean":
-        return (per_token.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+        return (per_token.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / max(len(mask), 1)
     if aggregation == "token_mean":
         return per_token.sum() / mask.sum().clamp(min=1)
-    return per_token.sum() / (per_token.shape[0] * max_length)  # type: ignore[operator]
+    return per_token.sum() / (max(len(mask), 1) * max_length)  # type: ignore[operator]
 
 
 def trust_region_statistics(step: TrustRegionStep, mask: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -85,8 +85,8 @@ class SparsePolicy:
             ValueError: On a wrong shape or dtype, an id outside the vocabulary, or a parameter out of its range.
         """
         check_logits(logits, token_ids)
-        if top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {top_k}")
+        if not isinstance(top_k, int) or top_k < 1:
+            raise ValueError(f"top_k must be an integer of at least 1, got {top_k}")
         if not 0 <= mass_threshold < 1:
             raise ValueError(f"mass_threshold must be in [0, 1), got {mass_threshold}")
         if tail not in TAILS:
@@ -143,7 +143,7 @@ class SparsePolicy:
         """The slot that holds each token, (...) int64.
 
         Raises:
-            ValueError: If a token is outside the support.
+            ValueError: If a token is outside the support, or the shape or dtype does not fit.
         """
         check_tokens(token_ids, self.shape)
         matches = self.token_ids == token_ids.unsqueeze(-1)
@@ -205,11 +205,12 @@ class SparsePolicy:
     def __getitem__(self, index: Any) -> SparsePolicy:
         """Indexes the token positions, as a tensor of shape (...) would be."""
         rows = torch.arange(self.tail_log_prob.numel(), device=self.tail_log_prob.device).view(self.shape)[index]
+        slots = self.token_ids.shape[-1]
         return dataclasses.replace(
             self,
-            token_ids=self.token_ids.flatten(0, -2)[rows] if self.shape else self.token_ids,
-            log_probs=self.log_probs.flatten(0, -2)[rows] if self.shape else self.log_probs,
-            tail_log_prob=self.tail_log_prob.flatten()[rows] if self.shape else self.tail_log_prob,
+            token_ids=self.token_ids.reshape(-1, slots)[rows],
+            log_probs=self.log_probs.reshape(-1, slots)[rows],
+            tail_log_prob=self.tail_log_prob.reshape(-1)[rows],
         )
 
     @staticmethod
@@ -217,13 +218,16 @@ class SparsePolicy:
         """Concatenates along a dimension of the token positions.
 
         Raises:
-            ValueError: If there is nothing to concatenate, or tails or thresholds differ.
+            ValueError: If there is nothing to concatenate, the policies were captured differently, or there is no such
+                dimension.
         """
-        if not policies:
-            raise ValueError("policies is empty")
-        if len({(policy.tail, policy.mass_threshold) for policy in policies}) > 1:
-            raise ValueError("policies were captured with different tails or mass thresholds")
-        dim = dim % policies[0].tail_log_prob.dim()
+        captures = {(p.tail, p.mass_threshold, p.vocab_size, p.token_ids.shape[-1]) for p in policies}
+        if len(captures) != 1:
+            raise ValueError(f"policies must share tail, mass threshold, vocabulary and K, got {sorted(captures)}")
+        dims = len(policies[0].shape)
+        if not -dims <= dim < dims:
+            raise ValueError(f"dim must be a dimension of the token positions, in [{-dims}, {dims}), got {dim}")
+        dim %= dims
         return dataclasses.replace(
             policies[0],
             token_ids=torch.cat([policy.token_ids for policy in policies], dim),
@@ -312,7 +316,8 @@ def align(logits: Tensor, token_ids: Tensor, old: SparsePolicy) -> tuple[SparseP
     dtype = old.log_probs.dtype
     left_out = _log_count(old.vocab_size - (union >= 0).sum(-1), dtype)
 
-    # One token outside the old support has the old tail's mass, divided by how many share it.
+    # One token outside the old support has the old tail's mass, divided by how many share it. Where none is outside
+    # this is −inf − (−inf), and nobody asks for it.
     outside = _log_count(old.vocab_size - old.used.sum(-1), dtype)
     one_outside = (old.tail_log_prob - outside).unsqueeze(-1)
     old_on_union = dataclasses.replace(
@@ -338,7 +343,7 @@ def common_outcomes(first: SparsePolicy, second: SparsePolicy) -> tuple[Tensor, 
         raise ValueError("the two policies must share one support: make the new one with old.on_support(logits)")
     tail_present = (first.tail_log_prob > -torch.inf) | (second.tail_log_prob > -torch.inf)
     present = torch.cat([first.used, tail_present.unsqueeze(-1)], dim=-1)
-    return floored(first.outcomes, present), floored(second.outcomes, present), present
+    return floored(as_float(first.outcomes), present), floored(as_float(second.outcomes), present), present
 
 
 def check_tokens(token_ids: Tensor, shape: Sequence[int]) -> None:

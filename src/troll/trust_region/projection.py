@@ -64,7 +64,8 @@ def project(
     Args:
         new_log_probs: p̃: (..., V) log-probabilities or logits (both are log-softmaxed), or a :class:`SparsePolicy`.
         old_log_probs: p, in the same form; a sparse pair shares one support (``old.on_support(logits)``).
-        kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (...). inf never projects.
+        kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (...). inf never projects. In float32 the
+            bound is met to 1e-3 · ε for ε ≥ 1e-3; use float64 inputs for smaller ones.
         solver: "newton", or "bracket", the paper's, which reaches ε ≥ 0.01 only.
 
     Raises:
