@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from trl.trainer.utils import FusedCausalLMOutput, entropy_from_logits
 
-from troll.trust_region.policy import as_float
+from troll.trust_region.support import as_float
 
 #: From logits (N, V) of the scored tokens, their ids (N,) and the mask (B, T) that selected them, to what TRL shall
 #: take for their log-probabilities (N,).

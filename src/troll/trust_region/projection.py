@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from troll.trust_region.dual import SOLVERS, divergence, tilt
-from troll.trust_region.policy import SparsePolicy, as_float, common_outcomes, floored
+from troll.trust_region.policy import SparsePolicy, common_outcomes
+from troll.trust_region.support import as_float, floored
 
 
 @dataclass(frozen=True)
