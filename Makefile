@@ -9,13 +9,15 @@ DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 setup: $(VENV)/installed
 
-# Torch first: on a machine without a GPU its CPU build, where an index that pip knows has one under that name.
+# Torch first. Without a GPU, its CPU build, where pip finds one (on Linux it may need PIP_EXTRA_INDEX_URL set to the
+# CPU index that PyTorch's install page names); else the general build, which brings gigabytes of CUDA packages.
 $(VENV)/installed: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-		echo "troll needs Python 3.10 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "the trainers need Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "$(PYTHON) cannot make virtual environments: install its venv package (Debian: apt-get install python3-venv)" >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV): a minute or two"
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null \
 		|| { ! command -v nvidia-smi >/dev/null && $(BIN)/pip install --quiet "torch==$(TORCH)+cpu" 2>/dev/null; } \
 		|| $(BIN)/pip install --quiet "torch==$(TORCH)"

@@ -46,7 +46,7 @@ def test_usage_is_quick_and_needs_no_torch() -> None:
     assert result.returncode == 0
 
 
-def test_a_task_without_an_answer_to_a_run_folder_that_is_a_file(tmp_path: Path) -> None:
+def test_a_report_needs_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     assert cli.main(["report", str(file)]) == 2

@@ -90,6 +90,28 @@ def test_an_interrupted_run_is_usable_and_resumes_exactly(
     assert [{k: v for k, v in line.items() if not k.endswith(timing)} for line in lines_of(folder)] == comparable
 
 
+def test_training_that_breaks_down_leaves_its_folder(
+    short_run: list[str], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_trainer = run._trainer
+
+    class Poison(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+            with torch.no_grad():
+                next(model.parameters()).fill_(torch.nan)
+
+    def poisoned_trainer(*arguments):
+        trainer = make_trainer(*arguments)
+        trainer.add_callback(Poison())
+        return trainer
+
+    monkeypatch.setattr(run, "_trainer", poisoned_trainer)
+    with pytest.raises(FloatingPointError, match="step 2"):
+        train(recipes.load("quickstart", short_run), console)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
 def test_mistakes_are_found_before_training(
     short_run: list[str], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,8 +123,10 @@ def test_mistakes_are_found_before_training(
     occupied = tmp_path / "occupied"
     occupied.mkdir()
     (occupied / "precious").touch()
-    with pytest.raises(RecipeError, match="is not empty"):
+    with pytest.raises(RecipeError, match=r"is not empty: choose another with --output_dir$"):
         attempt("--output_dir", str(occupied))
+    with pytest.raises(RecipeError, match="cannot be used: Not a directory"):
+        attempt("--output_dir", str(occupied / "precious" / "below"))
     with pytest.raises(RecipeError, match="no checkpoint"):
         attempt("--resume_from_checkpoint")
     with pytest.raises(RecipeError, match="not the folder of a checkpoint"):

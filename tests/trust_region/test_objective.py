@@ -669,3 +669,21 @@ def test_the_public_names_are_these():
     assert troll.project is project
     assert troll.trust_region_log_probs is trust_region_log_probs
     assert troll.troll_loss is troll_loss
+
+
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "fixed_length"])
+def test_a_batch_of_no_sequences_has_loss_zero(aggregation):
+    logits, token_ids = torch.zeros(0, 5, 7, requires_grad=True), torch.zeros(0, 5, dtype=torch.int64)
+    old = troll.SparsePolicy.from_logits(logits, token_ids)
+    step = troll.trust_region_log_probs(logits, token_ids, old)
+    loss, metrics = troll.troll_loss(
+        step,
+        old.log_prob(token_ids),
+        torch.zeros(0),
+        torch.ones(0, 5),
+        aggregation=aggregation,
+        max_length=5 if aggregation == "fixed_length" else None,
+    )
+    loss.backward()
+    assert loss.item() == 0
+    assert all(value.item() == 0 for value in metrics.values())

@@ -348,9 +348,45 @@ def test_cat_undoes_splitting(dim):
     assert_identical(SparsePolicy.cat(parts, dim=dim), policy)
 
 
-def test_cat_refuses_different_tails():
-    with pytest.raises(ValueError, match="tail"):
-        SparsePolicy.cat([random_policy(tail="bucket"), random_policy(tail="floor")], dim=0)
+@pytest.mark.parametrize(
+    "other",
+    [
+        random_policy(tail="floor"),
+        random_policy(mass_threshold=0.5),
+        random_policy(size=41),
+        random_policy(top_k=9),
+    ],
+    ids=["tail", "mass_threshold", "vocabulary", "top_k"],
+)
+def test_cat_refuses_policies_captured_differently(other):
+    with pytest.raises(ValueError, match="must share tail, mass threshold, vocabulary and K"):
+        SparsePolicy.cat([random_policy(), other])
+
+
+@pytest.mark.parametrize("dim", [2, -3])
+def test_cat_refuses_a_dimension_that_is_not_there(dim):
+    with pytest.raises(ValueError, match=r"dim must be .* in \[-2, 2\), got"):
+        SparsePolicy.cat([random_policy()] * 2, dim=dim)
+
+
+def test_cat_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="policies"):
+        SparsePolicy.cat([])
+
+
+def test_a_single_position_can_be_given_a_batch():
+    single = random_policy(shape=())
+    assert single[None].shape == (1,)
+    assert_identical(single[None][0], single)
+
+
+def test_half_precision_policies_are_compared_in_float32():
+    policy = random_policy(mass_threshold=0.0)
+    other = random_policy(mass_threshold=0.0, size=40)
+    shifted = policy.on_support(torch.zeros(3, 4, 40))
+    halved = SparsePolicy.kl(shifted.to(torch.float16), other.to(torch.float16))
+    assert halved.dtype == torch.float32
+    torch.testing.assert_close(halved, shifted.kl(other), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("tail", TAILS)
