@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -145,12 +146,27 @@ def test_mistakes_are_found_before_training(
     assert (occupied / "precious").exists()
 
 
-def test_gsm8k_recipe_runs_on_local_files(short_run: list[str], tmp_path: Path, console: Console) -> None:
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["plain prompts", "chat template"])
+def test_gsm8k_recipe_runs_on_local_files(
+    short_run: list[str], tiny_model: Path, tmp_path: Path, console: Console, chat: bool
+) -> None:
     data = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
     if not data.is_dir():
         pytest.skip("needs the GSM8K files in ../shared/data/gsm8k")
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    if chat:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.chat_template = CHAT_TEMPLATE
+        tokenizer.save_pretrained(model)
     overrides = [*short_run, "--dataset_path", str(data), "--dtype", "float32", "--max_completion_length", "16"]
-    overrides += ["--gradient_accumulation_steps", "1", "--max_steps", "2"]
+    overrides += ["--gradient_accumulation_steps", "1", "--max_steps", "2", "--model_name_or_path", str(model)]
     assert train(recipes.load("gsm8k-qwen3", overrides), console)
     lines = lines_of(tmp_path / "run")
     assert all(0 <= line["rewards/success/mean"] <= 1 for line in lines if "reward" in line)
