@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 from troll.trust_region.dual import divergence
-from troll.trust_region.policy import SparsePolicy, align, check_logits, common_outcomes
+from troll.trust_region.head import Head
+from troll.trust_region.policy import SparsePolicy, align, common_outcomes
 from troll.trust_region.projection import Projection, project_outcomes
+from troll.trust_region.support import check_logits
 
 RatioLevel = Literal["token", "sequence"]
 Aggregation = Literal["sequence_mean", "token_mean", "fixed_length"]
@@ -65,10 +68,82 @@ def trust_region_log_probs(
             solver.
     """
     check_logits(logits, token_ids)
+
+    def capture_new() -> SparsePolicy:
+        return SparsePolicy.from_logits(
+            logits, token_ids, top_k=old.token_ids.shape[-1], mass_threshold=old.mass_threshold
+        )
+
+    return _step(token_ids, old, lambda support: support.on_support(logits), capture_new, kl_bound, solver)
+
+
+def trust_region_log_probs_from_hidden(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    token_ids: Tensor,
+    old: SparsePolicy,
+    kl_bound: float | Tensor = 0.05,
+    solver: str = "newton",
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> TrustRegionStep:
+    """:func:`trust_region_log_probs` of the LM head's logits, without ever holding (tokens x vocabulary) numbers.
+
+    Forward and backward go over the vocabulary in tiles, and the backward computes each tile anew. Gradients reach
+    hidden states, weight and bias, accumulated in float32.
+
+    Args:
+        hidden: Hidden states of the new policy, (..., H), aligned with `token_ids`.
+        lm_head_weight: (V, H).
+        token_ids: As in `trust_region_log_probs`.
+        old: As there; :meth:`SparsePolicy.from_hidden` captures it in the same way.
+        kl_bound: As there.
+        solver: As there.
+        bias: (V,), of the LM head.
+        temperature: The sampling temperature.
+        logit_scale: What the model multiplies its logits by.
+        softcap: The model's final logit softcap.
+
+    Raises:
+        ValueError: As `trust_region_log_probs`, and on parts of the head that do not fit each other.
+    """
+    head = Head(lm_head_weight, bias, temperature, logit_scale, softcap)
+    head.check(hidden, token_ids)
+
+    def capture_new() -> SparsePolicy:
+        return SparsePolicy.from_hidden(
+            hidden,
+            lm_head_weight,
+            token_ids,
+            top_k=old.token_ids.shape[-1],
+            mass_threshold=old.mass_threshold,
+            bias=bias,
+            temperature=temperature,
+            logit_scale=logit_scale,
+            softcap=softcap,
+        )
+
+    def on_support(support: SparsePolicy) -> SparsePolicy:
+        return support.on_support_from_hidden(hidden, head)
+
+    return _step(token_ids, old, on_support, capture_new, kl_bound, solver)
+
+
+def _step(
+    token_ids: Tensor,
+    old: SparsePolicy,
+    on_support: Callable[[SparsePolicy], SparsePolicy],
+    capture_new: Callable[[], SparsePolicy],
+    kl_bound: float | Tensor,
+    solver: str,
+) -> TrustRegionStep:
     if old.shape != token_ids.shape:
         raise ValueError(f"old must hold the positions {tuple(token_ids.shape)}, got {tuple(old.shape)}")
     slot = old.slot(token_ids).unsqueeze(-1)
-    new, old = align(logits, token_ids, old)
+    new, old = align(old, on_support, capture_new)
     new_outcomes, old_outcomes, present = common_outcomes(new, old)
     projection = project_outcomes(new.outcomes, new_outcomes, old_outcomes, present, kl_bound, solver)
     return TrustRegionStep(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,13 +12,19 @@ import torch
 from torch import Tensor
 
 from troll.trust_region.dual import divergence
+from troll.trust_region.head import Head, log_probs_on_support_from_hidden, top_from_hidden
 from troll.trust_region.support import (
     PROBABILITY_FLOOR,
+    Top,
     as_float,
+    check_logits,
+    check_tokens,
+    check_tokens_in,
     floored,
     log_probs_on_support,
     logsumexp_without,
     normaliser,
+    shape_text,
     top_ids,
 )
 
@@ -76,20 +82,61 @@ class SparsePolicy:
             ValueError: On a wrong shape or dtype, an id outside the vocabulary, or a parameter out of its range.
         """
         check_logits(logits, token_ids)
-        if not isinstance(top_k, int) or top_k < 1:
-            raise ValueError(f"top_k must be an integer of at least 1, got {top_k}")
-        if not 0 <= mass_threshold < 1:
-            raise ValueError(f"mass_threshold must be in [0, 1), got {mass_threshold}")
-        if tail not in TAILS:
-            raise ValueError(f"tail must be one of {', '.join(TAILS)}, got {tail!r}")
-
+        _check_capture(top_k, mass_threshold, tail)
         z = as_float(logits)
         sampled = token_ids.long().unsqueeze(-1)
         ids = top_ids(z, min(top_k, z.shape[-1]))
         log_total = normaliser(z)
-        log_probs = z.gather(-1, ids) - log_total
-        sampled_log_prob = z.gather(-1, sampled) - log_total
-        rest = logsumexp_without(z, torch.cat([ids, sampled], dim=-1)) - log_total
+        rest = logsumexp_without(z, torch.cat([ids, sampled], dim=-1))
+        top = Top(ids, z.gather(-1, ids), z.gather(-1, sampled), log_total, rest)
+        return cls._from_top(top, sampled, z.shape[-1], mass_threshold, tail)
+
+    @classmethod
+    @torch.no_grad()
+    def from_hidden(
+        cls,
+        hidden: Tensor,
+        lm_head_weight: Tensor,
+        token_ids: Tensor,
+        *,
+        top_k: int = 64,
+        mass_threshold: float = 1e-5,
+        tail: Tail = "bucket",
+        bias: Tensor | None = None,
+        temperature: float = 1.0,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> SparsePolicy:
+        """The same as :meth:`from_logits` of the LM head's logits, without ever holding them.
+
+        Args:
+            hidden: Hidden states, (..., H), aligned with `token_ids`.
+            lm_head_weight: (V, H).
+            token_ids: The sampled tokens, (...), integers in [0, V).
+            top_k: As in `from_logits`.
+            mass_threshold: As in `from_logits`.
+            tail: As in `from_logits`.
+            bias: (V,), of the LM head.
+            temperature: The sampling temperature.
+            logit_scale: What the model multiplies its logits by.
+            softcap: The model's final logit softcap.
+
+        Raises:
+            ValueError: As `from_logits`, and on parts of the head that do not fit each other.
+        """
+        head = Head(lm_head_weight, bias, temperature, logit_scale, softcap)
+        head.check(hidden, token_ids)
+        check_tokens_in(token_ids, head.vocab_size)
+        _check_capture(top_k, mass_threshold, tail)
+        shape, sampled = token_ids.shape, token_ids.long().reshape(-1)
+        top = top_from_hidden(hidden.reshape(-1, hidden.shape[-1]), head, sampled, min(top_k, head.vocab_size))
+        top = Top(*(part.view(*shape, part.shape[-1]) for part in top))
+        return cls._from_top(top, sampled.view(*shape, 1), head.vocab_size, mass_threshold, tail)
+
+    @classmethod
+    def _from_top(cls, top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float, tail: Tail) -> SparsePolicy:
+        ids = top.ids
+        log_probs, sampled_log_prob, rest = (x - top.log_total for x in (top.logits, top.sampled_logit, top.log_rest))
 
         # A slot is used while it and everything after it hold more than the threshold, summed from the smallest up.
         in_top = (ids == sampled).any(-1, keepdim=True)
@@ -105,7 +152,7 @@ class SparsePolicy:
 
         ids = torch.where(takes_last, sampled, ids.masked_fill(~used, -1))
         log_probs = torch.where(takes_last, sampled_log_prob, log_probs.masked_fill(~used, -torch.inf))
-        policy = cls(ids, log_probs, tail_log_prob, z.shape[-1], tail, mass_threshold)
+        policy = cls(ids, log_probs, tail_log_prob, vocab_size, tail, mass_threshold)
         return policy if tail == "bucket" else policy._with_floored_tail()
 
     def _with_floored_tail(self) -> SparsePolicy:
@@ -170,9 +217,22 @@ class SparsePolicy:
             ValueError: If the shape does not fit the token positions and the vocabulary.
         """
         if logits.shape != (*self.shape, self.vocab_size):
-            raise ValueError(f"logits must be {_shape((*self.shape, self.vocab_size))}, got {_shape(logits.shape)}")
+            raise ValueError(
+                f"logits must be {shape_text((*self.shape, self.vocab_size))}, got {shape_text(logits.shape)}"
+            )
         log_probs, tail_log_prob = log_probs_on_support(logits, self.token_ids)
         return dataclasses.replace(self, log_probs=log_probs, tail_log_prob=tail_log_prob)
+
+    def on_support_from_hidden(self, hidden: Tensor, head: Head) -> SparsePolicy:
+        """`on_support` of an LM head's logits, without ever holding them; hidden is (..., H)."""
+        head.check(hidden, self.tail_log_prob)
+        if head.vocab_size != self.vocab_size:
+            raise ValueError(f"lm_head_weight must have {self.vocab_size} rows, got {head.vocab_size}")
+        ids = self.token_ids.reshape(-1, self.token_ids.shape[-1])
+        log_probs, tail_log_prob = log_probs_on_support_from_hidden(hidden.reshape(-1, hidden.shape[-1]), head, ids)
+        return dataclasses.replace(
+            self, log_probs=log_probs.view(self.token_ids.shape), tail_log_prob=tail_log_prob.view(self.shape)
+        )
 
     def kl(self, other: SparsePolicy) -> Tensor:
         """KL(self ‖ other) over the K + 1 outcomes, (...), in nats; both floored at 1e-12.
@@ -285,22 +345,24 @@ class PackedPolicy:
         )
 
 
-def align(logits: Tensor, token_ids: Tensor, old: SparsePolicy) -> tuple[SparsePolicy, SparsePolicy]:
+def align(
+    old: SparsePolicy,
+    on_support: Callable[[SparsePolicy], SparsePolicy],
+    capture_new: Callable[[], SparsePolicy],
+) -> tuple[SparsePolicy, SparsePolicy]:
     """The new and the old policy on the outcomes that the old one's tail asks for.
 
     ``bucket``: the old policy's support. ``floor``: the union of both supports; every other token counts as 1e-12.
 
     Args:
-        logits: Of the new policy, (..., V).
-        token_ids: The sampled tokens, (...).
         old: The old policy.
+        on_support: The new policy on another one's support, like :meth:`SparsePolicy.on_support`.
+        capture_new: Captures the new policy as the old one was, for its support; called for "floor" alone.
     """
     if old.tail == "bucket":
-        return old.on_support(logits), old
+        return on_support(old), old
 
-    own = SparsePolicy.from_logits(
-        logits, token_ids, top_k=old.token_ids.shape[-1], mass_threshold=old.mass_threshold
-    ).token_ids
+    own = capture_new().token_ids
     known = (own.unsqueeze(-1) == old.token_ids.unsqueeze(-2)).any(-1)
     extra = own.masked_fill(known, -1)
     union = torch.cat([old.token_ids, extra], dim=-1)
@@ -317,7 +379,7 @@ def align(logits: Tensor, token_ids: Tensor, old: SparsePolicy) -> tuple[SparseP
         log_probs=torch.cat([old.log_probs, one_outside.expand(extra.shape).masked_fill(extra < 0, -torch.inf)], -1),
         tail_log_prob=one_outside.squeeze(-1) + left_out,
     )
-    new_on_union = old_on_union.on_support(logits)
+    new_on_union = on_support(old_on_union)
     return dataclasses.replace(new_on_union, tail_log_prob=left_out + math.log(PROBABILITY_FLOOR)), old_on_union
 
 
@@ -337,26 +399,13 @@ def common_outcomes(first: SparsePolicy, second: SparsePolicy) -> tuple[Tensor, 
     return floored(as_float(first.outcomes), present), floored(as_float(second.outcomes), present), present
 
 
-def check_tokens(token_ids: Tensor, shape: Sequence[int]) -> None:
-    """Raises ValueError unless `token_ids` are integers of the given shape."""
-    if token_ids.shape != torch.Size(shape):
-        raise ValueError(f"token_ids must be {_shape(shape)}, got {_shape(token_ids.shape)}")
-    if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
-        raise ValueError(f"token_ids must be integers, got {token_ids.dtype}")
-
-
-def check_logits(logits: Tensor, token_ids: Tensor) -> None:
-    """Raises ValueError unless (..., V) logits and (...) token ids fit each other."""
-    if logits.dim() == 0 or logits.shape[-1] == 0 or not logits.is_floating_point():
-        raise ValueError(f"logits must be floating point (..., V), got {logits.dtype} {_shape(logits.shape)}")
-    check_tokens(token_ids, logits.shape[:-1])
-    outside = (token_ids < 0) | (token_ids >= logits.shape[-1])
-    if bool(outside.any()):
-        raise ValueError(f"token_ids must be in [0, {logits.shape[-1]}), got {token_ids[outside][0].item()}")
-
-
-def _shape(shape: Sequence[object]) -> str:
-    return f"({', '.join(map(str, shape))})"
+def _check_capture(top_k: int, mass_threshold: float, tail: str) -> None:
+    if not isinstance(top_k, int) or top_k < 1:
+        raise ValueError(f"top_k must be an integer of at least 1, got {top_k}")
+    if not 0 <= mass_threshold < 1:
+        raise ValueError(f"mass_threshold must be in [0, 1), got {mass_threshold}")
+    if tail not in TAILS:
+        raise ValueError(f"tail must be one of {', '.join(TAILS)}, got {tail!r}")
 
 
 def _log_count(count: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,21 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 #: Smaller probabilities are raised to this before a projection, and the distribution renormalised.
 PROBABILITY_FLOOR = 1e-12
+
+
+class Top(NamedTuple):
+    """The largest logits of a distribution, and what normalises them."""
+
+    ids: Tensor
+    """(..., K), larger logit first, then smaller id."""
+    logits: Tensor
+    """(..., K)."""
+    sampled_logit: Tensor
+    """(..., 1)."""
+    log_total: Tensor
+    """Log-sum-exp of all tokens, (..., 1); NaN for a row that is no distribution."""
+    log_rest: Tensor
+    """Log-sum-exp of all but the K and the sampled one, (..., 1); −inf where there is no other."""
 
 
 def as_float(tensor: Tensor) -> Tensor:
@@ -29,8 +45,12 @@ def floored(log_probs: Tensor, present: Tensor) -> Tensor:
 
 def normaliser(z: Tensor) -> Tensor:
     """Log-sum-exp, (..., V) to (..., 1); NaN for a row with NaN, +inf, or nothing but −inf."""
-    total = torch.logsumexp(z, dim=-1, keepdim=True)
-    return total.masked_fill(~total.isfinite(), torch.nan)
+    return nan_unless_finite(torch.logsumexp(z, dim=-1, keepdim=True))
+
+
+def nan_unless_finite(log_total: Tensor) -> Tensor:
+    """A normaliser, with NaN where it says that a row is no distribution."""
+    return log_total.masked_fill(~log_total.isfinite(), torch.nan)
 
 
 def logsumexp_without(z: Tensor, ids: Tensor) -> Tensor:
@@ -111,3 +131,31 @@ class _OnSupport(torch.autograd.Function):
         # A row that is not a distribution has no gradient; its values are NaN, which the metrics count.
         grad.masked_fill_(log_total.isnan(), 0)
         return grad.to(logits.dtype), None
+
+
+def check_tokens(token_ids: Tensor, shape: Sequence[int]) -> None:
+    """Raises ValueError unless `token_ids` are integers of the given shape."""
+    if token_ids.shape != torch.Size(shape):
+        raise ValueError(f"token_ids must be {shape_text(shape)}, got {shape_text(token_ids.shape)}")
+    if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
+        raise ValueError(f"token_ids must be integers, got {token_ids.dtype}")
+
+
+def check_logits(logits: Tensor, token_ids: Tensor) -> None:
+    """Raises ValueError unless (..., V) logits and (...) token ids fit each other."""
+    if logits.dim() == 0 or logits.shape[-1] == 0 or not logits.is_floating_point():
+        raise ValueError(f"logits must be floating point (..., V), got {logits.dtype} {shape_text(logits.shape)}")
+    check_tokens(token_ids, logits.shape[:-1])
+    check_tokens_in(token_ids, logits.shape[-1])
+
+
+def check_tokens_in(token_ids: Tensor, vocab_size: int) -> None:
+    """Raises ValueError unless all `token_ids` are in [0, vocab_size)."""
+    outside = (token_ids < 0) | (token_ids >= vocab_size)
+    if bool(outside.any()):
+        raise ValueError(f"token_ids must be in [0, {vocab_size}), got {token_ids[outside][0].item()}")
+
+
+def shape_text(shape: Sequence[object]) -> str:
+    """A shape as error messages show it."""
+    return f"({', '.join(map(str, shape))})"

@@ -1,0 +1,233 @@
+"""The fused head against the same mathematics on full logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import troll
+from troll.trust_region import head as head_module
+from troll.trust_region.head import Head, top_from_hidden
+from troll.trust_region.policy import SparsePolicy
+
+TRANSFORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "softcap (Gemma 2)": {"softcap": 5.0, "temperature": 1.3},
+    "scale (Cohere, Granite)": {"logit_scale": 0.25},
+    "all, and a bias": {"softcap": 8.0, "temperature": 0.6, "logit_scale": 1.7, "bias": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles each way, and a remainder."""
+    monkeypatch.setattr(head_module, "TOKEN_TILE", 5)
+    monkeypatch.setattr(head_module, "VOCABULARY_TILE", 300)
+
+
+def problem(
+    shape: tuple[int, ...] = (3, 4), size: int = 1000, dtype: torch.dtype = torch.float64, scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, weight, bias and sampled tokens."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(*shape, 16, generator=generator, dtype=torch.float64)
+    weight = scale * torch.randn(size, 16, generator=generator, dtype=torch.float64)
+    bias = torch.randn(size, generator=generator, dtype=torch.float64)
+    token_ids = torch.randint(size, shape, generator=generator)
+    return hidden.to(dtype), weight.to(dtype), bias.to(dtype), token_ids
+
+
+def full_logits(hidden: Tensor, weight: Tensor, *, bias=None, temperature=1.0, logit_scale=1.0, softcap=None) -> Tensor:
+    logits = hidden @ weight.t()
+    if bias is not None:
+        logits = logits + bias
+    logits = (logits.double() if logits.dtype == torch.float64 else logits.float()) * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits / temperature
+
+
+def keywords_of(transform: str, bias: Tensor) -> dict[str, Any]:
+    keywords = dict(TRANSFORMS[transform])
+    return keywords | {"bias": bias} if keywords.pop("bias", False) else keywords
+
+
+def assert_same_policy(actual: SparsePolicy, expected: SparsePolicy, tolerance: float) -> None:
+    assert torch.equal(actual.token_ids, expected.token_ids)
+    torch.testing.assert_close(actual.log_probs, expected.log_probs, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.tail_log_prob, expected.tail_log_prob, rtol=tolerance, atol=tolerance)
+    assert (actual.tail, actual.vocab_size, actual.mass_threshold) == (
+        expected.tail,
+        expected.vocab_size,
+        expected.mass_threshold,
+    )
+
+
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("mass_threshold", [0.0, 1e-2])
+def test_capture_is_that_of_full_logits(transform, tail, mass_threshold):
+    hidden, weight, bias, token_ids = problem()
+    keywords = keywords_of(transform, bias)
+    capture: dict[str, Any] = {"top_k": 8, "mass_threshold": mass_threshold, "tail": tail}
+    actual = SparsePolicy.from_hidden(hidden, weight, token_ids, **capture, **keywords)
+    expected = SparsePolicy.from_logits(full_logits(hidden, weight, **keywords), token_ids, **capture)
+    assert_same_policy(actual, expected, 1e-10)
+
+
+@pytest.mark.parametrize("k", [1, 3, 64, 256, 1000])
+@pytest.mark.parametrize("size", [1000, 1024, 301])
+@pytest.mark.parametrize("levels", [None, 3])
+def test_the_top_is_that_of_a_stable_sort(k, size, levels):
+    """With `levels`, logits take three values only, and almost everything ties."""
+    k = min(k, size)
+    hidden = torch.eye(7, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(size, 7, generator=generator)
+    if levels:
+        weight = torch.randint(levels, (size, 7), generator=generator).float()
+    weight[::5, 3] = -torch.inf
+    weight[1:, 4] = -torch.inf
+    logits = weight.t().contiguous()
+    token_ids = torch.arange(7) * (size // 7)
+
+    # inf * 0 would be NaN in a matrix product.
+    def product(rows: Tensor, head: Head, columns: slice) -> Tensor:
+        return logits[rows.argmax(-1)][:, columns].clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_module, "_product", product)
+        top = top_from_hidden(hidden, Head(weight), token_ids, k)
+    expected = logits.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(top.ids, expected.indices[:, :k])
+    assert torch.equal(top.logits, expected.values[:, :k])
+    torch.testing.assert_close(top.log_total.squeeze(-1), logits.logsumexp(-1))
+    rest = logits.scatter(-1, top.ids, -torch.inf).scatter(-1, token_ids.unsqueeze(-1), -torch.inf)
+    torch.testing.assert_close(top.log_rest.squeeze(-1), rest.logsumexp(-1))
+
+
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("kl_bound", [1e-3, 0.05, torch.inf])
+def test_step_and_gradients_are_those_of_full_logits(transform, tail, kl_bound):
+    hidden, weight, bias, token_ids = problem()
+    keywords = keywords_of(transform, bias)
+    old = SparsePolicy.from_logits(
+        full_logits(hidden, weight, **keywords), token_ids, top_k=8, mass_threshold=1e-2, tail=tail
+    )
+    leaves = [hidden + 0.1, weight * 1.02, bias * 1.01]
+    results = []
+    for fused in (True, False):
+        hidden, weight, bias = (leaf.clone().requires_grad_() for leaf in leaves)
+        if "bias" in keywords:
+            keywords["bias"] = bias
+        if fused:
+            step = troll.trust_region_log_probs_from_hidden(hidden, weight, token_ids, old, kl_bound, **keywords)
+        else:
+            step = troll.trust_region_log_probs(full_logits(hidden, weight, **keywords), token_ids, old, kl_bound)
+        weights = torch.linspace(-1, 1, step.log_probs.numel(), dtype=torch.float64).view(step.log_probs.shape)
+        ((step.log_probs + 0.3 * step.new_log_probs) * weights + step.regression).sum().backward()
+        grads = [leaf.grad for leaf in (hidden, weight, bias) if leaf.grad is not None]
+        results.append((step, grads))
+    (actual, actual_grads), (expected, expected_grads) = results
+    for name in ("log_probs", "new_log_probs", "regression", "kl_before", "kl_after", "multiplier", "projected"):
+        torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=1e-8, atol=1e-10)
+    assert len(actual_grads) == len(expected_grads) == (3 if "bias" in keywords else 2)
+    for actual_grad, expected_grad in zip(actual_grads, expected_grads, strict=True):
+        torch.testing.assert_close(actual_grad, expected_grad, rtol=1e-7, atol=1e-9)
+
+
+def test_half_precision_is_computed_in_float32():
+    hidden, weight, _, token_ids = problem(dtype=torch.bfloat16)
+    old = SparsePolicy.from_hidden(hidden, weight, token_ids, top_k=16)
+    assert_same_policy(old, SparsePolicy.from_logits(hidden @ weight.t(), token_ids, top_k=16), 1e-5)
+    hidden.requires_grad_()
+    step = troll.trust_region_log_probs_from_hidden(hidden, weight * 1.1, token_ids, old)
+    step.log_probs.sum().backward()
+    assert old.log_probs.dtype == step.log_probs.dtype == torch.float32
+    assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
+
+
+def test_a_tiny_tail_is_resolved():
+    """1 − Σ would be exactly 0 from 1e-7 on; the complement's own log-sum-exp is not."""
+    weight = torch.zeros(1000, 1)
+    weight[7] = 70.0
+    old = SparsePolicy.from_hidden(torch.ones(1, 1), weight, torch.tensor([7]), top_k=1)
+    expected = torch.log(torch.tensor(999.0)) - 70.0
+    torch.testing.assert_close(old.tail_log_prob[0], expected, rtol=1e-6, atol=0)
+    step = troll.trust_region_log_probs_from_hidden(torch.ones(1, 1), weight, torch.tensor([7]), old)
+    assert step.kl_before.item() == 0
+
+
+def test_no_tensor_of_tokens_by_vocabulary_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, _, token_ids = problem(shape=(12,), dtype=torch.float32)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(tensor, Tensor) and weight.shape[-1] not in tensor.shape:  # not a slice of the head
+                    largest = max(largest, tensor.numel())
+            return out
+
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    with Watch():
+        old = SparsePolicy.from_hidden(hidden, weight, token_ids, top_k=8)
+        step = troll.trust_region_log_probs_from_hidden(hidden, weight, token_ids, old)
+        step.log_probs.sum().backward()
+    assert 0 < largest <= 5 * 300 < hidden.shape[0] * weight.shape[0]
+
+
+def test_rows_that_are_no_distribution_are_nan_and_have_no_gradient():
+    hidden, weight, _, token_ids = problem(shape=(4,))
+    old = SparsePolicy.from_hidden(hidden, weight, token_ids)
+    broken = hidden.clone()
+    broken[1] = torch.nan
+    broken.requires_grad_()
+    step = troll.trust_region_log_probs_from_hidden(broken, weight * 1.1, token_ids, old)
+    assert step.kl_before.isnan().tolist() == [False, True, False, False]
+    step.log_probs[[0, 2, 3]].sum().backward()
+    assert broken.grad is not None and broken.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0)])
+def test_any_batch_shape(shape):
+    hidden, weight, _, token_ids = problem(shape=shape)
+    old = SparsePolicy.from_hidden(hidden, weight, token_ids, top_k=4)
+    step = troll.trust_region_log_probs_from_hidden(hidden, weight, token_ids, old)
+    assert old.shape == step.log_probs.shape == shape
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(3, 4, 15)}, "hidden must be"),
+        ({"lm_head_weight": torch.zeros(16)}, "lm_head_weight must be"),
+        ({"token_ids": torch.zeros(3, dtype=torch.int64)}, "hidden must be"),
+        ({"token_ids": torch.full((3, 4), 1000)}, "token_ids must be in"),
+        ({"bias": torch.zeros(3)}, "bias must be"),
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"softcap": -1.0}, "softcap must be above 0"),
+        ({"top_k": 0}, "top_k must be"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_what_does_not_fit_is_named(change, message):
+    hidden, weight, _, token_ids = problem(dtype=torch.float32)
+    arguments = {"hidden": hidden, "lm_head_weight": weight, "token_ids": token_ids} | change
+    with pytest.raises(ValueError, match=message):
+        SparsePolicy.from_hidden(**arguments)
+
+
+def test_another_vocabulary_is_refused():
+    hidden, weight, _, token_ids = problem(dtype=torch.float32)
+    old = SparsePolicy.from_hidden(hidden, weight, token_ids)
+    with pytest.raises(ValueError, match="lm_head_weight must have 1000 rows, got 999"):
+        troll.trust_region_log_probs_from_hidden(hidden, weight[:-1], token_ids, old)
