@@ -2,9 +2,9 @@
 
 import argparse
 
-from benchmarks import projection
+from benchmarks import head, projection
 
-BENCHMARKS = {"projection": projection.main}
+BENCHMARKS = {"head": head.main, "projection": projection.main}
 
 parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
 parser.add_argument("name", choices=BENCHMARKS)

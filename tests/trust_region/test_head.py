@@ -231,3 +231,18 @@ def test_another_vocabulary_is_refused():
     old = SparsePolicy.from_hidden(hidden, weight, token_ids)
     with pytest.raises(ValueError, match="lm_head_weight must have 1000 rows, got 999"):
         troll.trust_region_log_probs_from_hidden(hidden, weight[:-1], token_ids, old)
+
+
+@pytest.mark.parametrize("k", [1, 3, 10])
+@pytest.mark.parametrize("size", [64 * 40, 64 * 40 + 17])
+@pytest.mark.parametrize("levels", [None, 2, 50])
+def test_the_top_of_a_tile_by_blocks_is_that_of_a_stable_sort(k, size, levels):
+    assert size // head_module.BLOCK > 2 * k, "else no blocks are used"
+    generator = torch.Generator().manual_seed(2)
+    z = torch.randn(6, size, generator=generator)
+    if levels:
+        z = torch.randint(levels, (6, size), generator=generator).float()
+    z[:, -1] = 100.0  # the remainder counts
+    z[3, k:] = -torch.inf
+    expected = z.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    assert torch.equal(head_module._top_of_tile(z, k), expected)
