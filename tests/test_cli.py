@@ -17,6 +17,7 @@ from troll import cli
             "cannot load the model",
         ),
         (["report", "/nonexistent"], "not a run folder"),
+        (["train", "--kl_bound", "0.1", "quickstart"], "the recipe comes first"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(

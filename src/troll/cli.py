@@ -28,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = commands.add_parser("report", help="write the report of a run folder anew")
     report.add_argument("run_folder", metavar="RUN_FOLDER", type=Path)
 
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["train"] and argv[1:2] and argv[1].startswith("-") and argv[1] not in ("-h", "--help"):
+        # argparse would take the value of an unknown option for the recipe.
+        return _fail(ValueError("the recipe comes first: troll train RECIPE [--field value ...]"))
     arguments, overrides = parser.parse_known_args(argv)
     if arguments.command != "train" and overrides:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")

@@ -64,8 +64,6 @@ def find(name_or_path: str) -> Path:
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return path
-    if name_or_path.startswith("-"):
-        raise RecipeError(f"the recipe comes first, then {name_or_path}")
     hint = _did_you_mean(name_or_path, names())
     raise RecipeError(f"no recipe or YAML file {name_or_path!r}{hint}; recipes: {', '.join(names())}")
 
