@@ -2,9 +2,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from troll.rewards.completion import completion_text
-
-Completion = str | list[dict[str, str]]
+from troll.rewards.completion import Completion, completion_text
 
 _TIMEOUT_SECONDS = 2
 

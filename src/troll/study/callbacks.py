@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from troll.study.curves import SUCCESS
 from troll.study.report import write_atomically
-
-SUCCESS = "rewards/success/mean"
 
 #: What the progress line shows of the logs: label, key, format.
 SHOWN = (

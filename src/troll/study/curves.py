@@ -62,7 +62,9 @@ class _Curve:
     caption: str
 
 
-_HELD_OUT = "eval_rewards/success/mean"
+#: Where TRL logs the mean of a task's `success`.
+SUCCESS = "rewards/success/mean"
+_HELD_OUT = f"eval_{SUCCESS}"
 _TRUST = "trust_region/"
 _CURVES = (
     _Curve(
@@ -70,7 +72,7 @@ _CURVES = (
         "Success",
         "share of completions",
         "percent",
-        {"rewards/success/mean": "training batch", _HELD_OUT: "held out"},
+        {SUCCESS: "training batch", _HELD_OUT: "held out"},
         "How many sampled completions solve their problem, on the training batches and on held-out problems (points "
         "with 95 % intervals). Higher is better.",
     ),

@@ -17,7 +17,8 @@ from trl import get_peft_config, get_quantization_config
 
 from troll import recipes
 from troll.recipes import Recipe, RecipeError
-from troll.study.callbacks import SUCCESS, MetricsFile, ProgressLine
+from troll.study.callbacks import MetricsFile, ProgressLine
+from troll.study.curves import SUCCESS
 from troll.study.embedded import embedded_model
 from troll.study.report import write_atomically, write_report
 from troll.tasks import load_task

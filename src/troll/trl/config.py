@@ -11,8 +11,10 @@ from trl import GRPOConfig
 from troll.trust_region.dual import SOLVERS
 from troll.trust_region.policy import TAILS, Tail
 
-#: How TRL's `loss_type` aggregates over tokens. The others bring a surrogate of their own, with no clip to replace.
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
+#: How TRL's `loss_type` aggregates over tokens, in the core's names; "dapo" divides by the tokens of the whole
+#: generation batch. The other loss types bring a surrogate of their own, with no clip to replace.
+AGGREGATION = {"grpo": "sequence_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length"}
+LOSS_TYPES = (*AGGREGATION, "dapo")
 
 
 @dataclass

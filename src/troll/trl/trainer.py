@@ -12,7 +12,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from troll.trl.config import TrollConfig
+from troll.trl.config import AGGREGATION, TrollConfig
 from troll.trl.scoring import LogitsReader, ReadLogits, scatter
 from troll.trust_region.objective import (
     TrustRegionStep,
@@ -25,9 +25,6 @@ from troll.trust_region.policy import SparsePolicy
 
 #: The old policy travels through TRL's buffer (shuffled, split, padded) under these keys.
 OLD_POLICY_KEYS = ("troll_token_ids", "troll_log_probs", "troll_tail_log_prob")
-
-#: `trl`'s names for the aggregations of the core; "dapo" divides by the tokens of the whole generation batch.
-AGGREGATION = {"grpo": "sequence_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length"}
 
 #: More than this fraction of tokens projected, over so many optimiser steps, is worth a warning.
 WATCHED_FRACTION, WATCHED_STEPS = 0.1, 100
@@ -127,8 +124,9 @@ class TrollTrainer(GRPOTrainer):
                     scatter(policy.tail_log_prob, scored),
                 )
             )
-            # The same function as at the update, so that equal policies give equal numbers.
-            return policy.on_support(logits).log_prob(token_ids)
+            # TRL wants raw log-probabilities, which a floored tail has renormalised away.
+            raw = policy if policy.tail == "bucket" else policy.on_support(logits)
+            return raw.log_prob(token_ids)
 
         return read
 

@@ -1,4 +1,4 @@
-"""What every test of the core shares."""
+"""What every test shares."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """The tensors are tiny: on a busy machine a second thread makes these tests five times slower."""
+    """Tensors and models are tiny: on a busy machine a second thread makes the tests several times slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
