@@ -110,7 +110,7 @@ def test_training_that_breaks_down_leaves_its_folder(
     with pytest.raises(FloatingPointError, match="step 2"):
         train(recipes.load("quickstart", short_run), console)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
-    assert (tmp_path / "run" / "report.html").is_file()
+    assert ">failed</span>" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_mistakes_are_found_before_training(

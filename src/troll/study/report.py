@@ -162,8 +162,8 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
 def _page(config: str | None, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], folder: str) -> str:
     name = str(summary.get("recipe") or folder)
     heading = f"TROLL · {escape(name)}"
-    if summary.get("status") == "interrupted":
-        heading += '<span class="interrupted">interrupted</span>'
+    if (status := summary.get("status")) in ("interrupted", "failed"):
+        heading += f'<span class="interrupted">{status}</span>'
     steps = sorted({row["step"] for row in rows})
     logged = f"{len(steps)} logged steps, {steps[0]} to {steps[-1]}." if steps else "No step was logged."
     return _PAGE.substitute(
