@@ -6,40 +6,46 @@ per-token numbers, and drop it; the backward makes it again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from troll.trust_region.support import Top, nan_unless_finite, top_ids
+from troll.trust_region.kernels import tile as torch_tile
+from troll.trust_region.kernels import use_triton
+from troll.trust_region.kernels.tile import Outside, TileGradient, Transform
+from troll.trust_region.support import BLOCK, Top, as_float, candidate_ids, keep, nan_unless_finite, top_ids
 
 #: Tokens and vocabulary entries of a tile.
 TOKEN_TILE, VOCABULARY_TILE = 4096, 32768
-
-#: The K blocks with the largest maxima contain the K largest logits, so only those are sorted.
-BLOCK = 64
 
 
 @dataclass(frozen=True)
 class Head:
     """An LM head, ``logits = softcap · tanh(logit_scale · (hidden @ weight.T + bias) / softcap) / temperature``.
 
+    The product is computed in `compute_dtype`, all that follows in float32 (float64 for float64).
+
     Attributes:
         weight: (V, H).
         bias: (V,), or None.
-        temperature: The sampling temperature.
-        logit_scale: 1 for most models; Cohere's and Granite's multiply or divide their logits.
-        softcap: None for most models; Gemma 2 has one.
+        transform: Temperature, the model's scale of its logits, and its final softcap.
+        compute_dtype: None for the hidden states' own, or autocast's where it is on.
+        gathered: Called with weight and bias, and entered around every use of them, backward included; for parameters
+            that are sharded.
     """
 
     weight: Tensor
     bias: Tensor | None = None
-    temperature: float = 1.0
-    logit_scale: float = 1.0
-    softcap: float | None = None
+    transform: Transform = field(default_factory=Transform)
+    compute_dtype: torch.dtype | None = None
+    gathered: Callable[[Tensor, Tensor | None], AbstractContextManager[Any]] = lambda weight, bias: nullcontext()
 
     @property
     def vocab_size(self) -> int:
@@ -56,34 +62,69 @@ class Head:
         if self.bias is not None and self.bias.shape != self.weight.shape[:1]:
             raise ValueError(f"bias must be {tuple(self.weight.shape[:1])}, got {tuple(self.bias.shape)}")
         for name in ("temperature", "softcap"):
-            value = getattr(self, name)
+            value = getattr(self.transform, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be above 0, got {value}")
 
-    def logits(self, product: Tensor) -> Tensor:
-        """Logits in float32 (float64 for float64) from ``hidden @ weight.T + bias``; may reuse its memory."""
-        z = product if product.dtype == torch.float64 else product.float()
-        if self.logit_scale != 1.0:
-            z = z.mul_(self.logit_scale)
-        if self.softcap is not None:
-            z = z.div_(self.softcap).tanh_().mul_(self.softcap)
-        return z if self.temperature == 1.0 else z.div_(self.temperature)
-
-    def product_grad_(self, grad: Tensor, z: Tensor) -> Tensor:
-        """The gradient with respect to the product, in place, from that with respect to the logits z."""
-        if self.softcap is not None:
-            grad.mul_(1 - (z * (self.temperature / self.softcap)).square_())
-        factor = self.logit_scale / self.temperature
-        return grad if factor == 1.0 else grad.mul_(factor)
+    def for_(self, hidden: Tensor) -> Head:
+        """With the dtype in which the product of these hidden states is computed, autocast included."""
+        if self.compute_dtype is not None:
+            return self
+        device = hidden.device.type
+        autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+        return dataclasses.replace(self, compute_dtype=torch.get_autocast_dtype(device) if autocast else hidden.dtype)
 
 
-def _tiles(length: int, size: int) -> Iterator[slice]:
+class _Tiles:
+    """Makes the tiles of one pass, all in the same memory: allocating each costs as much as its matrix product."""
+
+    def __init__(self, hidden: Tensor, head: Head) -> None:
+        assert head.compute_dtype is not None
+        self.hidden, self.head = hidden, head
+        rows = min(len(hidden), TOKEN_TILE)
+        columns = _blocks(min(head.vocab_size, VOCABULARY_TILE))
+        self.memory = hidden.new_empty(rows * columns, dtype=head.compute_dtype)
+        #: Weights of one slice of the vocabulary in the computing dtype.
+        self.weight = head.weight.new_empty(0)
+        self.functions: ModuleType = torch_tile
+        if use_triton(self.memory):
+            from troll.trust_region.kernels import tile_triton
+
+            self.functions = tile_triton
+
+    def rows(self) -> Iterator[slice]:
+        return _slices(len(self.hidden), TOKEN_TILE)
+
+    def columns(self) -> Iterator[slice]:
+        return _slices(self.head.vocab_size, VOCABULARY_TILE)
+
+    def product(self, hidden: Tensor, columns: slice, *, padded: bool = False) -> Tensor:
+        """``hidden @ weight.T + bias`` for some entries, (N, W); undefined columns follow if padded."""
+        width = columns.stop - columns.start
+        whole = _blocks(width) if padded else width
+        tile = self.memory[: len(hidden) * whole].view(len(hidden), whole)
+        self.weight = self.head.weight[columns].to(self.memory.dtype)
+        hidden = hidden.to(self.memory.dtype)
+        _matrix_product(
+            hidden, self.weight, None if self.head.bias is None else self.head.bias[columns], tile[:, :width]
+        )
+        return tile
+
+
+def _matrix_product(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    # Autocast would compute in another dtype than that of the memory.
+    with torch.autocast(hidden.device.type, enabled=False):
+        torch.mm(hidden, weight.t(), out=out)
+    if bias is not None:
+        out.add_(bias.to(out.dtype))
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def _product(hidden: Tensor, head: Head, columns: slice) -> Tensor:
-    product = hidden @ head.weight[columns].to(hidden.dtype).t()
-    return product if head.bias is None else product.add_(head.bias[columns].to(product.dtype))
+def _blocks(width: int) -> int:
+    return -(-width // BLOCK) * BLOCK
 
 
 def top_from_hidden(hidden: Tensor, head: Head, token_ids: Tensor, k: int) -> Top:
@@ -98,87 +139,116 @@ def top_from_hidden(hidden: Tensor, head: Head, token_ids: Tensor, k: int) -> To
         token_ids: The sampled tokens, (N,).
         k: At most V.
     """
-    parts = [_top_of_tile_row(hidden[rows], head, token_ids[rows], k) for rows in _tiles(len(hidden), TOKEN_TILE)]
-    if not parts:
-        parts = [_top_of_tile_row(hidden, head, token_ids, k)]
+    with head.gathered(head.weight, head.bias):
+        tiles = _Tiles(hidden, head.for_(hidden))
+        parts = [_top_of_rows(tiles, hidden[rows], token_ids[rows], k) for rows in tiles.rows()]
+        if not parts:
+            parts = [_top_of_rows(tiles, hidden, token_ids, k)]
     return Top(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-def _top_of_tile_row(hidden: Tensor, head: Head, token_ids: Tensor, k: int) -> Top:
-    values = hidden.new_empty((len(hidden), 0), dtype=_float_dtype(hidden))
+def _top_of_rows(tiles: _Tiles, hidden: Tensor, token_ids: Tensor, k: int) -> Top:
+    vocab_size = tiles.head.vocab_size
+    values = as_float(hidden.new_empty((len(hidden), 0), dtype=tiles.memory.dtype))
     ids = token_ids.new_empty((len(hidden), 0), dtype=torch.int64)
-    sampled = token_ids.long().unsqueeze(-1)
-    sampled_logit = rest = values.new_full((len(hidden), 1), -torch.inf)
-    for columns in _tiles(len(head.weight), VOCABULARY_TILE):
-        z = head.logits(_product(hidden, head, columns))
+    sampled_logit = values.new_full((len(hidden),), -torch.inf)
+    rest = values.new_full((len(hidden), 1), -torch.inf)
+    for columns in tiles.columns():
+        tile = tiles.product(hidden, columns, padded=True)
         # The sampled token is set aside, and the k largest of the others found.
-        local = sampled - columns.start
-        inside, local = (local >= 0) & (local < z.shape[-1]), local.clamp(0, z.shape[-1] - 1)
-        here = z.gather(-1, local)
-        sampled_logit = torch.where(inside, here, sampled_logit)
-        z.scatter_(-1, local, torch.where(inside, -torch.inf, here))
+        z, maxima, log_sums = tiles.functions.fold_blocks(
+            tile, columns.start, columns.stop - columns.start, tiles.head.transform, token_ids, sampled_logit
+        )
+        best, best_ids, others = _top_of_tile(z, maxima, log_sums, min(k, columns.stop - columns.start))
+        # Earlier tiles have smaller ids, so position is the order among equals.
+        values, ids = torch.cat([values, best], -1), torch.cat([ids, best_ids + columns.start], -1)
+        order = top_ids(values, min(k, values.shape[-1]))
+        evicted = torch.logsumexp(values.scatter(-1, order, -torch.inf), -1, keepdim=True)
+        values, ids = values.gather(-1, order), ids.gather(-1, order)
+        rest = torch.logaddexp(torch.logaddexp(rest, others), evicted)
 
-        best = _top_of_tile(z, min(k, z.shape[-1]))
-        values = torch.cat([values, z.gather(-1, best)], dim=-1)
-        ids = torch.cat([ids, best + columns.start], dim=-1)
-        rest = torch.logaddexp(rest, torch.logsumexp(z.scatter_(-1, best, -torch.inf), dim=-1, keepdim=True))
-        # Earlier tiles have smaller ids, so a stable sort keeps the order among equals.
-        values, order = values.sort(dim=-1, descending=True, stable=True)
-        ids, evicted = ids.gather(-1, order)[:, :k], values[:, k:]
-        values = values[:, :k]
-        if evicted.shape[-1]:
-            rest = torch.logaddexp(rest, torch.logsumexp(evicted, dim=-1, keepdim=True))
-
-    # The sampled token was masked out of its tile and may stand among the k as −inf: it returns with its own logit.
-    values = torch.where(ids == sampled, sampled_logit, values)
-    known = (ids == sampled).any(-1, keepdim=True)
-    ids = torch.cat([ids, torch.where(known, len(head.weight), sampled)], dim=-1)
+    # The sampled token was taken out of its tile and may stand among the k as −inf: it returns with its own logit.
+    sampled, sampled_logit = token_ids.long().unsqueeze(-1), sampled_logit.unsqueeze(-1)
+    known = ids == sampled
+    values = torch.where(known, sampled_logit, values)
+    known = known.any(-1, keepdim=True)
+    ids = torch.cat([ids, torch.where(known, vocab_size, sampled)], dim=-1)
     values = torch.cat([values, sampled_logit.masked_fill(known, -torch.inf)], dim=-1)
     total = torch.logsumexp(torch.cat([rest, values], dim=-1), dim=-1, keepdim=True)
 
-    by_id = ids.argsort(dim=-1)
-    by_value = values.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
-    ids, values = ids.gather(-1, by_id).gather(-1, by_value.indices), by_value.values
-    last = values[:, k:].masked_fill(ids[:, k:] == sampled, -torch.inf)
-    return Top(ids[:, :k], values[:, :k], sampled_logit, nan_unless_finite(total), torch.logaddexp(rest, last))
+    ids, by_id = ids.sort(dim=-1)
+    values = values.gather(-1, by_id)
+    order = top_ids(values, k)
+    left = torch.logsumexp(
+        values.scatter(-1, order, -torch.inf).masked_fill(ids == sampled, -torch.inf), -1, keepdim=True
+    )
+    ids, values = ids.gather(-1, order), values.gather(-1, order)
+    return Top(ids, values, sampled_logit, nan_unless_finite(total), torch.logaddexp(rest, left))
 
 
-def _top_of_tile(z: Tensor, k: int) -> Tensor:
-    """Like `top_ids`, by way of the blocks with the largest maxima."""
-    blocks = z.shape[-1] // BLOCK
-    if blocks <= 2 * k:
-        return top_ids(z, k)
-    maxima = z[:, : blocks * BLOCK].unflatten(-1, (blocks, BLOCK)).amax(-1)
-    # Candidates in the order of their ids, so that the smaller position is the smaller id.
-    chosen = top_ids(maxima, k).sort(dim=-1).values
-    candidates = (chosen.unsqueeze(-1) * BLOCK + torch.arange(BLOCK, device=z.device)).flatten(-2)
-    beyond = torch.arange(blocks * BLOCK, z.shape[-1], device=z.device)
-    candidates = torch.cat([candidates, beyond.expand(len(z), -1)], dim=-1)
-    return candidates.gather(-1, top_ids(z.gather(-1, candidates), k))
+def _top_of_tile(z: Tensor, maxima: Tensor, log_sums: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The k largest logits of a tile, their columns, and the log-sum-exp of all others, (N, k), (N, k), (N, 1)."""
+    candidates = candidate_ids(maxima, k)
+    values = as_float(z.gather(-1, candidates))
+    best = top_ids(values, k)
+    chosen = candidates[:, ::BLOCK] // BLOCK
+    others = [log_sums.scatter(-1, chosen, -torch.inf), values.scatter(-1, best, -torch.inf)]
+    return (
+        values.gather(-1, best),
+        candidates.gather(-1, best),
+        torch.logsumexp(torch.cat(others, -1), dim=-1, keepdim=True),
+    )
 
 
-def _float_dtype(hidden: Tensor) -> torch.dtype:
-    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+class OwnSupport(NamedTuple):
+    """Asks for the support that a capture would keep, where more than `mass_threshold` lies outside the given one.
+
+    Elsewhere it is left out. All its outcomes together then hold at most δ of the new policy's mass, and treating them
+    as tokens of probability 1e-12 moves KL(p̃ ‖ p) by at most δ (log(δ / 1e-12) + 1): 1.7e-4 nats for δ = 1e-5.
+    """
+
+    sampled: Tensor
+    """(N,)."""
+    mass_threshold: float
+    """δ."""
 
 
-def log_probs_on_support_from_hidden(hidden: Tensor, head: Head, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+class OnSupport(NamedTuple):
+    """What an LM head says of a support, for N tokens; differentiable but for the ids."""
+
+    token_ids: Tensor
+    """(N, K'): the support that was asked for, and beside it, where that was asked for, the head's own; −1 unused."""
+    log_probs: Tensor
+    """(N, K'), −inf in unused slots."""
+    tail_log_prob: Tensor
+    """(N,), of all tokens outside the support that was asked for; −inf where there is none."""
+    entropy: Tensor | None
+    """(N,), in nats; None unless asked for."""
+
+
+def log_probs_on_support_from_hidden(
+    hidden: Tensor,
+    head: Head,
+    token_ids: Tensor,
+    *,
+    own_support: OwnSupport | None = None,
+    entropy: bool = False,
+) -> OnSupport:
     """`log_probs_on_support` of the head's logits, differentiable in the hidden states and the head.
 
     The tail is the log-sum-exp over the support's complement, folded tile by tile with the support taken out: it
-    resolves any mass that float32 can hold (1e-38), however close to 1 the rest is. Gradients accumulate in float32.
+    resolves any mass that float32 can hold (1e-38), however close to 1 the rest is. The entropy is summed from
+    ``p log p``, all terms of one sign. Gradients accumulate in float32.
 
     Args:
         hidden: (N, H).
         head: With V entries.
         token_ids: (N, K), different ids; −1 in unused slots.
-
-    Returns:
-        (N, K), −inf in unused slots, and (N,), −inf where no other token is left.
+        own_support: Adds the head's own support, for a floored tail.
+        entropy: Whether to compute it.
     """
-    log_probs, tail_log_prob = _OnSupportFromHidden.apply(
-        hidden, head.weight, head.bias, token_ids, head.temperature, head.logit_scale, head.softcap
-    )
-    return log_probs, tail_log_prob
+    head = head.for_(hidden)
+    return OnSupport(*_OnSupportFromHidden.apply(hidden, head.weight, head.bias, token_ids, head, own_support, entropy))
 
 
 class _OnSupportFromHidden(torch.autograd.Function):
@@ -191,74 +261,137 @@ class _OnSupportFromHidden(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         token_ids: Tensor,
-        temperature: float,
-        logit_scale: float,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor]:
-        head = Head(weight, bias, temperature, logit_scale, softcap)
-        used = token_ids >= 0
-        on_support = hidden.new_full(token_ids.shape, -torch.inf, dtype=_float_dtype(hidden))
-        outside = on_support.new_full((len(hidden), 1), -torch.inf)
-        for rows in _tiles(len(hidden), TOKEN_TILE):
-            for columns in _tiles(len(weight), VOCABULARY_TILE):
-                z = head.logits(_product(hidden[rows], head, columns))
-                at, slot, column = _entries(token_ids[rows], columns)
-                on_support[rows][at, slot] = z[at, column]
-                z[at, column] = -torch.inf
-                outside[rows] = torch.logaddexp(outside[rows], torch.logsumexp(z, dim=-1, keepdim=True))
-        total = torch.logsumexp(torch.cat([on_support, outside], dim=-1), dim=-1, keepdim=True)
-        total = nan_unless_finite(total)
-        log_probs = (on_support - total).masked_fill(~used, -torch.inf)
-        ctx.save_for_backward(hidden, weight, bias, token_ids, log_probs, total, outside)  # type: ignore[arg-type]
-        ctx.transform = (temperature, logit_scale, softcap)  # type: ignore[attr-defined]
-        return log_probs, (outside - total).squeeze(-1)
+        head: Head,
+        own_support: OwnSupport | None,
+        wants_entropy: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        with head.gathered(weight, bias):
+            tiles = _Tiles(hidden, head)
+            on_support = as_float(hidden.new_full(token_ids.shape, -torch.inf, dtype=head.compute_dtype))
+            outside = Outside.empty(on_support, len(hidden), wants_entropy)
+            for rows in tiles.rows():
+                for columns in tiles.columns():
+                    tiles.functions.fold_support(
+                        tiles.product(hidden[rows], columns),
+                        columns.start,
+                        head.transform,
+                        token_ids[rows],
+                        on_support[rows],
+                        outside.rows(rows),
+                    )
+            del tiles
+            log_outside = outside.log_sum
+            total = nan_unless_finite(torch.logsumexp(torch.cat([on_support, log_outside.unsqueeze(-1)], -1), dim=-1))
+            tail_log_prob = log_outside - total
+            entropy = _entropy(on_support, outside, total) if wants_entropy else None
+            if own_support is not None:
+                rows_beyond = (tail_log_prob.exp() > own_support.mass_threshold).nonzero().squeeze(-1)
+                token_ids, on_support = _with_own_support(hidden, head, token_ids, on_support, own_support, rows_beyond)
+        log_probs = (on_support - total.unsqueeze(-1)).masked_fill(token_ids < 0, -torch.inf)
+
+        ctx.save_for_backward(hidden, weight, bias, token_ids, log_probs, total, log_outside, entropy)  # type: ignore[arg-type]
+        ctx.mark_non_differentiable(token_ids)
+        ctx.head = dataclasses.replace(head, weight=None, bias=None)  # type: ignore[attr-defined,arg-type]
+        return token_ids, log_probs, tail_log_prob, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_tail: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, token_ids, log_probs, total, outside = ctx.saved_tensors
-        head = Head(weight, bias, *ctx.transform)
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        dtype = _float_dtype(hidden)
-        grad_hidden = torch.zeros_like(hidden, dtype=dtype) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if wants_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=dtype) if wants_bias and bias is not None else None
-
-        broken = total.isnan()  # no distribution, and no gradient
-        grad_log_probs = grad_log_probs.masked_fill((token_ids < 0) | broken, 0)
-        grad_tail = grad_tail.unsqueeze(-1).masked_fill((outside == -torch.inf) | broken, 0)
-        sum_of_grads = grad_log_probs.sum(-1, keepdim=True) + grad_tail
-        on_support = grad_log_probs - log_probs.exp().masked_fill(broken, 0) * sum_of_grads
-        in_tail = outside.masked_fill(outside == -torch.inf, 0)
-
-        for rows in _tiles(len(hidden), TOKEN_TILE):
-            for columns in _tiles(len(weight), VOCABULARY_TILE):
-                z = head.logits(_product(hidden[rows], head, columns))
-                at, slot, column = _entries(token_ids[rows], columns)
-                grad = torch.exp(z - total[rows]).mul_(-sum_of_grads[rows])
-                grad.addcmul_(torch.exp(z - in_tail[rows]), grad_tail[rows])
-                grad[at, column] = on_support[rows][at, slot]
-                grad.masked_fill_(broken[rows], 0)
-                grad = head.product_grad_(grad, z)
-                if grad_hidden is not None:
-                    grad_hidden[rows].addmm_(grad, weight[columns].to(dtype))
-                if grad_weight is not None:
-                    grad_weight[columns].addmm_(grad.t(), hidden[rows].to(dtype))
-                if grad_bias is not None:
-                    grad_bias[columns] += grad.sum(0)
-        return (
-            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+    def backward(ctx: Any, _: None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, token_ids, *forward = ctx.saved_tensors
+        head = dataclasses.replace(ctx.head, weight=weight, bias=bias)
+        of = _tile_gradient(head.transform, token_ids, *forward, *grads)
+        with head.gathered(weight, bias):
+            tiles = _Tiles(hidden, head)
+            sums = [
+                torch.zeros_like(x, dtype=of.on_support.dtype) if x is not None and needed else None
+                for x, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+            ]
+            grad_hidden, grad_weight, grad_bias = sums
+            for rows in tiles.rows():
+                for columns in tiles.columns():
+                    product = tiles.product(hidden[rows], columns)
+                    grad = tiles.functions.gradient(
+                        product, columns.start, head.transform, token_ids[rows], of.rows(rows)
+                    )
+                    if grad_hidden is not None:
+                        _add_matrix_product(grad_hidden[rows], grad, tiles.weight)
+                    if grad_weight is not None:
+                        _add_matrix_product(grad_weight[columns], grad.t(), hidden[rows])
+                    if grad_bias is not None:
+                        grad_bias[columns] += grad.sum(0, dtype=grad_bias.dtype)
+            in_their_dtypes = [
+                None if total is None else total.to(x.dtype)
+                for total, x in zip(sums, (hidden, weight, bias), strict=True)
+            ]
+        return (*in_their_dtypes, None, None, None, None)
 
 
-def _entries(token_ids: Tensor, columns: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, slot and local column of every support token that lies in a tile."""
-    local = token_ids - columns.start
-    at, slot = ((local >= 0) & (token_ids < columns.stop) & (token_ids >= 0)).nonzero(as_tuple=True)
-    return at, slot, local[at, slot]
+def _entropy(on_support: Tensor, outside: Outside, total: Tensor) -> Tensor:
+    assert outside.weighted_sum is not None
+    log_p = on_support - total.unsqueeze(-1)
+    # x eˣ, 0 for −inf
+    inside = (log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1)
+    of_maximum = (outside.maximum - total).masked_fill(outside.maximum == -torch.inf, 0)
+    beyond = of_maximum.exp() * (outside.weighted_sum + of_maximum * outside.exp_sum)
+    return -(inside + beyond)
+
+
+def _with_own_support(
+    hidden: Tensor, head: Head, token_ids: Tensor, on_support: Tensor, own_support: OwnSupport, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    if not len(rows):
+        return token_ids, on_support
+    sampled = own_support.sampled[rows]
+    top = top_from_hidden(hidden[rows], head, sampled, token_ids.shape[-1])
+    own, log_probs, _ = keep(top, sampled.unsqueeze(-1), own_support.mass_threshold)
+    known = (own.unsqueeze(-1) == token_ids[rows].unsqueeze(-2)).any(-1)
+    extra_ids = torch.full_like(token_ids, -1)
+    extra = torch.full_like(on_support, -torch.inf)
+    extra_ids[rows] = own.masked_fill(known, -1)
+    extra[rows] = (log_probs + top.log_total).masked_fill(known, -torch.inf)
+    return torch.cat([token_ids, extra_ids], -1), torch.cat([on_support, extra], -1)
+
+
+def _tile_gradient(
+    transform: Transform,
+    token_ids: Tensor,
+    log_probs: Tensor,
+    total: Tensor,
+    log_outside: Tensor,
+    entropy: Tensor | None,
+    grad_log_probs: Tensor | None,
+    grad_tail: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> TileGradient:
+    broken, nothing_outside = total.isnan(), log_outside == -torch.inf
+    absent = (token_ids < 0) | broken.unsqueeze(-1)
+    on_support = torch.zeros_like(log_probs) if grad_log_probs is None else grad_log_probs.masked_fill(absent, 0)
+    on_tail = torch.zeros_like(total) if grad_tail is None else grad_tail.masked_fill(nothing_outside | broken, 0)
+    sum_of_grads = on_support.sum(-1) + on_tail
+    outside = on_tail - (log_outside - total).exp().masked_fill(broken, 0) * sum_of_grads
+
+    log_p = log_probs.masked_fill(absent, -torch.inf)
+    p = log_p.exp()
+    on_support = on_support - p * sum_of_grads.unsqueeze(-1)
+    if grad_entropy is not None:
+        assert entropy is not None
+        surprise = log_p.masked_fill(p == 0, 0) + entropy.unsqueeze(-1)
+        on_support = on_support - grad_entropy.unsqueeze(-1) * p * surprise.masked_fill(absent, 0)
+    slope = transform.slope((log_probs + total.unsqueeze(-1)).masked_fill(absent, 0))
+    return TileGradient(
+        log_outside.masked_fill(nothing_outside, 0),
+        outside,
+        on_support * slope,
+        total,
+        None if grad_entropy is None else entropy,
+        grad_entropy,
+    )
+
+
+def _add_matrix_product(total: Tensor, first: Tensor, second: Tensor) -> None:
+    # In the sum's precision: rounding each tile's product to bf16 first would bias training.
+    if total.is_cuda and first.dtype == second.dtype != total.dtype:
+        torch.addmm(total, first, second, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(first.to(total.dtype), second.to(total.dtype))

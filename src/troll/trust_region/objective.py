@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from troll.trust_region.dual import divergence
 from troll.trust_region.head import Head
-from troll.trust_region.policy import SparsePolicy, align, common_outcomes
+from troll.trust_region.kernels.tile import Transform
+from troll.trust_region.policy import SparsePolicy, common_outcomes
 from troll.trust_region.projection import Projection, project_outcomes
 from troll.trust_region.support import check_logits
 
@@ -33,6 +34,7 @@ class TrustRegionStep:
         kl_after: KL(q ‖ p).
         multiplier: η; 0 where not projected.
         projected: bool.
+        entropy: Of p̃ over the whole vocabulary, differentiable; None unless asked for.
     """
 
     log_probs: Tensor
@@ -42,6 +44,7 @@ class TrustRegionStep:
     kl_after: Tensor
     multiplier: Tensor
     projected: Tensor
+    entropy: Tensor | None = None
 
 
 def trust_region_log_probs(
@@ -68,13 +71,8 @@ def trust_region_log_probs(
             solver.
     """
     check_logits(logits, token_ids)
-
-    def capture_new() -> SparsePolicy:
-        return SparsePolicy.from_logits(
-            logits, token_ids, top_k=old.token_ids.shape[-1], mass_threshold=old.mass_threshold
-        )
-
-    return _step(token_ids, old, lambda support: support.on_support(logits), capture_new, kl_bound, solver)
+    old.check_positions(token_ids)
+    return trust_region_step(old.new_policy(logits, token_ids), token_ids, old, kl_bound, solver)
 
 
 def trust_region_log_probs_from_hidden(
@@ -89,6 +87,7 @@ def trust_region_log_probs_from_hidden(
     temperature: float = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    entropy: bool = False,
 ) -> TrustRegionStep:
     """:func:`trust_region_log_probs` of the LM head's logits, without ever holding (tokens x vocabulary) numbers.
 
@@ -106,44 +105,31 @@ def trust_region_log_probs_from_hidden(
         temperature: The sampling temperature.
         logit_scale: What the model multiplies its logits by.
         softcap: The model's final logit softcap.
+        entropy: Whether the step's `entropy` is computed.
 
     Raises:
         ValueError: As `trust_region_log_probs`, and on parts of the head that do not fit each other.
     """
-    head = Head(lm_head_weight, bias, temperature, logit_scale, softcap)
+    head = Head(lm_head_weight, bias, Transform(temperature, logit_scale, softcap))
     head.check(hidden, token_ids)
-
-    def capture_new() -> SparsePolicy:
-        return SparsePolicy.from_hidden(
-            hidden,
-            lm_head_weight,
-            token_ids,
-            top_k=old.token_ids.shape[-1],
-            mass_threshold=old.mass_threshold,
-            bias=bias,
-            temperature=temperature,
-            logit_scale=logit_scale,
-            softcap=softcap,
-        )
-
-    def on_support(support: SparsePolicy) -> SparsePolicy:
-        return support.on_support_from_hidden(hidden, head)
-
-    return _step(token_ids, old, on_support, capture_new, kl_bound, solver)
+    old.check_positions(token_ids)
+    new, entropies = old.new_policy_from_head(hidden, head, token_ids, entropy=entropy)
+    step = trust_region_step(new, token_ids, old, kl_bound, solver)
+    return dataclasses.replace(step, entropy=entropies)
 
 
-def _step(
+def trust_region_step(
+    new: SparsePolicy,
     token_ids: Tensor,
     old: SparsePolicy,
-    on_support: Callable[[SparsePolicy], SparsePolicy],
-    capture_new: Callable[[], SparsePolicy],
-    kl_bound: float | Tensor,
-    solver: str,
+    kl_bound: float | Tensor = 0.05,
+    solver: str = "newton",
 ) -> TrustRegionStep:
-    if old.shape != token_ids.shape:
-        raise ValueError(f"old must hold the positions {tuple(token_ids.shape)}, got {tuple(old.shape)}")
+    """:func:`trust_region_log_probs` of a new policy that has been read already (:meth:`SparsePolicy.new_policy`)."""
+    old.check_positions(token_ids)
     slot = old.slot(token_ids).unsqueeze(-1)
-    new, old = align(old, on_support, capture_new)
+    if old.tail == "floor":
+        old = old.extended(new.token_ids)
     new_outcomes, old_outcomes, present = common_outcomes(new, old)
     projection = project_outcomes(new.outcomes, new_outcomes, old_outcomes, present, kl_bound, solver)
     return TrustRegionStep(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from troll.trust_region.dual import divergence
-from troll.trust_region.head import Head, log_probs_on_support_from_hidden, top_from_hidden
+from troll.trust_region.head import Head, OwnSupport, log_probs_on_support_from_hidden, top_from_hidden
+from troll.trust_region.kernels.tile import Transform
 from troll.trust_region.support import (
     PROBABILITY_FLOOR,
     Top,
@@ -21,6 +22,7 @@ from troll.trust_region.support import (
     check_tokens,
     check_tokens_in,
     floored,
+    keep,
     log_probs_on_support,
     logsumexp_without,
     normaliser,
@@ -124,7 +126,15 @@ class SparsePolicy:
         Raises:
             ValueError: As `from_logits`, and on parts of the head that do not fit each other.
         """
-        head = Head(lm_head_weight, bias, temperature, logit_scale, softcap)
+        head = Head(lm_head_weight, bias, Transform(temperature, logit_scale, softcap))
+        return cls.from_head(hidden, head, token_ids, top_k=top_k, mass_threshold=mass_threshold, tail=tail)
+
+    @classmethod
+    @torch.no_grad()
+    def from_head(
+        cls, hidden: Tensor, head: Head, token_ids: Tensor, *, top_k: int, mass_threshold: float, tail: Tail
+    ) -> SparsePolicy:
+        """:meth:`from_hidden` with the head as one argument."""
         head.check(hidden, token_ids)
         check_tokens_in(token_ids, head.vocab_size)
         _check_capture(top_k, mass_threshold, tail)
@@ -135,23 +145,7 @@ class SparsePolicy:
 
     @classmethod
     def _from_top(cls, top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float, tail: Tail) -> SparsePolicy:
-        ids = top.ids
-        log_probs, sampled_log_prob, rest = (x - top.log_total for x in (top.logits, top.sampled_logit, top.log_rest))
-
-        # A slot is used while it and everything after it hold more than the threshold, summed from the smallest up.
-        in_top = (ids == sampled).any(-1, keepdim=True)
-        outside = torch.where(in_top, rest, torch.logaddexp(rest, sampled_log_prob))
-        remaining = outside.exp() + log_probs.exp().flip(-1).cumsum(-1).flip(-1)
-        used = (remaining > mass_threshold) if mass_threshold > 0 else torch.ones_like(remaining, dtype=torch.bool)
-
-        last = used.sum(-1, keepdim=True).clamp(max=ids.shape[-1] - 1)
-        takes_last = ~(used & (ids == sampled)).any(-1, keepdim=True)
-        takes_last = takes_last & (torch.arange(ids.shape[-1], device=ids.device) == last)
-        dropped = (~used | takes_last) & (ids != sampled)
-        tail_log_prob = torch.logsumexp(torch.cat([rest, log_probs.masked_fill(~dropped, -torch.inf)], -1), dim=-1)
-
-        ids = torch.where(takes_last, sampled, ids.masked_fill(~used, -1))
-        log_probs = torch.where(takes_last, sampled_log_prob, log_probs.masked_fill(~used, -torch.inf))
+        ids, log_probs, tail_log_prob = keep(top, sampled, mass_threshold)
         policy = cls(ids, log_probs, tail_log_prob, vocab_size, tail, mass_threshold)
         return policy if tail == "bucket" else policy._with_floored_tail()
 
@@ -176,6 +170,11 @@ class SparsePolicy:
     def outcomes(self) -> Tensor:
         """Log-probabilities of all K + 1 outcomes, the tail last, (..., K + 1)."""
         return torch.cat([self.log_probs, self.tail_log_prob.unsqueeze(-1)], dim=-1)
+
+    def check_positions(self, token_ids: Tensor) -> None:
+        """Raises ValueError unless the policy holds the positions of these tokens."""
+        if self.shape != token_ids.shape:
+            raise ValueError(f"old must hold the positions {tuple(token_ids.shape)}, got {tuple(self.shape)}")
 
     def slot(self, token_ids: Tensor) -> Tensor:
         """The slot that holds each token, (...) int64.
@@ -223,15 +222,80 @@ class SparsePolicy:
         log_probs, tail_log_prob = log_probs_on_support(logits, self.token_ids)
         return dataclasses.replace(self, log_probs=log_probs, tail_log_prob=tail_log_prob)
 
-    def on_support_from_hidden(self, hidden: Tensor, head: Head) -> SparsePolicy:
-        """`on_support` of an LM head's logits, without ever holding them; hidden is (..., H)."""
-        head.check(hidden, self.tail_log_prob)
+    def new_policy(self, logits: Tensor, token_ids: Tensor) -> SparsePolicy:
+        """The new policy on the outcomes that this one's tail asks for, differentiable in its logits.
+
+        ``bucket``: this policy's own. ``floor``: the union of both supports, this one's slots first; every other token
+        counts as 1e-12.
+
+        Args:
+            logits: (..., V).
+            token_ids: The sampled tokens, (...), the same with which this policy was captured.
+
+        Raises:
+            ValueError: If a shape does not fit.
+        """
+        if self.tail == "bucket":
+            return self.on_support(logits)
+        own = SparsePolicy.from_logits(
+            logits, token_ids, top_k=self.token_ids.shape[-1], mass_threshold=self.mass_threshold
+        ).token_ids
+        known = (own.unsqueeze(-1) == self.token_ids.unsqueeze(-2)).any(-1)
+        union = torch.cat([self.token_ids, own.masked_fill(known, -1)], dim=-1)
+        new = dataclasses.replace(self, token_ids=union).on_support(logits)
+        return new._with_constant_tail()
+
+    def new_policy_from_head(
+        self, hidden: Tensor, head: Head, token_ids: Tensor, *, entropy: bool = False
+    ) -> tuple[SparsePolicy, Tensor | None]:
+        """:meth:`new_policy` of an LM head's logits, without ever holding them, and the entropy (...) if asked for.
+
+        With ``floor``, the new policy's own support is left out where it holds no more than `mass_threshold` outside
+        this one's: see :class:`~troll.trust_region.head.OwnSupport`.
+
+        Args:
+            hidden: (..., H).
+            head: With V entries.
+            token_ids: As there.
+            entropy: Whether to compute it.
+        """
+        head.check(hidden, token_ids)
         if head.vocab_size != self.vocab_size:
             raise ValueError(f"lm_head_weight must have {self.vocab_size} rows, got {head.vocab_size}")
         ids = self.token_ids.reshape(-1, self.token_ids.shape[-1])
-        log_probs, tail_log_prob = log_probs_on_support_from_hidden(hidden.reshape(-1, hidden.shape[-1]), head, ids)
+        own = OwnSupport(token_ids.reshape(-1), self.mass_threshold) if self.tail == "floor" else None
+        on_support = log_probs_on_support_from_hidden(
+            hidden.reshape(-1, hidden.shape[-1]), head, ids, own_support=own, entropy=entropy
+        )
+        slots = on_support.token_ids.shape[-1]
+        new = dataclasses.replace(
+            self,
+            token_ids=on_support.token_ids.view(*self.shape, slots) if own else self.token_ids,
+            log_probs=on_support.log_probs.view(*self.shape, slots),
+            tail_log_prob=on_support.tail_log_prob.view(self.shape),
+        )
+        entropies = None if on_support.entropy is None else on_support.entropy.view(self.shape)
+        return new._with_constant_tail() if own else new, entropies
+
+    def _with_constant_tail(self) -> SparsePolicy:
+        outside = _log_count(self.vocab_size - self.used.sum(-1), self.log_probs.dtype)
+        return dataclasses.replace(self, tail_log_prob=outside + math.log(PROBABILITY_FLOOR))
+
+    def extended(self, token_ids: Tensor) -> SparsePolicy:
+        """This policy with a floored tail on more outcomes, its own slots first: (..., K') with K' ≥ K, −1 unused."""
+        extra = token_ids[..., self.token_ids.shape[-1] :]
+        dtype = self.log_probs.dtype
+        # One token outside the support has the tail's mass, divided by how many share it. Where none is outside this
+        # is −inf − (−inf), and nobody asks for it.
+        outside = _log_count(self.vocab_size - self.used.sum(-1), dtype)
+        one_outside = (self.tail_log_prob - outside).unsqueeze(-1)
+        on_extra = one_outside.expand(extra.shape).masked_fill(extra < 0, -torch.inf)
+        left_out = _log_count(self.vocab_size - (token_ids >= 0).sum(-1), dtype)
         return dataclasses.replace(
-            self, log_probs=log_probs.view(self.token_ids.shape), tail_log_prob=tail_log_prob.view(self.shape)
+            self,
+            token_ids=token_ids,
+            log_probs=torch.cat([self.log_probs, on_extra], -1),
+            tail_log_prob=one_outside.squeeze(-1) + left_out,
         )
 
     def kl(self, other: SparsePolicy) -> Tensor:
@@ -343,44 +407,6 @@ class PackedPolicy:
             self.tail,
             self.mass_threshold,
         )
-
-
-def align(
-    old: SparsePolicy,
-    on_support: Callable[[SparsePolicy], SparsePolicy],
-    capture_new: Callable[[], SparsePolicy],
-) -> tuple[SparsePolicy, SparsePolicy]:
-    """The new and the old policy on the outcomes that the old one's tail asks for.
-
-    ``bucket``: the old policy's support. ``floor``: the union of both supports; every other token counts as 1e-12.
-
-    Args:
-        old: The old policy.
-        on_support: The new policy on another one's support, like :meth:`SparsePolicy.on_support`.
-        capture_new: Captures the new policy as the old one was, for its support; called for "floor" alone.
-    """
-    if old.tail == "bucket":
-        return on_support(old), old
-
-    own = capture_new().token_ids
-    known = (own.unsqueeze(-1) == old.token_ids.unsqueeze(-2)).any(-1)
-    extra = own.masked_fill(known, -1)
-    union = torch.cat([old.token_ids, extra], dim=-1)
-    dtype = old.log_probs.dtype
-    left_out = _log_count(old.vocab_size - (union >= 0).sum(-1), dtype)
-
-    # One token outside the old support has the old tail's mass, divided by how many share it. Where none is outside
-    # this is −inf − (−inf), and nobody asks for it.
-    outside = _log_count(old.vocab_size - old.used.sum(-1), dtype)
-    one_outside = (old.tail_log_prob - outside).unsqueeze(-1)
-    old_on_union = dataclasses.replace(
-        old,
-        token_ids=union,
-        log_probs=torch.cat([old.log_probs, one_outside.expand(extra.shape).masked_fill(extra < 0, -torch.inf)], -1),
-        tail_log_prob=one_outside.squeeze(-1) + left_out,
-    )
-    new_on_union = on_support(old_on_union)
-    return dataclasses.replace(new_on_union, tail_log_prob=left_out + math.log(PROBABILITY_FLOOR)), old_on_union
 
 
 def common_outcomes(first: SparsePolicy, second: SparsePolicy) -> tuple[Tensor, Tensor, Tensor]:

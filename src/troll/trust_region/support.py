@@ -13,6 +13,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 #: Smaller probabilities are raised to this before a projection, and the distribution renormalised.
 PROBABILITY_FLOOR = 1e-12
 
+#: The K blocks of so many logits with the largest maxima contain the K largest logits, so only those are sorted.
+BLOCK = 64
+
 
 class Top(NamedTuple):
     """The largest logits of a distribution, and what normalises them."""
@@ -63,21 +66,58 @@ def top_ids(z: Tensor, k: int) -> Tensor:
 
     The same as a stable descending sort; `topk` does not say which of equal values it takes.
     """
-    if z.dim() == 1:
-        return top_ids(z.unsqueeze(0), k).squeeze(0)
-    values, ids = torch.topk(z, k, dim=-1)
-    threshold = values[..., -1:]
-    ties = ((z == threshold).sum(-1) > (values == threshold).sum(-1)).nonzero(as_tuple=True)
-    if ties[0].numel():  # in bf16, most rows
-        rows, row_threshold = z[ties], threshold[ties]
-        vocabulary = torch.arange(z.shape[-1], device=z.device)
-        above = values[ties] > row_threshold
-        smallest = vocabulary.where(rows == row_threshold, z.shape[-1]).topk(k, dim=-1, largest=False).values
-        rank_among_ties = torch.arange(k, device=z.device) - above.sum(-1, keepdim=True)
-        ids[ties] = torch.where(above, ids[ties], smallest.gather(-1, rank_among_ties.clamp(min=0)))
-    ids = ids.sort(dim=-1).values
-    order = z.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
-    return ids.gather(-1, order)
+    blocks = z.shape[-1] // BLOCK
+    if blocks > 2 * k:
+        maxima = z[..., : blocks * BLOCK].unflatten(-1, (blocks, BLOCK)).amax(-1)
+        beyond = torch.arange(blocks * BLOCK, z.shape[-1], device=z.device).expand(*z.shape[:-1], -1)
+        candidates = torch.cat([candidate_ids(maxima, k), beyond], dim=-1)
+        return candidates.gather(-1, top_ids(z.gather(-1, candidates), k))
+    if z.dtype == torch.float64:
+        return z.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    # One integer a token that orders like (value, −id). Adding 0 makes −0 equal to 0.
+    bits = (z + 0.0).view(torch.int32)
+    value = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    minus_id = torch.arange(z.shape[-1] - 1, -1, -1, device=z.device)
+    return z.shape[-1] - 1 - (((value.long() << 32) | minus_id).topk(k, dim=-1).values & 0xFFFFFFFF)
+
+
+def candidate_ids(maxima: Tensor, k: int) -> Tensor:
+    """Ids that contain the k largest, (..., blocks) to (..., at most k · 64), ascending: those of k blocks.
+
+    Ascending, so that the smaller position is the smaller id.
+    """
+    chosen = top_ids(maxima, min(k, maxima.shape[-1])).sort(dim=-1).values
+    return (chosen.unsqueeze(-1) * BLOCK + torch.arange(BLOCK, device=maxima.device)).flatten(-2)
+
+
+def keep(top: Top, sampled: Tensor, mass_threshold: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The slots of a capture: tokens until they cover ``1 − mass_threshold``, and always the sampled one.
+
+    Args:
+        top: See there.
+        sampled: (..., 1).
+        mass_threshold: δ; 0 keeps all.
+
+    Returns:
+        Token ids (..., K), −1 in unused slots; log-probabilities (..., K), −inf there; and that of the rest, (...).
+    """
+    ids = top.ids
+    log_probs, sampled_log_prob, rest = (x - top.log_total for x in (top.logits, top.sampled_logit, top.log_rest))
+
+    # A slot is used while it and everything after it hold more than the threshold, summed from the smallest up.
+    in_top = (ids == sampled).any(-1, keepdim=True)
+    outside = torch.where(in_top, rest, torch.logaddexp(rest, sampled_log_prob))
+    remaining = outside.exp() + log_probs.exp().flip(-1).cumsum(-1).flip(-1)
+    used = (remaining > mass_threshold) if mass_threshold > 0 else torch.ones_like(remaining, dtype=torch.bool)
+
+    last = used.sum(-1, keepdim=True).clamp(max=ids.shape[-1] - 1)
+    takes_last = ~(used & (ids == sampled)).any(-1, keepdim=True)
+    takes_last = takes_last & (torch.arange(ids.shape[-1], device=ids.device) == last)
+    dropped = (~used | takes_last) & (ids != sampled)
+    tail_log_prob = torch.logsumexp(torch.cat([rest, log_probs.masked_fill(~dropped, -torch.inf)], -1), dim=-1)
+
+    ids = torch.where(takes_last, sampled, ids.masked_fill(~used, -1))
+    return ids, torch.where(takes_last, sampled_log_prob, log_probs.masked_fill(~used, -torch.inf)), tail_log_prob
 
 
 def log_probs_on_support(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:

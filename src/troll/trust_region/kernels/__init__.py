@@ -1,0 +1,36 @@
+"""Triton kernels, each beside the torch code that it must agree with: ``tile`` and ``tile_triton``, and so on."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+from torch import Tensor
+
+#: Forces "torch" or "triton". Unset, tensors on a GPU take Triton where it is installed, all others torch.
+VARIABLE = "TROLL_KERNELS"
+
+
+def use_triton(like: Tensor) -> bool:
+    """Whether Triton computes on tensors of this device and dtype; float64 is always left to torch.
+
+    Raises:
+        ValueError: If the environment variable ``TROLL_KERNELS`` is neither "torch" nor "triton".
+        ImportError: If it asks for Triton, which is not installed.
+    """
+    forced = os.environ.get(VARIABLE, "")
+    if forced not in ("", "torch", "triton"):
+        raise ValueError(f"{VARIABLE} must be torch or triton, got {forced!r}")
+    if like.element_size() == 8 or forced == "torch":
+        return False
+    if forced == "triton":
+        if not _triton_is_installed():
+            raise ImportError(f"{VARIABLE}=triton, but Triton is not installed: pip install 'troll-rl[triton]'")
+        return True
+    return like.device.type in ("cuda", "xpu") and _triton_is_installed()
+
+
+@functools.cache
+def _triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
