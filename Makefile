@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 TORCH := 2.13.0
 DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: setup demo test check format clean
+.PHONY: setup demo test check bench format clean
 
 setup: $(VENV)/installed
 
@@ -35,6 +35,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Needs a quiet machine. On a GPU: $(BIN)/python -m benchmarks all --device cuda
+bench: setup
+	HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 $(BIN)/python -m benchmarks all --device cpu
 
 format: setup
 	$(BIN)/ruff check --fix .

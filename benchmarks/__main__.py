@@ -1,11 +1,43 @@
-"""``python -m benchmarks NAME``."""
+"""``python -m benchmarks NAME [NAME ...] [--device cuda] [--repeats 7] [--output FOLDER]``."""
+
+from __future__ import annotations
 
 import argparse
+import json
+import warnings
+from importlib import import_module
+from pathlib import Path
 
-from benchmarks import head, projection
+import torch
+from rich.console import Console
 
-BENCHMARKS = {"head": head.main, "projection": projection.main}
+from benchmarks import measure
 
-parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-parser.add_argument("name", choices=BENCHMARKS)
-BENCHMARKS[parser.parse_args().name]()
+NAMES = ("head", "capture", "projection", "step", "scaling", "packed")
+
+
+def main() -> None:
+    """Runs benchmarks, prints their tables, and writes one JSON file each."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="+", choices=(*NAMES, "all"), metavar="NAME", help=", ".join((*NAMES, "all")))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds; the tables show medians and ranges")
+    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), help="folder of the JSON files")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU")
+    if arguments.repeats < 1:
+        parser.error("--repeats must be at least 1")
+
+    warnings.filterwarnings("ignore", category=UserWarning)
+    environment = measure.environment(arguments.device)
+    Console().print(environment)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    for name in NAMES if "all" in arguments.names else arguments.names:
+        rows = import_module(f"benchmarks.{name}").main(arguments.device, arguments.repeats)
+        path = arguments.output / f"{name}-{arguments.device}.json"
+        path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
+        Console().print(f"{path}\n")
+
+
+main()

@@ -1,81 +1,104 @@
-"""The LM head: forward and backward of TROLL's fused head, TRL's (which the clip uses), and full logits."""
+"""The LM head, forward and backward: TROLL's fused head, TRL's (which the clip uses), and full logits.
+
+Both sides give log-probabilities and the entropy, as GRPO asks for them; the loss is made of the former.
+"""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 from trl.kernels import ChunkedLogProbFunction
 
 import troll
+from benchmarks import measure
 
-#: Qwen3's vocabulary; tokens and width scaled down for a CPU.
-VOCABULARY, WIDTH, TOKENS, REPEATS = 151_936, 256, 512, 5
+#: TRL's tile; ours is as wide.
 TRL_CHUNK = 32768
+BASELINE = "TRL's head (clip)"
+
+#: Vocabulary and width of real heads. On a CPU a quarter of the width, and fewer tokens.
+MODELS = {
+    "Qwen3-0.6B": {"vocabulary": 151_936, "width": 1024},
+    "Qwen3-4B": {"vocabulary": 151_936, "width": 2560},
+    "Llama-3.1-8B": {"vocabulary": 128_256, "width": 4096},
+}
+TOKENS = {"cpu": 256, "cuda": 8192}
 
 
-def main() -> None:
-    """Prints times relative to TRL's head, measured in turn in one process."""
-    torch.manual_seed(0)
-    hidden = torch.randn(TOKENS, WIDTH)
-    weight = torch.randn(VOCABULARY, WIDTH) * WIDTH**-0.5 * 3
-    token_ids = torch.distributions.Categorical(logits=hidden @ weight.t()).sample()
-    old = troll.SparsePolicy.from_hidden(hidden, weight, token_ids)
-    hidden = hidden + 0.05 * torch.randn_like(hidden)
-
-    def trl_head(hidden: Tensor, weight: Tensor) -> Tensor:
-        return ChunkedLogProbFunction.apply(hidden, weight, None, token_ids, 1.0, TRL_CHUNK, None, 1.0, ())[0]
-
-    def troll_head(hidden: Tensor, weight: Tensor) -> Tensor:
-        step = troll.trust_region_log_probs_from_hidden(hidden, weight, token_ids, old)
-        return step.log_probs - step.regression
-
-    def full_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-        step = troll.trust_region_log_probs(hidden @ weight.t(), token_ids, old)
-        return step.log_probs - step.regression
-
-    updates = {"TRL's head (clip)": trl_head, "TROLL, fused": troll_head, "TROLL, full logits": full_logits}
-    captures: dict[str, Callable[[], object]] = {
-        "TRL's log-probs": lambda: trl_head(hidden, weight),
-        "TROLL, fused": lambda: troll.SparsePolicy.from_hidden(hidden, weight, token_ids),
-        "TROLL, full logits": lambda: troll.SparsePolicy.from_logits(hidden @ weight.t(), token_ids),
+def cases(device: str) -> dict[str, dict[str, Any]]:
+    """Shapes by name."""
+    scale = 4 if device == "cpu" else 1
+    return {
+        name: {"tokens": TOKENS[device], "vocabulary": shape["vocabulary"], "width": shape["width"] // scale}
+        for name, shape in MODELS.items()
     }
 
-    def update(head: Callable[[Tensor, Tensor], Tensor]) -> None:
-        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        head(*leaves).sum().backward()
 
-    title = f"V={VOCABULARY}, H={WIDTH}, {TOKENS} tokens, float32, {torch.get_num_threads()} threads"
-    _print(f"forward and backward: {title}", _time({name: lambda h=h: update(h) for name, h in updates.items()}))  # type: ignore[misc]
-    with torch.no_grad():
-        _print(f"capture, without gradient: {title}", _time(captures))
-
-
-def _time(contenders: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for repeat in track(range(REPEATS + 1), description="measuring"):
-        for name, contender in contenders.items():
-            start = time.perf_counter()
-            contender()
-            if repeat:  # the first round warms up
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
+def problem(tokens: int, vocabulary: int, width: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, a head's weight, and sampled tokens; bf16 on a GPU."""
+    torch.manual_seed(0)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    hidden = torch.randn(tokens, width, device=device, dtype=dtype)
+    # Logits of standard deviation 4, a distribution of a few likely tokens.
+    weight = torch.randn(vocabulary, width, device=device, dtype=dtype) * (4 * width**-0.5)
+    # By the Gumbel trick, in slices.
+    token_ids = torch.cat(
+        [
+            (logits - torch.empty_like(logits).exponential_().log_()).argmax(-1)
+            for logits in ((rows @ weight.t()).float() for rows in hidden.split(256))
+        ]
+    )
+    return hidden, weight, token_ids
 
 
-def _print(title: str, seconds: dict[str, list[float]]) -> None:
-    baseline = next(iter(seconds.values()))
-    table = Table(title=title)
-    for column in ("contender", "median s", "ratio: median", "min", "max"):
-        table.add_column(column, justify="left" if column == "contender" else "right")
-    for name, times in seconds.items():
-        ratios = [time / base for time, base in zip(times, baseline, strict=True)]
-        table.add_row(
-            name, f"{statistics.median(times):.2f}", *(f"{f(ratios):.2f}" for f in (statistics.median, min, max))
+def contenders(tokens: int, vocabulary: int, width: int, top_k: int = 64, *, device: str) -> measure.Contenders:
+    """One forward and backward each, on an old policy that differs a little from the new one."""
+    hidden, weight, token_ids = problem(tokens, vocabulary, width, device)
+    old = troll.SparsePolicy.from_hidden(hidden, weight, token_ids, top_k=top_k)
+    hidden = hidden + 0.02 * torch.randn_like(hidden)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+
+    def trl_head() -> Tensor:
+        log_probs, _, *_ = ChunkedLogProbFunction.apply(
+            *leaves, None, token_ids, 1.0, TRL_CHUNK, None, 1.0, ("entropy",)
         )
-    Console(width=100).print(table)
+        return log_probs
+
+    def fused() -> Tensor:
+        step = troll.trust_region_log_probs_from_hidden(*leaves, token_ids, old, entropy=True)
+        return step.log_probs - step.regression
+
+    def full_logits() -> Tensor:
+        logits = leaves[0] @ leaves[1].t()
+        with torch.no_grad():
+            log_probs = torch.log_softmax(logits.float(), -1)
+            torch.special.entr(log_probs.exp()).sum(-1)
+            del log_probs
+        step = troll.trust_region_log_probs(logits, token_ids, old)
+        return step.log_probs - step.regression
+
+    def update(head: Callable[[], Tensor]) -> Callable[[], None]:
+        def run() -> None:
+            for leaf in leaves:
+                leaf.grad = None
+            head().sum().backward()
+
+        return run
+
+    return {BASELINE: update(trl_head), "TROLL, fused": update(fused), "TROLL, full logits": update(full_logits)}
+
+
+def main(device: str, repeats: int) -> list[dict[str, Any]]:
+    """Times and peak memory for the shapes of real heads."""
+    results = []
+    for name, case in cases(device).items():
+        made = contenders(**case, device=device)
+        taken = measure.seconds(made, repeats, device)
+        peaks = measure.peak_memory(contenders, case, list(made), device)
+        del made
+        title = f"head, forward and backward: {name}, " + ", ".join(f"{key} {value}" for key, value in case.items())
+        results += [{"case": name, **case, **row} for row in measure.show(title, taken, peaks)]
+    return results

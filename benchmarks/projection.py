@@ -1,32 +1,87 @@
-"""The solvers: evaluations of KL(τ) and worst error of the bound, over the cases that the tests use."""
+"""The solvers: time, evaluations of KL(τ), and worst error of the bound."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 import troll
+from benchmarks import measure
 from tests.trust_region.cases import FAMILIES, bounds, pairs, true_kl
 from troll.trust_region.dual import SOLVERS
+
+#: Tokens and outcomes of the timed problems; every token is projected.
+SHAPES = {"cpu": ((4096, 9), (4096, 65), (16384, 65), (4096, 257)), "cuda": ((16384, 65), (131072, 65), (16384, 257))}
+KL_BOUND, BISECTIONS = 0.05, 60
 
 ROWS, SIZES = 2000, (2, 3, 8, 65, 1000)
 BOUND_RANGE = {"newton": (1e-3, 1.0), "bracket": (1e-2, 1.0)}  # the paper's multipliers cannot reach smaller ones
 
 
-def main() -> None:
-    """Prints one row per solver, precision and family of pairs."""
-    table = Table(title=f"projection: {ROWS} pairs of each size {SIZES}, bounds log-uniform, judged in float64")
+def bisection(new: Tensor, old: Tensor, kl_bound: float) -> Tensor:
+    """Log q by the plainest means: every token in float64, KL from its definition, the interval of τ halved."""
+    new, old = (torch.log_softmax(x.double(), -1) for x in (new, old))
+    low, high = torch.zeros_like(new[..., :1]), torch.ones_like(new[..., :1])
+    for _ in range(BISECTIONS):
+        tau = (low + high) / 2
+        log_q = torch.log_softmax(old + tau * (new - old), -1)
+        too_far = (log_q.exp() * (log_q - old)).sum(-1, keepdim=True) > kl_bound
+        low, high = torch.where(too_far, low, tau), torch.where(too_far, tau, high)
+    return torch.log_softmax(old + low * (new - old), -1)
+
+
+def contenders(tokens: int, outcomes: int, *, device: str) -> measure.Contenders:
+    """Projections of the same pairs of policies, all outside the bound."""
+    torch.manual_seed(0)
+    old = 4 * torch.randn(tokens, outcomes, device=device)
+    # Far enough apart that the bound binds; what falls within it is moved further.
+    step = torch.randn_like(old)
+    for _ in range(8):
+        kl = troll.project(old + step, old, KL_BOUND).kl_before
+        step = torch.where((kl < 2 * KL_BOUND).unsqueeze(-1), 2 * step, step)
+    new = old + step
+
+    def solve(solver: str) -> Tensor:
+        return troll.project(new, old, KL_BOUND, solver).log_probs
+
+    return {
+        "bracket": lambda: solve("bracket"),
+        "newton": lambda: solve("newton"),
+        "bisection, float64": lambda: bisection(new, old, KL_BOUND),
+    }
+
+
+def main(device: str, repeats: int) -> list[dict[str, Any]]:
+    """Times, then the errors over the families of pairs that the tests use."""
+    results = []
+    for tokens, outcomes in SHAPES[device]:
+        made = contenders(tokens, outcomes, device=device)
+        title = f"projection: {tokens} tokens x {outcomes} outcomes, float32, ε = {KL_BOUND}"
+        rows = measure.show(title, measure.seconds(made, repeats, device))
+        results += [{"tokens": tokens, "outcomes": outcomes, **row} for row in rows]
+    return results + _errors()
+
+
+def _errors() -> list[dict[str, Any]]:
+    table = Table(title=f"errors: {ROWS} pairs of each size {SIZES}, bounds log-uniform, judged in float64")
     columns = ("solver", "dtype", "family", "projected", "median", "worst", "|KL − ε|", "|KL − ε|/ε", "KL/ε − 1")
     for name in columns:
         table.add_column(name, justify="left" if name in columns[:3] else "right")
+    rows = []
     for solver in SOLVERS:
         for dtype in (torch.float32, torch.float64):
             for family in FAMILIES:
-                table.add_row(solver, str(dtype).removeprefix("torch."), family, *_measure(solver, dtype, family))
+                cells = (solver, str(dtype).removeprefix("torch."), family, *_measure(solver, dtype, family))
+                table.add_row(*cells)
+                rows.append(dict(zip(columns, cells, strict=True)))
             table.add_section()
     Console(width=120).print(table)
+    return rows
 
 
 def _measure(solver: str, dtype: torch.dtype, family: str) -> tuple[str, ...]:

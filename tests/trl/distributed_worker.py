@@ -1,4 +1,4 @@
-"""One process of test_distributed: ``accelerate launch -m tests.trl.distributed_worker MODEL FOLDER``."""
+"""One process of test_distributed: ``accelerate launch -m tests.trl.distributed_worker MODE FOLDER MODEL=PATH...``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from tests.trl import tiny
+from tests.trl import heads, tiny
 from troll.trl import TrollTrainer
+from troll.trl.trainer import OLD_POLICY
 
 #: Sequence means and fixed lengths average over processes; so does DAPO, which divides by the tokens of all of them.
 CASES: dict[str, dict[str, Any]] = {
@@ -19,6 +24,13 @@ CASES: dict[str, dict[str, Any]] = {
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "tail": "floor", "support_top_k": 8},
     "dapo": {"loss_type": "dapo", "beta": 0.1},
     "dr_grpo": {"loss_type": "dr_grpo", "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+}
+
+#: FSDP: a case and a model. Gemma 2 ties its head to its embeddings.
+SHARDED = {
+    "own head": ("gspo", "llama"),
+    "own head, reference": ("dapo", "llama"),
+    "tied head": ("grpo", "gemma2"),
 }
 
 
@@ -43,24 +55,33 @@ class KeepGradients(TrainerCallback):
         self.gradients: list[dict[str, torch.Tensor]] = []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        module = getattr(model, "module", model)
-        self.gradients.append(tiny.gradients(module))
+        gradients = tiny.gradients(getattr(model, "module", model))
+        self.gradients.append({name: whole(gradient) for name, gradient in gradients.items()})
+
+
+def whole(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def in_order_of_processes(batch: dict[str, Any], processes: int = 2) -> dict[str, Any]:
     """One process's rollout, so that its micro-batches hold what those of two processes hold together."""
     steps, size = 2 if len(batch["advantages"]) == 8 else 4, len(batch["advantages"])
     order = torch.arange(size).view(processes, steps, -1).transpose(0, 1).flatten()
-    return {
-        name: value[order] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()
-    }
+    return {name: _in_order(value, order) for name, value in batch.items()}
 
 
-def train(make: tiny.Maker, name: str, processes: int) -> dict[str, Any]:
+def _in_order(value: Any, order: torch.Tensor) -> Any:
+    if isinstance(value, list):
+        return [value[i] for i in order]
+    return value[order] if isinstance(value, torch.Tensor) and value.ndim else value
+
+
+def train(make: tiny.Maker, name: str, processes: int, model: str = "llama") -> dict[str, Any]:
     """Gradients and logged metrics of the two updates of a rollout: the first on-policy, the second not."""
     keep = KeepGradients()
     trainer = make(
         SameRollouts,
+        model,
         callbacks=[keep],
         per_device_train_batch_size=4 // processes,
         optim="sgd",
@@ -84,8 +105,7 @@ class PoisonOneProcess(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if args.process_index == 1 and state.global_step == 1:
-            head = getattr(model, "module", model).get_output_embeddings()
-            head.register_forward_hook(lambda module, inputs, output: output * torch.nan)
+            getattr(model, "module", model).get_output_embeddings().weight.data.fill_(torch.nan)
 
 
 def fail(make: tiny.Maker) -> str:
@@ -97,13 +117,49 @@ def fail(make: tiny.Maker) -> str:
     return "trained on"
 
 
+def fsdp_on_cpu() -> None:
+    """accelerate takes FSDP on devices alone, and nothing in it or in torch needs one: calls the CPU a device."""
+    original = PartialState.__init__
+
+    def init(self: PartialState, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = init
+
+
+def mixed_precision(make: tiny.Maker) -> dict[str, Any]:
+    trainer = make(SameRollouts, bf16=True, per_device_train_batch_size=2, max_steps=2, kl_bound=0.01)
+    trainer.train()
+    (dtype,) = {policy.log_probs.dtype for inputs in trainer._buffered_inputs for policy in inputs[OLD_POLICY]}
+    return {"dtype": dtype, "log": [entry for entry in trainer.state.log_history if "loss" in entry]}
+
+
+def gradients_through(name: str, *, sharded: bool) -> dict[str, torch.Tensor]:
+    """With a head that is a unit of FSDP by itself: its weights are still shards when the forward needs them."""
+    model, inputs = heads.with_heads(heads.MODELS[name]()), heads.batch()
+    if sharded:
+        fully_shard(model.get_output_embeddings())
+        fully_shard(model)
+    heads.pull(model(**inputs, old_token_ids=heads.captured_ids(model, inputs))).backward()
+    return {name: whole(gradient) for name, gradient in tiny.gradients(model).items()}
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    model_path, folder = (Path(argument) for argument in sys.argv[1:])
-    make = tiny.Maker(lambda architecture: model_path, folder / "out")
-    results = {name: train(make, name, processes=2) for name in CASES}
-    rank = torch.distributed.get_rank()
-    torch.save(results | {"error": fail(make)}, folder / f"{rank}.pt")
+    mode, folder, *models = sys.argv[1:]
+    paths = dict(model.split("=", 1) for model in models)
+    make = tiny.Maker(lambda architecture: Path(paths[architecture]), Path(folder, "out"))
+    results: dict[str, Any]
+    if mode == "ddp":
+        results = {name: train(make, name, processes=2) for name in CASES} | {"error": fail(make)}
+    else:
+        fsdp_on_cpu()
+        results = {name: train(make, case, 2, model) for name, (case, model) in SHARDED.items()}
+        results["mixed precision"] = mixed_precision(make)
+        results["plain"], results["biased"] = (gradients_through(name, sharded=True) for name in ("plain", "biased"))
+    torch.save(results, Path(folder, f"{torch.distributed.get_rank()}.pt"))
     torch.distributed.destroy_process_group()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +14,12 @@ import torch
 from tests.trl import dense
 from tests.trl.tiny import ARCHITECTURES, assert_same_gradients, loss_and_gradients, move, rollout
 from troll.trl import TrollTrainer
+from troll.trl.trainer import OLD_POLICY
+from troll.trust_region.packed import PackedPolicy
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 LEVELS = ("token", "sequence")
+PARTS = ("token_ids", "log_probs", "counts", "tail_log_prob")
 
 #: What else a user may switch on. Each is an off-policy setting.
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -334,18 +339,28 @@ def test_the_reference_term_does_not_see_the_projection(make, loss_type, level, 
     assert_same_gradients(difference, {name: p.grad for name, p in model.named_parameters()}, 2e-5)
 
 
+def tensors(inputs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a micro-batch, those of its old policies included."""
+    for name, value in inputs.items():
+        if name == OLD_POLICY:
+            for i, policy in enumerate(value):
+                yield from ((f"{name}[{i}].{part}", getattr(policy, part)) for part in PARTS)
+        else:
+            yield name, value
+
+
 @pytest.mark.parametrize("tail", ["bucket", "floor"])
 def test_the_loss_leaves_its_inputs_alone(make, tail):
     trainer = make(tail=tail, kl_bound=0.01, beta=0.1, support_top_k=8)
     inputs = rollout(trainer)[0]
-    before = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    before = copy.deepcopy(inputs)
     move(trainer.model, 0.1)
     first = loss_and_gradients(trainer, inputs)
     second = loss_and_gradients(trainer, inputs)
     assert inputs.keys() == before.keys()
-    for name, value in before.items():
-        assert torch.equal(inputs[name], value), name
-        assert not inputs[name].requires_grad
+    for name, value in tensors(before):
+        assert torch.equal(dict(tensors(inputs))[name], value), name
+        assert not dict(tensors(inputs))[name].requires_grad
     assert first[0] == second[0]
     assert_same_gradients(second[1], first[1], 0)
 
@@ -355,7 +370,8 @@ def test_a_floored_tail_divides_by_the_floored_old_policy(make):
     trainer = make(tail="floor", support_top_k=2, kl_bound=1e9, loss_type="grpo", regression_weight=0.0)
     inputs = rollout(trainer)[0]
     mask, tokens = dense.scored_mask(inputs), inputs["completion_ids"]
-    floored = (inputs["troll_log_probs"].masked_fill(inputs["troll_token_ids"] != tokens.unsqueeze(-1), 0)).sum(-1)
+    old = PackedPolicy.stack(inputs[OLD_POLICY]).unpack()
+    floored = old.log_probs.masked_fill(old.token_ids != tokens.unsqueeze(-1), 0).sum(-1)
     raw = inputs["old_per_token_logps"]
     assert (floored - raw)[mask].mean() > 0.1
     loss, _ = loss_and_gradients(trainer, inputs)

@@ -18,7 +18,8 @@ import troll.trl.trainer as trainer_module
 from tests.trl import dense, tiny
 from tests.trl.tiny import ARCHITECTURES, logged, loss_and_gradients, move, no_warnings_about, rollout
 from troll.trl import TrollConfig, TrollTrainer
-from troll.trl.trainer import OLD_POLICY_KEYS
+from troll.trl.trainer import OLD_POLICY
+from troll.trust_region.packed import PackedPolicy
 from troll.trust_region.policy import SparsePolicy
 
 METRICS = {
@@ -39,20 +40,18 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def captured(inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """The old policy of a micro-batch's scored tokens, as the buffer carries it: ids, log-probabilities, tail."""
+def captured(inputs: dict[str, Any]) -> SparsePolicy:
+    """The old policy of a micro-batch's scored tokens."""
+    policy = PackedPolicy.stack(inputs[OLD_POLICY]).unpack()
     mask = dense.scored_mask(inputs)
-    assert all(inputs[key].shape[:2] == mask.shape for key in OLD_POLICY_KEYS)
-    ids, log_probs, tail = (inputs[key][mask] for key in OLD_POLICY_KEYS)
-    return ids, log_probs, tail
+    assert policy.shape == mask.shape
+    assert not policy.used[~mask].any()
+    return policy[mask]
 
 
 def captured_log_prob(inputs: dict[str, Any]) -> torch.Tensor:
-    """Of the sampled tokens: each stands in one slot of its position."""
-    ids, log_probs, _ = captured(inputs)
-    slots = ids == inputs["completion_ids"][dense.scored_mask(inputs)].unsqueeze(-1)
-    assert (slots.sum(-1) == 1).all()
-    return log_probs[slots]
+    """Of the sampled tokens."""
+    return captured(inputs).log_prob(inputs["completion_ids"][dense.scored_mask(inputs)])
 
 
 def steps(trainer: Any) -> list[dict[str, Any]]:
@@ -196,7 +195,7 @@ def test_an_on_policy_configuration_is_told_and_is_grpo(make, monkeypatch, setti
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("the old policy was captured")
 
-    monkeypatch.setattr(SparsePolicy, "from_logits", fail)
+    monkeypatch.setattr(SparsePolicy, "from_head", fail)
     with pytest.warns(UserWarning, match="every update is on-policy") as caught:
         ours = make(kl_bound=1e-6, beta=0.1, **settings)
     (message,) = [str(warning.message) for warning in caught if "on-policy" in str(warning.message)]
@@ -240,20 +239,18 @@ def test_the_old_policy_stays_with_its_tokens(make, tail, iterations):
     assert len(set(lengths)) > 1, "all completions are equally long: the test shows nothing"
     for inputs in buffered:
         mask, tokens = dense.scored_mask(inputs), inputs["completion_ids"]
-        ids, log_probs, tail_log_prob = captured(inputs)
+        policy = captured(inputs)
         with torch.no_grad():
             logits = dense.completion_logits(reference, inputs, trainer.temperature).float()
         expected = SparsePolicy.from_logits(logits[mask], tokens[mask], top_k=5, mass_threshold=1e-5, tail=tail)
-        assert torch.equal(ids, expected.token_ids)
-        torch.testing.assert_close(log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(tail_log_prob, expected.tail_log_prob, rtol=1e-5, atol=1e-5)
+        assert torch.equal(policy.token_ids, expected.token_ids)
+        torch.testing.assert_close(policy.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(policy.tail_log_prob, expected.tail_log_prob, rtol=1e-5, atol=1e-5)
+        assert (policy.tail, policy.vocab_size, policy.mass_threshold) == (tail, expected.vocab_size, 1e-5)
         raw = logits[mask].log_softmax(-1).gather(-1, tokens[mask].unsqueeze(-1)).squeeze(-1)
         torch.testing.assert_close(inputs["old_per_token_logps"][mask], raw, rtol=1e-5, atol=1e-5)
         if tail == "bucket":
             assert torch.equal(captured_log_prob(inputs), inputs["old_per_token_logps"][mask])
-        # Padding holds no policy.
-        assert (inputs["troll_token_ids"][~mask] == -1).all()
-        assert (inputs["troll_log_probs"][~mask] == -torch.inf).all()
         assert (inputs["old_per_token_logps"][~mask] == 0).all()
 
 
@@ -265,9 +262,9 @@ def test_the_capture_is_the_scored_policy_at_the_sampling_temperature(make):
         logits = dense.completion_logits(make.model(), inputs, 0.5).float()
     raw = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)[mask]
     torch.testing.assert_close(captured_log_prob(inputs), raw, rtol=1e-5, atol=1e-5)
-    _, log_probs, tail = captured(inputs)
-    torch.testing.assert_close(log_probs.exp().sum(-1) + tail.exp(), torch.ones_like(tail))
-    assert not log_probs.requires_grad
+    policy = captured(inputs)
+    torch.testing.assert_close(policy.outcomes.exp().sum(-1), torch.ones(len(raw)))
+    assert not policy.log_probs.requires_grad
 
 
 def test_a_trainer_that_no_longer_scores_the_old_policy_is_noticed(make, monkeypatch):
@@ -275,9 +272,9 @@ def test_a_trainer_that_no_longer_scores_the_old_policy_is_noticed(make, monkeyp
     original = GRPOTrainer._generate_and_score_completions
 
     def without_scoring(self: Any, inputs: Any) -> dict[str, Any]:
-        self._read_logits, read = None, self._read_logits
+        self._scoring, scoring = None, self._scoring
         output = original(self, inputs)
-        self._read_logits = read
+        self._scoring = scoring
         return output
 
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", without_scoring)
@@ -411,10 +408,10 @@ def fused_log_probs(trainer: TrollTrainer, inputs: dict[str, Any]) -> torch.Tens
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_bf16_logits_are_rounded_once(make, temperature, autocast):
-    """As in TRL's fused head, the temperature divides in float32: rounding again moves log-probabilities by 0.02."""
-    model = make.model() if autocast else make.model().to(torch.bfloat16)
+@pytest.mark.parametrize(("architecture", "temperature"), [("llama", 1.0), ("llama", 0.7), ("gemma2", 0.7)])
+def test_bf16_logits_are_rounded_once(make, architecture, temperature, autocast):
+    """As in TRL's fused head, caps and temperature are float32: rounding again moves log-probabilities by 0.02."""
+    model = make.model(architecture) if autocast else make.model(architecture).to(torch.bfloat16)
     trainer = make(TrollTrainer, model, temperature=temperature, bf16=autocast)
     inputs = rollout(trainer)[0]
     mask = dense.scored_mask(inputs)
@@ -446,13 +443,13 @@ def test_the_head_is_computed_in_float32_where_that_is_asked_for(make, architect
 
 def test_evaluation_in_the_middle_of_training_is_grpos(make, monkeypatch):
     captures = []
-    original = SparsePolicy.from_logits
+    original = SparsePolicy.from_head
 
     def spy(*args: Any, **kwargs: Any) -> SparsePolicy:
         captures.append(trainer.model.training)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(SparsePolicy, "from_logits", spy)
+    monkeypatch.setattr(SparsePolicy, "from_head", spy)
     trainer = make(kl_bound=0.01, eval_dataset=tiny.make_dataset(4), eval_strategy="steps", eval_steps=1, do_eval=True)
     trainer.train()
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -231,3 +232,115 @@ def test_another_vocabulary_is_refused():
     old = SparsePolicy.from_hidden(hidden, weight, token_ids)
     with pytest.raises(ValueError, match="lm_head_weight must have 1000 rows, got 999"):
         troll.trust_region_log_probs_from_hidden(hidden, weight[:-1], token_ids, old)
+
+
+def exact_entropy(logits: Tensor) -> Tensor:
+    log_probs = torch.log_softmax(logits, -1)
+    return -(log_probs.exp() * log_probs.masked_fill(log_probs == -torch.inf, 0)).sum(-1)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("scale", [0.1, 1.0, 20.0])
+def test_entropy_and_its_gradient_are_those_of_full_logits(transform, scale):
+    """From flat to near-deterministic."""
+    hidden, weight, bias, token_ids = problem(scale=scale)
+    keywords = keywords_of(transform, bias)
+    old = SparsePolicy.from_hidden(hidden, weight, token_ids, top_k=8, **keywords)
+    gradients = []
+    for fused in (True, False):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        rows, head, _ = leaves
+        arguments: dict[str, Any] = keywords | ({"bias": leaves[2]} if "bias" in keywords else {})
+        if fused:
+            step = troll.trust_region_log_probs_from_hidden(
+                rows, head, token_ids, old, torch.inf, entropy=True, **arguments
+            )
+            assert step.entropy is not None
+            log_probs, entropy = step.log_probs, step.entropy
+        else:
+            logits = full_logits(rows, head, **arguments)
+            log_probs = torch.log_softmax(logits, -1).gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+            entropy = exact_entropy(logits)
+        (0.3 * log_probs.sum() + (entropy * torch.linspace(-1, 2, 12).view(3, 4)).sum()).backward()
+        gradients.append([entropy.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+    for actual, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_entropy_without_gradient_costs_the_backward_nothing():
+    hidden, weight, _, token_ids = problem()
+    old = SparsePolicy.from_hidden(hidden, weight, token_ids, top_k=8)
+    hidden.requires_grad_()
+    step = troll.trust_region_log_probs_from_hidden(hidden, weight, token_ids, old, entropy=True)
+    (with_entropy,) = torch.autograd.grad(step.log_probs.sum(), hidden)
+    step = troll.trust_region_log_probs_from_hidden(hidden, weight, token_ids, old)
+    assert step.entropy is None
+    (without,) = torch.autograd.grad(step.log_probs.sum(), hidden)
+    assert torch.equal(with_entropy, without)
+
+
+def test_entropy_of_a_near_deterministic_token_keeps_its_digits():
+    """1 − p is 1e-6, of which the likely token's log p keeps one digit in float32; the others' sum is exact."""
+    size = 1000
+    hidden = torch.eye(1, dtype=torch.float32)
+    weight = torch.full((size, 1), -20.723266)  # 999 tokens of 1e-9
+    weight[7] = 0.0
+    old = SparsePolicy.from_hidden(hidden, weight, torch.tensor([7]), top_k=1)
+    step = troll.trust_region_log_probs_from_hidden(hidden, weight, torch.tensor([7]), old, entropy=True)
+    assert step.entropy is not None
+    exact = exact_entropy(hidden.double() @ weight.double().t())
+    torch.testing.assert_close(step.entropy.double(), exact, rtol=1e-2, atol=0)
+
+
+def test_masked_vocabulary_has_no_part_in_the_entropy():
+    hidden, weight, _, token_ids = problem(dtype=torch.float32)
+    bias = torch.zeros(len(weight))
+    bias[500:] = -torch.inf
+    token_ids = token_ids % 500
+    old = SparsePolicy.from_hidden(hidden, weight, token_ids, bias=bias)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    step = troll.trust_region_log_probs_from_hidden(hidden, weight, token_ids, old, bias=bias, entropy=True)
+    assert step.entropy is not None
+    torch.testing.assert_close(step.entropy, exact_entropy(hidden @ weight[:500].t()), rtol=1e-5, atol=1e-6)
+    grad_hidden, grad_weight = torch.autograd.grad(step.entropy.sum(), (hidden, weight))
+    assert grad_hidden.isfinite().all() and grad_weight.isfinite().all()
+    assert (grad_weight[500:] == 0).all()
+
+
+@pytest.mark.parametrize("mass_threshold", [1e-5, 1e-3, 1e-2])
+@pytest.mark.parametrize("seed", range(3))
+def test_leaving_out_the_new_support_moves_a_floored_kl_by_little(mass_threshold, seed):
+    """The bound that `OwnSupport` states, over policies that put about the threshold outside the old support."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, size, width = 200, 400, 400
+    old_logits = 4 * torch.randn(tokens, size, generator=generator, dtype=torch.float64)
+    sharper = torch.empty(tokens, 1, dtype=torch.float64).uniform_(0.7, 1.5, generator=generator)
+    new_logits = sharper * old_logits + 0.1 * torch.randn(tokens, size, generator=generator, dtype=torch.float64)
+    token_ids = old_logits.argmax(-1)
+    old = SparsePolicy.from_logits(old_logits, token_ids, top_k=300, mass_threshold=mass_threshold, tail="floor")
+    identity = torch.eye(size, width, dtype=torch.float64)
+    exact = troll.trust_region_log_probs(new_logits, token_ids, old)
+    fused = troll.trust_region_log_probs_from_hidden(new_logits, identity, token_ids, old)
+    difference = (fused.kl_before - exact.kl_before).abs()
+    outside = old.on_support(new_logits).tail_log_prob.exp()
+    few = outside <= mass_threshold
+    assert 20 < few.sum() < tokens - 20, "both kinds must occur"
+    bound = mass_threshold * (math.log(mass_threshold / 1e-12) + 1)
+    assert 0 < difference[few].max() <= bound
+    assert difference[~few].max() < 1e-9, "with the new support, nothing is approximated"
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_autocast_decides_in_what_the_product_is_computed(autocast):
+    hidden, weight, _, token_ids = problem(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        old = SparsePolicy.from_hidden(hidden, weight, token_ids)
+        leaf = hidden.clone().requires_grad_()
+        step = troll.trust_region_log_probs_from_hidden(leaf, weight, token_ids, old)
+        logits = hidden @ weight.t()
+    (gradient,) = torch.autograd.grad(step.log_probs.sum(), leaf)
+    assert logits.dtype == (torch.bfloat16 if autocast else torch.float32)
+    expected = torch.log_softmax(logits.float(), -1).gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(step.new_log_probs, expected, rtol=1e-5, atol=1e-5)
+    assert gradient.dtype == torch.float32

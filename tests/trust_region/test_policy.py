@@ -1,4 +1,4 @@
-"""SparsePolicy: slots, tails, lookup, the new policy on the old support, KL, moves, indexing, packing."""
+"""SparsePolicy: slots, tails, lookup, the new policy on the old support, KL, moves, indexing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.trust_region import reference
 from tests.trust_region.cases import FAMILIES, array, capture_rows, pairs, tensor
-from troll.trust_region.policy import PackedPolicy, SparsePolicy
+from troll.trust_region.policy import SparsePolicy
 
 TAILS = ("bucket", "floor")
 
@@ -37,6 +37,7 @@ def assert_identical(a: SparsePolicy, b: SparsePolicy) -> None:
     assert a.shape == b.shape
     assert a.tail == b.tail
     assert a.mass_threshold == b.mass_threshold
+    assert a.vocab_size == b.vocab_size
     for name in ("token_ids", "log_probs", "tail_log_prob"):
         left, right = getattr(a, name), getattr(b, name)
         assert left.dtype == right.dtype and left.shape == right.shape, name
@@ -164,6 +165,7 @@ def test_broken_rows_leave_the_others_alone(tail, broken):
     logits[3] = -math.inf
     policy = SparsePolicy.from_logits(logits, token_ids, top_k=6, tail=tail)
     assert_identical(policy[:2], clean[:2])
+    assert (policy.log_probs[~policy.used] == -math.inf).all()
     assert policy.log_prob(token_ids)[2:].isnan().all()
 
 
@@ -296,7 +298,7 @@ def test_kl_needs_one_support():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Moves, indexing, concatenation, packing
+# Moves, indexing, concatenation
 
 
 def test_moves():
@@ -387,39 +389,6 @@ def test_half_precision_policies_are_compared_in_float32():
     halved = SparsePolicy.kl(shifted.to(torch.float16), other.to(torch.float16))
     assert halved.dtype == torch.float32
     torch.testing.assert_close(halved, shifted.kl(other), rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (0,), (2, 0), (2, 1, 3)])
-def test_packing_is_exact(shape, dtype, tail):
-    policy = random_policy(shape, tail=tail, dtype=dtype)
-    packed = policy.pack()
-    assert isinstance(packed, PackedPolicy)
-    assert_identical(packed.unpack(), policy)
-
-
-def test_packing_keeps_what_is_unusual():
-    """A used slot without mass, a full row, a row of one slot, a NaN row."""
-    logits = torch.zeros(4, 6)
-    logits[0, 1:] = -math.inf
-    logits[1, 0] = 50.0
-    logits[3, 2] = math.nan
-    for threshold in (0.0, 1e-5):
-        policy = SparsePolicy.from_logits(logits, torch.tensor([3, 0, 0, 0]), top_k=4, mass_threshold=threshold)
-        assert_identical(policy.pack().unpack(), policy)
-
-
-def test_packed_policy_is_smaller():
-    logits = torch.zeros(64, 1000)
-    logits[:, 3] = 30.0
-    policy = SparsePolicy.from_logits(logits, torch.full((64,), 3), top_k=64, mass_threshold=1e-5)
-    packed = policy.pack()
-
-    def elements(thing: object) -> int:
-        return sum(value.numel() for value in vars(thing).values() if isinstance(value, torch.Tensor))
-
-    assert elements(packed) * 6 < policy.token_ids.numel() + policy.log_probs.numel() + policy.tail_log_prob.numel()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,18 +13,20 @@ from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from troll.trl.config import AGGREGATION, TrollConfig
-from troll.trl.scoring import LogitsReader, ReadLogits, scatter
+from troll.trl.fused_head import PolicyOutput, add_policy_head, scatter
+from troll.trl.scoring import PolicyScoring
 from troll.trust_region.objective import (
     TrustRegionStep,
     aggregate,
-    trust_region_log_probs,
     trust_region_metrics,
     trust_region_statistics,
+    trust_region_step,
 )
+from troll.trust_region.packed import PackedPolicy
 from troll.trust_region.policy import SparsePolicy
 
-#: The old policy travels through TRL's buffer (shuffled, split, padded) under these keys.
-OLD_POLICY_KEYS = ("troll_token_ids", "troll_log_probs", "troll_tail_log_prob")
+#: The old policy travels through TRL's buffer (shuffled, split) under this key, as a list of one packed policy each.
+OLD_POLICY = "troll_old_policy"
 
 #: More than this fraction of tokens projected, over so many optimiser steps, is worth a warning.
 WATCHED_FRACTION, WATCHED_STEPS = 0.1, 100
@@ -72,24 +74,27 @@ class TrollTrainer(GRPOTrainer):
         # Infinity in the configuration itself would not be valid JSON.
         self.epsilon_low = self.epsilon_high = torch.inf
 
-        base_model = self.accelerator.unwrap_model(self.model)
-        if hasattr(base_model, "get_base_model"):
-            base_model = base_model.get_base_model()
-        self._accepts_logits_to_keep = "logits_to_keep" in inspect.signature(base_model.forward).parameters
-        if args.cast_lm_head_to_fp32:
-            _keep_head_out_of_autocast(base_model)
+        base_model = self.model.get_base_model() if _peft_configs(self.model) else self.model
+        add_policy_head(base_model, top_k=args.support_top_k, mass_threshold=args.mass_threshold, tail=args.tail)
         if self.accelerator.is_main_process:
             _warn_about(args, self.model)
         if args.disable_dropout:  # TRL silences layers; many models keep numbers that a function reads
             for module, name in list(_dropout_rates(base_model)):
                 setattr(module, name, 0.0)
-        # Who reads the logits of the next scoring pass, and the log-probabilities of the pass that captured.
-        self._read_logits: ReadLogits | None = None
-        self._scored: Tensor | None = None
+        # What the next scoring pass reads besides log-probabilities.
+        self._scoring: PolicyScoring | None = None
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
         self._watched = {"projected": 0.0, "tokens": 0.0}
         self._watched_since: int | None = None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The parent's; with FSDP2, the model's outputs keep their dtype."""
+        super().create_accelerator_and_postprocess()
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+            # accelerate has every output rounded to the parameters' dtype, log-probabilities among them.
+            plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
 
     # The old policy: captured where TRL scores the completions
 
@@ -97,64 +102,51 @@ class TrollTrainer(GRPOTrainer):
         if self.args.always_on_policy or not self.model.training:
             return super()._generate_and_score_completions(inputs)
 
-        captured: list[tuple[Tensor, ...]] = []
-        self._read_logits = self._capture_into(captured)
+        scored: list[tuple[list[PolicyOutput], Tensor]] = []
+        self._scoring = PolicyScoring({"capture_policy": True}, lambda *scores: scored.append(scores))
         output = super()._generate_and_score_completions(inputs)
-        scored, self._scored = self._scored, None
-        if scored is None or output.get("old_per_token_logps") is not scored:
+        if not scored or output.get("old_per_token_logps") is not scored[0][1]:
             raise RuntimeError("GRPOTrainer did not score the old policy where TrollTrainer expects it")
+        captured, log_probs = scored[0]
         # At the end of the dictionary, since the first entry sets the batch size.
-        return output | {
-            key: torch.cat(chunks) for key, chunks in zip(OLD_POLICY_KEYS, zip(*captured, strict=True), strict=True)
-        }
+        return output | {OLD_POLICY: [policy for part in captured for policy in self._pack(part, log_probs.shape[1])]}
 
-    def _capture_into(self, captured: list[tuple[Tensor, ...]]) -> ReadLogits:
-        def read(logits: Tensor, token_ids: Tensor, scored: Tensor) -> Tensor:
-            policy = SparsePolicy.from_logits(
-                logits,
-                token_ids,
-                top_k=self.args.support_top_k,
-                mass_threshold=self.args.mass_threshold,
-                tail=self.args.tail,
-            )
-            captured.append(
-                (
-                    scatter(policy.token_ids, scored, fill=-1),
-                    scatter(policy.log_probs, scored, fill=-torch.inf),
-                    scatter(policy.tail_log_prob, scored),
-                )
-            )
-            # TRL wants raw log-probabilities, which a floored tail has renormalised away.
-            raw = policy if policy.tail == "bucket" else policy.on_support(logits)
-            return raw.log_prob(token_ids)
-
-        return read
+    def _pack(self, captured: PolicyOutput, length: int) -> list[PackedPolicy]:
+        """One policy for each completion, of `length` tokens; those that were not scored keep no slot."""
+        assert captured.on_support is not None
+        assert captured.vocab_size is not None
+        assert captured.label_mask is not None
+        token_ids, log_probs, tail_log_prob, _ = captured.on_support
+        policy = SparsePolicy(
+            token_ids, log_probs, tail_log_prob, captured.vocab_size, self.args.tail, self.args.mass_threshold
+        )
+        if policy.tail == "floor":
+            policy = policy.floored()
+        scored = captured.label_mask[:, -length:]
+        padded = dataclasses.replace(
+            policy,
+            token_ids=scatter(policy.token_ids, scored, fill=-1),
+            log_probs=scatter(policy.log_probs, scored, fill=-torch.inf),
+            tail_log_prob=scatter(policy.tail_log_prob, scored),
+        )
+        return padded.pack().unbind()
 
     def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
+        self, model: Any, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         # Only the first call is the policy's: a PEFT reference pass uses the same model object.
-        read, self._read_logits = self._read_logits, None
-        if read is not None:
-            model = LogitsReader(
-                model,
-                logits_to_keep,
-                self.temperature,
-                self._entropy_bonus_enabled,
-                self._accepts_logits_to_keep,
-                read,
-            )
-        scores = super()._get_per_token_logps_and_entropies(
-            model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
-        )
-        if read is not None and not torch.is_grad_enabled():
-            self._scored = scores[0]
+        scoring, self._scoring = self._scoring, None
+        if scoring is None:
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        scoring.model = model
+        scores = super()._get_per_token_logps_and_entropies(scoring, *args, **kwargs)
+        scoring.finish(scoring.outputs, scores[0])
         return scores
 
     # The update
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        if OLD_POLICY_KEYS[0] in inputs and self.model.training:
+        if OLD_POLICY in inputs and self.model.training:
             loss = self._trust_region_loss(model, inputs)
         else:
             loss = super()._compute_loss(model, inputs)
@@ -170,26 +162,28 @@ class TrollTrainer(GRPOTrainer):
         mask = inputs["completion_mask"]
         if "tool_mask" in inputs:
             mask = mask * inputs["tool_mask"]
+        padded = PackedPolicy.stack(inputs[OLD_POLICY]).unpack()
         extra: list[Tensor] = []
 
-        def read(logits: Tensor, token_ids: Tensor, scored: Tensor) -> Tensor:
-            ids, log_probs, tail_log_prob = (inputs[key][scored] for key in OLD_POLICY_KEYS)
-            rows = SparsePolicy(
-                ids, log_probs, tail_log_prob, logits.shape[-1], self.args.tail, self.args.mass_threshold
-            )
-            step = trust_region_log_probs(logits, token_ids, rows, self.args.kl_bound, self.args.solver)
-            self._observe(step, rows, mask.to(scored.device)[scored])
+        def project(outputs: list[PolicyOutput], new_log_probs: Tensor) -> None:
+            (output,) = outputs  # the parent scores a micro-batch whole
+            assert output.label_mask is not None
+            assert output.on_support is not None
+            scored = output.label_mask[:, -mask.shape[1] :]
+            tokens = scored.nonzero(as_tuple=True)  # one wait for the device instead of three
+            old, token_ids = padded[tokens], inputs["completion_ids"][tokens]
+            new = old.new_policy_from_support(output.on_support)
+            step = trust_region_step(new, token_ids, old, self.args.kl_bound, self.args.solver)
+            self._observe(step, old, mask[tokens])
             # The parent takes its ratio from the raw log-probabilities, and everything else (KL to the reference,
             # off-policy mask, metrics) too. Shifting the old ones makes that ratio q/p and changes nothing else.
-            new_log_probs = scatter(step.new_log_probs, scored)
-            log_ratio = scatter(step.log_probs - rows.log_prob(token_ids), scored)
+            log_ratio = scatter(step.log_probs - old.log_prob(token_ids), scored)
             inputs["old_per_token_logps"] = old_log_probs + (new_log_probs - old_log_probs - log_ratio)
             extra.append(self.args.regression_weight * scatter(step.regression, scored))
             if self.beta != 0.0 and self.args.use_bias_correction_kl:
                 extra.append(self._reference_kl_correction(inputs, old_log_probs, new_log_probs, log_ratio, mask))
-            return step.new_log_probs
 
-        self._read_logits = read
+        self._scoring = PolicyScoring({"old_token_ids": padded.token_ids}, project)
         loss = super()._compute_loss(model, inputs)
         if not extra:
             raise RuntimeError("GRPOTrainer did not score the new policy where TrollTrainer expects it")
@@ -267,18 +261,6 @@ class TrollTrainer(GRPOTrainer):
                 stacklevel=2,
             )
         self._watched, self._watched_since = {"projected": 0.0, "tokens": 0.0}, None
-
-
-def _keep_head_out_of_autocast(model: torch.nn.Module) -> None:
-    # TRL's `cast_lm_head_to_fp32` computes the head in float32; autocast would silently undo that.
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    forward: Callable[[Tensor], Tensor] = head.forward
-
-    def in_float32(hidden_states: Tensor) -> Tensor:
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            return forward(hidden_states)
-
-    head.forward = in_float32
 
 
 def _dropout_rates(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:

@@ -77,8 +77,9 @@ def divergence(log_ratio: Tensor, log_p: Tensor) -> Tensor:
     return (torch.exp(log_p) * (log_ratio * (growth + 1) - growth)).sum(-1)
 
 
-def _tolerance(dtype: torch.dtype) -> float:
-    # On |log KL(τ) − log ε|. Both sit well above the rounding error of `tilt` and well inside what the caller promises:
+def tolerance(dtype: torch.dtype) -> float:
+    """How close to the root a solver comes, on |log KL(τ) − log ε|."""
+    # Both sit well above the rounding error of `tilt` and well inside what the caller promises:
     # 1e-3 · ε in float32, 1e-9 in float64.
     return 2e-5 if dtype == torch.float32 else 1e-11
 
@@ -116,7 +117,7 @@ def newton(log_p: Tensor, s: Tensor, kl_bound: Tensor) -> Root:
 
         # At float resolution the bracket cannot shrink further: its lower end is the feasible one.
         exhausted = (step <= lower) | (step >= upper)
-        done = (gap.abs() <= _tolerance(tau.dtype)) | exhausted
+        done = (gap.abs() <= tolerance(tau.dtype)) | exhausted
         root.tau[active] = torch.where(exhausted & (gap > 0), lower, tau)
         root.mean[active] = at.mean
 
@@ -167,7 +168,7 @@ def bracket(log_p: Tensor, s: Tensor, kl_bound: Tensor) -> Root:
             high = torch.where(feasible & (log_eta < high) & ~converged, log_eta, high)
             low = torch.where(~feasible & (log_eta > low) & ~converged, log_eta, low)
             mean = torch.where(converged, mean, at.mean)
-            converged |= feasible & (at.kl >= kl_bound * (1 - _tolerance(log_p.dtype)))
+            converged |= feasible & (at.kl >= kl_bound * (1 - tolerance(log_p.dtype)))
         if bool(converged.all()):
             break
     return Root(1 / (1 + high.exp()), mean, evaluations)

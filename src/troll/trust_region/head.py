@@ -156,10 +156,10 @@ def _top_of_rows(tiles: _Tiles, hidden: Tensor, token_ids: Tensor, k: int) -> To
     for columns in tiles.columns():
         tile = tiles.product(hidden, columns, padded=True)
         # The sampled token is set aside, and the k largest of the others found.
-        z, maxima, log_sums = tiles.functions.fold_blocks(
+        logits_at, maxima, log_sums = tiles.functions.fold_blocks(
             tile, columns.start, columns.stop - columns.start, tiles.head.transform, token_ids, sampled_logit
         )
-        best, best_ids, others = _top_of_tile(z, maxima, log_sums, min(k, columns.stop - columns.start))
+        best, best_ids, others = _top_of_tile(logits_at, maxima, log_sums, min(k, columns.stop - columns.start))
         # Earlier tiles have smaller ids, so position is the order among equals.
         values, ids = torch.cat([values, best], -1), torch.cat([ids, best_ids + columns.start], -1)
         order = top_ids(values, min(k, values.shape[-1]))
@@ -186,10 +186,12 @@ def _top_of_rows(tiles: _Tiles, hidden: Tensor, token_ids: Tensor, k: int) -> To
     return Top(ids, values, sampled_logit, nan_unless_finite(total), torch.logaddexp(rest, left))
 
 
-def _top_of_tile(z: Tensor, maxima: Tensor, log_sums: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _top_of_tile(
+    logits_at: Callable[[Tensor], Tensor], maxima: Tensor, log_sums: Tensor, k: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The k largest logits of a tile, their columns, and the log-sum-exp of all others, (N, k), (N, k), (N, 1)."""
     candidates = candidate_ids(maxima, k)
-    values = as_float(z.gather(-1, candidates))
+    values = logits_at(candidates)
     best = top_ids(values, k)
     chosen = candidates[:, ::BLOCK] // BLOCK
     others = [log_sums.scatter(-1, chosen, -torch.inf), values.scatter(-1, best, -torch.inf)]

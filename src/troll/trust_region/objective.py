@@ -9,11 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from troll.trust_region.dual import divergence
 from troll.trust_region.head import Head
+from troll.trust_region.kernels import token, use_triton
 from troll.trust_region.kernels.tile import Transform
-from troll.trust_region.policy import SparsePolicy, common_outcomes
-from troll.trust_region.projection import Projection, project_outcomes
+from troll.trust_region.policy import SparsePolicy, present_outcomes
 from troll.trust_region.support import check_logits
 
 RatioLevel = Literal["token", "sequence"]
@@ -127,27 +126,17 @@ def trust_region_step(
 ) -> TrustRegionStep:
     """:func:`trust_region_log_probs` of a new policy that has been read already (:meth:`SparsePolicy.new_policy`)."""
     old.check_positions(token_ids)
-    slot = old.slot(token_ids).unsqueeze(-1)
+    slot = old.slot(token_ids)
     if old.tail == "floor":
         old = old.extended(new.token_ids)
-    new_outcomes, old_outcomes, present = common_outcomes(new, old)
-    projection = project_outcomes(new.outcomes, new_outcomes, old_outcomes, present, kl_bound, solver)
-    return TrustRegionStep(
-        log_probs=projection.log_probs.gather(-1, slot).squeeze(-1),
-        new_log_probs=new.log_probs.gather(-1, slot).squeeze(-1),
-        regression=_regression(new_outcomes, projection, present),
-        kl_before=projection.kl_before,
-        kl_after=projection.kl_after,
-        multiplier=projection.multiplier,
-        projected=projection.projected,
-    )
+    present = present_outcomes(new, old)
+    if solver == "newton" and use_triton(new.log_probs):
+        from troll.trust_region.kernels import token_triton
 
-
-def _regression(new_outcomes: Tensor, projection: Projection, present: Tensor) -> Tensor:
-    """KL(p̃ ‖ ⌊q⌋), (...): exactly 0, and without gradient, where nothing was projected."""
-    log_q = projection.log_probs.detach()
-    counts = present & projection.projected.unsqueeze(-1)
-    return divergence(torch.where(counts, new_outcomes - log_q, 0.0), log_q.masked_fill(~present, -torch.inf))
+        step = token_triton.trust_region_step(new.outcomes, old.outcomes, present, slot, kl_bound)
+    else:
+        step = token.trust_region_step(new.outcomes, old.outcomes, present, slot, kl_bound, solver)
+    return TrustRegionStep(*step)
 
 
 def troll_loss(

@@ -6,13 +6,13 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from troll.trust_region.dual import divergence
-from troll.trust_region.head import Head, OwnSupport, log_probs_on_support_from_hidden, top_from_hidden
+from troll.trust_region.head import Head, OnSupport, OwnSupport, log_probs_on_support_from_hidden, top_from_hidden
 from troll.trust_region.kernels.tile import Transform
 from troll.trust_region.support import (
     PROBABILITY_FLOOR,
@@ -29,6 +29,9 @@ from troll.trust_region.support import (
     shape_text,
     top_ids,
 )
+
+if TYPE_CHECKING:
+    from troll.trust_region.packed import PackedPolicy
 
 Tail = Literal["bucket", "floor"]
 TAILS: tuple[Tail, ...] = ("bucket", "floor")
@@ -147,14 +150,17 @@ class SparsePolicy:
     def _from_top(cls, top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float, tail: Tail) -> SparsePolicy:
         ids, log_probs, tail_log_prob = keep(top, sampled, mass_threshold)
         policy = cls(ids, log_probs, tail_log_prob, vocab_size, tail, mass_threshold)
-        return policy if tail == "bucket" else policy._with_floored_tail()
+        return policy if tail == "bucket" else policy.floored()
 
-    def _with_floored_tail(self) -> SparsePolicy:
+    def floored(self) -> SparsePolicy:
+        """A capture with its exact tail, as one with ``tail="floor"``: every token outside has probability 1e-12."""
         used = self.used
         outside = _log_count(self.vocab_size - used.sum(-1), self.log_probs.dtype) + math.log(PROBABILITY_FLOOR)
         outcomes = torch.cat([self.log_probs, outside.unsqueeze(-1)], -1)
         outcomes = floored(outcomes, torch.cat([used, outside.unsqueeze(-1) > -torch.inf], -1))
-        return dataclasses.replace(self, log_probs=outcomes[..., :-1], tail_log_prob=outcomes[..., -1])
+        # A row of NaN is renormalised to NaN everywhere, its unused slots included.
+        log_probs = outcomes[..., :-1].masked_fill(~used, -torch.inf)
+        return dataclasses.replace(self, log_probs=log_probs, tail_log_prob=outcomes[..., -1])
 
     @property
     def shape(self) -> torch.Size:
@@ -267,15 +273,20 @@ class SparsePolicy:
         on_support = log_probs_on_support_from_hidden(
             hidden.reshape(-1, hidden.shape[-1]), head, ids, own_support=own, entropy=entropy
         )
+        entropies = None if on_support.entropy is None else on_support.entropy.view(self.shape)
+        return self.new_policy_from_support(on_support), entropies
+
+    def new_policy_from_support(self, on_support: OnSupport) -> SparsePolicy:
+        """:meth:`new_policy` from what an LM head said of this policy's support, at as many positions."""
         slots = on_support.token_ids.shape[-1]
         new = dataclasses.replace(
             self,
-            token_ids=on_support.token_ids.view(*self.shape, slots) if own else self.token_ids,
             log_probs=on_support.log_probs.view(*self.shape, slots),
             tail_log_prob=on_support.tail_log_prob.view(self.shape),
         )
-        entropies = None if on_support.entropy is None else on_support.entropy.view(self.shape)
-        return new._with_constant_tail() if own else new, entropies
+        if self.tail == "bucket":
+            return new
+        return dataclasses.replace(new, token_ids=on_support.token_ids.view(*self.shape, slots))._with_constant_tail()
 
     def _with_constant_tail(self) -> SparsePolicy:
         outside = _log_count(self.vocab_size - self.used.sum(-1), self.log_probs.dtype)
@@ -351,78 +362,30 @@ class SparsePolicy:
         )
 
     def pack(self) -> PackedPolicy:
-        """Keeps the used slots alone: usually 6 to 12 times smaller. ``unpack`` restores this policy exactly."""
-        used = self.used
-        offsets = torch.zeros(used[..., 0].numel() + 1, dtype=torch.int64, device=used.device)
-        offsets[1:] = used.sum(-1).flatten().cumsum(0)
-        return PackedPolicy(
-            token_ids=self.token_ids[used].int(),
-            log_probs=self.log_probs[used],
-            offsets=offsets,
-            tail_log_prob=self.tail_log_prob,
-            top_k=self.token_ids.shape[-1],
-            vocab_size=self.vocab_size,
-            tail=self.tail,
-            mass_threshold=self.mass_threshold,
-        )
+        """Keeps the used slots alone: usually 6 to 12 times smaller. ``unpack`` restores a captured policy exactly."""
+        # Not at the top of the file: the packed form unpacks to this class, so its file imports this one.
+        from troll.trust_region.packed import pack
 
-
-@dataclass(frozen=True)
-class PackedPolicy:
-    """A :class:`SparsePolicy` without its unused slots, as a buffer or a network should carry it.
-
-    Attributes:
-        token_ids: (S,) int32, the used slots of all positions in order.
-        log_probs: (S,), in nats.
-        offsets: (positions + 1,) int64; position i owns ``[offsets[i], offsets[i + 1])``.
-        tail_log_prob: (...), one per position.
-        top_k: K of the padded form.
-        vocab_size: As captured.
-        tail: As captured.
-        mass_threshold: As captured.
-    """
-
-    token_ids: Tensor
-    log_probs: Tensor
-    offsets: Tensor
-    tail_log_prob: Tensor
-    top_k: int
-    vocab_size: int
-    tail: Tail
-    mass_threshold: float
-
-    def unpack(self) -> SparsePolicy:
-        """The padded policy, bit for bit what was packed."""
-        counts = self.offsets.diff()
-        used = torch.arange(self.top_k, device=counts.device) < counts.unsqueeze(-1)
-        token_ids = torch.full(used.shape, -1, dtype=torch.int64, device=counts.device)
-        log_probs = torch.full(used.shape, -torch.inf, dtype=self.log_probs.dtype, device=counts.device)
-        token_ids[used], log_probs[used] = self.token_ids.long(), self.log_probs
-        shape = (*self.tail_log_prob.shape, self.top_k)
-        return SparsePolicy(
-            token_ids.view(shape),
-            log_probs.view(shape),
-            self.tail_log_prob,
-            self.vocab_size,
-            self.tail,
-            self.mass_threshold,
-        )
+        return pack(self)
 
 
 def common_outcomes(first: SparsePolicy, second: SparsePolicy) -> tuple[Tensor, Tensor, Tensor]:
-    """Both policies' floored log-probabilities, (..., K + 1), and which outcomes are present.
+    """Both policies' floored log-probabilities and :func:`present_outcomes`, each (..., K + 1)."""
+    present = present_outcomes(first, second)
+    return floored(as_float(first.outcomes), present), floored(as_float(second.outcomes), present), present
 
-    Unused slots are absent; so is the tail where neither policy has any mass there.
+
+def present_outcomes(first: SparsePolicy, second: SparsePolicy) -> Tensor:
+    """On which outcomes two policies are compared, (..., K + 1) bool: not on unused slots, nor on a tail of no mass.
 
     Raises:
         ValueError: If the two do not share one support.
     """
     same = first.token_ids is second.token_ids or torch.equal(first.token_ids, second.token_ids)
     if not same:
-        raise ValueError("the two policies must share one support: make the new one with old.on_support(logits)")
+        raise ValueError("the two policies must share one support: make the new one with old.new_policy(...)")
     tail_present = (first.tail_log_prob > -torch.inf) | (second.tail_log_prob > -torch.inf)
-    present = torch.cat([first.used, tail_present.unsqueeze(-1)], dim=-1)
-    return floored(as_float(first.outcomes), present), floored(as_float(second.outcomes), present), present
+    return torch.cat([first.used, tail_present.unsqueeze(-1)], dim=-1)
 
 
 def _check_capture(top_k: int, mass_threshold: float, tail: str) -> None:

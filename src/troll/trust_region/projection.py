@@ -96,7 +96,7 @@ def project_outcomes(
     if solver not in SOLVERS:
         raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
     shape = raw.shape[:-1]
-    bound = _broadcast_bound(kl_bound, shape, new).reshape(-1)
+    bound = broadcast_bound(kl_bound, shape, new).reshape(-1)
     raw, new, old, present = (x.reshape(-1, x.shape[-1]) for x in (raw, new, old.detach().to(new.dtype), present))
 
     s = (new.detach() - old).masked_fill(~present, 0.0)
@@ -118,9 +118,14 @@ def project_outcomes(
     )
 
 
-def _broadcast_bound(kl_bound: float | Tensor, shape: torch.Size, like: Tensor) -> Tensor:
-    bound = torch.as_tensor(kl_bound, dtype=like.dtype, device=like.device)
-    # A float is checked on the host: no wait for the device.
+def broadcast_bound(kl_bound: float | Tensor, shape: torch.Size, like: Tensor) -> Tensor:
+    """ε at the token positions `shape`, without gradient, in the dtype and on the device of `like`.
+
+    Raises:
+        ValueError: On ε ≤ 0 or NaN, or a tensor that does not broadcast.
+    """
+    # A float is checked on the host and filled in on the device: no wait for it.
+    bound = kl_bound.to(like) if isinstance(kl_bound, Tensor) else like.new_full((), kl_bound)
     if not (bool((bound > 0).all()) if isinstance(kl_bound, Tensor) else kl_bound > 0):
         raise ValueError(f"kl_bound must be above 0 everywhere, got {kl_bound}")
     try:

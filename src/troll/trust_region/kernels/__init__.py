@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import torch
 from torch import Tensor
 
 #: Forces "torch" or "triton". Unset, tensors on a GPU take Triton where it is installed, all others torch.
@@ -29,6 +32,11 @@ def use_triton(like: Tensor) -> bool:
             raise ImportError(f"{VARIABLE}=triton, but Triton is not installed: pip install 'troll-rl[triton]'")
         return True
     return like.device.type in ("cuda", "xpu") and _triton_is_installed()
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensors' where a model is spread over several."""
+    return nullcontext() if device.type == "cpu" else getattr(torch, device.type).device(device)
 
 
 @functools.cache

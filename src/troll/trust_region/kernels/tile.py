@@ -6,6 +6,7 @@ A tile comes as the raw product of hidden states and the head's weights, and its
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -100,7 +101,7 @@ def fold_support(
 
 def fold_blocks(
     tile: Tensor, first: int, width: int, transform: Transform, token_ids: Tensor, sampled_logit: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
     """Sets the sampled tokens aside and summarises every block of 64 logits.
 
     Args:
@@ -112,7 +113,8 @@ def fold_blocks(
         sampled_logit: (N,), where the logits of those of this tile are written.
 
     Returns:
-        The logits (N, W), −inf at the sampled token; the blocks' maxima and log-sum-exps, (N, W / 64).
+        What gives the logits of some columns, (N, M) to (N, M), −inf at the sampled token, as long as the tile's memory
+        is left alone; and the blocks' maxima and log-sum-exps, (N, W / 64).
     """
     z = transform(tile)
     z[:, width:] = -torch.inf
@@ -123,7 +125,7 @@ def fold_blocks(
     sampled_logit.copy_(torch.where(inside, here.squeeze(-1), sampled_logit))
     z.scatter_(-1, local, here.masked_fill(inside.unsqueeze(-1), -torch.inf))
     blocks = z.unflatten(-1, (-1, BLOCK))
-    return z, blocks.amax(-1), torch.logsumexp(blocks, dim=-1)
+    return lambda columns: z.gather(-1, columns), blocks.amax(-1), torch.logsumexp(blocks, dim=-1)
 
 
 class TileGradient(NamedTuple):
@@ -184,7 +186,8 @@ def entries(token_ids: Tensor, first: int, width: int) -> tuple[Tensor, Tensor, 
 
 
 def _row_products(first: Tensor, second: Tensor) -> Tensor:
-    return torch.bmm(first.unsqueeze(1), second.unsqueeze(2)).flatten()
+    with torch.autocast(first.device.type, enabled=False):  # it would compute in half precision
+        return torch.bmm(first.unsqueeze(1), second.unsqueeze(2)).flatten()
 
 
 def _log_of_zero(dtype: torch.dtype) -> float:

@@ -1,0 +1,151 @@
+"""How everything here is measured: contenders in turn, ratios to the first, memory in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+Contenders = Mapping[str, Callable[[], object]]
+#: From a case and a device to what is measured. Named by its module, so that another process can make it again.
+Maker = Callable[..., Contenders]
+
+MEGABYTE = 1 << 20
+
+
+def seconds(contenders: Contenders, repeats: int, device: str) -> dict[str, list[float]]:
+    """Times of each contender, all of them in turn in every round, after one round to warm up."""
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    for repeat in track(range(repeats + 1), description="measuring", transient=True):
+        for name, contender in contenders.items():
+            gc.collect()
+            elapsed = _on_gpu(contender) if device == "cuda" else _on_cpu(contender)
+            if repeat:
+                taken[name].append(elapsed)
+    return taken
+
+
+def _on_cpu(contender: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    contender()
+    return time.perf_counter() - start
+
+
+def _on_gpu(contender: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    contender()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def peak_memory(maker: Maker, case: Mapping[str, Any], names: list[str], device: str) -> dict[str, float]:
+    """Peak bytes of one call of each contender, inputs included, each in a fresh process."""
+    peaks = {}
+    for name in track(names, description="memory", transient=True):
+        request = json.dumps([maker.__module__, maker.__name__, dict(case), name, device])
+        output = subprocess.run(
+            [sys.executable, "-m", "benchmarks.measure", request], capture_output=True, text=True, check=False
+        )
+        if output.returncode:
+            raise RuntimeError(f"{name} failed:\n{output.stderr}")
+        peaks[name] = float(output.stdout.split()[-1])
+    return peaks
+
+
+def _peak_of(module: str, function: str, case: dict[str, Any], name: str, device: str) -> float:
+    maker: Maker = getattr(import_module(module), function)
+    before = _resident("VmRSS")
+    contender = maker(device=device, **case)[name]
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        contender()
+        return torch.cuda.max_memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of making the inputs
+    contender()
+    return _resident("VmHWM") - before
+
+
+def _resident(field: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return float(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}: memory is measured on Linux alone")
+
+
+def show(
+    title: str, taken: Mapping[str, list[float]], peaks: Mapping[str, float] | None = None
+) -> list[dict[str, float | str]]:
+    """Prints times and peaks with their ratios to the first contender's, and returns the rows."""
+    baseline, *_ = taken
+    table = Table()
+    for column in ("contender", "median", "ratio (min–max)", *(("peak MB", "ratio") if peaks else ())):
+        table.add_column(column, justify="left" if column == "contender" else "right")
+    rows: list[dict[str, float | str]] = []
+    for name, times in taken.items():
+        ratios = [time / base for time, base in zip(times, taken[baseline], strict=True)]
+        row: dict[str, float | str] = {
+            "contender": name,
+            "seconds": statistics.median(times),
+            "ratio": statistics.median(ratios),
+            "ratio_min": min(ratios),
+            "ratio_max": max(ratios),
+        }
+        cells = [name, duration(statistics.median(times)), ratio_text(ratios)]
+        if peaks:
+            row |= {"peak_bytes": peaks[name], "peak_ratio": peaks[name] / peaks[baseline]}
+            cells += [f"{peaks[name] / MEGABYTE:.0f}", f"{peaks[name] / peaks[baseline]:.2f}"]
+        table.add_row(*cells)
+        rows.append(row)
+    Console(width=110).print(title, table)
+    return rows
+
+
+def ratio_text(ratios: list[float]) -> str:
+    """Median and range."""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+
+
+def duration(value: float) -> str:
+    """Seconds, in the unit that suits them."""
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
+
+
+def environment(device: str) -> dict[str, Any]:
+    """The hardware and the versions that a figure stands for."""
+    versions = {}
+    for package in ("torch", "triton", "trl", "transformers"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else _processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def _processor() -> str:
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return models[0].split(":")[1].strip() if models else platform.machine()
+
+
+if __name__ == "__main__":
+    print(_peak_of(*json.loads(sys.argv[1])))

@@ -1,0 +1,113 @@
+"""The packed old policy: bytes a token against the padded one, and what a rollout buffer does with both.
+
+The logits are made up: Zipf's law, ``−s log rank``, with an exponent s for each position whose spread is chosen so that
+some positions are nearly certain, some wide open, and 5 to 10 of 64 tokens carry 99.999 % of the mass on average. The
+packed form takes 8 bytes for each of them and 8 for the position, so the ratio follows from that average alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import troll
+from benchmarks import measure
+from troll.trust_region.packed import PackedPolicy
+
+VOCABULARY, SEQUENCES, LENGTH, MINIBATCH = 151_936, 64, 256, 8
+#: So many different sequences are captured; the buffer repeats them.
+CAPTURED = {"cpu": 4, "cuda": 64}
+#: The median of the exponents, and the standard deviation of their logarithms.
+EXPONENT, SPREAD = 11.0, 0.6
+#: Kept tokens, up to and including.
+BINS = (1, 2, 4, 8, 16, 32, 63, 64)
+
+
+def rollout(device: str) -> troll.SparsePolicy:
+    """The old policy of a rollout, padded, (SEQUENCES, LENGTH)."""
+    torch.manual_seed(0)
+    log_rank = torch.arange(1, VOCABULARY + 1, device=device).float().log()
+    captured = [_capture(log_rank) for _ in range(CAPTURED[device])]
+    return troll.SparsePolicy.cat(captured * (SEQUENCES // CAPTURED[device]))
+
+
+def _capture(log_rank: Tensor) -> troll.SparsePolicy:
+    """One sequence, (1, LENGTH): its tokens are sampled from its policy, as in a rollout."""
+    exponents = EXPONENT * (SPREAD * torch.randn(LENGTH, 1, device=log_rank.device)).exp()
+    logits = -exponents * log_rank[torch.randperm(VOCABULARY, device=log_rank.device)]
+    token_ids = torch.multinomial(torch.softmax(logits, -1), 1).squeeze(-1)
+    return troll.SparsePolicy.from_logits(logits, token_ids)[None]
+
+
+def contenders(padded: troll.SparsePolicy, packed: PackedPolicy) -> dict[str, measure.Contenders]:
+    """What a buffer does, in the forms that can do it."""
+    device = packed.counts.device
+    rows = torch.randperm(SEQUENCES).tolist()
+    order, part = torch.tensor(rows, device=device), slice(MINIBATCH, 2 * MINIBATCH)
+    sequences, minibatch = packed.unbind(), packed[part]
+    chosen = [sequences[row] for row in rows[part]]
+    return {
+        "pack": {"packed": padded.pack},
+        "shuffle": {"padded": lambda: padded[order], "packed": lambda: packed[order]},
+        f"cut {MINIBATCH} sequences": {"padded": lambda: padded[part], "packed": lambda: packed[part]},
+        "unbind": {"packed": packed.unbind},
+        f"stack {MINIBATCH} of the unbound": {"packed": lambda: PackedPolicy.stack(chosen)},
+        f"unpack {MINIBATCH} sequences": {"packed": minibatch.unpack},
+        "unpack all": {"packed": packed.unpack},
+    }
+
+
+def main(device: str, repeats: int) -> list[dict[str, Any]]:
+    """Bytes per token, what they depend on, and times."""
+    padded = rollout(device)
+    packed = padded.pack()
+    Console().print(
+        f"packed: {SEQUENCES} sequences of {LENGTH} tokens, V = {VOCABULARY}, Zipf exponents of median {EXPONENT}"
+    )
+    return [*_kept(packed.counts), *_bytes(padded, packed), *_times(contenders(padded, packed), repeats, device)]
+
+
+def _kept(counts: Tensor) -> list[dict[str, Any]]:
+    table = Table(title=f"kept tokens: mean {counts.double().mean():.1f}, median {counts.median().item()}")
+    shares = {}
+    for low, high in zip((0, *BINS), BINS, strict=False):
+        name = str(high) if high == low + 1 else f"{low + 1}–{high}"
+        shares[name] = ((counts > low) & (counts <= high)).double().mean().item()
+        table.add_column(name, justify="right")
+    table.add_row(*(f"{share:.1%}" for share in shares.values()))
+    Console(width=110).print(table)
+    return [{"kept": name, "share": share} for name, share in shares.items()]
+
+
+def _bytes(padded: troll.SparsePolicy, packed: PackedPolicy) -> list[dict[str, Any]]:
+    ids, log_probs, tail = (x.nbytes for x in (padded.token_ids, padded.log_probs, padded.tail_log_prob))
+    forms = {
+        "padded, int64 ids": ids + log_probs + tail,
+        "padded, int32 ids": ids // 2 + log_probs + tail,
+        "packed": packed.nbytes,
+    }
+    table = Table("form", "bytes per token", "of packed")
+    rows = []
+    for name, size in forms.items():
+        rows.append({"form": name, "bytes_per_token": size / padded.shape.numel(), "ratio": size / packed.nbytes})
+        table.add_row(name, f"{size / padded.shape.numel():.1f}", f"{size / packed.nbytes:.2f} ×")
+    Console(width=110).print(table)
+    return rows
+
+
+def _times(operations: dict[str, measure.Contenders], repeats: int, device: str) -> list[dict[str, Any]]:
+    table = Table("operation", "padded", "packed")
+    rows = []
+    for operation, forms in operations.items():
+        medians = {form: statistics.median(times) for form, times in measure.seconds(forms, repeats, device).items()}
+        table.add_row(
+            operation, *(measure.duration(medians[form]) if form in medians else "" for form in ("padded", "packed"))
+        )
+        rows.append({"operation": operation, **medians})
+    Console(width=110).print(table)
+    return rows

@@ -1,0 +1,51 @@
+"""The fused head as tokens, K and V grow: one thing at a time, relative to the smallest."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import capture, head, measure
+
+FUSED = "TROLL, fused"
+PASSES: dict[str, measure.Maker] = {"forward and backward": head.contenders, "capture": capture.contenders}
+
+#: What the others are while one grows.
+BASE: dict[str, dict[str, int]] = {
+    "cpu": {"tokens": 128, "vocabulary": 32_768, "width": 256, "top_k": 64},
+    "cuda": {"tokens": 8192, "vocabulary": 131_072, "width": 2560, "top_k": 64},
+}
+GROWTH: dict[str, dict[str, tuple[int, ...]]] = {
+    "cpu": {"tokens": (128, 256, 512, 1024), "top_k": (16, 64, 256), "vocabulary": (32_768, 65_536, 131_072, 262_144)},
+    "cuda": {"tokens": (2048, 8192, 32_768), "top_k": (16, 64, 256), "vocabulary": (32_768, 131_072, 262_144)},
+}
+
+
+def main(device: str, repeats: int) -> list[dict[str, Any]]:
+    """A table per thing that grows."""
+    results = []
+    for grows, values in GROWTH[device].items():
+        table = Table()
+        for column in (grows, *(name for each in PASSES for name in (each, "ratio (min–max)", "peak MB"))):
+            table.add_column(column, justify="right")
+        base: dict[str, list[float]] = {}
+        for value in values:
+            case = BASE[device] | {grows: value}
+            taken = measure.seconds(
+                {name: maker(**case, device=device)[FUSED] for name, maker in PASSES.items()}, repeats, device
+            )
+            base = base or taken
+            cells = []
+            for name, times in taken.items():
+                ratios = [time / first for time, first in zip(times, base[name], strict=True)]
+                (peak,) = measure.peak_memory(PASSES[name], case, [FUSED], device).values()
+                cells += [measure.duration(statistics.median(times)), measure.ratio_text(ratios)]
+                cells.append(f"{peak / measure.MEGABYTE:.0f}")
+                results.append({"grows": grows, **case, "pass": name, "seconds": times, "peak_bytes": peak})
+            table.add_row(str(value), *cells)
+        fixed = ", ".join(f"{key} {value}" for key, value in BASE[device].items() if key != grows)
+        Console(width=110).print(f"scaling with {grows}: {fixed}", table)
+    return results
