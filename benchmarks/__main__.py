@@ -29,7 +29,7 @@ def main() -> None:
     if arguments.repeats < 1:
         parser.error("--repeats must be at least 1")
 
-    warnings.filterwarnings("ignore", category=UserWarning)
+    warnings.filterwarnings("ignore")
     environment = measure.environment(arguments.device)
     Console().print(environment)
     arguments.output.mkdir(parents=True, exist_ok=True)

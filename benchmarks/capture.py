@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from trl.kernels import ChunkedLogProbFunction
 
 import troll
 from benchmarks import head, measure
@@ -18,7 +17,7 @@ def contenders(tokens: int, vocabulary: int, width: int, top_k: int = 64, *, dev
 
     @torch.no_grad()
     def trl_pass() -> object:
-        return ChunkedLogProbFunction.apply(hidden, weight, None, token_ids, 1.0, head.TRL_CHUNK, None, 1.0, ())
+        return head.trl_log_probs(hidden, weight, token_ids)
 
     @torch.no_grad()
     def softmax_and_top_k() -> object:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl.kernels import ChunkedLogProbFunction
 
 import troll
 from benchmarks import measure
@@ -54,6 +53,14 @@ def problem(tokens: int, vocabulary: int, width: int, device: str) -> tuple[Tens
     return hidden, weight, token_ids
 
 
+def trl_log_probs(hidden: Tensor, weight: Tensor, token_ids: Tensor, *outputs: str) -> Tensor:
+    """TRL's fused head, which gives the log-probabilities first."""
+    from trl.kernels import ChunkedLogProbFunction  # seconds, which the memory of other contenders need not wait for
+
+    log_probs, *_ = ChunkedLogProbFunction.apply(hidden, weight, None, token_ids, 1.0, TRL_CHUNK, None, 1.0, outputs)
+    return log_probs
+
+
 def contenders(tokens: int, vocabulary: int, width: int, top_k: int = 64, *, device: str) -> measure.Contenders:
     """One forward and backward each, on an old policy that differs a little from the new one."""
     hidden, weight, token_ids = problem(tokens, vocabulary, width, device)
@@ -62,10 +69,7 @@ def contenders(tokens: int, vocabulary: int, width: int, top_k: int = 64, *, dev
     leaves = hidden.requires_grad_(), weight.requires_grad_()
 
     def trl_head() -> Tensor:
-        log_probs, _, *_ = ChunkedLogProbFunction.apply(
-            *leaves, None, token_ids, 1.0, TRL_CHUNK, None, 1.0, ("entropy",)
-        )
-        return log_probs
+        return trl_log_probs(*leaves, token_ids, "entropy")
 
     def fused() -> Tensor:
         step = troll.trust_region_log_probs_from_hidden(*leaves, token_ids, old, entropy=True)

@@ -14,6 +14,7 @@ import troll
 from benchmarks import measure
 from tests.trust_region.cases import FAMILIES, bounds, pairs, true_kl
 from troll.trust_region.dual import SOLVERS
+from troll.trust_region.support import floored
 
 #: Tokens and outcomes of the timed problems; every token is projected.
 SHAPES = {"cpu": ((4096, 9), (4096, 65), (16384, 65), (4096, 257)), "cuda": ((16384, 65), (131072, 65), (16384, 257))}
@@ -23,36 +24,35 @@ ROWS, SIZES = 2000, (2, 3, 8, 65, 1000)
 BOUND_RANGE = {"newton": (1e-3, 1.0), "bracket": (1e-2, 1.0)}  # the paper's multipliers cannot reach smaller ones
 
 
-def bisection(new: Tensor, old: Tensor, kl_bound: float) -> Tensor:
-    """Log q by the plainest means: every token in float64, KL from its definition, the interval of τ halved."""
-    new, old = (torch.log_softmax(x.double(), -1) for x in (new, old))
-    low, high = torch.zeros_like(new[..., :1]), torch.ones_like(new[..., :1])
+def bisection(old: Tensor, s: Tensor, kl_bound: Tensor) -> Tensor:
+    """τ by the plainest means: in float64, KL from its definition, the interval halved until nothing is left of it."""
+    old, s, kl_bound = (x.double() for x in (old, s, kl_bound))
+    low, high = torch.zeros_like(kl_bound), torch.ones_like(kl_bound)
     for _ in range(BISECTIONS):
         tau = (low + high) / 2
-        log_q = torch.log_softmax(old + tau * (new - old), -1)
-        too_far = (log_q.exp() * (log_q - old)).sum(-1, keepdim=True) > kl_bound
+        log_q = torch.log_softmax(old + tau.unsqueeze(-1) * s, -1)
+        too_far = (log_q.exp() * (log_q - old)).sum(-1) > kl_bound
         low, high = torch.where(too_far, low, tau), torch.where(too_far, tau, high)
-    return torch.log_softmax(old + low * (new - old), -1)
+    return low
 
 
 def contenders(tokens: int, outcomes: int, *, device: str) -> measure.Contenders:
-    """Projections of the same pairs of policies, all outside the bound."""
+    """The roots of the same tokens, all outside the bound; and the whole projection."""
     torch.manual_seed(0)
-    old = 4 * torch.randn(tokens, outcomes, device=device)
-    # Far enough apart that the bound binds; what falls within it is moved further.
-    step = torch.randn_like(old)
-    for _ in range(8):
-        kl = troll.project(old + step, old, KL_BOUND).kl_before
-        step = torch.where((kl < 2 * KL_BOUND).unsqueeze(-1), 2 * step, step)
-    new = old + step
-
-    def solve(solver: str) -> Tensor:
-        return troll.project(new, old, KL_BOUND, solver).log_probs
-
+    drawn = 2 * tokens
+    present = torch.ones(drawn, outcomes, dtype=torch.bool, device=device)
+    old = floored(torch.log_softmax(4 * torch.randn(drawn, outcomes, device=device), -1), present)
+    new = floored(torch.log_softmax(old + 2 * torch.randn_like(old), -1), present)
+    # The searches have an end only where there is something to find.
+    outside = troll.project(new, old, KL_BOUND).projected.nonzero().squeeze(-1)[:tokens]
+    old, new = old[outside], new[outside]
+    assert len(old) == tokens
+    s, kl_bound = new - old, torch.full_like(old[:, 0], KL_BOUND)
     return {
-        "bracket": lambda: solve("bracket"),
-        "newton": lambda: solve("newton"),
-        "bisection, float64": lambda: bisection(new, old, KL_BOUND),
+        "bracket": lambda: SOLVERS["bracket"](old, s, kl_bound),
+        "newton": lambda: SOLVERS["newton"](old, s, kl_bound),
+        "bisection, float64": lambda: bisection(old, s, kl_bound),
+        "project, with newton": lambda: troll.project(new, old, KL_BOUND),
     }
 
 

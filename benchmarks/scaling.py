@@ -19,7 +19,7 @@ BASE: dict[str, dict[str, int]] = {
     "cuda": {"tokens": 8192, "vocabulary": 131_072, "width": 2560, "top_k": 64},
 }
 GROWTH: dict[str, dict[str, tuple[int, ...]]] = {
-    "cpu": {"tokens": (128, 256, 512, 1024), "top_k": (16, 64, 256), "vocabulary": (32_768, 65_536, 131_072, 262_144)},
+    "cpu": {"tokens": (128, 256, 512, 1024), "top_k": (16, 64, 256), "vocabulary": (32_768, 131_072, 262_144)},
     "cuda": {"tokens": (2048, 8192, 32_768), "top_k": (16, 64, 256), "vocabulary": (32_768, 131_072, 262_144)},
 }
 

@@ -1,7 +1,8 @@
 """Whole training: `TrollTrainer` against `GRPOTrainer`, same model, same completions, four updates per rollout.
 
-Completions are made up in advance, since generation is the same on both sides and would hide the difference. What is
-timed is all the rest of `trainer.train()`: the old policy's pass, the updates, the optimiser, the metrics.
+The model samples its completions once, in advance, since generation is the same on both sides and would hide the
+difference. What is timed is all the rest of `trainer.train()`: the old policy's pass, the updates, the optimiser, the
+metrics.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from rich.console import Console
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
@@ -18,6 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 from benchmarks import measure
 from troll.trl import TrollConfig, TrollTrainer
 
+PROJECTED = "trust_region/projected_fraction"
 BASELINE = "GRPOTrainer (clip)"
 TRAINERS: dict[str, tuple[type[GRPOTrainer], type[GRPOConfig]]] = {
     BASELINE: (GRPOTrainer, GRPOConfig),
@@ -37,12 +40,16 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 VOCABULARY, PROMPT, UPDATES = 151_936, 8, 4
 
 #: So large that the trust region binds within a rollout.
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 1e-4
 
 
 def contenders(width: int, layers: int, sequences: int, length: int, *, device: str) -> measure.Contenders:
     """One rollout's training each. A repeated call goes on from where the last one left the weights."""
-    return {name: _trainer(name, width, layers, sequences, length, device).train for name in TRAINERS}
+    return {name: trainer.train for name, trainer in _trainers(width, layers, sequences, length, device).items()}
+
+
+def _trainers(*shape: Any) -> dict[str, GRPOTrainer]:
+    return {name: _trainer(name, *shape) for name in TRAINERS}
 
 
 def _trainer(name: str, width: int, layers: int, sequences: int, length: int, device: str) -> GRPOTrainer:
@@ -56,19 +63,22 @@ def _trainer(name: str, width: int, layers: int, sequences: int, length: int, de
         num_attention_heads=max(width // 128, 1),
         num_key_value_heads=max(width // 256, 1),
         head_dim=128,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
         max_position_embeddings=4096,
     )
-    model = Qwen3ForCausalLM(config)
+    model: Any = Qwen3ForCausalLM(config)
     with torch.no_grad():
         model.get_output_embeddings().weight *= 10  # logits of standard deviation 3: a few likely tokens
-    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, VOCABULARY, (UPDATES * sequences, PROMPT))
+    with torch.no_grad():
+        ids = model.to(device).generate(
+            prompts.to(device), do_sample=True, min_new_tokens=length, max_new_tokens=length
+        )
 
     def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
-        ids = torch.randint(3, VOCABULARY, (len(prompts), PROMPT + length), generator=generator).tolist()
         return {
-            "prompt_ids": [row[:PROMPT] for row in ids],
-            "completion_ids": [row[PROMPT:] for row in ids],
+            "prompt_ids": ids[:, :PROMPT].tolist(),
+            "completion_ids": ids[:, PROMPT:].tolist(),
             "logprobs": None,
         }
 
@@ -110,10 +120,13 @@ def main(device: str, repeats: int) -> list[dict[str, Any]]:
     """Times and peak memory of one rollout's updates."""
     results = []
     for name, case in CASES[device].items():
-        made = contenders(**case, device=device)
-        taken = measure.seconds(made, repeats, device)
-        peaks = measure.peak_memory(contenders, case, list(made), device)
+        trainers = _trainers(*case.values(), device)
+        taken = measure.seconds({name: trainer.train for name, trainer in trainers.items()}, repeats, device)
+        peaks = measure.peak_memory(contenders, case, list(trainers), device)
         tokens = case["sequences"] * case["length"]
         title = f"training: {name}, vocabulary {VOCABULARY}, {UPDATES} updates of {tokens} tokens and their capture"
-        results += [{"case": name, **case, **row} for row in measure.show(title, taken, peaks)]
+        rows = measure.show(title, taken, peaks)
+        logged = [entry for entry in trainers["TrollTrainer"].state.log_history if PROJECTED in entry][-1]
+        Console().print(f"projected in the last rollout: {logged[PROJECTED]:.1%} of the tokens")
+        results += [{"case": name, **case, **row, "projected": logged[PROJECTED]} for row in rows]
     return results
