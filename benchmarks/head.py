@@ -24,7 +24,7 @@ MODELS = {
     "Qwen3-4B": {"vocabulary": 151_936, "width": 2560},
     "Llama-3.1-8B": {"vocabulary": 128_256, "width": 4096},
 }
-TOKENS = {"cpu": 256, "cuda": 8192}
+TOKENS = {"cpu": 192, "cuda": 8192}
 
 
 def cases(device: str) -> dict[str, dict[str, Any]]:
@@ -53,6 +53,20 @@ def problem(tokens: int, vocabulary: int, width: int, device: str) -> tuple[Tens
     return hidden, weight, token_ids
 
 
+def moved(hidden: Tensor) -> Tensor:
+    """Hidden states of a new policy, which leaves the bound at about a third of the tokens."""
+    return hidden + 0.1 * torch.randn_like(hidden)
+
+
+def projected_fraction(tokens: int, vocabulary: int, width: int, *, device: str) -> float:
+    """How many tokens the contenders have to project."""
+    hidden, weight, token_ids = problem(tokens, vocabulary, width, device)
+    old = troll.SparsePolicy.from_hidden(hidden, weight, token_ids)
+    with torch.no_grad():
+        step = troll.trust_region_log_probs_from_hidden(moved(hidden), weight, token_ids, old)
+    return step.projected.float().mean().item()
+
+
 def trl_log_probs(hidden: Tensor, weight: Tensor, token_ids: Tensor, *outputs: str) -> Tensor:
     """TRL's fused head, which gives the log-probabilities first."""
     from trl.kernels import ChunkedLogProbFunction  # seconds, which the memory of other contenders need not wait for
@@ -65,7 +79,7 @@ def contenders(tokens: int, vocabulary: int, width: int, top_k: int = 64, *, dev
     """One forward and backward each, on an old policy that differs a little from the new one."""
     hidden, weight, token_ids = problem(tokens, vocabulary, width, device)
     old = troll.SparsePolicy.from_hidden(hidden, weight, token_ids, top_k=top_k)
-    hidden = hidden + 0.02 * torch.randn_like(hidden)
+    hidden = moved(hidden)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
 
     def trl_head() -> Tensor:
@@ -104,5 +118,7 @@ def main(device: str, repeats: int) -> list[dict[str, Any]]:
         peaks = measure.peak_memory(contenders, case, list(made), device)
         del made
         title = f"head, forward and backward: {name}, " + ", ".join(f"{key} {value}" for key, value in case.items())
-        results += [{"case": name, **case, **row} for row in measure.show(title, taken, peaks)]
+        projected = projected_fraction(**case, device=device)
+        rows = measure.show(f"{title}, {projected:.0%} projected", taken, peaks)
+        results += [{"case": name, **case, **row, "projected": projected} for row in rows]
     return results

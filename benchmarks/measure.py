@@ -25,6 +25,9 @@ Maker = Callable[..., Contenders]
 
 MEGABYTE = 1 << 20
 
+#: Run before peak memory is measured: what libraries load and set up at their first call does not count.
+SMALL = {"tokens": 8, "vocabulary": 1024}
+
 
 def seconds(contenders: Contenders, repeats: int, device: str) -> dict[str, list[float]]:
     """Times of each contender, all of them in turn in every round, after one round to warm up."""
@@ -70,6 +73,9 @@ def peak_memory(maker: Maker, case: Mapping[str, Any], names: list[str], device:
 
 def _peak_of(module: str, function: str, case: dict[str, Any], name: str, device: str) -> float:
     maker: Maker = getattr(import_module(module), function)
+    small = {key: min(value, SMALL.get(key, value)) for key, value in case.items()}
+    if small != case:
+        maker(device=device, **small)[name]()
     before = _resident("VmRSS")
     contender = maker(device=device, **case)[name]
     if device == "cuda":

@@ -20,7 +20,7 @@ from troll.trust_region.support import floored
 SHAPES = {"cpu": ((4096, 9), (4096, 65), (16384, 65), (4096, 257)), "cuda": ((16384, 65), (131072, 65), (16384, 257))}
 KL_BOUND, BISECTIONS = 0.05, 60
 
-ROWS, SIZES = 2000, (2, 3, 8, 65, 1000)
+ROWS, SIZES = 1000, (2, 3, 8, 65, 1000)
 BOUND_RANGE = {"newton": (1e-3, 1.0), "bracket": (1e-2, 1.0)}  # the paper's multipliers cannot reach smaller ones
 
 

@@ -29,6 +29,7 @@ from troll.trust_region.policy import SparsePolicy
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles each way, and a remainder."""
     monkeypatch.setattr(head_module, "TOKEN_TILE", 4)
+    monkeypatch.setattr(head_module, "CAPTURE_TOKEN_TILE", 3)
     monkeypatch.setattr(head_module, "VOCABULARY_TILE", 20)
 
 

@@ -311,6 +311,15 @@ def test_lora_trains_the_adapter_alone(make, beta):
     assert max(logged(trainer, "trust_region/projected_fraction")) > 0
 
 
+def test_an_adapter_that_transformers_has_injected_trains(make):
+    """Such a model has a `peft_config`, but PEFT does not wrap it."""
+    model = make.model()
+    model.add_adapter(lora())
+    trainer = make(model=model, kl_bound=1e-4, learning_rate=0.05, max_steps=4)
+    trainer.train()
+    assert max(logged(trainer, "trust_region/projected_fraction")) > 0
+
+
 def test_with_lora_and_a_reference_the_capture_is_the_policys(make):
     """The reference pass goes through the same model object, with its adapter off."""
     trainer = make(peft_config=lora(), beta=0.1)

@@ -27,6 +27,7 @@ TRANSFORMS: dict[str, dict[str, Any]] = {
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles each way, and a remainder."""
     monkeypatch.setattr(head_module, "TOKEN_TILE", 5)
+    monkeypatch.setattr(head_module, "CAPTURE_TOKEN_TILE", 4)
     monkeypatch.setattr(head_module, "VOCABULARY_TILE", 300)
 
 
@@ -217,6 +218,7 @@ def test_any_batch_shape(shape):
         ({"temperature": 0.0}, "temperature must be above 0"),
         ({"softcap": -1.0}, "softcap must be above 0"),
         ({"top_k": 0}, "top_k must be"),
+        ({"token_ids": torch.zeros(3, 4)}, "token_ids must be integers"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -344,3 +346,23 @@ def test_autocast_decides_in_what_the_product_is_computed(autocast):
     expected = torch.log_softmax(logits.float(), -1).gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(step.new_log_probs, expected, rtol=1e-5, atol=1e-5)
     assert gradient.dtype == torch.float32
+
+
+def test_under_autocast_every_product_is_computed_in_its_dtype(monkeypatch):
+    """Float32 weights and hidden states under bf16 autocast are TRL's default: a product in float32 would be slow."""
+    hidden, weight, _, token_ids = problem(dtype=torch.float32)
+    operands = []
+    original = head_module._add_matrix_product
+
+    def add(total: Tensor, first: Tensor, second: Tensor) -> None:
+        operands.append((total.dtype, second.dtype))
+        original(total, first, second)
+
+    monkeypatch.setattr(head_module, "_add_matrix_product", add)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        old = SparsePolicy.from_hidden(hidden, weight, token_ids)
+        step = troll.trust_region_log_probs_from_hidden(hidden, weight, token_ids, old)
+    step.log_probs.sum().backward()
+    assert set(operands) == {(torch.float32, torch.bfloat16)}

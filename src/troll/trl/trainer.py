@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
@@ -74,7 +75,7 @@ class TrollTrainer(GRPOTrainer):
         # Infinity in the configuration itself would not be valid JSON.
         self.epsilon_low = self.epsilon_high = torch.inf
 
-        base_model = self.model.get_base_model() if _peft_configs(self.model) else self.model
+        base_model = self.model.get_base_model() if is_peft_model(self.model) else self.model
         add_policy_head(base_model, top_k=args.support_top_k, mass_threshold=args.mass_threshold, tail=args.tail)
         if self.accelerator.is_main_process:
             _warn_about(args, self.model)
@@ -102,14 +103,18 @@ class TrollTrainer(GRPOTrainer):
         if self.args.always_on_policy or not self.model.training:
             return super()._generate_and_score_completions(inputs)
 
-        scored: list[tuple[list[PolicyOutput], Tensor]] = []
-        self._scoring = PolicyScoring({"capture_policy": True}, lambda *scores: scored.append(scores))
+        scored: list[tuple[list[PackedPolicy], Tensor]] = []
+
+        def pack(outputs: list[PolicyOutput], log_probs: Tensor) -> None:
+            length = log_probs.shape[1]
+            scored.append(([policy for output in outputs for policy in self._pack(output, length)], log_probs))
+
+        self._scoring = PolicyScoring({"capture_policy": True}, pack)
         output = super()._generate_and_score_completions(inputs)
         if not scored or output.get("old_per_token_logps") is not scored[0][1]:
             raise RuntimeError("GRPOTrainer did not score the old policy where TrollTrainer expects it")
-        captured, log_probs = scored[0]
         # At the end of the dictionary, since the first entry sets the batch size.
-        return output | {OLD_POLICY: [policy for part in captured for policy in self._pack(part, log_probs.shape[1])]}
+        return output | {OLD_POLICY: scored[0][0]}
 
     def _pack(self, captured: PolicyOutput, length: int) -> list[PackedPolicy]:
         """One policy for each completion, of `length` tokens; those that were not scored keep no slot."""

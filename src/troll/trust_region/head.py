@@ -25,6 +25,9 @@ from troll.trust_region.support import BLOCK, Top, as_float, candidate_ids, keep
 #: Tokens and vocabulary entries of a tile.
 TOKEN_TILE, VOCABULARY_TILE = 4096, 32768
 
+#: Fewer tokens in a capture, which has 64 candidates to sort for each of its K tokens.
+CAPTURE_TOKEN_TILE = 1024
+
 
 @dataclass(frozen=True)
 class Head:
@@ -78,22 +81,24 @@ class Head:
 class _Tiles:
     """Makes the tiles of one pass, all in the same memory: allocating each costs as much as its matrix product."""
 
-    def __init__(self, hidden: Tensor, head: Head) -> None:
+    def __init__(self, hidden: Tensor, head: Head, slots: int, tokens: int) -> None:
         assert head.compute_dtype is not None
-        self.hidden, self.head = hidden, head
-        rows = min(len(hidden), TOKEN_TILE)
+        self.hidden, self.head, self.tokens = hidden, head, tokens
+        rows = min(len(hidden), tokens)
         columns = _blocks(min(head.vocab_size, VOCABULARY_TILE))
         self.memory = hidden.new_empty(rows * columns, dtype=head.compute_dtype)
         #: Weights of one slice of the vocabulary in the computing dtype.
         self.weight = head.weight.new_empty(0)
         self.functions: ModuleType = torch_tile
-        if use_triton(self.memory):
+        if use_triton(self.memory, slots):
             from troll.trust_region.kernels import tile_triton
 
             self.functions = tile_triton
 
-    def rows(self) -> Iterator[slice]:
-        return _slices(len(self.hidden), TOKEN_TILE)
+    def rows(self) -> Iterator[tuple[slice, Tensor]]:
+        """Some tokens each, and their hidden states in the computing dtype."""
+        for rows in _slices(len(self.hidden), self.tokens):
+            yield rows, self.hidden[rows].to(self.memory.dtype)
 
     def columns(self) -> Iterator[slice]:
         return _slices(self.head.vocab_size, VOCABULARY_TILE)
@@ -101,20 +106,17 @@ class _Tiles:
     def product(self, hidden: Tensor, columns: slice, *, padded: bool = False) -> Tensor:
         """``hidden @ weight.T + bias`` for some entries, (N, W); undefined columns follow if padded."""
         width = columns.stop - columns.start
-        whole = _blocks(width) if padded else width
+        whole = _blocks(width)  # so that rows stay aligned
         tile = self.memory[: len(hidden) * whole].view(len(hidden), whole)
         self.weight = self.head.weight[columns].to(self.memory.dtype)
-        hidden = hidden.to(self.memory.dtype)
         _matrix_product(
             hidden, self.weight, None if self.head.bias is None else self.head.bias[columns], tile[:, :width]
         )
-        return tile
+        return tile if padded else tile[:, :width]
 
 
 def _matrix_product(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    # Autocast would compute in another dtype than that of the memory.
-    with torch.autocast(hidden.device.type, enabled=False):
-        torch.mm(hidden, weight.t(), out=out)
+    torch.mm(hidden, weight.t(), out=out)
     if bias is not None:
         out.add_(bias.to(out.dtype))
 
@@ -140,10 +142,11 @@ def top_from_hidden(hidden: Tensor, head: Head, token_ids: Tensor, k: int) -> To
         k: At most V.
     """
     with head.gathered(head.weight, head.bias):
-        tiles = _Tiles(hidden, head.for_(hidden))
-        parts = [_top_of_rows(tiles, hidden[rows], token_ids[rows], k) for rows in tiles.rows()]
+        head = head.for_(hidden)
+        tiles = _Tiles(hidden, head, 1, CAPTURE_TOKEN_TILE)
+        parts = [_top_of_rows(tiles, part, token_ids[rows], k) for rows, part in tiles.rows()]
         if not parts:
-            parts = [_top_of_rows(tiles, hidden, token_ids, k)]
+            parts = [_top_of_rows(tiles, hidden.to(head.compute_dtype), token_ids, k)]
     return Top(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
@@ -223,7 +226,10 @@ class OnSupport(NamedTuple):
     log_probs: Tensor
     """(N, K'), −inf in unused slots."""
     tail_log_prob: Tensor
-    """(N,), of all tokens outside the support that was asked for; −inf where there is none."""
+    """(N,), of all tokens outside the support that was asked for; −inf where there is none.
+
+    With the head's own support it is for reading only: its gradient would be wrong.
+    """
     entropy: Tensor | None
     """(N,), in nats; None unless asked for."""
 
@@ -269,13 +275,13 @@ class _OnSupportFromHidden(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         with head.gathered(weight, bias):
-            tiles = _Tiles(hidden, head)
+            tiles = _Tiles(hidden, head, token_ids.shape[-1], TOKEN_TILE)
             on_support = as_float(hidden.new_full(token_ids.shape, -torch.inf, dtype=head.compute_dtype))
             outside = Outside.empty(on_support, len(hidden), wants_entropy)
-            for rows in tiles.rows():
+            for rows, part in tiles.rows():
                 for columns in tiles.columns():
                     tiles.functions.fold_support(
-                        tiles.product(hidden[rows], columns),
+                        tiles.product(part, columns),
                         columns.start,
                         head.transform,
                         token_ids[rows],
@@ -304,22 +310,22 @@ class _OnSupportFromHidden(torch.autograd.Function):
         head = dataclasses.replace(ctx.head, weight=weight, bias=bias)
         of = _tile_gradient(head.transform, token_ids, *forward, *grads)
         with head.gathered(weight, bias):
-            tiles = _Tiles(hidden, head)
+            tiles = _Tiles(hidden, head, token_ids.shape[-1], TOKEN_TILE)
             sums = [
                 torch.zeros_like(x, dtype=of.on_support.dtype) if x is not None and needed else None
                 for x, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
             ]
             grad_hidden, grad_weight, grad_bias = sums
-            for rows in tiles.rows():
+            for rows, part in tiles.rows():
                 for columns in tiles.columns():
-                    product = tiles.product(hidden[rows], columns)
+                    product = tiles.product(part, columns)
                     grad = tiles.functions.gradient(
                         product, columns.start, head.transform, token_ids[rows], of.rows(rows)
                     )
                     if grad_hidden is not None:
                         _add_matrix_product(grad_hidden[rows], grad, tiles.weight)
                     if grad_weight is not None:
-                        _add_matrix_product(grad_weight[columns], grad.t(), hidden[rows])
+                        _add_matrix_product(grad_weight[columns], grad.t(), part)
                     if grad_bias is not None:
                         grad_bias[columns] += grad.sum(0, dtype=grad_bias.dtype)
             in_their_dtypes = [

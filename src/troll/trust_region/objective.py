@@ -130,7 +130,7 @@ def trust_region_step(
     if old.tail == "floor":
         old = old.extended(new.token_ids)
     present = present_outcomes(new, old)
-    if solver == "newton" and use_triton(new.log_probs):
+    if solver == "newton" and use_triton(new.log_probs, present.shape[-1]):
         from troll.trust_region.kernels import token_triton
 
         step = token_triton.trust_region_step(new.outcomes, old.outcomes, present, slot, kl_bound)

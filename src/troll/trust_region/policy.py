@@ -139,6 +139,7 @@ class SparsePolicy:
     ) -> SparsePolicy:
         """:meth:`from_hidden` with the head as one argument."""
         head.check(hidden, token_ids)
+        check_tokens(token_ids, token_ids.shape)
         check_tokens_in(token_ids, head.vocab_size)
         _check_capture(top_k, mass_threshold, tail)
         shape, sampled = token_ids.shape, token_ids.long().reshape(-1)
@@ -269,7 +270,7 @@ class SparsePolicy:
         if head.vocab_size != self.vocab_size:
             raise ValueError(f"lm_head_weight must have {self.vocab_size} rows, got {head.vocab_size}")
         ids = self.token_ids.reshape(-1, self.token_ids.shape[-1])
-        own = OwnSupport(token_ids.reshape(-1), self.mass_threshold) if self.tail == "floor" else None
+        own = OwnSupport(token_ids.long().reshape(-1), self.mass_threshold) if self.tail == "floor" else None
         on_support = log_probs_on_support_from_hidden(
             hidden.reshape(-1, hidden.shape[-1]), head, ids, own_support=own, entropy=entropy
         )

@@ -303,6 +303,7 @@ def test_the_gradient_takes_no_other_memory():
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_module, "TOKEN_TILE", 5)
+    monkeypatch.setattr(head_module, "CAPTURE_TOKEN_TILE", 4)
     monkeypatch.setattr(head_module, "VOCABULARY_TILE", 300)
 
 

@@ -15,8 +15,14 @@ from torch import Tensor
 VARIABLE = "TROLL_KERNELS"
 
 
-def use_triton(like: Tensor) -> bool:
-    """Whether Triton computes on tensors of this device and dtype; float64 is always left to torch.
+#: More outcomes of a token than this do not fit the registers of one program.
+MAX_OUTCOMES = 4096
+
+
+def use_triton(like: Tensor, outcomes: int) -> bool:
+    """Whether Triton computes on tensors of this device and dtype, with so many outcomes or slots per token.
+
+    Float64, and more outcomes than fit the registers, are always left to torch.
 
     Raises:
         ValueError: If the environment variable ``TROLL_KERNELS`` is neither "torch" nor "triton".
@@ -25,7 +31,7 @@ def use_triton(like: Tensor) -> bool:
     forced = os.environ.get(VARIABLE, "")
     if forced not in ("", "torch", "triton"):
         raise ValueError(f"{VARIABLE} must be torch or triton, got {forced!r}")
-    if like.element_size() == 8 or forced == "torch":
+    if like.element_size() == 8 or outcomes > MAX_OUTCOMES or forced == "torch":
         return False
     if forced == "triton":
         if not _triton_is_installed():

@@ -14,6 +14,10 @@ from torch import Tensor
 
 from troll.trust_region.support import BLOCK, as_float
 
+#: Where something as large as its operand has to be allocated, so many tokens go at once: memory of that size is kept
+#: for the next time, while a whole tile's goes back to the system and returns page by page.
+ROWS = 64
+
 
 class Transform(NamedTuple):
     """From the product to logits, ``softcap · tanh(logit_scale · product / softcap) / temperature``."""
@@ -90,13 +94,20 @@ def fold_support(
     rescale = torch.exp(outside.maximum - center)
     z.sub_(center.unsqueeze(-1))
     if outside.weighted_sum is None:
-        exp = z.exp_()
+        exp_sum = z.exp_().sum(-1)
     else:
-        exp = z.clamp_(min=_log_of_zero(z.dtype)).exp()  # −inf · 0 would be NaN
+        exp_sum, weighted_sum = map(torch.cat, zip(*map(_entropy_sums, z.split(ROWS)), strict=True))
         moved = torch.where(rescale > 0, outside.maximum - center, 0)
-        outside.weighted_sum.add_(outside.exp_sum * moved).mul_(rescale).add_(_row_products(exp, z))
-    outside.exp_sum.mul_(rescale).add_(exp.sum(-1))
+        outside.weighted_sum.add_(outside.exp_sum * moved).mul_(rescale).add_(weighted_sum)
+    outside.exp_sum.mul_(rescale).add_(exp_sum)
     outside.maximum.copy_(maximum)
+
+
+def _entropy_sums(z: Tensor) -> tuple[Tensor, Tensor]:
+    z.clamp_(min=_log_of_zero(z.dtype))  # −inf · 0 would be NaN
+    exp = z.exp()
+    with torch.autocast(z.device.type, enabled=False):  # it would compute in half precision
+        return exp.sum(-1), torch.bmm(exp.unsqueeze(1), z.unsqueeze(2)).flatten()
 
 
 def fold_blocks(
@@ -125,7 +136,8 @@ def fold_blocks(
     sampled_logit.copy_(torch.where(inside, here.squeeze(-1), sampled_logit))
     z.scatter_(-1, local, here.masked_fill(inside.unsqueeze(-1), -torch.inf))
     blocks = z.unflatten(-1, (-1, BLOCK))
-    return lambda columns: z.gather(-1, columns), blocks.amax(-1), torch.logsumexp(blocks, dim=-1)
+    log_sums = torch.cat([torch.logsumexp(part, dim=-1) for part in blocks.split(ROWS)])
+    return lambda columns: z.gather(-1, columns), blocks.amax(-1), log_sums
 
 
 class TileGradient(NamedTuple):
@@ -183,11 +195,6 @@ def entries(token_ids: Tensor, first: int, width: int) -> tuple[Tensor, Tensor, 
     """Row, slot and local column of every support token that lies in a tile."""
     at, slot = ((token_ids >= max(first, 0)) & (token_ids < first + width)).nonzero(as_tuple=True)
     return at, slot, token_ids[at, slot] - first
-
-
-def _row_products(first: Tensor, second: Tensor) -> Tensor:
-    with torch.autocast(first.device.type, enabled=False):  # it would compute in half precision
-        return torch.bmm(first.unsqueeze(1), second.unsqueeze(2)).flatten()
 
 
 def _log_of_zero(dtype: torch.dtype) -> float:
