@@ -18,7 +18,7 @@ BRACKET_RANGE = (1e-7, 1e2)
 BRACKET_POINTS = 8
 BRACKET_ROUNDS = 20
 
-#: A guard only: `newton` needs 3 to 5 evaluations in the median, and at worst 11 were seen.
+#: A guard only: `newton` needs 3 to 5 evaluations in the median, and at worst 13 were seen.
 MAX_EVALUATIONS = 64
 
 
