@@ -20,7 +20,16 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from troll.trust_region.kernels import tile as torch_tile
 from troll.trust_region.kernels import use_triton
 from troll.trust_region.kernels.tile import Outside, TileGradient, Transform
-from troll.trust_region.support import BLOCK, Top, as_float, candidate_ids, keep, nan_unless_finite, top_ids
+from troll.trust_region.support import (
+    BLOCK,
+    Top,
+    as_float,
+    candidate_ids,
+    keep,
+    missing_from,
+    nan_unless_finite,
+    top_ids,
+)
 
 #: Tokens and vocabulary entries of a tile.
 TOKEN_TILE, VOCABULARY_TILE = 4096, 32768
@@ -354,11 +363,11 @@ def _with_own_support(
     sampled = own_support.sampled[rows]
     top = top_from_hidden(hidden[rows], head, sampled, token_ids.shape[-1])
     own, log_probs, _ = keep(top, sampled.unsqueeze(-1), own_support.mass_threshold)
-    known = (own.unsqueeze(-1) == token_ids[rows].unsqueeze(-2)).any(-1)
+    missing = missing_from(token_ids[rows], own)
     extra_ids = torch.full_like(token_ids, -1)
     extra = torch.full_like(on_support, -torch.inf)
-    extra_ids[rows] = own.masked_fill(known, -1)
-    extra[rows] = (log_probs + top.log_total).masked_fill(known, -torch.inf)
+    extra_ids[rows] = missing
+    extra[rows] = (log_probs + top.log_total).masked_fill(missing < 0, -torch.inf)
     return torch.cat([token_ids, extra_ids], -1), torch.cat([on_support, extra], -1)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from troll.trust_region.head import Head
 from troll.trust_region.kernels import token, use_triton
 from troll.trust_region.kernels.tile import Transform
+from troll.trust_region.kernels.token import TrustRegionStep
 from troll.trust_region.policy import SparsePolicy, present_outcomes
 from troll.trust_region.support import check_logits
 
@@ -19,31 +19,6 @@ RatioLevel = Literal["token", "sequence"]
 Aggregation = Literal["sequence_mean", "token_mean", "fixed_length"]
 RATIO_LEVELS: tuple[RatioLevel, ...] = ("token", "sequence")
 AGGREGATIONS: tuple[Aggregation, ...] = ("sequence_mean", "token_mean", "fixed_length")
-
-
-@dataclass(frozen=True)
-class TrustRegionStep:
-    """What the trust region says of one optimisation step, each (...), log-probabilities and KL in nats.
-
-    Attributes:
-        log_probs: log q of the sampled token, differentiable; its raw log-probability where not projected.
-        new_log_probs: Its raw log-probability under p̃, the network itself, differentiable.
-        regression: KL(p̃ ‖ ⌊q⌋), differentiable; 0 where not projected.
-        kl_before: KL(p̃ ‖ p); NaN, as are all but the flags, where the logits are no distribution.
-        kl_after: KL(q ‖ p).
-        multiplier: η; 0 where not projected.
-        projected: bool.
-        entropy: Of p̃ over the whole vocabulary, differentiable; None unless asked for.
-    """
-
-    log_probs: Tensor
-    new_log_probs: Tensor
-    regression: Tensor
-    kl_before: Tensor
-    kl_after: Tensor
-    multiplier: Tensor
-    projected: Tensor
-    entropy: Tensor | None = None
 
 
 def trust_region_log_probs(
@@ -133,10 +108,8 @@ def trust_region_step(
     if solver == "newton" and use_triton(new.log_probs, present.shape[-1]):
         from troll.trust_region.kernels import token_triton
 
-        step = token_triton.trust_region_step(new.outcomes, old.outcomes, present, slot, kl_bound)
-    else:
-        step = token.trust_region_step(new.outcomes, old.outcomes, present, slot, kl_bound, solver)
-    return TrustRegionStep(*step)
+        return token_triton.trust_region_step(new.outcomes, old.outcomes, present, slot, kl_bound)
+    return token.trust_region_step(new.outcomes, old.outcomes, present, slot, kl_bound, solver)
 
 
 def troll_loss(

@@ -25,6 +25,7 @@ from troll.trust_region.support import (
     keep,
     log_probs_on_support,
     logsumexp_without,
+    missing_from,
     normaliser,
     shape_text,
     top_ids,
@@ -247,8 +248,7 @@ class SparsePolicy:
         own = SparsePolicy.from_logits(
             logits, token_ids, top_k=self.token_ids.shape[-1], mass_threshold=self.mass_threshold
         ).token_ids
-        known = (own.unsqueeze(-1) == self.token_ids.unsqueeze(-2)).any(-1)
-        union = torch.cat([self.token_ids, own.masked_fill(known, -1)], dim=-1)
+        union = torch.cat([self.token_ids, missing_from(self.token_ids, own)], dim=-1)
         new = dataclasses.replace(self, token_ids=union).on_support(logits)
         return new._with_constant_tail()
 

@@ -90,6 +90,11 @@ def candidate_ids(maxima: Tensor, k: int) -> Tensor:
     return (chosen.unsqueeze(-1) * BLOCK + torch.arange(BLOCK, device=maxima.device)).flatten(-2)
 
 
+def missing_from(token_ids: Tensor, ids: Tensor) -> Tensor:
+    """The ids that a support lacks, (..., K) and (..., M) to (..., M), −1 in place of all others."""
+    return ids.masked_fill((ids.unsqueeze(-1) == token_ids.unsqueeze(-2)).any(-1), -1)
+
+
 def keep(top: Top, sampled: Tensor, mass_threshold: float) -> tuple[Tensor, Tensor, Tensor]:
     """The slots of a capture: tokens until they cover ``1 − mass_threshold``, and always the sampled one.
 

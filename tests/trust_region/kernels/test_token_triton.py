@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from troll.trust_region import objective
 from troll.trust_region.kernels import VARIABLE, token, token_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: What both paths give per token; the entropy is the head's.
+FIELDS = [field.name for field in dataclasses.fields(token.TrustRegionStep) if field.name != "entropy"]
 DIFFERENTIABLE = ("log_probs", "new_log_probs", "regression")
 
 
@@ -65,18 +68,22 @@ def in_double(outcomes: Outcomes) -> Outcomes:
     return Outcomes(*(x.double() if x.is_floating_point() else x for x in outcomes))
 
 
-def by_torch(outcomes: Outcomes, weights: dict[str, Tensor] | None = None) -> tuple[token.TokenStep, Tensor]:
+def values_of(step: token.TrustRegionStep) -> list[Tensor]:
+    return [getattr(step, name) for name in FIELDS]
+
+
+def by_torch(outcomes: Outcomes, weights: dict[str, Tensor] | None = None) -> tuple[token.TrustRegionStep, Tensor]:
     """The step, and the gradient of its weighted outputs (of their sum, unless there are weights)."""
     leaf = outcomes.new.detach().clone().requires_grad_()
     return differentiate(token.trust_region_step(leaf, *outcomes[1:], "newton"), leaf, weights)
 
 
-def by_triton(outcomes: Outcomes, weights: dict[str, Tensor] | None = None) -> tuple[token.TokenStep, Tensor]:
+def by_triton(outcomes: Outcomes, weights: dict[str, Tensor] | None = None) -> tuple[token.TrustRegionStep, Tensor]:
     leaf = outcomes.new.detach().clone().requires_grad_()
     return differentiate(token_triton.trust_region_step(leaf, *outcomes[1:]), leaf, weights)
 
 
-def differentiate(step: token.TokenStep, leaf: Tensor, weights: dict[str, Tensor] | None) -> tuple[Any, Tensor]:
+def differentiate(step: token.TrustRegionStep, leaf: Tensor, weights: dict[str, Tensor] | None) -> tuple[Any, Tensor]:
     weights = weights or {name: torch.ones_like(step.log_probs) for name in DIFFERENTIABLE}
     outputs = [getattr(step, name) for name in weights]
     (gradient,) = torch.autograd.grad(outputs, leaf, [w.to(leaf) for w in weights.values()])
@@ -89,8 +96,8 @@ def assert_close(actual: Tensor | None, expected: Tensor | None, name: str = "gr
     np.testing.assert_allclose(array(actual), array(expected), rtol=5e-5, atol=atol, err_msg=name)
 
 
-def assert_agree(ours: token.TokenStep, theirs: token.TokenStep) -> None:
-    for name in token.TokenStep._fields:
+def assert_agree(ours: token.TrustRegionStep, theirs: token.TrustRegionStep) -> None:
+    for name in FIELDS:
         actual, expected = getattr(ours, name), getattr(theirs, name)
         assert actual.shape == expected.shape, name
         if name == "projected":
@@ -186,7 +193,7 @@ def test_bounds_below_what_float32_can_meet(family):
     kl_bound = tensor(bounds(12, low=1e-14, high=1e-6), torch.float32).to(DEVICE)
     step, gradient = by_triton(outcomes._replace(kl_bound=kl_bound))
     assert step.projected.sum() > 3
-    assert all(value.isfinite().all() for value in (*step, gradient))
+    assert all(value.isfinite().all() for value in (*values_of(step), gradient))
     assert (step.kl_after <= kl_bound * (1 + 1e-3))[step.projected].all()
 
 
@@ -233,12 +240,12 @@ def test_shapes_strides_and_bounds_that_broadcast():
         step = token_triton.trust_region_step(
             strided, old, present, slot.T.contiguous().T, torch.tensor([0.01, 0.1, 1.0], dtype=torch.float64)
         )
-    assert_agree(step, token.TokenStep(*(x.view(2, 3) for x in expected)))
+    assert_agree(step, token.TrustRegionStep(*(x.view(2, 3) for x in values_of(expected))))
     assert not step.log_probs.requires_grad
     one_bound = token_triton.trust_region_step(new, old, present, slot, 0.1)
     assert torch.equal(one_bound.log_probs[:, 1], step.log_probs[:, 1])
     nothing = token_triton.trust_region_step(new[:0], old[:0], present[:0], slot[:0], 0.1)
-    assert all(x.shape == (0, 3) for x in nothing)
+    assert all(x.shape == (0, 3) for x in values_of(nothing))
 
 
 @triton.jit
@@ -289,7 +296,7 @@ def test_from_logits(family, top_k, threshold, tail, monkeypatch):
         results.append((step, logits.grad))
     (ours, gradient), (theirs, expected) = results
     assert theirs.projected.any()
-    for name in token.TokenStep._fields:
+    for name in FIELDS:
         actual, wanted = getattr(ours, name), getattr(theirs, name)
         assert_close(actual, wanted, name)
         assert actual.requires_grad == wanted.requires_grad == (name in DIFFERENTIABLE), name
@@ -304,7 +311,7 @@ def test_what_the_kernel_computes(dtype, solver, taken, monkeypatch):
     """Float64 and the other solver are left to torch."""
     calls = []
 
-    def spy(new: Tensor, old: Tensor, present: Tensor, slot: Tensor, kl_bound: float) -> token.TokenStep:
+    def spy(new: Tensor, old: Tensor, present: Tensor, slot: Tensor, kl_bound: float) -> token.TrustRegionStep:
         calls.append(new)
         return token.trust_region_step(new, old, present, slot, kl_bound, "newton")
 

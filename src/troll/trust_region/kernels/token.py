@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,8 +12,20 @@ from troll.trust_region.projection import Projection, project_outcomes
 from troll.trust_region.support import as_float, floored
 
 
-class TokenStep(NamedTuple):
-    """Each (...), named and defined as in :class:`~troll.trust_region.objective.TrustRegionStep`."""
+@dataclass(frozen=True)
+class TrustRegionStep:
+    """What the trust region says of one optimisation step, each (...), log-probabilities and KL in nats.
+
+    Attributes:
+        log_probs: log q of the sampled token, differentiable; its raw log-probability where not projected.
+        new_log_probs: Its raw log-probability under p̃, the network itself, differentiable.
+        regression: KL(p̃ ‖ ⌊q⌋), differentiable; 0 where not projected.
+        kl_before: KL(p̃ ‖ p); NaN, as are all but the flags, where the logits are no distribution.
+        kl_after: KL(q ‖ p).
+        multiplier: η; 0 where not projected.
+        projected: bool.
+        entropy: Of p̃ over the whole vocabulary, differentiable; None unless asked for.
+    """
 
     log_probs: Tensor
     new_log_probs: Tensor
@@ -22,11 +34,12 @@ class TokenStep(NamedTuple):
     kl_after: Tensor
     multiplier: Tensor
     projected: Tensor
+    entropy: Tensor | None = None
 
 
 def trust_region_step(
     new: Tensor, old: Tensor, present: Tensor, slot: Tensor, kl_bound: float | Tensor, solver: str
-) -> TokenStep:
+) -> TrustRegionStep:
     """The trust region of every token, from both policies' raw log-probabilities on the same outcomes.
 
     Args:
@@ -43,7 +56,7 @@ def trust_region_step(
     new_outcomes, old_outcomes = (floored(as_float(outcomes), present) for outcomes in (new, old))
     projection = project_outcomes(new, new_outcomes, old_outcomes, present, kl_bound, solver)
     at = slot.unsqueeze(-1)
-    return TokenStep(
+    return TrustRegionStep(
         log_probs=projection.log_probs.gather(-1, at).squeeze(-1),
         new_log_probs=new.gather(-1, at).squeeze(-1),
         regression=_regression(new_outcomes, projection, present),

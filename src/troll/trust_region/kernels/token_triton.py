@@ -21,7 +21,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from troll.trust_region import dual, support
 from troll.trust_region.kernels import launching_on
-from troll.trust_region.kernels.token import TokenStep
+from troll.trust_region.kernels.token import TrustRegionStep
 from troll.trust_region.projection import broadcast_bound
 
 LOG_FLOOR = tl.constexpr(math.log(support.PROBABILITY_FLOOR))
@@ -29,18 +29,20 @@ TOLERANCE = tl.constexpr(dual.tolerance(torch.float32))
 MAX_EVALUATIONS = tl.constexpr(dual.MAX_EVALUATIONS)
 
 
-def trust_region_step(new: Tensor, old: Tensor, present: Tensor, slot: Tensor, kl_bound: float | Tensor) -> TokenStep:
+def trust_region_step(
+    new: Tensor, old: Tensor, present: Tensor, slot: Tensor, kl_bound: float | Tensor
+) -> TrustRegionStep:
     """:func:`troll.trust_region.kernels.token.trust_region_step` by Newton's method, in float32."""
     new, old = support.as_float(new), old.detach().float()
     bound = broadcast_bound(kl_bound, slot.shape, new).reshape(-1)
     rows = (x.reshape(-1, x.shape[-1]).contiguous() for x in (new, old, present))
     wants_gradient = torch.is_grad_enabled() and new.requires_grad
     step = _TokenStep.apply(*rows, slot.reshape(-1).contiguous(), bound, wants_gradient)
-    return TokenStep(*(output.view(slot.shape) for output in step))
+    return TrustRegionStep(*(output.view(slot.shape) for output in step))
 
 
 class _TokenStep(torch.autograd.Function):
-    """The fields of TokenStep for N tokens, from (N, M) float32 log-probabilities."""
+    """The per-token fields of TrustRegionStep for N tokens, from (N, M) float32 log-probabilities."""
 
     @staticmethod
     def forward(
@@ -48,7 +50,7 @@ class _TokenStep(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         tokens, outcomes = new.shape
         dtypes = [new.dtype] * 6 + [torch.bool]
-        step = TokenStep._make(torch.empty(tokens, dtype=dtype, device=new.device) for dtype in dtypes)
+        step = tuple(torch.empty(tokens, dtype=dtype, device=new.device) for dtype in dtypes)
         # Without gradient, any pointer will do.
         through_q, through_regression = new.new_empty(2, tokens, outcomes) if wants_gradient else (new, new)
         if tokens:
@@ -62,8 +64,8 @@ class _TokenStep(torch.autograd.Function):
                 )
         if wants_gradient:
             ctx.save_for_backward(through_q, through_regression, slot)
-        ctx.mark_non_differentiable(step.kl_before, step.kl_after, step.multiplier, step.projected)
-        return tuple(step)
+        ctx.mark_non_differentiable(*step[3:])  # all but log_probs, new_log_probs and regression
+        return step
 
     @staticmethod
     @once_differentiable
