@@ -13,7 +13,7 @@ from torch import Tensor
 import troll
 from benchmarks import measure
 from tests.trust_region.cases import FAMILIES, bounds, pairs, true_kl
-from troll.trust_region.dual import SOLVERS
+from troll.trust_region.dual import SOLVERS, Curve
 from troll.trust_region.support import floored
 
 #: Tokens and outcomes of the timed problems; every token is projected.
@@ -49,8 +49,8 @@ def contenders(tokens: int, outcomes: int, *, device: str) -> measure.Contenders
     assert len(old) == tokens
     s, kl_bound = new - old, torch.full_like(old[:, 0], KL_BOUND)
     return {
-        "bracket": lambda: SOLVERS["bracket"](old, s, kl_bound),
-        "newton": lambda: SOLVERS["newton"](old, s, kl_bound),
+        "bracket": lambda: SOLVERS["bracket"](Curve(old, s), kl_bound),
+        "newton": lambda: SOLVERS["newton"](Curve(old, s), kl_bound),
         "bisection, float64": lambda: bisection(old, s, kl_bound),
         "project, with newton": lambda: troll.project(new, old, KL_BOUND),
     }

@@ -252,6 +252,40 @@ def solve(log_old: Array, log_new: Array, kl_bound: float) -> Solution:
     return Solution(True, tau, log_q, kl_before, kl_divergence(log_q, log_old))
 
 
+@dataclass
+class SharedSolution:
+    """min Σ w KL(q ‖ p̃) subject to Σ w KL(q ‖ p) ≤ ε over the tokens of one group; log_q holds one row a token."""
+
+    projected: bool
+    tau: float
+    log_q: list[Array]
+    kl_before: float
+    kl_after: float
+
+
+def solve_shared(
+    pairs: Sequence[tuple[Array, Array]], weights: Array | Sequence[float], kl_bound: float
+) -> SharedSolution:
+    """One τ for several tokens, given (log_old, log_new) of each; their numbers of outcomes may differ."""
+
+    def at(tau: float) -> tuple[list[Array], float]:
+        log_q = [interpolate(old, new, tau) for old, new in pairs]
+        terms = [w * kl_divergence(q, old) for w, q, (old, _) in zip(weights, log_q, pairs, strict=True)]
+        return log_q, math.fsum(terms)
+
+    tau = 1.0
+    log_q, kl_before = at(tau)
+    projected = kl_before > kl_bound
+    if projected:
+        tau = float(
+            brentq(
+                lambda x: at(x)[1] - kl_bound, 0.0, 1.0, xtol=1e-300, rtol=4 * np.finfo(np.float64).eps, maxiter=1000
+            )
+        )
+        log_q, _ = at(tau)
+    return SharedSolution(projected, tau, log_q, kl_before, at(tau)[1])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Gradients
 

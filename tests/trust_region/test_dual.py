@@ -8,7 +8,8 @@ import torch
 
 from tests.trust_region import reference
 from tests.trust_region.cases import FAMILIES, array, bounds, pairs, tensor, true_kl
-from troll.trust_region.dual import SOLVERS
+from troll.trust_region.constraint import Constraint, SharedCurve
+from troll.trust_region.dual import SOLVERS, Curve, newton
 from troll.trust_region.projection import project
 
 
@@ -40,6 +41,36 @@ def test_newton_needs_few_evaluations(dtype):
     everything = torch.cat(counts)
     assert everything.numel() >= 20_000
     assert everything.double().median() <= 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_newton_counts_its_bisections(dtype):
+    """None where log KL is as smooth as a parabola; some where KL(τ) is a step; never one more than evaluations."""
+    for family, some in (("nearly_equal", False), ("nearly_disjoint", True)):
+        old, new = (torch.log_softmax(tensor(x, dtype), -1) for x in pairs(family, 400, 6, seed=15))
+        s = new - old
+        kl = (new.exp() * s).sum(-1)
+        rows = kl > 1e-3
+        root = newton(Curve(old[rows], s[rows]), (0.3 * kl[rows]).clamp(max=0.05))
+        assert root.bisections.dtype == torch.int64
+        assert (root.bisections < root.evaluations).all()
+        assert bool(root.bisections.any()) == some, family
+
+
+def test_narrowed_to_some_roots_a_curve_says_the_same():
+    """That of single tokens, and that of groups."""
+    old, new = (torch.log_softmax(tensor(x), -1) for x in pairs("flat", 12, 5, seed=16))
+    constraint = Constraint.sequence(torch.ones(4, 3)).flat(torch.Size([4, 3]))
+    tau = torch.tensor([0.1, 0.4, 0.8, 0.9], dtype=torch.float64)
+    for make in (lambda: SharedCurve(old, new - old, constraint), lambda: Curve(old[:4], (new - old)[:4])):
+        whole, part, roots = make(), make(), torch.tensor([1, 3])
+        part.narrow(roots)
+        for ours, expected in zip(part.at(tau[roots]), whole.at(tau), strict=True):
+            torch.testing.assert_close(ours, expected[roots])
+        torch.testing.assert_close(part.variance_at_zero(), whole.variance_at_zero()[roots])
+        seen = part.mean != 0
+        assert 0 < seen.sum() < len(seen)
+        torch.testing.assert_close(part.mean[seen], whole.mean[seen])
 
 
 @pytest.mark.parametrize("kl_bound", [1e-6, 1e-4, 1e-3, 10.0])

@@ -1,8 +1,9 @@
-"""The dual problem: one monotone scalar root per token.
+"""The dual problem: one monotone scalar root per token, or per group of tokens that share it.
 
 The projected policy is ``q ∝ p e^{τ s}`` with ``s = log p̃ − log p`` and ``τ = 1/(1 + η) ∈ (0, 1)``. Its divergence
 ``KL(τ) = KL(q ‖ p)`` grows from 0 at ``τ = 0`` to ``KL(p̃ ‖ p)`` at ``τ = 1``, and a solver finds where it meets the
-bound. To add a solver, write a function with the signature of :func:`newton` and name it in :data:`SOLVERS`.
+bound. A solver sees KL(τ) as a :class:`Curve`, which hides whether a root belongs to one token or to several. To add
+one, write a function with the signature of :func:`newton` and name it in :data:`SOLVERS`.
 """
 
 from __future__ import annotations
@@ -38,14 +39,23 @@ class Tilted(NamedTuple):
     """``σ² = Var_q[s]``."""
 
 
+class Moments(NamedTuple):
+    """KL(τ) and its derivative over τ, each (R,)."""
+
+    kl: Tensor
+    """KL(q ‖ p) in nats; of a root that several tokens share, their weighted sum."""
+    variance: Tensor
+    """``σ²``, or the weighted sum of it: the derivative of KL(τ) is ``τ σ²``."""
+
+
 class Root(NamedTuple):
-    """Where KL(τ) meets the bound. Each (N,)."""
+    """Where KL(τ) meets the bound. Each (R,)."""
 
     tau: Tensor
-    mean: Tensor
-    """An estimate of ``E_q[s]`` at the root, around which the caller centres s."""
     evaluations: Tensor
-    """Evaluations of KL(τ) spent on each token (int64), beside that of τ = 1."""
+    """Evaluations of KL(τ) spent on each root (int64), beside that of τ = 1."""
+    bisections: Tensor
+    """Newton steps that were not safe, and replaced by a bisection (int64); 0 for solvers without."""
 
 
 def tilt(log_p: Tensor, s: Tensor, tau: Tensor, center: Tensor) -> Tilted:
@@ -77,6 +87,54 @@ def divergence(log_ratio: Tensor, log_p: Tensor) -> Tensor:
     return (torch.exp(log_p) * (log_ratio * (growth + 1) - growth)).sum(-1)
 
 
+class Curve:
+    """KL(τ) of N tokens, each with a root of its own. :class:`~troll.trust_region.constraint.SharedCurve` has fewer.
+
+    Rounding is least where s is centred near ``E_q[s]``, so each evaluation is centred where the one before it ended.
+    A solver narrows its curve, in place, to the roots that it still looks for: a curve serves once.
+
+    Args:
+        log_p: Old policy, (N, M), normalised; −inf on absent outcomes.
+        s: ``log p̃ − log p``, (N, M); 0 on absent outcomes.
+
+    Attributes:
+        mean: ``E_q[s]`` of all N tokens, each at the last τ where it was evaluated.
+    """
+
+    def __init__(self, log_p: Tensor, s: Tensor) -> None:
+        self.log_p, self.s = log_p, s
+        self.mean = s.new_zeros(len(s))
+        self._center = self.mean
+        self._tokens = torch.arange(len(s), device=s.device)
+
+    def at(self, tau: Tensor) -> Moments:
+        """KL(τ) at (R,) values of τ."""
+        at = self._tilt(tau)
+        return Moments(at.kl, at.variance)
+
+    def variance_at_zero(self) -> Tensor:
+        """σ² at τ = 0, (R,), where q = p: cheaper than :meth:`at`."""
+        p = torch.exp(self.log_p)
+        mean = (p * self.s).sum(-1, keepdim=True)
+        return (p * (self.s - mean).square()).sum(-1)
+
+    def narrow(self, roots: Tensor) -> None:
+        """Keeps some of the R roots, by their indices (R',) int64, ascending."""
+        self._keep(roots)
+
+    def _tilt(self, tau: Tensor) -> Tilted:
+        """The remaining tokens at one τ each."""
+        at = tilt(self.log_p, self.s, tau, self._center)
+        self._center = at.mean
+        self.mean[self._tokens] = at.mean
+        return at
+
+    def _keep(self, tokens: Tensor) -> None:
+        self.log_p, self.s, self._center, self._tokens = (
+            x[tokens] for x in (self.log_p, self.s, self._center, self._tokens)
+        )
+
+
 def tolerance(dtype: torch.dtype) -> float:
     """How close to the root a solver comes, on |log KL(τ) − log ε|."""
     # Both sit well above the rounding error of `tilt` and well inside what the caller promises:
@@ -84,30 +142,29 @@ def tolerance(dtype: torch.dtype) -> float:
     return 2e-5 if dtype == torch.float32 else 1e-11
 
 
-def newton(log_p: Tensor, s: Tensor, kl_bound: Tensor) -> Root:
+def newton(curve: Curve, kl_bound: Tensor) -> Root:
     """Safeguarded Newton iteration on ``log KL(τ) = log ε``.
 
     Near-deterministic policies make KL(τ) look like a step, and neither plain Newton in τ nor in log τ survives that.
     From below the root, log KL is usually concave in τ and the step is taken in τ; from above, in log τ. Where a step
     leaves the bracket, or has not halved ``|log KL − log ε|``, the bracket is bisected: convergence is certain.
-    Tokens that have converged drop out of the computation.
+    Roots that have converged drop out of the computation.
 
     Args:
-        log_p: Old policy, (N, M), normalised; −inf on absent outcomes.
-        s: ``log p̃ − log p``, (N, M); 0 on absent outcomes.
-        kl_bound: ε, (N,), with ``0 < ε < KL(p̃ ‖ p)``.
+        curve: KL(τ) of R roots.
+        kl_bound: ε, (R,), with ``0 < ε < KL(1)``.
     """
-    at_one = tilt(log_p, s, torch.ones_like(kl_bound), torch.zeros_like(kl_bound))
-    tau, center = _first_guess(log_p, s, kl_bound, at_one), at_one.mean
+    tau = _first_guess(curve, kl_bound)
     lower, upper = torch.zeros_like(tau), torch.ones_like(tau)
     previous = torch.full_like(tau, torch.inf)
     active = torch.arange(tau.numel(), device=tau.device)
-    root = Root(tau.clone(), center.clone(), torch.zeros_like(active))
+    bisections = torch.zeros_like(active)
+    root = Root(tau.clone(), bisections.clone(), bisections.clone())
 
     for evaluation in range(1, MAX_EVALUATIONS + 1):
-        at = tilt(log_p, s, tau, center)
+        at = curve.at(tau)
         gap = torch.log(at.kl / kl_bound)
-        root.evaluations[active] = evaluation
+        root.evaluations[active], root.bisections[active] = evaluation, bisections
         lower, upper = torch.where(gap < 0, tau, lower), torch.where(gap > 0, tau, upper)
 
         slope = tau * at.variance / at.kl
@@ -119,32 +176,30 @@ def newton(log_p: Tensor, s: Tensor, kl_bound: Tensor) -> Root:
         exhausted = (step <= lower) | (step >= upper)
         done = (gap.abs() <= tolerance(tau.dtype)) | exhausted
         root.tau[active] = torch.where(exhausted & (gap > 0), lower, tau)
-        root.mean[active] = at.mean
 
         going = (~done).nonzero().squeeze(-1)
         if going.numel() == 0:
             return root
         if going.numel() < active.numel():
-            log_p, s, kl_bound, lower, upper = (x[going] for x in (log_p, s, kl_bound, lower, upper))
-        tau, center, previous, active = step[going], at.mean[going], gap.abs()[going], active[going]
+            curve.narrow(going)
+            kl_bound, lower, upper = kl_bound[going], lower[going], upper[going]
+        tau, previous, bisections, active = (x[going] for x in (step, gap.abs(), bisections + unsafe, active))
 
     root.tau[active] = lower
     return root
 
 
-def _first_guess(log_p: Tensor, s: Tensor, kl_bound: Tensor, at_one: Tilted) -> Tensor:
+def _first_guess(curve: Curve, kl_bound: Tensor) -> Tensor:
     # Three cheap estimates, each good somewhere: the parabola of KL at τ = 0, the tangent of log KL over log τ at
     # τ = 1, and the parabola through KL(1). Their median is never the worst one.
-    p = torch.exp(log_p)
-    mean = (p * s).sum(-1, keepdim=True)
-    variance = (p * (s - mean).square()).sum(-1)
-    from_zero = torch.sqrt(2 * kl_bound / variance).clamp(max=1)
+    at_one = curve.at(torch.ones_like(kl_bound))
+    from_zero = torch.sqrt(2 * kl_bound / curve.variance_at_zero()).clamp(max=1)
     from_one = torch.exp(torch.log(kl_bound / at_one.kl) * at_one.kl / at_one.variance)
     through_one = torch.sqrt(kl_bound / at_one.kl)
     return torch.stack([from_zero, from_one, through_one]).nan_to_num(0.5).median(0).values
 
 
-def bracket(log_p: Tensor, s: Tensor, kl_bound: Tensor) -> Root:
+def bracket(curve: Curve, kl_bound: Tensor) -> Root:
     """The paper's n-ary bracketing of the multiplier, kept as the reference and for comparison.
 
     Each round evaluates 8 values of η, equally spaced on a log scale, and keeps the interval that holds the root; at
@@ -153,27 +208,31 @@ def bracket(log_p: Tensor, s: Tensor, kl_bound: Tensor) -> Root:
     """
     low = torch.full_like(kl_bound, BRACKET_RANGE[0]).log()
     high = torch.full_like(kl_bound, BRACKET_RANGE[1]).log()
-    mean = (torch.exp(log_p) * s).sum(-1)
-    evaluations = torch.zeros_like(kl_bound, dtype=torch.int64)
-    converged = torch.zeros_like(kl_bound, dtype=torch.bool)
-    fractions = torch.linspace(0, 1, BRACKET_POINTS + 2, dtype=log_p.dtype, device=log_p.device)[1:-1]
+    active = torch.arange(kl_bound.numel(), device=kl_bound.device)
+    root = Root(torch.ones_like(kl_bound), torch.zeros_like(active), torch.zeros_like(active))
+    fractions = torch.linspace(0, 1, BRACKET_POINTS + 2, dtype=kl_bound.dtype, device=kl_bound.device)[1:-1]
 
     for _ in range(BRACKET_ROUNDS):
-        bottom, width = low, high - low
-        evaluations += BRACKET_POINTS * (~converged).to(torch.int64)
+        root.evaluations[active] += BRACKET_POINTS
+        bottom, width, converged = low, high - low, torch.zeros_like(kl_bound, dtype=torch.bool)
         for fraction in fractions:
-            log_eta = bottom + fraction * width
-            at = tilt(log_p, s, 1 / (1 + log_eta.exp()), mean)
+            # What has converged stays where it is until the round ends, and with it the curve's center.
+            log_eta = torch.where(converged, high, bottom + fraction * width)
+            at = curve.at(1 / (1 + log_eta.exp()))
             feasible = at.kl <= kl_bound
             high = torch.where(feasible & (log_eta < high) & ~converged, log_eta, high)
             low = torch.where(~feasible & (log_eta > low) & ~converged, log_eta, low)
-            mean = torch.where(converged, mean, at.mean)
-            converged |= feasible & (at.kl >= kl_bound * (1 - tolerance(log_p.dtype)))
-        if bool(converged.all()):
+            converged |= feasible & (at.kl >= kl_bound * (1 - tolerance(kl_bound.dtype)))
+        root.tau[active] = 1 / (1 + high.exp())
+        going = (~converged).nonzero().squeeze(-1)
+        if going.numel() == 0:
             break
-    return Root(1 / (1 + high.exp()), mean, evaluations)
+        if going.numel() < active.numel():
+            curve.narrow(going)
+            low, high, kl_bound, active = (x[going] for x in (low, high, kl_bound, active))
+    return root
 
 
-Solver = Callable[[Tensor, Tensor, Tensor], Root]
+Solver = Callable[[Curve, Tensor], Root]
 
 SOLVERS: dict[str, Solver] = {"newton": newton, "bracket": bracket}

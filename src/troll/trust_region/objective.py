@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from troll.trust_region.constraint import Constraint
 from troll.trust_region.head import Head
 from troll.trust_region.kernels import token, use_triton
 from troll.trust_region.kernels.tile import Transform
@@ -27,6 +28,7 @@ def trust_region_log_probs(
     old: SparsePolicy,
     kl_bound: float | Tensor = 0.05,
     solver: str = "newton",
+    constraint: Constraint | None = None,
 ) -> TrustRegionStep:
     """Log-probabilities of the sampled tokens under the trust-region policy q, and the pull of the network towards it.
 
@@ -39,6 +41,8 @@ def trust_region_log_probs(
         old: The old policy, with its tail as captured.
         kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (...). See :func:`~troll.project`.
         solver: "newton" or "bracket".
+        constraint: Which of the tokens (...) share one multiplier and one bound; None for one each. See
+            :class:`~troll.trust_region.constraint.Constraint`.
 
     Raises:
         ValueError: On shapes that do not fit, tokens outside the vocabulary or the old support, ε ≤ 0, or an unknown
@@ -46,7 +50,7 @@ def trust_region_log_probs(
     """
     check_logits(logits, token_ids)
     old.check_positions(token_ids)
-    return trust_region_step(old.new_policy(logits, token_ids), token_ids, old, kl_bound, solver)
+    return trust_region_step(old.new_policy(logits, token_ids), token_ids, old, kl_bound, solver, constraint)
 
 
 def trust_region_log_probs_from_hidden(
@@ -56,6 +60,7 @@ def trust_region_log_probs_from_hidden(
     old: SparsePolicy,
     kl_bound: float | Tensor = 0.05,
     solver: str = "newton",
+    constraint: Constraint | None = None,
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
@@ -75,6 +80,7 @@ def trust_region_log_probs_from_hidden(
         old: As there; :meth:`SparsePolicy.from_hidden` captures it in the same way.
         kl_bound: As there.
         solver: As there.
+        constraint: As there.
         bias: (V,), of the LM head.
         temperature: The sampling temperature.
         logit_scale: What the model multiplies its logits by.
@@ -88,7 +94,7 @@ def trust_region_log_probs_from_hidden(
     head.check(hidden, token_ids)
     old.check_positions(token_ids)
     new, entropies = old.new_policy_from_head(hidden, head, token_ids, entropy=entropy)
-    step = trust_region_step(new, token_ids, old, kl_bound, solver)
+    step = trust_region_step(new, token_ids, old, kl_bound, solver, constraint)
     return dataclasses.replace(step, entropy=entropies)
 
 
@@ -98,6 +104,7 @@ def trust_region_step(
     old: SparsePolicy,
     kl_bound: float | Tensor = 0.05,
     solver: str = "newton",
+    constraint: Constraint | None = None,
 ) -> TrustRegionStep:
     """:func:`trust_region_log_probs` of a new policy that has been read already (:meth:`SparsePolicy.new_policy`)."""
     old.check_positions(token_ids)
@@ -105,11 +112,12 @@ def trust_region_step(
     if old.tail == "floor":
         old = old.extended(new.token_ids)
     present = present_outcomes(new, old)
-    if solver == "newton" and use_triton(new.log_probs, present.shape[-1]):
+    # The Triton program solves for one token, and knows nothing of others.
+    if constraint is None and solver == "newton" and use_triton(new.log_probs, present.shape[-1]):
         from troll.trust_region.kernels import token_triton
 
         return token_triton.trust_region_step(new.outcomes, old.outcomes, present, slot, kl_bound)
-    return token.trust_region_step(new.outcomes, old.outcomes, present, slot, kl_bound, solver)
+    return token.trust_region_step(new.outcomes, old.outcomes, present, slot, kl_bound, solver, constraint)
 
 
 def troll_loss(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
-from troll.trust_region.dual import SOLVERS, divergence, tilt
+from troll.trust_region.constraint import Constraint, SharedCurve
+from troll.trust_region.dual import SOLVERS, Curve, divergence, tilt
 from troll.trust_region.policy import SparsePolicy, common_outcomes
 from troll.trust_region.support import as_float, floored
 
@@ -17,6 +18,9 @@ from troll.trust_region.support import as_float, floored
 @dataclass(frozen=True)
 class Projection:
     """What :func:`project` returns, for token positions (...).
+
+    Tokens that share a constraint are projected together: `multiplier`, `projected` and `iterations` are their group's.
+    One that is no distribution makes the whole group's `log_probs` and `kl_after` NaN.
 
     Attributes:
         log_probs: log q, differentiable: (..., V) for dense inputs; (..., K + 1) for sparse ones, the tail last, −inf
@@ -39,17 +43,26 @@ class Projection:
 
 @overload
 def project(
-    new_log_probs: Tensor, old_log_probs: Tensor, kl_bound: float | Tensor = ..., solver: str = ...
+    new_log_probs: Tensor,
+    old_log_probs: Tensor,
+    kl_bound: float | Tensor = ...,
+    solver: str = ...,
+    constraint: Constraint | None = ...,
 ) -> Projection: ...
 @overload
 def project(
-    new_log_probs: SparsePolicy, old_log_probs: SparsePolicy, kl_bound: float | Tensor = ..., solver: str = ...
+    new_log_probs: SparsePolicy,
+    old_log_probs: SparsePolicy,
+    kl_bound: float | Tensor = ...,
+    solver: str = ...,
+    constraint: Constraint | None = ...,
 ) -> Projection: ...
 def project(
     new_log_probs: Tensor | SparsePolicy,
     old_log_probs: Tensor | SparsePolicy,
     kl_bound: float | Tensor = 0.05,
     solver: str = "newton",
+    constraint: Constraint | None = None,
 ) -> Projection:
     r"""Solves ``min_q KL(q ‖ p̃)`` subject to ``KL(q ‖ p) ≤ ε`` for every token (arXiv 2510.03817).
 
@@ -58,6 +71,10 @@ def project(
     ``g = ∂L/∂log q``, ``s = log p̃ − log p``, ``μ = E_q[s]``, ``σ² = Var_q[s]`` and ``τ = 1/(1 + η)``,
 
         ∂L/∂s_j = τ [ g_j − q_j Σg − Σ g(s − μ) · q_j (s_j − μ)/σ² ].
+
+    With a `constraint`, tokens t of a group share η, for which ``Σ_t w_t KL(q_t ‖ p_t) = ε``, and their gradient is
+
+        ∂L/∂s_tj = τ [ g_tj − q_tj Σ_j g_tj − w_t q_tj (s_tj − μ_t) · Σ_t Σ_j g_tj (s_tj − μ_t) / Σ_t w_t σ_t² ].
 
     Probabilities below 1e-12 are floored first, so that −inf logits stay feasible. Half precision is computed in
     float32.
@@ -68,13 +85,14 @@ def project(
         kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (...). inf never projects. In float32 the
             bound is met to 1e-3 · ε for ε ≥ 1e-3; use float64 inputs for smaller ones.
         solver: "newton", or "bracket", the paper's, which reaches ε ≥ 0.01 only.
+        constraint: Which of the tokens (...) share one η, and one bound, the weighted mean of theirs; None: one each.
 
     Raises:
         ValueError: On shapes that do not fit, ε ≤ 0 or NaN, or an unknown solver.
     """
     if isinstance(new_log_probs, SparsePolicy) and isinstance(old_log_probs, SparsePolicy):
         new, old, present = common_outcomes(new_log_probs, old_log_probs)
-        return project_outcomes(new_log_probs.outcomes, new, old, present, kl_bound, solver)
+        return project_outcomes(new_log_probs.outcomes, new, old, present, kl_bound, solver, constraint)
     if isinstance(new_log_probs, SparsePolicy) or isinstance(old_log_probs, SparsePolicy):
         raise ValueError("new_log_probs and old_log_probs must both be tensors or both be SparsePolicy")
     if new_log_probs.shape != old_log_probs.shape or new_log_probs.dim() == 0 or new_log_probs.shape[-1] == 0:
@@ -86,11 +104,17 @@ def project(
     raw = torch.log_softmax(new_log_probs.to(dtype), dim=-1)
     old = torch.log_softmax(old_log_probs.detach().to(dtype), dim=-1)
     present = torch.ones_like(raw, dtype=torch.bool)
-    return project_outcomes(raw, floored(raw, present), floored(old, present), present, kl_bound, solver)
+    return project_outcomes(raw, floored(raw, present), floored(old, present), present, kl_bound, solver, constraint)
 
 
 def project_outcomes(
-    raw: Tensor, new: Tensor, old: Tensor, present: Tensor, kl_bound: float | Tensor, solver: str
+    raw: Tensor,
+    new: Tensor,
+    old: Tensor,
+    present: Tensor,
+    kl_bound: float | Tensor,
+    solver: str,
+    constraint: Constraint | None = None,
 ) -> Projection:
     """The projection of (..., M) outcomes: `raw` where nothing is projected, else from the floored `new` and `old`."""
     if solver not in SOLVERS:
@@ -101,17 +125,24 @@ def project_outcomes(
 
     s = (new.detach() - old).masked_fill(~present, 0.0)
     kl_before = divergence(s, old).clamp(min=0)
-    projected = kl_before > bound
-    log_probs = torch.where(kl_before.isnan().unsqueeze(-1), torch.nan, raw)
-    kl_after = kl_before.clone()
+    if constraint is None:
+        outside = _outside_alone(kl_before, bound)
+    else:
+        outside = _outside_together(kl_before, bound, constraint.flat(shape))
+    log_probs = torch.where(outside.broken.unsqueeze(-1), torch.nan, raw)
+    kl_after = kl_before.masked_fill(outside.broken, torch.nan)
+    projected = torch.zeros_like(kl_before, dtype=torch.bool)
     multiplier = torch.zeros_like(kl_before)
     iterations = torch.zeros_like(kl_before, dtype=torch.int64)
 
-    rows = projected.nonzero().squeeze(-1)
-    if rows.numel():
-        log_q, tau, kl, evaluations = _OntoBall.apply(new[rows], old[rows], s[rows], bound[rows], solver)
+    rows = outside.rows
+    # Not rows: a process without tokens takes part in the sums of the others.
+    if outside.bound.numel():
+        log_q, tau, kl, evaluations = _OntoBall.apply(
+            new[rows], old[rows], s[rows], outside.bound, solver, outside.constraint
+        )
         log_probs = log_probs.index_copy(0, rows, log_q)
-        multiplier[rows], kl_after[rows], iterations[rows] = (1 - tau) / tau, kl, evaluations
+        projected[rows], multiplier[rows], kl_after[rows], iterations[rows] = True, (1 - tau) / tau, kl, evaluations
     return Projection(
         log_probs.view(*shape, log_probs.shape[-1]),
         *(x.view(shape) for x in (multiplier, kl_before, kl_after, projected, iterations)),
@@ -136,29 +167,72 @@ def broadcast_bound(kl_bound: float | Tensor, shape: torch.Size, like: Tensor) -
         ) from None
 
 
+class _Outside(NamedTuple):
+    """What lies outside the ball among N tokens."""
+
+    rows: Tensor
+    """The tokens to project, (N',)."""
+    bound: Tensor
+    """ε of the R roots to find: one for each of these tokens, or for each of their groups."""
+    constraint: Constraint | None
+    """Of these tokens and groups alone."""
+    broken: Tensor
+    """(N,) bool: what has no projection, since it, or another token of its group, is no distribution."""
+
+
+def _outside_alone(kl_before: Tensor, bound: Tensor) -> _Outside:
+    rows = (kl_before > bound).nonzero().squeeze(-1)
+    return _Outside(rows, bound[rows], None, kl_before.isnan())
+
+
+def _outside_together(kl_before: Tensor, bound: Tensor, constraint: Constraint) -> _Outside:
+    # Decided on sums over all processes, so that all decide alike.
+    kl, weighted_bound, weight = constraint.weighted_total(kl_before, bound, torch.ones_like(bound))
+    group_bound = weighted_bound / weight  # NaN, which nothing exceeds, for a group without weight
+    groups = (kl > group_bound).nonzero().squeeze(-1)
+    rows, projected = constraint.narrowed(groups)
+    finite = ~kl_before[rows].isnan()  # in a projected group, a token that is no distribution has no weight
+    broken = kl_before.isnan() | kl.isnan()[constraint.group]
+    return _Outside(rows[finite], group_bound[groups].to(bound.dtype), projected[finite], broken)
+
+
 class _OntoBall(torch.autograd.Function):
-    """log q of N tokens that lie outside their ball, (N, M), from normalised, floored log-probabilities."""
+    """log q of N tokens that lie outside their ball, (N, M), from normalised, floored log-probabilities.
+
+    The bound is (R,): N without a constraint, else one for each of its groups.
+    """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, new: Tensor, old: Tensor, s: Tensor, bound: Tensor, solver: str
+        ctx: Any, new: Tensor, old: Tensor, s: Tensor, bound: Tensor, solver: str, constraint: Constraint | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        root = SOLVERS[solver](old, s, bound)
-        at = tilt(old, s, root.tau, root.mean)
+        curve = Curve(old, s) if constraint is None else SharedCurve(old, s, constraint)
+        root = SOLVERS[solver](curve, bound)
+        tau, evaluations = root.tau, root.evaluations
+        if constraint is not None:
+            tau, evaluations = tau[constraint.group], evaluations[constraint.group]
+        at = tilt(old, s, tau, curve.mean)
+        variance = at.variance if constraint is None else constraint.weighted_total(at.variance)[0]
         log_q = old + at.log_ratio
-        ctx.save_for_backward(log_q, s - at.mean.unsqueeze(-1), root.tau, at.variance)
-        ctx.mark_non_differentiable(root.tau, at.kl, root.evaluations)
-        return log_q, root.tau, at.kl, root.evaluations
+        ctx.constraint = constraint
+        ctx.save_for_backward(log_q, s - at.mean.unsqueeze(-1), tau, variance)
+        ctx.mark_non_differentiable(tau, at.kl, evaluations)
+        return log_q, tau, at.kl, evaluations
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         log_q, centered, tau, variance = ctx.saved_tensors
+        constraint: Constraint | None = ctx.constraint
         q = log_q.exp()
         present = q > 0
         grad = grad.masked_fill(~present, 0)
-        along = (grad * centered).sum(-1, keepdim=True) / variance.unsqueeze(-1)
+        along = (grad * centered).sum(-1)
+        if constraint is None:
+            along = along / variance
+        else:
+            along = constraint.weight * (constraint.total(along)[0] / variance)[constraint.group]
         # σ² = 0 is a ball on whose surface nothing moves.
-        along = along.nan_to_num(0.0, 0.0, 0.0)
+        along = along.nan_to_num(0.0, 0.0, 0.0).to(grad.dtype).unsqueeze(-1)
         grad_s = tau.unsqueeze(-1) * (grad - q * (grad.sum(-1, keepdim=True) + along * centered))
-        return grad_s, None, None, None, None
+        return grad_s, None, None, None, None, None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from troll.trust_region.constraint import Constraint
 from troll.trust_region.dual import divergence
 from troll.trust_region.projection import Projection, project_outcomes
 from troll.trust_region.support import as_float, floored
@@ -38,7 +39,13 @@ class TrustRegionStep:
 
 
 def trust_region_step(
-    new: Tensor, old: Tensor, present: Tensor, slot: Tensor, kl_bound: float | Tensor, solver: str
+    new: Tensor,
+    old: Tensor,
+    present: Tensor,
+    slot: Tensor,
+    kl_bound: float | Tensor,
+    solver: str,
+    constraint: Constraint | None = None,
 ) -> TrustRegionStep:
     """The trust region of every token, from both policies' raw log-probabilities on the same outcomes.
 
@@ -49,12 +56,13 @@ def trust_region_step(
         slot: The outcome that was sampled, (...) int64; present.
         kl_bound: ε > 0; a float, or a tensor that broadcasts to (...).
         solver: A key of :data:`~troll.trust_region.dual.SOLVERS`.
+        constraint: On the tokens (...); None for a multiplier each.
 
     Raises:
-        ValueError: On ε ≤ 0, a bound that does not broadcast, or an unknown solver.
+        ValueError: On ε ≤ 0, a bound that does not broadcast, an unknown solver, or a constraint that does not fit.
     """
     new_outcomes, old_outcomes = (floored(as_float(outcomes), present) for outcomes in (new, old))
-    projection = project_outcomes(new, new_outcomes, old_outcomes, present, kl_bound, solver)
+    projection = project_outcomes(new, new_outcomes, old_outcomes, present, kl_bound, solver, constraint)
     at = slot.unsqueeze(-1)
     return TrustRegionStep(
         log_probs=projection.log_probs.gather(-1, at).squeeze(-1),

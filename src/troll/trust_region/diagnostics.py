@@ -1,0 +1,434 @@
+"""What the trust region did, beyond the metrics of every step: docs/diagnostics.md says what to make of the numbers.
+
+Pure functions without gradient, for every so many steps. The reports return a :class:`Tally` of 0-d tensors, which adds
+up across micro-batches and processes. Whatever stands outside the mask never matters, NaN included, and tokens whose
+logits are no distribution are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from troll.trust_region.bounds import entropy
+from troll.trust_region.constraint import Constraint, SharedCurve
+from troll.trust_region.dual import SOLVERS, Curve, divergence, tilt
+from troll.trust_region.policy import SparsePolicy, common_outcomes
+from troll.trust_region.projection import broadcast_bound
+from troll.trust_region.support import PROBABILITY_FLOOR, as_float, floored, shape_text
+
+#: δ for verdicts about policies that were captured with ``mass_threshold=0``, which asks for K tokens always.
+USUAL_MASS_THRESHOLD = 1e-5
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Named numbers over some tokens, sequences or roots, which add up: ``first + second`` covers both.
+
+    Attributes:
+        totals: Of what is averaged: the sum and the count, (2,).
+        maxima: Of what a maximum is taken, 0-d; −inf for none.
+        minima: Of what a minimum is taken, 0-d; inf for none.
+    """
+
+    totals: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    minima: dict[str, Tensor] = field(default_factory=dict)
+
+    def __add__(self, other: Tally) -> Tally:
+        def combined(
+            ours: dict[str, Tensor], theirs: dict[str, Tensor], how: Callable[[Tensor, Tensor], Tensor]
+        ) -> dict[str, Tensor]:
+            return ours | {name: how(ours[name], value) if name in ours else value for name, value in theirs.items()}
+
+        return Tally(
+            combined(self.totals, other.totals, torch.add),
+            combined(self.maxima, other.maxima, torch.maximum),
+            combined(self.minima, other.minima, torch.minimum),
+        )
+
+    def reduced(self, total: Callable[[Tensor], Tensor], largest: Callable[[Tensor], Tensor]) -> Tally:
+        """Over all processes, each of which holds the same names in the same order: two collective operations.
+
+        Args:
+            total: Adds up a vector over processes.
+            largest: Its element-wise maximum over processes.
+        """
+        totals, extremes = self.totals, [*self.maxima.values(), *(-value for value in self.minima.values())]
+        if totals:
+            totals = dict(zip(totals, total(torch.cat(list(totals.values()))).view(-1, 2), strict=True))
+        if extremes:
+            extremes = list(largest(torch.stack(extremes)))
+        maxima, minima = extremes[: len(self.maxima)], extremes[len(self.maxima) :]
+        return Tally(
+            totals,
+            dict(zip(self.maxima, maxima, strict=True)),
+            dict(zip(self.minima, (-value for value in minima), strict=True)),
+        )
+
+    def values(self) -> dict[str, Tensor]:
+        """The numbers to log, 0-d; NaN where there was nothing to average or compare."""
+        means = {name: total[0] / total[1] for name, total in self.totals.items()}
+        extremes = self.maxima | self.minima
+        return means | {name: value.masked_fill(value.isinf(), torch.nan) for name, value in extremes.items()}
+
+
+class SequenceKL(NamedTuple):
+    """Estimates of KL(old ‖ new) between the two policies' sequences, each (B,), in nats."""
+
+    kl: Tensor
+    """``Σ_t KL(p_t ‖ p̃_t)``: exact over each next token, so that only the prefixes are sampled."""
+    k1: Tensor
+    """``Σ_t (log p − log p̃)(o_t)``."""
+    k3: Tensor
+    """``Σ_t r − 1 − log r`` with ``r = (p̃/p)(o_t)``."""
+
+
+@torch.no_grad()
+def sequence_kl(token_kl: Tensor, log_ratio: Tensor, mask: Tensor) -> SequenceKL:
+    """Three estimates of the divergence between sequences, from sequences that the old policy sampled.
+
+    By the chain rule it is ``E[Σ_t KL(p_t ‖ p̃_t)]`` over prefixes sampled from the old policy, so all three are
+    unbiased; `kl` has the least variance, as it is the mean of either k1 or k3 over the next token given the prefix.
+    KL(p̃ ‖ p), the `kl_before` of a step, is the other direction and has no such estimate.
+
+    Args:
+        token_kl: ``old.kl(new)``, (B, T); for ``tail="floor"``, ``old.extended(new.token_ids).kl(new)``. On K + 1
+            outcomes it is a lower bound, by the gap of :func:`tail_gap` with the two policies exchanged.
+        log_ratio: ``log p̃ − log p`` of the sampled tokens, of the network itself, not of its projection, (B, T).
+        mask: (B, T), true (or 1) where a token counts.
+
+    Raises:
+        ValueError: On tensors of different shapes, or that are not (B, T).
+    """
+    if mask.dim() != 2:
+        raise ValueError(f"mask must be (B, T), got {shape_text(mask.shape)}")
+    _check_shapes(mask, token_kl=token_kl, log_ratio=log_ratio)
+    # A row with a token that is no distribution has no divergence, and comes out as NaN.
+    token_kl, log_ratio = (torch.where(mask.bool(), as_float(x), 0.0) for x in (token_kl, log_ratio))
+    return SequenceKL(token_kl.sum(-1), -log_ratio.sum(-1), (torch.expm1(log_ratio) - log_ratio).sum(-1))
+
+
+@torch.no_grad()
+def sequence_report(token_kl: Tensor, log_ratio: Tensor, mask: Tensor) -> Tally:
+    """:func:`sequence_kl`, the mean over the sequences that have a token: `sequence_kl`, and with `_k1` and `_k3`."""
+    sequences = mask.bool().any(-1)
+    kl, k1, k3 = sequence_kl(token_kl, log_ratio, mask)
+    estimates = {"sequence_kl": kl, "sequence_kl_k1": k1, "sequence_kl_k3": k3}
+    return Tally({name: _mean(_counted(estimate, sequences)) for name, estimate in estimates.items()})
+
+
+@torch.no_grad()
+def coverage(old: SparsePolicy, mask: Tensor) -> Tally:
+    """How much of the old policy its support holds.
+
+    A policy with ``tail="floor"`` has forgotten the mass outside its support; what needs it is left out.
+
+    Args:
+        old: As captured, at the positions of the mask.
+        mask: (...), true (or 1) where a token counts.
+
+    Returns:
+        `kept_tokens` and `covered_mass` (1 − tail), the means over tokens, and their 5, 50 and 95 % quantiles under
+        `_p5`, `_p50` and `_p95` (of each call, averaged over calls); `uncovered_fraction`, the fraction of tokens that
+        use all K slots and leave more than δ outside; and `old_entropy`, the mean of
+        :func:`~troll.trust_region.bounds.entropy`.
+
+    Raises:
+        ValueError: If the positions are not those of the mask.
+    """
+    _check_shapes(mask, old=old.tail_log_prob)
+    old = old[mask.bool() & old.log_probs[..., 0].isfinite()]
+    kept = old.used.sum(-1)
+    totals = _distribution("kept_tokens", as_float(kept), (5, 50, 95))
+    if old.tail == "bucket":
+        outside = old.tail_log_prob.exp()
+        uncovered = old.used.all(-1) & (outside > (old.mass_threshold or USUAL_MASS_THRESHOLD))
+        totals |= _distribution("covered_mass", 1 - outside, (5, 50, 95))
+        totals |= {"uncovered_fraction": _mean(uncovered.to(outside)), "old_entropy": _mean(entropy(old))}
+    return Tally(totals)
+
+
+def support_too_small(
+    uncovered_fraction: float, *, top_k: int, mass_threshold: float, threshold: float = 0.1, setting: str = "top_k"
+) -> str | None:
+    """A warning for users if K is too small for the distributions, as it may be for flat, creative text; else None.
+
+    Args:
+        uncovered_fraction: Of :func:`coverage`.
+        top_k: K of the capture.
+        mass_threshold: δ of the capture.
+        threshold: The largest fraction that is fine, in [0, 1).
+        setting: What users raise to get a larger K.
+
+    Raises:
+        ValueError: On a threshold out of its range.
+    """
+    if not 0 <= threshold < 1:
+        raise ValueError(f"threshold must be in [0, 1), got {threshold}")
+    if not uncovered_fraction > threshold:
+        return None
+    return (
+        f"at {uncovered_fraction:.0%} of the tokens the old policy has more than "
+        f"{mass_threshold or USUAL_MASS_THRESHOLD:g} of its mass outside the {top_k} tokens that are kept: it is "
+        "flatter than the support is made for, and the trust region does not see what moves within the tail. Raise "
+        f"{setting} (to {2 * top_k}, for a start), and watch tail_gap"
+    )
+
+
+class TailGap(NamedTuple):
+    """What the K + 1 outcomes do not see of KL(p̃ ‖ p), each (...), in nats."""
+
+    gap: Tensor
+    """``p̃(T) · KL(p̃(·|T) ‖ p(·|T))`` over the tail T."""
+    bound: Tensor
+    """The largest gap that the two tail masses allow."""
+
+
+@torch.no_grad()
+def tail_gap(new_logits: Tensor, old_logits: Tensor, old: SparsePolicy) -> TailGap:
+    """By how much KL(p̃ ‖ p) over the vocabulary exceeds that over the K + 1 outcomes, on a sample of tokens.
+
+    By the chain rule, ``KL_full = KL_bucket + p̃(T) · KL(p̃(·|T) ‖ p(·|T))``: the last term is computed itself, since the
+    difference of the other two would cancel. Probabilities are floored at f = 1e-12 over the vocabulary, as ``project``
+    does for dense policies.
+
+    The bound holds for any logits. Let a, b be the tails' masses once floored and normalised by Z. The gap is
+    ``Σ_T p̃ log(p̃/a) + Σ_T p̃ log(b/p)``; no term of the first sum is above 0, and ``p ≥ f/Z`` in the second, so that it
+    is at most ``a log(bZ/f)``. With n tokens in the tail and masses ã, b̃ before flooring, ``a ≤ ã + nf`` and
+    ``bZ ≤ b̃ + nf``, and the gap is at most ``(ã + nf) log(b̃/f + n)``. It comes close where the new policy puts its
+    whole tail on one token that the old one all but excludes.
+
+    Args:
+        new_logits: (..., V), of the network now.
+        old_logits: (..., V), those that the policy was captured from; log-probabilities serve as well.
+        old: With ``tail="bucket"``, at the same positions.
+
+    Raises:
+        ValueError: On shapes that do not fit, or a policy with a floored tail.
+    """
+    if old.tail != "bucket":
+        raise ValueError(f"old must have tail='bucket', got {old.tail!r}")
+    for name, logits in (("new_logits", new_logits), ("old_logits", old_logits)):
+        if logits.shape != (*old.shape, old.vocab_size):
+            raise ValueError(
+                f"{name} must be {shape_text((*old.shape, old.vocab_size))}, got {shape_text(logits.shape)}"
+            )
+    new_raw, old_raw = (torch.log_softmax(as_float(logits), dim=-1) for logits in (new_logits, old_logits))
+    # Unused slots stand in for the first one.
+    ids = torch.where(old.used, old.token_ids, old.token_ids[..., :1])
+    in_tail = torch.ones_like(new_raw, dtype=torch.bool).scatter(-1, ids, False)
+    count = in_tail.sum(-1)
+    new_tail, old_tail = (_only(log_probs, in_tail).logsumexp(-1).exp() for log_probs in (new_raw, old_raw))
+    bound = (new_tail + count * PROBABILITY_FLOOR) * torch.log(old_tail / PROBABILITY_FLOOR + count)
+
+    present = torch.ones_like(in_tail)
+    new, before = (_only(floored(log_probs, present), in_tail) for log_probs in (new_raw, old_raw))
+    mass = new.logsumexp(-1)
+    new_within, old_within = new.log_softmax(-1), before.log_softmax(-1)
+    gap = mass.exp() * divergence((new_within - old_within).masked_fill(~in_tail, 0.0), old_within)
+    return TailGap(*(x.masked_fill(count == 0, 0.0) for x in (gap, bound)))
+
+
+@torch.no_grad()
+def tail_report(gap: TailGap, mask: Tensor) -> Tally:
+    """Of :func:`tail_gap` over tokens: `tail_gap` and `tail_gap_bound`, the means, and both with `_max`."""
+    _check_shapes(mask, gap=gap.gap)
+    parts = {"tail_gap": _counted(gap.gap, mask), "tail_gap_bound": _counted(gap.bound, mask)}
+    return Tally(
+        {name: _mean(values) for name, values in parts.items()},
+        {f"{name}_max": _largest(values) for name, values in parts.items()},
+    )
+
+
+@torch.no_grad()
+def dual_report(
+    new: SparsePolicy,
+    old: SparsePolicy,
+    mask: Tensor,
+    kl_bound: float | Tensor = 0.05,
+    solver: str = "newton",
+    constraint: Constraint | None = None,
+) -> Tally:
+    """Solves the dual problem once more, and says how hard it was.
+
+    A root is one token's that is projected, or one group's, where tokens share a constraint; σ² and KL are then its
+    weighted sums.
+
+    Args:
+        new: p̃, on the outcomes of `old` (``old.new_policy(...)``).
+        old: p, at the positions of the mask.
+        mask: (...), true (or 1) where a token counts.
+        kl_bound: As in the step.
+        solver: As in the step.
+        constraint: As in the step; where it spans processes, all of them take part.
+
+    Returns:
+        Over roots: `solver_evaluations`, mean and `_max`; `bisected_fraction`, the roots that Newton's method alone did
+        not reach; `variance` (σ²), `curvature` (τ²σ²) and `conditioning` (``d log KL/d log τ = τ²σ²/KL``), each with
+        `_min` and `_p50` (of each call, averaged over calls); and `constraint_error_max`, the largest
+        ``|KL(q ‖ p)/ε − 1|``.
+
+    Raises:
+        ValueError: On positions that are not those of the mask, ε ≤ 0, or an unknown solver.
+    """
+    _check_shapes(mask, new=new.tail_log_prob, old=old.tail_log_prob)
+    if solver not in SOLVERS:
+        raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
+    counts = mask.bool()
+    bound = broadcast_bound(kl_bound, mask.shape, as_float(new.log_probs))[counts]
+    if constraint is not None:
+        constraint = constraint.flat(mask.shape)[counts.reshape(-1)]
+    if old.tail == "floor":
+        old = old.extended(new.token_ids)
+    log_new, log_old, present = common_outcomes(new[counts], old[counts])
+    s = (log_new - log_old).masked_fill(~present, 0.0)
+    kl = divergence(s, log_old)
+
+    # Which tokens the roots are made of, and the bound of each root.
+    if constraint is None:
+        tokens = (kl > bound).nonzero().squeeze(-1)
+        log_old, s, bound = log_old[tokens], s[tokens], bound[tokens]
+        curve = Curve(log_old, s)
+    else:
+        group_kl, group_bound, weight = constraint.weighted_total(kl, bound, torch.ones_like(bound))
+        group_bound = group_bound / weight
+        groups = (group_kl > group_bound).nonzero().squeeze(-1)
+        tokens, constraint = constraint.narrowed(groups)
+        weighs = constraint.weight > 0  # the others have no influence, and may be no distribution
+        tokens, constraint = tokens[weighs], constraint[weighs]
+        log_old, s, bound = log_old[tokens], s[tokens], group_bound[groups].to(s.dtype)
+        curve = SharedCurve(log_old, s, constraint)
+    # Not tokens: a process without any takes part in the sums of the others.
+    if bound.numel() == 0:
+        none = bound.new_zeros(0)
+        return _roots(none, none, none, none, none, none)
+
+    root = SOLVERS[solver](curve, bound)
+    if constraint is None:
+        at = tilt(log_old, s, root.tau, curve.mean)
+        kl, variance = at.kl, at.variance
+    else:
+        at = tilt(log_old, s, root.tau[constraint.group], curve.mean)
+        kl, variance = constraint.weighted_total(at.kl, at.variance).to(bound.dtype)
+    return _roots(root.tau, variance, kl, bound, as_float(root.evaluations), as_float(root.bisections))
+
+
+def _roots(tau: Tensor, variance: Tensor, kl: Tensor, bound: Tensor, evaluations: Tensor, bisections: Tensor) -> Tally:
+    curvature = tau.square() * variance
+    parts = {"variance": variance, "curvature": curvature, "conditioning": curvature / kl}
+    totals = {"solver_evaluations": _mean(evaluations), "bisected_fraction": _mean((bisections > 0).to(tau))}
+    for name, values in parts.items():
+        totals |= _quantiles(name, values, (50,))
+    return Tally(
+        totals,
+        {"solver_evaluations_max": _largest(evaluations), "constraint_error_max": _largest((kl / bound - 1).abs())},
+        {f"{name}_min": -_largest(-values) for name, values in parts.items()},
+    )
+
+
+@torch.no_grad()
+def ratio_report(log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip: float = 0.2) -> Tally:
+    """The ratio r = p̃/p of the sampled tokens, and what PPO's clip would have done to it.
+
+    Args:
+        log_ratio: ``log p̃ − log p``, (...), of the network itself, not of its projection.
+        advantages: Broadcast to (...): (B, 1) for one per sequence.
+        mask: (...), true (or 1) where a token counts.
+        clip: c > 0.
+
+    Returns:
+        `ratio_p1`, `ratio_p50`, `ratio_p99` (of each call, averaged over calls), `ratio_max`; and `clip_fraction`, the
+        fraction of tokens whose gradient a clip would have cut: ``A > 0`` and ``r > 1 + c``, or ``A < 0`` and
+        ``r < 1 − c``.
+
+    Raises:
+        ValueError: On shapes that do not fit, or c ≤ 0.
+    """
+    if not clip > 0:
+        raise ValueError(f"clip must be above 0, got {clip}")
+    _check_shapes(mask, log_ratio=log_ratio)
+    counts = mask.bool() & log_ratio.isfinite()
+    try:
+        advantages = advantages.expand(mask.shape)[counts]
+    except RuntimeError:
+        raise ValueError(
+            f"advantages must broadcast to {shape_text(mask.shape)}, got {shape_text(advantages.shape)}"
+        ) from None
+    ratio = as_float(log_ratio)[counts].exp()
+    cut = ((advantages > 0) & (ratio > 1 + clip)) | ((advantages < 0) & (ratio < 1 - clip))
+    totals = _quantiles("ratio", ratio, (1, 50, 99)) | {"clip_fraction": _mean(cut.to(ratio))}
+    return Tally(totals, {"ratio_max": _largest(ratio)})
+
+
+def correlation(x: Sequence[float], y: Sequence[float]) -> float:
+    """Pearson's correlation of two logged series, over the steps at which both are finite.
+
+    NaN where fewer than two are left, or one of the two does not vary.
+
+    Raises:
+        ValueError: On series of different lengths.
+    """
+    if len(x) != len(y):
+        raise ValueError(f"x and y must have one length, got {len(x)} and {len(y)}")
+    pairs = [(a, b) for a, b in zip(x, y, strict=True) if math.isfinite(a) and math.isfinite(b)]
+    deviations = []
+    for series in zip(*pairs, strict=True):
+        # Scaled first, so that squares neither overflow nor vanish.
+        scale = max(map(abs, series)) or 1.0
+        mean = math.fsum(value / scale for value in series) / len(series)
+        deviation = [value / scale - mean for value in series]
+        spread = math.sqrt(math.fsum(value * value for value in deviation))
+        # What rounding of the mean alone would leave is no variation.
+        if spread <= 1e-14 * math.sqrt(len(series)):
+            return math.nan
+        deviations.append([value / spread for value in deviation])
+    if len(pairs) < 2:
+        return math.nan
+    return min(max(math.fsum(a * b for a, b in zip(*deviations, strict=True)), -1.0), 1.0)
+
+
+def _check_shapes(mask: Tensor, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.shape != mask.shape:
+            raise ValueError(f"{name} must be {shape_text(mask.shape)} like the mask, got {shape_text(tensor.shape)}")
+
+
+def _counted(values: Tensor, mask: Tensor) -> Tensor:
+    """The finite values of the mask, (n,)."""
+    return as_float(values)[mask.bool() & values.isfinite()]
+
+
+def _only(log_probs: Tensor, which: Tensor) -> Tensor:
+    return log_probs.masked_fill(~which, -torch.inf)
+
+
+def _mean(values: Tensor) -> Tensor:
+    """Sum and count of (n,) values: a mean that adds up."""
+    return torch.stack([values.sum(), values.new_tensor(float(len(values)))])
+
+
+def _largest(values: Tensor) -> Tensor:
+    return values.max() if len(values) else values.new_tensor(-torch.inf)
+
+
+def _quantiles(name: str, values: Tensor, percents: Sequence[int]) -> dict[str, Tensor]:
+    """Percentiles of (n,) values; in a mean they count n times."""
+    if len(values) == 0:
+        return {f"{name}_p{percent}": values.new_zeros(2) for percent in percents}
+    fractions = values.new_tensor([percent / 100 for percent in percents])
+    weight = values.new_tensor(float(len(values)))
+    quantiles = torch.quantile(values, fractions)
+    return {
+        f"{name}_p{percent}": torch.stack([quantile * weight, weight])
+        for percent, quantile in zip(percents, quantiles, strict=True)
+    }
+
+
+def _distribution(name: str, values: Tensor, percents: Sequence[int]) -> dict[str, Tensor]:
+    return {name: _mean(values)} | _quantiles(name, values, percents)

@@ -1,0 +1,508 @@
+"""Diagnostics: against exact enumeration, float64 references, and by the rules they promise to follow."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import log_softmax
+
+from tests.trust_region import reference
+from tests.trust_region.cases import FAMILIES, array, pairs, tensor
+from troll.trust_region.bounds import entropy
+from troll.trust_region.constraint import Constraint
+from troll.trust_region.diagnostics import (
+    TailGap,
+    Tally,
+    correlation,
+    coverage,
+    dual_report,
+    ratio_report,
+    sequence_kl,
+    sequence_report,
+    support_too_small,
+    tail_gap,
+    tail_report,
+)
+from troll.trust_region.policy import SparsePolicy
+from troll.trust_region.projection import project
+
+NAN = math.nan
+
+
+def numbers(tally: Tally) -> dict[str, float]:
+    return {name: value.item() for name, value in tally.values().items()}
+
+
+def assert_same(a: dict[str, float], b: dict[str, float], rel: float = 1e-6) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name] == pytest.approx(b[name], rel=rel, abs=1e-12, nan_ok=True), name
+
+
+def policies(family: str, rows: int, size: int, dtype=torch.float64, **keywords) -> tuple[SparsePolicy, SparsePolicy]:
+    """(new, old) on one support."""
+    old_logits, new_logits = pairs(family, rows, size)
+    tokens = torch.from_numpy(np.nanargmax(old_logits, axis=1))
+    old = SparsePolicy.from_logits(tensor(old_logits, dtype), tokens, **keywords)
+    return old.new_policy(tensor(new_logits, dtype), tokens), old
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tally
+
+
+def random_tally(seed: int) -> Tally:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(4, generator=generator)
+    return Tally({"a": x[:2], "b": x[2:]}, {"c": x[0], "d": x[1]}, {"e": x[2]})
+
+
+def test_a_tally_adds_up():
+    first, second = random_tally(0), random_tally(1) + Tally({"other": torch.tensor([6.0, 3.0])})
+    found = (first + second).values()
+    assert found["a"] == (first.totals["a"][0] + second.totals["a"][0]) / (first.totals["a"][1] + second.totals["a"][1])
+    assert found["c"] == max(first.maxima["c"], second.maxima["c"])
+    assert found["e"] == min(first.minima["e"], second.minima["e"])
+    assert found["other"] == 2.0
+    assert_same(numbers(Tally() + first), numbers(first))
+
+
+def test_a_tally_reduced_over_processes_is_their_sum():
+    tallies = [random_tally(seed) for seed in range(3)]
+    sent: dict[str, list[torch.Tensor]] = {"total": [], "largest": []}
+
+    def recorder(name):
+        def send(vector):
+            sent[name].append(vector)
+            return vector
+
+        return send
+
+    for tally in tallies:
+        assert_same(numbers(tally.reduced(recorder("total"), recorder("largest"))), numbers(tally))
+    assert [len(vectors) for vectors in sent.values()] == [3, 3]  # one collective operation of each kind
+    reduced = tallies[0].reduced(
+        lambda _: torch.stack(sent["total"]).sum(0), lambda _: torch.stack(sent["largest"]).amax(0)
+    )
+    assert_same(numbers(reduced), numbers(tallies[0] + tallies[1] + tallies[2]))
+    assert Tally().reduced(recorder("total"), recorder("largest")) == Tally()
+
+
+def test_a_tally_of_nothing_is_nan():
+    empty = ratio_report(torch.zeros(2, 3), torch.zeros(2, 1), torch.zeros(2, 3))
+    assert all(math.isnan(value) for value in numbers(empty).values())
+    some = ratio_report(torch.zeros(2, 3), torch.zeros(2, 1), torch.ones(2, 3))
+    assert_same(numbers(empty + some), numbers(some))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Divergence between sequences
+
+
+@pytest.fixture(scope="module")
+def every_sequence():
+    """All sequences of 3 of 4 tokens from two Markov chains: log p, log p̃ of the sampled (S, 3), and token KLs."""
+    rng = np.random.default_rng(0)
+    old = log_softmax(rng.standard_normal((5, 4)), axis=-1)  # row 4 starts the sequence
+    new = log_softmax(old + 0.7 * rng.standard_normal((5, 4)), axis=-1)
+    sequences = np.array(list(itertools.product(range(4), repeat=3)))
+    states = np.concatenate([np.full((len(sequences), 1), 4), sequences[:, :-1]], axis=1)
+    log_p, log_new = old[states, sequences], new[states, sequences]
+    ids = torch.from_numpy(sequences)
+    captured = SparsePolicy.from_logits(tensor(old[states]), ids, top_k=4, mass_threshold=0.0)
+    token_kl = captured.kl(captured.new_policy(tensor(new[states]), ids))
+    return log_p, log_new, token_kl
+
+
+def test_all_three_estimates_of_the_sequence_kl_are_unbiased(every_sequence):
+    log_p, log_new, token_kl = every_sequence
+    probability = np.exp(log_p.sum(1))
+    assert probability.sum() == pytest.approx(1.0, rel=1e-12)
+    exact = float(np.sum(probability * (log_p - log_new).sum(1)))
+
+    estimates = sequence_kl(token_kl, tensor(log_new - log_p), torch.ones(64, 3))
+    variances = {}
+    for name, estimate in estimates._asdict().items():
+        values = array(estimate)
+        assert np.sum(probability * values) == pytest.approx(exact, rel=1e-9), name
+        variances[name] = np.sum(probability * (values - exact) ** 2)
+    assert variances["kl"] < 0.5 * min(variances["k1"], variances["k3"])
+
+
+def test_kl_is_the_mean_of_k1_given_the_prefix(every_sequence):
+    log_p, log_new, token_kl = every_sequence
+    k1 = (np.exp(log_p[:, -1]) * (log_p - log_new)[:, -1]).reshape(16, 4).sum(1)
+    np.testing.assert_allclose(array(token_kl)[:, -1].reshape(16, 4), np.repeat(k1[:, None], 4, 1), rtol=1e-9)
+
+
+def test_sequence_report_means_over_sequences_with_tokens():
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]])
+    token_kl = torch.tensor([[0.1, 0.2, NAN], [NAN, NAN, NAN], [0.5, NAN, NAN]], requires_grad=True)
+    log_ratio = torch.tensor([[0.3, -0.1, NAN], [NAN, NAN, torch.inf], [0.0, NAN, NAN]])
+    found = sequence_report(token_kl, log_ratio, mask)
+    k3 = (math.expm1(0.3) - 0.3 + math.expm1(-0.1) + 0.1) / 2
+    assert_same(numbers(found), {"sequence_kl": 0.4, "sequence_kl_k1": -0.1, "sequence_kl_k3": k3})
+    assert not found.totals["sequence_kl"].requires_grad
+    broken = sequence_report(token_kl.detach(), log_ratio, torch.tensor([[1, 1, 1], [0, 0, 0], [1, 0, 0]]))
+    assert numbers(broken)["sequence_kl"] == pytest.approx(0.5)  # the sequence that is no distribution is left out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Coverage
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_coverage_against_the_reference(family):
+    logits, _ = pairs(family, 50, 33)
+    mask = np.random.default_rng(0).random(50) < 0.7
+    tokens = np.random.default_rng(1).integers(33, size=50)
+    old = SparsePolicy.from_logits(tensor(logits), tensor(tokens, torch.int64), top_k=8, mass_threshold=1e-2)
+    rows = [reference.capture(*row, 8, 1e-2, "bucket") for row in zip(logits[mask], tokens[mask], strict=True)]
+    kept = np.array([len(row.ids) for row in rows])
+    tail = np.exp([row.tail_log_prob for row in rows])
+    expected = {
+        "kept_tokens": kept.mean(),
+        "covered_mass": np.mean(1 - tail),
+        "uncovered_fraction": np.mean((kept == 8) & (tail > 1e-2)),
+        "old_entropy": array(entropy(old))[mask].mean(),
+    }
+    for percent in (5, 50, 95):
+        expected |= {f"kept_tokens_p{percent}": np.percentile(kept, percent)}
+        expected |= {f"covered_mass_p{percent}": np.percentile(1 - tail, percent)}
+    found = numbers(coverage(old, torch.from_numpy(mask)))
+    assert found.keys() == expected.keys()
+    assert_same({name: found[name] for name in expected}, expected)
+
+
+def test_coverage_of_known_policies():
+    flat = torch.zeros(100)
+    peaked = torch.full((100,), -torch.inf)
+    peaked[3] = 0.0
+    broken = torch.full((100,), NAN)
+    logits = torch.stack([flat, peaked, peaked, broken, flat])
+    old = SparsePolicy.from_logits(logits, torch.tensor([3, 3, 3, 3, 3]), top_k=10)
+    found = numbers(coverage(old, torch.tensor([1, 1, 1, 1, 0])))
+    assert found["kept_tokens"] == 4.0 and found["kept_tokens_p50"] == 1.0
+    assert found["covered_mass"] == pytest.approx(0.7)
+    assert found["uncovered_fraction"] == pytest.approx(1 / 3)
+    assert found["old_entropy"] == pytest.approx((-0.9 * math.log(0.9) + 0.1 * math.log(100)) / 3, rel=1e-5)
+
+
+def test_coverage_of_a_floored_tail_says_only_what_it_knows():
+    _, old = policies("flat", 20, 33, top_k=8, tail="floor")
+    assert set(coverage(old, torch.ones(20)).totals) == {f"kept_tokens{end}" for end in ("", "_p5", "_p50", "_p95")}
+
+
+def test_coverage_without_a_threshold_uses_the_usual_one():
+    logits = torch.log(torch.tensor([[0.5, 0.5 - 1e-6, 1e-6], [0.5, 0.4, 0.1]], dtype=torch.float64))
+    old = SparsePolicy.from_logits(logits, torch.tensor([0, 0]), top_k=2, mass_threshold=0.0)
+    assert numbers(coverage(old, torch.ones(2)))["uncovered_fraction"] == 0.5
+
+
+def test_the_verdict_on_a_support():
+    assert support_too_small(0.1, top_k=64, mass_threshold=1e-5) is None
+    assert support_too_small(NAN, top_k=64, mass_threshold=1e-5) is None
+    message = support_too_small(0.234, top_k=64, mass_threshold=1e-5, setting="support_top_k")
+    assert message is not None
+    for part in ("23%", "1e-05", "64 tokens", "support_top_k (to 128"):
+        assert part in message
+    assert support_too_small(0.1, top_k=64, mass_threshold=0.0, threshold=0.05) is not None
+    with pytest.raises(ValueError, match="threshold must be in"):
+        support_too_small(0.1, top_k=64, mass_threshold=1e-5, threshold=1.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tail
+
+
+@pytest.mark.parametrize("top_k", [1, 4, 33])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tail_gap_is_what_the_bucket_hides(family, top_k):
+    old_logits, new_logits = pairs(family, 40, 33)
+    # Floored by hand first, so that flooring the K + 1 outcomes changes nothing and the chain rule is exact.
+    old_logits, new_logits = (
+        np.array([reference.floored(reference.log_softmax(row)) for row in logits])
+        for logits in (old_logits, new_logits)
+    )
+    tokens = torch.from_numpy(old_logits.argmax(1))
+    old = SparsePolicy.from_logits(tensor(old_logits), tokens, top_k=top_k, mass_threshold=0.0)
+    found = tail_gap(tensor(new_logits), tensor(old_logits), old)
+    full = np.array([reference.kl_divergence(*row) for row in zip(new_logits, old_logits, strict=True)])
+    bucket = array(old.new_policy(tensor(new_logits), tokens).kl(old))
+    np.testing.assert_allclose(array(found.gap), full - bucket, rtol=1e-6, atol=1e-8)
+    assert (array(found.gap) <= array(found.bound) * (1 + 1e-9)).all()
+    if top_k == 33:
+        assert (found.gap == 0).all() and (found.bound == 0).all()
+
+
+def by_hand(new_logits, old_logits, ids) -> float:
+    """p̃(T) KL(p̃(·|T) ‖ p(·|T)) of floored distributions."""
+    tail = reference.complement(len(new_logits), ids)
+    new, old = (reference.floored(reference.log_softmax(logits))[tail] for logits in (new_logits, old_logits))
+    within = [log_probs - reference.log_sum_exp(log_probs) for log_probs in (new, old)]
+    return math.exp(reference.log_sum_exp(new)) * reference.kl_divergence(*within)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(
+        st.tuples(*[st.sampled_from([-math.inf, -60.0, -28.0, -20.0, -5.0, 0.0, 2.0, 30.0])] * 2),
+        min_size=2,
+        max_size=9,
+    ),
+    top_k=st.integers(1, 9),
+)
+def test_the_bound_of_the_tail_gap_holds_always(rows, top_k):
+    new_logits, old_logits = np.array([*rows, (0.0, 0.0)]).T
+    token = torch.tensor([int(old_logits.argmax())])
+    old = SparsePolicy.from_logits(tensor(old_logits[None]), token, top_k=top_k)
+    found = tail_gap(tensor(new_logits[None]), tensor(old_logits[None]), old)
+    expected = by_hand(new_logits, old_logits, [v for v in old.token_ids[0].tolist() if v >= 0])
+    assert found.gap.item() == pytest.approx(expected, rel=1e-8, abs=1e-15)
+    assert 0 <= found.gap.item() <= found.bound.item() * (1 + 1e-9)
+
+
+def test_the_bound_of_the_tail_gap_is_nearly_attained():
+    # The old tail sits on one token, the new one on another, which the old policy all but excludes.
+    old_logits = np.log([0.9, 0.1 - 1e-13, 1e-13])
+    new_logits = np.log([0.7, 1e-13, 0.3 - 1e-13])
+    old = SparsePolicy.from_logits(tensor(old_logits[None]), torch.tensor([0]), top_k=1)
+    found = tail_gap(tensor(new_logits[None]), tensor(old_logits[None]), old)
+    assert found.gap.item() == pytest.approx(found.bound.item(), rel=1e-9)
+
+
+def test_tail_gap_in_float32_and_for_rows_that_are_no_distribution():
+    old_logits, new_logits = pairs("flat", 20, 150)
+    captured = [
+        SparsePolicy.from_logits(tensor(old_logits, dtype), torch.arange(20), top_k=16)
+        for dtype in (torch.float64, torch.float32)
+    ]
+    exact = tail_gap(tensor(new_logits), tensor(old_logits), captured[0])
+    single = tail_gap(tensor(new_logits, torch.float32), tensor(old_logits, torch.float32), captured[1])
+    np.testing.assert_allclose(single.gap, exact.gap, rtol=1e-4)
+    new_logits[3, 5] = NAN
+    broken = tail_gap(tensor(new_logits), tensor(old_logits), captured[0])
+    assert broken.gap.isnan().nonzero().tolist() == [[3]]
+    whole = numbers(tail_report(broken, torch.ones(20)))
+    keep = np.delete(array(exact.gap), 3)
+    assert whole["tail_gap"] == pytest.approx(keep.mean()) and whole["tail_gap_max"] == pytest.approx(keep.max())
+
+
+def test_tail_report_looks_at_the_mask_alone():
+    gap = TailGap(torch.tensor([1.0, 3.0, NAN]), torch.tensor([2.0, 5.0, NAN]))
+    found = numbers(tail_report(gap, torch.tensor([1, 1, 0])))
+    assert_same(found, {"tail_gap": 2.0, "tail_gap_bound": 3.5, "tail_gap_max": 3.0, "tail_gap_bound_max": 5.0})
+
+
+def test_tail_gap_refuses():
+    logits = torch.zeros(2, 9)
+    bucket = SparsePolicy.from_logits(logits, torch.tensor([0, 0]), top_k=3)
+    with pytest.raises(ValueError, match="new_logits must be"):
+        tail_gap(torch.zeros(2, 8), logits, bucket)
+    with pytest.raises(ValueError, match="old_logits must be"):
+        tail_gap(logits, torch.zeros(3, 9), bucket)
+    with pytest.raises(ValueError, match="tail='bucket', got 'floor'"):
+        tail_gap(logits, logits, SparsePolicy.from_logits(logits, torch.tensor([0, 0]), top_k=3, tail="floor"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The dual problem
+
+
+def moments(log_old, log_new, tau: float) -> tuple[float, float]:
+    """KL(q ‖ p) and σ² at τ."""
+    log_q = reference.interpolate(log_old, log_new, tau)
+    q, s = np.exp(log_q), log_new - log_old
+    return reference.kl_divergence(log_q, log_old), float(np.sum(q * (s - np.sum(q * s)) ** 2))
+
+
+@pytest.mark.parametrize("family", ["peaked", "flat", "nearly_disjoint", "near_deterministic", "masked"])
+def test_dual_report_against_the_reference(family):
+    new, old = policies(family, 60, 33, top_k=8)
+    found = numbers(dual_report(new, old, torch.ones(60), kl_bound=0.05))
+
+    variances, curvatures = [], []
+    for log_old, log_new in zip(array(old.outcomes), array(new.outcomes), strict=True):
+        present = (log_old > -np.inf) | (log_new > -np.inf)
+        log_old, log_new = reference.floored(log_old[present]), reference.floored(log_new[present])
+        solution = reference.solve(log_old, log_new, 0.05)
+        if solution.projected:
+            variance = moments(log_old, log_new, solution.tau)[1]
+            variances.append(variance)
+            curvatures.append(solution.tau**2 * variance)
+    assert found["variance_min"] == pytest.approx(min(variances), rel=1e-5)
+    assert found["variance_p50"] == pytest.approx(np.median(variances), rel=1e-5)
+    assert found["curvature_min"] == pytest.approx(min(curvatures), rel=1e-5)
+    assert found["conditioning_p50"] == pytest.approx(np.median(curvatures) / 0.05, rel=1e-5)
+    assert found["constraint_error_max"] <= 1e-8
+
+    iterations = array(project(new, old, 0.05).iterations)
+    iterations = iterations[iterations > 0]
+    assert found["solver_evaluations"] == pytest.approx(iterations.mean())
+    assert found["solver_evaluations_max"] == iterations.max()
+    assert 0 <= found["bisected_fraction"] <= 1
+
+
+def test_conditioning_is_the_slope_of_log_kl_over_log_tau():
+    new, old = policies("peaked", 1, 33, top_k=33, mass_threshold=0.0)
+    found = numbers(dual_report(new, old, torch.ones(1), kl_bound=1e-3))
+    tau = 1 / (1 + project(new, old, 1e-3).multiplier.item())
+    log_old, log_new = (reference.floored(array(policy.log_probs)[0]) for policy in (old, new))
+    up, down = (math.log(moments(log_old, log_new, tau * math.exp(h))[0]) for h in (1e-4, -1e-4))
+    assert found["conditioning_p50"] == pytest.approx((up - down) / 2e-4, rel=1e-5)
+
+
+def test_near_deterministic_policies_need_bisections():
+    new, old = policies("near_deterministic", 300, 33, dtype=torch.float32, top_k=8)
+    found = numbers(dual_report(new, old, torch.ones(300), kl_bound=1e-3))
+    assert 0.1 < found["bisected_fraction"] < 1
+    assert found["constraint_error_max"] <= 1e-3
+    assert found["solver_evaluations_max"] <= 20
+
+
+def test_dual_report_shows_a_bound_that_is_missed():
+    """η ≤ 100 keeps the paper's bracketing from small bounds."""
+    new, old = policies("nearly_disjoint", 20, 33, top_k=8)
+    assert numbers(dual_report(new, old, torch.ones(20), 1e-6, "bracket"))["constraint_error_max"] > 0.1
+    assert numbers(dual_report(new, old, torch.ones(20), 1e-6, "newton"))["constraint_error_max"] < 1e-8
+
+
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_dual_report_looks_at_the_mask_alone(per_token, tail):
+    old_logits, new_logits = pairs("peaked", 12, 33)
+    mask = torch.arange(12).view(3, 4) % 3 != 0
+    kl_bound = torch.linspace(0.01, 0.1, 12, dtype=torch.float64).view(3, 4) if per_token else 0.05
+    reports = []
+    for nothing in (0.0, NAN):
+        logits = [tensor(array_).view(3, 4, 33).clone() for array_ in (old_logits, new_logits)]
+        for each in logits:
+            each[~mask] = nothing
+        tokens = torch.zeros(3, 4, dtype=torch.int64)
+        old = SparsePolicy.from_logits(logits[0], tokens, top_k=8, tail=tail)
+        reports.append(numbers(dual_report(old.new_policy(logits[1], tokens), old, mask, kl_bound)))
+    assert_same(reports[0], reports[1])
+    assert reports[0]["constraint_error_max"] < 1e-8
+    assert reports[0]["solver_evaluations"] > 0
+
+
+def test_dual_report_of_policies_within_the_bound_has_no_roots():
+    new, old = policies("peaked", 5, 33, top_k=8)
+    for constraint in (None, Constraint.batch(torch.ones(5))):
+        found = numbers(dual_report(old, old, torch.ones(5), 0.05, constraint=constraint))
+        assert found and all(math.isnan(value) for value in found.values())
+    some = dual_report(new, old, torch.ones(5), 0.05)
+    assert_same(numbers(dual_report(old, old, torch.ones(5), 0.05) + some), numbers(some))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_dual_report_of_tokens_that_share_a_constraint(reduction):
+    new, old = policies("peaked", 12, 33, top_k=8)
+    index = torch.arange(12).view(3, 4)
+    mask = index != 5
+    new, old = new[index], old[index]
+    constraint = Constraint.sequence(mask, reduction)
+    found = numbers(dual_report(new, old, mask, 0.05, constraint=constraint))
+    projection = project(new, old, 0.05, constraint=constraint)
+    expected, evaluations = [], []
+    for row in projection.projected.any(-1).nonzero().flatten().tolist():
+        tau = 1 / (1 + projection.multiplier[row][mask[row]][0].item())
+        variances = []
+        for column in mask[row].nonzero().flatten().tolist():
+            log_old, log_new = (array(policy.outcomes[row, column]) for policy in (old, new))
+            present = (log_old > -np.inf) | (log_new > -np.inf)
+            log_old, log_new = (reference.floored(x[present]) for x in (log_old, log_new))
+            variances.append(moments(log_old, log_new, tau)[1])
+        expected.append(sum(variances) / (len(variances) if reduction == "mean" else 1))
+        evaluations.append(projection.iterations[row][mask[row]][0].item())
+    assert len(expected) >= 2
+    assert found["variance_min"] == pytest.approx(min(expected), rel=1e-5)
+    assert found["variance_p50"] == pytest.approx(np.median(expected), rel=1e-5)
+    assert found["constraint_error_max"] < 1e-8
+    assert found["solver_evaluations"] == pytest.approx(np.mean(evaluations))
+
+
+def test_dual_report_refuses():
+    new, old = policies("peaked", 5, 33, top_k=8)
+    with pytest.raises(ValueError, match="solver must be one of"):
+        dual_report(new, old, torch.ones(5), 0.05, "secant")
+    with pytest.raises(ValueError, match="kl_bound must be above 0"):
+        dual_report(new, old, torch.ones(5), 0.0)
+    with pytest.raises(ValueError, match=r"new must be \(6\)"):
+        dual_report(new, old, torch.ones(6), 0.05)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ratios
+
+
+def test_ratio_report_against_numpy():
+    rng = np.random.default_rng(0)
+    log_ratio, advantages = 0.3 * rng.standard_normal((20, 50)), rng.standard_normal((20, 1))
+    mask = rng.random((20, 50)) < 0.6
+    ratio, sign = np.exp(log_ratio[mask]), np.sign(np.broadcast_to(advantages, mask.shape)[mask])
+    log_ratio[~mask] = np.nan
+    cut = np.where(sign > 0, ratio > 1.2, ratio < 0.8)
+    expected = {
+        **{f"ratio_p{percent}": float(np.percentile(ratio, percent)) for percent in (1, 50, 99)},
+        "clip_fraction": float(cut.mean()),
+        "ratio_max": float(ratio.max()),
+    }
+    assert_same(numbers(ratio_report(tensor(log_ratio), tensor(advantages), torch.from_numpy(mask))), expected, 1e-9)
+
+
+def test_clip_fraction_counts_what_the_clip_cuts():
+    """Where the gradient of PPO's own loss is zero."""
+    log_ratio = torch.log(torch.tensor([0.5, 0.5, 0.9, 0.9, 1.1, 1.1, 1.5, 1.5, 1.5])).requires_grad_()
+    advantages = torch.tensor([1.0, -1.0] * 4 + [0.0])
+    ratio = log_ratio.exp()
+    torch.minimum(ratio * advantages, ratio.clamp(0.7, 1.3) * advantages).sum().backward()
+    assert log_ratio.grad is not None
+    cut = (log_ratio.grad == 0) & (advantages != 0)
+    found = numbers(ratio_report(log_ratio, advantages, torch.ones(9), clip=0.3))
+    assert found["clip_fraction"] == pytest.approx(cut.double().mean().item()) == pytest.approx(2 / 9)
+
+
+def test_ratio_report_refuses():
+    with pytest.raises(ValueError, match="clip must be above 0"):
+        ratio_report(torch.zeros(2, 3), torch.zeros(2, 1), torch.ones(2, 3), clip=0.0)
+    with pytest.raises(ValueError, match="advantages must broadcast"):
+        ratio_report(torch.zeros(2, 3), torch.zeros(2), torch.ones(2, 3))
+    with pytest.raises(ValueError, match="log_ratio must be"):
+        ratio_report(torch.zeros(2, 4), torch.zeros(2, 1), torch.ones(2, 3))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Correlation
+
+
+def test_correlation_against_numpy():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(50)
+    y = x + rng.standard_normal(50)
+    expected = np.corrcoef(x, y)[0, 1]
+    assert correlation(x.tolist(), y.tolist()) == pytest.approx(expected, rel=1e-12)
+    assert correlation((1e200 * x).tolist(), (1e-200 * y + 1e-199).tolist()) == pytest.approx(expected, rel=1e-9)
+    with_gaps = [*x, NAN, 1.0, math.inf], [*y, 1.0, NAN, 1.0]
+    assert correlation(*with_gaps) == pytest.approx(expected, rel=1e-12)
+
+
+def test_correlation_at_its_ends_and_where_there_is_none():
+    assert correlation([1.0, 2.0, 3.0], [2.0, 4.0, 6.0]) == pytest.approx(1.0)
+    assert correlation([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1.0)
+    for x, y in (
+        ([], []),
+        ([1.0], [1.0]),
+        ([0.1] * 3, [1.0, 2.0, 3.0]),
+        ([0.0, 0.0], [1.0, 2.0]),
+        ([NAN] * 3, [1.0] * 3),
+    ):
+        assert math.isnan(correlation(x, y))
+    with pytest.raises(ValueError, match="got 2 and 3"):
+        correlation([1.0, 2.0], [1.0, 2.0, 3.0])
