@@ -24,6 +24,18 @@ CASES: dict[str, dict[str, Any]] = {
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "tail": "floor", "support_top_k": 8},
     "dapo": {"loss_type": "dapo", "beta": 0.1},
     "dr_grpo": {"loss_type": "dr_grpo", "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    "sequences share": {"loss_type": "grpo", "constraint": "sequence"},
+    "the batch shares": {"loss_type": "grpo", "constraint": "batch", "advantage_estimator": "rloo"},
+    "REINFORCE++": {"loss_type": "grpo", "advantage_estimator": "reinforce_plus_plus"},
+    "REINFORCE++ baseline": {"loss_type": "grpo", "advantage_estimator": "reinforce_plus_plus_baseline"},
+    "PPO": {"loss_type": "grpo", "advantage_estimator": "gae", "critic_learning_rate": 1e-2, "gae_lambda": 0.9},
+    "adaptive bounds": {
+        "loss_type": "grpo",
+        "kl_bound_schedule": "hold_kl",
+        "kl_bound_schedule_kwargs": {"target": 1e-3, "rate": 1.0, "smoothing": 0.0},
+        "kl_bound_entropy_exponent": 1.0,
+        "kl_bound_negative_ratio": 0.5,
+    },
 }
 
 #: FSDP: a case and a model. Gemma 2 ties its head to its embeddings.

@@ -15,6 +15,7 @@ from tests.trl import dense
 from tests.trl.tiny import ARCHITECTURES, assert_same_gradients, loss_and_gradients, move, rollout
 from troll.trl import TrollTrainer
 from troll.trl.trainer import OLD_POLICY
+from troll.trust_region.bounds import make_bound
 from troll.trust_region.packed import PackedPolicy
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
@@ -72,8 +73,8 @@ def compare_with_stock(make: Any, model: str, **settings: Any) -> None:
         assert {name for name in stock_metrics if not name.startswith("clip_ratio/")} == set(metrics)
         for name, values in metrics.items():
             assert values == pytest.approx(stock_metrics[name], rel=1e-5, abs=1e-6), name
-    assert float(ours._sums["kl_before"]) > 0
-    assert float(ours._sums["projected"]) == 0
+    assert float(ours.monitor.sums["kl_before"]) > 0
+    assert float(ours.monitor.sums["projected"]) == 0
 
 
 @pytest.mark.parametrize(("scenario", "loss_type", "level"), CASES)
@@ -97,7 +98,7 @@ def test_a_tool_mask_applies_to_both(make):
     expected, expected_gradients = loss_and_gradients(theirs, inputs)
     assert loss == pytest.approx(expected, rel=1e-6, abs=1e-6)
     assert_same_gradients(gradients, expected_gradients)
-    assert float(ours._sums["tokens"]) == int((inputs["completion_mask"] * inputs["tool_mask"]).sum())
+    assert float(ours.monitor.sums["tokens"]) == int((inputs["completion_mask"] * inputs["tool_mask"]).sum())
 
 
 def test_vllm_weights_apply_to_the_policy_term_alone(make):
@@ -117,7 +118,7 @@ def test_vllm_weights_apply_to_the_policy_term_alone(make):
     assert_same_gradients(gradients, expected_gradients, 2e-6)
 
     # The regression term is the same with and without the weights.
-    ours.args.kl_bound, losses = 0.02, {}
+    ours._bound, losses = make_bound("fixed", 0.02), {}
     for ours.use_vllm, ours.args.regression_weight in itertools.product((True, False), (0.0, 1.0)):
         losses[ours.use_vllm, ours.args.regression_weight] = loss_and_gradients(ours, inputs)[0]
     weighted, plain = (losses[vllm, 1.0] - losses[vllm, 0.0] for vllm in (True, False))
@@ -172,8 +173,8 @@ def test_equal_policies_give_the_plain_policy_gradient(make, loss_type, level):
         expected.backward()
         assert loss == pytest.approx(expected.item(), rel=1e-6, abs=1e-6)
         assert_same_gradients(gradients, {name: p.grad for name, p in model.named_parameters()}, 2e-6)
-    assert float(trainer._sums["projected"]) == 0
-    assert float(trainer._maxima["kl_before"]) < 1e-6
+    assert float(trainer.monitor.sums["projected"]) == 0
+    assert float(trainer.monitor.maxima["kl_before"]) < 1e-6
 
 
 DENSE: dict[str, Any] = {"support_top_k": 48, "mass_threshold": 0.0}
@@ -321,7 +322,7 @@ def test_the_reference_term_does_not_see_the_projection(make, loss_type, level, 
 
     loss, gradients = loss_and_gradients(trainer, inputs)
     base_loss, base_gradients = loss_and_gradients(without, inputs)
-    assert float(without._sums["projected"]) > 0
+    assert float(without.monitor.sums["projected"]) > 0
     new = dense.completion_logits(model, inputs, 1.0).log_softmax(-1).gather(-1, ids).squeeze(-1)
     mask = dense.scored_mask(inputs)
     gap = inputs["ref_per_token_logps"] - new

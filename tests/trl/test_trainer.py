@@ -17,7 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 import troll.trl.trainer as trainer_module
 from tests.trl import dense, tiny
 from tests.trl.tiny import ARCHITECTURES, logged, loss_and_gradients, move, no_warnings_about, rollout
-from troll.trl import TrollConfig, TrollTrainer
+from troll.trl import TrollConfig, TrollTrainer, monitor
 from troll.trl.trainer import OLD_POLICY
 from troll.trust_region.packed import PackedPolicy
 from troll.trust_region.policy import SparsePolicy
@@ -507,7 +507,7 @@ def warnings_of(trainer: GRPOTrainer, words: str) -> list[str]:
 
 
 def test_many_projected_tokens_over_many_steps_are_warned_about(make, monkeypatch):
-    monkeypatch.setattr(trainer_module, "WATCHED_STEPS", 4)
+    monkeypatch.setattr(monitor, "WATCHED_STEPS", 4)
     tight = warnings_of(make(kl_bound=1e-6, max_steps=10), "of the tokens were projected")
     assert len(tight) == 2
     assert "lower learning_rate" in tight[0]
@@ -606,7 +606,7 @@ def test_a_resumed_lora_run_repeats_the_interrupted_one(make, tmp_path):
 
 def test_a_resumed_run_does_not_judge_its_first_entry_as_many_steps(make, tmp_path, monkeypatch):
     """The watch over projected tokens starts anew: it has not seen the steps before."""
-    monkeypatch.setattr(trainer_module, "WATCHED_STEPS", 4)
+    monkeypatch.setattr(monitor, "WATCHED_STEPS", 4)
     settings = {"kl_bound": 1e-6, "max_steps": 6, "save_strategy": "steps", "save_steps": 4, "logging_steps": 2}
     make(**settings).train()
     resumed = make(**settings)
@@ -662,7 +662,7 @@ def test_a_moved_network_is_measured_by_the_trainer(make):
     inputs = rollout(trainer)[0]
     move(trainer.model, 0.1)
     loss_and_gradients(trainer, inputs)
-    assert float(trainer._sums["projected"]) > 0
+    assert float(trainer.monitor.sums["projected"]) > 0
     trainer.log({})
-    assert trainer._sums == {}
-    assert trainer._maxima == {}
+    assert trainer.monitor.sums == {}
+    assert trainer.monitor.maxima == {}

@@ -445,3 +445,129 @@ def test_on_support_with_other_shapes(shape):
     old = SparsePolicy.from_logits(torch.zeros(2, 10), torch.tensor([0, 1]), top_k=4)
     with pytest.raises(ValueError, match="logits"):
         old.on_support(torch.zeros(shape))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From the top log-probabilities of an inference engine
+
+
+def engine_entries(logits: torch.Tensor, token_ids: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and log-probs as vLLM gives them: the `number` likeliest in order, then the sampled one if they lack it."""
+    log_probs = torch.log_softmax(logits, -1)
+    ids = log_probs.sort(dim=-1, descending=True, stable=True).indices[..., :number]
+    sampled = token_ids.unsqueeze(-1)
+    ids = torch.cat([ids, sampled.masked_fill((ids == sampled).any(-1, keepdim=True), -1)], -1)
+    values = log_probs.gather(-1, ids.clamp(min=0))
+    return ids, values.masked_fill(ids < 0, torch.nan)
+
+
+def assert_same_policy(actual: SparsePolicy, expected: SparsePolicy, atol: float, tail_atol: float) -> None:
+    """The tail is compared as a mass, which is how it is known."""
+    assert torch.equal(actual.token_ids, expected.token_ids)
+    assert actual.log_probs.dtype == expected.log_probs.dtype
+    torch.testing.assert_close(actual.log_probs, expected.log_probs, rtol=0, atol=atol)
+    torch.testing.assert_close(actual.tail_log_prob.exp(), expected.tail_log_prob.exp(), rtol=0, atol=tail_atol)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("size", "top_k", "threshold"), [(1, 64, 1e-5), (5, 3, 0.0), (40, 8, 1e-2), (130, 64, 1e-5)])
+def test_top_log_probs_make_the_policy_of_their_logits(family, tail, size, top_k, threshold):
+    logits = tensor(pairs(family, 50, size)[0]).view(5, 10, size)
+    token_ids = torch.randint(size, (5, 10), generator=torch.Generator().manual_seed(0))
+    settings = {"top_k": top_k, "mass_threshold": threshold, "tail": tail}
+    expected = SparsePolicy.from_logits(logits, token_ids, **settings)
+    entries = engine_entries(logits, token_ids, min(top_k, size))
+    actual = SparsePolicy.from_top_log_probs(*entries, token_ids, vocab_size=size, **settings)
+    assert (actual.tail, actual.mass_threshold, actual.vocab_size) == (tail, threshold, size)
+    assert_same_policy(actual, expected, atol=1e-10, tail_atol=2e-12)
+
+    in_float32 = SparsePolicy.from_top_log_probs(entries[0], entries[1].float(), token_ids, vocab_size=size, **settings)
+    assert_same_policy(in_float32, expected.to(torch.float32), atol=1e-6 if tail == "bucket" else 2e-6, tail_atol=1e-6)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    logits=st.lists(st.sampled_from([-30.0, -2.0, 0.0, 1.0, 3.0]), min_size=1, max_size=12),
+    top_k=st.integers(1, 14),
+    more=st.integers(0, 4),
+    threshold=st.sampled_from([0.0, 1e-5, 1e-2, 0.3, 0.9]),
+    data=st.data(),
+)
+def test_top_log_probs_with_ties_in_any_order(logits, top_k, more, threshold, data):
+    z = torch.tensor(logits, dtype=torch.float64)
+    token_ids = torch.tensor(data.draw(st.integers(0, len(logits) - 1)))
+    ids, log_probs = engine_entries(z, token_ids, min(top_k + more, len(logits)))
+    order = torch.tensor(data.draw(st.permutations(range(len(ids)))))
+    expected = SparsePolicy.from_logits(z, token_ids, top_k=top_k, mass_threshold=threshold)
+    actual = SparsePolicy.from_top_log_probs(
+        ids[order], log_probs[order], token_ids, vocab_size=len(logits), top_k=top_k, mass_threshold=threshold
+    )
+    assert_same_policy(actual, expected, atol=1e-10, tail_atol=2e-12)
+
+
+def test_fewer_entries_than_slots_leave_the_rest_to_the_tail():
+    policy = SparsePolicy.from_top_log_probs(
+        torch.tensor([7, 3]), torch.tensor([0.5, 0.25]).log(), torch.tensor(3), vocab_size=10, top_k=4
+    )
+    assert policy.token_ids.tolist() == [7, 3, -1, -1]
+    torch.testing.assert_close(policy.outcomes.exp(), torch.tensor([0.5, 0.25, 0, 0, 0.25]))
+    assert policy.log_prob(torch.tensor(3)).item() == pytest.approx(math.log(0.25))
+
+
+@pytest.mark.parametrize("vocab_size", [2, 3])
+def test_the_tail_is_absent_only_where_the_entries_are_the_whole_vocabulary(vocab_size):
+    log_probs = torch.tensor([0.7, 0.305]).log()  # rounded up: 1.005 in all
+    policy = SparsePolicy.from_top_log_probs(
+        torch.tensor([0, 1]), log_probs, torch.tensor(0), vocab_size=vocab_size, mass_threshold=0.0
+    )
+    torch.testing.assert_close(policy.log_probs[:2].exp(), torch.tensor([0.7, 0.305]) / 1.005)
+    assert policy.tail_log_prob.item() == pytest.approx(-math.inf if vocab_size == 2 else math.log(1e-12), rel=1e-3)
+
+
+def test_a_nearly_certain_token_keeps_its_small_tail():
+    policy = SparsePolicy.from_top_log_probs(
+        torch.tensor([4]), torch.tensor([-3e-9]), torch.tensor(4), vocab_size=10, mass_threshold=0.0
+    )
+    assert policy.tail_log_prob.item() == pytest.approx(math.log(3e-9), abs=1e-4)
+
+
+def test_top_log_probs_of_no_distribution_make_nan():
+    log_probs = torch.tensor([[-1.0, -2.0], [torch.nan, -2.0], [-1.0, -3.0]])
+    policy = SparsePolicy.from_top_log_probs(
+        torch.tensor([[0, 1]] * 3), log_probs, torch.tensor([0, 1, 1]), vocab_size=5
+    )
+    assert policy.tail_log_prob.isnan().tolist() == [False, True, False]
+    assert policy.log_prob(torch.tensor([0, 1, 1])).isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("token_ids must be among .* 2 ", {"token_ids": torch.tensor([0, 2])}),
+        (r"token_ids must be in \[0, 9\)", {"token_ids": torch.tensor([0, 9])}),
+        ("token_ids must be integers", {"token_ids": torch.tensor([0.0, 1.0])}),
+        (r"top_token_ids must be \(2, M\)", {"top_token_ids": torch.tensor([[0, 1]])}),
+        (r"top_token_ids must be \(2, M\)", {"top_token_ids": torch.tensor(0)}),
+        (r"top_token_ids must be \(2, M\)", {"top_token_ids": torch.zeros(2, 0, dtype=torch.int64)}),
+        ("top_token_ids must be integers", {"top_token_ids": torch.zeros(2, 2)}),
+        (r"top_token_ids must be in \[0, 9\)", {"top_token_ids": torch.tensor([[0, 9], [0, 1]])}),
+        (r"top_token_ids must be in \[0, 9\)", {"top_token_ids": torch.tensor([[0, -2], [0, 1]])}),
+        ("top_token_ids must differ .* 1 twice", {"top_token_ids": torch.tensor([[0, 3], [1, 1]])}),
+        (r"top_log_probs must be \(2, M\)", {"top_log_probs": torch.zeros(2, 3)}),
+        ("top_log_probs must be floating", {"top_log_probs": torch.zeros(2, 2, dtype=torch.int64)}),
+        ("top_log_probs must be log-probabilities", {"top_log_probs": torch.zeros(2, 2)}),
+        ("top_k", {"top_k": 0}),
+        ("mass_threshold", {"mass_threshold": 1.0}),
+        ("tail", {"tail": "bukcet"}),
+    ],
+)
+def test_bad_top_log_probs(argument, change):
+    arguments: dict[str, Any] = {
+        "top_token_ids": torch.tensor([[0, 3], [1, 0]]),
+        "top_log_probs": torch.full((2, 2), -1.0),
+        "token_ids": torch.tensor([0, 1]),
+        "vocab_size": 9,
+    }
+    with pytest.raises(ValueError, match=argument):
+        SparsePolicy.from_top_log_probs(**arguments | change)

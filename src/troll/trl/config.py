@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from trl import GRPOConfig
 
+from troll.trl.advantages import ESTIMATORS
+from troll.trl.surrogates import SURROGATES
+from troll.trust_region.bounds import BOUNDS, Bound, make_bound
+from troll.trust_region.constraint import CONSTRAINTS, REDUCTIONS, Reduction, Scope
 from troll.trust_region.dual import SOLVERS
 from troll.trust_region.policy import TAILS, Tail
+
+Anchor = Literal["old", "rollout"]
+DppoOutcomes = Literal["binary", "top_k"]
+ANCHORS: tuple[Anchor, ...] = ("old", "rollout")
+DPPO_OUTCOMES: tuple[DppoOutcomes, ...] = ("binary", "top_k")
 
 #: How TRL's `loss_type` aggregates over tokens, in the core's names; "dapo" divides by the tokens of the whole
 #: generation batch. The other loss types bring a surrogate of their own, with no clip to replace.
@@ -21,22 +32,60 @@ LOSS_TYPES = (*AGGREGATION, "dapo")
 class TrollConfig(GRPOConfig):
     r"""`GRPOConfig` with a trust region instead of a clip.
 
-    Everything of [`~trl.GRPOConfig`] keeps its meaning, but for `epsilon`, `epsilon_high` (there is no clip: they are
-    ignored) and `delta` (refused). Note that `top_k` remains TRL's sampling parameter; the number of tokens kept of
-    the old policy is `support_top_k`.
+    Everything of [`~trl.GRPOConfig`] keeps its meaning; but for ``surrogate="clip"``, `epsilon` and `epsilon_high` are
+    ignored (there is no clip) and `delta` is refused. Note that `top_k` remains TRL's sampling parameter; the number of
+    tokens kept of the old policy is `support_top_k`.
 
     Args:
+        surrogate: What keeps an update near the old policy: "troll"; "clip", TRL's (`epsilon`, `epsilon_high`, and
+            `delta` for the dual clip); "dppo_tv" or "dppo_kl", the masks of arXiv 2602.04879; or "none". The settings
+            of the others are then ignored.
         kl_bound: ε, the largest KL divergence (nats) of a token's distribution from the old policy's.
         regression_weight: α, the weight of KL(p̃ ‖ ⌊q⌋), which pulls the network to the projected policy.
         support_top_k: K, how many tokens of the old policy are kept per position.
         mass_threshold: δ: fewer are kept where they already cover 1 − δ of the probability mass.
         tail: What happens to the rest: "bucket", one more outcome with its exact mass, or "floor", the paper's code.
         solver: "newton", or "bracket", the paper's.
+        constraint: Which tokens share one multiplier: each "token" has its own; all of a "sequence", so that the mean
+            of their KL divergences meets the bound; or all of a "batch", the micro-batches of all processes together.
+        constraint_reduction: "mean", or "sum" of the KL divergences of the tokens that share a multiplier.
+        kl_bound_schedule: How ε changes: "fixed"; "linear" or "cosine" to `end`; "hold_projected_fraction" or "hold_kl"
+            at a `target`. See :mod:`troll.trust_region.bounds`.
+        kl_bound_schedule_kwargs: Its options, e.g. ``{"end": 0.01}``.
+        kl_bound_entropy_exponent: Above 0, ε of each token is scaled by (H/H̄) to this power, within [0.1, 10], where H
+            is the old policy's entropy at the token and H̄ its mean over the rollout.
+        kl_bound_negative_ratio: ε is multiplied by this where the advantage is negative.
+        anchor: The centre of the trust region: "old", the training network when the batch was scored; or "rollout", the
+            engine that generated it, whose top-K log-probabilities then replace the scoring pass. It also switches
+            vLLM's importance correction off, which would count the mismatch twice.
+        dppo_threshold: δ of the DPPO masks; by default the paper's, 0.15 for "dppo_tv" and 0.05 for "dppo_kl".
+        dppo_outcomes: "binary", the sampled token and the rest; or "top_k", `support_top_k` tokens and the rest.
+        advantage_estimator: "group", TRL's (GRPO, and Dr.GRPO and GSPO by TRL's own settings);
+            "reinforce_plus_plus", whitened over the global batch; "reinforce_plus_plus_baseline", with the group's mean
+            subtracted before; "rloo", leave-one-out; or "gae", PPO's, with a critic. All but those with groups also
+            take ``num_generations=1``.
+        gamma: Discount of "gae".
+        gae_lambda: λ of "gae".
+        whiten_advantages: Whether the advantages of "gae" are whitened over the tokens of all processes.
+        critic_model_name_or_path: What the critic of "gae" starts from; by default the policy's model.
+        critic_learning_rate: The critic's, constant.
+        critic_weight_decay: The critic's.
+        critic_max_grad_norm: The critic's.
+        critic_warmup_steps: Optimiser steps in which the critic alone is trained.
+        value_clip: How far a value may move from the rollout's before its loss is clipped.
+        diagnostics_steps: Every so many optimiser steps, ``trust_region/diagnostics/*`` are measured and logged; 0
+            never. See docs/diagnostics.md.
 
     Raises:
-        ValueError: On a value out of its range, a `loss_type` without a clip to replace, or a `delta`.
+        ValueError: On a value out of its range, a `loss_type` without a clip to replace, or a `delta` without a clip.
     """
 
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "kl_bound_schedule_kwargs"]  # noqa: RUF012 (a field, if it were annotated)
+
+    surrogate: str = field(
+        default="troll",
+        metadata={"help": "What keeps an update near the old policy.", "choices": list(SURROGATES)},
+    )
     kl_bound: float = field(
         default=0.05,
         metadata={"help": "Largest KL divergence (nats) of a token's distribution from the old policy's."},
@@ -66,31 +115,159 @@ class TrollConfig(GRPOConfig):
         metadata={"help": "Dropout changes the policy between scoring and update, which the trust region would see."},
     )
 
+    constraint: Scope = field(
+        default="token",
+        metadata={"help": "Which tokens share one multiplier, and with it one bound."},
+    )
+    constraint_reduction: Reduction = field(
+        default="mean",
+        metadata={"help": "How the KL divergences of the tokens that share a multiplier add up."},
+    )
+    kl_bound_schedule: str = field(
+        default="fixed",
+        metadata={"help": "How kl_bound changes in training.", "choices": list(BOUNDS)},
+    )
+    kl_bound_schedule_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Options of the schedule as a JSON object, e.g. '{\"end\": 0.01}'."},
+    )
+    kl_bound_entropy_exponent: float = field(
+        default=0.0,
+        metadata={"help": "Scales each token's bound by a power of the old policy's entropy there; 0 does not."},
+    )
+    kl_bound_negative_ratio: float = field(
+        default=1.0,
+        metadata={"help": "Multiplies the bound of tokens with a negative advantage."},
+    )
+    anchor: Anchor = field(
+        default="old",
+        metadata={"help": "The centre of the trust region: the training network, or the engine that generated."},
+    )
+    dppo_threshold: float | None = field(
+        default=None,
+        metadata={"help": "Divergence above which DPPO masks a token. Default: 0.15 (dppo_tv), 0.05 (dppo_kl)."},
+    )
+    dppo_outcomes: DppoOutcomes = field(
+        default="binary",
+        metadata={"help": "What DPPO measures the divergence on: the sampled token and the rest, or the top K."},
+    )
+    advantage_estimator: str = field(
+        default="group",
+        metadata={"help": "How rewards become advantages.", "choices": list(ESTIMATORS)},
+    )
+    gamma: float = field(default=1.0, metadata={"help": "Discount of generalised advantage estimation."})
+    gae_lambda: float = field(default=0.95, metadata={"help": "Lambda of generalised advantage estimation."})
+    whiten_advantages: bool = field(
+        default=True,
+        metadata={"help": "Whether the advantages of gae are whitened over the tokens of all processes."},
+    )
+    critic_model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "What the critic of gae starts from. Default: the policy's model."},
+    )
+    critic_learning_rate: float = field(default=1e-5, metadata={"help": "The critic's learning rate."})
+    critic_weight_decay: float = field(default=0.0, metadata={"help": "The critic's weight decay."})
+    critic_max_grad_norm: float = field(default=1.0, metadata={"help": "The critic's largest gradient norm."})
+    critic_warmup_steps: int = field(
+        default=0,
+        metadata={"help": "Optimiser steps in which the critic alone is trained."},
+    )
+    value_clip: float = field(
+        default=0.2,
+        metadata={"help": "How far a value may move from the rollout's before its loss is clipped."},
+    )
+    diagnostics_steps: int = field(
+        default=0,
+        metadata={"help": "Measure trust_region/diagnostics/* every so many optimiser steps; 0 never."},
+    )
+
     def __post_init__(self) -> None:
+        if self.advantage_estimator not in ESTIMATORS:
+            raise ValueError(
+                f"advantage_estimator must be one of {', '.join(ESTIMATORS)}, got {self.advantage_estimator!r}"
+            )
+        single = self.num_generations == 1 and not ESTIMATORS[self.advantage_estimator].needs_group
+        if single:  # TRL asks for two, because its own estimator compares them
+            self.num_generations = 2
         super().__post_init__()
-        if not self.kl_bound > 0:
-            raise ValueError(f"kl_bound must be above 0, got {self.kl_bound}")
-        if not 0 <= self.regression_weight < math.inf:
-            raise ValueError(f"regression_weight must be finite and at least 0, got {self.regression_weight}")
-        if self.support_top_k < 1:
-            raise ValueError(f"support_top_k must be at least 1, got {self.support_top_k}")
-        if not 0 <= self.mass_threshold < 1:
-            raise ValueError(f"mass_threshold must be in [0, 1), got {self.mass_threshold}")
-        if self.tail not in TAILS:
-            raise ValueError(f"tail must be one of {', '.join(TAILS)}, got {self.tail!r}")
-        if self.solver not in SOLVERS:
-            raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {self.solver!r}")
+        if single:
+            self.num_generations = 1
+        self._check_values()
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(
                 f"loss_type {self.loss_type!r} has no clip that a trust region could replace; "
                 f"use one of {', '.join(LOSS_TYPES)}"
             )
+        if self.advantage_estimator != "group" and self.multi_objective_aggregation != "sum_then_normalize":
+            raise ValueError(
+                f"advantage_estimator {self.advantage_estimator!r} takes the weighted sum of the rewards: "
+                f"multi_objective_aggregation must be 'sum_then_normalize', got {self.multi_objective_aggregation!r}"
+            )
+        self.make_bound(total_steps=1)  # finds wrong options before training
+        if self.anchor == "rollout":
+            self.vllm_importance_sampling_correction = False
+        if SURROGATES[self.surrogate].clips:
+            return
         if self.delta is not None:
-            raise ValueError("delta clips the ratio a second time, and TROLL has no clip: leave it unset")
+            raise ValueError(f"delta clips the ratio, and surrogate {self.surrogate!r} has no clip: leave it unset")
         default = {name: GRPOConfig.__dataclass_fields__[name].default for name in ("epsilon", "epsilon_high")}
         ignored = [name for name, value in default.items() if getattr(self, name) != value]
         if ignored:
-            warnings.warn(f"{' and '.join(ignored)} ignored: kl_bound takes the place of the clip", stacklevel=3)
+            warnings.warn(f"{' and '.join(ignored)} ignored: surrogate {self.surrogate!r} has no clip", stacklevel=3)
+
+    def _check_values(self) -> None:
+        choices: dict[str, Collection[str]] = {
+            "surrogate": SURROGATES,
+            "tail": TAILS,
+            "solver": SOLVERS,
+            "constraint": CONSTRAINTS,
+            "constraint_reduction": REDUCTIONS,
+            "anchor": ANCHORS,
+            "dppo_outcomes": DPPO_OUTCOMES,
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        for name in (
+            "kl_bound",
+            "kl_bound_negative_ratio",
+            "critic_learning_rate",
+            "critic_max_grad_norm",
+            "value_clip",
+        ):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.dppo_threshold is not None and not self.dppo_threshold > 0:
+            raise ValueError(f"dppo_threshold must be above 0, got {self.dppo_threshold}")
+        for name in ("regression_weight", "kl_bound_entropy_exponent", "critic_weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+        for name, least in (("support_top_k", 1), ("critic_warmup_steps", 0), ("diagnostics_steps", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not 0 <= self.mass_threshold < 1:
+            raise ValueError(f"mass_threshold must be in [0, 1), got {self.mass_threshold}")
+
+    def make_bound(self, total_steps: int) -> Bound:
+        """ε over the training, from `kl_bound`, `kl_bound_schedule` and its options."""
+        options = self.kl_bound_schedule_kwargs or {}
+        if not isinstance(options, dict):
+            raise ValueError(f"kl_bound_schedule_kwargs must be a JSON object, got {options!r}")
+        return make_bound(self.kl_bound_schedule, self.kl_bound, total_steps=total_steps, **options)
+
+    @property
+    def divergence_threshold(self) -> float:
+        """δ of the DPPO mask."""
+        default = {"dppo_tv": 0.15, "dppo_kl": 0.05}
+        return default[self.surrogate] if self.dppo_threshold is None else self.dppo_threshold
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimiser steps for which one rollout is used, at least 1."""
+        return max(1, self.rollout_steps // self.gradient_accumulation_steps)
 
     @property
     def rollout_steps(self) -> int:
@@ -101,4 +278,4 @@ class TrollConfig(GRPOConfig):
     @property
     def always_on_policy(self) -> bool:
         """Whether every update sees a fresh rollout, so that old and new policy are equal and TROLL is the identity."""
-        return self.gradient_accumulation_steps % self.rollout_steps == 0
+        return self.anchor == "old" and self.gradient_accumulation_steps % self.rollout_steps == 0

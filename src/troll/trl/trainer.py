@@ -3,43 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Iterator
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
-from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
+from troll.files import write_atomically
+from troll.trl.anchor import ReportedRollout, prepare_anchor, vocabulary_size
+from troll.trl.checks import dropout_rates, warn_about
 from troll.trl.config import AGGREGATION, TrollConfig
+from troll.trl.diagnosis import Diagnosis
+from troll.trl.estimation import AdvantageTrainer, loss_mask
 from troll.trl.fused_head import PolicyOutput, add_policy_head, scatter
+from troll.trl.monitor import Monitor
 from troll.trl.scoring import PolicyScoring
-from troll.trust_region.objective import (
-    TrustRegionStep,
-    aggregate,
-    trust_region_metrics,
-    trust_region_statistics,
-    trust_region_step,
-)
+from troll.trl.surrogates import SURROGATES, ScoredTokens, Terms
+from troll.trust_region.bounds import Bound, by_advantage, entropy, entropy_scaled
+from troll.trust_region.constraint import Constraint
+from troll.trust_region.objective import aggregate, trust_region_step
 from troll.trust_region.packed import PackedPolicy
 from troll.trust_region.policy import SparsePolicy
 
 #: The old policy travels through TRL's buffer (shuffled, split) under this key, as a list of one packed policy each.
 OLD_POLICY = "troll_old_policy"
 
-#: More than this fraction of tokens projected, over so many optimiser steps, is worth a warning.
-WATCHED_FRACTION, WATCHED_STEPS = 0.1, 100
+#: The file of a checkpoint that holds what ε adapts by.
+BOUND_STATE = "kl_bound.json"
 
 
-class TrollTrainer(GRPOTrainer):
+class TrollTrainer(AdvantageTrainer):
     """[`~trl.GRPOTrainer`] with TROLL (arXiv 2510.03817) in place of the clip.
 
     The policy term uses the projected log-probability of the sampled token where GRPO uses the raw one; the clip is
     off; and ``regression_weight · KL(p̃ ‖ ⌊q⌋)`` is added with the policy term's normalisation. The regression term is
     treated as TRL treats its own KL penalty: it acts on every scored token, and neither the high-entropy mask, nor the
     off-policy mask, nor vLLM's importance weights apply to it.
+
+    `TrollConfig.surrogate` puts a rival, or TRL's clip, in TROLL's place, and `TrollConfig.advantage_estimator` changes
+    how rewards become advantages; a comparison changes exactly one of them.
 
     Everything else, arguments included, is `GRPOTrainer`'s. What is saved and used for inference is the network p̃.
 
@@ -72,22 +77,29 @@ class TrollTrainer(GRPOTrainer):
         if not isinstance(args, TrollConfig):
             raise TypeError(f"args must be a TrollConfig, got {type(args).__name__}: change the name of the class")
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        # Infinity in the configuration itself would not be valid JSON.
-        self.epsilon_low = self.epsilon_high = torch.inf
+        self.surrogate = SURROGATES[args.surrogate]
+        if not self.surrogate.clips:
+            # Infinity in the configuration itself would not be valid JSON.
+            self.epsilon_low = self.epsilon_high = torch.inf
 
         base_model = self.model.get_base_model() if is_peft_model(self.model) else self.model
         add_policy_head(base_model, top_k=args.support_top_k, mass_threshold=args.mass_threshold, tail=args.tail)
         if self.accelerator.is_main_process:
-            _warn_about(args, self.model)
+            warn_about(args, self.model)
         if args.disable_dropout:  # TRL silences layers; many models keep numbers that a function reads
-            for module, name in list(_dropout_rates(base_model)):
+            for module, name in list(dropout_rates(base_model)):
                 setattr(module, name, 0.0)
         # What the next scoring pass reads besides log-probabilities.
         self._scoring: PolicyScoring | None = None
-        self._sums: dict[str, Tensor] = {}
-        self._maxima: dict[str, Tensor] = {}
-        self._watched = {"projected": 0.0, "tokens": 0.0}
-        self._watched_since: int | None = None
+        # What the engine reported of the rollout being made, and whether it stands in for the next scoring pass.
+        self._reported: ReportedRollout | None = None
+        self._answers = False
+        if args.anchor == "rollout":
+            prepare_anchor(self)
+        self.monitor = Monitor(self.accelerator, args)
+        self._diagnosis = Diagnosis(self.accelerator, args, self._full_logits)
+        self._bound: Bound | None = None
+        self._mean_entropy = 0.0
 
     def create_accelerator_and_postprocess(self) -> None:
         """The parent's; with FSDP2, the model's outputs keep their dtype."""
@@ -97,12 +109,39 @@ class TrollTrainer(GRPOTrainer):
             # accelerate has every output rounded to the parameters' dtype, log-probabilities among them.
             plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
 
-    # The old policy: captured where TRL scores the completions
+    @property
+    def kl_bound(self) -> Bound:
+        """ε now, and how it goes on."""
+        if self._bound is None:  # only training knows how long it takes
+            self._bound = self.args.make_bound(total_steps=max(1, self.state.max_steps))
+        return self._bound
+
+    # The rollout: advantages, and the old policy captured where TRL scores the completions
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        if self.args.always_on_policy or not self.model.training:
+        if not self.model.training:
             return super()._generate_and_score_completions(inputs)
+        if self.args.anchor == "rollout":
+            return self._rollout_with_reports(inputs)
+        if not self._reads_policies():
+            return super()._generate_and_score_completions(inputs)
+        rolled_out = self._rollout_with_policies(inputs)
+        if self._diagnostics_due(self.args.updates_per_rollout):
+            self._diagnosis.probe(rolled_out, loss_mask(rolled_out))
+        return rolled_out
 
+    def _reads_policies(self) -> bool:
+        """Whether an update of the rollout that is due needs more of the old policy than log-probabilities."""
+        return not self.args.always_on_policy and (
+            self.surrogate.reads_policies(self.args) or self._diagnostics_due(self.args.updates_per_rollout)
+        )
+
+    def _diagnostics_due(self, updates: int = 1) -> bool:
+        """Whether one of the next updates is to be measured."""
+        every, step = self.args.diagnostics_steps, self.state.global_step
+        return every > 0 and (step + updates) // every > step // every
+
+    def _rollout_with_policies(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         scored: list[tuple[list[PackedPolicy], Tensor]] = []
 
         def pack(outputs: list[PolicyOutput], log_probs: Tensor) -> None:
@@ -113,8 +152,48 @@ class TrollTrainer(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         if not scored or output.get("old_per_token_logps") is not scored[0][1]:
             raise RuntimeError("GRPOTrainer did not score the old policy where TrollTrainer expects it")
+        return self._with_policies(output, scored[0][0])
+
+    def _rollout_with_reports(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """A rollout whose old policy is the engine's: see :mod:`troll.trl.anchor`."""
+        # The parent asks for the scores of a rollout that is used after an update of the network.
+        self._answers = self.args.gradient_accumulation_steps % self.args.rollout_steps != 0
+        output = super()._generate_and_score_completions(inputs)
+        reported, self._reported = self._reported, None
+        if reported is None or self._answers:
+            raise RuntimeError("GRPOTrainer did not generate and score a rollout where TrollTrainer expects it")
+        length, device = output["completion_ids"].shape[1], self.accelerator.device
+        # The parent has them already, unless its own updates would all be on-policy.
+        output["old_per_token_logps"] = reported.padded_log_probs(length, device)
+        counts = torch.tensor([reported.unreported, reported.sampled], device=device, dtype=torch.float32)
+        unreported, sampled = self.accelerator.reduce(counts, reduction="sum").tolist()
+        self._metrics["train"]["sampling/unreported_fraction"].append(unreported / max(sampled, 1))
+        if not self._reads_policies():
+            return output
+        policies = reported.policies(
+            length,
+            device,
+            vocab_size=vocabulary_size(self.model),
+            top_k=self.args.support_top_k,
+            mass_threshold=self.args.mass_threshold,
+            tail=self.args.tail,
+        )
+        return self._with_policies(output, policies)
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        generated: tuple[Any, ...] = super()._generate(prompts)
+        if self.args.anchor != "rollout" or not self.model.training:
+            return generated
+        prompt_ids, completion_ids, tool_mask, completions, log_probs, *rest = generated
+        self._reported = reported = ReportedRollout.read(completion_ids, log_probs, tool_mask)
+        return prompt_ids, completion_ids, reported.tool_mask, completions, reported.log_probs, *rest
+
+    def _with_policies(self, rolled_out: dict[str, Any], policies: list[PackedPolicy]) -> dict[str, Any]:
+        if self.args.kl_bound_entropy_exponent:
+            sums = self.accelerator.reduce(torch.stack(_entropies(policies)), reduction="sum")
+            self._mean_entropy = (sums[0] / sums[1].clamp(min=1)).item()
         # At the end of the dictionary, since the first entry sets the batch size.
-        return output | {OLD_POLICY: scored[0][0]}
+        return rolled_out | {OLD_POLICY: policies}
 
     def _pack(self, captured: PolicyOutput, length: int) -> list[PackedPolicy]:
         """One policy for each completion, of `length` tokens; those that were not scored keep no slot."""
@@ -140,6 +219,10 @@ class TrollTrainer(GRPOTrainer):
         self, model: Any, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         # Only the first call is the policy's: a PEFT reference pass uses the same model object.
+        if self._answers and self._reported is not None:
+            self._answers = False
+            _, _, length = args[:3]
+            return self._reported.padded_log_probs(length, self.accelerator.device), None, None
         scoring, self._scoring = self._scoring, None
         if scoring is None:
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
@@ -150,49 +233,111 @@ class TrollTrainer(GRPOTrainer):
 
     # The update
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        if OLD_POLICY in inputs and self.model.training:
-            loss = self._trust_region_loss(model, inputs)
-        else:
-            loss = super()._compute_loss(model, inputs)
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        for name in [name for name in metrics if name.startswith("clip_ratio/")]:
-            del metrics[name]  # constant without a clip
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """The parent's; at the end of an update, ε adapts to what was seen in it."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.accelerator.sync_gradients and (statistics := self.monitor.end_update()) is not None:
+            self.kl_bound.update(self.state.global_step + 1, statistics)
         return loss
 
-    def _trust_region_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        if self.model.training and "old_per_token_logps" in inputs:
+            loss = self._surrogate_loss(model, inputs)
+        else:
+            loss = super()._compute_loss(model, inputs)
+        if not self.surrogate.clips:
+            metrics = self._metrics["train" if self.model.training else "eval"]
+            for name in [name for name in metrics if name.startswith("clip_ratio/")]:
+                del metrics[name]  # constant without a clip
+        return loss
+
+    def _surrogate_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """The parent's loss, where the surrogate stands in for the ratio, drops tokens or adds a penalty."""
+        diagnosed = OLD_POLICY in inputs and self._diagnostics_due()
+        reads_policies = OLD_POLICY in inputs and (diagnosed or self.surrogate.reads_policies(self.args))
+        if self.surrogate.terms is None and not reads_policies:
+            return super()._compute_loss(model, inputs)
+
         old_log_probs = inputs["old_per_token_logps"]
         # TRL hands the same dictionary out again in the next iteration, so it is never written to.
         inputs = {"sampling_per_token_logps": old_log_probs, **inputs}
-        mask = inputs["completion_mask"]
-        if "tool_mask" in inputs:
-            mask = mask * inputs["tool_mask"]
-        padded = PackedPolicy.stack(inputs[OLD_POLICY]).unpack()
+        mask = loss_mask(inputs)
+        advantages = inputs["advantages"]
+        advantages = (advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages).expand(mask.shape)
+        padded = PackedPolicy.stack(inputs[OLD_POLICY]).unpack() if reads_policies else None
         extra: list[Tensor] = []
 
-        def project(outputs: list[PolicyOutput], new_log_probs: Tensor) -> None:
+        def apply(outputs: list[PolicyOutput], new_log_probs: Tensor) -> None:
             (output,) = outputs  # the parent scores a micro-batch whole
             assert output.label_mask is not None
-            assert output.on_support is not None
             scored = output.label_mask[:, -mask.shape[1] :]
-            tokens = scored.nonzero(as_tuple=True)  # one wait for the device instead of three
-            old, token_ids = padded[tokens], inputs["completion_ids"][tokens]
-            new = old.new_policy_from_support(output.on_support)
-            step = trust_region_step(new, token_ids, old, self.args.kl_bound, self.args.solver)
-            self._observe(step, old, mask[tokens])
+            at = scored.nonzero(as_tuple=True)  # one wait for the device instead of three
+            old = new = None
+            if padded is not None:
+                assert output.on_support is not None
+                old = padded[at]
+                new = old.new_policy_from_support(output.on_support)
+            tokens = ScoredTokens(
+                token_ids=inputs["completion_ids"][at],
+                new_log_probs=new_log_probs[at],
+                old_log_probs=old_log_probs[at],
+                advantages=advantages[at],
+                kl_bound=self._token_bounds(old, advantages[at]),
+                constraint=self._constraint(mask, at),
+                old=old,
+                new=new,
+            )
+            terms = self.surrogate.terms(tokens, self.args) if self.surrogate.terms else Terms()
+            self._observe(tokens, terms, mask[at])
+            if diagnosed:
+                self._diagnosis.observe(tokens, scored, mask)
             # The parent takes its ratio from the raw log-probabilities, and everything else (KL to the reference,
-            # off-policy mask, metrics) too. Shifting the old ones makes that ratio q/p and changes nothing else.
-            log_ratio = scatter(step.log_probs - old.log_prob(token_ids), scored)
-            inputs["old_per_token_logps"] = old_log_probs + (new_log_probs - old_log_probs - log_ratio)
-            extra.append(self.args.regression_weight * scatter(step.regression, scored))
-            if self.beta != 0.0 and self.args.use_bias_correction_kl:
-                extra.append(self._reference_kl_correction(inputs, old_log_probs, new_log_probs, log_ratio, mask))
+            # off-policy mask, metrics) too. Shifting the old ones changes that ratio and nothing else.
+            if terms.log_ratio is not None:
+                log_ratio = scatter(terms.log_ratio, scored)
+                inputs["old_per_token_logps"] = old_log_probs + (new_log_probs - old_log_probs - log_ratio)
+                if self.beta != 0.0 and self.args.use_bias_correction_kl:
+                    extra.append(self._reference_kl_correction(inputs, old_log_probs, new_log_probs, log_ratio, mask))
+            if terms.keep is not None:
+                inputs["advantages"] = advantages * scatter(terms.keep.to(advantages), scored)
+            if terms.penalty is not None:
+                extra.append(scatter(terms.penalty, scored))
 
-        self._scoring = PolicyScoring({"old_token_ids": padded.token_ids}, project)
+        self._scoring = PolicyScoring({} if padded is None else {"old_token_ids": padded.token_ids}, apply)
         loss = super()._compute_loss(model, inputs)
-        if not extra:
+        if self._scoring is not None:
             raise RuntimeError("GRPOTrainer did not score the new policy where TrollTrainer expects it")
-        return loss + self._aggregate(sum(extra[1:], extra[0]), mask, inputs)
+        return loss + self._aggregate(sum(extra[1:], extra[0]), mask, inputs) if extra else loss
+
+    def _token_bounds(self, old: SparsePolicy | None, advantages: Tensor) -> float | Tensor:
+        """ε of each of (N,) tokens, or of all."""
+        bound: float | Tensor = self.kl_bound.value
+        if self.args.kl_bound_entropy_exponent and old is not None:
+            exponent = self.args.kl_bound_entropy_exponent
+            bound = entropy_scaled(bound, entropy(old), self._mean_entropy, exponent=exponent)
+        if self.args.kl_bound_negative_ratio != 1.0:
+            ratio = self.args.kl_bound_negative_ratio
+            bound = by_advantage(bound, advantages, negative_kl_bound_ratio=ratio)
+        return bound
+
+    def _constraint(self, mask: Tensor, at: tuple[Tensor, ...]) -> Constraint | None:
+        reduction = self.args.constraint_reduction
+        if self.args.surrogate != "troll" or self.args.constraint == "token":
+            return None
+        if self.args.constraint == "sequence":
+            return Constraint.sequence(mask, reduction)[at]
+        processes = torch.distributed.group.WORLD if self.accelerator.num_processes > 1 else None
+        return Constraint.batch(mask, reduction, processes)[at]
+
+    def _observe(self, tokens: ScoredTokens, terms: Terms, mask: Tensor) -> None:
+        """Shows the monitor what the surrogate did with a micro-batch; one that does not project only measures."""
+        if tokens.old is None or tokens.new is None:
+            return
+        step = terms.step
+        if step is None:
+            with torch.no_grad():
+                step = trust_region_step(tokens.new, tokens.token_ids, tokens.old, torch.inf)
+        self.monitor.observe(step, tokens.old, mask, self.state.global_step)
 
     def _reference_kl_correction(
         self, inputs: dict[str, Any], old_log_probs: Tensor, new_log_probs: Tensor, log_ratio: Tensor, mask: Tensor
@@ -217,102 +362,39 @@ class TrollTrainer(GRPOTrainer):
         aggregated = aggregate(per_token, mask, AGGREGATION[self.loss_type], max_length)  # type: ignore[arg-type]
         return aggregated / self.current_gradient_accumulation_steps
 
-    # What the trust region did
+    @torch.no_grad()
+    def _full_logits(self, input_ids: Tensor, attention_mask: Tensor, positions: Tensor) -> Tensor:
+        """Of the network now, at some positions of a sequence, (n, V)."""
+        with self.accelerator.autocast():
+            output = self.model(input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=positions)
+        return output.logits[0].float() / self.temperature
 
-    def _observe(self, step: TrustRegionStep, old: SparsePolicy, mask: Tensor) -> None:
-        """Adds one micro-batch of (N,) tokens to the statistics of the logging window."""
-        sums, maxima = trust_region_statistics(step, mask)
-        # Tool tokens are masked by multiplication in the parent, which NaN survives: they are counted too.
-        sums["nonfinite"] = (~step.kl_before.isfinite()).sum().to(sums["tokens"])
-        nonfinite = int(self.accelerator.reduce(sums["nonfinite"], reduction="sum"))
-        if nonfinite:
-            raise FloatingPointError(
-                f"step {self.state.global_step + 1}: the logits of {nonfinite} tokens are NaN or infinite, and the "
-                "update was not made. Resume from the last checkpoint with a lower learning_rate or max_grad_norm; in "
-                "fp16, use bf16"
-            )
-        if self._watched_since is None:
-            self._watched_since = self.state.global_step
-        sums["support_size"] = torch.where(mask.bool(), old.used.sum(-1), 0).sum().to(sums["tokens"])
-        sums["tail_mass"] = torch.where(mask.bool(), old.tail_log_prob.exp(), 0.0).sum()
-        self._sums = {name: value + self._sums.get(name, 0) for name, value in sums.items()}
-        self._maxima = {name: value.maximum(self._maxima.get(name, value)) for name, value in maxima.items()}
+    # What lasts
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs the parent's metrics and ``trust_region/*``, over all tokens since the last call and all processes."""
-        if self.model.training and self._sums:
-            total = self.accelerator.reduce(torch.stack(list(self._sums.values())), reduction="sum")
-            largest = self.accelerator.gather(torch.stack(list(self._maxima.values())).unsqueeze(0)).amax(0)
-            sums = dict(zip(self._sums, total.cpu(), strict=True))
-            maxima = dict(zip(self._maxima, largest.cpu(), strict=True))
-            metrics = trust_region_metrics(sums, maxima)
-            metrics |= {name: sums[name] / sums["tokens"].clamp(min=1) for name in ("support_size", "tail_mass")}
+        if self.model.training:
+            metrics = self.monitor.metrics(self.state.global_step) | self._diagnosis.metrics()
+            if metrics:
+                metrics["trust_region/kl_bound"] = self.kl_bound.value
             for name, value in metrics.items():
-                self._metrics["train"][f"trust_region/{name}"].append(value.item())
-            self._watch(sums["projected"].item(), sums["tokens"].item())
-            self._sums, self._maxima = {}, {}
+                self._metrics["train"][name].append(value)
         super().log(logs, start_time)
 
-    def _watch(self, projected: float, tokens: float) -> None:
-        self._watched["projected"] += projected
-        self._watched["tokens"] += tokens
-        if self._watched_since is None or self.state.global_step - self._watched_since < WATCHED_STEPS:
-            return
-        fraction = self._watched["projected"] / max(self._watched["tokens"], 1)
-        if fraction > WATCHED_FRACTION:
-            warnings.warn(
-                f"{fraction:.0%} of the tokens were projected in the last {WATCHED_STEPS} steps or more, so the bound "
-                "rather than the advantages decides the update: lower learning_rate or the updates per rollout",
-                stacklevel=2,
-            )
-        self._watched, self._watched_since = {"projected": 0.0, "tokens": 0.0}, None
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save:
+            write_atomically(Path(output_dir) / BOUND_STATE, json.dumps(self.kl_bound.state_dict()))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and (path := Path(checkpoint) / BOUND_STATE).is_file():
+            self._bound = None
+            self.kl_bound.load_state_dict(json.loads(path.read_text()))
 
 
-def _dropout_rates(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
-    """Every non-zero dropout rate of a model, as a module and the name of its attribute."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            is_rate = "drop" in name or (name == "p" and isinstance(module, torch.nn.modules.dropout._DropoutNd))
-            if is_rate and isinstance(value, float) and value > 0:
-                yield module, name
-
-
-def _warn_about(args: TrollConfig, model: torch.nn.Module) -> None:
-    if args.always_on_policy:
-        warnings.warn(
-            "every update is on-policy, where TROLL is the identity: old and new policy are equal. Give each rollout "
-            "several updates: raise steps_per_generation above gradient_accumulation_steps "
-            f"(now {args.steps_per_generation} and {args.gradient_accumulation_steps}), or num_iterations above 1",
-            stacklevel=3,
-        )
-    lora_dropout = max((getattr(config, "lora_dropout", 0.0) for config in _peft_configs(model)), default=0.0)
-    if args.disable_dropout and lora_dropout:
-        warnings.warn(
-            f"lora_dropout={lora_dropout} is set to 0: dropout changes the policy between scoring and update, and the "
-            "trust region would project that noise (disable_dropout=False keeps it)",
-            stacklevel=3,
-        )
-    if not args.disable_dropout and any(_dropout_rates(model)):
-        warnings.warn(
-            "the model has dropout and disable_dropout=False: the policy differs between scoring and update by that "
-            "noise, which the trust region projects",
-            stacklevel=3,
-        )
-    updates, rest = divmod(args.rollout_steps, args.gradient_accumulation_steps)
-    if (
-        args.save_strategy == "steps"
-        and updates > 1
-        and not rest
-        and args.save_steps >= 1
-        and args.save_steps % updates
-    ):
-        warnings.warn(
-            f"save_steps={args.save_steps} is not a multiple of the {updates} updates of a rollout: a run resumed from "
-            "the middle of a rollout starts a new one and does not repeat the interrupted run exactly",
-            stacklevel=3,
-        )
-
-
-def _peft_configs(model: torch.nn.Module) -> list[Any]:
-    configs: Any = getattr(model, "peft_config", None)
-    return list(configs.values()) if isinstance(configs, dict) else []
+def _entropies(policies: list[PackedPolicy]) -> tuple[Tensor, Tensor]:
+    """The sum of the entropies of all scored tokens over their outcomes, and how many tokens there are."""
+    log_probs = torch.cat([part.flatten() for policy in policies for part in (policy.log_probs, policy.tail_log_prob)])
+    total = torch.special.entr(log_probs.exp()).sum()
+    return total, torch.cat([policy.counts for policy in policies]).gt(0).sum().to(total)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,33 +16,39 @@ from troll.trust_region.head import Head, OnSupport, OwnSupport, log_probs_on_su
 from troll.trust_region.kernels.tile import Transform
 from troll.trust_region.support import (
     PROBABILITY_FLOOR,
+    TAILS,
+    Tail,
     Top,
     as_float,
+    check_capture,
     check_logits,
     check_tokens,
     check_tokens_in,
+    check_top_log_probs,
     floored,
     keep,
+    log_count,
     log_probs_on_support,
     logsumexp_without,
     missing_from,
     normaliser,
     shape_text,
     top_ids,
+    top_of_log_probs,
 )
 
 if TYPE_CHECKING:
     from troll.trust_region.packed import PackedPolicy
 
-Tail = Literal["bucket", "floor"]
-TAILS: tuple[Tail, ...] = ("bucket", "floor")
+__all__ = ["TAILS", "SparsePolicy", "Tail", "common_outcomes", "present_outcomes"]
 
 
 @dataclass(frozen=True)
 class SparsePolicy:
     """Next-token distributions on at most K tokens each, and the mass of all others.
 
-    Make one with :meth:`from_logits`. Used slots come first, in the order of larger probability first, then smaller id.
+    Make one with :meth:`from_logits` or its siblings. Used slots come first, in the order of larger probability first,
+    then smaller id.
 
     Attributes:
         token_ids: (..., K) int64; −1 in unused slots.
@@ -88,7 +94,7 @@ class SparsePolicy:
             ValueError: On a wrong shape or dtype, an id outside the vocabulary, or a parameter out of its range.
         """
         check_logits(logits, token_ids)
-        _check_capture(top_k, mass_threshold, tail)
+        check_capture(top_k, mass_threshold, tail)
         z = as_float(logits)
         sampled = token_ids.long().unsqueeze(-1)
         ids = top_ids(z, min(top_k, z.shape[-1]))
@@ -142,11 +148,51 @@ class SparsePolicy:
         head.check(hidden, token_ids)
         check_tokens(token_ids, token_ids.shape)
         check_tokens_in(token_ids, head.vocab_size)
-        _check_capture(top_k, mass_threshold, tail)
+        check_capture(top_k, mass_threshold, tail)
         shape, sampled = token_ids.shape, token_ids.long().reshape(-1)
         top = top_from_hidden(hidden.reshape(-1, hidden.shape[-1]), head, sampled, min(top_k, head.vocab_size))
         top = Top(*(part.view(*shape, part.shape[-1]) for part in top))
         return cls._from_top(top, sampled.view(*shape, 1), head.vocab_size, mass_threshold, tail)
+
+    @classmethod
+    @torch.no_grad()
+    def from_top_log_probs(
+        cls,
+        top_token_ids: Tensor,
+        top_log_probs: Tensor,
+        token_ids: Tensor,
+        *,
+        vocab_size: int,
+        top_k: int = 64,
+        mass_threshold: float = 1e-5,
+        tail: Tail = "bucket",
+    ) -> SparsePolicy:
+        """The same as :meth:`from_logits` of the logits behind them, from the top log-probs of an inference engine.
+
+        The tail is what the entries leave of 1, since an engine says nothing else of it: at least 1e-12, so that
+        rounding never makes it impossible, and absent where the entries are the whole vocabulary. Entries that rounding
+        lets exceed 1 are renormalised.
+
+        Args:
+            top_token_ids: (..., M) integers in [0, V), different in a row and in any order; −1 in unused entries. The
+                sampled token is always among them. More than K are used for the tail alone.
+            top_log_probs: (..., M), in nats, of the distribution that was sampled from (at its temperature, and
+                truncated by nothing); whatever in unused entries.
+            token_ids: The sampled tokens, (...).
+            vocab_size: V.
+            top_k: K, as in `from_logits`.
+            mass_threshold: As in `from_logits`.
+            tail: As in `from_logits`.
+
+        Raises:
+            ValueError: As `from_logits`; on a sampled token that is not among its entries, a token that is there twice,
+                or entries that hold more than 1.01 in all, which are no log-probabilities.
+        """
+        check_top_log_probs(top_token_ids, top_log_probs, token_ids, vocab_size)
+        check_capture(top_k, mass_threshold, tail)
+        sampled = token_ids.long().unsqueeze(-1)
+        top = top_of_log_probs(top_token_ids, top_log_probs, sampled, min(top_k, vocab_size), vocab_size)
+        return cls._from_top(top, sampled, vocab_size, mass_threshold, tail)
 
     @classmethod
     def _from_top(cls, top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float, tail: Tail) -> SparsePolicy:
@@ -157,7 +203,7 @@ class SparsePolicy:
     def floored(self) -> SparsePolicy:
         """A capture with its exact tail, as one with ``tail="floor"``: every token outside has probability 1e-12."""
         used = self.used
-        outside = _log_count(self.vocab_size - used.sum(-1), self.log_probs.dtype) + math.log(PROBABILITY_FLOOR)
+        outside = log_count(self.vocab_size - used.sum(-1), self.log_probs.dtype) + math.log(PROBABILITY_FLOOR)
         outcomes = torch.cat([self.log_probs, outside.unsqueeze(-1)], -1)
         outcomes = floored(outcomes, torch.cat([used, outside.unsqueeze(-1) > -torch.inf], -1))
         # A row of NaN is renormalised to NaN everywhere, its unused slots included.
@@ -290,7 +336,7 @@ class SparsePolicy:
         return dataclasses.replace(new, token_ids=on_support.token_ids.view(*self.shape, slots))._with_constant_tail()
 
     def _with_constant_tail(self) -> SparsePolicy:
-        outside = _log_count(self.vocab_size - self.used.sum(-1), self.log_probs.dtype)
+        outside = log_count(self.vocab_size - self.used.sum(-1), self.log_probs.dtype)
         return dataclasses.replace(self, tail_log_prob=outside + math.log(PROBABILITY_FLOOR))
 
     def extended(self, token_ids: Tensor) -> SparsePolicy:
@@ -299,10 +345,10 @@ class SparsePolicy:
         dtype = self.log_probs.dtype
         # One token outside the support has the tail's mass, divided by how many share it. Where none is outside this
         # is −inf − (−inf), and nobody asks for it.
-        outside = _log_count(self.vocab_size - self.used.sum(-1), dtype)
+        outside = log_count(self.vocab_size - self.used.sum(-1), dtype)
         one_outside = (self.tail_log_prob - outside).unsqueeze(-1)
         on_extra = one_outside.expand(extra.shape).masked_fill(extra < 0, -torch.inf)
-        left_out = _log_count(self.vocab_size - (token_ids >= 0).sum(-1), dtype)
+        left_out = log_count(self.vocab_size - (token_ids >= 0).sum(-1), dtype)
         return dataclasses.replace(
             self,
             token_ids=token_ids,
@@ -387,17 +433,3 @@ def present_outcomes(first: SparsePolicy, second: SparsePolicy) -> Tensor:
         raise ValueError("the two policies must share one support: make the new one with old.new_policy(...)")
     tail_present = (first.tail_log_prob > -torch.inf) | (second.tail_log_prob > -torch.inf)
     return torch.cat([first.used, tail_present.unsqueeze(-1)], dim=-1)
-
-
-def _check_capture(top_k: int, mass_threshold: float, tail: str) -> None:
-    if not isinstance(top_k, int) or top_k < 1:
-        raise ValueError(f"top_k must be an integer of at least 1, got {top_k}")
-    if not 0 <= mass_threshold < 1:
-        raise ValueError(f"mass_threshold must be in [0, 1), got {mass_threshold}")
-    if tail not in TAILS:
-        raise ValueError(f"tail must be one of {', '.join(TAILS)}, got {tail!r}")
-
-
-def _log_count(count: Tensor, dtype: torch.dtype) -> Tensor:
-    # The logarithm of an integer tensor would be float32 whatever the policy is.
-    return count.to(dtype).log()

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+
+Tail = Literal["bucket", "floor"]
+TAILS: tuple[Tail, ...] = ("bucket", "floor")
 
 #: Smaller probabilities are raised to this before a projection, and the distribution renormalised.
 PROBABILITY_FLOOR = 1e-12
 
 #: The K blocks of so many logits with the largest maxima contain the K largest logits, so only those are sorted.
 BLOCK = 64
+
+#: An engine's rounding may let its probabilities add up to so much; more, and they are something else.
+LARGEST_TOTAL = 1.01
 
 
 class Top(NamedTuple):
@@ -35,6 +41,11 @@ class Top(NamedTuple):
 def as_float(tensor: Tensor) -> Tensor:
     """Float64 stays what it is; everything else is computed in float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def log_count(count: Tensor, dtype: torch.dtype) -> Tensor:
+    """The logarithm of some integers, which torch alone would give in float32 whatever the policy's dtype."""
+    return count.to(dtype).log()
 
 
 def floored(log_probs: Tensor, present: Tensor) -> Tensor:
@@ -125,6 +136,39 @@ def keep(top: Top, sampled: Tensor, mass_threshold: float) -> tuple[Tensor, Tens
     return ids, torch.where(takes_last, sampled_log_prob, log_probs.masked_fill(~used, -torch.inf)), tail_log_prob
 
 
+def top_of_log_probs(ids: Tensor, log_probs: Tensor, sampled: Tensor, k: int, vocab_size: int) -> Top:
+    """What a capture needs, from some log-probabilities with the sampled token's among them.
+
+    Args:
+        ids: (..., M), −1 in unused entries.
+        log_probs: (..., M).
+        sampled: (..., 1).
+        k: K.
+        vocab_size: V; everything but `ids` has what they leave of 1, and at least 1e-12.
+    """
+    ids, used = ids.long(), ids >= 0
+    z = as_float(log_probs).masked_fill(~used, -torch.inf)
+    # In float64, since a sum close to 1 in float32 knows the rest to 1e-7 only.
+    log_covered = normaliser(z.double())
+    left = (-torch.expm1(log_covered)).clamp(min=PROBABILITY_FLOOR).log()
+    left = left.masked_fill(used.sum(-1, keepdim=True) == vocab_size, -torch.inf)
+    log_total, left = torch.logaddexp(log_covered, left).to(z.dtype), left.to(z.dtype)
+
+    # Among entries in ascending order, the unused ones last, ties go to the smaller position as to the smaller id.
+    order = ids.masked_fill(~used, vocab_size).argsort(dim=-1)
+    ids, z = ids.gather(-1, order), z.gather(-1, order)
+    position = top_ids(z, min(k, ids.shape[-1]))
+    others = z.scatter(-1, position, -torch.inf).masked_fill(ids == sampled, -torch.inf)
+    empty = (0, k - position.shape[-1])
+    return Top(
+        ids=torch.nn.functional.pad(ids.gather(-1, position), empty, value=-1),
+        logits=torch.nn.functional.pad(z.gather(-1, position), empty, value=-torch.inf),
+        sampled_logit=z.masked_fill(ids != sampled, -torch.inf).amax(-1, keepdim=True),
+        log_total=log_total,
+        log_rest=torch.logsumexp(torch.cat([left, others], -1), -1, keepdim=True),
+    )
+
+
 def log_probs_on_support(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities of some tokens and of all others together, differentiable in the logits.
 
@@ -182,8 +226,13 @@ def check_tokens(token_ids: Tensor, shape: Sequence[int]) -> None:
     """Raises ValueError unless `token_ids` are integers of the given shape."""
     if token_ids.shape != torch.Size(shape):
         raise ValueError(f"token_ids must be {shape_text(shape)}, got {shape_text(token_ids.shape)}")
-    if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
-        raise ValueError(f"token_ids must be integers, got {token_ids.dtype}")
+    check_integers("token_ids", token_ids)
+
+
+def check_integers(name: str, tensor: Tensor) -> None:
+    """Raises ValueError unless a tensor is of integers."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise ValueError(f"{name} must be integers, got {tensor.dtype}")
 
 
 def check_logits(logits: Tensor, token_ids: Tensor) -> None:
@@ -192,6 +241,45 @@ def check_logits(logits: Tensor, token_ids: Tensor) -> None:
         raise ValueError(f"logits must be floating point (..., V), got {logits.dtype} {shape_text(logits.shape)}")
     check_tokens(token_ids, logits.shape[:-1])
     check_tokens_in(token_ids, logits.shape[-1])
+
+
+def check_top_log_probs(top_token_ids: Tensor, top_log_probs: Tensor, token_ids: Tensor, vocab_size: int) -> None:
+    """Raises ValueError unless (..., M) entries fit each other, −1 if unused, and hold the (...) sampled tokens."""
+    check_integers("token_ids", token_ids)
+    check_integers("top_token_ids", top_token_ids)
+    if not top_log_probs.is_floating_point():
+        raise ValueError(f"top_log_probs must be floating point, got {top_log_probs.dtype}")
+    for name, tensor in (("top_token_ids", top_token_ids), ("top_log_probs", top_log_probs)):
+        if tensor.dim() == 0 or tensor.shape[-1] == 0 or tensor.shape != (*token_ids.shape, top_token_ids.shape[-1]):
+            expected = shape_text((*token_ids.shape, "M"))
+            raise ValueError(f"{name} must be {expected}, with one M of at least 1, got {shape_text(tensor.shape)}")
+    check_tokens_in(token_ids, vocab_size)
+    outside = (top_token_ids < -1) | (top_token_ids >= vocab_size)
+    if bool(outside.any()):
+        got = top_token_ids[outside][0].item()
+        raise ValueError(f"top_token_ids must be in [0, {vocab_size}), or -1 if unused, got {got}")
+    ordered = top_token_ids.sort(-1).values
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    if bool(twice.any()):
+        raise ValueError(f"top_token_ids must differ in a row, got {ordered[..., 1:][twice][0].item()} twice")
+    missing = ~(top_token_ids == token_ids.unsqueeze(-1)).any(-1)
+    if bool(missing.any()):
+        raise ValueError(
+            f"token_ids must be among top_token_ids, got {token_ids[missing][0].item()} without its log-probability"
+        )
+    total = as_float(top_log_probs).masked_fill(top_token_ids < 0, -torch.inf).exp().sum(-1)
+    if bool((total > LARGEST_TOTAL).any()):
+        raise ValueError(f"top_log_probs must be log-probabilities, got some that add up to {total.max().item():.3g}")
+
+
+def check_capture(top_k: int, mass_threshold: float, tail: str) -> None:
+    """Raises ValueError on parameters of a capture that are out of their range."""
+    if not isinstance(top_k, int) or top_k < 1:
+        raise ValueError(f"top_k must be an integer of at least 1, got {top_k}")
+    if not 0 <= mass_threshold < 1:
+        raise ValueError(f"mass_threshold must be in [0, 1), got {mass_threshold}")
+    if tail not in TAILS:
+        raise ValueError(f"tail must be one of {', '.join(TAILS)}, got {tail!r}")
 
 
 def check_tokens_in(token_ids: Tensor, vocab_size: int) -> None:

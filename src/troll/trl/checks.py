@@ -1,0 +1,62 @@
+"""What is worth saying before training starts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from troll.trl.config import TrollConfig
+
+
+def dropout_rates(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
+    """Every non-zero dropout rate of a model, as a module and the name of its attribute."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            is_rate = "drop" in name or (name == "p" and isinstance(module, torch.nn.modules.dropout._DropoutNd))
+            if is_rate and isinstance(value, float) and value > 0:
+                yield module, name
+
+
+def warn_about(args: TrollConfig, model: torch.nn.Module) -> None:
+    """Warns of settings that train, but not as their user will have meant."""
+    if args.always_on_policy and args.surrogate != "none":
+        warnings.warn(
+            f"every update is on-policy, where surrogate {args.surrogate!r} is the identity: old and new policy are "
+            "equal. Give each rollout several updates: raise steps_per_generation above gradient_accumulation_steps "
+            f"(now {args.steps_per_generation} and {args.gradient_accumulation_steps}), or num_iterations above 1",
+            stacklevel=3,
+        )
+    lora_dropout = max((getattr(config, "lora_dropout", 0.0) for config in _peft_configs(model)), default=0.0)
+    if args.disable_dropout and lora_dropout:
+        warnings.warn(
+            f"lora_dropout={lora_dropout} is set to 0: dropout changes the policy between scoring and update, and the "
+            "trust region would project that noise (disable_dropout=False keeps it)",
+            stacklevel=3,
+        )
+    if not args.disable_dropout and any(dropout_rates(model)):
+        warnings.warn(
+            "the model has dropout and disable_dropout=False: the policy differs between scoring and update by that "
+            "noise, which the trust region projects",
+            stacklevel=3,
+        )
+    updates, rest = divmod(args.rollout_steps, args.gradient_accumulation_steps)
+    if (
+        args.save_strategy == "steps"
+        and updates > 1
+        and not rest
+        and args.save_steps >= 1
+        and args.save_steps % updates
+    ):
+        warnings.warn(
+            f"save_steps={args.save_steps} is not a multiple of the {updates} updates of a rollout: a run resumed from "
+            "the middle of a rollout starts a new one and does not repeat the interrupted run exactly",
+            stacklevel=3,
+        )
+
+
+def _peft_configs(model: torch.nn.Module) -> list[Any]:
+    configs: Any = getattr(model, "peft_config", None)
+    return list(configs.values()) if isinstance(configs, dict) else []

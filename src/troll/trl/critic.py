@@ -1,0 +1,337 @@
+"""The critic of PPO: a value head on a backbone of the policy's family, with an optimiser of its own."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from peft import PeftConfig, PeftModel
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from troll.trl.value_model import value_model
+
+#: What `Critic.save` writes into the folder that it is given: one file, so that it is replaced as a whole.
+CRITIC_FILE = "critic.pt"
+
+
+@dataclass(frozen=True)
+class CriticSettings:
+    """How the critic is trained.
+
+    Args:
+        learning_rate: AdamW's, constant.
+        weight_decay: AdamW's, on matrices: not on biases and norms.
+        max_grad_norm: Gradients are scaled down to this norm; None does not.
+        value_clip: How far a value may move from that of the rollout before the loss stops rewarding it; None: any way.
+        critic_only_steps: Optimiser steps at the start in which the policy is not trained (see `Critic.warming_up`).
+
+    Raises:
+        ValueError: On a number out of its range.
+    """
+
+    learning_rate: float = 1e-5
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    value_clip: float | None = 0.2
+    critic_only_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "max_grad_norm", "value_clip"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+        for name in ("weight_decay", "critic_only_steps"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+
+def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, value_clip: float | None) -> Tensor:
+    """PPO's loss of each value: ½ max((V − R)², (V_old + clip(V − V_old, ±c) − R)²), or ½ (V − R)² without a clip.
+
+    A value that has moved by more than c towards its target gets no gradient any more; one that has moved away does.
+
+    Args:
+        values: V, any shape.
+        returns: R
+        old_values: V_old, at the rollout.
+        value_clip: c
+
+    Returns:
+        Of the same shape.
+    """
+    error = (values - returns) ** 2
+    if value_clip is not None:
+        clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
+        error = torch.maximum(error, (clipped - returns) ** 2)
+    return 0.5 * error
+
+
+class Critic:
+    """Values, their training and their checkpoint.
+
+    One process or more (DDP, or FSDP with ``fsdp_version=2``). The gradient of an update is that of the mean loss over
+    all tokens of the update, whatever the numbers of micro-batches and processes: micro-batches accumulate the sum, and
+    `step` divides it by the number of tokens, which is known only then.
+
+    Args:
+        accelerator: The trainer's. Whether a micro-batch ends an update is its `sync_gradients`.
+        model: See `value_model`, as the next three.
+        peft_config: The policy's.
+        model_init_kwargs: Arguments of ``from_pretrained``.
+        gradient_checkpointing: Whether layers are computed again in the backward pass.
+        settings: How it is trained.
+
+    Raises:
+        ValueError: Under DeepSpeed, Megatron or the first version of FSDP, in fp16, and as `value_model`.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: str | os.PathLike[str] | PreTrainedModel | PeftModel,
+        settings: CriticSettings | None = None,
+        *,
+        peft_config: PeftConfig | None = None,
+        model_init_kwargs: dict[str, Any] | None = None,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        _refuse(accelerator)
+        self.accelerator = accelerator
+        self.settings = settings or CriticSettings()
+        self.steps = 0
+        built = value_model(model, peft_config, model_init_kwargs, gradient_checkpointing)
+        trained = [parameter for parameter in built.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.settings.weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW([group for group in groups if group["params"]], self.settings.learning_rate)
+        self.model, self.optimizer = accelerator.prepare(built, optimizer)
+        self._tokens = torch.zeros((), device=accelerator.device)
+        self._sums: dict[str, Tensor] = {}
+        self._grad_norms: list[Tensor] = []
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the policy rests in the update that is being accumulated; `step` moves on to the next one."""
+        return self.steps < self.settings.critic_only_steps
+
+    # Values
+
+    def values(
+        self, input_ids: Tensor, attention_mask: Tensor, completion_length: int, batch_size: int | None = None
+    ) -> Tensor:
+        """The values of the states in which the tokens of the completions were chosen, without gradient.
+
+        Args:
+            input_ids: (B, P + T), prompts padded on the left and completions on the right.
+            attention_mask: (B, P + T)
+            completion_length: T
+            batch_size: Rows at a time; all by default.
+
+        Returns:
+            (B, T) in float32. What is at padding means nothing.
+        """
+        self.model.eval()
+        size = batch_size or len(input_ids)
+        with torch.no_grad():
+            chunks = [
+                self._forward(ids, mask, completion_length)
+                for ids, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True)
+            ]
+        return torch.cat(chunks)
+
+    def _forward(self, input_ids: Tensor, attention_mask: Tensor, completion_length: int) -> Tensor:
+        # Positions are the model's own, as for the policy: both see the same padding.
+        with self.accelerator.autocast():
+            output = self.model(input_ids=input_ids, attention_mask=attention_mask)
+        # Before the token, not at it: a value that knows the action is no baseline.
+        return output.logits[:, -completion_length - 1 : -1, 0].float()
+
+    # Training
+
+    def train_on(
+        self, input_ids: Tensor, attention_mask: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor
+    ) -> None:
+        """Forward and backward on one micro-batch.
+
+        Args:
+            input_ids: (B, P + T)
+            attention_mask: (B, P + T)
+            returns: (B, T), the targets.
+            old_values: (B, T), as `values` gave them at the rollout.
+            mask: (B, T), the tokens to train on. Elsewhere returns and values may be anything.
+        """
+        self.model.train()
+        mask = mask.bool()
+        wait = nullcontext() if self.accelerator.sync_gradients else self.accelerator.no_sync(self.model)
+        with wait:
+            new_values = self._forward(input_ids, attention_mask, returns.shape[1])
+            values, returns, old_values = (torch.where(mask, x, 0.0) for x in (new_values, returns, old_values))
+            losses = value_loss(values, returns, old_values, self.settings.value_clip)
+            self.accelerator.backward(losses.sum())
+        self._tokens += mask.sum()
+        self._observe(losses.detach(), values.detach(), returns, old_values, mask)
+
+    def step(self) -> None:
+        """Ends an update, if the accelerator says that the last micro-batch did.
+
+        Raises:
+            FloatingPointError: If gradients are NaN or infinite, before the optimiser sees them.
+        """
+        if not self.accelerator.sync_gradients:
+            return
+        tokens = self.accelerator.reduce(self._tokens, reduction="sum").clamp(min=1)
+        self._tokens = torch.zeros_like(self._tokens)
+        gradients = [p for p in self.model.parameters() if p.grad is not None]
+        for parameter in gradients:  # summed over micro-batches, averaged over processes
+            parameter.grad.mul_(self.accelerator.num_processes / tokens)
+        max_norm = torch.inf if self.settings.max_grad_norm is None else self.settings.max_grad_norm
+        norm = nn.utils.clip_grad_norm_(gradients, max_norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not norm.isfinite():
+            raise FloatingPointError(
+                f"critic, step {self.steps + 1}: the gradients are NaN or infinite, and the update was not made. "
+                "Resume from the last checkpoint with a lower learning rate of the critic"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.learning_rate  # a resumed run may have another than its checkpoint
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+        self._grad_norms.append(norm)
+
+    # What it did
+
+    def _observe(self, losses: Tensor, values: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor) -> None:
+        clip = self.settings.value_clip
+        moved = torch.zeros_like(mask) if clip is None else mask & ((values - old_values).abs() > clip)
+        error = returns - old_values
+        sums = {
+            "tokens": mask.sum(),
+            "value_loss": losses.sum(),
+            "clip_fraction": moved.sum(),
+            "value_mean": values.sum(),
+            "return_mean": returns.sum(),
+            "return_square": (returns**2).sum(),
+            "error": error.sum(),
+            "error_square": (error**2).sum(),
+        }
+        self._sums = {name: value.float() + self._sums.get(name, 0) for name, value in sums.items()}
+
+    def metrics(self) -> dict[str, float]:
+        """What happened since the last call, over all tokens and processes, by name.
+
+        ``value_loss``, ``clip_fraction`` (values that have moved by more than `value_clip` since the rollout),
+        ``value_mean``, ``return_mean``, ``explained_variance`` = 1 − Var(R − V_old) / Var(R), of the rollout's values,
+        that is before they were trained on these returns (1 is perfect, 0 no better than a constant, NaN if all returns
+        are equal), and ``grad_norm`` before clipping (mean over updates).
+
+        Every process has to call it. Empty if there was no micro-batch since.
+        """
+        if not self._sums:
+            return {}
+        total = self.accelerator.reduce(torch.stack(list(self._sums.values())), reduction="sum")
+        sums = dict(zip(self._sums, total.tolist(), strict=True))
+        tokens = max(sums.pop("tokens"), 1.0)
+        means = {name: value / tokens for name, value in sums.items()}
+        variance = means.pop("return_square") - means["return_mean"] ** 2
+        unexplained = means.pop("error_square") - means.pop("error") ** 2
+        # Below this, the difference of two squares is rounding.
+        constant = variance <= 1e-6 * means["return_mean"] ** 2
+        means["explained_variance"] = torch.nan if constant else 1 - unexplained / variance
+        if self._grad_norms:
+            means["grad_norm"] = torch.stack(self._grad_norms).mean().item()
+        self._sums, self._grad_norms = {}, []
+        return means
+
+    # Checkpoints
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the trained weights (with LoRA: adapter and head), the optimiser's state and the number of steps.
+
+        One file, `CRITIC_FILE`, which replaces another as a whole. Every process has to call it.
+        """
+        state = {
+            "weights": get_model_state_dict(self.model, options=_options()),
+            # Without a step there is no state, and asking torch for it would make one.
+            "optimizer": get_optimizer_state_dict(self.model, self._raw_optimizer, options=_options())
+            if self.steps
+            else None,
+            "steps": self.steps,
+        }
+        if self.accelerator.is_main_process:
+            path = Path(folder, CRITIC_FILE)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(".part")
+            torch.save(state, part)
+            os.replace(part, path)
+        self.accelerator.wait_for_everyone()
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Goes on where `save` was: with the same data, the same bits. Every process has to call it.
+
+        Raises:
+            FileNotFoundError: If the folder has no critic.
+            ValueError: If the critic in it has other weights: another model, or LoRA where there was none.
+        """
+        path = Path(folder, CRITIC_FILE)
+        if not path.is_file():
+            raise FileNotFoundError(f"{folder} has no {CRITIC_FILE}: it is no checkpoint of a run with a critic")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        shapes = {name: tuple(weight.shape) for name, weight in state["weights"].items()}
+        if shapes != self._trained_shapes():
+            raise ValueError(
+                f"{path} holds the weights of another critic: {_difference(shapes, self._trained_shapes())}"
+            )
+        set_model_state_dict(self.model, state["weights"], options=_options())
+        if state["optimizer"] is not None:
+            set_optimizer_state_dict(self.model, self._raw_optimizer, state["optimizer"], options=_options())
+        self.steps = state["steps"]
+
+    def _trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        model = self.accelerator.unwrap_model(self.model)
+        return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+
+    @property
+    def _raw_optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizer.optimizer
+
+
+def _options() -> StateDictOptions:
+    """The whole state on the CPU of the main process, of trained weights alone."""
+    return StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
+
+
+def _difference(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> str:
+    names = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    name = names[0]
+    return f"{name} has shape {found.get(name)} in it and {expected.get(name)} here ({len(names)} differ)"
+
+
+def _refuse(accelerator: Accelerator) -> None:
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ValueError(
+            f"a critic cannot be trained with {kind.value}, of which accelerate prepares one model alone: use DDP or "
+            "FSDP with fsdp_version=2"
+        )
+    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ValueError("a critic needs fsdp_version=2, got 1")
+    if accelerator.mixed_precision == "fp16":
+        raise ValueError("a critic needs bf16 or float32, got fp16: its loss would share the policy's loss scale")

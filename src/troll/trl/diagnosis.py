@@ -1,0 +1,112 @@
+"""The diagnostics of every so many updates, where TRL has the batch: see docs/diagnostics.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from troll.trl.config import TrollConfig
+from troll.trl.fused_head import scatter
+from troll.trl.surrogates import ScoredTokens
+from troll.trust_region.diagnostics import (
+    Tally,
+    coverage,
+    dual_report,
+    ratio_report,
+    sequence_report,
+    tail_gap,
+    tail_report,
+)
+from troll.trust_region.policy import SparsePolicy
+
+#: Tokens of a rollout, on each process, whose whole distributions are compared.
+PROBED_TOKENS = 32
+
+#: ``(input_ids (1, L), attention_mask (1, L), positions (n,)) -> logits (n, V)`` of the network now, without gradient.
+Logits = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Some tokens of one completion, and their whole old distributions."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    positions: Tensor
+    old_logits: Tensor
+    old: SparsePolicy
+
+
+class Diagnosis:
+    """Measures an update, micro-batch by micro-batch; every method runs on every process.
+
+    Args:
+        accelerator: The trainer's.
+        args: The trainer's.
+        logits: Reads whole distributions.
+    """
+
+    def __init__(self, accelerator: Accelerator, args: TrollConfig, logits: Logits) -> None:
+        self._accelerator, self._args, self._logits = accelerator, args, logits
+        self._tally = Tally()
+        self._probe: Probe | None = None
+
+    def probe(self, rolled_out: dict[str, Any], mask: Tensor) -> None:
+        """Keeps the old distributions of some tokens, of the longest completion, for the updates of this rollout.
+
+        Images are not passed on, so that nothing is kept of a rollout with some.
+        """
+        self._probe = None
+        if "pixel_values" in rolled_out or self._args.tail != "bucket" or self._args.anchor != "old":
+            return
+        row = mask.sum(-1).argmax()
+        at = mask[row].nonzero().squeeze(-1)
+        at = at[torch.linspace(0, max(len(at) - 1, 0), min(PROBED_TOKENS, len(at)), device=at.device).long()]
+        ids, attention = (
+            torch.cat([rolled_out[f"prompt_{name}"][row], rolled_out[f"completion_{name}"][row]]).unsqueeze(0)
+            for name in ("ids", "mask")
+        )
+        positions = at + rolled_out["prompt_ids"].shape[1] - 1
+        logits = self._logits(ids, attention, positions)
+        old = SparsePolicy.from_logits(
+            logits,
+            rolled_out["completion_ids"][row][at],
+            top_k=self._args.support_top_k,
+            mass_threshold=self._args.mass_threshold,
+        )
+        self._probe = Probe(ids, attention, positions, logits, old)
+
+    @torch.no_grad()
+    def observe(self, tokens: ScoredTokens, scored: Tensor, mask: Tensor) -> None:
+        """Adds a micro-batch: the (N,) tokens where the (B, T) `scored` is true, of which the (B, T) mask counts."""
+        old, new = tokens.old, tokens.new
+        assert old is not None
+        assert new is not None
+        whole = old.extended(new.token_ids) if old.tail == "floor" else old
+        log_ratio, counts = tokens.new_log_probs - tokens.old_log_probs, mask[scored.bool()]
+        tally = sequence_report(scatter(whole.kl(new), scored), scatter(log_ratio, scored), mask * scored)
+        tally += coverage(old, counts) + ratio_report(log_ratio, tokens.advantages, counts)
+        if self._args.surrogate == "troll":
+            tally += dual_report(new, old, counts, tokens.kl_bound, self._args.solver, tokens.constraint)
+        if self._probe is not None:
+            probe, self._probe = self._probe, None
+            new_logits = self._logits(probe.input_ids, probe.attention_mask, probe.positions)
+            gap = tail_gap(new_logits, probe.old_logits, probe.old)
+            tally += tail_report(gap, torch.ones_like(gap.gap))
+        self._tally += tally
+
+    def metrics(self) -> dict[str, float]:
+        """``trust_region/diagnostics/*`` since the last call, over all tokens and processes; empty if none was due."""
+        if not self._tally.totals:
+            return {}
+        values = self._tally.reduced(
+            lambda total: self._accelerator.reduce(total, reduction="sum"),
+            lambda largest: self._accelerator.gather(largest.unsqueeze(0)).amax(0),
+        ).values()
+        self._tally = Tally()
+        return {f"trust_region/diagnostics/{name}": value.item() for name, value in values.items()}

@@ -1,0 +1,113 @@
+"""What the trust region did: statistics over micro-batches and processes, for the log and for adaptive bounds."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from troll.trl.config import TrollConfig
+from troll.trust_region.bounds import BoundStatistics
+from troll.trust_region.diagnostics import support_too_small
+from troll.trust_region.objective import TrustRegionStep, trust_region_metrics, trust_region_statistics
+from troll.trust_region.policy import SparsePolicy
+
+#: More than this fraction of tokens projected, over so many optimiser steps, is worth a warning.
+WATCHED_FRACTION, WATCHED_STEPS = 0.1, 100
+
+
+class Monitor:
+    """Collects :class:`TrustRegionStep` of the micro-batches; every method runs on every process.
+
+    Args:
+        accelerator: The trainer's.
+        args: The trainer's.
+    """
+
+    def __init__(self, accelerator: Accelerator, args: TrollConfig) -> None:
+        self._accelerator, self._args = accelerator, args
+        self.sums: dict[str, Tensor] = {}
+        self.maxima: dict[str, Tensor] = {}
+        self._update = torch.zeros(3, dtype=torch.float64)
+        self._watched = {"projected": 0.0, "tokens": 0.0}
+        self._watched_since: int | None = None
+        self._warned_of_coverage = False
+
+    def observe(self, step: TrustRegionStep, old: SparsePolicy, mask: Tensor, global_step: int) -> None:
+        """Adds (N,) tokens of a micro-batch, of which the mask counts.
+
+        Raises:
+            FloatingPointError: If logits are NaN or infinite, on every process.
+        """
+        sums, maxima = trust_region_statistics(step, mask)
+        # Tool tokens are masked by multiplication in the parent, which NaN survives: they are counted too.
+        sums["nonfinite"] = (~step.kl_before.isfinite()).sum().to(sums["tokens"])
+        # One collective, and one wait for the device, for all that the host has to know now.
+        known = torch.stack([sums[name] for name in ("nonfinite", "tokens", "projected", "kl_before")])
+        nonfinite, *update = self._accelerator.reduce(known, reduction="sum").double().cpu()
+        if nonfinite:
+            raise FloatingPointError(
+                f"step {global_step + 1}: the logits of {int(nonfinite)} tokens are NaN or infinite, and the "
+                "update was not made. Resume from the last checkpoint with a lower learning_rate or max_grad_norm; in "
+                "fp16, use bf16"
+            )
+        self._update += torch.stack(update)
+        if self._watched_since is None:
+            self._watched_since = global_step
+        counted = mask.bool()
+        sums["support_size"] = torch.where(counted, old.used.sum(-1), 0).sum().to(sums["tokens"])
+        tail_mass = old.tail_log_prob.exp()
+        sums["tail_mass"] = torch.where(counted, tail_mass, 0.0).sum()
+        uncovered = counted & old.used.all(-1) & (tail_mass > old.mass_threshold)
+        sums["uncovered_fraction"] = uncovered.sum().to(sums["tokens"])
+        self.sums = {name: value + self.sums.get(name, 0) for name, value in sums.items()}
+        self.maxima = {name: value.maximum(self.maxima.get(name, value)) for name, value in maxima.items()}
+
+    def end_update(self) -> BoundStatistics | None:
+        """What all processes saw since the last call, one optimiser step ago; None if no token was observed."""
+        tokens, projected, kl = self._update.tolist()
+        self._update = torch.zeros_like(self._update)
+        return BoundStatistics(projected_fraction=projected / tokens, kl=kl / tokens) if tokens else None
+
+    def metrics(self, global_step: int) -> dict[str, float]:
+        """``trust_region/*`` over all tokens since the last call and all processes, and warnings about them."""
+        if not self.sums:
+            return {}
+        total = self._accelerator.reduce(torch.stack(list(self.sums.values())), reduction="sum")
+        largest = self._accelerator.gather(torch.stack(list(self.maxima.values())).unsqueeze(0)).amax(0)
+        sums = dict(zip(self.sums, total.cpu(), strict=True))
+        maxima = dict(zip(self.maxima, largest.cpu(), strict=True))
+        self.sums, self.maxima = {}, {}
+        metrics = trust_region_metrics(sums, maxima)
+        means = ("support_size", "tail_mass", "uncovered_fraction")
+        metrics |= {name: sums[name] / sums["tokens"].clamp(min=1) for name in means}
+        self._watch_projections(sums["projected"].item(), sums["tokens"].item(), global_step)
+        self._watch_coverage(metrics["uncovered_fraction"].item())
+        return {f"trust_region/{name}": value.item() for name, value in metrics.items()}
+
+    def _watch_projections(self, projected: float, tokens: float, global_step: int) -> None:
+        self._watched["projected"] += projected
+        self._watched["tokens"] += tokens
+        if self._watched_since is None or global_step - self._watched_since < WATCHED_STEPS:
+            return
+        fraction = self._watched["projected"] / max(self._watched["tokens"], 1)
+        if fraction > WATCHED_FRACTION:
+            warnings.warn(
+                f"{fraction:.0%} of the tokens were projected in the last {WATCHED_STEPS} steps or more, so the bound "
+                "rather than the advantages decides the update: lower learning_rate or the updates per rollout",
+                stacklevel=2,
+            )
+        self._watched, self._watched_since = {"projected": 0.0, "tokens": 0.0}, None
+
+    def _watch_coverage(self, uncovered_fraction: float) -> None:
+        message = support_too_small(
+            uncovered_fraction,
+            top_k=self._args.support_top_k,
+            mass_threshold=self._args.mass_threshold,
+            setting="support_top_k",
+        )
+        if message is not None and not self._warned_of_coverage:
+            self._warned_of_coverage = True
+            warnings.warn(message, stacklevel=2)

@@ -1,0 +1,126 @@
+"""A model of values: the backbone of a language model below a linear head."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from trl.trainer.utils import disable_dropout_in_model
+
+
+class ValueHead(nn.Linear):
+    """A linear layer to one value, in float32 also where the rest of the model computes in bf16.
+
+    The 8 bits of bf16 would round values, and with them all temporal differences, by 0.4 %.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, 1, dtype=torch.float32)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(..., hidden_size) to (..., 1) in float32."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())
+
+    def reset_parameters(self) -> None:
+        """Zeros, so that values start at 0.
+
+        Then the first advantages are the rewards themselves and the first updates REINFORCE's; a random head would add
+        the noise of a random function of the text. The head's own gradient is that of a linear regression, so it
+        leaves zero at the first step, and the backbone learns from the second on.
+        """
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+def value_model(
+    model: str | os.PathLike[str] | PreTrainedModel | PeftModel,
+    peft_config: PeftConfig | None = None,
+    model_init_kwargs: dict[str, Any] | None = None,
+    gradient_checkpointing: bool = False,
+) -> nn.Module:
+    """A model of values: the backbone of a language model, without dropout, below a `ValueHead`.
+
+    Dropout is off since the critic's values at the rollout are compared with those in the update.
+
+    Args:
+        model: Name or folder of a language model; or a model, whose configuration is used and whose backbone's weights
+            are copied (without an adapter, if it has one).
+        peft_config: The policy's. The backbone then gets an adapter of that shape and stays frozen otherwise; the head
+            is trained whole.
+        model_init_kwargs: Arguments of ``from_pretrained``, where `model` is a name. `dtype` is float32 by default.
+        gradient_checkpointing: Whether layers are computed again in the backward pass.
+
+    Raises:
+        ValueError: If transformers has no token classifier for the architecture, or the adapter is not LoRA.
+    """
+    if isinstance(model, str | os.PathLike):
+        critic = _from_folder(os.fspath(model), dict(model_init_kwargs or {}))
+    else:
+        critic = _from_model(model.get_base_model() if isinstance(model, PeftModel) else model)
+    critic.score = ValueHead(critic.score.in_features)
+    disable_dropout_in_model(critic)
+    if gradient_checkpointing:
+        # Not reentrant: with a frozen embedding, the reentrant one would lose the gradient.
+        critic.activation_checkpointing_enable({"use_reentrant": False})
+    return critic if peft_config is None else get_peft_model(critic, _adapter_of_critic(peft_config))
+
+
+def _from_folder(name: str, kwargs: dict[str, Any]) -> Any:
+    chosen = {key: kwargs[key] for key in ("revision", "trust_remote_code", "token", "cache_dir") if key in kwargs}
+    config = _value_config(AutoConfig.from_pretrained(name, **chosen))
+    kwargs.setdefault("dtype", torch.float32)
+    return AutoModelForTokenClassification.from_pretrained(name, config=config, **kwargs)
+
+
+def _from_model(model: Any) -> Any:
+    config = _value_config(copy.deepcopy(model.config))
+    critic = AutoModelForTokenClassification.from_config(
+        config, dtype=model.dtype, attn_implementation=model.config._attn_implementation
+    )
+    # Where PEFT has put its layers, the original weights have a longer name.
+    weights = {
+        name.replace("base_layer.", "").replace("original_module.", ""): weight
+        for name, weight in model.base_model.state_dict().items()
+    }
+    backbone = critic.base_model.state_dict()
+    critic.base_model.load_state_dict({name: weights[name] for name in backbone})
+    return critic
+
+
+def _value_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        raise ValueError(
+            f"model must be of an architecture for which transformers has a token classifier, got {config.model_type!r}"
+            ": name another one with the same vocabulary as critic_model_name_or_path"
+        )
+    config.num_labels = 1
+    config.use_cache = False
+    for name, value in vars(config).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def _adapter_of_critic(policy: PeftConfig) -> LoraConfig:
+    if not isinstance(policy, LoraConfig):
+        raise ValueError(f"peft_config must be a LoraConfig for a critic, got {type(policy).__name__}")
+    config = copy.deepcopy(policy)
+    config.task_type = TaskType.TOKEN_CLS
+    config.lora_dropout = 0.0
+    config.modules_to_save = [name for name in policy.modules_to_save or [] if name != "lm_head"] + ["score"]
+    if policy.target_modules == "all-linear":  # which would count the head
+        excluded = policy.exclude_modules
+        config.exclude_modules = f"{excluded}|score" if isinstance(excluded, str) else [*(excluded or ()), "score"]
+    return config

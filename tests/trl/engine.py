@@ -1,0 +1,111 @@
+"""A stand-in for vLLM on a tiny model: its output format, with weights that are rounded or old, and unknown tokens."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+#: [token][entry] of one completion.
+Entries = list[list[Any]]
+
+
+@dataclass
+class Engine:
+    """Samples from its own copy of a model.
+
+    Attributes:
+        rounded: Whether its weights are rounded to bf16.
+        steps_old: It uses the weights of so many syncs before the last one.
+        unknown: Every so many tokens, the log-probs are None; 0 never.
+        temperature: Of the sampling.
+        max_tokens: Of a completion.
+    """
+
+    rounded: bool = False
+    steps_old: int = 0
+    unknown: int = 0
+    temperature: float = 1.0
+    max_tokens: int = 8
+    model: Any = None
+    tokens: int = 0
+    weights: deque[dict[str, torch.Tensor]] = field(default_factory=deque)
+
+    def sync(self, model: Any) -> None:
+        """Takes the trainer's weights, and uses those of `steps_old` syncs before."""
+        if hasattr(model, "merge_and_unload"):  # PEFT, whose adapter vLLM gets merged
+            model = copy.deepcopy(model).merge_and_unload()
+        if self.model is None:
+            self.model = type(model)(copy.deepcopy(model.config)).eval()
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        if self.rounded:
+            state = {name: value.bfloat16().to(value.dtype) for name, value in state.items()}
+        self.weights.append(state)
+        while len(self.weights) > self.steps_old + 1:
+            self.weights.popleft()
+        self.model.load_state_dict(self.weights[0])
+
+    @torch.no_grad()
+    def complete(self, prompt: list[int], number: int) -> tuple[list[int], Entries, Entries]:
+        """Token ids, and for each the log-probs and ids of the `number` likeliest and of itself, sorted by rank."""
+        completion: list[int] = []
+        log_probs: Entries = []
+        token_ids: Entries = []
+        ends = self.model.config.eos_token_id
+        while len(completion) < self.max_tokens and not (completion and completion[-1] in ends):
+            logits = self.model(torch.tensor([prompt + completion])).logits[0, -1].float()
+            distribution = torch.log_softmax(logits / self.temperature, -1)
+            sampled = int(torch.multinomial(distribution.exp(), 1))
+            ids = distribution.sort(descending=True, stable=True).indices.tolist()
+            ids = [token for token in ids if token in ids[:number] or token == sampled]
+            self.tokens += 1
+            is_unknown = self.unknown and self.tokens % self.unknown == 0
+            completion.append(sampled)
+            token_ids.append(ids)
+            log_probs.append([None if is_unknown else distribution[token].item() for token in ids])
+        return completion, log_probs, token_ids
+
+
+class EngineGeneration:
+    """The interface of `trl.generation.vllm_generation.VLLMGeneration`."""
+
+    def __init__(self, engine: Engine, model: Any, accelerator: Any, mode: str = "colocate", **settings: Any) -> None:
+        self.engine, self.model, self.accelerator, self.mode = engine, model, accelerator, mode
+        self.logprobs = settings.get("logprobs", 0)
+        engine_config = SimpleNamespace(logprobs_mode="processed_logprobs", max_logprobs=-1, max_model_len=64)
+        self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=engine_config))
+        self.vllm_client = SimpleNamespace(get_server_info=lambda: {"model_config": vars(engine_config)})
+
+    def sync_weights(self) -> None:
+        self.engine.sync(self.model)
+
+    def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:
+        completions = [self.engine.complete(prompt, self.logprobs) for prompt in prompts]
+        ids, log_probs, token_ids = (list(part) for part in zip(*completions, strict=True))
+        return prompts, ids, log_probs, token_ids
+
+
+@dataclass
+class RolloutFunc:
+    """A rollout function of TRL with a single completion for each prompt it gets."""
+
+    engine: Engine
+    number: int = 8
+
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        self.engine.sync(trainer.model)
+        prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        completions = [self.engine.complete(ids, self.number) for ids in prompt_ids]
+        completion_ids, log_probs, token_ids = (list(part) for part in zip(*completions, strict=True))
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": completion_ids,
+            "logprobs": [[math.nan] * len(ids) for ids in completion_ids],
+            "top_logprobs": log_probs,
+            "top_logprob_token_ids": token_ids,
+        }

@@ -1,0 +1,191 @@
+"""Advantage estimators against closed forms on small batches made by hand."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from troll.trl.advantages import (
+    ESTIMATORS,
+    combine_rewards,
+    gae,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    rloo,
+    terminal_rewards,
+    token_advantages,
+    whiten,
+)
+
+NAN = math.nan
+ONES = torch.ones(6, dtype=torch.long)
+
+OF_SEQUENCES = {name: estimator.of_sequences for name, estimator in ESTIMATORS.items() if estimator.of_sequences}
+
+
+def float64(values: list) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def close(actual: Tensor, expected: Tensor | list | float) -> None:
+    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=1e-12, atol=1e-12)
+
+
+def test_rewards_are_weighted_over_the_functions_that_scored():
+    rewards = float64([[1, 2], [NAN, 3], [4, NAN], [NAN, NAN]])
+    combined = combine_rewards(rewards, torch.tensor([1.0, 0.5]))
+    torch.testing.assert_close(combined, float64([2, 1.5, 4, NAN]), equal_nan=True)
+
+
+def test_rloo_is_the_distance_from_the_mean_of_the_others():
+    # The first group: 1 − 5/2, 2 − 4/2, 3 − 3/2. The second has a completion without a reward.
+    close(rloo(float64([1, 2, 3, 4, NAN, 10]), 3, ONES), [-1.5, 0, 1.5, -6, 0, 6])
+
+
+def test_rloo_of_a_completion_without_others_is_zero():
+    close(rloo(float64([NAN, 5, NAN, NAN]), 2, ONES[:4]), [0, 0, 0, 0])
+
+
+def test_reinforce_plus_plus_whitens_without_groups():
+    # Mean 2, variance 1.
+    close(reinforce_plus_plus(float64([1, 3, 1, 3]), 2, ONES[:4]), [-1, 1, -1, 1])
+
+
+def test_reinforce_plus_plus_counts_tokens_not_completions():
+    rewards, counts = float64([0, 1, 5, NAN]), torch.tensor([3, 1, 0, 7])
+    tokens = float64([0, 0, 0, 1])
+    mean, std = tokens.mean(), tokens.std(correction=0)
+    # No tokens, or no reward: no part in the mean, and no advantage.
+    close(reinforce_plus_plus(rewards, 2, counts), [-mean / std, (1 - mean) / std, 0, 0])
+
+
+def test_reinforce_plus_plus_baseline_subtracts_the_group_first():
+    # Differences from the group's mean: −1, 1, −3, 3, and 0 without a comparison; their mean is 0, their variance 20/5.
+    advantages = reinforce_plus_plus_baseline(float64([1, 3, 4, 10, 7, NAN]), 2, ONES)
+    close(advantages, [-0.5, 0.5, -1.5, 1.5, 0, 0])
+
+
+@pytest.mark.parametrize("estimator", OF_SEQUENCES)
+def test_equal_rewards_have_no_advantage(estimator):
+    advantages = OF_SEQUENCES[estimator](torch.full((6,), 0.1), 3, ONES)
+    assert advantages.abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("estimator", OF_SEQUENCES)
+def test_a_batch_that_nobody_scored_has_no_advantage(estimator):
+    advantages = OF_SEQUENCES[estimator](torch.full((6,), NAN), 3, ONES)
+    assert advantages.tolist() == [0.0] * 6
+
+
+@pytest.mark.parametrize("estimator", [rloo, reinforce_plus_plus_baseline])
+def test_group_baselines_need_groups(estimator):
+    with pytest.raises(ValueError, match=r"num_generations must be at least 2 .* got 1"):
+        estimator(torch.ones(4), 1, ONES[:4])
+    with pytest.raises(ValueError, match=r"whole groups of num_generations=3, got 4 rewards"):
+        estimator(torch.ones(4), 3, ONES[:4])
+
+
+def test_the_registry_says_what_an_estimator_needs():
+    assert {name for name, estimator in ESTIMATORS.items() if estimator.needs_critic} == {"gae"}
+    assert not ESTIMATORS["reinforce_plus_plus"].needs_group
+    assert ESTIMATORS["group"].of_sequences is None
+
+
+def test_whitened_values_have_mean_zero_and_variance_one():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(5, 7, generator=generator, dtype=torch.float64) * 3 + 100
+    mask = torch.rand(5, 7, generator=generator) < 0.6
+    whitened = whiten(values.masked_fill(~mask, NAN), mask)
+    close(whitened[mask].mean(), 0)
+    close(whitened[mask].var(correction=0), 1)
+    assert not whitened[~mask].any()
+    kept = whiten(values, mask, shift_mean=False)
+    close(kept[mask], whitened[mask] + values[mask].mean())
+
+
+def test_whitening_in_float32_keeps_a_small_variance_beside_a_large_mean():
+    values = 1000 + 0.1 * torch.arange(64.0)
+    expected = (values.double() - values.double().mean()) / values.double().std(correction=0)
+    torch.testing.assert_close(whiten(values, torch.ones(64)).double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_whitening_over_two_processes_is_whitening_of_the_whole():
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    mask = torch.rand(6, 4, generator=generator) < 0.7
+    halves = [(values[:2], mask[:2]), (values[2:], mask[2:])]
+
+    def whiten_half(own: int) -> Tensor:
+        # What the other process would send: its sums, with the mean of both.
+        v, m = halves[1 - own]
+        other = iter(
+            [torch.stack([v[m].sum(), m.sum().double()]), ((v[m] - values[mask].mean()) ** 2).sum()],
+        )
+        return whiten(*halves[own], reduce=lambda tensor: tensor + next(other))
+
+    close(torch.cat([whiten_half(0), whiten_half(1)]), whiten(values, mask))
+
+
+def test_the_reward_is_at_the_last_token_of_the_policy():
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
+    expected = [[0, 0, 5.0, 0], [0, 0, 6, 0], [0, 0, 0, 7], [0, 0, 0, 0]]
+    close(terminal_rewards(torch.tensor([5.0, 6, 7, 8]), mask), expected)
+
+
+def naive_gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> list[float]:
+    """A_t = Σ_k (γλ)^k δ_{t+k} of one sequence without a mask."""
+    r, v = rewards.tolist(), [*values.tolist(), 0.0]
+    delta = [r[t] + gamma * v[t + 1] - v[t] for t in range(len(r))]
+    return [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(r))) for t in range(len(r))]
+
+
+@pytest.mark.parametrize(("gamma", "lam"), list(product([0, 0.5, 0.95, 1], repeat=2)))
+def test_gae_is_the_discounted_sum_of_temporal_differences(gamma, lam):
+    generator = torch.Generator().manual_seed(2)
+    rewards, values = torch.randn(2, 5, 8, generator=generator, dtype=torch.float64)
+    mask = torch.rand(5, 8, generator=generator) < 0.7
+    mask[0], mask[1] = True, False
+    advantages, returns = gae(rewards.masked_fill(~mask, NAN), values.masked_fill(~mask, NAN), mask, gamma, lam)
+    for i, row in enumerate(mask):  # a masked token is no step: the naive loop does not even see it
+        close(advantages[i][row], naive_gae(rewards[i][row], values[i][row], gamma, lam))
+    close(returns[mask], (advantages + values)[mask])
+    assert not advantages[~mask].any()
+    assert not returns[~mask].any()
+
+
+def test_gae_with_lambda_one_has_the_rewards_to_go_as_returns():
+    rewards, values = float64([[1, 2, 3], [4, 5, 6]]), float64([[7, 8, 9], [1, 2, 3]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 1]])
+    advantages, returns = gae(rewards, values, mask, 1, 1)
+    close(returns, [[6, 5, 3], [10, 0, 6]])
+    close(advantages, [[-1, -3, -6], [9, 0, 3]])
+
+
+def test_gae_with_lambda_zero_is_the_temporal_difference():
+    advantages, _ = gae(float64([[0, 0, 2]]), float64([[1, 3, 5]]), torch.ones(1, 3), 0.5, 0)
+    close(advantages, [[0.5 * 3 - 1, 0.5 * 5 - 3, 2 - 5]])
+
+
+@pytest.mark.parametrize(("gamma", "lam", "name"), [(1.1, 1, "gamma"), (1, -0.1, "lam"), (NAN, 1, "gamma")])
+def test_gae_refuses_numbers_out_of_range(gamma, lam, name):
+    with pytest.raises(ValueError, match=rf"{name} must be in \[0, 1\]"):
+        gae(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), gamma, lam)
+
+
+def test_gae_refuses_shapes_that_differ():
+    with pytest.raises(ValueError, match=r"one shape \(B, T\), got \(1, 2\), \(1, 3\) and \(1, 2\)"):
+        gae(torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 2), 1, 1)
+
+
+def test_token_advantages_leave_out_what_has_no_reward():
+    rewards, values = float64([1, NAN]), float64([[0.5, 0.25, 9], [3, 3, 3]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    result = token_advantages(rewards, values, mask, whitened=False)
+    close(result.advantages, [[0.5, 0.75, 0], [0, 0, 0]])
+    close(result.returns, [[1, 1, 0], [0, 0, 0]])
+    assert result.mask.tolist() == [[True, True, False], [False, False, False]]
+    close(token_advantages(rewards, values, mask).advantages, [[-1, 1, 0], [0, 0, 0]])

@@ -1,0 +1,495 @@
+"""The anchor: an engine's log-probs in TRL's lists, as policies; what is refused; and training around them."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import trl.trainer.grpo_trainer
+from peft import LoraConfig
+from trl import GRPOTrainer
+
+from tests.trl import tiny
+from tests.trl.engine import Engine, EngineGeneration, RolloutFunc
+from tests.trl.tiny import logged, move
+from troll.trl import TrollConfig, TrollTrainer
+from troll.trl.anchor import (
+    ReportedLogProb,
+    ReportedRollout,
+    check_engine,
+    check_rollout_source,
+    check_sampling,
+    engine_settings,
+    report_top_log_probs,
+    reported_log_probs,
+    reporting_rollout_func,
+    vocabulary_size,
+)
+from troll.trust_region.packed import PackedPolicy
+from troll.trust_region.policy import SparsePolicy
+
+VOCAB_SIZE = len(tiny.VOCABULARY)
+CPU = torch.device("cpu")
+PROMPTS = [[1, 5, 9], [1, 7], [1, 12, 13, 14]]
+
+
+def capture(**changes: Any) -> dict[str, Any]:
+    return {"vocab_size": VOCAB_SIZE, "top_k": 8, "mass_threshold": 1e-5, "tail": "bucket"} | changes
+
+
+def engine(**settings: Any) -> Engine:
+    """With the tiny model's weights."""
+    torch.manual_seed(3)
+    made = Engine(**settings)
+    made.sync(tiny.make_model("llama"))
+    return made
+
+
+def generation(**settings: Any) -> Any:
+    return EngineGeneration(engine(**settings), model=None, accelerator=None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The log-probs of the sampled tokens
+
+
+def test_the_sampled_tokens_log_prob_is_found_by_its_id():
+    top_log_probs = [[[-0.5, -1.5, -4.0], [-0.1, -3.0]], [[-0.2]]]
+    top_token_ids = [[[8, 3, 5], [4, 9]], [[7]]]
+    reported = reported_log_probs([[5, 4], [7]], top_log_probs, top_token_ids)
+    assert reported == [[-4.0, -0.1], [-0.2]]
+    token = reported[0][0]
+    assert isinstance(token, ReportedLogProb)
+    assert (token.token_ids, token.log_probs) == ([8, 3, 5], [-0.5, -1.5, -4.0])
+
+
+@pytest.mark.parametrize("entries", [[None, None], [-0.5, None], [-0.5, math.nan], [-math.inf, 0.0], [], None])
+def test_a_token_that_the_engine_does_not_know_is_nan(entries):
+    ((known, unknown),) = reported_log_probs([[5, 4]], [[[-0.5, -1.0], entries]], [[[8, 5], [4, 9]]])
+    assert known == -1.0 and math.isnan(unknown)
+    assert not isinstance(unknown, ReportedLogProb)
+
+
+@pytest.mark.parametrize(
+    ("top_log_probs", "top_token_ids", "message"),
+    [
+        ([[[-1.0]]], [[[5]]], r"one list for each of the \[2\] tokens .* \[1\] and \[1\]"),
+        ([[[-1.0]], [[-1.0]]], [[[5], [4]]], r"\[1, 1\] and \[2\]"),
+        ([[[-1.0], [-1.0, -2.0]]], [[[5], [4]]], "each of 2 entries"),
+        ([[[-1.0], [-1.0, -2.0]]], [[[5], [8, 9]]], r"sampled token 4 among them, got \[8, 9\]"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(top_log_probs, top_token_ids, message):
+    with pytest.raises(ValueError, match=message):
+        reported_log_probs([[5, 4]], top_log_probs, top_token_ids)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_a_reported_log_prob_survives_copies(copied):
+    token = copied(ReportedLogProb(-1.0, [8, 5], [-0.5, -1.0]))
+    assert token == -1.0
+    assert (token.token_ids, token.log_probs) == ([8, 5], [-0.5, -1.0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where they come from
+
+
+def test_vllm_reports_through_the_first_entry():
+    """vLLM's own first entry is the likeliest token's."""
+    plain, reporting = generation(), generation()
+    plain.logprobs = 2
+    torch.manual_seed(0)
+    _, completion_ids, log_probs, token_ids = plain.generate(PROMPTS, None, 1)
+    report_top_log_probs(reporting, 2)
+    torch.manual_seed(0)
+    prompt_ids, *reported = reporting.generate(prompts=PROMPTS, images=None, num_generations=1, profiler=None)
+    assert prompt_ids == PROMPTS
+    assert reported[0] == completion_ids
+    assert reported[2] == [[[token] for token in ids] for ids in completion_ids]
+    outside = 0
+    for completion, values, ids, tokens in zip(completion_ids, log_probs, token_ids, reported[1], strict=True):
+        for token, entries, names, (log_prob,) in zip(completion, values, ids, tokens, strict=True):
+            assert log_prob == entries[names.index(token)]
+            assert (log_prob.log_probs, log_prob.token_ids) == (entries, names)
+            outside += len(names) == 3
+    assert outside > 0, "else the sampled token was always among the top 2"
+
+
+def test_a_rollout_function_reports_in_two_keys_that_rewards_do_not_see(make):
+    seen: dict[str, Any] = {}
+
+    def reward(completions: list[str], **columns: Any) -> list[float]:
+        seen.update(columns)
+        return [float(len(completion)) for completion in completions]
+
+    trainer = make(GRPOTrainer, reward_funcs=reward)
+    function = RolloutFunc(Engine())
+
+    def with_a_column(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        return function(prompts, trainer) | {"answer": list(prompts)}
+
+    trainer.rollout_func = reporting_rollout_func(with_a_column)
+    tiny.rollout(trainer)
+    assert "answer" in seen
+    assert not {name for name in seen if "logprob" in name}
+
+    torch.manual_seed(0)
+    _, completion_ids, tool_mask, _, log_probs, *_ = trainer._generate(["ab", "1+2="])
+    assert tool_mask is None
+    assert [len(completion) for completion in log_probs] == [len(ids) for ids in completion_ids]
+    assert all(isinstance(log_prob, ReportedLogProb) for completion in log_probs for log_prob in completion)
+
+
+def test_a_rollout_function_may_hand_on_what_vllm_reported():
+    vllm = generation()
+    report_top_log_probs(vllm, 4)
+
+    def function(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        prompt_ids, completion_ids, log_probs, _ = vllm.generate(prompts, None, 1)
+        first = [[entries[0] for entries in completion] for completion in log_probs]
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": first}
+
+    output = reporting_rollout_func(function)(PROMPTS, None)
+    assert all(isinstance(log_prob, ReportedLogProb) for completion in output["logprobs"] for log_prob in completion)
+
+
+@pytest.mark.parametrize("left_out", ["top_logprobs", "top_logprob_token_ids"])
+def test_a_rollout_function_that_reports_nothing_is_refused(left_out):
+    def function(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        output = {"completion_ids": [[5]], "logprobs": [[-1.0]], "top_logprobs": [[[-1.0]]]}
+        output["top_logprob_token_ids"] = [[[5]]]
+        del output[left_out]
+        return output
+
+    with pytest.raises(ValueError, match="rollout_func must return top_logprobs and top_logprob_token_ids"):
+        reporting_rollout_func(function)(PROMPTS, None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The policies
+
+
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_the_policies_are_those_that_sampled_the_tokens(tail, temperature):
+    vllm = generation(temperature=temperature)
+    report_top_log_probs(vllm, 8)
+    _, completion_ids, log_probs, _ = vllm.generate(PROMPTS, None, 1)
+    read = ReportedRollout.read(completion_ids, [[entry[0] for entry in seq] for seq in log_probs], None)
+    assert read.tool_mask is None and read.unreported == 0
+    length = 3 + max(len(ids) for ids in completion_ids)  # TRL pads to a multiple
+    policies = read.policies(length, CPU, **capture(tail=tail))
+    padded = read.padded_log_probs(length, CPU)
+    assert padded.shape == (len(PROMPTS), length)
+    assert PackedPolicy.stack(policies).shape == (len(PROMPTS), length)
+    for prompt, ids, packed, row in zip(PROMPTS, completion_ids, policies, padded, strict=True):
+        with torch.no_grad():
+            logits = vllm.engine.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / temperature
+        tokens = torch.tensor(ids)
+        expected = SparsePolicy.from_logits(logits, tokens, top_k=8, tail=tail)
+        policy = packed.unpack()
+        assert torch.equal(policy.token_ids[: len(ids)], expected.token_ids)
+        torch.testing.assert_close(policy.log_probs[: len(ids)], expected.log_probs, rtol=0, atol=1e-5)
+        tail_mass = policy.tail_log_prob[: len(ids)].exp()
+        torch.testing.assert_close(tail_mass, expected.tail_log_prob.exp(), rtol=0, atol=1e-6)
+        assert not policy.used[len(ids) :].any() and (policy.tail_log_prob[len(ids) :] == 0).all()
+        raw = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        torch.testing.assert_close(row[: len(ids)], raw, rtol=0, atol=1e-5)
+        assert (row[len(ids) :] == 0).all()
+
+
+def test_reports_stay_with_their_tokens_over_tool_calls():
+    """TRL joins the turns, with zeros for the tools' tokens, and cuts the last one."""
+    vllm = generation()
+    report_top_log_probs(vllm, 8)
+    _, completion_ids, log_probs, _ = vllm.generate([[1, 5], [1, 9]], None, 1)
+    first = [[entry[0] for entry in completion] for completion in log_probs]
+    tool = [20, 21, 22]
+    after = [1, 5, *completion_ids[0], *tool]
+    _, (more_ids,), (more,), _ = vllm.generate([after], None, 1)
+    assert len(more_ids) > 1
+    more_ids, more = more_ids[:-1], [entry[0] for entry in more][:-1]
+
+    tokens = [completion_ids[0] + tool + more_ids, completion_ids[1]]
+    mask = [[1] * len(completion_ids[0]) + [0] * 3 + [1] * len(more_ids), [1] * len(completion_ids[1])]
+    read = ReportedRollout.read(tokens, [first[0] + [0.0] * 3 + more, first[1]], mask)
+    assert read.tool_mask == mask and read.unreported == 0
+    policies = read.policies(20, CPU, **capture())
+    policy = policies[0].unpack()
+    with torch.no_grad():
+        logits = vllm.engine.model(torch.tensor([[1, 5, *tokens[0]]])).logits[0, 1:-1]
+    expected = SparsePolicy.from_logits(logits, torch.tensor(tokens[0]), top_k=8)
+    of_model = torch.tensor(mask[0], dtype=torch.bool)
+    same = policy[: len(tokens[0])].token_ids == expected.token_ids
+    assert same[of_model].all()
+    # A policy that allows the tool's tokens, so that nothing downstream meets a token without a slot.
+    assert policy[: len(tokens[0])].log_prob(torch.tensor(tokens[0]))[~of_model].isfinite().all()
+    assert read.log_probs[0][len(completion_ids[0])] == 0.0
+
+
+def test_unknown_tokens_are_masked_and_counted():
+    vllm = generation(unknown=3)
+    report_top_log_probs(vllm, 8)
+    _, completion_ids, log_probs, _ = vllm.generate(PROMPTS, None, 1)
+    reported = [[entry[0] for entry in completion] for completion in log_probs]
+    read = ReportedRollout.read(completion_ids, reported, None)
+    total = sum(map(len, completion_ids))
+    assert read.unreported == total // 3 > 0
+    assert read.tool_mask == [[int(not math.isnan(value)) for value in completion] for completion in reported]
+    assert read.padded_log_probs(9, CPU).isfinite().all()
+    for ids, packed in zip(completion_ids, read.policies(9, CPU, **capture()), strict=True):
+        policy = packed.unpack()[: len(ids)]
+        assert policy.log_prob(torch.tensor(ids)).isfinite().all()
+        torch.testing.assert_close(policy.outcomes.exp().sum(-1), torch.ones(len(ids)))
+
+    # What a tool wrote has no report either, and is no loss.
+    outside = [[0] * len(ids) for ids in completion_ids]
+    again = ReportedRollout.read(completion_ids, reported, outside)
+    assert again.unreported == 0 and again.tool_mask == outside
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+def config(tmp_path: Any, **settings: Any) -> TrollConfig:
+    return TrollConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **settings)
+
+
+def test_something_must_report(tmp_path):
+    with pytest.raises(ValueError, match="use_vllm=True, or pass a rollout_func"):
+        check_rollout_source(config(tmp_path), has_rollout_func=False, has_tools=False)
+    with pytest.raises(ValueError, match="tools needs use_vllm=True"):
+        check_rollout_source(config(tmp_path), has_rollout_func=True, has_tools=True)
+    check_rollout_source(config(tmp_path), has_rollout_func=True, has_tools=False)
+    check_rollout_source(config(tmp_path, use_vllm=True), has_rollout_func=False, has_tools=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"top_p": 0.9}, r"top_p=0.9 .* set top_p=1.0"),
+        ({"top_k": 20}, r"top_k=20 .* set top_k=0"),
+        ({"min_p": 0.1}, r"min_p=0.1 .* set min_p=0.0"),
+        ({"repetition_penalty": 1.1}, "set repetition_penalty=1.0"),
+        ({"vllm_structured_outputs_regex": "a+"}, "set vllm_structured_outputs_regex=None"),
+        ({"generation_kwargs": {"top_p": 0.9}}, "set top_p=1.0"),
+        ({"generation_kwargs": {"presence_penalty": 0.5}}, "set presence_penalty=0.0"),
+        ({"generation_kwargs": {"logit_bias": {3: 1.0}}}, "set logit_bias=None"),
+        ({"generation_kwargs": {"temperature": 0.5}}, r"one temperature, got 1.0 and 0.5"),
+        ({"generation_kwargs": {"logprobs": 5}}, "leave it out of generation_kwargs"),
+    ],
+)
+def test_sampling_from_another_distribution_is_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        check_sampling(config(tmp_path, **settings))
+
+
+def test_sampling_from_the_policy_is_accepted(tmp_path):
+    check_sampling(config(tmp_path))
+    kwargs = {"seed": 3, "stop": ["."], "temperature": 0.7, "top_k": -1, "min_p": 0}
+    check_sampling(config(tmp_path, temperature=0.7, top_k=-1, min_p=0.0, generation_kwargs=kwargs))
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode", "message"),
+    [
+        ({"logprobs_mode": "raw_logprobs"}, "server", "returns raw_logprobs: .* --logprobs-mode processed_logprobs"),
+        ({"max_logprobs": 20}, "server", "64 .* at most 20: start the vLLM server with --max-logprobs -1"),
+        ({"max_logprobs": 20}, "colocate", 'support_top_k=20, or vllm_mode="server"'),
+    ],
+)
+def test_an_engine_that_cannot_report_is_refused(settings, mode, message):
+    with pytest.raises(ValueError, match=message):
+        check_engine({"logprobs_mode": "processed_logprobs", "max_logprobs": -1} | settings, 64, mode)
+
+
+@pytest.mark.parametrize("max_logprobs", [-1, 64, 100])
+def test_an_engine_that_can_report_is_accepted(max_logprobs):
+    check_engine({"logprobs_mode": "processed_logprobs", "max_logprobs": max_logprobs}, 64, "colocate")
+
+
+@pytest.mark.parametrize("mode", ["server", "colocate"])
+def test_the_engines_settings_are_read_where_trl_keeps_them(make, mode):
+    vllm = EngineGeneration(Engine(), None, make(GRPOTrainer).accelerator, mode)
+    vllm.llm.llm_engine.model_config.max_logprobs = 20
+    assert engine_settings(vllm) == {"logprobs_mode": "processed_logprobs", "max_logprobs": 20}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_the_vocabulary_is_the_language_models(architecture):
+    model = tiny.make_model(architecture)
+    assert vocabulary_size(model) == model.get_output_embeddings().weight.shape[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+KL_BOUND = 0.02
+
+MakeAnchored = Callable[..., TrollTrainer]
+
+
+@pytest.fixture(params=["rollout_func", "vllm"])
+def anchored(request, make, monkeypatch, tmp_path) -> MakeAnchored:
+    """Builds a trainer around an engine, which generates as a rollout function or in vLLM's place."""
+
+    def build(engine: Engine, *, peft: bool = False, **settings: Any) -> TrollTrainer:
+        settings = {"output_dir": str(tmp_path), **tiny.DEFAULTS, "anchor": "rollout", "support_top_k": 8} | settings
+        rollout_func = None
+        if request.param == "vllm":
+            settings |= {"use_vllm": True, "vllm_mode": "colocate"}
+            monkeypatch.setattr(
+                trl.trainer.grpo_trainer,
+                "VLLMGeneration",
+                lambda **keywords: EngineGeneration(engine, **keywords),
+            )
+        else:
+            rollout_func = RolloutFunc(engine)
+        return TrollTrainer(
+            model=make.model(),
+            reward_funcs=tiny.reward,
+            args=TrollConfig(**{"kl_bound": KL_BOUND} | settings),
+            train_dataset=tiny.make_dataset(),
+            processing_class=tiny.make_tokenizer(),
+            rollout_func=rollout_func,
+            peft_config=LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM") if peft else None,
+        )
+
+    return build
+
+
+def first_updates(trainer: TrollTrainer) -> list[float]:
+    """kl_before at the first of a rollout's two updates."""
+    return logged(trainer, "trust_region/kl_before_mean")[::2]
+
+
+def count_forwards(trainer: TrollTrainer) -> list[int]:
+    """The rows of each forward pass of the trained model, from now on."""
+    rows: list[int] = []
+
+    def count(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+        rows.append(len(inputs["input_ids"]))
+
+    trainer.model.register_forward_pre_hook(count, with_kwargs=True)
+    return rows
+
+
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+def test_the_engine_takes_the_place_of_the_old_policys_forward(anchored, tail):
+    trainer = anchored(Engine(), tail=tail)
+    forwards = count_forwards(trainer)
+    trainer.train()
+    assert forwards == [4, 4, 4, 4], "the four updates, and nothing else"
+    # An engine with the trainer's own weights is the old policy.
+    assert max(first_updates(trainer)) <= 1e-5
+    assert max(logged(trainer, "trust_region/kl_after_max")) <= KL_BOUND * (1 + 1e-3)
+
+
+def test_training_with_an_exact_engine_is_training_with_the_old_policy(anchored):
+    """The same rollouts, of one engine; only the centre comes from elsewhere."""
+    histories = []
+    for anchor in ("rollout", "old"):
+        trainer = anchored(Engine(), anchor=anchor, vllm_importance_sampling_correction=False)
+        torch.manual_seed(0)
+        trainer.train()
+        histories.append(trainer.state.log_history[:-1])
+    for one, other in zip(*histories, strict=True):
+        assert one.get("reward") == other.get("reward"), "the rollouts differ"
+        for name in ("loss", "grad_norm", "trust_region/kl_before_mean", "trust_region/kl_after_max"):
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+
+
+def test_the_mismatch_of_a_rounded_engine_is_seen_and_bounded(anchored):
+    trainer = anchored(Engine(rounded=True), kl_bound=1e-6)
+    trainer.train()
+    assert min(first_updates(trainer)) > 1e-6
+    assert max(logged(trainer, "trust_region/projected_fraction")) > 0
+    assert max(logged(trainer, "trust_region/kl_after_max")) <= 1e-6 * (1 + 1e-3)
+
+
+def test_the_kl_grows_with_the_age_of_the_weights(anchored):
+    seen = []
+    for steps_old in (0, 1, 3):
+        trainer = anchored(Engine(steps_old=steps_old), max_steps=16)
+        trainer.train()
+        seen.append(sum(first_updates(trainer)[-4:]) / 4)
+        assert max(logged(trainer, "trust_region/kl_after_max")) <= KL_BOUND * (1 + 1e-3)
+    assert seen[0] < 1e-5 < seen[1] < seen[2]
+
+
+def test_the_first_update_is_off_policy_too(anchored):
+    """With one update per rollout the old policy would be the network's own; a stale engine's is not."""
+    trainer = anchored(Engine(steps_old=1), steps_per_generation=1, max_steps=6)
+    trainer.train()
+    assert max(logged(trainer, "trust_region/kl_before_mean")) > 1e-4
+    assert max(logged(trainer, "trust_region/kl_after_max")) <= KL_BOUND * (1 + 1e-3)
+
+
+def test_tokens_that_the_engine_does_not_know_are_not_trained_on(anchored):
+    trainer = anchored(Engine(unknown=3))
+    inputs = tiny.rollout(trainer)
+    for batch in inputs:
+        mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
+        assert mask.sum() < batch["completion_mask"].sum()
+        assert batch["old_per_token_logps"].isfinite().all()
+        loss, gradients = tiny.loss_and_gradients(trainer, batch)
+        assert math.isfinite(loss)
+        assert all(gradient.isfinite().all() for gradient in gradients.values())
+    trainer.train()
+    assert all(math.isfinite(loss) for loss in logged(trainer, "loss"))
+    assert min(logged(trainer, "sampling/unreported_fraction")) > 0
+
+
+@pytest.mark.parametrize("steps_per_generation", [1, 2])
+def test_a_reference_is_still_scored(anchored, steps_per_generation):
+    """TRL asks for the old policy before it, but not where every update has a rollout of its own.
+
+    With LoRA the reference is the trained model with its adapter off.
+    """
+    trainer = anchored(Engine(), beta=0.1, steps_per_generation=steps_per_generation, peft=True)
+    forwards = count_forwards(trainer)
+    inputs = tiny.rollout(trainer)[0]
+    assert forwards == [4] * steps_per_generation, "the reference's alone"
+    mask = inputs["completion_mask"].bool()
+    # The reference is the model itself, before it has learnt anything, and so is the engine.
+    torch.testing.assert_close(
+        inputs["ref_per_token_logps"][mask], inputs["old_per_token_logps"][mask], rtol=0, atol=1e-5
+    )
+    assert not torch.equal(inputs["ref_per_token_logps"], inputs["old_per_token_logps"])
+
+
+def test_a_moved_network_is_measured_against_the_engine(anchored):
+    trainer = anchored(Engine())
+    inputs = tiny.rollout(trainer)[0]
+    move(trainer.model, 0.2)
+    tiny.loss_and_gradients(trainer, inputs)
+    trainer.log({})
+    entry = trainer.state.log_history[-1]
+    assert entry["trust_region/kl_before_max"] > KL_BOUND
+    assert entry["trust_region/kl_after_max"] <= KL_BOUND * (1 + 1e-3)
+
+
+def test_evaluation_is_trls(anchored):
+    trainer = anchored(Engine(), eval_strategy="no", per_device_eval_batch_size=4)
+    assert math.isfinite(trainer.evaluate(tiny.make_dataset(4))["eval_reward"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"top_p": 0.5}, "set top_p=1.0"), ({"generation_kwargs": {"min_tokens": 2}}, "set min_tokens=0")],
+)
+def test_a_configuration_that_cannot_work_is_refused_before_training(anchored, settings, message):
+    with pytest.raises(ValueError, match=message):
+        anchored(Engine(), **settings)
+
+
+def test_an_anchor_without_an_engine_is_refused(make):
+    with pytest.raises(ValueError, match="use_vllm=True, or pass a rollout_func"):
+        make(anchor="rollout")

@@ -1,0 +1,111 @@
+"""Diagnostics in the trainer: when they are due, what they say of full logits, and that they change nothing."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trl import dense
+from tests.trl.tiny import logged, loss_and_gradients, move, rollout
+
+PREFIX = "trust_region/diagnostics/"
+
+
+def diagnostics(trainer: Any) -> list[tuple[int, dict[str, float]]]:
+    """Step and values of every log that has some."""
+    logs = [
+        (entry["step"], {name.removeprefix(PREFIX): entry[name] for name in entry if name.startswith(PREFIX)})
+        for entry in trainer.state.log_history
+    ]
+    return [(step, values) for step, values in logs if values]
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (4, [4])])
+def test_they_are_logged_when_they_are_due(make, every, steps):
+    trainer = make(diagnostics_steps=every, max_steps=6)
+    trainer.train()
+    assert [step for step, _ in diagnostics(trainer)] == steps
+
+
+@pytest.mark.parametrize("surrogate", ["troll", "clip", "none"])
+def test_they_change_nothing(make, surrogate):
+    results = []
+    for every in (0, 2):
+        trainer = make(surrogate=surrogate, diagnostics_steps=every, epsilon=0.2)
+        trainer.train()
+        results.append((logged(trainer, "loss"), [p.detach().clone() for p in trainer.model.parameters()]))
+    (losses, parameters), (other_losses, other_parameters) = results
+    if surrogate == "troll":  # the others read policies by another head, which rounds otherwise
+        assert losses == other_losses
+        assert all(torch.equal(a, b) for a, b in zip(parameters, other_parameters, strict=True))
+    assert losses == pytest.approx(other_losses, abs=1e-5)
+    for a, b in zip(parameters, other_parameters, strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+
+
+@pytest.mark.parametrize("surrogate", ["troll", "clip"])
+def test_they_are_those_of_full_logits(make, surrogate):
+    trainer = make(surrogate=surrogate, diagnostics_steps=1, support_top_k=6, kl_bound=0.01)
+    inputs = rollout(trainer)[0]
+    with torch.no_grad():
+        old = dense.completion_logits(trainer.model, inputs, 1.0).log_softmax(-1)
+    probed = trainer._diagnosis._probe
+    move(trainer.model, 0.1)
+    loss_and_gradients(trainer, inputs)
+    metrics = {name.removeprefix(PREFIX): value for name, value in trainer._diagnosis.metrics().items()}
+    assert trainer._diagnosis.metrics() == {}
+
+    with torch.no_grad():
+        new = dense.completion_logits(trainer.model, inputs, 1.0).log_softmax(-1)
+    mask, ids = dense.scored_mask(inputs), inputs["completion_ids"]
+    log_ratio = (new - old).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    ratio, advantages = log_ratio.exp(), inputs["advantages"].unsqueeze(-1).expand(mask.shape)
+    cut = ((advantages > 0) & (ratio > 1.2)) | ((advantages < 0) & (ratio < 0.8))
+    assert metrics["clip_fraction"] == pytest.approx(float(cut[mask].double().mean()), abs=1e-6)
+    assert metrics["ratio_max"] == pytest.approx(float(ratio[mask].max()), rel=1e-4)
+    assert metrics["sequence_kl_k1"] == pytest.approx(float(-(log_ratio * mask).sum() / len(mask)), rel=1e-4)
+
+    # Over the support and the rest: what the trainer sees of the old policy.
+    kl, kept, covered = [], [], []
+    for row, t in mask.nonzero().tolist():
+        chosen = dense.support(old[row, t], int(ids[row, t]), 6, 1e-5)
+        rest = [v for v in range(old.shape[-1]) if v not in chosen]
+        p, q = (torch.cat([policy[row, t][chosen], dense.log_sum_exp(policy[row, t][rest])]) for policy in (old, new))
+        kl.append(float((p.exp() * (p - q)).sum()))
+        kept.append(len(chosen))
+        covered.append(float(p[:-1].exp().sum()))
+    assert metrics["sequence_kl"] == pytest.approx(sum(kl) / len(mask), rel=1e-4)
+    assert metrics["kept_tokens"] == pytest.approx(sum(kept) / len(kept))
+    assert metrics["covered_mass"] == pytest.approx(sum(covered) / len(covered), rel=1e-5)
+    assert 0 < metrics["tail_gap"] <= metrics["tail_gap_max"] <= metrics["tail_gap_bound_max"]
+    assert ("solver_evaluations" in metrics) == (surrogate == "troll")
+
+    # The chain rule, on the probed tokens.
+    with torch.no_grad():
+        new_logits = trainer._full_logits(probed.input_ids, probed.attention_mask, probed.positions).double()
+    full_new, full_old = new_logits.log_softmax(-1), probed.old_logits.double().log_softmax(-1)
+    full = (full_new.exp() * (full_new - full_old)).sum(-1)
+    policy = probed.old.to(torch.float64)
+    gap = full - policy.on_support(new_logits).kl(policy.on_support(probed.old_logits.double()))
+    assert metrics["tail_gap"] == pytest.approx(float(gap.mean()), rel=1e-3, abs=1e-7)
+
+
+def test_a_support_that_is_too_small_is_warned_about_once(make):
+    trainer = make(support_top_k=2, max_steps=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    about = [str(warning.message) for warning in caught if "support_top_k (to 4, for a start)" in str(warning.message)]
+    assert len(about) == 1
+    assert logged(trainer, "trust_region/uncovered_fraction")[0] > 0.1
+
+
+def test_a_wide_support_is_not_warned_about(make):
+    trainer = make(max_steps=2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*for a start")
+        trainer.train()
+    assert logged(trainer, "trust_region/uncovered_fraction") == [0.0, 0.0]

@@ -1,0 +1,204 @@
+"""The rivals of the projection: TRL's own clip, the masks of DPPO in float64 from full logits, and none."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.trl import dense
+from tests.trl.tiny import assert_same_gradients, loss_and_gradients, move, rollout
+from troll.trl import TrollTrainer
+from troll.trl.surrogates import SURROGATES, ScoredTokens, Surrogate, Terms
+from troll.trl.trainer import OLD_POLICY
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
+LEVELS = ("token", "sequence")
+
+
+@pytest.mark.parametrize("diagnostics_steps", [0, 1])
+@pytest.mark.parametrize(("loss_type", "level"), itertools.product(LOSS_TYPES, LEVELS))
+@pytest.mark.parametrize(
+    "clip",
+    [{"epsilon": 0.1}, {"epsilon": 0.1, "epsilon_high": 0.28}, {"epsilon": 0.1, "epsilon_high": 0.15, "delta": 1.4}],
+    ids=["clip", "clip-higher", "dual clip"],
+)
+def test_clip_is_grpo_trainers(make, clip, loss_type, level, diagnostics_steps):
+    from trl import GRPOTrainer
+
+    settings = {"loss_type": loss_type, "importance_sampling_level": level, **clip}
+    ours = make(TrollTrainer, surrogate="clip", diagnostics_steps=diagnostics_steps, **settings)
+    theirs = make(GRPOTrainer, **settings)
+    buffered = rollout(ours)
+    assert (OLD_POLICY in buffered[0]) == bool(diagnostics_steps)
+    move(ours.model, 0.15)
+    theirs.model.load_state_dict(ours.model.state_dict())
+    theirs.current_gradient_accumulation_steps = ours.current_gradient_accumulation_steps
+    for inputs in buffered:
+        loss, gradients = loss_and_gradients(ours, inputs)
+        expected, expected_gradients = loss_and_gradients(theirs, inputs)
+        assert loss == pytest.approx(expected, rel=1e-6, abs=1e-6)
+        assert_same_gradients(gradients, expected_gradients, 2e-6)
+        clipped = theirs._metrics["train"]["clip_ratio/region_mean"]
+        assert ours._metrics["train"]["clip_ratio/region_mean"] == pytest.approx(clipped)
+    assert clipped[0] > 0
+
+
+def test_none_is_an_infinite_clip(make):
+    ours, theirs = make(TrollTrainer, surrogate="none"), make.stock()
+    buffered = rollout(ours)
+    assert OLD_POLICY not in buffered[0]
+    move(ours.model, 0.15)
+    theirs.model.load_state_dict(ours.model.state_dict())
+    theirs.current_gradient_accumulation_steps = 1
+    for inputs in buffered:
+        loss, gradients = loss_and_gradients(ours, inputs)
+        expected, expected_gradients = loss_and_gradients(theirs, inputs)
+        assert loss == pytest.approx(expected, rel=1e-6, abs=1e-6)
+        assert_same_gradients(gradients, expected_gradients, 2e-6)
+        assert not [name for name in ours._metrics["train"] if name.startswith("clip_ratio/")]
+
+
+def divergence(new: Tensor, old: Tensor, sampled: int, kind: str, args: Any) -> float:
+    """Of two (V,) float64 distributions, on two outcomes or on the support and the rest."""
+    ids = [sampled] if args.dppo_outcomes == "binary" else dense.support(old, sampled, args.support_top_k, 1e-5)
+    rest = [v for v in range(len(old)) if v not in ids]
+    p_new, p_old = ([*float_list(p[ids].exp()), float(p[rest].exp().sum())] for p in (new, old))
+    if kind == "dppo_tv":
+        return 0.5 * sum(abs(a - b) for a, b in zip(p_new, p_old, strict=True))
+    return sum(b * float(torch.tensor(b / a).log()) for a, b in zip(p_new, p_old, strict=True) if b > 0)
+
+
+def float_list(values: Tensor) -> list[float]:
+    return [float(value) for value in values]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+@pytest.mark.parametrize("outcomes", ["binary", "top_k"])
+@pytest.mark.parametrize(("kind", "threshold"), [("dppo_tv", 0.02), ("dppo_kl", 0.002)])
+def test_dppo_masks_what_is_far_and_leaving(make, kind, threshold, outcomes, loss_type, level):
+    trainer = make(
+        surrogate=kind,
+        dppo_threshold=threshold,
+        dppo_outcomes=outcomes,
+        support_top_k=5,
+        loss_type=loss_type,
+        importance_sampling_level=level,
+    )
+    inputs = rollout(trainer)[0]
+    with torch.no_grad():
+        old = dense.completion_logits(make.model(), inputs, 1.0).log_softmax(-1)
+    move(trainer.model, 0.1)
+    loss, gradients = loss_and_gradients(trainer, inputs)
+
+    model = make.model()
+    model.load_state_dict(trainer.model.state_dict())
+    new = dense.completion_logits(model, inputs, 1.0).log_softmax(-1)
+    mask = dense.scored_mask(inputs)
+    rows, kept = [], []
+    for row, (ids, advantage) in enumerate(zip(inputs["completion_ids"], inputs["advantages"], strict=True)):
+        scored = mask[row].nonzero().flatten().tolist()
+        ratios = torch.stack([new[row, t, ids[t]] - old[row, t, ids[t]] for t in scored])
+        used = ratios.mean().expand_as(ratios) if level == "sequence" else ratios
+        keep = [
+            not (
+                divergence(new[row, t].detach(), old[row, t], int(ids[t]), kind, trainer.args) > threshold
+                and float(ratio) * float(advantage) > 0
+            )
+            for t, ratio in zip(scored, ratios, strict=True)
+        ]
+        rows.append([-ratio * float(advantage) * k for ratio, k in zip(used.exp(), keep, strict=True)])
+        kept += keep
+    assert 0 < sum(kept) < len(kept)
+    expected = dense.aggregate(rows, inputs, trainer.args)
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+    assert_same_gradients(gradients, {name: p.grad for name, p in model.named_parameters()}, 5e-6)
+
+
+def test_dppo_reads_policies_for_the_top_k_alone(make):
+    assert OLD_POLICY not in rollout(make(surrogate="dppo_tv"))[0]
+    assert OLD_POLICY in rollout(make(surrogate="dppo_tv", dppo_outcomes="top_k"))[0]
+
+
+def test_certain_tokens_have_finite_divergences(make):
+    """Log-probabilities of 0 and slightly above it, as rounding makes them, and far below."""
+    log_probs = torch.tensor([0.0, 1e-7, -1e-9, -80.0, 0.0])
+    moved = torch.tensor([-5.0, 0.0, -3.0, 0.0, 0.0])
+    args = make(surrogate="dppo_kl").args
+    tokens = ScoredTokens(
+        token_ids=torch.zeros(5, dtype=torch.int64),
+        new_log_probs=moved,
+        old_log_probs=log_probs,
+        advantages=torch.tensor([-1.0, -1.0, 1.0, 1.0, 1.0]),
+        kl_bound=0.05,
+        constraint=None,
+        old=None,
+        new=None,
+    )
+    # Far and leaving; equal; far, but coming back (A > 0 and r < 1); far and leaving; equal.
+    assert SURROGATES["dppo_kl"].terms(tokens, args).keep.tolist() == [False, True, True, False, True]
+    assert SURROGATES["dppo_tv"].terms(tokens, make(surrogate="dppo_tv").args).keep.tolist() == [
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_thresholds_are_the_papers_unless_given(make):
+    assert make(surrogate="dppo_tv").args.divergence_threshold == 0.15
+    assert make(surrogate="dppo_kl").args.divergence_threshold == 0.05
+    assert make(surrogate="dppo_kl", dppo_threshold=0.3).args.divergence_threshold == 0.3
+
+
+def test_a_new_surrogate_is_one_function_and_one_registration(make, monkeypatch):
+    """Half the log ratio, and a penalty on it: the loss is what the two terms say."""
+
+    def half(tokens: ScoredTokens, args: Any) -> Terms:
+        log_ratio = 0.5 * (tokens.new_log_probs - tokens.old_log_probs)
+        return Terms(log_ratio=log_ratio, penalty=log_ratio.square())
+
+    monkeypatch.setitem(SURROGATES, "half", Surrogate(terms=half))
+    trainer = make(surrogate="half", loss_type="bnpo")
+    inputs = rollout(trainer)[0]
+    move(trainer.model, 0.1)
+    loss, _ = loss_and_gradients(trainer, inputs)
+    mask = dense.scored_mask(inputs)
+    with torch.no_grad():
+        new = dense.completion_logits(trainer.model, inputs, 1.0).log_softmax(-1)
+    new = new.gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    log_ratio = 0.5 * (new - inputs["old_per_token_logps"].double())
+    per_token = -log_ratio.exp() * inputs["advantages"].unsqueeze(-1) + log_ratio.square()
+    assert loss == pytest.approx(float(per_token[mask].mean()), rel=1e-5, abs=1e-6)
+
+
+def test_all_surrogates_start_from_the_same_rollout(make):
+    rollouts = {name: rollout(make(surrogate=name)) for name in SURROGATES}
+    for name, buffered in rollouts.items():
+        for ours, reference in zip(buffered, rollouts["troll"], strict=True):
+            assert ours["completion_ids"].tolist() == reference["completion_ids"].tolist(), name
+            assert ours["advantages"].tolist() == reference["advantages"].tolist(), name
+
+
+def test_settings_of_a_surrogate_are_settings(make):
+    known = {field.name for field in dataclasses.fields(make().args)}
+    for name, surrogate in SURROGATES.items():
+        assert set(surrogate.settings) <= known, name
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "none", "dppo_tv"])
+def test_a_rival_is_measured_when_diagnostics_are_due(make, surrogate):
+    trainer = make(surrogate=surrogate, diagnostics_steps=4, max_steps=8, logging_steps=4)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "trust_region/kl_before_mean" in entry]
+    assert [entry["step"] for entry in logs] == [4, 8]
+    for entry in logs:
+        assert entry["trust_region/kl_before_mean"] == entry["trust_region/kl_after_mean"] > 0
+        assert entry["trust_region/projected_fraction"] == 0

@@ -1,0 +1,70 @@
+"""What the critic is made of: which weights it has, which it trains, and for which policies there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+from troll.trl.value_model import ValueHead, value_model
+
+
+def test_the_head_computes_in_float32_under_autocast():
+    head = ValueHead(16)
+    torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(3, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        values = head(hidden)
+    torch.testing.assert_close(values, hidden.float() @ head.weight.T + head.bias)
+
+
+@pytest.mark.parametrize("used_by_a_policy", [False, True])
+def test_lora_on_all_linear_layers_leaves_the_head_whole(model_path, make, used_by_a_policy):
+    config = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    if used_by_a_policy:  # PEFT then writes the names of the layers into it
+        get_peft_model(make.model("llama"), config)
+    model: Any = value_model(model_path("llama"), config)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert [name for name in trained if "score" in name] == [
+        "base_model.model.score.modules_to_save.default.weight",
+        "base_model.model.score.modules_to_save.default.bias",
+    ]
+    assert sum("lora_A" in name for name in trained) == 2 * 7
+
+
+def test_the_configuration_of_the_policy_is_not_written_to(model_path):
+    config = LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
+    before = config.to_dict()
+    value_model(model_path("llama"), config)
+    assert config.to_dict() == before
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_an_architecture_without_a_token_classifier_is_refused(model_path, make, as_folder):
+    model = model_path("granite") if as_folder else make.model("granite")
+    with pytest.raises(ValueError, match=r"has a token classifier, got 'granite'"):
+        value_model(model)
+
+
+def test_an_adapter_that_is_not_lora_is_refused(model_path):
+    with pytest.raises(ValueError, match="peft_config must be a LoraConfig for a critic, got PromptTuningConfig"):
+        value_model(model_path("llama"), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+
+
+def test_the_backbone_is_the_policys_and_the_head_zero(model_path, make):
+    policy = make.model("qwen3")
+    for source in (model_path("qwen3"), policy):
+        model: Any = value_model(source)
+        for name, weight in policy.base_model.state_dict().items():
+            torch.testing.assert_close(model.base_model.state_dict()[name], weight, rtol=0, atol=0)
+        assert not model.score.weight.any()
+        assert not model.score.bias.any()
+
+
+def test_a_folder_is_loaded_in_the_dtype_that_is_asked_for(model_path):
+    assert value_model(model_path("llama")).dtype == torch.float32
+    model: Any = value_model(model_path("llama"), model_init_kwargs={"dtype": "bfloat16"})
+    assert model.base_model.embed_tokens.weight.dtype == torch.bfloat16
+    assert model.score.weight.dtype == torch.float32
