@@ -17,7 +17,13 @@ from troll import cli
             "cannot load the model",
         ),
         (["report", "/nonexistent"], "not a run folder"),
-        (["train", "--kl_bound", "0.1", "quickstart"], "the recipe comes first"),
+        (["train", "--kl_bound", "0.1", "quickstart"], "the recipe comes first: troll train RECIPE"),
+        (["compare", "--seeds", "3", "quickstart"], "the recipe comes first: troll compare RECIPE"),
+        (["compare", "quickstart", "quikstart", "--seeds", "3"], "did you mean quickstart"),
+        (["compare", "quickstart", "--kl_bound", "0.1", "-1"], "kl_bound must be above 0"),
+        (["train", "ablation-top-k"], "is a grid over support_top_k: run it with troll compare ablation-top-k"),
+        (["report", "/nonexistent", "/nonexistent"], "neither a run folder"),
+        (["report", "/nonexistent", "--output_dir", "x"], "for the page about several runs"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(
@@ -51,3 +57,39 @@ def test_a_report_needs_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     assert cli.main(["report", str(file)]) == 2
+
+
+def test_compare_hands_over_the_whole_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    from troll.study import compare
+
+    seen: dict[str, object] = {}
+
+    def remember(runs: list, folder: Path, console: object, jobs: int | None) -> str:
+        seen.update(names=[run.name for run in runs], folder=folder, jobs=jobs)
+        return outcomes.pop(0)
+
+    outcomes = ["finished", "failed", "interrupted"]
+    monkeypatch.setattr(compare, "compare", remember)
+    command = ["compare", "grpo", "rloo", "--surrogate", "troll", "none", "--jobs", "2", "--output_dir", "here"]
+    assert [cli.main(command) for _ in range(3)] == [0, 1, 130]
+    assert seen == {
+        "names": ["grpo-troll", "grpo-none", "rloo-troll", "rloo-none"],
+        "folder": Path("here"),
+        "jobs": 2,
+    }
+
+
+def test_a_report_about_several_runs_is_one_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed in (0, 1):
+        (tmp_path / str(seed)).mkdir()
+        (tmp_path / str(seed) / "config.yaml").write_text(f"seed: {seed}\n")
+        (tmp_path / str(seed) / "summary.json").write_text('{"status": "finished", "success_after": 0.5}')
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", "0"]) == 0
+    assert (tmp_path / "0" / "report.html").is_file()
+    assert cli.main(["report", "0", "1"]) == 0
+    assert cli.main(["report", "0", "1", "--output_dir", "out"]) == 0
+    assert capsys.readouterr().out.split() == ["0/report.html", "comparison.html", "out/comparison.html"]
+    assert (tmp_path / "out" / "comparison.html").is_file()

@@ -1,14 +1,14 @@
-"""The command line: ``troll train | report``."""
+"""The command line: ``troll train | compare | report``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-#: Exit codes: training broke down, a mistake in the command, and Ctrl-C.
+#: Exit codes: training broke down (in one of the runs), a mistake in the command, and Ctrl-C.
 FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
 
 
@@ -25,42 +25,87 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="Any field of TaskConfig, TrollConfig or trl.ModelConfig can follow, e.g. --learning_rate 1e-5.",
     )
     train.add_argument("recipe", metavar="RECIPE")
-    report = commands.add_parser("report", help="write the report of a run folder anew")
-    report.add_argument("run_folder", metavar="RUN_FOLDER", type=Path)
+    compare = commands.add_parser(
+        "compare",
+        help="train by recipes over methods, settings and seeds",
+        description="Train by every recipe with every combination of the values that follow the fields, and compare.",
+        epilog="Fields are those of `troll train`; each may have several values: --surrogate troll clip none. "
+        "--seeds N: the seeds 0 to N - 1. --jobs N: how many runs at once (default: one for each core). "
+        "--output_dir DIR: where to; the same command again goes on there.",
+    )
+    compare.add_argument("recipes", metavar="RECIPE", nargs="+")
+    report = commands.add_parser("report", help="write the page about a run anew, or about several runs together")
+    report.add_argument("folders", metavar="RUN", type=Path, nargs="+", help="a folder of troll train or troll compare")
+    report.add_argument(
+        "--output_dir",
+        type=Path,
+        help="where the page about several runs goes (default: the folder of troll compare, else the current one)",
+    )
 
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["train"] and argv[1:2] and argv[1].startswith("-") and argv[1] not in ("-h", "--help"):
-        # argparse would take the value of an unknown option for the recipe.
-        return _fail(ValueError("the recipe comes first: troll train RECIPE [--field value ...]"))
-    arguments, overrides = parser.parse_known_args(argv)
-    if arguments.command != "train" and overrides:
-        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    fields: list[str] = []
+    if argv[:1] in (["train"], ["compare"]) and not {"-h", "--help"} & set(argv):
+        if argv[1:2] and argv[1].startswith("-"):
+            return _fail(ValueError(f"the recipe comes first: troll {argv[0]} RECIPE [--field value ...]"))
+        # argparse would take the values of fields, which it does not know, for recipes.
+        first = next((index for index, argument in enumerate(argv) if argument.startswith("--")), len(argv))
+        argv, fields = argv[:first], argv[first:]
+    arguments = parser.parse_args(argv)
     try:
-        return _train(arguments.recipe, overrides) if arguments.command == "train" else _report(arguments.run_folder)
+        if arguments.command == "train":
+            return _train(arguments.recipe, fields)
+        if arguments.command == "compare":
+            return _compare(arguments.recipes, fields)
+        return _report(arguments.folders, arguments.output_dir)
     except KeyboardInterrupt:
         print("troll: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
 def _train(recipe_name: str, overrides: list[str]) -> int:
-    # Only now: `troll --help` shall not wait for torch and transformers.
+    def run() -> int:
+        from rich.console import Console
+
+        from troll import recipes
+        from troll.study.run import train
+
+        return 0 if train(recipes.load(recipe_name, overrides), Console()) else INTERRUPTED
+
+    return _with_trainer(run)
+
+
+def _compare(recipe_names: list[str], fields: list[str]) -> int:
+    def run() -> int:
+        from rich.console import Console
+
+        from troll.study.compare import compare
+        from troll.study.grid import expand, parse_command
+
+        command = parse_command(recipe_names, fields)
+        runs = expand(recipe_names, command.axes)
+        outcome = compare(runs, Path(command.output_dir), Console(), command.jobs)
+        return {"finished": 0, "failed": FAILED, "interrupted": INTERRUPTED}[outcome]
+
+    return _with_trainer(run)
+
+
+def _with_trainer(run: Callable[[], int]) -> int:
+    """Runs what needs torch and transformers, which `troll --help` shall not wait for, and tells its errors."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # between libraries, nothing a user could act on
-            return _run(recipe_name, overrides)
+            return _quietly(run)
     except ModuleNotFoundError as error:
         return _fail(ImportError(f'{error}: pip install "troll-rl[trl,tasks,report]"'))
     except ImportError as error:
         return _fail(error)
 
 
-def _run(recipe_name: str, overrides: list[str]) -> int:
+def _quietly(run: Callable[[], int]) -> int:
     import huggingface_hub
     import transformers
-    from rich.console import Console
 
-    from troll import recipes
-    from troll.study.run import train
+    from troll.recipes import RecipeError
     from troll.tasks import TaskError
 
     warnings.showwarning = _show_warning
@@ -68,20 +113,27 @@ def _run(recipe_name: str, overrides: list[str]) -> int:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        finished = train(recipes.load(recipe_name, overrides), Console())
-    except (recipes.RecipeError, TaskError) as error:
+        return run()
+    except (RecipeError, TaskError) as error:
         return _fail(error)
     except FloatingPointError as error:
         _fail(error)
         return FAILED
-    return 0 if finished else INTERRUPTED
 
 
-def _report(run_folder: Path) -> int:
-    from troll.study.report import write_report
-
+def _report(folders: list[Path], output_dir: Path | None) -> int:
     try:
-        print(write_report(run_folder))
+        from troll.study.comparison import is_comparison
+        from troll.study.comparison_page import write_comparison
+        from troll.study.report import write_report
+
+        if len(folders) > 1 or is_comparison(folders[0]):
+            alone = len(folders) == 1
+            print(write_comparison(folders, output_dir or (folders[0] if alone else Path())))
+        else:
+            if output_dir is not None:
+                raise ValueError("--output_dir is for the page about several runs: a run's own stays in its folder")
+            print(write_report(folders[0]))
     except (ImportError, OSError, ValueError) as error:
         return _fail(error)
     return 0

@@ -9,14 +9,19 @@ from troll.recipes import RecipeError
 
 def on_cpu(name: str) -> list[str]:
     # bf16 is refused on a machine without a device that has it.
-    return ["--use_cpu", "--bf16", "false"] if name == "gsm8k-qwen3" else []
+    return ["--use_cpu", "--bf16", "false"] if recipes.read(name)[0].get("bf16") else []
+
+
+def one_point(name: str) -> list[str]:
+    _, grid = recipes.read(name)
+    return [part for field, values in grid.items() for part in (f"--{field}", recipes.as_argument(values[0]))]
 
 
 @pytest.mark.parametrize("name", recipes.names())
 def test_shipped_recipes_load_and_are_off_policy(name: str) -> None:
-    recipe = recipes.load(name, on_cpu(name))
+    recipe = recipes.load(name, on_cpu(name) + one_point(name))
     assert not recipe.training.always_on_policy
-    assert recipe.training.kl_bound == 0.05
+    assert recipe.training.kl_bound == (0.01 if name == "ablation-kl-bound" else 0.05)
     updates = recipe.training.rollout_steps // recipe.training.gradient_accumulation_steps
     assert recipe.training.save_steps % updates == 0, "checkpoints must fall on rollout boundaries"
 
@@ -39,7 +44,8 @@ def test_saved_recipe_loads_to_the_same_settings(tmp_path: Path) -> None:
     ("name", "overrides", "message"),
     [
         ("quikstart", [], "did you mean quickstart"),
-        ("nowhere.yaml", [], "recipes: gsm8k-qwen3, quickstart"),
+        ("nowhere.yaml", [], "recipes: ablation-kl-bound, .*quickstart"),
+        ("ablation-kl-bound", [], "is a grid over kl_bound: run it with troll compare ablation-kl-bound"),
         ("quickstart", ["--learing_rate", "1"], "did you mean --learning_rate"),
         ("quickstart", ["--kl_bound", "abc"], "kl_bound"),
         ("quickstart", ["--kl_bound", "-1"], "kl_bound must be above 0"),
@@ -60,6 +66,11 @@ def test_mistakes_are_named_in_one_line(name: str, overrides: list[str], message
         ("kl_bond: 1", "unknown field 'kl_bond', did you mean kl_bound"),
         ("a: [", "not valid YAML"),
         ("- a", "must hold 'field: value' lines"),
+        ("extends: quikstart", "extends: no recipe .* did you mean quickstart"),
+        ("extends: broken.yaml", "extends itself"),
+        ("grid: {kl_bound: 0.1}", r"grid must hold 'field: \[value, value, ...\]' lines"),
+        ("grid: {kl_bond: [0.1]}", "unknown field 'kl_bond', did you mean kl_bound"),
+        ("kl_bound: 0.1\ngrid: {kl_bound: [0.1, 0.2]}", "kl_bound has a value and a grid"),
     ],
 )
 def test_broken_files_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -84,3 +95,38 @@ def test_yaml_numbers_in_scientific_notation_are_numbers(tmp_path: Path) -> None
     path.write_text(yaml.safe_dump(settings))
     recipe = recipes.load(str(path))
     assert (recipe.training.learning_rate, recipe.training.kl_bound) == (1e-5, 0.05)
+
+
+def test_a_recipe_extends_another_by_name_or_by_path(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("extends: quickstart\nkl_bound: 0.1\nmax_steps: 16\n")
+    (tmp_path / "top.yaml").write_text("extends: base.yaml\nmax_steps: 24\n")
+    base, top = recipes.load("quickstart"), recipes.load(str(tmp_path / "top.yaml"))
+    assert (top.training.kl_bound, top.training.max_steps) == (0.1, 24)
+    assert top.settings == base.settings | {"kl_bound": 0.1, "max_steps": 24}
+
+
+def test_a_field_takes_the_place_of_the_grid_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "one.yaml").write_text("extends: ablation-kl-bound\nkl_bound: 0.1\n")
+    (tmp_path / "two.yaml").write_text("extends: ablation-kl-bound\ngrid: {support_top_k: [8, 16]}\n")
+    assert recipes.load(str(tmp_path / "one.yaml")).training.kl_bound == 0.1
+    assert recipes.read(str(tmp_path / "two.yaml"))[1] == {"kl_bound": [0.01, 0.05, 0.25], "support_top_k": [8, 16]}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo", {"loss_type": "grpo", "scale_rewards": "group", "advantage_estimator": "group"}),
+        ("dr-grpo", {"loss_type": "dr_grpo", "scale_rewards": "none", "advantage_estimator": "group"}),
+        ("gspo", {"importance_sampling_level": "sequence", "loss_type": "grpo"}),
+        ("reinforce-plus-plus", {"advantage_estimator": "reinforce_plus_plus"}),
+        ("reinforce-plus-plus-baseline", {"advantage_estimator": "reinforce_plus_plus_baseline"}),
+        ("rloo", {"advantage_estimator": "rloo"}),
+        ("ppo", {"advantage_estimator": "gae"}),
+    ],
+)
+def test_recipes_of_methods_are_the_quickstart_with_another_estimator(name: str, expected: dict[str, str]) -> None:
+    recipe, quickstart = recipes.load(name), recipes.load("quickstart")
+    assert {field: getattr(recipe.training, field) for field in expected} == expected
+    assert recipe.task == quickstart.task
+    assert recipe.training.max_steps == quickstart.training.max_steps
+    assert recipe.training.output_dir == f"runs/{name}"

@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from troll.files import write_atomically
 from troll.study.callbacks import MetricsFile, ProgressLine
-from troll.study.report import write_atomically
 
 
 def state_with(logs: list[Any], step: int) -> TrainerState:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from troll.study.embedded import CHARACTERS, WarmUp, character_tokenizer, default_cache_dir, embedded_model
+from troll.study.embedded import CHARACTERS, WarmUp, character_tokenizer, embedded_model
+from troll.study.small_model import default_cache_dir
 from troll.tasks import TaskConfig, TaskError, load_task
 
 OPTIONS = {"min_terms": 2, "max_terms": 2, "max_digits": 1, "prompt": "{expression} ="}
@@ -93,7 +94,7 @@ def test_an_interrupted_warm_up_leaves_nothing(tmp_path, monkeypatch):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("troll.study.embedded._sha256", interrupted)
+    monkeypatch.setattr("troll.study.small_model._sha256", interrupted)
     with pytest.raises(KeyboardInterrupt):
         embedded_model(TASK, cache_dir=tmp_path, warm_up=SHORT)
     assert list(tmp_path.iterdir()) == []
@@ -115,7 +116,7 @@ def test_a_warm_up_below_its_target_warns(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (TaskConfig(task="gsm8k"), "learns 'reasoning_gym:<data set>' tasks, not 'gsm8k'"),
+        (TaskConfig(task="gsm8k"), "learns 'free_text' and 'reasoning_gym:<data set>' tasks, not 'gsm8k'"),
         (TaskConfig(task="reasoning_gym:nothing"), "unknown reasoning-gym data set 'nothing'"),
         (TaskConfig(task="reasoning_gym:rush_hour"), "no answer to learn from"),
     ],

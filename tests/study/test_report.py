@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from troll.study.report import wilson_interval, write_report
+from troll.study.report import write_report
+from troll.study.statistics import wilson_interval
 
 KL_BOUND = 0.05
 CARDS = {
@@ -427,3 +428,57 @@ def test_pyplot_and_its_settings_are_left_alone(tmp_path, monkeypatch):
         styled = write_report(write_run(tmp_path / "styled", metrics_of(1), summary_of(1))).read_bytes()
         assert dict(matplotlib.rcParams) == before
     assert styled == plain
+
+
+def test_metrics_that_only_some_runs_log_are_drawn_where_they_are(tmp_path, page):
+    extra = {
+        "trust_region/diagnostics/sequence_kl": 0.1,
+        "trust_region/diagnostics/sequence_kl_k1": 0.2,
+        "trust_region/diagnostics/ratio_p50": 1.0,
+        "trust_region/diagnostics/clip_fraction": 0.05,
+        "trust_region/diagnostics/something_new": 3.0,
+        "critic/value_loss": 0.3,
+        "critic/explained_variance": -0.2,
+        "clip_ratio/region_mean": 0.01,
+    }
+    rows = [row | extra for row in metrics_of(2)]
+    more = Page(write_report(write_run(tmp_path / "run", rows, summary_of(2))))
+    for slug in (
+        "kl-of-whole-sequences",
+        "ratio-of-new-to-old-probability",
+        "what-a-clip-would-have-cut",
+        "something-new",
+        "value-loss",
+        "explained-variance",
+        "clipped-fraction",
+    ):
+        assert more.card(slug) is not None and page.card(slug) is None, slug
+    assert "<li>" in more.card("kl-of-whole-sequences"), "several lines have a legend"
+    assert "Critic" not in page.text and "Diagnostics" not in page.text
+
+
+def test_a_bound_that_changes_is_a_curve_and_a_line_in_the_kl_cards(tmp_path):
+    rows = [row | {"trust_region/kl_bound": 0.05 / row["step"]} for row in metrics_of(3)]
+    page = Page(write_report(write_run(tmp_path / "run", rows, summary_of(3))))
+    assert page.card("kl-bound-ε") is not None
+    assert ">ε</text>" in page.card("kl-to-the-old-policy-mean-token")
+    assert "bound ε = " not in page.text
+    fixed = [row | {"trust_region/kl_bound": 0.05} for row in metrics_of(3)]
+    page = Page(write_report(write_run(tmp_path / "fixed", fixed, summary_of(3))))
+    assert page.card("kl-bound-ε") is None
+    assert "bound ε = 0.05" in page.text
+
+
+def test_conditioning_is_set_against_the_gradient_norm(tmp_path):
+    key = "trust_region/diagnostics/conditioning_min"
+    rows = [row | {key: 1 / row["step"], "grad_norm": row["step"] ** 2} for row in metrics_of(1) if "loss" in row]
+    page = Page(write_report(write_run(tmp_path / "run", rows, summary_of(1))))
+    assert "Rank correlation of conditioning min with the gradient norm: −1.00, over 8 steps." in page.text
+
+
+def test_a_run_without_success_shows_its_reward(tmp_path):
+    summary = {"success_before": None, "success_after": None, "reward_before": -1.25, "reward_after": 0.5}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    page = write_report(tmp_path).read_text()
+    assert "Held-out reward" in page
+    assert "-1.25 → <b>0.5</b>" in page

@@ -37,6 +37,12 @@ def test_a_run_leaves_a_complete_folder(short_run: list[str], tmp_path: Path, co
     assert 0 <= summary["success_after"] <= 1
 
     lines = lines_of(folder)
+    assert (summary["surrogate"], summary["advantage_estimator"]) == ("troll", "group")
+    assert summary["surrogate_settings"]["kl_bound"] == 0.05
+    assert summary["entropy_after"] == [line["entropy"] for line in lines if "loss" in line][-1]
+    assert summary["training_seconds"] == pytest.approx(sum(line.get("step_time", 0) for line in lines), abs=0.06)
+    assert summary["training_seconds"] < summary["seconds"]
+    assert "with TROLL, KL bound 0.05" in console.export_text(clear=False)
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
     assert [line["step"] for line in lines if "eval_reward" in line] == [0, 2, 4]
     trust_region = [line["trust_region/kl_before_mean"] for line in lines if "loss" in line]

@@ -6,7 +6,7 @@ import pytest
 
 from troll.rewards.math import success
 from troll.tasks import TaskConfig, TaskError, load_task
-from troll.tasks import gsm8k as gsm8k_module
+from troll.tasks import splits as splits_module
 from troll.tasks.gsm8k import gold_answer
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
@@ -107,7 +107,7 @@ def test_without_a_network_the_local_copy_is_suggested(monkeypatch):
     def unreachable(*arguments, **options):
         raise ConnectionError("Couldn't reach the Hub\nover two lines")
 
-    monkeypatch.setattr(gsm8k_module, "load_dataset", unreachable)
+    monkeypatch.setattr(splits_module, "load_dataset", unreachable)
     with pytest.raises(TaskError, match="connect to the network, or give a local copy with --dataset_path") as error:
         load_task(TaskConfig(task="gsm8k"))
     assert "\n" not in str(error.value)

@@ -417,8 +417,7 @@ def test_dual_report_of_tokens_that_share_a_constraint(reduction):
         for column in mask[row].nonzero().flatten().tolist():
             log_old, log_new = (array(policy.outcomes[row, column]) for policy in (old, new))
             present = (log_old > -np.inf) | (log_new > -np.inf)
-            log_old, log_new = (reference.floored(x[present]) for x in (log_old, log_new))
-            variances.append(moments(log_old, log_new, tau)[1])
+            variances.append(moments(reference.floored(log_old[present]), reference.floored(log_new[present]), tau)[1])
         expected.append(sum(variances) / (len(variances) if reduction == "mean" else 1))
         evaluations.append(projection.iterations[row][mask[row]][0].item())
     assert len(expected) >= 2

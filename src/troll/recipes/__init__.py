@@ -1,13 +1,16 @@
 """Recipes: YAML files with every setting of a run, found by name or by path.
 
 A recipe holds fields of :class:`~troll.tasks.TaskConfig`, :class:`~troll.trl.TrollConfig` and
-:class:`trl.ModelConfig`, and what it leaves out has their defaults. To add one, add a file to this folder.
+:class:`trl.ModelConfig`, and what it leaves out has their defaults. Two more keys are its own: ``extends: RECIPE`` (a
+name, or a path as seen from the file) takes another recipe's fields where the file has none, and ``grid: {field:
+[values]}`` makes it an ablation, which ``troll compare`` runs. To add a recipe, add a file to this folder.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
@@ -21,6 +24,7 @@ from troll.trl import TrollConfig
 
 FOLDER = Path(__file__).parent
 CONFIGS = (TaskConfig, TrollConfig, ModelConfig)
+FIELDS = frozenset(field.name for config in CONFIGS for field in fields(config) if field.init)
 
 
 class RecipeError(ValueError):
@@ -68,24 +72,63 @@ def find(name_or_path: str) -> Path:
     raise RecipeError(f"no recipe or YAML file {name_or_path!r}{hint}; recipes: {', '.join(names())}")
 
 
+def read(name_or_path: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Reads a recipe with all it extends.
+
+    Args:
+        name_or_path: The recipe.
+
+    Returns:
+        Its fields, and its grid: the values of every field that several runs differ in, empty for a single run.
+
+    Raises:
+        RecipeError: On an unknown recipe or field, or a file that is none.
+    """
+    return _read(find(name_or_path), ())
+
+
+def _read(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    if path.resolve() in below:
+        raise RecipeError(f"{path} extends itself")
+    try:
+        own = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not valid YAML: {_one_line(error)}") from error
+    if not isinstance(own, dict):
+        raise RecipeError(f"{path} must hold 'field: value' lines")
+    settings: dict[str, Any] = {}
+    grid: dict[str, list[Any]] = {}
+    if "extends" in own:
+        settings, grid = _read(_extended(path, own.pop("extends")), (*below, path.resolve()))
+    axes = own.pop("grid", {})
+    if not isinstance(axes, dict) or not all(isinstance(values, list) and values for values in axes.values()):
+        raise RecipeError(f"{path}: grid must hold 'field: [value, value, ...]' lines, got {axes!r}")
+    for name in (*own, *axes):
+        if name not in FIELDS:
+            raise RecipeError(f"{path}: unknown field {name!r}{_did_you_mean(str(name), FIELDS)}")
+    if both := sorted(set(own) & set(axes)):
+        raise RecipeError(f"{path}: {both[0]} has a value and a grid: leave one of them out")
+    inherited = {name: values for name, values in grid.items() if name not in own}
+    return {**settings, **own}, {**inherited, **axes}
+
+
+def _extended(path: Path, name: object) -> Path:
+    beside = path.parent / str(name)
+    try:
+        return beside if beside.is_file() else find(str(name))
+    except RecipeError as error:
+        raise RecipeError(f"{path}: extends: {error}") from error
+
+
 def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a recipe and applies ``--field value`` pairs on top.
 
     Raises:
-        RecipeError: On an unknown recipe or field, or a value that does not fit its field.
+        RecipeError: On an unknown recipe or field, a value that does not fit its field, or a grid of which the
+            overrides do not pick one point.
     """
     path = find(name_or_path)
-    try:
-        settings = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(settings, dict):
-        raise RecipeError(f"{path} must hold 'field: value' lines")
-
-    known = {field.name for config in CONFIGS for field in fields(config) if field.init}
-    for name in settings:
-        if name not in known:
-            raise RecipeError(f"{path}: unknown field {name!r}{_did_you_mean(str(name), known)}")
+    settings, grid = read(name_or_path)
     overrides = _complete(overrides)
     parser = _Parser(list(CONFIGS), allow_abbrev=False)  # type: ignore[arg-type]
     parser.set_defaults_with_config(**settings)
@@ -99,9 +142,13 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(_one_line(error)) from error
     if unknown:
         field = unknown[0].removeprefix("--").split("=")[0]
-        raise RecipeError(f"unknown argument {unknown[0]!r}{_did_you_mean(field, known, prefix='--')}")
+        raise RecipeError(f"unknown argument {unknown[0]!r}{_did_you_mean(field, FIELDS, prefix='--')}")
 
     given = {argument[2:].split("=")[0].replace("-", "_") for argument in overrides if argument.startswith("--")}
+    if open_axes := [name for name in grid if name not in given]:
+        raise RecipeError(
+            f"{path.stem} is a grid over {', '.join(open_axes)}: run it with troll compare {name_or_path}"
+        )
     own = {field.name for field in fields(TaskConfig)} | set(TrollConfig.__annotations__)
     values = {field.name: getattr(config, field.name) for config in (task, training, model) for field in fields(config)}
     # Where a run was resumed from does not belong to what it is.
@@ -112,8 +159,18 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
 
 def save(recipe: Recipe, path: Path) -> None:
     """Writes the resolved settings as a recipe that :func:`load` reads back."""
-    lines = yaml.safe_dump({name: _plain(value) for name, value in recipe.settings.items()}, sort_keys=False)
+    lines = yaml.safe_dump(plain(recipe), sort_keys=False)
     path.write_text(f"# {recipe.name}, resolved; train again with: troll train {path} --output_dir ANOTHER\n{lines}")
+
+
+def plain(recipe: Recipe) -> dict[str, Any]:
+    """The resolved settings as YAML and JSON hold them."""
+    return {name: value.value if isinstance(value, Enum) else value for name, value in recipe.settings.items()}
+
+
+def as_argument(value: Any) -> str:
+    """A YAML value as the command line takes it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 class _Parser(TrlParser):
@@ -132,14 +189,10 @@ def _complete(overrides: Sequence[str]) -> list[str]:
     return completed
 
 
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, Enum) else value
-
-
 def _one_line(error: object) -> str:
     return " ".join(str(error).split())
 
 
-def _did_you_mean(name: str, known: Sequence[str] | set[str], prefix: str = "") -> str:
+def _did_you_mean(name: str, known: Collection[str], prefix: str = "") -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f", did you mean {prefix}{close[0]}?" if close else ""

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from troll.study.curves import SUCCESS
-from troll.study.report import write_atomically
+from troll.files import write_atomically
+from troll.study.metrics import SUCCESS
 
 #: What the progress line shows of the logs: label, key, format.
 SHOWN = (
@@ -20,6 +20,7 @@ SHOWN = (
     ("held-out", f"eval_{SUCCESS}", "{:.0%}"),
     ("KL", "trust_region/kl_before_mean", "{:.1e}"),
     ("projected", "trust_region/projected_fraction", "{:.1%}"),
+    ("clipped", "clip_ratio/region_mean", "{:.1%}"),
 )
 
 

@@ -6,23 +6,26 @@ import importlib.metadata
 import json
 import platform
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback
+from transformers import AutoProcessor, PreTrainedTokenizerBase, PrinterCallback, ProcessorMixin, ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import get_peft_config, get_quantization_config
 
 from troll import recipes
+from troll.files import write_atomically
 from troll.recipes import Recipe, RecipeError
 from troll.study.callbacks import MetricsFile, ProgressLine
-from troll.study.curves import SUCCESS
 from troll.study.embedded import embedded_model
-from troll.study.report import write_atomically, write_report
+from troll.study.metrics import SUCCESS
+from troll.study.report import write_report
 from troll.tasks import load_task
-from troll.trl import TrollTrainer
+from troll.trl import TrollConfig, TrollTrainer
+from troll.trl.surrogates import SURROGATES
 
 #: The name of the model that this package makes itself.
 EMBEDDED = "embedded"
@@ -50,16 +53,16 @@ def train(recipe: Recipe, console: Console) -> bool:
     # One process first: the others find the cached model.
     with recipe.training.main_process_first(local=False):
         checkpoint = _checkpoint(recipe, folder)
-        model_path = _model_path(recipe)
-    tokenizer = _tokenizer(recipe, model_path)
-    task = load_task(recipe.task, conversational=tokenizer.chat_template is not None)
-    trainer = _trainer(recipe, model_path, tokenizer, task)
+        path = model_path(recipe)
+    processor = _processor(recipe, path)
+    task = load_task(recipe.task, conversational=processor.chat_template is not None)
+    trainer = _trainer(recipe, path, processor, task)
 
     main = trainer.is_world_process_zero()
     if main:
         recipes.save(recipe, folder / "config.yaml")
         console.print(
-            f"training on {task.name} with TROLL, KL bound {recipe.training.kl_bound}; output in {folder}",
+            f"training on {task.name} with {_method(recipe.training)}; output in {folder}",
             soft_wrap=True,
         )
     progress = ProgressLine(console)
@@ -105,7 +108,20 @@ def _checkpoint(recipe: Recipe, folder: Path) -> str | None:
     return resume
 
 
-def _model_path(recipe: Recipe) -> str:
+def _method(training: TrollConfig) -> str:
+    """The surrogate and the estimator, with the trust region's bound where there is one."""
+    names = {"troll": f"TROLL, KL bound {training.kl_bound}", "none": "no clip and no trust region"}
+    surrogate = names.get(training.surrogate, f"surrogate {training.surrogate}")
+    return surrogate if training.advantage_estimator == "group" else f"{surrogate}, {training.advantage_estimator}"
+
+
+def model_path(recipe: Recipe) -> str:
+    """The name or folder of the recipe's model; the embedded one is made if the cache lacks it.
+
+    Raises:
+        RecipeError: If the recipe names none, or the embedded one cannot be kept.
+        troll.tasks.TaskError: If the embedded model cannot learn the task.
+    """
     name = recipe.model.model_name_or_path
     if name is None:
         raise RecipeError("no model: name one with --model_name_or_path")
@@ -117,14 +133,19 @@ def _model_path(recipe: Recipe) -> str:
         raise RecipeError(f"the embedded model cannot be kept in the cache folder: {error}") from error
 
 
-def _tokenizer(recipe: Recipe, model_path: str) -> PreTrainedTokenizerBase:
+def _processor(recipe: Recipe, model_path: str) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """A tokenizer; of a vision-language model, its processor."""
     try:
-        return AutoTokenizer.from_pretrained(
+        return AutoProcessor.from_pretrained(
             model_path,
             revision=recipe.model.model_revision,
             trust_remote_code=recipe.training.trust_remote_code,
             padding_side="left",
         )
+    except ImportError as error:
+        raise RecipeError(
+            f"the processor of {model_path} needs a package that is missing: {_one_line(error)}"
+        ) from error
     except (OSError, ValueError) as error:
         raise _missing_model(model_path) from error
 
@@ -138,7 +159,9 @@ def _missing_model(model_path: str) -> RecipeError:
     )
 
 
-def _trainer(recipe: Recipe, model_path: str, tokenizer: PreTrainedTokenizerBase, task: Any) -> TrollTrainer:
+def _trainer(
+    recipe: Recipe, model_path: str, processor: PreTrainedTokenizerBase | ProcessorMixin, task: Any
+) -> TrollTrainer:
     training, model = recipe.training, recipe.model
     # As TRL's own script does; a string was parsed by the configuration.
     training.model_init_kwargs = {
@@ -155,14 +178,14 @@ def _trainer(recipe: Recipe, model_path: str, tokenizer: PreTrainedTokenizerBase
             training,
             train_dataset=task.train_dataset,
             eval_dataset=task.eval_dataset,
-            processing_class=tokenizer,
+            processing_class=processor,
             peft_config=get_peft_config(model),
             quantization_config=get_quantization_config(model),
         )
     except OSError as error:
         raise _missing_model(model_path) from error
     except ValueError as error:  # TRL checks some settings only here
-        raise RecipeError(" ".join(str(error).split())) from error
+        raise RecipeError(_one_line(error)) from error
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     return trainer
@@ -170,28 +193,44 @@ def _trainer(recipe: Recipe, model_path: str, tokenizer: PreTrainedTokenizerBase
 
 def _summary(recipe: Recipe, trainer: TrollTrainer, status: str, seconds: float, eval_size: int) -> dict[str, Any]:
     training, steps = recipe.training, trainer.state.global_step
-    held_out = [logs for logs in trainer.state.log_history if f"eval_{SUCCESS}" in logs]
+    held_out = [logs for logs in trainer.state.log_history if "eval_reward" in logs]
     first, last = (held_out[0], held_out[-1]) if held_out else ({}, {})
+    before, after = first if first.get("step") == 0 else {}, last if last.get("step", 0) > 0 else {}
     passes = steps * training.gradient_accumulation_steps
+    logged = [logs for logs in trainer.state.log_history if "step_time" in logs]
     return {
         "status": status,
         "recipe": recipe.name,
         "task": recipe.task.task,
         "model": recipe.model.model_name_or_path,
+        "surrogate": training.surrogate,
+        "surrogate_settings": {name: getattr(training, name) for name in SURROGATES[training.surrogate].settings},
+        "advantage_estimator": training.advantage_estimator,
         "kl_bound": training.kl_bound,
         "steps": steps,
         "rollouts": -(-passes // training.rollout_steps),
         "updates_per_rollout": training.rollout_steps // training.gradient_accumulation_steps,
         "seconds": round(seconds, 1),
-        "success_before": first.get(f"eval_{SUCCESS}") if first.get("step") == 0 else None,
-        "success_after": last.get(f"eval_{SUCCESS}") if last.get("step", 0) > 0 else None,
+        # Of the run as a whole, also where it was resumed: without evaluation and checkpoints.
+        "training_seconds": round(_training_seconds(logged), 1),
+        "entropy_after": logged[-1].get("entropy") if logged else None,
+        "success_before": before.get(f"eval_{SUCCESS}"),
+        "success_after": after.get(f"eval_{SUCCESS}"),
         "success_after_step": last.get("step"),
+        "reward_before": before.get("eval_reward"),
+        "reward_after": after.get("eval_reward"),
         "eval_size": eval_size,
         "seed": training.seed,
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in ("troll-rl", "torch", "trl", "transformers")},
         "machine": _machine(),
     }
+
+
+def _training_seconds(logged: Sequence[dict[str, Any]]) -> float:
+    """Time in optimiser steps: TRL logs their mean since the log before."""
+    ends = [0, *(logs["step"] for logs in logged)]
+    return sum(logs["step_time"] * (end - start) for logs, start, end in zip(logged, ends, ends[1:], strict=False))
 
 
 def _machine() -> str:
@@ -208,6 +247,10 @@ def _tell(recipe: Recipe, summary: dict[str, Any], folder: Path, console: Consol
             f"{summary['eval_size']} answers, step {summary['success_after_step']})",
             soft_wrap=True,
         )
+    elif summary["reward_before"] is not None and summary["reward_after"] is not None:
+        console.print(
+            f"held-out reward {summary['reward_before']:.3f} -> {summary['reward_after']:.3f}", soft_wrap=True
+        )
     console.print(f"time    {summary['seconds']:.0f} s to step {summary['steps']}", soft_wrap=True)
     console.print(f"model   {folder / 'model'}", soft_wrap=True)
     try:
@@ -218,3 +261,7 @@ def _tell(recipe: Recipe, summary: dict[str, Any], folder: Path, console: Consol
         resume = f"go on with: troll train {recipe.given} --output_dir {folder} --resume_from_checkpoint"
         how = resume if get_last_checkpoint(str(folder)) else "there is no checkpoint yet to resume from"
         console.print(f"{summary['status']} at step {summary['steps']}; {how}", soft_wrap=True)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

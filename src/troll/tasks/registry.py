@@ -5,7 +5,11 @@ from typing import Any
 
 from datasets import Dataset
 
+from troll.rewards.preference import load_reward_model
+
 RewardFunc = Callable[..., list[float]]
+#: What a trainer takes as a reward: a function, or a reward model (`transformers.PreTrainedModel`).
+Reward = RewardFunc | Any
 
 
 class TaskError(ValueError):
@@ -22,7 +26,7 @@ class TaskConfig:
 
     task: str = field(
         default="reasoning_gym:chain_sum",
-        metadata={"help": "Name of the task: `gsm8k`, or `reasoning_gym:` and one of its data sets."},
+        metadata={"help": "Name of the task, e.g. `gsm8k`, or `reasoning_gym:` and one of its data sets."},
     )
     dataset_path: str | None = field(
         default=None,
@@ -36,6 +40,13 @@ class TaskConfig:
         metadata={
             "help": "Options of the task as a JSON object, e.g. the configuration of a reasoning-gym data set: "
             '\'{"max_terms": 3, "max_digits": 2}\'.'
+        },
+    )
+    reward_model: str | None = field(
+        default=None,
+        metadata={
+            "help": "Name or path of a sequence classifier trained on preferences, whose score is added to the task's "
+            "rewards."
         },
     )
     train_size: int | None = field(
@@ -70,14 +81,15 @@ class Task:
         name: The name it was loaded by.
         train_dataset: Rows with a column `prompt` and the columns that the rewards read.
         eval_dataset: Held-out rows with the same columns; shares no prompt with `train_dataset`.
-        reward_funcs: Rewards in TRL's signature `(prompts, completions, **columns) -> list[float]`. The first is named
-            `success` and returns exactly 0.0 or 1.0.
+        reward_funcs: Rewards in TRL's signature `(prompts, completions, **columns) -> list[float]`. Where the task can
+            tell success from failure, the first is named `success` and returns exactly 0.0 or 1.0. A reward model
+            cannot: where it is alone, the mean held-out reward is what training improves.
     """
 
     name: str
     train_dataset: Dataset
     eval_dataset: Dataset
-    reward_funcs: list[RewardFunc]
+    reward_funcs: list[Reward]
 
 
 Loader = Callable[[TaskConfig, str], Task]
@@ -119,10 +131,10 @@ def load_task(config: TaskConfig, *, conversational: bool = False) -> Task:
             the chat template, or plain strings. Pass `tokenizer.chat_template is not None`.
 
     Returns:
-        The task, with non-empty data sets.
+        The task, with non-empty data sets, and with the reward model of `config` as its last reward.
 
     Raises:
-        TaskError: If the task, its data or one of its options is unknown, missing or unusable.
+        TaskError: If the task, its data, its reward model or one of its options is unknown, missing or unusable.
     """
     prefix, colon, argument = config.task.partition(":")
     if prefix not in _LOADERS:
@@ -135,7 +147,15 @@ def load_task(config: TaskConfig, *, conversational: bool = False) -> Task:
     for split, dataset in (("train", task.train_dataset), ("eval", task.eval_dataset)):
         if not len(dataset):
             raise TaskError(f"task {config.task!r} has no {split} rows left: check its data and {split}_size")
+    if config.reward_model is not None:
+        try:
+            model = load_reward_model(config.reward_model, conversational=conversational)
+        except ValueError as error:
+            raise TaskError(str(error)) from error
+        task = replace(task, reward_funcs=[*task.reward_funcs, model])
     if not conversational:
+        if "images" in task.train_dataset.column_names:
+            raise TaskError(f"task {config.task!r} has images, which take a vision-language model with a chat template")
         return task
     return replace(
         task, train_dataset=_conversational(task.train_dataset), eval_dataset=_conversational(task.eval_dataset)
@@ -144,7 +164,9 @@ def load_task(config: TaskConfig, *, conversational: bool = False) -> Task:
 
 def _conversational(dataset: Dataset) -> Dataset:
     prompts = [[{"role": "user", "content": prompt}] for prompt in dataset["prompt"]]
-    return Dataset.from_dict({**dataset.to_dict(), "prompt": prompts})
+    # One column alone is exchanged: images in the others would be decoded.
+    dataset = dataset.add_column("conversation", prompts)
+    return dataset.remove_columns("prompt").rename_column("conversation", "prompt")
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def _mask(tokens: ScoredTokens, far: Tensor) -> Terms:
     return Terms(keep=~(leaving & far))
 
 
-_DPPO_SETTINGS = ("dppo_threshold", "dppo_outcomes")
+_DPPO_SETTINGS = ("dppo_threshold", "dppo_outcomes", "support_top_k", "mass_threshold")
 
 SURROGATES: dict[str, Surrogate] = {
     "troll": Surrogate(

@@ -1,0 +1,39 @@
+"""Reward models: a network, trained on preferences, that says how good a completion is."""
+
+from typing import Any
+
+
+def load_reward_model(name_or_path: str, *, conversational: bool) -> Any:
+    """Loads a sequence classifier with one output as a reward.
+
+    Args:
+        name_or_path: A model of the Hugging Face hub, or a folder, with its tokenizer beside it.
+        conversational: Whether it will score conversations, which takes a chat template.
+
+    Returns:
+        The `PreTrainedModel`, which TRL's trainers take as a reward function: they tokenize, place and call it.
+
+    Raises:
+        ValueError: If it cannot be loaded, is no reward model, or its tokenizer lacks what scoring takes.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    try:
+        model, loaded = AutoModelForSequenceClassification.from_pretrained(
+            name_or_path, num_labels=1, output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the head has another size
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"cannot load the reward model {name_or_path!r}: {reason}") from error
+    if loaded["missing_keys"]:
+        # transformers would make up a random head, and training would follow it.
+        missing = ", ".join(sorted(loaded["missing_keys"]))
+        raise ValueError(f"{name_or_path} is not a reward model: it has no weights for {missing}")
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise ValueError(f"the tokenizer of the reward model {name_or_path} has no token to pad with")
+    if conversational and tokenizer.chat_template is None:
+        raise ValueError(
+            f"the tokenizer of the reward model {name_or_path} has no chat template, but the prompts are conversations"
+        )
+    return model

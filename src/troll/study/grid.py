@@ -1,0 +1,181 @@
+"""The grid of a comparison: recipes times the values of any fields, as single runs with readable names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from troll import recipes
+from troll.recipes import Recipe, RecipeError
+from troll.trl import TrollConfig
+from troll.trl.surrogates import SURROGATES
+
+#: The values of a field, as the command line gives them; none at all for a flag such as `--use_cpu`.
+Axes = Mapping[str, Sequence[str]]
+
+_PER_RUN = ("output_dir", "resume_from_checkpoint")  # the comparison's own business
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of the grid.
+
+    Attributes:
+        name: Of its folder: the recipe and the fields that the grid varies.
+        recipe: Loaded, hence valid, with its overrides.
+        overrides: What follows ``troll train RECIPE``, without the output folder.
+    """
+
+    name: str
+    recipe: Recipe
+    overrides: tuple[str, ...]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The resolved settings, without those of the folder: runs with equal ones do the same."""
+        return {name: value for name, value in recipes.plain(self.recipe).items() if name not in _PER_RUN}
+
+
+@dataclass(frozen=True)
+class Command:
+    """What follows the recipes of ``troll compare``.
+
+    Attributes:
+        axes: The values of every field.
+        output_dir: Where the runs go.
+        jobs: How many at once; None leaves it to the machine.
+    """
+
+    axes: Axes
+    output_dir: str
+    jobs: int | None
+
+
+def parse_command(recipe_names: Sequence[str], arguments: Sequence[str]) -> Command:
+    """Reads ``--field value value ...``; ``--seeds N`` becomes the seeds 0 to N − 1.
+
+    Args:
+        recipe_names: They name the default output folder.
+        arguments: The first starts with two hyphens.
+
+    Raises:
+        RecipeError: On a field that is given twice, or a number of seeds or jobs that is none.
+    """
+    axes: dict[str, list[str]] = {}
+    for argument in arguments:
+        if argument.startswith("--"):
+            field, equals, value = argument[2:].partition("=")
+            field = field.replace("-", "_")
+            if field in axes:
+                raise RecipeError(f"--{field} is given twice: give all its values to one")
+            axes[field] = [value] if equals else []
+        else:
+            axes[field].append(argument)
+    if (seeds := _count(axes, "seeds")) is not None:
+        if "seed" in axes:
+            raise RecipeError("--seeds N runs the seeds 0 to N - 1, and --seed names them: give one of the two")
+        axes["seed"] = [str(seed) for seed in range(seeds)]
+    jobs = _count(axes, "jobs")
+    stems = dict.fromkeys(Path(name).stem for name in recipe_names)
+    folders = axes.pop("output_dir", ["runs/compare-" + "-".join(stems)[:60]])
+    if len(folders) != 1:
+        raise RecipeError(f"--output_dir takes one folder, got {' '.join(folders) or 'nothing'}")
+    return Command(axes, folders[0], jobs)
+
+
+def _count(axes: dict[str, list[str]], name: str) -> int | None:
+    if name not in axes:
+        return None
+    given = axes.pop(name)
+    if len(given) != 1 or not given[0].isdecimal() or int(given[0]) < 1:
+        raise RecipeError(f"--{name} takes one whole number above 0, got {' '.join(given) or 'nothing'}")
+    return int(given[0])
+
+
+def expand(recipe_names: Sequence[str], axes: Axes) -> list[PlannedRun]:
+    """Every run of a grid, all of them valid.
+
+    Recipes, with their own ``grid``, are multiplied with the axes, which win over it. A field that only some surrogates
+    read does not multiply the runs of the others. Runs are in the order in which a comparison should make them: all of
+    the first seed, so that an interrupted one can be read.
+
+    Args:
+        recipe_names: Names or paths.
+        axes: From :func:`parse_command`. Fields with one value, or none, are plain overrides.
+
+    Returns:
+        At least one run; no two have one name, and no two of a recipe do the same.
+
+    Raises:
+        RecipeError: On anything :func:`troll.recipes.load` refuses, in any of the runs.
+    """
+    if "resume_from_checkpoint" in axes:
+        raise RecipeError("--resume_from_checkpoint is for troll train: a comparison goes on by itself")
+    planned: dict[str, PlannedRun] = {}
+    points = [point for name in dict.fromkeys(recipe_names) for point in _points(name, axes)]
+    seeds = list(dict.fromkeys(point.assignment.get("seed") for point in points))
+    for point in sorted(points, key=lambda point: seeds.index(point.assignment.get("seed"))):
+        recipe = recipes.load(point.recipe_name, point.overrides)
+        name = "-".join([recipe.name, *point.labels])
+        if name in planned:  # recipes of one file name, or values that differ in signs a folder cannot have
+            name += "-" + hashlib.sha256(json.dumps([point.recipe_name, point.overrides]).encode()).hexdigest()[:8]
+        planned[name] = PlannedRun(name, recipe, point.overrides)
+    return list(planned.values())
+
+
+@dataclass(frozen=True)
+class _Point:
+    recipe_name: str
+    assignment: Mapping[str, str | None]
+    overrides: tuple[str, ...]
+    labels: tuple[str, ...]
+
+
+def _points(recipe_name: str, axes: Axes) -> Iterator[_Point]:
+    fields, grid = recipes.read(recipe_name)
+    own_axes = {name: [recipes.as_argument(value) for value in values] for name, values in grid.items()}
+    # The surrogate stands first in a name and the seed last, whatever the order of the command.
+    values: dict[str, Sequence[str]] = {"surrogate": []} | own_axes | dict(axes)
+    if "seed" in values:
+        values["seed"] = values.pop("seed")
+    values = {name: given for name, given in values.items() if given or name in axes}
+    surrogates = values.get("surrogate") or [str(fields.get("surrogate", TrollConfig.surrogate))]
+    seen = set()
+    for combination in product(*(given or (None,) for given in values.values())):
+        assignment = dict(zip(values, combination, strict=True))
+        unread = _unread(assignment.get("surrogate") or surrogates[0], surrogates, values)
+        # A field of the recipe's grid needs some value, whether it is read or not.
+        assignment = {
+            name: values[name][0] if name in unread else value
+            for name, value in assignment.items()
+            if name not in unread or name in grid
+        }
+        if tuple(assignment.items()) in seen:
+            continue
+        seen.add(tuple(assignment.items()))
+        overrides = [part for name, value in assignment.items() for part in (f"--{name}", value) if part is not None]
+        varied = [(name, value) for name, value in assignment.items() if len(values[name]) > 1 and name not in unread]
+        labels = [_readable(name, str(value)) for name, value in varied]
+        yield _Point(recipe_name, assignment, tuple(overrides), tuple(labels))
+
+
+def _unread(surrogate: str, all_surrogates: Sequence[str], values: Axes) -> set[str]:
+    """The fields among ``values`` that are other surrogates' alone, so that this one's runs need not have them."""
+    if surrogate not in SURROGATES:
+        return set()  # loading the recipe says so
+    listed = {field for entry in SURROGATES.values() for field in entry.settings}
+    present = {field for name in all_surrogates if name in SURROGATES for field in SURROGATES[name].settings}
+    foreign = listed - set(SURROGATES[surrogate].settings)
+    # One value that nobody in the grid reads stays: the configuration may have a word to say about it.
+    return {field for field, given in values.items() if field in foreign and (len(given) > 1 or field in present)}
+
+
+def _readable(name: str, value: str) -> str:
+    value = re.sub(r"[^\w.+-]+", "_", value)[:40]
+    return value if name == "surrogate" else f"{name}={value}"

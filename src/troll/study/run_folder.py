@@ -1,0 +1,45 @@
+"""The files of a run folder, read with errors that name them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+        ValueError: The file is not one.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Reads ``metrics.jsonl``: objects with an integer ``step``.
+
+    Raises:
+        ValueError: A line is not one. A last line cut short by a crash is left out instead.
+    """
+    rows = []
+    lines = path.read_bytes().splitlines(keepends=True)
+    for line_number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            if line_number == len(lines) and not line.endswith(b"\n"):
+                break  # the run was killed while it wrote this line
+            raise ValueError(f"{path}, line {line_number}: not JSON ({error})") from None
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            raise ValueError(f'{path}, line {line_number}: expected an object with an integer "step"')
+        rows.append(row)
+    return rows

@@ -1,0 +1,211 @@
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from tests.study.conftest import SHORT
+from troll import cli
+from troll.recipes import RecipeError
+from troll.study import compare as module
+from troll.study.compare import compare
+from troll.study.grid import PlannedRun, expand
+
+#: Stands in for `troll train`: leaves the files of a run, fails, or waits for Ctrl-C.
+TRAIN = """
+import json, os, pathlib, signal, sys, time
+folder, settings, seed, how, checkpoint = pathlib.Path(sys.argv[1]), *sys.argv[2:]
+folder.mkdir(exist_ok=True)
+status = "finished"
+(folder / "config.yaml").write_text(settings + f"output_dir: {folder}\\n")
+(folder / "metrics.jsonl").write_text('{"step": 2, "reward": 0.5}\\n')
+with (folder / "starts").open("a") as file:
+    file.write(checkpoint + os.environ["OMP_NUM_THREADS"] + "\\n")
+if how == "fail":
+    print("first line"), print("the reason")
+    sys.exit(3)
+try:
+    if how == "wait":
+        (folder / "checkpoint-2").mkdir(exist_ok=True)
+        (folder / "checkpoint-2" / "trainer_state.json").touch()
+        (folder / "waiting").touch()
+        time.sleep(60)
+except KeyboardInterrupt:
+    status = "interrupted"
+(folder / "summary.json").write_text(json.dumps(
+    {"status": status, "recipe": "quickstart", "surrogate": "troll", "success_after": 0.5, "seed": int(seed),
+     "eval_size": 8}))
+sys.exit(0 if status == "finished" else 130)
+"""
+
+
+@pytest.fixture
+def how(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What a run of a name does instead of finishing: "fail" or "wait"."""
+    behaviour: dict[str, str] = {}
+
+    def command(run: PlannedRun, output: Path, checkpoint: Path | None) -> list[str]:
+        resumed = "" if checkpoint is None else f"{checkpoint.name} "
+        return [
+            *(sys.executable, "-S", "-c", TRAIN, str(output), yaml.safe_dump(run.settings)),
+            *(str(run.recipe.training.seed), behaviour.get(run.name, ""), resumed),
+        ]
+
+    monkeypatch.setattr(module, "_command", command)
+    monkeypatch.setattr(module, "model_path", lambda recipe: "")
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.02)
+    return behaviour
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def text_of(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def grid(**axes: Any) -> list[PlannedRun]:
+    return expand(["quickstart"], {"seed": ["0", "1"]} | axes)
+
+
+def starts(folder: Path, name: str) -> list[str]:
+    return (folder / name / "starts").read_text().splitlines()
+
+
+def test_every_run_is_made_and_compared(tmp_path: Path, how: dict[str, str], console: Console) -> None:
+    assert compare(grid(kl_bound=["0.1", "0.2"]), tmp_path / "all", console, jobs=3) == "finished"
+    names = [f"quickstart-kl_bound={bound}-seed={seed}" for seed in (0, 1) for bound in ("0.1", "0.2")]
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 3))
+    assert [starts(tmp_path / "all", name) for name in names] == [[threads]] * 4
+    for name in ("comparison.html", "comparison.md"):
+        assert "kl_bound=0.1" in (tmp_path / "all" / name).read_text()
+    assert "50.0 ± 0.0 (2)" in text_of(console)
+    assert text_of(console).count("started ") == text_of(console).count("finished  ") == 4
+
+
+def test_the_same_grid_again_makes_what_is_missing(tmp_path: Path, how: dict[str, str], console: Console) -> None:
+    how["quickstart-seed=1"] = "fail"
+    assert compare(grid(), tmp_path / "all", console, jobs=1) == "failed"
+    del how["quickstart-seed=1"]
+    assert compare(grid(), tmp_path / "all", console, jobs=1) == "finished"
+    assert "2 runs, 1 finished already" in text_of(console)
+    assert len(starts(tmp_path / "all", "quickstart-seed=0")) == 1, "it was finished"
+    assert len(starts(tmp_path / "all", "quickstart-seed=1")) == 1, "without a checkpoint it starts anew"
+
+
+def test_a_failure_is_listed_and_stops_no_other_run(tmp_path: Path, how: dict[str, str], console: Console) -> None:
+    how["quickstart-seed=0"] = "fail"
+    assert compare(grid(), tmp_path / "all", console, jobs=1) == "failed"
+    shown = text_of(console)
+    assert "failed with exit code 3  quickstart-seed=0" in shown
+    assert "finished  quickstart-seed=1" in shown
+    assert shown.endswith("ends with\n  first line\n  the reason\n")
+
+
+def test_a_folder_with_anything_else_is_refused(tmp_path: Path, how: dict[str, str], console: Console) -> None:
+    compare(grid(), tmp_path / "all", console, jobs=2)
+    for other in (grid(seed=["0"]), grid(max_steps=["7"])):
+        with pytest.raises(RecipeError, match=r"holds another comparison .* choose another folder with --output_dir"):
+            compare(other, tmp_path / "all", console)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "precious").touch()
+    with pytest.raises(RecipeError, match="is not empty and holds no comparison"):
+        compare(grid(), tmp_path / "other", console)
+    with pytest.raises(RecipeError, match="cannot be used: Not a directory"):
+        compare(grid(), tmp_path / "other" / "precious" / "below", console)
+    (tmp_path / "all" / "quickstart-seed=0" / "config.yaml").write_text("seed: 5\n")
+    with pytest.raises(RecipeError, match="quickstart-seed=0 holds a run with other settings"):
+        compare(grid(), tmp_path / "all", console)
+
+
+def interrupt_when(path: Path) -> threading.Thread:
+    def wait() -> None:
+        deadline = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def test_ctrl_c_ends_the_runs_in_order_and_they_resume(tmp_path: Path, how: dict[str, str], console: Console) -> None:
+    how["quickstart-seed=0"] = "wait"
+    folder = tmp_path / "all"
+    handler = signal.getsignal(signal.SIGINT)
+    thread = interrupt_when(folder / "quickstart-seed=0" / "waiting")
+    assert compare(grid(), folder, console, jobs=1) == "interrupted"
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) == handler
+    assert json.loads((folder / "quickstart-seed=0" / "summary.json").read_text())["status"] == "interrupted"
+    assert not (folder / "quickstart-seed=1").exists()
+    assert "interrupted; the same command goes on" in text_of(console)
+
+    del how["quickstart-seed=0"]
+    (folder / "quickstart-seed=0" / "checkpoint-4").mkdir()  # killed while it was written
+    assert compare(grid(), folder, console, jobs=1) == "finished"
+    assert [line.split()[0] for line in starts(folder, "quickstart-seed=0")][1:] == ["checkpoint-2"]
+
+
+def test_nothing_starts_before_the_whole_grid_is_valid(tmp_path: Path, how: dict[str, str]) -> None:
+    command = ["compare", "quickstart", "--kl_bound", "0.1", "-1", "--output_dir", str(tmp_path / "all")]
+    assert cli.main(command) == 2
+    assert not (tmp_path / "all").exists()
+
+
+def test_a_model_that_cannot_be_made_is_told_before_any_run(
+    tmp_path: Path, how: dict[str, str], console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(recipe: object) -> str:
+        raise RecipeError("no model")
+
+    monkeypatch.setattr(module, "model_path", refuse)
+    with pytest.raises(RecipeError, match="no model"):
+        compare(grid(), tmp_path / "all", console)
+    assert [path.name for path in (tmp_path / "all").iterdir()] == ["compare.json"]
+
+
+def test_on_a_terminal_bars_show_the_steps(tmp_path: Path, how: dict[str, str]) -> None:
+    terminal = Console(file=io.StringIO(), width=100, force_terminal=True)
+    assert compare(grid(), tmp_path / "all", terminal, jobs=2) == "finished"
+    assert "quickstart-seed=0" in text_of(terminal)
+    assert "started" not in text_of(terminal)
+
+
+@pytest.mark.slow
+def test_real_runs_stop_on_ctrl_c_and_go_on(tiny_model: Path, tmp_path: Path) -> None:
+    settings = SHORT | {"model_name_or_path": tiny_model, "output_dir": tmp_path / "all", "max_steps": 40}
+    command = [sys.executable, "-m", "troll.cli", "compare", "quickstart", "--surrogate", "troll", "clip"]
+    command += ["--seeds", "2", *(part for name, value in settings.items() for part in (f"--{name}", str(value)))]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    first = tmp_path / "all" / "quickstart-troll-seed=0"
+    deadline = time.monotonic() + 300
+    while not list(first.glob("checkpoint-*/trainer_state.json")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 130, output
+    assert "interrupted; the same command goes on" in output
+    assert json.loads((first / "summary.json").read_text())["status"] == "interrupted"
+
+    again = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert again.returncode == 0, again.stdout + again.stderr
+    comparison = json.loads((tmp_path / "all" / "comparison.json").read_text())
+    assert [group["surrogate"] for group in comparison["groups"]] == ["troll", "clip"]
+    assert [len(group["success_by_seed"]) for group in comparison["groups"]] == [2, 2]
+    steps = [json.loads(line)["step"] for line in (first / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+    assert steps[-1] == 40

@@ -1,0 +1,52 @@
+import pytest
+from datasets import Dataset, Image, List
+from PIL import Image as PillowImage
+
+from troll.tasks import TaskConfig, TaskError, load_task
+
+
+@pytest.fixture(autouse=True)
+def own_datasets_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets-cache")
+
+
+def write(tmp_path, name, problems, answers, images=True):
+    columns = {"problem": problems, "answer": answers}
+    rows = Dataset.from_dict(columns)
+    if images:
+        pictures = [[PillowImage.new("RGB", (8, 8), color=(number, 0, 0))] for number in range(len(problems))]
+        rows = Dataset.from_dict({"images": pictures, **columns}).cast_column("images", List(Image()))
+    rows.to_parquet(tmp_path / f"{name}.parquet")
+
+
+def test_rows_become_prompts_with_their_images(tmp_path):
+    write(tmp_path, "train", ["<image>Find x.", "<image>Find x.", "<image>Find y."], ["3", "4", r"2 \sqrt { 2 }"])
+    write(tmp_path, "test", ["<image>Find x."], ["4"])
+    task = load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path)), conversational=True)
+    # The same text with another answer is about another diagram.
+    assert task.train_dataset["answer"] == ["3", r"2 \sqrt { 2 }"]
+    row = task.train_dataset[1]
+    (message,) = row["prompt"]
+    assert message["role"] == "user"
+    assert message["content"].startswith("Find y.\n")
+    assert r"\boxed{}" in message["content"]
+    (image,) = row["images"]
+    assert image.getpixel((0, 0)) == (2, 0, 0)
+    (success,) = task.reward_funcs
+    completions = [[{"role": "assistant", "content": r"\boxed{\sqrt{8}}"}], [{"role": "assistant", "content": "3"}]]
+    assert success(prompts=[None] * 2, completions=completions, answer=[r"2 \sqrt { 2 }", "3"]) == [1.0, 0.0]
+
+
+def test_mistakes_are_named(tmp_path):
+    write(tmp_path, "train", ["<image>Find x."], ["3"], images=False)
+    write(tmp_path, "test", ["<image>Find x."], ["4"])
+    with pytest.raises(TaskError, match="the train rows have no field 'images', only problem, answer"):
+        load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path)), conversational=True)
+    write(tmp_path, "train", ["<image>Find x."], [" "])
+    with pytest.raises(TaskError, match=r"train row 0 .* no text in its field 'answer'"):
+        load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path)), conversational=True)
+    write(tmp_path, "train", ["<image>Find x."], ["3"])
+    with pytest.raises(TaskError, match="take a vision-language model with a chat template"):
+        load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path)))
+    with pytest.raises(TaskError, match="takes no task_options"):
+        load_task(TaskConfig(task="geometry3k", task_options={"a": 1}))

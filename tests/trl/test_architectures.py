@@ -1,0 +1,184 @@
+"""Mixtures of experts, vision-language models and reward models train like dense language models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification, PreTrainedModel
+
+from tests.trl import tiny, vision
+from tests.trl.tiny import logged, loss_and_gradients, make_tokenizer, rollout
+from troll.rewards.preference import load_reward_model
+from troll.tasks import TaskConfig, load_task
+from troll.trl import TrollConfig, TrollTrainer
+from troll.trl.trainer import OLD_POLICY
+
+BOUND = 1e-3
+
+
+def assert_the_trust_region_acts_and_bounds(trainer: Any) -> None:
+    """At the first update of each rollout both policies are equal, after it the bound is reached and holds."""
+    before = logged(trainer, "trust_region/kl_before_max")
+    assert max(before[::2]) < 1e-6
+    assert min(before[1::2]) > BOUND
+    assert min(logged(trainer, "trust_region/projected_fraction")[1::2]) > 0
+    assert max(logged(trainer, "trust_region/kl_after_max")) <= BOUND * (1 + 1e-3)
+    assert max(logged(trainer, "trust_region/nonfinite")) == 0
+
+
+def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def changed(before: dict[str, torch.Tensor], model: torch.nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+
+
+# Mixtures of experts
+
+
+OLMOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
+
+
+def mixture(architecture: str) -> PreTrainedModel:
+    return tiny.make_model(architecture, **(OLMOE if architecture == "olmoe" else {})).train()
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "olmoe"])
+def test_a_mixture_of_experts_trains(make, architecture):
+    model = mixture(architecture)
+    before = parameters(model)
+    trainer = make(model=model, kl_bound=BOUND)
+    trainer.train()
+    assert_the_trust_region_acts_and_bounds(trainer)
+    assert min(logged(trainer, "aux_loss")) > 0
+    moved = changed(before, trainer.model)
+    for part in (".experts.", ".gate."):
+        names = {name for name in before if part in name}
+        assert names
+        assert names <= moved
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "olmoe"])
+def test_the_router_loss_is_part_of_the_loss(make, architecture):
+    results = []
+    for coefficient in (0.0, 0.1, 0.3):
+        trainer = make(model=mixture(architecture), kl_bound=BOUND, router_aux_loss_coef=coefficient)
+        micro_batches = rollout(trainer)
+        tiny.move(trainer.model, 0.05)
+        results.append((*loss_and_gradients(trainer, micro_batches[0]), dict(trainer._metrics["train"])))
+    (without, none, metrics), (loss, some, with_metrics), (larger, more, _) = results
+    assert "aux_loss" not in metrics
+    (aux_loss,) = with_metrics["aux_loss"]
+    assert loss - without == pytest.approx(0.1 * aux_loss, abs=1e-5)
+    assert larger - without == pytest.approx(0.3 * aux_loss, abs=1e-5)
+    # The gradient of the router's loss is what the coefficient scales, and it reaches every router.
+    for name in none:
+        if ".gate." in name:
+            router = some[name] - none[name]
+            assert router.abs().max() > 1e-4
+            torch.testing.assert_close(more[name] - none[name], 3 * router, rtol=1e-3, atol=1e-6)
+
+
+# Vision-language models
+
+
+def vision_trainer(family: str, output_dir: Path, **settings: Any) -> TrollTrainer:
+    arguments = {**tiny.DEFAULTS, "kl_bound": BOUND, "output_dir": str(output_dir), **settings}
+    return TrollTrainer(
+        vision.make_model(family),
+        tiny.reward,
+        TrollConfig(**arguments),
+        train_dataset=vision.make_dataset(),
+        processing_class=vision.make_processor(family),
+    )
+
+
+@pytest.mark.parametrize("family", vision.FAMILIES)
+def test_a_vision_language_model_trains_and_saves(tmp_path, family):
+    trainer = vision_trainer(family, tmp_path, save_strategy="steps", save_steps=2)
+    before = parameters(trainer.model)
+    trainer.train()
+    assert_the_trust_region_acts_and_bounds(trainer)
+    assert any(".vision_model." in name or ".visual." in name for name in changed(before, trainer.model))
+    saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "checkpoint-4", dtype=torch.float32)
+    for name, parameter in trainer.model.state_dict().items():
+        assert torch.equal(saved.state_dict()[name], parameter), name
+    assert (tmp_path / "checkpoint-4" / "processor_config.json").is_file()
+
+
+@pytest.mark.parametrize("family", vision.FAMILIES)
+def test_images_reach_the_policies_and_gradients_reach_the_vision_tower(tmp_path, family):
+    trainer = vision_trainer(family, tmp_path)
+    (micro_batch, _) = rollout(trainer)
+    tiny.move(trainer.model, 0.05)
+    loss, gradient = loss_and_gradients(trainer, micro_batch)
+    towers = [name for name in gradient if ".vision_model." in name or ".visual." in name]
+    assert towers
+    assert max(float(gradient[name].abs().max()) for name in towers) > 0
+    other_images = micro_batch | {"pixel_values": micro_batch["pixel_values"].flip(-1)}
+    assert loss_and_gradients(trainer, other_images)[0] != pytest.approx(loss, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", vision.FAMILIES)
+def test_shuffling_and_splitting_keep_images_and_policies_together(tmp_path, family):
+    """The policy never moves here, so one beside another one's image would be seen as a divergence."""
+    trainer = vision_trainer(
+        family, tmp_path, per_device_train_batch_size=2, steps_per_generation=4, max_steps=8, learning_rate=0.0
+    )
+    trainer.train()
+    before = logged(trainer, "trust_region/kl_before_max")
+    assert len(before) == 8
+    assert max(before) < 1e-6
+    micro_batches: Any = trainer._buffered_inputs
+    assert [len(batch[OLD_POLICY]) for batch in micro_batches] == [2, 2, 2, 2]
+    if family == "qwen2_5_vl":  # Idefics3 resizes all images to one size
+        grids = torch.cat([batch["image_grid_thw"] for batch in micro_batches])
+        assert len(grids.unique(dim=0)) > 1
+        assert [len(batch["pixel_values"]) for batch in micro_batches] == grids.prod(-1).view(4, 2).sum(-1).tolist()
+
+
+# Reward models
+
+
+def save_reward_model(folder: Path) -> Path:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **tiny.COMMON, num_labels=1)
+    model = AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        model.score.weight *= 10
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("given", ["path", "model"])
+def test_a_reward_model_trains(make, tmp_path, given):
+    folder = save_reward_model(tmp_path / "judge")
+    reward: Any = str(folder) if given == "path" else load_reward_model(str(folder), conversational=False)
+    trainer = make(reward_funcs=reward, kl_bound=BOUND, reward_weights=[1.0])
+    trainer.train()
+    assert_the_trust_region_acts_and_bounds(trainer)
+    assert len(logged(trainer, "rewards/judge/mean")) == 2
+    assert min(logged(trainer, "reward_std")) > 0
+
+
+def test_the_policy_comes_to_please_its_reward_model(make, tmp_path):
+    folder = save_reward_model(tmp_path / "judge")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(f'{{"prompt": "{number}+1="}}' for number in range(24)))
+    config = TaskConfig("prompts:local", dataset_path=str(prompts), reward_model=str(folder), eval_size=8)
+    task = load_task(config)
+    trainer = make(
+        reward_funcs=task.reward_funcs,
+        train_dataset=task.train_dataset,
+        max_steps=40,
+        learning_rate=3e-3,
+        kl_bound=0.05,
+    )
+    trainer.train()
+    rewards = logged(trainer, "rewards/judge/mean")
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1

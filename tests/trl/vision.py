@@ -1,0 +1,151 @@
+"""Tiny vision-language models, their processors and a data set of images, all made in code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from datasets import Dataset
+from PIL import Image
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import (
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3ImageProcessorPil,
+    Idefics3Processor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+)
+
+from tests.trl.tiny import COMMON, VOCABULARY
+
+#: The special tokens of both families, after the characters.
+IMAGE_TOKENS = [
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<image>",
+    "<end_of_utterance>",
+]
+IDS = {token: index for index, token in enumerate([*VOCABULARY, *IMAGE_TOKENS])}
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+
+TEXT = {**COMMON, "vocab_size": len(IDS), "max_position_embeddings": 256}
+
+
+#: Model types.
+FAMILIES = ["qwen2_5_vl", "idefics3"]
+
+
+class ImageOnlyQwen2_5_VLProcessor(ProcessorMixin):
+    """Qwen2.5-VL's processor without its videos, which need torchvision."""
+
+    image_token, image_token_id = "<|image_pad|>", IDS["<|image_pad|>"]
+    video_token_id = IDS["<|video_pad|>"]
+    return_mm_token_type_ids = True
+
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None) -> None:
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+
+    def replace_image_token(self, image_inputs: dict[str, Any], image_idx: int, **_: Any) -> str:
+        patches = int(image_inputs["image_grid_thw"][image_idx].prod())
+        return self.image_token * (patches // self.image_processor.merge_size**2)
+
+
+def make_model(family: str) -> PreTrainedModel:
+    """A random model of about fifty thousand parameters with a vision tower of two layers."""
+    torch.manual_seed(0)
+    model: Any
+    if family == "qwen2_5_vl":
+        vision = {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": 4,
+            "window_size": 16,
+            "out_hidden_size": TEXT["hidden_size"],
+            "fullatt_block_indexes": [1],
+            "initializer_range": 0.1,
+        }
+        rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+        model = Qwen2_5_VLForConditionalGeneration(
+            Qwen2_5_VLConfig(
+                text_config={**TEXT, "rope_parameters": rope},
+                vision_config=vision,
+                image_token_id=IDS["<|image_pad|>"],
+                video_token_id=IDS["<|video_pad|>"],
+                vision_start_token_id=IDS["<|vision_start|>"],
+                vision_end_token_id=IDS["<|vision_end|>"],
+            )
+        )
+    else:
+        vision = {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 16,
+            "patch_size": 4,
+            "initializer_range": 0.1,
+        }
+        model = Idefics3ForConditionalGeneration(
+            Idefics3Config(
+                text_config={"model_type": "llama", **TEXT},
+                vision_config=vision,
+                image_token_id=IDS["<image>"],
+                scale_factor=2,
+            )
+        )
+    with torch.no_grad():
+        model.get_output_embeddings().weight *= 4
+    model.generation_config.eos_token_id = COMMON["eos_token_id"]
+    return model.train()
+
+
+def make_processor(family: str) -> ProcessorMixin:
+    """The family's image processor (of Pillow alone), and one token per character."""
+    tokenizer = Tokenizer(models.WordLevel(IDS, unk_token="."))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=IMAGE_TOKENS,
+        padding_side="left",
+    )
+    image_processor: Any
+    if family == "qwen2_5_vl":
+        image_processor = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=8 * 8, max_pixels=16 * 16)
+        template = CHAT_TEMPLATE.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
+        return ImageOnlyQwen2_5_VLProcessor(image_processor, fast, chat_template=template)
+    image_processor = Idefics3ImageProcessorPil(
+        size={"longest_edge": 16}, max_image_size={"longest_edge": 16}, do_image_splitting=False
+    )
+    template = CHAT_TEMPLATE.replace("IMAGE", "<image>")
+    return Idefics3Processor(image_processor, fast, image_seq_len=4, chat_template=template)
+
+
+def make_dataset(size: int = 16) -> Dataset:
+    """Images of random pixels and different sizes, each with a question of a different length."""
+    generator = torch.Generator().manual_seed(0)
+    images = []
+    for index in range(size):
+        shape = (8 + 8 * (index % 2), 16, 3)
+        pixels = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+        images.append(Image.fromarray(pixels.numpy()))
+    prompts = [[{"role": "user", "content": "ab" * (1 + index % 3)}] for index in range(size)]
+    return Dataset.from_dict({"prompt": prompts, "image": images})
