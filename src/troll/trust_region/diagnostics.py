@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from troll.trust_region.bounds import entropy
-from troll.trust_region.constraint import Constraint, SharedCurve
-from troll.trust_region.dual import SOLVERS, Curve, divergence, tilt
+from troll.trust_region.constraint import Constraint
+from troll.trust_region.dual import SOLVERS, divergence
 from troll.trust_region.policy import SparsePolicy, common_outcomes
-from troll.trust_region.projection import broadcast_bound
+from troll.trust_region.projection import broadcast_bound, outside_ball
 from troll.trust_region.support import PROBABILITY_FLOOR, as_float, floored, shape_text
 
 #: δ for verdicts about policies that were captured with ``mass_threshold=0``, which asks for K tokens always.
@@ -290,32 +290,17 @@ def dual_report(
     s = (log_new - log_old).masked_fill(~present, 0.0)
     kl = divergence(s, log_old)
 
-    # Which tokens the roots are made of, and the bound of each root.
-    if constraint is None:
-        tokens = (kl > bound).nonzero().squeeze(-1)
-        log_old, s, bound = log_old[tokens], s[tokens], bound[tokens]
-        curve = Curve(log_old, s)
-    else:
-        group_kl, group_bound, weight = constraint.weighted_total(kl, bound, torch.ones_like(bound))
-        group_bound = group_bound / weight
-        groups = (group_kl > group_bound).nonzero().squeeze(-1)
-        tokens, constraint = constraint.narrowed(groups)
-        weighs = constraint.weight > 0  # the others have no influence, and may be no distribution
-        tokens, constraint = tokens[weighs], constraint[weighs]
-        log_old, s, bound = log_old[tokens], s[tokens], group_bound[groups].to(s.dtype)
-        curve = SharedCurve(log_old, s, constraint)
+    outside = outside_ball(kl, bound, constraint)
+    log_old, s, bound = log_old[outside.rows], s[outside.rows], outside.bound
     # Not tokens: a process without any takes part in the sums of the others.
     if bound.numel() == 0:
         none = bound.new_zeros(0)
         return _roots(none, none, none, none, none, none)
 
-    root = SOLVERS[solver](curve, bound)
-    if constraint is None:
-        at = tilt(log_old, s, root.tau, curve.mean)
-        kl, variance = at.kl, at.variance
-    else:
-        at = tilt(log_old, s, root.tau[constraint.group], curve.mean)
-        kl, variance = constraint.weighted_total(at.kl, at.variance).to(bound.dtype)
+    root = SOLVERS[solver](outside.curve(log_old, s), bound)
+    at_root = outside.curve(log_old, s)
+    at_root.at(root.tau)  # the second time, s is centred where rounding is least
+    kl, variance = at_root.at(root.tau)
     return _roots(root.tau, variance, kl, bound, as_float(root.evaluations), as_float(root.bisections))
 
 

@@ -125,10 +125,7 @@ def project_outcomes(
 
     s = (new.detach() - old).masked_fill(~present, 0.0)
     kl_before = divergence(s, old).clamp(min=0)
-    if constraint is None:
-        outside = _outside_alone(kl_before, bound)
-    else:
-        outside = _outside_together(kl_before, bound, constraint.flat(shape))
+    outside = outside_ball(kl_before, bound, None if constraint is None else constraint.flat(shape))
     log_probs = torch.where(outside.broken.unsqueeze(-1), torch.nan, raw)
     kl_after = kl_before.masked_fill(outside.broken, torch.nan)
     projected = torch.zeros_like(kl_before, dtype=torch.bool)
@@ -138,9 +135,7 @@ def project_outcomes(
     rows = outside.rows
     # Not rows: a process without tokens takes part in the sums of the others.
     if outside.bound.numel():
-        log_q, tau, kl, evaluations = _OntoBall.apply(
-            new[rows], old[rows], s[rows], outside.bound, solver, outside.constraint
-        )
+        log_q, tau, kl, evaluations = _OntoBall.apply(new[rows], old[rows], s[rows], outside, solver)
         log_probs = log_probs.index_copy(0, rows, log_q)
         projected[rows], multiplier[rows], kl_after[rows], iterations[rows] = True, (1 - tau) / tau, kl, evaluations
     return Projection(
@@ -167,7 +162,7 @@ def broadcast_bound(kl_bound: float | Tensor, shape: torch.Size, like: Tensor) -
         ) from None
 
 
-class _Outside(NamedTuple):
+class Outside(NamedTuple):
     """What lies outside the ball among N tokens."""
 
     rows: Tensor
@@ -179,13 +174,16 @@ class _Outside(NamedTuple):
     broken: Tensor
     """(N,) bool: what has no projection, since it, or another token of its group, is no distribution."""
 
+    def curve(self, log_p: Tensor, s: Tensor) -> Curve:
+        """The roots' KL(τ), from the log-probabilities and ``s = log p̃ − log p`` of these tokens, (N', M)."""
+        return Curve(log_p, s) if self.constraint is None else SharedCurve(log_p, s, self.constraint)
 
-def _outside_alone(kl_before: Tensor, bound: Tensor) -> _Outside:
-    rows = (kl_before > bound).nonzero().squeeze(-1)
-    return _Outside(rows, bound[rows], None, kl_before.isnan())
 
-
-def _outside_together(kl_before: Tensor, bound: Tensor, constraint: Constraint) -> _Outside:
+def outside_ball(kl_before: Tensor, bound: Tensor, constraint: Constraint | None) -> Outside:
+    """Which of (N,) tokens a projection moves, from their KL(p̃ ‖ p) and ε, and a constraint on these tokens."""
+    if constraint is None:
+        rows = (kl_before > bound).nonzero().squeeze(-1)
+        return Outside(rows, bound[rows], None, kl_before.isnan())
     # Decided on sums over all processes, so that all decide alike.
     kl, weighted_bound, weight = constraint.weighted_total(kl_before, bound, torch.ones_like(bound))
     group_bound = weighted_bound / weight  # NaN, which nothing exceeds, for a group without weight
@@ -193,21 +191,18 @@ def _outside_together(kl_before: Tensor, bound: Tensor, constraint: Constraint) 
     rows, projected = constraint.narrowed(groups)
     finite = ~kl_before[rows].isnan()  # in a projected group, a token that is no distribution has no weight
     broken = kl_before.isnan() | kl.isnan()[constraint.group]
-    return _Outside(rows[finite], group_bound[groups].to(bound.dtype), projected[finite], broken)
+    return Outside(rows[finite], group_bound[groups].to(bound.dtype), projected[finite], broken)
 
 
 class _OntoBall(torch.autograd.Function):
-    """log q of N tokens that lie outside their ball, (N, M), from normalised, floored log-probabilities.
-
-    The bound is (R,): N without a constraint, else one for each of its groups.
-    """
+    """log q of N' tokens that lie outside their ball, (N', M), from normalised, floored log-probabilities."""
 
     @staticmethod
     def forward(
-        ctx: Any, new: Tensor, old: Tensor, s: Tensor, bound: Tensor, solver: str, constraint: Constraint | None
+        ctx: Any, new: Tensor, old: Tensor, s: Tensor, outside: Outside, solver: str
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        curve = Curve(old, s) if constraint is None else SharedCurve(old, s, constraint)
-        root = SOLVERS[solver](curve, bound)
+        curve, constraint = outside.curve(old, s), outside.constraint
+        root = SOLVERS[solver](curve, outside.bound)
         tau, evaluations = root.tau, root.evaluations
         if constraint is not None:
             tau, evaluations = tau[constraint.group], evaluations[constraint.group]
@@ -235,4 +230,4 @@ class _OntoBall(torch.autograd.Function):
         # σ² = 0 is a ball on whose surface nothing moves.
         along = along.nan_to_num(0.0, 0.0, 0.0).to(grad.dtype).unsqueeze(-1)
         grad_s = tau.unsqueeze(-1) * (grad - q * (grad.sum(-1, keepdim=True) + along * centered))
-        return grad_s, None, None, None, None, None
+        return grad_s, None, None, None, None
