@@ -10,7 +10,9 @@ from torch import Tensor
 
 import troll
 from tests.trl import dense
-from tests.trl.tiny import assert_same_gradients, logged, loss_and_gradients, move, rollout
+from tests.trl.tiny import assert_same_gradients, logged, loss_and_gradients, move, no_warnings_about, rollout
+from troll.trl import monitor
+from troll.trust_region.bounds import BoundStatistics
 from troll.trust_region.constraint import Constraint
 
 
@@ -108,9 +110,12 @@ def old_logits(make: Any, trainer: Any) -> list[Tensor]:
 def test_a_schedule_is_logged_and_ends_where_it_should(make):
     trainer = make(kl_bound=0.1, kl_bound_schedule="linear", kl_bound_schedule_kwargs={"end": 0.02}, max_steps=4)
     trainer.train()
-    # As it stood after each update.
-    assert logged(trainer, "trust_region/kl_bound") == pytest.approx([0.08, 0.06, 0.04, 0.02])
-    assert logged(trainer, "trust_region/kl_after_max")[3] <= 0.04 * 1.001
+    bounds = logged(trainer, "trust_region/kl_bound")
+    assert bounds == pytest.approx([0.1, 0.08, 0.06, 0.04])
+    assert trainer.kl_bound.value == pytest.approx(0.02)
+    largest = logged(trainer, "trust_region/kl_after_max")
+    assert all(kl <= bound * 1.001 for kl, bound in zip(largest, bounds, strict=True))
+    assert largest[3] == pytest.approx(0.04, rel=1e-3)
 
 
 def test_a_controller_holds_the_projected_fraction(make):
@@ -126,11 +131,56 @@ def test_a_controller_holds_the_projected_fraction(make):
     # The measurements that the controller saw are those that are logged.
     replayed = trainer.args.make_bound(total_steps=48)
     kls = logged(trainer, "trust_region/kl_before_mean")
-    from troll.trust_region.bounds import BoundStatistics
-
     for step, (fraction, kl, bound) in enumerate(zip(fractions, kls, bounds, strict=True), start=1):
-        replayed.update(step, BoundStatistics(fraction, kl))
         assert replayed.value == pytest.approx(bound, rel=1e-4)
+        replayed.update(step, BoundStatistics(fraction, kl))
+
+
+def test_epsilon_rests_while_the_critic_warms_up(make):
+    """The policy does not move then: nothing is projected, which says nothing about ε."""
+    trainer = make(
+        advantage_estimator="gae",
+        critic_warmup_steps=3,
+        kl_bound_schedule="hold_projected_fraction",
+        kl_bound_schedule_kwargs={"target": 0.1, "rate": 0.5},
+        max_steps=6,
+    )
+    trainer.train()
+    bounds = logged(trainer, "trust_region/kl_bound")
+    assert bounds[:4] == [0.05] * 4
+    assert bounds[5] != 0.05
+
+
+def test_a_rival_has_no_bound(make):
+    trainer = make(surrogate="clip", diagnostics_steps=2, max_steps=4)
+    trainer.train()
+    assert logged(trainer, "trust_region/kl_before_mean")
+    assert not logged(trainer, "trust_region/kl_bound")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"constraint": "batch", "kl_bound": 1e-6},
+        {
+            "kl_bound": 0.01,
+            "kl_bound_schedule": "hold_projected_fraction",
+            "kl_bound_schedule_kwargs": {"target": 0.5},
+        },
+    ],
+)
+def test_many_projected_tokens_are_what_was_asked_for(make, monkeypatch, settings):
+    monkeypatch.setattr(monitor, "WATCHED_STEPS", 2)
+    with no_warnings_about("of the tokens were projected"):
+        make(max_steps=6, **settings).train()
+
+
+def test_a_checkpoint_without_the_state_of_a_schedule_is_warned_about(make, tmp_path):
+    settings = {"kl_bound_schedule": "linear", "kl_bound_schedule_kwargs": {"end": 0.01}, "max_steps": 4}
+    make(save_strategy="steps", save_steps=2, output_dir=str(tmp_path), **settings).train()
+    (tmp_path / "checkpoint-2" / "kl_bound.json").unlink()
+    with pytest.warns(UserWarning, match="the schedule of kl_bound starts anew"):
+        make(output_dir=str(tmp_path), **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +193,12 @@ def test_a_controller_holds_the_projected_fraction(make):
         ({"kl_bound_schedule_kwargs": "end"}, "kl_bound_schedule_kwargs must be a JSON object"),
         ({"constraint": "tokens"}, "constraint must be one of token, sequence, batch"),
         ({"constraint_reduction": "max"}, "constraint_reduction must be one of mean, sum"),
-        ({"kl_bound_negative_ratio": 0.0}, "kl_bound_negative_ratio must be above 0"),
+        ({"kl_bound_negative_ratio": 0.0}, "kl_bound_negative_ratio must be finite and above 0"),
+        ({"kl_bound_negative_ratio": float("inf")}, "kl_bound_negative_ratio must be finite and above 0"),
+        ({"critic_learning_rate": float("inf")}, "critic_learning_rate must be finite and above 0"),
+        ({"dppo_threshold": -1.0}, "dppo_threshold must be finite and above 0"),
+        ({"support_top_k": 8.5}, "support_top_k must be an integer, at least 1, got 8.5"),
+        ({"diagnostics_steps": 2.5}, "diagnostics_steps must be an integer, at least 0"),
     ],
 )
 def test_wrong_options_are_found_before_training(make, settings, message):

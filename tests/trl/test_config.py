@@ -32,7 +32,7 @@ def config(tmp_path: Path, **settings: object) -> TrollConfig:
         ("regression_weight", -1.0, "regression_weight must be finite and at least 0, got -1.0"),
         ("regression_weight", math.inf, "regression_weight must be finite and at least 0, got inf"),
         ("regression_weight", math.nan, "regression_weight must be finite and at least 0, got nan"),
-        ("support_top_k", 0, "support_top_k must be at least 1, got 0"),
+        ("support_top_k", 0, "support_top_k must be an integer, at least 1, got 0"),
         ("mass_threshold", -1e-5, r"mass_threshold must be in \[0, 1\), got -1e-05"),
         ("mass_threshold", 1.0, r"mass_threshold must be in \[0, 1\), got 1.0"),
         ("tail", "cut", "tail must be one of bucket, floor, got 'cut'"),

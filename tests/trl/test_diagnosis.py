@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PromptTuningConfig
 
 from tests.trl import dense
 from tests.trl.tiny import logged, loss_and_gradients, move, rollout
@@ -28,6 +29,33 @@ def test_they_are_logged_when_they_are_due(make, every, steps):
     trainer = make(diagnostics_steps=every, max_steps=6)
     trainer.train()
     assert [step for step, _ in diagnostics(trainer)] == steps
+
+
+def test_rollouts_that_begin_within_an_update_are_measured_whole(make):
+    """Three micro-batches a rollout, two an update: rollouts begin in the middle of every second update."""
+    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 3, "max_steps": 8}
+    trainer = make(surrogate="clip", diagnostics_steps=2, **settings)
+    trainer.train()
+    assert [step for step, _ in diagnostics(trainer)] == [2, 4, 6, 8]
+
+
+def test_the_tail_is_measured_in_every_update_that_is_due(make):
+    trainer = make(diagnostics_steps=1, support_top_k=4)
+    trainer.train()
+    gaps = [values["tail_gap"] for _, values in diagnostics(trainer)]
+    # Old and new policy are equal in the first of two updates of a rollout.
+    assert max(gaps[0], gaps[2]) < 1e-9 < 1e-6 < min(gaps[1], gaps[3])
+
+
+def test_virtual_tokens_do_not_shift_the_probe(make):
+    peft = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    trainer = make(diagnostics_steps=1, peft_config=peft)
+    rollout(trainer)
+    probe = trainer._diagnosis._probe
+    ids = probe.input_ids[0].roll(-1)[probe.positions]
+    log_probs = probe.old_logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    known = torch.cat([batch["old_per_token_logps"].flatten() for batch in trainer._buffered_inputs])
+    assert float((known - log_probs.unsqueeze(-1)).abs().amin(-1).max()) < 1e-5
 
 
 @pytest.mark.parametrize("surrogate", ["troll", "clip", "none"])
@@ -101,6 +129,21 @@ def test_a_support_that_is_too_small_is_warned_about_once(make):
     about = [str(warning.message) for warning in caught if "support_top_k (to 4, for a start)" in str(warning.message)]
     assert len(about) == 1
     assert logged(trainer, "trust_region/uncovered_fraction")[0] > 0.1
+
+
+def test_a_support_without_a_threshold_is_judged_by_the_usual_one(make):
+    """``mass_threshold=0`` keeps K tokens always: that all slots are used says nothing then."""
+    trainer = make(mass_threshold=0.0, support_top_k=44, temperature=0.2, max_steps=2)
+    trainer.train()
+    assert max(logged(trainer, "trust_region/uncovered_fraction")) == 0.0
+    assert min(logged(trainer, "trust_region/tail_mass")) > 0
+
+
+def test_a_floored_tail_has_no_mass_to_log(make):
+    trainer = make(tail="floor", support_top_k=4, max_steps=2)
+    trainer.train()
+    assert logged(trainer, "trust_region/support_size")
+    assert not logged(trainer, "trust_region/tail_mass")
 
 
 def test_a_wide_support_is_not_warned_about(make):

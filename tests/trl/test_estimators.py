@@ -94,6 +94,28 @@ def test_ppos_policy_gradient_is_that_of_its_token_advantages(make, surrogate, a
     assert_same_gradients(gradients, {name: p.grad for name, p in model.named_parameters()}, 2e-6)
 
 
+def test_one_completion_per_prompt_takes_an_odd_batch(make):
+    sizes = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 3, "steps_per_generation": 3}
+    trainer = make(advantage_estimator="gae", num_generations=1, max_steps=3, **sizes)
+    trainer.train()
+    assert len(logged(trainer, "loss")) == 3
+
+
+def test_a_critic_draws_no_random_numbers_of_the_rollouts(make):
+    ppo, grpo = (scored(make(advantage_estimator=name))[0] for name in ("gae", "group"))
+    assert ppo["completion_ids"].tolist() == grpo["completion_ids"].tolist()
+    states = []
+    for name in ("gae", "group"):
+        make(advantage_estimator=name)
+        states.append(torch.rand(1))
+    assert states[0] == states[1]
+
+
+def test_several_objectives_are_refused_where_rewards_are_summed(make):
+    with pytest.raises(ValueError, match="multi_objective_aggregation must be 'sum_then_normalize'"):
+        make(advantage_estimator="rloo", multi_objective_aggregation="normalize_then_sum")
+
+
 def test_one_completion_per_prompt_is_enough_without_groups(make):
     for estimator in ("reinforce_plus_plus", "gae"):
         trainer = make(advantage_estimator=estimator, num_generations=1, max_steps=2)

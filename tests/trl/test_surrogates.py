@@ -121,6 +121,20 @@ def test_dppo_masks_what_is_far_and_leaving(make, kind, threshold, outcomes, los
     assert_same_gradients(gradients, {name: p.grad for name, p in model.named_parameters()}, 5e-6)
 
 
+@pytest.mark.parametrize("kind", ["dppo_tv", "dppo_kl"])
+def test_dppo_on_the_outcomes_of_a_floored_tail(make, kind):
+    """Both policies on the union of their supports; with the whole vocabulary it is what a bucket gives."""
+    losses = []
+    for tail in ("floor", "bucket"):
+        settings = {"dppo_outcomes": "top_k", "dppo_threshold": 0.01, "mass_threshold": 0.0}
+        trainer = make(surrogate=kind, tail=tail, support_top_k=48, **settings)
+        inputs = rollout(trainer)[0]
+        move(trainer.model, 0.1)
+        losses.append(loss_and_gradients(trainer, inputs)[0])
+        make(surrogate=kind, tail=tail, support_top_k=5, **settings).train()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_dppo_reads_policies_for_the_top_k_alone(make):
     assert OLD_POLICY not in rollout(make(surrogate="dppo_tv"))[0]
     assert OLD_POLICY in rollout(make(surrogate="dppo_tv", dppo_outcomes="top_k"))[0]
@@ -172,6 +186,20 @@ def test_a_new_surrogate_is_one_function_and_one_registration(make, monkeypatch)
     log_ratio = 0.5 * (new - inputs["old_per_token_logps"].double())
     per_token = -log_ratio.exp() * inputs["advantages"].unsqueeze(-1) + log_ratio.square()
     assert loss == pytest.approx(float(per_token[mask].mean()), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_on_policy_updates_with_the_log_probabilities_of_vllm(make, surrogate):
+    """vLLM's importance correction has TRL score on-policy rollouts too, where every surrogate is the identity."""
+    trainer = make(surrogate=surrogate, steps_per_generation=1, dppo_outcomes="top_k", diagnostics_steps=1)
+    (inputs,) = rollout(trainer)
+    with torch.no_grad():
+        logits = dense.completion_logits(trainer.model, inputs, 1.0).log_softmax(-1)
+    old = logits.gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1).float()
+    loss, gradients = loss_and_gradients(trainer, inputs | {"old_per_token_logps": old})
+    expected, expected_gradients = loss_and_gradients(trainer, inputs)
+    assert loss == pytest.approx(expected, abs=1e-6)
+    assert_same_gradients(gradients, expected_gradients, 2e-5)
 
 
 def test_all_surrogates_start_from_the_same_rollout(make):

@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import troll.trl.trainer as trainer_module
 from tests.trl import dense, tiny
-from tests.trl.tiny import ARCHITECTURES, logged, loss_and_gradients, move, no_warnings_about, rollout
+from tests.trl.tiny import ARCHITECTURES, logged, loss_and_gradients, make_dataset, move, no_warnings_about, rollout
 from troll.trl import TrollConfig, TrollTrainer, monitor
 from troll.trl.trainer import OLD_POLICY
 from troll.trust_region.packed import PackedPolicy
@@ -666,3 +666,18 @@ def test_a_moved_network_is_measured_by_the_trainer(make):
     trainer.log({})
     assert trainer.monitor.sums == {}
     assert trainer.monitor.maxima == {}
+
+
+def test_what_an_interrupted_update_leaves_behind_is_cleared(make, monkeypatch):
+    trainer = make(eval_dataset=make_dataset(4), max_steps=2)
+    expected = make(eval_dataset=make_dataset(4)).evaluate().keys()
+
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    inputs = rollout(trainer)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr("trl.GRPOTrainer._compute_loss", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            trainer._compute_loss(trainer.model, inputs)
+    assert trainer.evaluate().keys() == expected

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GPT2Config
 
+from tests.trl import tiny
 from troll.trl.value_model import ValueHead, value_model
 
 
@@ -68,3 +70,15 @@ def test_a_folder_is_loaded_in_the_dtype_that_is_asked_for(model_path):
     model: Any = value_model(model_path("llama"), model_init_kwargs={"dtype": "bfloat16"})
     assert model.base_model.embed_tokens.weight.dtype == torch.bfloat16
     assert model.score.weight.dtype == torch.float32
+
+
+def test_a_policy_in_bf16_has_a_critic_in_float32():
+    policy: Any = tiny.make_model("llama")
+    policy = policy.to(torch.bfloat16)
+    assert {p.dtype for p in value_model(policy).parameters()} == {torch.float32}
+
+
+def test_an_architecture_with_another_head_is_refused():
+    policy = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2))
+    with pytest.raises(ValueError, match="has a linear layer `score`, which GPT2ForTokenClassification lacks"):
+        value_model(policy)

@@ -18,7 +18,6 @@ from troll.trust_region.bounds import entropy
 from troll.trust_region.constraint import Constraint
 from troll.trust_region.diagnostics import (
     TailGap,
-    Tally,
     correlation,
     coverage,
     dual_report,
@@ -31,6 +30,7 @@ from troll.trust_region.diagnostics import (
 )
 from troll.trust_region.policy import SparsePolicy
 from troll.trust_region.projection import project
+from troll.trust_region.tally import Tally
 
 NAN = math.nan
 
@@ -53,47 +53,6 @@ def policies(family: str, rows: int, size: int, dtype=torch.float64, **keywords)
     return old.new_policy(tensor(new_logits, dtype), tokens), old
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tally
-
-
-def random_tally(seed: int) -> Tally:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.rand(4, generator=generator)
-    return Tally({"a": x[:2], "b": x[2:]}, {"c": x[0], "d": x[1]}, {"e": x[2]})
-
-
-def test_a_tally_adds_up():
-    first, second = random_tally(0), random_tally(1) + Tally({"other": torch.tensor([6.0, 3.0])})
-    found = (first + second).values()
-    assert found["a"] == (first.totals["a"][0] + second.totals["a"][0]) / (first.totals["a"][1] + second.totals["a"][1])
-    assert found["c"] == max(first.maxima["c"], second.maxima["c"])
-    assert found["e"] == min(first.minima["e"], second.minima["e"])
-    assert found["other"] == 2.0
-    assert_same(numbers(Tally() + first), numbers(first))
-
-
-def test_a_tally_reduced_over_processes_is_their_sum():
-    tallies = [random_tally(seed) for seed in range(3)]
-    sent: dict[str, list[torch.Tensor]] = {"total": [], "largest": []}
-
-    def recorder(name):
-        def send(vector):
-            sent[name].append(vector)
-            return vector
-
-        return send
-
-    for tally in tallies:
-        assert_same(numbers(tally.reduced(recorder("total"), recorder("largest"))), numbers(tally))
-    assert [len(vectors) for vectors in sent.values()] == [3, 3]  # one collective operation of each kind
-    reduced = tallies[0].reduced(
-        lambda _: torch.stack(sent["total"]).sum(0), lambda _: torch.stack(sent["largest"]).amax(0)
-    )
-    assert_same(numbers(reduced), numbers(tallies[0] + tallies[1] + tallies[2]))
-    assert Tally().reduced(recorder("total"), recorder("largest")) == Tally()
-
-
 def test_a_tally_of_nothing_is_nan():
     empty = ratio_report(torch.zeros(2, 3), torch.zeros(2, 1), torch.zeros(2, 3))
     assert all(math.isnan(value) for value in numbers(empty).values())
@@ -101,7 +60,6 @@ def test_a_tally_of_nothing_is_nan():
     assert_same(numbers(empty + some), numbers(some))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Divergence between sequences
 
 
@@ -153,7 +111,6 @@ def test_sequence_report_means_over_sequences_with_tokens():
     assert numbers(broken)["sequence_kl"] == pytest.approx(0.5)  # the sequence that is no distribution is left out
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Coverage
 
 
@@ -217,7 +174,6 @@ def test_the_verdict_on_a_support():
         support_too_small(0.1, top_k=64, mass_threshold=1e-5, threshold=1.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The tail
 
 
@@ -311,7 +267,6 @@ def test_tail_gap_refuses():
         tail_gap(logits, logits, SparsePolicy.from_logits(logits, torch.tensor([0, 0]), top_k=3, tail="floor"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The dual problem
 
 
@@ -437,7 +392,6 @@ def test_dual_report_refuses():
         dual_report(new, old, torch.ones(6), 0.05)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Ratios
 
 
@@ -477,7 +431,6 @@ def test_ratio_report_refuses():
         ratio_report(torch.zeros(2, 4), torch.zeros(2, 1), torch.ones(2, 3))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Correlation
 
 

@@ -271,7 +271,9 @@ def prepare_anchor(trainer: Any) -> None:
     check_rollout_source(trainer.args, has_rollout_func=trainer.rollout_func is not None, has_tools=bool(trainer.tools))
     check_sampling(trainer.args)
     if trainer.args.use_vllm:
-        number = min(trainer.args.support_top_k, vocabulary_size(trainer.model))
+        # A surrogate that does not read policies makes do with the sampled token, of which 0 more are asked for.
+        reads = trainer.surrogate.reads_policies(trainer.args) or trainer.args.diagnostics_steps
+        number = min(trainer.args.support_top_k, vocabulary_size(trainer.model)) if reads else 0
         check_engine(engine_settings(trainer.vllm_generation), number, trainer.vllm_generation.mode)
         report_top_log_probs(trainer.vllm_generation, number)
     if trainer.rollout_func is not None:
@@ -326,13 +328,20 @@ def engine_settings(generation: Any) -> dict[str, Any]:
     if generation.mode == "colocate":
         config = generation.llm.llm_engine.model_config
         return {name: getattr(config, name) for name in names}
-    settings: list[dict[str, Any] | None] = [None]
-    if generation.accelerator.is_main_process:  # which alone has a client
-        config = generation.vllm_client.get_server_info()["model_config"]
-        settings = [{name: config[name] for name in names}]
-    broadcast_object_list(settings, from_process=0)
-    assert settings[0] is not None
-    return settings[0]
+    answers: list[Any] = [None]
+    if generation.accelerator.is_main_process:  # which alone has a client; the others wait for its answer
+        try:
+            config = generation.vllm_client.get_server_info()["model_config"]
+            answers = [{name: config[name] for name in names}]
+        except Exception as error:
+            answers = [f"{type(error).__name__}: {error}"]
+    broadcast_object_list(answers, from_process=0)
+    if not isinstance(answers[0], dict):
+        raise ValueError(
+            'anchor="rollout" needs a vLLM server that tells logprobs_mode and max_logprobs (VLLM_SERVER_DEV_MODE=1), '
+            f"and asking for them failed: {answers[0]}"
+        )
+    return answers[0]
 
 
 def check_engine(settings: dict[str, Any], number: int, mode: str) -> None:

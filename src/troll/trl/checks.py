@@ -26,7 +26,8 @@ def warn_about(args: TrollConfig, model: torch.nn.Module) -> None:
         warnings.warn(
             f"every update is on-policy, where surrogate {args.surrogate!r} is the identity: old and new policy are "
             "equal. Give each rollout several updates: raise steps_per_generation above gradient_accumulation_steps "
-            f"(now {args.steps_per_generation} and {args.gradient_accumulation_steps}), or num_iterations above 1",
+            f"(now {args.steps_per_generation} and {args.gradient_accumulation_steps}), or num_iterations above 1"
+            + (". diagnostics_steps has nothing to measure" if args.diagnostics_steps else ""),
             stacklevel=3,
         )
     lora_dropout = max((getattr(config, "lora_dropout", 0.0) for config in _peft_configs(model)), default=0.0)

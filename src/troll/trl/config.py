@@ -186,12 +186,13 @@ class TrollConfig(GRPOConfig):
             raise ValueError(
                 f"advantage_estimator must be one of {', '.join(ESTIMATORS)}, got {self.advantage_estimator!r}"
             )
-        single = self.num_generations == 1 and not ESTIMATORS[self.advantage_estimator].needs_group
-        if single:  # TRL asks for two, because its own estimator compares them
-            self.num_generations = 2
-        super().__post_init__()
-        if single:
-            self.num_generations = 1
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            # TRL asks for two because its own estimator compares them; it does so after everything else that counts.
+            single = self.num_generations == 1 and not ESTIMATORS[self.advantage_estimator].needs_group
+            if not single or "at least 2 generations" not in str(error):
+                raise
         self._check_values()
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(
@@ -228,17 +229,18 @@ class TrollConfig(GRPOConfig):
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if not self.kl_bound > 0:
+            raise ValueError(f"kl_bound must be above 0, got {self.kl_bound}")
         for name in (
-            "kl_bound",
             "kl_bound_negative_ratio",
             "critic_learning_rate",
             "critic_max_grad_norm",
             "value_clip",
+            "dppo_threshold",
         ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.dppo_threshold is not None and not self.dppo_threshold > 0:
-            raise ValueError(f"dppo_threshold must be above 0, got {self.dppo_threshold}")
+            value = getattr(self, name)
+            if not (value is None and name == "dppo_threshold") and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be finite and above 0, got {value}")
         for name in ("regression_weight", "kl_bound_entropy_exponent", "critic_weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
@@ -246,8 +248,9 @@ class TrollConfig(GRPOConfig):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
         for name, least in (("support_top_k", 1), ("critic_warmup_steps", 0), ("diagnostics_steps", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer, at least {least}, got {value}")
         if not 0 <= self.mass_threshold < 1:
             raise ValueError(f"mass_threshold must be in [0, 1), got {self.mass_threshold}")
 
@@ -263,11 +266,6 @@ class TrollConfig(GRPOConfig):
         """δ of the DPPO mask."""
         default = {"dppo_tv": 0.15, "dppo_kl": 0.05}
         return default[self.surrogate] if self.dppo_threshold is None else self.dppo_threshold
-
-    @property
-    def updates_per_rollout(self) -> int:
-        """Optimiser steps for which one rollout is used, at least 1."""
-        return max(1, self.rollout_steps // self.gradient_accumulation_steps)
 
     @property
     def rollout_steps(self) -> int:

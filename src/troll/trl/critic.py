@@ -292,7 +292,9 @@ class Critic:
         """
         path = Path(folder, CRITIC_FILE)
         if not path.is_file():
-            raise FileNotFoundError(f"{folder} has no {CRITIC_FILE}: it is no checkpoint of a run with a critic")
+            raise FileNotFoundError(
+                f"{folder} has no {CRITIC_FILE}: it is no checkpoint of a run with a critic, or save_only_model was set"
+            )
         state = torch.load(path, map_location="cpu", weights_only=True)
         shapes = {name: tuple(weight.shape) for name, weight in state["weights"].items()}
         if shapes != self._trained_shapes():

@@ -14,7 +14,6 @@ from troll.trl.config import TrollConfig
 from troll.trl.fused_head import scatter
 from troll.trl.surrogates import ScoredTokens
 from troll.trust_region.diagnostics import (
-    Tally,
     coverage,
     dual_report,
     ratio_report,
@@ -23,11 +22,13 @@ from troll.trust_region.diagnostics import (
     tail_report,
 )
 from troll.trust_region.policy import SparsePolicy
+from troll.trust_region.tally import Tally
 
 #: Tokens of a rollout, on each process, whose whole distributions are compared.
 PROBED_TOKENS = 32
 
 #: ``(input_ids (1, L), attention_mask (1, L), positions (n,)) -> logits (n, V)`` of the network now, without gradient.
+#: Positions are below 0, from the end: prompt-learning PEFT puts virtual tokens in front.
 Logits = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -55,6 +56,7 @@ class Diagnosis:
         self._accelerator, self._args, self._logits = accelerator, args, logits
         self._tally = Tally()
         self._probe: Probe | None = None
+        self._probed_update: int | None = None
 
     def probe(self, rolled_out: dict[str, Any], mask: Tensor) -> None:
         """Keeps the old distributions of some tokens, of the longest completion, for the updates of this rollout.
@@ -71,7 +73,7 @@ class Diagnosis:
             torch.cat([rolled_out[f"prompt_{name}"][row], rolled_out[f"completion_{name}"][row]]).unsqueeze(0)
             for name in ("ids", "mask")
         )
-        positions = at + rolled_out["prompt_ids"].shape[1] - 1
+        positions = at - mask.shape[1] - 1
         logits = self._logits(ids, attention, positions)
         old = SparsePolicy.from_logits(
             logits,
@@ -82,19 +84,19 @@ class Diagnosis:
         self._probe = Probe(ids, attention, positions, logits, old)
 
     @torch.no_grad()
-    def observe(self, tokens: ScoredTokens, scored: Tensor, mask: Tensor) -> None:
-        """Adds a micro-batch: the (N,) tokens where the (B, T) `scored` is true, of which the (B, T) mask counts."""
+    def observe(self, tokens: ScoredTokens, scored: Tensor, mask: Tensor, update: int) -> None:
+        """Adds a micro-batch of an update: (N,) tokens where the (B, T) `scored` is true; the (B, T) mask counts."""
         old, new = tokens.old, tokens.new
         assert old is not None
         assert new is not None
-        whole = old.extended(new.token_ids) if old.tail == "floor" else old
+        token_kl = old.on_outcomes_of(new).kl(new)
         log_ratio, counts = tokens.new_log_probs - tokens.old_log_probs, mask[scored.bool()]
-        tally = sequence_report(scatter(whole.kl(new), scored), scatter(log_ratio, scored), mask * scored)
+        tally = sequence_report(scatter(token_kl, scored), scatter(log_ratio, scored), mask * scored)
         tally += coverage(old, counts) + ratio_report(log_ratio, tokens.advantages, counts)
         if self._args.surrogate == "troll":
             tally += dual_report(new, old, counts, tokens.kl_bound, self._args.solver, tokens.constraint)
-        if self._probe is not None:
-            probe, self._probe = self._probe, None
+        if self._probe is not None and self._probed_update != update:
+            probe, self._probed_update = self._probe, update
             new_logits = self._logits(probe.input_ids, probe.attention_mask, probe.positions)
             gap = tail_gap(new_logits, probe.old_logits, probe.old)
             tally += tail_report(gap, torch.ones_like(gap.gap))
@@ -109,4 +111,5 @@ class Diagnosis:
             lambda largest: self._accelerator.gather(largest.unsqueeze(0)).amax(0),
         ).values()
         self._tally = Tally()
-        return {f"trust_region/diagnostics/{name}": value.item() for name, value in values.items()}
+        numbers = torch.stack(list(values.values())).tolist()  # one wait for the device
+        return {f"trust_region/diagnostics/{name}": number for name, number in zip(values, numbers, strict=True)}

@@ -31,19 +31,23 @@ class AdvantageTrainer(GRPOTrainer):
     def __init__(self, model: Any, reward_funcs: Any, args: TrollConfig, *positional: Any, **kwargs: Any) -> None:
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self.estimator = ESTIMATORS[args.advantage_estimator]
-        self.critic = self._make_critic(model) if self.estimator.needs_critic else None
+        self.critic = None
+        if self.estimator.needs_critic:
+            with torch.random.fork_rng(devices=[]):  # the rollouts are those of another estimator with the same seed
+                self.critic = self._make_critic(model)
         self._rewards = torch.empty(0)
 
     def _make_critic(self, model: Any) -> Critic:
         args = self.args
         start = args.critic_model_name_or_path or (model if isinstance(model, str) else self.model)
         peft_config = self.model.peft_config[self.model.active_adapter] if is_peft_model(self.model) else None
-        # Its weights are float32, in which small steps do not get lost, whatever the policy's are.
-        options: Any = {
-            name: value
-            for name, value in dict(args.model_init_kwargs or {}).items()  # type: ignore[arg-type]
-            if name not in ("dtype", "device_map")
-        }
+        # Its weights are float32, in which small steps do not get lost, whatever the policy's are; and the policy's
+        # revision and quantisation are those of one repository.
+        left_out = {"dtype", "device_map"} | (
+            {"revision", "quantization_config"} if args.critic_model_name_or_path else set()
+        )
+        options: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
+        options = {name: value for name, value in options.items() if name not in left_out}
         settings = CriticSettings(
             learning_rate=args.critic_learning_rate,
             weight_decay=args.critic_weight_decay,

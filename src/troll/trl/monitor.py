@@ -10,7 +10,7 @@ from torch import Tensor
 
 from troll.trl.config import TrollConfig
 from troll.trust_region.bounds import BoundStatistics
-from troll.trust_region.diagnostics import support_too_small
+from troll.trust_region.diagnostics import support_too_small, uncovered
 from troll.trust_region.objective import TrustRegionStep, trust_region_metrics, trust_region_statistics
 from troll.trust_region.policy import SparsePolicy
 
@@ -46,7 +46,7 @@ class Monitor:
         sums["nonfinite"] = (~step.kl_before.isfinite()).sum().to(sums["tokens"])
         # One collective, and one wait for the device, for all that the host has to know now.
         known = torch.stack([sums[name] for name in ("nonfinite", "tokens", "projected", "kl_before")])
-        nonfinite, *update = self._accelerator.reduce(known, reduction="sum").double().cpu()
+        nonfinite, *update = self._accelerator.reduce(known, reduction="sum").cpu().double()
         if nonfinite:
             raise FloatingPointError(
                 f"step {global_step + 1}: the logits of {int(nonfinite)} tokens are NaN or infinite, and the "
@@ -58,10 +58,9 @@ class Monitor:
             self._watched_since = global_step
         counted = mask.bool()
         sums["support_size"] = torch.where(counted, old.used.sum(-1), 0).sum().to(sums["tokens"])
-        tail_mass = old.tail_log_prob.exp()
-        sums["tail_mass"] = torch.where(counted, tail_mass, 0.0).sum()
-        uncovered = counted & old.used.all(-1) & (tail_mass > old.mass_threshold)
-        sums["uncovered_fraction"] = uncovered.sum().to(sums["tokens"])
+        if old.tail == "bucket":  # a floored policy has forgotten its tail
+            sums["tail_mass"] = torch.where(counted, old.tail_log_prob.exp(), 0.0).sum()
+            sums["uncovered_fraction"] = (counted & uncovered(old)).sum().to(sums["tokens"])
         self.sums = {name: value + self.sums.get(name, 0) for name, value in sums.items()}
         self.maxima = {name: value.maximum(self.maxima.get(name, value)) for name, value in maxima.items()}
 
@@ -82,9 +81,12 @@ class Monitor:
         self.sums, self.maxima = {}, {}
         metrics = trust_region_metrics(sums, maxima)
         means = ("support_size", "tail_mass", "uncovered_fraction")
-        metrics |= {name: sums[name] / sums["tokens"].clamp(min=1) for name in means}
-        self._watch_projections(sums["projected"].item(), sums["tokens"].item(), global_step)
-        self._watch_coverage(metrics["uncovered_fraction"].item())
+        metrics |= {name: sums[name] / sums["tokens"].clamp(min=1) for name in means if name in sums}
+        # One multiplier for many tokens projects them all, and a controller projects as many as it was told to.
+        if self._args.constraint == "token" and self._args.kl_bound_schedule != "hold_projected_fraction":
+            self._watch_projections(sums["projected"].item(), sums["tokens"].item(), global_step)
+        if "uncovered_fraction" in metrics:
+            self._watch_coverage(metrics["uncovered_fraction"].item())
         return {f"trust_region/{name}": value.item() for name, value in metrics.items()}
 
     def _watch_projections(self, projected: float, tokens: float, global_step: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from troll.trust_region.constraint import Constraint
 from troll.trust_region.dual import divergence
 from troll.trust_region.objective import TrustRegionStep, trust_region_step
-from troll.trust_region.policy import SparsePolicy
+from troll.trust_region.policy import SparsePolicy, common_outcomes
 from troll.trust_region.support import floored
 
 if TYPE_CHECKING:
@@ -109,8 +109,8 @@ def _outcomes(tokens: ScoredTokens, args: TrollConfig) -> tuple[Tensor, Tensor]:
     if args.dppo_outcomes == "top_k":
         assert tokens.old is not None
         assert tokens.new is not None
-        present = torch.cat([tokens.old.used, tokens.old.tail_log_prob.unsqueeze(-1) > -torch.inf], -1)
-        return floored(tokens.new.outcomes.detach(), present), floored(tokens.old.outcomes, present)
+        new, old, _ = common_outcomes(tokens.new, tokens.old.on_outcomes_of(tokens.new))
+        return new.detach(), old
     return _sampled_or_not(tokens.new_log_probs.detach()), _sampled_or_not(tokens.old_log_probs)
 
 

@@ -4,38 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 from torch import Tensor
 from trl.trainer.utils import get_config_model_id
 
 from troll.files import write_atomically
-from troll.trl.anchor import ReportedRollout, prepare_anchor, vocabulary_size
 from troll.trl.checks import dropout_rates, warn_about
 from troll.trl.config import AGGREGATION, TrollConfig
 from troll.trl.diagnosis import Diagnosis
-from troll.trl.estimation import AdvantageTrainer, loss_mask
-from troll.trl.fused_head import PolicyOutput, add_policy_head, scatter
+from troll.trl.estimation import loss_mask
+from troll.trl.fused_head import PolicyOutput, scatter
 from troll.trl.monitor import Monitor
+from troll.trl.old_policy import OLD_POLICY, OldPolicyTrainer
 from troll.trl.scoring import PolicyScoring
-from troll.trl.surrogates import SURROGATES, ScoredTokens, Terms
+from troll.trl.surrogates import ScoredTokens, Terms
 from troll.trust_region.bounds import Bound, by_advantage, entropy, entropy_scaled
 from troll.trust_region.constraint import Constraint
 from troll.trust_region.objective import aggregate, trust_region_step
 from troll.trust_region.packed import PackedPolicy
 from troll.trust_region.policy import SparsePolicy
 
-#: The old policy travels through TRL's buffer (shuffled, split) under this key, as a list of one packed policy each.
-OLD_POLICY = "troll_old_policy"
-
 #: The file of a checkpoint that holds what ε adapts by.
 BOUND_STATE = "kl_bound.json"
 
 
-class TrollTrainer(AdvantageTrainer):
+class TrollTrainer(OldPolicyTrainer):
     """[`~trl.GRPOTrainer`] with TROLL (arXiv 2510.03817) in place of the clip.
 
     The policy term uses the projected log-probability of the sampled token where GRPO uses the raw one; the clip is
@@ -77,29 +74,19 @@ class TrollTrainer(AdvantageTrainer):
         if not isinstance(args, TrollConfig):
             raise TypeError(f"args must be a TrollConfig, got {type(args).__name__}: change the name of the class")
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        self.surrogate = SURROGATES[args.surrogate]
         if not self.surrogate.clips:
             # Infinity in the configuration itself would not be valid JSON.
             self.epsilon_low = self.epsilon_high = torch.inf
 
-        base_model = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        add_policy_head(base_model, top_k=args.support_top_k, mass_threshold=args.mass_threshold, tail=args.tail)
         if self.accelerator.is_main_process:
             warn_about(args, self.model)
         if args.disable_dropout:  # TRL silences layers; many models keep numbers that a function reads
-            for module, name in list(dropout_rates(base_model)):
+            for module, name in list(dropout_rates(self.model)):
                 setattr(module, name, 0.0)
-        # What the next scoring pass reads besides log-probabilities.
-        self._scoring: PolicyScoring | None = None
-        # What the engine reported of the rollout being made, and whether it stands in for the next scoring pass.
-        self._reported: ReportedRollout | None = None
-        self._answers = False
-        if args.anchor == "rollout":
-            prepare_anchor(self)
         self.monitor = Monitor(self.accelerator, args)
         self._diagnosis = Diagnosis(self.accelerator, args, self._full_logits)
         self._bound: Bound | None = None
-        self._mean_entropy = 0.0
+        self._used_bound = args.kl_bound
 
     def create_accelerator_and_postprocess(self) -> None:
         """The parent's; with FSDP2, the model's outputs keep their dtype."""
@@ -116,132 +103,27 @@ class TrollTrainer(AdvantageTrainer):
             self._bound = self.args.make_bound(total_steps=max(1, self.state.max_steps))
         return self._bound
 
-    # The rollout: advantages, and the old policy captured where TRL scores the completions
-
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        if not self.model.training:
-            return super()._generate_and_score_completions(inputs)
-        if self.args.anchor == "rollout":
-            return self._rollout_with_reports(inputs)
-        if not self._reads_policies():
-            return super()._generate_and_score_completions(inputs)
-        rolled_out = self._rollout_with_policies(inputs)
-        if self._diagnostics_due(self.args.updates_per_rollout):
+        rolled_out = super()._generate_and_score_completions(inputs)
+        if OLD_POLICY in rolled_out and self._diagnostics_due(self._updates_of_rollout()):
             self._diagnosis.probe(rolled_out, loss_mask(rolled_out))
         return rolled_out
-
-    def _reads_policies(self) -> bool:
-        """Whether an update of the rollout that is due needs more of the old policy than log-probabilities."""
-        return not self.args.always_on_policy and (
-            self.surrogate.reads_policies(self.args) or self._diagnostics_due(self.args.updates_per_rollout)
-        )
-
-    def _diagnostics_due(self, updates: int = 1) -> bool:
-        """Whether one of the next updates is to be measured."""
-        every, step = self.args.diagnostics_steps, self.state.global_step
-        return every > 0 and (step + updates) // every > step // every
-
-    def _rollout_with_policies(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        scored: list[tuple[list[PackedPolicy], Tensor]] = []
-
-        def pack(outputs: list[PolicyOutput], log_probs: Tensor) -> None:
-            length = log_probs.shape[1]
-            scored.append(([policy for output in outputs for policy in self._pack(output, length)], log_probs))
-
-        self._scoring = PolicyScoring({"capture_policy": True}, pack)
-        output = super()._generate_and_score_completions(inputs)
-        if not scored or output.get("old_per_token_logps") is not scored[0][1]:
-            raise RuntimeError("GRPOTrainer did not score the old policy where TrollTrainer expects it")
-        return self._with_policies(output, scored[0][0])
-
-    def _rollout_with_reports(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """A rollout whose old policy is the engine's: see :mod:`troll.trl.anchor`."""
-        # The parent asks for the scores of a rollout that is used after an update of the network.
-        self._answers = self.args.gradient_accumulation_steps % self.args.rollout_steps != 0
-        output = super()._generate_and_score_completions(inputs)
-        reported, self._reported = self._reported, None
-        if reported is None or self._answers:
-            raise RuntimeError("GRPOTrainer did not generate and score a rollout where TrollTrainer expects it")
-        length, device = output["completion_ids"].shape[1], self.accelerator.device
-        # The parent has them already, unless its own updates would all be on-policy.
-        output["old_per_token_logps"] = reported.padded_log_probs(length, device)
-        counts = torch.tensor([reported.unreported, reported.sampled], device=device, dtype=torch.float32)
-        unreported, sampled = self.accelerator.reduce(counts, reduction="sum").tolist()
-        self._metrics["train"]["sampling/unreported_fraction"].append(unreported / max(sampled, 1))
-        if not self._reads_policies():
-            return output
-        policies = reported.policies(
-            length,
-            device,
-            vocab_size=vocabulary_size(self.model),
-            top_k=self.args.support_top_k,
-            mass_threshold=self.args.mass_threshold,
-            tail=self.args.tail,
-        )
-        return self._with_policies(output, policies)
-
-    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        generated: tuple[Any, ...] = super()._generate(prompts)
-        if self.args.anchor != "rollout" or not self.model.training:
-            return generated
-        prompt_ids, completion_ids, tool_mask, completions, log_probs, *rest = generated
-        self._reported = reported = ReportedRollout.read(completion_ids, log_probs, tool_mask)
-        return prompt_ids, completion_ids, reported.tool_mask, completions, reported.log_probs, *rest
-
-    def _with_policies(self, rolled_out: dict[str, Any], policies: list[PackedPolicy]) -> dict[str, Any]:
-        if self.args.kl_bound_entropy_exponent:
-            sums = self.accelerator.reduce(torch.stack(_entropies(policies)), reduction="sum")
-            self._mean_entropy = (sums[0] / sums[1].clamp(min=1)).item()
-        # At the end of the dictionary, since the first entry sets the batch size.
-        return rolled_out | {OLD_POLICY: policies}
-
-    def _pack(self, captured: PolicyOutput, length: int) -> list[PackedPolicy]:
-        """One policy for each completion, of `length` tokens; those that were not scored keep no slot."""
-        assert captured.on_support is not None
-        assert captured.vocab_size is not None
-        assert captured.label_mask is not None
-        token_ids, log_probs, tail_log_prob, _ = captured.on_support
-        policy = SparsePolicy(
-            token_ids, log_probs, tail_log_prob, captured.vocab_size, self.args.tail, self.args.mass_threshold
-        )
-        if policy.tail == "floor":
-            policy = policy.floored()
-        scored = captured.label_mask[:, -length:]
-        padded = dataclasses.replace(
-            policy,
-            token_ids=scatter(policy.token_ids, scored, fill=-1),
-            log_probs=scatter(policy.log_probs, scored, fill=-torch.inf),
-            tail_log_prob=scatter(policy.tail_log_prob, scored),
-        )
-        return padded.pack().unbind()
-
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        # Only the first call is the policy's: a PEFT reference pass uses the same model object.
-        if self._answers and self._reported is not None:
-            self._answers = False
-            _, _, length = args[:3]
-            return self._reported.padded_log_probs(length, self.accelerator.device), None, None
-        scoring, self._scoring = self._scoring, None
-        if scoring is None:
-            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        scoring.model = model
-        scores = super()._get_per_token_logps_and_entropies(scoring, *args, **kwargs)
-        scoring.finish(scoring.outputs, scores[0])
-        return scores
 
     # The update
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The parent's; at the end of an update, ε adapts to what was seen in it."""
+        rests = self.critic is not None and self.critic.warming_up  # read before the critic's own update
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients and (statistics := self.monitor.end_update()) is not None:
-            self.kl_bound.update(self.state.global_step + 1, statistics)
+            self._used_bound = self.kl_bound.value
+            if not rests:  # a policy that does not move says nothing about ε
+                self.kl_bound.update(self.state.global_step + 1, statistics)
         return loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        if self.model.training and "old_per_token_logps" in inputs:
+        # vLLM's importance correction brings old log-probabilities for on-policy updates too.
+        if self.model.training and "old_per_token_logps" in inputs and not self.args.always_on_policy:
             loss = self._surrogate_loss(model, inputs)
         else:
             loss = super()._compute_loss(model, inputs)
@@ -290,7 +172,7 @@ class TrollTrainer(AdvantageTrainer):
             terms = self.surrogate.terms(tokens, self.args) if self.surrogate.terms else Terms()
             self._observe(tokens, terms, mask[at])
             if diagnosed:
-                self._diagnosis.observe(tokens, scored, mask)
+                self._diagnosis.observe(tokens, scored, mask, self.state.global_step)
             # The parent takes its ratio from the raw log-probabilities, and everything else (KL to the reference,
             # off-policy mask, metrics) too. Shifting the old ones changes that ratio and nothing else.
             if terms.log_ratio is not None:
@@ -364,7 +246,7 @@ class TrollTrainer(AdvantageTrainer):
 
     @torch.no_grad()
     def _full_logits(self, input_ids: Tensor, attention_mask: Tensor, positions: Tensor) -> Tensor:
-        """Of the network now, at some positions of a sequence, (n, V)."""
+        """Of the network now, at some positions of a sequence, counted from its end, (n, V)."""
         with self.accelerator.autocast():
             output = self.model(input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=positions)
         return output.logits[0].float() / self.temperature
@@ -375,8 +257,8 @@ class TrollTrainer(AdvantageTrainer):
         """Logs the parent's metrics and ``trust_region/*``, over all tokens since the last call and all processes."""
         if self.model.training:
             metrics = self.monitor.metrics(self.state.global_step) | self._diagnosis.metrics()
-            if metrics:
-                metrics["trust_region/kl_bound"] = self.kl_bound.value
+            if metrics and self.args.surrogate == "troll":
+                metrics["trust_region/kl_bound"] = self._used_bound
             for name, value in metrics.items():
                 self._metrics["train"][name].append(value)
         super().log(logs, start_time)
@@ -388,13 +270,14 @@ class TrollTrainer(AdvantageTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and (path := Path(checkpoint) / BOUND_STATE).is_file():
+        if checkpoint is None:
+            return
+        path = Path(checkpoint) / BOUND_STATE
+        if path.is_file():
             self._bound = None
             self.kl_bound.load_state_dict(json.loads(path.read_text()))
-
-
-def _entropies(policies: list[PackedPolicy]) -> tuple[Tensor, Tensor]:
-    """The sum of the entropies of all scored tokens over their outcomes, and how many tokens there are."""
-    log_probs = torch.cat([part.flatten() for policy in policies for part in (policy.log_probs, policy.tail_log_prob)])
-    total = torch.special.entr(log_probs.exp()).sum()
-    return total, torch.cat([policy.counts for policy in policies]).gt(0).sum().to(total)
+        elif self.args.kl_bound_schedule != "fixed":
+            warnings.warn(
+                f"{checkpoint} has no {BOUND_STATE}: the schedule of kl_bound starts anew",
+                stacklevel=2,
+            )

@@ -69,6 +69,11 @@ def value_model(
         critic = _from_folder(os.fspath(model), dict(model_init_kwargs or {}))
     else:
         critic = _from_model(model.get_base_model() if isinstance(model, PeftModel) else model)
+    if not isinstance(getattr(critic, "score", None), nn.Linear):
+        raise ValueError(
+            "model must be of an architecture whose token classifier has a linear layer `score`, which "
+            f"{type(critic).__name__} lacks: name a critic of another family with the same vocabulary"
+        )
     critic.score = ValueHead(critic.score.in_features)
     disable_dropout_in_model(critic)
     if gradient_checkpointing:
@@ -87,7 +92,7 @@ def _from_folder(name: str, kwargs: dict[str, Any]) -> Any:
 def _from_model(model: Any) -> Any:
     config = _value_config(copy.deepcopy(model.config))
     critic = AutoModelForTokenClassification.from_config(
-        config, dtype=model.dtype, attn_implementation=model.config._attn_implementation
+        config, dtype=torch.float32, attn_implementation=model.config._attn_implementation
     )
     # Where PEFT has put its layers, the original weights have a longer name.
     weights = {

@@ -369,11 +369,12 @@ def entropy_scaled(
     if not 0 < limits[0] <= limits[1] < math.inf:
         raise ValueError(f"limits must be 0 < lower <= upper < inf, got {limits}")
     entropy = as_float(entropy)
-    reference = torch.as_tensor(reference_entropy, dtype=entropy.dtype, device=entropy.device)
-    if not bool((reference >= 0).all()):
+    # A float is checked on the host: no wait for the device.
+    valid = reference_entropy >= 0
+    if not (bool(valid.all()) if isinstance(valid, Tensor) else valid):
         raise ValueError(f"reference_entropy must be at least 0, got {reference_entropy}")
     # Rounding may put the entropy of a certain token below 0, where most powers do not exist.
-    factor = (entropy.clamp(min=0) / reference).pow(exponent).clamp(*limits)
+    factor = (entropy.clamp(min=0) / reference_entropy).pow(exponent).clamp(*limits)
     return kl_bound * factor.masked_fill(factor.isnan(), 1.0)
 
 

@@ -1,15 +1,14 @@
 """What the trust region did, beyond the metrics of every step: docs/diagnostics.md says what to make of the numbers.
 
-Pure functions without gradient, for every so many steps. The reports return a :class:`Tally` of 0-d tensors, which adds
-up across micro-batches and processes. Whatever stands outside the mask never matters, NaN included, and tokens whose
-logits are no distribution are left out.
+Pure functions without gradient, for every so many steps. The reports return a
+:class:`~troll.trust_region.tally.Tally` of 0-d tensors, which adds up across micro-batches and processes. Whatever
+stands outside the mask never matters, NaN included, and tokens whose logits are no distribution are left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,61 +20,10 @@ from troll.trust_region.dual import SOLVERS, divergence
 from troll.trust_region.policy import SparsePolicy, common_outcomes
 from troll.trust_region.projection import broadcast_bound, outside_ball
 from troll.trust_region.support import PROBABILITY_FLOOR, as_float, floored, shape_text
+from troll.trust_region.tally import Tally
 
 #: δ for verdicts about policies that were captured with ``mass_threshold=0``, which asks for K tokens always.
 USUAL_MASS_THRESHOLD = 1e-5
-
-
-@dataclass(frozen=True)
-class Tally:
-    """Named numbers over some tokens, sequences or roots, which add up: ``first + second`` covers both.
-
-    Attributes:
-        totals: Of what is averaged: the sum and the count, (2,).
-        maxima: Of what a maximum is taken, 0-d; −inf for none.
-        minima: Of what a minimum is taken, 0-d; inf for none.
-    """
-
-    totals: dict[str, Tensor] = field(default_factory=dict)
-    maxima: dict[str, Tensor] = field(default_factory=dict)
-    minima: dict[str, Tensor] = field(default_factory=dict)
-
-    def __add__(self, other: Tally) -> Tally:
-        def combined(
-            ours: dict[str, Tensor], theirs: dict[str, Tensor], how: Callable[[Tensor, Tensor], Tensor]
-        ) -> dict[str, Tensor]:
-            return ours | {name: how(ours[name], value) if name in ours else value for name, value in theirs.items()}
-
-        return Tally(
-            combined(self.totals, other.totals, torch.add),
-            combined(self.maxima, other.maxima, torch.maximum),
-            combined(self.minima, other.minima, torch.minimum),
-        )
-
-    def reduced(self, total: Callable[[Tensor], Tensor], largest: Callable[[Tensor], Tensor]) -> Tally:
-        """Over all processes, each of which holds the same names in the same order: two collective operations.
-
-        Args:
-            total: Adds up a vector over processes.
-            largest: Its element-wise maximum over processes.
-        """
-        totals, extremes = self.totals, [*self.maxima.values(), *(-value for value in self.minima.values())]
-        if totals:
-            totals = dict(zip(totals, total(torch.cat(list(totals.values()))).view(-1, 2), strict=True))
-        if extremes:
-            extremes = list(largest(torch.stack(extremes)))
-        maxima, minima = extremes[: len(self.maxima)], extremes[len(self.maxima) :]
-        return Tally(
-            totals,
-            dict(zip(self.maxima, maxima, strict=True)),
-            dict(zip(self.minima, (-value for value in minima), strict=True)),
-        )
-
-    def values(self) -> dict[str, Tensor]:
-        """The numbers to log, 0-d; NaN where there was nothing to average or compare."""
-        means = {name: total[0] / total[1] for name, total in self.totals.items()}
-        extremes = self.maxima | self.minima
-        return means | {name: value.masked_fill(value.isinf(), torch.nan) for name, value in extremes.items()}
 
 
 class SequenceKL(NamedTuple):
@@ -148,10 +96,15 @@ def coverage(old: SparsePolicy, mask: Tensor) -> Tally:
     totals = _distribution("kept_tokens", as_float(kept), (5, 50, 95))
     if old.tail == "bucket":
         outside = old.tail_log_prob.exp()
-        uncovered = old.used.all(-1) & (outside > (old.mass_threshold or USUAL_MASS_THRESHOLD))
         totals |= _distribution("covered_mass", 1 - outside, (5, 50, 95))
-        totals |= {"uncovered_fraction": _mean(uncovered.to(outside)), "old_entropy": _mean(entropy(old))}
+        totals |= {"uncovered_fraction": _mean(uncovered(old).to(outside)), "old_entropy": _mean(entropy(old))}
     return Tally(totals)
+
+
+def uncovered(old: SparsePolicy) -> Tensor:
+    """Where all K slots are used and more than δ is left outside, (...) bool; for ``tail="bucket"``."""
+    threshold = old.mass_threshold or USUAL_MASS_THRESHOLD
+    return old.used.all(-1) & (old.tail_log_prob.exp() > threshold)
 
 
 def support_too_small(
@@ -284,8 +237,7 @@ def dual_report(
     bound = broadcast_bound(kl_bound, mask.shape, as_float(new.log_probs))[counts]
     if constraint is not None:
         constraint = constraint.flat(mask.shape)[counts.reshape(-1)]
-    if old.tail == "floor":
-        old = old.extended(new.token_ids)
+    old = old.on_outcomes_of(new)
     log_new, log_old, present = common_outcomes(new[counts], old[counts])
     s = (log_new - log_old).masked_fill(~present, 0.0)
     kl = divergence(s, log_old)

@@ -109,8 +109,7 @@ def trust_region_step(
     """:func:`trust_region_log_probs` of a new policy that has been read already (:meth:`SparsePolicy.new_policy`)."""
     old.check_positions(token_ids)
     slot = old.slot(token_ids)
-    if old.tail == "floor":
-        old = old.extended(new.token_ids)
+    old = old.on_outcomes_of(new)
     present = present_outcomes(new, old)
     # The Triton program solves for one token, and knows nothing of others.
     if constraint is None and solver == "newton" and use_triton(new.log_probs, present.shape[-1]):

@@ -356,6 +356,10 @@ class SparsePolicy:
             tail_log_prob=one_outside.squeeze(-1) + left_out,
         )
 
+    def on_outcomes_of(self, new: SparsePolicy) -> SparsePolicy:
+        """This policy on the outcomes of a new one, which :meth:`new_policy` made: more than its own if floored."""
+        return self.extended(new.token_ids) if self.tail == "floor" else self
+
     def kl(self, other: SparsePolicy) -> Tensor:
         """KL(self ‖ other) over the K + 1 outcomes, (...), in nats; both floored at 1e-12.
 
