@@ -13,7 +13,7 @@ from rich.console import Console
 
 from benchmarks import measure
 
-NAMES = ("head", "capture", "projection", "step", "scaling", "packed")
+NAMES = ("head", "capture", "projection", "step", "scaling", "packed", "anchor")
 
 
 def main() -> None:
