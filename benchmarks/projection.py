@@ -1,4 +1,4 @@
-"""The solvers: time, evaluations of KL(τ), and worst error of the bound."""
+"""The solvers: time, evaluations of KL(τ), worst error of the bound; and of the gradient where tokens share a bound."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor
 import troll
 from benchmarks import measure
 from tests.trust_region.cases import FAMILIES, bounds, pairs, true_kl
+from tests.trust_region.test_constraint import gradient_and_differences
+from troll.trust_region.constraint import REDUCTIONS
 from troll.trust_region.dual import SOLVERS, Curve
 from troll.trust_region.support import floored
 
@@ -64,7 +66,7 @@ def main(device: str, repeats: int) -> list[dict[str, Any]]:
         title = f"projection: {tokens} tokens x {outcomes} outcomes, float32, ε = {KL_BOUND}"
         rows = measure.show(title, measure.seconds(made, repeats, device))
         results += [{"tokens": tokens, "outcomes": outcomes, **row} for row in rows]
-    return results + _errors()
+    return results + _errors() + _gradient_errors()
 
 
 def _errors() -> list[dict[str, Any]]:
@@ -105,3 +107,21 @@ def _measure(solver: str, dtype: torch.dtype, family: str) -> tuple[str, ...]:
         f"{(np.abs(error) / bound).max():.1e}",
         f"{(error / bound).max():+.1e}",
     )
+
+
+def _gradient_errors() -> list[dict[str, Any]]:
+    """Against finite differences of an independent float64 solution, at the tokens that share a multiplier."""
+    table = Table("constraint", "largest error", "relative error (2-norm)", "largest entry", title="gradients, float64")
+    rows = []
+    for scope in ("sequence", "batch"):
+        for reduction in REDUCTIONS:
+            gradient, expected = gradient_and_differences(scope, reduction)
+            error = gradient - expected
+            largest, relative = float(np.abs(error).max()), float(np.linalg.norm(error) / np.linalg.norm(expected))
+            entry = float(np.abs(expected).max())
+            table.add_row(f"{scope}, {reduction}", f"{largest:.1e}", f"{relative:.1e}", f"{entry:.2f}")
+            rows.append(
+                {"constraint": scope, "reduction": reduction, "largest": largest, "relative": relative, "entry": entry}
+            )
+    Console().print(table)
+    return rows
