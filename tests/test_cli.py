@@ -53,6 +53,25 @@ def test_usage_is_quick_and_needs_no_torch() -> None:
     assert result.returncode == 0
 
 
+def test_the_help_of_train_lists_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    from troll import recipes
+
+    assert cli.recipe_names() == recipes.names()
+    with pytest.raises(SystemExit):
+        cli.main(["train", "-h"])
+    assert ", ".join(recipes.names()) in " ".join(capsys.readouterr().out.split()).replace("- ", "-")
+
+
+def test_a_missing_package_is_named_with_what_brings_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("troll.study")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert 'pip install "troll-rl[report]"' in capsys.readouterr().err
+
+
 def test_a_report_needs_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
@@ -64,8 +83,8 @@ def test_compare_hands_over_the_whole_grid(monkeypatch: pytest.MonkeyPatch) -> N
 
     seen: dict[str, object] = {}
 
-    def remember(runs: list, folder: Path, console: object, jobs: int | None) -> str:
-        seen.update(names=[run.name for run in runs], folder=folder, jobs=jobs)
+    def remember(runs: list, folder: Path, console: object, jobs: int | None, command: str) -> str:
+        seen.update(names=[run.name for run in runs], folder=folder, jobs=jobs, command=command)
         return outcomes.pop(0)
 
     outcomes = ["finished", "failed", "interrupted"]
@@ -76,6 +95,7 @@ def test_compare_hands_over_the_whole_grid(monkeypatch: pytest.MonkeyPatch) -> N
         "names": ["grpo-troll", "grpo-none", "rloo-troll", "rloo-none"],
         "folder": Path("here"),
         "jobs": 2,
+        "command": "troll " + " ".join(command),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     train = commands.add_parser(
         "train",
         help="train a model by a recipe",
-        description="Train a model by a recipe: a name (quickstart, gsm8k-qwen3) or the path of a YAML file.",
+        description="Train a model by a recipe: the path of a YAML file, or one of " + ", ".join(recipe_names()) + ".",
         epilog="Any field of TaskConfig, TrollConfig or trl.ModelConfig can follow, e.g. --learning_rate 1e-5.",
     )
     train.add_argument("recipe", metavar="RECIPE")
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Train by every recipe with every combination of the values that follow the fields, and compare.",
         epilog="Fields are those of `troll train`; each may have several values: --surrogate troll clip none. "
         "--seeds N: the seeds 0 to N - 1. --jobs N: how many runs at once (default: one for each core). "
-        "--output_dir DIR: where to; the same command again goes on there.",
+        "--output_dir DIR: where to; the same command again, or one with more values, goes on there.",
     )
     compare.add_argument("recipes", metavar="RECIPE", nargs="+")
     report = commands.add_parser("report", help="write the page about a run anew, or about several runs together")
@@ -83,7 +84,8 @@ def _compare(recipe_names: list[str], fields: list[str]) -> int:
 
         command = parse_command(recipe_names, fields)
         runs = expand(recipe_names, command.axes)
-        outcome = compare(runs, Path(command.output_dir), Console(), command.jobs)
+        given = shlex.join(["troll", "compare", *recipe_names, *fields])
+        outcome = compare(runs, Path(command.output_dir), Console(), command.jobs, given)
         return {"finished": 0, "failed": FAILED, "interrupted": INTERRUPTED}[outcome]
 
     return _with_trainer(run)
@@ -134,9 +136,16 @@ def _report(folders: list[Path], output_dir: Path | None) -> int:
             if output_dir is not None:
                 raise ValueError("--output_dir is for the page about several runs: a run's own stays in its folder")
             print(write_report(folders[0]))
+    except ModuleNotFoundError as error:
+        return _fail(ImportError(f'{error}: pip install "troll-rl[report]"'))
     except (ImportError, OSError, ValueError) as error:
         return _fail(error)
     return 0
+
+
+def recipe_names() -> list[str]:
+    """The names that :func:`troll.recipes.names` lists, for which the help shall not wait for torch."""
+    return sorted(path.stem for path in (Path(__file__).parent / "recipes").glob("*.yaml"))
 
 
 def _fail(error: Exception) -> int:

@@ -40,6 +40,38 @@ def test_saved_recipe_loads_to_the_same_settings(tmp_path: Path) -> None:
     assert again.training.to_dict() == recipe.training.to_dict()
 
 
+def test_a_runs_settings_are_called_after_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "my-run").mkdir()
+    recipes.save(recipes.load("quickstart"), tmp_path / "my-run" / "config.yaml")
+    assert recipes.load(str(tmp_path / "my-run" / "config.yaml")).name == "my-run"
+
+
+def test_saving_leaves_the_old_file_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    path = tmp_path / "config.yaml"
+    path.write_text("kl_bound: 0.1\n")
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        recipes.save(recipes.load("quickstart"), path)
+    assert path.read_text() == "kl_bound: 0.1\n"
+
+
+def test_differences_know_what_a_left_out_field_means() -> None:
+    settings = recipes.plain(recipes.load("quickstart", ["--kl_bound", "0.1", "--use_cpu"]))
+    recorded = recipes.plain(recipes.load("quickstart"))
+    assert recipes.differences(recorded, settings) == [
+        "kl_bound is 0.05 there and 0.1 here",
+        "use_cpu is false there and true here",
+    ]
+    assert recipes.differences(recorded, settings, lambda name: name == "kl_bound") == [
+        "use_cpu is false there and true here"
+    ]
+    of_an_older_version = {name: value for name, value in recorded.items() if name != "diagnostics_steps"}
+    assert recipes.differences(of_an_older_version, recorded) == []
+
+
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
@@ -70,6 +102,7 @@ def test_mistakes_are_named_in_one_line(name: str, overrides: list[str], message
         ("extends: broken.yaml", "extends itself"),
         ("grid: {kl_bound: 0.1}", r"grid must hold 'field: \[value, value, ...\]' lines"),
         ("grid: {kl_bond: [0.1]}", "unknown field 'kl_bond', did you mean kl_bound"),
+        ("grid: {reward_weights: [[1.0, 0.5], [1.0, 1.0]]}", "grid cannot hold lists, and reward_weights has one"),
         ("kl_bound: 0.1\ngrid: {kl_bound: [0.1, 0.2]}", "kl_bound has a value and a grid"),
     ],
 )

@@ -116,18 +116,96 @@ def test_a_failure_is_listed_and_stops_no_other_run(tmp_path: Path, how: dict[st
 
 def test_a_folder_with_anything_else_is_refused(tmp_path: Path, how: dict[str, str], console: Console) -> None:
     compare(grid(), tmp_path / "all", console, jobs=2)
-    for other in (grid(seed=["0"]), grid(max_steps=["7"])):
-        with pytest.raises(RecipeError, match=r"holds another comparison .* choose another folder with --output_dir"):
+    for other, difference in (
+        (grid(seed=["0"]), "seed is 1 there and 0 here"),
+        (grid(max_steps=["7"]), "max_steps is 2240"),
+    ):
+        match = rf"its run quickstart-seed=\d is not in this grid \({difference}.* another folder with --output_dir"
+        with pytest.raises(RecipeError, match=match):
             compare(other, tmp_path / "all", console)
+    assert set(json.loads((tmp_path / "all" / "compare.json").read_text())["runs"]) == {run.name for run in grid()}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "precious").touch()
     with pytest.raises(RecipeError, match="is not empty and holds no comparison"):
         compare(grid(), tmp_path / "other", console)
+    for text, message in (("{", "not JSON"), ('{"runs": 3}', "is no manifest of a comparison")):
+        (tmp_path / "other" / "compare.json").write_text(text)
+        with pytest.raises(RecipeError, match=message):
+            compare(grid(), tmp_path / "other", console)
     with pytest.raises(RecipeError, match="cannot be used: Not a directory"):
         compare(grid(), tmp_path / "other" / "precious" / "below", console)
-    (tmp_path / "all" / "quickstart-seed=0" / "config.yaml").write_text("seed: 5\n")
-    with pytest.raises(RecipeError, match="quickstart-seed=0 holds a run with other settings"):
+    config = tmp_path / "all" / "quickstart-seed=0" / "config.yaml"
+    config.write_text(config.read_text().replace("kl_bound: 0.05", "kl_bound: 5"))
+    match = "quickstart-seed=0 holds a run with other settings: kl_bound is 5 there and 0.05 here"
+    with pytest.raises(RecipeError, match=match):
         compare(grid(), tmp_path / "all", console)
+
+
+def test_a_grid_with_more_runs_goes_on(tmp_path: Path, how: dict[str, str], console: Console) -> None:
+    folder = tmp_path / "all"
+    compare(grid(seed=["0"]), folder, console, jobs=1)
+    larger = grid(seed=["0", "1"], kl_bound=["0.05", "0.1"])
+    assert compare(larger, folder, console, jobs=1, command="troll compare it") == "finished"
+    names = ["quickstart", *("quickstart-kl_bound=" + point for point in ("0.1-seed=0", "0.05-seed=1", "0.1-seed=1"))]
+    manifest = json.loads((folder / "compare.json").read_text())
+    assert (list(manifest["runs"]), manifest["command"]) == (names, "troll compare it")
+    assert [len(starts(folder, name)) for name in names] == [1] * 4, "the first one stayed"
+    assert "troll compare it" in (folder / "comparison.html").read_text()
+
+
+def test_two_comparisons_do_not_work_in_one_folder(tmp_path: Path, how: dict[str, str], console: Console) -> None:
+    folder = tmp_path / "all"
+    with (
+        module._locked(folder),
+        pytest.raises(RecipeError, match="another troll compare, or a run that it left behind"),
+    ):
+        compare(grid(), folder, console)
+    assert not (folder / "compare.json").exists()
+    assert compare(grid(), folder, console, jobs=2) == "finished"
+
+
+def test_a_run_that_was_left_behind_keeps_the_lock(tmp_path: Path, how: dict[str, str]) -> None:
+    (run,) = expand(["quickstart"], {})
+    (tmp_path / "compare.json").write_text("{}")
+    how[run.name] = "wait"
+    with module._locked(tmp_path) as lock:
+        launcher = module._Launcher(tmp_path, os.environ | {"OMP_NUM_THREADS": "1"}, lock, module._Interrupts())
+        launcher.start(run)
+    process = launcher.running[run.name]
+    try:
+        with pytest.raises(RecipeError, match="at work"), module._locked(tmp_path):
+            pass
+    finally:
+        process.kill()
+        process.wait()
+    with module._locked(tmp_path):
+        pass
+
+
+def test_ctrl_c_while_a_process_starts_does_not_lose_it(
+    tmp_path: Path, how: dict[str, str], console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, started = subprocess.Popen, []
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        started.append(real(*arguments, **options))
+        os.kill(os.getpid(), signal.SIGINT)
+        return started[-1]
+
+    how["quickstart-seed=0"] = "wait"
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    assert compare(grid(), tmp_path / "all", console, jobs=1) == "interrupted"
+    assert len(started) == 1
+    left = started[0].poll() is None
+    started[0].kill()
+    assert not left
+
+
+def test_square_brackets_are_no_markup(tmp_path: Path, how: dict[str, str], console: Console) -> None:
+    folder = tmp_path / "a[b]c[/d]"
+    compare(grid(task_options=["{}", '{"prompt": "[/x]"}']), folder, console, jobs=2)
+    assert f"output in {folder}" in text_of(console)
+    assert "[/x]" in text_of(console)
 
 
 def interrupt_when(path: Path) -> threading.Thread:
@@ -175,7 +253,7 @@ def test_a_model_that_cannot_be_made_is_told_before_any_run(
     monkeypatch.setattr(module, "model_path", refuse)
     with pytest.raises(RecipeError, match="no model"):
         compare(grid(), tmp_path / "all", console)
-    assert [path.name for path in (tmp_path / "all").iterdir()] == ["compare.json"]
+    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["compare.json", "compare.lock"]
 
 
 def test_on_a_terminal_bars_show_the_steps(tmp_path: Path, how: dict[str, str]) -> None:

@@ -61,7 +61,7 @@ def test_runs_that_differ_in_their_seed_are_one_group(folder: Path) -> None:
     comparison = Comparison(read_runs([folder]))
     troll, clip = "quickstart kl_bound=", "quickstart clip"
     assert [group.label for group in comparison.groups] == [f"{troll}0.01 troll", f"{troll}0.05 troll", clip]
-    assert [group.successes for group in comparison.groups][2] == {0: 0.58, 1: pytest.approx(0.78)}
+    assert [group.finals for group in comparison.groups][2] == {0: 0.58, 1: pytest.approx(0.78)}
     assert comparison.surrogates == ["troll", "clip"]
     assert [dict(row)["kl_bound"] for row in comparison.rows] == ["0.01", "0.05"]
     assert all(comparison.group(row, "clip") is comparison.groups[2] for row in comparison.rows), "it reads no kl_bound"
@@ -97,6 +97,118 @@ def test_two_equal_runs_are_refused(folder: Path, tmp_path: Path) -> None:
         _ = Comparison(read_runs([folder, again])).groups
 
 
+def forget_what_is_read(run: Path) -> Path:
+    """Makes a run one of an older version, whose summary did not say what its surrogate reads."""
+    summary = json.loads((run / "summary.json").read_text())
+    del summary["surrogate_settings"]
+    (run / "summary.json").write_text(json.dumps(summary))
+    return run
+
+
+def test_runs_that_do_not_say_what_they_read_are_not_pooled(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / str(i), "troll", i, 0.5, kl_bound=0.01 * (i + 1)) for i in range(2)]
+    runs.append(write_run(tmp_path / "new", "troll", 0, 0.5))
+    runs.append(write_run(tmp_path / "clip", "clip", 0, 0.5))
+    for run in runs[:2]:
+        forget_what_is_read(run)
+    comparison = Comparison(read_runs(runs))
+    assert [group.label for group in comparison.groups] == [
+        "quickstart kl_bound=0.01 troll",
+        "quickstart kl_bound=0.02 troll",
+        "quickstart kl_bound=0.05 troll",
+        "quickstart clip",
+    ]
+
+
+def test_unfinished_runs_change_no_label(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / str(seed), "troll", seed, 0.5) for seed in (0, 1)]
+    runs.append(write_run(tmp_path / "interrupted", "troll", 0, None, kl_bound=3))
+    runs.append(write_run(tmp_path / "killed", "troll", 0, None, learning_rate=1.0))
+    (runs[-1] / "summary.json").unlink()
+    (group,) = Comparison(read_runs(runs)).groups
+    assert group.label == "quickstart troll"
+    assert "comparison of quickstart\n" in write_comparison(runs, tmp_path).read_text().replace("</h1>", "\n")
+
+
+def test_groups_meet_that_agree_on_what_both_read(tmp_path: Path) -> None:
+    bounds = [write_run(tmp_path / f"k{bound}", "troll", 0, bound, kl_bound=bound) for bound in (0.01, 0.05)]
+    ranges = [write_run(tmp_path / f"e{width}", "clip", 0, width, epsilon=width) for width in (0.1, 0.2)]
+    slow = write_run(tmp_path / "slow", "clip", 0, 0.5, learning_rate=1e-6)
+    for run in (*bounds, *ranges):
+        with (run / "config.yaml").open("a") as file:
+            file.write("learning_rate: 1.0e-4\n")
+    differences = Comparison(read_runs([*bounds, *ranges, slow])).differences
+    assert [found.estimate.mean for found in differences] == pytest.approx([-0.09, -0.19, -0.05, -0.15])
+
+
+def test_a_cell_tells_of_the_runs_that_failed(folder: Path) -> None:
+    recorded = {run.name: dict(run.settings) for run in read_runs([folder])}
+    recorded["late"] = recorded["c-0"] | {"seed": 2}
+    recorded["other"] = recorded["c-0"] | {"seed": 3}
+    content = {"runs": recorded, "recipes": {"late": "quickstart", "other": "another"}}
+    (folder / MANIFEST).write_text(json.dumps(content))
+    page = Page(write_comparison([folder], folder))
+    assert "68.0 ± 14.1 (2 of 3)" in page.text
+    assert "65.0 ± 7.1 (2)" in page.text
+    assert "of how many where some runs have not finished" in page.text
+    assert "late is left out: it is not started" in page.text
+
+
+def test_runs_without_success_are_compared_by_their_reward(tmp_path: Path) -> None:
+    runs = []
+    for surrogate, rewards in (("troll", (1.5, 2.5)), ("clip", (-1.0, 1.0))):
+        for seed, reward in enumerate(rewards):
+            runs.append(write_run(tmp_path / f"{surrogate}{seed}", surrogate, seed, 0.5))
+            summary = json.loads((runs[-1] / "summary.json").read_text())
+            summary |= {"success_before": None, "success_after": None, "reward_before": -2.0, "reward_after": reward}
+            (runs[-1] / "summary.json").write_text(json.dumps(summary))
+    page = Page(write_comparison(runs, tmp_path))
+    for text in ("Final held-out reward", "2.000 ± 0.707 (2)", "0.000 ± 1.414 (2)", "+2.000 [", "−2.000"):
+        assert text in page.text
+    figures = json.loads((tmp_path / "comparison.json").read_text())
+    assert figures["metric"] == "final held-out reward"
+    assert figures["groups"][0]["reward_by_seed"] == {"0": 1.5, "1": 2.5}
+    assert figures["groups"][0]["reward_before"] == -2.0
+    assert figures["differences"][0]["reward"]["mean"] == 2.0
+    assert "| quickstart | 2.000 ± 0.707 (2) | 0.000 ± 1.414 (2) |" in (tmp_path / "comparison.md").read_text()
+
+
+def test_intervals_of_a_success_are_shares(folder: Path) -> None:
+    page = Page(write_comparison([folder], folder))
+    assert "68.0 ± 14.1 (2)0.0 to 100.0" in page.text
+    assert json.loads((folder / "comparison.json").read_text())["groups"][2]["success"]["interval"][1] > 1
+
+
+def test_the_page_says_how_it_was_made(folder: Path) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"command": "troll compare quickstart --seeds 2 <&"}))
+    (folder / "c-0" / "report.html").write_text("")
+    page = Page(write_comparison([folder], folder))
+    assert "troll compare quickstart --seeds 2 <&" in page.text
+    assert [reference for reference in page.references if reference[0] != "#"] == ["c-0/report.html"]
+    assert "epsilon: 0.2" in page.text
+    assert "kl_bound: 0.05" not in page.text
+
+
+def test_diagnostics_are_drawn_where_somebody_logged_them(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "troll", 0, 0.5)
+    with (run / "metrics.jsonl").open("a") as file:
+        for step in (4, 8):
+            row = {"trust_region/diagnostics/sequence_kl": 0.1, "trust_region/tail_mass": 0.2}
+            file.write(json.dumps({"step": step} | row) + "\n")
+    page = Page(write_comparison([run], tmp_path))
+    assert page.card("kl-of-whole-sequences-1") and page.card("tail-mass-1")
+    assert page.card("clipped-fraction-1") is None
+
+
+def test_lines_of_runs_that_logged_other_steps_meet(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / str(seed), "troll", seed, 0.5) for seed in (0, 1)]
+    for start, run in enumerate(runs):  # thinned apart, to every fifth step, they would have none in common
+        rows = [{"step": step, "reward": 0.5} for step in range(1 + start, 501)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert Page(write_comparison(runs, tmp_path)).card("reward-1") is not None
+
+
 def test_tables(folder: Path) -> None:
     comparison = Comparison(read_runs([folder]))
     lines = markdown(comparison).splitlines()
@@ -119,7 +231,7 @@ def test_the_files_of_a_comparison(folder: Path) -> None:
     assert {path.name: path.read_bytes() for path in folder.glob("comparison.*")} == first
 
     figures = json.loads(first["comparison.json"])
-    assert figures["unfinished"] == ["d"]
+    assert figures["unfinished"] == ["d", "not started"]
     group = figures["groups"][2]
     assert (group["surrogate"], group["entropy"], group["seconds"]) == ("clip", 0.25, 100.5)
     assert group["success"]["mean"] == pytest.approx(0.68)

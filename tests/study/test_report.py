@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from troll.study.plot import svg
 from troll.study.report import write_report
 from troll.study.statistics import wilson_interval
 
@@ -482,3 +483,16 @@ def test_a_run_without_success_shows_its_reward(tmp_path):
     page = write_report(tmp_path).read_text()
     assert "Held-out reward" in page
     assert "-1.25 → <b>0.5</b>" in page
+
+
+def test_a_run_without_a_trust_region_misses_none(tmp_path):
+    rows = [{name: value for name, value in row.items() if "trust_region" not in name} for row in metrics_of(1)]
+    page = Page(write_report(write_run(tmp_path / "clip", rows, summary_of(1, {"surrogate": "clip"}))))
+    assert "left out" not in page.text
+    assert "KL to the old policy" not in page.text
+    assert page.card("reward") is not None
+
+
+def test_a_title_is_no_pattern():
+    drawn = svg("slug", r"a\\1 \\g<0> \\d", 1, lambda axes: None)
+    assert r'aria-label="a\\1 \\g<0> \\d"' in drawn

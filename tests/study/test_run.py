@@ -85,7 +85,10 @@ def test_an_interrupted_run_is_usable_and_resumes_exactly(
     assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
     assert "interrupted" in (folder / "report.html").read_text()
     assert weights(folder)
-    assert "--resume_from_checkpoint" in console.export_text()
+    assert "go on with the same command and --resume_from_checkpoint" in console.export_text()
+
+    with pytest.raises(RecipeError, match=r"other settings: learning_rate is 0\.01 there and 0\.1 here; go on"):
+        train(recipes.load("quickstart", [*short_run, "--resume_from_checkpoint", "--learning_rate", "0.1"]), console)
 
     assert train(recipes.load("quickstart", [*short_run, "--resume_from_checkpoint"]), console)
     for name, weight in weights(tmp_path / "whole").items():
@@ -150,6 +153,32 @@ def test_mistakes_are_found_before_training(
     with pytest.raises(TaskError, match="row 0"):
         attempt("--dataset_path", str(unanswered), recipe="gsm8k-qwen3")
     assert (occupied / "precious").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "refused"),
+    [
+        ("kl_bound", "0.1", True),
+        ("eval_size", "4", True),
+        ("seed", "1", True),
+        ("max_steps", "6", False),
+        ("logging_steps", "2", False),
+        ("save_total_limit", "3", False),
+        ("eval_steps", "4", False),
+    ],
+)
+def test_what_a_resumed_run_may_change(
+    short_run: list[str], tmp_path: Path, field: str, value: str, refused: bool
+) -> None:
+    folder = tmp_path / "run"
+    (folder / "checkpoint-2").mkdir(parents=True)
+    recipes.save(recipes.load("quickstart", short_run), folder / "config.yaml")
+    changed = recipes.load("quickstart", [*short_run, f"--{field}", value, "--resume_from_checkpoint"])
+    if refused:
+        with pytest.raises(RecipeError, match=f"holds a run with other settings: {field} is .* there and {value} here"):
+            run._checkpoint(changed, folder)
+    else:
+        assert run._checkpoint(changed, folder) == str(folder / "checkpoint-2")
 
 
 CHAT_TEMPLATE = (

@@ -45,6 +45,12 @@ def test_mistakes_are_named(tmp_path):
     write(tmp_path, "train", ["<image>Find x."], [" "])
     with pytest.raises(TaskError, match=r"train row 0 .* no text in its field 'answer'"):
         load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path)), conversational=True)
+    some = [PillowImage.new("RGB", (8, 8))]
+    for pictures in ([some, []], [some, None]):
+        rows = Dataset.from_dict({"images": pictures, "problem": ["<image>Find x."] * 2, "answer": ["3", "4"]})
+        rows.cast_column("images", List(Image())).to_parquet(tmp_path / "train.parquet")
+        with pytest.raises(TaskError, match=r"train row 1 .* has no image in its field 'images'"):
+            load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path)), conversational=True)
     write(tmp_path, "train", ["<image>Find x."], ["3"])
     with pytest.raises(TaskError, match="take a vision-language model with a chat template"):
         load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path)))

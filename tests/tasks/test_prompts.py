@@ -33,6 +33,15 @@ def test_texts_and_conversations_of_one_message(tmp_path):
         assert [reward.config.num_labels for reward in rewards] == [1]
 
 
+def test_local_prompts_need_no_name(tmp_path):
+    model = save(tmp_path / "judge")
+    local = config(tmp_path, ["a", "b"], ["c"], reward_model=model)
+    local.task = "prompts"
+    assert load_task(local).train_dataset["prompt"] == ["a", "b"]
+    with pytest.raises(TaskError, match="name a hub data set, prompts:<hub data set>, or --dataset_path"):
+        load_task(TaskConfig("prompts", reward_model=model))
+
+
 def test_a_reward_model_is_needed_and_mistakes_are_named(tmp_path):
     with pytest.raises(TaskError, match="name a reward model with --reward_model"):
         load_task(config(tmp_path, ["a"], ["b"]))

@@ -41,7 +41,7 @@ def test_registering_a_prefix_twice_is_an_error(echo_task):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gsm9k", r"unknown task 'gsm9k'; known tasks: free_text, geometry3k, gsm8k, prompts:<hub data set>, reas"),
+        ("gsm9k", r"unknown task 'gsm9k'; known tasks: free_text, geometry3k, gsm8k, prompts\[:<hub data set>\], reas"),
         ("", "unknown task ''"),
         ("gsm8k:hard", "not of the form 'gsm8k'"),
         ("gsm8k:", "not of the form 'gsm8k'"),

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,19 @@ from typing import Any
 import yaml
 from trl import ModelConfig, TrlParser
 
+from troll.files import write_atomically
 from troll.tasks import TaskConfig
 from troll.trl import TrollConfig
 
 FOLDER = Path(__file__).parent
 CONFIGS = (TaskConfig, TrollConfig, ModelConfig)
-FIELDS = frozenset(field.name for config in CONFIGS for field in fields(config) if field.init)
+_FIELDS: dict[str, Field[Any]] = {field.name: field for config in CONFIGS for field in fields(config) if field.init}
+FIELDS = frozenset(_FIELDS)
+#: Fields that hold several values at once, so that more than one value is not a choice between them.
+LISTS = frozenset(name for name, field in _FIELDS.items() if re.search(r"\b[Ll]ist\b", str(field.type)))
+
+#: The file in which a run keeps its resolved settings, itself a recipe.
+CONFIG_FILE = "config.yaml"
 
 
 class RecipeError(ValueError):
@@ -37,7 +45,7 @@ class Recipe:
 
     Attributes:
         given: As the user gave it, a name or a path.
-        name: The same without folder and ending.
+        name: See :func:`name_of`.
         settings: What the recipe and the command line set, as :func:`save` writes it.
         task: What to train on.
         training: How.
@@ -55,6 +63,11 @@ class Recipe:
 def names() -> list[str]:
     """The recipes of this package."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def name_of(path: Path) -> str:
+    """What a recipe is called: its file without the ending; of a run's own settings, the run's folder."""
+    return path.resolve().parent.name if path.name == CONFIG_FILE else path.stem
 
 
 def find(name_or_path: str) -> Path:
@@ -106,6 +119,9 @@ def _read(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
     for name in (*own, *axes):
         if name not in FIELDS:
             raise RecipeError(f"{path}: unknown field {name!r}{_did_you_mean(str(name), FIELDS)}")
+    for name, values in axes.items():
+        if any(isinstance(value, list) for value in values):
+            raise RecipeError(f"{path}: grid cannot hold lists, and {name} has one: write a recipe for each of them")
     if both := sorted(set(own) & set(axes)):
         raise RecipeError(f"{path}: {both[0]} has a value and a grid: leave one of them out")
     inherited = {name: values for name, values in grid.items() if name not in own}
@@ -147,25 +163,57 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     given = {argument[2:].split("=")[0].replace("-", "_") for argument in overrides if argument.startswith("--")}
     if open_axes := [name for name in grid if name not in given]:
         raise RecipeError(
-            f"{path.stem} is a grid over {', '.join(open_axes)}: run it with troll compare {name_or_path}"
+            f"{name_of(path)} is a grid over {', '.join(open_axes)}: run it with troll compare {name_or_path}"
         )
     own = {field.name for field in fields(TaskConfig)} | set(TrollConfig.__annotations__)
     values = {field.name: getattr(config, field.name) for config in (task, training, model) for field in fields(config)}
     # Where a run was resumed from does not belong to what it is.
     names_set = sorted((given | own | set(settings)) - {"resume_from_checkpoint"})
     resolved = {name: values[name] for name in names_set if values.get(name) is not None or name in settings}
-    return Recipe(name_or_path, path.stem, resolved, task, training, model)
+    return Recipe(name_or_path, name_of(path), resolved, task, training, model)
 
 
 def save(recipe: Recipe, path: Path) -> None:
     """Writes the resolved settings as a recipe that :func:`load` reads back."""
     lines = yaml.safe_dump(plain(recipe), sort_keys=False)
-    path.write_text(f"# {recipe.name}, resolved; train again with: troll train {path} --output_dir ANOTHER\n{lines}")
+    comment = f"# {recipe.name}, resolved; train again with: troll train {path} --output_dir ANOTHER\n"
+    write_atomically(path, comment + lines)
 
 
 def plain(recipe: Recipe) -> dict[str, Any]:
     """The resolved settings as YAML and JSON hold them."""
     return {name: value.value if isinstance(value, Enum) else value for name, value in recipe.settings.items()}
+
+
+def differences(
+    recorded: Mapping[str, Any], settings: Mapping[str, Any], ignored: Callable[[str], bool] = lambda name: False
+) -> list[str]:
+    """What two sets of settings differ in; a field that one of them leaves out has its default there.
+
+    Args:
+        recorded: As a file held them.
+        settings: From :func:`plain`.
+        ignored: Of which fields a difference does not count.
+
+    Returns:
+        A phrase for each differing field, by name, such as "kl_bound is 0.05 there and 0.1 here".
+    """
+    settings = json.loads(json.dumps(settings))  # a tuple, for instance, comes back from a file as a list
+    phrases = []
+    for name in sorted({*recorded, *settings}):
+        there, here = (values[name] if name in values else _default(name) for values in (recorded, settings))
+        if there != here and not ignored(name):
+            phrases.append(f"{name} is {as_argument(there)} there and {as_argument(here)} here")
+    return phrases
+
+
+def _default(name: str) -> Any:
+    if name not in _FIELDS:
+        return None
+    value, factory = _FIELDS[name].default, _FIELDS[name].default_factory
+    if value is MISSING:
+        value = None if factory is MISSING else factory()
+    return value.value if isinstance(value, Enum) else value
 
 
 def as_argument(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -12,180 +13,240 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from troll.files import write_atomically
-from troll.recipes import RecipeError
-from troll.study.comparison import MANIFEST, Comparison, read_runs
+from troll.recipes import RecipeError, differences
+from troll.study.comparison import MANIFEST, read_comparison
 from troll.study.comparison_page import write_comparison
 from troll.study.comparison_tables import console_table
 from troll.study.grid import PlannedRun
-from troll.study.run import model_path
-from troll.study.run_folder import read_json
+from troll.study.run import check_same_run, model_path
+from troll.study.run_folder import is_finished, read_json
+from troll.study.terminal import say
 
+#: Held by a comparison and its runs as long as any of them lives.
+LOCK = "compare.lock"
 _POLL_SECONDS = 0.25
 _LOG_LINES = 5
 Outcome = Literal["finished", "failed", "interrupted"]
 
 
-def compare(runs: Sequence[PlannedRun], folder: Path, console: Console, jobs: int | None = None) -> Outcome:
+def compare(
+    runs: Sequence[PlannedRun], folder: Path, console: Console, jobs: int | None = None, command: str | None = None
+) -> Outcome:
     """Makes the runs of a grid that are not finished yet, and writes the comparison of all that are.
 
     ``folder`` then holds a manifest, a run folder and a log for each run, and the comparison as a page, as JSON and as
-    a Markdown table. The same grid again goes on: finished runs stay, interrupted ones resume from their last
-    checkpoint. A run that fails does not keep the others from running.
+    a Markdown table. The same grid again, or one with more runs, goes on: finished runs stay, interrupted ones resume
+    from their last checkpoint. A run that fails does not keep the others from running.
 
     Args:
         runs: From :func:`troll.study.grid.expand`.
         folder: Made if need be.
         console: Where progress and results are printed.
         jobs: Runs at once, at least 1. By default as many as there are cores, or one where there is a GPU.
+        command: What the page says of how it was made.
 
     Returns:
         "finished" if every run is; "failed" if one failed; "interrupted" after Ctrl-C, with which the children end in
         order and can be resumed.
 
     Raises:
-        RecipeError: If ``folder`` holds anything but this grid, or a model cannot be made.
+        RecipeError: If ``folder`` holds anything but (a part of) this grid, another comparison or a run that it left
+            behind is at work there, or a model cannot be made.
         troll.tasks.TaskError: If the embedded model cannot learn a task.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     jobs = min(len(runs), jobs or (1 if torch.cuda.is_available() else cores))
-    _claim(folder, runs)
-    for run in runs:
-        _check_settings(run, folder)
-    waiting = [run for run in runs if not _is_finished(folder / run.name)]
-    console.print(
-        f"{len(runs)} runs, {len(runs) - len(waiting)} finished already, {jobs} at once; output in {folder}",
-        soft_wrap=True,
-    )
-    outcome: Outcome = "finished"
-    failed: list[str] = []
-    with _stopped_by_signals():
-        try:
-            for run in waiting:  # before any of them, or two processes would make the same model
-                model_path(run.recipe)
-            environment = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // jobs))}
-            failed = _run_all(waiting, folder, jobs, environment, console)
-        except KeyboardInterrupt:
-            outcome = "interrupted"
-    _tell(runs, folder, failed, console)
+    with _locked(folder) as lock:
+        runs = _claim(folder, runs, command)
+        for run in runs:
+            check_same_run(run.settings, folder / run.name, may_change=lambda name: name == "output_dir")
+        waiting = [run for run in runs if not _is_finished(folder / run.name)]
+        done = len(runs) - len(waiting)
+        say(console, f"{len(runs)} runs, {done} finished already, {jobs} at once; output in {folder}")
+        outcome: Outcome = "finished"
+        failed: list[str] = []
+        with _stopped_by_signals() as interrupts:
+            try:
+                for run in waiting:  # before any of them, or two processes would make the same model
+                    model_path(run.recipe)
+                environment = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // jobs))}
+                launcher = _Launcher(folder, environment, lock, interrupts)
+                failed = _run_all(waiting, launcher, jobs, console)
+            except KeyboardInterrupt:
+                outcome = "interrupted"
+        _tell(runs, folder, failed, console)
     if outcome == "interrupted":
-        console.print("interrupted; the same command goes on", soft_wrap=True)
+        say(console, "interrupted; the same command goes on")
         return outcome
     return "failed" if failed else "finished"
 
 
-def _claim(folder: Path, runs: Sequence[PlannedRun]) -> None:
-    # Through JSON, as it will be read back.
-    grid = json.loads(json.dumps({run.name: run.settings for run in runs}))
-    manifest = folder / MANIFEST
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[int]:
+    """Makes the folder and holds its lock, whose file descriptor the runs inherit: orphans keep it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if manifest.is_file():
-            _check_same(read_json(manifest).get("runs"), grid, folder)
-        elif any(folder.iterdir()):
+        if not (folder / MANIFEST).is_file() and any(path.name != LOCK for path in folder.iterdir()):
             raise RecipeError(f"{folder} is not empty and holds no comparison: choose another with --output_dir")
-        else:
-            write_atomically(manifest, json.dumps({"runs": grid}, indent=2) + "\n")
+        file = (folder / LOCK).open("a")
     except OSError as error:
         raise RecipeError(f"output_dir {folder} cannot be used: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RecipeError(
+                f"another troll compare, or a run that it left behind, is at work in {folder}: wait for it, or choose "
+                f"another folder with --output_dir ({error.strerror})"
+            ) from error
+        yield file.fileno()
 
 
-def _check_same(recorded: object, grid: Mapping[str, object], folder: Path) -> None:
-    if recorded == grid:
-        return
-    recorded = recorded if isinstance(recorded, dict) else {}
-    differing = sorted(name for name in {*recorded, *grid} if recorded.get(name) != grid.get(name))
-    raise RecipeError(
-        f"{folder} holds another comparison ({len(differing)} runs differ, the first is {differing[0]}): "
-        "choose another folder with --output_dir"
-    )
+def _claim(folder: Path, runs: Sequence[PlannedRun], command: str | None) -> list[PlannedRun]:
+    """Writes the manifest. A run that was recorded keeps its name, which has fewer fields in it in a smaller grid."""
+    manifest = folder / MANIFEST
+    try:
+        recorded: Any = read_json(manifest).get("runs") if manifest.is_file() else {}
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    if not isinstance(recorded, dict) or not all(isinstance(settings, dict) for settings in recorded.values()):
+        raise RecipeError(f"{manifest} is no manifest of a comparison: choose another folder with --output_dir")
+    kept = {run.name: _recorded_name(run, recorded) for run in runs}
+    for name in recorded:
+        if name in kept.values():
+            continue
+        closest = min((differences(recorded[name], run.settings) for run in runs), key=len)
+        if closest:
+            raise RecipeError(
+                f"{folder} holds another comparison: its run {name} is not in this grid ({closest[0]}); choose another "
+                "folder with --output_dir"
+            )
+    named = [replace(run, name=kept[run.name] or run.name) for run in runs]
+    if len({run.name for run in named}) < len(named):
+        raise RecipeError(f"{folder} holds other runs of these names: choose another folder with --output_dir")
+    content = {
+        "command": command,
+        "recipes": {run.name: run.recipe.name for run in named},
+        "runs": {run.name: run.settings for run in named},
+    }
+    write_atomically(manifest, json.dumps(content, indent=2) + "\n")
+    return named
 
 
-def _check_settings(run: PlannedRun, folder: Path) -> None:
-    config = folder / run.name / "config.yaml"
-    if not config.is_file():
-        return
-    recorded = yaml.safe_load(config.read_text())
-    expected = yaml.safe_load(yaml.safe_dump(run.settings))
-    if not isinstance(recorded, dict) or recorded | {"output_dir": None} != expected | {"output_dir": None}:
-        raise RecipeError(f"{config.parent} holds a run with other settings: choose another folder with --output_dir")
+def _recorded_name(run: PlannedRun, recorded: Mapping[str, Mapping[str, Any]]) -> str | None:
+    return next((name for name, settings in recorded.items() if not differences(settings, run.settings)), None)
 
 
 def _is_finished(output: Path) -> bool:
     summary = output / "summary.json"
-    return summary.is_file() and read_json(summary).get("status") == "finished"
+    return summary.is_file() and is_finished(read_json(summary))
+
+
+class _Interrupts:
+    """A signal handler that raises KeyboardInterrupt, unless it is held back."""
+
+    def __init__(self) -> None:
+        self._held, self._asked = False, False
+
+    def __call__(self, *_: object) -> None:
+        self._asked = True
+        if not self._held:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Raises at the end what comes meanwhile: a process that no variable holds yet would be lost."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        if self._asked:
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[None]:
+def _stopped_by_signals() -> Iterator[_Interrupts]:
     """Has every request to stop raise KeyboardInterrupt, so that no child outlives this process.
 
     A handler of Python's own also gives the children the default action, where a shell in the background had SIGINT
     ignored.
     """
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
+    interrupts = _Interrupts()
     wanted = [signal.SIGINT, signal.SIGTERM]
     wanted += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []  # ignored by nohup
-    earlier = {number: signal.signal(number, interrupt) for number in wanted}
+    earlier = {number: signal.signal(number, interrupts) for number in wanted}
     try:
-        yield
+        yield interrupts
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
 
 
-def _run_all(
-    waiting: Sequence[PlannedRun], folder: Path, jobs: int, environment: Mapping[str, str], console: Console
-) -> list[str]:
+class _Launcher:
+    """Starts runs, and knows those that have not ended.
+
+    Args:
+        folder: Of the comparison.
+        environment: Of the runs.
+        lock: The lock's file descriptor, for the runs to inherit.
+        interrupts: Held back while a process starts.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, str], lock: int, interrupts: _Interrupts) -> None:
+        self.folder, self.environment, self.lock, self.interrupts = folder, environment, lock, interrupts
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, run: PlannedRun) -> None:
+        output = self.folder / run.name
+        checkpoint = _last_checkpoint(output)
+        if checkpoint is None and output.exists():
+            shutil.rmtree(output)  # what this very run left before its first checkpoint
+        with (self.folder / f"{run.name}.log").open("ab") as log, self.interrupts.held_back():
+            # In a session of its own: Ctrl-C reaches this process alone, which passes it on once.
+            self.running[run.name] = subprocess.Popen(
+                _command(run, output, checkpoint),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=dict(self.environment),
+                start_new_session=True,
+                pass_fds=[self.lock],
+            )
+
+
+def _run_all(waiting: Sequence[PlannedRun], launcher: _Launcher, jobs: int, console: Console) -> list[str]:
     """Runs all, and returns the names of those that failed."""
-    queue, running, failed = deque(waiting), dict[str, subprocess.Popen[bytes]](), []
+    queue, running, failed = deque(waiting), launcher.running, []
     board = _Board(console, len(waiting))
     try:
         while queue or running:
             while queue and len(running) < jobs:
                 run = queue.popleft()
-                running[run.name] = _start(run, folder, environment)
+                launcher.start(run)
                 board.started(run)
             time.sleep(_POLL_SECONDS)
             for name, process in list(running.items()):
-                board.moved(name, _last_step(folder / name))
+                output = launcher.folder / name
+                board.moved(name, _last_step(output))
                 if process.poll() is not None:
                     del running[name]
-                    succeeded = process.returncode == 0 and _is_finished(folder / name)
+                    succeeded = process.returncode == 0 and _is_finished(output)
                     failed += [] if succeeded else [name]
                     board.ended(name, "finished" if succeeded else f"failed with exit code {process.returncode}")
     finally:
         board.stop()
         _stop(list(running.values()), console)
     return failed
-
-
-def _start(run: PlannedRun, folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    output = folder / run.name
-    checkpoint = _last_checkpoint(output)
-    if checkpoint is None and output.exists():
-        shutil.rmtree(output)  # what this very run left before its first checkpoint
-    with (folder / f"{run.name}.log").open("ab") as log:
-        # In a session of its own: Ctrl-C reaches this process alone, which passes it on once.
-        return subprocess.Popen(
-            _command(run, output, checkpoint),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=dict(environment),
-            start_new_session=True,
-        )
 
 
 def _command(run: PlannedRun, output: Path, checkpoint: Path | None) -> list[str]:
@@ -207,7 +268,7 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]], console: Console) -> Non
     alive = [process for process in processes if process.poll() is None]
     if not alive:
         return
-    console.print(f"stopping {len(alive)} runs; Ctrl-C again kills them", soft_wrap=True)
+    say(console, f"stopping {len(alive)} runs; Ctrl-C again kills them")
     try:
         for process in alive:
             process.send_signal(signal.SIGINT)
@@ -240,7 +301,8 @@ class _Board:
 
     def __init__(self, console: Console, total: int) -> None:
         self.console, self.total, self.done = console, total, 0
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
+        description = TextColumn("{task.description}", markup=False)
+        columns = (description, BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
         self.progress = Progress(*columns, console=console)
         self.overall = self.progress.add_task("runs", total=total)
         self.bars: dict[str, TaskID] = {}
@@ -251,7 +313,7 @@ class _Board:
         steps = run.recipe.training.max_steps
         self.bars[run.name] = self.progress.add_task(f"  {run.name}", total=steps if steps > 0 else None)
         if not self.console.is_terminal:
-            self.console.print(f"started   {run.name}", soft_wrap=True)
+            say(self.console, f"started   {run.name}")
 
     def moved(self, name: str, step: int) -> None:
         self.progress.update(self.bars[name], completed=step)
@@ -260,7 +322,7 @@ class _Board:
         self.done += 1
         self.progress.remove_task(self.bars.pop(name))
         self.progress.update(self.overall, completed=self.done)
-        self.console.print(f"{how}  {name} ({self.done} of {self.total})", soft_wrap=True)
+        say(self.console, f"{how}  {name} ({self.done} of {self.total})")
 
     def stop(self) -> None:
         if self.progress.live.is_started:
@@ -269,12 +331,12 @@ class _Board:
 
 def _tell(runs: Sequence[PlannedRun], folder: Path, failed: Sequence[str], console: Console) -> None:
     if any(_is_finished(folder / run.name) for run in runs):
-        console.print(console_table(Comparison(read_runs([folder]))))
+        console.print(console_table(read_comparison([folder])))
         try:
-            console.print(f"comparison  {write_comparison([folder], folder)}", soft_wrap=True)
+            say(console, f"comparison  {write_comparison([folder], folder)}")
         except ImportError as error:
-            console.print(f"no page: {error}", soft_wrap=True)
+            say(console, f"no page: {error}")
     for name in failed:
-        console.print(f"failed: {name}; its log is {folder / name}.log and ends with", soft_wrap=True, markup=False)
+        say(console, f"failed: {name}; its log is {folder / name}.log and ends with")
         for line in _log_end(folder / f"{name}.log"):
-            console.print(f"  {line}", soft_wrap=True, markup=False)
+            say(console, f"  {line}")

@@ -7,27 +7,29 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any
-
-import yaml
+from typing import Any, Literal
 
 from troll.study.curves import SHARE, number
-from troll.study.run_folder import read_json, read_metrics
+from troll.study.run_folder import is_finished, read_json, read_metrics, read_settings
 from troll.study.statistics import Estimate, paired_difference, success_estimate
 
-#: The file that makes a folder a comparison: its runs by name.
+#: The file that makes a folder a comparison: the settings and the recipes of its runs by name, and its command.
 MANIFEST = "compare.json"
+
+#: What runs are compared by: the share of held-out problems solved; the mean held-out reward, where no run measured it.
+Measure = Literal["success", "reward"]
 
 _SURROGATE, _DEFAULT_SURROGATE = "surrogate", "troll"
 # What a setting of this name differs in is not the method.
-_NO_AXIS = {"seed", "output_dir", _SURROGATE, "resume_from_checkpoint"}
+_OF_THE_FOLDER = {"output_dir", "resume_from_checkpoint"}
+_NO_AXIS = _OF_THE_FOLDER | {"seed", _SURROGATE}
 
-Row = tuple[tuple[str, str], ...]  # (field, value) of what the runs differ in, but for surrogate and seed
+Row = tuple[tuple[str, str], ...]  # the recipe, then (field, value) of what else the runs differ in, without the seed
 
 
 @dataclass(frozen=True)
@@ -36,20 +38,24 @@ class Run:
 
     Attributes:
         name: The folder's.
-        settings: ``config.yaml``.
-        summary: ``summary.json``.
+        settings: ``config.yaml``; before the run has started, what the comparison's manifest says of it.
+        summary: ``summary.json``, empty if the run did not come to write it.
         rows: ``metrics.jsonl``.
+        planned_recipe: The recipe by the manifest, for runs without a summary.
+        folder: Where it is.
     """
 
     name: str
     settings: Mapping[str, Any]
     summary: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
+    planned_recipe: str | None
+    folder: Path
 
     @property
     def recipe(self) -> str:
         """The recipe's name."""
-        return str(self.summary.get("recipe") or self.name)
+        return str(self.summary.get("recipe") or self.planned_recipe or self.name)
 
     @property
     def surrogate(self) -> str:
@@ -64,12 +70,23 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether training reached its end."""
-        return self.summary.get("status") == "finished"
+        return is_finished(self.summary)
 
     @property
-    def success(self) -> float | None:
-        """Held-out success after training."""
-        return number(self.summary.get("success_after"), SHARE)
+    def status(self) -> str:
+        """Of a run that is not finished, in words."""
+        started = (self.folder / "config.yaml").is_file()
+        return str(self.summary.get("status") or ("unfinished" if started else "not started"))
+
+    @property
+    def settings_read(self) -> set[str] | None:
+        """The settings that its surrogate reads and not all do; None if the run does not say: it may read any."""
+        names = self.summary.get("surrogate_settings")
+        return None if names is None else set(names)
+
+    def final(self, measure: Measure) -> float | None:
+        """The held-out success or reward after training."""
+        return number(self.summary.get(f"{measure}_after"), SHARE if measure == "success" else (-math.inf, math.inf))
 
 
 @dataclass(frozen=True)
@@ -80,11 +97,15 @@ class Group:
         row: What sets them apart from other groups of their surrogate.
         surrogate: Theirs.
         runs: At least one, by seed.
+        planned: How many there are with those that did not finish.
+        measure: What they are compared by.
     """
 
     row: Row
     surrogate: str
     runs: Sequence[Run]
+    planned: int
+    measure: Measure
 
     @property
     def label(self) -> str:
@@ -92,15 +113,15 @@ class Group:
         return " ".join(filter(None, [row_label(self.row), self.surrogate]))
 
     @property
-    def successes(self) -> dict[int, float]:
-        """Final held-out success by seed, of the runs that measured it."""
-        return {run.seed: run.success for run in self.runs if run.success is not None}
+    def finals(self) -> dict[int, float]:
+        """The measure after training by seed, of the runs that have it."""
+        return {run.seed: value for run in self.runs if (value := run.final(self.measure)) is not None}
 
     @property
-    def success(self) -> Estimate | None:
+    def final(self) -> Estimate | None:
         """Its mean over seeds."""
-        values = list(self.successes.values())
-        size = number(self.runs[0].summary.get("eval_size"), (1, math.inf))
+        values = list(self.finals.values())
+        size = number(self.runs[0].summary.get("eval_size"), (1, math.inf)) if self.measure == "success" else None
         return success_estimate(values, None if size is None else int(size)) if values else None
 
     def mean(self, key: str) -> float | None:
@@ -124,9 +145,33 @@ class Comparison:
 
     Attributes:
         runs: All of them, the unfinished ones too.
+        commands: With which they were made, as far as that is known.
     """
 
     runs: Sequence[Run]
+    commands: Sequence[str] = ()
+
+    @cached_property
+    def finished(self) -> list[Run]:
+        """The runs that count."""
+        return [run for run in self.runs if run.finished]
+
+    @cached_property
+    def measure(self) -> Measure:
+        """What the runs are compared by."""
+        finals = [run.final("success") for run in self.finished]
+        rewards = [run.final("reward") for run in self.finished]
+        return "reward" if set(finals) == {None} and set(rewards) != {None} else "success"
+
+    @cached_property
+    def common_settings(self) -> dict[str, Any]:
+        """The settings that all finished runs share, but for their folder."""
+        first, *others = [dict(run.settings) for run in self.finished] or [{}]
+        return {
+            name: value
+            for name, value in first.items()
+            if name not in _OF_THE_FOLDER and all(name in other and other[name] == value for other in others)
+        }
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -136,13 +181,22 @@ class Comparison:
             ValueError: Two runs differ in nothing, so that neither belongs to a seed of its own.
         """
         members: dict[tuple[Row, str], dict[int, Run]] = {}
-        for run, row in zip(self.runs, _rows(self.runs), strict=True):
-            if run.finished:
-                runs = members.setdefault((row, run.surrogate), {})
-                if run.seed in runs:
-                    raise ValueError(f"{runs[run.seed].name} and {run.name} differ in nothing: leave one of them out")
-                runs[run.seed] = run
-        return [Group(row, name, [runs[seed] for seed in sorted(runs)]) for (row, name), runs in members.items()]
+        for run, row in zip(self.finished, _rows(self.finished), strict=True):
+            runs = members.setdefault((row, run.surrogate), {})
+            if run.seed in runs:
+                raise ValueError(f"{runs[run.seed].name} and {run.name} differ in nothing: leave one of them out")
+            runs[run.seed] = run
+        left_out = [run for run in self.runs if not run.finished]
+        return [
+            Group(
+                row=row,
+                surrogate=surrogate,
+                runs=[runs[seed] for seed in sorted(runs)],
+                planned=len(runs) + sum(_belongs(run, row, surrogate) for run in left_out),
+                measure=self.measure,
+            )
+            for (row, surrogate), runs in members.items()
+        ]
 
     @cached_property
     def surrogates(self) -> list[str]:
@@ -162,20 +216,18 @@ class Comparison:
 
     @cached_property
     def differences(self) -> list[Difference]:
-        """Of each row, TROLL (or the first surrogate) minus each other; with one surrogate, each row minus the first.
+        """TROLL's groups (or the first surrogate's) minus each other's; with one surrogate, each group minus the first.
 
-        Groups without a common seed are left out.
+        Two groups meet if they agree on the settings that both read. Those without a common seed are left out.
         """
-        pairs: Iterable[tuple[Group | None, Group | None]]
         if len(self.surrogates) > 1:
             base = _DEFAULT_SURROGATE if _DEFAULT_SURROGATE in self.surrogates else self.surrogates[0]
-            others = [name for name in self.surrogates if name != base]
-            pairs = [(self.group(row, base), self.group(row, other)) for row in self.rows for other in others]
+            ours = [group for group in self.groups if group.surrogate == base]
+            theirs = [group for group in self.groups if group.surrogate != base]
+            pairs = [(one, other) for one in ours for other in theirs if _agree(one.row, other.row)]
         else:
             pairs = [(group, self.groups[0]) for group in self.groups[1:]]
-        # Groups that belong to several rows meet in each of them.
-        distinct = {(a.row, a.surrogate, b.row, b.surrogate): (a, b) for a, b in pairs if a and b}
-        estimates = [(a, b, paired_difference(a.successes, b.successes)) for a, b in distinct.values()]
+        estimates = [(one, other, paired_difference(one.finals, other.finals)) for one, other in pairs]
         return [Difference(first, second, found) for first, second, found in estimates if found is not None]
 
 
@@ -189,8 +241,19 @@ def is_comparison(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
+def read_comparison(paths: Sequence[Path]) -> Comparison:
+    """Reads run folders and comparison folders.
+
+    Raises:
+        FileNotFoundError: A folder is neither, or none has a run.
+        ValueError: A file is malformed.
+    """
+    commands = [read_json(path / MANIFEST).get("command") for path in paths if is_comparison(path)]
+    return Comparison(read_runs(paths), [command for command in commands if isinstance(command, str)])
+
+
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Reads run folders, and the runs of comparison folders as far as they have started.
+    """Reads run folders, and the runs of comparison folders, of which those that have not started are empty.
 
     Raises:
         FileNotFoundError: A folder is neither, or none has a run.
@@ -199,44 +262,55 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     runs = []
     for path in paths:
         if is_comparison(path):
-            names = read_json(path / MANIFEST).get("runs") or {}
-            runs += [_read_run(path / name) for name in names if (path / name / "config.yaml").is_file()]
+            manifest = read_json(path / MANIFEST)
+            planned, recipes = (manifest.get(key) or {} for key in ("runs", "recipes"))
+            runs += [_read_run(path / name, settings, recipes.get(name)) for name, settings in planned.items()]
         elif (path / "config.yaml").is_file():
             runs.append(_read_run(path))
         else:
             raise FileNotFoundError(f"{path} is neither a run folder (no config.yaml) nor a comparison ({MANIFEST})")
-    if not runs:
+    if not any((run.folder / "config.yaml").is_file() for run in runs):
         raise FileNotFoundError(f"{paths[0]} has no runs yet")
     return runs
 
 
-def _read_run(folder: Path) -> Run:
-    summary, metrics = folder / "summary.json", folder / "metrics.jsonl"
-    try:
-        settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{folder / 'config.yaml'}: not YAML ({' '.join(str(error).split())})") from None
-    if not isinstance(settings, dict):
-        raise ValueError(f"{folder / 'config.yaml'}: expected 'field: value' lines")
+def _read_run(folder: Path, planned: Mapping[str, Any] | None = None, planned_recipe: str | None = None) -> Run:
+    config, summary, metrics = (folder / name for name in ("config.yaml", "summary.json", "metrics.jsonl"))
     return Run(
-        folder.resolve().name,
-        settings,
-        read_json(summary) if summary.is_file() else {},
-        read_metrics(metrics) if metrics.is_file() else [],
+        name=folder.resolve().name,
+        settings=read_settings(config) if config.is_file() else planned or {},
+        summary=read_json(summary) if summary.is_file() else {},
+        rows=read_metrics(metrics) if metrics.is_file() else [],
+        planned_recipe=planned_recipe,
+        folder=folder,
     )
+
+
+def _belongs(run: Run, row: Row, surrogate: str) -> bool:
+    """Whether an unfinished run would be one of a group's."""
+    (_, recipe), *settings = row
+    return (
+        run.surrogate == surrogate
+        and run.recipe == recipe
+        and all(name in run.settings and _text(run.settings[name]) == value for name, value in settings)
+    )
+
+
+def _agree(first: Row, second: Row) -> bool:
+    values = dict(second)
+    return all(values.get(name, value) == value for name, value in first)
 
 
 def _rows(runs: Sequence[Run]) -> list[Row]:
     """What sets each run apart, beside its surrogate and seed: the recipe, and the settings that runs differ in.
 
-    A setting in which runs of one recipe differ counts for those whose surrogate reads it.
+    A setting in which runs of one recipe differ counts for those whose surrogate reads it, or may.
     """
-    read = [set(run.summary.get("surrogate_settings") or ()) for run in runs]
-    by_some = set().union(*read)
-    own = [
-        {name: _text(value) for name, value in run.settings.items() if name not in _NO_AXIS | (by_some - mine)}
-        for run, mine in zip(runs, read, strict=True)
-    ]
+    by_some: set[str] = set().union(*(run.settings_read or () for run in runs))
+    own = []
+    for run in runs:
+        unread = set() if run.settings_read is None else by_some - run.settings_read
+        own.append({name: _text(value) for name, value in run.settings.items() if name not in _NO_AXIS | unread})
     values: dict[tuple[str, str], set[str]] = {}
     for run, settings in zip(runs, own, strict=True):
         for name, value in settings.items():

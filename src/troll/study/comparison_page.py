@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import json
+import os.path
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import yaml
 
 from troll.files import write_atomically
-from troll.study.comparison import Comparison, Group, Run, read_runs, row_label
-from troll.study.comparison_tables import as_json, cell, markdown, points
+from troll.study.comparison import Comparison, Group, Measure, Run, read_comparison, row_label
+from troll.study.comparison_tables import as_json, cell, difference, figure, markdown
 from troll.study.curves import held_out_success, metric_points
 from troll.study.metrics import HELD_OUT
-from troll.study.page import duration, percent, render
+from troll.study.page import duration, render
 from troll.study.plot import COLOURS, LIGHT, Points, Scale, columns, running_mean, set_scale, svg, thin, window
-from troll.study.statistics import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MOST_POINTS = 100  # of a line: a page has many of them
 _TABLE_NOTE = (
-    "Mean ± standard deviation over seeds, in brackets their number; below it the 95 % interval of the mean, by "
-    "Student's t over seeds, or for a single seed by Wilson's formula over its answers."
+    "Mean ± standard deviation over seeds, in brackets their number, and of how many where some runs have not "
+    "finished; below it the 95 % interval of the mean, by Student's t over seeds"
 )
+_TABLE_NOTE_ENDS: dict[Measure, str] = {
+    "success": ", or for a single seed by Wilson's formula over its answers.",
+    "reward": ". Rewards of different tasks, or of different reward models, do not compare.",
+}
 _DIFFERENCE_NOTE = (
-    "The difference of each seed, in percentage points: what a seed fixes, such as the initial model, cancels. In "
-    "square brackets the 95 % interval of the mean by the paired t, in round ones the number of seeds. An interval "
-    "that contains 0 is no evidence of a difference."
+    "The difference of each seed: what a seed fixes, such as the initial model, cancels. In square brackets the 95 % "
+    "interval of the mean by the paired t, in round ones the number of seeds. An interval that contains 0 is no "
+    "evidence of a difference."
 )
+_PERCENT: dict[Measure, str] = {"success": ", %", "reward": ""}
+_POINTS: dict[Measure, str] = {"success": ", percentage points", "reward": ""}
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,7 @@ class _Metric:
 
 _METRICS = (
     _Metric(HELD_OUT, "Held-out success", "percent", "Share of sampled answers to held-out problems that are right."),
+    _Metric("eval_reward", "Held-out reward", "linear", "Mean per answer to the held-out prompts."),
     _Metric("reward", "Reward", "linear", "Mean per completion of the training batches."),
     _Metric("entropy", "Entropy", "from zero", "Nats per token. A drop to almost 0 means no more exploration."),
     _Metric(
@@ -52,7 +62,20 @@ _METRICS = (
         "from zero",
         "Nats, of the mean token before any projection.",
     ),
+    _Metric(
+        "trust_region/diagnostics/sequence_kl",
+        "KL of whole sequences",
+        "from zero",
+        "Nats, from the policy that sampled a completion to the network, summed over its tokens.",
+    ),
     _Metric("trust_region/projected_fraction", "Projected fraction", "percent", "Share of tokens outside the bound."),
+    _Metric("clip_ratio/region_mean", "Clipped fraction", "percent", "Share of tokens whose gradient the clip cuts."),
+    _Metric(
+        "trust_region/tail_mass",
+        "Tail mass",
+        "from zero",
+        "Probability of the old policy outside the tokens that are kept.",
+    ),
 )
 
 
@@ -82,29 +105,28 @@ def write_comparison(paths: Sequence[Path], folder: Path) -> Path:
         ValueError: A file is malformed, or two runs differ in nothing.
         ImportError: matplotlib is not installed; the other two files are written.
     """
-    comparison = Comparison(read_runs(paths))
+    comparison = read_comparison(paths)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "comparison.json", json.dumps(as_json(comparison), indent=2) + "\n")
     write_atomically(folder / "comparison.md", markdown(comparison))
     page = folder / "comparison.html"
-    write_atomically(page, comparison_html(comparison))
+    write_atomically(page, comparison_html(comparison, folder))
     return page
 
 
-def comparison_html(comparison: Comparison) -> str:
-    """The page."""
-    finished = sum(run.finished for run in comparison.runs)
-    seeds = {run.seed for group in comparison.groups for run in group.runs}
-    sections = (_success_table, _difference_table, _curves, _effort_table)
+def comparison_html(comparison: Comparison, folder: Path) -> str:
+    """The page, to stand in ``folder``, from which it refers to the runs' own."""
+    seeds = {run.seed for run in comparison.finished}
+    sections = (_final_table, _difference_table, _curves, _effort_table)
     body = [section(comparison) for section in sections if comparison.groups]
     body = body or ['<p class="note">No run has finished yet.</p>']
-    recipes = ", ".join(dict.fromkeys(escape(run.recipe) for run in comparison.runs))
-    runs = f"{finished} run{'s' * (finished != 1)}"
+    recipes = ", ".join(dict.fromkeys(escape(run.recipe) for run in comparison.finished))
+    count = len(comparison.finished)
     return render(
         title="TROLL: comparison",
-        heading=f"TROLL · comparison of {recipes}",
-        headline=f'<p class="headline">{runs}, {len(seeds)} seed{"s" * (len(seeds) != 1)}</p>',
-        body="\n".join(filter(None, [*body, _unfinished(comparison.runs)])),
+        heading=f"TROLL · comparison of {recipes}" if recipes else "TROLL · comparison",
+        headline=f'<p class="headline">{count} run{"s" * (count != 1)}, {len(seeds)} seed{"s" * (len(seeds) != 1)}</p>',
+        body="\n".join(filter(None, [*body, _unfinished(comparison.runs), _how_it_was_made(comparison, folder)])),
         footer="Written by <code>troll report</code>.",
     )
 
@@ -119,65 +141,85 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([*parts, "</table></div>"])
 
 
-def _success_table(comparison: Comparison) -> str:
+def _final_table(comparison: Comparison) -> str:
+    measure = comparison.measure
     rows = [
-        [escape(row_label(row))] + [_success(comparison.group(row, name)) for name in comparison.surrogates]
+        [escape(row_label(row))] + [_final(comparison.group(row, name)) for name in comparison.surrogates]
         for row in comparison.rows
     ]
     table = _table(["", *map(escape, comparison.surrogates)], rows)
-    return f'<h2>Final held-out success, %</h2>\n{table}\n<p class="note">{_TABLE_NOTE}</p>'
+    note = f'<p class="note">{_TABLE_NOTE}{_TABLE_NOTE_ENDS[measure]}</p>'
+    return f"<h2>Final held-out {measure}{_PERCENT[measure]}</h2>\n{table}\n{note}"
 
 
-def _success(group: Group | None) -> str:
-    estimate = group.success if group else None
-    if estimate is None or estimate.interval is None:
-        return cell(estimate)
-    return f"{cell(estimate)}<small>{_interval(estimate)}</small>"
-
-
-def _interval(estimate: Estimate) -> str:
-    assert estimate.interval is not None
+def _final(group: Group | None) -> str:
+    estimate = group.final if group else None
+    if group is None or estimate is None or estimate.interval is None:
+        return cell(group)
     low, high = estimate.interval
-    return f"{100 * low:.1f} to {100 * high:.1f}".replace("-", "−")
+    if group.measure == "success":  # Student's t does not know that there is nothing below 0 % and above 100 %
+        low, high = max(0.0, low), min(1.0, high)
+    return f"{cell(group)}<small>{figure(low, group.measure)} to {figure(high, group.measure)}</small>"
 
 
 def _difference_table(comparison: Comparison) -> str:
     if not comparison.differences:
         return ""
+    measure = comparison.measure
     rows = [
-        [escape(found.first.label), escape(found.second.label), points(found.estimate)]
+        [escape(found.first.label), escape(found.second.label), difference(found.estimate, measure)]
         for found in comparison.differences
     ]
     table = _table(["", "minus", "difference"], rows)
-    return f'<h2>Paired differences in success</h2>\n{table}\n<p class="note">{_DIFFERENCE_NOTE}</p>'
+    return (
+        f'<h2>Paired differences in {measure}{_POINTS[measure]}</h2>\n{table}\n<p class="note">{_DIFFERENCE_NOTE}</p>'
+    )
 
 
 def _effort_table(comparison: Comparison) -> str:
     rows = []
     for group in comparison.groups:
         time, training = group.mean("seconds"), group.mean("training_seconds")
-        entropy, before = group.mean("entropy_after"), group.mean("success_before")
+        entropy, before = group.mean("entropy_after"), group.mean(f"{comparison.measure}_before")
         rows.append(
             [
                 escape(group.label),
                 str(len(group.runs)),
-                "–" if before is None else percent(before),
+                "–" if before is None else figure(before, comparison.measure),
                 "–" if entropy is None else f"{entropy:.3f}",
                 "–" if time is None else duration(time),
                 "–" if training is None else duration(training),
             ]
         )
-    head = ["", "runs", "success before", "final entropy", "time per run", "of it training steps"]
+    before_head = f"{comparison.measure} before{_PERCENT[comparison.measure]}"
+    head = ["", "runs", before_head, "final entropy", "time since the last resume", "time in training steps"]
     return f"<h2>Runs</h2>\n{_table(head, rows)}"
 
 
 def _unfinished(runs: Sequence[Run]) -> str:
     items = [
-        f"<li>{escape(run.name)} is left out: it is {escape(str(run.summary.get('status', 'not finished')))}.</li>"
-        for run in runs
-        if not run.finished
+        f"<li>{escape(run.name)} is left out: it is {escape(run.status)}.</li>" for run in runs if not run.finished
     ]
     return f'<ul class="missing">{"".join(items)}</ul>' if items else ""
+
+
+def _how_it_was_made(comparison: Comparison, folder: Path) -> str:
+    """The commands, the settings that the finished runs share, and links to the pages of single runs."""
+    parts = [
+        f"<details open><summary>Command</summary><pre>{escape(text)}</pre></details>" for text in comparison.commands
+    ]
+    if comparison.common_settings:
+        settings = escape(yaml.safe_dump(comparison.common_settings, sort_keys=False))
+        parts.append(f"<details><summary>Settings that all runs share</summary><pre>{settings}</pre></details>")
+    reports = [(run.name, run.folder / "report.html") for run in comparison.runs]
+    links = [
+        f'<li><a href="{escape(quote(Path(os.path.relpath(report, folder)).as_posix()))}">{escape(name)}</a></li>'
+        for name, report in reports
+        if report.is_file()
+    ]
+    if links:
+        parts.append(f"<details><summary>Pages of single runs</summary><ul>{''.join(links)}</ul></details>")
+    return "\n".join(["<h2>How it was made</h2>", *parts]) if parts else ""
 
 
 def _curves(comparison: Comparison) -> str:
@@ -220,21 +262,26 @@ def _panels(comparison: Comparison) -> list[tuple[str, Mapping[str, Group]]]:
 
 
 def _band(metric: _Metric, group: Group) -> _Band | None:
-    lines = [dict(_line(metric, run)) for run in group.runs]
-    lines = [line for line in lines if line]
-    steps = sorted(set.intersection(*(set(line) for line in lines))) if lines else []
+    logged = [dict(points) for run in group.runs if (points := _logged(metric, run))]
+    common = sorted(set.intersection(*map(set, logged))) if logged else []
+    # Thinned after they have the same steps: of lines that began at different ones, no two points would meet.
+    smoothed = [_smoothed(metric, [(step, line[step]) for step in common]) for line in logged]
 
     def over_seeds(pick: Callable[[list[float]], float]) -> Points:
-        return [(step, pick([line[step] for line in lines])) for step in steps]
+        return [(points[0][0], pick([value for _, value in points])) for points in zip(*smoothed, strict=True)]
 
-    return _Band(over_seeds(fmean), over_seeds(min), over_seeds(max)) if steps else None
+    return _Band(over_seeds(fmean), over_seeds(min), over_seeds(max)) if common else None
 
 
-def _line(metric: _Metric, run: Run) -> Points:
-    if metric.key == HELD_OUT:
-        return held_out_success(run.rows, run.summary)
-    logged = thin(metric_points(run.rows, metric.key), _MOST_POINTS)
-    return running_mean(logged, window(len(logged)))
+def _logged(metric: _Metric, run: Run) -> Points:
+    return held_out_success(run.rows, run.summary) if metric.key == HELD_OUT else metric_points(run.rows, metric.key)
+
+
+def _smoothed(metric: _Metric, points: Points) -> Points:
+    if metric.key.startswith("eval_"):
+        return points
+    points = thin(points, _MOST_POINTS)
+    return running_mean(points, window(len(points)))
 
 
 def _card(

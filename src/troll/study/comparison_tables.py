@@ -5,92 +5,110 @@ from __future__ import annotations
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
-from troll.study.comparison import Comparison, Row, row_label
+from troll.study.comparison import Comparison, Group, Measure, Row, row_label
 from troll.study.statistics import Estimate
 
+_UNITS: dict[Measure, str] = {"success": "in per cent", "reward": "mean of the answers"}
+_DIFFERENCE_UNITS: dict[Measure, str] = {"success": "in percentage points", "reward": "in units of the reward"}
 
-def cell(estimate: Estimate | None) -> str:
-    """A success in per cent: the mean, the standard deviation over seeds, and their number."""
-    if estimate is None:
+
+def cell(group: Group | None) -> str:
+    """What a group reached: the mean, the standard deviation over seeds, and their number, of how many planned ones."""
+    estimate = group.final if group else None
+    if group is None or estimate is None:
         return "–"
-    spread = "" if estimate.spread is None else f" ± {100 * estimate.spread:.1f}"
-    return f"{100 * estimate.mean:.1f}{spread} ({estimate.size})"
+    spread = "" if estimate.spread is None else f" ± {figure(estimate.spread, group.measure)}"
+    seeds = f"{estimate.size} of {group.planned}" if estimate.size < group.planned else f"{estimate.size}"
+    return f"{figure(estimate.mean, group.measure)}{spread} ({seeds})"
 
 
-def points(estimate: Estimate) -> str:
-    """A difference of successes in percentage points, with its interval."""
-    interval = "" if estimate.interval is None else f" [{', '.join(map(_signed, estimate.interval))}]"
-    return f"{_signed(estimate.mean)}{interval} ({estimate.size})"
+def difference(estimate: Estimate, measure: Measure) -> str:
+    """A difference with its interval."""
+    ends = [figure(end, measure, sign="+") for end in estimate.interval or ()]
+    interval = f" [{', '.join(ends)}]" if ends else ""
+    return f"{figure(estimate.mean, measure, sign='+')}{interval} ({estimate.size})"
 
 
-def _signed(share: float) -> str:
-    return f"{100 * share:+.1f}".replace("-", "−")
+def figure(value: float, measure: Measure, sign: str = "") -> str:
+    """A success in per cent, or a reward as it is; with "+" as the sign, positive ones have theirs."""
+    shown = f"{100 * value:{sign}.1f}" if measure == "success" else f"{value:{sign}.3f}"
+    return shown.replace("-", "−")
 
 
-def success_cells(comparison: Comparison) -> list[tuple[Row, list[str]]]:
-    """The table of final held-out success: for each row the cell of every surrogate."""
+def cells(comparison: Comparison) -> list[tuple[Row, list[str]]]:
+    """The table of what was reached: for each row the cell of every surrogate."""
     return [
-        (row, [cell(group.success if group else None) for group in groups])
+        (row, [cell(comparison.group(row, surrogate)) for surrogate in comparison.surrogates])
         for row in comparison.rows
-        for groups in [[comparison.group(row, surrogate) for surrogate in comparison.surrogates]]
     ]
 
 
 def console_table(comparison: Comparison) -> Table:
     """The table for a terminal."""
-    table = Table(title="final held-out success, %: mean ± standard deviation (seeds)", title_justify="left")
+    measure = comparison.measure
+    title = f"final held-out {measure}, {_UNITS[measure]}: mean ± standard deviation (seeds)"
+    table = Table(title=title, title_justify="left")
     table.add_column("")
     for surrogate in comparison.surrogates:
         table.add_column(surrogate, justify="right")
-    for row, cells in success_cells(comparison):
-        table.add_row(row_label(row), *cells)
+    for row, texts in cells(comparison):
+        table.add_row(Text(row_label(row)), *texts)  # as text: a path in square brackets is no markup
     return table
 
 
 def markdown(comparison: Comparison) -> str:
     """The same table, and the paired differences, in Markdown."""
+    measure = comparison.measure
     head = ["", *comparison.surrogates]
     lines = [
-        "Final held-out success in per cent: mean ± standard deviation over seeds (number of seeds).",
+        f"Final held-out {measure}, {_UNITS[measure]}: mean ± standard deviation over seeds (number of seeds).",
         "",
         _markdown_row(head),
         "|" + "---|" * len(head),
-        *(_markdown_row([row_label(row), *cells]) for row, cells in success_cells(comparison)),
+        *(_markdown_row([row_label(row), *texts]) for row, texts in cells(comparison)),
     ]
     if comparison.differences:
         lines += [
             "",
-            "Paired differences over common seeds, in percentage points, with 95 % t intervals (number of seeds).",
+            f"Paired differences over common seeds, {_DIFFERENCE_UNITS[measure]}, with 95 % t intervals (number of "
+            "seeds).",
             "",
             _markdown_row(["", "minus", "difference"]),
             "|---|---|---|",
             *(
-                _markdown_row([found.first.label, found.second.label, points(found.estimate)])
+                _markdown_row([found.first.label, found.second.label, difference(found.estimate, measure)])
                 for found in comparison.differences
             ),
         ]
     return "\n".join(lines) + "\n"
 
 
-def _markdown_row(cells: list[str]) -> str:
-    return "| " + " | ".join(text.replace("|", "\\|") for text in cells) + " |"
+def _markdown_row(texts: list[str]) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """Every figure of the page, without rounding."""
+    measure = comparison.measure
     return {
-        "metric": "final held-out success",
+        "metric": f"final held-out {measure}",
+        "commands": list(comparison.commands),
         "groups": [
             {
                 "row": dict(group.row),
                 "surrogate": group.surrogate,
-                "success_by_seed": {str(seed): value for seed, value in group.successes.items()},
-                "success": None if group.success is None else _estimate(group.success),
+                f"{measure}_by_seed": {str(seed): value for seed, value in group.finals.items()},
+                measure: None if group.final is None else _estimate(group.final),
+                "success_before": group.mean("success_before"),
+                "reward_before": group.mean("reward_before"),
+                "reward_after": group.mean("reward_after"),
                 "entropy": group.mean("entropy_after"),
                 "seconds": group.mean("seconds"),
                 "training_seconds": group.mean("training_seconds"),
                 "runs": [run.name for run in group.runs],
+                "planned": group.planned,
             }
             for group in comparison.groups
         ],
@@ -98,7 +116,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
             {
                 "first": {"row": dict(found.first.row), "surrogate": found.first.surrogate},
                 "second": {"row": dict(found.second.row), "surrogate": found.second.surrogate},
-                "success": _estimate(found.estimate),
+                measure: _estimate(found.estimate),
             }
             for found in comparison.differences
         ],

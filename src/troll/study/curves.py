@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from troll.study.metrics import BOUND, CONDITIONING, CURVES, GRADIENT_NORM, HELD_OUT, Curve, diagnostic_curves
+from troll.study.metrics import BOUND, CONDITIONING, CURVES, GRADIENT_NORM, HELD_OUT, TRUST, Curve, diagnostic_curves
 from troll.study.plot import COLOURS, LIGHT, Points, columns, running_mean, set_scale, svg, thin, window
 from troll.study.statistics import rank_correlation, wilson_interval
 
@@ -52,7 +52,8 @@ def curves_html(rows: Rows, summary: Mapping[str, Any]) -> str:
 
     Args:
         rows: the lines of ``metrics.jsonl``, at least one.
-        summary: the run's ``summary.json``; of it ``kl_bound``, ``eval_size``, ``steps`` and the successes are read.
+        summary: the run's ``summary.json``; of it ``surrogate``, ``kl_bound``, ``eval_size``, ``steps`` and the
+            successes are read.
 
     Returns:
         HTML to stand inside the page's body.
@@ -64,6 +65,8 @@ def curves_html(rows: Rows, summary: Mapping[str, Any]) -> str:
         bound = [] if fixed is None else [(0, fixed)]
     answers = number(summary.get("eval_size"), (1, math.inf))
     size = None if answers is None else int(answers)
+    # What a run without a trust region cannot have logged is not missing.
+    without_region = summary.get("surrogate", "troll") != "troll"
     every = [*CURVES, *diagnostic_curves(name for row in rows for name in row)]
     parts = []
     for section in dict.fromkeys(curve.section for curve in every):
@@ -77,7 +80,7 @@ def curves_html(rows: Rows, summary: Mapping[str, Any]) -> str:
             if any(value > 0 or curve.scale != "log" for points in data.values() for _, value in points):
                 shown_bound = bound if curve.with_bound else []
                 cards.append(_card(curve, data, last, shown_bound, size, _note(curve, rows)))
-            elif curve.shown == "always":
+            elif curve.shown == "always" and not (without_region and all(key.startswith(TRUST) for key in data)):
                 why = "it was never above zero" if any(data.values()) else "this run logged no value of it"
                 missing.append(f"<li>{curve.title} is left out: {why}.</li>")
         parts += [f"<h2>{section}</h2>"] if cards or missing else []

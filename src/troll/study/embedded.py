@@ -1,6 +1,5 @@
 import logging
 import string
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +20,7 @@ from troll.study.small_model import (
     learn,
     model_config,
     pad_right,
+    shuffled_batches,
     token_losses,
 )
 from troll.tasks import free_text
@@ -151,7 +151,9 @@ def _train(
     columns = (TextColumn("warm-up"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn()) as progress:
         bar = progress.add_task("", total=warm_up.max_steps)
-        for step, (input_ids, labels) in enumerate(_batches(tokenizer, learned, warm_up), start=1):
+        batches = shuffled_batches(len(learned), warm_up.batch_size, warm_up.max_steps)
+        for step, batch in enumerate(batches, start=1):
+            input_ids, labels = _encode(tokenizer, [learned[index] for index in batch])
             optimizer.param_groups[0]["lr"] = warm_up.learning_rate * min(1.0, step / warm_up.rise_steps)
             learn(model, optimizer, input_ids, labels)
             if step % warm_up.test_every == 0 or step == warm_up.max_steps:
@@ -174,17 +176,6 @@ def _train(
 def _sampled_success(model: Qwen3ForCausalLM, input_ids: torch.Tensor, labels: torch.Tensor) -> float:
     """Returns the mean probability of the correct answers: the success of sampling, without its noise."""
     return (-token_losses(model, input_ids, labels).sum(dim=1)).exp().mean().item()
-
-
-def _batches(
-    tokenizer: PreTrainedTokenizerFast, learned: list[Question], warm_up: WarmUp
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    order: list[int] = []
-    for _ in range(warm_up.max_steps):
-        while len(order) < warm_up.batch_size:
-            order += torch.randperm(len(learned)).tolist()
-        yield _encode(tokenizer, [learned[index] for index in order[: warm_up.batch_size]])
-        del order[: warm_up.batch_size]
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, batch: list[Question]) -> tuple[torch.Tensor, torch.Tensor]:

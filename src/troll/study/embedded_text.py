@@ -1,7 +1,6 @@
 """A small language model that writes text in word-pieces, for tasks without a right answer."""
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from troll.study.small_model import EOS, IGNORED_LABEL, PAD, cached_model, learn, model_config, pad_right, token_losses
+from troll.study.small_model import (
+    EOS,
+    IGNORED_LABEL,
+    PAD,
+    cached_model,
+    learn,
+    model_config,
+    pad_right,
+    shuffled_batches,
+    token_losses,
+)
 from troll.tasks.free_text import paragraphs
 
 
@@ -116,9 +125,10 @@ def _train(
     columns = (TextColumn("warm-up"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn()) as progress:
         bar = progress.add_task("", total=warm_up.max_steps)
-        for step, batch in enumerate(_batches(learned, warm_up), start=1):
+        batches = shuffled_batches(len(learned), warm_up.batch_size, warm_up.max_steps)
+        for step, batch in enumerate(batches, start=1):
             optimizer.param_groups[0]["lr"] = warm_up.learning_rate * min(1.0, step / warm_up.rise_steps)
-            learn(model, optimizer, *_padded(batch, model))
+            learn(model, optimizer, *_padded([learned[index] for index in batch], model))
             progress.update(bar, advance=1)
             if step % warm_up.test_every == 0 or step == warm_up.max_steps:
                 loss = _loss(model, tested, warm_up.batch_size)
@@ -138,15 +148,6 @@ def _loss(model: Qwen3ForCausalLM, rows: list[torch.Tensor], batch_size: int) ->
         for start in range(0, len(rows), batch_size)
     )
     return total / sum(len(row) - 1 for row in rows)
-
-
-def _batches(rows: list[torch.Tensor], warm_up: TextWarmUp) -> Iterator[list[torch.Tensor]]:
-    order: list[int] = []
-    for _ in range(warm_up.max_steps):
-        while len(order) < warm_up.batch_size:
-            order += torch.randperm(len(rows)).tolist()
-        yield [rows[index] for index in order[: warm_up.batch_size]]
-        del order[: warm_up.batch_size]
 
 
 def _padded(rows: list[torch.Tensor], model: Qwen3ForCausalLM) -> tuple[torch.Tensor, torch.Tensor]:

@@ -82,7 +82,7 @@ def parse_command(recipe_names: Sequence[str], arguments: Sequence[str]) -> Comm
             raise RecipeError("--seeds N runs the seeds 0 to N - 1, and --seed names them: give one of the two")
         axes["seed"] = [str(seed) for seed in range(seeds)]
     jobs = _count(axes, "jobs")
-    stems = dict.fromkeys(Path(name).stem for name in recipe_names)
+    stems = dict.fromkeys(recipes.name_of(Path(name)) for name in recipe_names)
     folders = axes.pop("output_dir", ["runs/compare-" + "-".join(stems)[:60]])
     if len(folders) != 1:
         raise RecipeError(f"--output_dir takes one folder, got {' '.join(folders) or 'nothing'}")
@@ -110,14 +110,19 @@ def expand(recipe_names: Sequence[str], axes: Axes) -> list[PlannedRun]:
         axes: From :func:`parse_command`. Fields with one value, or none, are plain overrides.
 
     Returns:
-        At least one run; no two have one name, and no two of a recipe do the same.
+        At least one run; no two have one name or the same settings.
 
     Raises:
-        RecipeError: On anything :func:`troll.recipes.load` refuses, in any of the runs.
+        RecipeError: On anything :func:`troll.recipes.load` refuses, in any of the runs; on two runs that do the same;
+            or on several values of a field that takes a list, which are no choice.
     """
     if "resume_from_checkpoint" in axes:
         raise RecipeError("--resume_from_checkpoint is for troll train: a comparison goes on by itself")
+    for name, values in axes.items():
+        if name in recipes.LISTS and len(values) > 1:
+            raise RecipeError(f"--{name} takes a list, of which a command has one value at most: write it in a recipe")
     planned: dict[str, PlannedRun] = {}
+    same: dict[str, str] = {}  # settings to the name of the run that has them
     points = [point for name in dict.fromkeys(recipe_names) for point in _points(name, axes)]
     seeds = list(dict.fromkeys(point.assignment.get("seed") for point in points))
     for point in sorted(points, key=lambda point: seeds.index(point.assignment.get("seed"))):
@@ -126,6 +131,10 @@ def expand(recipe_names: Sequence[str], axes: Axes) -> list[PlannedRun]:
         if name in planned:  # recipes of one file name, or values that differ in signs a folder cannot have
             name += "-" + hashlib.sha256(json.dumps([point.recipe_name, point.overrides]).encode()).hexdigest()[:8]
         planned[name] = PlannedRun(name, recipe, point.overrides)
+        settings = json.dumps(planned[name].settings, sort_keys=True)
+        if settings in same:
+            raise RecipeError(f"{same[settings]} and {name} are the same run: leave one of them out")
+        same[settings] = name
     return list(planned.values())
 
 
@@ -140,11 +149,10 @@ class _Point:
 def _points(recipe_name: str, axes: Axes) -> Iterator[_Point]:
     fields, grid = recipes.read(recipe_name)
     own_axes = {name: [recipes.as_argument(value) for value in values] for name, values in grid.items()}
+    given_values: dict[str, Sequence[str]] = own_axes | dict(axes)
     # The surrogate stands first in a name and the seed last, whatever the order of the command.
-    values: dict[str, Sequence[str]] = {"surrogate": []} | own_axes | dict(axes)
-    if "seed" in values:
-        values["seed"] = values.pop("seed")
-    values = {name: given for name, given in values.items() if given or name in axes}
+    order = sorted(given_values, key=lambda name: (name != "surrogate", name == "seed", name))
+    values = {name: given_values[name] for name in order}
     surrogates = values.get("surrogate") or [str(fields.get("surrogate", TrollConfig.surrogate))]
     seen = set()
     for combination in product(*(given or (None,) for given in values.values())):
@@ -159,7 +167,8 @@ def _points(recipe_name: str, axes: Axes) -> Iterator[_Point]:
         if tuple(assignment.items()) in seen:
             continue
         seen.add(tuple(assignment.items()))
-        overrides = [part for name, value in assignment.items() for part in (f"--{name}", value) if part is not None]
+        # In one word: a value such as -1e-3 would be taken for an option.
+        overrides = [f"--{name}" if value is None else f"--{name}={value}" for name, value in assignment.items()]
         varied = [(name, value) for name, value in assignment.items() if len(values[name]) > 1 and name not in unread]
         labels = [_readable(name, str(value)) for name, value in varied]
         yield _Point(recipe_name, assignment, tuple(overrides), tuple(labels))

@@ -38,12 +38,13 @@ class Curve:
 #: Where TRL logs the mean of a task's `success`.
 SUCCESS = "rewards/success/mean"
 HELD_OUT = f"eval_{SUCCESS}"
+#: What the names of the trust region's metrics start with.
+TRUST = "trust_region/"
 #: ε over time.
-BOUND = "trust_region/kl_bound"
-_DIAGNOSTICS = "trust_region/diagnostics/"
+BOUND = TRUST + "kl_bound"
+_DIAGNOSTICS = TRUST + "diagnostics/"
 #: How far the projection's multiplier is determined, and the norm of the whole gradient.
 CONDITIONING, GRADIENT_NORM = _DIAGNOSTICS + "conditioning", "grad_norm"
-_TRUST = "trust_region/"
 
 #: Of a single run, in the order of the page.
 CURVES = (
@@ -70,7 +71,7 @@ CURVES = (
         "KL to the old policy, mean token",
         "nats, log scale",
         "log",
-        {_TRUST + "kl_before_mean": "before projection", _TRUST + "kl_after_mean": "after"},
+        {TRUST + "kl_before_mean": "before projection", TRUST + "kl_after_mean": "after"},
         "How far a token's distribution is from the policy that sampled it: the network's own (before) and its "
         "projection, which the loss uses (after). The first update of a rollout, with almost 0, is below the axis.",
         with_bound=True,
@@ -80,7 +81,7 @@ CURVES = (
         "KL to the old policy, largest token",
         "nats, log scale",
         "log",
-        {_TRUST + "kl_before_max": "before projection", _TRUST + "kl_after_max": "after"},
+        {TRUST + "kl_before_max": "before projection", TRUST + "kl_after_max": "after"},
         "The same for the token that moved most. Before may cross the bound ε; after must stay on it or below it: that "
         "is the trust region.",
         with_bound=True,
@@ -90,7 +91,7 @@ CURVES = (
         "Projected fraction",
         "share of tokens",
         "percent",
-        {_TRUST + "projected_fraction": "projected"},
+        {TRUST + "projected_fraction": "projected"},
         "How many tokens had left the trust region and were projected back onto its boundary. At 0 % the bound does "
         "nothing; above 10 % over many steps, lower the learning rate.",
     ),
@@ -99,7 +100,7 @@ CURVES = (
         "Multiplier η",
         "mean of the projected tokens",
         "from zero",
-        {_TRUST + "multiplier": "η"},
+        {TRUST + "multiplier": "η"},
         "How hard the projection pulls a projected token towards the old policy: larger the further the "
         "network has left it.",
     ),
@@ -143,7 +144,7 @@ CURVES = (
         "Support size",
         "tokens kept per position",
         "from zero",
-        {_TRUST + "support_size": "support"},
+        {TRUST + "support_size": "support"},
         "How many of the old policy's most likely tokens the projection works on. It shrinks as the policy gets more "
         "certain.",
     ),
@@ -152,7 +153,7 @@ CURVES = (
         "Tail mass",
         "probability, log scale",
         "log",
-        {_TRUST + "tail_mass": "tail"},
+        {TRUST + "tail_mass": "tail"},
         "How much of the old policy's probability lies outside that support. The smaller it is, the closer the KL "
         "above is to the one over the whole vocabulary.",
     ),

@@ -67,6 +67,8 @@ td .best { color: var(--first); font-weight: 650; }
 .facts dd { overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
 details { margin-top: 1rem; }
 summary { padding: 0.75rem 1.1rem; cursor: pointer; font-weight: 600; }
+details ul { padding: 0 1.1rem 1.1rem 2.2rem; columns: 20rem; overflow-wrap: anywhere; }
+a { color: var(--first); }
 pre { margin: 0; padding: 0 1.1rem 1.1rem; overflow-x: auto;
   font: 0.82rem/1.5 ui-monospace, Menlo, Consolas, monospace; }
 footer { margin-top: 2.5rem; font-size: 0.85rem; color: var(--soft); }

@@ -85,7 +85,7 @@ def svg(slug: str, title: str, last: int, paint: Callable[[Axes], None]) -> str:
 
     Args:
         slug: The card's id, unique on the page.
-        title: What a screen reader says.
+        title: What a screen reader says; HTML.
         last: The last step.
         paint: Draws into the axes and sets the vertical scale.
 
@@ -142,9 +142,10 @@ def _inline(svg: str, slug: str, title: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
     view_box = re.search(r'viewBox="[^"]*"', svg)
     assert view_box is not None
-    svg = re.sub(r"<svg[^>]*>", f'<svg {view_box[0]} role="img" aria-label="{title}">', svg, count=1)
+    start = f'<svg {view_box[0]} role="img" aria-label="{title}">'
+    svg = re.sub(r"<svg[^>]*>", lambda _: start, svg, count=1)  # a title may have backslashes
     svg = svg.replace("xlink:href", "href")
-    svg = re.sub(r'( id="|href="#|url\(#)', rf"\1{slug}-", svg)
+    svg = re.sub(r'( id="|href="#|url\(#)', lambda found: f"{found[1]}{slug}-", svg)
     for name, colour in LIGHT.items():
         svg = svg.replace(colour, f"var(--{name})")
     return svg.strip()

@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,19 @@ from troll.study.callbacks import MetricsFile, ProgressLine
 from troll.study.embedded import embedded_model
 from troll.study.metrics import SUCCESS
 from troll.study.report import write_report
+from troll.study.run_folder import read_settings
+from troll.study.terminal import say
 from troll.tasks import load_task
 from troll.trl import TrollConfig, TrollTrainer
 from troll.trl.surrogates import SURROGATES
 
 #: The name of the model that this package makes itself.
 EMBEDDED = "embedded"
+
+# What a resumed run may change, beside what starts like one of these: how long it goes on, and what it leaves behind.
+_MAY_CHANGE = {"max_steps", "num_train_epochs", "output_dir", "report_to", "run_name"}
+_MAY_CHANGE_PREFIXES = ("save_", "logging_", "eval_")
+_DECIDES_THE_DATA = "eval_size"  # what is held out is not trained on
 
 
 def train(recipe: Recipe, console: Console) -> bool:
@@ -45,7 +52,8 @@ def train(recipe: Recipe, console: Console) -> bool:
         Whether training reached its end; Ctrl-C leaves a folder that is as complete, and can be resumed.
 
     Raises:
-        RecipeError: If the output folder, the model or a checkpoint cannot be used.
+        RecipeError: If the output folder, the model or a checkpoint cannot be used, or a resumed run has other settings
+            than before.
         FloatingPointError: If logits become NaN or infinite; the folder is as complete as after Ctrl-C.
         troll.tasks.TaskError: If the task cannot be loaded.
     """
@@ -60,11 +68,8 @@ def train(recipe: Recipe, console: Console) -> bool:
 
     main = trainer.is_world_process_zero()
     if main:
-        recipes.save(recipe, folder / "config.yaml")
-        console.print(
-            f"training on {task.name} with {_method(recipe.training)}; output in {folder}",
-            soft_wrap=True,
-        )
+        recipes.save(recipe, folder / recipes.CONFIG_FILE)
+        say(console, f"training on {task.name} with {_method(recipe.training)}; output in {folder}")
     progress = ProgressLine(console)
     trainer.add_callback(MetricsFile(folder / "metrics.jsonl"))
     trainer.add_callback(progress)
@@ -83,7 +88,7 @@ def train(recipe: Recipe, console: Console) -> bool:
         if main:
             summary = _summary(recipe, trainer, status, time.monotonic() - start, len(task.eval_dataset))
             write_atomically(folder / "summary.json", json.dumps(summary, indent=2))
-            _tell(recipe, summary, folder, console)
+            _tell(summary, folder, console)
     return status == "finished"
 
 
@@ -99,6 +104,7 @@ def _checkpoint(recipe: Recipe, folder: Path) -> str | None:
             or_resume = ", or go on from its last checkpoint with --resume_from_checkpoint" if last else ""
             raise RecipeError(f"output_dir {folder} is not empty: choose another with --output_dir{or_resume}")
         return None
+    check_same_run(recipes.plain(recipe), folder, _may_change)
     if resume in ("last", "true", "True"):
         if last is None:
             raise RecipeError(f"there is no checkpoint in output_dir {folder} to resume from: start anew in another")
@@ -106,6 +112,35 @@ def _checkpoint(recipe: Recipe, folder: Path) -> str | None:
     if not (Path(resume) / "trainer_state.json").is_file():
         raise RecipeError(f"resume_from_checkpoint: {resume} is not the folder of a checkpoint")
     return resume
+
+
+def check_same_run(settings: Mapping[str, Any], folder: Path, may_change: Callable[[str], bool]) -> None:
+    """Refuses a folder that holds a run with other settings; one without a ``config.yaml`` holds none.
+
+    Args:
+        settings: From :func:`troll.recipes.plain`.
+        folder: The run's.
+        may_change: Of which fields a difference does not count.
+
+    Raises:
+        RecipeError: Names the first field that differs, with both values.
+    """
+    config = folder / recipes.CONFIG_FILE
+    if not config.is_file():
+        return
+    try:
+        found = recipes.differences(read_settings(config), settings, may_change)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    if found:
+        raise RecipeError(
+            f"{folder} holds a run with other settings: {found[0]}; go on with the same, or choose another folder with "
+            "--output_dir"
+        )
+
+
+def _may_change(name: str) -> bool:
+    return name in _MAY_CHANGE or (name.startswith(_MAY_CHANGE_PREFIXES) and name != _DECIDES_THE_DATA)
 
 
 def _method(training: TrollConfig) -> str:
@@ -239,28 +274,26 @@ def _machine() -> str:
     return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
 
 
-def _tell(recipe: Recipe, summary: dict[str, Any], folder: Path, console: Console) -> None:
+def _tell(summary: dict[str, Any], folder: Path, console: Console) -> None:
     before, after = summary["success_before"], summary["success_after"]
     if before is not None and after is not None:
-        console.print(
+        say(
+            console,
             f"held-out success {before:.1%} -> {after:.1%} ({100 * (after - before):+.1f} points, "
             f"{summary['eval_size']} answers, step {summary['success_after_step']})",
-            soft_wrap=True,
         )
     elif summary["reward_before"] is not None and summary["reward_after"] is not None:
-        console.print(
-            f"held-out reward {summary['reward_before']:.3f} -> {summary['reward_after']:.3f}", soft_wrap=True
-        )
-    console.print(f"time    {summary['seconds']:.0f} s to step {summary['steps']}", soft_wrap=True)
-    console.print(f"model   {folder / 'model'}", soft_wrap=True)
+        say(console, f"held-out reward {summary['reward_before']:.3f} -> {summary['reward_after']:.3f}")
+    say(console, f"time    {summary['seconds']:.0f} s to step {summary['steps']}")
+    say(console, f"model   {folder / 'model'}")
     try:
-        console.print(f"report  {write_report(folder)}", soft_wrap=True)
+        say(console, f"report  {write_report(folder)}")
     except ImportError as error:
-        console.print(f"no report: {error}")
+        say(console, f"no report: {error}")
     if summary["status"] != "finished":
-        resume = f"go on with: troll train {recipe.given} --output_dir {folder} --resume_from_checkpoint"
+        resume = "go on with the same command and --resume_from_checkpoint"
         how = resume if get_last_checkpoint(str(folder)) else "there is no checkpoint yet to resume from"
-        console.print(f"{summary['status']} at step {summary['steps']}; {how}", soft_wrap=True)
+        say(console, f"{summary['status']} at step {summary['steps']}; {how}")
 
 
 def _one_line(error: Exception) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -20,6 +23,26 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
     return content
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Reads ``config.yaml``.
+
+    Raises:
+        ValueError: The file does not hold "field: value" lines.
+    """
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: expected 'field: value' lines")
+    return settings
+
+
+def is_finished(summary: Mapping[str, Any]) -> bool:
+    """Whether training reached its end, by ``summary.json``."""
+    return summary.get("status") == "finished"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

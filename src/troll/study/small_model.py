@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,16 @@ def default_cache_dir() -> Path:
 def pad_right(rows: list[torch.Tensor], fill: int) -> torch.Tensor:
     """Returns B rows of different lengths as (B, L): causal attention never looks to the right, so it needs no mask."""
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
+
+
+def shuffled_batches(count: int, batch_size: int, steps: int) -> Iterator[list[int]]:
+    """Yields `steps` lists of `batch_size` indices below `count`: all of them in random order, again and again."""
+    order: list[int] = []
+    for _ in range(steps):
+        while len(order) < batch_size:
+            order += torch.randperm(count).tolist()
+        yield order[:batch_size]
+        del order[:batch_size]
 
 
 def token_losses(model: Qwen3ForCausalLM, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,8 @@ def load(config: TaskConfig, argument: str = "") -> Task:
         raise TaskError(f"task {NAME!r} brings its text: remove dataset_path={config.dataset_path}")
     style, prompt_words = _options(config.options)
     held_out = _beginnings(paragraphs("eval"), prompt_words)[: config.eval_size]
-    train = [prompt for prompt in _beginnings(paragraphs("train"), prompt_words) if prompt not in set(held_out)]
+    not_learned = set(held_out)
+    train = [prompt for prompt in _beginnings(paragraphs("train"), prompt_words) if prompt not in not_learned]
     return Task(
         name=config.task,
         train_dataset=Dataset.from_dict({"prompt": train[: config.train_size]}),

@@ -1,17 +1,16 @@
 """Geometry problems with a diagram."""
 
 from collections.abc import Collection
-from importlib.util import find_spec
 from typing import Any
 
 from datasets import Dataset, Image, List
 
 from troll.rewards.math import success
+from troll.tasks.mathematics import INSTRUCTION, check_math_verify
 from troll.tasks.registry import Task, TaskConfig, TaskError, register_task
 from troll.tasks.splits import read_splits, text_of
 
 HUB_NAME = "hiyouga/geometry3k"
-INSTRUCTION = r"Reason step by step, and put the final answer in \boxed{}."
 
 #: Where the data set's text says that a diagram comes; TRL puts the images before the text.
 _PLACEHOLDER = "<image>"
@@ -35,8 +34,7 @@ def load(config: TaskConfig, argument: str = "") -> Task:
     Raises:
         TaskError: If the data cannot be reached or read, or a row lacks its images, its problem or its answer.
     """
-    if find_spec("math_verify") is None:
-        raise TaskError('this task needs math-verify: pip install "troll-rl[tasks]"')
+    check_math_verify()
     if config.options:
         raise TaskError(f"task {config.task!r} takes no task_options, got {', '.join(config.options)}")
     train, test = read_splits(config, HUB_NAME)
@@ -55,8 +53,11 @@ def _to_prompts(rows: Dataset, split: str, exclude: Collection[tuple[str, str]] 
         if field not in rows.column_names:
             raise TaskError(f"the {split} rows have no field {field!r}, only {', '.join(rows.column_names)}")
     kept, prompts, answers, asked = [], [], [], set()
-    # Without the images, which would be decoded.
-    for number, row in enumerate(rows.select_columns(["problem", "answer"])):
+    rows = rows.select_columns(["images", "problem", "answer"])
+    # Not decoded: whether they are there is all that matters here.
+    for number, row in enumerate(rows.cast_column("images", List(Image(decode=False)))):
+        if not row["images"] or None in row["images"]:
+            raise TaskError(f"{split} row {number} (counted from 0) has no image in its field 'images'")
         problem = text_of(row, "problem", split, number).replace(_PLACEHOLDER, "").strip()
         answer = text_of(row, "answer", split, number)
         asked.add((problem, answer))

@@ -1,14 +1,13 @@
 from collections.abc import Collection
-from importlib.util import find_spec
 
 from datasets import Dataset
 
 from troll.rewards.math import success
+from troll.tasks.mathematics import INSTRUCTION, check_math_verify
 from troll.tasks.registry import Task, TaskConfig, TaskError, register_task
 from troll.tasks.splits import read_splits, text_of
 
 HUB_NAME = "openai/gsm8k"
-INSTRUCTION = r"Reason step by step, and put the final answer in \boxed{}."
 
 
 @register_task("gsm8k")
@@ -29,8 +28,7 @@ def load(config: TaskConfig, argument: str = "") -> Task:
     Raises:
         TaskError: If the data cannot be reached or read, or a row lacks its question or its answer.
     """
-    if find_spec("math_verify") is None:
-        raise TaskError('this task needs math-verify: pip install "troll-rl[tasks]"')
+    check_math_verify()
     if config.options:
         raise TaskError(f"task 'gsm8k' takes no task_options, got {', '.join(config.options)}")
     train, test = read_splits(config, HUB_NAME, "main")

@@ -9,16 +9,17 @@ from troll.tasks.registry import Task, TaskConfig, TaskError, register_task
 from troll.tasks.splits import read_splits, text_of
 
 
-@register_task("prompts:<hub data set>")
+@register_task("prompts[:<hub data set>]")
 def load(config: TaskConfig, hub_name: str) -> Task:
     """Loads prompts without answers, for the reward model in `config.reward_model`.
 
     Rows have the field `prompt`: a text, or a conversation of one message by the user. They come from the hub, or from
-    `config.dataset_path` (see `troll.tasks.splits.read_splits`). A held-out prompt is dropped from training.
+    `config.dataset_path`, which needs no name (see `troll.tasks.splits.read_splits`). A held-out prompt is dropped from
+    training.
 
     Args:
         config: Path, sizes and the reward model.
-        hub_name: The hub's data set, e.g. `trl-lib/ultrafeedback-prompt`.
+        hub_name: The hub's data set, e.g. `trl-lib/ultrafeedback-prompt`; empty for local files.
 
     Returns:
         The task. Its data sets have the column `prompt`; its rewards are left to the reward model.
@@ -30,6 +31,8 @@ def load(config: TaskConfig, hub_name: str) -> Task:
         raise TaskError(f"task {config.task!r} has no reward of its own: name a reward model with --reward_model")
     if config.options:
         raise TaskError(f"task {config.task!r} takes no task_options, got {', '.join(config.options)}")
+    if not hub_name and config.dataset_path is None:
+        raise TaskError("task 'prompts' has no data: name a hub data set, prompts:<hub data set>, or --dataset_path")
     train, test = read_splits(config, hub_name)
     held_out = _prompts(test, "test")
     return Task(

@@ -102,16 +102,17 @@ def register_task(pattern: str) -> Callable[[Loader], Loader]:
 
     Args:
         pattern: The name users type. `"gsm8k"` takes no argument; `"reasoning_gym:<data set>"` takes one, and what
-            stands after the colon in the user's name is handed to the loader.
+            stands after the colon in the user's name is handed to the loader; `"prompts[:<hub data set>]"` may do
+            without.
 
     Returns:
         A decorator for a function `(config, argument) -> Task` whose prompts are plain strings (`load_task` makes them
-        conversations where the model wants them) and whose `argument` is empty where the pattern takes none.
+        conversations where the model wants them) and whose `argument` is empty where the name has none.
 
     Raises:
         ValueError: If the part before the colon is registered already.
     """
-    prefix = pattern.partition(":")[0]
+    prefix = pattern.partition(":")[0].removesuffix("[")
     if prefix in _LOADERS:
         raise ValueError(f"task {prefix!r} is registered already")
 
@@ -141,7 +142,8 @@ def load_task(config: TaskConfig, *, conversational: bool = False) -> Task:
         known = ", ".join(sorted(pattern for pattern, _ in _LOADERS.values()))
         raise TaskError(f"unknown task {config.task!r}; known tasks: {known}")
     pattern, loader = _LOADERS[prefix]
-    if (":" in pattern) != bool(argument) or bool(colon) != bool(argument):
+    takes, needs = ":" in pattern, ":" in pattern and "[" not in pattern
+    if (argument and not takes) or (needs and not argument) or (colon and not argument):
         raise TaskError(f"task {config.task!r} is not of the form {pattern!r}")
     task = loader(config, argument)
     for split, dataset in (("train", task.train_dataset), ("eval", task.eval_dataset)):
