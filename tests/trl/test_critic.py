@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +28,7 @@ from tests.trl.critic_worker import (
     update,
     whitened,
 )
-from tests.trl.test_distributed import LAUNCH, ROOT, free_port
+from tests.trl.processes import launch
 from troll.trl.critic import CRITIC_FILE, Critic, CriticSettings, value_loss
 
 
@@ -399,20 +396,8 @@ def test_settings_out_of_their_range(name, value):
 def two_processes(request: pytest.FixtureRequest, model_path: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
     """What either process returned."""
     folder: Path = tmp_path_factory.mktemp(request.param)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", *LAUNCH[request.param]]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     arguments = [request.param, str(model_path("llama")), str(folder)]
-    for _ in range(2):  # somebody else may have taken the port
-        port = ["--main_process_port", str(free_port()), "-m", "tests.trl.critic_worker"]
-        done = subprocess.run(
-            command + port + arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-        )
-        if done.returncode == 0 or "EADDRINUSE" not in done.stderr:
-            break
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    results = launch("tests.trl.critic_worker", request.param, arguments, folder)
     assert all(result[adapter]["sharded"] == (request.param == "fsdp") for result in results for adapter in ADAPTERS)
     return results
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,52 +9,27 @@ import pytest
 import torch
 
 from tests.trl.distributed_worker import CASES, SHARDED, gradients_through, train
+from tests.trl.processes import launch
 from tests.trl.tiny import assert_same_gradients
 
-ROOT = Path(__file__).parents[2]
 
-#: `--multi_gpu` is how `accelerate` says "without MPI".
-LAUNCH = {
-    "ddp": ["--multi_gpu"],
-    "fsdp": ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"],
-}
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def launch(mode: str, models: dict[str, Path], folder: Path) -> list[dict[str, Any]]:
-    """Runs the worker in two processes, and loads what either returned."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", *LAUNCH[mode]]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+def trained(mode: str, models: dict[str, Path], folder: Path) -> list[dict[str, Any]]:
+    """What either process returned."""
     arguments = [mode, str(folder), *(f"{name}={path}" for name, path in models.items())]
-    for _ in range(2):  # somebody else may have taken the port
-        port = ["--main_process_port", str(free_port()), "-m", "tests.trl.distributed_worker"]
-        done = subprocess.run(
-            command + port + arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-        )
-        if done.returncode == 0 or "EADDRINUSE" not in done.stderr:
-            break
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return launch("tests.trl.distributed_worker", mode, arguments, folder)
 
 
 @pytest.fixture(scope="module")
 def two_processes(model_path: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What either process returned."""
-    return launch("ddp", {"llama": model_path("llama")}, tmp_path_factory.mktemp("distributed"))
+    return trained("ddp", {"llama": model_path("llama")}, tmp_path_factory.mktemp("distributed"))
 
 
 @pytest.fixture(scope="module")
 def two_shards(model_path: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What either process returned, each of which holds half of every weight."""
     models = {name: model_path(name) for name in ("llama", "gemma2")}
-    return launch("fsdp", models, tmp_path_factory.mktemp("sharded"))
+    return trained("fsdp", models, tmp_path_factory.mktemp("sharded"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from tests.trl import dense
-from tests.trl.tiny import ARCHITECTURES, assert_same_gradients, loss_and_gradients, move, rollout
+from tests.trl.tiny import (
+    ARCHITECTURES,
+    assert_same_gradients,
+    assert_same_update,
+    follow,
+    loss_and_gradients,
+    move,
+    rollout,
+)
 from troll.trl import TrollTrainer
 from troll.trl.trainer import OLD_POLICY
 from troll.trust_region.bounds import make_bound
@@ -62,13 +70,9 @@ def compare_with_stock(make: Any, model: str, **settings: Any) -> None:
     theirs = make.stock(model, **settings)
     buffered = rollout(ours)
     move(ours.model, 0.1)
-    theirs.model.load_state_dict(ours.model.state_dict())
-    theirs.current_gradient_accumulation_steps = ours.current_gradient_accumulation_steps
+    follow(theirs, ours)
     for inputs in buffered:
-        loss, gradients = loss_and_gradients(ours, inputs)
-        expected, expected_gradients = loss_and_gradients(theirs, inputs)
-        assert loss == pytest.approx(expected, rel=1e-6, abs=1e-6)
-        assert_same_gradients(gradients, expected_gradients, 2e-6)
+        assert_same_update(ours, theirs, inputs)
         metrics, stock_metrics = ours._metrics["train"], theirs._metrics["train"]
         assert {name for name in stock_metrics if not name.startswith("clip_ratio/")} == set(metrics)
         for name, values in metrics.items():
@@ -92,8 +96,7 @@ def test_a_tool_mask_applies_to_both(make):
     ours, theirs = make(kl_bound=1e9, loss_type="bnpo"), make.stock(loss_type="bnpo")
     inputs = with_tools(rollout(ours)[0])
     move(ours.model, 0.1)
-    theirs.model.load_state_dict(ours.model.state_dict())
-    theirs.current_gradient_accumulation_steps = 1
+    follow(theirs, ours)
     loss, gradients = loss_and_gradients(ours, inputs)
     expected, expected_gradients = loss_and_gradients(theirs, inputs)
     assert loss == pytest.approx(expected, rel=1e-6, abs=1e-6)
@@ -109,8 +112,7 @@ def test_vllm_weights_apply_to_the_policy_term_alone(make):
     inputs["sampling_per_token_logps"] = inputs["old_per_token_logps"] + noise
     inputs["importance_sampling_ratio"] = (-noise).exp()
     move(ours.model, 0.1)
-    theirs.model.load_state_dict(ours.model.state_dict())
-    theirs.current_gradient_accumulation_steps = 1
+    follow(theirs, ours)
     ours.use_vllm = theirs.use_vllm = True
     loss, gradients = loss_and_gradients(ours, inputs)
     expected, expected_gradients = loss_and_gradients(theirs, inputs)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from trl import GRPOTrainer
 
 from tests.trl import dense
-from tests.trl.tiny import assert_same_gradients, loss_and_gradients, move, rollout
+from tests.trl.tiny import assert_same_gradients, assert_same_update, follow, loss_and_gradients, move, rollout
 from troll.trl import TrollTrainer
 from troll.trl.surrogates import SURROGATES, ScoredTokens, Surrogate, Terms, dppo_kl, dppo_tv
 from troll.trl.trainer import OLD_POLICY
@@ -28,21 +29,15 @@ LEVELS = ("token", "sequence")
     ids=["clip", "clip-higher", "dual clip"],
 )
 def test_clip_is_grpo_trainers(make, clip, loss_type, level, diagnostics_steps):
-    from trl import GRPOTrainer
-
     settings = {"loss_type": loss_type, "importance_sampling_level": level, **clip}
     ours = make(TrollTrainer, surrogate="clip", diagnostics_steps=diagnostics_steps, **settings)
     theirs = make(GRPOTrainer, **settings)
     buffered = rollout(ours)
     assert (OLD_POLICY in buffered[0]) == bool(diagnostics_steps)
     move(ours.model, 0.15)
-    theirs.model.load_state_dict(ours.model.state_dict())
-    theirs.current_gradient_accumulation_steps = ours.current_gradient_accumulation_steps
+    follow(theirs, ours)
     for inputs in buffered:
-        loss, gradients = loss_and_gradients(ours, inputs)
-        expected, expected_gradients = loss_and_gradients(theirs, inputs)
-        assert loss == pytest.approx(expected, rel=1e-6, abs=1e-6)
-        assert_same_gradients(gradients, expected_gradients, 2e-6)
+        assert_same_update(ours, theirs, inputs)
         clipped = theirs._metrics["train"]["clip_ratio/region_mean"]
         assert ours._metrics["train"]["clip_ratio/region_mean"] == pytest.approx(clipped)
     assert clipped[0] > 0
@@ -53,13 +48,9 @@ def test_none_is_an_infinite_clip(make):
     buffered = rollout(ours)
     assert OLD_POLICY not in buffered[0]
     move(ours.model, 0.15)
-    theirs.model.load_state_dict(ours.model.state_dict())
-    theirs.current_gradient_accumulation_steps = 1
+    follow(theirs, ours)
     for inputs in buffered:
-        loss, gradients = loss_and_gradients(ours, inputs)
-        expected, expected_gradients = loss_and_gradients(theirs, inputs)
-        assert loss == pytest.approx(expected, rel=1e-6, abs=1e-6)
-        assert_same_gradients(gradients, expected_gradients, 2e-6)
+        assert_same_update(ours, theirs, inputs)
         assert not [name for name in ours._metrics["train"] if name.startswith("clip_ratio/")]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -209,6 +210,20 @@ def assert_same_gradients(
     for name, gradient in expected.items():
         error = float((actual[name] - gradient).abs().max()) / largest
         assert error <= tolerance, f"{name}: {error:.1e}"
+
+
+def assert_same_update(ours: Any, theirs: Any, inputs: dict[str, Any]) -> None:
+    """Loss and gradients of a micro-batch are the same in both trainers; the metrics are those of this micro-batch."""
+    loss, gradients = loss_and_gradients(ours, inputs)
+    expected, expected_gradients = loss_and_gradients(theirs, inputs)
+    assert loss == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert_same_gradients(gradients, expected_gradients, 2e-6)
+
+
+def follow(theirs: Any, ours: Any) -> None:
+    """Puts a trainer that has no rollout of its own where another one is."""
+    theirs.model.load_state_dict(ours.model.state_dict())
+    theirs.current_gradient_accumulation_steps = ours.current_gradient_accumulation_steps
 
 
 def logged(trainer: Any, key: str) -> list[float]:
