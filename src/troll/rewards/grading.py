@@ -1,0 +1,64 @@
+"""What a reward can say about a completion beyond its number."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from troll.rewards.completion import Completion, completion_text
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one completion.
+
+    Attributes:
+        score: How much of it is right, in [0, 1]; exactly 1.0 is a success.
+        answer: What was read from it as the final answer, or as its program; None where there is none in the form asked
+            for.
+        reason: Why it scored so, in a few words, e.g. "correct", "wrong answer", "no answer", "time limit".
+    """
+
+    score: float
+    answer: str | None
+    reason: str
+
+    @property
+    def success(self) -> bool:
+        """Whether all of it is right."""
+        return self.score == 1.0
+
+
+class Grader(ABC):
+    """A verifiable reward: called as TRL calls a reward function, it returns 1.0 for a success and 0.0 otherwise.
+
+    `grade` says more: the share that is right, the answer that was read, and why.
+    """
+
+    __name__ = "success"
+
+    #: Whether answers can be compared, so that the most frequent one means something.
+    votes = False
+
+    @abstractmethod
+    def grade(self, completions: Sequence[str], **columns: Any) -> list[Verdict]:
+        """Judges completions.
+
+        Args:
+            completions: B texts, as the model wrote them.
+            **columns: The data set's columns, B values each; more than those read here may come.
+
+        Returns:
+            B verdicts. Whatever a completion holds, it gets one: a grader raises for mistakes of its user only.
+        """
+
+    def same_answer(self, first: str, second: str) -> bool:
+        """Whether two answers of completions count as one in a majority vote."""
+        return first == second
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Completion], **columns: Any) -> list[float]:
+        """Rewards in TRL's signature: B completions, plain or conversations, to B numbers, each exactly 0.0 or 1.0."""
+        verdicts = self.grade([completion_text(completion) for completion in completions], **columns)
+        return [float(verdict.success) for verdict in verdicts]
