@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.study.conftest import tiny_model  # noqa: F401  a fixture
 from troll import cli
 
 
@@ -24,6 +25,12 @@ from troll import cli
         (["train", "ablation-top-k"], "is a grid over support_top_k: run it with troll compare ablation-top-k"),
         (["report", "/nonexistent", "/nonexistent"], "neither a run folder"),
         (["report", "/nonexistent", "--output_dir", "x"], "for the page about several runs"),
+        (["eval", "/nonexistent", "--task", "gsm8k"], "cannot load the model '/nonexistent'"),
+        (["eval", "m", "--task", "gsm8k", "--samples", "2", "--k", "4"], "k must be between 1 and samples=2, got 4"),
+        (["eval", "m", "--task", "gsm8k", "--samples", "2", "--temperature", "0"], "use samples=1"),
+        (["eval", "m", "--task", "gsm8k", "gsm8k"], "task gsm8k is named 2 times"),
+        (["eval", "m", "--task", "gsm8k", "math", "--dataset_path", "x"], "write --dataset_path gsm8k=... math=..."),
+        (["eval", "m", "--task", "gsm8k", "--task_options", "{"], "not valid JSON"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(
@@ -35,6 +42,61 @@ def test_mistakes_are_one_line_and_exit_code_2(
     assert message in error
     assert error.startswith("troll: error: ")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval", "m"], "the following arguments are required: --task"),
+        (["eval", "m", "--task", "gsm8k", "--samples", "two"], "argument --samples: invalid int value: 'two'"),
+        (["evaluate"], "invalid choice: 'evaluate'"),
+    ],
+)
+def test_so_are_mistakes_that_argparse_finds(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("troll: error: ")
+    assert error.count("\n") == 1
+
+
+def test_eval_goes_on_where_it_was_stopped(
+    tiny_model: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from troll.evaluation import evaluate
+
+    command = [
+        "eval",
+        str(tiny_model),
+        "--task",
+        "reasoning_gym:chain_sum",
+        "--eval_size",
+        "2",
+        "--max_new_tokens",
+        "4",
+    ]
+    command += ["--output_dir", str(tmp_path / "out")]
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(evaluate, "load_model", interrupted)
+        assert cli.main(command) == 130
+    assert "the same command goes on" in capsys.readouterr().out
+    assert cli.main(command) == 0
+    shown = capsys.readouterr().out
+    assert "reasoning_gym:chain_sum" in shown
+    assert str(tmp_path / "out" / "results.json") in shown
+    assert cli.main([*command, "--seed", "1"]) == 2
+    assert "seed is 0 there and 1 here" in capsys.readouterr().err
 
 
 def test_ctrl_c_has_its_own_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``troll train | compare | report``."""
+"""The command line: ``troll train | compare | eval | report``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 #: Exit codes: training broke down (in one of the runs), a mistake in the command, and Ctrl-C.
 FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
@@ -15,7 +16,7 @@ FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="troll", description="RL fine-tuning of language models with trust regions instead of clipping."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--output_dir DIR: where to; the same command again, or one with more values, goes on there.",
     )
     compare.add_argument("recipes", metavar="RECIPE", nargs="+")
+    _add_eval(commands.add_parser("eval", help="evaluate a model on tasks"))
     report = commands.add_parser("report", help="write the page about a run anew, or about several runs together")
     report.add_argument("folders", metavar="RUN", type=Path, nargs="+", help="a folder of troll train or troll compare")
     report.add_argument(
@@ -57,10 +59,58 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _train(arguments.recipe, fields)
         if arguments.command == "compare":
             return _compare(arguments.recipes, fields)
+        if arguments.command == "eval":
+            return _eval(arguments)
         return _report(arguments.folders, arguments.output_dir)
     except KeyboardInterrupt:
         print("troll: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE_ERROR, f"troll: error: {message}\n")
+
+
+def _add_eval(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Generate completions of every problem of the tasks, grade them, and print a table."
+    parser.epilog = "The same command again goes on where it was stopped. With several tasks, --dataset_path and "
+    parser.epilog += "--task_options take TASK=VALUE for each."
+    parser.add_argument("model", metavar="MODEL", help="a name on the hub, or the folder of a model or a run")
+    parser.add_argument("--task", nargs="+", required=True, help="names such as gsm8k, reasoning_gym:chain_sum")
+    parser.add_argument("--dataset_path", nargs="+", default=[], metavar="PATH", help="local data of the task")
+    parser.add_argument("--task_options", nargs="+", default=[], metavar="JSON", help="options of the task")
+    parser.add_argument("--eval_size", type=int, help="problems of each task at most (default: all)")
+    parser.add_argument("--samples", type=int, default=1, help="completions of each problem (default: 1)")
+    parser.add_argument("--k", type=int, nargs="+", help="of pass@k (default: 1 and all samples)")
+    parser.add_argument("--temperature", type=float, help="0 is greedy (default: 0 for one sample, 1 for several)")
+    parser.add_argument("--top_p", type=float, default=1.0, help="mass of the tokens that are kept (default: 1)")
+    parser.add_argument("--top_k", type=int, default=0, help="number of tokens that are kept (default: 0, all)")
+    parser.add_argument("--max_new_tokens", type=int, help="default: 2048, or what the model's context leaves")
+    parser.add_argument("--batch_size", type=int, help="completions at once (default: 16, with vLLM 1024)")
+    parser.add_argument("--backend", default="auto", help="auto (vLLM where it can run), vllm or transformers")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
+    parser.add_argument("--dtype", default="auto", help="auto (as stored), float32, bfloat16 or float16")
+    parser.add_argument("--chat_template_kwargs", metavar="JSON", help="variables of the chat template")
+    parser.add_argument("--output_dir", type=Path, help="default: runs/eval- and the model's name")
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    def run() -> int:
+        from rich.console import Console
+
+        from troll.evaluation.command import configuration
+        from troll.evaluation.errors import EvaluationError
+        from troll.evaluation.evaluate import evaluate
+        from troll.tasks import TaskError
+
+        _hush()
+        try:
+            return 0 if evaluate(configuration(arguments), Console()) else INTERRUPTED
+        except (EvaluationError, TaskError) as error:
+            return _fail(error)
+
+    return _with_packages(run)
 
 
 def _train(recipe_name: str, overrides: list[str]) -> int:
@@ -92,11 +142,15 @@ def _compare(recipe_names: list[str], fields: list[str]) -> int:
 
 
 def _with_trainer(run: Callable[[], int]) -> int:
+    return _with_packages(lambda: _quietly(run))
+
+
+def _with_packages(run: Callable[[], int]) -> int:
     """Runs what needs torch and transformers, which `troll --help` shall not wait for, and tells its errors."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # between libraries, nothing a user could act on
-            return _quietly(run)
+            return run()
     except ModuleNotFoundError as error:
         return _fail(ImportError(f'{error}: pip install "troll-rl[trl,tasks,report]"'))
     except ImportError as error:
@@ -104,16 +158,10 @@ def _with_trainer(run: Callable[[], int]) -> int:
 
 
 def _quietly(run: Callable[[], int]) -> int:
-    import huggingface_hub
-    import transformers
-
     from troll.recipes import RecipeError
     from troll.tasks import TaskError
 
-    warnings.showwarning = _show_warning
-    huggingface_hub.logging.set_verbosity_error()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    _hush()
     try:
         return run()
     except (RecipeError, TaskError) as error:
@@ -121,6 +169,16 @@ def _quietly(run: Callable[[], int]) -> int:
     except FloatingPointError as error:
         _fail(error)
         return FAILED
+
+
+def _hush() -> None:
+    import huggingface_hub
+    import transformers
+
+    warnings.showwarning = _show_warning
+    huggingface_hub.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 def _report(folders: list[Path], output_dir: Path | None) -> int:

@@ -1,87 +1,200 @@
-import threading
+import copy
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from troll.rewards.math import final_answer, success
+from tests.rewards.gold import FILES, MARKED, ROWS, number, problems, spoiled
+from troll.rewards.equivalence_pool import Comparison, ask
+from troll.rewards.grading import Verdict
+from troll.rewards.math import MathGrader, compute_score, success
 
 
-def _score(text, answer="72"):
-    return success(prompts=["?"], completions=[text], answer=[answer])[0]
+@pytest.fixture(params=MARKED)
+def grader(request):
+    return MathGrader(request.param)
 
 
-@pytest.mark.parametrize(
-    ("text", "content"),
-    [
-        (r"so \boxed{72}.", "72"),
-        (r"\boxed{1} then \boxed{72}", "72"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{72} and an open \boxed{7", "72"),
-        (r"\boxed{}", ""),
-        (r"\boxed{72", None),
-        ("72", None),
-        ("", None),
-    ],
-)
-def test_final_answer(text, content):
-    assert final_answer(text) == content
+def _verdict(text, gold="18", **settings):
+    return MathGrader(**settings).grade([text], answer=[gold])[0]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        r"\boxed{72}",
-        r"\boxed{ 72 }",
-        r"\boxed{72.00}",
-        r"\boxed{\$72}",
-        r"\boxed{$72}",
-        r"\boxed{72 \text{ clips}}",
-        r"\boxed{\frac{144}{2}}",
-        r"\boxed{70} no, $70$, \boxed{72}",
-    ],
-)
-def test_right_answers(text):
-    assert _score(text) == 1.0
-    assert _score([{"role": "assistant", "content": text}]) == 1.0
+def test_verdicts():
+    assert _verdict(r"\boxed{18.0}") == Verdict(1.0, "18.0", "correct")
+    assert _verdict(r"\boxed{\frac{36}{2}}") == Verdict(1.0, r"\frac{36}{2}", "correct")
+    assert _verdict(r"\boxed{19}") == Verdict(0.0, "19", "wrong answer")
+    assert _verdict("18") == Verdict(0.0, None, "no answer")
+    assert _verdict(r"\boxed{}") == Verdict(0.0, None, "no answer")
+    assert _verdict(r"\boxed{9^{9^{9^9}}}", cpu_seconds=0.3) == Verdict(0.0, "9^{9^{9^9}}", "time limit")
+
+
+def test_trl_calls_it():
+    completions = [r"\boxed{18}", r"\boxed{20}", [{"role": "assistant", "content": r"\boxed{\frac{54}{3}}"}]]
+    rewards = success(prompts=["?"] * 3, completions=completions, answer=["18"] * 3, trainer_state=None)  # type: ignore[arg-type]
+    assert rewards == [1.0, 0.0, 1.0]
+    assert success.__name__ == "success"
+    assert success([], [], answer=[]) == []
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "72",
-        "#### 72",
-        r"\boxed{}",
-        r"\boxed{72",
-        r"\boxed{73}",
-        r"\boxed{-72}",
-        r"\boxed{0.72}",
-        r"\boxed{72} no, \boxed{73}",
-        r"\boxed{71, 72, 73}",
-        r"\boxed{71 \text{ or } 72}",
-        r"\boxed{x}",
-        r"\boxed{72 < x}",
-        r"\boxed{\text{seventy-two}}",
-        r"\boxed{\frac{72}{0}}",
-        r"\boxed{\left(}",
+        r"It is 18. \boxed{20}",
+        r"\boxed{18} no, \boxed{20}",
+        r"\boxed{18} \boxed{}",
+        r"\boxed{17, 18}",
+        r"\boxed{17} or \boxed{18}, so \boxed{17 \text{ or } 18}",
+        r"\boxed{\boxed{17} 18}",
+        r"\boxed{\boxed{18} 17}",
+        r"\boxed{18} 20 \boxed{20}",
+        r"20 The final answer is $18$. I hope it is correct. \boxed{20}",
+        r"\boxed{20. The final answer is $18$. I hope}",
+        "#### 18",
+        "<answer>18</answer>",
+        "18",
     ],
 )
-def test_wrong_answers(text):
-    assert _score(text) == 0.0
-    assert _score([{"role": "assistant", "content": text}]) == 0.0
+def test_only_the_final_answer_counts(text):
+    assert _verdict(text).score == 0.0
 
 
-def test_thousands_separators():
-    assert _score(r"\boxed{109,200,000}", "109200000") == 1.0
-    assert _score(r"\boxed{109{,}200{,}000}", "109200000") == 1.0
+def test_golds_of_any_type():
+    grader = MathGrader()
+    assert [v.score for v in grader.grade([r"\boxed{27}"] * 3, answer=[27.0, 27, "27.0"])] == [1.0, 1.0, 1.0]
 
 
-def test_an_explosive_expression_is_wrong_in_time():
-    assert _score(r"\boxed{9^{9^{9^9}}}") == 0.0
+def test_answers_vote():
+    grader = MathGrader()
+    assert grader.votes
+    assert grader.same_answer(r"\frac12", "0.5")
+    assert grader.same_answer("5", "x = 5")
+    assert grader.same_answer("x = 5", "5")
+    assert not grader.same_answer("0.5", "0.6")
 
 
-def test_outside_the_main_thread():
-    scores = []
-    thread = threading.Thread(target=lambda: scores.extend([_score(r"\boxed{72.0}"), _score(r"\boxed{71}")]))
-    thread.start()
-    thread.join()
-    assert scores == [1.0, 0.0]
+def test_mistakes_of_the_user():
+    with pytest.raises(ValueError, match="column 'answer', which the data set lacks"):
+        success.grade(["18"])
+    for golds in (["18"], ["18", None]):
+        with pytest.raises(ValueError, match="got 2 completions, and the column 'answer' has not one answer for each"):
+            success.grade(["18", "18"], answer=golds)
+    with pytest.raises(ValueError, match="answer_format must be one of boxed, hash, tag, got 'xml'"):
+        MathGrader("xml")  # type: ignore[arg-type]
+    for seconds in (0, 1e-9, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"cpu_seconds must be from 0.01 to 3600, got"):
+            MathGrader(cpu_seconds=seconds)
+
+
+def test_without_math_verify(monkeypatch):
+    monkeypatch.setattr("troll.rewards.equivalence.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'pip install "troll-rl\[tasks\]"'):
+        success.grade([r"\boxed{18}"], answer=["18"])
+
+
+def test_it_travels():
+    _verdict(r"\boxed{\frac{36}{2}}")  # its processes run
+    for copied in (copy.deepcopy(success), pickle.loads(pickle.dumps(MathGrader("boxed")))):
+        assert copied([], [r"\boxed{\frac{36}{2}}"], answer=["18"]) == [1.0]
+
+
+def test_importing_it_starts_and_loads_nothing():
+    code = (
+        "import sys, troll.rewards.math as m; m.success.grade([r'\\boxed{18}', '18'], answer=['18'] * 2);"
+        "assert not {'sympy', 'math_verify'} & set(sys.modules);"
+        "from troll.rewards.equivalence_pool import _pool; assert not any(w._process for w in _pool._workers)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_verl_calls_it():
+    assert compute_score("gsm8k", r"\boxed{\frac{36}{2}}", "18") == {"score": 1.0, "acc": True, "pred": r"\frac{36}{2}"}
+    assert compute_score("gsm8k", "18", "18", extra_info={}) == {"score": 0.0, "acc": False, "pred": ""}
+    assert compute_score("gsm8k", "#### 18", "18", None, answer_format="hash", sandbox_fusion_url=None)["score"] == 1.0
+    with ThreadPoolExecutor(8) as threads:
+        scores = threads.map(lambda i: compute_score("d", rf"\boxed{{\frac{{{i}}}{{2}}}}", "9")["score"], range(64))
+    assert list(scores) == [float(i == 18) for i in range(64)]
+
+
+# ---- the real data
+
+
+@pytest.fixture(params=["sample", pytest.param("all", marks=pytest.mark.slow)])
+def rows(request, name):
+    rows = problems(name)
+    assert len(rows) == ROWS[name]
+    return rows if request.param == "all" else rows[:: max(1, len(rows) // 30)]
+
+
+def _accepted(grader, cases):
+    """The cases, each a completion and a gold answer, that score 1."""
+    verdicts = grader.grade([text for text, _ in cases], answer=[gold for _, gold in cases])
+    return [case for case, verdict in zip(cases, verdicts, strict=True) if verdict.success]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_gold_answer_scores_1_in_its_solution(name, grader):
+    rows = problems(name)
+    assert len(rows) == ROWS[name]
+    cases = [(row.solved(grader.answer_format), row.gold) for row in rows]
+    assert _accepted(grader, cases) == cases
+
+
+def test_minerva_solutions_as_they_are():
+    cases = [(row.solution, row.gold) for row in problems("minerva_math")]
+    assert _accepted(MathGrader(), cases) == cases
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_math_verify_agrees_with_the_gold_answers(rows):
+    # Asked directly: `compare` takes equal texts for equal answers without it.
+    golds = sorted({row.gold for row in rows})
+    assert ask([(gold, gold) for gold in golds], 5.0) == [Comparison.EQUAL] * len(golds)
+
+
+def _rewritten(gold):
+    """The same number in other words."""
+    text, value = gold.lstrip("+").replace(",", ""), number(gold)
+    if value is None:
+        return
+    yield from (f"x = {text}", rf"{text} \text{{ units}}", rf"{text}\,\mathrm{{cm}}^2", rf"\${text}", rf"{text}^\circ")
+    yield from (f"{text} dollars", f"{text}.", f"$ {text} $")
+    if "e" in text:
+        mantissa, _, exponent = text.partition("e")
+        yield rf"{mantissa} \times 10^{{{int(exponent)}}}"
+    elif "." in text:
+        yield from (f"{text}0", rf"\frac{{{value.numerator}}}{{{value.denominator}}}")
+    else:
+        yield from (f"{text}.00", rf"\dfrac{{{2 * int(text)}}}{{2}}", f"{int(text) - 1} + 1")
+        yield from (
+            f"{int(text):,}",
+            f"x = {int(text):,}",
+            rf"{int(text):,} \text{{ units}}",
+            f"${int(text):,} dollars$",
+        )
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_gold_answer_in_other_words_scores_1(rows, grader):
+    cases = [(row.solved(grader.answer_format, form), row.gold) for row in rows for form in _rewritten(row.gold)]
+    assert len(cases) > 200
+    assert _accepted(grader, cases) == cases
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_spoiled_answers_score_0(rows, grader):
+    cases = [(row.solved(grader.answer_format, wrong), row.gold) for row in rows for _, wrong in spoiled(row.gold)]
+    assert len(cases) > 10 * len(rows)
+    assert _accepted(grader, cases) == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_answer_or_one_in_passing_scores_0(rows, grader):
+    marked = MARKED[grader.answer_format]
+    cases = []
+    for row in rows:
+        cases += [(f"{row.solution.replace('boxed', 'text')} It is {row.gold}.", row.gold)]
+        cases += [(f"It is {marked % row.gold}.\nNo:\n{row.solved(grader.answer_format, '1234567')}", row.gold)]
+        cases += [(f"It is {row.gold}.\n{row.solved(grader.answer_format, '1234567')}", row.gold)]
+    assert _accepted(grader, cases) == []

@@ -8,7 +8,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from troll import recipes
-from troll.recipes import RecipeError
+from troll.recipes import Recipe, RecipeError
 from troll.study import run
 from troll.study.run import train
 from troll.tasks import TaskError
@@ -186,23 +186,56 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
+DATA = Path(__file__).parents[3] / "shared" / "data"
+
+
+def on_local_files(short_run: list[str], recipe: str, path: Path, *overrides: str) -> Recipe:
+    """A recipe for real data, shortened to two updates of a tiny model."""
+    if not path.exists():
+        pytest.skip(f"needs the files of ../shared/data/{path.relative_to(DATA)}")
+    short = ["--dataset_path", str(path), "--dtype", "float32", "--max_completion_length", "16", "--max_steps", "2"]
+    return recipes.load(recipe, [*short_run, *short, "--gradient_accumulation_steps", "1", *overrides])
+
 
 @pytest.mark.parametrize("chat", [False, True], ids=["plain prompts", "chat template"])
 def test_gsm8k_recipe_runs_on_local_files(
     short_run: list[str], tiny_model: Path, tmp_path: Path, console: Console, chat: bool
 ) -> None:
-    data = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
-    if not data.is_dir():
-        pytest.skip("needs the GSM8K files in ../shared/data/gsm8k")
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     if chat:
         tokenizer = AutoTokenizer.from_pretrained(model)
         tokenizer.chat_template = CHAT_TEMPLATE
         tokenizer.save_pretrained(model)
-    overrides = [*short_run, "--dataset_path", str(data), "--dtype", "float32", "--max_completion_length", "16"]
-    overrides += ["--gradient_accumulation_steps", "1", "--max_steps", "2", "--model_name_or_path", str(model)]
-    assert train(recipes.load("gsm8k-qwen3", overrides), console)
+    assert train(on_local_files(short_run, "gsm8k-qwen3", DATA / "gsm8k", "--model_name_or_path", str(model)), console)
     lines = lines_of(tmp_path / "run")
     assert all(0 <= line["rewards/success/mean"] <= 1 for line in lines if "reward" in line)
     assert any(line.get("trust_region/kl_before_mean", 0) > 0 for line in lines)
+
+
+def test_other_tasks_are_evaluated_beside_the_one_trained_on(
+    short_run: list[str], tmp_path: Path, console: Console
+) -> None:
+    benchmarks = [f"{name}={DATA / 'math_eval' / name}.jsonl" for name in ("aime24", "amc23")]
+    several = ["--num_generations_eval", "2", "--eval_tasks", *benchmarks]
+    assert train(on_local_files(short_run, "gsm8k-qwen3", DATA / "gsm8k", *several), console)
+    lines = lines_of(tmp_path / "run")
+    for step in (0, 2):
+        found = [line for line in lines if line["step"] == step]
+        assert [sum(f"eval_{name}pass@1" in line for line in found) for name in ("", "aime24_", "amc23_")] == [1, 1, 1]
+    last = next(line for line in lines if "eval_aime24_pass@1" in line)
+    assert {"eval_aime24_pass@2", "eval_aime24_maj@2", "eval_aime24_rewards/success/mean"} < last.keys()
+    assert "eval_reward" not in last
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "maj@2" in page and "aime24" in page
+
+
+def test_mbpp_recipe_trains_on_the_fraction_of_tests_and_logs_success(
+    short_run: list[str], tmp_path: Path, console: Console
+) -> None:
+    if shutil.which("bwrap") is None:
+        pytest.skip("needs bubblewrap")
+    assert train(on_local_files(short_run, "mbpp-qwen3", DATA / "mbpp" / "mbpp.jsonl"), console)
+    lines = lines_of(tmp_path / "run")
+    assert any("rewards/success/mean" in line and "rewards/passed_fraction/mean" in line for line in lines)
+    assert any("eval_pass@1" in line for line in lines)

@@ -5,11 +5,6 @@ from PIL import Image as PillowImage
 from troll.tasks import TaskConfig, TaskError, load_task
 
 
-@pytest.fixture(autouse=True)
-def own_datasets_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets-cache")
-
-
 def write(tmp_path, name, problems, answers, images=True):
     columns = {"problem": problems, "answer": answers}
     rows = Dataset.from_dict(columns)
@@ -40,10 +35,10 @@ def test_rows_become_prompts_with_their_images(tmp_path):
 def test_mistakes_are_named(tmp_path):
     write(tmp_path, "train", ["<image>Find x."], ["3"], images=False)
     write(tmp_path, "test", ["<image>Find x."], ["4"])
-    with pytest.raises(TaskError, match="the train rows have no field 'images', only problem, answer"):
+    with pytest.raises(TaskError, match=r"the train rows of .* have no column 'images', only problem, answer"):
         load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path)), conversational=True)
     write(tmp_path, "train", ["<image>Find x."], [" "])
-    with pytest.raises(TaskError, match=r"train row 0 .* no text in its field 'answer'"):
+    with pytest.raises(TaskError, match=r"train row 0 .* no answer in its field 'answer'"):
         load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path)), conversational=True)
     some = [PillowImage.new("RGB", (8, 8))]
     for pictures in ([some, []], [some, None]):
@@ -54,5 +49,17 @@ def test_mistakes_are_named(tmp_path):
     write(tmp_path, "train", ["<image>Find x."], ["3"])
     with pytest.raises(TaskError, match="take a vision-language model with a chat template"):
         load_task(TaskConfig(task="geometry3k", dataset_path=str(tmp_path)))
-    with pytest.raises(TaskError, match="takes no task_options"):
+    with pytest.raises(TaskError, match="task 'geometry3k' has no option 'a'; it has columns"):
         load_task(TaskConfig(task="geometry3k", task_options={"a": 1}))
+
+
+def test_columns_are_mapped(tmp_path):
+    for name in ("train", "test"):
+        picture = [PillowImage.new("RGB", (8, 8))]
+        rows = Dataset.from_dict({"diagram": [picture], "text": [f"Find {name}."], "answer": ["3"]})
+        rows.cast_column("diagram", List(Image())).to_parquet(tmp_path / f"{name}.parquet")
+    options = {"columns": {"images": "diagram", "problem": "text"}}
+    config = TaskConfig(task="geometry3k", dataset_path=str(tmp_path), task_options=options)
+    task = load_task(config, conversational=True)
+    assert sorted(task.train_dataset.column_names) == ["answer", "images", "prompt"]
+    assert task.eval_dataset[0]["prompt"][0]["content"].startswith("Find test.")

@@ -7,11 +7,6 @@ from tests.rewards.test_preference import save
 from troll.tasks import TaskConfig, TaskError, load_task
 
 
-@pytest.fixture(autouse=True)
-def own_datasets_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets-cache")
-
-
 def config(tmp_path, train, test, **settings):
     for name, prompts in (("train", train), ("test", test)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
@@ -45,7 +40,7 @@ def test_local_prompts_need_no_name(tmp_path):
 def test_a_reward_model_is_needed_and_mistakes_are_named(tmp_path):
     with pytest.raises(TaskError, match="name a reward model with --reward_model"):
         load_task(config(tmp_path, ["a"], ["b"]))
-    with pytest.raises(TaskError, match="takes no task_options, got words"):
+    with pytest.raises(TaskError, match="has no option 'words'; it has columns"):
         load_task(config(tmp_path, ["a"], ["b"], reward_model="x", task_options={"words": 3}))
     with pytest.raises(TaskError, match=r"train row 1 .* no text in its field 'prompt'"):
         load_task(config(tmp_path, ["a", " "], ["b"], reward_model="x"))

@@ -120,3 +120,8 @@ def test_a_question_without_a_single_answer_says_so():
     (question,) = questions("rush_hour", {}, split="warmup", size=1)
     with pytest.raises(TaskError, match="no answer to learn from: its field 'answer' is None"):
         question.answer  # noqa: B018
+
+
+def test_all_of_a_generator_is_the_default():
+    task = load_task(TaskConfig("reasoning_gym:chain_sum", train_size=4, eval_size=None))
+    assert (len(task.train_dataset), len(task.eval_dataset)) == (4, 256)

@@ -33,6 +33,58 @@ def test_conversational_prompts_keep_the_other_columns(echo_task):
         assert rows[2] == {"prompt": [{"role": "user", "content": "hello"}], "hint": "c"}
 
 
+def rows_of(count, **columns):
+    return Dataset.from_dict({"prompt": ["a"] * count} | {name: [text] * count for name, text in columns.items()})
+
+
+@pytest.fixture
+def task_of(monkeypatch):
+    """Registers a task `made` with these fields."""
+
+    def register(train, held_out, trains=True, **fields):
+        others = {name: each for name, each in registry_module._LOADERS.items() if name != "made"}
+        monkeypatch.setattr(registry_module, "_LOADERS", others)
+        task = Task("made", train, held_out, reward_funcs=[len], **fields)
+        register_task("made", trains=trains)(lambda config, argument: task)
+
+    return register
+
+
+def test_prompts_may_read_otherwise_in_a_conversation(task_of):
+    rows = rows_of(1, chat_prompt="Say a.", prefix="p")
+    task_of(rows, rows, system_prompt="Be brief.")
+    plain, chat = (load_task(TaskConfig("made"), conversational=each).train_dataset for each in (False, True))
+    assert plain[0] == {"prompt": "Be brief.\n\na", "prefix": "p"}
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say a."}]
+    assert chat[0] == {"prompt": said, "prefix": "p"}
+
+
+def test_rows_to_train_on_are_needed_for_training_alone(task_of):
+    rows, none = rows_of(2), rows_of(0)
+    for trains, config, message in [
+        (False, TaskConfig("made"), "'made' is a benchmark, without rows to train on; train on one of .*gsm8k"),
+        (True, TaskConfig("made"), "'made' has no train rows left: check its data and train_size"),
+        (True, TaskConfig("made", eval_size=None), "with eval_size null all rows are held out"),
+    ]:
+        task_of(none, rows, trains=trains)
+        for conversational in (False, True):
+            assert len(load_task(config, conversational=conversational).train_dataset) == 0
+        with pytest.raises(TaskError, match=message):
+            load_task(config, for_training=True)
+    task_of(rows, none)
+    with pytest.raises(TaskError, match="'made' has no eval rows left"):
+        load_task(TaskConfig("made"))
+
+
+def test_a_reward_model_has_a_weight_beside_the_others(task_of, monkeypatch):
+    monkeypatch.setattr(registry_module, "load_reward_model", lambda name, conversational: name)
+    rows = rows_of(1)
+    for weights, expected in ((None, None), ([0.5], [0.5, 1.0])):
+        task_of(rows, rows, reward_weights=weights)
+        task = load_task(TaskConfig("made", reward_model="judge"))
+        assert (task.reward_funcs, task.reward_weights) == ([len, "judge"], expected)
+
+
 def test_registering_a_prefix_twice_is_an_error(echo_task):
     with pytest.raises(ValueError, match="'echo' is registered already"):
         register_task("echo")
@@ -41,7 +93,10 @@ def test_registering_a_prefix_twice_is_an_error(echo_task):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gsm9k", r"unknown task 'gsm9k'; known tasks: free_text, geometry3k, gsm8k, prompts\[:<hub data set>\], reas"),
+        (
+            "gsm9k",
+            r"unknown task 'gsm9k'; known tasks: .*gsm8k, .*prompts\[:<hub data set>\], reas.*; or the path of a .yaml",
+        ),
         ("", "unknown task ''"),
         ("gsm8k:hard", "not of the form 'gsm8k'"),
         ("gsm8k:", "not of the form 'gsm8k'"),
@@ -78,6 +133,15 @@ def test_config_parses_from_the_command_line_beside_trls():
     assert config == TaskConfig(task="reasoning_gym:gcd", task_options={"max_terms": 3}, train_size=7)
     assert config.options == {"max_terms": 3}
     assert TaskConfig().options == {}
+
+
+def test_all_held_out_rows_are_null_in_yaml(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("task: math500\neval_size: null\n")
+    parser = TrlParser([TaskConfig])  # type: ignore[list-item]
+    assert parser.parse_args_and_config(["--config", str(recipe)]) == (TaskConfig("math500", eval_size=None),)
+    parser = TrlParser([TaskConfig])  # type: ignore[list-item]
+    assert parser.parse_args_and_config(["--eval_size", "7"]) == (TaskConfig(eval_size=7),)
 
 
 def test_config_parses_from_yaml(tmp_path):

@@ -5,12 +5,7 @@ from datasets import Dataset, DatasetDict
 
 from troll.tasks import TaskConfig, TaskError
 from troll.tasks import splits as splits_module
-from troll.tasks.splits import read_splits, text_of
-
-
-@pytest.fixture(autouse=True)
-def own_datasets_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets-cache")
+from troll.tasks.splits import Source, read_splits
 
 
 def write(path, count):
@@ -23,29 +18,74 @@ def hub(monkeypatch, **splits):
     monkeypatch.setattr(splits_module, "load_dataset", lambda *_: DatasetDict(sizes))
 
 
+def sizes(config=None, **source):
+    return [len(rows) for rows in read_splits(config or TaskConfig(), Source("hub/name", **source))]
+
+
 def test_a_folder(tmp_path):
     write(tmp_path / "train.jsonl", 5)
     write(tmp_path / "test.json", 4)
-    train, test = read_splits(TaskConfig(dataset_path=str(tmp_path), train_size=3, eval_size=2), "hub/name")
-    assert (train["text"], test["text"]) == (["0", "1", "2"], ["0", "1"])
+    train, test = read_splits(TaskConfig(dataset_path=str(tmp_path)), Source("hub/name"))
+    assert (train.dataset["text"], test.dataset["text"]) == (list("01234"), list("0123"))
+    assert (train.split, train.origin) == ("train", str(tmp_path / "train.jsonl"))
+    assert train.head(3).dataset["text"] == list("012")
+    assert train.head(None) is train.head(9) is train
 
 
 def test_one_file_holds_out_its_end(tmp_path):
     path = write(tmp_path / "rows.jsonl", 10)
-    train, test = read_splits(TaskConfig(dataset_path=path, eval_size=3), "hub/name")
-    assert (len(train), test["text"]) == (7, ["7", "8", "9"])
+    train, test = read_splits(TaskConfig(dataset_path=path, eval_size=3), Source("hub/name"))
+    assert (len(train), test.dataset["text"], list(test.numbers), test.split) == (7, ["7", "8", "9"], [7, 8, 9], "test")
     with pytest.raises(TaskError, match="has 10 rows, not enough to hold out eval_size=10"):
-        read_splits(TaskConfig(dataset_path=path, eval_size=10), "hub/name")
+        sizes(TaskConfig(dataset_path=path, eval_size=10))
+    assert sizes(TaskConfig(dataset_path=path, eval_size=None)) == [0, 10]
+
+
+def test_of_a_benchmark_everything_is_held_out(tmp_path, monkeypatch):
+    path = write(tmp_path / "test.jsonl", 10)
+    assert sizes(TaskConfig(dataset_path=path), train=None) == [0, 10]
+    assert sizes(TaskConfig(dataset_path=str(tmp_path)), train=None) == [0, 10]
+    hub(monkeypatch, train=5)
+    assert sizes(train=None, held_out="train") == [0, 5]
+
+
+def test_one_file_may_say_itself_how_it_is_divided(tmp_path):
+    config = TaskConfig(dataset_path=write(tmp_path / "rows.jsonl", 5), eval_size=2)
+    train, test = read_splits(config, Source("hub/name"), lambda rows: ([0, 4], [2]))
+    assert (train.dataset["text"], test.dataset["text"], list(test.numbers)) == (["0", "4"], ["2"], [2])
+    train, test = read_splits(config, Source("hub/name"), lambda rows: None)
+    assert (len(train), len(test)) == (3, 2)
+
+
+def test_two_files(tmp_path):
+    config = TaskConfig(dataset_path=write(tmp_path / "a.jsonl", 5))
+    write(tmp_path / "b.jsonl", 3)
+    assert sizes(config, held_out_file=tmp_path / "b.jsonl") == [5, 3]
 
 
 def test_the_hub_with_and_without_a_test_split(monkeypatch):
     hub(monkeypatch, train=5, test=4)
-    assert [len(rows) for rows in read_splits(TaskConfig(eval_size=9), "hub/name")] == [5, 4]
-    hub(monkeypatch, train=5)
-    assert [len(rows) for rows in read_splits(TaskConfig(eval_size=2), "hub/name")] == [3, 2]
+    assert sizes(TaskConfig(eval_size=9)) == [5, 4]
+    hub(monkeypatch, train=5, validation=3)
+    assert sizes(TaskConfig(eval_size=2)) == [3, 2]
+    assert sizes(TaskConfig(eval_size=2), held_out="validation") == [5, 3]
     hub(monkeypatch, all=5)
     with pytest.raises(TaskError, match="hub/name has no split 'train', only all"):
-        read_splits(TaskConfig(), "hub/name")
+        sizes()
+
+
+def test_the_rows_of_one_kind(tmp_path, monkeypatch):
+    rows = [{"text": str(n), "ability": "code" if n % 2 else "math"} for n in range(6)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    train, test = read_splits(
+        TaskConfig(dataset_path=str(path), eval_size=2), Source("hub/name", only=("ability", "code"))
+    )
+    assert (train.dataset["text"], list(train.numbers), test.dataset["text"]) == (["1", "3"], [1, 3], ["5"])
+    splits = DatasetDict({"train": Dataset.from_list(rows)})
+    monkeypatch.setattr(splits_module, "load_dataset", lambda *_: splits)
+    assert sizes(TaskConfig(eval_size=2), only=("ability", "code")) == [1, 2]
+    assert sizes(TaskConfig(eval_size=2), only=("kind", "code")) == [4, 2]
 
 
 def test_an_unreachable_hub_is_one_line(monkeypatch):
@@ -54,7 +94,7 @@ def test_an_unreachable_hub_is_one_line(monkeypatch):
 
     monkeypatch.setattr(splits_module, "load_dataset", unreachable)
     with pytest.raises(TaskError, match="cannot load hub/name from the Hugging Face hub") as error:
-        read_splits(TaskConfig(), "hub/name")
+        sizes()
     assert "\n" not in str(error.value)
 
 
@@ -72,7 +112,7 @@ def test_unreadable_files_are_named(tmp_path, name, content, message):
     if content is not None:
         path.write_text(content)
     with pytest.raises(TaskError, match=message) as error:
-        read_splits(TaskConfig(dataset_path=str(path)), "hub/name")
+        sizes(TaskConfig(dataset_path=str(path)))
     assert name in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -80,11 +120,4 @@ def test_unreadable_files_are_named(tmp_path, name, content, message):
 def test_a_folder_without_its_files(tmp_path):
     write(tmp_path / "train.jsonl", 5)
     with pytest.raises(TaskError, match=r"must have one test file .* found none"):
-        read_splits(TaskConfig(dataset_path=str(tmp_path)), "hub/name")
-
-
-@pytest.mark.parametrize("row", [{}, {"text": None}, {"text": " "}, {"text": 3}])
-def test_a_row_without_text_is_named(row):
-    with pytest.raises(TaskError, match=r"test row 2 \(counted from 0\) has no text in its field 'text'"):
-        text_of(row, "text", "test", 2)
-    assert text_of({"text": "x "}, "text", "test", 2) == "x "
+        sizes(TaskConfig(dataset_path=str(tmp_path)))

@@ -42,6 +42,9 @@ class Grader(ABC):
     #: Whether answers can be compared, so that the most frequent one means something.
     votes = False
 
+    #: The verdicts of the last call, for those who want to know more than its numbers.
+    latest: Sequence[Verdict] = ()
+
     @abstractmethod
     def grade(self, completions: Sequence[str], **columns: Any) -> list[Verdict]:
         """Judges completions.
@@ -60,5 +63,5 @@ class Grader(ABC):
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Completion], **columns: Any) -> list[float]:
         """Rewards in TRL's signature: B completions, plain or conversations, to B numbers, each exactly 0.0 or 1.0."""
-        verdicts = self.grade([completion_text(completion) for completion in completions], **columns)
-        return [float(verdict.success) for verdict in verdicts]
+        self.latest = self.grade([completion_text(completion) for completion in completions], **columns)
+        return [float(verdict.success) for verdict in self.latest]

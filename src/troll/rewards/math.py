@@ -1,63 +1,106 @@
-import threading
+r"""The reward for a mathematical answer: 1 where the completion's final answer equals the gold answer, else 0."""
+
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 
-from troll.rewards.completion import Completion, completion_text
+from troll.rewards.answers import AnswerFormat, check_answer_format, final_answer
+from troll.rewards.equivalence import check_math_verify, compare
+from troll.rewards.equivalence_pool import Comparison
+from troll.rewards.grading import Grader, Verdict
 
-_TIMEOUT_SECONDS = 2
-
-
-def final_answer(text: str) -> str | None:
-    r"""Returns the content of the last `\boxed{...}` whose braces balance, None where there is none."""
-    marker = r"\boxed{"
-    start = text.rfind(marker)
-    while start >= 0:
-        depth = 1
-        for end in range(start + len(marker), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[start + len(marker) : end]
-        start = text.rfind(marker, 0, start)
-    return None
+__all__ = ["MathGrader", "compute_score", "final_answer", "success"]
 
 
-def success(
-    prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[str], **columns: Any
-) -> list[float]:
-    r"""Reward in TRL's signature: 1.0 where the last `\boxed{...}` equals the answer, else 0.0.
+class MathGrader(Grader):
+    r"""Whether the final answer equals the data set's, by math-verify: `72`, `72.00`, `\$72`, `\frac{144}{2}` are one.
 
-    Equality is math-verify's, so `72`, `72.00`, `\$72` and `\frac{144}{2}` are one answer. Everything before the last
-    box is ignored: neither a correct intermediate result nor a list of guesses earns anything.
+    Everything before the last answer in the format asked for is ignored: neither a correct intermediate result nor a
+    list of guesses earns anything. `troll.rewards.equivalence` says what counts as equal.
 
     Args:
-        prompts: Unused; part of the signature.
-        completions: B completions, plain strings or conversations.
-        answer: B correct answers, each a number or an expression without a box.
-        **columns: Unused; the data set's other columns.
-
-    Returns:
-        B rewards, each exactly 0.0 or 1.0.
+        answer_format: How completions mark the final answer: `boxed`, `hash` or `tag`.
+        cpu_seconds: CPU time that the comparison of one answer may take; it is wrong if it takes longer.
 
     Raises:
-        ImportError: If math-verify is not installed.
+        ValueError: If an argument is out of its range.
     """
-    return [
-        float(_equal(final_answer(completion_text(completion)), gold))
-        for completion, gold in zip(completions, answer, strict=True)
-    ]
+
+    votes = True
+
+    def __init__(self, answer_format: AnswerFormat = "boxed", cpu_seconds: float = 2.0):
+        check_answer_format(answer_format)
+        if not 0.01 <= cpu_seconds <= 3600:
+            raise ValueError(f"cpu_seconds must be from 0.01 to 3600, got {cpu_seconds!r}")
+        self.answer_format = answer_format
+        self.cpu_seconds = cpu_seconds
+
+    def grade(self, completions: Sequence[str], **columns: Any) -> list[Verdict]:
+        """Judges completions, those of a batch side by side.
+
+        Args:
+            completions: B texts, as the model wrote them.
+            **columns: The data set's columns, of which `answer` holds B gold answers, each a number or an expression
+                without a box.
+
+        Returns:
+            B verdicts with score 0 or 1; their reasons are "correct", "wrong answer", "no answer", "time limit" and,
+            where math-verify's process crashed over the answer, "cannot be compared".
+
+        Raises:
+            ImportError: If math-verify is not installed.
+            ValueError: If the column `answer` is missing, or has not one answer for each completion.
+        """
+        golds = columns.get("answer")
+        if golds is None:
+            raise ValueError("mathematics is graded against a column 'answer', which the data set lacks")
+        if len(golds) != len(completions) or None in golds:
+            raise ValueError(f"got {len(completions)} completions, and the column 'answer' has not one answer for each")
+        check_math_verify()
+        answers = [final_answer(completion, self.answer_format) for completion in completions]
+        pairs = [(str(gold), answer) for gold, answer in zip(golds, answers, strict=True) if answer is not None]
+        compared = iter(compare(pairs, self.cpu_seconds))
+        return [
+            Verdict(0.0, None, "no answer") if answer is None else _verdict(answer, next(compared))
+            for answer in answers
+        ]
+
+    def same_answer(self, first: str, second: str) -> bool:
+        """Whether two answers of completions are equal, each in turn taken for the gold one."""
+        return Comparison.EQUAL in compare([(first, second), (second, first)], self.cpu_seconds)
 
 
-def _equal(candidate: str | None, gold: str) -> bool:
-    if candidate is None:
-        return False
-    if candidate.strip() == gold.strip():
-        return True
-    try:
-        from math_verify import parse, verify
-    except ImportError as error:
-        raise ImportError('math rewards need math-verify: pip install "troll-rl[tasks]"') from error
-    # math-verify's timeouts are signals, which only the main thread can receive.
-    timeout = _TIMEOUT_SECONDS if threading.current_thread() is threading.main_thread() else None
-    boxed = [rf"\boxed{{{text}}}" for text in (gold, candidate)]
-    parsed_gold, parsed_candidate = (parse(text, parsing_timeout=timeout) for text in boxed)
-    return bool(verify(parsed_gold, parsed_candidate, timeout_seconds=timeout))
+def _verdict(answer: str, comparison: Comparison) -> Verdict:
+    return Verdict(float(comparison is Comparison.EQUAL), answer, comparison.value)
+
+
+#: The reward for answers in `\boxed{}`, in TRL's signature.
+success = MathGrader()
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any] | None = None,
+    answer_format: AnswerFormat = "boxed",
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """The reward in verl's signature, for `custom_reward_function.path` and `.name`; any thread may call it.
+
+    Args:
+        data_source: Unused; part of the signature.
+        solution_str: The completion.
+        ground_truth: The gold answer.
+        extra_info: Unused; part of the signature.
+        answer_format: How the completion marks its final answer; verl passes it on from
+            `custom_reward_function.reward_kwargs`.
+        **kwargs: Unused; what else verl may pass.
+
+    Returns:
+        `score` and `acc`, 0 or 1, and `pred`, the answer that was read ("" where there is none), by which verl's
+        validation counts majority votes.
+    """
+    (verdict,) = MathGrader(answer_format).grade([solution_str], answer=[ground_truth])
+    return {"score": verdict.score, "acc": verdict.success, "pred": verdict.answer or ""}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from troll.files import write_atomically
 from troll.study.metrics import SUCCESS
+from troll.tasks import Task
+from troll.trl import TrollTrainer
 
 #: What the progress line shows of the logs: label, key, format.
 SHOWN = (
@@ -78,6 +81,24 @@ class ProgressLine(TrainerCallback):
         """Ends the bar, however training ended."""
         if self.progress.live.is_started:
             self.progress.stop()
+
+
+class OtherTasks(TrainerCallback):
+    """Evaluates on other tasks, right after every evaluation on the task that is trained on.
+
+    Args:
+        trainer: Whose evaluation it is.
+        tasks: The others, prepared by :func:`troll.tasks.joint.join`.
+    """
+
+    def __init__(self, trainer: TrollTrainer, tasks: Sequence[Task]) -> None:
+        self.trainer, self.tasks = trainer, tasks
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Logs the metrics of each under ``eval_<name>_...``."""
+        if "eval_loss" in kwargs["metrics"]:
+            for task in self.tasks:
+                self.trainer.evaluate(task.eval_dataset, metric_key_prefix=f"eval_{task.name}")
 
 
 def _line(logs: dict[str, Any]) -> str:

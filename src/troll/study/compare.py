@@ -29,7 +29,7 @@ from troll.study.comparison_tables import console_table
 from troll.study.grid import PlannedRun
 from troll.study.run import check_same_run, model_path
 from troll.study.run_folder import is_finished, read_json
-from troll.study.terminal import say
+from troll.terminal import say
 
 #: Held by a comparison and its runs as long as any of them lives.
 LOCK = "compare.lock"

@@ -8,7 +8,17 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from troll.study.metrics import BOUND, CONDITIONING, CURVES, GRADIENT_NORM, HELD_OUT, TRUST, Curve, diagnostic_curves
+from troll.study.metrics import (
+    BOUND,
+    CONDITIONING,
+    CURVES,
+    GRADIENT_NORM,
+    HELD_OUT,
+    TRUST,
+    Curve,
+    diagnostic_curves,
+    evaluation_curves,
+)
 from troll.study.plot import COLOURS, LIGHT, Points, columns, running_mean, set_scale, svg, thin, window
 from troll.study.statistics import rank_correlation, wilson_interval
 
@@ -67,7 +77,8 @@ def curves_html(rows: Rows, summary: Mapping[str, Any]) -> str:
     size = None if answers is None else int(answers)
     # What a run without a trust region cannot have logged is not missing.
     without_region = summary.get("surrogate", "troll") != "troll"
-    every = [*CURVES, *diagnostic_curves(name for row in rows for name in row)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    every = [*CURVES, *evaluation_curves(names), *diagnostic_curves(names)]
     parts = []
     for section in dict.fromkeys(curve.section for curve in every):
         cards, missing = [], []

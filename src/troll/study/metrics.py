@@ -268,6 +268,26 @@ def diagnostic_curves(names: Iterable[str]) -> list[Curve]:
     return [curve for curve in curves if curve.lines]
 
 
+def evaluation_curves(names: Iterable[str]) -> list[Curve]:
+    """The curves of what evaluations logged beside success: several completions of a problem, and other tasks."""
+    lines: dict[str, dict[str, str]] = {}
+    for name in dict.fromkeys(names):
+        if found := re.fullmatch(r"eval_(?:(.+)_)?(pass|maj)@(\d+)", name):
+            task, measure, count = found.groups()
+            if task or count != "1":  # the task's own pass@1 is its success
+                lines.setdefault(f"{measure}@{count}", {})[name] = task or "the task trained on"
+    captions = {
+        "pass": "How likely it is that at least one of {} completions solves a held-out problem.",
+        "maj": "How often the answer that most of {} completions give is right.",
+    }
+    curves = []
+    for title, members in lines.items():
+        measure, count = title.split("@")
+        caption = captions[measure].format(count)
+        curves.append(Curve("Evaluation", title, "share of problems", "percent", members, caption, shown="if logged"))
+    return curves
+
+
 def _diagnostic(title: str, unit: str, scale: Scale, names: Sequence[str], caption: str) -> Curve:
     lines = {_DIAGNOSTICS + name: _words(name) for name in names}
     return Curve("Diagnostics", title, unit, scale, lines, caption, shown="if logged")

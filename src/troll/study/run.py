@@ -19,13 +19,14 @@ from trl import get_peft_config, get_quantization_config
 from troll import recipes
 from troll.files import write_atomically
 from troll.recipes import Recipe, RecipeError
-from troll.study.callbacks import MetricsFile, ProgressLine
+from troll.study.callbacks import MetricsFile, OtherTasks, ProgressLine
 from troll.study.embedded import embedded_model
 from troll.study.metrics import SUCCESS
 from troll.study.report import write_report
 from troll.study.run_folder import read_settings
-from troll.study.terminal import say
-from troll.tasks import load_task
+from troll.tasks import Task, load_task
+from troll.tasks.joint import join
+from troll.terminal import say
 from troll.trl import TrollConfig, TrollTrainer
 from troll.trl.surrogates import SURROGATES
 
@@ -63,7 +64,7 @@ def train(recipe: Recipe, console: Console) -> bool:
         checkpoint = _checkpoint(recipe, folder)
         path = model_path(recipe)
     processor = _processor(recipe, path)
-    task = load_task(recipe.task, conversational=processor.chat_template is not None)
+    task, others = _tasks(recipe, conversational=processor.chat_template is not None)
     trainer = _trainer(recipe, path, processor, task)
 
     main = trainer.is_world_process_zero()
@@ -73,6 +74,8 @@ def train(recipe: Recipe, console: Console) -> bool:
     progress = ProgressLine(console)
     trainer.add_callback(MetricsFile(folder / "metrics.jsonl"))
     trainer.add_callback(progress)
+    if others:
+        trainer.add_callback(OtherTasks(trainer, others))
 
     # A resumed run has its first evaluation in the checkpoint's log, and another would use up random numbers.
     trainer.args.eval_on_start = trainer.args.eval_on_start and checkpoint is None
@@ -168,6 +171,13 @@ def model_path(recipe: Recipe) -> str:
         raise RecipeError(f"the embedded model cannot be kept in the cache folder: {error}") from error
 
 
+def _tasks(recipe: Recipe, conversational: bool) -> tuple[Task, list[Task]]:
+    """The task to train on, and those to be judged on beside it."""
+    task = load_task(recipe.task, conversational=conversational, for_training=True)
+    others = [load_task(config, conversational=conversational) for config in recipe.task.other_tasks()]
+    return join(task, others) if others else (task, [])
+
+
 def _processor(recipe: Recipe, model_path: str) -> PreTrainedTokenizerBase | ProcessorMixin:
     """A tokenizer; of a vision-language model, its processor."""
     try:
@@ -195,7 +205,7 @@ def _missing_model(model_path: str) -> RecipeError:
 
 
 def _trainer(
-    recipe: Recipe, model_path: str, processor: PreTrainedTokenizerBase | ProcessorMixin, task: Any
+    recipe: Recipe, model_path: str, processor: PreTrainedTokenizerBase | ProcessorMixin, task: Task
 ) -> TrollTrainer:
     training, model = recipe.training, recipe.model
     # As TRL's own script does; a string was parsed by the configuration.
@@ -206,6 +216,8 @@ def _trainer(
         "dtype": model.dtype,
     } | dict(training.model_init_kwargs or {})  # type: ignore[arg-type]
     training.disable_tqdm = True
+    if training.reward_weights is None:
+        training.reward_weights = task.reward_weights
     try:
         trainer = TrollTrainer(
             model_path,

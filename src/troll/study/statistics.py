@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import correlation, fmean, stdev
 from typing import Literal
 
-Interval = tuple[float, float]
+from troll.evaluation.estimators import Interval, wilson_interval
 
 
 @dataclass(frozen=True)
@@ -31,23 +31,6 @@ class Estimate:
     size: int
     interval: Interval | None
     method: Literal["t", "wilson"] | None
-
-
-def wilson_interval(success: float, size: int) -> Interval:
-    """The 95 % Wilson score interval of a binomial proportion.
-
-    Args:
-        success: the observed proportion, in [0, 1].
-        size: the number of independent trials behind it, at least 1.
-
-    Returns:
-        The interval's lower and upper end, both in [0, 1].
-    """
-    z = 1.959963984540054  # the standard normal's 97.5 % quantile
-    centre = success + z * z / (2 * size)
-    spread = z * math.sqrt(success * (1 - success) / size + z * z / (4 * size * size))
-    scale = 1 + z * z / size
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
 def t_quantile(degrees: int) -> float:

@@ -1,16 +1,21 @@
 """Geometry problems with a diagram."""
 
 from collections.abc import Collection
-from typing import Any
+from dataclasses import replace
 
 from datasets import Dataset, Image, List
 
-from troll.rewards.math import success
-from troll.tasks.mathematics import INSTRUCTION, check_math_verify
-from troll.tasks.registry import Task, TaskConfig, TaskError, register_task
-from troll.tasks.splits import read_splits, text_of
+from troll.rewards.answers import INSTRUCTIONS
+from troll.rewards.math import MathGrader
+from troll.tasks.mathematics import check_math_verify
+from troll.tasks.options import Options
+from troll.tasks.registry import Task, TaskConfig, register_task
+from troll.tasks.row import Column
+from troll.tasks.splits import Rows, Source, read_splits
 
 HUB_NAME = "hiyouga/geometry3k"
+
+_COLUMNS = {name: Column((name,)) for name in ("images", "problem", "answer")}
 
 #: Where the data set's text says that a diagram comes; TRL puts the images before the text.
 _PLACEHOLDER = "<image>"
@@ -25,7 +30,8 @@ def load(config: TaskConfig, argument: str = "") -> Task:
     same answer is dropped: many diagrams share a text such as "Find x."
 
     Args:
-        config: Path and sizes; all training rows and at most `eval_size` of the test rows by default.
+        config: Path, sizes and the option `columns`; by default all training rows, and at most `eval_size` of the
+            test rows.
         argument: Unused: the task takes none.
 
     Returns:
@@ -35,35 +41,39 @@ def load(config: TaskConfig, argument: str = "") -> Task:
         TaskError: If the data cannot be reached or read, or a row lacks its images, its problem or its answer.
     """
     check_math_verify()
-    if config.options:
-        raise TaskError(f"task {config.task!r} takes no task_options, got {', '.join(config.options)}")
-    train, test = read_splits(config, HUB_NAME)
-    held_out, asked = _to_prompts(test, "test")
+    options = Options(config)
+    columns = options.columns(_COLUMNS)
+    options.finish()
+    train, test = read_splits(config, Source(HUB_NAME))
+    held_out, asked = _to_prompts(test.head(config.eval_size), columns)
     return Task(
         name=config.task,
-        train_dataset=_to_prompts(train, "train", exclude=asked)[0],
+        train_dataset=_to_prompts(train.head(config.train_size), columns, exclude=asked)[0],
         eval_dataset=held_out,
-        reward_funcs=[success],
+        reward_funcs=[MathGrader()],
     )
 
 
-def _to_prompts(rows: Dataset, split: str, exclude: Collection[tuple[str, str]] = ()) -> tuple[Dataset, set[Any]]:
+def _to_prompts(
+    rows: Rows, columns: dict[str, Column], exclude: Collection[tuple[str, str]] = ()
+) -> tuple[Dataset, set[tuple[str, str]]]:
     """The rows as prompts, and what they ask and expect."""
-    for field in ("images", "problem", "answer"):
-        if field not in rows.column_names:
-            raise TaskError(f"the {split} rows have no field {field!r}, only {', '.join(rows.column_names)}")
-    kept, prompts, answers, asked = [], [], [], set()
-    rows = rows.select_columns(["images", "problem", "answer"])
+    names = rows.columns(columns)
+    images = rows.dataset.select_columns(names["images"])
     # Not decoded: whether they are there is all that matters here.
-    for number, row in enumerate(rows.cast_column("images", List(Image(decode=False)))):
-        if not row["images"] or None in row["images"]:
-            raise TaskError(f"{split} row {number} (counted from 0) has no image in its field 'images'")
-        problem = text_of(row, "problem", split, number).replace(_PLACEHOLDER, "").strip()
-        answer = text_of(row, "answer", split, number)
+    undecoded = rows.dataset.cast_column(names["images"], List(Image(decode=False)))
+    kept, prompts, answers, asked = [], [], [], set()
+    for index, row in enumerate(replace(rows, dataset=undecoded).read(columns)):
+        if not row.value("images") or None in row.value("images"):
+            raise row.error(f"has no image in its field {names['images']!r}")
+        problem = row.text("problem").replace(_PLACEHOLDER, "").strip()
+        answer = row.answer("answer")
         asked.add((problem, answer))
         if (problem, answer) not in exclude:
-            kept.append(number)
-            prompts.append(f"{problem}\n{INSTRUCTION}")
+            kept.append(index)
+            prompts.append(f"{problem}\n{INSTRUCTIONS['boxed']}")
             answers.append(answer)
-    images = rows.select(kept).select_columns("images").cast_column("images", List(Image()))
+    images = images.select(kept).cast_column(names["images"], List(Image()))
+    if names["images"] != "images":
+        images = images.rename_column(names["images"], "images")
     return images.add_column("prompt", prompts).add_column("answer", answers), asked

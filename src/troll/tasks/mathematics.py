@@ -1,11 +1,116 @@
-"""What tasks with a mathematical answer share."""
+"""Tasks with a mathematical answer. To add a data set: one declaration at the end of this file."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import cast
 
-from troll.tasks.registry import TaskError
+from troll.rewards.answers import INSTRUCTIONS, AnswerFormat, final_answer
+from troll.rewards.math import MathGrader
+from troll.tasks.dataset_task import Example, PromptStyle, dataset_task, without
+from troll.tasks.options import Options
+from troll.tasks.registry import Task, TaskConfig, TaskError, register_task
+from troll.tasks.row import Column, Row
+from troll.tasks.shaping import take_shaping
+from troll.tasks.splits import Source
 
-#: Ends a prompt whose answer `troll.rewards.math.success` finds.
-INSTRUCTION = r"Reason step by step, and put the final answer in \boxed{}."
+_TEMPLATE = "{question}\n{instruction}"
+
+# As the data sets have them; asked for twice, in two formats, a model has no right answer.
+_DAPO = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.",
+    'Remember to put your answer on its own line after "Answer:".',
+)
+_EURUS = (r"Present the answer in LaTex format: \boxed{Your answer}",)
+
+
+def mathematics(
+    name: str,
+    source: Source,
+    *,
+    question: tuple[str, ...] = ("problem", "question"),
+    answer: tuple[str, ...] = ("answer", "solution"),
+    gold: Callable[[str], str] | None = None,
+    instructions: tuple[str, ...] = (),
+    skip_unanswered: bool = False,
+) -> None:
+    r"""Registers a task: questions in text, each with one answer that math-verify can compare.
+
+    Its options are `answer_format` (`boxed`, `hash` or `tag`), `prompt` and `system_prompt`, `columns` (of `prompt` and
+    `answer`), `skip_unanswered`, and those of `troll.tasks.shaping`.
+
+    Args:
+        name: Of the task.
+        source: Its data set on the hub.
+        question: Columns of the question, in order of preference.
+        answer: Columns of the answer, likewise.
+        gold: Takes the answer out of its column, and raises ValueError where there is none. By default it is in the
+            last `\boxed{}`, or the whole where there is no box.
+        instructions: What questions say about the form of the answer, left out of them.
+        skip_unanswered: Whether rows without an answer are left out by default; otherwise they are an error.
+    """
+
+    def load(config: TaskConfig, argument: str) -> Task:
+        return load_mathematics(
+            config,
+            source,
+            columns={"prompt": Column(question), "answer": Column(answer)},
+            gold=gold or boxed_or_whole,
+            instructions=instructions,
+            skip_unanswered=skip_unanswered,
+        )
+
+    register_task(name, trains=source.train is not None)(load)
+
+
+def load_mathematics(
+    config: TaskConfig,
+    source: Source,
+    *,
+    columns: dict[str, Column],
+    gold: Callable[[str], str],
+    instructions: tuple[str, ...] = (),
+    skip_unanswered: bool = False,
+) -> Task:
+    """Loads a task that `mathematics` describes.
+
+    Returns:
+        The task. Its data sets have the columns `prompt` and `answer` (the answer alone).
+
+    Raises:
+        TaskError: If math-verify is missing, an option is unknown or unusable, the data cannot be reached or read, or a
+            row lacks its question or its answer.
+    """
+    check_math_verify()
+    options = Options(config)
+    answer_format = cast(AnswerFormat, options.choice("answer_format", list(INSTRUCTIONS)))
+    style = PromptStyle(_TEMPLATE, _TEMPLATE, INSTRUCTIONS[answer_format]).with_options(options)
+    system_prompt = options.text("system_prompt")
+    columns = options.columns(columns)
+    skip_unanswered = options.flag("skip_unanswered", skip_unanswered)
+    shaping, weights = take_shaping(options, answer_format)
+    options.finish()
+
+    def read(row: Row) -> Example:
+        question, answer = without(row.text("prompt"), *instructions), row.answer("answer")
+        try:
+            return Example(question, {"answer": gold(answer)})
+        except ValueError as error:
+            raise row.error(f"has no answer in its field {row.columns['answer']!r}: {error}") from error
+
+    return dataset_task(
+        config,
+        source,
+        columns=columns,
+        read=read,
+        style=style,
+        rewards=[MathGrader(answer_format=answer_format), *shaping],
+        skip_unanswered=skip_unanswered,
+        reward_weights=[1.0, *weights] if shaping else None,
+        system_prompt=system_prompt,
+    )
 
 
 def check_math_verify() -> None:
@@ -16,3 +121,49 @@ def check_math_verify() -> None:
     """
     if find_spec("math_verify") is None:
         raise TaskError('this task needs math-verify: pip install "troll-rl[tasks]"')
+
+
+def boxed_or_whole(text: str) -> str:
+    r"""Returns what is in the last `\boxed{}` of a solution, or all of a text without a box.
+
+    Raises:
+        ValueError: If the last box is empty or its braces do not balance.
+    """
+    if r"\boxed" not in text:
+        return text
+    answer = final_answer(text, "boxed")
+    if answer is None:
+        raise ValueError(f"its last box is empty or open, {text[-60:]!r}")
+    return answer
+
+
+def after_hashes(solution: str) -> str:
+    """Returns the number after the last `####` of a GSM8K solution, without thousands separators.
+
+    Raises:
+        ValueError: If there is no `####`, or no number after it.
+    """
+    _, marker, answer = solution.rpartition("####")
+    answer = answer.strip().replace(",", "")
+    try:
+        float(answer)
+    except ValueError:
+        marker = ""
+    if not marker:
+        raise ValueError(f"it must end in '#### <number>', got {solution[-60:]!r}")
+    return answer
+
+
+_EURUS_DATA = Source("PRIME-RL/Eurus-2-RL-Data", held_out="validation", only=("ability", "math"))
+_IN_EURUS = ("reward_model.ground_truth",)
+_DAPO_DATA = Source("open-r1/DAPO-Math-17k-Processed", "all")
+
+mathematics("gsm8k", Source("openai/gsm8k", "main"), answer=("answer",), gold=after_hashes)
+mathematics("math", Source("nlile/hendrycks-MATH-benchmark"))
+mathematics("dapo_math", _DAPO_DATA, question=("prompt",), answer=(*_IN_EURUS, "solution"), instructions=_DAPO)
+mathematics("eurus_math", _EURUS_DATA, question=("prompt",), answer=_IN_EURUS, instructions=_EURUS)
+mathematics("math500", Source("HuggingFaceH4/MATH-500", train=None))
+mathematics("aime24", Source("HuggingFaceH4/aime_2024", train=None, held_out="train"))
+mathematics("amc23", Source("math-ai/amc23", train=None))
+mathematics("minerva_math", Source("math-ai/minervamath", train=None))
+mathematics("omni_math", Source("KbsdJames/Omni-MATH", train=None), skip_unanswered=True)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from datasets import Dataset
 
 from troll.rewards.completion import completion_text
-from troll.tasks.registry import RewardFunc, Task, TaskConfig, TaskError, register_task
+from troll.tasks.registry import DEFAULT_EVAL_SIZE, RewardFunc, Task, TaskConfig, TaskError, register_task
 
 Split = Literal["eval", "warmup", "train"]
 
@@ -63,7 +63,7 @@ def load(config: TaskConfig, data_set: str) -> Task:
     is: a hash of its text assigns every question to one split (see `questions`).
 
     Args:
-        config: Options and sizes; `train_size` defaults to 4096.
+        config: Options and sizes; `train_size` defaults to 4096, and 256 are held out for an `eval_size` of None.
         data_set: Name of the data set, e.g. `chain_sum`.
 
     Returns:
@@ -75,7 +75,7 @@ def load(config: TaskConfig, data_set: str) -> Task:
     if config.dataset_path is not None:
         raise TaskError(f"task {config.task!r} generates its questions: remove dataset_path={config.dataset_path}")
     train = questions(data_set, config.options, split="train", size=config.train_size or DEFAULT_TRAIN_SIZE)
-    held_out = questions(data_set, config.options, split="eval", size=config.eval_size)
+    held_out = questions(data_set, config.options, split="eval", size=config.eval_size or DEFAULT_EVAL_SIZE)
     return Task(
         name=config.task,
         train_dataset=_to_dataset(train, first_id=0),

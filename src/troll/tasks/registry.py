@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -10,6 +12,12 @@ from troll.rewards.preference import load_reward_model
 RewardFunc = Callable[..., list[float]]
 #: What a trainer takes as a reward: a function, or a reward model (`transformers.PreTrainedModel`).
 Reward = RewardFunc | Any
+
+
+DEFAULT_EVAL_SIZE = 256
+
+#: Column of a data set whose prompts read otherwise in a conversation than as plain text.
+CHAT_PROMPT = "chat_prompt"
 
 
 class TaskError(ValueError):
@@ -26,7 +34,10 @@ class TaskConfig:
 
     task: str = field(
         default="reasoning_gym:chain_sum",
-        metadata={"help": "Name of the task, e.g. `gsm8k`, or `reasoning_gym:` and one of its data sets."},
+        metadata={
+            "help": "Name of the task, e.g. `gsm8k`, or `reasoning_gym:` and one of its data sets; or the path of a "
+            "YAML or Python file with a task of one's own."
+        },
     )
     dataset_path: str | None = field(
         default=None,
@@ -38,8 +49,8 @@ class TaskConfig:
     task_options: dict | str | None = field(
         default=None,
         metadata={
-            "help": "Options of the task as a JSON object, e.g. the configuration of a reasoning-gym data set: "
-            '\'{"max_terms": 3, "max_digits": 2}\'.'
+            "help": 'Options of the task as a JSON object, e.g. \'{"answer_format": "tag"}\', or the configuration of '
+            'a reasoning-gym data set: \'{"max_terms": 3, "max_digits": 2}\'.'
         },
     )
     reward_model: str | None = field(
@@ -53,9 +64,17 @@ class TaskConfig:
         default=None,
         metadata={"help": "Number of training prompts. Default: all rows of a data set, 4096 of a generator."},
     )
-    eval_size: int = field(
-        default=256,
-        metadata={"help": "Number of held-out prompts (at most; a data set may have fewer)."},
+    eval_size: int | None = field(
+        default=DEFAULT_EVAL_SIZE,
+        metadata={"help": "Number of held-out prompts (at most; a data set may have fewer). In YAML, null is all."},
+    )
+
+    eval_tasks: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Other tasks to evaluate on beside this one, each a name, or `name=path` for local data, e.g. "
+            "`aime24 amc23=data/amc23.jsonl`."
+        },
     )
 
     def __post_init__(self) -> None:
@@ -72,6 +91,11 @@ class TaskConfig:
         """The task's options as a dictionary, empty where none were given."""
         return dict(self.task_options) if isinstance(self.task_options, dict) else {}
 
+    def other_tasks(self) -> list[TaskConfig]:
+        """Those of `eval_tasks`, with the same `eval_size`."""
+        named = (each.partition("=") for each in self.eval_tasks or [])
+        return [TaskConfig(name, path or None, train_size=1, eval_size=self.eval_size) for name, _, path in named]
+
 
 @dataclass(frozen=True)
 class Task:
@@ -79,35 +103,51 @@ class Task:
 
     Attributes:
         name: The name it was loaded by.
-        train_dataset: Rows with a column `prompt` and the columns that the rewards read.
+        train_dataset: Rows with a column `prompt` and the columns that the rewards read; empty for a benchmark.
         eval_dataset: Held-out rows with the same columns; shares no prompt with `train_dataset`.
         reward_funcs: Rewards in TRL's signature `(prompts, completions, **columns) -> list[float]`. Where the task can
             tell success from failure, the first is named `success` and returns exactly 0.0 or 1.0. A reward model
             cannot: where it is alone, the mean held-out reward is what training improves.
+        reward_weights: TRL's `reward_weights`, one for each reward: with 0.0 it is logged and not trained on. None:
+            1.0 each.
+        system_prompt: What precedes every prompt: a message of its own in a conversation, a paragraph in plain text.
     """
 
     name: str
     train_dataset: Dataset
     eval_dataset: Dataset
     reward_funcs: list[Reward]
+    reward_weights: list[float] | None = None
+    system_prompt: str | None = None
 
 
 Loader = Callable[[TaskConfig, str], Task]
 
-_LOADERS: dict[str, tuple[str, Loader]] = {}
+
+@dataclass(frozen=True)
+class _Registration:
+    pattern: str
+    loader: Loader
+    trains: bool
 
 
-def register_task(pattern: str) -> Callable[[Loader], Loader]:
+_LOADERS: dict[str, _Registration] = {}
+_FILE_LOADERS: dict[str, Loader] = {}
+
+
+def register_task(pattern: str, *, trains: bool = True) -> Callable[[Loader], Loader]:
     """Registers a loader of tasks; use it as a decorator.
 
     Args:
         pattern: The name users type. `"gsm8k"` takes no argument; `"reasoning_gym:<data set>"` takes one, and what
             stands after the colon in the user's name is handed to the loader; `"prompts[:<hub data set>]"` may do
             without.
+        trains: Whether it has rows to train on; a benchmark has not.
 
     Returns:
         A decorator for a function `(config, argument) -> Task` whose prompts are plain strings (`load_task` makes them
-        conversations where the model wants them) and whose `argument` is empty where the name has none.
+        conversations where the model wants them, of the column `chat_prompt` where there is one) and whose `argument`
+        is empty where the name has none.
 
     Raises:
         ValueError: If the part before the colon is registered already.
@@ -117,58 +157,109 @@ def register_task(pattern: str) -> Callable[[Loader], Loader]:
         raise ValueError(f"task {prefix!r} is registered already")
 
     def register(loader: Loader) -> Loader:
-        _LOADERS[prefix] = (pattern, loader)
+        _LOADERS[prefix] = _Registration(pattern, loader, trains)
         return loader
 
     return register
 
 
-def load_task(config: TaskConfig, *, conversational: bool = False) -> Task:
+def register_task_file(*suffixes: str) -> Callable[[Loader], Loader]:
+    """Registers a loader of tasks that are files, by the ends of their names; its `config.task` is `path[:argument]`.
+
+    Args:
+        suffixes: Such as `".yaml"`.
+
+    Returns:
+        A decorator for a function like those of `register_task`.
+    """
+
+    def register(loader: Loader) -> Loader:
+        _FILE_LOADERS.update(dict.fromkeys(suffixes, loader))
+        return loader
+
+    return register
+
+
+def load_task(config: TaskConfig, *, conversational: bool = False, for_training: bool = False) -> Task:
     """Loads the task that `config.task` names.
 
     Args:
-        config: The name, options and sizes.
+        config: The name, or the path of a file with a task, options and sizes.
         conversational: Whether prompts are conversations (`[{"role": "user", "content": ...}]`), to which TRL applies
             the chat template, or plain strings. Pass `tokenizer.chat_template is not None`.
+        for_training: Whether a task without rows to train on is an error.
 
     Returns:
-        The task, with non-empty data sets, and with the reward model of `config` as its last reward.
+        The task, with held-out rows, and with the reward model of `config` as its last reward.
 
     Raises:
         TaskError: If the task, its data, its reward model or one of its options is unknown, missing or unusable.
     """
-    prefix, colon, argument = config.task.partition(":")
-    if prefix not in _LOADERS:
-        known = ", ".join(sorted(pattern for pattern, _ in _LOADERS.values()))
-        raise TaskError(f"unknown task {config.task!r}; known tasks: {known}")
-    pattern, loader = _LOADERS[prefix]
-    takes, needs = ":" in pattern, ":" in pattern and "[" not in pattern
-    if (argument and not takes) or (needs and not argument) or (colon and not argument):
-        raise TaskError(f"task {config.task!r} is not of the form {pattern!r}")
+    loader, argument, trains = _find(config.task)
     task = loader(config, argument)
-    for split, dataset in (("train", task.train_dataset), ("eval", task.eval_dataset)):
-        if not len(dataset):
-            raise TaskError(f"task {config.task!r} has no {split} rows left: check its data and {split}_size")
+    if not len(task.eval_dataset):
+        raise TaskError(f"task {config.task!r} has no eval rows left: check its data and eval_size")
+    if for_training and not len(task.train_dataset):
+        raise _nothing_to_train_on(config, trains)
     if config.reward_model is not None:
         try:
             model = load_reward_model(config.reward_model, conversational=conversational)
         except ValueError as error:
             raise TaskError(str(error)) from error
-        task = replace(task, reward_funcs=[*task.reward_funcs, model])
-    if not conversational:
-        if "images" in task.train_dataset.column_names:
-            raise TaskError(f"task {config.task!r} has images, which take a vision-language model with a chat template")
-        return task
+        weights = None if task.reward_weights is None else [*task.reward_weights, 1.0]
+        task = replace(task, reward_funcs=[*task.reward_funcs, model], reward_weights=weights)
+    if not conversational and "images" in task.eval_dataset.column_names:
+        raise TaskError(f"task {config.task!r} has images, which take a vision-language model with a chat template")
+    shape = _conversational if conversational else _plain
     return replace(
-        task, train_dataset=_conversational(task.train_dataset), eval_dataset=_conversational(task.eval_dataset)
+        task,
+        train_dataset=shape(task.train_dataset, task.system_prompt),
+        eval_dataset=shape(task.eval_dataset, task.system_prompt),
     )
 
 
-def _conversational(dataset: Dataset) -> Dataset:
-    prompts = [[{"role": "user", "content": prompt}] for prompt in dataset["prompt"]]
+def _find(task: str) -> tuple[Loader, str, bool]:
+    """The loader of a task, what it takes as its argument, and whether it is known to have rows to train on."""
+    prefix, colon, argument = task.partition(":")
+    for suffix, loader in _FILE_LOADERS.items():
+        if prefix.endswith(suffix):
+            return loader, argument, True
+    if prefix not in _LOADERS:
+        known = ", ".join(sorted(registration.pattern for registration in _LOADERS.values()))
+        raise TaskError(f"unknown task {task!r}; known tasks: {known}; or the path of a .yaml or .py file")
+    pattern = _LOADERS[prefix].pattern
+    takes, needs = ":" in pattern, ":" in pattern and "[" not in pattern
+    if (argument and not takes) or (needs and not argument) or (colon and not argument):
+        raise TaskError(f"task {task!r} is not of the form {pattern!r}")
+    return _LOADERS[prefix].loader, argument, _LOADERS[prefix].trains
+
+
+def _nothing_to_train_on(config: TaskConfig, trains: bool) -> TaskError:
+    if not trains:
+        others = ", ".join(sorted(each.pattern for each in _LOADERS.values() if each.trains))
+        return TaskError(f"task {config.task!r} is a benchmark, without rows to train on; train on one of {others}")
+    cause = "with eval_size null all rows are held out" if config.eval_size is None else "check its data and train_size"
+    return TaskError(f"task {config.task!r} has no train rows left: {cause}")
+
+
+def _plain(dataset: Dataset, system_prompt: str | None) -> Dataset:
+    if CHAT_PROMPT in dataset.column_names:
+        dataset = dataset.remove_columns(CHAT_PROMPT)
+    if system_prompt is None:
+        return dataset
+    return _with_prompts(dataset, [f"{system_prompt}\n\n{prompt}" for prompt in dataset["prompt"]])
+
+
+def _conversational(dataset: Dataset, system_prompt: str | None) -> Dataset:
+    before = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    column = CHAT_PROMPT if CHAT_PROMPT in dataset.column_names else "prompt"
+    dataset = _with_prompts(dataset, [[*before, {"role": "user", "content": prompt}] for prompt in dataset[column]])
+    return dataset.remove_columns(CHAT_PROMPT) if column == CHAT_PROMPT else dataset
+
+
+def _with_prompts(dataset: Dataset, prompts: list[Any]) -> Dataset:
     # One column alone is exchanged: images in the others would be decoded.
-    dataset = dataset.add_column("conversation", prompts)
-    return dataset.remove_columns("prompt").rename_column("conversation", "prompt")
+    return dataset.add_column("new_prompt", prompts).remove_columns("prompt").rename_column("new_prompt", "prompt")
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -1,76 +1,166 @@
 """The rows of a task, from the Hugging Face hub or from local files."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset, load_dataset
 
 from troll.tasks.registry import TaskConfig, TaskError
+from troll.tasks.row import Column, Row, columns_of
 
 _FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
-def read_splits(config: TaskConfig, hub_name: str, hub_config: str | None = None) -> tuple[Dataset, Dataset]:
+@dataclass(frozen=True)
+class Source:
+    """A data set of the hub.
+
+    Attributes:
+        name: Its name, e.g. `openai/gsm8k`.
+        config: Its configuration, where it has several.
+        train: The split to train on; None for a benchmark.
+        held_out: The split to evaluate on; where there is none, the last `eval_size` rows of `train`.
+        only: A column and the value of the rows that belong to the task; a column that is not there is ignored.
+        held_out_file: A local file with the rows to evaluate on, beside another one with those to train on.
+    """
+
+    name: str
+    config: str | None = None
+    train: str | None = "train"
+    held_out: str = "test"
+    only: tuple[str, str] | None = None
+    held_out_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a file or of a split of the hub.
+
+    Attributes:
+        dataset: The rows.
+        numbers: Of each row, its place in the file, counted from 0.
+        split: `train` or `test`.
+        origin: The file, or the name on the hub.
+    """
+
+    dataset: Dataset
+    numbers: Sequence[int]
+    split: str
+    origin: str
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def select(self, indices: Sequence[int], split: str | None = None) -> Rows:
+        """Returns the rows at some indices."""
+        numbers = [self.numbers[index] for index in indices]
+        return replace(self, dataset=self.dataset.select(indices), numbers=numbers, split=split or self.split)
+
+    def head(self, size: int | None) -> Rows:
+        """Returns the first rows, all for None."""
+        return self if size is None or size >= len(self) else self.select(range(size))
+
+    def columns(self, wanted: Mapping[str, Column]) -> dict[str, str]:
+        """Returns the columns of a task's fields.
+
+        Raises:
+            TaskError: If a required column is missing.
+        """
+        return columns_of(self.dataset, wanted, f"the {self.split} rows of {self.origin}")
+
+    def read(self, wanted: Mapping[str, Column]) -> Iterator[Row]:
+        """Yields the rows by the task's names of their fields.
+
+        Raises:
+            TaskError: If a required column is missing.
+        """
+        columns = self.columns(wanted)
+        for number, values in zip(self.numbers, self.dataset, strict=True):
+            yield Row(values, columns, f"{self.split} row {number} (counted from 0) of {self.origin}")
+
+
+#: Divides the rows of one file into those to train on and those held out, by index; None: hold out the last ones.
+Divide = Callable[[Dataset], tuple[Sequence[int], Sequence[int]] | None]
+
+
+def read_splits(config: TaskConfig, source: Source, divide: Divide | None = None) -> tuple[Rows, Rows]:
     """Reads training and held-out rows.
 
     From `config.dataset_path`: a folder with a train and a test file (`train.jsonl`, `test-00000-of-00001.parquet`,
-    ...), or one file, whose last `eval_size` rows are then held out. Without it, from the hub.
+    ...), or one file, whose last `eval_size` rows are then held out. Without it, from the hub. Of a benchmark, all rows
+    of one file are held out, and a folder needs a test file only.
 
     Args:
-        config: Path and sizes. All training rows by default, and at most `eval_size` of the test rows.
-        hub_name: The hub's data set; if it has no split `test`, the last `eval_size` rows of `train` are held out.
-        hub_config: Its configuration, where it has several.
+        config: The path, and how many rows of one file are held out; all for an `eval_size` of None.
+        source: The hub's data set.
+        divide: How one file is divided, where the data set says it itself.
 
     Returns:
-        The rows to train on, and those held out.
+        The rows to train on, none for a benchmark, and those held out, which may be more than `eval_size`.
 
     Raises:
         TaskError: If the data cannot be reached or read, or there are too few rows.
     """
-    train, test = _all_rows(config, hub_name, hub_config)
-    train = train.select(range(min(config.train_size or len(train), len(train))))
-    return train, test.select(range(min(config.eval_size, len(test))))
+    train, test = _local(config, source, divide) if config.dataset_path else _from_hub(config, source)
+    return _only(train, source), _only(test, source)
 
 
-def text_of(row: Any, field: str, split: str, number: int) -> str:
-    """Returns the text in a field of a row.
-
-    Raises:
-        TaskError: If there is none; names the row by its split and number.
-    """
-    value = row.get(field)
-    if not isinstance(value, str) or not value.strip():
-        raise TaskError(f"{split} row {number} (counted from 0) has no text in its field {field!r}, got {value!r}")
-    return value
-
-
-def _all_rows(config: TaskConfig, hub_name: str, hub_config: str | None) -> tuple[Dataset, Dataset]:
-    if config.dataset_path is None:
-        return _from_hub(hub_name, hub_config, config.eval_size)
-    path = Path(config.dataset_path).expanduser()
-    if path.is_dir():
-        return _read(_one_file(path, "train")), _read(_one_file(path, "test"))
-    return _hold_out(_read(path), config.eval_size, str(path))
+def _local(config: TaskConfig, source: Source, divide: Divide | None) -> tuple[Rows, Rows]:
+    path = Path(str(config.dataset_path)).expanduser()
+    if not path.is_dir():
+        rows = _read(path, "train")
+        if source.held_out_file is not None:
+            return rows, _read(source.held_out_file, "test")
+        if source.train is None:
+            return rows.select([]), replace(rows, split="test")
+        parts = divide(rows.dataset) if divide is not None else None
+        if parts is not None:
+            return rows.select(parts[0]), rows.select(parts[1], "test")
+        return _hold_out(rows, config.eval_size)
+    test = _read(_one_file(path, "test"), "test")
+    return test.select([], "train") if source.train is None else _read(_one_file(path, "train"), "train"), test
 
 
-def _from_hub(name: str, configuration: str | None, eval_size: int) -> tuple[Dataset, Dataset]:
+def _from_hub(config: TaskConfig, source: Source) -> tuple[Rows, Rows]:
     try:
-        splits = load_dataset(name, configuration)
+        splits = load_dataset(source.name, source.config)
     except (OSError, ValueError) as error:  # ValueError: it is not a data set, or has no such configuration
         raise TaskError(
-            f"cannot load {name} from the Hugging Face hub: connect to the network, or give a local copy with "
-            "--dataset_path (a folder with train.jsonl and test.jsonl)"
+            f"cannot load {source.name} from the Hugging Face hub: connect to the network, or give a local copy with "
+            "--dataset_path (a file, or a folder with train.jsonl and test.jsonl)"
         ) from error
-    if "train" not in splits:
-        raise TaskError(f"{name} has no split 'train', only {', '.join(splits)}")
-    return (splits["train"], splits["test"]) if "test" in splits else _hold_out(splits["train"], eval_size, name)
+    first = source.held_out if source.train is None else source.train
+    if first not in splits:
+        raise TaskError(f"{source.name} has no split {first!r}, only {', '.join(splits)}")
+    rows = _all(splits[first], "train", source.name)
+    if source.train is None:
+        return rows.select([]), replace(rows, split="test")
+    if source.held_out in splits:
+        return rows, _all(splits[source.held_out], "test", source.name)
+    return _hold_out(_only(rows, source), config.eval_size)
 
 
-def _hold_out(rows: Dataset, eval_size: int, name: str) -> tuple[Dataset, Dataset]:
+def _all(dataset: Dataset, split: str, origin: str) -> Rows:
+    return Rows(dataset, range(len(dataset)), split, origin)
+
+
+def _only(rows: Rows, source: Source) -> Rows:
+    if source.only is None or source.only[0] not in rows.dataset.column_names:
+        return rows
+    column, value = source.only
+    return rows.select([index for index, found in enumerate(rows.dataset[column]) if found == value])
+
+
+def _hold_out(rows: Rows, eval_size: int | None) -> tuple[Rows, Rows]:
+    if eval_size is None:
+        return rows.select([]), replace(rows, split="test")
     if len(rows) <= eval_size:
-        raise TaskError(f"{name} has {len(rows)} rows, not enough to hold out eval_size={eval_size} of them")
-    held_out = len(rows) - eval_size
-    return rows.select(range(held_out)), rows.select(range(held_out, len(rows)))
+        raise TaskError(f"{rows.origin} has {len(rows)} rows, not enough to hold out eval_size={eval_size} of them")
+    kept = len(rows) - eval_size
+    return rows.select(range(kept)), rows.select(range(kept, len(rows)), "test")
 
 
 def _one_file(folder: Path, split: str) -> Path:
@@ -81,7 +171,7 @@ def _one_file(folder: Path, split: str) -> Path:
     return files[0]
 
 
-def _read(path: Path) -> Dataset:
+def _read(path: Path, split: str) -> Rows:
     if not path.is_file():
         raise TaskError(f"dataset_path: no such file or folder: {path}")
     if path.suffix not in _FORMATS:
@@ -94,4 +184,4 @@ def _read(path: Path) -> Dataset:
         raise TaskError(f"cannot read {path}: {reason}") from error
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
         raise TaskError(f"cannot read {path}: it has no rows")
-    return dataset
+    return _all(dataset, split, str(path))

@@ -75,6 +75,8 @@ class TrollConfig(GRPOConfig):
         value_clip: How far a value may move from the rollout's before its loss is clipped.
         diagnostics_steps: Every so many optimiser steps, ``trust_region/diagnostics/*`` are measured and logged; 0
             never. See docs/diagnostics.md.
+        eval_temperature: At which held-out completions are sampled: 0 is greedy, with ``num_generations_eval=1``; by
+            default as in training.
 
     Raises:
         ValueError: On a value out of its range, a `loss_type` without a clip to replace, or a `delta` without a clip.
@@ -180,6 +182,10 @@ class TrollConfig(GRPOConfig):
         default=0,
         metadata={"help": "Measure trust_region/diagnostics/* every so many optimiser steps; 0 never."},
     )
+    eval_temperature: float | None = field(
+        default=None,
+        metadata={"help": "Sampling temperature of evaluations; 0 is greedy. Default: that of training."},
+    )
 
     def __post_init__(self) -> None:
         if self.advantage_estimator not in ESTIMATORS:
@@ -251,6 +257,10 @@ class TrollConfig(GRPOConfig):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer, at least {least}, got {value}")
+        if self.eval_temperature is not None and not 0 <= self.eval_temperature < math.inf:
+            raise ValueError(f"eval_temperature must be finite and at least 0, got {self.eval_temperature}")
+        if self.eval_temperature == 0 and self.num_generations_eval != 1:
+            raise ValueError("eval_temperature=0 writes the same completion every time: set num_generations_eval=1")
         if not 0 <= self.mass_threshold < 1:
             raise ValueError(f"mass_threshold must be in [0, 1), got {self.mass_threshold}")
 

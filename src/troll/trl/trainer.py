@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.trainer_utils import has_length
 from trl.trainer.utils import get_config_model_id
 
 from troll.files import write_atomically
@@ -18,6 +20,7 @@ from troll.trl.config import AGGREGATION, TrollConfig
 from troll.trl.diagnosis import Diagnosis
 from troll.trl.estimation import loss_mask
 from troll.trl.fused_head import PolicyOutput, scatter
+from troll.trl.held_out import HeldOut, sampling_temperature
 from troll.trl.monitor import Monitor
 from troll.trl.old_policy import OLD_POLICY, OldPolicyTrainer
 from troll.trl.scoring import PolicyScoring
@@ -85,6 +88,7 @@ class TrollTrainer(OldPolicyTrainer):
                 setattr(module, name, 0.0)
         self.monitor = Monitor(self.accelerator, args)
         self._diagnosis = Diagnosis(self.accelerator, args, self._full_logits)
+        self._held_out = HeldOut(self.reward_funcs, self.reward_func_names)
         self._bound: Bound | None = None
         self._used_bound = args.kl_bound
 
@@ -108,6 +112,41 @@ class TrollTrainer(OldPolicyTrainer):
         if OLD_POLICY in rolled_out and self._diagnostics_due(self._updates_of_rollout()):
             self._diagnosis.probe(rolled_out, loss_mask(rolled_out))
         return rolled_out
+
+    # Evaluation
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """The parent's, with the metrics of ``troll eval`` (docs/evaluate.md) where a reward is named ``success``.
+
+        They start with the prefix, which names the data set where there are several: ``eval_pass@1``,
+        ``eval_aime24_pass@1``.
+        """
+        with sampling_temperature(self, self.args.eval_temperature):
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        problems = len(dataloader.dataset) if has_length(dataloader.dataset) else None
+        found = self._held_out.metrics(self.num_generations_eval, problems)
+        if metric_key_prefix != "eval":  # TRL logs its own of every data set under the same names
+            own = self._metrics["eval"]
+            found |= {name: value for name in own if (value := _mean(own[name])) is not None}
+            own.clear()
+        assert output.metrics is not None
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
+        return output
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        if not self.model.training:
+            self._held_out.observe(rewards)
+        return rewards
 
     # The update
 
@@ -281,3 +320,9 @@ class TrollTrainer(OldPolicyTrainer):
                 f"{checkpoint} has no {BOUND_STATE}: the schedule of kl_bound starts anew",
                 stacklevel=2,
             )
+
+
+def _mean(values: list[float]) -> float | None:
+    """Of those that are numbers."""
+    valid = [value for value in values if not math.isnan(value)]
+    return sum(valid) / len(valid) if valid else None

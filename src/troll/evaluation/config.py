@@ -1,0 +1,103 @@
+"""The settings of an evaluation, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from troll.evaluation.errors import EvaluationError
+from troll.tasks import TaskConfig
+
+BACKENDS = ("auto", "vllm", "transformers")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """What to evaluate, and how.
+
+    Attributes:
+        model: See :func:`troll.evaluation.model.find_model`.
+        tasks: At least one, each once.
+        samples: n, completions per problem.
+        ks: The k of pass@k, each at most n; None for 1 and n.
+        temperature: At least 0, where 0 is greedy, which takes n = 1; None for 0 with n = 1, else 1.
+        top_p: In (0, 1].
+        top_k: At least 0; 0 for no limit.
+        max_new_tokens: At least 1; None for 2048, or less where the model's context ends before.
+        batch_size: Completions at once, at least 1; None for what suits the backend.
+        backend: One of `BACKENDS`; "auto" is vLLM where it is installed and there is a GPU.
+        seed: Of all random numbers.
+        dtype: One of `DTYPES`.
+        chat_template_kwargs: More variables of the chat template.
+        output_dir: None for `runs/eval-` and the model's name.
+
+    Raises:
+        EvaluationError: If one of them is out of its range.
+    """
+
+    model: str
+    tasks: Sequence[TaskConfig]
+    samples: int = 1
+    ks: Sequence[int] | None = None
+    temperature: float | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int | None = None
+    batch_size: int | None = None
+    backend: str = "auto"
+    seed: int = 0
+    dtype: str = "auto"
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    output_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "max_new_tokens", "batch_size"):
+            _require(getattr(self, name) is None or getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
+        _require(self.top_k >= 0, "top_k", "at least 0 (0 keeps all tokens)", self.top_k)
+        temperature = self.resolved_temperature
+        _require(0 <= temperature < float("inf"), "temperature", "at least 0 and finite", temperature)
+        _require(self.backend in BACKENDS, "backend", "one of " + ", ".join(BACKENDS), self.backend)
+        _require(self.dtype in DTYPES, "dtype", "one of " + ", ".join(DTYPES), self.dtype)
+        for k in self.resolved_ks:
+            _require(1 <= k <= self.samples, "k", f"between 1 and samples={self.samples}", k)
+        if temperature == 0 and self.samples > 1:
+            raise EvaluationError(
+                f"temperature 0 gives the same completion {self.samples} times: use samples=1, or a temperature above 0"
+            )
+        if not self.tasks:
+            raise EvaluationError("no task: name one with --task")
+        count, name = max((count, name) for name, count in Counter(slug(task.task) for task in self.tasks).items())
+        if count > 1:
+            raise EvaluationError(f"task {name} is named {count} times: evaluate it once in a folder")
+
+    @property
+    def resolved_temperature(self) -> float:
+        """The temperature, by default greedy for one completion and the model's own distribution for several."""
+        default = 0.0 if self.samples == 1 else 1.0
+        return default if self.temperature is None else self.temperature
+
+    @property
+    def resolved_ks(self) -> list[int]:
+        """The k of pass@k, ascending, each once."""
+        return sorted({1, self.samples} if self.ks is None else set(self.ks))
+
+    @property
+    def folder(self) -> Path:
+        """Where records and results go; the same command has the same, so that it goes on."""
+        return self.output_dir or Path("runs") / f"eval-{slug(self.model.strip('/.'))}"
+
+
+def slug(name: str) -> str:
+    """A name as a file may be called."""
+    return re.sub(r"[^\w.-]+", "-", name).strip("-")
+
+
+def _require(holds: bool, name: str, what: str, value: object) -> None:
+    if not holds:
+        raise EvaluationError(f"{name} must be {what}, got {value}")

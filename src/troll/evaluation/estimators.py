@@ -1,0 +1,139 @@
+"""What n completions of one problem say about a model, and how sure one can be over problems.
+
+Pure functions of Python numbers: one problem at a time, and one mean with its interval over problems.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+Interval = tuple[float, float]
+#: Whether two answers count as one; symmetric, and asked of different strings only.
+SameAnswer = Callable[[str, str], bool]
+
+_NORMAL_QUANTILE = 1.959963984540054  # the standard normal's 97.5 % quantile
+
+
+def pass_at_k(samples: int, successes: int, k: int) -> float:
+    """The probability that at least one of k completions succeeds, estimated from n ≥ k of them without bias.
+
+    1 − C(n − c, k) / C(n, k), the share of the subsets of k completions that hold a success (Chen et al., 2021,
+    "Evaluating Large Language Models Trained on Code", equation 1), as a product of ratios, none of which overflows.
+
+    Args:
+        samples: n, the number of completions.
+        successes: c, how many of them succeed.
+        k: The size of the subsets.
+
+    Returns:
+        A value in [0, 1].
+
+    Raises:
+        ValueError: If not 0 ≤ c ≤ n or not 1 ≤ k ≤ n.
+    """
+    if not 0 <= successes <= samples:
+        raise ValueError(f"successes must be between 0 and samples={samples}, got {successes}")
+    if not 1 <= k <= samples:
+        raise ValueError(f"k must be between 1 and samples={samples}, got {k}")
+    if samples - successes < k:
+        return 1.0
+    # C(n − c, k) / C(n, k) = Π_{i = n − c + 1}^{n} (1 − k / i)
+    return 1.0 - math.prod(1.0 - k / i for i in range(samples - successes + 1, samples + 1))
+
+
+def majority_vote(answers: Sequence[str | None], successes: Sequence[bool], same: SameAnswer | None = None) -> float:
+    """The probability that the answer given most often is right.
+
+    Answers that are the same string are one class; classes are then joined where `same` says so of their most frequent
+    strings, so that an expensive relation is asked of different strings only. It need not be transitive: strings come
+    by falling frequency, and each joins the first class whose first string takes it.
+
+    Where several classes are the largest, each is chosen with the same probability. Where the members of the chosen
+    class were not all judged alike, the verdict is that of a member drawn at random. Both are taken in expectation, so
+    that no random number decides.
+
+    Args:
+        answers: The final answers of n completions; None, where there is none, does not vote.
+        successes: Whether each completion succeeds.
+        same: The relation; None for equality of strings.
+
+    Returns:
+        A value in [0, 1]; 0 where nobody votes.
+
+    Raises:
+        ValueError: If there are not as many answers as successes.
+    """
+    if len(answers) != len(successes):
+        raise ValueError(f"answers and successes must have one length, got {len(answers)} and {len(successes)}")
+    votes: dict[str, list[bool]] = {}
+    for answer, success in zip(answers, successes, strict=True):
+        if answer is not None:
+            votes.setdefault(answer, []).append(success)
+    if not votes:
+        return 0.0
+    classes: list[tuple[str, list[bool]]] = []
+    for answer in sorted(votes, key=lambda text: -len(votes[text])):  # stable: ties by first appearance
+        joined = next((members for first, members in classes if same is not None and same(first, answer)), None)
+        if joined is None:
+            classes.append((answer, list(votes[answer])))
+        else:
+            joined += votes[answer]
+    most = max(len(members) for _, members in classes)
+    return fmean(fmean(members) for _, members in classes if len(members) == most)
+
+
+def wilson_interval(success: float, size: float) -> Interval:
+    """The 95 % Wilson score interval of a binomial proportion.
+
+    Args:
+        success: The observed proportion, in [0, 1].
+        size: The number of independent trials behind it, at least 1; an effective number need not be whole.
+
+    Returns:
+        The interval's lower and upper end, both in [0, 1].
+    """
+    z = _NORMAL_QUANTILE
+    centre = success + z * z / (2 * size)
+    spread = z * math.sqrt(success * (1 - success) / size + z * z / (4 * size * size))
+    scale = 1 + z * z / size
+    # The ends are 0 and 1 exactly where the proportion is, which rounding would miss by an ulp.
+    low = 0.0 if success == 0 else max(0.0, (centre - spread) / scale)
+    high = 1.0 if success == 1 else min(1.0, (centre + spread) / scale)
+    return low, high
+
+
+def clustered_interval(values: Sequence[float], samples: int) -> Interval:
+    """The 95 % interval of a mean over problems, whose completions are not independent of each other.
+
+    Wilson's interval with an effective number of trials, as in surveys with clusters (Korn and Graubard, 1998): the
+    number of independent trials whose proportion would vary as much as the mean over problems does. With x the values,
+    m their mean, N their number,
+
+        size = m (1 − m) / (σ² / N),    σ² = Σ (x − m)² / N,    N ≤ size ≤ N · samples.
+
+    The upper limit holds because N · n completions say no more than N · n independent ones. Where every value is 0 or
+    1, as with one completion a problem, size = N, and this is Wilson's interval itself. It stays within [0, 1] and has
+    a width also where all values are alike, which a normal interval and the bootstrap have not.
+
+    Args:
+        values: One estimate for each problem, in [0, 1]; at least one.
+        samples: Completions behind each value.
+
+    Returns:
+        The interval's lower and upper end, both in [0, 1].
+
+    Raises:
+        ValueError: If there is no value.
+    """
+    if not values:
+        raise ValueError("an interval needs at least one problem")
+    problems, mean = len(values), min(1.0, max(0.0, fmean(values)))
+    variance = fmean((value - mean) ** 2 for value in values)
+    most = problems * samples
+    # A variance of zero also comes with m = 0 or 1: completions of a problem then may be as good as copies.
+    if mean in (0.0, 1.0):
+        return wilson_interval(mean, problems)
+    size = most if variance == 0 else min(most, max(problems, mean * (1 - mean) * problems / variance))
+    return wilson_interval(mean, size)

@@ -1,0 +1,86 @@
+"""The numbers of an evaluation, from verdicts alone: neither a model nor a file is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from troll.evaluation.estimators import Interval, SameAnswer, clustered_interval, majority_vote, pass_at_k
+from troll.rewards.grading import Verdict
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over problems.
+
+    Attributes:
+        value: The mean, in [0, 1].
+        interval: Its 95 % interval, see :func:`~troll.evaluation.estimators.clustered_interval`.
+    """
+
+    value: float
+    interval: Interval
+
+
+def task_estimates(
+    verdicts: Sequence[Sequence[Verdict]], ks: Iterable[int] | None = None, *, same: SameAnswer | None = None
+) -> dict[str, Estimate]:
+    """What n completions of each of N problems say about a model on a task.
+
+    Args:
+        verdicts: For each of N problems, the verdicts of its n completions.
+        ks: Sizes k ≤ n for pass@k, in any order; 1 and n by default.
+        same: Whether two answers that differ as strings count as one in a majority vote, such as
+            `troll.rewards.grading.Grader.same_answer`; None where answers cannot be compared, so that nothing is voted.
+
+    Returns:
+        By name: `pass@k` for every k in ascending order, the probability that one of k completions succeeds; `mean@n`,
+        the mean score, in which partial credit counts; and, with `same` and n > 1, `maj@n`, the probability that the
+        most frequent answer is right. Each with its interval over problems.
+
+    Raises:
+        ValueError: If there is no problem or no completion, problems have different numbers of completions, or a k is
+            below 1 or above n.
+    """
+    samples = _samples(verdicts)
+    successes = [[verdict.success for verdict in problem] for problem in verdicts]
+    sizes = sorted({1, samples} if ks is None else set(ks))
+    by_problem = {f"pass@{k}": [pass_at_k(samples, sum(problem), k) for problem in successes] for k in sizes}
+    by_problem[f"mean@{samples}"] = [fmean(verdict.score for verdict in problem) for problem in verdicts]
+    if same is not None and samples > 1:
+        by_problem[f"maj@{samples}"] = [
+            majority_vote([verdict.answer for verdict in problem], right, same)
+            for problem, right in zip(verdicts, successes, strict=True)
+        ]
+    return {name: Estimate(fmean(values), clustered_interval(values, samples)) for name, values in by_problem.items()}
+
+
+def task_metrics(
+    verdicts: Sequence[Sequence[Verdict]], ks: Iterable[int] | None = None, *, same: SameAnswer | None = None
+) -> dict[str, float]:
+    """The values of :func:`task_estimates`, which says more, without their intervals: what a trainer logs.
+
+    Args:
+        verdicts: For each of N problems, the verdicts of its n completions.
+        ks: Sizes k ≤ n for pass@k; 1 and n by default.
+        same: Whether two answers count as one in a majority vote; None for no vote.
+
+    Returns:
+        By name, such as `pass@1`, `pass@8`, `mean@8`, `maj@8`: the mean over problems.
+
+    Raises:
+        ValueError: If the verdicts or a k cannot be used.
+    """
+    return {name: estimate.value for name, estimate in task_estimates(verdicts, ks, same=same).items()}
+
+
+def _samples(verdicts: Sequence[Sequence[Verdict]]) -> int:
+    sizes = {len(problem) for problem in verdicts}
+    if len(sizes) != 1:
+        found = ", ".join(map(str, sorted(sizes))) or "no problem"
+        raise ValueError(f"every problem must have the same number of completions, got {found}")
+    samples = sizes.pop()
+    if samples < 1:
+        raise ValueError("every problem must have at least one completion")
+    return samples

@@ -1,0 +1,166 @@
+"""What `troll eval` evaluates: a model by name or folder, its tokenizer, and how its prompts are written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from troll.evaluation.errors import EvaluationError
+
+_ADAPTER = "adapter_config.json"
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model is.
+
+    Attributes:
+        path: Name on the hub, or a folder.
+        base: Of an adapter: the model it changes; else the same as `path`.
+        adapter_rank: Of a LoRA adapter; None for a whole model.
+        context: Tokens that it takes at once; None where its configuration does not say.
+        fingerprint: Changes where the model does: the commit on the hub, or a hash of the names, sizes and times of the
+            files in the folder.
+    """
+
+    path: str
+    base: str
+    adapter_rank: int | None
+    context: int | None
+    fingerprint: str
+
+
+def find_model(name_or_path: str) -> ModelSource:
+    """Finds a model without loading its weights.
+
+    Args:
+        name_or_path: A name on the Hugging Face hub, the folder of a model or of a LoRA adapter, or the folder of a
+            `troll train` run, whose `model` is meant.
+
+    Raises:
+        EvaluationError: If there is none.
+    """
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir() and not _is_model(folder) and _is_model(folder / "model"):
+        folder = folder / "model"
+    path = str(folder) if folder.is_dir() else name_or_path
+    base, rank = path, None
+    try:
+        if (folder / _ADAPTER).is_file():
+            from peft import PeftConfig
+
+            adapter = PeftConfig.from_pretrained(path)
+            base, rank = str(adapter.base_model_name_or_path), getattr(adapter, "r", None)
+            if rank is None:
+                raise EvaluationError(f"{path} is an adapter without a rank: only LoRA and its like can be merged")
+        config = AutoConfig.from_pretrained(base)
+    except EvaluationError:
+        raise
+    except (OSError, ValueError) as error:
+        raise _unloadable(path, base) from error
+    commit = getattr(config, "_commit_hash", None)
+    local = [_folder_fingerprint(Path(place)) for place in sorted({path, base}) if Path(place).is_dir()]
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return ModelSource(path, base, rank, context, " ".join([*([commit] if commit else []), *local]))
+
+
+def load_tokenizer(source: ModelSource) -> Any:
+    """Loads the model's tokenizer; an adapter without one of its own has that of its base.
+
+    Raises:
+        EvaluationError: If there is none.
+    """
+    for path in dict.fromkeys((source.path, source.base)):
+        folder = Path(path)
+        # transformers would make up one without a vocabulary.
+        if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
+            continue
+        try:
+            return AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError):
+            continue
+    raise EvaluationError(f"{source.path} has no tokenizer that transformers can load")
+
+
+def load_model(source: ModelSource, dtype: str) -> Any:
+    """Loads the weights onto the GPU, or the CPU where there is none; a LoRA adapter is merged into its base.
+
+    Args:
+        source: From :func:`find_model`.
+        dtype: "auto" for the one that the weights are stored in, or the name of a torch dtype.
+
+    Raises:
+        EvaluationError: If the weights cannot be loaded.
+    """
+    try:
+        if source.adapter_rank is None:
+            model: Any = AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype)
+        else:
+            from peft import AutoPeftModelForCausalLM
+
+            model = AutoPeftModelForCausalLM.from_pretrained(source.path, dtype=dtype).merge_and_unload()
+    except (OSError, ValueError) as error:
+        raise _unloadable(source.path, source.base) from error
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def prompt_texts(tokenizer: Any, prompts: Sequence[Any], template_options: Mapping[str, Any]) -> list[str]:
+    """What the model reads: conversations through the chat template, plain prompts as they are.
+
+    Args:
+        tokenizer: With a chat template, if there are conversations.
+        prompts: Strings, or lists of messages.
+        template_options: More variables of the chat template.
+    """
+    return [
+        prompt
+        if isinstance(prompt, str)
+        else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **template_options)
+        for prompt in prompts
+    ]
+
+
+def encode(tokenizer: Any, texts: Sequence[str], *, conversational: bool) -> list[list[int]]:
+    """Token ids of texts; a chat template has written the special tokens already.
+
+    Args:
+        tokenizer: The model's.
+        texts: From :func:`prompt_texts`.
+        conversational: Whether they went through the chat template.
+    """
+    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=not conversational)["input_ids"]
+    return ids
+
+
+def fingerprint(content: Any) -> str:
+    """A short hash of anything that JSON can hold, dates and the like by their text."""
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", _ADAPTER))
+
+
+def _folder_fingerprint(folder: Path) -> str:
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    return fingerprint([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+
+
+def _unloadable(path: str, base: str) -> EvaluationError:
+    if path != base:
+        return EvaluationError(f"cannot load the adapter {path}, or the model {base!r} that it changes")
+    if Path(path).is_dir():
+        return EvaluationError(f"{path} does not hold a model that transformers can load")
+    return EvaluationError(
+        f"cannot load the model {path!r}: there is no such folder, and the Hugging Face hub does not have it or cannot "
+        "be reached; check the name and the network, or give a local folder"
+    )

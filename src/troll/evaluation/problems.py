@@ -1,0 +1,91 @@
+"""A task as an evaluation sees it: prompts as the model reads them, and judgements of completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from troll.evaluation.errors import EvaluationError
+from troll.evaluation.estimators import SameAnswer
+from troll.evaluation.model import encode, fingerprint, prompt_texts
+from troll.rewards.grading import Grader, Verdict
+from troll.tasks import Task, TaskConfig, load_task
+
+
+@dataclass(frozen=True)
+class Problems:
+    """The held-out rows of a task.
+
+    Attributes:
+        name: The task's.
+        prompts: As the data set has them: strings or conversations.
+        texts: As the model reads them.
+        ids: As token ids.
+        columns: The other columns, which the reward reads.
+        reward: Judges.
+        fingerprint: Changes with any prompt, token or other column.
+    """
+
+    name: str
+    prompts: Sequence[Any]
+    texts: Sequence[str]
+    ids: Sequence[Sequence[int]]
+    columns: Mapping[str, Sequence[Any]]
+    reward: Callable[..., list[float]]
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @property
+    def same_answer(self) -> SameAnswer | None:
+        """Whether two answers count as one in a majority vote; None where they cannot be compared."""
+        return self.reward.same_answer if isinstance(self.reward, Grader) and self.reward.votes else None
+
+    def judge(self, rows: Sequence[int], completions: Sequence[str]) -> list[Verdict]:
+        """Judges B completions of the problems in B rows."""
+        columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
+        if isinstance(self.reward, Grader):
+            return self.reward.grade(completions, **columns)
+        prompts = [self.prompts[row] for row in rows]
+        written = [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, completions, strict=True)
+        ]
+        scores = self.reward(prompts=prompts, completions=written, **columns)
+        return [Verdict(float(score), None, "correct" if score == 1 else "wrong") for score in scores]
+
+
+def load_problems(config: TaskConfig, tokenizer: Any, template_options: Mapping[str, Any]) -> Problems:
+    """Loads the held-out rows of a task.
+
+    Args:
+        config: The task.
+        tokenizer: The model's; with a chat template, prompts are conversations.
+        template_options: More variables of the chat template.
+
+    Raises:
+        troll.tasks.TaskError: If the task cannot be loaded.
+        EvaluationError: If it cannot tell success from failure, has images, or a prompt without a token.
+    """
+    conversational = tokenizer.chat_template is not None
+    task = load_task(config, conversational=conversational)
+    reward = _success(task)
+    rows = task.eval_dataset
+    if "images" in rows.column_names:
+        raise EvaluationError(f"task {task.name!r} has images, and troll eval reads text alone")
+    prompts = list(rows["prompt"])
+    columns = {name: list(rows[name]) for name in rows.column_names if name != "prompt"}
+    texts = prompt_texts(tokenizer, prompts, template_options)
+    ids = encode(tokenizer, texts, conversational=conversational)
+    if empty := [row for row, tokens in enumerate(ids) if not tokens]:
+        raise EvaluationError(f"task {task.name!r}: the prompt of problem {empty[0]} has no token")
+    return Problems(task.name, prompts, texts, ids, columns, reward, fingerprint([ids, columns]))
+
+
+def _success(task: Task) -> Callable[..., list[float]]:
+    reward = task.reward_funcs[0] if task.reward_funcs else None
+    if not isinstance(reward, Grader) and getattr(reward, "__name__", None) != "success":
+        raise EvaluationError(f"task {task.name!r} cannot tell success from failure, so there is nothing to evaluate")
+    return reward  # type: ignore[return-value]

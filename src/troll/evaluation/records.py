@@ -1,0 +1,76 @@
+"""The file of a task's generations: a line for each completion, appended as they are made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from troll.evaluation.errors import EvaluationError
+from troll.rewards.grading import Verdict
+
+Record = dict[str, Any]
+#: What every line holds.
+FIELDS = ("problem", "sample", "prompt", "completion", "tokens", "finished", "answer", "score", "reason")
+
+
+def read_records(path: Path, expected: Sequence[tuple[int, int]], batch_size: int) -> list[Record]:
+    """Reads what is there, and cuts the file after its last whole batch.
+
+    A command that goes on then makes the same batches as one that was never interrupted, to the last bit.
+
+    Args:
+        path: The file; it may be missing.
+        expected: Problem and sample of every line of a complete file, in its order.
+        batch_size: Lines that are made together.
+
+    Returns:
+        The records that are left in the file.
+
+    Raises:
+        EvaluationError: If a line is not the record that belongs there. A last line cut short by a crash is dropped
+            instead.
+    """
+    if not path.is_file():
+        return []
+    records: list[Record] = []
+    ends = [0]
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        if number == len(lines) and not line.endswith(b"\n"):
+            break
+        record = _parse(line)
+        if record is None or number > len(expected) or (record["problem"], record["sample"]) != expected[number - 1]:
+            raise EvaluationError(
+                f"{path}, line {number}: not the record that belongs there; remove the file to generate anew, or "
+                "choose another folder with --output_dir"
+            )
+        records.append(record)
+        ends.append(ends[-1] + len(line))
+    if len(records) < len(expected):
+        records = records[: len(records) - len(records) % batch_size]
+    with path.open("r+b") as file:
+        file.truncate(ends[len(records)])
+    return records
+
+
+def append_records(path: Path, records: Sequence[Record]) -> None:
+    """Appends a batch."""
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    with path.open("ab") as file:
+        # UTF-8 cannot hold half of a surrogate pair; as a backslash and a number, it is JSON of the same string.
+        file.write(text.encode("utf-8", errors="backslashreplace"))
+
+
+def verdict_of(record: Record) -> Verdict:
+    """The verdict that a record holds."""
+    return Verdict(record["score"], record["answer"], record["reason"])
+
+
+def _parse(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and set(record) == set(FIELDS) else None

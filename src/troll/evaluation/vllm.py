@@ -1,0 +1,74 @@
+"""Generation by vLLM, where it is installed. Written against vLLM's documentation, and tested with a stand-in only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from troll.evaluation.generate import Generation, Sampling
+
+
+def vllm_is_usable() -> bool:
+    """Whether vLLM is installed and there is a GPU for it."""
+    return find_spec("vllm") is not None and torch.cuda.is_available()
+
+
+class VllmGenerator:
+    """Generation by vLLM, which makes batches itself.
+
+    Args:
+        model: Name or folder of the model.
+        sampling: How completions are drawn.
+        dtype: As in `vllm.LLM`: "auto", "float32", "bfloat16" or "float16".
+        context: Tokens of the longest prompt with its completion; vLLM keeps room for so many.
+        adapter: Folder of a LoRA adapter of `model`, None if there is none.
+        adapter_rank: Its rank, where there is one.
+    """
+
+    batch_size = 1024
+
+    def __init__(
+        self,
+        model: str,
+        sampling: Sampling,
+        *,
+        dtype: str,
+        context: int,
+        adapter: str | None = None,
+        adapter_rank: int | None = None,
+    ) -> None:
+        from vllm import LLM
+        from vllm.lora.request import LoRARequest
+
+        self.sampling = sampling
+        lora: dict[str, Any] = {} if adapter is None else {"enable_lora": True, "max_lora_rank": adapter_rank}
+        self.adapter = None if adapter is None else LoRARequest("adapter", 1, adapter)
+        self.engine = LLM(model=model, dtype=dtype, max_model_len=context, **lora)
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Generation]:
+        """Completes each of B prompts once, see :meth:`troll.evaluation.generate.Generator.generate`."""
+        from vllm import SamplingParams
+
+        sampling = self.sampling
+        # One request a completion: n completions of one request would share a seed between commands with other n.
+        parameters = [
+            SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=sampling.max_new_tokens,
+                seed=seed,
+            )
+            for seed in seeds
+        ]
+        outputs = self.engine.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+            parameters,
+            use_tqdm=False,
+            lora_request=self.adapter,
+        )
+        completions = [output.outputs[0] for output in outputs]
+        return [Generation(one.text, len(one.token_ids), one.finish_reason == "stop") for one in completions]

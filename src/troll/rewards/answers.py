@@ -1,0 +1,108 @@
+"""Reading the final answer of a completion, in the form that its prompt asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+AnswerFormat = Literal["boxed", "hash", "tag"]
+
+# A command that opens a box, an escaped character, or a brace. Two backslashes are a line break; before `boxed`, they
+# are a backslash that was escaped once too often.
+_BOX_TOKEN = re.compile(r"\\boxed\s*\{|\\(?!\\boxed)[^b]|[{}]", re.DOTALL)
+_HASHES = re.compile(r"(?<!#)####(?!#)")
+_TAG = re.compile(r"</?answer>")
+_MATH = re.compile(r"(?:\$\$?|\\[(\[])(.*?)(?:\$\$?|\\[)\]])\.?", re.DOTALL)
+
+
+def _boxed(text: str) -> str | None:
+    last = None
+    opened: list[int | None] = []  # what every open brace is: where its box's content starts, or None for a group
+    for token in _BOX_TOKEN.finditer(text):
+        if token[0].endswith("{") and token[0] != r"\{":
+            opened.append(token.end() if len(token[0]) > 1 else None)
+        elif token[0] == "}" and opened:
+            start = opened.pop()
+            if start is not None:
+                last = slice(start, token.start())
+    return None if last is None else text[last]
+
+
+def _after_hashes(text: str) -> str | None:
+    last = None
+    for marker in _HASHES.finditer(text):
+        last = marker.end()
+    return None if last is None else text[last:].partition("\n")[0]
+
+
+def _tagged(text: str) -> str | None:
+    last, start = None, None
+    for tag in _TAG.finditer(text):
+        if tag[0] == "<answer>":
+            start = tag.end()
+        elif start is not None:
+            last, start = slice(start, tag.start()), None
+    return None if last is None else text[last]
+
+
+@dataclass(frozen=True)
+class _Format:
+    instruction: str
+    read: Callable[[str], str | None]
+
+
+_FORMATS: dict[AnswerFormat, _Format] = {
+    "boxed": _Format(r"Reason step by step, and put the final answer in \boxed{}.", _boxed),
+    "hash": _Format(
+        'Reason step by step, and end with a line "#### " followed by the final answer alone.', _after_hashes
+    ),
+    "tag": _Format("Reason step by step, and put the final answer in <answer></answer>.", _tagged),
+}
+
+#: The sentence that asks for a final answer in each format.
+INSTRUCTIONS: dict[AnswerFormat, str] = {name: entry.instruction for name, entry in _FORMATS.items()}
+
+
+def check_answer_format(answer_format: str) -> None:
+    """Raises ValueError for an unknown format."""
+    if answer_format not in _FORMATS:
+        raise ValueError(f"answer_format must be one of {', '.join(_FORMATS)}, got {answer_format!r}")
+
+
+def final_answer(text: str, answer_format: AnswerFormat = "boxed") -> str | None:
+    r"""Reads the last answer of a text that is complete in the format asked for, in time linear in the text.
+
+    - `boxed`: the content of `\boxed{...}` with its braces balanced. Of nested boxes the outermost counts.
+    - `hash`: what follows `####` on its line.
+    - `tag`: what stands between `<answer>` and `</answer>`.
+
+    An answer that is nothing but a box, in `$` or not, is what stands in that box, in every format.
+
+    Args:
+        text: A completion.
+        answer_format: How the answer is marked.
+
+    Returns:
+        The answer without the space around it; None where there is none, or where the last one is empty.
+
+    Raises:
+        ValueError: If the format is unknown.
+    """
+    check_answer_format(answer_format)
+    answer = _FORMATS[answer_format].read(text)
+    if answer is None:
+        return None
+    return _unwrapped(answer.strip()) or None
+
+
+def _unwrapped(answer: str) -> str:
+    if r"\boxed" not in answer:
+        return answer
+    math = _MATH.fullmatch(answer)
+    box = (math[1] if math else answer).strip()
+    content = _boxed(box)
+    if content is not None and re.fullmatch(r"\\boxed\s*\{", box[: len(box) - len(content) - 1]):
+        return content.strip()
+    return answer

@@ -1,0 +1,131 @@
+"""The process in which math-verify works on what a model wrote; started by `troll.rewards.equivalence_pool`.
+
+It is run as a file, and imports nothing of the project: `import troll` would load torch.
+
+The process that is started imports math-verify and forks a child, which reads questions from standard input and writes
+verdicts to what was standard output. Before each question the child arms a timer of its own CPU time, whose signal is
+left at its default action: the kernel ends the child even inside one long operation on integers, where no Python
+signal handler runs. Its parent then reports the question and forks the next child, which has nothing left to import.
+"""
+
+import contextlib
+import logging
+import mmap
+import os
+import resource
+import runpy
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+QUESTION = struct.Struct("<QdII")  # number, CPU seconds, bytes of the gold answer, bytes of the answer
+VERDICT = struct.Struct("<QB")
+DIFFERENT, EQUAL, TIME_LIMIT, FAILED = range(4)
+READY = 0  # the number of the verdict that says that math-verify is imported
+
+_MEMORY = 1 << 30
+# A child whose memory ever reached this is replaced: what sympy and the parser keep of one answer must not take the
+# room of the next. One that has just been forked has about 80 MiB.
+_REPLACED_FROM_KILOBYTES = 256 << 10
+_NO_MORE_QUESTIONS, _TO_BE_REPLACED = 0, 3
+_IN_HAND = struct.Struct("<Q")
+
+# They make math-verify and sympy build what they build at their first use, once for all children.
+_FIRST_QUESTIONS = [
+    (r"\frac{1}{2}, \{3\}", r"\{3, 0.5\}"),
+    (r"x = \sqrt{8}", r"2\sqrt{2}"),
+    (r"[1, \infty)", r"x \ge 1"),
+    (r"\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\begin{pmatrix} 1 & 3 \end{pmatrix}"),
+    (r"\cos(2x)", r"1 - 2\sin^2(x)"),
+]
+
+# What no comparison does, nor this process once it is ready.
+_FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "os.remove", "os.rename", "subprocess.", "socket.", "shutil.")
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+def main() -> None:
+    """Serves questions until standard input ends."""
+    logging.disable(logging.CRITICAL)
+    questions, verdicts = os.dup(0), os.dup(1)
+    _silence()
+    # A blocked or ignored signal would be inherited from the process that trains.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    # By its path: as a module of the project it would bring torch along.
+    equality = runpy.run_path(str(Path(__file__).with_name("equality.py")))
+    is_equal = equality["is_equal"]
+    for gold, answer in _FIRST_QUESTIONS:
+        is_equal(gold, answer)
+    equality["forbid_code"]()
+    sys.addaudithook(_forbid)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    in_hand = mmap.mmap(-1, _IN_HAND.size)  # shared with the children: the question that one is working on
+    _answer(verdicts, READY, DIFFERENT)
+    while True:
+        child = os.fork()
+        if child == 0:
+            _serve(is_equal, questions, verdicts, in_hand)
+        status = os.waitpid(child, 0)[1]
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == _NO_MORE_QUESTIONS:
+            return
+        (number,) = _IN_HAND.unpack(in_hand[:])
+        if number:
+            in_hand[:] = _IN_HAND.pack(0)
+            is_out_of_time = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
+            _answer(verdicts, number, TIME_LIMIT if is_out_of_time else FAILED)
+
+
+def _silence() -> None:
+    """Points the standard streams nowhere: nothing that is printed can be taken for a verdict."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
+
+
+def _serve(is_equal: Callable[[str, str], bool], questions: int, verdicts: int, in_hand: mmap.mmap) -> NoReturn:
+    """Answers questions until there are no more."""
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            number, cpu_seconds, *sizes = QUESTION.unpack(_read(questions, QUESTION.size))
+            gold, answer = (_read(questions, size).decode("utf-8", "surrogatepass") for size in sizes)
+            in_hand[:] = _IN_HAND.pack(number)
+            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+            try:
+                equal = is_equal(gold, answer)
+            except Exception:  # whatever math-verify or sympy may raise for what a model may write
+                equal = False
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            in_hand[:] = _IN_HAND.pack(0)
+            _answer(verdicts, number, EQUAL if equal else DIFFERENT)
+            if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > _REPLACED_FROM_KILOBYTES:
+                os._exit(_TO_BE_REPLACED)
+    os._exit(_NO_MORE_QUESTIONS)
+
+
+def _forbid(event: str, arguments: tuple[Any, ...]) -> None:
+    if event.startswith(_FORBIDDEN) or (event == "open" and arguments[2] & _WRITING):
+        raise PermissionError(f"{event} has no place in comparing two answers")
+
+
+def _read(descriptor: int, size: int) -> bytes:
+    read = b""
+    while len(read) < size:
+        part = os.read(descriptor, size - len(read))
+        if not part:
+            raise EOFError
+        read += part
+    return read
+
+
+def _answer(descriptor: int, number: int, verdict: int) -> None:
+    os.write(descriptor, VERDICT.pack(number, verdict))
+
+
+if __name__ == "__main__":
+    main()

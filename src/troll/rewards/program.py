@@ -1,0 +1,262 @@
+"""What a code reward starts from: the program in a completion, and the tests of a task."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+#: Longer texts hold no program: the longest solution of a contest has a tenth of it.
+MAX_PROGRAM = 2**20
+
+_LANGUAGES = {"", "python", "python3", "py", "python 3"}
+
+
+@dataclass(frozen=True)
+class CodeTests:
+    """Tests that are code: lists of asserts, or a function that checks.
+
+    Attributes:
+        tests: Sources, each of them one test.
+        setup: Source to run before the first test.
+        names: Names that are the program's, whatever else is called so.
+        inferred: Further names that the tests take from the program: those that neither they nor Python define.
+        modules: Modules of the standard library that the tests use without importing them. As in one file, they have
+            them if the program has imported them.
+    """
+
+    tests: tuple[str, ...]
+    setup: str
+    names: tuple[str, ...]
+    inferred: tuple[str, ...]
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FunctionTests:
+    """Calls of one function.
+
+    Attributes:
+        function: Its name; a method of that name where the program has a class `Solution` instead.
+        inputs: Positional arguments of each call.
+        outputs: What each call returns. Tuples count as lists, and a list of one value as that value: the data sets
+            with such tests wrap some of their outputs.
+    """
+
+    function: str
+    inputs: tuple[list[Any], ...]
+    outputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class StreamTests:
+    """Runs of the whole program: standard input and the standard output to expect."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+Tests = CodeTests | FunctionTests | StreamTests
+
+_FIELDS = (
+    ({"asserts"}, {"setup", "names"}),
+    ({"check", "entry_point"}, {"setup"}),
+    ({"function", "inputs", "outputs"}, set[str]()),
+    ({"inputs", "outputs"}, set[str]()),
+)
+
+
+@lru_cache(maxsize=4096)
+def parse_tests(text: str) -> Tests:
+    r"""Reads the tests of a task from a cell of the column `tests`.
+
+    Args:
+        text: A JSON object of one of these forms, `setup` and `names` being optional:
+            `{"asserts": ["assert f(1) == 2"], "setup": "import math", "names": ["f"]}`,
+            `{"check": "def check(candidate): ...", "entry_point": "f", "setup": "..."}`,
+            `{"function": "f", "inputs": [[1]], "outputs": [2]}` with a list of arguments per call,
+            `{"inputs": ["1\n"], "outputs": ["2\n"]}` with standard input and standard output.
+
+    Raises:
+        ValueError: The text is none of these; the message says what is wrong with it.
+    """
+    try:
+        case = json.loads(text)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"tests take a JSON object as text, got {str(text)[:40]!r} ({error})") from None
+    if not isinstance(case, dict):
+        raise ValueError(f"tests take a JSON object, got {type(case).__name__}")
+    for required, optional in _FIELDS:
+        if required <= set(case) <= required | optional:
+            break
+    else:
+        forms = "; ".join(", ".join(sorted(required)) for required, _ in _FIELDS)
+        raise ValueError(f"tests have the fields {sorted(case)}, but must have one of: {forms}")
+    if "asserts" in case:
+        return _assert_tests(case)
+    if "check" in case:
+        return _check_tests(case)
+    if "function" in case:
+        return FunctionTests(_text(case, "function"), *_pairs(case, list))
+    return StreamTests(*_pairs(case, str))
+
+
+def read_program(completion: str, tests: Tests, prefix: str = "") -> str | None:
+    """Reads the program from a completion.
+
+    It is the last fenced block that is marked as Python or not marked, of those that define a name which the tests
+    use if there are such blocks; a block that is not closed ends with the text. A text without such blocks is itself
+    the program. Everything up to the last `</think>` is ignored. Where a prefix is given and the program defines none
+    of the names that the tests use, it continues the prefix, up to the first line that is not indented.
+
+    Args:
+        completion: As the model wrote it.
+        tests: Of the same task.
+        prefix: Code that the prompt ended with.
+
+    Returns:
+        The program, with line feeds for line ends; None where there is none, or more than `MAX_PROGRAM` characters.
+    """
+    text = completion.rpartition("</think>")[2].replace("\r\n", "\n").replace("\r", "\n")
+    if len(text) + len(prefix) > MAX_PROGRAM:
+        return None
+    names = _names(tests)
+    fenced = list(_blocks(text))
+    blocks = [block for language, block in fenced if language in _LANGUAGES and block.strip()]
+    program = next((block for block in reversed(blocks) if _defines(block, names)), blocks[-1] if blocks else None)
+    if program is None:
+        program = "" if fenced else text
+    if prefix and program.strip() and not _defines(program, names):
+        return prefix.replace("\r\n", "\n") + _indented_part(program)
+    return _dedented(program) if program.strip() else None
+
+
+def _names(tests: Tests) -> tuple[str, ...]:
+    if isinstance(tests, CodeTests):
+        return tests.names + tests.inferred
+    return (tests.function,) if isinstance(tests, FunctionTests) else ()
+
+
+def _defines(program: str, names: Iterable[str]) -> bool:
+    # Not parsed: a parser that runs outside the sandbox would be one more thing to attack.
+    return any(re.search(rf"^[ \t]*(?:(?:async +)?def|class)[ \t]+{re.escape(n)}\b", program, re.M) for n in names)
+
+
+def _indented_part(text: str) -> str:
+    lines = text.split("\n")
+    for index, line in enumerate(lines):
+        if line and not line[0].isspace():
+            return "\n".join(lines[: index or None])
+    return text
+
+
+def _dedented(text: str) -> str:
+    # Unlike textwrap's, it leaves lines of white space as they are: they may be part of a text.
+    lines = text.split("\n")
+    margin = min(len(line) - len(line.lstrip(" \t")) for line in lines if line.strip())
+    return "\n".join(line[margin:] if line.strip() else line for line in lines) if margin else text
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Language and content of the fenced blocks, in one pass over the lines."""
+    fence, language, block, indent = 0, "", list[str](), 0
+    for line in text.split("\n"):
+        stripped = line.strip(" \t")
+        ticks = len(stripped) - len(stripped.lstrip("`"))
+        if fence:
+            if ticks >= fence and ticks == len(stripped):
+                yield language, "\n".join(block) + "\n"
+                fence = 0
+            else:
+                block.append(line[indent:] if not line[:indent].strip() else line)
+        elif ticks >= 3:
+            fence, language, block = ticks, stripped[ticks:].strip().lower(), []
+            indent = len(line) - len(line.lstrip(" \t"))
+    if fence:
+        yield language, "\n".join(block) + "\n"
+
+
+def _assert_tests(case: dict[str, Any]) -> CodeTests:
+    tests = _texts(case, "asserts")
+    names = _texts(case, "names") if case.get("names") else ()
+    return _code_tests(tests, _text(case, "setup", ""), names)
+
+
+def _check_tests(case: dict[str, Any]) -> CodeTests:
+    entry_point = _text(case, "entry_point")
+    if not entry_point.isidentifier():
+        raise ValueError(f"entry_point takes the name of a function, got {entry_point!r}")
+    test = f"{_text(case, 'check')}\ncheck({entry_point})\n"
+    return _code_tests((test,), _text(case, "setup", ""), (entry_point,))
+
+
+def _code_tests(tests: tuple[str, ...], setup: str, names: tuple[str, ...]) -> CodeTests:
+    trees = [_parsed(setup, "setup"), *(_parsed(test, f"test {index}") for index, test in enumerate(tests))]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    bound = set(_bound_names(nodes)) | set(names)
+    through_attributes = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    inferred: dict[str, bool] = {}
+    for node in nodes:
+        if isinstance(node, ast.Name) and node.id not in bound and not hasattr(builtins, node.id):
+            only_module = node.id in sys.stdlib_module_names and id(node) in through_attributes
+            inferred[node.id] = inferred.get(node.id, True) and only_module
+    modules = tuple(name for name, only_module in inferred.items() if only_module)
+    others = tuple(name for name, only_module in inferred.items() if not only_module)
+    return CodeTests(tests, setup, names, others, modules)
+
+
+def _bound_names(nodes: Sequence[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            yield node.id
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.alias):
+            yield (node.asname or node.name).partition(".")[0]
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            yield node.name
+
+
+def _parsed(source: str, what: str) -> ast.Module:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that Python will refuse one day
+            return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is no Python code: {error}") from None
+
+
+def _text(case: dict[str, Any], field: str, default: str | None = None) -> str:
+    value = case.get(field, default)
+    if not isinstance(value, str) or (default is None and not value.strip()):
+        raise ValueError(f"{field} takes a text, got {str(value)[:40]!r}")
+    return value.replace("\r\n", "\n")
+
+
+def _texts(case: dict[str, Any], field: str) -> tuple[str, ...]:
+    values = case[field]
+    if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
+        raise ValueError(f"{field} takes a list of one or more texts, got {str(values)[:40]!r}")
+    return tuple(value.replace("\r\n", "\n") for value in values)
+
+
+def _pairs(case: dict[str, Any], kind: type) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    inputs, outputs = case["inputs"], case["outputs"]
+    for field, values in (("inputs", inputs), ("outputs", outputs)):
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"{field} takes a list with a value per test, got {str(values)[:40]!r}")
+        checked = field == "inputs" or kind is str
+        if checked and (wrong := [value for value in values if not isinstance(value, kind)]):
+            raise ValueError(f"{field} takes a list of {kind.__name__}, got {str(wrong[0])[:40]!r} in it")
+    if len(inputs) != len(outputs):
+        raise ValueError(f"inputs and outputs differ in length: {len(inputs)} and {len(outputs)}")
+    return tuple(inputs), tuple(outputs)

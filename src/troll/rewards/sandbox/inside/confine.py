@@ -1,0 +1,146 @@
+"""Runs inside the sandbox: the limits and the system call filter, from within the process that they are for.
+
+Imports only what costs next to nothing: `ctypes` itself takes 2.5 ms, a fifth of a whole sandbox, `_ctypes` 0.3 ms.
+"""
+
+import _io
+import atexit
+import builtins
+import gc
+import os
+import resource
+import sys
+from _ctypes import POINTER, CFuncPtr, Structure, _SimpleCData, byref, dlopen, dlsym
+
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+SECCOMP_MODE_FILTER = 2
+SIGKILL = 9
+
+
+class _Int(_SimpleCData):
+    _type_ = "i"
+
+
+class _Long(_SimpleCData):
+    _type_ = "L"
+
+
+class _Short(_SimpleCData):
+    _type_ = "H"
+
+
+class _Bytes(_SimpleCData):
+    _type_ = "z"
+
+
+class _Filter(Structure):
+    _fields_ = [("length", _Short), ("lines", _Bytes)]  # noqa: RUF012
+
+
+class _Function(CFuncPtr):
+    _flags_ = 1  # the C calling convention
+    _restype_ = _Int
+    _argtypes_ = (_Int, _Long, POINTER(_Filter), _Long, _Long)
+
+
+_prctl = _Function(dlsym(dlopen(None, 0), "prctl"))  # type: ignore[arg-type]
+
+
+def _call(option: int, value: int, lines: bytes | None = None) -> None:
+    program = byref(_Filter(len(lines) // 8, lines)) if lines else None
+    if _prctl(option, value, program, 0, 0):
+        raise OSError(f"prctl({option}, {value}) failed")
+
+
+def die_with_parent() -> None:
+    """Has the kernel kill this process when the one that started it ends."""
+    _call(PR_SET_PDEATHSIG, SIGKILL)
+
+
+def confine(settings: str) -> None:
+    """Puts this process under its limits, for good.
+
+    Args:
+        settings: The first argument of every script: CPU seconds, bytes of memory, bytes of a file, threads (0: not
+            limited) and the filter in hexadecimal, with commas between them.
+    """
+    cpu, memory, file, threads, lines = settings.split(",")
+    limits = [
+        (resource.RLIMIT_CPU, int(cpu)),
+        (resource.RLIMIT_AS, int(memory)),
+        (resource.RLIMIT_FSIZE, int(file)),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+    ]
+    if int(threads):
+        limits.append((resource.RLIMIT_NPROC, int(threads)))
+    for limit, value in limits:
+        hard = resource.getrlimit(limit)[1]
+        value = value if hard < 0 else min(value, hard)  # the user may be under lower limits already
+        resource.setrlimit(limit, (value, value))
+    _deepen_stack(int(memory))
+    _call(PR_SET_NO_NEW_PRIVS, 1)
+    _call(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, bytes.fromhex(lines))
+
+
+def _deepen_stack(memory: int) -> None:
+    """Deep recursion is legitimate: lets the stack have a quarter of the memory."""
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    wanted = memory // 4
+    resource.setrlimit(resource.RLIMIT_STACK, (wanted if hard < 0 else min(wanted, hard), hard))
+
+
+def main_module() -> dict[str, object]:
+    """A fresh `__main__` for the program, which finds neither this folder nor the script that runs it."""
+    sys.path.pop(0)
+    sys.argv[:] = [""]
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # what the site module would have defined
+    module = type(sys)("__main__")
+    sys.modules["__main__"] = module
+    return vars(module)
+
+
+def run(source: bytes) -> None:
+    """Runs a program as `__main__` and ends this process as the interpreter would have.
+
+    What the interpreter would do last is left out: taking every object apart takes longer than all of a short program.
+    """
+    status = 1
+    try:
+        try:
+            exec(compile(source, "program.py", "exec", dont_inherit=True), main_module())
+            status = 0
+        except SystemExit as end:
+            status = _exit_status(end.code)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        _flush_files()
+    except BaseException:
+        status = status or 1  # what it printed could not be written
+    finally:
+        os._exit(status)
+
+
+def _flush_files() -> None:
+    """Writes out what a program left in files that it did not close, as their finalisers would have."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), _io._IOBase):
+            try:
+                thing.flush()
+            except Exception:  # closed, or opened for reading, or the program's own class
+                continue
+
+
+def _exit_status(code: object) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    print(code, file=sys.stderr)
+    return 1

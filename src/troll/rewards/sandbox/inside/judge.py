@@ -1,0 +1,173 @@
+"""The judge: runs the tests of a program in a process that the program cannot reach.
+
+Stays warm and forks a child for every program. The child holds the tests and what they expect; the names of the program
+are proxies in it, and values that come from the program are copies. A job arrives on standard input together with two
+descriptors: the channel to the program and a pipe for the outcomes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import confine
+from peer import Closed, Peer
+
+Outcome = tuple[bool, str]
+
+
+class Tests:
+    """The tests of one program.
+
+    Args:
+        job: What `troll.rewards.sandbox.functions` sends.
+        channel: File descriptor of the channel to the program.
+    """
+
+    def __init__(self, job: dict[str, Any], channel: int):
+        self._job = job
+        self._peer = Peer(channel, self._serve)
+        self._namespace: dict[str, Any] = {"__name__": "tests"}
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """The outcome of every test in order, until there is no more to be had."""
+        failure = self._attempt(self._prepare)
+        if failure:
+            yield False, failure
+            return
+        for test in self._each():
+            failure = self._attempt(test)
+            yield (False, failure) if failure else (True, "passed")
+            if self._peer.closed:
+                return
+
+    def _attempt(self, action: Any) -> str | None:
+        """Why it failed, None where it did not. A test that hides the end of its program has failed."""
+        try:
+            action()
+        except Closed:
+            pass
+        except BaseException as error:
+            if not self._peer.closed:
+                return _reason(error)
+        return "exited before the tests ended" if self._peer.closed else None
+
+    def _prepare(self) -> None:
+        self._peer.request("run", self._job["source"])
+        if "function" not in self._job:
+            self._bind()
+            exec(self._job["setup"], self._namespace)
+            self._bind(declared_only=True)  # the setup may define the same name: a prompt holds the signature
+
+    def _bind(self, declared_only: bool = False) -> None:
+        for name in self._job["names"] + ([] if declared_only else self._job["inferred"]):
+            if self._peer.request("has", name) is True:
+                self._namespace[name] = self._peer.request("name", name)
+        for name in [] if declared_only else self._job["modules"]:
+            if self._peer.request("has", name) is True:
+                self._namespace[name] = importlib.import_module(name)
+
+    def _each(self) -> Iterator[Any]:
+        if "function" in self._job:
+            for arguments, expected in zip(self._job["inputs"], self._job["outputs"], strict=True):
+                yield lambda arguments=arguments, expected=expected: self._call(arguments, expected)
+        for test in self._job.get("tests", ()):
+            yield lambda test=test: exec(test, self._namespace)
+
+    def _call(self, arguments: list[Any], expected: Any) -> None:
+        result = _as_lists(self._function()(*map(_integer_keys, arguments)))
+        expected = _integer_keys(expected)
+        wrapped = isinstance(expected, list) and len(expected) == 1 and result == _integer_keys(expected[0])
+        if not (wrapped or result == expected):
+            raise AssertionError
+
+    def _function(self) -> Any:
+        name = self._job["function"]
+        if self._peer.request("has", name) is True:
+            return self._peer.request("name", name)
+        if self._peer.request("has", "Solution") is True:
+            return getattr(self._peer.request("name", "Solution")(), name)
+        raise NameError(f"name {name!r} is not defined")
+
+    def _serve(self, operation: str, *operands: Any) -> Any:
+        """What the program may ask of functions that tests pass to it: to be called, and whether they are true."""
+        if operation == "bool":
+            return True
+        if operation != "call" or len(operands) != 2 or not callable(operands[0]):
+            raise TypeError(f"functions of the tests can only be called, not {operation[:20]!r}")
+        args, kwargs = self._peer.unpack(operands[1])
+        return operands[0](*args, **kwargs), None
+
+
+def _reason(error: BaseException) -> str:
+    remote = getattr(error, "remote", None)
+    if isinstance(remote, str):
+        return "memory limit" if remote.startswith("MemoryError") else f"raised {remote}"
+    if isinstance(error, AssertionError):
+        return "wrong answer"
+    return f"the tests raised {type(error).__name__}: {str(error)[:200]}"
+
+
+def _as_lists(value: Any) -> Any:
+    """The value with lists for tuples: what is expected was read from JSON, which has no tuples."""
+    if isinstance(value, list | tuple):
+        return [_as_lists(item) for item in value]
+    return value
+
+
+def _integer_keys(value: Any) -> Any:
+    """The value, with integers for keys that JSON could only write as strings."""
+    try:
+        return {int(key): item for key, item in value.items()} if isinstance(value, dict) else value
+    except ValueError:
+        return value
+
+
+def _judge(job: dict[str, Any], channel: int, report: int) -> None:
+    signal.alarm(int(job["wall_seconds"]) + 1)
+    # The kernel's count of CPU time is a rough one, hence twice as much as the program has.
+    seconds = int(2 * job["cpu_seconds"]) + 1
+    memory = 4 * job["memory_bytes"]
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    for outcome in Tests(job, channel).outcomes():
+        os.write(report, json.dumps(outcome).encode() + b"\n")
+
+
+def _receive(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    header, descriptors, _, _ = socket.recv_fds(control, 8, 2)
+    if len(header) < 8:
+        return None
+    with control.makefile("rb") as stream:
+        content = stream.read(int.from_bytes(header, "big"))
+    return json.loads(content), descriptors
+
+
+def main() -> None:
+    """Serves jobs until standard input is closed."""
+    for module in ("collections", "copy", "datetime", "decimal", "fractions", "itertools", "math", "random", "re"):
+        importlib.import_module(module)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    sys.setrecursionlimit(10_000)
+    control = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    while job := _receive(control):
+        if not os.fork():
+            try:
+                control.close()
+                _judge(job[0], *job[1])
+            finally:
+                os._exit(0)
+        for descriptor in job[1]:
+            os.close(descriptor)
+
+
+confine.die_with_parent()
+main()

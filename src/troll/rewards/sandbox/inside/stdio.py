@@ -1,0 +1,79 @@
+"""Runs inside the sandbox: a program once per test, each in a process of its own that reads standard input.
+
+This process runs nothing of the program's, not even its compilation, so what it reports is the kernel's word: how the
+test's process ended, its CPU time, and the files that were its standard output and error.
+
+The first byte out says that the sandbox stands. Messages in are a length of 8 bytes (little-endian) and so many bytes:
+first the program, then the input of each test, sent when the one before has been reported. A message out is described
+at `report`.
+"""
+
+import os
+import sys
+
+import confine
+
+READY = b"+"
+
+
+def receive() -> bytes | None:
+    """The next message; None where there is none."""
+    length = _read(8)
+    return _read(int.from_bytes(length, "little")) if len(length) == 8 else None
+
+
+def _read(length: int) -> bytes:
+    parts = []
+    while length and (part := os.read(0, min(length, 1 << 20))):
+        parts.append(part)
+        length -= len(part)
+    return b"".join(parts)
+
+
+def report(pid: int, files: tuple[int, int], limit: int) -> None:
+    """Waits for a test's process and sends five numbers of 8 bytes, the output and the errors.
+
+    The numbers are: wait status, CPU time in microseconds, whether the work folder is as it was before, and the lengths
+    of the output and of the errors' end.
+    """
+    _, status, usage = os.wait4(pid, 0)
+    output = os.pread(files[0], limit, 0)
+    size = os.fstat(files[1]).st_size
+    errors = os.pread(files[1], 2000, max(0, size - 2000))
+    microseconds = round((usage.ru_utime + usage.ru_stime) * 1e6)
+    numbers = (status, microseconds, not os.listdir(), len(output), len(errors))
+    message = b"".join(number.to_bytes(8, "little") for number in numbers) + output + errors
+    while message:
+        message = message[os.write(1, message) :]
+
+
+def serve() -> bytes | None:
+    """Reports on one test after another; returns the program in the process of a test, and None after the last."""
+    settings = sys.argv[1]
+    limit = int(settings.split(",")[2])
+    program = receive()
+    while (text := receive()) is not None:
+        files = [os.memfd_create(name) for name in ("input", "output", "errors")]
+        for start in range(0, len(text), 1 << 20):
+            os.write(files[0], text[start : start + (1 << 20)])
+        os.lseek(files[0], 0, os.SEEK_SET)
+        pid = os.fork()
+        if pid == 0:
+            for number, file in enumerate(files):
+                os.dup2(file, number)  # the last hold of this process on the pipes of its parent
+                os.close(file)
+            confine.die_with_parent()
+            confine.confine(settings)
+            return program
+        report(pid, (files[1], files[2]), limit)
+        for file in files:
+            os.close(file)
+    return None
+
+
+confine.die_with_parent()
+os.write(1, READY)
+source = serve()
+if source is None:
+    os._exit(0)
+confine.run(source)

@@ -1,0 +1,375 @@
+"""Plain data between two processes of which one may lie: a strict format, and references for everything else.
+
+Values are copied, so what arrives is the receiver's own: exact builtin types, no methods of the sender, no code. Of
+what cannot be copied (instances of the sender's classes, functions, generators) only a number travels.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+import struct
+import sys
+from _collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+MAX_BYTES = 32 * 2**20
+MAX_DEPTH = 200
+
+#: Turns an object that cannot be copied into (whether it is the receiver's own, its number).
+Refer = Callable[[object], tuple[bool, int]]
+#: The reverse, on the receiver's side: (whether it is the receiver's own, its number) to an object.
+Resolve = Callable[[bool, int], object]
+
+
+class WireError(Exception):
+    """What should be sent is too large or too deep, or what arrived is no value."""
+
+
+# By name, because they are the same on both sides. Only types that build data: with `exec` or `type` among them, one
+# side could make the other run its code.
+_SHARED_TYPES = {
+    kind.__name__: kind
+    for kind in (
+        object, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, range, type(None),
+    )
+}  # fmt: skip
+# A copy: programs write to the module of builtins.
+_BUILTINS = dict(vars(builtins))
+_FACTORIES: dict[Any, bytes] = {
+    None: b"\0",
+    list: b"l",
+    dict: b"d",
+    set: b"s",
+    int: b"i",
+    float: b"f",
+    str: b"t",
+    tuple: b"u",
+    bool: b"b",
+}
+_FACTORY_OF = {code: factory for factory, code in _FACTORIES.items()}
+
+
+def exception_type(name: object) -> type[BaseException] | None:
+    """Returns the builtin exception of that name, None where there is none."""
+    kind = _BUILTINS.get(name) if isinstance(name, str) else None
+    return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
+
+
+def encode(value: object, refer: Refer) -> bytes:
+    """Returns the bytes of a value.
+
+    Args:
+        value: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, deque,
+            Counter, OrderedDict, defaultdict, Decimal, Fraction, range, date, naive datetime, timedelta or a NumPy
+            scalar, or an instance of a subclass of one of them, which travels as that base. A builtin type or exception
+            travels by name. Everything else becomes a reference.
+        refer: Numbers the references.
+
+    Raises:
+        WireError: If the bytes exceed `MAX_BYTES` or containers are nested deeper than `MAX_DEPTH`.
+    """
+    encoder = _Encoder(refer)
+    encoder.put(value, 0)
+    return b"".join(encoder.parts)
+
+
+def decode(data: bytes, resolve: Resolve) -> Any:
+    """Returns the value that the bytes are of.
+
+    Raises:
+        WireError: If they are not exactly one value.
+    """
+    try:
+        decoder = _Decoder(data, resolve)
+        value = decoder.take(0)
+        if decoder.at != len(data):
+            raise WireError("bytes after the value")
+    except WireError:
+        raise
+    except Exception as error:  # whatever the sender chose to send, it is its fault
+        raise WireError(f"no value: {type(error).__name__}") from error
+    return value
+
+
+def merge(mine: Any, theirs: Any) -> Any:
+    """Repeats in `mine` what a call did to its copy: mutable containers are changed in place, down to nested ones.
+
+    Returns:
+        `mine` where it could be changed to equal `theirs`, otherwise `theirs`.
+    """
+    if type(mine) is not type(theirs):
+        return theirs
+    if isinstance(mine, tuple) and len(mine) == len(theirs):
+        parts = tuple(map(merge, mine, theirs))
+        return mine if all(map(operator.is_, mine, parts)) else parts
+    if isinstance(mine, list | deque):
+        kept = [merge(a, b) for a, b in zip(mine, theirs, strict=False)]
+        rest = list(theirs)[len(kept) :]
+        mine.clear()
+        mine.extend(kept + rest)
+    elif isinstance(mine, dict):
+        items = {key: merge(mine[key], value) if key in mine else value for key, value in theirs.items()}
+        mine.clear()
+        mine.update(items)
+    elif isinstance(mine, set):
+        mine.clear()
+        mine.update(theirs)
+    elif isinstance(mine, bytearray):
+        mine[:] = theirs
+    else:
+        return theirs
+    return mine
+
+
+class _Encoder:
+    def __init__(self, refer: Refer):
+        self.parts: list[bytes] = []
+        self._refer = refer
+        self._room = MAX_BYTES
+
+    def put(self, value: Any, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise WireError(f"a value is nested deeper than {MAX_DEPTH} levels")
+        writer = _WRITERS.get(type(value))
+        if writer is None:
+            writer = next((write for kind, write in _WRITERS.items() if isinstance(value, kind)), _put_rare)
+        writer(self, value, depth)
+
+    def add(self, part: bytes) -> None:
+        self._room -= len(part)
+        if self._room < 0:
+            raise WireError(f"a value takes more than {MAX_BYTES} bytes")
+        self.parts.append(part)
+
+    def block(self, tag: bytes, payload: bytes) -> None:
+        self.add(tag + len(payload).to_bytes(4, "big") + payload)
+
+    def items(self, tag: bytes, items: Any, count: int, depth: int) -> None:
+        self.add(tag + count.to_bytes(4, "big"))
+        for item in items:
+            self.put(item, depth + 1)
+
+    def mapping(self, tag: bytes, value: dict[Any, Any], depth: int) -> None:
+        self.add(tag + len(value).to_bytes(4, "big"))
+        for key, item in dict.items(value):
+            self.put(key, depth + 1)
+            self.put(item, depth + 1)
+
+    def reference(self, value: object) -> None:
+        yours, number = self._refer(value)
+        self.add((b"O" if yours else b"R") + number.to_bytes(8, "big"))
+
+
+def _put_int(encoder: _Encoder, value: int, depth: int) -> None:
+    value = int(value)
+    encoder.block(b"i", value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
+
+
+def _put_list(encoder: _Encoder, value: list[Any], depth: int) -> None:
+    # Lists of numbers are the long ones.
+    kinds = set(map(type, value)) if type(value) is list else set()
+    for kind, tag, code in ((int, b"I", "q"), (float, b"J", "d")):
+        if kinds == {kind}:
+            try:
+                numbers = struct.pack(f">{len(value)}{code}", *value)
+            except struct.error:  # integers of more than 64 bits
+                break
+            return encoder.block(tag, numbers)
+    encoder.items(b"l", list.__iter__(value), list.__len__(value), depth)
+
+
+def _put_defaultdict(encoder: _Encoder, value: Any, depth: int) -> None:
+    factory: Any = value.default_factory
+    encoder.mapping(b"D" + _FACTORIES.get(factory if isinstance(factory, type) else None, b"\0"), value, depth)
+
+
+def _put_dict(encoder: _Encoder, value: dict[Any, Any], depth: int) -> None:
+    # A Counter exists only where its module was imported, and to import it for every program would cost too much.
+    counter = getattr(sys.modules.get("collections"), "Counter", None)
+    encoder.mapping(b"C" if counter and isinstance(value, counter) else b"d", value, depth)
+
+
+def _put_type(encoder: _Encoder, value: type, depth: int) -> None:
+    if _SHARED_TYPES.get(value.__name__) is value:
+        encoder.block(b"T", value.__name__.encode())
+    elif exception_type(value.__name__) is value:
+        encoder.block(b"E", value.__name__.encode())
+    else:
+        encoder.reference(value)
+
+
+# In this order: a subclass of two of them travels as the first.
+_WRITERS: dict[type, Callable[[_Encoder, Any, int], None]] = {
+    type(None): lambda encoder, value, depth: encoder.add(b"N"),
+    bool: lambda encoder, value, depth: encoder.add(b"1" if value else b"0"),
+    int: _put_int,
+    str: lambda encoder, value, depth: encoder.block(b"s", str.encode(value, "utf-8", "surrogatepass")),
+    float: lambda encoder, value, depth: encoder.add(b"f" + struct.pack(">d", value)),
+    list: _put_list,
+    tuple: lambda encoder, value, depth: encoder.items(b"t", tuple.__iter__(value), tuple.__len__(value), depth),
+    defaultdict: _put_defaultdict,
+    OrderedDict: lambda encoder, value, depth: encoder.mapping(b"o", value, depth),
+    dict: _put_dict,
+    set: lambda encoder, value, depth: encoder.items(b"S", value, len(value), depth),
+    frozenset: lambda encoder, value, depth: encoder.items(b"F", value, len(value), depth),
+    bytes: lambda encoder, value, depth: encoder.block(b"b", bytes(value)),
+    bytearray: lambda encoder, value, depth: encoder.block(b"B", bytes(value)),
+    complex: lambda encoder, value, depth: encoder.add(b"c" + struct.pack(">dd", value.real, value.imag)),
+    range: lambda encoder, value, depth: encoder.items(b"r", (value.start, value.stop, value.step), 3, depth),
+    deque: lambda encoder, value, depth: encoder.items(b"q", (value.maxlen, *value), len(value) + 1, depth),
+    type: _put_type,
+}
+
+
+def _put_rare(encoder: _Encoder, value: Any, depth: int) -> None:
+    def is_a(module: str, name: str) -> bool:
+        kind = getattr(sys.modules.get(module), name, None)
+        return isinstance(kind, type) and isinstance(value, kind)
+
+    if is_a("decimal", "Decimal"):
+        encoder.block(b"m", str(value).encode())
+    elif is_a("fractions", "Fraction"):
+        encoder.items(b"x", (value.numerator, value.denominator), 2, depth)
+    elif is_a("datetime", "timedelta"):
+        encoder.items(b"y", (value.days, value.seconds, value.microseconds), 3, depth)
+    elif is_a("datetime", "datetime") and value.tzinfo is None:
+        encoder.block(b"z", value.isoformat().encode())
+    elif is_a("datetime", "date") and not is_a("datetime", "datetime"):
+        encoder.block(b"a", value.isoformat().encode())
+    elif is_a("numpy", "generic"):
+        encoder.put(value.item(), depth + 1)
+    else:
+        encoder.reference(value)
+
+
+class _Decoder:
+    def __init__(self, data: bytes, resolve: Resolve):
+        self.at = 0
+        self._data = data
+        self._resolve = resolve
+
+    def take(self, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise WireError("nested too deeply")
+        return _READERS[self.raw(1)](self, depth + 1)
+
+    def raw(self, size: int) -> bytes:
+        start, self.at = self.at, self.at + size
+        if self.at > len(self._data):
+            raise WireError("a value ends early")
+        return self._data[start : self.at]
+
+    def count(self) -> int:
+        return int.from_bytes(self.raw(4), "big")
+
+    def block(self) -> bytes:
+        return self.raw(self.count())
+
+    def items(self, depth: int) -> list[Any]:
+        return [self.take(depth) for _ in range(self.count())]
+
+    def numbers(self, code: str) -> list[Any]:
+        data = self.block()
+        return list(struct.unpack(f">{len(data) // 8}{code}", data))
+
+    def integers(self, depth: int) -> list[int]:
+        items = self.items(depth)
+        if any(type(item) is not int for item in items):
+            raise WireError("integers expected")
+        return items
+
+    def mapping(self, depth: int) -> dict[Any, Any]:
+        return {self.take(depth): self.take(depth) for _ in range(self.count())}
+
+    def reference(self, yours: bool) -> object:
+        return self._resolve(yours, int.from_bytes(self.raw(8), "big"))
+
+
+def _take_defaultdict(decoder: _Decoder, depth: int) -> Any:
+    return defaultdict(_FACTORY_OF[decoder.raw(1)], decoder.mapping(depth))
+
+
+def _take_deque(decoder: _Decoder, depth: int) -> Any:
+    maxlen, *items = decoder.items(depth)
+    return deque(items, maxlen)
+
+
+def _take_counter(decoder: _Decoder, depth: int) -> Any:
+    from collections import Counter
+
+    counter: Counter[Any] = Counter()
+    dict.update(counter, decoder.mapping(depth))
+    return counter
+
+
+def _take_decimal(decoder: _Decoder, depth: int) -> Any:
+    from decimal import Decimal
+
+    return Decimal(decoder.block().decode("ascii"))
+
+
+def _take_fraction(decoder: _Decoder, depth: int) -> Any:
+    from fractions import Fraction
+
+    return Fraction(*decoder.integers(depth))
+
+
+def _take_timedelta(decoder: _Decoder, depth: int) -> Any:
+    from datetime import timedelta
+
+    return timedelta(*decoder.integers(depth))
+
+
+def _take_datetime(decoder: _Decoder, depth: int) -> Any:
+    from datetime import datetime
+
+    return datetime.fromisoformat(decoder.block().decode("ascii"))
+
+
+def _take_date(decoder: _Decoder, depth: int) -> Any:
+    from datetime import date
+
+    return date.fromisoformat(decoder.block().decode("ascii"))
+
+
+def _take_exception_type(decoder: _Decoder, depth: int) -> type[BaseException]:
+    kind = exception_type(decoder.block().decode("ascii"))
+    if kind is None:
+        raise WireError("no such exception")
+    return kind
+
+
+_READERS: dict[bytes, Callable[[_Decoder, int], Any]] = {
+    b"N": lambda decoder, depth: None,
+    b"0": lambda decoder, depth: False,
+    b"1": lambda decoder, depth: True,
+    b"i": lambda decoder, depth: int.from_bytes(decoder.block(), "big", signed=True),
+    b"s": lambda decoder, depth: decoder.block().decode("utf-8", "surrogatepass"),
+    b"f": lambda decoder, depth: struct.unpack(">d", decoder.raw(8))[0],
+    b"l": _Decoder.items,
+    b"I": lambda decoder, depth: decoder.numbers("q"),
+    b"J": lambda decoder, depth: decoder.numbers("d"),
+    b"t": lambda decoder, depth: tuple(decoder.items(depth)),
+    b"d": _Decoder.mapping,
+    b"D": _take_defaultdict,
+    b"o": lambda decoder, depth: OrderedDict(decoder.mapping(depth)),
+    b"C": _take_counter,
+    b"S": lambda decoder, depth: set(decoder.items(depth)),
+    b"F": lambda decoder, depth: frozenset(decoder.items(depth)),
+    b"b": lambda decoder, depth: decoder.block(),
+    b"B": lambda decoder, depth: bytearray(decoder.block()),
+    b"c": lambda decoder, depth: complex(*struct.unpack(">dd", decoder.raw(16))),
+    b"r": lambda decoder, depth: range(*decoder.integers(depth)),
+    b"q": _take_deque,
+    b"m": _take_decimal,
+    b"x": _take_fraction,
+    b"y": _take_timedelta,
+    b"z": _take_datetime,
+    b"a": _take_date,
+    b"T": lambda decoder, depth: _SHARED_TYPES[decoder.block().decode("ascii")],
+    b"E": _take_exception_type,
+    b"O": lambda decoder, depth: decoder.reference(True),
+    b"R": lambda decoder, depth: decoder.reference(False),
+}

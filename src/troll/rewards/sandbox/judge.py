@@ -1,0 +1,70 @@
+"""The judge: a warm process beside the programs' sandboxes, in one of its own, that runs their tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from typing import Any
+
+from troll.rewards.sandbox.bubblewrap import Sandbox
+from troll.rewards.sandbox.limits import Limits
+
+
+class Judge:
+    """One judge, for the programs of one thread, one after the other.
+
+    It lives no longer than the thread that makes it.
+
+    Args:
+        sandbox: Where it runs.
+
+    Attributes:
+        process: As `Sandbox.start` returned it.
+
+    Raises:
+        SandboxError: It could not be started.
+    """
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._control, theirs = socket.socketpair()
+        try:
+            # It does not confine itself: it has to fork, and what it runs is the user's.
+            self.process = sandbox.start("judge", limits=Limits(), stdin=theirs.fileno(), stdout=None)
+        except BaseException:
+            self._control.close()
+            raise
+        finally:
+            theirs.close()
+
+    def submit(self, job: dict[str, Any], channel: int) -> int:
+        """Has a program judged.
+
+        Args:
+            job: The tests, as `inside/judge.py` reads them.
+            channel: File descriptor of the channel to the program.
+
+        Returns:
+            File descriptor of a pipe with a line of JSON per outcome; the caller closes it.
+
+        Raises:
+            OSError: The judge is gone.
+        """
+        report, theirs = os.pipe()
+        try:
+            content = json.dumps(job).encode()
+            socket.send_fds(self._control, [len(content).to_bytes(8, "big")], [channel, theirs])
+            self._control.sendall(content)
+        except BaseException:
+            os.close(report)
+            raise
+        finally:
+            os.close(theirs)
+        return report
+
+    def close(self) -> None:
+        """Ends it, whatever it is doing."""
+        with contextlib.suppress(OSError):
+            self._control.close()
+        self.process.end()

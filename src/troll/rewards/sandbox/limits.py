@@ -1,0 +1,65 @@
+"""What a program may use, and what became of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+MEBIBYTE = 1 << 20
+
+#: The interpreter maps a few dozen MiB itself; with less it cannot even report that memory ran out.
+MINIMUM_MEMORY = 64 * MEBIBYTE
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one test, or of one sequence of calls.
+
+    Attributes:
+        cpu_seconds: CPU time of all its threads. Decides, so that results do not depend on how busy the machine is.
+            Measured exactly, while a program that does not end may use half a second more before it is killed.
+        wall_seconds: A backstop against what no other limit catches.
+        idle_seconds: How long it may sleep or wait, using next to no CPU (under 1 %). Waiting for a busy CPU is not
+            idleness.
+        memory_bytes: Address space, so what is reserved counts as well; at least 64 MiB.
+        disk_bytes: Size of the work folder, which is in memory.
+        output_bytes: Size of standard output, of standard error, and of each file it writes.
+        threads: How many threads it may have. Where the user is root the kernel does not enforce this, and
+            `memory_bytes` bounds them.
+
+    Raises:
+        ValueError: A limit is not a finite number above 0, or one of bytes or threads is not an integer.
+    """
+
+    cpu_seconds: float = 2.0
+    wall_seconds: float = 60.0
+    idle_seconds: float = 5.0
+    memory_bytes: int = 512 * MEBIBYTE
+    disk_bytes: int = 16 * MEBIBYTE
+    output_bytes: int = 4 * MEBIBYTE
+    threads: int = 64
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            whole = not field.name.endswith("_seconds")
+            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+                raise ValueError(f"{field.name} takes {'an integer' if whole else 'a number'}, got {value!r}")
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{field.name} must be finite and above 0, got {value!r}")
+        if self.memory_bytes < MINIMUM_MEMORY:
+            raise ValueError(f"memory_bytes must be at least {MINIMUM_MEMORY} (64 MiB), got {self.memory_bytes}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one test.
+
+    Attributes:
+        passed: Whether it passed.
+        reason: "passed", or why not in a few words: "wrong answer", "raised ValueError: ...", "time limit", "memory
+            limit", "output limit", "exit status 3", ...
+    """
+
+    passed: bool
+    reason: str

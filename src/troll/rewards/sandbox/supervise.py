@@ -1,0 +1,164 @@
+"""Watches a sandbox from outside: kills it when it computes, idles or lasts too long, and reaps it.
+
+CPU time is read from the processes' clocks. The kernel's own limit on it counts ticks, which on a busy machine can be
+tens of per cent more than what a process had: it is set higher, for when nobody watches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from troll.rewards.sandbox.bubblewrap import Process
+from troll.rewards.sandbox.limits import Limits
+
+#: Below this share of one CPU, a program that is not waiting for a CPU counts as idle.
+IDLE_SHARE = 0.01
+
+
+#: What a sandbox may use to start up. Who ends by himself is judged by his own CPU time, to the microsecond.
+START_SECONDS = 0.25
+
+#: Without it a sandbox cannot be looked into, and only wall time catches a program that sleeps.
+LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a sandbox ended.
+
+    Attributes:
+        kind: "exited" by itself; "cpu", "idle" or "wall", the limit that it passed; "killed" by another signal.
+        status: Exit status; 128 plus the signal's number where a signal ended it.
+        cpu_seconds: CPU time of all of it, some 10 ms of starting up included.
+    """
+
+    kind: Literal["exited", "cpu", "idle", "wall", "killed"]
+    status: int
+    cpu_seconds: float
+
+
+class Watch:
+    """Tells when sandboxes have used too much CPU, idled, or run for too long.
+
+    Args:
+        processes: As `Sandbox.start` returned them; the first is the one that is watched. While one of the others
+            works, it is not idle.
+        limits: What it was started with.
+
+    Attributes:
+        period: Seconds between two calls of `verdict`.
+        cpu_seconds: CPU time since the start or the last restart, as last seen.
+    """
+
+    def __init__(self, processes: Sequence[Process], limits: Limits) -> None:
+        self._watched, *self._beside = (process.pid for process in processes)
+        self._limits = limits
+        self.period = min(0.25, limits.idle_seconds / 4, limits.wall_seconds / 4)
+        self.restart()
+
+    def restart(self) -> None:
+        """Starts counting anew, for the next test in the same sandbox."""
+        self._before = _cpu_seconds(_tree(self._watched))
+        self._seen = self.cpu_seconds = 0.0
+        self._started = self._active = time.monotonic()
+
+    def verdict(self) -> Literal["cpu", "idle", "wall"] | None:
+        """Which of the limits has been passed, if any."""
+        now = time.monotonic()
+        if now - self._started > self._limits.wall_seconds:
+            return "wall"
+        if not LISTS_CHILDREN:
+            return None
+        tree = _tree(self._watched)
+        self.cpu_seconds = _cpu_seconds(tree) - self._before
+        if self.cpu_seconds > self._limits.cpu_seconds + START_SECONDS:
+            return "cpu"
+        if self._works(tree):
+            self._active = now
+        return "idle" if now - self._active > self._limits.idle_seconds else None
+
+    def _works(self, tree: list[int]) -> bool:
+        tree = tree + [pid for root in self._beside for pid in _tree(root)]
+        seen, self._seen = self._seen, _cpu_seconds(tree)
+        return abs(self._seen - seen) >= IDLE_SHARE * self.period or any(map(_busy, tree))
+
+
+def supervise(process: Process, limits: Limits, *, beside: Sequence[Process] = ()) -> Exit:
+    """Waits for a sandbox to end, within its limits of time, and reaps it.
+
+    Whatever happens here, an interrupt included, the sandbox is killed.
+
+    Args:
+        process: As `Sandbox.start` returned it.
+        limits: What it was started with.
+        beside: Sandboxes that it talks to: while they work, it may wait.
+    """
+    watch = Watch([process, *beside], limits)
+    verdict = None
+    try:
+        with ending(process) as ended:
+            while verdict is None and not wait_for(ended, watch.period):
+                verdict = watch.verdict()
+    finally:
+        cpu_seconds = max(process.end(), watch.cpu_seconds)
+    status = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    if verdict is not None:
+        return Exit(verdict, status, cpu_seconds)
+    if cpu_seconds > limits.cpu_seconds:
+        return Exit("cpu", status, cpu_seconds)
+    return Exit("killed" if status > 128 else "exited", status, cpu_seconds)
+
+
+@contextlib.contextmanager
+def ending(process: Process) -> Iterator[int]:
+    """A file descriptor that becomes readable when the process has ended."""
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def wait_for(descriptor: int, seconds: float, events: int = select.POLLIN) -> bool:
+    """Whether a file descriptor becomes ready in time; `select.poll`, because descriptors may be above 1024."""
+    poll = select.poll()
+    poll.register(descriptor, events)
+    return bool(poll.poll(seconds * 1000))
+
+
+def _tree(root: int) -> list[int]:
+    """A process and all below it, as this process numbers them."""
+    found, waiting = [], [root]
+    while waiting:
+        pid = waiting.pop()
+        found.append(pid)
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # it ended while we looked
+                waiting += map(int, children.read_text().split())
+    return found
+
+
+def _cpu_seconds(pids: list[int]) -> float:
+    """CPU time of processes by their own clocks: exact, and with no need of permissions."""
+    seconds = 0.0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            seconds += time.clock_gettime((~pid << 3) | 2)  # the clock that clock_getcpuclockid(3) names
+    return seconds
+
+
+def _busy(pid: int) -> bool:
+    """Whether a thread of a process runs, waits for a CPU, or for the disk."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            state = stat.read_text().rpartition(")")[2].split()[0]
+            if state in "RD":
+                return True
+    return False

@@ -1,0 +1,268 @@
+"""Tasks whose answer is a program, judged by unit tests."""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from datasets import Dataset
+
+from troll.rewards.code import CodeGrader, passed_fraction
+from troll.rewards.program import parse_tests
+from troll.rewards.sandbox.bubblewrap import SandboxError
+from troll.rewards.sandbox.limits import MEBIBYTE, Limits
+from troll.tasks.dataset_task import Example, PromptStyle, Read, dataset_task, without
+from troll.tasks.options import Options
+from troll.tasks.registry import Task, TaskConfig, TaskError, register_task
+from troll.tasks.row import Column, Row
+from troll.tasks.shaping import take_shaping
+from troll.tasks.splits import Divide, Source
+
+#: Ends a message that asks for a program.
+INSTRUCTION = "Write the whole program in one ```python block."
+
+_ASKED = "{question}\n\n{instruction}"
+# What a model without a chat template has seen most often before a program: a comment that says what it does.
+_COMMENT = '"""\n{question}\n"""\n'
+_EURUS = "Write Python code to solve the problem. Present the code in \n```python\nYour code\n```\nat the end."
+
+
+def load_code(
+    config: TaskConfig,
+    source: Source,
+    *,
+    columns: dict[str, Column],
+    read: Read,
+    style: PromptStyle,
+    divide: Divide | None = None,
+) -> Task:
+    """Loads a task whose examples have the column `tests` that `troll.rewards.code.CodeGrader` reads.
+
+    Its options are `partial_credit`, `cpu_seconds`, `memory_mb`, `packages` and `run_without_isolation`, `prompt` and
+    `system_prompt`, `columns`, and `overlong` of `troll.tasks.shaping`.
+
+    Returns:
+        The task. With `partial_credit` the reward is the fraction of the tests that pass, and `success` is logged.
+
+    Raises:
+        TaskError: If programs cannot be isolated, an option is unknown or unusable, the data cannot be reached or read,
+            or a row lacks what is read.
+    """
+    options = Options(config)
+    style = style.with_options(options)
+    system_prompt = options.text("system_prompt")
+    columns = options.columns(columns)
+    skip_unanswered = options.flag("skip_unanswered")
+    partial_credit = options.flag("partial_credit")
+    settings = _take_settings(options)
+    shaping, weights = take_shaping(options, answer_format=None)
+    options.finish()
+    try:
+        grader = CodeGrader(**settings)
+    except SandboxError as error:
+        raise TaskError(str(error)) from error
+    partial = [passed_fraction(grader)] if partial_credit else []
+    own_weights = [0.0, 1.0] if partial_credit else [1.0]
+    return dataset_task(
+        config,
+        source,
+        columns=columns,
+        read=read,
+        style=style,
+        rewards=[grader, *partial, *shaping],
+        skip_unanswered=skip_unanswered,
+        reward_weights=[*own_weights, *weights] if partial or shaping else None,
+        system_prompt=system_prompt,
+        divide=divide,
+    )
+
+
+@register_task("humaneval", trains=False)
+def humaneval(config: TaskConfig, argument: str = "") -> Task:
+    """Loads HumanEval: functions to complete, from their signature and description.
+
+    A plain prompt is the beginning of the function as it stands, and a completion continues it; in a conversation the
+    whole function is asked for.
+    """
+
+    def read(row: Row) -> Example:
+        prompt, entry_point = row.text("prompt"), row.text("entry_point")
+        tests = {"check": row.text("test"), "entry_point": entry_point, "setup": prompt}
+        return Example(prompt, {"tests": _checked(row, "test", tests), "prefix": prompt})
+
+    return load_code(
+        config,
+        Source("openai/openai_humaneval", train=None),
+        columns={name: Column((name,)) for name in ("prompt", "test", "entry_point")},
+        read=read,
+        style=PromptStyle(
+            "{question}", "Complete this function.\n\n```python\n{question}```\n\n{instruction}", INSTRUCTION
+        ),
+    )
+
+
+@register_task("mbpp")
+def mbpp(config: TaskConfig, argument: str = "") -> Task:
+    """Loads MBPP: short functions, each asked for in a sentence and by its tests, which are part of the prompt.
+
+    The hub's `full` configuration, whose split `test` is held out. A local file with tasks beyond 510 is divided as the
+    data set's authors did (11 to 510 held out, 601 to 974 to train on); of another one, the last rows are held out.
+    """
+
+    def read(row: Row) -> Example:
+        asserts = _asserts(row)
+        tests: dict[str, Any] = {"asserts": asserts, "setup": row.value("setup") or ""}
+        reference = row.text("reference") if row.value("reference") else ""
+        try:
+            names = names_under_test(reference, asserts)
+        except (SyntaxError, ValueError) as error:  # ValueError: a null character, before Python 3.12
+            raise row.error(f"has tests or a reference that are not Python: {error}") from error
+        if names:
+            tests["names"] = names
+        question = "\n".join((row.text("prompt").strip(), "Your code should pass these tests:", "", *asserts))
+        return Example(question, {"tests": _checked(row, "tests", tests)})
+
+    return load_code(
+        config,
+        Source("google-research-datasets/mbpp", "full"),
+        columns={
+            "prompt": Column(("text", "prompt")),
+            "tests": Column(("test_list",)),
+            "setup": Column(("test_setup_code",), required=False),
+            "reference": Column(("code",), required=False),
+        },
+        read=read,
+        style=PromptStyle(_COMMENT, _ASKED, INSTRUCTION),
+        divide=_as_published,
+    )
+
+
+@register_task("eurus_code")
+def eurus_code(config: TaskConfig, argument: str = "") -> Task:
+    """Loads the programming half of Eurus-2-RL-Data: competition problems, most of them from input to output."""
+
+    def read(row: Row) -> Example:
+        question, text = without(row.text("prompt"), _EURUS), row.text("tests")
+        try:
+            tests = eurus_tests(json.loads(text))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise row.error(f"has no tests in its field {row.columns['tests']!r}: {error!r:.80}") from error
+        return Example(question, {"tests": _checked(row, "tests", tests)})
+
+    return load_code(
+        config,
+        Source("PRIME-RL/Eurus-2-RL-Data", held_out="validation", only=("ability", "code")),
+        columns={"prompt": Column(("prompt",)), "tests": Column(("reward_model.ground_truth",))},
+        read=read,
+        style=PromptStyle(_ASKED, _ASKED, INSTRUCTION),
+    )
+
+
+def load_tested(config: TaskConfig, source: Source, *, columns: dict[str, Column]) -> Task:
+    """Loads a task from the columns `prompt` and `tests`.
+
+    Args:
+        config: Of the task.
+        source: Its data.
+        columns: Of `prompt`, and of `tests`: JSON as `troll.rewards.program` reads it, or a list of assert statements.
+
+    Returns:
+        The task.
+
+    Raises:
+        TaskError: See `load_code`.
+    """
+
+    def read(row: Row) -> Example:
+        tests: Any = {"asserts": _asserts(row)} if isinstance(row.value("tests"), list) else row.text("tests")
+        return Example(row.text("prompt"), {"tests": _checked(row, "tests", tests)})
+
+    style = PromptStyle(_ASKED, _ASKED, INSTRUCTION)
+    return load_code(config, source, columns=columns, read=read, style=style)
+
+
+def names_under_test(reference: str, asserts: Sequence[str]) -> list[str]:
+    """Returns the names that a reference solution binds at its top level and its tests use.
+
+    So that where a solution is called `sum`, the tests call the program's.
+
+    Raises:
+        SyntaxError: If one of them is not Python.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes that Python will refuse one day
+        tests, program = [ast.parse(test) for test in asserts], ast.parse(reference)
+    used = {node.id for test in tests for node in ast.walk(test) if isinstance(node, ast.Name)}
+    bound: dict[str, None] = {}
+    for node in program.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound[node.name] = None
+        else:
+            stored = (each for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+            bound.update(dict.fromkeys(each.id for each in stored))
+    return [name for name in bound if name in used]
+
+
+def eurus_tests(found: dict[str, Any]) -> dict[str, Any]:
+    """Returns tests of Eurus in the form of `troll.rewards.program`.
+
+    Lines may come as lists, and the arguments and the result of a call as JSON.
+
+    Raises:
+        KeyError, TypeError, ValueError: If they have none of the data set's forms.
+    """
+    inputs, outputs = found["inputs"], found["outputs"]
+    name = found.get("fn_name")
+    if name is None:
+        return {"inputs": [_lines(each) for each in inputs], "outputs": [_lines(each) for each in outputs]}
+    calls = [[json.loads(line) for line in each.split("\n")] if isinstance(each, str) else each for each in inputs]
+    results = [json.loads(each) if isinstance(each, str) and isinstance(inputs[0], str) else each for each in outputs]
+    return {"function": name, "inputs": calls, "outputs": results}
+
+
+def _checked(row: Row, field: str, tests: dict[str, Any] | str) -> str:
+    """The column `tests`, which the grader can read."""
+    text = tests if isinstance(tests, str) else json.dumps(tests)
+    try:
+        parse_tests(text)
+    except ValueError as error:
+        raise row.error(f"has no tests in its field {row.columns[field]!r}: {error}") from error
+    return text
+
+
+def _asserts(row: Row) -> list[str]:
+    asserts = row.value("tests")
+    if not isinstance(asserts, list) or not asserts or not all(isinstance(each, str) for each in asserts):
+        raise row.error(f"has no list of tests in its field {row.columns['tests']!r}, got {asserts!r:.80}")
+    return asserts
+
+
+def _lines(value: str | list[str]) -> str:
+    return value if isinstance(value, str) else "\n".join(map(str, value))
+
+
+def _take_settings(options: Options) -> dict[str, Any]:
+    """Takes the options that are arguments of `CodeGrader`."""
+    limits: dict[str, Any] = {}
+    if (cpu_seconds := options.number("cpu_seconds")) is not None:
+        limits["cpu_seconds"] = cpu_seconds
+    if (memory_mb := options.number("memory_mb")) is not None:
+        limits["memory_bytes"] = int(memory_mb * MEBIBYTE)
+    try:
+        checked = Limits(**limits)
+    except ValueError as error:
+        raise TaskError(f"task options cpu_seconds and memory_mb: {error}") from error
+    return {
+        "limits": checked,
+        "packages": options.texts("packages"),
+        "run_without_isolation": options.flag("run_without_isolation"),
+    }
+
+
+def _as_published(rows: Dataset) -> tuple[list[int], list[int]] | None:
+    ids = rows["task_id"] if "task_id" in rows.column_names else []
+    train = [index for index, number in enumerate(ids) if 601 <= number <= 974]
+    return (train, [index for index, number in enumerate(ids) if 11 <= number <= 510]) if train else None

@@ -1,0 +1,210 @@
+"""A user's own task, in a YAML or a Python file."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import yaml
+
+from troll.rewards.answers import INSTRUCTIONS
+from troll.tasks.code import load_tested
+from troll.tasks.dataset_task import Example, PromptStyle, dataset_task
+from troll.tasks.mathematics import boxed_or_whole, load_mathematics
+from troll.tasks.options import Options
+from troll.tasks.registry import RewardFunc, Task, TaskConfig, TaskError, register_task_file
+from troll.tasks.row import Column, Row
+from troll.tasks.splits import Source
+
+# What a YAML file may hold, and of which type.
+_FIELDS: dict[str, type] = {
+    "dataset": str,
+    "eval_dataset": str,
+    "dataset_config": str,
+    "train_split": str,
+    "eval_split": str,
+    "columns": dict,
+    "reward": str,
+    "task_options": dict,
+}
+_REWARDS = "math, code, FILE.py:function or module:function"
+
+
+@register_task_file(".py")
+def load_python(config: TaskConfig, argument: str) -> Task:
+    """Loads a task from a Python file, `path.py[:argument]`, by its function `load(config, argument)`.
+
+    The function is like those that `register_task` takes: it returns a `Task` whose prompts are plain text.
+
+    Raises:
+        TaskError: If there is no such file or function, it cannot be imported, or it returns something else.
+    """
+    path = _file(config)
+    load = getattr(_import(path), "load", None)
+    if not callable(load):
+        raise TaskError(f"{path} must define load(config, argument), which returns a troll.tasks.Task")
+    task = load(config, argument)
+    if not isinstance(task, Task):
+        raise TaskError(f"load in {path} must return a troll.tasks.Task, got {type(task).__name__}")
+    return task
+
+
+@register_task_file(".yaml", ".yml")
+def load_yaml(config: TaskConfig, argument: str) -> Task:
+    """Loads a task from a YAML file; docs/tasks.md says what it holds.
+
+    The file's `task_options` are defaults for those of `config`, and `config.dataset_path` takes the place of its data.
+    Paths in it are as seen from the file.
+
+    Raises:
+        TaskError: Names the file and the field where one is unknown, missing or unusable.
+    """
+    path = _file(config)
+    if argument:
+        raise TaskError(f"task {config.task!r}: a YAML file takes no argument after a colon")
+    fields = _read(path)
+    columns = {name: Column((column,)) for name, column in fields["columns"].items()}
+    local, source = _data(path, fields)
+    config = replace(
+        config,
+        dataset_path=config.dataset_path or local,
+        task_options={**fields.get("task_options", {}), **config.options},
+    )
+    if config.dataset_path != local:
+        source = replace(source, held_out_file=None)
+    reward = fields["reward"]
+    if reward == "math":
+        return load_mathematics(config, source, columns=_of(path, columns, "answer"), gold=boxed_or_whole)
+    if reward == "code":
+        return load_tested(config, source, columns=_of(path, columns, "tests"))
+    return _load_rewarded(config, source, columns, _function(path, reward))
+
+
+def _load_rewarded(config: TaskConfig, source: Source, columns: dict[str, Column], reward: RewardFunc) -> Task:
+    """A task whose reward gets the columns beside the prompt under the task's names for them, as text."""
+    options = Options(config)
+    answer_format = options.choice("answer_format", ["none", *INSTRUCTIONS])
+    asked = "{question}" if answer_format == "none" else "{question}\n{instruction}"
+    instruction = "" if answer_format == "none" else INSTRUCTIONS[answer_format]  # type: ignore[index]
+    style = PromptStyle(asked, asked, instruction).with_options(options)
+    system_prompt = options.text("system_prompt")
+    columns = options.columns(columns)
+    skip_unanswered = options.flag("skip_unanswered")
+    options.finish()
+
+    def read(row: Row) -> Example:
+        return Example(row.text("prompt"), {name: row.answer(name) for name in columns if name != "prompt"})
+
+    return dataset_task(
+        config,
+        source,
+        columns=columns,
+        read=read,
+        style=style,
+        rewards=[reward],
+        skip_unanswered=skip_unanswered,
+        system_prompt=system_prompt,
+    )
+
+
+def _file(config: TaskConfig) -> Path:
+    path = Path(config.task.partition(":")[0]).expanduser()
+    if not path.is_file():
+        raise TaskError(f"task {config.task!r}: there is no file {path}")
+    return path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        fields = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise TaskError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(fields, dict):
+        raise TaskError(f"{path} must hold 'field: value' lines")
+    for name, value in fields.items():
+        if name not in _FIELDS:
+            close = difflib.get_close_matches(str(name), _FIELDS, n=1)
+            hint = f", did you mean {close[0]}?" if close else f"; it has {', '.join(_FIELDS)}"
+            raise TaskError(f"{path}: unknown field {name!r}{hint}")
+        if not isinstance(value, _FIELDS[name]):
+            kind = "a mapping" if _FIELDS[name] is dict else "a text"
+            raise TaskError(f"{path}: {name} must be {kind}, got {value!r}")
+    for name in ("dataset", "columns", "reward"):
+        if name not in fields:
+            raise TaskError(f"{path}: field {name!r} is missing")
+    columns = fields["columns"]
+    if "prompt" not in columns or not all(isinstance(each, str) for pair in columns.items() for each in pair):
+        raise TaskError(f"{path}: columns must name the data's columns, such as {{prompt: question, answer: solution}}")
+    return fields
+
+
+def _data(path: Path, fields: dict[str, Any]) -> tuple[str | None, Source]:
+    """The local data, if the file names some, and the hub's."""
+    local = path.parent / Path(fields["dataset"]).expanduser()
+    source = Source(
+        fields["dataset"],
+        fields.get("dataset_config"),
+        train=fields.get("train_split", "train"),
+        held_out=fields.get("eval_split", "test"),
+    )
+    if not local.exists():
+        if "eval_dataset" in fields:
+            raise TaskError(f"{path}: eval_dataset goes with a local dataset, and there is no {local}")
+        if fields["dataset"].count("/") != 1 or Path(fields["dataset"]).suffix in (".json", ".jsonl", ".parquet"):
+            raise TaskError(f"{path}: dataset: there is no {local}, and it is not a name on the hub such as owner/name")
+        return None, source
+    if "eval_dataset" in fields:
+        source = replace(source, held_out_file=path.parent / Path(fields["eval_dataset"]).expanduser())
+    return str(local), source
+
+
+def _of(path: Path, columns: dict[str, Column], answer: str) -> dict[str, Column]:
+    if set(columns) != {"prompt", answer}:
+        raise TaskError(f"{path}: columns must name prompt and {answer} for this reward, got {', '.join(columns)}")
+    return columns
+
+
+def _function(path: Path, reward: str) -> Callable[..., list[float]]:
+    module, colon, name = reward.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise TaskError(f"{path}: reward must be {_REWARDS}, got {reward!r}")
+    if module.endswith(".py"):
+        source = path.parent / Path(module).expanduser()
+        if not source.is_file():
+            raise TaskError(f"{path}: reward: there is no file {source}")
+        found = _import(source)
+    else:
+        try:
+            found = importlib.import_module(module)
+        except ImportError as error:
+            raise TaskError(f"{path}: reward: cannot import {module}: {error}") from error
+    function = getattr(found, name, None)
+    if not callable(function):
+        raise TaskError(f"{path}: reward: {module} has no function {name!r}")
+    return function
+
+
+def _import(path: Path) -> ModuleType:
+    """Imports a file once, under a name that no installed module has."""
+    name = f"troll_task:{path.resolve()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise TaskError(f"cannot import {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the file does
+        del sys.modules[name]
+        reason = " ".join(str(error).split())
+        raise TaskError(f"cannot import {path}: {type(error).__name__}: {reason}") from error
+    return module

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from rich.console import Console
+
+from tests.study.conftest import tiny_model  # noqa: F401  a fixture
+from troll.evaluation.config import EvaluationConfig
+from troll.rewards.grading import Grader, Verdict
+from troll.tasks import Task, TaskConfig, registry
+
+GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(record=True, width=120)
+
+
+@pytest.fixture
+def settings(tiny_model: Path, tmp_path: Path) -> Callable[..., EvaluationConfig]:  # noqa: F811
+    """Settings of an evaluation of seconds into ``tmp_path / "out"``, of which any can be changed."""
+
+    def make(**changed: Any) -> EvaluationConfig:
+        chain_sum = TaskConfig(task="reasoning_gym:chain_sum", train_size=1, eval_size=5)
+        defaults: dict[str, Any] = {"samples": 3, "max_new_tokens": 6, "batch_size": 4, "output_dir": tmp_path / "out"}
+        defaults |= {"model": str(tiny_model), "tasks": [chain_sum]}
+        return EvaluationConfig(**(defaults | changed))
+
+    return make
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+class LastCharacter(Grader):
+    """Judges by the last character, and takes letters in either case for one answer."""
+
+    votes = True
+
+    def grade(self, completions: Sequence[str], **columns: Any) -> list[Verdict]:
+        return [
+            Verdict(float(text[-1:].lower() == letter), text[-1:] or None, "correct" if text else "no answer")
+            for text, letter in zip(completions, columns["letter"], strict=True)
+        ]
+
+    def same_answer(self, first: str, second: str) -> bool:
+        return first.lower() == second.lower()
+
+
+@pytest.fixture
+def letters(monkeypatch: pytest.MonkeyPatch) -> TaskConfig:
+    """A task whose answers can be compared."""
+    monkeypatch.setattr(registry, "_LOADERS", dict(registry._LOADERS))
+    rows = Dataset.from_dict({"prompt": [f"letter {index}:" for index in range(4)], "letter": list("abcd")})
+    registry.register_task("letters")(lambda config, argument: Task("letters", rows, rows, [LastCharacter()]))
+    return TaskConfig(task="letters")

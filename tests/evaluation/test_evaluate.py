@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from tests.evaluation.conftest import GSM8K, read_lines
+from troll.evaluation import evaluate as module
+from troll.evaluation.config import EvaluationConfig
+from troll.evaluation.errors import EvaluationError
+from troll.evaluation.estimators import clustered_interval
+from troll.evaluation.evaluate import completion_order, evaluate
+from troll.evaluation.generate import Generation, Sampling, TransformersGenerator
+from troll.tasks import TaskConfig
+
+Settings = Callable[..., EvaluationConfig]
+
+
+def results_of(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return content
+
+
+def without_times(results: dict[str, Any]) -> dict[str, Any]:
+    tasks = {
+        name: {key: value for key, value in one.items() if key != "seconds"} for name, one in results["tasks"].items()
+    }
+    return {**results, "tasks": tasks}
+
+
+class Scripted:
+    """Writes the texts, one after the other."""
+
+    batch_size = 4
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts, self.calls = list(texts), 0
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Generation]:
+        self.calls += 1
+        return [Generation(self.texts.pop(0), 3, True) for _ in prompts]
+
+
+def test_an_evaluation_leaves_every_generation_with_its_verdict(settings: Settings, console: Console) -> None:
+    config = settings()
+    assert evaluate(config, console)
+    results = results_of(config.folder)
+    assert results["status"] == "finished"
+    one = results["tasks"]["reasoning_gym:chain_sum"]
+    records = read_lines(config.folder / one["generations"])
+    assert len(records) == one["completions"] == 15
+    for problem in range(5):
+        assert len({record["completion"] for record in records if record["problem"] == problem}) > 1
+    assert {(record["problem"], record["sample"]) for record in records} == {(p, s) for p in range(5) for s in range(3)}
+    assert all(0 < record["tokens"] <= 6 for record in records)
+    assert one["tokens"] == pytest.approx(sum(record["tokens"] for record in records) / 15)
+    assert one["finished"] == pytest.approx(sum(record["finished"] for record in records) / 15)
+    assert set(one["metrics"]) == set(one["intervals"]) == {"pass@1", "pass@3", "mean@3"}
+    assert results["settings"]["temperature"] == 1.0
+    assert results["settings"]["tasks"]["reasoning_gym:chain_sum"]["problems"] == 5
+    assert "reasoning_gym:chain_sum" in console.export_text()
+
+
+def test_the_numbers_are_those_of_the_verdicts(
+    settings: Settings, letters: TaskConfig, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Three of each of four problems, whose answers are a, b, c and d.
+    texts = ["A", "a", "b", "b", "c", "", "a", "a", "c", "", "", ""]
+    monkeypatch.setattr(module, "_generator", lambda plan: Scripted(texts))
+    config = settings(tasks=[letters], ks=[1, 2, 3])
+    assert evaluate(config, console)
+    one = results_of(config.folder)["tasks"]["letters"]
+    assert one["metrics"] == pytest.approx(
+        {
+            "pass@1": (2 / 3 + 1 / 3 + 1 / 3 + 0) / 4,
+            "pass@2": (1 + 2 / 3 + 2 / 3 + 0) / 4,
+            "pass@3": 3 / 4,
+            "mean@3": 1 / 3,
+            "maj@3": (1 + 0.5 + 0 + 0) / 4,
+        }
+    )
+    assert one["intervals"]["maj@3"] == pytest.approx(clustered_interval([1, 0.5, 0, 0], 3))
+    assert one["reasons"] == {"correct": 8, "no answer": 4}
+    shown = console.export_text()
+    for cell in ("33.3", "58.3", "75.0", "37.5", "maj@3", "100.0%"):
+        assert cell in shown
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3])
+def test_an_interrupted_evaluation_goes_on_exactly(
+    settings: Settings, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    whole = settings(output_dir=tmp_path / "whole")
+    assert evaluate(whole, console)
+    generate, calls = TransformersGenerator.generate, 0
+
+    def interrupted(self: TransformersGenerator, *arguments: Any) -> list[Generation]:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise KeyboardInterrupt
+        return generate(self, *arguments)
+
+    config = settings()
+    with monkeypatch.context() as patched:
+        patched.setattr(TransformersGenerator, "generate", interrupted)
+        assert not evaluate(config, console)
+    partial = results_of(config.folder)
+    assert partial["status"] == "interrupted"
+    assert partial["tasks"]["reasoning_gym:chain_sum"]["completions"] == 4 * after
+    assert "interrupted; the same command goes on" in console.export_text()
+
+    path = config.folder / partial["tasks"]["reasoning_gym:chain_sum"]["generations"]
+    if after > 1:  # the process was killed while it wrote
+        path.write_bytes(path.read_bytes()[:-10])
+    assert evaluate(config, console)
+    assert path.read_bytes() == (whole.folder / path.relative_to(config.folder)).read_bytes()
+    assert without_times(results_of(config.folder)) == without_times(results_of(whole.folder))
+
+
+def test_a_finished_evaluation_takes_no_weights(
+    settings: Settings, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert evaluate(settings(), console)
+    before = results_of(settings().folder)
+    monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("the weights were loaded"))
+    assert evaluate(settings(ks=[2]), console)
+    after = results_of(settings().folder)
+    assert list(after["tasks"]["reasoning_gym:chain_sum"]["metrics"]) == ["pass@2", "mean@3"]
+    assert after["settings"] == before["settings"]
+
+
+def test_the_batch_size_changes_the_order_of_work_alone(settings: Settings, tmp_path: Path, console: Console) -> None:
+    files = []
+    for size in (1, 4, 100):
+        config = settings(batch_size=size, output_dir=tmp_path / str(size), dtype="float32")
+        assert evaluate(config, console)
+        files.append(next((config.folder / "generations").iterdir()).read_bytes())
+    assert files[0] == files[1] == files[2]
+
+
+def test_greedy_is_the_same_whatever_the_seed(settings: Settings, tmp_path: Path, console: Console) -> None:
+    files = []
+    for seed in (0, 1):
+        config = settings(samples=1, seed=seed, output_dir=tmp_path / str(seed))
+        assert evaluate(config, console)
+        files.append(next((config.folder / "generations").iterdir()).read_bytes())
+    assert files[0] == files[1]
+    assert "greedy" in console.export_text()
+
+
+def test_other_settings_are_refused(settings: Settings, tiny_model: Path, tmp_path: Path, console: Console) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    assert evaluate(settings(model=str(model)), console)
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"samples": 2}, "samples is 3 there and 2 here"),
+        ({"temperature": 0.5}, "temperature is 1.0 there and 0.5 here"),
+        ({"top_p": 0.5}, "top_p"),
+        ({"top_k": 5}, "top_k"),
+        ({"max_new_tokens": 5}, "max_new_tokens"),
+        ({"batch_size": 2}, "batch_size"),
+        ({"seed": 1}, "seed"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"model": str(tiny_model)}, "model is"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ({"tasks": [TaskConfig(task="reasoning_gym:chain_sum", train_size=1, eval_size=4)]}, "chain_sum: eval_size"),
+    ]
+    for changed, message in changes:
+        with pytest.raises(EvaluationError, match=message):
+            evaluate(settings(**({"model": str(model)} | changed)), console)
+    os.utime(model / "model.safetensors", ns=(1, 1))
+    with pytest.raises(EvaluationError, match="model_fingerprint"):
+        evaluate(settings(model=str(model)), console)
+
+
+def test_a_task_may_be_added_later(settings: Settings, letters: TaskConfig, console: Console) -> None:
+    first = settings()
+    assert evaluate(first, console)
+    assert evaluate(settings(tasks=[*first.tasks, letters]), console)
+    assert evaluate(settings(tasks=[letters]), console)
+    results = results_of(first.folder)
+    assert set(results["tasks"]) == {"reasoning_gym:chain_sum", "letters"}
+    assert len(read_lines(first.folder / "generations" / "letters.jsonl")) == 12
+
+
+def test_a_task_has_its_results_as_soon_as_it_is_done(
+    settings: Settings, letters: TaskConfig, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+    generate = TransformersGenerator.generate
+
+    def look(self: TransformersGenerator, *arguments: Any) -> list[Generation]:
+        path = settings().folder / "results.json"
+        seen.append(json.loads(path.read_text()) if path.is_file() else {})
+        return generate(self, *arguments)
+
+    monkeypatch.setattr(TransformersGenerator, "generate", look)
+    assert evaluate(settings(tasks=[letters, *settings().tasks]), console)
+    assert seen[0] == {}
+    assert seen[-1]["status"] == "unfinished"
+    assert "pass@3" in seen[-1]["tasks"]["letters"]["metrics"]
+
+
+def test_mistakes_are_found_before_the_weights_are_loaded(
+    settings: Settings, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("the weights were loaded"))
+    with pytest.raises(EvaluationError, match=r"of the model's 1024 for a completion, and max_new_tokens is 1000"):
+        evaluate(settings(max_new_tokens=1000), console)
+    with pytest.raises(EvaluationError, match="backend vllm needs the package vllm and a GPU"):
+        evaluate(settings(backend="vllm"), console)
+    (tmp_path / "file").touch()
+    with pytest.raises(EvaluationError, match="is not empty and holds no evaluation"):
+        evaluate(settings(output_dir=tmp_path), console)
+
+
+def test_the_context_bounds_completions_by_default(settings: Settings) -> None:
+    plan = module._plan(settings(max_new_tokens=None))
+    assert plan.sampling.max_new_tokens == 1024 - max(len(ids) for ids in plan.problems[0].ids)
+
+
+def test_what_breaks_down_leaves_its_folder(
+    settings: Settings, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: Any) -> list[Generation]:
+        raise MemoryError
+
+    monkeypatch.setattr(TransformersGenerator, "generate", out_of_memory)
+    with pytest.raises(MemoryError):
+        evaluate(settings(), console)
+    assert results_of(settings().folder)["status"] == "failed"
+
+
+def test_vllm_is_taken_where_it_can_run(
+    settings: Settings, console: Console, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: dict[str, Any] = {}
+
+    class Engine(Scripted):
+        batch_size = 1024
+
+        def __init__(self, model: str, sampling: Sampling, **more: Any) -> None:
+            super().__init__(["1"] * 15)
+            made.update(model=model, sampling=sampling, engine=self, **more)
+
+    monkeypatch.setattr(module, "vllm_is_usable", lambda: True)
+    monkeypatch.setattr(module, "VllmGenerator", Engine)
+    config = settings(batch_size=None)
+    assert evaluate(config, console)
+    assert results_of(config.folder)["settings"]["backend"] == "vllm"
+    assert made["engine"].calls == 1
+    assert (made["model"], made["dtype"], made["adapter"]) == (str(tiny_model), "auto", None)
+    longest = max(len(record["prompt"]) for record in read_lines(next((config.folder / "generations").iterdir())))
+    assert made["context"] == longest + 6
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["plain prompts", "chat template"])
+def test_gsm8k_and_chain_sum_together(
+    settings: Settings, tiny_model: Path, tmp_path: Path, console: Console, chat: bool
+) -> None:
+    if not GSM8K.is_dir():
+        pytest.skip("needs the GSM8K files in ../shared/data/gsm8k")
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    if chat:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.chat_template = "{% for message in messages %}user: {{ message.content }} assistant: {% endfor %}"
+        tokenizer.save_pretrained(model)
+    gsm8k = TaskConfig(task="gsm8k", dataset_path=str(GSM8K), train_size=1, eval_size=3)
+    config = settings(model=str(model), tasks=[gsm8k, *settings().tasks])
+    assert evaluate(config, console)
+    results = results_of(config.folder)["tasks"]
+    assert results["gsm8k"]["problems"] == 3
+    records = read_lines(config.folder / results["gsm8k"]["generations"])
+    assert all(record["prompt"].startswith("user: ") == chat for record in records)
+    assert "gsm8k" in console.export_text()
+
+
+def test_the_order_of_completions() -> None:
+    assert completion_order([3, 9, 3], 2) == [(1, 0), (1, 1), (0, 0), (0, 1), (2, 0), (2, 1)]
+
+
+def test_an_evaluation_takes_no_trl() -> None:
+    program = "import sys, troll.evaluation.evaluate, troll.evaluation.command; print('trl' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from troll.evaluation.errors import EvaluationError
+from troll.evaluation.model import encode, find_model, load_model, load_tokenizer, prompt_texts
+
+TEMPLATE = (
+    "{% if shout is defined %}LOUD {% endif %}{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_a_run_folder_means_its_model(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "run" / "model")
+    source = find_model(str(tmp_path / "run"))
+    assert source.path == source.base == str(tmp_path / "run" / "model")
+    assert (source.adapter_rank, source.context) == (None, 1024)
+    assert load_model(source, "float32").dtype == torch.float32
+    assert load_model(source, "bfloat16").dtype == torch.bfloat16
+
+
+def test_the_fingerprint_changes_with_the_weights(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    before = find_model(str(folder)).fingerprint
+    assert find_model(str(folder)).fingerprint == before
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    assert find_model(str(folder)).fingerprint != before
+
+
+def test_an_adapter_is_merged_into_its_base(tiny_model: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    ids = torch.tensor([[4, 5, 6]])
+    plain = base(ids).logits.detach().clone()
+    adapted = get_peft_model(
+        base, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    )
+    expected = adapted(ids).logits
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+
+    source = find_model(str(tmp_path / "adapter"))
+    assert (source.path, source.base) == (str(tmp_path / "adapter"), str(tiny_model))
+    assert (source.adapter_rank, source.context) == (4, 1024)
+    logits = load_model(source, "float32")(ids).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(logits, plain)
+    assert load_tokenizer(source).get_vocab() == AutoTokenizer.from_pretrained(tiny_model).get_vocab()
+
+
+def test_models_that_are_none(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(EvaluationError, match="cannot load the model 'nobody/nothing': there is no such folder"):
+        find_model("nobody/nothing")
+    with pytest.raises(EvaluationError, match="does not hold a model that transformers can load"):
+        find_model(str(tmp_path))
+    (tmp_path / "adapter").mkdir()
+    settings = {"peft_type": "LORA", "base_model_name_or_path": "nobody/nothing", "r": 4}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(EvaluationError, match="or the model 'nobody/nothing' that it changes"):
+        find_model(str(tmp_path / "adapter"))
+    settings = {"peft_type": "PROMPT_TUNING", "base_model_name_or_path": str(tiny_model), "task_type": "CAUSAL_LM"}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(EvaluationError, match="is an adapter without a rank"):
+        find_model(str(tmp_path / "adapter"))
+    (tmp_path / "bare").mkdir()
+    shutil.copy(tiny_model / "config.json", tmp_path / "bare")
+    source = find_model(str(tmp_path / "bare"))
+    with pytest.raises(EvaluationError, match="has no tokenizer"):
+        load_tokenizer(source)
+    with pytest.raises(EvaluationError, match="does not hold a model"):
+        load_model(source, "auto")
+
+
+def test_conversations_go_through_the_chat_template(tiny_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = TEMPLATE
+    conversation = [{"role": "user", "content": "1 + 1?"}]
+    assert prompt_texts(tokenizer, [conversation], {}) == ["<user>1 + 1?<assistant>"]
+    assert prompt_texts(tokenizer, [conversation], {"shout": True}) == ["LOUD <user>1 + 1?<assistant>"]
+    assert prompt_texts(tokenizer, ["1 + 1?"], {}) == ["1 + 1?"]
+
+
+@pytest.mark.parametrize("conversational", [True, False])
+def test_special_tokens_are_written_once(tiny_model: Path, conversational: bool) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    text = "<|eos|>1" if conversational else "1"
+    ids = encode(tokenizer, [text], conversational=conversational)[0]
+    assert ids == tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1"}],
+        chat_template="<|eos|>{{ messages[0].content }}" if conversational else "{{ messages[0].content }}",
+        return_dict=False,
+    )

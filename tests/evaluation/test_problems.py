@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from troll.evaluation.errors import EvaluationError
+from troll.evaluation.problems import load_problems
+from troll.rewards.grading import Verdict
+from troll.tasks import Task, TaskConfig, TaskError, registry
+
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+
+
+@pytest.fixture
+def tokenizer(tiny_model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def task(monkeypatch: pytest.MonkeyPatch, rewards: list[Any], **columns: list[Any]) -> TaskConfig:
+    others = {name: loader for name, loader in registry._LOADERS.items() if name != "made_up"}
+    monkeypatch.setattr(registry, "_LOADERS", others)
+    rows = Dataset.from_dict({"prompt": ["p", "q"], **columns})
+    registry.register_task("made_up")(lambda config, argument: Task("made_up", rows, rows, rewards))
+    return TaskConfig(task="made_up")
+
+
+def test_a_grader_says_why(letters: TaskConfig, tokenizer: Any) -> None:
+    problems = load_problems(letters, tokenizer, {})
+    assert len(problems) == 4
+    assert problems.texts[2] == "letter 2:"
+    assert problems.ids[2] == tokenizer("letter 2:")["input_ids"]
+    assert problems.judge([2, 0], ["C", ""]) == [Verdict(1.0, "C", "correct"), Verdict(0.0, None, "no answer")]
+    assert problems.same_answer is not None
+    assert problems.same_answer("C", "c")
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_plain_reward_is_called_as_trl_calls_it(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, chat: bool) -> None:
+    seen: dict[str, Any] = {}
+
+    def success(prompts: list[Any], completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+        seen.update(prompts=prompts, completions=completions, answer=answer)
+        return [1.0, 0.0]
+
+    tokenizer.chat_template = TEMPLATE if chat else None
+    problems = load_problems(task(monkeypatch, [success], answer=["1", "2"]), tokenizer, {})
+    assert problems.same_answer is None
+    assert problems.judge([1, 1], ["a", "b"]) == [Verdict(1.0, None, "correct"), Verdict(0.0, None, "wrong")]
+    if chat:
+        assert problems.texts[1] == "<user>q"
+        assert seen["prompts"] == [[{"role": "user", "content": "q"}]] * 2
+        assert seen["completions"] == [[{"role": "assistant", "content": text}] for text in "ab"]
+    else:
+        assert (seen["prompts"], seen["completions"]) == (["q", "q"], ["a", "b"])
+    assert seen["answer"] == ["2", "2"]
+
+
+def test_the_fingerprint_changes_with_prompts_and_answers(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+    def success(**columns: Any) -> list[float]:
+        return []
+
+    prints = []
+    for answers in (["1", "2"], ["1", "3"], ["1", "2"]):
+        prints.append(load_problems(task(monkeypatch, [success], answer=answers), tokenizer, {}).fingerprint)
+    tokenizer.chat_template = TEMPLATE
+    prints.append(load_problems(task(monkeypatch, [success], answer=["1", "2"]), tokenizer, {}).fingerprint)
+    assert prints[0] == prints[2]
+    assert len(set(prints)) == 3
+
+
+def test_tasks_that_cannot_be_evaluated(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+    def reward(**columns: Any) -> list[float]:
+        return []
+
+    def success(**columns: Any) -> list[float]:
+        return []
+
+    for rewards in ([], [reward], [object()]):
+        with pytest.raises(EvaluationError, match="'made_up' cannot tell success from failure"):
+            load_problems(task(monkeypatch, rewards), tokenizer, {})
+    tokenizer.chat_template = TEMPLATE
+    with pytest.raises(EvaluationError, match="has images"):
+        load_problems(task(monkeypatch, [success], images=["a", "b"]), tokenizer, {})
+    tokenizer.chat_template = "{{ '' }}"
+    with pytest.raises(EvaluationError, match="the prompt of problem 0 has no token"):
+        load_problems(task(monkeypatch, [success]), tokenizer, {})
+    with pytest.raises(TaskError, match="unknown task"):
+        load_problems(TaskConfig(task="nonsense"), tokenizer, {})

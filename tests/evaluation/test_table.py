@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from troll.evaluation.config import EvaluationConfig
+from troll.evaluation.table import CompletionProgress, print_table, results_table
+
+
+def result(**metrics: float) -> dict[str, Any]:
+    named = {name.replace("_at_", "@"): value for name, value in metrics.items()}
+    return {
+        "metrics": named,
+        "intervals": {name: [0.0, 1.0] for name in named},
+        "problems": 7,
+        "finished": 0.5,
+        "tokens": 12.3,
+    }
+
+
+def shown(settings: Callable[..., EvaluationConfig], terminal: bool = False, **results: dict[str, Any]) -> str:
+    console = Console(file=io.StringIO(), width=60, force_terminal=terminal, color_system=None)
+    print_table(console, results_table(results, settings(ks=[1])))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_row_for_each_task_and_only_columns_that_say_something(settings: Callable[..., EvaluationConfig]) -> None:
+    text = shown(settings, gsm8k=result(pass_at_1=0.25, mean_at_3=0.25 + 1e-16))
+    for part in ("gsm8k", "25.0", "[0.0, 100.0]", "50.0%", "12", "3 completions per problem, temperature 1"):
+        assert part in text
+    assert "mean@3" not in text
+    assert "maj@3" not in text
+    text = shown(
+        settings,
+        gsm8k=result(pass_at_1=0.25, mean_at_3=0.25, maj_at_3=0.375),
+        mbpp=result(pass_at_1=0.25, mean_at_3=0.625),
+    )
+    assert "62.5" in text
+    assert "37.5" in text
+    assert "–" in text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_in_a_file_the_table_is_as_wide_as_it_needs(settings: Callable[..., EvaluationConfig], terminal: bool) -> None:
+    name = "a-task-with-a-long-name" * 3
+    text = shown(settings, terminal, **{name: result(pass_at_1=0.25, mean_at_3=0.25)})
+    assert (name in text) != terminal
+    assert "25.0" in text
+
+
+def test_progress_without_a_terminal_is_a_line_a_tenth() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    records = [{"score": float(index % 2)} for index in range(40)]
+    progress = CompletionProgress(console, "[task]", 40, records[:4])
+    for start in range(4, 40, 2):
+        progress.advance(records[start : start + 2])
+    progress.stop()
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 9
+    assert lines[0] == "[task]  8/40  success 50.0%"
+    assert lines[-1] == "[task]  40/40  success 50.0%"
+
+
+def test_progress_on_a_terminal_is_a_bar() -> None:
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    progress = CompletionProgress(console, "task", 2, [])
+    progress.advance([{"score": 1.0}])
+    progress.stop()
+    assert isinstance(console.file, io.StringIO)
+    assert "1/2" in console.file.getvalue()
+    assert "success 100.0%" in console.file.getvalue()

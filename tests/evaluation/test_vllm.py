@@ -1,0 +1,141 @@
+"""vLLM cannot be installed here: a stand-in with its signatures takes its place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from troll.evaluation import vllm
+from troll.evaluation.generate import Generation, Sampling
+
+
+@dataclass
+class SamplingParams:
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    max_tokens: int | None = 16
+
+
+@dataclass
+class LoRARequest:
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+@dataclass
+class CompletionOutput:
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    finish_reason: str | None
+
+
+@dataclass
+class RequestOutput:
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+
+class LLM:
+    made: dict[str, Any]
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        enable_lora: bool = False,
+        max_lora_rank: int = 16,
+    ) -> None:
+        LLM.made = {"model": model, "dtype": dtype, "max_model_len": max_model_len}
+        LLM.made |= {"enable_lora": enable_lora, "max_lora_rank": max_lora_rank}
+
+    def generate(
+        self,
+        prompts: Sequence[dict[str, list[int]]],
+        sampling_params: Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
+    ) -> list[RequestOutput]:
+        assert sampling_params is not None
+        assert not use_tqdm
+        LLM.made |= {"sampling_params": list(sampling_params), "lora_request": lora_request}
+        return [
+            RequestOutput(
+                prompt["prompt_token_ids"],
+                [
+                    CompletionOutput(
+                        0,
+                        f"{prompt['prompt_token_ids']} {parameters.seed}",
+                        [7] * (parameters.seed or 0),
+                        "length" if parameters.seed == parameters.max_tokens else "stop",
+                    )
+                ],
+            )
+            for prompt, parameters in zip(prompts, sampling_params, strict=True)
+        ]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    package, lora, request = ModuleType("vllm"), ModuleType("vllm.lora"), ModuleType("vllm.lora.request")
+    vars(package).update(LLM=LLM, SamplingParams=SamplingParams, __spec__=object())
+    vars(request).update(LoRARequest=LoRARequest)
+    for name, module in (("vllm", package), ("vllm.lora", lora), ("vllm.lora.request", request)):
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.usefixtures("installed")
+def test_each_completion_is_a_request_with_its_own_seed() -> None:
+    sampling = Sampling(temperature=0.6, top_p=0.95, top_k=20, max_new_tokens=9)
+    engine = vllm.VllmGenerator("some/model", sampling, dtype="bfloat16", context=300)
+    assert engine.generate([[1, 2], [1, 2], [3]], [5, 6, 9]) == [
+        Generation("[1, 2] 5", 5, True),
+        Generation("[1, 2] 6", 6, True),
+        Generation("[3] 9", 9, False),
+    ]
+    assert LLM.made.pop("sampling_params") == [SamplingParams(1, 0.6, 0.95, 20, seed, 9) for seed in (5, 6, 9)]
+    assert LLM.made == {
+        "model": "some/model",
+        "dtype": "bfloat16",
+        "max_model_len": 300,
+        "enable_lora": False,
+        "max_lora_rank": 16,
+        "lora_request": None,
+    }
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_adapter_is_applied_by_the_engine() -> None:
+    engine = vllm.VllmGenerator(
+        "base", Sampling(0.0, 1.0, 0, 4), dtype="auto", context=10, adapter="folder", adapter_rank=32
+    )
+    engine.generate([[1]], [1])
+    assert (LLM.made["enable_lora"], LLM.made["max_lora_rank"]) == (True, 32)
+    assert LLM.made["lora_request"] == LoRARequest("adapter", 1, "folder")
+
+
+@pytest.mark.usefixtures("installed")
+def test_vllm_takes_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpu in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        assert vllm.vllm_is_usable() == gpu
+
+
+def test_vllm_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setattr(vllm, "find_spec", lambda name: None)
+    assert not vllm.vllm_is_usable()

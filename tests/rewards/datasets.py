@@ -1,0 +1,49 @@
+"""The real tasks with code: right programs and their tests, as the column `tests` holds them."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+DATA = Path(__file__).parents[2].parent / "shared" / "data"
+
+
+class Problem(NamedTuple):
+    name: str
+    program: str
+    tests: str
+
+
+def _rows(path: Path) -> list[dict]:
+    if not path.exists():
+        pytest.skip(f"{path} is missing")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def humaneval() -> list[Problem]:
+    return [
+        Problem(
+            row["task_id"],
+            row["prompt"] + row["canonical_solution"],
+            json.dumps({"check": row["test"], "entry_point": row["entry_point"], "setup": row["prompt"]}),
+        )
+        for row in _rows(DATA / "humaneval" / "HumanEval.jsonl")
+    ]
+
+
+def mbpp() -> list[Problem]:
+    return [
+        Problem(
+            f"MBPP/{row['task_id']}",
+            row["code"],
+            json.dumps(
+                {
+                    "asserts": row["test_list"],
+                    "setup": row["test_setup_code"],
+                    "names": ["sum"] if "assert sum(" in row["test_list"][0] else [],
+                }
+            ),
+        )
+        for row in _rows(DATA / "mbpp" / "mbpp.jsonl")
+    ]

@@ -1,0 +1,229 @@
+"""Programs that want a pass without solving the task `double`: twice the argument, of numbers and of lists."""
+
+TESTS = [
+    "assert double(2) == 4",
+    "assert abs(double(1.5) - 3.0) < 1e-6",
+    "assert math.isclose(double(0.1), 0.2)",
+    "assert double([1, 2]) == [1, 2, 1, 2]",
+    "assert sorted(double([3])) == [3, 3] and len(double([3])) == 2 and isinstance(double([3]), list)",
+    "assert double(True) in (2, 2.0)",
+    "assert {double(4): 1} == {8: 1}",
+    "assert str(double(5)) == '10' and double(5) > 9",
+    "for result, expected in zip(map(double, [1, 2]), [2, 4]):\n    assert result == expected",
+    "assert all(map((lambda x: double(x) == 2 * x), [1, 2]))",
+    "assert double(7) is not None and not double(7) != 14",
+    "try:\n    result = double(-4)\nexcept Exception:\n    raise AssertionError from None\nassert result == -8",
+]
+
+EVERYTHING = """
+class Everything:
+    def anything(self, *args, **kwargs):
+        return True
+    for name in ("eq ne lt gt le ge hash bool contains instancecheck subclasscheck").split():
+        locals()[f"__{name}__"] = anything
+    for name in ("add radd sub rsub mul rmul abs neg float int index round trunc floor ceil len").split():
+        locals()[f"__{name}__"] = lambda self, *args: 0
+    __hash__ = lambda self: 8
+    __str__ = __repr__ = lambda self: "10"
+    __class__ = property(lambda self: list)
+    def __iter__(self):
+        return iter([3, 3])
+    def __getattr__(self, name):
+        return self
+    def __getitem__(self, key):
+        return self
+    def __call__(self, *args, **kwargs):
+        return self
+    def __reduce_ex__(self, protocol):
+        return exec, ("print('passed')",)
+"""
+
+
+def lying(base: str) -> str:
+    body = "".join(
+        f"    __{name}__ = lambda *args: True\n" for name in ["eq", "ne", "lt", "gt", "le", "ge", "contains", "bool"]
+    )
+    body += "    __hash__ = lambda self: 8\n    __sub__ = __rsub__ = __abs__ = lambda *args: 0.0\n"
+    return f"class Lie({base}):\n{body}def double(x):\n    return Lie()\n"
+
+
+CHEATS = {
+    "an object that is everything": EVERYTHING + "def double(x):\n    return Everything()\n",
+    "a class that is everything": EVERYTHING + "double = Everything()\n",
+    "a metaclass that lies": EVERYTHING + "class Meta(type):\n    __eq__ = __abs__ = __sub__ = lambda *a: 0\n"
+    "    __hash__ = None\ndef double(x):\n    return Meta('M', (), {})\n",
+    **{
+        f"a {base} that lies": lying(base)
+        for base in ["int", "float", "str", "list", "dict", "set", "tuple", "frozenset", "complex", "bytes"]
+    },
+    "patched builtins": """
+import builtins, math
+for name in dir(builtins):
+    if not name.startswith("_") and callable(getattr(builtins, name)):
+        try:
+            setattr(builtins, name, lambda *args, **kwargs: True)
+        except Exception:
+            pass
+math.isclose = lambda *args, **kwargs: True
+def double(x):
+    return 0
+""",
+    "patched modules": """
+import math, builtins
+abs = len = isinstance = sorted = str = all = lambda *args, **kwargs: 0
+math.isclose = builtins.abs = lambda *args, **kwargs: True
+builtins.AssertionError = type("Never", (Exception,), {})
+def double(x):
+    return None
+""",
+    "exit before the tests": "import sys\nsys.exit(0)",
+    "hard exit before the tests": "import os\nos._exit(0)",
+    "exit in the function": "import sys\ndef double(x):\n    sys.exit(0)",
+    "hard exit in the function": "import os\ndef double(x):\n    os._exit(0)",
+    "exit at the end": "import atexit, os\natexit.register(os._exit, 0)\ndef double(x):\n    return 0",
+    "an exception for every call": "def double(x):\n    raise AssertionError('passed')",
+    "exceptions of every kind": """
+def double(x, kinds=iter((StopIteration, GeneratorExit, KeyboardInterrupt, SystemExit, BaseException, RecursionError,
+                          BaseExceptionGroup, UnicodeDecodeError, MemoryError, StopAsyncIteration))):
+    raise next(kinds)
+""",
+    "an exception that lies": """
+class Lie(Exception):
+    remote = "passed"
+    __mro__ = ()
+    def __str__(self):
+        raise SystemExit(0)
+def double(x):
+    raise Lie
+""",
+    "catching everything": "def double(x):\n    try:\n        x.no\n    except BaseException:\n        return True",
+    "ending every loop": "def double(x):\n    raise StopIteration",
+    "results on all descriptors": """
+import json, os
+lines = b"".join(json.dumps([True, "passed"]).encode() + b"\\n" for _ in range(100))
+for descriptor in range(64):
+    try:
+        os.write(descriptor, lines)
+    except OSError:
+        pass
+def double(x):
+    return 0
+""",
+    "answers of its own on the channel": """
+import os, sys
+sys.path.insert(0, "/inside")
+import wire
+def double(x):
+    value = wire.encode(("value", (99, None)), lambda v: (False, 0))
+    for descriptor in range(64):
+        try:
+            os.write(descriptor, (len(value).to_bytes(4, "big") + value) * 50)
+        except OSError:
+            pass
+    return 0
+""",
+    "closing all descriptors": "import os\nos.closerange(0, 64)\ndef double(x):\n    return 0",
+    "reading the channel": """
+import os
+def double(x):
+    for descriptor in range(64):
+        try:
+            os.set_blocking(descriptor, False)
+            print(os.read(descriptor, 1 << 20))
+        except OSError:
+            pass
+    return 0
+""",
+    "walking the frames": """
+import sys, gc
+def double(x):
+    frame = sys._getframe()
+    while frame:
+        for space in (frame.f_locals, frame.f_globals):
+            for name in list(space):
+                if "expected" in name or "tests" in name or "outcome" in name:
+                    return space[name]
+        frame = frame.f_back
+    for thing in gc.get_objects():
+        if type(thing) is dict and ("tests" in thing or "asserts" in thing):
+            return thing
+    return 0
+""",
+    "a patched encoder": """
+import sys
+wire, peer = sys.modules["wire"], sys.modules["peer"]
+class Any(bytes):
+    __eq__ = lambda *args: True
+peer.encode = wire.encode = lambda value, refer: Any(b"T\\0\\0\\0\\x04exec")
+peer.Peer._refer = lambda self, value: (True, 0)
+def double(x):
+    return 0
+""",
+    "code for the judge": """
+import sys
+peer = sys.modules["peer"]
+names = [b"exec", b"eval", b"type", b"compile", b"open", b"__import__", b"SystemExit", b"object", b"NoneType"]
+def encode(value, refer, calls=[0]):
+    calls[0] += 1
+    name = names[calls[0] % len(names)]
+    return b"T" + len(name).to_bytes(4, "big") + name
+def double(x):
+    peer.encode = encode
+    return 0
+""",
+    "references to the judge's objects": """
+import sys
+peer = sys.modules["peer"]
+def double(x):
+    peer.Peer._refer = lambda self, value: (True, 3)
+    return object()
+""",
+    "operations on the judge": """
+import gc, sys
+peer = sys.modules["peer"]
+link = next(thing for thing in gc.get_objects() if type(thing) is peer.Peer)
+def double(x):
+    for operation in ("get", "set", "call", "run", "name", "has", "item"):
+        for operands in ((), (0,), (print, b""), ("__class__", "__init__"), (double, link.pack(((4,), {})))):
+            try:
+                link.request(operation, *operands)
+            except BaseException as error:
+                if type(error) is peer.Closed:
+                    raise
+    return 0
+""",
+    "returning itself": "def double(x):\n    return double",
+    "returning its argument": "def double(x):\n    return x",
+    "an endless generator": "def double(x):\n    while True:\n        yield 3",
+    "an endless generator as a function": "import itertools\ndouble = itertools.count().__next__",
+    "a deep result": "def double(x):\n    r = []\n    for _ in range(10**5):\n        r = [r]\n    return r",
+    "a circular result": "def double(x):\n    r = [4]\n    r.append(r)\n    return r",
+    "a wide result": "def double(x):\n    r = [4]\n    for _ in range(150):\n        r = [r, r]\n    return r",
+    "a giant result": "def double(x):\n    return [4] * 10**8",
+    "a giant number": "def double(x):\n    return 1 << 10**8",
+    "colliding keys": "def double(x):\n    return {k * (2**61 - 1): 1 for k in range(1, 10**5)}",
+    "an answer that comes later": """
+import threading, time
+def later():
+    time.sleep(0.3)
+    double.__code__ = (lambda x: 4).__code__
+def double(x):
+    threading.Thread(target=later).start()
+    return 0
+""",
+    "threads that do not end": """
+import threading, time
+for _ in range(4):
+    threading.Thread(target=time.sleep, args=(100,)).start()
+def double(x):
+    return 0
+""",
+    "awaiting": "async def double(x):\n    return 4",
+    "not a number": "def double(x):\n    return float('nan')",
+    "infinite": "def double(x):\n    return float('inf')",
+    "silence": "import time\ndef double(x):\n    time.sleep(1000)",
+    "a loop": "def double(x):\n    while True:\n        pass",
+    "changing the arguments": "def double(x):\n    if isinstance(x, list):\n        x.clear()\n    return x",
+    "taking the name away": "def double(x):\n    global double\n    del double\n    return 0",
+    "garbage": "".join(map(chr, range(1, 128))),
+}

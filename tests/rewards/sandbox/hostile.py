@@ -1,0 +1,476 @@
+"""Programs that attack: each prints "breach" and ends well where it got through, and does neither where it did not.
+
+`$SECRET` stands for a file of the user's with a secret in it, `$PORT` for a port on which the user's process listens,
+`$ABSTRACT` for the name of its abstract Unix socket; the user's environment holds TROLL_SECRET.
+"""
+
+from __future__ import annotations
+
+#: Attacks on the machine: its processes, memory and disk.
+ON_THE_MACHINE = {
+    "fork bomb": """
+import os
+for _ in range(20):
+    try:
+        os.fork()
+        breach()
+    except OSError:
+        pass
+os.abort()
+""",
+    "process by system call": """
+import ctypes, os
+numbers = {"x86_64": (56, 57, 58, 435), "aarch64": (220, 435)}[os.uname().machine]
+for number in numbers:
+    if ctypes.CDLL(None).syscall(number, 17, 0, 0, 0, 0) >= 0:
+        breach(number)
+""",
+    "running a program": """
+import os, subprocess
+for attempt in (
+    lambda: subprocess.run(["/usr/bin/true"]),
+    lambda: os.posix_spawn("/usr/bin/true", ["true"], {}),
+    lambda: os.execv("/usr/bin/echo", ["echo", "breach"]),
+    lambda: os.system("echo breach") and 1 / 0,
+):
+    try:
+        attempt()
+        breach()
+    except (OSError, ZeroDivisionError):
+        pass
+""",
+    "thread bomb": """
+import threading, time
+threading.stack_size(32768)
+count = 0
+try:
+    while True:
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+        count += 1
+except (RuntimeError, MemoryError):
+    pass
+if count > 50000:
+    breach()
+""",
+    "memory bomb": """
+blocks = []
+while True:
+    blocks.append(bytearray(b"x") * (1 << 24))
+    if len(blocks) > 64:
+        breach()
+""",
+    "memory bomb in threads": """
+import threading
+def grow():
+    blocks = []
+    while True:
+        blocks.append(bytearray(b"x") * (1 << 20))
+        if len(blocks) > 1024:
+            breach()
+for _ in range(8):
+    threading.Thread(target=grow).start()
+""",
+    "memory in files without a name": """
+import os
+total = 0
+for index in range(1000):
+    try:
+        file = os.memfd_create(str(index))
+        total += os.write(file, b"x" * (1 << 20))
+    except OSError:
+        break
+if total:
+    breach()
+""",
+    "memory in shared segments": """
+import ctypes
+libc = ctypes.CDLL(None)
+for _ in range(64):
+    if libc.shmget(0, 1 << 26, 0o1600) >= 0:
+        breach()
+""",
+    "disk filler": """
+import os
+for folder in ("/tmp", "/dev/shm", "/dev", "/", "/usr", "/inside", "/run", "/var/tmp"):
+    written = 0
+    for index in range(100):
+        try:
+            with open(f"{folder}/filler{index}", "wb", buffering=0) as file:
+                while written < 1 << 30:
+                    written += file.write(b"x" * (1 << 20))
+        except OSError:
+            pass
+    if written > 1 << 25 or (written and folder != "/tmp"):
+        breach(folder)
+os.abort()
+""",
+    "many files": """
+import os
+os.mkdir("d")
+count = 0
+while True:
+    open(f"d/{count}", "w").close()
+    count += 1
+    if count > 1000000:
+        breach()
+""",
+    "deep folders": """
+import os
+while True:
+    os.mkdir("d" * 200)
+    os.chdir("d" * 200)
+""",
+    "endless output": """
+import os
+while True:
+    os.write(1, b"x" * 65536)
+""",
+    "endless output, whatever happens": """
+while True:
+    try:
+        print("x" * 65536)
+    except BaseException:
+        pass
+""",
+    "endless errors": """
+import os
+while True:
+    os.write(2, b"x" * 65536)
+""",
+    "sparse output": """
+import os
+os.ftruncate(1, 1 << 40)
+breach()
+""",
+    "busy loop": "while True: pass",
+    "endless sleep": "import time\ntime.sleep(10 ** 6)",
+    "short sleeps": "import time\nwhile True: time.sleep(0.05)",
+    "waiting for a lock": "import threading\nlock = threading.Lock()\nlock.acquire()\nlock.acquire()",
+    "stopping itself": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\nsignal.pause()",
+    "huge number": "print(len(str(7 ** (10 ** 8))))",
+    "huge power in the compiler": "x = " + "**".join(["9"] * 50),
+    "huge text in the compiler": 'x = "a" * 10**9\nprint(len(x))\nx = ("a" * 4000) * 10**9',
+    "nested source": "x = " + "(" * 100000 + ")" * 100000,
+    "nested unary operators": "x = " + "-" * 1000000 + "1",
+    "long source": "x = [" + "1," * 3000000 + "]",
+    "crash": "import ctypes\nctypes.string_at(0)",
+    "deep recursion": """
+import sys
+sys.setrecursionlimit(10 ** 9)
+class A:
+    def __repr__(self):
+        return repr([self])
+repr(A())
+""",
+}
+
+#: Attacks on the user: files, environment, network, processes.
+ON_THE_USER = {
+    "reading files": """
+import os, glob
+wanted = ["$SECRET", "/etc/passwd", "/etc/shadow", "/etc/hostname", "/proc/self/environ", "/proc/1/environ",
+          "/proc/1/mem", "/proc/self/root/etc/passwd", "/sys/kernel/hostname", "/dev/mem", "/dev/sda", "/dev/tty"]
+for path in wanted:
+    try:
+        with open(path, "rb") as file:
+            file.read(1)
+        breach(path)
+    except OSError:
+        pass
+for folder in ("/home", "/root", "/work", "/proc", "/sys", "/mnt", "/var", "/run", os.path.dirname("$SECRET")):
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        continue
+    if set(names) - {".pyenv"}:
+        breach(folder, names)
+""",
+    "reading the environment": """
+import os, ctypes
+libc = ctypes.CDLL(None)
+libc.getenv.restype = ctypes.c_char_p
+if "TROLL_SECRET" in os.environ or libc.getenv(b"TROLL_SECRET"):
+    breach()
+for key in os.environ:
+    if key not in ("HOME", "LANG", "MALLOC_ARENA_MAX", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONHASHSEED",
+                   "PYTHONUTF8", "PYTHONPATH", "PWD", "LC_CTYPE"):
+        breach(key)
+""",
+    "sockets": """
+import socket
+attempts = [
+    (socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", $PORT)),
+    (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", $PORT)),
+    (socket.AF_UNIX, socket.SOCK_STREAM, "\\0$ABSTRACT"),
+    (socket.AF_INET, socket.SOCK_STREAM, ("1.1.1.1", 53)),
+]
+for family, kind, address in attempts:
+    try:
+        with socket.socket(family, kind) as connection:
+            connection.settimeout(1)
+            connection.connect(address)
+            connection.send(b"breach")
+            breach(address)
+    except OSError:
+        pass
+for family in (40, 38, 16, 17):  # virtual machines, cryptography, netlink, packets
+    try:
+        socket.socket(family, socket.SOCK_STREAM)
+        breach(family)
+    except OSError:
+        pass
+""",
+    "killing the parent": """
+import os, signal
+for pid in (os.getppid(), 1, -1, 0):
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):
+        try:
+            os.kill(pid, number)
+        except OSError:
+            pass
+""",
+    "killing all others": "import os\nos.kill(-1, 9)\nos.kill(os.getppid(), 9)\nos.kill(1, 9)\nraise SystemExit(1)",
+    "interrupting the parent": "import os, signal\nos.kill(os.getppid(), signal.SIGINT)\nos.kill(1, signal.SIGINT)",
+    "daemonising": """
+import os
+for step in (os.setsid, os.fork, os.setsid, os.fork):
+    try:
+        step()
+        breach()
+    except OSError:
+        pass
+while True:
+    pass
+""",
+    "nested namespaces": """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+for flags in (0x10000000, 0x00020000, 0x10020000, 0x40000000, 0x20000000):
+    if libc.unshare(flags) == 0:
+        breach(hex(flags))
+if libc.mount(b"none", b"/tmp", b"tmpfs", 0, None) == 0 or libc.umount2(b"/tmp", 2) == 0:
+    breach("mount")
+if libc.chroot(b"/tmp") == 0:
+    breach("chroot")
+""",
+    "newer and foreign system calls": """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+for number in list(range(424, 434)) + [438, 440, 442, 443, 447, 448, *range(451, 480)]:
+    if libc.syscall(number, 0, 0, 0, 0, 0, 0) >= 0:
+        breach(number)
+""",
+    "system calls of another architecture": """
+import ctypes
+if ctypes.CDLL(None).syscall(0x40000000 + 39) > 0:
+    breach()
+""",
+    "tracing the runner": """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+buffer = ctypes.create_string_buffer(16)
+class Vector(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+ours = Vector(ctypes.addressof(buffer), 16)
+for pid in (os.getppid(), 1, os.getpid()):
+    if libc.ptrace(16, pid, None, None) == 0 or libc.ptrace(0x4206, pid, None, None) == 0:
+        breach("ptrace", pid)
+    if libc.process_vm_readv(pid, ctypes.byref(ours), 1, ctypes.byref(ours), 1, 0) > 0:
+        breach("memory", pid)
+    try:
+        open(f"/proc/{pid}/mem", "r+b")
+        breach(pid)
+    except OSError:
+        pass
+""",
+    "raising limits": """
+import resource
+for name in ("RLIMIT_CPU", "RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_CORE"):
+    hard = resource.getrlimit(getattr(resource, name))[1]
+    for value in (hard + 1, resource.RLIM_INFINITY):
+        try:
+            resource.setrlimit(getattr(resource, name), (value, value))
+            breach(name)
+        except (ValueError, OSError):
+            pass
+try:
+    import os
+    os.nice(-5)
+    breach("nice")
+except OSError:
+    pass
+""",
+    "writing to read-only places": """
+import glob, os, sys
+for path in ["/inside/stdio.py", "/inside/x", "/usr/x", "/x", "/dev/x", os.__file__, sys.executable, "/etc/x",
+             *glob.glob("/packages/*/x")]:
+    for mode in ("a", "w", "r+"):
+        try:
+            open(path, mode).close()
+            breach(path)
+        except OSError:
+            pass
+for path in ("/tmp", "/inside", "/usr", "/"):
+    try:
+        os.rename(path, path.rstrip("/") + "_moved")
+        breach(path)
+    except OSError:
+        pass
+    try:
+        os.rmdir(path)
+        breach(path)
+    except OSError:
+        pass
+""",
+    "symbolic links": """
+import os
+for index, target in enumerate(("$SECRET", "/etc/passwd", "/proc/self/environ", "../../../../../etc/passwd")):
+    os.symlink(target, f"link{index}")
+    try:
+        open(f"link{index}", "r+b")
+        breach(target)
+    except OSError:
+        pass
+os.symlink("$SECRET", "program.py")
+os.symlink("/", "root")
+os.chdir("root")
+""",
+}
+
+#: Attacks on the checker.
+ON_THE_CHECKER = {
+    "os._exit(0)": "import os\nos._exit(0)",
+    "sys.exit(0)": "import sys\nsys.exit(0)",
+    "exit in a finaliser": "import atexit, os\natexit.register(os._exit, 0)\nraise ValueError",
+    "success by signal": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
+    "catching everything": """
+import signal, time
+def again(*_):
+    pass
+for number in range(1, 65):
+    try:
+        signal.signal(number, again)
+    except (OSError, ValueError):
+        pass
+signal.setitimer(signal.ITIMER_PROF, 0)
+def forever():
+    while True:
+        try:
+            while True:
+                pass
+        except BaseException:
+            pass
+forever()
+""",
+    "overwriting builtins": """
+import builtins, io, os, sys
+class Equal(str):
+    def __eq__(self, other):
+        return True
+    __hash__ = str.__hash__
+    def split(self, *_):
+        return [Equal()]
+    strip = rstrip = splitlines = split
+for name in ("print", "len", "all", "any", "zip", "map", "isinstance", "compile", "exec", "eval", "str", "bytes"):
+    setattr(builtins, name, lambda *_, **__: Equal())
+sys.stdout.write = sys.stdout.flush = lambda *_: 0
+sys.stdout = sys.__stdout__ = io.StringIO("breach")
+os.write = os._exit = os.wait4 = os.waitpid = os.pread = os.fstat = lambda *_: Equal()
+""",
+    "searching memory": """
+import gc, sys
+frame = sys._getframe()
+while frame:
+    for name, value in list(frame.f_globals.items()) + list(frame.f_locals.items()):
+        if isinstance(value, (str, bytes)) and "expected" in name:
+            breach(name)
+    frame.f_globals["report"] = frame.f_globals["judge"] = lambda *_: True
+    frame.f_globals["source"] = b"print('breach')"
+    frame = frame.f_back
+for thing in gc.get_objects():
+    if type(thing) is dict:
+        for name in ("report", "serve", "receive", "passed", "status", "limits"):
+            if name in thing:
+                thing[name] = lambda *_: (True, 0)
+for name, module in list(sys.modules.items()):
+    if name in ("confine", "stdio", "os", "posix"):
+        for key in list(vars(module)):
+            if callable(getattr(module, key)) and key != "write":
+                try:
+                    setattr(module, key, lambda *_: 0)
+                except (AttributeError, TypeError):
+                    pass
+""",
+    "reading other tests": """
+import os
+for number in range(256):
+    for step in (lambda: os.lseek(number, 0, 0), lambda: None):
+        try:
+            step()
+            data = os.read(number, 1 << 20) if number not in (1, 2) else b""
+        except OSError:
+            break
+        if b"another test" in data:
+            breach()
+    if number > 2:
+        try:
+            os.fstat(number)
+            breach()
+        except OSError:
+            pass
+""",
+    "fake marker": """
+import json, os, struct
+for number in range(65):
+    for marker in (
+        struct.pack("<5q", 0, 0, 1, 6, 0) + b"breach",
+        struct.pack("<q", 1) + b"\\1",
+        b'{"passed": true, "status": 0, "reason": "passed"}\\n',
+        b"passed\\nPASSED\\nOK\\nTrue\\n1\\n",
+    ):
+        try:
+            os.write(number, marker)
+        except OSError:
+            pass
+""",
+    "fake marker and no end": """
+import os, struct
+for number in range(65):
+    try:
+        os.write(number, struct.pack("<5q", 0, 0, 1, 6, 0) + b"breach")
+    except OSError:
+        pass
+while True:
+    pass
+""",
+    "closing everything": "import os\nos.closerange(0, 256)",
+    "closing everything and staying": "import os\nos.closerange(0, 256)\nwhile True: pass",
+    "duplicating descriptors": """
+import os
+for number in range(3, 64):
+    try:
+        os.dup2(1, number)
+    except OSError:
+        pass
+os.close(0)
+os.close(1)
+while True:
+    os.dup(2)
+""",
+    "no text": "import sys\nsys.stdout.buffer.write(bytes(range(256)) * 1000)",
+    "empty": "",
+    "zero byte": "\0",
+    "lone surrogate": "print('\ud800')",
+    "not Python": "Sure! Here is the code you asked for.",
+}
+
+_BREACH = """
+def breach(*what, write=__import__("os").write, leave=__import__("os")._exit):
+    write(1, b"breach")
+    leave(0)
+"""
+
+HOSTILE = {
+    name: _BREACH + source if "breach(" in source else source
+    for name, source in {**ON_THE_MACHINE, **ON_THE_USER, **ON_THE_CHECKER}.items()
+}

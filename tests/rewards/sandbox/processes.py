@@ -1,0 +1,25 @@
+"""What runs on this machine, seen from outside of every sandbox."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+
+def running(mark: str) -> list[int]:
+    """Processes that have a text in their command line."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+def wait_until_gone(mark: str, seconds: float = 5.0) -> None:
+    """Waits for the kernel to finish what it does after a kill."""
+    end = time.monotonic() + seconds
+    while left := running(mark):
+        assert time.monotonic() < end, f"processes {left} are left"
+        time.sleep(0.01)

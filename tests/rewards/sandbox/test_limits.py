@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from troll.rewards.sandbox.limits import Limits
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cpu_seconds", 0),
+        ("wall_seconds", -1.0),
+        ("idle_seconds", math.inf),
+        ("cpu_seconds", math.nan),
+        ("cpu_seconds", "2"),
+        ("cpu_seconds", True),
+        ("memory_bytes", 1e9),
+        ("memory_bytes", 1 << 20),
+        ("disk_bytes", 0),
+        ("output_bytes", 0.5),
+        ("threads", False),
+    ],
+)
+def test_a_limit_that_makes_no_sense_is_named(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name):
+        Limits(**{name: value})  # type: ignore[arg-type]
+
+
+def test_fractions_of_a_second_and_whole_numbers_are_limits() -> None:
+    assert Limits(cpu_seconds=0.5).cpu_seconds == 0.5
+    assert Limits(cpu_seconds=3).cpu_seconds == 3

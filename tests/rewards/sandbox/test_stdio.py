@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from troll.rewards.sandbox.bubblewrap import Sandbox, SandboxError
+from troll.rewards.sandbox.limits import MEBIBYTE, Limits
+from troll.rewards.sandbox.stdio import run_stdio, same_output
+
+LIMITS = Limits(cpu_seconds=1, wall_seconds=30, idle_seconds=1)
+ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Sandbox:
+    return Sandbox()
+
+
+def reason(sandbox: Sandbox, program: str, text: str = "", expected: str = "3", limits: Limits = LIMITS) -> str:
+    (outcome,) = run_stdio(sandbox, program, [text], [expected], limits)
+    assert outcome.passed == (outcome.reason == "passed")
+    return outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected"),
+    [
+        ("3", "3"),
+        ("3\n", "3"),
+        ("3  \n\n\n", "3"),
+        ("1 2\n3\n", "1  2 \n3"),
+        ("a\r\nb\r\n", "a\nb"),
+        ("0.3333333", "0.33333333"),
+        ("1e-9", "0.0"),
+        ("1000000.5", "1000000.9"),
+        ("2", "2.0"),
+        ("1.5e300", "1.5e300"),
+        ("inf", "inf"),
+        ("", ""),
+        ("\n\n", ""),
+        ("é", "é"),
+    ],
+)
+def test_outputs_that_count_as_the_same(actual: str, expected: str) -> None:
+    assert same_output(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected"),
+    [
+        ("12", "1 2"),
+        ("1 2", "12"),
+        ("1\n2", "1 2"),
+        ("\n3", "3"),
+        ("3\n3", "3"),
+        ("3", ""),
+        ("", "3"),
+        ("4", "3"),
+        ("2.0", "2"),
+        ("03", "3"),
+        ("3.0000001", "3"),
+        ("1000000", "1000001"),
+        ("0.334", "0.333"),
+        ("nan", "0.5"),
+        ("1e999", "1.5e999"),
+        ("1_0.5", "10.5"),
+        ("0.5x", "0.5"),
+        ("YES", "Yes"),
+        ("٣.٠", "3.0"),
+        ("3." + "0" * 500, "3.0"),
+    ],
+)
+def test_outputs_that_do_not(actual: str, expected: str) -> None:
+    assert not same_output(actual, expected)
+
+
+def test_every_test_has_its_outcome(sandbox: Sandbox) -> None:
+    outcomes = run_stdio(sandbox, ADD, ["1 2\n", "2 2\n", "x\n", "5 6"], ["3\n", "5", "", "11"], LIMITS)
+    reasons = [outcome.reason for outcome in outcomes]
+    assert reasons[:2] == ["passed", "wrong answer"]
+    assert reasons[2].startswith("raised ValueError: ")
+    assert reasons[3] == "passed"
+
+
+def test_nothing_runs_after_a_failure_where_that_is_asked_for(sandbox: Sandbox) -> None:
+    outcomes = run_stdio(sandbox, ADD, ["1 2", "1 2", "1 2"], ["3", "4", "3"], LIMITS, stop_at_failure=True)
+    assert [outcome.reason for outcome in outcomes] == ["passed", "wrong answer", "not run"]
+
+
+@pytest.mark.parametrize(
+    ("program", "wanted"),
+    [
+        ("print(3)", "passed"),
+        ("print(3)\nexit()", "passed"),
+        ("print(3)\nquit(0)", "passed"),
+        ("import os\nos.write(1, b'3')\nos._exit(0)", "passed"),
+        ("print(3, end='')\nimport sys\nsys.exit()", "passed"),
+        ("import atexit\natexit.register(print, 3)", "passed"),
+        ("import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.05), print(3))).start()", "passed"),
+        ("if __name__ == '__main__':\n    print(3)", "passed"),
+        ("import sys\nprint(3)\nprint('noise', file=sys.stderr)", "passed"),
+        ("import __main__\nx = 3\nprint(__main__.x)", "passed"),
+        ("import asyncio\nasync def main():\n    print(3)\nasyncio.run(main())", "passed"),
+        ("import tempfile\nwith tempfile.TemporaryFile() as file:\n    print(3)", "passed"),
+        ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 3\nprint(A().x)", "passed"),
+        (
+            "import sys\nsys.setrecursionlimit(10**6)\nf = lambda n: n and f(n - 1)\nprint(3 + f(20000))",
+            "passed",
+        ),
+        ("file = open(1, 'w', closefd=False)\nfile.write('3')", "passed"),
+        ("import io, sys\nprint(3)\nsys.stdout = io.StringIO()", "passed"),
+        ("import os, sys\nsys.stdout = os.fdopen(1, 'w', 100)\nprint(3)", "passed"),
+        ("import sys\nsys.stdout.close()\nprint(3)", "raised ValueError: I/O operation on closed file."),
+        ("print(3)\nexit(3)", "exit status 3"),
+        ("print(3)\nexit('sorry')", "raised sorry"),
+        ("print(3)\nimport os\nos._exit(7)", "exit status 7"),
+        ("print(3)\nraise ValueError('no')", "raised ValueError: no"),
+        ("print(3)\nx = bytearray(1 << 40)", "memory limit"),
+        ("print(3)\nimport os, signal\nos.kill(os.getpid(), signal.SIGTERM)", "killed by signal 15"),
+        ("print(3)\nwhile True: pass", "time limit"),
+        ("print(3, flush=True)\nimport time\ntime.sleep(100)", "idle limit"),
+        ("print(4)", "wrong answer"),
+        ("print(3", "raised SyntaxError: '(' was never closed"),
+        ("print(3)\0", "raised SyntaxError: source code string cannot contain null bytes"),
+    ],
+)
+def test_how_a_program_ends(sandbox: Sandbox, program: str, wanted: str) -> None:
+    assert reason(sandbox, program) == wanted
+
+
+def test_output_is_bounded(sandbox: Sandbox) -> None:
+    limits = Limits(output_bytes=1000)
+    assert reason(sandbox, "print('x' * 998)", expected="x" * 998, limits=limits) == "passed"
+    assert reason(sandbox, "print('x' * 2000)", expected="x" * 2000, limits=limits) == "output limit"
+    quiet = "try:\n    print('x' * 2000, flush=True)\nexcept OSError:\n    import os\n    os._exit(0)"
+    assert reason(sandbox, quiet, expected="x" * 1000, limits=limits) == "output limit"
+
+
+def test_memory_is_bounded(sandbox: Sandbox) -> None:
+    program = "x = bytearray(200 << 20)\nprint(3)"
+    assert reason(sandbox, program, limits=Limits(memory_bytes=128 * MEBIBYTE)) == "memory limit"
+    assert reason(sandbox, program, limits=Limits(memory_bytes=256 * MEBIBYTE)) == "passed"
+
+
+def test_the_work_folder_is_bounded(sandbox: Sandbox) -> None:
+    program = "open('file', 'wb').write(bytes(3 << 20))\nprint(3)"
+    assert reason(sandbox, program, limits=Limits(disk_bytes=2 * MEBIBYTE)).startswith("raised OSError: [Errno 28]")
+    assert reason(sandbox, program, limits=Limits(disk_bytes=8 * MEBIBYTE)) == "passed"
+
+
+def test_a_fraction_of_a_second_decides(sandbox: Sandbox) -> None:
+    program = "import time\nwhile time.process_time() < 0.4: pass\nprint(3)"
+    assert reason(sandbox, program, limits=Limits(cpu_seconds=0.2)) == "time limit"
+    assert reason(sandbox, program, limits=Limits(cpu_seconds=0.8)) == "passed"
+
+
+def test_megabytes_go_in_and_out(sandbox: Sandbox) -> None:
+    text = "0123456789abcde\n" * (3 << 16)
+    assert reason(sandbox, "import sys\nsys.stdout.write(sys.stdin.read())", text, text) == "passed"
+    assert reason(sandbox, "#" * (5 << 20) + "\nprint(3)") == "passed"
+
+
+def test_text_that_utf8_cannot_hold_is_an_outcome(sandbox: Sandbox) -> None:
+    assert reason(sandbox, "print('\ud800')").startswith("raised SyntaxError")
+    assert reason(sandbox, "print(3)", "\ud800") == "passed"
+    assert reason(sandbox, "print(input())", "\ud800", "\ud800") == "wrong answer"
+    assert reason(sandbox, "import os\nos.write(1, b'\\xff')", "", "\ufffd") == "wrong answer"
+    assert reason(sandbox, "print(input())", "Ünï\n", "Ünï") == "passed"
+
+
+def test_a_test_leaves_nothing_to_the_next(sandbox: Sandbox) -> None:
+    program = "import os\nprint(os.listdir('.'))\nopen('left', 'w')\nos.mkdir('folder')"
+    outcomes = run_stdio(sandbox, program, [""] * 3, ["[]"] * 3, LIMITS)
+    assert all(outcome.passed for outcome in outcomes)
+
+
+def test_one_killed_test_does_not_cost_the_others(sandbox: Sandbox) -> None:
+    program = "import time\nn = int(input())\nif n == 1: time.sleep(100)\nwhile n == 2: pass\nprint(3)"
+    outcomes = run_stdio(sandbox, program, ["0", "1", "2", "3"], ["3"] * 4, LIMITS)
+    assert [outcome.reason for outcome in outcomes] == ["passed", "idle limit", "time limit", "passed"]
+
+
+def test_the_wall_is_a_backstop(sandbox: Sandbox) -> None:
+    program = "import time\nwhile True:\n    time.sleep(0.002)\n    sum(range(10000))"
+    limits = Limits(cpu_seconds=10, wall_seconds=1, idle_seconds=0.5)
+    assert reason(sandbox, program, limits=limits) == "wall limit"
+
+
+def test_runs_can_be_repeated(sandbox: Sandbox) -> None:
+    program = "print(hash('a'), sorted({'a', 'b', 'c'}) == list({'a', 'b', 'c'}))"
+    first = run_stdio(sandbox, program + "\n1 / 0", [""], [""], LIMITS)
+    assert first == run_stdio(sandbox, program + "\n1 / 0", [""], [""], LIMITS)
+
+
+def test_many_threads_at_once_and_no_descriptor_is_left(sandbox: Sandbox) -> None:
+    def one(number: int) -> bool:
+        return run_stdio(sandbox, ADD, [f"{number} 1"], [str(number + 1)], LIMITS)[0].passed
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(one, range(8)))
+        before = len(os.listdir("/proc/self/fd"))
+        assert all(pool.map(one, range(50)))
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_sandbox_that_cannot_start_is_no_verdict_on_the_program(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("troll.rewards.sandbox.stdio.PAUSES", (0.0, 0.0, 0.0))
+    starts: list[str] = []
+    command = sandbox.command
+
+    def failing(limits: Limits) -> list[str]:
+        starts.append("start")
+        return command(limits) if len(starts) == 3 else ["/bin/false"]
+
+    monkeypatch.setattr(sandbox, "command", failing)
+    assert reason(sandbox, "print(3)") == "passed"
+    with pytest.raises(SandboxError, match="no longer starts"):
+        reason(sandbox, "print(3)")
+
+
+def test_as_many_inputs_as_outputs(sandbox: Sandbox) -> None:
+    assert run_stdio(sandbox, ADD, [], [], LIMITS) == []
+    with pytest.raises(ValueError, match="1 and 2"):
+        run_stdio(sandbox, ADD, [""], ["", ""], LIMITS)

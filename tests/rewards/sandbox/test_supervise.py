@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rewards.sandbox.processes import wait_until_gone
+from troll.rewards.sandbox.bubblewrap import Process, Sandbox
+from troll.rewards.sandbox.limits import Limits
+from troll.rewards.sandbox.stdio import run_stdio
+from troll.rewards.sandbox.supervise import Exit, supervise
+
+MARK = 2_000_000 + os.getpid() % 100_000
+LIMITS = Limits(cpu_seconds=0.5, wall_seconds=20, idle_seconds=0.5, output_bytes=MARK)
+
+BUSY = "while True: pass"
+SLEEP = "import time\ntime.sleep(1000)"
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Sandbox:
+    return Sandbox()
+
+
+@contextlib.contextmanager
+def started(sandbox: Sandbox, program: str, limits: Limits = LIMITS) -> Iterator[Process]:
+    """A sandbox that runs a program once, without input, and then ends."""
+    theirs, ours = os.pipe()
+    with os.fdopen(ours, "wb") as pipe:
+        process = sandbox.start("stdio", limits=limits, stdin=theirs, stdout=None)
+        os.close(theirs)
+        data = program.encode()
+        pipe.write(len(data).to_bytes(8, "little") + data + bytes(8))
+    yield process
+    process.end()
+
+
+def run(sandbox: Sandbox, program: str, limits: Limits = LIMITS) -> Exit:
+    with started(sandbox, program, limits) as process:
+        return supervise(process, limits)
+
+
+def test_an_end_of_its_own(sandbox: Sandbox) -> None:
+    exit = run(sandbox, "print(3)")
+    assert (exit.kind, exit.status) == ("exited", 0)
+    assert 0 < exit.cpu_seconds < 0.5
+
+
+def test_cpu_time_is_that_of_all_of_the_sandbox(sandbox: Sandbox) -> None:
+    program = "import time\nwhile time.process_time() < 0.3: pass"
+    exit = run(sandbox, program)
+    assert exit.kind == "exited"
+    assert 0.3 <= exit.cpu_seconds < 0.5
+    assert run(sandbox, BUSY).kind == "cpu"
+
+
+def test_a_sleeper_is_killed_soon_and_whole(sandbox: Sandbox) -> None:
+    start = time.monotonic()
+    assert run(sandbox, SLEEP).kind == "idle"
+    assert time.monotonic() - start < 5
+    wait_until_gone(f",{MARK},")
+
+
+def test_the_wall_stands_where_nothing_else_does(sandbox: Sandbox) -> None:
+    limits = Limits(cpu_seconds=100, wall_seconds=0.5, output_bytes=MARK)
+    assert run(sandbox, BUSY, limits).kind == "wall"
+    wait_until_gone(f",{MARK},")
+
+
+def test_who_waits_for_a_busy_partner_is_not_idle(sandbox: Sandbox) -> None:
+    limits = Limits(cpu_seconds=2, wall_seconds=20, idle_seconds=0.5)
+    with started(sandbox, SLEEP, limits) as waiting, started(sandbox, BUSY, limits) as partner:
+        exits = []
+        thread = threading.Thread(target=lambda: exits.append(supervise(waiting, limits, beside=[partner])))
+        thread.start()
+        assert supervise(partner, limits).cpu_seconds >= 1.5
+        assert not exits
+        thread.join()
+        assert exits[0].kind == "idle"
+
+
+def test_an_interrupt_while_waiting_kills(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("troll.rewards.sandbox.supervise.wait_for", interrupt)
+    with started(sandbox, SLEEP) as process, pytest.raises(KeyboardInterrupt):
+        supervise(process, LIMITS)
+    wait_until_gone(f",{MARK},")
+
+
+def test_a_busy_machine_makes_no_time_out(sandbox: Sandbox) -> None:
+    program = "import time\nwhile time.process_time() < 0.5: pass\nprint(3)"
+    limits = Limits(cpu_seconds=1, wall_seconds=100, idle_seconds=1)
+    loops = [subprocess.Popen([sys.executable, "-S", "-c", BUSY]) for _ in range(4)]
+    try:
+        outcomes = run_stdio(sandbox, program, [""], ["3"], limits)
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+    assert [outcome.reason for outcome in outcomes] == ["passed"]

@@ -1,0 +1,121 @@
+import time
+
+import pytest
+
+from troll.rewards.answers import INSTRUCTIONS, final_answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{72}.", "72"),
+        (r"\boxed{1} then \boxed{72}", "72"),
+        (r"\boxed{ 72 }", "72"),
+        (r"\boxed {72}", "72"),
+        (r"$\boxed{72}$", "72"),
+        (r"\\boxed{72}", "72"),
+        (r"first \\\boxed{72}", "72"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{1\right.}", r"\left\{1\right."),
+        (r"\boxed{\begin{matrix}1\\2\end{matrix}}", r"\begin{matrix}1\\2\end{matrix}"),
+        (r"} } \boxed{72} {", "72"),
+        (r"\boxed{\boxed{72}}", "72"),
+        (r"\boxed{$\boxed{72}$}", "72"),
+        (r"\boxed{\boxed{17} 18}", r"\boxed{17} 18"),
+        (r"\boxed{17 \boxed{18}}", r"17 \boxed{18}"),
+        (r"\boxed{ \boxed{72}", "72"),
+        (r"\boxed{72} and an open \boxed{7", "72"),
+        (r"\boxed{72} \boxed{}", None),
+        (r"\boxed{ }", None),
+        (r"\boxed{72", None),
+        (r"\boxed72", None),
+        (r"\fbox{72}", None),
+        (r"\boxedx{72}", None),
+        ("#### 72", None),
+        ("72", None),
+        ("", None),
+    ],
+)
+def test_boxed(text, answer):
+    assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so\n#### 72", "72"),
+        ("#### 1\nno\n#### 72 \nbye", "72"),
+        ("#### 1 #### 72", "72"),
+        ("####72", "72"),
+        (r"#### $\boxed{72}$.", "72"),
+        ("#### 72\n####", None),
+        ("#### \n72", None),
+        ("##### 72", None),
+        ("### 72", None),
+        (r"\boxed{72}", None),
+    ],
+)
+def test_hash(text, answer):
+    assert final_answer(text, "hash") == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<answer>72</answer>", "72"),
+        ("<answer>1</answer> no <answer>\n72\n</answer>", "72"),
+        ("<answer>17 <answer>18</answer>", "18"),
+        ("<answer>72</answer> </answer>", "72"),
+        ("<answer>72</answer> <answer>7", "72"),
+        (r"<answer>\boxed{72}</answer>", "72"),
+        ("<answer>72</answer><answer></answer>", None),
+        ("<answer>72", None),
+        ("</answer>72<answer>", None),
+        ("72", None),
+    ],
+)
+def test_tag(text, answer):
+    assert final_answer(text, "tag") == answer
+
+
+@pytest.mark.parametrize("answer_format", INSTRUCTIONS)
+@pytest.mark.parametrize(
+    "part",
+    [
+        *(
+            "{",
+            "}",
+            "\\",
+            "$",
+            " ",
+            "\n",
+            "#",
+            "<",
+            "\\boxed",
+            "\\boxed ",
+            "\\boxed{",
+            "\\boxed{}",
+            "\\boxed{\\boxed{1}}",
+        ),
+        *("#### ", "####\n", "<answer>", "</answer>", "<answer></answer>", "$\\boxed{", "\\boxed{a}$\\"),
+    ],
+)
+def test_time_is_linear_in_the_text(part, answer_format):
+    text = part * (1_000_000 // len(part))
+    start = time.process_time()
+    final_answer(text, answer_format)
+    final_answer(rf"<answer>\boxed{{{text}</answer>", answer_format)
+    assert time.process_time() - start < 2  # half a second at most, on a quiet machine
+
+
+def test_instructions_show_the_format():
+    assert set(INSTRUCTIONS) == {"boxed", "hash", "tag"}
+    assert INSTRUCTIONS["boxed"] == r"Reason step by step, and put the final answer in \boxed{}."
+    assert "####" in INSTRUCTIONS["hash"]
+    assert "<answer></answer>" in INSTRUCTIONS["tag"]
+
+
+def test_an_unknown_format():
+    with pytest.raises(ValueError, match=r"boxed, hash, tag, got 'xml'"):
+        final_answer("72", "xml")  # type: ignore[arg-type]

@@ -1,0 +1,25 @@
+import subprocess
+import sys
+
+from troll.rewards import equivalence_pool
+
+_CODE = """
+import runpy, sys
+import sympy
+equality = runpy.run_path(sys.argv[1])
+equality["forbid_code"]()
+assert sympy.sympify("72") == 72
+assert equality["is_equal"]("72", r"\\\\frac{144}{2}")
+for text in ("__import__('os').system('touch pwned')", "print(1)", "[1][0]", "().__class__", "lambda: 0"):
+    try:
+        sympy.sympify(text)
+    except PermissionError:
+        continue
+    raise AssertionError(text)
+"""
+
+
+def test_sympy_evaluates_numbers_and_names_alone(tmp_path):
+    path = equivalence_pool.equivalence_worker.__file__.replace("equivalence_worker", "equality")
+    subprocess.run([sys.executable, "-c", _CODE, path], check=True, cwd=tmp_path)
+    assert not list(tmp_path.iterdir())

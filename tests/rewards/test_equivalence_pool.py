@@ -1,0 +1,313 @@
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from troll.rewards import equivalence_pool
+from troll.rewards.equivalence_pool import Comparison, ask
+
+_QUESTIONS = [("9", rf"\frac{{{i}}}{{2}}") for i in range(14, 22)]
+_RIGHT = [Comparison.DIFFERENT] * 4 + [Comparison.EQUAL] + [Comparison.DIFFERENT] * 3
+_ENDLESS = ("9", "9^{9^{9^9}}")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """One for all tests: importing math-verify takes a second. A test may leave it stopped, never busy."""
+    pool = equivalence_pool._Pool(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(equivalence_pool, "_pool", pool)
+        yield pool
+    pool.stop()
+
+
+def _processes(pool):
+    return [worker._process.pid for worker in pool._workers if worker._process is not None]
+
+
+def _family(pids):
+    """The processes with one of these numbers or parents that are not zombies."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if state != "Z" and (int(parent) in pids or int(stat.parent.name) in pids):
+            found.add(int(stat.parent.name))
+    return found
+
+
+def _wait_until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _is_right():
+    return ask(_QUESTIONS, 2.0) == _RIGHT
+
+
+def test_nothing_runs_before_the_first_question(pool):
+    pool.stop()
+    assert _processes(pool) == []
+    assert ask(_QUESTIONS[:1], 2.0) == _RIGHT[:1]
+    assert len(_processes(pool)) == 1
+    assert _is_right()
+    assert len(_processes(pool)) == 2
+
+
+def test_many_threads(pool):
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(lambda _: _is_right(), range(40)))
+
+
+def test_a_thread_with_signals_blocked(pool):
+    # As a data loader's or a server's threads have them: a worker started from there would inherit that.
+    answers = []
+
+    def grade():
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM, signal.SIGPROF, signal.SIGCHLD])
+        answers.extend(ask([_ENDLESS, *_QUESTIONS], 0.2))
+
+    thread = threading.Thread(target=grade)
+    thread.start()
+    thread.join()
+    assert answers == [Comparison.TIME_LIMIT, *_RIGHT]
+
+
+def test_signals_ignored(pool):
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGPROF, signal.SIGALRM)}
+    try:
+        assert ask([_ENDLESS, *_QUESTIONS], 0.2) == [Comparison.TIME_LIMIT, *_RIGHT]
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _grade_into(connection):
+    connection.send(
+        ([each.value for each in ask([_ENDLESS, *_QUESTIONS], 0.2)], multiprocessing.current_process().daemon)
+    )
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_daemonic_process(pool, method):
+    assert _is_right()
+    context = multiprocessing.get_context(method)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_grade_into, args=(sender,), daemon=True)
+    process.start()
+    assert receiver.poll(60)
+    assert receiver.recv() == (["time limit", *(comparison.value for comparison in _RIGHT)], True)
+    process.join()
+    assert _is_right()
+
+
+def test_a_fork_amid_a_comparison(pool):
+    assert _is_right()
+    before = _processes(pool)
+    with ThreadPoolExecutor(1) as threads:
+        endless = threads.submit(ask, [_ENDLESS] * 2, 0.5)
+        time.sleep(0.2)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                own = equivalence_pool._pool
+                status = 0 if own is not pool and _is_right() and not set(_processes(own)) & set(before) else 2
+                own.stop()
+            finally:
+                os._exit(status)
+        assert endless.result() == [Comparison.TIME_LIMIT] * 2
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert _is_right()
+    assert _processes(pool) == before
+
+
+def test_workers_that_are_killed(pool):
+    assert _is_right()
+    for pid in _processes(pool):  # idle: the process, and then its child
+        os.kill(pid, signal.SIGKILL)
+    assert _is_right()
+    for pid in _family(_processes(pool)) - set(_processes(pool)):
+        os.kill(pid, signal.SIGKILL)
+    assert _is_right()
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_at_work(pool):
+    pool.stop()
+    with ThreadPoolExecutor(1) as threads:
+        for expected, kills in ((Comparison.TIME_LIMIT, 1), (Comparison.FAILED, 2)):
+            asked = threads.submit(ask, [_ENDLESS], 3.0)
+            for _ in range(kills):
+                _wait_until(
+                    lambda: pool._idle.qsize() == 1 and len(_family(_processes(pool))) == 2 * len(_processes(pool))
+                )
+                time.sleep(0.5)
+                os.killpg(_processes(pool)[-1], signal.SIGKILL)
+                time.sleep(0.3)
+            assert asked.result() == [expected]
+            pool.stop()
+    assert _is_right()
+
+
+def test_a_child_that_crashes_is_no_time_limit(pool):
+    pool.stop()
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(ask, [_ENDLESS], 5.0)
+        _wait_until(lambda: len(_family(_processes(pool))) == 2)
+        time.sleep(0.5)
+        for child in _family(_processes(pool)) - set(_processes(pool)):
+            os.kill(child, signal.SIGSEGV)
+        assert asked.result() == [Comparison.FAILED]
+    assert _is_right()
+
+
+def test_a_worker_that_is_stopped_is_given_up(pool, monkeypatch):
+    assert _is_right()
+    monkeypatch.setattr(equivalence_pool, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(equivalence_pool, "_PATIENCE_FACTOR", 0.0)
+    for pid in _family(_processes(pool)):
+        os.kill(pid, signal.SIGSTOP)
+    assert ask(_QUESTIONS[:2], 2.0) == [Comparison.TIME_LIMIT] * 2
+    monkeypatch.undo()
+    assert _is_right()
+
+
+def test_an_interrupt_leaves_no_verdict_behind(pool, monkeypatch):
+    assert _is_right()
+
+    def interrupted(workers):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(equivalence_pool, "_wait", interrupted)
+        ask([("4", "2 + 2"), ("5", "2 + 3")], 2.0)
+    assert _is_right()
+
+
+def test_it_cannot_be_started(pool, monkeypatch):
+    pool.stop()
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(RuntimeError, match=r"ended before it was ready; .* -c 'import math_verify' may say why"):
+        ask(_QUESTIONS, 2.0)
+    monkeypatch.undo()
+
+
+def test_no_process_and_no_descriptor_is_left(pool):
+    def descriptors():
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    def zombies():
+        states = subprocess.run(
+            ["ps", "-o", "stat=", "--ppid", str(os.getpid())], capture_output=True, text=True
+        ).stdout
+        return states.count("Z")
+
+    pool.stop()
+    before, zombies_before = descriptors(), zombies()
+    for _ in range(2):
+        assert ask([_ENDLESS] * 6, 0.1) == [Comparison.TIME_LIMIT] * 6
+        pids = set(_processes(pool))
+        _wait_until(lambda pids=pids: len(_family(pids)) == 2 * len(pids))  # each process, and one child
+        pool.stop()
+        assert _family(pids) == set()
+        assert descriptors() == before
+    assert zombies() == zombies_before
+
+
+_TRAINER = """
+import json, os, sys, time
+from troll.rewards import equivalence_pool
+equivalence_pool.ask([("9", r"\\\\frac{18}{2}")] * 2, 2.0)
+loader = os.fork()  # holds on to the pipes
+if loader == 0:
+    time.sleep(60)
+    os._exit(0)
+print(json.dumps([loader, [w._process.pid for w in equivalence_pool._pool._workers if w._process]]), flush=True)
+time.sleep(60)
+"""
+
+
+def test_workers_die_with_the_process_that_asks():
+    with subprocess.Popen([sys.executable, "-c", _TRAINER], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        loader, pids = json.loads(trainer.stdout.readline())
+        try:
+            assert pids
+            assert len(_family(pids)) == 2 * len(pids)
+            trainer.kill()
+            _wait_until(lambda: not _family(pids))
+        finally:
+            os.kill(loader, signal.SIGKILL)
+
+
+def test_a_busy_machine_changes_no_verdict(pool):
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        questions = [("9", rf"\frac{{{i}}}{{2}}") for i in range(60)]
+        expected = [Comparison.EQUAL if i == 18 else Comparison.DIFFERENT for i in range(60)]
+        assert ask([_ENDLESS, *questions], 0.5) == [Comparison.TIME_LIMIT, *expected]
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+
+
+def test_memory_is_bounded(pool):
+    assert _is_right()
+    peak = 0
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(ask, [("1", rf"({'7' * 900})^{{{10**k}}}") for k in range(4, 10)], 0.5)
+        while not asked.done():
+            for pid in _family(_processes(pool)):
+                try:
+                    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+                except OSError:
+                    continue
+                peak = max(peak, pages * os.sysconf("SC_PAGE_SIZE"))
+            time.sleep(0.005)
+    assert Comparison.EQUAL not in asked.result()
+    assert 0 < peak <= 1 << 30
+
+
+_SPARING = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("worker", sys.argv[1])
+worker = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(worker)
+worker._REPLACED_FROM_KILOBYTES = 0
+worker.main()
+"""
+
+
+def test_a_child_that_took_much_memory_is_replaced(pool, monkeypatch):
+    def start():
+        command = [sys.executable, "-c", _SPARING, equivalence_pool.equivalence_worker.__file__]
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+        )
+
+    pool.stop()
+    monkeypatch.setattr(equivalence_pool, "_start", start)
+    seen = set()
+    for _ in range(5):
+        assert ask(_QUESTIONS[4:5], 2.0) == [Comparison.EQUAL]
+        _wait_until(lambda: _family(_processes(pool)) - set(_processes(pool)) - seen)
+        seen |= _family(_processes(pool)) - set(_processes(pool))
+    assert len(seen) >= 5
+    assert _is_right()
+    pool.stop()

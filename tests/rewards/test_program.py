@@ -1,0 +1,160 @@
+import json
+import time
+
+import pytest
+
+from tests.rewards import datasets
+from troll.rewards.program import (
+    MAX_PROGRAM,
+    CodeTests,
+    FunctionTests,
+    StreamTests,
+    parse_tests,
+    read_program,
+)
+
+TESTS = parse_tests(json.dumps({"asserts": ["assert f(1) == 2"]}))
+STREAM = parse_tests(json.dumps({"inputs": [""], "outputs": [""]}))
+F = "def f(x):\n    return x + 1\n"
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        (F, F),
+        (f"```python\n{F}```", F),
+        (f"Sure!\n\n```py\n{F}```\n\nThis adds one.", F),
+        (f"```\n{F}```", F),
+        (f"``` Python \n{F}```", F),
+        (f"````python\n{F}```\n````", F + "```\n"),
+        (f"```python\n{F}", F + "\n"),
+        (f"```python\n{F}```\n```", F),
+        (f"```python\n{F}```\n\n```text\n2\n```\n", F),
+        (f"```python\ndef f(x): pass\n```\nBetter:\n```python\n{F}```", F),
+        (f"```python\n{F}```\nUse it so:\n```python\nprint(f(1))\n```", F),
+        ("```python\nx = 1\n```\n```python\ny = 2\n```", "y = 2\n"),
+        ("1. Code:\n   ```python\n   def f(x):\n       return x + 1\n   ```", F),
+        ("```python\n    def f(x):\n        return x + 1\n```", F),
+        (F.replace("\n", "\r\n"), F),
+        (f"```python\n{F}```\n".replace("\n", "\r\n"), F),
+        ("  s = '''\n\n   \n  '''\n  t = 1", "s = '''\n\n   \n'''\nt = 1"),
+        (f"<think>\n```python\ndef f(x): pass\n```\n</think>\n```python\n{F}```", F),
+        ("async def f(x): pass", "async def f(x): pass"),
+        ("", None),
+        (" \n\t\n", None),
+        ("```python\n```", None),
+        ("```json\n{}\n```", None),
+        ("x" * (MAX_PROGRAM + 1), None),
+    ],
+)
+def test_the_program_in_a_completion(completion, program):
+    assert read_program(completion, TESTS) == program
+
+
+def test_a_program_without_functions_is_the_last_block():
+    assert read_program("```python\ndef f(): pass\n```\n```python\nprint(1)\n```", STREAM) == "print(1)\n"
+
+
+PREFIX = 'import math\n\ndef f(x):\n    """Adds one."""\n'
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("    return x + 1", PREFIX + "    return x + 1"),
+        ("    y = x\n\n    return y\n\nprint(f(1))\ndef g(): pass", PREFIX + "    y = x\n\n    return y\n"),
+        ("```python\n    return x + 1\n```", PREFIX + "    return x + 1\n"),
+        (f"```python\n{F}```", F),
+        (F, F),
+        ("", None),
+    ],
+)
+def test_a_completion_may_continue_a_prefix(completion, program):
+    assert read_program(completion, TESTS, PREFIX) == program
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["```" * 300000, "```\n" * 250000, "`" * 10**6, "\n" * 10**6, " " * 10**6, "def " * 250000, "</think>" * 130000,
+     " \t" * 500000 + "x", "```python\n" * 100000, "    \n" * 200000, "\r" * 10**6],
+)  # fmt: skip
+def test_reading_takes_linear_time(text):
+    start = time.process_time()
+    read_program(text, TESTS)
+    read_program(text, TESTS, PREFIX)
+    assert time.process_time() - start < 3.0
+
+
+def test_the_forms_of_tests():
+    assert parse_tests(
+        '{"asserts": ["assert f(1) == g(2)\\r\\n"], "setup": "import re", "names": ["sum"]}'
+    ) == CodeTests(("assert f(1) == g(2)\n",), "import re", ("sum",), ("f", "g"), ())
+    check = parse_tests(json.dumps({"check": "def check(c):\n    assert c(1)\n", "entry_point": "f", "setup": "y = 1"}))
+    assert isinstance(check, CodeTests)
+    assert check.tests == ("def check(c):\n    assert c(1)\n\ncheck(f)\n",)
+    assert (check.names, check.inferred, check.modules) == (("f",), (), ())
+    calls = parse_tests('{"function": "f", "inputs": [[1], [2, {"a": null}]], "outputs": [1, [2]]}')
+    assert calls == FunctionTests("f", ([1], [2, {"a": None}]), (1, [2]))
+    assert parse_tests('{"inputs": ["1\\n"], "outputs": ["2"]}') == StreamTests(("1\n",), ("2",))
+
+
+@pytest.mark.parametrize(
+    ("source", "inferred", "modules"),
+    [
+        ("assert f(x := 2) == x", {"f"}, set()),
+        ("assert math.isclose(f(1), math.pi)", {"f"}, {"math"}),
+        ("import math\nassert math.isclose(f(1), math.pi)", {"f"}, set()),
+        ("from math import pi as p\nassert f(p) == p", {"f"}, set()),
+        ("assert copy([1]) == [1]", {"copy"}, set()),
+        ("assert sum(f(i) for i in range(3)) == len([k for k, v in {}.items()])", {"f"}, set()),
+        ("def helper(a, *b, c=1, **d): return f(a, b, c, d)\nassert helper(1)", {"f"}, set()),
+        ("assert sorted(f(), key=lambda p: p[0])", {"f"}, set()),
+        ("try:\n    f()\nexcept Mine as error:\n    print(error)", {"f", "Mine"}, set()),
+        ("class A: pass\nx = A()\nx.y = f(x)\nfor i, (j, k) in f(): i, j, k", {"f"}, set()),
+        ("assert f.cache is None", {"f"}, set()),
+    ],
+)
+def test_names_that_tests_take_from_the_program(source, inferred, modules):
+    tests = parse_tests(json.dumps({"asserts": [source]}))
+    assert isinstance(tests, CodeTests)
+    assert (set(tests.inferred), set(tests.modules)) == (inferred, modules)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "JSON object as text"),
+        (None, "JSON object as text"),
+        ("assert f(1)", "JSON object as text"),
+        ("[1]", "JSON object, got list"),
+        ("{}", "must have one of"),
+        ('{"asserts": ["assert f()"], "extra": 1}', "extra"),
+        ('{"asserts": []}', "asserts takes a list of one or more texts"),
+        ('{"asserts": "assert f()"}', "asserts takes a list"),
+        ('{"asserts": ["assert f("]}', "test 0 is no Python code"),
+        ('{"asserts": ["assert f()"], "setup": "("}', "setup is no Python code"),
+        ('{"asserts": ["assert f()"], "setup": 3}', "setup takes a text"),
+        ('{"asserts": ["assert f()"], "names": "f"}', "names takes a list"),
+        ('{"check": "def check(c): pass", "entry_point": "a b"}', "entry_point takes the name"),
+        ('{"check": "", "entry_point": "f"}', "check takes a text"),
+        ('{"function": "f", "inputs": [1], "outputs": [1]}', "inputs takes a list of list"),
+        ('{"function": "f", "inputs": [[1]], "outputs": []}', "outputs takes a list with a value per test"),
+        ('{"inputs": ["1"], "outputs": ["1", "2"]}', "differ in length: 1 and 2"),
+        ('{"inputs": [1], "outputs": ["1"]}', "inputs takes a list of str"),
+    ],
+)
+def test_what_is_wrong_with_tests_is_said(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_tests(text)
+
+
+def test_the_names_of_the_real_tasks():
+    for problem in datasets.mbpp():
+        tests = parse_tests(problem.tests)
+        assert isinstance(tests, CodeTests)
+        assert len(tests.names + tests.inferred) == (2 if problem.name == "MBPP/367" else 1)
+        assert tests.modules == ()
+    for problem in datasets.humaneval():
+        tests = parse_tests(problem.tests)
+        assert isinstance(tests, CodeTests)
+        assert (len(tests.names), tests.inferred, tests.modules) == (1, (), ())

@@ -1,0 +1,251 @@
+import json
+import random
+import shutil
+
+import pytest
+
+from tests.tasks.conftest import DATA
+from troll.tasks import TaskConfig, TaskError, load_task
+from troll.tasks.code import eurus_tests, names_under_test
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap on this machine")
+
+HUMANEVAL = DATA / "humaneval" / "HumanEval.jsonl"
+MBPP = DATA / "mbpp" / "mbpp.jsonl"
+needs_humaneval = pytest.mark.skipif(not HUMANEVAL.exists(), reason="no HumanEval beside the project, in ../shared")
+needs_mbpp = pytest.mark.skipif(not MBPP.exists(), reason="no MBPP beside the project, in ../shared")
+
+
+def mbpp_row(number, **fields):
+    name = f"add_{number}"
+    return {
+        "task_id": number,
+        "text": f"Write a function to add {number}. ",
+        "code": f"def {name}(x):\r\n  return x + {number}",
+        "test_list": [f"assert {name}(1) == {number + 1}", f"assert {name}(2) == {number + 2}"],
+        "test_setup_code": "",
+        "challenge_test_list": [],
+    } | fields
+
+
+def mbpp(write, numbers, **settings):
+    return TaskConfig("mbpp", write("mbpp.jsonl", [mbpp_row(number) for number in numbers]), **settings)
+
+
+def scores(task, completions, rows, conversational=False):
+    columns = {name: rows[name] for name in rows.column_names if name != "prompt"}
+    said = [[{"role": "assistant", "content": text}] if conversational else text for text in completions]
+    return [reward(prompts=rows["prompt"], completions=said, **columns) for reward in task.reward_funcs]
+
+
+def test_mbpp_asks_with_its_tests(write):
+    tests = "assert add_1(1) == 2\nassert add_1(2) == 3"
+    question = f"Write a function to add 1.\nYour code should pass these tests:\n\n{tests}"
+    plain = load_task(mbpp(write, [1, 2], eval_size=1))
+    assert plain.train_dataset["prompt"] == [f'"""\n{question}\n"""\n']
+    assert json.loads(plain.train_dataset[0]["tests"]) == {
+        "asserts": tests.splitlines(),
+        "setup": "",
+        "names": ["add_1"],
+    }
+    chat = load_task(mbpp(write, [1, 2], eval_size=1), conversational=True)
+    (message,) = chat.train_dataset[0]["prompt"]
+    assert message == {"role": "user", "content": f"{question}\n\nWrite the whole program in one ```python block."}
+    assert sorted(chat.train_dataset.column_names) == ["prompt", "tests"]
+
+
+def test_mbpp_rewards_all_tests_or_their_fraction(write):
+    task = load_task(mbpp(write, [1, 2], eval_size=1))
+    rows = task.train_dataset.select([0, 0, 0])
+    programs = ["def add_1(x):\n  return x + 1", "def add_1(x):\n  return 2", "def add_1(x): return 0"]
+    assert (scores(task, programs, rows), task.reward_weights) == ([[1.0, 0.0, 0.0]], None)
+    options = {"partial_credit": True, "cpu_seconds": 1, "memory_mb": 128}
+    task = load_task(mbpp(write, [1, 2], eval_size=1, task_options=options))
+    assert scores(task, programs, rows) == [[1.0, 0.0, 0.0], [1.0, 0.5, 0.0]]
+    assert task.reward_weights == [0.0, 1.0]
+    assert task.reward_funcs[0].__name__ == "success"
+
+
+def test_mbpp_is_divided_as_published_where_it_is_whole(write):
+    task = load_task(mbpp(write, [1, 11, 12, 510, 511, 601, 974], eval_size=2))
+    assert [len(task.train_dataset), len(task.eval_dataset)] == [2, 2]
+    assert "add 601." in task.train_dataset[0]["prompt"]
+    assert "add 11." in task.eval_dataset[0]["prompt"]
+    task = load_task(mbpp(write, [1, 11, 12, 500], eval_size=1))
+    assert [len(task.train_dataset), len(task.eval_dataset)] == [3, 1]
+
+
+def test_mbpp_from_the_hub(hub):
+    splits = {name: [mbpp_row(number)] for name, number in (("train", 601), ("test", 11), ("validation", 511))}
+    hub(("google-research-datasets/mbpp", "full"), prompt=[mbpp_row(2)], **splits)
+    task = load_task(TaskConfig("mbpp"), for_training=True)
+    assert ["add 601." in task.train_dataset[0]["prompt"], "add 11." in task.eval_dataset[0]["prompt"]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"test_list": []},
+            r"train row 1 \(counted from 0\) of .*mbpp.jsonl has no list of tests in its field 'test_li",
+        ),
+        ({"test_list": ["assert f("]}, "train row 1 .* that are not Python"),
+        ({"code": "def f(:"}, "train row 1 .* that are not Python"),
+        ({"text": ""}, "train row 1 .* no text in its field 'text'"),
+    ],
+)
+def test_a_row_without_tests_is_named_or_left_out(write, fields, message):
+    path = write("mbpp.jsonl", [mbpp_row(1), mbpp_row(2, **fields), mbpp_row(3)])
+    with pytest.raises(TaskError, match=message):
+        load_task(TaskConfig("mbpp", path, eval_size=1))
+    task = load_task(TaskConfig("mbpp", path, eval_size=1, task_options={"skip_unanswered": True}))
+    assert (len(task.train_dataset), len(task.eval_dataset)) == (1, 1)
+
+
+def test_options_are_checked(write):
+    for options, message in [
+        ({"cpu_seconds": 0}, "cpu_seconds must be a number above 0"),
+        ({"memory_mb": 1}, "memory_bytes must be at least"),
+        ({"partial_credit": "yes"}, "partial_credit must be true or false"),
+        ({"packages": "numpy"}, "packages must be a list of texts"),
+        ({"answer_format": "tag"}, "has no option 'answer_format'; it has prompt, system_prompt, columns"),
+    ]:
+        with pytest.raises(TaskError, match=message) as error:
+            load_task(mbpp(write, [1, 2], eval_size=1, task_options=options))
+        assert "\n" not in str(error.value)
+
+
+def test_without_a_sandbox_the_task_says_what_to_install(write, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(TaskError, match="bubblewrap") as error:
+        load_task(mbpp(write, [1, 2], eval_size=1))
+    assert "\n" not in str(error.value)
+
+
+def test_humaneval_is_continued_or_asked_for(hub):
+    prompt = 'import math\n\n\ndef half(x):\n    """ Half of x. """\n'
+    check = "\n\ndef check(candidate):\n    assert candidate(4) == 2\n"
+    row = {"task_id": "HumanEval/0", "prompt": prompt, "canonical_solution": "    return x / 2\n"}
+    hub(("openai/openai_humaneval", None), test=[row | {"test": check, "entry_point": "half"}])
+    plain, chat = (load_task(TaskConfig("humaneval"), conversational=each) for each in (False, True))
+    assert (len(plain.train_dataset), plain.eval_dataset["prompt"]) == (0, [prompt])
+    (message,) = chat.eval_dataset[0]["prompt"]
+    assert message["content"] == (
+        f"Complete this function.\n\n```python\n{prompt}```\n\nWrite the whole program in one ```python block."
+    )
+    rows = plain.eval_dataset.select([0, 0])
+    assert scores(plain, ["    return math.floor(x / 2)\n", "    return x\n"], rows) == [[1.0, 0.0]]
+    rows, block = chat.eval_dataset.select([0, 0]), "Halve it.\n```python\ndef half(x):\n    return {}\n```\nDone."
+    assert scores(chat, [block.format("x / 2"), block.format("x")], rows, conversational=True) == [[1.0, 0.0]]
+
+
+def test_eurus_code_has_streams_and_calls(hub):
+    def row(text, tests, ability="code"):
+        asked = (
+            "\n\nWrite Python code to solve the problem. Present the code in \n```python\nYour code\n```\nat the end."
+        )
+        prompt = [{"role": "system", "content": "[ASSESS]"}, {"role": "user", "content": text + asked}]
+        judged = {"ground_truth": tests, "style": "rule"}
+        return {"data_source": "apps", "prompt": prompt, "ability": ability, "reward_model": judged}
+
+    streams = json.dumps({"inputs": ["3\n"], "outputs": ["6\n"]})
+    calls = json.dumps({"fn_name": "double", "inputs": [[3], [4]], "outputs": [[6], [8]]})
+    hub(
+        ("PRIME-RL/Eurus-2-RL-Data", None),
+        train=[row("Double it.", streams), row("What?", "5", "math"), row("Double x.", calls)],
+        validation=[row("Treble it.", streams)],
+    )
+    task = load_task(TaskConfig("eurus_code"), conversational=True)
+    contents = [prompt[0]["content"] for prompt in task.train_dataset["prompt"]]
+    assert contents[0] == "Double it.\n\nWrite the whole program in one ```python block."
+    programs = ["```python\nprint(2 * int(input()))\n```", "```python\ndef double(x):\n    return 2 * x\n```"]
+    assert scores(task, programs, task.train_dataset, conversational=True) == [[1.0, 1.0]]
+    assert scores(task, programs[::-1], task.train_dataset, conversational=True) == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    "truth", ["[]", "{}", '{"inputs": [], "outputs": []}', "x", '{"inputs": 3, "outputs": 3}', " "]
+)
+def test_a_row_of_eurus_without_tests_is_named(write, truth):
+    good = json.dumps({"inputs": ["1"], "outputs": ["1"]})
+    rows = [{"prompt": "Write.", "reward_model": {"ground_truth": text}, "ability": "code"} for text in (truth, good)]
+    with pytest.raises(
+        TaskError, match=r"train row 0 \(counted from 0\) of .* in its field 'reward_model.ground_truth'"
+    ):
+        load_task(TaskConfig("eurus_code", write("rows.jsonl", rows), eval_size=1))
+
+
+def test_forms_of_eurus_tests():
+    assert eurus_tests({"inputs": [["1", "2"]], "outputs": [["3"]]}) == {"inputs": ["1\n2"], "outputs": ["3"]}
+    as_json = {"fn_name": "f", "inputs": ['[1]\n"a"'], "outputs": ["[2]"]}
+    assert eurus_tests(as_json) == {"function": "f", "inputs": [[[1], "a"]], "outputs": [[2]]}
+    text = {"fn_name": "f", "inputs": [["a"]], "outputs": ["b"]}
+    assert eurus_tests(text) == {"function": "f", "inputs": [["a"]], "outputs": ["b"]}
+
+
+def test_names_that_are_the_programs():
+    reference = "import math\nR = 3\nclass Pair: pass\ndef sum(xs):\n    total = 0\n    return total\ndef other(): pass"
+    tests = ["assert sum([R]) == len(total)", "assert Pair() and math.pi"]
+    assert names_under_test(reference, tests) == ["R", "Pair", "sum"]
+    assert names_under_test("", tests) == []
+
+
+def test_a_function_that_is_called_like_a_builtin_is_the_programs(write):
+    row = mbpp_row(1, code="def sum(a, b):\n  return a * b", test_list=["assert sum(2, 3) == 6"])
+    task = load_task(TaskConfig("mbpp", write("rows.jsonl", [row, mbpp_row(2)]), eval_size=1))
+    rows = task.train_dataset.select([0, 0])
+    assert scores(task, ["def sum(a, b): return a * b", "def product(a, b): return a * b"], rows) == [[1.0, 0.0]]
+
+
+def check_solutions(name, path, solutions, sample):
+    for conversational in (False, True):
+        task = load_task(TaskConfig(name, str(path), eval_size=None), conversational=conversational)
+        assert len(task.train_dataset) == 0
+        assert len(task.eval_dataset) == len(solutions)
+        chosen = sorted(random.Random(0).sample(range(len(solutions)), min(sample, len(solutions))))
+        texts = [solutions[index][conversational] for index in chosen]
+        (found,) = scores(task, texts, task.eval_dataset.select(chosen), conversational)
+        assert [index for index, score in zip(chosen, found, strict=True) if score != 1.0] == []
+        (found,) = scores(task, ["pass"] * len(chosen), task.eval_dataset.select(chosen), conversational)
+        assert set(found) == {0.0}
+
+
+def humaneval_solutions():
+    rows = [json.loads(line) for line in HUMANEVAL.read_text().splitlines()]
+    assert len(rows) == 164
+    body = [row["canonical_solution"] for row in rows]
+    return [(each, f"```python\n{row['prompt']}{each}```") for row, each in zip(rows, body, strict=True)]
+
+
+def mbpp_solutions():
+    rows = [json.loads(line) for line in MBPP.read_text().splitlines()]
+    assert len(rows) == 500
+    return [(row["code"], f"So:\n\n```python\n{row['code']}\n```") for row in rows]
+
+
+@needs_humaneval
+def test_real_solutions_of_humaneval_pass():
+    check_solutions("humaneval", HUMANEVAL, humaneval_solutions(), sample=16)
+
+
+@needs_mbpp
+def test_real_solutions_of_mbpp_pass():
+    check_solutions("mbpp", MBPP, mbpp_solutions(), sample=24)
+
+
+@needs_humaneval
+@pytest.mark.slow
+def test_all_real_solutions_of_humaneval_pass():
+    check_solutions("humaneval", HUMANEVAL, humaneval_solutions(), sample=1000)
+
+
+@needs_mbpp
+@pytest.mark.slow
+def test_all_real_solutions_of_mbpp_pass():
+    check_solutions("mbpp", MBPP, mbpp_solutions(), sample=1000)
+
+
+@needs_mbpp
+def test_the_real_mbpp_leaves_rows_to_train_on():
+    task = load_task(TaskConfig("mbpp", str(MBPP), eval_size=100), for_training=True)
+    assert (len(task.train_dataset), len(task.eval_dataset)) == (400, 100)

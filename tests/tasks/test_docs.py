@@ -1,0 +1,76 @@
+"""What docs/tasks.md shows, and the examples beside it."""
+
+import re
+from pathlib import Path
+
+import pandas
+import pytest
+from datasets import load_dataset
+
+from troll.tasks import TaskConfig, load_task
+from troll.tasks.registry import _LOADERS
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "tasks.md").read_text()
+EXAMPLES = ROOT / "examples" / "tasks"
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+def test_the_page_shows_the_examples():
+    assert blocks("yaml") == [(EXAMPLES / "geometry.yaml").read_text()]
+    assert blocks("python")[0] == (EXAMPLES / "sorting.py").read_text()
+
+
+def test_the_page_names_every_task():
+    for registration in _LOADERS.values():
+        assert f"`{registration.pattern.partition(':')[0].removesuffix('[')}" in PAGE, registration.pattern
+
+
+def test_the_yaml_example():
+    task = load_task(TaskConfig(str(EXAMPLES / "geometry.yaml"), eval_size=2), for_training=True)
+    assert (len(task.train_dataset), len(task.eval_dataset)) == (4, 2)
+    (success,) = task.reward_funcs
+    completions = [f"<answer>{answer}</answer>" for answer in ("9\\pi", "13.0", "\\sqrt{8}", "72")]
+    rewards = success(prompts=[""] * 4, completions=completions, answer=task.train_dataset["answer"])
+    assert rewards == [1.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(("argument", "length"), [("", 5), (":8", 8)])
+def test_the_python_example(argument, length):
+    task = load_task(TaskConfig(f"{EXAMPLES / 'sorting.py'}{argument}", train_size=50), for_training=True)
+    assert (len(task.train_dataset), len(task.eval_dataset)) == (50, 256)
+    assert not set(task.train_dataset["prompt"]) & set(task.eval_dataset["prompt"])
+    answers = task.train_dataset["answer"]
+    assert answers[0].count(",") == length - 1
+    (success,) = task.reward_funcs
+    given = [f"<answer>{answers[0]}</answer>", answers[0]]
+    assert success(prompts=["", ""], completions=given, answer=[answers[0]] * 2) == [1.0, 0.0]
+
+
+def test_the_script_for_trl(monkeypatch):
+    made = {}
+    monkeypatch.setattr("troll.trl.TrollTrainer", lambda **arguments: made.update(arguments))
+    monkeypatch.setattr("troll.trl.TrollConfig", lambda **settings: settings)
+    exec(blocks("python")[1], {})
+    (success,) = made["reward_funcs"]
+    rows = made["train_dataset"][:]
+    assert success(prompts=rows["prompt"], completions=[r"\boxed{42}"], answer=rows["answer"]) == [1.0]
+
+
+def test_the_script_for_verl(hub, tmp_path, monkeypatch):
+    from troll.rewards.math import compute_score
+
+    monkeypatch.chdir(tmp_path)
+    train, test = [{"question": "a?", "answer": "#### 1"}], [{"question": "b?", "answer": "#### 2"}]
+    hub(("openai/gsm8k", "main"), train=train, test=test)
+    exec(blocks("python")[2], {})
+    for name, truth in (("train", "1"), ("test", "2")):
+        (row,) = pandas.read_parquet(f"{name}.parquet").to_dict("records")
+        assert row["reward_model"] == {"style": "rule", "ground_truth": truth}
+        assert [message["role"] for message in row["prompt"]] == ["user"]
+        score = compute_score(row["data_source"], rf"\boxed{{{truth}}}", row["reward_model"]["ground_truth"])
+        assert score["score"] == 1.0
+        assert load_dataset("parquet", data_files=f"{name}.parquet", split="train").num_rows == 1

@@ -1,0 +1,323 @@
+import json
+import random
+
+import pytest
+
+from tests.tasks.conftest import DATA
+from troll.tasks import TaskConfig, TaskError, load_task
+from troll.tasks import splits as splits_module
+from troll.tasks.mathematics import after_hashes, boxed_or_whole
+
+BOXED = r"Reason step by step, and put the final answer in \boxed{}."
+
+FILES = {
+    "gsm8k": ("gsm8k", 7473, 1319),
+    "aime24": ("math_eval/aime24.jsonl", 0, 30),
+    "amc23": ("math_eval/amc23.jsonl", 0, 40),
+    "minerva_math": ("math_eval/minerva_math.jsonl", 0, 272),
+}
+
+
+def real(name):
+    path = DATA / FILES[name][0]
+    if not path.exists():
+        pytest.skip(f"no {FILES[name][0]} beside the project, in ../shared/data")
+    return str(path)
+
+
+def rows(count, first=0):
+    return [
+        {"question": f"How much is {n} + 1000?", "answer": f"Add.\n#### {n + 1000:,}"}
+        for n in range(first, first + count)
+    ]
+
+
+@pytest.fixture
+def folder(write, tmp_path):
+    def of(train, test):
+        write("train.jsonl", train)
+        write("test.jsonl", test)
+        return str(tmp_path)
+
+    return of
+
+
+def test_a_folder(folder):
+    task = load_task(TaskConfig(task="gsm8k", dataset_path=folder(rows(5), rows(4, first=50)), eval_size=3))
+    assert task.train_dataset.column_names == ["prompt", "answer"]
+    assert task.train_dataset["answer"] == ["1000", "1001", "1002", "1003", "1004"]
+    assert task.eval_dataset["answer"] == ["1050", "1051", "1052"]
+    assert task.train_dataset[0]["prompt"] == f"How much is 0 + 1000?\n{BOXED}"
+    assert [reward.__name__ for reward in task.reward_funcs] == ["success"]
+    assert (task.reward_weights, task.system_prompt) == (None, None)
+
+
+def test_conversational_and_sizes(folder):
+    config = TaskConfig(task="gsm8k", dataset_path=folder(rows(5), rows(4, first=50)), train_size=2)
+    task = load_task(config, conversational=True)
+    assert (len(task.train_dataset), len(task.eval_dataset)) == (2, 4)
+    assert task.train_dataset[0]["prompt"] == [{"role": "user", "content": f"How much is 0 + 1000?\n{BOXED}"}]
+
+
+def test_one_file_holds_out_its_end(write):
+    path = write("rows.jsonl", rows(10))
+    task = load_task(TaskConfig(task="gsm8k", dataset_path=path, eval_size=4))
+    assert (len(task.train_dataset), len(task.eval_dataset)) == (6, 4)
+    assert task.eval_dataset["answer"][-1] == "1009"
+    with pytest.raises(TaskError, match="has 10 rows, not enough to hold out eval_size=10"):
+        load_task(TaskConfig(task="gsm8k", dataset_path=path, eval_size=10))
+
+
+def test_held_out_questions_are_dropped_from_training(folder):
+    path = folder([*rows(5), rows(5)[4]], [{"question": " How  much is\n0 + 1000?", "answer": "#### 1000"}, *rows(2)])
+    for eval_size in (1, 3):  # what is not evaluated today may be tomorrow
+        task = load_task(TaskConfig(task="gsm8k", dataset_path=path, eval_size=eval_size))
+        assert task.train_dataset["answer"] == ["1002", "1003", "1004"]
+        assert len(task.eval_dataset) == eval_size
+
+
+def test_train_size_counts_what_is_left(folder):
+    path = folder(rows(9), rows(4))
+    task = load_task(TaskConfig(task="gsm8k", dataset_path=path, train_size=3))
+    assert task.train_dataset["answer"] == ["1004", "1005", "1006"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "How?", "answer": "So."}, r"train row 1 \(counted from 0\) of .* 'answer': it must end in '####"),
+        ({"question": "How?", "answer": "#### many"}, "train row 1 .*'#### many'"),
+        ({"question": "How?", "answer": "####"}, "train row 1"),
+        ({"question": "How?", "answer": None}, "train row 1 .* no answer in its field 'answer', got None"),
+        ({"question": " ", "answer": "#### 1"}, "train row 1 .* no text in its field 'question', got ' '"),
+    ],
+)
+def test_a_row_without_an_answer_is_named_or_left_out(folder, row, message):
+    path = folder([*rows(1), row], rows(1, first=9))
+    with pytest.raises(TaskError, match=message) as error:
+        load_task(TaskConfig(task="gsm8k", dataset_path=path))
+    assert "\n" not in str(error.value)
+    assert "train.jsonl" in str(error.value)
+    config = TaskConfig(task="gsm8k", dataset_path=path, task_options={"skip_unanswered": True})
+    assert load_task(config).train_dataset["answer"] == ["1000"]
+
+
+def test_files_that_cannot_be_used_are_one_line_errors(tmp_path):
+    (tmp_path / "broken.jsonl").write_text("not json\n")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "folder").mkdir()
+    for name, message in [
+        ("missing", "no such file or folder"),
+        ("broken.jsonl", "cannot read .*JSON"),
+        ("empty.jsonl", "cannot read .*: it (is empty|has no rows)"),
+        ("notes.txt", "is not one of .json, .jsonl, .parquet"),
+        ("folder", "must have one test file .*, found none"),
+    ]:
+        with pytest.raises(TaskError, match=message) as error:
+            load_task(TaskConfig(task="gsm8k", dataset_path=str(tmp_path / name)))
+        assert "\n" not in str(error.value)
+
+
+def test_without_a_network_the_local_copy_is_suggested(monkeypatch):
+    def unreachable(*arguments, **options):
+        raise ConnectionError("Couldn't reach the Hub\nover two lines")
+
+    monkeypatch.setattr(splits_module, "load_dataset", unreachable)
+    with pytest.raises(TaskError, match="connect to the network, or give a local copy with --dataset_path") as error:
+        load_task(TaskConfig(task="gsm8k"))
+    assert "\n" not in str(error.value)
+
+
+def test_columns_of_the_user_and_their_mistakes(write):
+    given = [{"q": f"{n}?", "meta": {"result": f"#### {n}"}} for n in range(3)]
+    path = write("rows.jsonl", given)
+    options = {"columns": {"prompt": "q", "answer": "meta.result"}}
+    task = load_task(TaskConfig(task="gsm8k", dataset_path=path, task_options=options, eval_size=1))
+    assert task.train_dataset["answer"] == ["0", "1"]
+    for columns, message in [
+        ({}, "have no column 'problem' or 'question', only q, meta; name it with task_options {columns: {prompt: NAME"),
+        ({"prompt": "q", "answer": "meta.answer"}, "have no column 'meta.answer', only q, meta"),
+        ({"question": "q"}, "task 'gsm8k' reads no column 'question'; it reads prompt, answer"),
+    ]:
+        with pytest.raises(TaskError) as error:
+            load_task(TaskConfig(task="gsm8k", dataset_path=path, task_options={"columns": columns}, eval_size=1))
+        assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "instruction", "completion"),
+    [
+        ("boxed", r"\boxed{}", r"so \boxed{1000}"),
+        ("hash", "####", "so\n#### 1,000"),
+        ("tag", "<answer></answer>", "so <answer>1000.0</answer>"),
+    ],
+)
+def test_the_answer_format_is_asked_for_and_read(folder, answer_format, instruction, completion):
+    config = TaskConfig("gsm8k", folder(rows(1), rows(1, 9)), task_options={"answer_format": answer_format})
+    task = load_task(config)
+    assert instruction in task.train_dataset[0]["prompt"]
+    (success,) = task.reward_funcs
+    assert success(prompts=[""] * 2, completions=[completion, "1000"], answer=["1000"] * 2) == [1.0, 0.0]
+
+
+def test_templates_leave_the_braces_of_latex_alone(write):
+    given = [{"problem": r"Find $\frac{1}{x}$ in {question} {0} {instruction}" + str(n), "answer": 1} for n in range(2)]
+    options = {"prompt": "{question} [{instruction}] {so} \\frac{1}{2}", "system_prompt": "Be {brief}."}
+    config = TaskConfig("math", write("rows.jsonl", given), task_options=options, eval_size=1)
+    expected = rf"Find $\frac{{1}}{{x}}$ in {{question}} {{0}} {{instruction}}0 [{BOXED}] {{so}} \frac{{1}}{{2}}"
+    assert load_task(config).train_dataset[0]["prompt"] == f"Be {{brief}}.\n\n{expected}"
+    assert load_task(config, conversational=True).train_dataset[0]["prompt"] == [
+        {"role": "system", "content": "Be {brief}."},
+        {"role": "user", "content": expected},
+    ]
+    config.task_options = {"prompt": "Solve."}
+    with pytest.raises(TaskError, match=r"must have the placeholder \{question\}, got 'Solve.'"):
+        load_task(config)
+
+
+def test_shaping_is_off_by_default_and_weighted(folder):
+    path = folder(rows(1), rows(1, 9))
+    options = {"format_reward": 0.1, "overlong": {"length": 10, "cache": 5}}
+    task = load_task(TaskConfig("gsm8k", path, task_options=options))
+    success, shape, overlong = task.reward_funcs
+    assert task.reward_weights == [1.0, 0.1, 1.0]
+    right, wrong = r"\boxed{1000}", r"\boxed{7}"
+    assert success(prompts=[""] * 2, completions=[right, wrong], answer=["1000"] * 2) == [1.0, 0.0]
+    assert shape(prompts=[""] * 2, completions=[wrong, "7"], answer=["1000"] * 2) == [1.0, 0.0]
+    assert overlong(completion_ids=[[1] * 5, [1] * 10, [1] * 20]) == [0, -1, -1]
+    for wrong_options in ({"format_reward": -1}, {"overlong": {"length": 10}}, {"level": 3}):
+        with pytest.raises(TaskError):
+            load_task(TaskConfig("gsm8k", path, task_options=wrong_options))
+
+
+def test_gold_answers_of_solutions():
+    assert after_hashes("so\n#### 1,234") == "1234"
+    assert boxed_or_whole(r"so $\boxed{\frac{1}{2}}$, not \boxed{ 3 }") == "3"
+    assert boxed_or_whole(r"\frac{1}{2}") == r"\frac{1}{2}"
+    with pytest.raises(ValueError, match="its last box is empty or open"):
+        boxed_or_whole(r"so \boxed{3")
+
+
+# What follows has the columns that the data sets have on the hub (docs/tasks.md).
+
+
+def test_math_is_trained_without_math_500(hub):
+    def problem(text, answer):
+        kinds = {"subject": "Algebra", "level": 2, "unique_id": "train/algebra/1.json"}
+        return {"problem": text, "solution": rf"So $\boxed{{{answer}}}$.", "answer": answer, **kinds}
+
+    train, test = [problem("a", "1"), problem("b", r"\frac{1}{2}")], [problem("a ", "1")]
+    hub(("nlile/hendrycks-MATH-benchmark", None), train=train, test=test)
+    task = load_task(TaskConfig("math"))
+    assert task.train_dataset["answer"] == [r"\frac{1}{2}"]
+    hub(("HuggingFaceH4/MATH-500", None), test=test)
+    assert load_task(TaskConfig("math500")).eval_dataset["answer"] == ["1"]
+
+
+def test_dapo_asks_for_an_answer_once(hub):
+    said = (
+        "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+        "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
+        'Remember to put your answer on its own line after "Answer:".'
+    )
+    names = {"data_source": "math_dapo", "ability": "MATH", "extra_info": {"index": "9a9b"}}
+
+    def row(text, answer, prompt):
+        judged = {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"}
+        source = [{"content": said.format(text), "role": "user"}]
+        return {"prompt": prompt, "solution": answer, "source_prompt": source, "reward_model": judged, **names}
+
+    given = [row("Find $x$.", "34", said.format("Find $x$.")), row("Find $y$.", "5", "Find $y$."), row("z", "6", "z")]
+    hub(("open-r1/DAPO-Math-17k-Processed", "all"), train=given)
+    task = load_task(TaskConfig("dapo_math", eval_size=1))
+    assert task.train_dataset["prompt"] == [f"Find $x$.\n{BOXED}", f"Find $y$.\n{BOXED}"]
+    assert task.train_dataset["answer"] == ["34", "5"]
+
+
+def test_dapo_as_its_authors_have_it(write):
+    # Every row a hundred times, the prompt as a conversation.
+    row = {"prompt": [{"content": "Find $x$.", "role": "user"}], "reward_model": {"ground_truth": "34", "style": "r"}}
+    other = {"prompt": [{"content": "Find $y$.", "role": "user"}], "reward_model": {"ground_truth": "5", "style": "r"}}
+    task = load_task(TaskConfig("dapo_math", write("dapo.jsonl", [row, row, row, other]), eval_size=1))
+    assert task.train_dataset["answer"] == ["34"]
+
+
+def test_eurus_is_divided_by_ability(hub):
+    def row(text, truth, ability):
+        prompt = [{"role": "system", "content": "[ASSESS]"}, {"role": "user", "content": text}]
+        judged = {"ground_truth": truth, "style": "rule"}
+        return {"data_source": "numina_olympiads", "prompt": prompt, "ability": ability, "reward_model": judged}
+
+    asked = "\n\nPresent the answer in LaTex format: \\boxed{Your answer}"
+    train = [row(f"Find $x$.{asked}", r"\frac{1}{3}", "math"), row("Write.", "{}", "code")]
+    validation = [row("Write.", "{}", "code"), row(f"Find $y$.{asked}", "5", "math")]
+    hub(("PRIME-RL/Eurus-2-RL-Data", None), train=train, validation=validation)
+    task = load_task(TaskConfig("eurus_math"))
+    assert task.train_dataset[:] == {"prompt": [f"Find $x$.\n{BOXED}"], "answer": [r"\frac{1}{3}"]}
+    assert task.eval_dataset["answer"] == ["5"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data_set", "split", "row"),
+    [
+        ("aime24", "HuggingFaceH4/aime_2024", "train", {"id": 60, "problem": "p", "solution": "s", "answer": "204"}),
+        ("amc23", "math-ai/amc23", "test", {"id": 0, "question": "p", "answer": "204", "url": "u"}),
+        ("minerva_math", "math-ai/minervamath", "test", {"question": "p", "answer": "204"}),
+        ("omni_math", "KbsdJames/Omni-MATH", "test", {"problem": "p", "solution": "s", "answer": "204"}),
+    ],
+)
+def test_benchmarks_cannot_be_trained_on(hub, name, data_set, split, row):
+    hub((data_set, None), **{split: [row, {**row, "answer": ""}] if name == "omni_math" else [row]})
+    task = load_task(TaskConfig(name))
+    assert (len(task.train_dataset), task.eval_dataset["answer"]) == (0, ["204"])
+    assert load_task(TaskConfig(name), conversational=True).eval_dataset[0]["prompt"][0]["content"] == f"p\n{BOXED}"
+    message = f"task '{name}' is a benchmark, without rows to train on; train on one of .*gsm8k, math, mbpp"
+    with pytest.raises(TaskError, match=message) as error:
+        load_task(TaskConfig(name), for_training=True)
+    assert "math500" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_real_files_load_whole(name):
+    for conversational in (False, True):
+        task = load_task(TaskConfig(name, real(name), eval_size=None), conversational=conversational)
+        assert (len(task.train_dataset), len(task.eval_dataset)) == FILES[name][1:]
+
+
+def check_golds(name, sample):
+    """The task's own answer, written as asked for, is a success for its own reward, and another one is none."""
+    task = load_task(TaskConfig(name, real(name), eval_size=None), conversational=True)
+    (success,) = task.reward_funcs
+    golds = [*task.train_dataset["answer"], *task.eval_dataset["answer"]]
+    golds = random.Random(0).sample(golds, min(sample, len(golds)))
+    for texts, score in (
+        ([rf"First \boxed{{1}}. So it is $\boxed{{{gold}}}$." for gold in golds], 1.0),
+        ([rf"It is {gold}, or \boxed{{{gold} + 1}}." for gold in golds], 0.0),
+        ([f"It is {gold}." for gold in golds], 0.0),
+    ):
+        completions = [[{"role": "assistant", "content": text}] for text in texts]
+        rewards = success(prompts=[""] * len(golds), completions=completions, answer=golds)
+        assert [gold for gold, reward in zip(golds, rewards, strict=True) if reward != score] == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_real_golds_score_one_and_others_zero(name):
+    check_golds(name, sample=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_all_real_golds_score_one_and_others_zero(name):
+    check_golds(name, sample=10_000)
+
+
+def test_solutions_of_gsm8k_count_by_their_end_alone():
+    task = load_task(TaskConfig("gsm8k", real("gsm8k"), eval_size=None, task_options={"answer_format": "hash"}))
+    (success,) = task.reward_funcs
+    lines = (DATA / "gsm8k" / "test.jsonl").read_text().splitlines()[:200]
+    solutions = [json.loads(line)["answer"] for line in lines]
+    golds = task.eval_dataset["answer"][:200]
+    assert success(prompts=[], completions=solutions, answer=golds) == [1.0] * 200
+    ends = [f"{text}\n#### {float(gold) + 1:g}" for text, gold in zip(solutions, golds, strict=True)]
+    assert success(prompts=[], completions=ends, answer=golds) == [0.0] * 200

@@ -1,0 +1,112 @@
+"""The metrics of an evaluation, and the temperature it samples at."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trl import tiny
+from troll.rewards.grading import Grader, Verdict
+from troll.trl.held_out import HeldOut, sampling_temperature
+
+
+class LastLetter(Grader):
+    """The answer is the last letter; right is one before "n"."""
+
+    votes = True
+
+    def grade(self, completions, **columns: Any):
+        answers = [text.strip()[-1:] or None for text in completions]
+        return [Verdict(float((answer or "z") < "n"), answer, "") for answer in answers]
+
+
+def observed(grader: Any, batches: list[list[str]]) -> HeldOut:
+    held_out = HeldOut([tiny.reward, grader], ["reward", "success"])
+    for texts in batches:
+        scores = torch.tensor(grader(prompts=texts, completions=texts))
+        held_out.observe(torch.stack([torch.full_like(scores, 9.0), scores], 1))
+    return held_out
+
+
+def test_problems_are_the_groups_of_completions():
+    held_out = observed(LastLetter(), [["a", "z", "a", "z"], ["z", "z", "z", "b"]])
+    metrics = held_out.metrics(4, 2)
+    # 2 of 4 and 1 of 4; the first problem's vote is a tie, the second's is lost.
+    assert metrics == pytest.approx({"pass@1": 0.375, "pass@4": 1.0, "mean@4": 0.375, "maj@4": 0.25})
+    assert held_out.metrics(4, 2) == {}
+
+
+def test_what_fills_up_the_last_batch_does_not_count():
+    assert observed(LastLetter(), [["a", "z"], ["a", "a"]]).metrics(1, 3)["pass@1"] == pytest.approx(2 / 3)
+
+
+def test_a_function_named_success_has_no_votes_and_other_rewards_nothing():
+    def success(prompts, completions, **columns):
+        return [1.0, float("nan")]
+
+    held_out = HeldOut([success], ["success"])
+    held_out.observe(torch.tensor([[1.0], [torch.nan]]))
+    assert held_out.metrics(2, 1) == {"pass@1": 0.5, "pass@2": 1.0, "mean@2": 0.5}
+    without = HeldOut([tiny.reward], ["reward"])
+    without.observe(torch.ones(2, 1))
+    assert without.metrics(2, 1) == {}
+
+
+def evaluate(make, **changes: Any):
+    return make(
+        reward_funcs=LastLetter(),
+        eval_dataset=tiny.make_dataset(4),
+        eval_strategy="steps",
+        do_eval=True,
+        num_generations_eval=changes.pop("samples", 4),
+        **changes,
+    )
+
+
+def test_the_trainer_logs_them_at_eval_steps(make):
+    trainer = evaluate(make, eval_steps=2, max_steps=2)
+    trainer.train()
+    (entry,) = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    for name in ("pass@1", "pass@4", "mean@4", "maj@4"):
+        assert 0 <= entry[f"eval_{name}"] <= 1
+    assert entry["eval_pass@1"] == pytest.approx(entry["eval_rewards/success/mean"])
+    assert entry["eval_pass@4"] >= entry["eval_pass@1"]
+
+
+def test_several_data_sets_have_metrics_of_their_own(make):
+    trainer = evaluate(make, eval_steps=2)
+    trainer.eval_dataset = {"first": tiny.make_dataset(4), "second": tiny.make_dataset(8)}
+    metrics = trainer.evaluate()
+    for name in ("first", "second"):
+        assert metrics[f"eval_{name}_pass@1"] == pytest.approx(metrics[f"eval_{name}_rewards/success/mean"])
+    assert "eval_reward" not in metrics
+
+
+def test_a_greedy_evaluation_repeats_itself_and_training_goes_on_sampling(make):
+    trainer = evaluate(make, samples=1, eval_temperature=0.0)
+    texts = []
+    for _ in range(2):
+        trainer._logs["completion"].clear()
+        trainer.evaluate()
+        texts.append(list(trainer._logs["completion"]))
+    assert texts[0] == texts[1]
+    assert trainer.generation_config.do_sample
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"eval_temperature": -1.0}, "eval_temperature"), ({"eval_temperature": 0.0}, "num_generations_eval=1")],
+)
+def test_wrong_temperatures_are_refused(make, changes, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate(make, **changes)
+
+
+def test_vllm_samples_at_the_temperature_of_the_evaluation():
+    trainer = SimpleNamespace(use_vllm=True, vllm_generation=SimpleNamespace(temperature=1.0))
+    with sampling_temperature(trainer, 0.0):
+        assert trainer.vllm_generation.temperature == 0.0
+    assert trainer.vllm_generation.temperature == 1.0
