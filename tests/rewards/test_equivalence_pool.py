@@ -303,10 +303,10 @@ def test_a_child_that_took_much_memory_is_replaced(pool, monkeypatch):
 
     pool.stop()
     monkeypatch.setattr(equivalence_pool, "_start", start)
-    seen = set()
+    seen: set[int] = set()
     for _ in range(5):
         assert ask(_QUESTIONS[4:5], 2.0) == [Comparison.EQUAL]
-        _wait_until(lambda: _family(_processes(pool)) - set(_processes(pool)) - seen)
+        _wait_until(lambda before=frozenset(seen): _family(_processes(pool)) - set(_processes(pool)) - before)
         seen |= _family(_processes(pool)) - set(_processes(pool))
     assert len(seen) >= 5
     assert _is_right()

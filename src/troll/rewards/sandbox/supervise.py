@@ -134,14 +134,13 @@ def wait_for(descriptor: int, seconds: float, events: int = select.POLLIN) -> bo
 
 
 def _tree(root: int) -> list[int]:
-    """A process and all below it, as this process numbers them."""
+    """A process and all below it, as this process numbers them; only first threads start processes in a sandbox."""
     found, waiting = [], [root]
     while waiting:
         pid = waiting.pop()
         found.append(pid)
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            with contextlib.suppress(OSError):  # it ended while we looked
-                waiting += map(int, children.read_text().split())
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as children:
+            waiting += map(int, children.read().split())
     return found
 
 

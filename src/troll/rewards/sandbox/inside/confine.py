@@ -119,7 +119,9 @@ def run(source: bytes) -> None:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
         atexit._run_exitfuncs()
-        sys.stdout.flush()
+        for file in (sys.stdout, sys.__stdout__):
+            if file is not None and not file.closed:
+                file.flush()
         _flush_files()
     except BaseException:
         status = status or 1  # what it printed could not be written

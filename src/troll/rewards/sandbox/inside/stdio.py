@@ -8,6 +8,7 @@ first the program, then the input of each test, sent when the one before has bee
 at `report`.
 """
 
+import gc
 import os
 import sys
 
@@ -72,6 +73,7 @@ def serve() -> bytes | None:
 
 
 confine.die_with_parent()
+gc.freeze()  # what is here already is no concern of the tests' processes, neither while they run nor at their end
 os.write(1, READY)
 source = serve()
 if source is None:

@@ -7,20 +7,22 @@ what cannot be copied (instances of the sender's classes, functions, generators)
 from __future__ import annotations
 
 import builtins
-import operator
 import struct
 import sys
 from _collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
-from typing import Any
+
+TYPE_CHECKING = False  # as typing has it, which takes longer to import than everything here
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    #: Turns an object that cannot be copied into (whether it is the receiver's own, its number).
+    Refer = Callable[[object], tuple[bool, int]]
+    #: The reverse, on the receiver's side: (whether it is the receiver's own, its number) to an object.
+    Resolve = Callable[[bool, int], object]
 
 MAX_BYTES = 32 * 2**20
 MAX_DEPTH = 200
-
-#: Turns an object that cannot be copied into (whether it is the receiver's own, its number).
-Refer = Callable[[object], tuple[bool, int]]
-#: The reverse, on the receiver's side: (whether it is the receiver's own, its number) to an object.
-Resolve = Callable[[bool, int], object]
 
 
 class WireError(Exception):
@@ -103,7 +105,7 @@ def merge(mine: Any, theirs: Any) -> Any:
         return theirs
     if isinstance(mine, tuple) and len(mine) == len(theirs):
         parts = tuple(map(merge, mine, theirs))
-        return mine if all(map(operator.is_, mine, parts)) else parts
+        return mine if all(a is b for a, b in zip(mine, parts, strict=True)) else parts
     if isinstance(mine, list | deque):
         kept = [merge(a, b) for a, b in zip(mine, theirs, strict=False)]
         rest = list(theirs)[len(kept) :]
