@@ -13,7 +13,7 @@ from rich.console import Console
 
 from benchmarks import measure
 
-NAMES = ("head", "capture", "projection", "step", "scaling", "packed", "anchor")
+NAMES = ("head", "capture", "projection", "step", "scaling", "packed", "anchor", "sandbox")
 
 
 def main() -> None:

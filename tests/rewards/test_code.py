@@ -4,6 +4,7 @@ import random
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -213,4 +214,8 @@ def test_the_signature_of_verl():
     assert right == {"score": 1.0, "acc": 1.0, "reason": "correct"}
     half = compute_score("mbpp", "def double(x): return 4", DOUBLE, partial=True)
     assert half["score"] == pytest.approx(1 / 3) and half["acc"] == 0.0
+    with ThreadPoolExecutor(4) as threads:
+        programs = [f"def double(x): return {number} * x" for number in range(8)]
+        scores = threads.map(lambda program: compute_score("mbpp", program, DOUBLE)["acc"], programs)
+        assert list(scores) == [0, 0, 1, 0, 0, 0, 0, 0]
     assert compute_score("humaneval", "  return 2 * x", DOUBLE, {"prefix": "def double(x):\n"})["score"] == 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -51,7 +52,7 @@ class CodeGrader(Grader):
         if workers is not None and workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
         self._limits = limits or Limits()
-        self._workers = workers or len(os.sched_getaffinity(0))
+        self._workers = workers
         self._packages = [Path(folder) for folder in packages]
         self._isolated = not run_without_isolation
         self._start()
@@ -60,7 +61,7 @@ class CodeGrader(Grader):
         sandbox = Sandbox(packages=self._packages, run_without_isolation=not self._isolated)
         self._process = os.getpid()
         self._last: tuple[_Batch, list[Verdict]] | None = None
-        self._pool = Pool(sandbox, self._limits, self._workers)
+        self._pool = Pool(sandbox, self._limits, self._workers or len(os.sched_getaffinity(0)))
         self._finalizer = weakref.finalize(self, Pool.close, self._pool)
 
     def grade(
@@ -90,7 +91,6 @@ class CodeGrader(Grader):
         prefixes = [text or "" for text in prefix] if prefix is not None else [""] * len(completions)
         batch = tuple(zip(completions, tests, prefixes, strict=True))
         if self._process != os.getpid():  # threads and judges stayed behind in the process that forked this one
-            self._finalizer.detach()
             self._start()
         last = self._last
         if last is None or last[0] != batch:
@@ -135,7 +135,7 @@ class CodeGrader(Grader):
 
 def _verdict(program: str | None, outcomes: Sequence[Outcome]) -> Verdict:
     failures = [outcome.reason for outcome in outcomes if not outcome.passed]
-    score = 1.0 - len(failures) / len(outcomes)
+    score = (len(outcomes) - len(failures)) / len(outcomes)
     return Verdict(score, program, failures[0] if failures else "correct")
 
 
@@ -153,8 +153,11 @@ def passed_fraction(grader: CodeGrader) -> Reward:
     return reward
 
 
+_making_default = threading.Lock()
+
+
 @lru_cache(maxsize=1)
-def _default_grader(process: int) -> CodeGrader:
+def _default_grader() -> CodeGrader:
     return CodeGrader()
 
 
@@ -185,7 +188,8 @@ def compute_score(
         ValueError: `ground_truth` is no tests.
     """
     prefix = (extra_info or {}).get("prefix")
-    grader = _default_grader(os.getpid())
+    with _making_default:
+        grader = _default_grader()
     [verdict] = grader.grade([solution_str], tests=[ground_truth], prefix=[prefix])
     success = float(verdict.success)
     return {"score": verdict.score if partial else success, "acc": success, "reason": verdict.reason}

@@ -27,7 +27,9 @@ class CodeTests:
         tests: Sources, each of them one test.
         setup: Source to run before the first test.
         names: Names that are the program's, whatever else is called so.
-        inferred: Further names that the tests take from the program: those that neither they nor Python define.
+        inferred: Further names that the tests take from the program: those that neither they nor Python define. What
+            decides over a pass, a comparison of some package for one, is to be imported in the setup: by such a name it
+            would be the program's own.
         modules: Modules of the standard library that the tests use without importing them. As in one file, they have
             them if the program has imported them.
     """

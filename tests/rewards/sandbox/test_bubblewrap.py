@@ -143,10 +143,11 @@ def test_it_works_in_a_daemonic_worker() -> None:
 
 @pytest.mark.parametrize("without_isolation", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_outlives_the_parent(number: signal.Signals, without_isolation: bool) -> None:
+def test_nothing_outlives_the_parent(number: signal.Signals, without_isolation: bool, tmp_path: Path) -> None:
     mark = 3_000_000 + os.getpid() % 100_000 * 10 + without_isolation * 2 + (number == signal.SIGINT)
     command = [sys.executable, "-c", PARENT, str(mark), str(without_isolation)]
-    parent = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True, env=environment)
     end = time.monotonic() + 60
     while len(running(f",{mark},")) < 2 and time.monotonic() < end:
         time.sleep(0.02)

@@ -2,7 +2,9 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.rewards.sandbox import cheats, hostile
@@ -280,3 +282,30 @@ def test_one_program_leaves_nothing_to_the_next(run):
     assert reasons(
         run(second, "assert f() == (False, False, [])\nimport math\nassert not hasattr(math, 'changed')")
     ) == ["passed"]
+
+
+def test_packages(sandbox, judge):
+    program = """
+import numpy as np
+def f(): return [np.int64(3), np.float64(0.5), np.bool_(True), np.float32(0.5)]
+def g(): return np.arange(3)
+"""
+    tests = parse_tests(
+        json.dumps({"asserts": ["assert f() == [3, 0.5, True, 0.5]", "assert g().tolist() == [0, 1, 2]"]})
+    )
+    assert isinstance(tests, CodeTests)
+    assert "raised ModuleNotFoundError" in run_functions(sandbox, judge, program, tests, Limits())[0].reason
+    with_packages = Sandbox(packages=[Path(np.__file__).parents[1]])
+    assert reasons(run_functions(with_packages, judge, program, tests, Limits())) == ["passed"] * 2
+
+
+def test_without_isolation():
+    with pytest.warns(RuntimeWarning, match="without_isolation"):
+        plain = Sandbox(run_without_isolation=True)
+    judge = Judge(plain)
+    tests = parse_tests(json.dumps({"asserts": ["assert f(1) == 2"]}))
+    assert isinstance(tests, CodeTests)
+    programs = ["def f(x): return x + 1", "def f(x): return x", "import os\nos.fork()\ndef f(x): return 2"]
+    outcomes = [run_functions(plain, judge, program, tests, Limits())[0].passed for program in programs]
+    judge.close()
+    assert outcomes == [True, False, False]

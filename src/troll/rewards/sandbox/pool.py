@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from troll.rewards.program import StreamTests, Tests
-from troll.rewards.sandbox.bubblewrap import Sandbox
+from troll.rewards.sandbox.bubblewrap import Sandbox, SandboxError
 from troll.rewards.sandbox.functions import JudgeEndedError, run_functions
 from troll.rewards.sandbox.judge import Judge
 from troll.rewards.sandbox.limits import Limits, Outcome
@@ -28,13 +29,16 @@ class Pool:
         self._executor = ThreadPoolExecutor(workers, thread_name_prefix="troll-sandbox")
         self._here = threading.local()
         self._judges: list[Judge] = []
+        self._process = os.getpid()
 
     def submit(self, program: str, tests: Tests) -> Future[list[Outcome]]:
         """Has a program tested; the result is an outcome per test, or raises `SandboxError`."""
         return self._executor.submit(self._outcomes, program, tests)
 
     def close(self) -> None:
-        """Waits for the programs that run, drops those that wait, and ends the judges."""
+        """Waits for the programs that run, drops those that wait, and ends the judges; nothing in a forked process."""
+        if self._process != os.getpid():
+            return
         self._executor.shutdown(cancel_futures=True)
         for judge in self._judges:
             judge.close()
@@ -47,7 +51,10 @@ class Pool:
         except JudgeEndedError:  # by the system's lack of memory, for one
             self._here.judge.close()
             self._here.judge = None
-            return run_functions(self._sandbox, self._judge(), program, tests, self._limits)
+            try:
+                return run_functions(self._sandbox, self._judge(), program, tests, self._limits)
+            except JudgeEndedError as error:
+                raise SandboxError(f"programs cannot be judged: {error}") from error
 
     def _judge(self) -> Judge:
         judge: Judge | None = getattr(self._here, "judge", None)

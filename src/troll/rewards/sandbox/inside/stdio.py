@@ -43,9 +43,9 @@ def report(pid: int, files: tuple[int, int], limit: int) -> None:
     errors = os.pread(files[1], 2000, max(0, size - 2000))
     microseconds = round((usage.ru_utime + usage.ru_stime) * 1e6)
     numbers = (status, microseconds, not os.listdir(), len(output), len(errors))
-    message = b"".join(number.to_bytes(8, "little") for number in numbers) + output + errors
-    while message:
-        message = message[os.write(1, message) :]
+    left = memoryview(b"".join(number.to_bytes(8, "little") for number in numbers) + output + errors)
+    while left:
+        left = left[os.write(1, left) :]
 
 
 def serve() -> bytes | None:
