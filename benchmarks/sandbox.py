@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import subprocess
@@ -16,13 +17,16 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks import measure
+from troll.rewards.program import parse_tests
 from troll.rewards.sandbox.bubblewrap import INTERPRETER_FLAGS, Process, Sandbox
 from troll.rewards.sandbox.limits import Limits
+from troll.rewards.sandbox.pool import Pool
 from troll.rewards.sandbox.stdio import run_stdio
 from troll.rewards.sandbox.supervise import supervise
 
 PROGRAMS = 512
 PROGRAM = "a, b = map(int, input().split())\nprint(a + b)\n"
+FUNCTION = "def add(a, b):\n    return a + b\n"
 STARTS = 100
 
 #: Runs one program on a number of tests.
@@ -32,11 +36,17 @@ Runner = Callable[[int], None]
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
     """A table of throughput, and one of what a start consists of."""
     sandbox = Sandbox()
-    contenders: dict[str, Runner] = {"python -c": _plain, "sandbox": lambda tests: _sandboxed(sandbox, tests)}
     workers = len(os.sched_getaffinity(0))
+    pool = Pool(sandbox, Limits(), workers)
+    contenders: dict[str, Runner] = {
+        "python -c": _plain,
+        "sandbox, input and output": lambda tests: _sandboxed(sandbox, tests),
+        "sandbox, function calls": lambda tests: _called(pool, tests),
+    }
     rows: list[dict[str, Any]] = []
     for tests in (1, 5):
         rows += _throughput(contenders, tests, workers, repeats)
+    pool.close()
     return rows + _starts(sandbox, repeats)
 
 
@@ -53,6 +63,13 @@ def _sandboxed(sandbox: Sandbox, tests: int) -> None:
     outcomes = run_stdio(sandbox, PROGRAM, inputs, outputs, Limits())
     if not all(outcome.passed for outcome in outcomes):
         raise RuntimeError(f"in the sandbox: {outcomes}")
+
+
+def _called(pool: Pool, tests: int) -> None:
+    asserts = [f"assert add({number}, 1) == {number + 1}" for number in range(tests)]
+    outcomes = pool.submit(FUNCTION, parse_tests(json.dumps({"asserts": asserts}))).result()
+    if not all(outcome.passed for outcome in outcomes):
+        raise RuntimeError(f"in the sandbox, by function calls: {outcomes}")
 
 
 def _throughput(contenders: dict[str, Runner], tests: int, workers: int, repeats: int) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from tests.rewards.hostile import HOSTILE
+from tests.rewards.hostile_answers import HOSTILE
 from troll.rewards.equivalence import MAX_CHARACTERS, compare
 from troll.rewards.equivalence_pool import Comparison
 

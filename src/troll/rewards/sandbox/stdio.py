@@ -46,7 +46,8 @@ def run_stdio(
     """Runs a program once per input and compares what it prints.
 
     A test is passed by an exit status of 0, within the limits, with the expected output (see `same_output`). Expected
-    outputs never enter the sandbox; an input enters it after the test before has ended.
+    outputs never enter the sandbox; an input enters it after the test before has ended. No test is run after one that
+    passed a limit of time.
 
     Args:
         sandbox: Where to run it. All tests of this program share one, each in a process of its own; one that leaves
@@ -72,7 +73,8 @@ def run_stdio(
             while runner.clean and len(outcomes) < len(inputs):
                 number = len(outcomes)
                 outcomes.append(runner.test(inputs[number], outputs[number]))
-                if stop_at_failure and not outcomes[-1].passed:
+                stop = stop_at_failure and not outcomes[-1].passed
+                if stop or outcomes[-1].reason in REASONS.values():
                     return outcomes + [Outcome(False, "not run")] * (len(inputs) - len(outcomes))
     return outcomes
 
