@@ -176,10 +176,17 @@ def test_a_test_leaves_nothing_to_the_next(sandbox: Sandbox) -> None:
     assert all(outcome.passed for outcome in outcomes)
 
 
-def test_one_killed_test_does_not_cost_the_others(sandbox: Sandbox) -> None:
+def test_a_killed_test_costs_those_after_it_and_none_before(sandbox: Sandbox) -> None:
     program = "import time\nn = int(input())\nif n == 1: time.sleep(100)\nwhile n == 2: pass\nprint(3)"
-    outcomes = run_stdio(sandbox, program, ["0", "1", "2", "3"], ["3"] * 4, LIMITS)
-    assert [outcome.reason for outcome in outcomes] == ["passed", "idle limit", "time limit", "passed"]
+    for killed, reason in (("1", "idle limit"), ("2", "time limit")):
+        outcomes = run_stdio(sandbox, program, ["0", killed, "3"], ["3"] * 3, LIMITS)
+        assert [outcome.reason for outcome in outcomes] == ["passed", reason, "not run"]
+
+
+def test_a_crash_costs_one_test(sandbox: Sandbox) -> None:
+    program = "import os\nif input() == '1': os.abort()\nprint(3)"
+    outcomes = run_stdio(sandbox, program, ["0", "1", "2"], ["3"] * 3, LIMITS)
+    assert [outcome.passed for outcome in outcomes] == [True, False, True]
 
 
 def test_the_wall_is_a_backstop(sandbox: Sandbox) -> None:
