@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,21 @@ def test_eval_goes_on_where_it_was_stopped(
     assert "seed is 0 there and 1 here" in capsys.readouterr().err
 
 
+def test_eval_tells_a_mistake_in_local_data_alone(
+    tiny_model: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"q": "1?"}\n')
+    command = [sys.executable, "-m", "troll.cli", "eval", str(tiny_model), "--task", "math500"]
+    command += ["--dataset_path", str(tmp_path / "rows.jsonl"), "--output_dir", str(tmp_path / "out")]
+    command += ["--trust_remote_code"]
+    environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert result.returncode == 2
+    assert result.stderr.startswith("troll: error: the test rows of ")
+    assert result.stderr.count("\n") == 1
+
+
 def test_ctrl_c_has_its_own_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(*_: object) -> int:
         raise KeyboardInterrupt
@@ -124,14 +140,12 @@ def test_the_help_of_train_lists_the_recipes(capsys: pytest.CaptureFixture[str])
     assert ", ".join(recipes.names()) in " ".join(capsys.readouterr().out.split()).replace("- ", "-")
 
 
-def test_a_missing_package_is_named_with_what_brings_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("troll.study")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    assert cli.main(["report", str(tmp_path)]) == 2
-    assert 'pip install "troll-rl[report]"' in capsys.readouterr().err
+def test_a_missing_package_is_named_with_what_brings_it(tmp_path: Path) -> None:
+    program = "import sys; sys.modules['yaml'] = None; from troll import cli; sys.exit(cli.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "report", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert 'pip install "troll-rl[report]"' in result.stderr
 
 
 def test_a_report_needs_a_folder(tmp_path: Path) -> None:

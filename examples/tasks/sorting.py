@@ -1,6 +1,7 @@
 """Sort numbers: `troll train RECIPE --task examples/tasks/sorting.py`, or `sorting.py:8` for eight of them."""
 
 import random
+import zlib
 from typing import Any
 
 from datasets import Dataset
@@ -18,19 +19,20 @@ def success(prompts: list[Any], completions: list[Any], answer: list[str], **col
 
 def load(config: TaskConfig, argument: str) -> Task:
     """The task; what stands after the colon in its name is the length of the lists."""
-    size = config.train_size or 1000
-    held_out = config.eval_size or 256
     draw = random.Random(0)
-    lists = list({tuple(draw.sample(range(100), k=int(argument or 5))): None for _ in range(2 * (size + held_out))})
-    rows = Dataset.from_dict(
-        {
-            "prompt": [f"Sort {list(each)}. Put the list in <answer></answer>." for each in lists],
-            "answer": [str(sorted(each)) for each in lists],
-        }
-    )
+    lists = dict.fromkeys(tuple(draw.sample(range(100), k=int(argument or 5))) for _ in range(10_000))
+    # A list says itself which side it is on: what is held out stays so, whatever the sizes.
+    held_out = [each for each in lists if zlib.crc32(bytes(each)) % 8 == 0]
+    learned = [each for each in lists if zlib.crc32(bytes(each)) % 8 != 0]
     return Task(
         name=config.task,
-        train_dataset=rows.select(range(size)),
-        eval_dataset=rows.select(range(size, size + held_out)),
+        train_dataset=rows(learned[: config.train_size]),
+        eval_dataset=rows(held_out[: config.eval_size]),
         reward_funcs=[success],
     )
+
+
+def rows(lists: list[tuple[int, ...]]) -> Dataset:
+    """The prompt and the answer of each list."""
+    prompts = [f"Sort {list(each)}. Put the list in <answer></answer>." for each in lists]
+    return Dataset.from_dict({"prompt": prompts, "answer": [str(sorted(each)) for each in lists]})

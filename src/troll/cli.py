@@ -80,7 +80,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", nargs="+", required=True, help="names such as gsm8k, reasoning_gym:chain_sum")
     parser.add_argument("--dataset_path", nargs="+", default=[], metavar="PATH", help="local data of the task")
     parser.add_argument("--task_options", nargs="+", default=[], metavar="JSON", help="options of the task")
-    parser.add_argument("--eval_size", type=int, help="problems of each task at most (default: all)")
+    parser.add_argument("--eval_size", type=int, help="problems of each task at most (default: all, or as in the run)")
     parser.add_argument("--samples", type=int, default=1, help="completions of each problem (default: 1)")
     parser.add_argument("--k", type=int, nargs="+", help="of pass@k (default: 1 and all samples)")
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: 0 for one sample, 1 for several)")
@@ -92,6 +92,8 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
     parser.add_argument("--dtype", default="auto", help="auto (as stored), float32, bfloat16 or float16")
     parser.add_argument("--chat_template_kwargs", metavar="JSON", help="variables of the chat template")
+    parser.add_argument("--model_revision", help="branch, tag or commit of a model on the hub")
+    parser.add_argument("--trust_remote_code", action="store_true", help="let the model's own code run")
     parser.add_argument("--output_dir", type=Path, help="default: runs/eval- and the model's name")
 
 
@@ -172,6 +174,7 @@ def _quietly(run: Callable[[], int]) -> int:
 
 
 def _hush() -> None:
+    import datasets
     import huggingface_hub
     import transformers
 
@@ -179,6 +182,7 @@ def _hush() -> None:
     huggingface_hub.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
 
 
 def _report(folders: list[Path], output_dir: Path | None) -> int:

@@ -1,8 +1,11 @@
-"""Files that are there as a whole or not at all."""
+"""Files that are there as a whole or not at all, and folders that one process works in."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -14,3 +17,31 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, lock: str, *, marker: str, content: str, holder: str, error: type[Exception]) -> Iterator[int]:
+    """Makes a folder, and holds its lock: a file, whose descriptor child processes may inherit to keep it.
+
+    Args:
+        folder: New, empty, or with a marker.
+        lock: The lock's name in it.
+        marker: The file by which the folder is known to be of its kind.
+        content: What such a folder holds, in words.
+        holder: Who else may hold the lock, in words.
+        error: Raised, with one line, where the folder cannot be used, holds something else or is in use.
+    """
+    choose = "choose another folder with --output_dir"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / marker).is_file() and any(path.name != lock for path in folder.iterdir()):
+            raise error(f"output_dir {folder} is not empty and holds no {content}: {choose}")
+        file = (folder / lock).open("a")
+    except OSError as cause:
+        raise error(f"output_dir {folder} cannot be used: {cause.strerror}") from cause
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as cause:
+            raise error(f"{holder} is at work in {folder}: wait for it, or {choose} ({cause.strerror})") from cause
+        yield file.fileno()

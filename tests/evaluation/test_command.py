@@ -27,6 +27,8 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "dtype": "auto",
     "chat_template_kwargs": None,
+    "model_revision": None,
+    "trust_remote_code": False,
     "output_dir": None,
 }
 
@@ -73,6 +75,24 @@ def test_options_become_settings() -> None:
     assert config.chat_template_kwargs == {"enable_thinking": False}
     assert config.folder == Path("out")
     assert configuration(typed()).tasks[0].eval_size is None
+
+
+def test_a_run_says_how_much_it_held_out(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("task: math\neval_size: 8\n")
+    (tmp_path / "checkpoint-2").mkdir()
+    run = str(tmp_path)
+    assert configuration(typed(model=f"{run}/checkpoint-2", task=["./math"])).tasks[0].eval_size == 8
+    sizes = [task.eval_size for task in configuration(typed(model=run, task=["math", "gsm8k"])).tasks]
+    assert sizes == [8, None]
+    assert configuration(typed(model=run, task=["math"], eval_size=9)).tasks[0].eval_size == 9
+    (tmp_path / "config.yaml").write_text("[")
+    with pytest.raises(EvaluationError, match=r"config\.yaml: not YAML"):
+        configuration(typed(model=run))
+
+
+def test_files_are_loaded_as_for_training() -> None:
+    tasks = configuration(typed(task=["gsm8k", "own.py", "own.yaml"])).tasks
+    assert [task.train_size for task in tasks] == [1, None, None]
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "1"])

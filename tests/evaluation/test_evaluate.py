@@ -173,6 +173,7 @@ def test_other_settings_are_refused(settings: Settings, tiny_model: Path, tmp_pa
         ({"dtype": "float32"}, "dtype"),
         ({"model": str(tiny_model)}, "model is"),
         ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ({"trust_remote_code": True}, "trust_remote_code is false there and true here"),
         ({"tasks": [TaskConfig(task="reasoning_gym:chain_sum", train_size=1, eval_size=4)]}, "chain_sum: eval_size"),
     ]
     for changed, message in changes:

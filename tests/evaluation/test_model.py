@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +81,44 @@ def test_models_that_are_none(tiny_model: Path, tmp_path: Path, monkeypatch: pyt
         load_tokenizer(source)
     with pytest.raises(EvaluationError, match="does not hold a model"):
         load_model(source, "auto")
+    with pytest.raises(EvaluationError, match="the embedded model is made by troll train: give the folder of a run"):
+        find_model("embedded")
+    with pytest.raises(EvaluationError, match="model_revision is for models on the hub"):
+        find_model(str(tiny_model), revision="v2")
+
+
+def test_weights_that_are_cut_short_are_one_line(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(EvaluationError, match=r"the weights of .*model cannot be read, .*: fetch or save them anew"):
+        load_model(find_model(str(folder)), "auto")
+
+
+def test_code_of_its_own_has_to_be_allowed(tmp_path: Path) -> None:
+    (tmp_path / "configuration_own.py").write_text(
+        "from transformers import PretrainedConfig\n\n\nclass Own(PretrainedConfig):\n    model_type = 'own'\n"
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.Own"}}')
+    with pytest.raises(EvaluationError, match="brings code of its own: let it run with --trust_remote_code"):
+        find_model(str(tmp_path))
+    assert find_model(str(tmp_path), trust_remote_code=True).trust_remote_code
+
+
+def test_revision_and_remote_code_reach_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def spy(path: str, **options: Any) -> Any:
+        seen.append({name: options[name] for name in ("revision", "trust_remote_code")})
+        return SimpleNamespace(get_text_config=lambda: None, to=lambda device: None)
+
+    for loader in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):
+        monkeypatch.setattr(f"troll.evaluation.model.{loader}.from_pretrained", spy)
+    source = find_model("some/model", revision="v2", trust_remote_code=True)
+    load_tokenizer(source)
+    load_model(source, "auto")
+    assert seen == [{"revision": "v2", "trust_remote_code": True}] * 3
 
 
 def test_conversations_go_through_the_chat_template(tiny_model: Path) -> None:
@@ -88,6 +128,13 @@ def test_conversations_go_through_the_chat_template(tiny_model: Path) -> None:
     assert prompt_texts(tokenizer, [conversation], {}) == ["<user>1 + 1?<assistant>"]
     assert prompt_texts(tokenizer, [conversation], {"shout": True}) == ["LOUD <user>1 + 1?<assistant>"]
     assert prompt_texts(tokenizer, ["1 + 1?"], {}) == ["1 + 1?"]
+    with pytest.raises(
+        EvaluationError, match=r"chat template does not take the prompts: .*check --chat_template_kwargs"
+    ):
+        prompt_texts(tokenizer, [conversation], {"conversation": 1})
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(EvaluationError, match=r"prompts: System role not supported; .* option system_prompt"):
+        prompt_texts(tokenizer, [conversation], {})
 
 
 @pytest.mark.parametrize("conversational", [True, False])

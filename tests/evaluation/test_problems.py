@@ -72,6 +72,19 @@ def test_the_fingerprint_changes_with_prompts_and_answers(monkeypatch: pytest.Mo
     assert len(set(prints)) == 3
 
 
+def test_the_fingerprint_changes_with_a_reward_of_the_users(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"q": "1?", "a": "1"}\n{"q": "2?", "a": "2"}\n')
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "{dataset: rows.jsonl, eval_dataset: rows.jsonl, columns: {prompt: q}, reward: 'rewards.py:success'}"
+    )
+    prints = []
+    for score in ("1.0", "0.0", "0.0"):
+        (tmp_path / "rewards.py").write_text(f"def success(prompts, **columns):\n    return [{score}] * len(prompts)\n")
+        prints.append(load_problems(TaskConfig(str(own)), tokenizer, {}).fingerprint)
+    assert prints[0] != prints[1] == prints[2]
+
+
 def test_tasks_that_cannot_be_evaluated(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
     def reward(**columns: Any) -> list[float]:
         return []

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from troll.evaluation import vllm
+from troll.evaluation.errors import EvaluationError
 from troll.evaluation.generate import Generation, Sampling
 
 
@@ -57,8 +58,11 @@ class LLM:
         max_model_len: int | None = None,
         enable_lora: bool = False,
         max_lora_rank: int = 16,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         LLM.made = {"model": model, "dtype": dtype, "max_model_len": max_model_len}
+        LLM.made |= {"revision": revision, "trust_remote_code": trust_remote_code}
         LLM.made |= {"enable_lora": enable_lora, "max_lora_rank": max_lora_rank}
 
     def generate(
@@ -100,7 +104,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("installed")
 def test_each_completion_is_a_request_with_its_own_seed() -> None:
     sampling = Sampling(temperature=0.6, top_p=0.95, top_k=20, max_new_tokens=9)
-    engine = vllm.VllmGenerator("some/model", sampling, dtype="bfloat16", context=300)
+    more: dict[str, Any] = {"revision": "v2", "trust_remote_code": True}
+    engine = vllm.VllmGenerator("some/model", sampling, dtype="bfloat16", context=300, **more)
     assert engine.generate([[1, 2], [1, 2], [3]], [5, 6, 9]) == [
         Generation("[1, 2] 5", 5, True),
         Generation("[1, 2] 6", 6, True),
@@ -111,6 +116,8 @@ def test_each_completion_is_a_request_with_its_own_seed() -> None:
         "model": "some/model",
         "dtype": "bfloat16",
         "max_model_len": 300,
+        "revision": "v2",
+        "trust_remote_code": True,
         "enable_lora": False,
         "max_lora_rank": 16,
         "lora_request": None,
@@ -118,12 +125,16 @@ def test_each_completion_is_a_request_with_its_own_seed() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_adapter_is_applied_by_the_engine() -> None:
-    engine = vllm.VllmGenerator(
-        "base", Sampling(0.0, 1.0, 0, 4), dtype="auto", context=10, adapter="folder", adapter_rank=32
-    )
+@pytest.mark.parametrize(("rank", "supported"), [(32, 32), (4, 8), (129, 256), (513, None)])
+def test_an_adapter_is_applied_by_the_engine(rank: int, supported: int | None) -> None:
+    settings: dict[str, Any] = {"dtype": "auto", "context": 10, "adapter": "folder", "adapter_rank": rank}
+    if supported is None:
+        with pytest.raises(EvaluationError, match="rank 512 at most, got 513: use --backend transformers"):
+            vllm.VllmGenerator("base", Sampling(0.0, 1.0, 0, 4), **settings)
+        return
+    engine = vllm.VllmGenerator("base", Sampling(0.0, 1.0, 0, 4), **settings)
     engine.generate([[1]], [1])
-    assert (LLM.made["enable_lora"], LLM.made["max_lora_rank"]) == (True, 32)
+    assert (LLM.made["enable_lora"], LLM.made["max_lora_rank"]) == (True, supported)
     assert LLM.made["lora_request"] == LoRARequest("adapter", 1, "folder")
 
 

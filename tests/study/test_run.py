@@ -148,9 +148,12 @@ def test_mistakes_are_found_before_training(
         attempt("--model_name_or_path", "nobody/nothing")
     with pytest.raises(TaskError, match="unknown task"):
         attempt("--task", "nonsense")
+    with pytest.raises(RecipeError, match="eval_tasks and dataloader_persistent_workers exclude each other"):
+        workers = ["--dataloader_num_workers", "1", "--dataloader_persistent_workers", "true"]
+        attempt("--eval_tasks", "free_text", *workers)
     unanswered = tmp_path / "unanswered.jsonl"
     unanswered.write_text('{"question": "1 + 1?", "answer": "two"}\n' * 20)
-    with pytest.raises(TaskError, match="row 0"):
+    with pytest.raises(TaskError, match="test row 12 "):
         attempt("--dataset_path", str(unanswered), recipe="gsm8k-qwen3")
     assert (occupied / "precious").exists()
 
@@ -160,6 +163,7 @@ def test_mistakes_are_found_before_training(
     [
         ("kl_bound", "0.1", True),
         ("eval_size", "4", True),
+        ("eval_tasks", "free_text", True),
         ("seed", "1", True),
         ("max_steps", "6", False),
         ("logging_steps", "2", False),
@@ -175,7 +179,9 @@ def test_what_a_resumed_run_may_change(
     recipes.save(recipes.load("quickstart", short_run), folder / "config.yaml")
     changed = recipes.load("quickstart", [*short_run, f"--{field}", value, "--resume_from_checkpoint"])
     if refused:
-        with pytest.raises(RecipeError, match=f"holds a run with other settings: {field} is .* there and {value} here"):
+        with pytest.raises(
+            RecipeError, match=f"holds a run with other settings: {field} is .* there and .*{value}.* here"
+        ):
             run._checkpoint(changed, folder)
     else:
         assert run._checkpoint(changed, folder) == str(folder / "checkpoint-2")
@@ -228,6 +234,60 @@ def test_other_tasks_are_evaluated_beside_the_one_trained_on(
     assert "eval_reward" not in last
     page = (tmp_path / "run" / "report.html").read_text()
     assert "maj@2" in page and "aime24" in page
+
+
+def test_tasks_of_ones_own_are_judged_by_their_own_rewards(
+    short_run: list[str], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    (tmp_path / "rows.jsonl").write_text('{"q": "a?", "a": "1"}\n{"q": "b?", "a": "2"}\n')
+    (tmp_path / "rewards.py").write_text(
+        "def success(prompts, completions, a, **columns):\n"
+        "    assert all(prompt in ('Q: a?', 'Q: b?') for prompt in prompts)\n"
+        "    return [float(each == '2') for each in a]\n"
+    )
+    (tmp_path / "own.yaml").write_text(
+        "{dataset: rows.jsonl, eval_dataset: rows.jsonl, columns: {prompt: q, a: a}, reward: 'rewards.py:success'}"
+    )
+    own = {"task": str(tmp_path / "own.yaml"), "task_options": {"prompt": "Q: {question}"}}
+    recipe.write_text(json.dumps({"extends": "quickstart", "eval_tasks": [own]}))
+    assert train(recipes.load(str(recipe), short_run), console)
+    lines = [line for line in lines_of(tmp_path / "run") if "eval_own_pass@1" in line]
+    assert [line["step"] for line in lines] == [0, 2, 4]
+    assert {(line["eval_own_pass@1"], line["eval_own_reward"]) for line in lines} == {(0.5, 0.5)}
+    assert all("eval_own_maj@2" not in line for line in lines)
+    again = recipes.load(str(tmp_path / "run" / "config.yaml"), ["--output_dir", str(tmp_path / "again")])
+    assert again.task.other_tasks()[0].options == own["task_options"]
+
+
+def test_a_chat_template_that_refuses_is_one_line(short_run: list[str], tiny_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        + CHAT_TEMPLATE
+    )
+    tokenizer.save_pretrained(model)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"problem": f"{n}?", "answer": n}) + "\n" for n in range(12)))
+    overrides = [*short_run, "--model_name_or_path", str(model), "--task", "math", "--dataset_path", str(rows)]
+    for more, message in (
+        (["--task_options", '{"system_prompt": "Be brief."}'], "prompts of math: System role not supported; check"),
+        (["--task_options", "{}", "--chat_template_kwargs", '{"conversation": 1}'], "check chat_template_kwargs"),
+    ):
+        with pytest.raises(RecipeError, match=message) as error:
+            train(recipes.load("quickstart", [*overrides, *more]), Console(quiet=True))
+        assert "\n" not in str(error.value)
+
+
+def test_weights_that_are_cut_short_are_one_line(short_run: list[str], tiny_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    with (model / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(RecipeError, match=r"the weights of .*model cannot be read"):
+        train(recipes.load("quickstart", [*short_run, "--model_name_or_path", str(model)]), Console(quiet=True))
 
 
 def test_mbpp_recipe_trains_on_the_fraction_of_tests_and_logs_success(

@@ -229,8 +229,9 @@ def test_real_solutions_of_humaneval_pass():
 
 
 @needs_mbpp
-def test_real_solutions_of_mbpp_pass():
-    check_solutions("mbpp", MBPP, mbpp_solutions(), sample=24)
+def test_real_solutions_of_mbpp_pass(tmp_path):
+    shutil.copy(MBPP, tmp_path / "test.jsonl")
+    check_solutions("mbpp", tmp_path, mbpp_solutions(), sample=24)
 
 
 @needs_humaneval
@@ -241,8 +242,9 @@ def test_all_real_solutions_of_humaneval_pass():
 
 @needs_mbpp
 @pytest.mark.slow
-def test_all_real_solutions_of_mbpp_pass():
-    check_solutions("mbpp", MBPP, mbpp_solutions(), sample=1000)
+def test_all_real_solutions_of_mbpp_pass(tmp_path):
+    shutil.copy(MBPP, tmp_path / "test.jsonl")
+    check_solutions("mbpp", tmp_path, mbpp_solutions(), sample=1000)
 
 
 @needs_mbpp

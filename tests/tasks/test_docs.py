@@ -42,7 +42,11 @@ def test_the_yaml_example():
 def test_the_python_example(argument, length):
     task = load_task(TaskConfig(f"{EXAMPLES / 'sorting.py'}{argument}", train_size=50), for_training=True)
     assert (len(task.train_dataset), len(task.eval_dataset)) == (50, 256)
-    assert not set(task.train_dataset["prompt"]) & set(task.eval_dataset["prompt"])
+    for size in (1, None):
+        other = load_task(TaskConfig(f"{EXAMPLES / 'sorting.py'}{argument}", train_size=size, eval_size=None))
+        assert other.eval_dataset["prompt"][:256] == task.eval_dataset["prompt"]
+        assert not set(other.train_dataset["prompt"]) & set(other.eval_dataset["prompt"])
+    assert len(other.train_dataset) > 8000
     answers = task.train_dataset["answer"]
     assert answers[0].count(",") == length - 1
     (success,) = task.reward_funcs

@@ -99,7 +99,8 @@ def test_a_row_without_an_answer_is_named_or_left_out(folder, row, message):
     assert "\n" not in str(error.value)
     assert "train.jsonl" in str(error.value)
     config = TaskConfig(task="gsm8k", dataset_path=path, task_options={"skip_unanswered": True})
-    assert load_task(config).train_dataset["answer"] == ["1000"]
+    with pytest.warns(UserWarning, match=f"^1 of 2 rows left out; the first: .*{message}"):
+        assert load_task(config).train_dataset["answer"] == ["1000"]
 
 
 def test_files_that_cannot_be_used_are_one_line_errors(tmp_path):
@@ -186,7 +187,12 @@ def test_shaping_is_off_by_default_and_weighted(folder):
     assert success(prompts=[""] * 2, completions=[right, wrong], answer=["1000"] * 2) == [1.0, 0.0]
     assert shape(prompts=[""] * 2, completions=[wrong, "7"], answer=["1000"] * 2) == [1.0, 0.0]
     assert overlong(completion_ids=[[1] * 5, [1] * 10, [1] * 20]) == [0, -1, -1]
-    for wrong_options in ({"format_reward": -1}, {"overlong": {"length": 10}}, {"level": 3}):
+    for wrong_options in (
+        {"format_reward": -1},
+        {"overlong": {"length": 10}},
+        {"overlong": {"length": 2, "cache": 6}},
+        {"level": 3},
+    ):
         with pytest.raises(TaskError):
             load_task(TaskConfig("gsm8k", path, task_options=wrong_options))
 
@@ -195,8 +201,26 @@ def test_gold_answers_of_solutions():
     assert after_hashes("so\n#### 1,234") == "1234"
     assert boxed_or_whole(r"so $\boxed{\frac{1}{2}}$, not \boxed{ 3 }") == "3"
     assert boxed_or_whole(r"\frac{1}{2}") == r"\frac{1}{2}"
-    with pytest.raises(ValueError, match="its last box is empty or open"):
-        boxed_or_whole(r"so \boxed{3")
+    for solution, answer in (
+        (r"\boxed{7}. also \boxed 8", "8"),
+        (r"put it in \boxed: $\boxed5$.", "5"),
+        (r"\boxed 7, no, \boxed{8}", "8"),
+        (r"$\boxed \pi$", r"\pi"),
+    ):
+        assert boxed_or_whole(solution) == answer
+    for solution in (r"so \boxed{3", r"\boxed 3.5", r"\boxed\frac{1}{2}", r"\boxed{1}, or \boxed 12"):
+        with pytest.raises(ValueError, match="its last box is empty or open"):
+            boxed_or_whole(solution)
+    for solution in ("It is 2.\n2", "2 #### 2", "2" * 201):
+        with pytest.raises(
+            ValueError, match=r"a solution without a \\boxed\{\}, .*; name the column of the answer alone"
+        ):
+            boxed_or_whole(solution)
+
+
+def test_a_solution_without_a_box_is_no_answer(folder):
+    with pytest.raises(TaskError, match=r"test row 0 .* has no answer in its field 'answer': it is a solution without"):
+        load_task(TaskConfig("math", folder(rows(2), rows(1, 9))))
 
 
 # What follows has the columns that the data sets have on the hub (docs/tasks.md).

@@ -64,9 +64,10 @@ def test_yaml_with_a_reward_of_the_users(task_file, tmp_path):
         "    return [float(text == right) for text, right in zip(completions, target)]\n"
     )
     columns = {"prompt": "q", "target": "result.value"}
-    for reward in ("rewards.py:success", "tests.tasks.test_own:success"):
+    for reward, file in (("rewards.py:success", "rewards.py"), ("tests.tasks.test_own:success", "test_own.py")):
         task = load_task(TaskConfig(task_file(reward=reward, columns=columns), eval_size=1))
         assert task.train_dataset[:2] == {"prompt": [ROWS[0]["q"], ROWS[1]["q"]], "target": ["1", "2"]}
+        assert [path.name for path in task.files] == ["mine.yaml", file]
         (success_,) = task.reward_funcs
         assert success_(prompts=[""] * 2, completions=["1", "1"], target=["1", "2"]) == [1.0, 0.0]
 
@@ -108,7 +109,7 @@ def test_yaml_with_data_of_the_hub(task_file, hub):
         ({"columns": {"prompt": "q", "answer": "a"}}, "have no column 'a', only q, result"),
         ({"dataset": "none.jsonl"}, "dataset: there is no .*none.jsonl, and it is not a name on the hub"),
         ({"dataset": "owner/name", "eval_dataset": "x.jsonl"}, "eval_dataset goes with a local dataset"),
-        ({"eval_dataset": "none.jsonl"}, "no such file or folder: .*none.jsonl"),
+        ({"eval_dataset": "none.jsonl"}, "eval_dataset: no such file or folder: .*none.jsonl"),
         ({"task_options": {"level": 3}}, "has no option 'level'; it has answer_format, prompt, system_prompt"),
     ],
 )
@@ -146,6 +147,7 @@ def test_python(tmp_path):
     for argument, expected in (("", ["a", "b"]), (":z", ["z", "b"])):
         task = load_task(TaskConfig(f"{path}{argument}"), for_training=True)
         assert task.train_dataset["prompt"] == expected
+        assert task.files == [path]
         assert task.reward_funcs[0](prompts=["a"], completions=["a"]) == [1.0]
 
 

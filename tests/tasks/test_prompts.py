@@ -28,6 +28,16 @@ def test_texts_and_conversations_of_one_message(tmp_path):
         assert [reward.config.num_labels for reward in rewards] == [1]
 
 
+def test_what_is_no_prompt_can_be_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("troll.tasks.registry.load_reward_model", lambda name, conversational: name)
+    mine = config(tmp_path, ["a", ""], ["b"], reward_model="judge")
+    with pytest.raises(TaskError, match="skip_unanswered: true"):
+        load_task(mine)
+    mine.task_options = {"skip_unanswered": True}
+    with pytest.warns(UserWarning, match="^1 of 2 rows left out"):
+        assert load_task(mine).train_dataset["prompt"] == ["a"]
+
+
 def test_local_prompts_need_no_name(tmp_path):
     model = save(tmp_path / "judge")
     local = config(tmp_path, ["a", "b"], ["c"], reward_model=model)

@@ -1,11 +1,13 @@
 from dataclasses import fields
 
 import pytest
+import yaml
 from datasets import Dataset
 from trl import GRPOConfig, ModelConfig, TrlParser
 
 from troll.tasks import Task, TaskConfig, TaskError, load_task, register_task
 from troll.tasks import registry as registry_module
+from troll.tasks.registry import least_train_size
 
 
 @pytest.fixture
@@ -61,10 +63,10 @@ def test_prompts_may_read_otherwise_in_a_conversation(task_of):
 
 def test_rows_to_train_on_are_needed_for_training_alone(task_of):
     rows, none = rows_of(2), rows_of(0)
-    for trains, config, message in [
-        (False, TaskConfig("made"), "'made' is a benchmark, without rows to train on; train on one of .*gsm8k"),
-        (True, TaskConfig("made"), "'made' has no train rows left: check its data and train_size"),
-        (True, TaskConfig("made", eval_size=None), "with eval_size null all rows are held out"),
+    config = TaskConfig("made")
+    for trains, message in [
+        (False, "'made' is a benchmark, without rows to train on; train on one of .*gsm8k"),
+        (True, "'made' has no train rows left: check its data and train_size"),
     ]:
         task_of(none, rows, trains=trains)
         for conversational in (False, True):
@@ -117,6 +119,9 @@ def test_unknown_names_are_one_line_errors(name, message):
         ({"task_options": "[3]"}, "must be a JSON object"),
         ({"train_size": 0}, "train_size must be at least 1, got 0"),
         ({"eval_size": -1}, "eval_size must be at least 1, got -1"),
+        ({"eval_tasks": [{"dataset_path": "x"}]}, "eval_tasks takes names, or mappings with task"),
+        ({"eval_tasks": [{"task": "math", "eval_size": 3}]}, "eval_tasks takes names, or mappings with task"),
+        ({"eval_tasks": [{"task": "math", "task_options": 3}]}, "task_options must be"),
     ],
 )
 def test_config_refuses(arguments, message):
@@ -150,6 +155,32 @@ def test_config_parses_from_yaml(tmp_path):
     parser = TrlParser([TaskConfig])  # type: ignore[list-item]
     (config,) = parser.parse_args_and_config(["--config", str(recipe)])
     assert config == TaskConfig(task="gsm8k", dataset_path="data", task_options={"max_terms": 3})
+
+
+def test_other_tasks_are_names_paths_or_mappings(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("eval_tasks:\n- amc23=a.jsonl\n- {task: math500, task_options: {answer_format: tag}}\n")
+    parser = TrlParser([TaskConfig])  # type: ignore[list-item]
+    (config,) = parser.parse_args_and_config(["--config", str(recipe), "--eval_size", "7"])
+    assert config.other_tasks() == [
+        TaskConfig("amc23", "a.jsonl", train_size=1, eval_size=7),
+        TaskConfig("math500", task_options={"answer_format": "tag"}, train_size=1, eval_size=7),
+    ]
+    for given in ("own.yaml", ["own.yaml"]):
+        recipe.write_text(yaml.safe_dump({"eval_tasks": given}))
+        parser = TrlParser([TaskConfig])  # type: ignore[list-item]
+        (config,) = parser.parse_args_and_config(["--config", str(recipe)])
+        assert config.other_tasks() == [TaskConfig("own.yaml")]
+
+
+def test_files_are_called_by_their_stem_and_loaded_whole():
+    for name, short, size in (
+        ("my tasks/own.yaml", "own", None),
+        ("./a/sort.py:8", "sort-8", None),
+        ("reasoning_gym:gcd", "reasoning_gym:gcd", 1),
+    ):
+        task = Task(name, rows_of(1), rows_of(1), [])
+        assert (task.short_name, least_train_size(name)) == (short, size)
 
 
 def test_field_names_do_not_clash_with_trls():

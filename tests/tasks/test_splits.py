@@ -2,6 +2,7 @@ import json
 
 import pytest
 from datasets import Dataset, DatasetDict
+from datasets.exceptions import DatasetGenerationError
 
 from troll.tasks import TaskConfig, TaskError
 from troll.tasks import splits as splits_module
@@ -30,15 +31,27 @@ def test_a_folder(tmp_path):
     assert (train.split, train.origin) == ("train", str(tmp_path / "train.jsonl"))
     assert train.head(3).dataset["text"] == list("012")
     assert train.head(None) is train.head(9) is train
+    (tmp_path / "train.jsonl").unlink()
+    assert sizes(TaskConfig(dataset_path=str(tmp_path), eval_size=None)) == [0, 4]
 
 
 def test_one_file_holds_out_its_end(tmp_path):
     path = write(tmp_path / "rows.jsonl", 10)
     train, test = read_splits(TaskConfig(dataset_path=path, eval_size=3), Source("hub/name"))
     assert (len(train), test.dataset["text"], list(test.numbers), test.split) == (7, ["7", "8", "9"], [7, 8, 9], "test")
-    with pytest.raises(TaskError, match="has 10 rows, not enough to hold out eval_size=10"):
-        sizes(TaskConfig(dataset_path=path, eval_size=10))
-    assert sizes(TaskConfig(dataset_path=path, eval_size=None)) == [0, 10]
+    for size, wanted in ((10, 10), (None, 256)):
+        with pytest.raises(
+            TaskError, match=f"has 10 rows, not enough to hold out eval_size={wanted} of them: choose a"
+        ):
+            sizes(TaskConfig(dataset_path=path, eval_size=size))
+
+
+def test_everything_that_is_held_out_of_one_file_is_what_a_run_holds_out(tmp_path, monkeypatch):
+    path = write(tmp_path / "rows.jsonl", 300)
+    train, test = read_splits(TaskConfig(dataset_path=path, eval_size=None), Source("hub/name"))
+    assert (len(train), list(test.numbers)) == (44, list(range(44, 300)))
+    hub(monkeypatch, train=300)
+    assert sizes(TaskConfig(eval_size=None)) == [44, 256]
 
 
 def test_of_a_benchmark_everything_is_held_out(tmp_path, monkeypatch):
@@ -90,12 +103,33 @@ def test_the_rows_of_one_kind(tmp_path, monkeypatch):
 
 def test_an_unreachable_hub_is_one_line(monkeypatch):
     def unreachable(*_):
-        raise ConnectionError("no\nnetwork")
+        raise ConnectionError("no way\nnetwork")
 
     monkeypatch.setattr(splits_module, "load_dataset", unreachable)
-    with pytest.raises(TaskError, match="cannot load hub/name from the Hugging Face hub") as error:
+    with pytest.raises(TaskError, match=r"cannot load hub/name .* connect to the network, .*; no way") as error:
         sizes()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        ValueError("BuilderConfig 'x' not found.\nAvailable: main"),
+        RuntimeError("Dataset scripts are no longer supported, but found x.py"),
+        DatasetGenerationError("An error occurred while generating the dataset"),
+    ],
+)
+def test_what_the_hub_has_and_datasets_cannot_read_is_one_line(monkeypatch, raised):
+    def unreadable(*_):
+        raise raised
+
+    monkeypatch.setattr(splits_module, "load_dataset", unreadable)
+    with pytest.raises(TaskError) as error:
+        read_splits(TaskConfig(), Source("hub/name", "x"))
+    assert (
+        str(error.value)
+        == f"cannot load hub/name from the Hugging Face hub, configuration x: {str(raised).splitlines()[0]}"
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from tests.trl import heads, tiny
+from troll.rewards.grading import Grader, Verdict
 from troll.trl import TrollTrainer
 from troll.trl.trainer import OLD_POLICY
 
@@ -112,6 +114,34 @@ def train(make: tiny.Maker, name: str, processes: int, model: str = "llama") -> 
     return {"gradients": keep.gradients, "log": [entry for entry in trainer.state.log_history if "loss" in entry]}
 
 
+class NumberIsAnswer(Grader):
+    """The answer is the problem's number, and right from 5 on."""
+
+    votes = True
+
+    def grade(self, completions: Sequence[str], **columns: Any) -> list[Verdict]:
+        return [Verdict(float(number >= 5), str(number), "") for number in columns["number"]]
+
+
+#: Problems and, of each process, completions in a batch: some left over, or none for a process.
+EVALUATIONS = [(7, 4), (5, 6), (1, 2), (9, 2), (3, 8)]
+
+
+def evaluate(make: tiny.Maker, problems: int, batch: int) -> dict[str, float]:
+    """The metrics of an evaluation."""
+    trainer = make(
+        SameRollouts,
+        reward_funcs=NumberIsAnswer(),
+        eval_dataset=tiny.make_dataset(problems).add_column("number", list(range(problems))),
+        num_generations_eval=2,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=batch,
+        ddp_backend="gloo",
+    )
+    trainer.evaluate()
+    return dict(trainer.state.log_history[-1])
+
+
 class PoisonOneProcess(TrainerCallback):
     """After the first step, the second process alone computes NaN."""
 
@@ -166,6 +196,7 @@ def main() -> None:
     results: dict[str, Any]
     if mode == "ddp":
         results = {name: train(make, name, processes=2) for name in CASES} | {"error": fail(make)}
+        results["evaluations"] = [evaluate(make, *sizes) for sizes in EVALUATIONS]
     else:
         fsdp_on_cpu()
         results = {name: train(make, case, 2, model) for name, (case, model) in SHARDED.items()}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trl.distributed_worker import CASES, SHARDED, gradients_through, train
+from tests.trl.distributed_worker import CASES, EVALUATIONS, SHARDED, gradients_through, train
 from tests.trl.processes import launch
 from tests.trl.tiny import assert_same_gradients
 
@@ -82,6 +82,16 @@ def test_metrics_are_those_of_all_processes(make, two_processes, case):
         for ours, expected in zip(result[case]["log"], one["log"], strict=True):
             for name in [*names, "entropy", "loss"]:
                 assert ours[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("index", range(len(EVALUATIONS)))
+def test_an_evaluation_counts_every_problem_once(two_processes, index):
+    problems, _ = EVALUATIONS[index]
+    expected = max(0, problems - 5) / problems
+    for result in two_processes:
+        metrics = result["evaluations"][index]
+        for name in ("pass@1", "pass@2", "mean@2", "maj@2", "rewards/success/mean"):
+            assert metrics[f"eval_{name}"] == pytest.approx(expected), name
 
 
 def test_nan_in_one_process_stops_both(two_processes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from tests.trl import tiny
 from troll.rewards.grading import Grader, Verdict
-from troll.trl.held_out import HeldOut, sampling_temperature
+from troll.trl.held_out import HeldOut, judged_by, sampling_temperature
 
 
 class LastLetter(Grader):
@@ -36,6 +37,7 @@ def test_problems_are_the_groups_of_completions():
     metrics = held_out.metrics(4, 2)
     # 2 of 4 and 1 of 4; the first problem's vote is a tie, the second's is lost.
     assert metrics == pytest.approx({"pass@1": 0.375, "pass@4": 1.0, "mean@4": 0.375, "maj@4": 0.25})
+    held_out.start()
     assert held_out.metrics(4, 2) == {}
 
 
@@ -53,6 +55,18 @@ def test_a_function_named_success_has_no_votes_and_other_rewards_nothing():
     without = HeldOut([tiny.reward], ["reward"])
     without.observe(torch.ones(2, 1))
     assert without.metrics(2, 1) == {}
+
+
+class HalfRight(Grader):
+    """Half of every answer is right; nothing can be voted on."""
+
+    def grade(self, completions, **columns: Any):
+        return [Verdict(0.5, text, "") for text in completions]
+
+
+def test_partial_credit_counts_in_the_mean():
+    metrics = observed(HalfRight(), [["a", "b"]]).metrics(2, 1)
+    assert metrics == {"pass@1": 0.0, "pass@2": 0.0, "mean@2": 0.5}
 
 
 def evaluate(make, **changes: Any):
@@ -83,6 +97,75 @@ def test_several_data_sets_have_metrics_of_their_own(make):
     for name in ("first", "second"):
         assert metrics[f"eval_{name}_pass@1"] == pytest.approx(metrics[f"eval_{name}_rewards/success/mean"])
     assert "eval_reward" not in metrics
+
+
+SWAPPED = [
+    "reward_funcs",
+    "reward_func_names",
+    "reward_processing_classes",
+    "reward_weights",
+    "held_out",
+    "logs",
+    "log_completions",
+]
+
+
+class ById(Grader):
+    """Problems from 5 on are right."""
+
+    def grade(self, completions, number=(), **columns: Any):
+        return [Verdict(float(each >= 5), str(each), "") for each in number]
+
+
+def test_success_is_exact_where_the_last_batch_is_filled_up(make):
+    trainer = evaluate(make, samples=2, eval_steps=2)
+    rows = tiny.make_dataset(7).add_column("number", list(range(7)))
+    with judged_by(trainer, [ById()], None):
+        metrics = trainer.evaluate(rows)
+        own = trainer.evaluate(rows, metric_key_prefix="eval_own")
+    logged = trainer.state.log_history[0]
+    assert (
+        metrics["eval_pass@1"] == logged["eval_rewards/success/mean"] == own["eval_own_rewards/success/mean"] == 2 / 7
+    )
+
+
+def test_an_evaluation_that_was_interrupted_leaves_nothing(make):
+    trainer = evaluate(make, eval_steps=2)
+    trainer._held_out._verdicts = [Verdict(1.0, "a", "")] * 400
+    trainer._metrics["eval"]["reward"].append(1000.0)
+    trainer.evaluate()
+    assert len(trainer._held_out._verdicts) == 16
+    assert trainer.state.log_history[0]["eval_reward"] <= 1
+
+
+def test_another_task_is_judged_by_its_own_rewards(make):
+    seen: list[dict[str, Any]] = []
+
+    def success(prompts, completions, color, **columns):
+        seen.append({"prompts": prompts, "completions": completions, "color": color})
+        return [1.0] * len(prompts)
+
+    def more(prompts, completions, **columns):
+        return [3.0] * len(prompts)
+
+    trainer = evaluate(make, eval_steps=2, log_completions=True)
+    before = dict(vars(trainer))
+    rows = tiny.make_dataset(4).add_column("color", list("abcd"))
+    with pytest.raises(KeyboardInterrupt), judged_by(trainer, [success, more], [1.0, 0.5]):
+        metrics = trainer.evaluate(rows, metric_key_prefix="eval_colors")
+        raise KeyboardInterrupt
+    assert [
+        name for name, value in before.items() if name.lstrip("_") in SWAPPED and vars(trainer)[name] is not value
+    ] == []
+    assert not trainer._logs["prompt"]
+    assert not [*Path(trainer.args.output_dir).glob("completions/*")]
+    assert (metrics["eval_colors_pass@4"], metrics["eval_colors_reward"]) == (1.0, 2.5)
+    assert "eval_colors_maj@4" not in metrics
+    assert metrics["eval_colors_rewards/more/mean"] == 3.0
+    prompts = [prompt for call in seen for prompt in call["prompts"]]
+    colors = dict(zip(rows["prompt"], rows["color"], strict=True))
+    assert sorted(prompts) == sorted([*rows["prompt"]] * 4)
+    assert [color for call in seen for color in call["color"]] == [colors[prompt] for prompt in prompts]
 
 
 def test_a_greedy_evaluation_repeats_itself_and_training_goes_on_sampling(make):

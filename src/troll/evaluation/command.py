@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from troll.evaluation.config import EvaluationConfig
 from troll.evaluation.errors import EvaluationError
+from troll.run_folder import read_settings
 from troll.tasks import TaskConfig
+from troll.tasks.registry import least_train_size
 
 
 def configuration(arguments: Namespace) -> EvaluationConfig:
@@ -19,18 +22,20 @@ def configuration(arguments: Namespace) -> EvaluationConfig:
         arguments: Of the command line, by the options' names.
 
     Raises:
-        EvaluationError: If options do not fit each other, or a value is out of its range.
+        EvaluationError: If options do not fit each other, a value is out of its range, or the settings of the run
+            whose model is evaluated cannot be read.
         troll.tasks.TaskError: If options of a task are not a JSON object, or `eval_size` is below one.
     """
     paths = by_task("dataset_path", arguments.dataset_path, arguments.task)
     options = by_task("task_options", arguments.task_options, arguments.task)
+    trained = _training_settings(arguments.model)
     tasks = [
         TaskConfig(
             task=name,
             dataset_path=paths.get(name),
             task_options=options.get(name),
-            train_size=1,  # rows to train on would be read, or generated, for nothing
-            eval_size=arguments.eval_size,
+            train_size=least_train_size(name),
+            eval_size=_held_out_in_training(trained, name) if arguments.eval_size is None else arguments.eval_size,
         )
         for name in arguments.task
     ]
@@ -48,8 +53,25 @@ def configuration(arguments: Namespace) -> EvaluationConfig:
         seed=arguments.seed,
         dtype=arguments.dtype,
         chat_template_kwargs=_object("chat_template_kwargs", arguments.chat_template_kwargs),
+        model_revision=arguments.model_revision,
+        trust_remote_code=arguments.trust_remote_code,
         output_dir=arguments.output_dir,
     )
+
+
+def _training_settings(model: str) -> dict[str, Any]:
+    """The ``config.yaml`` of a run, by its folder or that of its model or a checkpoint; empty for other models."""
+    folder = Path(model).expanduser()
+    paths = [each / "config.yaml" for each in (folder, folder.resolve().parent) if folder.is_dir()]
+    try:
+        return next((read_settings(path) for path in paths if path.is_file()), {})
+    except ValueError as error:
+        raise EvaluationError(str(error)) from error
+
+
+def _held_out_in_training(settings: Mapping[str, Any], task: str) -> int | None:
+    """The `eval_size` of a run on this task; None where it was another."""
+    return settings.get("eval_size") if Path(str(settings.get("task"))) == Path(task) else None
 
 
 def by_task(option: str, values: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:

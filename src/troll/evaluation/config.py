@@ -34,6 +34,8 @@ class EvaluationConfig:
         seed: Of all random numbers.
         dtype: One of `DTYPES`.
         chat_template_kwargs: More variables of the chat template.
+        model_revision: Of a model on the hub: a branch, a tag or a commit.
+        trust_remote_code: Whether the model's own code may run.
         output_dir: None for `runs/eval-` and the model's name.
 
     Raises:
@@ -53,6 +55,8 @@ class EvaluationConfig:
     seed: int = 0
     dtype: str = "auto"
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    model_revision: str | None = None
+    trust_remote_code: bool = False
     output_dir: Path | None = None
 
     def __post_init__(self) -> None:

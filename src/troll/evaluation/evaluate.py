@@ -55,6 +55,8 @@ class _Plan:
             "backend": self.backend,
             "batch_size": self.batch_size,
             "chat_template_kwargs": dict(self.config.chat_template_kwargs),
+            "model_revision": self.config.model_revision,
+            "trust_remote_code": self.config.trust_remote_code,
         }
 
     def task_settings(self) -> dict[str, dict[str, Any]]:
@@ -96,7 +98,7 @@ def _plan(config: EvaluationConfig) -> _Plan:
         backend = "vllm" if vllm_is_usable() else "transformers"
     elif backend == "vllm" and not vllm_is_usable():
         raise EvaluationError("backend vllm needs the package vllm and a GPU: use --backend transformers")
-    source = find_model(config.model)
+    source = find_model(config.model, config.model_revision, config.trust_remote_code)
     tokenizer = load_tokenizer(source)
     problems = [load_problems(task, tokenizer, config.chat_template_kwargs) for task in config.tasks]
     sampling = Sampling(
@@ -235,6 +237,7 @@ def _generator(plan: _Plan) -> Generator:
         context=longest + plan.sampling.max_new_tokens,
         adapter=None if source.adapter_rank is None else source.path,
         adapter_rank=source.adapter_rank,
+        **source.options,
     )
 
 

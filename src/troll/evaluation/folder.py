@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from troll.evaluation.errors import EvaluationError
-from troll.files import write_atomically
+from troll.files import locked, write_atomically
 
 #: What decides the generations; written before the first of them.
 SETTINGS = "settings.json"
@@ -35,18 +34,8 @@ def claimed(folder: Path, settings: Mapping[str, Any], tasks: Mapping[str, Any])
     Raises:
         EvaluationError: If the folder cannot be used, holds something else or other settings, or is in use.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / SETTINGS).is_file() and any(path.name != LOCK for path in folder.iterdir()):
-            raise EvaluationError(f"output_dir {folder} is not empty and holds no evaluation: {_ANOTHER}")
-        lock = (folder / LOCK).open("a")
-    except OSError as error:
-        raise EvaluationError(f"output_dir {folder} cannot be used: {error.strerror}") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise EvaluationError(f"another troll eval is at work in {folder}: wait for it, or {_ANOTHER}") from error
+    holder = "another troll eval"
+    with locked(folder, LOCK, marker=SETTINGS, content="evaluation", holder=holder, error=EvaluationError):
         recorded = read_object(folder / SETTINGS)
         recorded_tasks = recorded.pop("tasks", {})
         if recorded:

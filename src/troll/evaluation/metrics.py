@@ -43,17 +43,9 @@ def task_estimates(
         ValueError: If there is no problem or no completion, problems have different numbers of completions, or a k is
             below 1 or above n.
     """
-    samples = _samples(verdicts)
-    successes = [[verdict.success for verdict in problem] for problem in verdicts]
-    sizes = sorted({1, samples} if ks is None else set(ks))
-    by_problem = {f"pass@{k}": [pass_at_k(samples, sum(problem), k) for problem in successes] for k in sizes}
-    by_problem[f"mean@{samples}"] = [fmean(verdict.score for verdict in problem) for problem in verdicts]
-    if same is not None and samples > 1:
-        by_problem[f"maj@{samples}"] = [
-            majority_vote([verdict.answer for verdict in problem], right, same)
-            for problem, right in zip(verdicts, successes, strict=True)
-        ]
-    return {name: Estimate(fmean(values), clustered_interval(values, samples)) for name, values in by_problem.items()}
+    found = _by_problem(verdicts, ks, same)
+    samples = len(verdicts[0])
+    return {name: Estimate(fmean(values), clustered_interval(values, samples)) for name, values in found.items()}
 
 
 def task_metrics(
@@ -72,7 +64,24 @@ def task_metrics(
     Raises:
         ValueError: If the verdicts or a k cannot be used.
     """
-    return {name: estimate.value for name, estimate in task_estimates(verdicts, ks, same=same).items()}
+    return {name: fmean(values) for name, values in _by_problem(verdicts, ks, same).items()}
+
+
+def _by_problem(
+    verdicts: Sequence[Sequence[Verdict]], ks: Iterable[int] | None, same: SameAnswer | None
+) -> dict[str, list[float]]:
+    """The values of every metric, one for each problem."""
+    samples = _samples(verdicts)
+    successes = [[verdict.success for verdict in problem] for problem in verdicts]
+    sizes = sorted({1, samples} if ks is None else set(ks))
+    by_problem = {f"pass@{k}": [pass_at_k(samples, sum(problem), k) for problem in successes] for k in sizes}
+    by_problem[f"mean@{samples}"] = [fmean(verdict.score for verdict in problem) for problem in verdicts]
+    if same is not None and samples > 1:
+        by_problem[f"maj@{samples}"] = [
+            majority_vote([verdict.answer for verdict in problem], right, same)
+            for problem, right in zip(verdicts, successes, strict=True)
+        ]
+    return by_problem
 
 
 def _samples(verdicts: Sequence[Sequence[Verdict]]) -> int:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from troll.evaluation.errors import EvaluationError
@@ -29,6 +31,8 @@ class ModelSource:
         context: Tokens that it takes at once; None where its configuration does not say.
         fingerprint: Changes where the model does: the commit on the hub, or a hash of the names, sizes and times of the
             files in the folder.
+        revision: On the hub, of the model; of an adapter, that of its base which it names.
+        trust_remote_code: Whether the model's own code may run.
     """
 
     path: str
@@ -36,19 +40,34 @@ class ModelSource:
     adapter_rank: int | None
     context: int | None
     fingerprint: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What transformers takes to load any part of it."""
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
 
-def find_model(name_or_path: str) -> ModelSource:
+def find_model(name_or_path: str, revision: str | None = None, trust_remote_code: bool = False) -> ModelSource:
     """Finds a model without loading its weights.
 
     Args:
         name_or_path: A name on the Hugging Face hub, the folder of a model or of a LoRA adapter, or the folder of a
             `troll train` run, whose `model` is meant.
+        revision: Of a model on the hub: a branch, a tag or a commit.
+        trust_remote_code: Whether the model's own code may run.
 
     Raises:
-        EvaluationError: If there is none.
+        EvaluationError: If there is none, or a folder is asked for its revision.
     """
     folder = Path(name_or_path).expanduser()
+    if revision is not None and folder.is_dir():
+        raise EvaluationError(f"model_revision is for models on the hub, and {name_or_path} is a folder: leave it out")
+    if name_or_path == "embedded" and not folder.is_dir():
+        raise EvaluationError(
+            "the embedded model is made by troll train: give the folder of a run, as in runs/quickstart"
+        )
     if folder.is_dir() and not _is_model(folder) and _is_model(folder / "model"):
         folder = folder / "model"
     path = str(folder) if folder.is_dir() else name_or_path
@@ -59,17 +78,19 @@ def find_model(name_or_path: str) -> ModelSource:
 
             adapter = PeftConfig.from_pretrained(path)
             base, rank = str(adapter.base_model_name_or_path), getattr(adapter, "r", None)
+            revision = adapter.revision
             if rank is None:
                 raise EvaluationError(f"{path} is an adapter without a rank: only LoRA and its like can be merged")
-        config = AutoConfig.from_pretrained(base)
+        config = AutoConfig.from_pretrained(base, revision=revision, trust_remote_code=trust_remote_code)
     except EvaluationError:
         raise
     except (OSError, ValueError) as error:
-        raise _unloadable(path, base) from error
+        raise _unloadable(path, base, error) from error
     commit = getattr(config, "_commit_hash", None)
     local = [_folder_fingerprint(Path(place)) for place in sorted({path, base}) if Path(place).is_dir()]
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return ModelSource(path, base, rank, context, " ".join([*([commit] if commit else []), *local]))
+    fingerprints = " ".join([*([commit] if commit else []), *local])
+    return ModelSource(path, base, rank, context, fingerprints, revision, trust_remote_code)
 
 
 def load_tokenizer(source: ModelSource) -> Any:
@@ -84,7 +105,7 @@ def load_tokenizer(source: ModelSource) -> Any:
         if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
             continue
         try:
-            return AutoTokenizer.from_pretrained(path)
+            return AutoTokenizer.from_pretrained(path, **source.options)
         except (OSError, ValueError):
             continue
     raise EvaluationError(f"{source.path} has no tokenizer that transformers can load")
@@ -102,13 +123,19 @@ def load_model(source: ModelSource, dtype: str) -> Any:
     """
     try:
         if source.adapter_rank is None:
-            model: Any = AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype)
+            model: Any = AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype, **source.options)
         else:
             from peft import AutoPeftModelForCausalLM
 
-            model = AutoPeftModelForCausalLM.from_pretrained(source.path, dtype=dtype).merge_and_unload()
+            model = AutoPeftModelForCausalLM.from_pretrained(
+                source.path, dtype=dtype, trust_remote_code=source.trust_remote_code
+            ).merge_and_unload()
+    except SafetensorError as error:
+        raise EvaluationError(
+            f"the weights of {source.path} cannot be read, {error}: fetch or save them anew"
+        ) from error
     except (OSError, ValueError) as error:
-        raise _unloadable(source.path, source.base) from error
+        raise _unloadable(source.path, source.base, error) from error
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -119,13 +146,23 @@ def prompt_texts(tokenizer: Any, prompts: Sequence[Any], template_options: Mappi
         tokenizer: With a chat template, if there are conversations.
         prompts: Strings, or lists of messages.
         template_options: More variables of the chat template.
+
+    Raises:
+        EvaluationError: If the template refuses a conversation, or a variable is none.
     """
-    return [
-        prompt
-        if isinstance(prompt, str)
-        else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **template_options)
-        for prompt in prompts
-    ]
+    try:
+        return [
+            prompt
+            if isinstance(prompt, str)
+            else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **template_options)
+            for prompt in prompts
+        ]
+    except (TemplateError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise EvaluationError(
+            f"the model's chat template does not take the prompts: {reason}; check --chat_template_kwargs, and the "
+            "task option system_prompt"
+        ) from error
 
 
 def encode(tokenizer: Any, texts: Sequence[str], *, conversational: bool) -> list[list[int]]:
@@ -155,7 +192,9 @@ def _folder_fingerprint(folder: Path) -> str:
     return fingerprint([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
 
 
-def _unloadable(path: str, base: str) -> EvaluationError:
+def _unloadable(path: str, base: str, error: Exception) -> EvaluationError:
+    if "trust_remote_code" in str(error):
+        return EvaluationError(f"{base} brings code of its own: let it run with --trust_remote_code, if you trust it")
     if path != base:
         return EvaluationError(f"cannot load the adapter {path}, or the model {base!r} that it changes")
     if Path(path).is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ class Problems:
         ids: As token ids.
         columns: The other columns, which the reward reads.
         reward: Judges.
-        fingerprint: Changes with any prompt, token or other column.
+        fingerprint: Changes with any prompt, token or other column, and with the user's files that make the task.
     """
 
     name: str
@@ -81,7 +82,8 @@ def load_problems(config: TaskConfig, tokenizer: Any, template_options: Mapping[
     ids = encode(tokenizer, texts, conversational=conversational)
     if empty := [row for row, tokens in enumerate(ids) if not tokens]:
         raise EvaluationError(f"task {task.name!r}: the prompt of problem {empty[0]} has no token")
-    return Problems(task.name, prompts, texts, ids, columns, reward, fingerprint([ids, columns]))
+    files = [hashlib.sha256(path.read_bytes()).hexdigest() for path in task.files]
+    return Problems(task.name, prompts, texts, ids, columns, reward, fingerprint([ids, columns, files]))
 
 
 def _success(task: Task) -> Callable[..., list[float]]:

@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 
+from troll.evaluation.errors import EvaluationError
 from troll.evaluation.generate import Generation, Sampling
+
+# What vLLM has kernels for; a smaller adapter runs in the next larger one.
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def vllm_is_usable() -> bool:
@@ -26,6 +30,11 @@ class VllmGenerator:
         context: Tokens of the longest prompt with its completion; vLLM keeps room for so many.
         adapter: Folder of a LoRA adapter of `model`, None if there is none.
         adapter_rank: Its rank, where there is one.
+        revision: Of the model on the hub.
+        trust_remote_code: Whether the model's own code may run.
+
+    Raises:
+        EvaluationError: If vLLM takes no adapter of this rank.
     """
 
     batch_size = 1024
@@ -39,14 +48,25 @@ class VllmGenerator:
         context: int,
         adapter: str | None = None,
         adapter_rank: int | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         from vllm import LLM
         from vllm.lora.request import LoRARequest
 
         self.sampling = sampling
-        lora: dict[str, Any] = {} if adapter is None else {"enable_lora": True, "max_lora_rank": adapter_rank}
+        lora: dict[str, Any] = {}
+        if adapter is not None and adapter_rank is not None:
+            lora = {"enable_lora": True, "max_lora_rank": _supported_rank(adapter_rank)}
         self.adapter = None if adapter is None else LoRARequest("adapter", 1, adapter)
-        self.engine = LLM(model=model, dtype=dtype, max_model_len=context, **lora)
+        self.engine = LLM(
+            model=model,
+            dtype=dtype,
+            max_model_len=context,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            **lora,
+        )
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Generation]:
         """Completes each of B prompts once, see :meth:`troll.evaluation.generate.Generator.generate`."""
@@ -72,3 +92,12 @@ class VllmGenerator:
         )
         completions = [output.outputs[0] for output in outputs]
         return [Generation(one.text, len(one.token_ids), one.finish_reason == "stop") for one in completions]
+
+
+def _supported_rank(rank: int) -> int:
+    larger = [each for each in _LORA_RANKS if each >= rank]
+    if not larger:
+        raise EvaluationError(
+            f"vLLM takes adapters of rank {_LORA_RANKS[-1]} at most, got {rank}: use --backend transformers"
+        )
+    return larger[0]

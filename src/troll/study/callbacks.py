@@ -15,6 +15,7 @@ from troll.files import write_atomically
 from troll.study.metrics import SUCCESS
 from troll.tasks import Task
 from troll.trl import TrollTrainer
+from troll.trl.held_out import judged_by
 
 #: What the progress line shows of the logs: label, key, format.
 SHOWN = (
@@ -88,17 +89,18 @@ class OtherTasks(TrainerCallback):
 
     Args:
         trainer: Whose evaluation it is.
-        tasks: The others, prepared by :func:`troll.tasks.joint.join`.
+        tasks: The others, of different `short_name`.
     """
 
     def __init__(self, trainer: TrollTrainer, tasks: Sequence[Task]) -> None:
         self.trainer, self.tasks = trainer, tasks
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Logs the metrics of each under ``eval_<name>_...``."""
+        """Logs the metrics of each, judged by its own rewards, under ``eval_<short name>_...``."""
         if "eval_loss" in kwargs["metrics"]:
             for task in self.tasks:
-                self.trainer.evaluate(task.eval_dataset, metric_key_prefix=f"eval_{task.name}")
+                with judged_by(self.trainer, task.reward_funcs, task.reward_weights):
+                    self.trainer.evaluate(task.eval_dataset, metric_key_prefix=f"eval_{task.short_name}")
 
 
 def _line(logs: dict[str, Any]) -> str:

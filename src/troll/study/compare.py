@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -21,14 +20,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from troll.files import write_atomically
+from troll.files import locked, write_atomically
 from troll.recipes import RecipeError, differences
+from troll.run_folder import is_finished, read_json
 from troll.study.comparison import MANIFEST, read_comparison
 from troll.study.comparison_page import write_comparison
 from troll.study.comparison_tables import console_table
 from troll.study.grid import PlannedRun
 from troll.study.run import check_same_run, model_path
-from troll.study.run_folder import is_finished, read_json
 from troll.terminal import say
 
 #: Held by a comparison and its runs as long as any of them lives.
@@ -90,25 +89,10 @@ def compare(
     return "failed" if failed else "finished"
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[int]:
-    """Makes the folder and holds its lock, whose file descriptor the runs inherit: orphans keep it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / MANIFEST).is_file() and any(path.name != LOCK for path in folder.iterdir()):
-            raise RecipeError(f"{folder} is not empty and holds no comparison: choose another with --output_dir")
-        file = (folder / LOCK).open("a")
-    except OSError as error:
-        raise RecipeError(f"output_dir {folder} cannot be used: {error.strerror}") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise RecipeError(
-                f"another troll compare, or a run that it left behind, is at work in {folder}: wait for it, or choose "
-                f"another folder with --output_dir ({error.strerror})"
-            ) from error
-        yield file.fileno()
+def _locked(folder: Path) -> contextlib.AbstractContextManager[int]:
+    """The folder's lock, whose file descriptor the runs inherit: orphans keep it."""
+    holder = "another troll compare, or a run that it left behind,"
+    return locked(folder, LOCK, marker=MANIFEST, content="comparison", holder=holder, error=RecipeError)
 
 
 def _claim(folder: Path, runs: Sequence[PlannedRun], command: str | None) -> list[PlannedRun]:

@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+from troll.run_folder import is_finished, read_json, read_metrics, read_settings
 from troll.study.curves import SHARE, number
-from troll.study.run_folder import is_finished, read_json, read_metrics, read_settings
 from troll.study.statistics import Estimate, paired_difference, success_estimate
 
 #: The file that makes a folder a comparison: the settings and the recipes of its runs by name, and its command.

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from troll.files import write_atomically
+from troll.run_folder import read_json, read_metrics
 from troll.study.curves import SHARE, curves_html, number
 from troll.study.page import duration, percent, render
-from troll.study.run_folder import read_json, read_metrics
 from troll.study.statistics import wilson_interval
 
 

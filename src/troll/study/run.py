@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from rich.console import Console
+from safetensors import SafetensorError
 from transformers import AutoProcessor, PreTrainedTokenizerBase, PrinterCallback, ProcessorMixin, ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import get_peft_config, get_quantization_config
@@ -19,13 +21,13 @@ from trl import get_peft_config, get_quantization_config
 from troll import recipes
 from troll.files import write_atomically
 from troll.recipes import Recipe, RecipeError
+from troll.run_folder import read_settings
 from troll.study.callbacks import MetricsFile, OtherTasks, ProgressLine
 from troll.study.embedded import embedded_model
 from troll.study.metrics import SUCCESS
 from troll.study.report import write_report
-from troll.study.run_folder import read_settings
 from troll.tasks import Task, load_task
-from troll.tasks.joint import join
+from troll.tasks.apart import keep_apart
 from troll.terminal import say
 from troll.trl import TrollConfig, TrollTrainer
 from troll.trl.surrogates import SURROGATES
@@ -36,7 +38,7 @@ EMBEDDED = "embedded"
 # What a resumed run may change, beside what starts like one of these: how long it goes on, and what it leaves behind.
 _MAY_CHANGE = {"max_steps", "num_train_epochs", "output_dir", "report_to", "run_name"}
 _MAY_CHANGE_PREFIXES = ("save_", "logging_", "eval_")
-_DECIDES_THE_DATA = "eval_size"  # what is held out is not trained on
+_DECIDES_THE_DATA = {"eval_size", "eval_tasks"}  # what is held out is not trained on
 
 
 def train(recipe: Recipe, console: Console) -> bool:
@@ -65,6 +67,8 @@ def train(recipe: Recipe, console: Console) -> bool:
         path = model_path(recipe)
     processor = _processor(recipe, path)
     task, others = _tasks(recipe, conversational=processor.chat_template is not None)
+    for each in (task, *others):
+        _check_prompt(recipe, processor, each)
     trainer = _trainer(recipe, path, processor, task)
 
     main = trainer.is_world_process_zero()
@@ -143,7 +147,7 @@ def check_same_run(settings: Mapping[str, Any], folder: Path, may_change: Callab
 
 
 def _may_change(name: str) -> bool:
-    return name in _MAY_CHANGE or (name.startswith(_MAY_CHANGE_PREFIXES) and name != _DECIDES_THE_DATA)
+    return name in _MAY_CHANGE or (name.startswith(_MAY_CHANGE_PREFIXES) and name not in _DECIDES_THE_DATA)
 
 
 def _method(training: TrollConfig) -> str:
@@ -173,9 +177,29 @@ def model_path(recipe: Recipe) -> str:
 
 def _tasks(recipe: Recipe, conversational: bool) -> tuple[Task, list[Task]]:
     """The task to train on, and those to be judged on beside it."""
+    if recipe.task.eval_tasks and recipe.training.dataloader_persistent_workers:
+        raise RecipeError(
+            "eval_tasks and dataloader_persistent_workers exclude each other: transformers keeps the workers of one "
+            "data set, and would evaluate on it again; leave one of them out"
+        )
     task = load_task(recipe.task, conversational=conversational, for_training=True)
     others = [load_task(config, conversational=conversational) for config in recipe.task.other_tasks()]
-    return join(task, others) if others else (task, [])
+    return (keep_apart(task, others) if others else task), others
+
+
+def _check_prompt(recipe: Recipe, processor: PreTrainedTokenizerBase | ProcessorMixin, task: Task) -> None:
+    """Writes a prompt as TRL will: some chat templates refuse some conversations."""
+    prompt = task.eval_dataset.select_columns("prompt")[0]["prompt"]
+    if isinstance(prompt, str) or "images" in task.eval_dataset.column_names:
+        return
+    options = dict(recipe.training.chat_template_kwargs or {})  # type: ignore[arg-type]  # a string was parsed
+    try:
+        processor.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)
+    except (TemplateError, TypeError) as error:
+        raise RecipeError(
+            f"the model's chat template does not take the prompts of {task.name}: {_one_line(error)}; check "
+            "chat_template_kwargs, and the task option system_prompt"
+        ) from error
 
 
 def _processor(recipe: Recipe, model_path: str) -> PreTrainedTokenizerBase | ProcessorMixin:
@@ -229,6 +253,8 @@ def _trainer(
             peft_config=get_peft_config(model),
             quantization_config=get_quantization_config(model),
         )
+    except SafetensorError as error:
+        raise RecipeError(f"the weights of {model_path} cannot be read, {error}: fetch or save them anew") from error
     except OSError as error:
         raise _missing_model(model_path) from error
     except ValueError as error:  # TRL checks some settings only here

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from datasets import Dataset, concatenate_datasets
 
 from troll.tasks.options import Options
-from troll.tasks.registry import CHAT_PROMPT, Reward, Task, TaskConfig, TaskError
+from troll.tasks.registry import CHAT_PROMPT, Reward, Task, TaskConfig, TaskError, spaced_once
 from troll.tasks.row import Column, Row
 from troll.tasks.splits import Divide, Rows, Source, read_splits
 
@@ -107,7 +108,7 @@ def dataset_task(
     train, test = read_splits(config, source, divide)
     held_out = _examples(test, columns, read, skip_unanswered)
     # All of it, not only what is evaluated: a larger eval_size must not find what was learned.
-    asked = {_spaced_once(example.question) for example in held_out}
+    asked = {spaced_once(example.question) for example in held_out}
     learned = _examples(train, columns, read, skip_unanswered, config.train_size, exclude=asked)
     eval_dataset = _dataset(held_out[: config.eval_size], style)
     return Task(
@@ -117,6 +118,8 @@ def dataset_task(
         reward_funcs=list(rewards),
         reward_weights=reward_weights,
         system_prompt=system_prompt,
+        train_questions=[spaced_once(example.question) for example in learned],
+        held_out_questions=asked,
     )
 
 
@@ -139,28 +142,30 @@ def _examples(
     """The first examples; with `exclude`, those of other questions, each once."""
     examples: list[Example] = []
     seen: set[tuple[str, ...]] = set()
+    left_out: list[str] = []
+    count = 0
     if not len(rows):
         return examples
     for row in rows.read(columns):
-        if size is not None and len(examples) == size:
-            break
+        count += 1
         try:
             example = read(row)
         except TaskError as error:
             if skip_unanswered:
+                left_out.append(str(error))
                 continue
             raise TaskError(f"{error}; task_options {{skip_unanswered: true}} leaves such rows out") from error
         if exclude is not None:
-            key = (_spaced_once(example.question), *example.columns.values())
+            key = (spaced_once(example.question), *example.columns.values())
             if key[0] in exclude or key in seen:
                 continue
             seen.add(key)
         examples.append(example)
+        if len(examples) == size:
+            break
+    if left_out:
+        warnings.warn(f"{len(left_out)} of {count} rows left out; the first: {left_out[0]}", stacklevel=2)
     return examples
-
-
-def _spaced_once(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _dataset(examples: Sequence[Example], style: PromptStyle) -> Dataset:

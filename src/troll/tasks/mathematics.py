@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import cast
@@ -16,6 +17,12 @@ from troll.tasks.shaping import take_shaping
 from troll.tasks.splits import Source
 
 _TEMPLATE = "{question}\n{instruction}"
+
+# TeX takes one token where there are no braces. What goes on after it would be an answer cut short.
+_BARE_BOX = re.compile(r"\\boxed(?![A-Za-z])\s*(\\[A-Za-z]+|[^\s{}\\$])(?=[.,;:!?]*(?:[\s$)}]|\\[\])]|$))")
+_OPEN_BOX = re.compile(r"\\boxed(?![A-Za-z])(?!\s*\{)")
+# A text without a box is an answer, unless it looks like a solution.
+_LONGEST_ANSWER = 200
 
 # As the data sets have them; asked for twice, in two formats, a model has no right answer.
 _DAPO = (
@@ -47,7 +54,7 @@ def mathematics(
         question: Columns of the question, in order of preference.
         answer: Columns of the answer, likewise.
         gold: Takes the answer out of its column, and raises ValueError where there is none. By default it is in the
-            last `\boxed{}`, or the whole where there is no box.
+            last `\boxed{}`, or the whole of a text without a box, unless that is a whole solution.
         instructions: What questions say about the form of the answer, left out of them.
         skip_unanswered: Whether rows without an answer are left out by default; otherwise they are an error.
     """
@@ -124,15 +131,22 @@ def check_math_verify() -> None:
 
 
 def boxed_or_whole(text: str) -> str:
-    r"""Returns what is in the last `\boxed{}` of a solution, or all of a text without a box.
+    r"""Returns what is in the last `\boxed{}` or `\boxed X` of a solution, or all of an answer without a box.
 
     Raises:
-        ValueError: If the last box is empty or its braces do not balance.
+        ValueError: If the last box is empty, its braces do not balance, or they are missing around more than one token;
+            or if there is no box, and several lines, a `####` or more than 200 characters.
     """
     if r"\boxed" not in text:
+        if "\n" in text or "####" in text or len(text) > _LONGEST_ANSWER:
+            raise ValueError(
+                f"it is a solution without a \\boxed{{}}, {text[-60:]!r}; name the column of the answer alone with "
+                "task_options {columns: {answer: NAME}} (what follows #### is read by the task gsm8k)"
+            )
         return text
+    text = _BARE_BOX.sub(r"\\boxed{\1}", text)
     answer = final_answer(text, "boxed")
-    if answer is None:
+    if answer is None or _OPEN_BOX.match(text, text.rfind(r"\boxed")):
         raise ValueError(f"its last box is empty or open, {text[-60:]!r}")
     return answer
 

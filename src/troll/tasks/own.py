@@ -53,7 +53,7 @@ def load_python(config: TaskConfig, argument: str) -> Task:
     task = load(config, argument)
     if not isinstance(task, Task):
         raise TaskError(f"load in {path} must return a troll.tasks.Task, got {type(task).__name__}")
-    return task
+    return replace(task, files=[path])
 
 
 @register_task_file(".yaml", ".yml")
@@ -80,11 +80,16 @@ def load_yaml(config: TaskConfig, argument: str) -> Task:
     if config.dataset_path != local:
         source = replace(source, held_out_file=None)
     reward = fields["reward"]
+    files = [path]
     if reward == "math":
-        return load_mathematics(config, source, columns=_of(path, columns, "answer"), gold=boxed_or_whole)
-    if reward == "code":
-        return load_tested(config, source, columns=_of(path, columns, "tests"))
-    return _load_rewarded(config, source, columns, _function(path, reward))
+        task = load_mathematics(config, source, columns=_of(path, columns, "answer"), gold=boxed_or_whole)
+    elif reward == "code":
+        task = load_tested(config, source, columns=_of(path, columns, "tests"))
+    else:
+        function, file = _function(path, reward)
+        task = _load_rewarded(config, source, columns, function)
+        files += [file] if file else []
+    return replace(task, files=files)
 
 
 def _load_rewarded(config: TaskConfig, source: Source, columns: dict[str, Column], reward: RewardFunc) -> Task:
@@ -171,7 +176,8 @@ def _of(path: Path, columns: dict[str, Column], answer: str) -> dict[str, Column
     return columns
 
 
-def _function(path: Path, reward: str) -> Callable[..., list[float]]:
+def _function(path: Path, reward: str) -> tuple[Callable[..., list[float]], Path | None]:
+    """The function, and the file that it is in, where there is one."""
     module, colon, name = reward.rpartition(":")
     if not colon or not name.isidentifier():
         raise TaskError(f"{path}: reward must be {_REWARDS}, got {reward!r}")
@@ -188,7 +194,8 @@ def _function(path: Path, reward: str) -> Callable[..., list[float]]:
     function = getattr(found, name, None)
     if not callable(function):
         raise TaskError(f"{path}: reward: {module} has no function {name!r}")
-    return function
+    file = getattr(found, "__file__", None)
+    return function, None if file is None else Path(file)
 
 
 def _import(path: Path) -> ModuleType:

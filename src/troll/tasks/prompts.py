@@ -30,6 +30,7 @@ def load(config: TaskConfig, hub_name: str) -> Task:
         raise TaskError(f"task {config.task!r} has no reward of its own: name a reward model with --reward_model")
     options = Options(config)
     columns = options.columns({"prompt": Column(("prompt",))})
+    skip_unanswered = options.flag("skip_unanswered")
     options.finish()
     if not hub_name and config.dataset_path is None:
         raise TaskError("task 'prompts' has no data: name a hub data set, prompts:<hub data set>, or --dataset_path")
@@ -40,4 +41,5 @@ def load(config: TaskConfig, hub_name: str) -> Task:
         read=lambda row: Example(row.text("prompt"), {}),
         style=PromptStyle("{question}", "{question}", ""),
         rewards=[],
+        skip_unanswered=skip_unanswered,
     )

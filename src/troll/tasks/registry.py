@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -66,14 +68,18 @@ class TaskConfig:
     )
     eval_size: int | None = field(
         default=DEFAULT_EVAL_SIZE,
-        metadata={"help": "Number of held-out prompts (at most; a data set may have fewer). In YAML, null is all."},
+        metadata={
+            "help": "Number of held-out prompts (at most; a data set may have fewer). In YAML, null is all; of one "
+            "file, whose last rows are held out, 256."
+        },
     )
 
     eval_tasks: list[str] | None = field(
         default=None,
         metadata={
             "help": "Other tasks to evaluate on beside this one, each a name, or `name=path` for local data, e.g. "
-            "`aime24 amc23=data/amc23.jsonl`."
+            "`aime24 amc23=data/amc23.jsonl`. In YAML, an entry may be a mapping with `task`, `dataset_path` and "
+            "`task_options`."
         },
     )
 
@@ -85,6 +91,9 @@ class TaskConfig:
         for name, size in (("train_size", self.train_size), ("eval_size", self.eval_size)):
             if size is not None and size < 1:
                 raise TaskError(f"{name} must be at least 1, got {size}")
+        if isinstance(self.eval_tasks, str):
+            self.eval_tasks = [self.eval_tasks]
+        self.other_tasks()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -92,9 +101,8 @@ class TaskConfig:
         return dict(self.task_options) if isinstance(self.task_options, dict) else {}
 
     def other_tasks(self) -> list[TaskConfig]:
-        """Those of `eval_tasks`, with the same `eval_size`."""
-        named = (each.partition("=") for each in self.eval_tasks or [])
-        return [TaskConfig(name, path or None, train_size=1, eval_size=self.eval_size) for name, _, path in named]
+        """Those of `eval_tasks`, with the same `eval_size`; of the rest of this task they have nothing."""
+        return [_to_evaluate(entry, self.eval_size) for entry in self.eval_tasks or []]
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,11 @@ class Task:
         reward_weights: TRL's `reward_weights`, one for each reward: with 0.0 it is logged and not trained on. None:
             1.0 each.
         system_prompt: What precedes every prompt: a message of its own in a conversation, a paragraph in plain text.
+        train_questions: What each row of `train_dataset` asks, without what a prompt has around it, spaced once; by
+            default the prompts.
+        held_out_questions: Likewise, of all rows that are held out, whether they are evaluated or not; by default the
+            prompts of `eval_dataset`.
+        files: The user's own files that decide about it.
     """
 
     name: str
@@ -119,6 +132,20 @@ class Task:
     reward_funcs: list[Reward]
     reward_weights: list[float] | None = None
     system_prompt: str | None = None
+    train_questions: Sequence[str] | None = None
+    held_out_questions: Collection[str] | None = None
+    files: Sequence[Path] = ()
+
+    @property
+    def short_name(self) -> str:
+        """What its metrics are called: its name; of a file, the file's without folder and ending."""
+        path, colon, argument = self.name.partition(":")
+        return re.sub(r"[^\w.-]+", "-", f"{Path(path).stem}{colon}{argument}") if is_file(self.name) else self.name
+
+
+def spaced_once(text: str) -> str:
+    """A text with single spaces: questions that differ in their spacing alone are one."""
+    return " ".join(text.split())
 
 
 Loader = Callable[[TaskConfig, str], Task]
@@ -147,7 +174,8 @@ def register_task(pattern: str, *, trains: bool = True) -> Callable[[Loader], Lo
     Returns:
         A decorator for a function `(config, argument) -> Task` whose prompts are plain strings (`load_task` makes them
         conversations where the model wants them, of the column `chat_prompt` where there is one) and whose `argument`
-        is empty where the name has none.
+        is empty where the name has none. Which rows it holds out must not depend on `config.train_size`: an evaluation
+        asks for one row to train on.
 
     Raises:
         ValueError: If the part before the colon is registered already.
@@ -215,7 +243,37 @@ def load_task(config: TaskConfig, *, conversational: bool = False, for_training:
         task,
         train_dataset=shape(task.train_dataset, task.system_prompt),
         eval_dataset=shape(task.eval_dataset, task.system_prompt),
+        train_questions=_prompts(task.train_dataset) if task.train_questions is None else task.train_questions,
+        held_out_questions=_prompts(task.eval_dataset) if task.held_out_questions is None else task.held_out_questions,
     )
+
+
+def is_file(task: str) -> bool:
+    """Whether a task's name is the path of a file with a task of the user's."""
+    return task.partition(":")[0].endswith(tuple(_FILE_LOADERS))
+
+
+def least_train_size(task: str) -> int | None:
+    """The `train_size` where a task is evaluated alone: rows to train on would be read, or generated, for nothing.
+
+    A file is loaded as for training: what it holds out may depend on it.
+    """
+    return None if is_file(task) else 1
+
+
+def _to_evaluate(entry: Any, eval_size: int | None) -> TaskConfig:
+    """An entry of `eval_tasks`."""
+    if isinstance(entry, str):
+        name, _, path = entry.partition("=")
+        entry = {"task": name, "dataset_path": path or None}
+    fields = {"task", "dataset_path", "task_options"}
+    if not isinstance(entry, dict) or "task" not in entry or not fields.issuperset(entry):
+        raise TaskError(f"eval_tasks takes names, or mappings with task, dataset_path and task_options, got {entry!r}")
+    return TaskConfig(**entry, train_size=least_train_size(str(entry["task"])), eval_size=eval_size)
+
+
+def _prompts(dataset: Dataset) -> list[str]:
+    return [spaced_once(prompt) for prompt in dataset["prompt"]]
 
 
 def _find(task: str) -> tuple[Loader, str, bool]:
@@ -238,8 +296,7 @@ def _nothing_to_train_on(config: TaskConfig, trains: bool) -> TaskError:
     if not trains:
         others = ", ".join(sorted(each.pattern for each in _LOADERS.values() if each.trains))
         return TaskError(f"task {config.task!r} is a benchmark, without rows to train on; train on one of {others}")
-    cause = "with eval_size null all rows are held out" if config.eval_size is None else "check its data and train_size"
-    return TaskError(f"task {config.task!r} has no train rows left: {cause}")
+    return TaskError(f"task {config.task!r} has no train rows left: check its data and train_size")
 
 
 def _plain(dataset: Dataset, system_prompt: str | None) -> Dataset:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from troll.rewards.answers import AnswerFormat
 from troll.rewards.shaping import FormatReward
 from troll.tasks.options import Options
-from troll.tasks.registry import Reward
+from troll.tasks.registry import Reward, TaskError
 
 
 def take_shaping(options: Options, answer_format: AnswerFormat | None) -> tuple[list[Reward], list[float]]:
@@ -31,6 +31,8 @@ def take_shaping(options: Options, answer_format: AnswerFormat | None) -> tuple[
         weights.append(weight)
     overlong = options.numbers("overlong", ("length", "cache"))
     if overlong is not None:
+        if overlong["cache"] >= overlong["length"]:
+            raise TaskError(f"task option overlong: cache must be below length, got {overlong}")
         from trl.rewards import get_soft_overlong_punishment
 
         rewards.append(get_soft_overlong_punishment(int(overlong["length"]), int(overlong["cache"])))

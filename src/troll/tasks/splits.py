@@ -8,7 +8,7 @@ from pathlib import Path
 
 from datasets import Dataset, load_dataset
 
-from troll.tasks.registry import TaskConfig, TaskError
+from troll.tasks.registry import DEFAULT_EVAL_SIZE, TaskConfig, TaskError
 from troll.tasks.row import Column, Row, columns_of
 
 _FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -91,10 +91,11 @@ def read_splits(config: TaskConfig, source: Source, divide: Divide | None = None
 
     From `config.dataset_path`: a folder with a train and a test file (`train.jsonl`, `test-00000-of-00001.parquet`,
     ...), or one file, whose last `eval_size` rows are then held out. Without it, from the hub. Of a benchmark, all rows
-    of one file are held out, and a folder needs a test file only.
+    of one file are held out. A folder without a train file has rows to evaluate on alone.
 
     Args:
-        config: The path, and how many rows of one file are held out; all for an `eval_size` of None.
+        config: The path, and how many rows of one file are held out: for an `eval_size` of None, as many as a run
+            holds out by default, so that an evaluation of everything does not find what was learned.
         source: The hub's data set.
         divide: How one file is divided, where the data set says it itself.
 
@@ -113,7 +114,7 @@ def _local(config: TaskConfig, source: Source, divide: Divide | None) -> tuple[R
     if not path.is_dir():
         rows = _read(path, "train")
         if source.held_out_file is not None:
-            return rows, _read(source.held_out_file, "test")
+            return rows, _read(source.held_out_file, "test", field="eval_dataset")
         if source.train is None:
             return rows.select([]), replace(rows, split="test")
         parts = divide(rows.dataset) if divide is not None else None
@@ -121,16 +122,22 @@ def _local(config: TaskConfig, source: Source, divide: Divide | None) -> tuple[R
             return rows.select(parts[0]), rows.select(parts[1], "test")
         return _hold_out(rows, config.eval_size)
     test = _read(_one_file(path, "test"), "test")
-    return test.select([], "train") if source.train is None else _read(_one_file(path, "train"), "train"), test
+    evaluates = source.train is None or not _files(path, "train")
+    return test.select([], "train") if evaluates else _read(_one_file(path, "train"), "train"), test
 
 
 def _from_hub(config: TaskConfig, source: Source) -> tuple[Rows, Rows]:
     try:
         splits = load_dataset(source.name, source.config)
-    except (OSError, ValueError) as error:  # ValueError: it is not a data set, or has no such configuration
+    except OSError as error:
         raise TaskError(
             f"cannot load {source.name} from the Hugging Face hub: connect to the network, or give a local copy with "
-            "--dataset_path (a file, or a folder with train.jsonl and test.jsonl)"
+            f"--dataset_path (a file, or a folder with train.jsonl and test.jsonl); {_reason(error)}"
+        ) from error
+    except Exception as error:  # see _reason
+        raise TaskError(
+            f"cannot load {source.name} from the Hugging Face hub, configuration {source.config or 'default'}: "
+            f"{_reason(error)}"
         ) from error
     first = source.held_out if source.train is None else source.train
     if first not in splits:
@@ -155,33 +162,42 @@ def _only(rows: Rows, source: Source) -> Rows:
 
 
 def _hold_out(rows: Rows, eval_size: int | None) -> tuple[Rows, Rows]:
-    if eval_size is None:
-        return rows.select([]), replace(rows, split="test")
-    if len(rows) <= eval_size:
-        raise TaskError(f"{rows.origin} has {len(rows)} rows, not enough to hold out eval_size={eval_size} of them")
-    kept = len(rows) - eval_size
+    size = DEFAULT_EVAL_SIZE if eval_size is None else eval_size
+    if len(rows) <= size:
+        raise TaskError(
+            f"{rows.origin} has {len(rows)} rows, not enough to hold out eval_size={size} of them: choose a smaller "
+            "eval_size, that of the training run if there was one"
+        )
+    kept = len(rows) - size
     return rows.select(range(kept)), rows.select(range(kept, len(rows)), "test")
 
 
 def _one_file(folder: Path, split: str) -> Path:
-    files = sorted(path for path in folder.iterdir() if path.suffix in _FORMATS and path.name.startswith(split))
+    files = _files(folder, split)
     if len(files) != 1:
         found = ", ".join(path.name for path in files) or "none"
         raise TaskError(f"{folder} must have one {split} file ({split}.jsonl, .json or .parquet), found {found}")
     return files[0]
 
 
-def _read(path: Path, split: str) -> Rows:
+def _files(folder: Path, split: str) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in _FORMATS and path.name.startswith(split))
+
+
+def _read(path: Path, split: str, field: str = "dataset_path") -> Rows:
     if not path.is_file():
-        raise TaskError(f"dataset_path: no such file or folder: {path}")
+        raise TaskError(f"{field}: no such file or folder: {path}")
     if path.suffix not in _FORMATS:
-        raise TaskError(f"dataset_path: {path} is not one of {', '.join(_FORMATS)}")
+        raise TaskError(f"{field}: {path} is not one of {', '.join(_FORMATS)}")
     try:
         dataset = load_dataset(_FORMATS[path.suffix], data_files=str(path), split="train")
-    except Exception as error:
-        # The readers of datasets raise many classes; the reason is in the cause, and its message may be empty or long.
-        reason = (str(error.__cause__ or error).splitlines() or ["it is empty"])[0]
-        raise TaskError(f"cannot read {path}: {reason}") from error
+    except Exception as error:  # see _reason
+        raise TaskError(f"cannot read {path}: {_reason(error)}") from error
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
         raise TaskError(f"cannot read {path}: it has no rows")
     return _all(dataset, split, str(path))
+
+
+def _reason(error: Exception) -> str:
+    """One line: the readers of datasets raise many classes, whose cause says more, in a message of any length."""
+    return (str(error.__cause__ or error).splitlines() or ["it is empty"])[0]

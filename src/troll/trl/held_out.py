@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 from torch import Tensor
+from trl.trainer.utils import get_callable_name
 
 from troll.evaluation.metrics import task_metrics
 from troll.rewards.grading import Grader, Verdict
@@ -31,18 +34,22 @@ class HeldOut:
         self._grader = reward if isinstance(reward, Grader) else None
         self._verdicts: list[Verdict] = []
 
+    def start(self) -> None:
+        """Forgets what was observed: an evaluation that was interrupted has left it."""
+        self._verdicts = []
+
     def observe(self, rewards: Tensor) -> None:
         """Adds the (N, F) rewards of a batch of all processes, right after the rewards of this one were computed."""
         if self._place is None:
             return
-        scores = rewards[:, self._place].nan_to_num(0.0).tolist()
-        answers: list[str | None] = [None] * len(scores)
-        if self._grader is not None and self._grader.votes:
-            answers = gather_object([verdict.answer for verdict in self._grader.latest])
-        self._verdicts += [Verdict(score, answer, "") for score, answer in zip(scores, answers, strict=True)]
+        if self._grader is not None:  # it knows more than the reward: partial credit, and what was answered
+            found = gather_object([(verdict.score, verdict.answer) for verdict in self._grader.latest])
+        else:
+            found = [(score, None) for score in rewards[:, self._place].nan_to_num(0.0).tolist()]
+        self._verdicts += [Verdict(score, answer, "") for score, answer in found]
 
     def metrics(self, samples: int | None, problems: int | None) -> dict[str, float]:
-        """The metrics of what was observed, by name, and starts anew; empty if there is nothing to measure.
+        """The metrics of what was observed, by name; empty if there is nothing to measure.
 
         Args:
             samples: Completions per problem, one after the other.
@@ -50,7 +57,6 @@ class HeldOut:
         """
         assert samples is not None  # TRL's default
         groups = [self._verdicts[start : start + samples] for start in range(0, len(self._verdicts), samples)]
-        self._verdicts = []
         if not groups:
             return {}
         grader = self._grader
@@ -80,3 +86,33 @@ def sampling_temperature(trainer: Any, temperature: float | None) -> Iterator[No
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextmanager
+def judged_by(trainer: Any, reward_funcs: Sequence[Any], reward_weights: Sequence[float] | None) -> Iterator[None]:
+    """Judges by the rewards of another task for a while.
+
+    The trainer's table of completions, of which a step has one, stays that of its own task.
+
+    Args:
+        trainer: The :class:`~troll.trl.TrollTrainer`.
+        reward_funcs: Functions, no models.
+        reward_weights: One each; None for 1.0.
+    """
+    names = [get_callable_name(reward) for reward in reward_funcs]
+    logs: dict[str, Any] = {name: [] for name in ("images", "prompt", "completion", "advantages")}
+    others = {
+        "reward_funcs": list(reward_funcs),
+        "reward_func_names": names,
+        "reward_processing_classes": [None] * len(names),
+        "reward_weights": torch.tensor([1.0] * len(names) if reward_weights is None else list(reward_weights)),
+        "_held_out": HeldOut(reward_funcs, names),
+        "_logs": logs | {"rewards": defaultdict(list), "extra": defaultdict(list)},
+        "log_completions": False,
+    }
+    before = {name: getattr(trainer, name) for name in others}
+    vars(trainer).update(others)
+    try:
+        yield
+    finally:
+        vars(trainer).update(before)

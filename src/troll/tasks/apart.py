@@ -1,0 +1,39 @@
+"""Several tasks in one run: trained on one of them, judged on all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from troll.tasks.registry import Task, TaskError
+
+
+def keep_apart(task: Task, others: Sequence[Task]) -> Task:
+    """Drops from training what another task holds out.
+
+    Args:
+        task: The one to train on, from `load_task`.
+        others: Those to be judged on beside it.
+
+    Returns:
+        The first, without the training rows whose question any of the others holds out, in whatever prompt.
+
+    Raises:
+        TaskError: If two tasks have one name for their metrics, one of the others cannot tell success from failure, or
+            no row is left to train on.
+    """
+    names = [each.short_name for each in (task, *others)]
+    for name in names:
+        if names.count(name) > 1:
+            raise TaskError(f"task {name!r} is there twice: name each of eval_tasks once, without the task itself")
+    for other in others:
+        if not other.reward_funcs or getattr(other.reward_funcs[0], "__name__", None) != "success":
+            raise TaskError(f"task {other.name!r} cannot be judged beside others: it has no reward named 'success'")
+    asked = {question for other in others for question in other.held_out_questions or ()}
+    questions = task.train_questions or ()
+    kept = [row for row, question in enumerate(questions) if question not in asked]
+    if not kept:
+        raise TaskError(f"task {task.name!r} has no train rows left: eval_tasks hold all of them out")
+    return replace(
+        task, train_dataset=task.train_dataset.select(kept), train_questions=[questions[row] for row in kept]
+    )

@@ -1,0 +1,63 @@
+"""Several tasks in one run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from troll.tasks import Task, TaskConfig, TaskError, load_task
+from troll.tasks.apart import keep_apart
+
+
+def success(prompts, completions, **columns):
+    return [1.0] * len(completions)
+
+
+def length(prompts, completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+def make(name: str, *rewards: Any, train: tuple[str, ...] = (), held_out: tuple[str, ...] = ("x",)) -> Task:
+    learned, evaluated = (Dataset.from_dict({"prompt": list(prompts)}) for prompts in (train, held_out))
+    task = Task(name, learned, evaluated, list(rewards or (success,)))
+    return replace(task, train_questions=train, held_out_questions=held_out)
+
+
+def test_what_another_task_holds_out_is_not_trained_on():
+    task = keep_apart(make("a", length, train=("p", "q", "r")), [make("b", held_out=("q",)), make("c")])
+    assert (task.train_dataset["prompt"], task.train_questions) == (["p", "r"], ["p", "r"])
+    with pytest.raises(TaskError, match="no train rows left"):
+        keep_apart(make("a", train=("p",)), [make("b", held_out=("p", "q"))])
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ([make("a")], "'a' is there twice"),
+        ([make("x/own.yaml"), make("y/own.yaml")], "'own' is there twice"),
+        ([make("b", length)], "no reward named 'success'"),
+    ],
+)
+def test_what_cannot_be_told_apart_is_refused(others, message):
+    with pytest.raises(TaskError, match=message):
+        keep_apart(make("a", train=("p",)), others)
+
+
+def test_questions_count_and_neither_prompts_nor_what_is_evaluated(write):
+    rows = [{"problem": f"Question  {n}?", "answer": str(n)} for n in range(4)]
+    one_line = {"prompt": "Q: {question}", "system_prompt": "Be brief."}
+    spaced = [{"problem": f"Question {n}?\n", "answer": str(n)} for n in (1, 2)]
+    other = load_task(TaskConfig("math500", write("other.jsonl", spaced), eval_size=1), conversational=True)
+    task = load_task(TaskConfig("math", write("rows.jsonl", rows), eval_size=1, task_options=one_line))
+    assert len(other.eval_dataset) == 1
+    assert keep_apart(task, [other]).train_dataset["answer"] == ["0"]
+
+
+def test_prompts_are_the_questions_of_tasks_that_name_none():
+    config = TaskConfig("reasoning_gym:chain_sum", train_size=3, eval_size=2)
+    plain, chat = (load_task(config, conversational=each) for each in (False, True))
+    assert plain.train_questions == chat.train_questions == plain.train_dataset["prompt"]
+    assert chat.held_out_questions == plain.eval_dataset["prompt"]
