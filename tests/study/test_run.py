@@ -219,6 +219,11 @@ def test_gsm8k_recipe_runs_on_local_files(
     assert any(line.get("trust_region/kl_before_mean", 0) > 0 for line in lines)
 
 
+def test_fewer_prompts_than_a_rollout_takes_are_refused(short_run: list[str], console: Console) -> None:
+    with pytest.raises(RecipeError, match=r"a rollout takes 4 prompts .* has 3 to train on"):
+        train(recipes.load("quickstart", [*short_run, "--train_size", "3"]), console)
+
+
 def test_other_tasks_are_evaluated_beside_the_one_trained_on(
     short_run: list[str], tmp_path: Path, console: Console
 ) -> None:

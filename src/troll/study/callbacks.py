@@ -72,10 +72,11 @@ class ProgressLine(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Shows the newest figures."""
         logs = state.log_history[-1]
-        self.latest |= {label: shape.format(logs[key]) for label, key, shape in SHOWN if logs.get(key) is not None}
+        shown = {label: shape.format(logs[key]) for label, key, shape in SHOWN if logs.get(key) is not None}
+        self.latest |= shown
         line = "  ".join(f"{label} {value}" for label, value in self.latest.items())
         self.progress.update(self.bar, description=line)
-        if state.is_world_process_zero and not self.console.is_terminal and "train_runtime" not in logs:
+        if state.is_world_process_zero and not self.console.is_terminal and shown:
             self.console.print(f"step {state.global_step}/{state.max_steps}  {line}", soft_wrap=True)
 
     def stop(self) -> None:

@@ -259,6 +259,14 @@ def _trainer(
         raise _missing_model(model_path) from error
     except ValueError as error:  # TRL checks some settings only here
         raise RecipeError(_one_line(error)) from error
+    assert training.generation_batch_size is not None and training.num_generations is not None  # set by the parent
+    wanted = training.generation_batch_size // training.num_generations
+    if len(task.train_dataset) < wanted:  # TRL would leave the incomplete rollout out, and end without a step
+        raise RecipeError(
+            f"a rollout takes {wanted} prompts (generation_batch_size / num_generations), and task {task.name} has "
+            f"{len(task.train_dataset)} to train on: lower per_device_train_batch_size or steps_per_generation, or "
+            "raise num_generations"
+        )
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     return trainer
