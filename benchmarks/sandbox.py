@@ -18,11 +18,10 @@ from rich.table import Table
 
 from benchmarks import measure
 from troll.rewards.program import parse_tests
-from troll.rewards.sandbox.bubblewrap import INTERPRETER_FLAGS, Process, Sandbox
+from troll.rewards.sandbox.bubblewrap import INTERPRETER_FLAGS, Sandbox
 from troll.rewards.sandbox.limits import Limits
 from troll.rewards.sandbox.pool import Pool
 from troll.rewards.sandbox.stdio import run_stdio
-from troll.rewards.sandbox.supervise import supervise
 
 PROGRAMS = 512
 PROGRAM = "a, b = map(int, input().split())\nprint(a + b)\n"
@@ -139,6 +138,6 @@ def _starts(sandbox: Sandbox, repeats: int) -> list[dict[str, Any]]:
 
 def _ready(sandbox: Sandbox) -> None:
     limits = Limits()
-    process: Process = sandbox.start("ready", limits=limits, stdin=None, stdout=None)
-    if supervise(process, limits).kind != "exited":
+    process = sandbox.start("ready", limits=limits, stdin=None, stdout=None)
+    if process.wait() != 0:
         raise RuntimeError("the sandbox did not start")

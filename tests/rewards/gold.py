@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ class Problem:
         return self.solution + "\n" + MARKED[answer_format] % (self.gold if answer is None else answer)
 
 
+@lru_cache
 def problems(name: str) -> list[Problem]:
     if not FILES[name].exists():
         pytest.skip(f"needs {FILES[name]}")

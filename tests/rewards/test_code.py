@@ -144,6 +144,8 @@ def test_tests_by_standard_input(grader):
 def test_mistakes_of_the_user_name_the_row(grader):
     with pytest.raises(ValueError, match="row 1: tests take a JSON object"):
         grader.grade(["x", "y"], tests=[DOUBLE, "assert f() == 1"])
+    with pytest.raises(ValueError, match="row 0: tests take a JSON object as text, got dict"):
+        grader.grade(["x"], tests=[{"asserts": ["assert f() == 1"]}])
     with pytest.raises(ValueError, match="0 values for 1 completions"):
         grader.grade(["x"])
     with pytest.raises(ValueError, match="workers"):
@@ -181,6 +183,23 @@ def test_a_copy_of_a_grader_works(grader):
     copy.close()
     assert copy(["p"], ["def double(x): return 2 * x"], tests=[DOUBLE]) == [1.0]
     copy.close()
+
+
+def test_a_closed_grader_makes_no_sandbox_until_it_is_used(monkeypatch):
+    grader = CodeGrader(workers=1)
+    made = []
+    start = grader._start
+
+    def count() -> None:
+        made.append(1)
+        start()
+
+    monkeypatch.setattr(grader, "_start", count)
+    grader.close()
+    assert not made
+    assert grader(["p"], ["def double(x): return 2 * x"], tests=[DOUBLE]) == [1.0]
+    assert made == [1]
+    grader.close()
 
 
 def test_a_forked_process_makes_judges_of_its_own(grader):

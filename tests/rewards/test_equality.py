@@ -10,6 +10,7 @@ equality = runpy.run_path(sys.argv[1])
 equality["forbid_code"]()
 assert sympy.sympify("72") == 72
 assert equality["is_equal"]("72", r"\\\\frac{144}{2}")
+assert equality["is_equal"](r"50\\%", r"50 \\%")  # math-verify passes on the space before the sign
 for text in ("__import__('os').system('touch pwned')", "print(1)", "[1][0]", "().__class__", "lambda: 0"):
     try:
         sympy.sympify(text)

@@ -20,7 +20,15 @@ def _compare(gold, answer, **settings):
         ],
         *[
             ("72", answer)
-            for answer in ("72 dollars", r"72\text{ dollars}", r"72~\mathrm{cm}^2", "72 degrees", r"\(72\)")
+            for answer in (
+                "72 dollars",
+                "72 USD",
+                "x = 72 dollars",
+                r"72\text{ dollars}",
+                r"72~\mathrm{cm}^2",
+                "72 degrees",
+                r"\(72\)",
+            )
         ],
         *[
             ("72", answer)
@@ -49,6 +57,64 @@ def _compare(gold, answer, **settings):
         ("x^2-1", "(x+1)(x-1)"),
         (r"\frac{1}{2a}(\exp{a*t} - \exp{-a*t})", r"\frac{e^{at} - e^{-at}}{2a}"),
         ("1011_2", "1011_{2}"),
+        # Spellings.
+        *[
+            ("1/2", answer)
+            for answer in (r"\frac1{2}", r"\frac{1}2", r"\frac 1 2", r"\tfrac 12", r"50 \%", r"50\,\%", "50 percent")
+        ],
+        *[("5/12", answer) for answer in (r"\frac 5{12}", r"\frac5{12}", r"\dfrac {5} {12}", r"\frac{10}{24}")],
+        *[(r"50\%", answer) for answer in (r"50 \%", r"50\,\%", r"50~\%", "50", r"50\text{ percent}")],
+        (r"50 \%", r"50\%"),
+        *[
+            ("1000", answer)
+            for answer in (r"1\,000", "1 000", r"1\ 000", "1~000", r"1\!000", "1\u202f000", "1 000 miles", "x = 1 000")
+        ],
+        *[("12345678", answer) for answer in ("12 345 678", r"12\,345\,678", r"12{,}345{,}678")],
+        *[("60", answer) for answer in ("60°", r"60\degree", r"60^{\circ}", "60 ° ", r"60\ ", r"60\,")],
+        *[("18", answer) for answer in ("18 clips", "18 in^2", "18 m^{2}", "18 hours", r"\text{18}", "{18}")],
+        *[(r"7 \text{ cm}^2", answer) for answer in ("7 cm^2", r"7\mathrm{cm}^{2}", "7")],
+        *[
+            ("18", rf"18 \text{{ {unit}}}")
+            for unit in (
+                "two-liter bottles",
+                "third graders",
+                "cm squared",
+                "times",
+                "tents",
+                "people's votes",
+                "halfs",
+            )
+        ],
+        *[(r"5 \text{ million}", answer) for answer in (r"5\text{ million dollars}", r"\$5 \text{ Million}")],
+        *[(r"\text{B}", answer) for answer in (r"\text{B.}", r"\textbf{(B).}", r"\text{(B)}", "b")],
+        *[("3+4i", answer) for answer in ("3+4 i", r"3+4\mathrm{i}", "4i+3", r"3 + 4\,i", r"3 + 4 \cdot i")],
+        *[
+            ("10:30", answer)
+            for answer in (
+                r"10{:}30",
+                r"\text{10:30}",
+                "10:30 a.m.",
+                r"10:30 \text{ PM}",
+                r"\text{10:30 AM}",
+                "t=10:30",
+            )
+        ],
+        *[(r"9:05 \text{ AM}", answer) for answer in ("09:05", "9:05 am", r"\text{9:05 a.m.}")],
+        # An interval as an inequality, sets and pairs.
+        *[("[0, 1)", answer) for answer in (r"0 \le x < 1", r"x \in [0,1)", "1 > x \\ge 0")],
+        *[(r"(-\infty, 3]", answer) for answer in (r"x \le 3", r"3 \ge x")],
+        *[("(1, 2)", answer) for answer in ("(x,y) = (1,2)", "x=1, y=2", r"(\frac22, 2)")],
+        *[(r"\{1, 2\}", answer) for answer in ("1, 2", "2, 1", r"\left\{2,1\right\}")],
+        (r"\{18\}", "18"),
+        # Primes and letters.
+        *[("f'(x)", answer) for answer in (r"f^{\prime}(x)", r"f^\prime(x)", "y = f'(x)")],
+        *[("2x", answer) for answer in ("f'(x) = 2x", r"f^{\prime}(x) = 2x")],
+        ("y'+2y=0", r"2y + y^{\prime} = 0"),
+        ("y''", r"y^{\prime\prime}"),
+        *[("ABC", answer) for answer in ("A B C", r"A \cdot B \cdot C", r"\text{ABC}", "x = ABC")],
+        *[(r"\text{even}", answer) for answer in ("even", r"\text{Even}")],
+        (r"A \text{ and } C", r"C \text{ and } A"),
+        ("xy", r"\frac{x^2 y}{x}"),
         (r"3.14 \approx \pi", r"3.14 \approx \pi"),
     ],
 )
@@ -141,6 +207,70 @@ def test_right(gold, answer):
         (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&3\\2&4\end{pmatrix}"),
         ("x=5", "y=5"),
         ("x=5", "6"),
+        # Words that are numbers or operations.
+        *[
+            ("18", rf"18\text{{ {words}}}")
+            for words in ("million", "thousand", "hundred", "dozen", "million dollars", "half", "twenty-one", "fifths")
+        ],
+        *[
+            ("3", rf"3\text{{ {words}}}")
+            for words in ("minus one", "plus two", "squared", "cubed", "factorial", "/ four", ", maybe four", "(four)")
+        ],
+        *[
+            ("18", answer)
+            for answer in (
+                r"18\text{ or so}",
+                r"18\text{, not more}",
+                "18}20{",
+                "18}{20",
+                r"\$18 \text{ million}",
+                r"18\mathrm{ twenty}",
+                r"18\mbox{ hundred}",
+            )
+        ],
+        *[("18", answer) for answer in ("18 thousand", "18 fifths", "18 dozen", "18million", "18 pi", "18 x", "18 i")],
+        (r"5 \text{ million}", r"5 \text{ thousand}"),
+        # Spellings of other numbers.
+        *[("1018", answer) for answer in ("10 18", "1 0018", r"10\,18", "1 018 5")],
+        *[("1000", answer) for answer in (r"1\,00", "10 00", "1 0000", "1 000 000", "1 000 thousand", "1 000 0")],
+        *[("1/2", answer) for answer in (r"\frac1{3}", r"\frac 1 3", r"\frac2 1", "5 \\%", r"0.5\,\%", r"\frac11 2")],
+        *[("50", answer) for answer in (r"50\% 1", r"5 \%", r"50 \%\%")],
+        *[("60", answer) for answer in ("6°", r"60\degree 30")],
+        *[("3+4i", answer) for answer in ("3-4 i", r"4+3\mathrm{i}", "7", "3+4")],
+        ("18", r"18\mathrm{i}"),
+        # Times are not divided.
+        *[
+            ("10:30", answer)
+            for answer in (
+                "5:15",
+                "20:60",
+                "1/3",
+                r"\frac13",
+                "10",
+                "10:03",
+                "10:30:15",
+                "10:30-11:00",
+                "1030",
+                "22:30",
+            )
+        ],
+        *[("4:30", answer) for answer in ("8:60", "2:15")],
+        (r"9:05 \text{ AM}", r"9:05 \text{ p.m.}"),
+        # Sets, pairs, intervals, what is not seen.
+        *[
+            ("18", answer)
+            for answer in (r"\{18\}", "[18,18]", r"\left\{18\right\}", r"\phantom{18}", r"18\hphantom{0}0")
+        ],
+        *[("(1, 2)", answer) for answer in (r"\{1, 2\}", r"\left\{1,2\right\}", "1 < x < 2", "(2, 1)")],
+        *[(r"\{1, 2\}", answer) for answer in ("(1, 2)", "(2, 1)", "[1, 2]")],
+        *[("[0, 1)", answer) for answer in (r"0 \le x \le 1", "0 < x < 1", "x < 1", r"\{0, 1\}")],
+        ("B", r"\{B\}"),
+        # Primes and letters.
+        *[("f(x)", answer) for answer in ("f'(x)", r"f^{\prime}(x)")],
+        *[("f'(x)", answer) for answer in ("f(x)", "f''(x)")],
+        *[("B", answer) for answer in ("B'", r"\text{B'}", r"B^\prime", r"B\prime")],
+        *[("ABC", answer) for answer in ("CBA", r"\text{CBA}", r"C \cdot B \cdot A", "AB")],
+        *[(r"\text{ABC}", "CBA"), ("no", "on"), ("DNE", "END"), (r"\text{even}", "neve")],
         ("1 1/2", "1"),
         ("1", "1 1/2"),
     ],
@@ -156,7 +286,6 @@ def test_wrong(gold, answer):
         ("50", r"50\%"),
         ("0.5", r"50\%"),
         ("18", "18, 18"),
-        ("18", r"\{18\}"),
         ("18", "2x + 1 = 18"),  # the last side of an equation
         ("18", r"20 - 2"),  # an unfinished calculation
         ("(1, 2)", "1, 2"),
@@ -184,8 +313,8 @@ def test_long_answers_are_no_answers():
     assert _compare("+".join(["1"] * 300), "300") is Comparison.EQUAL
 
 
-@pytest.mark.parametrize("gold", ["18", r"\frac{1}{1+x^2}"])
-@pytest.mark.parametrize("cpu_seconds", [0.1, pytest.param(2.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("gold", ["18", pytest.param(r"\frac{1}{1+x^2}", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cpu_seconds", [0.05, pytest.param(2.0, marks=pytest.mark.slow)])
 def test_hostile_answers(gold, cpu_seconds, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     start = time.process_time()
@@ -200,9 +329,9 @@ def test_hostile_answers(gold, cpu_seconds, tmp_path, monkeypatch):
 
 
 def test_a_hostile_answer_costs_its_time_limit_and_no_other_verdict():
-    good = [("9", rf"\frac{{{i}}}{{2}}") for i in range(255)]
-    expected = [Comparison.EQUAL if i == 18 else Comparison.DIFFERENT for i in range(255)]
+    good = [("9", rf"\frac{{{i}}}{{2}}") for i in range(60)]
+    expected = [Comparison.EQUAL if i == 18 else Comparison.DIFFERENT for i in range(60)]
     compare(good)
     for hostile in ("9^{9^{9^9}}", "999999999!", r"\binom{999999999}{499999999}"):
-        pairs = [*good[:100], ("9", hostile), *good[100:]]
-        assert compare(pairs, cpu_seconds=0.5) == [*expected[:100], Comparison.TIME_LIMIT, *expected[100:]]
+        pairs = [*good[:25], ("9", hostile), *good[25:]]
+        assert compare(pairs, cpu_seconds=0.3) == [*expected[:25], Comparison.TIME_LIMIT, *expected[25:]]

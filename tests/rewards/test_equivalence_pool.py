@@ -114,6 +114,7 @@ def test_a_daemonic_process(pool, method):
     assert _is_right()
 
 
+@pytest.mark.slow
 def test_a_fork_amid_a_comparison(pool):
     assert _is_right()
     before = _processes(pool)
@@ -137,12 +138,16 @@ def test_a_fork_amid_a_comparison(pool):
 
 def test_workers_that_are_killed(pool):
     assert _is_right()
-    for pid in _processes(pool):  # idle: the process, and then its child
+    children = _family(_processes(pool)) - set(_processes(pool))
+    assert children
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+    _wait_until(lambda: not children & _family(_processes(pool)))  # a dying one may still take a question
+    assert _is_right()
+    for pid in _processes(pool):  # its child serves on
         os.kill(pid, signal.SIGKILL)
     assert _is_right()
-    for pid in _family(_processes(pool)) - set(_processes(pool)):
-        os.kill(pid, signal.SIGKILL)
-    assert _is_right()
+    pool.stop()
 
 
 @pytest.mark.slow
@@ -163,6 +168,7 @@ def test_a_worker_that_is_killed_at_work(pool):
     assert _is_right()
 
 
+@pytest.mark.slow
 def test_a_child_that_crashes_is_no_time_limit(pool):
     pool.stop()
     with ThreadPoolExecutor(1) as threads:
@@ -206,6 +212,7 @@ def test_it_cannot_be_started(pool, monkeypatch):
     monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_no_process_and_no_descriptor_is_left(pool):
     def descriptors():
         gc.collect()
@@ -255,6 +262,7 @@ def test_workers_die_with_the_process_that_asks():
             os.kill(loader, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_busy_machine_changes_no_verdict(pool):
     burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
     try:
@@ -267,6 +275,7 @@ def test_a_busy_machine_changes_no_verdict(pool):
             burner.wait()
 
 
+@pytest.mark.slow
 def test_memory_is_bounded(pool):
     assert _is_right()
     peak = 0
@@ -294,6 +303,7 @@ worker.main()
 """
 
 
+@pytest.mark.slow
 def test_a_child_that_took_much_memory_is_replaced(pool, monkeypatch):
     def start():
         command = [sys.executable, "-c", _SPARING, equivalence_pool.equivalence_worker.__file__]

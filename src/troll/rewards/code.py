@@ -90,7 +90,8 @@ class CodeGrader(Grader):
             raise ValueError(f"the column tests has {len(tests)} values for {len(completions)} completions")
         prefixes = [text or "" for text in prefix] if prefix is not None else [""] * len(completions)
         batch = tuple(zip(completions, tests, prefixes, strict=True))
-        if self._process != os.getpid():  # threads and judges stayed behind in the process that forked this one
+        # After a fork, threads and judges are in the other process; after `close`, they are gone.
+        if self._process != os.getpid() or not self._finalizer.alive:
             self._start()
         last = self._last
         if last is None or last[0] != batch:
@@ -100,7 +101,6 @@ class CodeGrader(Grader):
     def close(self) -> None:
         """Ends the judges; the grader can be used again, and then starts new ones."""
         self._finalizer()
-        self._start()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: vars(self)[name] for name in ("_limits", "_workers", "_packages", "_isolated")}

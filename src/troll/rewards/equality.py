@@ -9,7 +9,7 @@ from typing import Any
 from math_verify import parse, verify
 from math_verify.grader import is_equation
 from math_verify.parser import LatexExtractionConfig
-from sympy import And, Basic, Eq
+from sympy import And, Basic, Eq, Expr, Interval, Set, Tuple
 from sympy.parsing import sympy_parser
 
 # Boxes alone: an answer's text is not searched for phrases or numbers.
@@ -27,10 +27,16 @@ _RELATIVE_TOLERANCE = 1e-5
 def is_equal(gold: str, answer: str) -> bool:
     """Whether math-verify takes the answer for the gold answer, and nothing in it speaks against that."""
     parsed_gold, parsed_answer = _parse(gold), _parse(answer)
-    if not verify(parsed_gold, parsed_answer, timeout_seconds=None):
+    if not verify(
+        parsed_gold,
+        parsed_answer,
+        timeout_seconds=None,
+        allow_set_relation_comp=not _may_be_a_point(parsed_gold[0]),
+    ):
         return False
     return not (
         _drops_a_number(answer, parsed_answer)
+        or _is_a_set_instead(gold, parsed_gold, answer, parsed_answer)
         or _contradicts(parsed_gold, parsed_answer)
         or ("%" not in gold + answer and _rounds_away(parsed_gold, parsed_answer))
     )
@@ -45,7 +51,7 @@ def forbid_code() -> None:
     parse_expr = sympy_parser.parse_expr
 
     def checked(text: str, *arguments: Any, **options: Any) -> Any:
-        if not _NUMBER_OR_NAME.fullmatch(text):
+        if not _NUMBER_OR_NAME.fullmatch(text.strip()):  # math-verify passes the "50 " of `50 \%`
             raise PermissionError("sympy was about to evaluate what is neither a number nor a name")
         return parse_expr(text, *arguments, **options)
 
@@ -64,6 +70,24 @@ def _drops_a_number(answer: str, parsed: list[Any]) -> bool:
     r"""Whether digits were taken for a part of a unit, as in `18 \text{ or 20}`; `\text{cm}^2` is a unit."""
     before, after = (len(_DIGIT.findall(_EXPONENT.sub("", text))) for text in (answer, parsed[-1]))
     return after < before
+
+
+def _may_be_a_point(gold: object) -> bool:
+    """Whether a gold answer such as `(1, 2)` may be a pair, which is no solution of `1 < x < 2`."""
+    return isinstance(gold, Interval) and gold.is_open and not (gold.start.is_infinite or gold.end.is_infinite)
+
+
+def _is_a_set_instead(gold: str, parsed_gold: list[Any], answer: str, parsed_answer: list[Any]) -> bool:
+    r"""Whether `\{18\}` or `[18, 18]` stands for 18, or one of `\{1, 2\}` and `(1, 2)` for the other.
+
+    To sympy, `{18}` and `18, 18` are sets as well.
+    """
+    if isinstance(parsed_gold[0], Expr):
+        return isinstance(parsed_answer[0], Set) and (r"\{" in answer or "[" in answer)
+    sides = [(parsed_gold[0], gold, answer), (parsed_answer[0], answer, gold)]
+    return any(
+        isinstance(parsed, Interval | Tuple) and r"\{" in other and r"\{" not in own for parsed, own, other in sides
+    )
 
 
 def _contradicts(gold: list[Any], answer: list[Any]) -> bool:

@@ -75,7 +75,6 @@ _FIELDS = (
 )
 
 
-@lru_cache(maxsize=4096)
 def parse_tests(text: str) -> Tests:
     r"""Reads the tests of a task from a cell of the column `tests`.
 
@@ -89,9 +88,16 @@ def parse_tests(text: str) -> Tests:
     Raises:
         ValueError: The text is none of these; the message says what is wrong with it.
     """
+    if not isinstance(text, str):
+        raise ValueError(f"tests take a JSON object as text, got {type(text).__name__}: {str(text)[:40]!r}")
+    return _parsed_tests(text)
+
+
+@lru_cache(maxsize=4096)
+def _parsed_tests(text: str) -> Tests:
     try:
         case = json.loads(text)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"tests take a JSON object as text, got {str(text)[:40]!r} ({error})") from None
     if not isinstance(case, dict):
         raise ValueError(f"tests take a JSON object, got {type(case).__name__}")

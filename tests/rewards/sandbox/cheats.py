@@ -47,6 +47,77 @@ def lying(base: str) -> str:
     return f"class Lie({base}):\n{body}def double(x):\n    return Lie()\n"
 
 
+#: Tests that pass functions to the program, each with a program that builds in the judge what equals everything.
+CALLBACKS = {
+    "a class by type": (
+        "assert f(2, type) == 4",
+        """
+def f(x, kind):
+    return kind("X", (), {"__eq__": lambda *_: True})()
+""",
+    ),
+    "a class by type through map": (
+        "assert f(2, type, map) == 4",
+        """
+def f(x, kind, over):
+    return next(iter(over(kind, ["X"], [()], [{"__eq__": lambda *_: True}])))()
+""",
+    ),
+    "a partial of type": (
+        "from functools import partial\nassert f(2, partial(type, 'X')) == 4",
+        """
+def f(x, kind):
+    return kind((), {"__eq__": lambda *_: True})()
+""",
+    ),
+    "a comparison by setattr": (
+        "class Mine:\n    pass\nassert f(lambda: Mine, setattr) == 4",
+        """
+def f(mine, change):
+    kind = mine()
+    change(kind, "__eq__", lambda *_: True)
+    return kind()
+""",
+    ),
+    "the class of mocks": (
+        "from unittest.mock import MagicMock\nassert f(2, MagicMock) == 4",
+        """
+def f(x, mock):
+    made = mock(**{"__eq__.return_value": True})
+    return made
+""",
+    ),
+    "eval": (
+        "assert f(2, eval) == 4",
+        'def f(x, run):\n    return run(\'type("X", (), {"__eq__": lambda *_: True})()\')',
+    ),
+    "code of the tests by a text": (
+        "expected = 4\nassert f(lambda: expected, str.format) == expected",
+        """
+def f(own, form):
+    return int(form("{0.__globals__[expected]}", own))
+""",
+    ),
+    "arguments that change under the eye": (
+        "assert f(2, map, type) == 4",
+        """
+import sys, gc
+peer = sys.modules["peer"]
+link = next(thing for thing in gc.get_objects() if type(thing) is peer.Peer)
+class Changing:
+    def __init__(self, *args):
+        self.looks, self.args = 0, args
+    def __iter__(self):
+        self.looks += 1
+        return iter([len] if self.looks == 1 else self.args)
+def f(x, over, kind):
+    def made(*args):
+        return next(iter(link.request("call", over, link.pack((Changing(*args), {})))[0]))
+    return made(made(kind, ["X"], [()], [{"__eq__": lambda *_: True, "__init__": lambda *_: None}]), [1])
+""",
+    ),
+}
+
 CHEATS = {
     "an object that is everything": EVERYTHING + "def double(x):\n    return Everything()\n",
     "a class that is everything": EVERYTHING + "double = Everything()\n",

@@ -6,6 +6,16 @@
 
 from __future__ import annotations
 
+#: Takes back the signal that would end it with its parent, and lets go of all descriptors.
+OUTLIVING = """
+import ctypes, os, time
+library = ctypes.CDLL(None)
+if library.prctl(1, 0, 0, 0, 0) == 0:
+    breach()
+library.prctl(15, b"innocent", 0, 0, 0)
+os.closerange(3, 64)
+"""
+
 #: Attacks on the machine: its processes, memory and disk.
 ON_THE_MACHINE = {
     "fork bomb": """
@@ -166,6 +176,35 @@ repr(A())
 
 #: Attacks on the user: files, environment, network, processes.
 ON_THE_USER = {
+    "changing what belongs to the devices": """
+import ctypes, os
+library = ctypes.CDLL(None)
+for device in ("/dev/null", "/dev/zero", "/dev/urandom", "/tmp"):
+    file = os.open(device, os.O_RDONLY)
+    for attempt in (
+        lambda: os.chmod(device, 0o666),
+        lambda: os.fchmod(file, 0o666),
+        lambda: os.chmod(device, 0o666, dir_fd=file),
+        lambda: os.utime(device),
+        lambda: os.utime(device, (1, 1)),
+        lambda: os.utime(file),
+        lambda: os.chown(device, -1, -1),
+        lambda: os.chown(device, os.getuid(), os.getgid()),
+        lambda: os.lchown(device, -1, -1),
+        lambda: os.fchown(file, -1, -1),
+        lambda: os.setxattr(device, "user.x", b"1"),
+        lambda: os.setxattr(file, "user.x", b"1"),
+        lambda: os.setxattr(device, "user.x", b"1", follow_symlinks=False),
+    ):
+        try:
+            attempt()
+            breach(device)
+        except (OSError, NotImplementedError):
+            pass
+    for number in (452, 463):  # fchmodat2, setxattrat: newer than the C library
+        if library.syscall(number, -100, device.encode(), 0o666, 0) >= 0:
+            breach(number, device)
+""",
     "reading files": """
 import os, glob
 wanted = ["$SECRET", "/etc/passwd", "/etc/shadow", "/etc/hostname", "/proc/self/environ", "/proc/1/environ",
@@ -339,6 +378,7 @@ os.chdir("root")
 
 #: Attacks on the checker.
 ON_THE_CHECKER = {
+    "outliving everything": OUTLIVING + "time.sleep(1000)",
     "os._exit(0)": "import os\nos._exit(0)",
     "sys.exit(0)": "import sys\nsys.exit(0)",
     "exit in a finaliser": "import atexit, os\natexit.register(os._exit, 0)\nraise ValueError",

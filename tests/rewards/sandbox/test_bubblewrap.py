@@ -77,6 +77,34 @@ def test_a_bubblewrap_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest
         Sandbox()
 
 
+def test_where_sigchld_is_ignored_it_says_so(sandbox: Sandbox) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(SandboxError, match="SIGCHLD is ignored"):
+            Sandbox()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_sandbox_that_somebody_else_has_reaped_ends_all_the_same(sandbox: Sandbox) -> None:
+    process = sandbox.start("ready", limits=LIMITS, stdin=None, stdout=None)
+    os.waitid(os.P_PID, process.pid, os.WEXITED)
+    assert process.end() == 0.0
+    assert process.returncode == 255
+
+
+def test_what_runs_inside_is_in_the_group_that_is_killed(sandbox: Sandbox) -> None:
+    read, write = os.pipe()
+    process = sandbox.start("stdio", limits=LIMITS, stdin=read, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.read(1) == b"+"
+    (inside,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    assert os.getpgid(inside) == process.pid
+    process.end()
+    process.stdout.close()
+    os.close(read)
+    os.close(write)
+
+
 def test_an_unknown_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     with pytest.raises(SandboxError, match="riscv64"):

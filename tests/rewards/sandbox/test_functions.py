@@ -1,20 +1,28 @@
+import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.rewards.sandbox import cheats, hostile
+from tests.rewards.sandbox.processes import wait_until_gone
 from troll.rewards.program import CodeTests, FunctionTests, parse_tests
-from troll.rewards.sandbox.bubblewrap import Sandbox
+from troll.rewards.sandbox.bubblewrap import Sandbox, SandboxError
 from troll.rewards.sandbox.functions import JudgeEndedError, run_functions
 from troll.rewards.sandbox.judge import Judge
 from troll.rewards.sandbox.limits import Limits, Outcome
 
 LIMITS = Limits(cpu_seconds=1.0, idle_seconds=1.0, wall_seconds=20.0)
+
+#: A mark that stands in the command line of everything in a sandbox.
+MARK = 4_000_000 + os.getpid() % 100_000
 
 Run = Callable[..., list[Outcome]]
 
@@ -57,15 +65,112 @@ def test_cheating_passes_no_test(run, name):
     assert not any(outcome.passed for outcome in outcomes), reasons(outcomes)
 
 
+@pytest.mark.parametrize("name", cheats.CALLBACKS)
+def test_functions_that_tests_pass_build_nothing_that_equals_everything(run, name):
+    test, program = cheats.CALLBACKS[name]
+    assert not run(program, test)[0].passed
+
+
+@pytest.fixture
+def trace(sandbox, monkeypatch) -> Iterator[Callable[[str], tuple[str, Callable[[], bytes]]]]:
+    """Gives programs a function `breach` that this process hears of, however they end."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    monkeypatch.setattr(sandbox, "start", partial(sandbox.start, pass_fds=[write]))
+
+    def traced(program: str) -> tuple[str, Callable[[], bytes]]:
+        breach = f"def breach(*what, write=__import__('os').write):\n    write({write}, repr(what).encode())\n"
+        return breach + program, heard
+
+    def heard() -> bytes:
+        with contextlib.suppress(BlockingIOError):
+            return os.read(read, 1000)
+        return b""
+
+    yield traced
+    os.close(read)
+    os.close(write)
+
+
+def test_a_breach_is_heard_of(run, trace):
+    program, heard = trace("import os\nbreach('here')\nos.abort()")
+    assert not run(program, "assert f()")[0].passed
+    assert heard() == b"('here',)"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*hostile.ON_THE_MACHINE, *hostile.ON_THE_USER])
-def test_what_breaks_nothing_in_the_sandbox_breaks_nothing_here(run, name):
-    attack = {**hostile.ON_THE_MACHINE, **hostile.ON_THE_USER}[name]
-    program = f"BROKEN = []\ndef breach(*what):\n    BROKEN.append(what)\ndef answer():\n    return BROKEN\n{attack}"
+def test_what_breaks_nothing_in_the_sandbox_breaks_nothing_here(run, trace, name):
+    program, heard = trace({**hostile.ON_THE_MACHINE, **hostile.ON_THE_USER}[name])
     start = time.monotonic()
-    assert not run(program, "assert answer()")[0].passed
+    assert not run(program, "assert answer()", limits=replace(LIMITS, output_bytes=MARK))[0].passed
     assert time.monotonic() - start < 15
+    assert heard() == b""
+    wait_until_gone(f",{MARK},")
     assert reasons(run("def f(): return 1", "assert f() == 1")) == ["passed"]
+
+
+@pytest.mark.parametrize("answer", ["sleep", "return"])
+def test_no_program_outlives_its_verdict(run, answer):
+    limits = replace(LIMITS, output_bytes=MARK)
+    if answer == "sleep":
+        program = f"{hostile.OUTLIVING}\ndef f(x):\n    os.closerange(0, 64)\n    time.sleep(1000)"
+    else:  # and stays when the channel is closed
+        patch = "sys.modules['peer'].Peer._receive = lambda *_: time.sleep(1000)"
+        program = (
+            f"import sys\n{hostile.OUTLIVING.replace('os.closerange(3, 64)', '')}\ndef f(x):\n    {patch}\n    return x"
+        )
+    start = time.monotonic()
+    assert reasons(run(program, "assert f(1) == 1", limits=limits)) == [
+        "passed" if answer == "return" else "exited before the tests ended"
+    ]
+    assert time.monotonic() - start < LIMITS.idle_seconds  # nobody waits for it to end
+    wait_until_gone(f",{MARK},")
+    signal_kept = "import ctypes\ndef f(): return ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)"
+    assert reasons(run(signal_kept, "assert f() == -1")) == ["passed"]
+
+
+def test_a_program_that_passes_all_tests_in_too_much_time_fails(run):
+    program = """
+import time
+def f(x):
+    end = time.process_time() + x
+    while time.process_time() < end: pass
+    return 1
+"""
+    assert reasons(run(program, "assert f(0.2) == 1", "assert f(0.2) == 1")) == ["passed"] * 2
+    limits = replace(LIMITS, cpu_seconds=0.3)
+    assert reasons(run(program, "assert f(0.2) == 1", "assert f(0.2) == 1", limits=limits)) == ["passed", "time limit"]
+
+
+def test_a_program_that_drips_is_idle(run):
+    work = "def work(end=0.002):\n    end += time.process_time()\n    while time.process_time() < end: pass\n"
+    program = f"import time\n{work}def f():\n    while True:\n        time.sleep(0.08)\n        work()"
+    start = time.monotonic()
+    assert reasons(run(program, "assert f()", limits=Limits(idle_seconds=1.0))) == ["idle limit"]
+    assert time.monotonic() - start < 20
+
+
+def test_a_long_reason_stays_within_what_is_read(run):
+    outcomes = run("def f(): raise ValueError(chr(0x1F600) * 600)", *["assert f()"] * 3)
+    assert [len(outcome.reason) for outcome in outcomes] == [200] * 3
+
+
+def test_a_sandbox_that_does_not_start_is_no_verdict(sandbox, judge, monkeypatch):
+    monkeypatch.setattr("troll.rewards.sandbox.functions.PAUSES", (0.0, 0.0, 0.0))
+    starts: list[str] = []
+    command = sandbox.command
+
+    def failing(limits: Limits) -> list[str]:
+        starts.append("start")
+        return command(limits) if len(starts) == 3 else ["/bin/false"]
+
+    monkeypatch.setattr(sandbox, "command", failing)
+    tests = parse_tests(json.dumps({"asserts": ["assert f() == 1"]}))
+    assert isinstance(tests, CodeTests)
+    assert reasons(run_functions(sandbox, judge, "def f(): return 1", tests, LIMITS)) == ["passed"]
+    with pytest.raises(SandboxError, match="no longer starts"):
+        run_functions(sandbox, judge, "def f(): return 1", tests, LIMITS)
 
 
 def test_arguments_change_in_place(run):
@@ -133,6 +238,10 @@ def test_functions_of_the_tests_are_called_back(run):
 def apply(f, xs): return [f(x) for x in xs]
 def twice(f): return lambda x: f(f(x))
 def sort(xs, key): return sorted(xs, key=key)
+def each(function, *args, **kwargs): return function(*args, **kwargs)
+def named(self): return self
+def total(xs): return sum(xs)
+def fill(grid): grid[0][0] = 5
 def attempt(f):
     try:
         return f()
@@ -146,8 +255,18 @@ def attempt(f):
         "assert sort(['bb', 'a'], key=len) == ['a', 'bb'] and apply(str, [1]) == ['1']",
         "def bad(): raise ValueError('no')\nassert attempt(bad) == 'no'",
         "same = lambda: 0\nassert apply(lambda f: f, [same])[0] is same",
+        "seen = []\nassert apply(seen.append, [1, [2]]) == [None, None] and seen == [1, [2]]",
+        "counts = {'a': 2, 'b': 1}\nassert sort(['a', 'b'], counts.get) == ['b', 'a']",
+        "import operator as o\nassert each(o.add, 1, 2) == 3 and sort(['ab', 'ba'], o.itemgetter(1))[0] == 'ba'",
+        "import functools, math\nassert each(functools.partial(pow, 2), 3) == 8 and each(math.gcd, 4, 6) == 2",
+        "from functools import partial\nassert each(partial(lambda kind: kind.__name__, Exception)) == 'Exception'",
+        "class A:\n    def two(self): return 2\nassert each(A().two) == 2 and apply(str.upper, ['a']) == ['A']",
+        "assert each(map, lambda x: x, [1]) and each(type, 1) is int",
+        "assert named(self=3) == 3",
+        "assert total(x for x in [1, 2]) == 3 and total({1: 2}.values()) == 2 and total(iter([4])) == 4",
+        "grid = [[0] * 2] * 2\nfill(grid)\nassert grid == [[5, 0], [5, 0]]",
     )
-    assert reasons(outcomes) == ["passed"] * 5
+    assert reasons(outcomes) == ["passed"] * 15
 
 
 def test_exceptions_of_the_program(run):
@@ -264,6 +383,16 @@ def test_judges_of_several_threads_do_not_disturb_each_other(sandbox):
     for thread in threads:
         thread.join()
     assert passed == {number: [True] * 15 for number in range(4)}
+
+
+def test_a_judge_that_ends_amid_a_program_fails_no_program(sandbox):
+    judge = Judge(sandbox)
+    tests = parse_tests(json.dumps({"asserts": ["assert f(0) == 1", "assert f(0.6) == 1"]}))
+    assert isinstance(tests, CodeTests)
+    threading.Timer(0.3, judge.process.kill).start()
+    with pytest.raises(JudgeEndedError):
+        run_functions(sandbox, judge, "import time\ndef f(x):\n    time.sleep(x)\n    return 1", tests, Limits())
+    judge.close()
 
 
 def test_a_judge_that_is_gone_is_an_error(sandbox):

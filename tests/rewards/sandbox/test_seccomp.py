@@ -41,10 +41,10 @@ def verdict(machine: str, number: int, argument: int = 0, architecture: int | No
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_refused_calls_fail_and_all_others_pass(machine: str) -> None:
-    column, clone = MACHINES[machine][1:]
+    column, clone, prctl = MACHINES[machine][1:]
     refused = {numbers[column] for numbers in REFUSED.values()}
     for number in range(451):
-        if number in (clone, 435):
+        if number in (clone, prctl, 435):
             continue
         assert verdict(machine, number) == (0x00050000 | errno.EPERM if number in refused else ALLOW)
 
@@ -57,6 +57,14 @@ def test_threads_are_allowed_and_processes_are_not(machine: str) -> None:
     assert verdict(machine, clone, 17) == 0x00050000 | errno.EPERM
     assert verdict(machine, clone, 0x10000000 | 17) == 0x00050000 | errno.EPERM
     assert verdict(machine, 435) == 0x00050000 | errno.ENOSYS
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_signal_that_ends_a_program_with_its_parent_stays(machine: str) -> None:
+    prctl = MACHINES[machine][3]
+    assert verdict(machine, prctl, 1) == 0x00050000 | errno.EPERM
+    assert verdict(machine, prctl, 1 << 32 | 1) == 0x00050000 | errno.EPERM  # of which the kernel reads the low half
+    assert verdict(machine, prctl, 15) == verdict(machine, prctl, 2) == ALLOW
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -73,7 +81,8 @@ def test_numbers_are_the_kernels(machine: str) -> None:
     if not HEADERS[machine].exists():
         pytest.skip(f"no {HEADERS[machine]} here")
     known = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text()))
-    column, clone = MACHINES[machine][1:]
+    column, clone, prctl = MACHINES[machine][1:]
+    assert int(known["prctl"]) == prctl
     assert int(known["clone"]) == clone
     for name, numbers in REFUSED.items():
         assert known.get(name) == (None if numbers[column] is None else str(numbers[column])), name

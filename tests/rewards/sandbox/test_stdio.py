@@ -84,11 +84,6 @@ def test_every_test_has_its_outcome(sandbox: Sandbox) -> None:
     assert reasons[3] == "passed"
 
 
-def test_nothing_runs_after_a_failure_where_that_is_asked_for(sandbox: Sandbox) -> None:
-    outcomes = run_stdio(sandbox, ADD, ["1 2", "1 2", "1 2"], ["3", "4", "3"], LIMITS, stop_at_failure=True)
-    assert [outcome.reason for outcome in outcomes] == ["passed", "wrong answer", "not run"]
-
-
 @pytest.mark.parametrize(
     ("program", "wanted"),
     [
@@ -190,7 +185,7 @@ def test_a_crash_costs_one_test(sandbox: Sandbox) -> None:
 
 
 def test_the_wall_is_a_backstop(sandbox: Sandbox) -> None:
-    program = "import time\nwhile True:\n    time.sleep(0.002)\n    sum(range(10000))"
+    program = "import time\nwhile True:\n    time.sleep(0.002)\n    sum(range(100000))"
     limits = Limits(cpu_seconds=10, wall_seconds=1, idle_seconds=0.5)
     assert reason(sandbox, program, limits=limits) == "wall limit"
 

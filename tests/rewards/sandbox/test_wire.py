@@ -141,9 +141,18 @@ def test_changes_are_repeated_in_place():
     kept = list(mine)
     theirs = ([[1, 9], 2, 3], {"k": [4], "n": 1}, {2}, collections.deque([7, 8]), ([5],), 6, bytearray())
     merged = wire.merge(mine, theirs)
-    assert merged == ([[5], 2, 3], {"k": [5], "n": 1}, {2}, collections.deque([7, 8]), ([5],), 6, bytearray())
+    assert merged == ([[1, 9], 2, 3], {"k": [1, 9], "n": 1}, {2}, collections.deque([7, 8]), ([1, 9],), 6, bytearray())
     assert all(a is b for a, b in zip(merged, kept, strict=True) if b != 5)
     assert all(a is b for a, b in zip(mine, kept, strict=True))
-    assert mine[0][0] is inner and mine[1]["k"] is inner and inner == [5]
+    assert mine[0][0] is inner and mine[1]["k"] is inner and inner == [1, 9]
     assert queue.maxlen == 3
     assert wire.merge([1], (1,)) == (1,)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_container_at_several_places_is_changed_by_any_of_its_copies(place):
+    row = [{"k": 0}]
+    mine, theirs = ([row] * 3, row), ([[{"k": 0}] for _ in range(3)], [{"k": 0}])
+    theirs[0][place][0]["k"] = 1
+    wire.merge(mine, theirs)
+    assert mine[0][0] is row and row == [{"k": 1}]

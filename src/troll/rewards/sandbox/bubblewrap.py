@@ -63,7 +63,7 @@ class Process(subprocess.Popen[bytes]):
                 os.killpg(self.pid, signal.SIGKILL)
             try:
                 _, status, usage = os.wait4(self.pid, 0)
-            except ChildProcessError:  # the caller's process ignores SIGCHLD: the kernel has reaped it
+            except ChildProcessError:  # the caller reaps whatever child has ended
                 self.returncode = 255
             else:
                 self.returncode = os.waitstatus_to_exitcode(status)
@@ -131,8 +131,7 @@ class Sandbox:
         """Starts a script in a fresh sandbox.
 
         The script's first argument is for `confine.confine`, which it calls before it runs anything of the program's.
-        The sandbox lives no longer than the thread that starts it, which should therefore see it to its end, with
-        `supervise`.
+        The sandbox lives no longer than the thread that starts it, which should therefore see it to its `end`.
 
         Args:
             script: Name of a file in `inside/`, without ".py".
@@ -146,6 +145,8 @@ class Sandbox:
         Raises:
             SandboxError: The sandbox could not be started.
         """
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # bubblewrap inherits it, and would wait for ever
+            raise SandboxError("the sandbox cannot run while SIGCHLD is ignored: set it to SIG_DFL")
         command = [self._interpreter, *INTERPRETER_FLAGS]
         environment = dict(ENVIRONMENT)
         folder = None
@@ -191,7 +192,8 @@ class Sandbox:
         bwrap = shutil.which("bwrap")
         if bwrap is None:
             raise SandboxError(f"the sandbox needs bubblewrap (the program bwrap): {INSTALL}")
-        command = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
+        # No new session inside: what runs there stays in the process group that `Process.end` kills.
+        command = [bwrap, "--unshare-all", "--die-with-parent", "--as-pid-1", "--cap-drop", "ALL"]
         command += ["--uid", "65534", "--gid", "65534", "--hostname", "sandbox", *_system()]
         shown = [Path("/usr")]
         for folder in (Path(sys.base_prefix).resolve(), Path(self._interpreter).parent):

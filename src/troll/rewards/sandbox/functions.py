@@ -9,20 +9,27 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import time
 from typing import Any
 
 from troll.rewards.program import CodeTests, FunctionTests
-from troll.rewards.sandbox.bubblewrap import Process, Sandbox
+from troll.rewards.sandbox.bubblewrap import Process, Sandbox, SandboxError
 from troll.rewards.sandbox.judge import Judge
 from troll.rewards.sandbox.limits import Limits, Outcome
-from troll.rewards.sandbox.stdio import REASONS
-from troll.rewards.sandbox.supervise import Watch, supervise, wait_for
+from troll.rewards.sandbox.stdio import NO_START, PAUSES, REASONS
+from troll.rewards.sandbox.supervise import Watch, wait_for
+
+#: How long a judge that was killed may take to be gone.
+END_SECONDS = 1.0
 
 #: What the judge says of a program that ended while it was asked; here it becomes the cause.
 ENDED = "exited before the tests ended"
 
-#: Of one outcome; the judge cuts reasons far below that.
+#: What a sandbox says before it runs anything of the program's.
+READY = b"+"
+
+#: Of one outcome; the judge cuts reasons below that.
 _MOST_BYTES = 4096
 
 
@@ -41,18 +48,34 @@ def run_functions(
         program: Python source.
         tests: What to test.
         limits: Of the program, for all its tests together; the judge has twice the CPU time to check
-            what comes back, and four times the memory.
+            what comes back, and twice the memory.
 
     Returns:
         An outcome per test. Those that were not reached share the reason of the one that ended the program.
 
     Raises:
         JudgeEndedError: The judge is gone; another one has to take its place.
-        SandboxError: The program's sandbox could not be started.
+        SandboxError: The program's sandbox could not be started, three times in a row.
     """
+    for pause in PAUSES:
+        try:
+            return _run(sandbox, judge, program, tests, limits)
+        except SandboxError:
+            time.sleep(pause)
+    raise SandboxError(NO_START)
+
+
+def _run(
+    sandbox: Sandbox, judge: Judge, program: str, tests: CodeTests | FunctionTests, limits: Limits
+) -> list[Outcome]:
     ours, theirs = socket.socketpair()
-    with ours, theirs:
-        process = sandbox.start("functions", limits=limits, stdin=theirs.fileno(), stdout=None)
+    ready, to_ready = os.pipe()
+    os.set_blocking(ready, False)
+    with ours, theirs, open(ready, "rb", buffering=0) as greeting:
+        try:
+            process = sandbox.start("functions", limits=limits, stdin=theirs.fileno(), stdout=to_ready)
+        finally:
+            os.close(to_ready)
         try:
             theirs.close()
             try:
@@ -61,9 +84,12 @@ def run_functions(
                 raise JudgeEndedError(f"the judge has ended: {error}") from error
             ours.close()
             count = len(tests.tests) if isinstance(tests, CodeTests) else len(tests.inputs)
-            return _outcomes(process, judge, report, count, limits)
+            outcomes = _outcomes(process, judge, report, count, limits)
         finally:
             process.end()
+        if greeting.read(1) != READY:
+            raise SandboxError("the sandbox did not start")
+        return outcomes
 
 
 def _job(program: str, tests: CodeTests | FunctionTests, limits: Limits) -> dict[str, Any]:
@@ -77,29 +103,35 @@ def _job(program: str, tests: CodeTests | FunctionTests, limits: Limits) -> dict
 
 
 def _outcomes(process: Process, judge: Judge, report: int, count: int, limits: Limits) -> list[Outcome]:
-    lines, kind = _report(process, judge, report, count, limits)
-    if not lines and judge.process.poll() is not None:
-        raise JudgeEndedError(f"the judge has ended with status {judge.process.returncode}")
+    lines, kind = _report(process, judge, report, limits, count * _MOST_BYTES)
     outcomes = [Outcome(*json.loads(line)) for line in lines[:count]]
-    if kind is None:  # the channel is closed: it ends by itself, and its CPU time is then known exactly
-        kind = supervise(process, limits).kind
+    failed = bool(outcomes) and not outcomes[-1].passed
+    if len(outcomes) < count and _has_ended(judge, 0.0 if failed else END_SECONDS):
+        raise JudgeEndedError(f"the judge has ended with status {judge.process.returncode}")
     if outcomes and (outcomes[-1].reason == ENDED or kind == "cpu"):
-        outcomes[-1] = Outcome(False, REASONS.get(kind, ENDED))
-    if len(outcomes) < count:
-        # After nothing but passes, silence: the judge's own limits ended it.
-        failed = outcomes and not outcomes[-1].passed
-        rest = outcomes[-1] if failed else Outcome(False, "the results took too long to check")
-        outcomes += [rest] * (count - len(outcomes))
-    return outcomes
+        outcomes[-1] = Outcome(False, REASONS[kind] if kind else ENDED)
+        failed = True
+    # After nothing but passes, silence: the judge's own limits ended it.
+    rest = outcomes[-1] if failed else Outcome(False, "the results took too long to check")
+    return outcomes + [rest] * (count - len(outcomes))
 
 
-def _report(process: Process, judge: Judge, report: int, count: int, limits: Limits) -> tuple[list[bytes], str | None]:
-    """What the judge reports, line by line, and for which limit the program was killed meanwhile, if for any."""
+def _has_ended(judge: Judge, seconds: float) -> bool:
+    """Whether the judge is gone, rather than its process for one program, which is the first to go in either case."""
+    try:
+        judge.process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _report(process: Process, judge: Judge, report: int, limits: Limits, most: int) -> tuple[list[bytes], str | None]:
+    """What the judge reports, line by line, and which limit the program passed until then, if any; it is killed."""
     watch = Watch([process, judge.process], limits)
     due = time.monotonic() + watch.period
     text, kind = b"", None
     try:
-        while len(text) <= count * _MOST_BYTES:
+        while len(text) <= most:
             if wait_for(report, max(0.0, due - time.monotonic())):
                 part = os.read(report, 1 << 16)
                 if not part:
@@ -110,6 +142,10 @@ def _report(process: Process, judge: Judge, report: int, count: int, limits: Lim
                 kind = kind or watch.verdict()
                 if kind:
                     process.end()
+        # What counts is how much it has used until here, not how it would end.
+        watch.measure()
+        if max(process.end(), watch.cpu_seconds) > limits.cpu_seconds:
+            kind = kind or "cpu"
     finally:
         os.close(report)
     *lines, _ = text.split(b"\n")  # the last may have been cut off

@@ -19,7 +19,7 @@ class Limits:
         cpu_seconds: CPU time of all its threads. Decides, so that results do not depend on how busy the machine is.
             Measured exactly, while a program that does not end may use half a second more before it is killed.
         wall_seconds: A backstop against what no other limit catches.
-        idle_seconds: How long it may sleep or wait, using next to no CPU (under 1 %). Waiting for a busy CPU is not
+        idle_seconds: How long it may sleep or wait, using next to no CPU (under 5 %). Waiting for a busy CPU is not
             idleness.
         memory_bytes: Address space, so what is reserved counts as well; at least 64 MiB.
         disk_bytes: Size of the work folder, which is in memory.

@@ -1,9 +1,10 @@
 """The system calls that a program may not make, as a filter for the kernel (seccomp, classic BPF).
 
 Programs may start threads and no processes: with one process, the kernel's limits on CPU time and memory hold for the
-program as a whole. What reaches other processes, other namespaces, mounts, devices of the kernel (keys, BPF, io_uring)
-or memory that no limit counts (memfd, System V shared memory) is refused too, and so is every call that is newer than
-this list.
+program as a whole. They may not take back the signal that ends them with their parent, nor change owner, mode, times
+or attributes of a file: where the user is root, the devices inside are the user's own. What reaches other processes,
+other namespaces, mounts, devices of the kernel (keys, BPF, io_uring) or memory that no limit counts (memfd, System V
+shared memory) is refused too, and so is every call that is newer than this list.
 """
 
 from __future__ import annotations
@@ -49,6 +50,24 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "mount_setattr": (442, 442),
     "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265),
+    # what belongs to files: the devices are the user's
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "chown": (92, None),
+    "lchown": (94, None),
+    "fchown": (93, 55),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
     # the network
     "socket": (41, 198),
     # memory outside the limits
@@ -98,13 +117,14 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "kexec_file_load": (320, 294),
 }
 
-#: machine: (its AUDIT_ARCH, column of `REFUSED`, number of clone)
-MACHINES = {"x86_64": (0xC000003E, 0, 56), "aarch64": (0xC00000B7, 1, 220)}
+#: machine: (its AUDIT_ARCH, column of `REFUSED`, number of clone, number of prctl)
+MACHINES = {"x86_64": (0xC000003E, 0, 56, 157), "aarch64": (0xC00000B7, 1, 220, 167)}
 
 CLONE3 = 435  # on every machine
 NEWEST = 450  # set_mempolicy_home_node, Linux 5.17
 X32 = 0x40000000  # x86_64's second set of numbers, which would pass by every comparison below
 CLONE_THREAD = 0x00010000
+PR_SET_PDEATHSIG = 1
 
 # Offsets in struct seccomp_data; args[0] is read by its low half.
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
@@ -126,7 +146,7 @@ def filter_program(machine: str | None = None) -> bytes:
     machine = machine or platform.machine()
     if machine not in MACHINES:
         raise ValueError(f"no system call filter for {machine}, only for {', '.join(MACHINES)}")
-    architecture, column, clone = MACHINES[machine]
+    architecture, column, clone, prctl = MACHINES[machine]
     refused = sorted(number for numbers in REFUSED.values() if (number := numbers[column]) is not None)
 
     # (operation, operand, label to jump to where it holds); execution goes on with the next line where it does not.
@@ -139,11 +159,16 @@ def filter_program(machine: str | None = None) -> bytes:
         (GREATER, NEWEST, "missing"),
         (EQUAL, CLONE3, "missing"),  # its flags are behind a pointer; the C library then falls back to clone
         (EQUAL, clone, "clone"),
+        (EQUAL, prctl, "prctl"),
         *((EQUAL, number, "refuse") for number in refused),
         (RETURN, ALLOW, "allow:"),
         (LOAD, FIRST_ARGUMENT, "clone:"),
         (ANY_BIT, CLONE_THREAD, "allow_thread"),
         (RETURN, ERROR | errno.EPERM, "refuse:"),
+        (LOAD, FIRST_ARGUMENT, "prctl:"),
+        (EQUAL, PR_SET_PDEATHSIG, "refuse_signal"),
+        (RETURN, ALLOW, None),
+        (RETURN, ERROR | errno.EPERM, "refuse_signal:"),
         (RETURN, ERROR | errno.ENOSYS, "missing:"),
         (RETURN, KILL, "kill:"),
         (RETURN, ALLOW, "allow_thread:"),

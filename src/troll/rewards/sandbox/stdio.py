@@ -19,6 +19,8 @@ REPORT = struct.Struct("<5q")
 #: Seconds after each failed start.
 PAUSES = (0.1, 1.0, 0.0)
 
+NO_START = "the sandbox no longer starts, although it did at first: is the machine out of memory?"
+
 #: Of tests that are killed with their sandbox.
 REASONS = {"cpu": "time limit", "idle": "idle limit", "wall": "wall limit"}
 
@@ -40,14 +42,12 @@ def run_stdio(
     inputs: Sequence[str],
     outputs: Sequence[str],
     limits: Limits,
-    *,
-    stop_at_failure: bool = False,
 ) -> list[Outcome]:
     """Runs a program once per input and compares what it prints.
 
     A test is passed by an exit status of 0, within the limits, with the expected output (see `same_output`). Expected
     outputs never enter the sandbox; an input enters it after the test before has ended. No test is run after one that
-    passed a limit of time.
+    passed a limit of time; their reason is "not run".
 
     Args:
         sandbox: Where to run it. All tests of this program share one, each in a process of its own; one that leaves
@@ -56,7 +56,6 @@ def run_stdio(
         inputs: T texts for standard input.
         outputs: T expected texts.
         limits: Of each test.
-        stop_at_failure: Run no test after the first that fails; their reason is "not run".
 
     Returns:
         T outcomes.
@@ -73,8 +72,7 @@ def run_stdio(
             while runner.clean and len(outcomes) < len(inputs):
                 number = len(outcomes)
                 outcomes.append(runner.test(inputs[number], outputs[number]))
-                stop = stop_at_failure and not outcomes[-1].passed
-                if stop or outcomes[-1].reason in REASONS.values():
+                if outcomes[-1].reason in REASONS.values():
                     return outcomes + [Outcome(False, "not run")] * (len(inputs) - len(outcomes))
     return outcomes
 
@@ -96,7 +94,7 @@ def _start(sandbox: Sandbox, program: str, limits: Limits) -> _Runner:
             time.sleep(pause)
         else:
             return runner
-    raise SandboxError("the sandbox no longer starts, although it did at first: is the machine out of memory?")
+    raise SandboxError(NO_START)
 
 
 class _Runner:

@@ -1,4 +1,4 @@
-"""Watches a sandbox from outside: kills it when it computes, idles or lasts too long, and reaps it.
+"""Watches a sandbox from outside: tells when it computes, idles or lasts too long.
 
 CPU time is read from the processes' clocks. The kernel's own limit on it counts ticks, which on a busy machine can be
 tens of per cent more than what a process had: it is set higher, for when nobody watches.
@@ -10,8 +10,7 @@ import contextlib
 import os
 import select
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,29 +18,14 @@ from troll.rewards.sandbox.bubblewrap import Process
 from troll.rewards.sandbox.limits import Limits
 
 #: Below this share of one CPU, a program that is not waiting for a CPU counts as idle.
-IDLE_SHARE = 0.01
-
+IDLE_SHARE = 0.05
 
 #: What a sandbox may use to start up. Who ends by himself is judged by his own CPU time, to the microsecond.
 START_SECONDS = 0.25
 
-#: Without it a sandbox cannot be looked into, and only wall time catches a program that sleeps.
+#: Without it a sandbox cannot be looked into: only wall time catches a program that sleeps, and only the kernel's limit
+#: on CPU time one whose functions are called.
 LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
-
-
-@dataclass(frozen=True)
-class Exit:
-    """How a sandbox ended.
-
-    Attributes:
-        kind: "exited" by itself; "cpu", "idle" or "wall", the limit that it passed; "killed" by another signal.
-        status: Exit status; 128 plus the signal's number where a signal ended it.
-        cpu_seconds: CPU time of all of it, some 10 ms of starting up included.
-    """
-
-    kind: Literal["exited", "cpu", "idle", "wall", "killed"]
-    status: int
-    cpu_seconds: float
 
 
 class Watch:
@@ -76,54 +60,21 @@ class Watch:
             return "wall"
         if not LISTS_CHILDREN:
             return None
-        tree = _tree(self._watched)
-        self.cpu_seconds = _cpu_seconds(tree) - self._before
+        self.measure()
         if self.cpu_seconds > self._limits.cpu_seconds + START_SECONDS:
             return "cpu"
-        if self._works(tree):
+        if self._works():
             self._active = now
         return "idle" if now - self._active > self._limits.idle_seconds else None
 
-    def _works(self, tree: list[int]) -> bool:
-        tree = tree + [pid for root in self._beside for pid in _tree(root)]
+    def measure(self) -> None:
+        """Reads the CPU time; what a process used that has been reaped since the last time is missing."""
+        self.cpu_seconds = max(self.cpu_seconds, _cpu_seconds(_tree(self._watched)) - self._before)
+
+    def _works(self) -> bool:
+        tree = [pid for root in (self._watched, *self._beside) for pid in _tree(root)]
         seen, self._seen = self._seen, _cpu_seconds(tree)
         return abs(self._seen - seen) >= IDLE_SHARE * self.period or any(map(_busy, tree))
-
-
-def supervise(process: Process, limits: Limits, *, beside: Sequence[Process] = ()) -> Exit:
-    """Waits for a sandbox to end, within its limits of time, and reaps it.
-
-    Whatever happens here, an interrupt included, the sandbox is killed.
-
-    Args:
-        process: As `Sandbox.start` returned it.
-        limits: What it was started with.
-        beside: Sandboxes that it talks to: while they work, it may wait.
-    """
-    watch = Watch([process, *beside], limits)
-    verdict = None
-    try:
-        with ending(process) as ended:
-            while verdict is None and not wait_for(ended, watch.period):
-                verdict = watch.verdict()
-    finally:
-        cpu_seconds = max(process.end(), watch.cpu_seconds)
-    status = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    if verdict is not None:
-        return Exit(verdict, status, cpu_seconds)
-    if cpu_seconds > limits.cpu_seconds:
-        return Exit("cpu", status, cpu_seconds)
-    return Exit("killed" if status > 128 else "exited", status, cpu_seconds)
-
-
-@contextlib.contextmanager
-def ending(process: Process) -> Iterator[int]:
-    """A file descriptor that becomes readable when the process has ended."""
-    descriptor = os.pidfd_open(process.pid)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def wait_for(descriptor: int, seconds: float, events: int = select.POLLIN) -> bool:

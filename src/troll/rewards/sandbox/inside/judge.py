@@ -17,10 +17,14 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import callbacks
 import confine
 from peer import Closed, Peer
 
 Outcome = tuple[bool, str]
+
+#: Each character may take 12 bytes, as JSON, of those that the reader takes.
+_REASON_LENGTH = 200
 
 
 class Tests:
@@ -56,7 +60,7 @@ class Tests:
             pass
         except BaseException as error:
             if not self._peer.closed:
-                return _reason(error)
+                return _reason(error)[:_REASON_LENGTH]
         return "exited before the tests ended" if self._peer.closed else None
 
     def _prepare(self) -> None:
@@ -97,13 +101,15 @@ class Tests:
         raise NameError(f"name {name!r} is not defined")
 
     def _serve(self, operation: str, *operands: Any) -> Any:
-        """What the program may ask of functions that tests pass to it: to be called, and whether they are true."""
+        """What the program may ask of objects that tests pass to it: to be called, to be iterated, and their truth."""
         if operation == "bool":
             return True
+        if operation in ("iter", "next") and len(operands) == 1:
+            return iter(operands[0]) if operation == "iter" else next(operands[0])
         if operation != "call" or len(operands) != 2 or not callable(operands[0]):
-            raise TypeError(f"functions of the tests can only be called, not {operation[:20]!r}")
+            raise TypeError(f"objects of the tests can only be called and iterated, not {operation[:20]!r}")
         args, kwargs = self._peer.unpack(operands[1])
-        return operands[0](*args, **kwargs), None
+        return callbacks.call(operands[0], args, kwargs, self._namespace), None
 
 
 def _reason(error: BaseException) -> str:
@@ -112,7 +118,7 @@ def _reason(error: BaseException) -> str:
         return "memory limit" if remote.startswith("MemoryError") else f"raised {remote}"
     if isinstance(error, AssertionError):
         return "wrong answer"
-    return f"the tests raised {type(error).__name__}: {str(error)[:200]}"
+    return f"the tests raised {type(error).__name__}: {error}"
 
 
 def _as_lists(value: Any) -> Any:
@@ -134,7 +140,7 @@ def _judge(job: dict[str, Any], channel: int, report: int) -> None:
     signal.alarm(int(job["wall_seconds"]) + 1)
     # The kernel's count of CPU time is a rough one, hence twice as much as the program has.
     seconds = int(2 * job["cpu_seconds"]) + 1
-    memory = 4 * job["memory_bytes"]
+    memory = 2 * job["memory_bytes"]
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     for outcome in Tests(job, channel).outcomes():

@@ -153,7 +153,7 @@ class Proxy:
     def __setattr__(self, name: str, value: object) -> None:
         _ask(self, "set", name, value)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> Any:
         """Calls it with copies of the arguments, and repeats in the arguments what it did to the copies."""
         peer: Peer = object.__getattribute__(self, "_peer")
         result, changed = _ask(self, "call", peer.pack((args, kwargs)))

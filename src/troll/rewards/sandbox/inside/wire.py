@@ -95,24 +95,34 @@ def decode(data: bytes, resolve: Resolve) -> Any:
     return value
 
 
-def merge(mine: Any, theirs: Any) -> Any:
+def merge(mine: Any, theirs: Any, changed: set[int] | None = None) -> Any:
     """Repeats in `mine` what a call did to its copy: mutable containers are changed in place, down to nested ones.
+
+    Args:
+        mine: What the copy was made of.
+        theirs: The copy after the call.
+        changed: Ids of containers that have been changed. One that is at several places of `mine` has a copy at each,
+            of which only one may have been changed; the others must not undo that.
 
     Returns:
         `mine` where it could be changed to equal `theirs`, otherwise `theirs`.
     """
+    changed = set() if changed is None else changed
     if type(mine) is not type(theirs):
         return theirs
     if isinstance(mine, tuple) and len(mine) == len(theirs):
-        parts = tuple(map(merge, mine, theirs))
+        parts = tuple(merge(a, b, changed) for a, b in zip(mine, theirs, strict=True))
         return mine if all(a is b for a, b in zip(mine, parts, strict=True)) else parts
+    if id(mine) in changed:
+        return mine
+    before = mine.copy() if isinstance(mine, list | deque | dict | set | bytearray) else None
     if isinstance(mine, list | deque):
-        kept = [merge(a, b) for a, b in zip(mine, theirs, strict=False)]
+        kept = [merge(a, b, changed) for a, b in zip(mine, theirs, strict=False)]
         rest = list(theirs)[len(kept) :]
         mine.clear()
         mine.extend(kept + rest)
     elif isinstance(mine, dict):
-        items = {key: merge(mine[key], value) if key in mine else value for key, value in theirs.items()}
+        items = {key: merge(mine[key], value, changed) if key in mine else value for key, value in theirs.items()}
         mine.clear()
         mine.update(items)
     elif isinstance(mine, set):
@@ -122,6 +132,8 @@ def merge(mine: Any, theirs: Any) -> Any:
         mine[:] = theirs
     else:
         return theirs
+    if mine != before:
+        changed.add(id(mine))
     return mine
 
 

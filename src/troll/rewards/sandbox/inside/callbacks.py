@@ -1,0 +1,83 @@
+"""What a program may call in the judge: functions that the tests pass to it.
+
+The judge is trusted and holds what is expected. So a program gets no more than the tests' own functions, and functions
+of Python that make plain results of plain arguments: with `type`, `setattr` or a mock it could build an object there
+that equals everything.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType
+
+from peer import Proxy
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_PLAIN = (
+    bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict,
+    enumerate, filter, map, range, reversed, zip,
+    abs, all, any, bin, chr, divmod, hex, len, max, min, oct, ord, pow, print, repr, round, sorted, sum,
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow,
+    operator.neg, operator.pos, operator.abs, operator.invert, operator.not_, operator.truth,
+    operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift,
+    operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
+    operator.concat, operator.contains, operator.getitem,
+    *(thing for thing in vars(math).values() if isinstance(thing, BuiltinFunctionType)),
+)  # fmt: skip
+_PLAIN_IDS = set(map(id, _PLAIN))  # not everything that tests pass has a hash
+
+#: As `str.lower` and as `seen.append`. No more: "{0.__globals__}".format(function) would tell what the tests hold.
+_METHODS: dict[type, set[str]] = {
+    str: {"capitalize", "endswith", "isalpha", "isdigit", "islower", "isspace", "isupper", "join", "lower", "split",
+          "startswith", "strip", "swapcase", "title", "upper"},
+    list: {"append", "count", "extend", "index", "pop", "__getitem__"},
+    set: {"add", "discard", "__contains__"},
+    dict: {"get", "__contains__", "__getitem__"},
+}  # fmt: skip
+
+
+def call(function: Any, args: object, kwargs: object, namespace: dict[str, Any]) -> Any:
+    """Calls a function of the tests for the program.
+
+    Args:
+        function: What the program wants to call.
+        args: From the program.
+        kwargs: From the program.
+        namespace: The tests' globals.
+
+    Raises:
+        TypeError: A program may not call it, or not so.
+    """
+    if type(args) is not tuple or type(kwargs) is not dict:  # a proxy could be something else at every look
+        raise TypeError("no arguments")
+    if not (_is_own(function, namespace) or (function is type and len(args) == 1 and not kwargs)):
+        # Functions that call their arguments must not get at others in this way.
+        for thing in (function, *args, *kwargs.values()):
+            if callable(thing) and not _is_allowed(thing, namespace):
+                raise TypeError("of the tests' functions a program can call their own and a few of Python's")
+    return function(*args, **kwargs)
+
+
+def _is_own(function: Any, namespace: dict[str, Any]) -> bool:
+    if type(function) is MethodType:
+        function = function.__func__
+    return type(function) is FunctionType and function.__globals__ is namespace
+
+
+def _is_allowed(function: Any, namespace: dict[str, Any]) -> bool:
+    kind = type(function)
+    if kind is functools.partial:
+        parts = (function.func, *function.args, *function.keywords.values())
+        allowed = all(_is_allowed(part, namespace) for part in parts if callable(part))
+        return allowed or _is_own(function.func, namespace)
+    if kind is BuiltinFunctionType and type(function.__self__) in _METHODS:
+        return function.__name__ in _METHODS[type(function.__self__)]
+    if kind is MethodDescriptorType:
+        return function.__name__ in _METHODS.get(function.__objclass__, ())
+    known = kind in (Proxy, operator.itemgetter) or id(function) in _PLAIN_IDS
+    return known or _is_own(function, namespace)
