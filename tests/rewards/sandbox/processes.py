@@ -6,6 +6,11 @@ import contextlib
 import time
 from pathlib import Path
 
+import pytest
+
+from troll.rewards.sandbox.bubblewrap import Sandbox
+from troll.rewards.sandbox.limits import Limits
+
 
 def running(mark: str) -> list[int]:
     """Processes that have a text in their command line."""
@@ -23,3 +28,16 @@ def wait_until_gone(mark: str, seconds: float = 5.0) -> None:
     while left := running(mark):
         assert time.monotonic() < end, f"processes {left} are left"
         time.sleep(0.01)
+
+
+def start_at_the_third_attempt_only(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all attempts from now on."""
+    monkeypatch.setattr("troll.rewards.sandbox.bubblewrap.PAUSES", (0.0, 0.0, 0.0))
+    starts: list[str] = []
+    command = sandbox.command
+
+    def failing(limits: Limits) -> list[str]:
+        starts.append("start")
+        return command(limits) if len(starts) == 3 else ["/bin/false"]
+
+    monkeypatch.setattr(sandbox, "command", failing)

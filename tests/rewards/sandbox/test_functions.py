@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.rewards.sandbox import cheats, hostile
-from tests.rewards.sandbox.processes import wait_until_gone
+from tests.rewards.sandbox.processes import start_at_the_third_attempt_only, wait_until_gone
 from troll.rewards.program import CodeTests, FunctionTests, parse_tests
 from troll.rewards.sandbox.bubblewrap import Sandbox, SandboxError
 from troll.rewards.sandbox.functions import JudgeEndedError, run_functions
@@ -157,15 +157,7 @@ def test_a_long_reason_stays_within_what_is_read(run):
 
 
 def test_a_sandbox_that_does_not_start_is_no_verdict(sandbox, judge, monkeypatch):
-    monkeypatch.setattr("troll.rewards.sandbox.functions.PAUSES", (0.0, 0.0, 0.0))
-    starts: list[str] = []
-    command = sandbox.command
-
-    def failing(limits: Limits) -> list[str]:
-        starts.append("start")
-        return command(limits) if len(starts) == 3 else ["/bin/false"]
-
-    monkeypatch.setattr(sandbox, "command", failing)
+    start_at_the_third_attempt_only(sandbox, monkeypatch)
     tests = parse_tests(json.dumps({"asserts": ["assert f() == 1"]}))
     assert isinstance(tests, CodeTests)
     assert reasons(run_functions(sandbox, judge, "def f(): return 1", tests, LIMITS)) == ["passed"]

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.rewards.sandbox.processes import start_at_the_third_attempt_only
 from troll.rewards.sandbox.bubblewrap import Sandbox, SandboxError
 from troll.rewards.sandbox.limits import MEBIBYTE, Limits
 from troll.rewards.sandbox.stdio import run_stdio, same_output
@@ -210,15 +211,7 @@ def test_many_threads_at_once_and_no_descriptor_is_left(sandbox: Sandbox) -> Non
 def test_a_sandbox_that_cannot_start_is_no_verdict_on_the_program(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("troll.rewards.sandbox.stdio.PAUSES", (0.0, 0.0, 0.0))
-    starts: list[str] = []
-    command = sandbox.command
-
-    def failing(limits: Limits) -> list[str]:
-        starts.append("start")
-        return command(limits) if len(starts) == 3 else ["/bin/false"]
-
-    monkeypatch.setattr(sandbox, "command", failing)
+    start_at_the_third_attempt_only(sandbox, monkeypatch)
     assert reason(sandbox, "print(3)") == "passed"
     with pytest.raises(SandboxError, match="no longer starts"):
         reason(sandbox, "print(3)")

@@ -11,9 +11,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from troll.rewards.sandbox.limits import Limits
 from troll.rewards.sandbox.seccomp import filter_program
@@ -38,12 +40,32 @@ INTERPRETER_FLAGS = ("-s", "-S", "-B")
 #: Long enough for the busiest machine: it bounds a hanging start, not a slow one.
 TRIAL_SECONDS = 60.0
 
+#: Seconds after each failed start.
+PAUSES = (0.1, 1.0, 0.0)
+
 INSTALL = "install it (Debian, Ubuntu: apt install bubblewrap; Fedora: dnf install bubblewrap)"
 ALLOW = "see docs/sandbox.md for what to allow, on Ubuntu and in containers above all"
 
 
 class SandboxError(RuntimeError):
     """There can be no sandbox here; the message says what to install or to allow."""
+
+
+T = TypeVar("T")
+
+
+def insistently(start: Callable[[], T]) -> T:
+    """Starts something up to three times: a machine may be short of processes or memory for a moment.
+
+    Raises:
+        SandboxError: Each attempt raised one.
+    """
+    for pause in PAUSES:
+        try:
+            return start()
+        except SandboxError:
+            time.sleep(pause)
+    raise SandboxError("the sandbox no longer starts, although it did at first: is the machine out of memory?")
 
 
 class Process(subprocess.Popen[bytes]):

@@ -14,10 +14,10 @@ import time
 from typing import Any
 
 from troll.rewards.program import CodeTests, FunctionTests
-from troll.rewards.sandbox.bubblewrap import Process, Sandbox, SandboxError
+from troll.rewards.sandbox.bubblewrap import Process, Sandbox, SandboxError, insistently
 from troll.rewards.sandbox.judge import Judge
 from troll.rewards.sandbox.limits import Limits, Outcome
-from troll.rewards.sandbox.stdio import NO_START, PAUSES, REASONS
+from troll.rewards.sandbox.stdio import REASONS
 from troll.rewards.sandbox.supervise import Watch, wait_for
 
 #: How long a judge that was killed may take to be gone.
@@ -57,12 +57,7 @@ def run_functions(
         JudgeEndedError: The judge is gone; another one has to take its place.
         SandboxError: The program's sandbox could not be started, three times in a row.
     """
-    for pause in PAUSES:
-        try:
-            return _run(sandbox, judge, program, tests, limits)
-        except SandboxError:
-            time.sleep(pause)
-    raise SandboxError(NO_START)
+    return insistently(lambda: _run(sandbox, judge, program, tests, limits))
 
 
 def _run(

@@ -6,20 +6,14 @@ import os
 import re
 import select
 import struct
-import time
 from collections.abc import Sequence
 
-from troll.rewards.sandbox.bubblewrap import Process, Sandbox, SandboxError
+from troll.rewards.sandbox.bubblewrap import Process, Sandbox, SandboxError, insistently
 from troll.rewards.sandbox.limits import Limits, Outcome
 from troll.rewards.sandbox.supervise import Watch, wait_for
 
 #: Wait status, CPU microseconds, whether the work folder is clean, length of output and of errors: `inside/stdio.py`.
 REPORT = struct.Struct("<5q")
-
-#: Seconds after each failed start.
-PAUSES = (0.1, 1.0, 0.0)
-
-NO_START = "the sandbox no longer starts, although it did at first: is the machine out of memory?"
 
 #: Of tests that are killed with their sandbox.
 REASONS = {"cpu": "time limit", "idle": "idle limit", "wall": "wall limit"}
@@ -68,7 +62,7 @@ def run_stdio(
         raise ValueError(f"as many inputs as outputs are needed, got {len(inputs)} and {len(outputs)}")
     outcomes: list[Outcome] = []
     while len(outcomes) < len(inputs):
-        with _start(sandbox, program, limits) as runner:
+        with insistently(lambda: _start(sandbox, program, limits)) as runner:
             while runner.clean and len(outcomes) < len(inputs):
                 number = len(outcomes)
                 outcomes.append(runner.test(inputs[number], outputs[number]))
@@ -78,23 +72,15 @@ def run_stdio(
 
 
 def _start(sandbox: Sandbox, program: str, limits: Limits) -> _Runner:
-    """A sandbox that stands; a machine may be short of processes or memory for a moment."""
-    for pause in PAUSES:
-        try:
-            runner = _Runner(sandbox, program, limits)
-        except SandboxError:
-            time.sleep(pause)
-            continue
-        try:
-            runner.greet()
-        except BaseException as error:
-            runner.close()
-            if not isinstance(error, _Broken):
-                raise
-            time.sleep(pause)
-        else:
-            return runner
-    raise SandboxError(NO_START)
+    runner = _Runner(sandbox, program, limits)
+    try:
+        runner.greet()
+    except BaseException as error:
+        runner.close()
+        if isinstance(error, _Broken):
+            raise SandboxError(str(error)) from None
+        raise
+    return runner
 
 
 class _Runner:
