@@ -11,10 +11,13 @@ import pytest
 from tests.rewards import datasets
 from tests.rewards.datasets import Problem
 from tests.rewards.mutants import mutants, plain_run_passes
+from tests.rewards.sandbox.processes import needs_bubblewrap
 from troll.rewards.code import CodeGrader, compute_score, passed_fraction
 from troll.rewards.grading import Verdict
 from troll.rewards.program import CodeTests, parse_tests
 from troll.rewards.sandbox.limits import Limits
+
+pytestmark = needs_bubblewrap
 
 DOUBLE = json.dumps({"asserts": ["assert double(2) == 4", "assert double(3) == 6", "assert double(0) == 0"]})
 
@@ -58,19 +61,26 @@ def disagreements(grader: CodeGrader, problems: list[Problem], per_program: int)
     return different, rejected, len(cases)
 
 
-def test_a_sample_of_the_real_solutions_passes(grader):
+@pytest.fixture(scope="module")
+def default_grader() -> Iterator[CodeGrader]:
+    grader = CodeGrader()
+    yield grader
+    grader.close()
+
+
+def test_a_sample_of_the_real_solutions_passes(default_grader):
     chosen = random.Random(0)
     problems = chosen.sample(datasets.humaneval(), 25) + chosen.sample(datasets.mbpp(), 50)
-    assert failures(grader, problems) == []
+    assert failures(default_grader, problems) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", [datasets.humaneval, datasets.mbpp])
-def test_all_real_solutions_pass(grader, source):
+def test_all_real_solutions_pass(default_grader, source):
     problems = source()
     assert len(problems) == {"humaneval": 164, "mbpp": 500}[source.__name__]
     start = time.monotonic()
-    assert failures(grader, problems) == []
+    assert failures(default_grader, problems) == []
     print(f"{source.__name__}: {len(problems)} programs in {time.monotonic() - start:.1f} s")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest
 
 from troll.rewards.sandbox.bubblewrap import Sandbox
 from troll.rewards.sandbox.limits import Limits
+
+needs_bubblewrap = pytest.mark.skipif(
+    shutil.which("bwrap") is None, reason="needs bubblewrap (Debian: apt install bubblewrap)"
+)
 
 
 def running(mark: str) -> list[int]:

@@ -12,21 +12,24 @@ from pathlib import Path
 import pytest
 
 from tests.rewards.sandbox.hostile import HOSTILE
-from tests.rewards.sandbox.processes import running, wait_until_gone
+from tests.rewards.sandbox.processes import needs_bubblewrap, running, wait_until_gone
 from troll.rewards.sandbox import bubblewrap
 from troll.rewards.sandbox.bubblewrap import Sandbox, SandboxError
 from troll.rewards.sandbox.limits import Limits
 from troll.rewards.sandbox.stdio import run_stdio
 
+pytestmark = needs_bubblewrap
+
 LIMITS = Limits(cpu_seconds=1, wall_seconds=30, idle_seconds=1)
 
 #: Runs a program that sleeps, in a process that a signal will end.
 PARENT = """
-import sys, warnings
+import signal, sys, warnings
 from troll.rewards.sandbox.bubblewrap import Sandbox
 from troll.rewards.sandbox.limits import Limits
 from troll.rewards.sandbox.stdio import run_stdio
 warnings.simplefilter("ignore")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 limits = Limits(idle_seconds=50, output_bytes=int(sys.argv[1]))
 run_stdio(Sandbox(run_without_isolation=sys.argv[2] == "True"), "import time\\ntime.sleep(100)", [""], [""], limits)
 """

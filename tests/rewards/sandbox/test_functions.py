@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from tests.rewards.sandbox import cheats, hostile
-from tests.rewards.sandbox.processes import start_at_the_third_attempt_only, wait_until_gone
+from tests.rewards.sandbox.processes import needs_bubblewrap, start_at_the_third_attempt_only, wait_until_gone
 from troll.rewards.program import CodeTests, FunctionTests, parse_tests
 from troll.rewards.sandbox.bubblewrap import Sandbox, SandboxError
 from troll.rewards.sandbox.functions import JudgeEndedError, run_functions
 from troll.rewards.sandbox.judge import Judge
 from troll.rewards.sandbox.limits import Limits, Outcome
+
+pytestmark = needs_bubblewrap
 
 LIMITS = Limits(cpu_seconds=1.0, idle_seconds=1.0, wall_seconds=20.0)
 

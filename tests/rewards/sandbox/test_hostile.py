@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.rewards.sandbox.hostile import HOSTILE
-from tests.rewards.sandbox.processes import running, wait_until_gone
+from tests.rewards.sandbox.processes import needs_bubblewrap, running, wait_until_gone
 from troll.rewards.sandbox.bubblewrap import Sandbox
 from troll.rewards.sandbox.limits import MEBIBYTE, Limits
 from troll.rewards.sandbox.stdio import run_stdio
+
+pytestmark = needs_bubblewrap
 
 PROJECT = Path(__file__).parents[3]
 

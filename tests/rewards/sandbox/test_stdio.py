@@ -5,10 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.rewards.sandbox.processes import start_at_the_third_attempt_only
+from tests.rewards.sandbox.processes import needs_bubblewrap, start_at_the_third_attempt_only
 from troll.rewards.sandbox.bubblewrap import Sandbox, SandboxError
 from troll.rewards.sandbox.limits import MEBIBYTE, Limits
 from troll.rewards.sandbox.stdio import run_stdio, same_output
+
+pytestmark = needs_bubblewrap
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=30, idle_seconds=1)
 ADD = "a, b = map(int, input().split())\nprint(a + b)\n"

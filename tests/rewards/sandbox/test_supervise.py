@@ -10,11 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.rewards.sandbox.processes import wait_until_gone
+from tests.rewards.sandbox.processes import needs_bubblewrap, wait_until_gone
 from troll.rewards.sandbox.bubblewrap import Process, Sandbox
 from troll.rewards.sandbox.limits import Limits
 from troll.rewards.sandbox.stdio import run_stdio
 from troll.rewards.sandbox.supervise import Watch, wait_for
+
+pytestmark = needs_bubblewrap
 
 MARK = 2_000_000 + os.getpid() % 100_000
 LIMITS = Limits(cpu_seconds=0.5, wall_seconds=20, idle_seconds=0.5, output_bytes=MARK)

@@ -19,7 +19,7 @@ class Limits:
         cpu_seconds: CPU time of all its threads. Decides, so that results do not depend on how busy the machine is.
             Measured exactly, while a program that does not end may use half a second more before it is killed.
         wall_seconds: A backstop against what no other limit catches.
-        idle_seconds: How long it may sleep or wait, using next to no CPU (under 5 %). Waiting for a busy CPU is not
+        idle_seconds: How long it may sleep or wait, using next to no CPU (under 10 %). Waiting for a busy CPU is not
             idleness.
         memory_bytes: Address space, so what is reserved counts as well; at least 64 MiB.
         disk_bytes: Size of the work folder, which is in memory.
@@ -31,7 +31,7 @@ class Limits:
         ValueError: A limit is not a finite number above 0, or one of bytes or threads is not an integer.
     """
 
-    cpu_seconds: float = 2.0
+    cpu_seconds: float = 5.0
     wall_seconds: float = 60.0
     idle_seconds: float = 5.0
     memory_bytes: int = 512 * MEBIBYTE

@@ -18,7 +18,7 @@ from troll.rewards.sandbox.bubblewrap import Process
 from troll.rewards.sandbox.limits import Limits
 
 #: Below this share of one CPU, a program that is not waiting for a CPU counts as idle.
-IDLE_SHARE = 0.05
+IDLE_SHARE = 0.1
 
 #: What a sandbox may use to start up. Who ends by himself is judged by his own CPU time, to the microsecond.
 START_SECONDS = 0.25
