@@ -13,6 +13,8 @@ from tests.trl import tiny
 from troll.rewards.grading import Grader, Verdict
 from troll.trl.held_out import HeldOut, judged_by, sampling_temperature
 
+REWARD_MEAN = "rewards/success/mean"
+
 
 class LastLetter(Grader):
     """The answer is the last letter; right is one before "n"."""
@@ -36,13 +38,15 @@ def test_problems_are_the_groups_of_completions():
     held_out = observed(LastLetter(), [["a", "z", "a", "z"], ["z", "z", "z", "b"]])
     metrics = held_out.metrics(4, 2)
     # 2 of 4 and 1 of 4; the first problem's vote is a tie, the second's is lost.
-    assert metrics == pytest.approx({"pass@1": 0.375, "pass@4": 1.0, "mean@4": 0.375, "maj@4": 0.25})
+    shares = {"pass@1": 0.375, "pass@4": 1.0, "mean@4": 0.375, "maj@4": 0.25}
+    assert metrics == pytest.approx(shares | {REWARD_MEAN: 0.375})
     held_out.start()
     assert held_out.metrics(4, 2) == {}
 
 
 def test_what_fills_up_the_last_batch_does_not_count():
-    assert observed(LastLetter(), [["a", "z"], ["a", "a"]]).metrics(1, 3)["pass@1"] == pytest.approx(2 / 3)
+    metrics = observed(LastLetter(), [["a", "z"], ["a", "a"]]).metrics(1, 3)
+    assert metrics["pass@1"] == metrics[REWARD_MEAN] == pytest.approx(2 / 3)
 
 
 def test_a_function_named_success_has_no_votes_and_other_rewards_nothing():
@@ -51,7 +55,7 @@ def test_a_function_named_success_has_no_votes_and_other_rewards_nothing():
 
     held_out = HeldOut([success], ["success"])
     held_out.observe(torch.tensor([[1.0], [torch.nan]]))
-    assert held_out.metrics(2, 1) == {"pass@1": 0.5, "pass@2": 1.0, "mean@2": 0.5}
+    assert held_out.metrics(2, 1) == {"pass@1": 0.5, "pass@2": 1.0, "mean@2": 0.5, REWARD_MEAN: 0.5}
     without = HeldOut([tiny.reward], ["reward"])
     without.observe(torch.ones(2, 1))
     assert without.metrics(2, 1) == {}
@@ -66,7 +70,16 @@ class HalfRight(Grader):
 
 def test_partial_credit_counts_in_the_mean():
     metrics = observed(HalfRight(), [["a", "b"]]).metrics(2, 1)
-    assert metrics == {"pass@1": 0.0, "pass@2": 0.0, "mean@2": 0.5}
+    assert metrics == {"pass@1": 0.0, "pass@2": 0.0, "mean@2": 0.5, REWARD_MEAN: 0.0}
+
+
+def test_the_mean_of_a_reward_with_shares_is_its_own():
+    def success(prompts, completions, **columns):
+        return [0.5, 0.25]
+
+    held_out = HeldOut([success], ["success"])
+    held_out.observe(torch.tensor([[0.5], [0.25]]))
+    assert held_out.metrics(2, 1)[REWARD_MEAN] == 0.375
 
 
 def evaluate(make, **changes: Any):

@@ -6,6 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -32,24 +33,28 @@ class HeldOut:
         self._place = names.index(SUCCESS) if SUCCESS in names else None
         reward = None if self._place is None else reward_funcs[self._place]
         self._grader = reward if isinstance(reward, Grader) else None
-        self._verdicts: list[Verdict] = []
+        self.start()
 
     def start(self) -> None:
         """Forgets what was observed: an evaluation that was interrupted has left it."""
-        self._verdicts = []
+        self._verdicts: list[Verdict] = []
+        self._rewards: list[float] = []
 
     def observe(self, rewards: Tensor) -> None:
         """Adds the (N, F) rewards of a batch of all processes, right after the rewards of this one were computed."""
         if self._place is None:
             return
+        self._rewards += rewards[:, self._place].nan_to_num(0.0).tolist()
         if self._grader is not None:  # it knows more than the reward: partial credit, and what was answered
             found = gather_object([(verdict.score, verdict.answer) for verdict in self._grader.latest])
         else:
-            found = [(score, None) for score in rewards[:, self._place].nan_to_num(0.0).tolist()]
+            found = [(score, None) for score in self._rewards[len(self._verdicts) :]]
         self._verdicts += [Verdict(score, answer, "") for score, answer in found]
 
     def metrics(self, samples: int | None, problems: int | None) -> dict[str, float]:
         """The metrics of what was observed, by name; empty if there is nothing to measure.
+
+        The mean of the reward is among them: TRL's is one of its batches' means, and counts what fills up the last one.
 
         Args:
             samples: Completions per problem, one after the other.
@@ -60,7 +65,9 @@ class HeldOut:
         if not groups:
             return {}
         grader = self._grader
-        return task_metrics(groups[:problems], same=grader.same_answer if grader and grader.votes else None)
+        found = task_metrics(groups[:problems], same=grader.same_answer if grader and grader.votes else None)
+        counted = self._rewards[: samples * min(len(groups), problems or len(groups))]
+        return found | {f"rewards/{SUCCESS}/mean": fmean(counted)}
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from troll.trl.config import AGGREGATION, TrollConfig
 from troll.trl.diagnosis import Diagnosis
 from troll.trl.estimation import loss_mask
 from troll.trl.fused_head import PolicyOutput, scatter
-from troll.trl.held_out import SUCCESS, HeldOut, sampling_temperature
+from troll.trl.held_out import HeldOut, sampling_temperature
 from troll.trl.monitor import Monitor
 from troll.trl.old_policy import OLD_POLICY, OldPolicyTrainer
 from troll.trl.scoring import PolicyScoring
@@ -136,10 +136,10 @@ class TrollTrainer(OldPolicyTrainer):
             )
         problems = len(dataloader.dataset) if has_length(dataloader.dataset) else None
         found = self._held_out.metrics(self.num_generations_eval, problems)
-        if found:  # TRL's is a mean of the batches' means, and counts what fills up the last one
-            self._metrics["eval"][f"rewards/{SUCCESS}/mean"] = [found["pass@1"]]
+        own = self._metrics["eval"]
+        for name in found.keys() & own.keys():
+            del own[name]
         if metric_key_prefix != "eval":  # TRL logs its own of every data set under the same names
-            own = self._metrics["eval"]
             found |= {name: value for name in own if (value := _mean(own[name])) is not None}
             own.clear()
         assert output.metrics is not None
