@@ -10,7 +10,7 @@ from torch import Tensor
 
 from troll.trl.config import TrollConfig
 from troll.trust_region.bounds import BoundStatistics
-from troll.trust_region.diagnostics import support_too_small, uncovered
+from troll.trust_region.diagnostics import SUPPORT_STATISTICS, support_statistics, support_too_small
 from troll.trust_region.objective import TrustRegionStep, trust_region_metrics, trust_region_statistics
 from troll.trust_region.policy import SparsePolicy
 
@@ -56,11 +56,7 @@ class Monitor:
         self._update += torch.stack(update)
         if self._watched_since is None:
             self._watched_since = global_step
-        counted = mask.bool()
-        sums["support_size"] = torch.where(counted, old.used.sum(-1), 0).sum().to(sums["tokens"])
-        if old.tail == "bucket":  # a floored policy has forgotten its tail
-            sums["tail_mass"] = torch.where(counted, old.tail_log_prob.exp(), 0.0).sum()
-            sums["uncovered_fraction"] = (counted & uncovered(old)).sum().to(sums["tokens"])
+        sums |= support_statistics(old, mask)
         self.sums = {name: value + self.sums.get(name, 0) for name, value in sums.items()}
         self.maxima = {name: value.maximum(self.maxima.get(name, value)) for name, value in maxima.items()}
 
@@ -80,8 +76,7 @@ class Monitor:
         maxima = dict(zip(self.maxima, largest.cpu(), strict=True))
         self.sums, self.maxima = {}, {}
         metrics = trust_region_metrics(sums, maxima)
-        means = ("support_size", "tail_mass", "uncovered_fraction")
-        metrics |= {name: sums[name] / sums["tokens"].clamp(min=1) for name in means if name in sums}
+        metrics |= {name: sums[name] / sums["tokens"].clamp(min=1) for name in SUPPORT_STATISTICS if name in sums}
         # One multiplier for many tokens projects them all, and a controller projects as many as it was told to.
         if self._args.constraint == "token" and self._args.kl_bound_schedule != "hold_projected_fraction":
             self._watch_projections(sums["projected"].item(), sums["tokens"].item(), global_step)

@@ -101,6 +101,27 @@ def coverage(old: SparsePolicy, mask: Tensor) -> Tally:
     return Tally(totals)
 
 
+#: What :func:`support_statistics` adds up, each of which is a mean once divided by the tokens.
+SUPPORT_STATISTICS = ("support_size", "tail_mass", "uncovered_fraction")
+
+
+def support_statistics(old: SparsePolicy, mask: Tensor) -> dict[str, Tensor]:
+    """Sums over the tokens of the mask, 0-d, of :data:`SUPPORT_STATISTICS`: slots, mass outside, :func:`uncovered`.
+
+    A policy with a floored tail has forgotten the mass outside, and has the first alone.
+
+    Args:
+        old: At the positions of the mask.
+        mask: (...), true (or 1) where a token counts.
+    """
+    counted, dtype = mask.bool(), old.log_probs.dtype
+    sums = {"support_size": torch.where(counted, old.used.sum(-1), 0).sum().to(dtype)}
+    if old.tail == "bucket":
+        sums["tail_mass"] = torch.where(counted, old.tail_log_prob.exp(), 0.0).sum()
+        sums["uncovered_fraction"] = (counted & uncovered(old)).sum().to(dtype)
+    return sums
+
+
 def uncovered(old: SparsePolicy) -> Tensor:
     """Where all K slots are used and more than δ is left outside, (...) bool; for ``tail="bucket"``."""
     threshold = old.mass_threshold or USUAL_MASS_THRESHOLD

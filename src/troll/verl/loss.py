@@ -1,0 +1,93 @@
+"""TROLL's policy loss, in verl's registry: the projected log-probability in place of the raw one, and no clip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+from verl.utils import torch_functional as verl_F
+
+
+@dataclass(frozen=True)
+class ProjectedTokens:
+    """What the projection made of a micro-batch's response tokens, each (B, T).
+
+    Attributes:
+        log_probs: Of the sampled tokens under q.
+        old_log_probs: Under p, without gradient.
+        regression: KL(p̃ ‖ ⌊q⌋).
+    """
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    regression: Tensor
+
+
+# verl hands a policy loss log-probabilities and nothing else of the engine's outputs.
+_projected: ContextVar[ProjectedTokens | None] = ContextVar("projected", default=None)
+
+
+@contextmanager
+def projected(tokens: ProjectedTokens) -> Iterator[None]:
+    """Makes these the tokens that the policy loss reads."""
+    token = _projected.set(tokens)
+    try:
+        yield
+    finally:
+        _projected.reset(token)
+
+
+@register_policy_loss("troll")
+def trust_region_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """``−q(o)/p(o) · A · w + α KL(p̃ ‖ ⌊q⌋)``, aggregated by verl over the tokens; all tensors (B, T).
+
+    verl's entropy bonus and KL to the reference are added outside, and act on the network p̃, as ever.
+
+    Args:
+        old_log_prob: log p of the sampled tokens, for the metrics.
+        log_prob: log p̃ of the sampled tokens, for the metrics.
+        advantages: A.
+        response_mask: True where a token counts.
+        loss_agg_mode: verl's.
+        config: The actor's configuration.
+        rollout_is_weights: w, of rollout correction. They correct the policy term, and leave the regression alone.
+
+    Raises:
+        RuntimeError: If the engine is not one of troll.verl, so that nothing was projected.
+    """
+    tokens = _projected.get()
+    if tokens is None:
+        raise RuntimeError(
+            "loss_mode=troll without an engine that projects: select both with "
+            "hydra.searchpath=[pkg://troll.verl.config] +troll=fsdp"
+        )
+    log_ratio = tokens.log_probs - tokens.old_log_probs
+    if config.policy_loss.ratio_level == "sequence":
+        # verl's own gradient for sequence ratios: the sequence's value, each token's derivative.
+        lengths = response_mask.sum(-1, keepdim=True).clamp(min=1)
+        mean = (log_ratio.detach() * response_mask).sum(-1, keepdim=True) / lengths
+        log_ratio = log_ratio - log_ratio.detach() + mean
+    policy_term = -advantages * torch.exp(log_ratio)
+    if rollout_is_weights is not None:
+        policy_term = policy_term * rollout_is_weights
+    loss = agg_loss(
+        loss_mat=policy_term + config.policy_loss.regression_weight * tokens.regression,
+        loss_mask=response_mask,
+        loss_agg_mode=loss_agg_mode,
+        **config.global_batch_info,
+    )
+    return loss, {"actor/ppo_kl": verl_F.masked_mean(old_log_prob - log_prob, response_mask).detach().item()}

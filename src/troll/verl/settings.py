@@ -1,0 +1,174 @@
+"""What a user of verl sets, checked on the driver before a worker starts."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl.workers.config import FSDPActorConfig, McoreActorConfig, PolicyLossConfig
+
+from troll.trust_region.constraint import CONSTRAINTS
+from troll.trust_region.objective import RATIO_LEVELS
+from troll.trust_region.support import TAILS, check_capture
+
+ANCHORS = ("old", "rollout")
+
+#: What the engines of this package are called in verl's registry: where it is missing, nothing else takes their place.
+BACKEND_PREFIX = "troll_"
+
+_ACTOR = "actor_rollout_ref.actor"
+
+
+@dataclass
+class TrollPolicyLossConfig(PolicyLossConfig):
+    """verl's policy loss with a trust region in place of the clip; ``actor_rollout_ref.actor.policy_loss``.
+
+    Args:
+        loss_mode: "troll".
+        kl_bound: ε > 0, in nats: the bound on KL(q ‖ p) of every token.
+        regression_weight: α ≥ 0, the weight of KL(p̃ ‖ ⌊q⌋).
+        top_k: K, how many tokens of the old policy are kept at most.
+        mass_threshold: δ in [0, 1): fewer are kept where they cover 1 − δ.
+        tail: "bucket" or "floor"; see :class:`troll.SparsePolicy`.
+        constraint: What shares one multiplier: "token", "sequence", or "batch", a micro-batch of all processes.
+        ratio_level: "token"; or "sequence", the mean of log q/p over the sequence (GSPO).
+        anchor: "old", the network when the rollout is scored; or "rollout", the inference engine's distribution.
+        uses_v1_trainer: verl's ``trainer.use_v1``; the configuration group fills it in.
+        bypass_mode: verl's ``algorithm.rollout_correction.bypass_mode``, likewise.
+        distills: verl's ``distillation.enabled``, likewise.
+
+    Raises:
+        ValueError: On a value out of its range, or a trainer that cannot carry old policies.
+    """
+
+    loss_mode: str = "troll"
+    kl_bound: float = 0.05
+    regression_weight: float = 1.0
+    top_k: int = 64
+    mass_threshold: float = 1e-5
+    tail: str = "bucket"
+    constraint: str = "token"
+    ratio_level: str = "token"
+    anchor: str = "old"
+    uses_v1_trainer: bool = True
+    bypass_mode: bool = False
+    distills: bool = False
+
+    def __post_init__(self) -> None:
+        if self.loss_mode != "troll":
+            raise ValueError(
+                f"{_ACTOR}.policy_loss.loss_mode must be troll with +troll=..., got {self.loss_mode!r}: leave the "
+                "group out to train with verl's own loss"
+            )
+        if not (self.kl_bound > 0 and math.isfinite(self.kl_bound)):
+            raise ValueError(f"{_ACTOR}.policy_loss.kl_bound must be above 0 and finite, got {self.kl_bound}")
+        if not (self.regression_weight >= 0 and math.isfinite(self.regression_weight)):
+            raise ValueError(
+                f"{_ACTOR}.policy_loss.regression_weight must be at least 0 and finite, got {self.regression_weight}"
+            )
+        check_capture(self.top_k, self.mass_threshold, self.tail)
+        choices = {"tail": TAILS, "constraint": CONSTRAINTS, "ratio_level": RATIO_LEVELS, "anchor": ANCHORS}
+        for name, allowed in choices.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{_ACTOR}.policy_loss.{name} must be one of {', '.join(allowed)}, got {value!r}")
+        self._check_trainer()
+
+    def _check_trainer(self) -> None:
+        if not self.uses_v1_trainer:
+            raise ValueError("verl's legacy trainer drops the old policies from the batch: set trainer.use_v1=True")
+        if self.distills:
+            raise ValueError("TROLL takes the hook of the engine that distils: set distillation.enabled=False")
+        if self.bypass_mode and self.anchor == "old":
+            raise ValueError(
+                "algorithm.rollout_correction.bypass_mode=True leaves out the pass that captures the old policies: set "
+                f"it to False, or {_ACTOR}.policy_loss.anchor=rollout"
+            )
+        if self.anchor == "rollout" and not self.bypass_mode:
+            raise ValueError(
+                f"{_ACTOR}.policy_loss.anchor=rollout takes the place of the old-policy pass: set "
+                "algorithm.rollout_correction.bypass_mode=True and actor_rollout_ref.rollout.calculate_log_probs=True"
+            )
+
+
+class _TrollActor:
+    """What the actor's configurations share; with verl's own as the other base class."""
+
+    engine: Any
+    policy_loss: Any
+    strategy: str
+    use_fused_kernels: bool
+    use_prefix_grouper: bool
+    ppo_epochs: int
+    ppo_mini_batch_size: int
+
+    #: Values of `strategy` for which there is an engine.
+    strategies: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        if not isinstance(self.policy_loss, TrollPolicyLossConfig):
+            raise ValueError(
+                f"{_ACTOR}.policy_loss._target_ must be troll.verl.TrollPolicyLossConfig, got "
+                f"{type(self.policy_loss).__name__}: select both with +troll=..."
+            )
+        if self.strategy not in self.strategies:
+            raise ValueError(
+                f"{_ACTOR}.strategy must be {' or '.join(self.strategies)} with this group, got {self.strategy!r}; "
+                "+troll=fsdp and +troll=megatron are what there is"
+            )
+        if self.use_prefix_grouper:
+            raise ValueError(f"TROLL needs every token's logits: set {_ACTOR}.use_prefix_grouper=False")
+        # The worker looks up the engine by this name, and hands it this configuration and nothing else.
+        object.__setattr__(self.engine, "strategy", BACKEND_PREFIX + self.strategy)
+        object.__setattr__(self.engine, "trust_region", self.policy_loss)
+
+    def validate(self, n_gpus: int, train_batch_size: int, model_config: Mapping[str, Any] | None = None) -> None:
+        """The checks of verl on the driver, and those of the trust region.
+
+        Raises:
+            ValueError: On fused kernels, which keep the logits to themselves.
+        """
+        super().validate(n_gpus, train_batch_size, model_config)  # type: ignore[misc]
+        if self.use_fused_kernels or (model_config and model_config.get("use_fused_kernels", False)):
+            raise ValueError(
+                "fused kernels never hand out logits, which TROLL projects: set "
+                "actor_rollout_ref.model.use_fused_kernels=False"
+            )
+        on_policy = self.ppo_epochs == 1 and train_batch_size <= self.ppo_mini_batch_size
+        if on_policy and self.policy_loss.anchor == "old":
+            warnings.warn(
+                "one update per rollout: old and new policy are always equal, and TROLL changes nothing. Lower "
+                f"{_ACTOR}.ppo_mini_batch_size ({self.ppo_mini_batch_size}) below data.train_batch_size "
+                f"({train_batch_size}), or raise {_ACTOR}.ppo_epochs",
+                stacklevel=2,
+            )
+
+
+@dataclass
+class TrollFSDPActorConfig(_TrollActor, FSDPActorConfig):
+    """verl's FSDP actor, with the engine that captures and projects; ``actor_rollout_ref.actor``.
+
+    Raises:
+        ValueError: On settings under which there are no logits to project, naming what to set instead.
+    """
+
+    strategies = ("fsdp", "fsdp2")
+
+
+@dataclass
+class TrollMcoreActorConfig(_TrollActor, McoreActorConfig):
+    """verl's Megatron actor, likewise.
+
+    Raises:
+        ValueError: As :class:`TrollFSDPActorConfig`.
+    """
+
+    strategies = ("megatron",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.megatron.pad_to_length:
+            raise ValueError(f"TROLL does not know padded packs on Megatron: set {_ACTOR}.megatron.pad_to_length=False")
