@@ -35,10 +35,17 @@ class Hook:
     settings: TrollPolicyLossConfig
     labels: Tensor
     tokens: ResponseTokens
+    vocab_group: ProcessGroup | None
 
-    def begin(self, labels: Tensor, tokens: ResponseTokens) -> None:
-        """Before the engine calls with logits: the (n',) next tokens at its positions, and which of them count."""
-        self.labels, self.tokens = labels, tokens
+    def begin(self, labels: Tensor, tokens: ResponseTokens, vocab_group: ProcessGroup | None = None) -> None:
+        """Before the engine calls with logits.
+
+        Args:
+            labels: The next tokens at this process's positions, (n',).
+            tokens: Which of the positions count.
+            vocab_group: The processes over which the vocabulary is spread.
+        """
+        self.labels, self.tokens, self.vocab_group = labels, tokens, vocab_group
 
     def __call__(
         self,
@@ -87,7 +94,13 @@ class Capture(Hook):
         sampled = self.labels[self.tokens.rows]
         # Without any token there is still one policy, of none.
         parts = [
-            SparsePolicy.from_logits(logits[rows], labels, top_k=settings.top_k, mass_threshold=settings.mass_threshold)
+            SparsePolicy.from_logits(
+                logits[rows],
+                labels,
+                top_k=settings.top_k,
+                mass_threshold=settings.mass_threshold,
+                vocab_group=self.vocab_group,
+            )
             for rows, labels in zip(self.tokens.rows.split(CAPTURE_TOKENS), sampled.split(CAPTURE_TOKENS), strict=True)
         ]
         policy = SparsePolicy.cat(parts)
@@ -137,7 +150,7 @@ class Update(Hook):
         self._old_log_probs = everything.log_prob(data["responses"].values())
         old = everything if tokens.group is None else everything[tokens.numbers]
         sampled = self.labels[tokens.rows]
-        new = old.new_policy(logits[tokens.rows], sampled)
+        new = old.new_policy(logits[tokens.rows], sampled, vocab_group=self.vocab_group)
         step = trust_region_step(
             new, sampled, old, settings.kl_bound, constraint=self._constraint(data["response_mask"])
         )
