@@ -39,6 +39,9 @@ class TrollPolicyLossConfig(PolicyLossConfig):
         uses_v1_trainer: verl's ``trainer.use_v1``; the configuration group fills it in.
         bypass_mode: verl's ``algorithm.rollout_correction.bypass_mode``, likewise.
         distills: verl's ``distillation.enabled``, likewise.
+        rollout_log_probs: verl's ``actor_rollout_ref.rollout.calculate_log_probs``, likewise.
+        rollout_top_p: verl's ``actor_rollout_ref.rollout.top_p``, likewise.
+        rollout_top_k: verl's ``actor_rollout_ref.rollout.top_k``, likewise.
 
     Raises:
         ValueError: On a value out of its range, or a trainer that cannot carry old policies.
@@ -56,6 +59,9 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     uses_v1_trainer: bool = True
     bypass_mode: bool = False
     distills: bool = False
+    rollout_log_probs: bool = True
+    rollout_top_p: float = 1.0
+    rollout_top_k: int = -1
 
     def __post_init__(self) -> None:
         if self.loss_mode != "troll":
@@ -86,10 +92,17 @@ class TrollPolicyLossConfig(PolicyLossConfig):
                 "algorithm.rollout_correction.bypass_mode=True leaves out the pass that captures the old policies: set "
                 f"it to False, or {_ACTOR}.policy_loss.anchor=rollout"
             )
-        if self.anchor == "rollout" and not self.bypass_mode:
+        if self.anchor != "rollout":
+            return
+        if not (self.bypass_mode and self.rollout_log_probs):
             raise ValueError(
                 f"{_ACTOR}.policy_loss.anchor=rollout takes the place of the old-policy pass: set "
                 "algorithm.rollout_correction.bypass_mode=True and actor_rollout_ref.rollout.calculate_log_probs=True"
+            )
+        if self.rollout_top_p < 1 or self.rollout_top_k > 0:
+            raise ValueError(
+                f"{_ACTOR}.policy_loss.anchor=rollout takes the rollout's distribution for the old policy, which must "
+                "not be truncated: set actor_rollout_ref.rollout.top_p=1.0 and actor_rollout_ref.rollout.top_k=-1"
             )
 
 

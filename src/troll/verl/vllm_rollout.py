@@ -102,7 +102,7 @@ def reporting(server_class: type) -> type:
         RuntimeError: In generation, if the engine reported no log-probabilities.
     """
 
-    class ReportingServer(server_class):  # type: ignore[misc]
+    class ReportingServer(server_class):
         @property
         def engine(self) -> TopLogProbs:
             return self._reporting_engine
@@ -143,7 +143,7 @@ def _load_replica() -> type[RolloutReplica]:
     import ray
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-    class ReportingReplica(vLLMReplica):  # type: ignore[misc]
+    class ReportingReplica(vLLMReplica):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             custom = self.config.custom or {}
