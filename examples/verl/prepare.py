@@ -1,0 +1,44 @@
+"""Writes a task of troll's as verl reads it: FOLDER/train.parquet and FOLDER/test.parquet.
+
+    python examples/verl/prepare.py gsm8k data/gsm8k
+
+For tasks whose answers `troll.rewards.math` or `troll.rewards.code` judges: gsm8k, math, mbpp, ... (docs/tasks.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from troll.tasks import TaskConfig, load_task
+
+
+def main() -> None:
+    """Writes both files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task")
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args()
+    task = load_task(TaskConfig(arguments.task, eval_size=None), conversational=True, for_training=True)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+
+    def to_verl(row: dict[str, Any], index: int) -> dict[str, Any]:
+        gold = row["answer"] if "answer" in row else row["tests"]
+        return {
+            "data_source": task.name,
+            "ability": "math" if "answer" in row else "code",
+            "reward_model": {"style": "rule", "ground_truth": gold},
+            "extra_info": {"index": index},
+        }
+
+    for rows, name in ((task.train_dataset, "train"), (task.eval_dataset, "test")):
+        assert rows is not None  # a task that trains has both
+        gold = "answer" if "answer" in rows.column_names else "tests"
+        path = arguments.folder / f"{name}.parquet"
+        rows.map(to_verl, with_indices=True, remove_columns=gold).to_parquet(path)
+        print(f"{path}: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    main()
