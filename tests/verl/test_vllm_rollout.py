@@ -1,4 +1,4 @@
-"""The server that reports its own distributions, on engines and servers with verl's and vLLM's calls. vLLM is not run."""
+"""The server that reports its own distributions, on an engine with vLLM's calls. vLLM itself is not run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Server:
         self, prompt_ids: Any, sampling_params: dict[str, Any], request_id: str, **inputs: Any
     ) -> TokenOutput:
         params = SimpleNamespace(logprobs=0 if sampling_params.pop("logprobs", False) else None)
-        final = None
+        final: Any = None
         async for output in self.engine.generate(prompt=prompt_ids, sampling_params=params, request_id=request_id):
             final = output
         if request_id == "aborted":
