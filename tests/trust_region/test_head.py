@@ -11,6 +11,7 @@ from torch import Tensor
 
 import troll
 from troll.trust_region import head as head_module
+from troll.trust_region import tiles as tiles_module
 from troll.trust_region.head import Head, top_from_hidden
 from troll.trust_region.policy import SparsePolicy
 
@@ -102,7 +103,7 @@ def test_the_top_is_that_of_a_stable_sort(k, size, levels):
         out.copy_(tile_weight.t()[rows.argmax(-1)])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_module, "_matrix_product", product)
+        patch.setattr(tiles_module, "_matrix_product", product)
         top = top_from_hidden(hidden, Head(weight), token_ids, k)
     expected = logits.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(top.ids, expected.indices[:, :k])

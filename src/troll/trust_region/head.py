@@ -7,18 +7,15 @@ per-token numbers, and drop it; the backward makes it again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from troll.trust_region.kernels import tile as torch_tile
-from troll.trust_region.kernels import use_triton
 from troll.trust_region.kernels.tile import Outside, TileGradient, Transform
 from troll.trust_region.support import (
     BLOCK,
@@ -30,6 +27,11 @@ from troll.trust_region.support import (
     nan_unless_finite,
     top_ids,
 )
+from troll.trust_region.tiles import Tiles
+from troll.trust_region.vocab_parallel import Vocabulary, held_vocabulary
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 #: Tokens and vocabulary entries of a tile.
 TOKEN_TILE, VOCABULARY_TILE = 4096, 32768
@@ -45,12 +47,14 @@ class Head:
     The product is computed in `compute_dtype`, all that follows in float32 (float64 for float64).
 
     Attributes:
-        weight: (V, H).
-        bias: (V,), or None.
+        weight: (V, H), or this process's slice of it.
+        bias: (V,), or None; sliced as the weight is.
         transform: Temperature, the model's scale of its logits, and its final softcap.
         compute_dtype: None for the hidden states' own, or autocast's where it is on.
         gathered: Called with weight and bias, and entered around every use of them, backward included; for parameters
             that are sharded.
+        vocab_group: The processes over which the vocabulary is spread; None where this one holds all of it. See
+            :mod:`~troll.trust_region.vocab_parallel`.
     """
 
     weight: Tensor
@@ -58,11 +62,17 @@ class Head:
     transform: Transform = field(default_factory=Transform)
     compute_dtype: torch.dtype | None = None
     gathered: Callable[[Tensor, Tensor | None], AbstractContextManager[Any]] = lambda weight, bias: nullcontext()
+    vocab_group: ProcessGroup | None = None
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What of the vocabulary this process holds."""
+        return held_vocabulary(len(self.weight), self.vocab_group)
 
     @property
     def vocab_size(self) -> int:
-        """V."""
-        return self.weight.shape[0]
+        """V, of all processes together."""
+        return self.vocabulary.size
 
     def check(self, hidden: Tensor, positions: Tensor) -> None:
         """Raises ValueError unless the head fits hidden states (..., H) of the given token positions (...)."""
@@ -87,57 +97,6 @@ class Head:
         return dataclasses.replace(self, compute_dtype=torch.get_autocast_dtype(device) if autocast else hidden.dtype)
 
 
-class _Tiles:
-    """Makes the tiles of one pass, all in the same memory: allocating each costs as much as its matrix product."""
-
-    def __init__(self, hidden: Tensor, head: Head, slots: int, tokens: int) -> None:
-        assert head.compute_dtype is not None
-        self.hidden, self.head, self.tokens = hidden, head, tokens
-        rows = min(len(hidden), tokens)
-        columns = _blocks(min(head.vocab_size, VOCABULARY_TILE))
-        self.memory = hidden.new_empty(rows * columns, dtype=head.compute_dtype)
-        #: Weights of one slice of the vocabulary in the computing dtype.
-        self.weight = head.weight.new_empty(0)
-        self.functions: ModuleType = torch_tile
-        if use_triton(self.memory, slots):
-            from troll.trust_region.kernels import tile_triton
-
-            self.functions = tile_triton
-
-    def rows(self) -> Iterator[tuple[slice, Tensor]]:
-        """Some tokens each, and their hidden states in the computing dtype."""
-        for rows in _slices(len(self.hidden), self.tokens):
-            yield rows, self.hidden[rows].to(self.memory.dtype)
-
-    def columns(self) -> Iterator[slice]:
-        return _slices(self.head.vocab_size, VOCABULARY_TILE)
-
-    def product(self, hidden: Tensor, columns: slice, *, padded: bool = False) -> Tensor:
-        """``hidden @ weight.T + bias`` for some entries, (N, W); undefined columns follow if padded."""
-        width = columns.stop - columns.start
-        whole = _blocks(width)  # so that rows stay aligned
-        tile = self.memory[: len(hidden) * whole].view(len(hidden), whole)
-        self.weight = self.head.weight[columns].to(self.memory.dtype)
-        _matrix_product(
-            hidden, self.weight, None if self.head.bias is None else self.head.bias[columns], tile[:, :width]
-        )
-        return tile if padded else tile[:, :width]
-
-
-def _matrix_product(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    torch.mm(hidden, weight.t(), out=out)
-    if bias is not None:
-        out.add_(bias.to(out.dtype))
-
-
-def _slices(length: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, length)) for start in range(0, length, size))
-
-
-def _blocks(width: int) -> int:
-    return -(-width // BLOCK) * BLOCK
-
-
 def top_from_hidden(hidden: Tensor, head: Head, token_ids: Tensor, k: int) -> Top:
     """The K largest logits of each token, the sampled one's, and the log-sum-exps that normalise them.
 
@@ -152,39 +111,45 @@ def top_from_hidden(hidden: Tensor, head: Head, token_ids: Tensor, k: int) -> To
     """
     with head.gathered(head.weight, head.bias):
         head = head.for_(hidden)
-        tiles = _Tiles(hidden, head, 1, CAPTURE_TOKEN_TILE)
+        tiles = Tiles(hidden, head, 1, (CAPTURE_TOKEN_TILE, VOCABULARY_TILE))
         parts = [_top_of_rows(tiles, part, token_ids[rows], k) for rows, part in tiles.rows()]
         if not parts:
             parts = [_top_of_rows(tiles, hidden.to(head.compute_dtype), token_ids, k)]
-    return Top(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    top = Top(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    top = tiles.vocabulary.merge_top(top, token_ids.long().unsqueeze(-1), k)
+    return top._replace(log_total=nan_unless_finite(top.log_total))
 
 
-def _top_of_rows(tiles: _Tiles, hidden: Tensor, token_ids: Tensor, k: int) -> Top:
-    vocab_size = tiles.head.vocab_size
+def _top_of_rows(tiles: Tiles, hidden: Tensor, token_ids: Tensor, k: int) -> Top:
+    """As :func:`top_from_hidden`, but of the entries that this process holds."""
+    vocabulary = tiles.vocabulary
+    k = min(k, vocabulary.width)
     values = as_float(hidden.new_empty((len(hidden), 0), dtype=tiles.memory.dtype))
     ids = token_ids.new_empty((len(hidden), 0), dtype=torch.int64)
     sampled_logit = values.new_full((len(hidden),), -torch.inf)
     rest = values.new_full((len(hidden), 1), -torch.inf)
-    for columns in tiles.columns():
+    for columns, first in tiles.columns():
         tile = tiles.product(hidden, columns, padded=True)
         # The sampled token is set aside, and the k largest of the others found.
         logits_at, maxima, log_sums = tiles.functions.fold_blocks(
-            tile, columns.start, columns.stop - columns.start, tiles.head.transform, token_ids, sampled_logit
+            tile, first, columns.stop - columns.start, tiles.head.transform, token_ids, sampled_logit
         )
         best, best_ids, others = _top_of_tile(logits_at, maxima, log_sums, min(k, columns.stop - columns.start))
         # Earlier tiles have smaller ids, so position is the order among equals.
-        values, ids = torch.cat([values, best], -1), torch.cat([ids, best_ids + columns.start], -1)
+        values, ids = torch.cat([values, best], -1), torch.cat([ids, best_ids + first], -1)
         order = top_ids(values, min(k, values.shape[-1]))
         evicted = torch.logsumexp(values.scatter(-1, order, -torch.inf), -1, keepdim=True)
         values, ids = values.gather(-1, order), ids.gather(-1, order)
         rest = torch.logaddexp(torch.logaddexp(rest, others), evicted)
 
-    # The sampled token was taken out of its tile and may stand among the k as −inf: it returns with its own logit.
+    # The sampled token was taken out of its tile and may stand among the k as −inf: it returns with its own logit,
+    # unless it is another process's.
     sampled, sampled_logit = token_ids.long().unsqueeze(-1), sampled_logit.unsqueeze(-1)
     known = ids == sampled
     values = torch.where(known, sampled_logit, values)
     known = known.any(-1, keepdim=True)
-    ids = torch.cat([ids, torch.where(known, vocab_size, sampled)], dim=-1)
+    known |= (sampled < vocabulary.start) | (sampled >= vocabulary.start + vocabulary.width)
+    ids = torch.cat([ids, torch.where(known, vocabulary.size, sampled)], dim=-1)
     values = torch.cat([values, sampled_logit.masked_fill(known, -torch.inf)], dim=-1)
     total = torch.logsumexp(torch.cat([rest, values], dim=-1), dim=-1, keepdim=True)
 
@@ -195,7 +160,7 @@ def _top_of_rows(tiles: _Tiles, hidden: Tensor, token_ids: Tensor, k: int) -> To
         values.scatter(-1, order, -torch.inf).masked_fill(ids == sampled, -torch.inf), -1, keepdim=True
     )
     ids, values = ids.gather(-1, order), values.gather(-1, order)
-    return Top(ids, values, sampled_logit, nan_unless_finite(total), torch.logaddexp(rest, left))
+    return Top(ids, values, sampled_logit, total, torch.logaddexp(rest, left))
 
 
 def _top_of_tile(
@@ -285,21 +250,25 @@ class _OnSupportFromHidden(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         with head.gathered(weight, bias):
-            tiles = _Tiles(hidden, head, token_ids.shape[-1], TOKEN_TILE)
+            tiles = Tiles(hidden, head, token_ids.shape[-1], (TOKEN_TILE, VOCABULARY_TILE))
             on_support = as_float(hidden.new_full(token_ids.shape, -torch.inf, dtype=head.compute_dtype))
             outside = Outside.empty(on_support, len(hidden), wants_entropy)
             for rows, part in tiles.rows():
-                for columns in tiles.columns():
+                for columns, first in tiles.columns():
                     tiles.functions.fold_support(
                         tiles.product(part, columns),
-                        columns.start,
+                        first,
                         head.transform,
                         token_ids[rows],
                         on_support[rows],
                         outside.rows(rows),
                     )
+            on_support, *sums = tiles.vocabulary.merge_support(
+                on_support, token_ids, *(x for x in outside if x is not None)
+            )
             del tiles
-            log_outside = outside.log_sum
+            outside = Outside(*sums)  # one column of each process
+            log_outside = torch.logsumexp(outside.log_sum, dim=-1)
             total = nan_unless_finite(torch.logsumexp(torch.cat([on_support, log_outside.unsqueeze(-1)], -1), dim=-1))
             tail_log_prob = log_outside - total
             entropy = _entropy(on_support, outside, total) if wants_entropy else None
@@ -320,24 +289,24 @@ class _OnSupportFromHidden(torch.autograd.Function):
         head = dataclasses.replace(ctx.head, weight=weight, bias=bias)
         of = _tile_gradient(head.transform, token_ids, *forward, *grads)
         with head.gathered(weight, bias):
-            tiles = _Tiles(hidden, head, token_ids.shape[-1], TOKEN_TILE)
+            tiles = Tiles(hidden, head, token_ids.shape[-1], (TOKEN_TILE, VOCABULARY_TILE))
             sums = [
                 torch.zeros_like(x, dtype=of.on_support.dtype) if x is not None and needed else None
                 for x, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
             ]
             grad_hidden, grad_weight, grad_bias = sums
             for rows, part in tiles.rows():
-                for columns in tiles.columns():
+                for columns, first in tiles.columns():
                     product = tiles.product(part, columns)
-                    grad = tiles.functions.gradient(
-                        product, columns.start, head.transform, token_ids[rows], of.rows(rows)
-                    )
+                    grad = tiles.functions.gradient(product, first, head.transform, token_ids[rows], of.rows(rows))
                     if grad_hidden is not None:
                         _add_matrix_product(grad_hidden[rows], grad, tiles.weight)
                     if grad_weight is not None:
                         _add_matrix_product(grad_weight[columns], grad.t(), part)
                     if grad_bias is not None:
                         grad_bias[columns] += grad.sum(0, dtype=grad_bias.dtype)
+            if grad_hidden is not None:
+                tiles.vocabulary.add_up(grad_hidden)
             in_their_dtypes = [
                 None if total is None else total.to(x.dtype)
                 for total, x in zip(sums, (hidden, weight, bias), strict=True)
@@ -347,12 +316,13 @@ class _OnSupportFromHidden(torch.autograd.Function):
 
 def _entropy(on_support: Tensor, outside: Outside, total: Tensor) -> Tensor:
     assert outside.weighted_sum is not None
-    log_p = on_support - total.unsqueeze(-1)
+    total = total.unsqueeze(-1)
+    log_p = on_support - total
     # x eˣ, 0 for −inf
     inside = (log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1)
     of_maximum = (outside.maximum - total).masked_fill(outside.maximum == -torch.inf, 0)
     beyond = of_maximum.exp() * (outside.weighted_sum + of_maximum * outside.exp_sum)
-    return -(inside + beyond)
+    return -(inside + beyond.sum(-1))
 
 
 def _with_own_support(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,10 @@ from troll.trust_region.kernels import token, use_triton
 from troll.trust_region.kernels.tile import Transform
 from troll.trust_region.kernels.token import TrustRegionStep
 from troll.trust_region.policy import SparsePolicy, present_outcomes
-from troll.trust_region.support import check_logits
+from troll.trust_region.support import check_logits, check_tokens_in
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 RatioLevel = Literal["token", "sequence"]
 Aggregation = Literal["sequence_mean", "token_mean", "fixed_length"]
@@ -29,6 +32,8 @@ def trust_region_log_probs(
     kl_bound: float | Tensor = 0.05,
     solver: str = "newton",
     constraint: Constraint | None = None,
+    *,
+    vocab_group: ProcessGroup | None = None,
 ) -> TrustRegionStep:
     """Log-probabilities of the sampled tokens under the trust-region policy q, and the pull of the network towards it.
 
@@ -43,14 +48,21 @@ def trust_region_log_probs(
         solver: "newton" or "bracket".
         constraint: Which of the tokens (...) share one multiplier and one bound; None for one each. See
             :class:`~troll.trust_region.constraint.Constraint`.
+        vocab_group: The n processes over which the vocabulary is spread. Each then passes its slice of the logits,
+            (..., V/n), the one of rank r the tokens ``[r·V/n, (r + 1)·V/n)``, and everything else alike; gets the same
+            step, bit for bit; and is to compute the same loss of it, whose gradient with respect to its slice is what
+            the backward pass returns: that communicates nothing. The forward takes one all-reduce of K + 2n numbers a
+            token; for a floored tail on up to 2K slots, and an all-gather of 2 min(K, V/n) + 3 numbers before it.
 
     Raises:
         ValueError: On shapes that do not fit, tokens outside the vocabulary or the old support, ε ≤ 0, or an unknown
             solver.
     """
     check_logits(logits, token_ids)
+    check_tokens_in(token_ids, old.vocab_size)
     old.check_positions(token_ids)
-    return trust_region_step(old.new_policy(logits, token_ids), token_ids, old, kl_bound, solver, constraint)
+    new = old.new_policy(logits, token_ids, vocab_group=vocab_group)
+    return trust_region_step(new, token_ids, old, kl_bound, solver, constraint)
 
 
 def trust_region_log_probs_from_hidden(
@@ -67,6 +79,7 @@ def trust_region_log_probs_from_hidden(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
+    vocab_group: ProcessGroup | None = None,
 ) -> TrustRegionStep:
     """:func:`trust_region_log_probs` of the LM head's logits, without ever holding (tokens x vocabulary) numbers.
 
@@ -86,11 +99,17 @@ def trust_region_log_probs_from_hidden(
         logit_scale: What the model multiplies its logits by.
         softcap: The model's final logit softcap.
         entropy: Whether the step's `entropy` is computed.
+        vocab_group: As there; each process then passes its rows of `lm_head_weight` and `bias`, (V/n, H) and (V/n,),
+            and the same hidden states. Their gradient is the whole one on every process: the backward pass adds up the
+            slices' parts, in float32. So what is passed has to be the hidden states themselves. Behind Megatron's
+            ``copy_to_tensor_model_parallel_region``, or a gather of sequence-parallel ones with
+            ``tensor_parallel_output_grad=True``, they would be summed a second time: pass what goes into the former,
+            and gather with False. With `entropy`, 3n instead of 2n numbers are exchanged a token.
 
     Raises:
         ValueError: As `trust_region_log_probs`, and on parts of the head that do not fit each other.
     """
-    head = Head(lm_head_weight, bias, Transform(temperature, logit_scale, softcap))
+    head = Head(lm_head_weight, bias, Transform(temperature, logit_scale, softcap), vocab_group=vocab_group)
     head.check(hidden, token_ids)
     old.check_positions(token_ids)
     new, entropies = old.new_policy_from_head(hidden, head, token_ids, entropy=entropy)

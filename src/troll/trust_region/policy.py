@@ -29,15 +29,16 @@ from troll.trust_region.support import (
     keep,
     log_count,
     log_probs_on_support,
-    logsumexp_without,
     missing_from,
-    normaliser,
     shape_text,
-    top_ids,
     top_of_log_probs,
+    top_of_logits,
 )
+from troll.trust_region.vocab_parallel import held_vocabulary
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from troll.trust_region.packed import PackedPolicy
 
 __all__ = ["TAILS", "SparsePolicy", "Tail", "common_outcomes", "present_outcomes"]
@@ -77,6 +78,7 @@ class SparsePolicy:
         top_k: int = 64,
         mass_threshold: float = 1e-5,
         tail: Tail = "bucket",
+        vocab_group: ProcessGroup | None = None,
     ) -> SparsePolicy:
         """Captures a policy, without gradient.
 
@@ -89,19 +91,21 @@ class SparsePolicy:
             top_k: K, at least 1; more than V is taken as V.
             mass_threshold: δ in [0, 1); 0 keeps K tokens always.
             tail: See the class.
+            vocab_group: The n processes over which the vocabulary is spread; each then passes its slice of the logits,
+                (..., V/n), with the same `token_ids`, and gets the same policy. See
+                :mod:`~troll.trust_region.vocab_parallel`: one all-gather of 2 min(K, V/n) + 3 numbers a token.
 
         Raises:
-            ValueError: On a wrong shape or dtype, an id outside the vocabulary, or a parameter out of its range.
+            ValueError: On a wrong shape or dtype, an id outside the vocabulary, a parameter out of its range, or slices
+                of different sizes.
         """
         check_logits(logits, token_ids)
+        vocabulary = held_vocabulary(logits.shape[-1], vocab_group)
+        check_tokens_in(token_ids, vocabulary.size)
         check_capture(top_k, mass_threshold, tail)
-        z = as_float(logits)
         sampled = token_ids.long().unsqueeze(-1)
-        ids = top_ids(z, min(top_k, z.shape[-1]))
-        log_total = normaliser(z)
-        rest = logsumexp_without(z, torch.cat([ids, sampled], dim=-1))
-        top = Top(ids, z.gather(-1, ids), z.gather(-1, sampled), log_total, rest)
-        return cls._from_top(top, sampled, z.shape[-1], mass_threshold, tail)
+        top = top_of_logits(as_float(logits), sampled, min(top_k, vocabulary.size), vocabulary)
+        return cls._from_top(top, sampled, vocabulary.size, mass_threshold, tail)
 
     @classmethod
     @torch.no_grad()
@@ -118,6 +122,7 @@ class SparsePolicy:
         temperature: float = 1.0,
         logit_scale: float = 1.0,
         softcap: float | None = None,
+        vocab_group: ProcessGroup | None = None,
     ) -> SparsePolicy:
         """The same as :meth:`from_logits` of the LM head's logits, without ever holding them.
 
@@ -132,11 +137,12 @@ class SparsePolicy:
             temperature: The sampling temperature.
             logit_scale: What the model multiplies its logits by.
             softcap: The model's final logit softcap.
+            vocab_group: As in `from_logits`; each process then passes its rows of `lm_head_weight` and `bias`.
 
         Raises:
             ValueError: As `from_logits`, and on parts of the head that do not fit each other.
         """
-        head = Head(lm_head_weight, bias, Transform(temperature, logit_scale, softcap))
+        head = Head(lm_head_weight, bias, Transform(temperature, logit_scale, softcap), vocab_group=vocab_group)
         return cls.from_head(hidden, head, token_ids, top_k=top_k, mass_threshold=mass_threshold, tail=tail)
 
     @classmethod
@@ -257,7 +263,7 @@ class SparsePolicy:
         """
         return self.log_probs.gather(-1, self.slot(token_ids).unsqueeze(-1)).squeeze(-1)
 
-    def on_support(self, logits: Tensor) -> SparsePolicy:
+    def on_support(self, logits: Tensor, *, vocab_group: ProcessGroup | None = None) -> SparsePolicy:
         """Another policy on this one's outcomes, differentiable in its logits.
 
         Its log-probabilities are exact (``z − logsumexp z``), and its tail is the log-sum-exp over the support's
@@ -265,18 +271,19 @@ class SparsePolicy:
 
         Args:
             logits: (..., V).
+            vocab_group: As in :meth:`from_logits`; one all-reduce of K + 2n numbers a token, and none in the backward.
 
         Raises:
             ValueError: If the shape does not fit the token positions and the vocabulary.
         """
-        if logits.shape != (*self.shape, self.vocab_size):
-            raise ValueError(
-                f"logits must be {shape_text((*self.shape, self.vocab_size))}, got {shape_text(logits.shape)}"
-            )
-        log_probs, tail_log_prob = log_probs_on_support(logits, self.token_ids)
+        vocabulary = held_vocabulary(logits.shape[-1] if logits.dim() else 0, vocab_group)
+        expected = (*self.shape, vocabulary.share(self.vocab_size))
+        if logits.shape != expected:
+            raise ValueError(f"logits must be {shape_text(expected)}, got {shape_text(logits.shape)}")
+        log_probs, tail_log_prob = log_probs_on_support(logits, self.token_ids, vocabulary)
         return dataclasses.replace(self, log_probs=log_probs, tail_log_prob=tail_log_prob)
 
-    def new_policy(self, logits: Tensor, token_ids: Tensor) -> SparsePolicy:
+    def new_policy(self, logits: Tensor, token_ids: Tensor, *, vocab_group: ProcessGroup | None = None) -> SparsePolicy:
         """The new policy on the outcomes that this one's tail asks for, differentiable in its logits.
 
         ``bucket``: this policy's own. ``floor``: the union of both supports, this one's slots first; every other token
@@ -285,17 +292,19 @@ class SparsePolicy:
         Args:
             logits: (..., V).
             token_ids: The sampled tokens, (...), the same with which this policy was captured.
+            vocab_group: As in :meth:`on_support`; ``floor`` captures the new policy's support as well.
 
         Raises:
             ValueError: If a shape does not fit.
         """
         if self.tail == "bucket":
-            return self.on_support(logits)
+            return self.on_support(logits, vocab_group=vocab_group)
+        top_k = self.token_ids.shape[-1]
         own = SparsePolicy.from_logits(
-            logits, token_ids, top_k=self.token_ids.shape[-1], mass_threshold=self.mass_threshold
+            logits, token_ids, top_k=top_k, mass_threshold=self.mass_threshold, vocab_group=vocab_group
         ).token_ids
         union = torch.cat([self.token_ids, missing_from(self.token_ids, own)], dim=-1)
-        new = dataclasses.replace(self, token_ids=union).on_support(logits)
+        new = dataclasses.replace(self, token_ids=union).on_support(logits, vocab_group=vocab_group)
         return new._with_constant_tail()
 
     def new_policy_from_head(
@@ -313,8 +322,9 @@ class SparsePolicy:
             entropy: Whether to compute it.
         """
         head.check(hidden, token_ids)
-        if head.vocab_size != self.vocab_size:
-            raise ValueError(f"lm_head_weight must have {self.vocab_size} rows, got {head.vocab_size}")
+        rows = head.vocabulary.share(self.vocab_size)
+        if len(head.weight) != rows:
+            raise ValueError(f"lm_head_weight must have {rows} rows, got {len(head.weight)}")
         ids = self.token_ids.reshape(-1, self.token_ids.shape[-1])
         own = OwnSupport(token_ids.long().reshape(-1), self.mass_threshold) if self.tail == "floor" else None
         on_support = log_probs_on_support_from_hidden(

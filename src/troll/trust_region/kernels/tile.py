@@ -52,7 +52,7 @@ class Outside(NamedTuple):
     maximum: Tensor
     exp_sum: Tensor
     """``Σ e^{z − m}``."""
-    weighted_sum: Tensor | None
+    weighted_sum: Tensor | None = None
     """``Σ e^{z − m} (z − m)``, for the entropy; all its terms have one sign."""
 
     @classmethod
