@@ -14,6 +14,7 @@ from torch import Tensor
 from troll.trust_region.dual import divergence
 from troll.trust_region.head import Head, OnSupport, OwnSupport, log_probs_on_support_from_hidden, top_from_hidden
 from troll.trust_region.kernels.tile import Transform
+from troll.trust_region.logits import LogitRows, log_probs_on_support, top_of_logits
 from troll.trust_region.support import (
     PROBABILITY_FLOOR,
     TAILS,
@@ -28,11 +29,9 @@ from troll.trust_region.support import (
     floored,
     keep,
     log_count,
-    log_probs_on_support,
     missing_from,
     shape_text,
     top_of_log_probs,
-    top_of_logits,
 )
 from troll.trust_region.vocab_parallel import held_vocabulary
 
@@ -78,6 +77,7 @@ class SparsePolicy:
         top_k: int = 64,
         mass_threshold: float = 1e-5,
         tail: Tail = "bucket",
+        rows: Tensor | None = None,
         vocab_group: ProcessGroup | None = None,
     ) -> SparsePolicy:
         """Captures a policy, without gradient.
@@ -91,6 +91,7 @@ class SparsePolicy:
             top_k: K, at least 1; more than V is taken as V.
             mass_threshold: δ in [0, 1); 0 keeps K tokens always.
             tail: See the class.
+            rows: Which rows of (L, V) logits are the positions (N,), all different: spares the copy of an indexing.
             vocab_group: The n processes over which the vocabulary is spread; each then passes its slice of the logits,
                 (..., V/n), with the same `token_ids`, and gets the same policy. See
                 :mod:`~troll.trust_region.vocab_parallel`: one all-gather of 2 min(K, V/n) + 3 numbers a token.
@@ -99,13 +100,13 @@ class SparsePolicy:
             ValueError: On a wrong shape or dtype, an id outside the vocabulary, a parameter out of its range, or slices
                 of different sizes.
         """
-        check_logits(logits, token_ids)
+        check_logits(logits, token_ids, rows)
         vocabulary = held_vocabulary(logits.shape[-1], vocab_group)
         check_tokens_in(token_ids, vocabulary.size)
         check_capture(top_k, mass_threshold, tail)
-        sampled = token_ids.long().unsqueeze(-1)
-        top = top_of_logits(as_float(logits), sampled, min(top_k, vocabulary.size), vocabulary)
-        return cls._from_top(top, sampled, vocabulary.size, mass_threshold, tail)
+        sampled = token_ids.long().reshape(-1, 1)
+        top = top_of_logits(LogitRows.of(logits, rows), sampled, min(top_k, vocabulary.size), vocabulary)
+        return cls._from_top(top, sampled, token_ids.shape, vocabulary.size, mass_threshold, tail)
 
     @classmethod
     @torch.no_grad()
@@ -157,8 +158,7 @@ class SparsePolicy:
         check_capture(top_k, mass_threshold, tail)
         shape, sampled = token_ids.shape, token_ids.long().reshape(-1)
         top = top_from_hidden(hidden.reshape(-1, hidden.shape[-1]), head, sampled, min(top_k, head.vocab_size))
-        top = Top(*(part.view(*shape, part.shape[-1]) for part in top))
-        return cls._from_top(top, sampled.view(*shape, 1), head.vocab_size, mass_threshold, tail)
+        return cls._from_top(top, sampled.unsqueeze(-1), shape, head.vocab_size, mass_threshold, tail)
 
     @classmethod
     @torch.no_grad()
@@ -198,12 +198,15 @@ class SparsePolicy:
         check_capture(top_k, mass_threshold, tail)
         sampled = token_ids.long().unsqueeze(-1)
         top = top_of_log_probs(top_token_ids, top_log_probs, sampled, min(top_k, vocab_size), vocab_size)
-        return cls._from_top(top, sampled, vocab_size, mass_threshold, tail)
+        return cls._from_top(top, sampled, token_ids.shape, vocab_size, mass_threshold, tail)
 
     @classmethod
-    def _from_top(cls, top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float, tail: Tail) -> SparsePolicy:
+    def _from_top(
+        cls, top: Top, sampled: Tensor, shape: torch.Size, vocab_size: int, mass_threshold: float, tail: Tail
+    ) -> SparsePolicy:
         ids, log_probs, tail_log_prob = keep(top, sampled, mass_threshold)
-        policy = cls(ids, log_probs, tail_log_prob, vocab_size, tail, mass_threshold)
+        ids, log_probs = (x.view(*shape, x.shape[-1]) for x in (ids, log_probs))
+        policy = cls(ids, log_probs, tail_log_prob.view(shape), vocab_size, tail, mass_threshold)
         return policy if tail == "bucket" else policy.floored()
 
     def floored(self) -> SparsePolicy:
@@ -263,7 +266,9 @@ class SparsePolicy:
         """
         return self.log_probs.gather(-1, self.slot(token_ids).unsqueeze(-1)).squeeze(-1)
 
-    def on_support(self, logits: Tensor, *, vocab_group: ProcessGroup | None = None) -> SparsePolicy:
+    def on_support(
+        self, logits: Tensor, *, rows: Tensor | None = None, vocab_group: ProcessGroup | None = None
+    ) -> SparsePolicy:
         """Another policy on this one's outcomes, differentiable in its logits.
 
         Its log-probabilities are exact (``z − logsumexp z``), and its tail is the log-sum-exp over the support's
@@ -271,19 +276,28 @@ class SparsePolicy:
 
         Args:
             logits: (..., V).
+            rows: As in :meth:`from_logits`.
             vocab_group: As in :meth:`from_logits`; one all-reduce of K + 2n numbers a token, and none in the backward.
 
         Raises:
             ValueError: If the shape does not fit the token positions and the vocabulary.
         """
         vocabulary = held_vocabulary(logits.shape[-1] if logits.dim() else 0, vocab_group)
-        expected = (*self.shape, vocabulary.share(self.vocab_size))
+        positions = self.shape if rows is None else logits.shape[:1]
+        expected = (*positions, vocabulary.share(self.vocab_size))
         if logits.shape != expected:
             raise ValueError(f"logits must be {shape_text(expected)}, got {shape_text(logits.shape)}")
-        log_probs, tail_log_prob = log_probs_on_support(logits, self.token_ids, vocabulary)
+        log_probs, tail_log_prob = log_probs_on_support(logits, self.token_ids, vocabulary, rows)
         return dataclasses.replace(self, log_probs=log_probs, tail_log_prob=tail_log_prob)
 
-    def new_policy(self, logits: Tensor, token_ids: Tensor, *, vocab_group: ProcessGroup | None = None) -> SparsePolicy:
+    def new_policy(
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        *,
+        rows: Tensor | None = None,
+        vocab_group: ProcessGroup | None = None,
+    ) -> SparsePolicy:
         """The new policy on the outcomes that this one's tail asks for, differentiable in its logits.
 
         ``bucket``: this policy's own. ``floor``: the union of both supports, this one's slots first; every other token
@@ -292,19 +306,20 @@ class SparsePolicy:
         Args:
             logits: (..., V).
             token_ids: The sampled tokens, (...), the same with which this policy was captured.
+            rows: As in :meth:`from_logits`.
             vocab_group: As in :meth:`on_support`; ``floor`` captures the new policy's support as well.
 
         Raises:
             ValueError: If a shape does not fit.
         """
         if self.tail == "bucket":
-            return self.on_support(logits, vocab_group=vocab_group)
+            return self.on_support(logits, rows=rows, vocab_group=vocab_group)
         top_k = self.token_ids.shape[-1]
         own = SparsePolicy.from_logits(
-            logits, token_ids, top_k=top_k, mass_threshold=self.mass_threshold, vocab_group=vocab_group
+            logits, token_ids, top_k=top_k, mass_threshold=self.mass_threshold, rows=rows, vocab_group=vocab_group
         ).token_ids
         union = torch.cat([self.token_ids, missing_from(self.token_ids, own)], dim=-1)
-        new = dataclasses.replace(self, token_ids=union).on_support(logits, vocab_group=vocab_group)
+        new = dataclasses.replace(self, token_ids=union).on_support(logits, rows=rows, vocab_group=vocab_group)
         return new._with_constant_tail()
 
     def new_policy_from_head(

@@ -1,17 +1,13 @@
-"""Reading a support from logits: its tokens, their log-probabilities, and the mass of all others."""
+"""What a support is made of: its tokens, their log-probabilities, floors, and the checks of what is passed in."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
-
-if TYPE_CHECKING:
-    from troll.trust_region.vocab_parallel import Vocabulary
 
 Tail = Literal["bucket", "floor"]
 TAILS: tuple[Tail, ...] = ("bucket", "floor")
@@ -99,30 +95,6 @@ def candidate_ids(maxima: Tensor, k: int) -> Tensor:
     return (chosen.unsqueeze(-1) * BLOCK + torch.arange(BLOCK, device=maxima.device)).flatten(-2)
 
 
-def top_of_logits(z: Tensor, sampled: Tensor, k: int, vocabulary: Vocabulary) -> Top:
-    """What a capture needs, from logits.
-
-    Args:
-        z: (..., V), or this process's slice of them.
-        sampled: (..., 1).
-        k: At most V.
-        vocabulary: What of it this process holds.
-    """
-    ids = top_ids(z, min(k, z.shape[-1]))
-    column = sampled - vocabulary.start
-    # Where another process holds the sampled token, a column that is taken out in any case stands in for it.
-    column = torch.where((column >= 0) & (column < z.shape[-1]), column, ids[..., :1])
-    top = Top(
-        ids=ids + vocabulary.start,
-        logits=z.gather(-1, ids),
-        sampled_logit=z.gather(-1, column),
-        log_total=torch.logsumexp(z, dim=-1, keepdim=True),
-        log_rest=torch.logsumexp(z.scatter(-1, torch.cat([ids, column], -1), -torch.inf), -1, keepdim=True),
-    )
-    top = vocabulary.merge_top(top, sampled, k)
-    return top._replace(log_total=nan_unless_finite(top.log_total))
-
-
 def missing_from(token_ids: Tensor, ids: Tensor) -> Tensor:
     """The ids that a support lacks, (..., K) and (..., M) to (..., M), −1 in place of all others."""
     return ids.masked_fill((ids.unsqueeze(-1) == token_ids.unsqueeze(-2)).any(-1), -1)
@@ -191,94 +163,6 @@ def top_of_log_probs(ids: Tensor, log_probs: Tensor, sampled: Tensor, k: int, vo
     )
 
 
-def log_probs_on_support(logits: Tensor, token_ids: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of some tokens and of all others together, differentiable in the logits.
-
-    Args:
-        logits: (..., V), or this process's slice of them.
-        token_ids: (..., K), different ids; −1 in unused slots.
-        vocabulary: What of it this process holds.
-
-    Returns:
-        (..., K), −inf in unused slots, and (...), −inf where no other token is left or possible. NaN for a row that is
-        no distribution, which also has no gradient.
-    """
-    log_probs, tail_log_prob = _OnSupport.apply(logits, token_ids, vocabulary)
-    return log_probs, tail_log_prob
-
-
-class _Columns(NamedTuple):
-    """Where some logits, which may be a slice of the vocabulary, hold the tokens of a support.
-
-    A slot whose token they lack repeats the row's first that they have, so that a scatter sees its column and value
-    again; a row of which they have none repeats one column.
-    """
-
-    column: Tensor
-    """(..., K) int64, in range."""
-    slot: Tensor
-    """(..., K) int64, which slot's token that is."""
-    some: Tensor
-    """(..., 1) bool, whether the row has any."""
-
-    @classmethod
-    def of(cls, token_ids: Tensor, first: int, width: int) -> _Columns:
-        here = (token_ids >= first) & (token_ids < first + width)
-        slots = torch.arange(token_ids.shape[-1], device=token_ids.device)
-        slot = torch.where(here, slots, here.to(torch.uint8).argmax(-1, keepdim=True))
-        column = (token_ids - first).gather(-1, slot).clamp(0, width - 1)
-        return cls(column, slot, here.any(-1, keepdim=True))
-
-    def write(self, z: Tensor, on_support: Tensor | float) -> Tensor:
-        """What to scatter to the columns, (..., K), so that the support's have these values."""
-        return torch.where(self.some, on_support, z.gather(-1, self.column))
-
-
-class _OnSupport(torch.autograd.Function):
-    """The gradient of :func:`log_probs_on_support` in closed form.
-
-    With a = ∂L/∂(log p̃) on the support, a_T for the tail and Σa over both, ``∂L/∂z_v = a_T · p̃(v | tail) − p̃_v Σa``
-    outside the support, overwritten by ``a_v − p̃_v Σa`` on it: overwritten, because an addition would cancel. All that
-    this takes of other processes' slices is known from the forward pass.
-    """
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor, token_ids: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-        z = as_float(logits)
-        used = token_ids >= 0
-        columns = _Columns.of(token_ids, vocabulary.start, z.shape[-1])
-        on_support, *sums = vocabulary.merge_support(
-            z.gather(-1, columns.column),
-            token_ids,
-            torch.logsumexp(z, dim=-1),
-            torch.logsumexp(z.scatter(-1, columns.column, columns.write(z, -torch.inf)), dim=-1),
-        )
-        log_total, log_outside = (torch.logsumexp(x, dim=-1, keepdim=True) for x in sums)
-        log_total = nan_unless_finite(log_total)
-        ctx.save_for_backward(logits, *columns, used, log_total, log_outside)
-        log_probs = (on_support - log_total).masked_fill(~used, -torch.inf)
-        return log_probs, (log_outside - log_total).squeeze(-1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_tail: Tensor) -> tuple[Tensor, None, None]:
-        logits, column, slot, some, used, log_total, log_outside = ctx.saved_tensors
-        columns = _Columns(column, slot, some)
-        z = as_float(logits)
-        grad_log_probs = grad_log_probs.masked_fill(~used, 0)
-        grad_tail = grad_tail.unsqueeze(-1).masked_fill(log_outside == -torch.inf, 0)
-        total = grad_log_probs.sum(-1, keepdim=True) + grad_tail
-
-        grad = torch.exp(z - log_total).mul_(-total)
-        on_support = grad.gather(-1, column) + grad_log_probs.gather(-1, slot)
-        in_tail = log_outside.masked_fill(log_outside == -torch.inf, 0)
-        grad.add_(torch.exp(z - in_tail).mul_(grad_tail))
-        grad.scatter_(-1, column, columns.write(grad, on_support))
-        # A row that is not a distribution has no gradient; its values are NaN, which the metrics count.
-        grad.masked_fill_(log_total.isnan(), 0)
-        return grad.to(logits.dtype), None, None
-
-
 def check_tokens(token_ids: Tensor, shape: Sequence[int]) -> None:
     """Raises ValueError unless `token_ids` are integers of the given shape."""
     if token_ids.shape != torch.Size(shape):
@@ -292,11 +176,22 @@ def check_integers(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must be integers, got {tensor.dtype}")
 
 
-def check_logits(logits: Tensor, token_ids: Tensor) -> None:
-    """Raises ValueError unless (..., V) logits and (...) token ids have the shapes and dtypes of such."""
+def check_logits(logits: Tensor, token_ids: Tensor, rows: Tensor | None = None) -> None:
+    """Raises ValueError unless (..., V) logits and (...) token ids have the shapes and dtypes of such.
+
+    With `rows`, logits are (L, V), and rows and token ids (N,).
+    """
     if logits.dim() == 0 or logits.shape[-1] == 0 or not logits.is_floating_point():
         raise ValueError(f"logits must be floating point (..., V), got {logits.dtype} {shape_text(logits.shape)}")
-    check_tokens(token_ids, logits.shape[:-1])
+    if rows is None:
+        check_tokens(token_ids, logits.shape[:-1])
+        return
+    check_integers("rows", rows)
+    if logits.dim() != 2 or rows.dim() != 1:
+        raise ValueError(
+            f"rows (N,) go with logits (L, V), got {shape_text(rows.shape)} and {shape_text(logits.shape)}"
+        )
+    check_tokens(token_ids, rows.shape)
 
 
 def check_top_log_probs(top_token_ids: Tensor, top_log_probs: Tensor, token_ids: Tensor, vocab_size: int) -> None:
