@@ -36,7 +36,7 @@ if how == "fail":
 try:
     if how == "wait":
         (folder / "checkpoint-2").mkdir(exist_ok=True)
-        (folder / "checkpoint-2" / "trainer_state.json").touch()
+        (folder / "checkpoint-2" / "trainer_state.json").write_text("{}")
         (folder / "waiting").touch()
         time.sleep(60)
 except KeyboardInterrupt:

@@ -137,7 +137,7 @@ def test_mistakes_are_found_before_training(
         attempt("--output_dir", str(occupied))
     with pytest.raises(RecipeError, match="cannot be used: Not a directory"):
         attempt("--output_dir", str(occupied / "precious" / "below"))
-    with pytest.raises(RecipeError, match="no checkpoint"):
+    with pytest.raises(RecipeError, match="no complete checkpoint in output_dir"):
         attempt("--resume_from_checkpoint")
     with pytest.raises(RecipeError, match="not the folder of a checkpoint"):
         attempt("--resume_from_checkpoint", str(occupied))
@@ -176,6 +176,7 @@ def test_what_a_resumed_run_may_change(
 ) -> None:
     folder = tmp_path / "run"
     (folder / "checkpoint-2").mkdir(parents=True)
+    (folder / "checkpoint-2" / "trainer_state.json").write_text("{}")
     recipes.save(recipes.load("quickstart", short_run), folder / "config.yaml")
     changed = recipes.load("quickstart", [*short_run, f"--{field}", value, "--resume_from_checkpoint"])
     if refused:
@@ -184,7 +185,7 @@ def test_what_a_resumed_run_may_change(
         ):
             run._checkpoint(changed, folder)
     else:
-        assert run._checkpoint(changed, folder) == str(folder / "checkpoint-2")
+        assert run._checkpoint(changed, folder) is True
 
 
 CHAT_TEMPLATE = (

@@ -12,6 +12,7 @@ import troll
 from tests.trl import dense
 from tests.trl.tiny import assert_same_gradients, logged, loss_and_gradients, move, no_warnings_about, rollout
 from troll.trl import monitor
+from troll.trl.checkpoints import MARKER
 from troll.trust_region.bounds import BoundStatistics
 from troll.trust_region.constraint import Constraint
 
@@ -178,7 +179,8 @@ def test_many_projected_tokens_are_what_was_asked_for(make, monkeypatch, setting
 def test_a_checkpoint_without_the_state_of_a_schedule_is_warned_about(make, tmp_path):
     settings = {"kl_bound_schedule": "linear", "kl_bound_schedule_kwargs": {"end": 0.01}, "max_steps": 4}
     make(save_strategy="steps", save_steps=2, output_dir=str(tmp_path), **settings).train()
-    (tmp_path / "checkpoint-2" / "kl_bound.json").unlink()
+    for name in ("kl_bound.json", MARKER):  # as an older version left it
+        (tmp_path / "checkpoint-2" / name).unlink()
     with pytest.warns(UserWarning, match="the schedule of kl_bound starts anew"):
         make(output_dir=str(tmp_path), **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 

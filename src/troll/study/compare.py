@@ -29,6 +29,7 @@ from troll.study.comparison_tables import console_table
 from troll.study.grid import PlannedRun
 from troll.study.run import check_same_run, model_path
 from troll.terminal import say
+from troll.trl.checkpoints import newest_complete
 
 #: Held by a comparison and its runs as long as any of them lives.
 LOCK = "compare.lock"
@@ -192,7 +193,7 @@ class _Launcher:
 
     def start(self, run: PlannedRun) -> None:
         output = self.folder / run.name
-        checkpoint = _last_checkpoint(output)
+        checkpoint, _ = newest_complete(output)
         if checkpoint is None and output.exists():
             shutil.rmtree(output)  # what this very run left before its first checkpoint
         with (self.folder / f"{run.name}.log").open("ab") as log, self.interrupts.held_back():
@@ -237,15 +238,6 @@ def _command(run: PlannedRun, output: Path, checkpoint: Path | None) -> list[str
     resume = [] if checkpoint is None else ["--resume_from_checkpoint", str(checkpoint)]
     command = [sys.executable, "-m", "troll.cli", "train", run.recipe.given, *run.overrides]
     return [*command, "--output_dir", str(output), *resume]
-
-
-def _last_checkpoint(output: Path) -> Path | None:
-    # The state is the last file of a checkpoint: without it the run was killed while it wrote.
-    complete = {
-        int(path.parent.name.removeprefix("checkpoint-")): path.parent
-        for path in output.glob("checkpoint-*/trainer_state.json")
-    }
-    return complete[max(complete)] if complete else None
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]], console: Console) -> None:

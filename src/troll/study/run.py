@@ -15,7 +15,6 @@ from jinja2 import TemplateError
 from rich.console import Console
 from safetensors import SafetensorError
 from transformers import AutoProcessor, PreTrainedTokenizerBase, PrinterCallback, ProcessorMixin, ProgressCallback
-from transformers.trainer_utils import get_last_checkpoint
 from trl import get_peft_config, get_quantization_config
 
 from troll import recipes
@@ -30,6 +29,7 @@ from troll.tasks import Task, load_task
 from troll.tasks.apart import keep_apart
 from troll.terminal import say
 from troll.trl import TrollConfig, TrollTrainer
+from troll.trl.checkpoints import check_complete, last_checkpoint, newest_complete
 from troll.trl.surrogates import SURROGATES
 
 #: The name of the model that this package makes itself.
@@ -99,11 +99,12 @@ def train(recipe: Recipe, console: Console) -> bool:
     return status == "finished"
 
 
-def _checkpoint(recipe: Recipe, folder: Path) -> str | None:
+def _checkpoint(recipe: Recipe, folder: Path) -> str | bool | None:
+    """What the trainer is told to resume from; True is the last complete one, which it says."""
     resume = recipe.training.resume_from_checkpoint
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        last, empty = get_last_checkpoint(str(folder)), not any(folder.iterdir())
+        (last, _), empty = newest_complete(folder), not any(folder.iterdir())
     except OSError as error:
         raise RecipeError(f"output_dir {folder} cannot be used: {error.strerror}") from error
     if not resume:
@@ -112,12 +113,13 @@ def _checkpoint(recipe: Recipe, folder: Path) -> str | None:
             raise RecipeError(f"output_dir {folder} is not empty: choose another with --output_dir{or_resume}")
         return None
     check_same_run(recipes.plain(recipe), folder, _may_change)
-    if resume in ("last", "true", "True"):
-        if last is None:
-            raise RecipeError(f"there is no checkpoint in output_dir {folder} to resume from: start anew in another")
-        return last
-    if not (Path(resume) / "trainer_state.json").is_file():
-        raise RecipeError(f"resume_from_checkpoint: {resume} is not the folder of a checkpoint")
+    try:
+        if resume in ("last", "true", "True"):
+            last_checkpoint(folder)
+            return True
+        check_complete(Path(resume))
+    except ValueError as error:
+        raise RecipeError(f"resume_from_checkpoint: {error}") from error
     return resume
 
 
@@ -338,7 +340,8 @@ def _tell(summary: dict[str, Any], folder: Path, console: Console) -> None:
         say(console, f"no report: {error}")
     if summary["status"] != "finished":
         resume = "go on with the same command and --resume_from_checkpoint"
-        how = resume if get_last_checkpoint(str(folder)) else "there is no checkpoint yet to resume from"
+        last, _ = newest_complete(folder)
+        how = resume if last else "there is no complete checkpoint yet to resume from"
         say(console, f"{summary['status']} at step {summary['steps']}; {how}")
 
 

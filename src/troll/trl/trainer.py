@@ -15,7 +15,8 @@ from transformers.trainer_utils import has_length
 from trl.trainer.utils import get_config_model_id
 
 from troll.files import write_atomically
-from troll.trl.checks import dropout_rates, warn_about
+from troll.trl.checkpoints import CheckpointTrainer
+from troll.trl.checks import dropout_rates, refuse_model_parallelism, warn_about, warn_about_saving
 from troll.trl.config import AGGREGATION, TrollConfig
 from troll.trl.diagnosis import Diagnosis
 from troll.trl.estimation import loss_mask
@@ -35,7 +36,7 @@ from troll.trust_region.policy import SparsePolicy
 BOUND_STATE = "kl_bound.json"
 
 
-class TrollTrainer(OldPolicyTrainer):
+class TrollTrainer(CheckpointTrainer, OldPolicyTrainer):
     """[`~trl.GRPOTrainer`] with TROLL (arXiv 2510.03817) in place of the clip.
 
     The policy term uses the projected log-probability of the sampled token where GRPO uses the raw one; the clip is
@@ -50,6 +51,7 @@ class TrollTrainer(OldPolicyTrainer):
 
     Raises:
         TypeError: If `args` is not a `TrollConfig`.
+        ValueError: Under tensor, context or sequence parallelism.
         FloatingPointError: In training, if logits are NaN or infinite, before the optimiser sees them.
     """
 
@@ -83,6 +85,7 @@ class TrollTrainer(OldPolicyTrainer):
 
         if self.accelerator.is_main_process:
             warn_about(args, self.model)
+            warn_about_saving(self.accelerator, self.model)
         if args.disable_dropout:  # TRL silences layers; many models keep numbers that a function reads
             for module, name in list(dropout_rates(self.model)):
                 setattr(module, name, 0.0)
@@ -93,8 +96,9 @@ class TrollTrainer(OldPolicyTrainer):
         self._used_bound = args.kl_bound
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The parent's; with FSDP2, the model's outputs keep their dtype."""
+        """The parent's, for data parallelism alone; with FSDP2, the model's outputs keep their dtype."""
         super().create_accelerator_and_postprocess()
+        refuse_model_parallelism(tensor=self.get_tp_size(), context=self.get_cp_size(), sequence=self.get_sp_size())
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
             # accelerate has every output rounded to the parameters' dtype, log-probabilities among them.

@@ -1,0 +1,202 @@
+"""Checkpoints that say whether they are complete, and resuming from those alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from trl import GRPOTrainer
+
+from troll.files import write_atomically
+from troll.run_folder import read_json
+
+#: The file of a checkpoint that says whether it is complete, and how large its files are.
+MARKER = "checkpoint.json"
+
+#: The file that transformers writes last, and the only sign of completeness in checkpoints without a marker.
+_STATE = "trainer_state.json"
+
+logger = logging.getLogger(__name__)
+
+
+def defect(checkpoint: Path) -> str | None:
+    """What a checkpoint's folder lacks, in words; None if it is complete.
+
+    It is, if its marker says so and every file is there with the size it had. One without a marker was written by a
+    trainer that knows none, such as TRL's own: it counts as complete if it has a readable ``trainer_state.json``, the
+    file that transformers writes last.
+    """
+    try:
+        if not (checkpoint / MARKER).is_file():
+            if not (checkpoint / _STATE).is_file():
+                return f"it has no {_STATE}"
+            read_json(checkpoint / _STATE)
+            return None
+        marker = read_json(checkpoint / MARKER)
+    except ValueError as error:
+        return str(error)
+    if not marker["complete"]:
+        return "the run ended while it was written"
+    for name, size in marker["files"].items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes and had {size}"
+    return None
+
+
+def newest_complete(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
+    """The complete checkpoint of the highest step, if any, and what those of a higher step lack."""
+    passed_over: dict[Path, str] = {}
+    for checkpoint in sorted(_checkpoints(output_dir), key=_step, reverse=True):
+        lacks = defect(checkpoint)
+        if lacks is None:
+            return checkpoint, passed_over
+        passed_over[checkpoint] = lacks
+    return None, passed_over
+
+
+def last_checkpoint(output_dir: Path) -> tuple[Path, dict[Path, str]]:
+    """As `newest_complete`, where there has to be one.
+
+    Raises:
+        ValueError: If there is none; names those that are incomplete, and why.
+    """
+    checkpoint, passed_over = newest_complete(output_dir)
+    if checkpoint is None:
+        raise ValueError(
+            f"there is no complete checkpoint in output_dir {output_dir} to resume from{_why(passed_over)}"
+        )
+    return checkpoint, passed_over
+
+
+def check_complete(checkpoint: Path) -> None:
+    """Refuses a checkpoint that is incomplete.
+
+    Raises:
+        ValueError: Says what is wrong with it, and which one to take instead.
+    """
+    lacks = defect(checkpoint)
+    if lacks is None:
+        return
+    if not (checkpoint / MARKER).exists() and not (checkpoint / _STATE).exists():
+        raise ValueError(f"{checkpoint} is not the folder of a checkpoint: {lacks}")
+    other, _ = newest_complete(checkpoint.parent)
+    instead = "there is no complete one beside it" if other is None else f"resume from {other}"
+    raise ValueError(f"{checkpoint} is an incomplete checkpoint: {lacks}; {instead}")
+
+
+class CheckpointTrainer(GRPOTrainer):
+    """[`~trl.GRPOTrainer`] whose checkpoints say whether they are complete; it resumes from complete ones alone.
+
+    A checkpoint's marker is written twice: before its first file, as incomplete; and as a whole in place of the first,
+    with the size of every file, once every process has written its part. Older checkpoints are deleted
+    (``save_total_limit``) and pushed to the hub after that, so that there always is a complete one.
+    """
+
+    def __init__(self, *positional: Any, **kwargs: Any) -> None:
+        self._postponed: dict[str, Any] = {}
+        self._passed_over: dict[Path, str] = {}
+        super().__init__(*positional, **kwargs)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **kwargs: Any) -> Any:
+        """The parent's; True resumes from the newest complete checkpoint in ``output_dir``.
+
+        Raises:
+            ValueError: If that does not exist, or the given checkpoint is incomplete.
+        """
+        self._passed_over = {}
+        if resume_from_checkpoint is True:
+            checkpoint, self._passed_over = last_checkpoint(Path(str(self.args.output_dir)))
+            resume_from_checkpoint = str(checkpoint)
+        elif resume_from_checkpoint and Path(resume_from_checkpoint).is_dir():
+            check_complete(Path(resume_from_checkpoint))
+        return super().train(resume_from_checkpoint, *positional, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self.is_world_process_zero():
+            # No warning, but the lowest level that is shown where nobody has set up logging.
+            logger.warning(
+                "resuming from %s (step %d of %d)%s",
+                Path(checkpoint).name,
+                self.state.global_step,
+                self.state.max_steps,
+                _why(self._passed_over),
+            )
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        run_folder = self._get_output_dir(trial=trial)
+        checkpoint = Path(run_folder, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if self.args.should_save:
+            _begin(checkpoint)
+        self.accelerator.wait_for_everyone()
+
+        self._postponed = {name: getattr(self.args, name) for name in ("save_total_limit", "push_to_hub")}
+        try:
+            with _changed(self.args, save_total_limit=None, push_to_hub=False):
+                super()._save_checkpoint(model, trial)
+        finally:
+            self._postponed = {}
+
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            _complete(checkpoint)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(checkpoint))
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=run_folder,
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        with _changed(self.args, **self._postponed):  # it saves the arguments too
+            super()._save(output_dir, state_dict)
+
+
+def _checkpoints(output_dir: Path) -> Iterator[Path]:
+    for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        if path.is_dir() and re.fullmatch(r"\d+", path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")):
+            yield path
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-"))
+
+
+def _why(passed_over: dict[Path, str]) -> str:
+    return "".join(f"; {path.name} is incomplete and is ignored: {lacks}" for path, lacks in passed_over.items())
+
+
+def _begin(checkpoint: Path) -> None:
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    write_atomically(checkpoint / MARKER, json.dumps({"complete": False}))
+
+
+def _complete(checkpoint: Path) -> None:
+    files = {
+        path.relative_to(checkpoint).as_posix(): path.stat().st_size
+        for path in sorted(checkpoint.rglob("*"))
+        if path.is_file() and path != checkpoint / MARKER
+    }
+    write_atomically(checkpoint / MARKER, json.dumps({"complete": True, "files": files}, indent=2))
+
+
+@contextlib.contextmanager
+def _changed(args: Any, **values: Any) -> Iterator[None]:
+    before = {name: getattr(args, name) for name in values}
+    vars(args).update(values)
+    try:
+        yield
+    finally:
+        vars(args).update(before)

@@ -1,0 +1,247 @@
+"""Runs that die, for real: what is resumed is the last complete checkpoint, bit for bit, and the run says which."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.trainer_utils import get_last_checkpoint
+
+from tests.dying import in_new_process
+from tests.trl import fault_worker
+from tests.trl.processes import launch
+from troll.trl import checkpoints
+from troll.trl.checkpoints import MARKER, check_complete, defect, last_checkpoint, newest_complete
+
+KILLED = -9
+
+
+def run(
+    model: Path, output_dir: Path, place: str = "", resume: bool | str | None = None
+) -> dict[str, Any] | int | None:
+    """What a run in a process of its own left, or how it ended."""
+    result = output_dir.parent / "result.pt"
+    code = in_new_process(fault_worker.run, model, output_dir, place, resume, result)
+    return torch.load(result) if code == 0 else code
+
+
+@pytest.fixture(scope="module")
+def whole(model_path: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder of a run without a break, and what it left."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    result = run(model_path("llama"), folder)
+    assert isinstance(result, dict)
+    return folder, result
+
+
+def assert_same_state(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(ours[name], value), name
+
+
+def assert_went_on(resumed: Any, whole: dict[str, Any], step: int) -> None:
+    """From the state at a step to the end, as without a break."""
+    assert min(resumed["states"]) == step
+    for later in range(step, 7):
+        assert_same_state(resumed["states"][later], whole["states"][later])
+
+
+def test_the_runs_move(whole):
+    states = whole[1]["states"]
+    for step in range(6):
+        moved = {name.split()[0] for name in states[0] if not torch.equal(states[step][name], states[step + 1][name])}
+        assert {"policy", "critic"} <= moved
+    assert whole[1]["lines"] == []
+    assert len({states[step]["bound"].item() for step in (0, 2, 4, 6)}) == 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Killed
+
+
+def test_killed_in_an_update(model_path, whole, tmp_path):
+    folder = tmp_path / "out"
+    assert run(model_path("llama"), folder, "update 4") == KILLED
+    resumed = run(model_path("llama"), folder, resume=True)
+    assert resumed["lines"] == ["resuming from checkpoint-2 (step 2 of 6)"]
+    assert_went_on(resumed, whole[1], 2)
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["optimizer.pt", "trainer_state.json", MARKER]
+    + [pytest.param(file, marks=pytest.mark.slow) for file in ("model.safetensors", "critic.part", "rng_state.pth")],
+)
+def test_killed_in_a_checkpoint(model_path, whole, tmp_path, file):
+    folder = tmp_path / "out"
+    assert run(model_path("llama"), folder, f"checkpoint-4/{file}") == KILLED
+    assert (folder / "checkpoint-4" / file).is_file()
+    assert get_last_checkpoint(str(folder)) == str(folder / "checkpoint-4"), "which transformers would resume from"
+
+    resumed = run(model_path("llama"), folder, resume=True)
+    assert resumed["lines"] == [
+        "resuming from checkpoint-2 (step 2 of 6); checkpoint-4 is incomplete and is ignored: the run ended while it "
+        "was written"
+    ]
+    assert_went_on(resumed, whole[1], 2)
+    assert defect(folder / "checkpoint-4") is None, "it was written anew"
+
+
+def test_killed_while_a_checkpoint_is_written_anew(model_path, whole, tmp_path):
+    """What it said about the files before must not count for those of now."""
+    folder = tmp_path / "out"
+    shutil.copytree(whole[0], folder)
+    place, first = "checkpoint-4/optimizer.pt", str(folder / "checkpoint-2")
+    assert run(model_path("llama"), folder, place, resume=first) == KILLED
+    shutil.copy(whole[0] / "checkpoint-4" / "optimizer.pt", folder / "checkpoint-4" / "optimizer.pt")
+    assert defect(folder / "checkpoint-4") == "the run ended while it was written"
+    resumed = run(model_path("llama"), folder, resume=True)
+    assert resumed["lines"] == ["resuming from checkpoint-6 (step 6 of 6)"]
+    assert_went_on(resumed, whole[1], 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["update 4", "checkpoint-4/rng_state_1.pth"])
+def test_one_of_two_processes_is_killed(model_path, tmp_path, place):
+    """The launcher ends all of them with an error, and the run goes on from what both had written."""
+    arguments = [str(model_path("llama")), str(tmp_path)]
+    with pytest.raises(AssertionError, match=r"exitcode +: -9"):
+        launch("tests.trl.fault_worker", "ddp", [*arguments, place], tmp_path)
+    assert not (tmp_path / "0.pt").exists()
+    resumed = launch("tests.trl.fault_worker", "ddp", arguments, tmp_path)
+    (line,) = resumed[0]["lines"]
+    assert line.startswith("resuming from checkpoint-2 (step 2 of 6)")
+    assert ("checkpoint-4 is incomplete" in line) == place.startswith("checkpoint")
+    assert resumed[1]["lines"] == []
+    for rank, result in enumerate(resumed):
+        assert_went_on(result, torch.load(tmp_path / f"whole-{rank}.pt"), 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Damaged afterwards, and other folders
+
+
+@pytest.fixture
+def damaged(whole, tmp_path) -> Path:
+    """A copy of the whole run's folder, to be damaged."""
+    shutil.copytree(whole[0], tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_a_complete_checkpoint_lists_its_files(whole):
+    for step in (2, 4, 6):
+        checkpoint = whole[0] / f"checkpoint-{step}"
+        assert defect(checkpoint) is None
+        marker = json.loads((checkpoint / MARKER).read_text())
+        there = {path.name: path.stat().st_size for path in checkpoint.iterdir() if path.name != MARKER}
+        assert marker == {"complete": True, "files": there}
+        names = "model.safetensors optimizer.pt scheduler.pt critic.pt kl_bound.json rng_state.pth trainer_state.json"
+        assert set(names.split()) <= there.keys()
+    assert newest_complete(whole[0]) == (whole[0] / "checkpoint-6", {})
+
+
+def test_every_truncated_or_missing_file_is_noticed(damaged):
+    last, before = damaged / "checkpoint-6", damaged / "checkpoint-4"
+    for path in sorted(last.iterdir()):
+        content = path.read_bytes()
+        path.write_bytes(content[:-1])
+        assert defect(last) is not None
+        assert newest_complete(damaged) == (before, {last: defect(last)})
+        if path.name != MARKER:
+            assert defect(last) == f"{path.name} has {len(content) - 1} bytes and had {len(content)}"
+            path.unlink()
+            assert defect(last) == f"{path.name} is missing"
+        path.write_bytes(content)
+        assert defect(last) is None
+
+
+def test_a_truncated_checkpoint_is_passed_over(model_path, whole, damaged):
+    path = damaged / "checkpoint-6" / "optimizer.pt"
+    path.write_bytes(path.read_bytes()[:1000])
+    resumed = run(model_path("llama"), damaged, resume=True)
+    (line,) = resumed["lines"]
+    assert line.startswith(
+        "resuming from checkpoint-4 (step 4 of 6); checkpoint-6 is incomplete and is ignored: optimizer.pt has 1000"
+    )
+    assert_went_on(resumed, whole[1], 4)
+
+
+def test_an_incomplete_checkpoint_is_refused_by_name(make, damaged):
+    (damaged / "checkpoint-6" / "scheduler.pt").unlink()
+    trainer = make(output_dir=str(damaged), **fault_worker.SETTINGS)
+    says = r"checkpoint-6 is an incomplete checkpoint: scheduler.pt is missing; resume from .+checkpoint-4$"
+    with pytest.raises(ValueError, match=says):
+        trainer.train(resume_from_checkpoint=str(damaged / "checkpoint-6"))
+
+
+def test_no_complete_checkpoint(make, tmp_path):
+    trainer = make(output_dir=str(tmp_path / "out"), **fault_worker.SETTINGS)
+    with pytest.raises(ValueError, match=r"there is no complete checkpoint in output_dir .+out to resume from$"):
+        trainer.train(resume_from_checkpoint=True)
+    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
+    says = r"to resume from; checkpoint-2 is incomplete and is ignored: it has no trainer_state.json$"
+    with pytest.raises(ValueError, match=says):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_checkpoints_without_a_marker(damaged):
+    """TRL's own: complete with the file that is written last."""
+    last, before = damaged / "checkpoint-6", damaged / "checkpoint-4"
+    (last / MARKER).unlink()
+    assert last_checkpoint(damaged) == (last, {})
+    state = (last / "trainer_state.json").read_text()
+    (last / "trainer_state.json").write_text(state[:100])
+    checkpoint, passed_over = last_checkpoint(damaged)
+    assert checkpoint == before and "trainer_state.json: not JSON" in passed_over[last]
+    (last / "trainer_state.json").unlink()
+    assert last_checkpoint(damaged) == (before, {last: "it has no trainer_state.json"})
+    with pytest.raises(ValueError, match=r"checkpoint-6 is not the folder of a checkpoint: it has no trainer_state"):
+        check_complete(last)
+
+
+def test_other_folders_are_no_checkpoints(damaged):
+    (damaged / "checkpoint-best").mkdir()
+    (damaged / "checkpoint-9").write_text("a file")
+    assert newest_complete(damaged) == (damaged / "checkpoint-6", {})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is done once a checkpoint is complete
+
+
+def test_older_checkpoints_are_deleted_once_the_new_one_is_complete(make, tmp_path, monkeypatch):
+    seen = []
+    rotate = checkpoints.rotate_checkpoints
+
+    def observed(**keywords: Any) -> None:
+        seen.append({path.name: defect(path) for path in Path(keywords["output_dir"]).glob("checkpoint-*")})
+        rotate(**keywords)
+
+    monkeypatch.setattr(checkpoints, "rotate_checkpoints", observed)
+    trainer = make(
+        output_dir=str(tmp_path / "out"), save_strategy="steps", save_steps=1, max_steps=3, save_total_limit=1
+    )
+    trainer.train()
+    assert seen == [
+        {"checkpoint-1": None},
+        {"checkpoint-1": None, "checkpoint-2": None},
+        {"checkpoint-2": None, "checkpoint-3": None},
+    ]
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-3"]
+    saved = torch.load(tmp_path / "out" / "checkpoint-3" / "training_args.bin", weights_only=False)
+    assert saved.save_total_limit == trainer.args.save_total_limit == 1
+
+
+def test_what_is_pushed_to_the_hub_is_complete(make, tmp_path, monkeypatch):
+    trainer = make(output_dir=str(tmp_path / "out"), save_strategy="steps", save_steps=2, max_steps=2)
+    pushed = []
+    monkeypatch.setattr(trainer, "_push_from_checkpoint", lambda folder: pushed.append((folder, defect(Path(folder)))))
+    monkeypatch.setattr(trainer, "init_hf_repo", lambda *_, **__: None)
+    trainer.args.push_to_hub = True
+    trainer.train()
+    assert pushed == [(str(tmp_path / "out" / "checkpoint-2"), None)]
