@@ -14,12 +14,15 @@ from rich.console import Console
 from benchmarks import measure
 
 NAMES = ("head", "capture", "projection", "step", "scaling", "packed", "anchor", "sandbox")
+#: Not among "all": they answer other questions, take longer, or need verl's environment.
+OTHERS = ("simulate", "predict", "staleness", "ray_store")
 
 
 def main() -> None:
     """Runs benchmarks, prints their tables, and writes one JSON file each."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="+", choices=(*NAMES, "all"), metavar="NAME", help=", ".join((*NAMES, "all")))
+    names = (*NAMES, "all", *OTHERS)
+    parser.add_argument("names", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=5, help="rounds; the tables show medians and ranges")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), help="folder of the JSON files")

@@ -13,7 +13,7 @@ from peft import LoraConfig
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.trl.distributed_worker import fsdp_on_cpu, whole
+from tests.trl.sharding import fsdp_on_cpu, whole
 from troll.trl.advantages import whiten
 from troll.trl.critic import Critic, CriticSettings
 

@@ -1,21 +1,25 @@
-"""One process of test_distributed: ``accelerate launch -m tests.trl.distributed_worker MODE FOLDER MODEL=PATH...``."""
+"""One process of test_distributed and test_accelerate.
+
+``accelerate launch -m tests.trl.distributed_worker MODE PART FOLDER MODEL=PATH...``
+"""
 
 from __future__ import annotations
 
+import copy
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import DistributedType
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from tests.trl import heads, tiny
+from tests.trl import tiny
+from tests.trl.resuming import SHARDS_ALONE, interrupted
+from tests.trl.sharding import LORA, KeepGradients, fsdp_on_cpu, is_sharded, through_heads, zero_on_cpu
 from troll.rewards.grading import Grader, Verdict
 from troll.trl import TrollTrainer
 from troll.trl.trainer import OLD_POLICY
@@ -40,16 +44,33 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 
-#: FSDP: a case and a model. Gemma 2 ties its head to its embeddings.
-SHARDED = {
-    "own head": ("gspo", "llama"),
-    "own head, reference": ("dapo", "llama"),
-    "tied head": ("grpo", "gemma2"),
+#: What needs a look once.
+MORE_CASES: dict[str, dict[str, Any]] = {
+    "diagnostics": {"loss_type": "grpo", "diagnostics_steps": 1},
+    "LoRA": {"loss_type": "grpo", "peft_config": LORA, "learning_rate": 1.0},
 }
+
+#: Sharded back ends: a case and a model. Gemma 2 ties its head to its embeddings. The others take longer.
+SHARDED = {"own head, reference": ("dapo", "llama"), "tied head": ("grpo", "gemma2")}
+OTHERS = {
+    "own head": ("gspo", "llama"),
+    "accumulation": ("dr_grpo", "llama"),
+    "all processes share": ("the batch shares", "llama"),
+    "diagnostics": ("diagnostics", "llama"),
+    "LoRA": ("LoRA", "llama"),
+}
+
+#: Models by their heads.
+HEADS = ("plain", "tied", "biased")
+
+#: What a packed policy holds.
+TENSORS = ("token_ids", "log_probs", "counts", "tail_log_prob")
 
 
 class SameRollouts(TrollTrainer):
-    """Draws the same completions for the same prompts, in however many processes."""
+    """Draws the same completions for the same prompts, in however many processes, and keeps what it captured."""
+
+    captured: list[Any] | None = None
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
         assert self.max_completion_length is not None
@@ -61,20 +82,15 @@ class SameRollouts(TrollTrainer):
             completions.append([7 + (sum(ids) + 5 * number * i + i * i) % 40 for i in range(length)])
         return completions, None
 
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        if self.captured is None:
+            self.captured = copy.deepcopy(self.policies())
+        return super()._compute_loss(model, inputs)
 
-class KeepGradients(TrainerCallback):
-    """What every update was made of."""
-
-    def __init__(self) -> None:
-        self.gradients: list[dict[str, torch.Tensor]] = []
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        gradients = tiny.gradients(getattr(model, "module", model))
-        self.gradients.append({name: whole(gradient) for name, gradient in gradients.items()})
-
-
-def whole(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    def policies(self) -> list[Any]:
+        """The old policies of the rollout, where there are some."""
+        buffer: list[dict[str, Any]] = self._buffered_inputs or []
+        return [policy for inputs in buffer for policy in inputs.get(OLD_POLICY, [])]
 
 
 def in_order_of_processes(batch: dict[str, Any], processes: int = 2) -> dict[str, Any]:
@@ -92,26 +108,38 @@ def _in_order(value: Any, order: torch.Tensor) -> Any:
 
 def train(make: tiny.Maker, name: str, processes: int, model: str = "llama") -> dict[str, Any]:
     """Gradients and logged metrics of the two updates of a rollout: the first on-policy, the second not."""
+    torch.manual_seed(0)  # of the adapters
     keep = KeepGradients()
-    trainer = make(
-        SameRollouts,
-        model,
-        callbacks=[keep],
-        per_device_train_batch_size=4 // processes,
-        optim="sgd",
-        learning_rate=1e-2,
-        max_steps=2,
-        max_grad_norm=0.0,
-        kl_bound=0.01,
-        **({"ddp_backend": "gloo"} if processes > 1 else {}),
-        **CASES[name],
-    )
+    settings = {
+        "per_device_train_batch_size": 4 // processes,
+        "optim": "sgd",
+        "learning_rate": 1e-2,
+        "max_steps": 2,
+        "max_grad_norm": 0.0,
+        "kl_bound": 0.01,
+    }
+    if processes > 1:
+        settings["ddp_backend"] = "gloo"
+    trainer = make(SameRollouts, model, callbacks=[keep], **{**settings, **(CASES | MORE_CASES)[name]})
     assert trainer.accelerator.num_processes == processes
     # TRL shuffles the rollout of each process by itself.
     shuffle = in_order_of_processes if processes == 1 else dict
-    with mock.patch("trl.trainer.grpo_trainer.shuffle_sequence_dict", shuffle):
+    deepspeed = keep.from_deepspeed() if trainer.is_deepspeed_enabled else nullcontext()
+    with deepspeed, mock.patch("trl.trainer.grpo_trainer.shuffle_sequence_dict", shuffle):
         trainer.train()
-    return {"gradients": keep.gradients, "log": [entry for entry in trainer.state.log_history if "loss" in entry]}
+    return {
+        "gradients": keep.gradients,
+        "log": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "shards": all(is_sharded(parameter) for parameter in trainer.model.parameters()),
+        "old policies survive": same(trainer.captured, trainer.policies()),
+    }
+
+
+def same(captured: list[Any], now: list[Any]) -> bool:
+    """Whether policies are, bit by bit, what they were."""
+    assert captured
+    pairs = [(getattr(a, f), getattr(b, f)) for a, b in zip(captured, now, strict=True) for f in TENSORS]
+    return all(torch.equal(before, after) for before, after in pairs)
 
 
 class NumberIsAnswer(Grader):
@@ -159,50 +187,76 @@ def fail(make: tiny.Maker) -> str:
     return "trained on"
 
 
-def fsdp_on_cpu() -> None:
-    """accelerate takes FSDP on devices alone, and nothing in it or in torch needs one: calls the CPU a device."""
-    original = PartialState.__init__
-
-    def init(self: PartialState, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if self.distributed_type == DistributedType.MULTI_CPU:
-            self.distributed_type = DistributedType.MULTI_GPU
-
-    PartialState.__init__ = init
-
-
 def mixed_precision(make: tiny.Maker) -> dict[str, Any]:
-    trainer = make(SameRollouts, bf16=True, per_device_train_batch_size=2, max_steps=2, kl_bound=0.01)
+    # transformers has it on a CPU only where that is not the device.
+    with mock.patch("transformers.training_args.is_torch_bf16_gpu_available", lambda: True):
+        trainer = make(
+            SameRollouts,
+            bf16=True,
+            per_device_train_batch_size=2,
+            max_steps=2,
+            kl_bound=0.01,
+            ddp_backend="gloo",
+        )
     trainer.train()
     (dtype,) = {policy.log_probs.dtype for inputs in trainer._buffered_inputs for policy in inputs[OLD_POLICY]}
     return {"dtype": dtype, "log": [entry for entry in trainer.state.log_history if "loss" in entry]}
 
 
-def gradients_through(name: str, *, sharded: bool) -> dict[str, torch.Tensor]:
-    """With a head that is a unit of FSDP by itself: its weights are still shards when the forward needs them."""
-    model, inputs = heads.with_heads(heads.MODELS[name]()), heads.batch()
-    if sharded:
-        fully_shard(model.get_output_embeddings())
-        fully_shard(model)
-    heads.pull(model(**inputs, old_token_ids=heads.captured_ids(model, inputs))).backward()
-    return {name: whole(gradient) for name, gradient in tiny.gradients(model).items()}
+def a_critic(make: tiny.Maker) -> str:
+    try:
+        make(SameRollouts, advantage_estimator="gae", ddp_backend="gloo")
+    except ValueError as error:
+        return str(error)
+    return "made"
+
+
+class ByPath(tiny.Maker):
+    """Hands out a model's path, so that the back end may load it in shards."""
+
+    def model(self, architecture: str = "llama") -> Any:
+        """The path."""
+        return str(self.model_path(architecture))
+
+
+def updates(make: tiny.Maker, mode: str, folder: Path) -> dict[str, Any]:
+    """What every back end is tested for."""
+    resumed = {"whole": interrupted(make, folder / "whole")}
+    if mode == "ddp":
+        results: dict[str, Any] = {name: train(make, name, processes=2) for name in CASES}
+        evaluations = [evaluate(make, *sizes) for sizes in EVALUATIONS]
+        return results | {"error": fail(make), "evaluations": evaluations, "interrupted": resumed}
+    results = {name: train(make, case, 2, model) for name, (case, model) in SHARDED.items()}
+    results["mixed precision"] = mixed_precision(make)
+    results["critic"] = a_critic(make)
+    return results | {f"{name} LM head": through_heads(name, mode) for name in HEADS} | {"interrupted": resumed}
+
+
+def the_rest(make: tiny.Maker, mode: str, folder: Path) -> dict[str, Any]:
+    """What takes longer: adapters, other losses, and checkpoints that are shards alone."""
+    resumed = {"LoRA": interrupted(make, folder / "LoRA", peft_config=LORA, learning_rate=1e-2)}
+    if mode in SHARDS_ALONE:
+        with mock.patch.dict(os.environ, SHARDS_ALONE[mode]):
+            resumed["shards"] = interrupted(make, folder / "shards")
+    return {name: train(make, case, 2, model) for name, (case, model) in OTHERS.items()} | {"interrupted": resumed}
+
+
+PARTS = {"updates": updates, "the rest": the_rest}
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    mode, folder, *models = sys.argv[1:]
+    mode, part, folder, *models = sys.argv[1:]
     paths = dict(model.split("=", 1) for model in models)
-    make = tiny.Maker(lambda architecture: Path(paths[architecture]), Path(folder, "out"))
-    results: dict[str, Any]
-    if mode == "ddp":
-        results = {name: train(make, name, processes=2) for name in CASES} | {"error": fail(make)}
-        results["evaluations"] = [evaluate(make, *sizes) for sizes in EVALUATIONS]
-    else:
+    make = (tiny.Maker if mode == "ddp" else ByPath)(
+        lambda architecture: Path(paths[architecture]), Path(folder, "out")
+    )
+    if mode == "fsdp":
         fsdp_on_cpu()
-        results = {name: train(make, case, 2, model) for name, (case, model) in SHARDED.items()}
-        results["mixed precision"] = mixed_precision(make)
-        results["plain"], results["biased"] = (gradients_through(name, sharded=True) for name in ("plain", "biased"))
-    torch.save(results, Path(folder, f"{torch.distributed.get_rank()}.pt"))
+    elif mode == "zero3":
+        zero_on_cpu()
+        tiny.DEFAULTS["use_cpu"] = False  # DeepSpeed is on its device, and that is the CPU
+    torch.save(PARTS[part](make, mode, Path(folder)), Path(folder, f"{torch.distributed.get_rank()}.pt"))
     torch.distributed.destroy_process_group()
 
 

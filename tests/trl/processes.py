@@ -1,4 +1,4 @@
-"""Two processes with gloo on the CPU, as ``accelerate launch`` starts them."""
+"""Two processes with gloo on the CPU, as ``accelerate launch`` starts them with the configurations that are shipped."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
+from troll.recipes import accelerate
+
 ROOT = Path(__file__).parents[2]
 
-#: `--multi_gpu` is how `accelerate` says "without MPI".
-LAUNCH = {
-    "ddp": ["--multi_gpu"],
-    "fsdp": ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"],
-}
+#: By what tests call them.
+CONFIGURATIONS = {"ddp": "ddp", "fsdp": "fsdp2", "zero3": "zero3"}
+
+#: The CPU has no bf16 that would be worth comparing with; `no` is a float32.
+ON_CPU = ["--num_processes", "2", "--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
 def free_port() -> int:
@@ -27,18 +29,40 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def launch(worker: str, mode: str, arguments: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Runs ``-m worker arguments`` in two processes, and loads ``folder/RANK.pt``, what either left."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", *LAUNCH[mode]]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+def environment(mode: str) -> dict[str, str]:
+    """That of the launcher. DeepSpeed, unlike accelerate's other back ends, calls a CPU a device if it is told to."""
+    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if mode == "zero3":
+        own |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
+    own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return os.environ | own
+
+
+def command(mode: str, *options: str) -> list[str]:
+    """``accelerate launch`` of two processes; what is to be launched follows."""
+    configuration = ["--config_file", str(accelerate.find(CONFIGURATIONS[mode]))]
+    return [sys.executable, "-m", "accelerate.commands.launch", *configuration, *ON_CPU, *options]
+
+
+def run(mode: str, module: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs ``-m module arguments`` in two processes, to its end."""
     for _ in range(2):  # somebody else may have taken the port
-        port = ["--main_process_port", str(free_port()), "-m", worker]
+        port = ["--main_process_port", str(free_port())]
         done = subprocess.run(
-            command + port + arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+            [*command(mode, *port), "-m", module, *arguments],
+            cwd=ROOT,
+            env=environment(mode),
+            capture_output=True,
+            text=True,
+            timeout=600,
         )
         if done.returncode == 0 or "EADDRINUSE" not in done.stderr:
             break
+    return done
+
+
+def launch(worker: str, mode: str, arguments: list[str], folder: Path) -> list[dict[str, Any]]:
+    """Runs ``-m worker arguments`` in two processes, and loads ``folder/RANK.pt``, what either left."""
+    done = run(mode, worker, arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]

@@ -2,62 +2,98 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from tests.trl.distributed_worker import CASES, EVALUATIONS, SHARDED, gradients_through, train
+from tests.trl.distributed_worker import CASES, EVALUATIONS, HEADS, SHARDED, train
 from tests.trl.processes import launch
+from tests.trl.sharding import through_heads
 from tests.trl.tiny import assert_same_gradients
 
+MODELS = ("llama", "gemma2")
 
-def trained(mode: str, models: dict[str, Path], folder: Path) -> list[dict[str, Any]]:
-    """What either process returned."""
-    arguments = [mode, str(folder), *(f"{name}={path}" for name, path in models.items())]
-    return launch("tests.trl.distributed_worker", mode, arguments, folder)
+
+def trained(mode: str, part: str, model_path: Any, folder: Path) -> list[dict[str, Any]]:
+    """What either process returned, with what it saved in a folder."""
+    if mode == "zero3" and not importlib.util.find_spec("deepspeed"):
+        pytest.skip("DeepSpeed is not installed")
+    arguments = [mode, part, str(folder), *(f"{name}={model_path(name)}" for name in MODELS)]
+    results = launch("tests.trl.distributed_worker", mode, arguments, folder)
+    return [{**result, "mode": mode, "folder": folder} for result in results]
 
 
 @pytest.fixture(scope="module")
 def two_processes(model_path: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What either process returned."""
-    return trained("ddp", {"llama": model_path("llama")}, tmp_path_factory.mktemp("distributed"))
+    return trained("ddp", "updates", model_path, tmp_path_factory.mktemp("ddp"))
 
 
-@pytest.fixture(scope="module")
-def two_shards(model_path: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module", params=["fsdp", "zero3"])
+def two_shards(
+    request: pytest.FixtureRequest, model_path: Any, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     """What either process returned, each of which holds half of every weight."""
-    models = {name: model_path(name) for name in ("llama", "gemma2")}
-    return trained("fsdp", models, tmp_path_factory.mktemp("sharded"))
+    return trained(request.param, "updates", model_path, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_processes_make_the_update_of_one(make, two_processes, case):
-    first, second = (result[case] for result in two_processes)
-    one = train(make, case, processes=1)
+def assert_same_updates(results: list[dict[str, Any]], one: dict[str, Any]) -> None:
+    """Gradients of one process in both, and old policies that the first update did not touch."""
+    first, second = results
     assert len(one["gradients"]) == len(first["gradients"]) == 2
     for ours, others, expected in zip(first["gradients"], second["gradients"], one["gradients"], strict=True):
         assert_same_gradients(others, ours, 0)
         assert_same_gradients(ours, expected, 1e-5)
+    assert first["old policies survive"] and second["old policies survive"]
+
+
+def assert_same_metrics(results: list[dict[str, Any]], one: dict[str, Any]) -> None:
+    """Those of all processes in both."""
+    names = [name for entry in one["log"] for name in entry if name.startswith(("trust_region/", "critic/"))]
+    # A process probes some tokens of its own.
+    names = [name for name in dict.fromkeys(names) if not name.startswith("trust_region/diagnostics/")]
+    assert max(entry["trust_region/projected_fraction"] for entry in one["log"]) > 0
+    for result in results:
+        for ours, expected in zip(result["log"], one["log"], strict=True):
+            for name in [*names, "entropy", "loss", "grad_norm"]:
+                assert ours[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
+def assert_exact_resume(resumed: dict[str, Any]) -> None:
+    """Weights, metrics and the state of the bound, bit by bit."""
+    expected, ours = resumed["without a break"], resumed["resumed"]
+    assert_same_gradients(ours["weights"], expected["weights"], 0)
+    assert ours["log"] == expected["log"]
+    assert max(entry["trust_region/projected_fraction"] for entry in ours["log"]) > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_make_the_update_of_one(make, two_processes, case):
+    results, one = [result[case] for result in two_processes], train(make, case, processes=1)
+    assert_same_updates(results, one)
+    assert_same_metrics(results, one)
+    names = [name for name in one["log"][0] if name.startswith("trust_region/") and "diagnostics" not in name]
+    assert len(names) == (10 if case == "gspo" else 12)  # whose tail is floored, and has no mass to log
+    assert any(name.startswith("critic/") for name in one["log"][0]) == (case == "PPO")
 
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_two_shards_make_the_update_of_one(make, two_shards, name):
     case, model = SHARDED[name]
-    first, second = (result[name] for result in two_shards)
-    one = train(make, case, 1, model)
-    assert len(one["gradients"]) == len(first["gradients"]) == 2
-    for ours, others, expected in zip(first["gradients"], second["gradients"], one["gradients"], strict=True):
-        assert_same_gradients(others, ours, 0)
-        assert_same_gradients(ours, expected, 1e-5)
-    assert max(entry["trust_region/projected_fraction"] for entry in first["log"]) > 0
+    results, one = [result[name] for result in two_shards], train(make, case, 1, model)
+    assert all(result["shards"] for result in results)
+    assert_same_updates(results, one)
+    assert_same_metrics(results, one)
 
 
-@pytest.mark.parametrize("model", ["plain", "biased"])
-def test_a_head_that_is_a_shard_is_gathered(two_shards, model):
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_that_is_a_shard_is_gathered(two_shards, name):
     for result in two_shards:
-        assert_same_gradients(result[model], gradients_through(model, sharded=False), 1e-6)
+        assert_same_gradients(result[f"{name} LM head"], through_heads(name), 1e-6)
 
 
 def test_sharded_mixed_precision_does_not_round_log_probabilities(two_shards):
@@ -70,18 +106,29 @@ def test_sharded_mixed_precision_does_not_round_log_probabilities(two_shards):
         assert second["trust_region/kl_after_max"] == pytest.approx(0.01, rel=1e-3)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_metrics_are_those_of_all_processes(make, two_processes, case):
-    one = train(make, case, processes=1)
-    names = [name for name in one["log"][0] if name.startswith("trust_region/")]
-    assert len(names) == (10 if case == "gspo" else 12)  # whose tail is floored, and has no mass to log
-    names += [name for name in one["log"][0] if name.startswith("critic/")]
-    assert any(name.startswith("critic/") for name in names) == (case == "PPO")
-    assert max(entry["trust_region/projected_fraction"] for entry in one["log"]) > 0
+def test_two_processes_resume_exactly(two_processes):
     for result in two_processes:
-        for ours, expected in zip(result[case]["log"], one["log"], strict=True):
-            for name in [*names, "entropy", "loss"]:
-                assert ours[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+        assert_exact_resume(result["interrupted"]["whole"])
+
+
+def test_two_shards_resume_exactly(two_shards):
+    for result in two_shards:
+        assert_exact_resume(result["interrupted"]["whole"])
+
+
+def test_shards_are_saved_as_one_model(two_shards):
+    """As `from_pretrained` loads it, in any number of processes."""
+    for result in two_shards:
+        saved = AutoModelForCausalLM.from_pretrained(result["folder"] / "whole" / "model", dtype=torch.float32)
+        expected = result["interrupted"]["whole"]["resumed"]["weights"]
+        assert_same_gradients(dict(saved.named_parameters()), expected, 0)
+        assert not any("save_model" in warning for warning in result["interrupted"]["whole"]["warnings"])
+
+
+def test_deepspeed_refuses_a_critic_before_the_first_step(two_shards):
+    for result in two_shards:
+        expected = "a critic cannot be trained with DEEPSPEED" if result["mode"] == "zero3" else "made"
+        assert result["critic"].startswith(expected)
 
 
 @pytest.mark.parametrize("index", range(len(EVALUATIONS)))

@@ -20,9 +20,7 @@ from troll.trl.checkpoints import MARKER, check_complete, defect, last_checkpoin
 KILLED = -9
 
 
-def run(
-    model: Path, output_dir: Path, place: str = "", resume: bool | str | None = None
-) -> dict[str, Any] | int | None:
+def run(model: Path, output_dir: Path, place: str = "", resume: bool | str | None = None) -> Any:
     """What a run in a process of its own left, or how it ended."""
     result = output_dir.parent / "result.pt"
     code = in_new_process(fault_worker.run, model, output_dir, place, resume, result)

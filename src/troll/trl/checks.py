@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 
 from troll.trl.config import TrollConfig
 
@@ -18,6 +19,47 @@ def dropout_rates(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str
             is_rate = "drop" in name or (name == "p" and isinstance(module, torch.nn.modules.dropout._DropoutNd))
             if is_rate and isinstance(value, float) and value > 0:
                 yield module, name
+
+
+def refuse_model_parallelism(*, tensor: int, context: int, sequence: int) -> None:
+    """Checks that every process holds whole sequences and whole matrices whenever it computes.
+
+    Args:
+        tensor: Processes that share matrices.
+        context: Processes that share sequences, by accelerate's `cp_size`.
+        sequence: The same, by DeepSpeed's `sp_size`.
+
+    Raises:
+        ValueError: If some do not.
+    """
+    for setting, size in (("tp_size", tensor), ("cp_size", context), ("sp_size", sequence)):
+        if size > 1:
+            raise ValueError(
+                f"TrollTrainer cannot be used with {setting}={size}: the trust region reads whole sequences and a "
+                f"whole LM head. Set {setting} to 1, and share the model out with FSDP2 or DeepSpeed ZeRO-3"
+            )
+
+
+def warn_about_saving(accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """Warns where the back end will write shards instead of a model."""
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    if fsdp is not None and "FULL_STATE_DICT" not in str(fsdp.state_dict_type):
+        warnings.warn(
+            "save_model will write no weights with FSDP's SHARDED_STATE_DICT, and checkpoints will hold shards alone: "
+            "set fsdp_state_dict_type to FULL_STATE_DICT, or join the shards of the last checkpoint with `accelerate "
+            "merge-weights`",
+            stacklevel=3,
+        )
+    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
+    zero = {} if deepspeed is None else deepspeed.deepspeed_config.get("zero_optimization", {})
+    gathered = zero.get("stage3_gather_16bit_weights_on_model_save") is True
+    if zero.get("stage") == 3 and not gathered and not _peft_configs(model):  # adapters are gathered in any case
+        warnings.warn(
+            "save_model will write DeepSpeed's shards, which from_pretrained cannot load: set zero3_save_16bit_model "
+            "(or stage3_gather_16bit_weights_on_model_save) to true, or join the shards with the "
+            "zero_to_fp32.py beside them",
+            stacklevel=3,
+        )
 
 
 def warn_about(args: TrollConfig, model: torch.nn.Module) -> None:

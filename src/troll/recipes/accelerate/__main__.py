@@ -1,0 +1,13 @@
+"""Prints the path of a configuration: ``python -m troll.recipes.accelerate NAME``."""
+
+from __future__ import annotations
+
+import argparse
+
+from troll.recipes import accelerate
+
+parser = argparse.ArgumentParser(
+    prog="python -m troll.recipes.accelerate", description="Print the path of a configuration of accelerate launch."
+)
+parser.add_argument("name", metavar="NAME", choices=accelerate.names(), help=", ".join(accelerate.names()))
+print(accelerate.find(parser.parse_args().name))

@@ -1,0 +1,61 @@
+"""The configurations of accelerate that are shipped."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType
+
+from troll.recipes import accelerate
+
+BACK_ENDS = {"ddp": DistributedType.MULTI_GPU, "fsdp2": DistributedType.FSDP, "zero3": DistributedType.DEEPSPEED}
+
+
+def test_there_is_one_for_each_back_end() -> None:
+    assert accelerate.names() == sorted(BACK_ENDS)
+    with pytest.raises(ValueError, match="no configuration 'zero4' of accelerate; there are ddp, fsdp2, zero3"):
+        accelerate.find("zero4")
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_accelerates_own_loader_takes_it(name: str) -> None:
+    config = load_config_from_file(str(accelerate.find(name)))
+    assert isinstance(config, ClusterConfig)
+    assert config.distributed_type == BACK_ENDS[name]
+    assert config.mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_the_launcher_knows_every_setting_and_the_command_line_comes_first(name: str) -> None:
+    parser = launch_command_parser()
+    several = ["--num_processes", "16", "--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
+    given = parser.parse_args(["--config_file", str(accelerate.find(name)), *several, "script.py"])
+    known = set(vars(given))
+    arguments, defaults, _ = _validate_launch_command(given)
+    own = {f"fsdp_{key.removeprefix('fsdp_')}" for key in defaults.fsdp_config} | set(defaults.deepspeed_config)
+    assert own <= known, "the launcher ignores a setting that it has no argument for"
+    assert (arguments.num_processes, arguments.num_machines, arguments.machine_rank) == (16, 2, 1)
+    assert (arguments.main_process_ip, arguments.mixed_precision) == ("10.0.0.1", "bf16")
+    assert [arguments.multi_gpu, arguments.use_fsdp, arguments.use_deepspeed].count(True) == 1
+    if name == "fsdp2":
+        assert (arguments.fsdp_version, arguments.fsdp_state_dict_type) == (2, "FULL_STATE_DICT")
+    if name == "zero3":
+        assert (arguments.zero_stage, arguments.zero3_save_16bit_model) == (3, True)
+        assert arguments.deepspeed_multinode_launcher == "standard"
+
+
+def test_the_path_of_a_configuration_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["accelerate", "zero3"])
+    runpy.run_module("troll.recipes.accelerate")
+    assert capsys.readouterr().out.splitlines() == [str(accelerate.find("zero3"))]
+
+
+def test_they_are_no_recipes() -> None:
+    from troll import recipes
+
+    assert not set(recipes.names()) & set(accelerate.names())
+    assert all(Path(path).parent == accelerate.FOLDER for path in map(accelerate.find, accelerate.names()))

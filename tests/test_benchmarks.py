@@ -1,0 +1,124 @@
+"""The arithmetic of the simulated step, by hand."""
+
+import dataclasses
+
+import pytest
+
+from benchmarks import simulate, step_model
+from benchmarks.predict import expected_kept
+from benchmarks.step_model import SHAPES, Assumptions, Shape
+
+#: 60 parameters of the body and 80 of the head, at 1,000 FLOP/s, of which half is reached anywhere.
+SMALL = Shape(
+    name="small",
+    layers=1,
+    width=2,
+    heads=2,
+    kv_heads=1,
+    head_width=3,
+    feed_forward=4,
+    experts=1,
+    active_experts=1,
+    vocabulary=40,
+    tensor_parallel=2,
+    pipeline_parallel=3,
+)
+A = Assumptions(
+    peak_flops=1000,
+    memory_bandwidth=100,
+    mfu=0.5,
+    head_mfu=0.5,
+    generation_mfu=0.1,
+    kernel_efficiency=0.5,
+    latency=0,
+    prompt_tokens=2,
+    response_tokens=4,
+    sequences_per_gpu=5,
+    kept=3,
+    record_bytes=44,
+    top_k=4,
+    storage_units=8,
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameters", "active"),
+    list(zip(SHAPES, (8.03e9, 70.6e9, 235.1e9), (7.5e9, 69.6e9, 21.6e9), strict=True)),
+)
+def test_shapes_have_the_published_number_of_parameters(shape: Shape, parameters: float, active: float) -> None:
+    # As the model cards say: 8.03, 70.6, and 235 billion, 22 of them active, embeddings included.
+    assert shape.parameters == pytest.approx(parameters, rel=2e-3)
+    assert shape.body(shape.active_experts) + shape.head == pytest.approx(active, rel=2e-2)
+
+
+def test_parts_of_a_step() -> None:
+    # attention 2·2·3·(2 + 1) = 36, feed-forward 3·2·4 = 24; scores and values of 3 positions on average 4·6·3 = 72.
+    assert SMALL.body(1) == 60
+    seconds = step_model.clip_seconds(SMALL, A)
+    body, head = 1.5 * (2 * 60 + 72), 2 * 80
+    assert seconds == pytest.approx(
+        {
+            "generation": (body + head) / 100,
+            "old pass, body": body / 500,
+            "old pass, head": head / 500,
+            "updates, body": 4 * body / 500,
+            "updates, head": 4 * head / 500,
+        }
+    )
+    assert step_model.clip_seconds(SMALL, A, lora=True)["updates, body"] == pytest.approx(3 * body / 500)
+
+
+def test_bytes_of_a_token() -> None:
+    # packed: 3 slots of 8 bytes, 8 for the position, 44 for each sequence of 4 tokens.
+    assert step_model.policy_bytes(SMALL, A) == {
+        "log-prob alone (clip)": 4,
+        "packed": 3 * 8 + 8 + 11,
+        "padded, int32 ids": 4 * 8 + 4,
+        "padded, int64 ids": 4 * 12 + 4,
+        "full logits, bf16": 80,
+    }
+
+
+def test_transfers() -> None:
+    # 16 GPUs of 20 tokens of 10 bytes: in and out through one link of 100 bytes/s; or over the links of two nodes, in
+    # once and out for six readers.
+    assert step_model.driver_seconds(10, 16, 100, A) == 64
+    assert step_model.queue_seconds(10, 16, 100, SMALL.readers, A) == 7 * 3200 / 200
+    # Of 16 nodes 8 have a storage unit.
+    assert step_model.queue_seconds(10, 128, 100, 1, A) == 2 * 25_600 / 800
+
+
+def test_one_process_serialises_everything_or_each_its_own() -> None:
+    assert step_model.host_seconds(0.1, 16, 6, A) == pytest.approx({"driver": 0.1 * 20 * 16, "rank": 0.1 * 20 * 6})
+
+
+def test_what_troll_adds_is_its_bytes_over_the_bandwidth() -> None:
+    moved = step_model.added_bytes(SMALL, A, fused=False)
+    candidates = 2 * 64 * 4 + 40 / 64
+    assert moved["capture"] == step_model.CAPTURE_BYTES * 40 + step_model.CANDIDATE_BYTES * candidates
+    assert step_model.added_seconds(SMALL, A, fused=False)["capture"] == pytest.approx(moved["capture"] / 50)
+    assert step_model.added_bytes(SMALL, A, fused=True)["updates"] < moved["updates"]
+
+
+def test_exchanges_do_not_grow_with_the_vocabulary() -> None:
+    taken = step_model.exchange_seconds(SMALL, A, 2, 100)
+    # (2·4 + 3) numbers from the other process; 4 + 2·2 numbers there and back.
+    assert taken["capture"] == pytest.approx(11 * 4 / 100)
+    assert taken["updates"] == pytest.approx(8 * 4 / 100)
+    larger = step_model.exchange_seconds(dataclasses.replace(SMALL, vocabulary=4000), A, 2, 100)
+    assert larger["capture"] == taken["capture"] and larger["gathered"] == pytest.approx(100 * taken["gathered"])
+
+
+def test_expected_slots_of_a_known_distribution() -> None:
+    # Zipf's law of exponent 1 over 4 tokens: 12/25, 6/25, 4/25, 3/25; a threshold of 0.2 leaves out the last alone.
+    assert expected_kept(1.0, 0.0, 4, 4, 0.2) == 3
+    assert expected_kept(1.0, 0.0, 4, 2, 0.2) == 2
+
+
+def test_all_tables_are_made(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = simulate.main("cpu", 1)
+    steps = [row for row in rows if row["table"].startswith("steps")]
+    assert {row["model"] for row in steps} == {shape.name for shape in SHAPES}
+    # A single node has no wire.
+    assert [row["packed, driver"] for row in steps if row["GPUs"] in ("1", "8")] == ["0.00%"] * 3
+    assert "assumed" in capsys.readouterr().out
