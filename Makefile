@@ -2,34 +2,47 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# verl's trainers want an older transformers, and no TRL beside them.
+VERL_VENV := .venv-verl
+VERL_BIN := $(VERL_VENV)/bin
 TORCH := 2.13.0
 DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
+VERL_DEMO_OUTPUT ?= runs/verl-demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: setup demo test check bench format clean
+.PHONY: setup verl-setup demo verl-demo test check bench format clean
 
 setup: $(VENV)/installed
+verl-setup: $(VERL_VENV)/installed
+
+$(VENV)/installed: EXTRA := dev
+$(VERL_VENV)/installed: EXTRA := verl-dev
 
 # Torch first. Without a GPU, its CPU build, where pip finds one (on Linux it may need PIP_EXTRA_INDEX_URL set to the
 # CPU index that PyTorch's install page names); else the general build, which brings gigabytes of CUDA packages.
-$(VENV)/installed: pyproject.toml
+$(VENV)/installed $(VERL_VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "the trainers need Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "$(PYTHON) cannot make virtual environments: install its venv package (Debian: apt-get install python3-venv)" >&2; exit 1; }
-	@echo "setting up $(VENV): a minute or two"
-	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c 'import torch' 2>/dev/null \
-		|| { ! command -v nvidia-smi >/dev/null && $(BIN)/pip install --quiet "torch==$(TORCH)+cpu" 2>/dev/null; } \
-		|| $(BIN)/pip install --quiet "torch==$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[dev]"
+	@echo "setting up $(@D): a minute or two"
+	test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -c 'import torch' 2>/dev/null \
+		|| { ! command -v nvidia-smi >/dev/null && $(@D)/bin/pip install --quiet "torch==$(TORCH)+cpu" 2>/dev/null; } \
+		|| $(@D)/bin/pip install --quiet "torch==$(TORCH)"
+	$(@D)/bin/pip install --quiet --editable ".[$(EXTRA)]"
 	@touch $@
 
 demo: setup
 	$(BIN)/troll train quickstart --output_dir $(DEMO_OUTPUT)
 
+# verl on a CPU with two Ray workers: its own clip, then TROLL.
+verl-demo: verl-setup
+	$(VERL_BIN)/python examples/verl/cpu/demo.py --output_dir $(VERL_DEMO_OUTPUT)
+
 # Two workers of one thread each: small tensors gain nothing from more.
-test: setup
+test: setup verl-setup
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VERL_BIN)/pytest -n 2 --dist worksteal tests/verl
 
 check: setup
 	$(BIN)/ruff check .
@@ -45,4 +58,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VERL_VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis

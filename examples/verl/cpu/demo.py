@@ -1,0 +1,164 @@
+"""Trains the embedded task with verl's unmodified `main_ppo` on a CPU: its own clip, then TROLL, and compares them.
+
+    make verl-demo
+    python examples/verl/cpu/demo.py --output_dir runs/verl [--methods clip troll] [--steps 80] [verl settings ...]
+
+An interrupted demo goes on from its last checkpoint when it is started again with the same folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+METHODS = {"clip": (), "troll": ("+troll=fsdp",)}
+_HELD_OUT = "val-core/reasoning_gym:chain_sum/acc/mean@1"
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method's run of verl, and its folder.
+
+    Attributes:
+        method: Key of `METHODS`.
+        folder: Holds verl's log, metrics (one file for each time it was started) and checkpoints.
+        steps: Rollouts to train on.
+    """
+
+    method: str
+    folder: Path
+    steps: int
+
+    def command(self, data: Path, ray_folder: Path, settings: list[str]) -> list[str]:
+        """Returns the command line, for `data` as `embedded_data.py` writes it."""
+        return [
+            *(sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(HERE), "--config-name", "embedded"),
+            f"data.train_files={data / 'train.parquet'}",
+            f"data.val_files={data / 'test.parquet'}",
+            f"actor_rollout_ref.model.path={data / 'model'}",
+            f"trainer.total_training_steps={self.steps}",
+            f"trainer.default_local_dir={self.folder / 'checkpoints'}",
+            f"hydra.run.dir={self.folder / 'hydra'}",
+            f"+ray_kwargs.ray_init._temp_dir={ray_folder}",
+            *METHODS[self.method],
+            *settings,
+        ]
+
+    def environment(self) -> dict[str, str]:
+        """Returns the environment of the run, see `verl_cpu`."""
+        attempt = len(list(self.folder.glob("metrics-*.jsonl"))) + 1
+        path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+        inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        return {
+            **inherited,
+            "VERL_PLATFORM": "cpu",
+            "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
+            "VERL_FILE_LOGGER_PATH": str(self.folder / f"metrics-{attempt:03}.jsonl"),
+            "PYTHONPATH": path,
+            "PYTHONWARNINGS": "ignore",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TQ_NUM_THREADS": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Returns what verl logged, by step; where a resumed run repeated a step, the later one."""
+        lines = [line for path in sorted(self.folder.glob("metrics-*.jsonl")) for line in path.read_text().splitlines()]
+        entries = [json.loads(line) for line in lines if line.endswith("}")]
+        return {entry["step"]: entry["data"] for entry in sorted(entries, key=lambda entry: entry["step"])}
+
+    def held_out(self) -> dict[int, float]:
+        """Returns the held-out success by step."""
+        return {step: data[_HELD_OUT] for step, data in self.metrics().items() if _HELD_OUT in data}
+
+
+def train(run: Run, data: Path, settings: list[str], console: Console) -> None:
+    """Runs verl to the end, showing where it is.
+
+    Raises:
+        SystemExit: If verl fails.
+    """
+    run.folder.mkdir(parents=True, exist_ok=True)
+    # Ray's sockets lie in it, and their names may have 107 characters at most.
+    ray_folder = Path(tempfile.mkdtemp(prefix="troll-ray-"))
+    log = run.folder / "log.txt"
+    columns = (TextColumn(f"{run.method:5}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    try:
+        with log.open("a") as file, Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+            bar = progress.add_task("starting", total=run.steps)
+            verl = subprocess.Popen(
+                run.command(data, ray_folder, settings), env=run.environment(), stdout=file, stderr=subprocess.STDOUT
+            )
+            try:
+                while verl.poll() is None:
+                    time.sleep(_POLL_SECONDS)
+                    done, held_out = run.metrics(), run.held_out()
+                    if held_out:
+                        last = max(held_out)
+                        progress.update(bar, completed=max(done), description=f"success {held_out[last]:.1%} @ {last}")
+            finally:
+                verl.terminate()
+                verl.wait()
+    finally:
+        shutil.rmtree(ray_folder, ignore_errors=True)
+    if verl.returncode or run.steps not in run.held_out():
+        tail = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-20:])
+        sys.exit(f"{tail}\nverl ended with status {verl.returncode} before its last step: all of its log is in {log}")
+
+
+def summary(runs: list[Run]) -> Table:
+    """Returns the table of held-out success before and after, a row for each run."""
+    table = Table("method", "held out before", "after", "seconds a step", "log, metrics and checkpoints")
+    for run in runs:
+        held_out = run.held_out()
+        steps = [data["timing_s/step"] for data in run.metrics().values() if "timing_s/step" in data]
+        first, last = held_out[min(held_out)], held_out[max(held_out)]
+        table.add_row(
+            run.method, f"{first:.1%}", f"{last:.1%}", f"{sorted(steps)[len(steps) // 2]:.1f}", str(run.folder)
+        )
+    return table
+
+
+def main() -> None:
+    """Prepares the data, trains each method that is not finished, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--steps", type=int, default=80, help="rollouts, of 8 updates each")
+    arguments, settings = parser.parse_known_args()
+    if find_spec("verl") is None:
+        sys.exit("verl is not installed here: `make verl-demo` sets up an environment of its own for it")
+    # As Ctrl-C, so that verl is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    from embedded_data import prepare
+
+    folder = arguments.output_dir.resolve()
+    console = Console()
+    data = folder / "data"
+    prepare(data)
+    runs = [Run(method, folder / method, arguments.steps) for method in arguments.methods]
+    for run in runs:
+        if run.steps not in run.held_out():
+            train(run, data, settings, console)
+    console.print(summary(runs))
+
+
+if __name__ == "__main__":
+    main()

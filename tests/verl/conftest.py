@@ -1,0 +1,19 @@
+"""verl runs in an environment of its own: elsewhere the tests of this folder are left out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+ON_CPU = Path(__file__).resolve().parents[2] / "examples" / "verl" / "cpu"
+
+if find_spec("verl") is None:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    # Read when verl is first imported, here and in every process that a test starts.
+    os.environ["VERL_PLATFORM"] = "cpu"
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "verl_cpu"
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ON_CPU), os.environ.get("PYTHONPATH")]))
+    sys.path.insert(0, str(ON_CPU))

@@ -1,0 +1,169 @@
+"""What lets verl run on a CPU (examples/verl/cpu): its platform, its engines there, the rollout and the task."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pandas
+import pytest
+import torch
+from embedded_data import quickstart_task, write_questions
+from omegaconf import OmegaConf
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from verl.plugin.platform import get_platform
+from verl.utils.device import get_device_id, get_device_name
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+from verl.workers.rollout.base import get_rollout_class
+from verl.workers.rollout.replica import TokenOutput, get_rollout_replica_class
+from verl_cpu.reward import compute_score
+from verl_cpu.rollout import TransformersReplica, TransformersRollout, TransformersServer
+
+from troll.study.embedded import character_tokenizer
+from troll.tasks.reasoning_gym import questions
+
+RESPONSE_LENGTH = 6
+PROMPTS = [[5, 9, 3], [7], [11, 4, 8, 20, 6], [5, 9, 3], [30, 31]]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = character_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    # Sharp enough for log-probabilities to differ, with an end that comes now and then.
+    model.lm_head.weight.data.mul_(40)
+    model.lm_head.weight.data[tokenizer.eos_token_id] = model.lm_head.weight.data[40]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Path) -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM.from_pretrained(model_folder).eval()
+
+
+def launch(model_folder: Path, weights: dict[str, torch.Tensor], max_num_seqs: int = 256) -> TransformersServer:
+    config = SimpleNamespace(dtype="float32", seed=0, response_length=RESPONSE_LENGTH, max_num_seqs=max_num_seqs)
+    model_config = OmegaConf.create(
+        {"path": str(model_folder), "override_config": {"attn_implementation": "sdpa"}, "load_tokenizer": True}
+    )
+    server = TransformersServer(config, model_config, replica_rank=0)
+    asyncio.run(server.update_weights(weights, global_steps=7))
+    return server
+
+
+def sampled(server: TransformersServer, prompts: list[list[int]], **params: Any) -> list[TokenOutput]:
+    params = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "repetition_penalty": 1.0, "logprobs": True} | params
+
+    async def all_at_once() -> list[TokenOutput]:
+        return await asyncio.gather(*(server.generate(prompt, dict(params), "id") for prompt in prompts))
+
+    return asyncio.run(all_at_once())
+
+
+@torch.no_grad()
+def log_probs(model: Qwen3ForCausalLM, prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:
+    logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(completion)[:, None]).squeeze(-1)
+
+
+def test_verl_runs_its_own_engines_on_this_platform() -> None:
+    assert get_device_name() == "cpu"
+    assert torch.ones(1).to(get_device_id()).device.type == "cpu"
+    assert get_platform().communication_backend_name() == "gloo"
+    assert EngineRegistry.get_engine_cls("language_model", "fsdp2") is FSDPEngineWithLMHead
+    assert EngineRegistry.get_engine_cls("value_model", "fsdp2") is FSDPEngineWithValueHead
+
+
+def test_verl_finds_the_rollout_by_its_name() -> None:
+    assert get_rollout_class("transformers") is TransformersRollout
+    assert get_rollout_replica_class("transformers") is TransformersReplica
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_those_of_the_model_whatever_is_batched(
+    model_folder: Path, model: Qwen3ForCausalLM, temperature: float
+) -> None:
+    server = launch(model_folder, model.state_dict(), max_num_seqs=3)
+    outputs = sampled(server, PROMPTS * 4, temperature=temperature)
+    for prompt, output in zip(PROMPTS * 4, outputs, strict=True):
+        expected = log_probs(model, prompt, output.token_ids, temperature)
+        torch.testing.assert_close(torch.tensor(output.log_probs), expected, rtol=0, atol=2e-5)
+        assert output.extra_fields["global_steps"] == 7
+    assert len({tuple(output.token_ids) for output in outputs[:: len(PROMPTS)]}) > 1
+
+
+def test_completions_end_with_the_first_end_of_sequence(model_folder: Path, model: Qwen3ForCausalLM) -> None:
+    outputs = sampled(launch(model_folder, model.state_dict()), PROMPTS * 20)
+    ends = [output.token_ids.index(1) for output in outputs if 1 in output.token_ids]
+    assert ends and min(ends) < RESPONSE_LENGTH - 1, "the model should end some of them early"
+    for output in outputs:
+        assert 1 not in output.token_ids[:-1]
+        assert len(output.token_ids) == len(output.log_probs or []) <= RESPONSE_LENGTH
+        assert output.token_ids[-1] == 1 or len(output.token_ids) == RESPONSE_LENGTH
+
+
+def test_temperature_zero_is_greedy(model_folder: Path, model: Qwen3ForCausalLM) -> None:
+    outputs = sampled(launch(model_folder, model.state_dict()), PROMPTS, temperature=0.0)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        ids = torch.tensor([prompt + output.token_ids])
+        with torch.no_grad():
+            assert output.token_ids == model(ids).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def test_new_weights_are_used_at_once(model_folder: Path, model: Qwen3ForCausalLM) -> None:
+    server = launch(model_folder, model.state_dict())
+    other = Qwen3ForCausalLM(model.config).eval()
+    asyncio.run(server.update_weights(other.state_dict(), global_steps=8))
+    (output,) = sampled(server, PROMPTS[:1])
+    torch.testing.assert_close(
+        torch.tensor(output.log_probs), log_probs(other, PROMPTS[0], output.token_ids, 1.0), rtol=0, atol=2e-5
+    )
+    assert output.extra_fields["global_steps"] == 8
+
+
+def test_a_request_that_fails_says_so_and_leaves_the_server_at_work(
+    model_folder: Path, model: Qwen3ForCausalLM
+) -> None:
+    server = launch(model_folder, model.state_dict())
+    with pytest.raises(IndexError):
+        sampled(server, [[10_000]])
+    with pytest.raises(ValueError, match="takes text alone, got image_data"):
+        asyncio.run(server.generate([5], {}, "id", image_data=["an image"], video_data=None))
+    assert sampled(server, PROMPTS[:1])
+
+
+def test_an_adapter_alone_is_refused() -> None:
+    rollout = TransformersRollout.__new__(TransformersRollout)
+    with pytest.raises(ValueError, match=r"set \+actor_rollout_ref.model.lora.merge=true"):
+        asyncio.run(rollout.update_weights(iter([]), peft_config={"r": 8}))
+
+
+def test_rows_have_verls_columns_and_are_graded_by_the_tasks_own_verifier(tmp_path: Path) -> None:
+    task = quickstart_task()
+    data_set = task.task.partition(":")[2]
+    asked = questions(data_set, task.options, split="eval", size=3)
+    write_questions(tmp_path / "rows.parquet", task, asked)
+    for question, row in zip(asked, pandas.read_parquet(tmp_path / "rows.parquet").to_dict("records"), strict=True):
+        assert list(row["prompt"]) == [{"role": "user", "content": question.prompt}]
+        truth = row["reward_model"]["ground_truth"]
+        for answer, success in ((truth, 1.0), (f" {truth}\n", 1.0), (f"{truth}0", 0.0), ("", 0.0)):
+            graded = compute_score(row["data_source"], answer, truth, row["extra_info"])
+            assert graded == {"score": success, "acc": success}
