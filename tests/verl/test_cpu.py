@@ -24,6 +24,8 @@ from verl_cpu.rollout import TransformersReplica, TransformersRollout, Transform
 
 from troll.study.embedded import character_tokenizer
 from troll.tasks.reasoning_gym import questions
+from troll.trust_region.policy import SparsePolicy
+from troll.trust_region.wire import from_records
 
 RESPONSE_LENGTH = 6
 PROMPTS = [[5, 9, 3], [7], [11, 4, 8, 20, 6], [5, 9, 3], [30, 31]]
@@ -59,8 +61,12 @@ def model(model_folder: Path) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM.from_pretrained(model_folder).eval()
 
 
-def launch(model_folder: Path, weights: dict[str, torch.Tensor], max_num_seqs: int = 256) -> TransformersServer:
-    config = SimpleNamespace(dtype="float32", seed=0, response_length=RESPONSE_LENGTH, max_num_seqs=max_num_seqs)
+def launch(
+    model_folder: Path, weights: dict[str, torch.Tensor], max_num_seqs: int = 256, custom: Any = None
+) -> TransformersServer:
+    config = SimpleNamespace(
+        dtype="float32", seed=0, response_length=RESPONSE_LENGTH, max_num_seqs=max_num_seqs, custom=custom
+    )
     model_config = OmegaConf.create(
         {"path": str(model_folder), "override_config": {"attn_implementation": "sdpa"}, "load_tokenizer": True}
     )
@@ -137,6 +143,26 @@ def test_new_weights_are_used_at_once(model_folder: Path, model: Qwen3ForCausalL
         torch.tensor(output.log_probs), log_probs(other, PROMPTS[0], output.token_ids, 1.0), rtol=0, atol=2e-5
     )
     assert output.extra_fields["global_steps"] == 8
+
+
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+def test_as_the_anchor_it_reports_the_distributions_it_sampled_from(
+    model_folder: Path, model: Qwen3ForCausalLM, tail: Any
+) -> None:
+    capture: dict[str, Any] = {"top_k": 5, "mass_threshold": 1e-3, "tail": tail}
+    custom = {"trust_region": {"anchor": "rollout"} | capture}
+    server = launch(model_folder, model.state_dict(), custom=custom)
+    for prompt, output in zip(PROMPTS, sampled(server, PROMPTS), strict=True):
+        reported = from_records([output.extra_fields["old_policies"]]).unpack()
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1]
+        expected = SparsePolicy.from_logits(logits, torch.tensor(output.token_ids), **capture)
+        # Not the ids: the end of a sequence and token 40 are as likely as each other.
+        reported.log_prob(torch.tensor(output.token_ids))
+        torch.testing.assert_close(reported.outcomes.exp(), expected.outcomes.exp(), rtol=0, atol=1e-5)
+    custom["trust_region"]["anchor"] = "old"
+    (output, *_) = sampled(launch(model_folder, model.state_dict(), custom=custom), PROMPTS)
+    assert "old_policies" not in output.extra_fields
 
 
 def test_a_request_that_fails_says_so_and_leaves_the_server_at_work(

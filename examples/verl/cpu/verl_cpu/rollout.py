@@ -1,7 +1,8 @@
 """A rollout of verl's, `rollout.name=transformers`: one server process beside every worker.
 
 Requests that wait are generated as one batch. Weights are sent whole after every update (verl's naive checkpoint
-engine), and log-probabilities are those of the distribution that was sampled from, as verl's `processed_logprobs`.
+engine), and log-probabilities are those of the distribution that was sampled from, as verl's `processed_logprobs`. With
+`policy_loss.anchor=rollout` a completion brings its old policies along.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class TransformersServer:
     """The process that generates, an asynchronous Ray actor.
 
     Args:
-        config: verl's settings of the rollout, of which `dtype`, `seed`, `response_length` and `max_num_seqs` are read.
+        config: verl's settings of the rollout, of which `dtype`, `seed`, `response_length`, `max_num_seqs` and `custom`
+            are read.
         model_config: verl's settings of the model. Its weights come with the first :meth:`update_weights`.
         replica_rank: Number of this server.
     """
@@ -50,6 +52,7 @@ class TransformersServer:
         self._waiting: list[_Request] = []
         self._serving: asyncio.Task[None] | None = None
         self._global_steps: int | None = None
+        self._trust_region = (config.custom or {}).get("trust_region", {})
         torch.manual_seed(config.seed + replica_rank)
 
     async def update_weights(self, weights: dict[str, torch.Tensor], global_steps: int | None) -> None:
@@ -132,10 +135,25 @@ class TransformersServer:
                 token_ids=ids[:count],
                 log_probs=values[:count],
                 stop_reason="completed",
-                extra_fields={"global_steps": self._global_steps},
+                extra_fields={"global_steps": self._global_steps} | self._old_policies(ids[:count], rows[:count]),
             )
-            for ids, values, count in zip(completions.tolist(), log_probs.tolist(), lengths, strict=True)
+            for ids, values, rows, count in zip(completions.tolist(), log_probs.tolist(), scores, lengths, strict=True)
         ]
+
+    def _old_policies(self, token_ids: list[int], log_probs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What of the (T, V) distributions goes along with a completion; nothing unless they are the anchor."""
+        if self._trust_region.get("anchor") != "rollout":
+            return {}
+        # Not at the top: verl is still being imported there.
+        from troll.verl.vllm_rollout import OLD_POLICIES, old_policy_record
+
+        top_k, vocab_size = self._trust_region["top_k"], log_probs.shape[-1]
+        reported = []
+        for token, row in zip(token_ids, log_probs, strict=True):
+            values, ids = row.topk(min(top_k, vocab_size))
+            reported.append(dict(zip(ids.tolist(), values.tolist(), strict=True)) | {token: row[token].item()})
+        capture = {name: self._trust_region[name] for name in ("top_k", "mass_threshold", "tail")}
+        return {OLD_POLICIES: old_policy_record(token_ids, reported, vocab_size=vocab_size, **capture)}
 
 
 class TransformersReplica(RolloutReplica):
