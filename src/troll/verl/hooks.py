@@ -25,9 +25,6 @@ from troll.verl.loss import ProjectedTokens, projected
 from troll.verl.old_policies import ResponseTokens, as_field, from_field
 from troll.verl.settings import TrollPolicyLossConfig
 
-#: Tokens that a capture copies out of the logits at a time.
-CAPTURE_TOKENS = 1024
-
 
 class Hook:
     """What both hooks share: an engine says with :meth:`begin` where a micro-batch's response tokens are."""
@@ -92,18 +89,14 @@ class Capture(Hook):
         """The sampled tokens' log p; :attr:`field` is left to be returned with the batch."""
         settings = self.settings
         sampled = self.labels[self.tokens.rows]
-        # Without any token there is still one policy, of none.
-        parts = [
-            SparsePolicy.from_logits(
-                logits[rows],
-                labels,
-                top_k=settings.top_k,
-                mass_threshold=settings.mass_threshold,
-                vocab_group=self.vocab_group,
-            )
-            for rows, labels in zip(self.tokens.rows.split(CAPTURE_TOKENS), sampled.split(CAPTURE_TOKENS), strict=True)
-        ]
-        policy = SparsePolicy.cat(parts)
+        policy = SparsePolicy.from_logits(
+            logits,
+            sampled,
+            top_k=settings.top_k,
+            mass_threshold=settings.mass_threshold,
+            rows=self.tokens.rows,
+            vocab_group=self.vocab_group,
+        )
         log_probs = policy.log_prob(sampled)
         policy = dataclasses.replace(
             policy,
@@ -147,10 +140,11 @@ class Update(Hook):
         settings, tokens = self.settings, self.tokens
         packed = from_field(data, anchor=settings.anchor)
         everything = packed.unpack()
+        everything = self._on_vocabulary(everything, logits.shape[-1])
         self._old_log_probs = everything.log_prob(data["responses"].values())
         old = everything if tokens.group is None else everything[tokens.numbers]
         sampled = self.labels[tokens.rows]
-        new = old.new_policy(logits[tokens.rows], sampled, vocab_group=self.vocab_group)
+        new = old.new_policy(logits, sampled, rows=tokens.rows, vocab_group=self.vocab_group)
         step = trust_region_step(
             new, sampled, old, settings.kl_bound, constraint=self._constraint(data["response_mask"])
         )
@@ -165,6 +159,19 @@ class Update(Hook):
             "trust_region_log_probs": step.log_probs,
             "trust_region_regression": step.regression,
         }
+
+    def _on_vocabulary(self, old: SparsePolicy, width: int) -> SparsePolicy:
+        """Over the LM head's vocabulary: padded with tokens that an inference engine knows nothing of."""
+        width *= 1 if self.vocab_group is None else torch.distributed.get_world_size(self.vocab_group)
+        if self.settings.anchor == "rollout" and old.vocab_size < width:
+            old = dataclasses.replace(old, vocab_size=width)
+            old = old if old.tail == "bucket" else old.floored()
+        if old.vocab_size != width:
+            raise ValueError(
+                f"the batch's old policies are over {old.vocab_size} tokens and the network's logits over {width}: "
+                "they are of another model"
+            )
+        return old
 
     def _constraint(self, response_mask: Tensor) -> Constraint | None:
         """Which of this process's n tokens share a multiplier, by the (B, T) nested mask of those that count."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.workers.config import FSDPActorConfig, McoreActorConfig, PolicyLossConfig
+from verl.workers.engine import MegatronEngine
 
 from troll.trust_region.constraint import CONSTRAINTS
 from troll.trust_region.objective import RATIO_LEVELS
@@ -69,6 +70,9 @@ class TrollPolicyLossConfig(PolicyLossConfig):
                 f"{_ACTOR}.policy_loss.loss_mode must be troll with +troll=..., got {self.loss_mode!r}: leave the "
                 "group out to train with verl's own loss"
             )
+        for name in ("kl_bound", "regression_weight", "mass_threshold"):
+            if not isinstance(value := getattr(self, name), int | float):
+                raise ValueError(f"{_ACTOR}.policy_loss.{name} must be a number, got {value!r}")
         if not (self.kl_bound > 0 and math.isfinite(self.kl_bound)):
             raise ValueError(f"{_ACTOR}.policy_loss.kl_bound must be above 0 and finite, got {self.kl_bound}")
         if not (self.regression_weight >= 0 and math.isfinite(self.regression_weight)):
@@ -120,17 +124,22 @@ class _TrollActor:
     #: Values of `strategy` for which there is an engine.
     strategies: tuple[str, ...]
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Before the fields are filled: the configuration of another engine has some that this one has not.
+        strategy = kwargs.get("strategy", cls.strategies[0])
+        if strategy not in cls.strategies:
+            raise ValueError(
+                f"{_ACTOR}.strategy must be {' or '.join(cls.strategies)} with this group, got {strategy!r}: "
+                "+troll=fsdp goes with model_engine=dp, and +troll=megatron with model_engine=megatron"
+            )
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
         if not isinstance(self.policy_loss, TrollPolicyLossConfig):
             raise ValueError(
                 f"{_ACTOR}.policy_loss._target_ must be troll.verl.TrollPolicyLossConfig, got "
                 f"{type(self.policy_loss).__name__}: select both with +troll=..."
-            )
-        if self.strategy not in self.strategies:
-            raise ValueError(
-                f"{_ACTOR}.strategy must be {' or '.join(self.strategies)} with this group, got {self.strategy!r}; "
-                "+troll=fsdp and +troll=megatron are what there is"
             )
         if self.use_prefix_grouper:
             raise ValueError(f"TROLL needs every token's logits: set {_ACTOR}.use_prefix_grouper=False")
@@ -183,5 +192,13 @@ class TrollMcoreActorConfig(_TrollActor, McoreActorConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.megatron.pad_to_length:
-            raise ValueError(f"TROLL does not know padded packs on Megatron: set {_ACTOR}.megatron.pad_to_length=False")
+        if MegatronEngine is None:
+            raise ValueError(
+                "+troll=megatron needs verl's Megatron engine, which cannot be imported here, as verl warns: "
+                "pip install 'verl[megatron]', or choose +troll=fsdp"
+            )
+        if self.megatron.dynamic_context_parallel:
+            raise ValueError(
+                "TROLL needs the same processes to share every sequence: set "
+                f"{_ACTOR}.megatron.dynamic_context_parallel=False"
+            )

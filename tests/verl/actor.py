@@ -1,0 +1,316 @@
+"""verl's actor on a CPU, as its worker builds it, and rollouts for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import shutil
+import socket
+import tempfile
+from atexit import register as at_exit
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import response_from_nested
+
+from troll.study.embedded import character_tokenizer
+
+PLUG_IN = ("hydra.searchpath=[pkg://troll.verl.config]", "+troll=fsdp")
+
+#: A trust region that is reached, and a support that leaves mass outside.
+SMALL = ("kl_bound=0.02", "top_k=12", "mass_threshold=1e-3")
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+def policy_loss(*settings: str) -> list[str]:
+    """Overrides of the trust region's settings."""
+    return [f"{ACTOR}.policy_loss.{setting}" for setting in settings]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def place(rank: int, world: int, port: int) -> dict[str, str]:
+    """What verl's workers read of themselves in their environment."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def save_model(folder: Path) -> Path:
+    """A language model of 24,000 parameters whose distributions are peaked, and its tokenizer."""
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.45,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def configuration(model: Path, *overrides: str, plug_in: Sequence[str] = PLUG_IN) -> DictConfig:
+    """verl's own, of its Hydra files, for a tiny model on a CPU."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose(
+            "ppo_trainer",
+            overrides=[
+                "model_engine=dp",
+                *plug_in,
+                "algorithm.adv_estimator=grpo",
+                "trainer.device=cpu",
+                "trainer.n_gpus_per_node=1",
+                "data.train_batch_size=16",
+                f"actor_rollout_ref.model.path={model}",
+                "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+                "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+                f"{ACTOR}.strategy=fsdp2",
+                f"+{ACTOR}.fsdp_config.mixed_precision={{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}}",
+                f"{ACTOR}.fsdp_config.use_torch_compile=false",
+                f"{ACTOR}.use_torch_compile=false",
+                f"{ACTOR}.optim.lr=3e-3",
+                f"{ACTOR}.optim.total_training_steps=10",
+                f"{ACTOR}.ppo_mini_batch_size=4",
+                f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",
+                "actor_rollout_ref.rollout.n=1",
+                "actor_rollout_ref.rollout.name=vllm",
+                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
+                *overrides,
+            ],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A prompt, its response, and which response tokens count."""
+
+    prompt: Tensor
+    response: Tensor
+    mask: Tensor
+    advantages: Tensor
+
+    @property
+    def input_ids(self) -> Tensor:
+        return torch.cat([self.prompt, self.response])
+
+
+def rollout(n: int = 16, seed: int = 1) -> list[Sample]:
+    """Samples of different lengths; every third of several turns, whose middle the policy did not write."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for number in range(n):
+        prompt, response = (
+            torch.randint(3, 99, (int(torch.randint(low, high, (), generator=generator)),), generator=generator)
+            for low, high in ((2, 7), (1, 8))
+        )
+        mask = torch.ones(len(response), dtype=torch.long)
+        if number % 3 == 0:
+            mask[1:3] = 0
+        advantage = torch.randn((), generator=generator)
+        samples.append(Sample(prompt, response, mask, advantage.expand(len(response)).clone()))
+    return samples
+
+
+def nested(tensors: Iterable[Tensor]) -> Tensor:
+    """A jagged tensor, as verl's v1 trainer has them."""
+    return torch.nested.as_nested_tensor(list(tensors), layout=torch.jagged)
+
+
+def as_batch(samples: Sequence[Sample], temperature: float = 1.0, **fields: Sequence[Tensor]) -> TensorDict:
+    """What v1's agent loop puts into the transfer queue, with further fields of the response tokens."""
+    masks = nested(sample.mask for sample in samples)
+    tensors = {
+        "input_ids": nested(sample.input_ids for sample in samples),
+        "position_ids": nested(torch.arange(len(sample.input_ids)) for sample in samples),
+        "prompts": nested(sample.prompt for sample in samples),
+        "responses": nested(sample.response for sample in samples),
+        "response_mask": masks,
+        "loss_mask": masks.clone(),
+        "advantages": nested(sample.advantages for sample in samples),
+        **{name: nested(values) for name, values in fields.items()},
+    }
+    return tu.get_tensordict(tensors, {"temperature": temperature})
+
+
+@dataclass
+class Step:
+    """One update: the network before it, and its gradient on the whole mini-batch, before it is clipped."""
+
+    parameters: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
+@dataclass
+class Actor:
+    """What verl's `ActorRolloutRefWorker` makes of the actor, and the calls that its v1 trainer makes.
+
+    Attributes:
+        config: verl's.
+        steps: The updates so far.
+    """
+
+    config: DictConfig
+    steps: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+        model = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
+        rollout = self.config.actor_rollout_ref.rollout
+        actor.model_config = model
+        worker = TrainingWorkerConfig(
+            model_type="language_model",
+            model_config=model,
+            engine_config=actor.engine,
+            optimizer_config=actor.optim,
+            checkpoint_config=actor.checkpoint,
+        )
+        engine = worker.engine_config
+        engine.use_dynamic_bsz = actor.use_dynamic_bsz
+        engine.infer_max_token_len_per_gpu = rollout.log_prob_max_token_len_per_gpu
+        engine.infer_micro_batch_size_per_gpu = rollout.log_prob_micro_batch_size_per_gpu
+        engine.max_token_len_per_gpu = actor.ppo_max_token_len_per_gpu
+        engine.micro_batch_size_per_gpu = actor.ppo_micro_batch_size_per_gpu
+        engine.use_remove_padding = model.use_remove_padding
+        self.actor = actor
+        self.worker = TrainingWorker(config=worker)
+        self.worker.reset()
+        self.worker.set_loss_fn(partial(ppo_loss, config=actor))
+        self.engine = self.worker.engine
+        self._optimizer_step = self.engine.optimizer_step
+        self.engine.optimizer_step = self._recorded_step
+        self._initial = [_local(p).clone() for p in self.engine.module.parameters()]
+        self._configured = {f.name: getattr(actor, f.name) for f in dataclasses.fields(actor)}
+
+    def reset(self, **changes: Any) -> Actor:
+        """The network and its optimizer as they were built; and other settings, of the actor or of its trust region."""
+        for parameter, value in zip(self.engine.module.parameters(), self._initial, strict=True):
+            _local(parameter).copy_(value)
+        self.engine.optimizer.state.clear()
+        self.engine.optimizer.zero_grad()
+        self.steps.clear()
+        settings = self._configured["policy_loss"]
+        own = {f.name for f in dataclasses.fields(settings)}
+        settings = dataclasses.replace(settings, **{name: changes.pop(name) for name in own & changes.keys()})
+        for name, value in (self._configured | changes | {"policy_loss": settings}).items():
+            object.__setattr__(self.actor, name, value)
+        if hasattr(self.engine, "trust_region"):
+            self.engine.trust_region = settings
+        return self
+
+    def _recorded_step(self) -> float:
+        gradients = {name: _whole(p.grad) for name, p in self.engine.module.named_parameters() if p.grad is not None}
+        self.steps.append(Step(self.parameters(), gradients))
+        return self._optimizer_step()
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The whole parameters."""
+        return {name: _whole(value) for name, value in self.engine.module.named_parameters()}
+
+    def infer(self, batch: TensorDict, **options: Any) -> TensorDict:
+        """A pass without gradient; None where another process of the model's returns it."""
+        batch = batch.copy()
+        lengths = batch["input_ids"].offsets().diff().tolist()
+        tu.assign_non_tensor(batch, **{"compute_loss": False, "global_token_num": lengths, **options})
+        return self.worker.infer_batch(batch)
+
+    def score(self, batch: TensorDict) -> TensorDict:
+        """The batch with its old log-probabilities, and what else the pass returned, as it comes out of the queue."""
+        return with_scores(batch, self.infer(batch, calculate_entropy=True))
+
+    def update(self, batch: TensorDict, mini_batch: int = 4, **options: Any) -> Mapping[str, Any]:
+        """The updates of one rollout; verl's metrics, a list each."""
+        batch = batch.copy()
+        entropy = self.actor.calculate_entropy or self.actor.entropy_coeff != 0
+        defaults = {
+            "global_batch_size": mini_batch,
+            "mini_batch_size": mini_batch,
+            "epochs": 1,
+            "seed": 3,
+            "calculate_entropy": entropy,
+            "dataloader_kwargs": {"shuffle": False},
+        }
+        tu.assign_non_tensor(batch, **(defaults | options))
+        output = self.worker.train_mini_batch(batch)
+        return {} if output is None else tu.get(output, "metrics")
+
+
+def with_scores(batch: TensorDict, scores: TensorDict) -> TensorDict:
+    """A copy of the batch with what v1's trainer makes of a pass's results."""
+    batch = batch.copy()
+    batch["old_log_probs"] = response_from_nested(scores["log_probs"], batch["response_mask"])
+    if "old_policies" in scores:
+        batch["old_policies"] = scores["old_policies"]
+    return batch
+
+
+@functools.cache
+def model_folder() -> Path:
+    """The model of all tests in this process."""
+    folder = Path(tempfile.mkdtemp())
+    at_exit(shutil.rmtree, folder, ignore_errors=True)
+    return save_model(folder)
+
+
+@functools.cache
+def _port() -> int:
+    return free_port()
+
+
+@functools.cache
+def single(*overrides: str, plug_in: Sequence[str] = PLUG_IN) -> Actor:
+    """An actor in this process by itself; :meth:`Actor.reset` it before use, since all tests share it."""
+    with mock.patch.dict(os.environ, place(0, 1, _port())):
+        return Actor(configuration(model_folder(), *overrides, plug_in=plug_in))
+
+
+def trolled(packed: bool = True, *overrides: str) -> Actor:
+    """As :func:`single`, with the plug-in, reset."""
+    padding = f"actor_rollout_ref.model.use_remove_padding={packed}"
+    return single(padding, *policy_loss(*SMALL), *overrides).reset()

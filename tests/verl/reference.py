@@ -1,0 +1,259 @@
+"""An update of TROLL in plain torch, of the core's public functions: one process, no packing, no verl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.verl.actor import Sample, Step
+from troll import SparsePolicy, trust_region_log_probs
+from troll.trust_region.constraint import Constraint
+from troll.trust_region.policy import Tail
+
+
+@dataclass(frozen=True)
+class Settings:
+    """As :class:`troll.verl.TrollPolicyLossConfig`, and what verl's loss has besides."""
+
+    kl_bound: float = 0.02
+    regression_weight: float = 1.0
+    top_k: int = 12
+    mass_threshold: float = 1e-3
+    tail: Tail = "bucket"
+    constraint: str = "token"
+    ratio_level: str = "token"
+    aggregation: str = "token-mean"
+    scale: int = 6
+    entropy: float = 0.0
+    reference_kl: float = 0.0
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class Update:
+    """The loss of a mini-batch, its gradient, and what its tokens' trust regions did.
+
+    Attributes:
+        loss: Of the whole mini-batch.
+        gradients: By the names of the model's parameters.
+        statistics: Of the tokens that count, (N,) each.
+    """
+
+    loss: float
+    gradients: dict[str, Tensor]
+    statistics: dict[str, Tensor]
+
+
+def load(folder: Path, parameters: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
+    """The model of a folder, with other parameters."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    if parameters is not None:
+        missing, unexpected = model.load_state_dict(dict(parameters), strict=False)
+        assert not unexpected and set(missing) <= {"lm_head.weight"}
+    return model
+
+
+def response_logits(model: PreTrainedModel, sample: Sample, temperature: float = 1.0) -> Tensor:
+    """Of one sequence by itself, (T, V)."""
+    logits = model(sample.input_ids[None]).logits[0, len(sample.prompt) - 1 : -1]
+    return logits / temperature
+
+
+def capture(model: PreTrainedModel, sample: Sample, settings: Settings) -> SparsePolicy:
+    """A sequence's old policies."""
+    with torch.no_grad():
+        logits = response_logits(model, sample, settings.temperature)
+    return SparsePolicy.from_logits(
+        logits,
+        sample.response,
+        top_k=settings.top_k,
+        mass_threshold=settings.mass_threshold,
+        tail=settings.tail,
+    )
+
+
+def update(
+    new: PreTrainedModel,
+    old: PreTrainedModel,
+    micro_batches: Sequence[Sequence[Sample]],
+    settings: Settings,
+    weights: Mapping[int, Tensor] | None = None,
+    reference_log_probs: Mapping[int, Tensor] | None = None,
+) -> Update:
+    """One mini-batch; micro-batches matter to a constraint over the batch alone.
+
+    Args:
+        new: The network now.
+        old: The network when the rollout was scored.
+        micro_batches: All samples of the mini-batch.
+        settings: Of the loss.
+        weights: Of rollout correction, by ``id(sample)``.
+        reference_log_probs: Of the reference policy, likewise.
+    """
+    new.zero_grad()
+    samples = [sample for batch in micro_batches for sample in batch]
+    tokens = sum(int(sample.mask.sum()) for sample in samples)
+    loss = torch.zeros(())
+    statistics: dict[str, list[Tensor]] = {}
+    for batch in micro_batches:
+        logits = [response_logits(new, sample, settings.temperature) for sample in batch]
+        policies = [capture(old, sample, settings) for sample in batch]
+        sampled = torch.cat([sample.response for sample in batch])
+        mask = torch.cat([sample.mask for sample in batch]).bool()
+        everything = SparsePolicy.cat(policies)
+        step = trust_region_log_probs(
+            torch.cat(logits), sampled, everything, settings.kl_bound, constraint=_constraint(batch, settings, mask)
+        )
+        for name in ("kl_before", "kl_after", "multiplier", "projected", "regression"):
+            statistics.setdefault(name, []).append(getattr(step, name).detach()[mask])
+        statistics.setdefault("support_size", []).append(everything.used.sum(-1)[mask])
+        if settings.tail == "bucket":
+            statistics.setdefault("tail_mass", []).append(everything.tail_log_prob.exp()[mask])
+        sizes = [len(sample.response) for sample in batch]
+        parts = zip(batch, logits, policies, step.log_probs.split(sizes), step.regression.split(sizes), strict=True)
+        for sample, own, policy, log_probs, regression in parts:
+            terms = _terms(sample, own, policy, log_probs, regression, settings, weights, reference_log_probs)
+            loss = loss + _aggregate(terms, sample.mask, tokens, len(samples), settings)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in new.named_parameters() if p.grad is not None}
+    return Update(loss.item(), gradients, {name: torch.cat(values) for name, values in statistics.items()})
+
+
+def _constraint(batch: Sequence[Sample], settings: Settings, mask: Tensor) -> Constraint | None:
+    if settings.constraint == "token":
+        return None
+    if settings.constraint == "batch":
+        return Constraint.batch(mask)
+    group = torch.cat([torch.full((len(sample.response),), i) for i, sample in enumerate(batch)])
+    weight = torch.cat([sample.mask.double() / max(int(sample.mask.sum()), 1) for sample in batch])
+    return Constraint(group, weight, len(batch))
+
+
+def _terms(
+    sample: Sample,
+    logits: Tensor,
+    policy: SparsePolicy,
+    log_probs: Tensor,
+    regression: Tensor,
+    settings: Settings,
+    weights: Mapping[int, Tensor] | None,
+    reference_log_probs: Mapping[int, Tensor] | None,
+) -> Tensor:
+    """The loss of every token of a sequence, (T,)."""
+    log_ratio = log_probs - policy.log_prob(sample.response)
+    if settings.ratio_level == "sequence":
+        mean = (log_ratio.detach() * sample.mask).sum() / sample.mask.sum()
+        log_ratio = mean + log_ratio - log_ratio.detach()
+    surrogate = -log_ratio.exp() * sample.advantages
+    if weights is not None:
+        surrogate = surrogate * weights[id(sample)]
+    terms = surrogate + settings.regression_weight * regression
+    log_p = torch.log_softmax(logits, -1)
+    if settings.entropy:
+        terms = terms + settings.entropy * (log_p.exp() * log_p).sum(-1)
+    if reference_log_probs is not None:
+        # The "k3" estimate, verl's low_var_kl, which it bounds.
+        difference = reference_log_probs[id(sample)] - log_p.gather(-1, sample.response[:, None])[:, 0]
+        terms = terms + settings.reference_kl * (difference.exp() - difference - 1).clamp(-10, 10)
+    return terms
+
+
+def _aggregate(terms: Tensor, mask: Tensor, tokens: int, sequences: int, settings: Settings) -> Tensor:
+    total = (terms * mask).sum()
+    if settings.aggregation == "seq-mean-token-mean":
+        total = total / mask.sum().clamp(min=1)
+    divisor = {
+        "token-mean": tokens,
+        "token-sum": 1,
+        "seq-mean-token-sum": sequences,
+        "seq-mean-token-mean": sequences,
+        "seq-mean-token-sum-norm": sequences * settings.scale,
+    }
+    return total / divisor[settings.aggregation]
+
+
+def compared(got: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> float:
+    """The largest difference between two sets of tensors, relative to the largest number of each."""
+    assert set(got) == set(wanted)
+    return max(
+        float((got[name] - value).abs().max() / value.abs().max().clamp(min=1e-12)) for name, value in wanted.items()
+    )
+
+
+def divided(
+    samples: Sequence[Sample], *, world: int = 1, mini_batch: int = 4, micro_batch: int = 2
+) -> list[list[list[Sample]]]:
+    """The micro-batches of all processes together, of every mini-batch; process r holds samples r, r + world, ..."""
+    shares = [samples[rank::world] for rank in range(world)]
+    own = mini_batch // world
+    return [
+        [
+            [sample for share in shares for sample in share[start + at : start + min(at + micro_batch, own)]]
+            for at in range(0, own, micro_batch)
+        ]
+        for start in range(0, len(samples) // world, own)
+    ]
+
+
+def check(
+    folder: Path,
+    steps: Sequence[Step],
+    metrics: Mapping[str, Sequence[float]],
+    mini_batches: Sequence[Sequence[Sequence[Sample]]],
+    settings: Settings,
+    *,
+    tolerance: float = 3e-5,
+    **terms: Any,
+) -> None:
+    """Asserts that every update of verl's had the loss, the gradients and the metrics of the plain formula.
+
+    Args:
+        folder: Of the model as it was when the rollout was scored.
+        steps: verl's updates.
+        metrics: Theirs.
+        mini_batches: What each was made of; see :func:`divided`.
+        settings: Of the loss.
+        tolerance: Of gradients, relative to the largest of each parameter.
+        terms: As for :func:`update`.
+    """
+    old = load(folder)
+    projected = []
+    assert len(steps) == len(mini_batches) == len(metrics["loss"])
+    for number, (step, mini_batch) in enumerate(zip(steps, mini_batches, strict=True)):
+        wanted = update(load(folder, step.parameters), old, mini_batch, settings, **terms)
+        assert metrics["loss"][number] == pytest.approx(wanted.loss, rel=1e-5, abs=2e-6)
+        assert compared(step.gradients, wanted.gradients) < tolerance, number
+        _check_metrics(metrics, number, len(metrics["trust_region/kl_before_mean"]) // len(steps), wanted.statistics)
+        projected.append(wanted.statistics["projected"].float().mean().item())
+    # Not a test of the identity.
+    assert sum(projected) / len(projected) > 0.1
+
+
+def _check_metrics(
+    metrics: Mapping[str, Sequence[float]], number: int, copies: int, tokens: Mapping[str, Tensor]
+) -> None:
+    """Each process reports the same, over the tokens of all."""
+    projected = tokens["projected"]
+    wanted = {
+        "kl_before_mean": tokens["kl_before"].mean(),
+        "kl_before_max": tokens["kl_before"].max(),
+        "kl_after_mean": tokens["kl_after"].mean(),
+        "kl_after_max": tokens["kl_after"].max(),
+        "projected_fraction": projected.float().mean(),
+        "multiplier": tokens["multiplier"][projected].mean() if projected.any() else torch.zeros(()),
+        "regression": tokens["regression"].mean(),
+        "nonfinite": torch.zeros(()),
+        "support_size": tokens["support_size"].float().mean(),
+    }
+    if "tail_mass" in tokens:
+        wanted["tail_mass"] = tokens["tail_mass"].mean()
+    for name, value in wanted.items():
+        got = metrics[f"trust_region/{name}"][number * copies : (number + 1) * copies]
+        assert got == pytest.approx([value.item()] * copies, rel=1e-4, abs=2e-6), name

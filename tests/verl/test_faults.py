@@ -1,0 +1,131 @@
+"""Old policies that are missing, damaged or of another rollout, and logits that are no numbers: no update is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from tests.verl.actor import Actor, as_batch, nested, rollout, trolled
+from troll import SparsePolicy
+from troll.trust_region.wire import CorruptPolicy, to_records
+
+
+def records(scored: TensorDict) -> list[Tensor]:
+    return [record.clone() for record in scored["old_policies"].unbind()]
+
+
+def truncated(scored: TensorDict) -> list[Tensor]:
+    first, *others = records(scored)
+    return [first[:-3], *others]
+
+
+def emptied(scored: TensorDict) -> list[Tensor]:
+    first, *others = records(scored)
+    return [first[:4], *others]
+
+
+def flipped(scored: TensorDict) -> list[Tensor]:
+    first, *others = records(scored)
+    first[-1] ^= 1 << 7
+    return [first, *others]
+
+
+def of_other_lengths(scored: TensorDict) -> list[Tensor]:
+    return list(trolled().score(as_batch(rollout(seed=9)))["old_policies"].unbind())
+
+
+def of_another_vocabulary(scored: TensorDict) -> list[Tensor]:
+    generator, found = torch.Generator().manual_seed(0), []
+    for response in scored["responses"].unbind():
+        logits = torch.randn(len(response), 120, generator=generator)
+        policy = SparsePolicy.from_logits(logits, response, top_k=12, mass_threshold=1e-3)
+        found += to_records(policy.pack(), [len(response)])
+    return found
+
+
+def of_another_capture(scored: TensorDict) -> list[Tensor]:
+    others = records(scored)[1:]
+    actor = trolled().reset(top_k=5)
+    return [actor.score(as_batch(rollout()))["old_policies"].unbind()[0], *others]
+
+
+def exchanged(scored: TensorDict) -> list[Tensor]:
+    """Two sequences of a micro-batch with each other's record; both together have as many tokens as before."""
+    first, second, *others = records(scored)
+    return [second, first, *others]
+
+
+DAMAGE: list[tuple[Callable[[TensorDict], list[Tensor]], type[Exception], str]] = [
+    (truncated, CorruptPolicy, r"record 0 says it has \d+ words and has \d+"),
+    (emptied, CorruptPolicy, "record 0 is truncated"),
+    (flipped, CorruptPolicy, "record 0 was damaged: its checksum"),
+    (of_other_lengths, ValueError, r"hold \d+ tokens and its responses \d+: they are not of the same rollout"),
+    (of_another_vocabulary, ValueError, "over 120 tokens and the network's logits over 99: they are of another model"),
+    (of_another_capture, ValueError, "records must share one top_k"),
+    (exchanged, ValueError, "support"),
+]
+
+
+def check_refused(actor: Actor, batch: TensorDict, error: type[Exception], message: str) -> None:
+    """Asserts that an update fails, and leaves network and optimizer alone."""
+    before = actor.parameters()
+    with pytest.raises(error, match=message):
+        actor.update(batch)
+    assert not actor.steps and not actor.engine.optimizer.state
+    assert all(torch.equal(value, before[name]) for name, value in actor.parameters().items())
+
+
+@pytest.mark.parametrize(("damaged", "error", "message"), DAMAGE, ids=[damage[0].__name__ for damage in DAMAGE])
+@pytest.mark.parametrize("packed", [True, False])
+def test_damaged_old_policies_are_refused(
+    damaged: Callable[[TensorDict], list[Tensor]], error: type[Exception], message: str, packed: bool
+) -> None:
+    scored = trolled(packed).score(as_batch(rollout()))
+    field = nested(damaged(scored))
+    scored["old_policies"] = field
+    check_refused(trolled(packed), scored, error, message)
+
+
+def test_missing_old_policies_are_refused() -> None:
+    actor = trolled()
+    scored = actor.score(as_batch(rollout()))
+    del scored["old_policies"]
+    check_refused(actor, scored, ValueError, "the batch has no old_policies.*not computed by an engine of troll.verl")
+
+
+def test_padded_rollouts_of_the_legacy_trainer_are_refused() -> None:
+    actor = trolled()
+    scored = actor.score(as_batch(rollout()))
+    for name in ("prompts", "responses"):
+        scored[name] = scored[name].to_padded_tensor(0)
+    check_refused(actor, scored, ValueError, "must be nested tensors, as verl's v1 trainer makes them")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_stop_the_run(value: float) -> None:
+    actor = trolled()
+    scored = actor.score(as_batch(rollout()))
+    hook = actor.engine.module.lm_head.register_forward_hook(lambda _, __, logits: logits + value)
+    try:
+        check_refused(actor, scored, FloatingPointError, r"NaN or infinite, and the update was not made.*optim\.lr")
+    finally:
+        hook.remove()
+
+
+def test_a_run_goes_on_after_a_refused_update() -> None:
+    """The caller's choice; nothing of the refused one is left."""
+    actor = trolled()
+    scored = actor.score(as_batch(rollout()))
+    damaged = scored.copy()
+    damaged["old_policies"] = nested(flipped(scored))
+    with pytest.raises(CorruptPolicy):
+        actor.update(damaged)
+    actor.update(scored)
+    after = actor.parameters()
+    other = trolled()
+    other.update(other.score(as_batch(rollout())))
+    assert all(torch.equal(value, after[name]) for name, value in other.parameters().items())

@@ -1,0 +1,185 @@
+"""What the hooks make of a micro-batch's logits, and what becomes of their metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils.metric import reduce_metrics
+from verl.utils.py_functional import rename_dict
+
+from tests.verl.actor import ACTOR, as_batch, nested, rollout, trolled
+from troll import SparsePolicy, trust_region_log_probs
+from troll.trust_region.policy import Tail
+from troll.trust_region.wire import from_records
+from troll.verl.hooks import Capture, Update
+from troll.verl.old_policies import ResponseTokens, response_places
+from troll.verl.settings import TrollPolicyLossConfig
+
+VOCABULARY = 99
+
+
+def micro_batch(seed: int = 0) -> tuple[TensorDict, Tensor, Tensor, ResponseTokens]:
+    """A batch, its labels, logits at every position, and where its response tokens are."""
+    data = as_batch(rollout(6, seed=seed))
+    ids = data["input_ids"].values()
+    logits = 3 * torch.randn(len(ids), VOCABULARY, generator=torch.Generator().manual_seed(seed))
+    tokens = ResponseTokens.of(response_places(data), len(data["responses"].values()))
+    return data, torch.roll(ids, -1), logits, tokens
+
+
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+def test_a_capture_is_the_cores_to_the_bit(tail: Tail) -> None:
+    data, labels, logits, tokens = micro_batch()
+    hook = Capture(TrollPolicyLossConfig(top_k=8, mass_threshold=1e-3, tail=tail))
+    hook.begin(labels, tokens)
+    outputs = hook(student_logits=logits[None], data=data)
+    sampled = data["responses"].values()
+    wanted = SparsePolicy.from_logits(logits[tokens.rows], sampled, top_k=8, mass_threshold=1e-3, tail=tail)
+    got = from_records(list(hook.field.unbind())).unpack()
+    for name in ("token_ids", "log_probs", "tail_log_prob"):
+        assert torch.equal(getattr(got, name), getattr(wanted, name))
+    assert (got.tail, got.vocab_size) == (tail, VOCABULARY)
+    # Old log-probabilities are the network's, also where the tail is floored.
+    log_probs = torch.log_softmax(logits, -1)[tokens.rows].gather(-1, sampled[:, None])[:, 0]
+    torch.testing.assert_close(outputs["log_probs"][0, tokens.rows], log_probs)
+    assert outputs["log_probs"].shape == (1, len(labels))
+    assert int((outputs["log_probs"] != 0).sum()) == len(sampled)
+
+
+def test_an_update_hands_out_the_cores_tokens() -> None:
+    data, labels, logits, tokens = micro_batch()
+    settings = TrollPolicyLossConfig(kl_bound=0.1, top_k=8, mass_threshold=1e-3)
+    capture = Capture(settings)
+    capture.begin(labels, tokens)
+    capture(student_logits=logits[None], data=data)
+    data["old_policies"] = capture.field
+    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    new = (logits + 0.8 * noise).requires_grad_()
+    hook = Update(settings, lambda **_: (torch.zeros(()), {}), None)
+    assert not hook.observed
+    hook.begin(labels, tokens)
+    outputs = hook(student_logits=new[None], data=data)
+    weights = torch.randn(2, len(labels), generator=torch.Generator().manual_seed(2))
+    pulled = outputs["trust_region_log_probs"] * weights[0] + outputs["trust_region_regression"] * weights[1]
+    (got,) = torch.autograd.grad(pulled.sum(), new)
+
+    sampled = data["responses"].values()
+    old = SparsePolicy.from_logits(logits[tokens.rows], sampled, top_k=8, mass_threshold=1e-3)
+    plain = new.detach().clone().requires_grad_()
+    step = trust_region_log_probs(plain[tokens.rows], sampled, old, 0.1)
+    pulled = step.log_probs * weights[0, tokens.rows] + step.regression * weights[1, tokens.rows]
+    (wanted,) = torch.autograd.grad(pulled.sum(), plain)
+    assert 0.2 < step.projected.float().mean() < 1
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
+    assert torch.equal(outputs["trust_region_log_probs"][0, tokens.rows], step.log_probs)
+    raw = torch.log_softmax(plain, -1)[tokens.rows].gather(-1, sampled[:, None])[:, 0]
+    torch.testing.assert_close(outputs["log_probs"][0, tokens.rows], raw)
+    assert hook.observed
+
+
+def test_metrics_are_means_over_the_tokens_of_all_micro_batches() -> None:
+    """Micro-batches of different sizes: a mean of their means would be another number."""
+    settings, sums = TrollPolicyLossConfig(kl_bound=0.1, top_k=8), []
+    hook = Update(settings, lambda **_: (torch.zeros(()), {}), None)
+    for seed, keep in ((0, 1.0), (1, 0.3)):
+        data, labels, logits, tokens = micro_batch(seed)
+        old = logits + keep * torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
+        capture = Capture(settings)
+        capture.begin(labels, tokens)
+        capture(student_logits=old[None], data=data)
+        data["old_policies"] = capture.field
+        hook.begin(labels, tokens)
+        hook(student_logits=logits[None], data=data)
+        sampled, mask = data["responses"].values(), data["response_mask"].values().bool()
+        policy = SparsePolicy.from_logits(old[tokens.rows], sampled, top_k=8)
+        step = trust_region_log_probs(logits[tokens.rows], sampled, policy, 0.1)
+        sums.append([step.kl_before[mask], step.projected[mask].float(), step.multiplier[mask & step.projected]])
+    kl, projected, multiplier = (torch.cat(values) for values in zip(*sums, strict=True))
+    metrics = hook.metrics()
+    assert metrics["trust_region/kl_before_mean"] == pytest.approx(kl.mean().item(), rel=1e-5)
+    assert metrics["trust_region/kl_before_max"] == pytest.approx(kl.max().item(), rel=1e-6)
+    assert metrics["trust_region/projected_fraction"] == pytest.approx(projected.mean().item(), rel=1e-6)
+    assert metrics["trust_region/multiplier"] == pytest.approx(multiplier.mean().item(), rel=1e-5)
+
+
+def test_verl_reports_the_metrics_of_an_update() -> None:
+    """The way of v1's trainer: renamed, then a mean over the updates, or the largest where the name says so."""
+    actor = trolled()
+    metrics: dict[str, Any] = dict(actor.update(actor.score(as_batch(rollout()))))
+    updates = {name: list(values) for name, values in metrics.items() if name.startswith("trust_region/")}
+    reported = reduce_metrics(rename_dict(metrics, "actor/"))
+    assert {name.removeprefix("actor/") for name in reported if "trust_region" in name} == set(updates)
+    assert set(updates) == {
+        f"trust_region/{name}"
+        for name in (
+            "kl_before_mean",
+            "kl_before_max",
+            "kl_after_mean",
+            "kl_after_max",
+            "projected_fraction",
+            "multiplier",
+            "regression",
+            "nonfinite",
+            "support_size",
+            "tail_mass",
+            "uncovered_fraction",
+            "old_policy_bytes",
+        )
+    }
+    for name, values in updates.items():
+        assert len(values) == 4
+        wanted = max(values) if name.endswith("_max") else sum(values) / 4
+        assert reported[f"actor/{name}"] == pytest.approx(wanted)
+
+
+def test_bytes_of_old_policies_are_those_of_the_tokens() -> None:
+    actor = trolled()
+    scored = actor.score(as_batch(rollout()))
+    packed = from_records(list(scored["old_policies"].unbind()))
+    metrics = actor.update(scored, mini_batch=16, micro_batch_size_per_gpu=16)
+    counted = sum(int(sample.mask.sum()) for sample in rollout())
+    assert metrics["trust_region/old_policy_bytes"] == [pytest.approx(packed.nbytes / counted)]
+
+
+@pytest.mark.parametrize("constraint", ["token", "sequence", "batch"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_sequence_of_which_no_token_counts_changes_nothing(constraint: str, packed: bool) -> None:
+    """verl fills a batch up with such sequences. Its response token is there, and is captured."""
+    samples = rollout(4)
+    masks = [sample.mask if number else torch.zeros_like(sample.mask) for number, sample in enumerate(samples)]
+    batch = as_batch(samples)
+    batch["response_mask"], batch["loss_mask"] = nested(masks), nested(masks)
+    gradients = []
+    for advantage in (1.0, -5.0):
+        changed = batch.copy()
+        first, *others = batch["advantages"].unbind()
+        changed["advantages"] = nested([torch.full_like(first, advantage), *others])
+        actor = trolled(packed).reset(constraint=constraint)
+        actor.update(actor.score(changed), epochs=3)
+        gradients.append([step.gradients for step in actor.steps])
+    for step, other in zip(*gradients, strict=True):
+        assert all(torch.equal(step[name], other[name]) and step[name].isfinite().all() for name in step)
+
+
+def test_entropy_is_verls_and_asked_for_by_the_capture() -> None:
+    batch = as_batch(rollout())
+    scores = trolled().infer(batch, calculate_entropy=True)
+    plain = trolled().infer(batch, calculate_entropy=False)
+    assert "old_policies" in scores and "old_policies" not in plain
+    log_probs, others = (
+        torch.cat([row[len(s.prompt) - 1 : -1] for row, s in zip(td["log_probs"].unbind(), rollout(), strict=True)])
+        for td in (scores, plain)
+    )
+    torch.testing.assert_close(log_probs, others)
+    assert (scores["entropy"].values() > 0).all()
+
+
+def test_the_reported_anchor_captures_nothing() -> None:
+    bypass = "algorithm.rollout_correction.bypass_mode=true"
+    logs = "actor_rollout_ref.rollout.calculate_log_probs=true"
+    actor = trolled(True, f"{ACTOR}.policy_loss.anchor=rollout", bypass, logs)
+    assert "old_policies" not in actor.infer(as_batch(rollout()), calculate_entropy=True)

@@ -1,0 +1,176 @@
+"""The policy loss among the terms of verl's: with a bound that nothing reaches it is verl's own, unclipped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from verl.protocol import DataProto
+from verl.trainer.config import AlgoConfig
+from verl.trainer.ppo.core_algos import AdvantageEstimator, get_policy_loss_fn
+from verl.trainer.ppo.ray_trainer import compute_advantage
+
+from tests.verl.actor import Sample, Step, as_batch, model_folder, rollout, single, trolled
+from tests.verl.reference import Settings, check, compared, divided
+from troll.verl.loss import ProjectedTokens, projected, trust_region_policy_loss
+
+MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+#: A clip that nothing reaches.
+UNCLIPPED = {"clip_ratio": 1e9, "clip_ratio_low": 1e9, "clip_ratio_high": 1e9, "clip_ratio_c": 1e9}
+
+#: A trust region that nothing reaches.
+UNBOUND = {"kl_bound": 1e6, "top_k": 64}
+
+
+def trained(actor: Any, fields: Mapping[str, Any]) -> tuple[list[Step], dict[str, Any], dict[str, Tensor]]:
+    """The updates of one rollout, verl's metrics and the parameters that they led to."""
+    batch = as_batch(rollout(), **fields)
+    metrics = actor.update(actor.score(batch))
+    return list(actor.steps), dict(metrics), actor.parameters()
+
+
+def per_token(low: float, high: float, seed: int) -> list[Tensor]:
+    """Numbers for the response tokens of the rollout."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand(len(s.response), generator=generator) * (high - low) + low for s in rollout()]
+
+
+def check_equal_to_verls_own(troll: dict[str, Any], stock: dict[str, Any], fields: dict[str, list[Tensor]]) -> None:
+    steps, metrics, parameters = trained(trolled().reset(**UNBOUND, **troll), fields)
+    # verl's loss of its own engine, with verl's old log-probabilities.
+    wanted_steps, wanted, wanted_parameters = trained(single(plug_in=()).reset(**stock), fields)
+    assert metrics["trust_region/projected_fraction"] == [0.0] * 4
+    for name in {"loss", "grad_norm", "actor/ppo_kl", "actor/entropy_loss", "kl_loss"} & wanted.keys():
+        assert metrics[name] == pytest.approx(wanted[name], rel=3e-5, abs=3e-6), name
+    for step, other in zip(steps[:2], wanted_steps[:2], strict=True):
+        assert compared(step.gradients, other.gradients) < 1e-4
+    assert compared(parameters, wanted_parameters) < 1e-4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_unreachable_bound_is_verls_unclipped_loss(mode: str) -> None:
+    settings = {"loss_agg_mode": mode, "loss_scale_factor": 6 if mode.endswith("norm") else None}
+    check_equal_to_verls_own(settings, UNCLIPPED | settings, {})
+
+
+def test_an_unreachable_bound_is_verls_unclipped_gspo() -> None:
+    mode = {"loss_agg_mode": "seq-mean-token-mean"}
+    stock = single(plug_in=()).reset()
+    gspo = UNCLIPPED | mode | {"policy_loss": stock.actor.policy_loss.__class__(loss_mode="gspo")}
+    steps, metrics, parameters = trained(trolled().reset(**UNBOUND, **mode, ratio_level="sequence"), {})
+    stock.reset()
+    for name, value in gspo.items():
+        object.__setattr__(stock.actor, name, value)
+    wanted_steps, wanted, wanted_parameters = trained(stock, {})
+    assert metrics["loss"] == pytest.approx(wanted["loss"], rel=3e-5, abs=3e-6)
+    assert compared(steps[1].gradients, wanted_steps[1].gradients) < 1e-4
+    assert compared(parameters, wanted_parameters) < 1e-4
+
+
+def test_entropy_reference_and_rollout_correction_stay_verls() -> None:
+    terms = {"entropy_coeff": 0.3, "use_kl_loss": True, "kl_loss_coef": 0.5, "kl_loss_type": "low_var_kl"}
+    fields = {"ref_log_prob": per_token(-6, -1, seed=3), "rollout_is_weights": per_token(0.2, 2, seed=4)}
+    check_equal_to_verls_own(terms, UNCLIPPED | terms, fields)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_projected_tokens_are_aggregated_as_verl_does(mode: str) -> None:
+    actor = trolled().reset(loss_agg_mode=mode, loss_scale_factor=6, regression_weight=0.5)
+    steps, metrics, _ = trained(actor, {})
+    settings = Settings(aggregation=mode, regression_weight=0.5)
+    check(model_folder(), steps, metrics, divided(rollout()), settings)
+
+
+def test_projected_tokens_keep_the_other_terms() -> None:
+    samples, references, weights = rollout(), per_token(-6, -1, seed=3), per_token(0.2, 2, seed=4)
+    actor = trolled().reset(entropy_coeff=0.3, use_kl_loss=True, kl_loss_coef=0.5)
+    metrics = actor.update(actor.score(as_batch(samples, ref_log_prob=references, rollout_is_weights=weights)))
+    check(
+        model_folder(),
+        actor.steps,
+        metrics,
+        divided(samples),
+        Settings(entropy=0.3, reference_kl=0.5),
+        weights={id(sample): weight for sample, weight in zip(samples, weights, strict=True)},
+        reference_log_probs={id(sample): value for sample, value in zip(samples, references, strict=True)},
+    )
+
+
+def padded(tensors: list[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+
+
+def estimated(samples: list[Sample], estimator: AdvantageEstimator, *, by_std: bool = True) -> list[Sample]:
+    """The samples with the advantages that verl computes of rewards, in groups of four of a prompt."""
+    generator = torch.Generator().manual_seed(5)
+    mask = padded([sample.mask for sample in samples])
+    rewards = torch.zeros(mask.shape)
+    for row, sample in enumerate(samples):
+        rewards[row, len(sample.response) - 1] = torch.rand((), generator=generator)
+    tensors = {
+        "token_level_rewards": rewards,
+        "response_mask": mask,
+        "values": torch.randn(mask.shape, generator=generator) * mask,
+    }
+    uids = np.array([str(row // 4) for row in range(len(samples))], dtype=object)
+    data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids})
+    data = compute_advantage(
+        data, estimator, gamma=0.99, lam=0.9, norm_adv_by_std_in_grpo=by_std, config=AlgoConfig(adv_estimator=estimator)
+    )
+    advantages = data.batch["advantages"]
+    assert advantages.abs().sum() > 0
+    return [
+        Sample(sample.prompt, sample.response, sample.mask, row[: len(sample.response)].clone())
+        for sample, row in zip(samples, advantages, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "options"),
+    [
+        (AdvantageEstimator.GAE, {}),
+        (AdvantageEstimator.GRPO, {}),
+        (AdvantageEstimator.GRPO, {"by_std": False}),
+        (AdvantageEstimator.RLOO, {}),
+        (AdvantageEstimator.REINFORCE_PLUS_PLUS, {}),
+        (AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE, {}),
+    ],
+    ids=["gae", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline"],
+)
+def test_advantages_of_every_estimator(estimator: AdvantageEstimator, options: dict[str, Any]) -> None:
+    samples = estimated(rollout(), estimator, **options)
+    actor = trolled()
+    metrics = actor.update(actor.score(as_batch(samples)))
+    check(model_folder(), actor.steps, metrics, divided(samples), Settings())
+
+
+def test_the_loss_is_registered_with_verl() -> None:
+    assert get_policy_loss_fn("troll") is trust_region_policy_loss
+
+
+def test_the_regression_is_not_weighted_by_rollout_correction() -> None:
+    """By hand, of three tokens of which the last does not count."""
+    config = trolled().reset(regression_weight=2.0).actor
+    object.__setattr__(config, "global_batch_info", {})
+    log_q, log_p, regression = torch.tensor([[[-1.0, -2.0, -9.0]], [[-1.5, -1.0, -1.0]], [[0.1, 0.2, 7.0]]])
+    advantages, weights, mask = torch.tensor([[[1.0, -1.0, 5.0]], [[0.5, 3.0, 7.0]], [[1.0, 1.0, 0.0]]])
+    with projected(ProjectedTokens(log_q, log_p, regression)):
+        loss, metrics = trust_region_policy_loss(
+            log_p, log_q, advantages, mask.bool(), config=config, rollout_is_weights=weights
+        )
+    terms = [-(np.e**0.5) * 0.5 + 0.2, np.e**-1.0 * 3.0 + 0.4]
+    assert loss.item() == pytest.approx(sum(terms) / 2)
+    assert metrics["actor/ppo_kl"] == pytest.approx((-0.5 + 1.0) / 2)
+
+
+def test_projections_do_not_outlive_their_micro_batch() -> None:
+    tokens = ProjectedTokens(*torch.zeros(3, 1, 2))
+    with pytest.raises(KeyError), projected(tokens):
+        raise KeyError
+    with pytest.raises(RuntimeError, match="without an engine that projects"):
+        trust_region_policy_loss(*torch.zeros(4, 1, 2), config=None)

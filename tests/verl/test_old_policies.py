@@ -1,0 +1,224 @@
+"""Old policies as a field of verl's batches: where tokens stand, and what the batch's ways leave of the records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.seqlen_balancing import rearrange_micro_batches, restore_dynamic_batch
+from verl.workers.engine.utils import pad_packed_inputs
+from verl.workers.utils.padding import no_padding_2_padding
+
+from tests.verl.actor import nested
+from troll import SparsePolicy
+from troll.trust_region.wire import CorruptPolicy, from_records
+from troll.verl.old_policies import ResponseTokens, as_field, from_field, response_places
+
+VOCABULARY = 50
+
+
+def batch_of(prompts: Sequence[int], responses: Sequence[int], seed: int = 0) -> TensorDict:
+    generator = torch.Generator().manual_seed(seed)
+    own = [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in prompts]
+    answers = [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in responses]
+    return tu.get_tensordict(
+        {
+            "input_ids": nested(torch.cat(pair) for pair in zip(own, answers, strict=True)),
+            "prompts": nested(own),
+            "responses": nested(answers),
+        },
+        {"temperature": 1.0},
+    )
+
+
+def captured(data: TensorDict, seed: int = 0, top_k: int = 6) -> SparsePolicy:
+    tokens = data["responses"].values()
+    logits = 3 * torch.randn(len(tokens), VOCABULARY, generator=torch.Generator().manual_seed(seed))
+    return SparsePolicy.from_logits(logits, tokens, top_k=top_k, mass_threshold=1e-2)
+
+
+def same(got: SparsePolicy, wanted: SparsePolicy) -> bool:
+    names = ("token_ids", "log_probs", "tail_log_prob")
+    return all(torch.equal(getattr(got, name), getattr(wanted, name)) for name in names)
+
+
+lengths = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=6).filter(
+    lambda pairs: sum(response for _, response in pairs) > 0
+)
+
+
+def both(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """The prompts' lengths and the responses'."""
+    return [prompt for prompt, _ in pairs], [response for _, response in pairs]
+
+
+@given(lengths)
+@settings(deadline=None, max_examples=60)
+def test_places_are_those_from_which_verl_takes_the_responses(pairs: list[tuple[int, int]]) -> None:
+    data = batch_of(*both(pairs))
+    places = response_places(data)
+    responses = [response for _, response in pairs]
+    # verl's own way from positions to responses, of the places themselves.
+    padded = no_padding_2_padding(torch.nested.nested_tensor_from_jagged(places, data["input_ids"].offsets()), data)
+    numbers = torch.cat([row[:length] for row, length in zip(padded, responses, strict=True)])
+    assert torch.equal(numbers, torch.arange(1, sum(responses) + 1))
+    assert int((places > 0).sum()) == sum(responses)
+    # What the logits at a place predict is the response token of its number.
+    labels = torch.roll(data["input_ids"].values(), -1)
+    tokens = ResponseTokens.of(places, sum(responses))
+    assert torch.equal(labels[tokens.rows], data["responses"].values()[tokens.numbers])
+
+
+@given(lengths, st.integers(1, 4))
+@settings(deadline=None, max_examples=40)
+def test_processes_that_share_a_pack_have_every_token_once(pairs: list[tuple[int, int]], processes: int) -> None:
+    data = batch_of(*both(pairs))
+    places = response_places(data).unsqueeze(0)
+    total = data["responses"].values().shape[0]
+    padded, _ = pad_packed_inputs(places, None, -places.shape[-1] % processes)
+    parts = [ResponseTokens.of(part, total) for part in padded[0].chunk(processes)]
+    assert torch.equal(torch.cat([part.numbers for part in parts]).sort().values, torch.arange(total))
+    for part in parts:
+        values = torch.rand(len(part.rows))
+        spread = part.on_all_positions(values, padded.shape[-1] // processes)
+        assert torch.equal(spread[part.rows], values) and int((spread != 0).sum()) == int((values != 0).sum())
+
+
+def test_values_on_all_positions_pass_their_gradient() -> None:
+    tokens = ResponseTokens(torch.tensor([1, 3]), torch.tensor([0, 1]), 2)
+    values = torch.tensor([2.0, 5.0], requires_grad=True)
+    spread = tokens.on_all_positions(values, 5)
+    assert spread.tolist() == [0, 2, 0, 5, 0]
+    (spread * torch.arange(5)).sum().backward()
+    assert values.grad is not None and values.grad.tolist() == [1, 3]
+
+
+@given(lengths)
+@settings(deadline=None, max_examples=40)
+def test_a_field_gives_back_the_policy(pairs: list[tuple[int, int]]) -> None:
+    data = batch_of(*both(pairs))
+    policy = captured(data)
+    data["old_policies"] = as_field(policy, data)
+    assert data["old_policies"].dtype == torch.int32
+    assert same(from_field(data, anchor="old").unpack(), policy)
+
+
+def with_field(n: int = 12) -> tuple[TensorDict, list[SparsePolicy]]:
+    """A batch, and the policy of each of its sequences."""
+    generator = torch.Generator().manual_seed(1)
+    responses = torch.randint(1, 9, (n,), generator=generator).tolist()
+    data = batch_of(torch.randint(1, 5, (n,), generator=generator).tolist(), responses)
+    policy = captured(data)
+    data["old_policies"] = as_field(policy, data)
+    edges = [0, *torch.tensor(responses).cumsum(0).tolist()]
+    return data, [policy[start:end] for start, end in pairwise(edges)]
+
+
+def check_aligned(data: TensorDict, order: list[int], policies: list[SparsePolicy]) -> None:
+    """Asserts that the batch's records are those of its sequences, the original numbers of which are given."""
+    assert same(from_field(data, anchor="old").unpack(), SparsePolicy.cat([policies[number] for number in order]))
+
+
+def test_records_follow_their_sequences_through_verls_batches() -> None:
+    data, policies = with_field()
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(2)).tolist()
+    selected = tu.index_select_tensor_dict(data, order)
+    check_aligned(selected, order, policies)
+    chunks = tu.chunk_tensordict(selected, 4)
+    for number, chunk in enumerate(chunks):
+        check_aligned(chunk, order[3 * number : 3 * number + 3], policies)
+    check_aligned(tu.concat_tensordict(chunks[::-1]), order[9:] + order[6:9] + order[3:6] + order[:3], policies)
+    micro_batches, indices = rearrange_micro_batches(data, max_token_len=20, same_micro_num_in_dp=False)
+    assert len(micro_batches) > 1
+    for micro_batch, index in zip(micro_batches, indices, strict=True):
+        check_aligned(micro_batch, index, policies)
+    restored = data.copy()
+    outputs = [record for micro_batch in micro_batches for record in micro_batch["old_policies"].unbind()]
+    restored["old_policies"] = restore_dynamic_batch(nested(outputs), indices)
+    check_aligned(restored, list(range(12)), policies)
+    for mini_batch, at in zip(
+        tu.make_iterator(data, 4, epochs=1, dataloader_kwargs={"shuffle": False}), (0, 4, 8), strict=True
+    ):
+        check_aligned(mini_batch, list(range(at, at + 4)), policies)
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.slow
+def test_rays_object_store_returns_the_same_bits(local_ray: None) -> None:
+    import ray
+
+    data, policies = with_field()
+    parts = [ray.get(ray.put(part)) for part in tu.chunk_tensordict(ray.get(ray.put(data)), 3)]
+    whole = tu.concat_tensordict(parts)
+    pairs = zip(whole["old_policies"].unbind(), data["old_policies"].unbind(), strict=True)
+    assert all(torch.equal(got, sent) for got, sent in pairs)
+    check_aligned(whole, list(range(12)), policies)
+
+
+def test_policies_of_another_rollout_are_refused() -> None:
+    data, _ = with_field()
+    other, _ = with_field(11)
+    data = tu.index_select_tensor_dict(data, list(range(11)))
+    data["old_policies"] = nested([*other["old_policies"].unbind()[1:], other["old_policies"].unbind()[1]])
+    with pytest.raises(ValueError, match="not of the same rollout"):
+        from_field(data, anchor="old")
+
+
+def test_every_truncation_of_a_record_is_refused() -> None:
+    data, _ = with_field(2)
+    record, other = data["old_policies"].unbind()
+    for words in range(len(record)):
+        data["old_policies"] = nested([record[:words], other])
+        with pytest.raises(CorruptPolicy, match="record 0"):
+            from_field(data, anchor="old")
+
+
+def test_a_batch_without_old_policies_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no old_policies.*engine of troll\.verl"):
+        from_field(batch_of([2], [3]), anchor="old")
+
+
+def extra_fields(data: TensorDict, fields: list[dict[str, Tensor]]) -> TensorDict:
+    """As the agent loop hands on what a rollout reports of each sequence."""
+    data = data.copy()
+    del data["old_policies"]
+    tu.assign_non_tensor_stack(data, "extra_fields", fields)
+    return data
+
+
+def test_reported_policies_are_read_of_the_rollouts_fields() -> None:
+    data, policies = with_field(3)
+    reported = extra_fields(data, [{"old_policies": record} for record in data["old_policies"].unbind()])
+    assert same(from_field(reported, anchor="rollout").unpack(), SparsePolicy.cat(policies))
+
+
+def test_reported_policies_that_are_missing_are_counted() -> None:
+    data, _ = with_field(3)
+    first, *_ = data["old_policies"].unbind()
+    with pytest.raises(ValueError, match=r"2 of the batch's sequences came without .*anchor=rollout"):
+        from_field(extra_fields(data, [{"old_policies": first}, {}, {}]), anchor="rollout")
+    del data["old_policies"]
+    with pytest.raises(ValueError, match="all of the batch's sequences"):
+        from_field(data, anchor="rollout")
+
+
+def test_a_floored_policy_keeps_its_tail() -> None:
+    data = batch_of([2, 3], [4, 1])
+    tokens = data["responses"].values()
+    logits = 3 * torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    data["old_policies"] = as_field(SparsePolicy.from_logits(logits, tokens, top_k=6, tail="floor"), data)
+    assert from_records(list(data["old_policies"].unbind())).tail == "floor"

@@ -1,0 +1,249 @@
+"""The plug-in's settings, of verl's own Hydra files and on verl's own path to its workers."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import verl
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from tests.verl.actor import ACTOR, PLUG_IN, as_batch, configuration, model_folder, policy_loss, rollout, single
+from troll.verl import TrollFSDPActorConfig, TrollMcoreActorConfig
+from troll.verl.fsdp import TrollFSDPEngine
+
+MEGATRON = ("hydra.searchpath=[pkg://troll.verl.config]", "+troll=megatron")
+
+
+def composed(*overrides: str, plug_in: tuple[str, ...] = PLUG_IN) -> DictConfig:
+    return configuration(model_folder(), *overrides, plug_in=plug_in)
+
+
+def actor(*overrides: str) -> Any:
+    """What verl's workers make of the actor's configuration."""
+    return omega_conf_to_dataclass(composed(*overrides).actor_rollout_ref.actor)
+
+
+@functools.cache
+def base() -> DictConfig:
+    return composed()
+
+
+def on_the_driver(*overrides: str) -> None:
+    """verl's checks before it starts a worker; Hydra is slow, and need not compose all anew for one setting."""
+    config = OmegaConf.merge(base(), OmegaConf.from_dotlist(list(overrides)))
+    validate_config(config, use_reference_policy=False, use_critic=False)
+
+
+def test_the_group_selects_the_loss_the_engine_and_the_defaults() -> None:
+    config = actor()
+    assert isinstance(config, TrollFSDPActorConfig)
+    settings = config.policy_loss
+    assert (settings.loss_mode, settings.kl_bound, settings.regression_weight) == ("troll", 0.05, 1.0)
+    assert (settings.top_k, settings.mass_threshold, settings.tail) == (64, 1e-5, "bucket")
+    assert (settings.constraint, settings.ratio_level, settings.anchor) == ("token", "token", "old")
+    assert config.engine.strategy == "troll_fsdp2"
+    assert config.engine.trust_region is settings
+    assert EngineRegistry.get_engine_cls("language_model", config.engine.strategy) is TrollFSDPEngine
+
+
+def test_the_command_line_sets_everything() -> None:
+    values = {
+        "kl_bound": 0.2,
+        "regression_weight": 0.5,
+        "top_k": 7,
+        "mass_threshold": 1e-3,
+        "tail": "floor",
+        "constraint": "batch",
+        "ratio_level": "sequence",
+    }
+    settings = actor(*policy_loss(*(f"{name}={value}" for name, value in values.items()))).policy_loss
+    assert {name: getattr(settings, name) for name in values} == values
+
+
+def test_both_of_torchs_fsdp_have_an_engine() -> None:
+    assert actor(f"{ACTOR}.strategy=fsdp").engine.strategy == "troll_fsdp"
+
+
+def test_the_rollout_anchor_goes_with_bypass_mode() -> None:
+    bypass = "algorithm.rollout_correction.bypass_mode=true"
+    assert actor(*policy_loss("anchor=rollout"), bypass).policy_loss.anchor == "rollout"
+
+
+def test_the_group_for_megatron_composes() -> None:
+    config = megatron()
+    settings = config.actor_rollout_ref.actor
+    assert settings._target_ == "troll.verl.TrollMcoreActorConfig"
+    assert settings.policy_loss._target_ == "troll.verl.TrollPolicyLossConfig"
+    actor = omega_conf_to_dataclass(settings)
+    assert isinstance(actor, TrollMcoreActorConfig)
+    assert actor.engine.strategy == "troll_megatron"
+    assert actor.engine.trust_region is actor.policy_loss
+
+
+def test_context_parallelism_of_changing_size_is_refused() -> None:
+    changing = [
+        f"{ACTOR}.megatron.{name}" for name in ("dynamic_context_parallel=true", "max_seqlen_per_dp_cp_rank=64")
+    ]
+    with pytest.raises(Exception, match=r"megatron\.dynamic_context_parallel=False"):
+        omega_conf_to_dataclass(megatron(*changing).actor_rollout_ref.actor)
+
+
+def megatron(*overrides: str) -> DictConfig:
+    return with_engine("megatron", *overrides, plug_in=MEGATRON)
+
+
+def with_engine(engine: str, *overrides: str, plug_in: tuple[str, ...] = PLUG_IN) -> DictConfig:
+    """verl's configuration for another engine than FSDP."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose(
+            "ppo_trainer",
+            overrides=[
+                f"model_engine={engine}",
+                *plug_in,
+                f"actor_rollout_ref.model.path={model_folder()}",
+                f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",
+                "actor_rollout_ref.rollout.name=vllm",
+                *overrides,
+            ],
+        )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (policy_loss("loss_mode=vanilla"), r"loss_mode must be troll .*leave the group out"),
+        (policy_loss("kl_bound=0"), r"policy_loss\.kl_bound must be above 0 and finite, got 0"),
+        (policy_loss("kl_bound=-1"), r"policy_loss\.kl_bound must be above 0 and finite, got -1"),
+        (policy_loss("kl_bound=.nan"), r"policy_loss\.kl_bound must be above 0 and finite, got nan"),
+        (policy_loss("kl_bound=.inf"), r"policy_loss\.kl_bound must be above 0 and finite, got inf"),
+        (policy_loss("kl_bound=5%"), r"policy_loss\.kl_bound must be a number, got '5%'"),
+        (policy_loss("regression_weight=-0.1"), r"policy_loss\.regression_weight must be at least 0"),
+        (policy_loss("regression_weight=.nan"), r"policy_loss\.regression_weight must be at least 0"),
+        (policy_loss("top_k=0"), r"top_k must be an integer of at least 1, got 0"),
+        (policy_loss("mass_threshold=1"), r"mass_threshold must be .*\[0, 1\)"),
+        (policy_loss("tail=none"), r"tail must be one of bucket, floor, got 'none'"),
+        (
+            policy_loss("constraint=group"),
+            r"policy_loss\.constraint must be one of token, sequence, batch, got 'group'",
+        ),
+        (policy_loss("ratio_level=turn"), r"policy_loss\.ratio_level must be one of token, sequence, got 'turn'"),
+        (policy_loss("anchor=new"), r"policy_loss\.anchor must be one of old, rollout, got 'new'"),
+        (["trainer.use_v1=false"], r"set trainer\.use_v1=True"),
+        (
+            ["algorithm.rollout_correction.bypass_mode=true"],
+            r"bypass_mode=True .* set it to False, or .*anchor=rollout",
+        ),
+        (policy_loss("anchor=rollout"), r"bypass_mode=True and actor_rollout_ref\.rollout\.calculate_log_probs=True"),
+        (["distillation.enabled=true"], r"set distillation\.enabled=False"),
+        ([f"{ACTOR}.use_prefix_grouper=true"], r"use_prefix_grouper=False"),
+        ([f"{ACTOR}.strategy=veomni"], r"actor\.strategy must be fsdp or fsdp2 .*got 'veomni'"),
+        ([f"{ACTOR}.strategy=torchtitan"], r"actor\.strategy must be fsdp or fsdp2 .*got 'torchtitan'"),
+        (["actor_rollout_ref.model.use_fused_kernels=true"], r"set actor_rollout_ref\.model\.use_fused_kernels=False"),
+        ([f"{ACTOR}.use_fused_kernels=true"], r"use_fused_kernels=False"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_on_the_driver(overrides: list[str], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        on_the_driver(*overrides)
+
+
+@pytest.mark.parametrize("engine", ["veomni", "torchtitan", "megatron"])
+def test_another_engine_is_refused_with_what_to_set(engine: str) -> None:
+    with pytest.raises(Exception, match=rf"actor\.strategy must be fsdp or fsdp2 .*got '{engine}'.*model_engine=dp"):
+        omega_conf_to_dataclass(with_engine(engine).actor_rollout_ref.actor)
+
+
+def test_verl_accepts_the_configuration_on_the_driver() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        on_the_driver()
+
+
+def test_a_run_that_is_never_off_policy_is_told_so() -> None:
+    with pytest.warns(UserWarning, match=r"one update per rollout.*ppo_mini_batch_size \(4\).*ppo_epochs"):
+        on_the_driver("data.train_batch_size=4")
+
+
+def test_a_second_epoch_is_off_policy() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        on_the_driver("data.train_batch_size=4", f"{ACTOR}.ppo_epochs=2")
+
+
+def test_the_plug_ins_actor_needs_its_settings() -> None:
+    config = composed(f"{ACTOR}._target_=troll.verl.TrollFSDPActorConfig", plug_in=())
+    with pytest.raises(Exception, match=r"policy_loss\._target_ must be troll\.verl\.TrollPolicyLossConfig.*\+troll="):
+        omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+
+
+def test_another_version_of_verl_is_refused_at_import() -> None:
+    program = (
+        "import importlib.metadata as m; real = m.version\n"
+        "m.version = lambda name: '0.10.0' if name == 'verl' else real(name)\n"
+        "import troll.verl"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert "troll.verl is verified with verl 0.9.1" in done.stderr.splitlines()[-1]
+    assert "pip install verl==0.9.1" in done.stderr.splitlines()[-1]
+
+
+def test_verls_own_loss_and_engine_stay_what_they_are() -> None:
+    config = composed(plug_in=())
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert not isinstance(actor, TrollFSDPActorConfig)
+    assert type(actor).__module__.startswith("verl.")
+    assert actor.policy_loss.loss_mode == "vanilla"
+    assert POLICY_LOSS_REGISTRY["vanilla"].__module__ == "verl.trainer.ppo.core_algos"
+    stock = EngineRegistry.get_engine_cls("language_model", "fsdp2")
+    assert stock is FSDPEngineWithLMHead and stock.__module__.startswith("verl.")
+
+
+def test_the_clip_still_trains_beside_the_plug_in() -> None:
+    stock = single(plug_in=()).reset()
+    metrics = stock.update(stock.score(as_batch(rollout())))
+    assert not any("trust_region" in name for name in metrics)
+    assert metrics["actor/pg_clipfrac"][-1] > 0
+
+
+def test_the_loss_is_refused_on_verls_own_engine() -> None:
+    stock = single(plug_in=()).reset()
+    scored, before = stock.score(as_batch(rollout())), stock.parameters()
+    stock.reset(loss_mode="troll")
+    with pytest.raises(RuntimeError, match=r"loss_mode=troll without an engine that projects.*\+troll=fsdp"):
+        stock.update(scored)
+    assert all((value == before[name]).all() for name, value in stock.parameters().items())
+
+
+def test_the_engine_is_refused_without_the_group() -> None:
+    config = composed(plug_in=())
+    built = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    object.__setattr__(built.engine, "strategy", "troll_fsdp2")
+    with pytest.raises(ValueError, match=r"troll_fsdp2 gets its settings from the actor's configuration.*\+troll=fsdp"):
+        EngineRegistry.new(
+            model_type="language_model",
+            backend=built.engine.strategy,
+            model_config=omega_conf_to_dataclass(config.actor_rollout_ref.model),
+            engine_config=built.engine,
+            optimizer_config=built.optim,
+            checkpoint_config=built.checkpoint,
+        )
+
+
+def test_the_plug_in_patches_no_class_of_verls() -> None:
+    """What :class:`TrollFSDPEngine` overrides is in its own classes; verl's files and classes are as installed."""
+    installed = Path(verl.__file__).parent
+    for name in ("forward_backward_batch", "prepare_model_outputs", "forward_step", "train_batch"):
+        code = getattr(FSDPEngineWithLMHead, name).__code__
+        assert Path(code.co_filename).is_relative_to(installed)

@@ -1,0 +1,192 @@
+"""What tests run in several processes: ``run(world, job, folder)`` starts them, and rank 0 leaves what it found."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.multiprocessing import spawn
+from transformers import AttentionInterface
+from verl.utils import tensordict_utils as tu
+from verl.utils.ulysses import get_ulysses_sequence_parallel_group
+
+from tests.verl.actor import (
+    ACTOR,
+    SMALL,
+    Actor,
+    as_batch,
+    configuration,
+    free_port,
+    nested,
+    place,
+    policy_loss,
+    rollout,
+    with_scores,
+)
+
+#: Settings of the trust region that every number of processes has to train alike.
+CASES: dict[str, dict[str, Any]] = {
+    "token": {},
+    "floor": {"tail": "floor"},
+    "sequence": {"constraint": "sequence"},
+    "batch": {"constraint": "batch"},
+    "gspo": {"ratio_level": "sequence", "loss_agg_mode": "seq-mean-token-mean"},
+}
+
+
+def run(world: int, job: Callable[..., Any], model: Path, out: Path, *arguments: Any) -> Any:
+    """Runs a job of this module in so many processes, and returns what rank 0 saved.
+
+    Raises:
+        Exception: If a process failed.
+    """
+    spawn(_process, (world, free_port(), job, model, out, arguments), nprocs=world)
+    return torch.load(out, weights_only=False)
+
+
+def _process(rank: int, world: int, port: int, job: Callable[..., Any], model: Path, out: Path, arguments: Any) -> None:
+    os.environ.update(place(rank, world, port))
+    torch.set_num_threads(1)
+    found = job(rank, world, model, *arguments)
+    if rank == 0:
+        torch.save(found, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def trained(actor: Actor, batch: TensorDict, **options: Any) -> dict[str, Any]:
+    """A rollout's old policies, updates and parameters, as plain tensors."""
+    scored = actor.score(batch)
+    return _found(actor, scored["old_policies"].unbind(), actor.update(scored, **options))
+
+
+def _found(actor: Actor, old_policies: Sequence[Tensor], metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "old_policies": list(old_policies),
+        "steps": list(actor.steps),
+        "metrics": dict(metrics),
+        "parameters": actor.parameters(),
+    }
+
+
+def two_processes(rank: int, world: int, model: Path) -> dict[str, Any]:
+    """Every case, packed; and one padded. Then logits of which one process holds NaN; then sequence parallelism."""
+    samples = rollout()[rank::world]
+    found = {}
+    for packed in (True, False):
+        overrides = [f"actor_rollout_ref.model.use_remove_padding={packed}", *policy_loss(*SMALL)]
+        actor = Actor(configuration(model, *overrides, "trainer.n_gpus_per_node=2"))
+        for name, settings in CASES.items() if packed else [("padded", {"constraint": "sequence"})]:
+            found[name] = trained(actor.reset(**settings), as_batch(samples))
+    found["dynamic"] = trained(actor.reset(), as_batch(samples), use_dynamic_bsz=True, max_token_len_per_gpu=24)
+    found["nan"] = _with_nan(actor.reset(), as_batch(samples), rank)
+    found["sequence parallel"] = _sequence_parallel(model)
+    return found
+
+
+def _with_nan(actor: Actor, batch: TensorDict, rank: int) -> dict[str, Any]:
+    """An update for which the last process computes NaN."""
+    scored = actor.score(batch)
+    before = actor.parameters()
+    if rank == dist.get_world_size() - 1:
+        hook = actor.engine.module.lm_head.register_forward_hook(lambda _, __, logits: logits * torch.nan)
+    try:
+        actor.update(scored)
+        error = None
+    except FloatingPointError as raised:
+        error = str(raised)
+    if rank == dist.get_world_size() - 1:
+        hook.remove()
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    after = actor.parameters()
+    return {"errors": errors, "unchanged": all(bool((after[name] == before[name]).all()) for name in before)}
+
+
+def _sequence_parallel(model: Path) -> dict[str, Any]:
+    """Ulysses over both processes, which get the same batch, with packs of static sizes."""
+    AttentionInterface.register("gathered", gathered_attention)
+    overrides = [
+        *policy_loss(*SMALL),
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.model.override_config.attn_implementation=gathered",
+        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
+        f"{ACTOR}.fsdp_config.pad_to_length=true",
+        f"{ACTOR}.fsdp_config.pad_to_length_bucket=13",
+    ]
+    actor = Actor(configuration(model, *overrides))
+    found = {}
+    for name in ("token", "floor", "sequence", "batch"):
+        actor.reset(**CASES[name])
+        batch = as_batch(rollout())
+        scores = actor.infer(batch, calculate_entropy=True)
+        # What verl's dispatch does: the first process of a group answers, and all get the same batch.
+        answer: list[Any] = [
+            None if scores is None else {key: list(scores[key].unbind()) for key in ("log_probs", "old_policies")}
+        ]
+        dist.broadcast_object_list(answer)
+        own = {key: nested(tensors) for key, tensors in answer[0].items()}
+        metrics = actor.update(with_scores(batch, TensorDict(own, [len(answer[0]["log_probs"])])))
+        found[name] = _found(actor, answer[0]["old_policies"], metrics)
+    return found
+
+
+def gathered_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    scaling: float,
+    position_ids: Tensor,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a process's part of the pack to all of it: verl's Ulysses knows flash attention alone, a GPU's."""
+    group = get_ulysses_sequence_parallel_group()
+    own, rank = query.shape[2], dist.get_rank(group)
+    key, value = (all_gather_tensor_autograd(x.contiguous(), gather_dim=2, group=group) for x in (key, value))
+    (positions,) = all_gather_tensor_autograd(position_ids.contiguous(), gather_dim=1, group=group)
+    sequence, rows = (positions == 0).cumsum(0), slice(rank * own, (rank + 1) * own)
+    sees = (sequence[rows, None] == sequence) & (positions[rows, None] >= positions)
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=sees, scale=scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def uninterrupted(actor: Actor, rank: int, world: int, checkpoint: Path) -> dict[str, Any]:
+    """Two rollouts, with a checkpoint between them."""
+    actor.update(actor.score(as_batch(rollout(seed=1)[rank::world])))
+    actor.engine.save_checkpoint(str(checkpoint), global_step=1)
+    return trained(actor, as_batch(rollout(seed=2)[rank::world]))
+
+
+def uninterrupted_processes(rank: int, world: int, model: Path, checkpoint: Path) -> dict[str, Any]:
+    """:func:`uninterrupted` in processes of its own."""
+    return uninterrupted(_actor(model), rank, world, checkpoint)
+
+
+def resumed(rank: int, world: int, model: Path, checkpoint: Path) -> dict[str, Any]:
+    """The second of the two rollouts, from the checkpoint."""
+    actor = _actor(model)
+    actor.engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
+    return trained(actor, as_batch(rollout(seed=2)[rank::world]))
+
+
+def killed(rank: int, world: int, model: Path, checkpoint: Path) -> None:
+    """Like :func:`resumed`, but the process dies once the old policies are captured, and one update made of four."""
+    actor = _actor(model)
+    actor.engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
+    scored = actor.score(as_batch(rollout(seed=2)[rank::world]))
+    actor.update(tu.index_select_tensor_dict(scored, [0, 1, 2, 3]))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _actor(model: Path) -> Actor:
+    return Actor(configuration(model, *policy_loss(*SMALL), f"trainer.n_gpus_per_node={os.environ['WORLD_SIZE']}"))
