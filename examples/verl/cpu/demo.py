@@ -27,7 +27,7 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 METHODS = {"clip": (), "troll": ("+troll=fsdp",)}
-_HELD_OUT = "val-core/reasoning_gym:chain_sum/acc/mean@1"
+_HELD_OUT = "val-core/reasoning_gym:chain_sum/acc/mean@4"
 _POLL_SECONDS = 0.5
 
 

@@ -19,7 +19,12 @@ if _found != VERIFIED:
         f"pip install verl=={VERIFIED}"
     )
 
+from verl.workers.engine import MegatronEngine  # noqa: E402
+
 from troll.verl import fsdp, loss  # noqa: E402, F401 (registers)
+
+if MegatronEngine is not None:
+    from troll.verl import megatron  # noqa: F401 (registers)
 from troll.verl.settings import TrollFSDPActorConfig, TrollMcoreActorConfig, TrollPolicyLossConfig  # noqa: E402
 
 __all__ = ["TrollFSDPActorConfig", "TrollMcoreActorConfig", "TrollPolicyLossConfig"]

@@ -164,8 +164,11 @@ class Update(Hook):
         """Over the LM head's vocabulary: padded with tokens that an inference engine knows nothing of."""
         width *= 1 if self.vocab_group is None else torch.distributed.get_world_size(self.vocab_group)
         if self.settings.anchor == "rollout" and old.vocab_size < width:
-            old = dataclasses.replace(old, vocab_size=width)
-            old = old if old.tail == "bucket" else old.floored()
+            tail = old.tail_log_prob
+            if old.tail == "floor":  # of which every token outside has an equal share
+                used = old.used.sum(-1)
+                tail = tail + torch.log((width - used) / (old.vocab_size - used).clamp(min=1))
+            old = dataclasses.replace(old, vocab_size=width, tail_log_prob=tail)
         if old.vocab_size != width:
             raise ValueError(
                 f"the batch's old policies are over {old.vocab_size} tokens and the network's logits over {width}: "

@@ -1,0 +1,130 @@
+"""An unmodified ``main_ppo`` with two Ray workers on a CPU: TROLL, its anchors, and runs that die. Minutes each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from demo import METHODS, Run
+from embedded_data import prepare
+
+pytestmark = pytest.mark.slow
+
+#: Two updates a rollout of 16 completions, and nothing held out.
+SMALL = (
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.rollout.n=4",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=1",
+)
+
+TROLL = "actor_rollout_ref.actor.policy_loss"
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("embedded")
+    prepare(folder)
+    return folder
+
+
+def main_ppo(run: Run, data: Path, *settings: str, dying: str = "") -> tuple[int, str]:
+    """Runs verl to its end; its status, and what it printed."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    environment = run.environment() | {"DYING": dying, "DYING_FOLDER": str(run.folder), "RAY_worker_niceness": "0"}
+    environment["VERL_USE_EXTERNAL_MODULES"] += ",dying"
+    environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)
+    with tempfile.TemporaryDirectory(prefix="troll-ray-", ignore_cleanup_errors=True) as ray_folder:
+        done = subprocess.run(
+            run.command(data, Path(ray_folder), [*SMALL, *settings]),
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=580,
+        )
+    return done.returncode, done.stdout
+
+
+def states(run: Run) -> list[tuple[str, ...]]:
+    """What workers saved and loaded, in order: the deed, the checkpoint, the rank, the parameters."""
+    return [tuple(line.split()) for line in (run.folder / "states.txt").read_text().splitlines()]
+
+
+def test_the_rollouts_own_distributions_as_the_anchor(data: Path, tmp_path: Path) -> None:
+    run = Run("troll", tmp_path, 2)
+    code, output = main_ppo(
+        run,
+        data,
+        f"{TROLL}.anchor=rollout",
+        "algorithm.rollout_correction.bypass_mode=true",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+    )
+    assert code == 0, output[-3000:]
+    steps = run.metrics()
+    assert set(steps) == {1, 2}
+    for metrics in steps.values():
+        assert "timing_s/old_log_prob" not in metrics or metrics["timing_s/old_log_prob"] < 0.2, "there was a pass"
+        # Half of the updates are the first of their rollout, where rollout and network agree.
+        assert 0 < metrics["actor/trust_region/kl_before_mean"] < 1
+        assert metrics["actor/trust_region/kl_after_max"] <= 0.05 * 1.001
+        assert metrics["actor/trust_region/old_policy_bytes"] > 16
+
+
+@pytest.mark.parametrize("critic", [False, True], ids=["grpo", "gae"])
+def test_a_step_logs_what_the_trust_region_did(data: Path, tmp_path: Path, critic: bool) -> None:
+    run = Run("troll", tmp_path, 2)
+    settings = ["algorithm.adv_estimator=gae", f"critic.model.path={data / 'model'}"] if critic else []
+    settings += CRITIC_ON_A_CPU if critic else ["actor_rollout_ref.actor.use_kl_loss=true"]
+    code, output = main_ppo(run, data, *settings, f"{TROLL}.kl_bound=1e-6")
+    assert code == 0, output[-3000:]
+    metrics = run.metrics()[2]
+    assert metrics["actor/trust_region/projected_fraction"] > 0
+    assert metrics["actor/trust_region/kl_after_max"] <= 1e-6 * 1.001 < metrics["actor/trust_region/kl_before_max"]
+    assert metrics["actor/trust_region/nonfinite"] == 0
+
+
+CRITIC_ON_A_CPU = [
+    "critic.strategy=fsdp2",
+    "critic.ppo_mini_batch_size=2",
+    "critic.ppo_micro_batch_size_per_gpu=2",
+    "+critic.model.override_config.attn_implementation=sdpa",
+    "critic.model.enable_gradient_checkpointing=false",
+    "critic.fsdp.use_torch_compile=false",
+    "+critic.fsdp.mixed_precision={param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}",
+]
+
+
+@pytest.mark.parametrize("place", ["update 6", "checkpoint 2"])
+def test_a_run_that_died_goes_on_from_its_last_complete_checkpoint(data: Path, tmp_path: Path, place: str) -> None:
+    """Rank 1 is killed in the third rollout's updates, or half-way through the second checkpoint."""
+    run = Run("troll", tmp_path, 3)
+    complete = 2 if place.startswith("update") else 1
+    code, output = main_ppo(run, data, dying=place)
+    assert code != 0, "a dead worker ends the run"
+    code, output = main_ppo(run, data)
+    assert code == 0, output[-3000:]
+    assert f"setting global step to {complete}" in output and f"global_step_{complete}" in output
+    saved: dict[tuple[str, ...], str] = {}
+    for deed, *which, parameters in states(run):
+        if deed == "loaded":
+            assert which[0] == f"global_step_{complete}"
+            assert parameters == saved[tuple(which)]
+        saved[tuple(which)] = parameters
+    assert sorted(run.metrics()) == [1, 2, 3]
+
+
+def test_the_clip_is_verls_own(data: Path, tmp_path: Path) -> None:
+    assert METHODS["clip"] == ()
+    run = Run("clip", tmp_path, 1)
+    code, output = main_ppo(run, data)
+    assert code == 0, output[-3000:]
+    metrics: dict[str, Any] = run.metrics()[1]
+    assert "actor/pg_clipfrac" in metrics
+    assert not any("trust_region" in name for name in metrics)
