@@ -19,8 +19,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--eval_size", type=int, help="held-out rows; all there are where the task has a test split")
     arguments = parser.parse_args()
-    task = load_task(TaskConfig(arguments.task, eval_size=None), conversational=True, for_training=True)
+    task = load_task(TaskConfig(arguments.task, eval_size=arguments.eval_size), conversational=True, for_training=True)
     arguments.folder.mkdir(parents=True, exist_ok=True)
 
     def to_verl(row: dict[str, Any], index: int) -> dict[str, Any]:

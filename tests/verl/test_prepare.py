@@ -1,0 +1,37 @@
+"""A task as verl reads it: what `examples/verl/prepare.py` writes is graded by the rewards that the scripts name."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pandas
+import pytest
+
+from troll.rewards.math import compute_score
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_rows_have_verls_columns_and_their_gold_answers_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = importlib.util.spec_from_file_location("prepare", ROOT / "examples" / "verl" / "prepare.py")
+    assert spec is not None and spec.loader is not None
+    prepare = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(prepare)
+    task = ROOT / "examples" / "tasks" / "geometry.yaml"
+    monkeypatch.setattr(sys, "argv", ["prepare.py", str(task), str(tmp_path), "--eval_size", "2"])
+    prepare.main()
+    assert "train.parquet" in capsys.readouterr().out
+    for name in ("train", "test"):
+        rows = pandas.read_parquet(tmp_path / f"{name}.parquet").to_dict("records")
+        assert rows
+        for index, row in enumerate(rows):
+            assert row.keys() == {"data_source", "ability", "prompt", "reward_model", "extra_info"}
+            assert row["prompt"][0]["role"] == "user" and row["extra_info"] == {"index": index}
+            gold = row["reward_model"]["ground_truth"]
+            answer = rf"It is \boxed{{{gold}}}."
+            assert compute_score(row["data_source"], answer, gold, row["extra_info"])["score"] == 1
+            assert compute_score(row["data_source"], "", gold, row["extra_info"])["score"] == 0
