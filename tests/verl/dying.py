@@ -9,13 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import verl_cpu  # noqa: F401 (first: it brings the platform)
-from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 PLACE, _, NUMBER = os.environ.get("DYING", "").partition(" ")
 
@@ -25,7 +23,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fingerprint(manager: FSDPCheckpointManager) -> str:
+def fingerprint(manager: Any) -> str:
     """Of this process's share of the parameters."""
     digest = hashlib.sha256()
     for name, value in sorted(manager.model.state_dict().items()):
@@ -34,49 +32,48 @@ def fingerprint(manager: FSDPCheckpointManager) -> str:
     return digest.hexdigest()
 
 
-def note(kind: str, manager: FSDPCheckpointManager, path: str) -> None:
+def note(kind: str, manager: Any, path: str) -> None:
     """Adds a line: what was done, with which checkpoint, by which rank, and the parameters."""
     step = Path(path).parent.name
     with open(Path(os.environ["DYING_FOLDER"]) / "states.txt", "a") as file:
         file.write(f"{kind} {step} {manager.rank} {fingerprint(manager)}\n")
 
 
-_step, _save, _load = (
-    FSDPEngine.optimizer_step,
-    FSDPCheckpointManager.save_checkpoint,
-    FSDPCheckpointManager.load_checkpoint,
-)
-_steps = 0
+def install() -> None:
+    """Puts deaths and notes into verl's engine and checkpoints."""
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as Manager
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
+    step, save, load = FSDPEngine.optimizer_step, Manager.save_checkpoint, Manager.load_checkpoint
+    steps = iter(range(1, sys.maxsize))
 
-def optimizer_step(self: FSDPEngine) -> Any:
-    global _steps
-    _steps += 1
-    if PLACE == "update" and _steps == int(NUMBER) and torch.distributed.get_rank() == 1:
-        die()
-    return _step(self)
-
-
-def save_checkpoint(self: FSDPCheckpointManager, local_path: str, *arguments: Any, **keywords: Any) -> None:
-    if PLACE == "checkpoint" and local_path.split("/")[-2] == f"global_step_{NUMBER}" and self.rank == 1:
-        torch_save = torch.save
-
-        def half(value: Any, path: str) -> None:
-            torch_save(value, path)
-            os.truncate(path, os.path.getsize(path) // 2)
+    def optimizer_step(self: Any) -> Any:
+        if f"update {next(steps)}" == f"{PLACE} {NUMBER}" and torch.distributed.get_rank() == 1:
             die()
+        return step(self)
 
-        torch.save = half  # type: ignore[assignment]
-    _save(self, local_path, *arguments, **keywords)
-    note("saved", self, local_path)
+    def save_checkpoint(self: Any, local_path: str, *arguments: Any, **keywords: Any) -> None:
+        if PLACE == "checkpoint" and Path(local_path).parent.name == f"global_step_{NUMBER}" and self.rank == 1:
+            torch_save = torch.save
+
+            def half(value: Any, path: str) -> None:
+                torch_save(value, path)
+                os.truncate(path, os.path.getsize(path) // 2)
+                die()
+
+            torch.save = half  # type: ignore[assignment]
+        save(self, local_path, *arguments, **keywords)
+        note("saved", self, local_path)
+
+    def load_checkpoint(self: Any, local_path: str, *arguments: Any, **keywords: Any) -> None:
+        load(self, local_path, *arguments, **keywords)
+        if local_path is not None:
+            note("loaded", self, local_path)
+
+    FSDPEngine.optimizer_step = optimizer_step
+    Manager.save_checkpoint, Manager.load_checkpoint = save_checkpoint, load_checkpoint
 
 
-def load_checkpoint(self: FSDPCheckpointManager, local_path: str, *arguments: Any, **keywords: Any) -> None:
-    _load(self, local_path, *arguments, **keywords)
-    if local_path is not None:
-        note("loaded", self, local_path)
-
-
-FSDPEngine.optimizer_step = optimizer_step
-FSDPCheckpointManager.save_checkpoint = save_checkpoint
-FSDPCheckpointManager.load_checkpoint = load_checkpoint
+# A rollout's process imports verl_cpu before verl, which imports this while there is no platform yet: no worker does.
+if hasattr(sys.modules["verl_cpu"], "engine"):
+    install()
