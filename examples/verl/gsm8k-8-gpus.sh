@@ -4,5 +4,4 @@ set -euo pipefail
 export MODEL=${MODEL:-Qwen/Qwen3-8B} GPUS=8 NODES=1
 exec bash "$(dirname "$0")/gsm8k.sh" \
   actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
-  actor_rollout_ref.actor.fsdp_config.dtype=bfloat16 \
   "$@"

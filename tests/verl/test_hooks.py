@@ -181,5 +181,6 @@ def test_entropy_is_verls_and_asked_for_by_the_capture() -> None:
 def test_the_reported_anchor_captures_nothing() -> None:
     bypass = "algorithm.rollout_correction.bypass_mode=true"
     logs = "actor_rollout_ref.rollout.calculate_log_probs=true"
-    actor = trolled(True, f"{ACTOR}.policy_loss.anchor=rollout", bypass, logs)
+    name = "actor_rollout_ref.rollout.name=transformers"
+    actor = trolled(True, f"{ACTOR}.policy_loss.anchor=rollout", bypass, logs, name)
     assert "old_policies" not in actor.infer(as_batch(rollout()), calculate_entropy=True)

@@ -168,6 +168,22 @@ def test_the_regression_is_not_weighted_by_rollout_correction() -> None:
     assert metrics["actor/ppo_kl"] == pytest.approx((-0.5 + 1.0) / 2)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, 120.0])
+def test_what_stands_at_a_masked_token_never_matters(mode: str, value: float) -> None:
+    config = trolled().reset().actor
+    object.__setattr__(config, "global_batch_info", {})
+    log_p, mask = torch.full((1, 3), -1.0), torch.tensor([[True, True, False]])
+    log_q = torch.tensor([[-1.0, -2.0, value]], requires_grad=True)
+    regression = torch.tensor([[0.1, 0.2, value]], requires_grad=True)
+    with projected(ProjectedTokens(log_q, log_p, regression)):
+        loss, _ = trust_region_policy_loss(log_p, log_p, torch.ones(1, 3), mask, mode, config)
+    loss.backward()
+    assert loss.isfinite()
+    for tensor in (log_q, regression):
+        assert tensor.grad is not None and tensor.grad.isfinite().all() and tensor.grad[0, 2] == 0
+
+
 def test_projections_do_not_outlive_their_micro_batch() -> None:
     tokens = ProjectedTokens(*torch.zeros(3, 1, 2))
     with pytest.raises(KeyError), projected(tokens):

@@ -18,6 +18,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from tests.verl.actor import nested
 from troll import SparsePolicy
+from troll.trust_region.objective import trust_region_step
 from troll.trust_region.wire import CorruptPolicy, from_records
 from troll.verl.old_policies import ResponseTokens, as_field, from_field, response_places
 
@@ -33,6 +34,7 @@ def batch_of(prompts: Sequence[int], responses: Sequence[int], seed: int = 0) ->
             "input_ids": nested(torch.cat(pair) for pair in zip(own, answers, strict=True)),
             "prompts": nested(own),
             "responses": nested(answers),
+            "response_mask": nested(torch.ones_like(answer) for answer in answers),
         },
         {"temperature": 1.0},
     )
@@ -212,8 +214,30 @@ def test_reported_policies_that_are_missing_are_counted() -> None:
     with pytest.raises(ValueError, match=r"2 of the batch's sequences came without .*anchor=rollout"):
         from_field(extra_fields(data, [{"old_policies": first}, {}, {}]), anchor="rollout")
     del data["old_policies"]
-    with pytest.raises(ValueError, match="all of the batch's sequences"):
+    with pytest.raises(ValueError, match="3 of the batch's sequences"):
         from_field(data, anchor="rollout")
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_sequences_without_a_token_that_counts_need_no_report(real: bool) -> None:
+    """verl fills batches up with copies of a sample, records included, whose response is one masked token."""
+    data, policies = with_field(3)
+    first, _, third = data["old_policies"].unbind()
+    masks = [mask.clone() for mask in data["response_mask"].unbind()]
+    for mask in masks if not real else masks[1:]:
+        mask.zero_()
+    data["response_mask"] = nested(masks)
+    reported = extra_fields(data, [{"old_policies": first}, {"old_policies": third}, {}])
+    found = from_field(reported, anchor="rollout", vocab_size=VOCABULARY).unpack()
+    tokens = data["responses"].values()
+    counted = policies[0].shape[0] if real else 0
+    if real:
+        assert same(found[:counted], policies[0])
+    assert found.log_prob(tokens)[counted:].eq(0).all()
+    assert found.vocab_size == VOCABULARY
+    new = found.new_policy(torch.randn(len(tokens), VOCABULARY), tokens)
+    step = trust_region_step(new, tokens, found)
+    assert step.log_probs[counted:].isfinite().all()
 
 
 def test_a_floored_policy_keeps_its_tail() -> None:

@@ -77,7 +77,37 @@ def test_both_of_torchs_fsdp_have_an_engine() -> None:
 
 def test_the_rollout_anchor_goes_with_bypass_mode() -> None:
     bypass = "algorithm.rollout_correction.bypass_mode=true"
-    assert actor(*policy_loss("anchor=rollout"), bypass).policy_loss.anchor == "rollout"
+    settings = (*policy_loss("anchor=rollout"), bypass, "actor_rollout_ref.rollout.name=transformers")
+    assert actor(*settings).policy_loss.anchor == "rollout"
+
+
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [
+        ("trainer.v1.trainer_mode=separate_async", "trainer_mode=sync"),
+        ("actor_rollout_ref.rollout.logprobs_mode=raw_logprobs", "logprobs_mode=processed_logprobs"),
+        ("actor_rollout_ref.rollout.name=sglang", "rollout.name=vllm"),
+        ("actor_rollout_ref.rollout.disaggregation.enabled=true", "without disaggregation"),
+        ("actor_rollout_ref.rollout.name=vllm", "VERL_USE_EXTERNAL_MODULES=troll.verl.vllm_rollout"),
+        ("actor_rollout_ref.rollout.top_p=0.9", "top_p=1.0"),
+    ],
+)
+def test_a_rollout_that_cannot_be_the_anchor_is_refused(setting: str, remedy: str) -> None:
+    bypass = "algorithm.rollout_correction.bypass_mode=true"
+    settings = (*policy_loss("anchor=rollout"), bypass, "actor_rollout_ref.rollout.name=transformers", setting)
+    with pytest.raises(Exception, match=remedy):
+        actor(*settings)
+
+
+def test_vllm_is_an_anchor_where_its_server_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "verl_cpu,troll.verl.vllm_rollout")
+    bypass = "algorithm.rollout_correction.bypass_mode=true"
+    settings = (*policy_loss("anchor=rollout"), bypass, "actor_rollout_ref.rollout.name=vllm")
+    assert actor(*settings).policy_loss.rollout_name == "vllm"
+
+
+def test_no_rollout_correction_at_all_is_verls_to_allow() -> None:
+    assert actor("algorithm.rollout_correction=null").policy_loss.bypass_mode is False
 
 
 def test_the_group_for_megatron_composes() -> None:

@@ -62,6 +62,9 @@ class Server:
         self.model_config = SimpleNamespace(hf_config=SimpleNamespace(get_text_config=lambda: text))
         self.engine = engine
 
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
+        engine_kwargs["seed"] = 0
+
     async def generate(
         self, prompt_ids: Any, sampling_params: dict[str, Any], request_id: str, **inputs: Any
     ) -> TokenOutput:
@@ -116,6 +119,13 @@ def test_the_engine_is_asked_for_top_k_and_forgets_a_request() -> None:
     assert reporting_server.engine.asked == [K, K]  # an attribute of the engine itself
     assert reporting_server.engine.taken("a") is None
     assert reporting_server.engine.taken("aborted") is None
+
+
+def test_the_engine_is_allowed_as_many_as_it_is_asked_for() -> None:
+    for given, expected in (({}, K), ({"max_logprobs": 100}, 100)):
+        arguments: dict[str, Any] = dict(given)
+        server()._preprocess_engine_kwargs(arguments)
+        assert arguments == {"max_logprobs": expected, "seed": 0}
 
 
 def test_a_completion_without_log_probs_is_refused() -> None:

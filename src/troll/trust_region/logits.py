@@ -37,7 +37,7 @@ class LogitRows:
     @classmethod
     def of(cls, logits: Tensor, index: Tensor | None = None) -> LogitRows:
         """Of (..., V) logits, flattened."""
-        return cls(logits.reshape(-1, logits.shape[-1]), index)
+        return cls(logits.reshape(-1, logits.shape[-1]), None if index is None else index.long())
 
     def __len__(self) -> int:
         return len(self.logits) if self.index is None else len(self.index)

@@ -91,7 +91,8 @@ class SparsePolicy:
             top_k: K, at least 1; more than V is taken as V.
             mass_threshold: δ in [0, 1); 0 keeps K tokens always.
             tail: See the class.
-            rows: Which rows of (L, V) logits are the positions (N,), all different: spares the copy of an indexing.
+            rows: Which rows of (L, V) logits are the positions (N,): spares the copy of an indexing. All different and
+                at least 0, which is not checked: of a row that is there twice, one position's gradient would be lost.
             vocab_group: The n processes over which the vocabulary is spread; each then passes its slice of the logits,
                 (..., V/n), with the same `token_ids`, and gets the same policy. See
                 :mod:`~troll.trust_region.vocab_parallel`: one all-gather of 2 min(K, V/n) + 3 numbers a token.
@@ -282,6 +283,8 @@ class SparsePolicy:
         Raises:
             ValueError: If the shape does not fit the token positions and the vocabulary.
         """
+        if rows is not None and rows.shape != self.shape:
+            raise ValueError(f"rows must be {shape_text(self.shape)}, got {shape_text(rows.shape)}")
         vocabulary = held_vocabulary(logits.shape[-1] if logits.dim() else 0, vocab_group)
         positions = self.shape if rows is None else logits.shape[:1]
         expected = (*positions, vocabulary.share(self.vocab_size))

@@ -22,7 +22,7 @@ from troll.verl.settings import BACKEND_PREFIX
 @EngineRegistry.register(
     model_type="language_model",
     backend=[f"{BACKEND_PREFIX}fsdp", f"{BACKEND_PREFIX}fsdp2"],
-    device=["cuda", "npu", "cpu"],
+    device=["cuda", "cpu"],
 )
 class TrollFSDPEngine(TrustRegionEngine, FSDPEngineWithLMHead):
     """verl's FSDP engine, which hands its logits to the trust region where it would to a distillation loss."""

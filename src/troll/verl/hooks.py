@@ -138,9 +138,8 @@ class Update(Hook):
     def read(self, logits: Tensor, data: TensorDict) -> dict[str, Tensor]:
         """The sampled tokens' log p̃ and log q, and the regression towards q."""
         settings, tokens = self.settings, self.tokens
-        packed = from_field(data, anchor=settings.anchor)
-        everything = packed.unpack()
-        everything = self._on_vocabulary(everything, logits.shape[-1])
+        packed = from_field(data, anchor=settings.anchor, vocab_size=self._vocab_size(logits))
+        everything = self._on_vocabulary(packed.unpack(), self._vocab_size(logits))
         self._old_log_probs = everything.log_prob(data["responses"].values())
         old = everything if tokens.group is None else everything[tokens.numbers]
         sampled = self.labels[tokens.rows]
@@ -160,9 +159,13 @@ class Update(Hook):
             "trust_region_regression": step.regression,
         }
 
+    def _vocab_size(self, logits: Tensor) -> int:
+        """V of the LM head, padded ones included."""
+        processes = 1 if self.vocab_group is None else torch.distributed.get_world_size(self.vocab_group)
+        return logits.shape[-1] * processes
+
     def _on_vocabulary(self, old: SparsePolicy, width: int) -> SparsePolicy:
         """Over the LM head's vocabulary: padded with tokens that an inference engine knows nothing of."""
-        width *= 1 if self.vocab_group is None else torch.distributed.get_world_size(self.vocab_group)
         if self.settings.anchor == "rollout" and old.vocab_size < width:
             tail = old.tail_log_prob
             if old.tail == "floor":  # of which every token outside has an equal share

@@ -75,7 +75,9 @@ def trust_region_policy_loss(
             "loss_mode=troll without an engine that projects: select both with "
             "hydra.searchpath=[pkg://troll.verl.config] +troll=fsdp"
         )
-    log_ratio = tokens.log_probs - tokens.old_log_probs
+    # Whatever stands at a masked token never matters, infinities included.
+    mask = response_mask.bool()
+    log_ratio = torch.where(mask, tokens.log_probs - tokens.old_log_probs, 0.0)
     if config.policy_loss.ratio_level == "sequence":
         # verl's own gradient for sequence ratios: the sequence's value, each token's derivative.
         lengths = response_mask.sum(-1, keepdim=True).clamp(min=1)
@@ -85,7 +87,7 @@ def trust_region_policy_loss(
     if rollout_is_weights is not None:
         policy_term = policy_term * rollout_is_weights
     loss = agg_loss(
-        loss_mat=policy_term + config.policy_loss.regression_weight * tokens.regression,
+        loss_mat=torch.where(mask, policy_term + config.policy_loss.regression_weight * tokens.regression, 0.0),
         loss_mask=response_mask,
         loss_agg_mode=loss_agg_mode,
         **config.global_batch_info,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,14 +88,19 @@ def as_field(policy: SparsePolicy, data: TensorDict) -> Tensor:
     return torch.nested.as_nested_tensor(to_records(policy.pack(), lengths), layout=torch.jagged)
 
 
-def from_field(data: TensorDict, *, anchor: str) -> PackedPolicy:
+def from_field(data: TensorDict, *, anchor: str, vocab_size: int = 1) -> PackedPolicy:
     """The old policies of a micro-batch, (N,): captured by the old-policy pass, or reported by the inference engine.
+
+    Args:
+        data: The micro-batch.
+        anchor: "old" or "rollout".
+        vocab_size: V, where no sequence of the micro-batch has a record that says it.
 
     Raises:
         CorruptPolicy: If a record is damaged.
         ValueError: If there are none, or not one for each response token.
     """
-    records = _reported(data) if anchor == "rollout" else _captured(data)
+    records = _reported(data, vocab_size) if anchor == "rollout" else _captured(data)
     policy = from_records([record.to(data["responses"].device) for record in records])
     expected = data["responses"].values().shape[0]
     if policy.shape != (expected,):
@@ -113,12 +119,40 @@ def _captured(data: TensorDict) -> list[Tensor]:
     return list(data[OLD_POLICIES].unbind())
 
 
-def _reported(data: TensorDict) -> list[Tensor]:
-    fields: list[Mapping[str, Any]] = tu.get(data, "extra_fields", default=[])
-    missing = sum(OLD_POLICIES not in field for field in fields)
-    if missing or not fields:
+def _reported(data: TensorDict, vocab_size: int) -> list[Tensor]:
+    """The records that came with the completions.
+
+    A sequence without a token that counts needs none: verl fills batches up with copies of a sample whose response is
+    one masked token, and completions that were aborted are empty. Their policies are certain of what is there.
+    """
+    counts = [bool(mask.any()) for mask in data["response_mask"].unbind()]
+    fields: list[Mapping[str, Any]] = tu.get(data, "extra_fields", default=[{}] * len(counts))
+    records = [field.get(OLD_POLICIES) if count else None for field, count in zip(fields, counts, strict=True)]
+    missing = sum(counts) - sum(record is not None for record in records)
+    if missing:
         raise ValueError(
-            f"{missing or 'all'} of the batch's sequences came without their top-K log-probabilities, which "
+            f"{missing} of the batch's sequences came without their top-K log-probabilities, which "
             "policy_loss.anchor=rollout needs: see docs/verl.md for the rollouts that report them, or set anchor=old"
         )
-    return [field[OLD_POLICIES] for field in fields]
+    real = [record for record in records if record is not None]
+    none = torch.empty(0)
+    like = from_records(real[:1]) if real else PackedPolicy(none, none, none, none, 1, vocab_size, "bucket", 0.0)
+    responses = data["responses"].unbind()
+    return [
+        _certain(response, like) if record is None else record
+        for record, response in zip(records, responses, strict=True)
+    ]
+
+
+def _certain(token_ids: Tensor, like: PackedPolicy) -> Tensor:
+    """A record of policies that are certain of these tokens, captured as another was."""
+    ids = token_ids.cpu().int()
+    policy = dataclasses.replace(
+        like,
+        token_ids=ids,
+        log_probs=torch.zeros(len(ids)),
+        counts=torch.ones_like(ids),
+        tail_log_prob=torch.full((len(ids),), -torch.inf),
+    )
+    (record,) = to_records(policy, [len(ids)])
+    return record

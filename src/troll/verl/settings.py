@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ ANCHORS = ("old", "rollout")
 
 #: What the engines of this package are called in verl's registry: where it is missing, nothing else takes their place.
 BACKEND_PREFIX = "troll_"
+
+#: Where verl looks for modules to import in every process, and the one that makes its vLLM server report.
+EXTERNAL_MODULES, REPORTING_ROLLOUT = "VERL_USE_EXTERNAL_MODULES", "troll.verl.vllm_rollout"
 
 _ACTOR = "actor_rollout_ref.actor"
 
@@ -43,6 +47,10 @@ class TrollPolicyLossConfig(PolicyLossConfig):
         rollout_log_probs: verl's ``actor_rollout_ref.rollout.calculate_log_probs``, likewise.
         rollout_top_p: verl's ``actor_rollout_ref.rollout.top_p``, likewise.
         rollout_top_k: verl's ``actor_rollout_ref.rollout.top_k``, likewise.
+        trainer_mode: verl's ``trainer.v1.trainer_mode``, likewise.
+        rollout_name: verl's ``actor_rollout_ref.rollout.name``, likewise.
+        rollout_is_disaggregated: verl's ``actor_rollout_ref.rollout.disaggregation.enabled``, likewise.
+        rollout_logprobs_mode: verl's ``actor_rollout_ref.rollout.logprobs_mode``, likewise.
 
     Raises:
         ValueError: On a value out of its range, or a trainer that cannot carry old policies.
@@ -63,6 +71,10 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     rollout_log_probs: bool = True
     rollout_top_p: float = 1.0
     rollout_top_k: int = -1
+    trainer_mode: str = "sync"
+    rollout_name: str | None = None
+    rollout_is_disaggregated: bool = False
+    rollout_logprobs_mode: str = "processed_logprobs"
 
     def __post_init__(self) -> None:
         if self.loss_mode != "troll":
@@ -96,8 +108,10 @@ class TrollPolicyLossConfig(PolicyLossConfig):
                 "algorithm.rollout_correction.bypass_mode=True leaves out the pass that captures the old policies: set "
                 f"it to False, or {_ACTOR}.policy_loss.anchor=rollout"
             )
-        if self.anchor != "rollout":
-            return
+        if self.anchor == "rollout":
+            self._check_rollout()
+
+    def _check_rollout(self) -> None:
         if not (self.bypass_mode and self.rollout_log_probs):
             raise ValueError(
                 f"{_ACTOR}.policy_loss.anchor=rollout takes the place of the old-policy pass: set "
@@ -107,6 +121,26 @@ class TrollPolicyLossConfig(PolicyLossConfig):
             raise ValueError(
                 f"{_ACTOR}.policy_loss.anchor=rollout takes the rollout's distribution for the old policy, which must "
                 "not be truncated: set actor_rollout_ref.rollout.top_p=1.0 and actor_rollout_ref.rollout.top_k=-1"
+            )
+        if self.rollout_logprobs_mode != "processed_logprobs":
+            raise ValueError(
+                f"{_ACTOR}.policy_loss.anchor=rollout needs log-probabilities at the sampling temperature: set "
+                f"actor_rollout_ref.rollout.logprobs_mode=processed_logprobs, not {self.rollout_logprobs_mode}"
+            )
+        if self.trainer_mode != "sync":
+            raise ValueError(
+                f"{_ACTOR}.policy_loss.anchor=rollout needs trainer.v1.trainer_mode=sync, got {self.trainer_mode!r}: "
+                "the asynchronous trainers drop what a rollout reports; set anchor=old and bypass_mode=False"
+            )
+        if self.rollout_is_disaggregated or self.rollout_name in ("sglang", "trtllm"):
+            raise ValueError(
+                f"{_ACTOR}.policy_loss.anchor=rollout needs a rollout that reports its distributions: set "
+                "actor_rollout_ref.rollout.name=vllm without disaggregation, or anchor=old"
+            )
+        if self.rollout_name == "vllm" and REPORTING_ROLLOUT not in os.environ.get(EXTERNAL_MODULES, "").split(","):
+            raise ValueError(
+                f"{_ACTOR}.policy_loss.anchor=rollout needs a vLLM server that reports its distributions: start with "
+                f"{EXTERNAL_MODULES}={REPORTING_ROLLOUT} in the environment of every machine"
             )
 
 

@@ -7,6 +7,7 @@ the distributions it sampled from. They travel beside the completion, in its ext
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -111,6 +112,11 @@ def reporting(server_class: type) -> type:
         def engine(self, engine: Any) -> None:
             self._reporting_engine = TopLogProbs(engine, self.config.custom[CUSTOM]["top_k"])
 
+        def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
+            super()._preprocess_engine_kwargs(engine_kwargs)
+            # vLLM's own cap is 20, and a request for more fails.
+            engine_kwargs.setdefault("max_logprobs", self.config.custom[CUSTOM]["top_k"])
+
         async def generate(
             self, prompt_ids: Any, sampling_params: dict[str, Any], request_id: str, **inputs: Any
         ) -> Any:
@@ -126,7 +132,9 @@ def reporting(server_class: type) -> type:
                     "actor_rollout_ref.rollout.calculate_log_probs=True"
                 )
             settings = self.config.custom[CUSTOM]
-            output.extra_fields[OLD_POLICIES] = old_policy_record(
+            # In a thread, since this loop serves every request.
+            output.extra_fields[OLD_POLICIES] = await asyncio.to_thread(
+                old_policy_record,
                 output.token_ids,
                 reported,
                 vocab_size=self.model_config.hf_config.get_text_config().vocab_size,
