@@ -99,8 +99,12 @@ def test_the_same_grid_again_makes_what_is_missing(tmp_path: Path, how: dict[str
     how["quickstart-seed=1"] = "fail"
     assert compare(grid(), tmp_path / "all", console, jobs=1) == "failed"
     del how["quickstart-seed=1"]
+    (tmp_path / "all" / "quickstart-seed=1" / "checkpoint-4").mkdir()  # killed while it was written
+    assert "deleting" not in text_of(console)
     assert compare(grid(), tmp_path / "all", console, jobs=1) == "finished"
     assert "2 runs, 1 finished already" in text_of(console)
+    reason = "it has no complete checkpoint; checkpoint-4: it has no trainer_state.json\n"
+    assert f"deleting  what quickstart-seed=1 left: {reason}" in text_of(console)
     assert len(starts(tmp_path / "all", "quickstart-seed=0")) == 1, "it was finished"
     assert len(starts(tmp_path / "all", "quickstart-seed=1")) == 1, "without a checkpoint it starts anew"
 
@@ -170,7 +174,7 @@ def test_a_run_that_was_left_behind_keeps_the_lock(tmp_path: Path, how: dict[str
     how[run.name] = "wait"
     with module._locked(tmp_path) as lock:
         launcher = module._Launcher(tmp_path, os.environ | {"OMP_NUM_THREADS": "1"}, lock, module._Interrupts())
-        launcher.start(run)
+        launcher.start(run, None)
     process = launcher.running[run.name]
     try:
         with pytest.raises(RecipeError, match="at work"), module._locked(tmp_path):

@@ -172,7 +172,7 @@ def test_a_truncated_checkpoint_is_passed_over(model_path, whole, damaged):
 def test_an_incomplete_checkpoint_is_refused_by_name(make, damaged):
     (damaged / "checkpoint-6" / "scheduler.pt").unlink()
     trainer = make(output_dir=str(damaged), **fault_worker.SETTINGS)
-    says = r"checkpoint-6 is an incomplete checkpoint: scheduler.pt is missing; resume from .+checkpoint-4$"
+    says = r"checkpoint-6 is an incomplete checkpoint: scheduler.pt is missing; resume from .+checkpoint-4; if you "
     with pytest.raises(ValueError, match=says):
         trainer.train(resume_from_checkpoint=str(damaged / "checkpoint-6"))
 
@@ -184,6 +184,52 @@ def test_no_complete_checkpoint(make, tmp_path):
     (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
     says = r"to resume from; checkpoint-2 is incomplete and is ignored: it has no trainer_state.json$"
     with pytest.raises(ValueError, match=says):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def written(folder: Path, step: int, complete: bool = True) -> Path:
+    """A checkpoint of one file."""
+    checkpoint = folder / f"checkpoint-{step}"
+    checkpoints._begin(checkpoint)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    if complete:
+        checkpoints._complete(checkpoint)
+    return checkpoint
+
+
+def test_what_was_changed_on_purpose_counts_without_its_marker(tmp_path):
+    changed = written(tmp_path, 2)
+    for content, lacks in (
+        ("{ }", "trainer_state.json has 3 bytes and had 2"),
+        (None, "trainer_state.json is missing"),
+    ):
+        (changed / "trainer_state.json").write_text(content) if content else (changed / "trainer_state.json").unlink()
+        says = f"{lacks}; there is no complete one beside it; if you changed it on purpose, delete its checkpoint.json$"
+        with pytest.raises(ValueError, match=says):
+            check_complete(changed)
+    (changed / "trainer_state.json").write_text("{ }")
+    (changed / MARKER).unlink()
+    check_complete(changed)
+    with pytest.raises(ValueError, match=r"the run ended while it was written; resume from .+checkpoint-2$"):
+        check_complete(written(tmp_path, 4, complete=False))
+
+
+@pytest.mark.parametrize("marker", [{}, {"complete": True}, {"complete": "yes", "files": {}}, {"step": 2}])
+def test_the_marker_of_something_else_is_none(tmp_path, marker):
+    checkpoint = written(tmp_path, 2)
+    (checkpoint / MARKER).write_text(json.dumps(marker))
+    assert defect(checkpoint) is None
+    (checkpoint / "trainer_state.json").unlink()
+    assert defect(checkpoint) == "it has no trainer_state.json"
+
+
+def test_processes_that_see_other_checkpoints_do_not_resume(make, tmp_path, monkeypatch):
+    trainer = make(output_dir=str(tmp_path), **fault_worker.SETTINGS)
+    monkeypatch.setattr(checkpoints, "gather_object", lambda found: [*found, "checkpoint-4"])
+    with pytest.raises(ValueError, match=r"different newest checkpoints \(checkpoint-4, none\): name one with resume"):
+        trainer.train(resume_from_checkpoint=True)
+    written(tmp_path, 2)
+    with pytest.raises(ValueError, match=r"different newest checkpoints \(checkpoint-2, checkpoint-4\): name one"):
         trainer.train(resume_from_checkpoint=True)
 
 
@@ -233,6 +279,28 @@ def test_older_checkpoints_are_deleted_once_the_new_one_is_complete(make, tmp_pa
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-3"]
     saved = torch.load(tmp_path / "out" / "checkpoint-3" / "training_args.bin", weights_only=False)
     assert saved.save_total_limit == trainer.args.save_total_limit == 1
+
+
+def test_the_file_that_transformers_keeps_while_it_saves_at_sigterm(tmp_path):
+    """``enable_jit_checkpoint``: it is there before the marker, and is deleted after that."""
+    checkpoint = tmp_path / "checkpoint-2"
+    checkpoint.mkdir()
+    (checkpoint / "checkpoint-is-incomplete.txt").touch()
+    assert written(tmp_path, 2) == checkpoint
+    (checkpoint / "checkpoint-is-incomplete.txt").unlink()
+    assert defect(checkpoint) is None
+
+
+def test_incomplete_checkpoints_are_deleted_before_complete_ones(tmp_path):
+    kept = [written(tmp_path, 40), written(tmp_path, 47, complete=False), written(tmp_path, 44)]
+    checkpoints._delete_older(kept[-1], limit=None, best=None)
+    assert all(path.is_dir() for path in kept)
+    checkpoints._delete_older(kept[-1], limit=2, best=None)
+    assert [path.is_dir() for path in kept] == [True, False, True]
+    written(tmp_path, 47, complete=False)
+    checkpoints._delete_older(kept[-1], limit=1, best=None)
+    assert newest_complete(tmp_path) == (kept[-1], {})
+    assert list(tmp_path.iterdir()) == [kept[-1]]
 
 
 def test_what_is_pushed_to_the_hub_is_complete(make, tmp_path, monkeypatch):

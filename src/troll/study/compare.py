@@ -191,11 +191,8 @@ class _Launcher:
         self.folder, self.environment, self.lock, self.interrupts = folder, environment, lock, interrupts
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, run: PlannedRun) -> None:
+    def start(self, run: PlannedRun, checkpoint: Path | None) -> None:
         output = self.folder / run.name
-        checkpoint, _ = newest_complete(output)
-        if checkpoint is None and output.exists():
-            shutil.rmtree(output)  # what this very run left before its first checkpoint
         with (self.folder / f"{run.name}.log").open("ab") as log, self.interrupts.held_back():
             # In a session of its own: Ctrl-C reaches this process alone, which passes it on once.
             self.running[run.name] = subprocess.Popen(
@@ -217,7 +214,7 @@ def _run_all(waiting: Sequence[PlannedRun], launcher: _Launcher, jobs: int, cons
         while queue or running:
             while queue and len(running) < jobs:
                 run = queue.popleft()
-                launcher.start(run)
+                launcher.start(run, _checkpoint(launcher.folder / run.name, console))
                 board.started(run)
             time.sleep(_POLL_SECONDS)
             for name, process in list(running.items()):
@@ -232,6 +229,16 @@ def _run_all(waiting: Sequence[PlannedRun], launcher: _Launcher, jobs: int, cons
         board.stop()
         _stop(list(running.values()), console)
     return failed
+
+
+def _checkpoint(output: Path, console: Console) -> Path | None:
+    """Where a run goes on. Where it cannot, what it left is deleted: a run starts in an empty folder."""
+    checkpoint, passed_over = newest_complete(output)
+    if checkpoint is None and output.exists():
+        reasons = "".join(f"; {path.name}: {lacks}" for path, lacks in passed_over.items())
+        say(console, f"deleting  what {output.name} left: it has no complete checkpoint{reasons}")
+        shutil.rmtree(output)
+    return checkpoint
 
 
 def _command(run: PlannedRun, output: Path, checkpoint: Path | None) -> list[str]:

@@ -6,10 +6,12 @@ import contextlib
 import json
 import logging
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
 
@@ -22,6 +24,9 @@ MARKER = "checkpoint.json"
 #: The file that transformers writes last, and the only sign of completeness in checkpoints without a marker.
 _STATE = "trainer_state.json"
 
+#: What transformers keeps in a checkpoint while it saves one at SIGTERM (``enable_jit_checkpoint``), and then deletes.
+_UNDER_WAY = "checkpoint-is-incomplete.txt"
+
 logger = logging.getLogger(__name__)
 
 
@@ -32,24 +37,7 @@ def defect(checkpoint: Path) -> str | None:
     trainer that knows none, such as TRL's own: it counts as complete if it has a readable ``trainer_state.json``, the
     file that transformers writes last.
     """
-    try:
-        if not (checkpoint / MARKER).is_file():
-            if not (checkpoint / _STATE).is_file():
-                return f"it has no {_STATE}"
-            read_json(checkpoint / _STATE)
-            return None
-        marker = read_json(checkpoint / MARKER)
-    except ValueError as error:
-        return str(error)
-    if not marker["complete"]:
-        return "the run ended while it was written"
-    for name, size in marker["files"].items():
-        path = checkpoint / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes and had {size}"
-    return None
+    return _judge(checkpoint)[0]
 
 
 def newest_complete(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
@@ -71,9 +59,7 @@ def last_checkpoint(output_dir: Path) -> tuple[Path, dict[Path, str]]:
     """
     checkpoint, passed_over = newest_complete(output_dir)
     if checkpoint is None:
-        raise ValueError(
-            f"there is no complete checkpoint in output_dir {output_dir} to resume from{_why(passed_over)}"
-        )
+        raise _none_complete(output_dir, passed_over)
     return checkpoint, passed_over
 
 
@@ -81,16 +67,17 @@ def check_complete(checkpoint: Path) -> None:
     """Refuses a checkpoint that is incomplete.
 
     Raises:
-        ValueError: Says what is wrong with it, and which one to take instead.
+        ValueError: Says what is wrong with it, which one to take instead, and what to do if it is meant to be so.
     """
-    lacks = defect(checkpoint)
+    lacks, was_complete = _judge(checkpoint)
     if lacks is None:
         return
     if not (checkpoint / MARKER).exists() and not (checkpoint / _STATE).exists():
         raise ValueError(f"{checkpoint} is not the folder of a checkpoint: {lacks}")
     other, _ = newest_complete(checkpoint.parent)
     instead = "there is no complete one beside it" if other is None else f"resume from {other}"
-    raise ValueError(f"{checkpoint} is an incomplete checkpoint: {lacks}; {instead}")
+    on_purpose = f"; if you changed it on purpose, delete its {MARKER}" if was_complete else ""
+    raise ValueError(f"{checkpoint} is an incomplete checkpoint: {lacks}; {instead}{on_purpose}")
 
 
 class CheckpointTrainer(GRPOTrainer):
@@ -110,11 +97,16 @@ class CheckpointTrainer(GRPOTrainer):
         """The parent's; True resumes from the newest complete checkpoint in ``output_dir``.
 
         Raises:
-            ValueError: If that does not exist, or the given checkpoint is incomplete.
+            ValueError: If that does not exist or is not the same for all processes, or the given checkpoint is
+                incomplete.
         """
         self._passed_over = {}
         if resume_from_checkpoint is True:
-            checkpoint, self._passed_over = last_checkpoint(Path(str(self.args.output_dir)))
+            output_dir = Path(str(self.args.output_dir))
+            checkpoint, self._passed_over = newest_complete(output_dir)
+            _check_agreed(checkpoint)  # before anything is raised, or the other processes would wait for this one
+            if checkpoint is None:
+                raise _none_complete(output_dir, self._passed_over)
             resume_from_checkpoint = str(checkpoint)
         elif resume_from_checkpoint and Path(resume_from_checkpoint).is_dir():
             check_complete(Path(resume_from_checkpoint))
@@ -152,16 +144,56 @@ class CheckpointTrainer(GRPOTrainer):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(checkpoint))
         if self.args.should_save:
-            rotate_checkpoints(
-                output_dir=run_folder,
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+            _delete_older(checkpoint, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         with _changed(self.args, **self._postponed):  # it saves the arguments too
             super()._save(output_dir, state_dict)
+
+
+def _judge(checkpoint: Path) -> tuple[str | None, bool]:
+    """As `defect`, and whether the marker says that the checkpoint was complete once."""
+    try:
+        marker = _marker(checkpoint)
+        if marker is None:
+            if not (checkpoint / _STATE).is_file():
+                return f"it has no {_STATE}", False
+            read_json(checkpoint / _STATE)
+            return None, False
+    except ValueError as error:
+        return str(error), False
+    if not marker["complete"]:
+        return "the run ended while it was written", False
+    for name, size in marker["files"].items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing", True
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes and had {size}", True
+    return None, True
+
+
+def _marker(checkpoint: Path) -> dict[str, Any] | None:
+    """None where there is none: a file of that name with other keys was written by something else."""
+    if not (checkpoint / MARKER).is_file():
+        return None
+    marker = read_json(checkpoint / MARKER)
+    ours = marker.get("complete") is False or (marker.get("complete") is True and isinstance(marker.get("files"), dict))
+    return marker if ours else None
+
+
+def _check_agreed(checkpoint: Path | None) -> None:
+    """Refuses to resume where processes see other checkpoints: each would load its own."""
+    found = gather_object([checkpoint.name if checkpoint else "none"])
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"the processes see different newest checkpoints ({', '.join(sorted(set(found)))}): name one with "
+            "resume_from_checkpoint"
+        )
+
+
+def _none_complete(output_dir: Path, passed_over: dict[Path, str]) -> ValueError:
+    return ValueError(f"there is no complete checkpoint in output_dir {output_dir} to resume from{_why(passed_over)}")
 
 
 def _checkpoints(output_dir: Path) -> Iterator[Path]:
@@ -187,9 +219,22 @@ def _complete(checkpoint: Path) -> None:
     files = {
         path.relative_to(checkpoint).as_posix(): path.stat().st_size
         for path in sorted(checkpoint.rglob("*"))
-        if path.is_file() and path != checkpoint / MARKER
+        if path not in (checkpoint / MARKER, checkpoint / _UNDER_WAY) and path.is_file()
     }
     write_atomically(checkpoint / MARKER, json.dumps({"complete": True, "files": files}, indent=2))
+
+
+def _delete_older(checkpoint: Path, limit: int | None, best: str | None) -> None:
+    """Keeps as many checkpoints as ``save_total_limit`` says, the one just written among them."""
+    if limit is None or limit <= 0:
+        return
+    for other in _checkpoints(checkpoint.parent):
+        # It would count, and one of a later step may pass for the newest, in whose place complete ones would go.
+        if other != checkpoint and defect(other) is not None:
+            shutil.rmtree(other, ignore_errors=True)
+    rotate_checkpoints(
+        output_dir=str(checkpoint.parent), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True
+    )
 
 
 @contextlib.contextmanager
