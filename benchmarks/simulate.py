@@ -96,7 +96,7 @@ def _transfers(a: Assumptions) -> Rows:
         for form in TRAVELLING:
             row: dict[str, Any] = {"GPUs": str(gpus), "form": form}
             for name, link in LINKS.items():
-                row[f"driver, {name}G"] = step_model.driver_seconds(sizes[form], gpus, link, a)
+                row[f"driver, {name}G"] = step_model.driver_seconds(sizes[form], gpus, link, 1, a)
             for name, link in LINKS.items():
                 row[f"queue, {name}G"] = step_model.queue_seconds(sizes[form], gpus, link, 1, a)
             rows.append(row)
@@ -193,12 +193,12 @@ def _step(shape: Shape, gpus: int, a: Assumptions) -> dict[str, Any]:
 
 
 def _routes(size: float, gpus: int, shape: Shape, a: Assumptions) -> dict[str, float]:
-    """Seconds on the wire, which a single node does not have; every reader counted."""
+    """Seconds on the wire, which a single node does not have: a driver sends to each node, the queue to each reader."""
     if gpus <= a.gpus_per_node:
         return dict.fromkeys(("driver", f"{a.storage_units:g} units", "unit a node"), 0.0)
     everywhere = dataclasses.replace(a, storage_units=gpus / a.gpus_per_node)
     return {
-        "driver": step_model.driver_seconds(size, gpus, a.node_link, a),
+        "driver": step_model.driver_seconds(size, gpus, a.node_link, step_model.driver_copies(shape, a), a),
         f"{a.storage_units:g} units": step_model.queue_seconds(size, gpus, a.node_link, shape.readers, a),
         "unit a node": step_model.queue_seconds(size, gpus, a.node_link, shape.readers, everywhere),
     }

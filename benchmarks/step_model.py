@@ -7,15 +7,16 @@ Times are GPU-seconds of one response token, bytes those of one response token, 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 #: Bytes that the torch code moves for each logit, or each candidate of the top K, reads and writes counted operation by
-#: operation in `trust_region/support.py`, for bf16 logits. The fused head's Triton kernels read a tile as often as the
-#: clip's head does.
-CAPTURE_BYTES, UPDATE_BYTES, CANDIDATE_BYTES = 70, 152, 126
-#: Of the same, for float32 logits, which need no copies: what `python -m benchmarks predict` times.
-CAPTURE_BYTES_FLOAT32, UPDATE_BYTES_FLOAT32 = 60, 124
+#: operation in `trust_region/logits.py`, for bf16 logits of which an index says what rows are read, as in verl. The
+#: fused head's Triton kernels read a tile as often as the clip's head does.
+CAPTURE_BYTES, UPDATE_BYTES, CANDIDATE_BYTES = 70, 156, 126
+#: Of the same, for all rows of float32 logits, which need no copies: what `python -m benchmarks predict` times.
+CAPTURE_BYTES_FLOAT32, UPDATE_BYTES_FLOAT32 = 60, 132
 #: Entries of a tile of the fused head, and of a block of which a capture takes the maximum.
 TILE, BLOCK = 32_768, 64
 #: Of numbers that are exchanged: float32 and int32.
@@ -114,8 +115,7 @@ class Assumptions:
     top_k: float = given(64, "troll's default")
     kept: float = given(5.99, "slots a token: `python -m benchmarks packed`, made-up distributions")
     record_bytes: float = given(44, "of a sequence: troll.trust_region.wire")
-    micro_batch: float = given(16_384, "tokens of an update's pass on a replica: assumed")
-    capture_chunk: float = given(1024, "tokens of a capture: troll.verl.hooks")
+    micro_batch: float = given(16_384, "tokens of a pass on a replica, a capture's too: assumed")
     storage_units: float = given(8, "of verl's transfer queue: its default, one on each node")
     store_seconds_packed: float = given(
         0.50e-6, "put and get a token, a core: `python -m benchmarks ray_store`, records"
@@ -145,9 +145,14 @@ def fits(shape: Shape, gpus: int, a: Assumptions, *, lora: bool) -> bool:
     return shape.parameters * a_parameter <= gpus * a.gpu_memory * a.memory_share
 
 
-def driver_seconds(bytes_per_token: float, gpus: int, link: float, a: Assumptions) -> float:
-    """All old policies of a step into one process and out again, over one node's link of so many bytes/s."""
-    return 2 * a.tokens_per_gpu * gpus * bytes_per_token / link
+def driver_copies(shape: Shape, a: Assumptions) -> int:
+    """How often a driver sends a token: to each node of its replica, whose ranks share Ray's object store."""
+    return math.ceil(shape.readers / a.gpus_per_node)
+
+
+def driver_seconds(bytes_per_token: float, gpus: int, link: float, copies: int, a: Assumptions) -> float:
+    """All old policies of a step into one process and out as so many copies, over one node's link of bytes/s."""
+    return (1 + copies) * a.tokens_per_gpu * gpus * bytes_per_token / link
 
 
 def queue_seconds(bytes_per_token: float, gpus: int, link: float, readers: int, a: Assumptions) -> float:
@@ -232,7 +237,7 @@ def exchange_seconds(shape: Shape, a: Assumptions, processes: int, link: float) 
     away = (processes - 1) / processes
     top_k = int(a.top_k)
     return {
-        "capture": WORD * capture_words(top_k, processes) * away / link + a.latency / a.capture_chunk,
+        "capture": WORD * capture_words(top_k, processes) * away / link + a.latency / a.micro_batch,
         "updates": WORD * update_words(top_k, processes) * 2 * away / link + a.latency / a.micro_batch,
         "gathered": 3 * 2 * shape.vocabulary * away / link + 3 * a.latency / a.micro_batch,
     }

@@ -80,12 +80,18 @@ def test_bytes_of_a_token() -> None:
 
 
 def test_transfers() -> None:
-    # 16 GPUs of 20 tokens of 10 bytes: in and out through one link of 100 bytes/s; or over the links of two nodes, in
-    # once and out for six readers.
-    assert step_model.driver_seconds(10, 16, 100, A) == 64
+    # 16 GPUs of 20 tokens of 10 bytes: in once and out once, or thrice, through one link of 100 bytes/s; or over the
+    # links of two nodes, in once and out for six readers.
+    assert step_model.driver_seconds(10, 16, 100, 1, A) == 64
+    assert step_model.driver_seconds(10, 16, 100, 3, A) == 128
     assert step_model.queue_seconds(10, 16, 100, SMALL.readers, A) == 7 * 3200 / 200
     # Of 16 nodes 8 have a storage unit.
     assert step_model.queue_seconds(10, 128, 100, 1, A) == 2 * 25_600 / 800
+
+
+@pytest.mark.parametrize(("gpus_per_node", "copies"), [(8, 1), (6, 1), (4, 2), (1, 6)])
+def test_a_driver_sends_a_token_once_to_each_node_of_its_replica(gpus_per_node: int, copies: int) -> None:
+    assert step_model.driver_copies(SMALL, dataclasses.replace(A, gpus_per_node=gpus_per_node)) == copies
 
 
 def test_one_process_serialises_everything_or_each_its_own() -> None:
@@ -105,6 +111,8 @@ def test_exchanges_do_not_grow_with_the_vocabulary() -> None:
     # (2·4 + 3) numbers from the other process; 4 + 2·2 numbers there and back.
     assert taken["capture"] == pytest.approx(11 * 4 / 100)
     assert taken["updates"] == pytest.approx(8 * 4 / 100)
+    waiting = step_model.exchange_seconds(SMALL, dataclasses.replace(A, latency=8, micro_batch=4), 2, 100)
+    assert waiting["capture"] - taken["capture"] == pytest.approx(2)
     larger = step_model.exchange_seconds(dataclasses.replace(SMALL, vocabulary=4000), A, 2, 100)
     assert larger["capture"] == taken["capture"] and larger["gathered"] == pytest.approx(100 * taken["gathered"])
 
