@@ -1,6 +1,8 @@
 """What docs/tasks.md shows, and the examples beside it."""
 
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pandas
@@ -70,11 +72,15 @@ def test_the_script_for_verl(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train, test = [{"question": "a?", "answer": "#### 1"}], [{"question": "b?", "answer": "#### 2"}]
     hub(("openai/gsm8k", "main"), train=train, test=test)
-    exec(blocks("python")[2], {})
+    command = "python examples/verl/prepare.py gsm8k data/gsm8k"
+    assert command in PAGE
+    _, script, *arguments = command.split()
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    runpy.run_path(str(ROOT / script), run_name="__main__")
     for name, truth in (("train", "1"), ("test", "2")):
-        (row,) = pandas.read_parquet(f"{name}.parquet").to_dict("records")
+        (row,) = pandas.read_parquet(f"data/gsm8k/{name}.parquet").to_dict("records")
         assert row["reward_model"] == {"style": "rule", "ground_truth": truth}
         assert [message["role"] for message in row["prompt"]] == ["user"]
         score = compute_score(row["data_source"], rf"\boxed{{{truth}}}", row["reward_model"]["ground_truth"])
         assert score["score"] == 1.0
-        assert load_dataset("parquet", data_files=f"{name}.parquet", split="train").num_rows == 1
+        assert load_dataset("parquet", data_files=f"data/gsm8k/{name}.parquet", split="train").num_rows == 1
