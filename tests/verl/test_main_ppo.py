@@ -77,28 +77,14 @@ def test_the_rollouts_own_distributions_as_the_anchor(data: Path, tmp_path: Path
         assert metrics["actor/trust_region/old_policy_bytes"] > 16
 
 
-@pytest.mark.parametrize("critic", [False, True], ids=["grpo", "gae"])
-def test_a_step_logs_what_the_trust_region_did(data: Path, tmp_path: Path, critic: bool) -> None:
+def test_a_step_logs_what_the_trust_region_did(data: Path, tmp_path: Path) -> None:
     run = Run("troll", tmp_path, 2)
-    settings = ["algorithm.adv_estimator=gae", f"critic.model.path={data / 'model'}"] if critic else []
-    settings += CRITIC_ON_A_CPU if critic else ["actor_rollout_ref.actor.use_kl_loss=true"]
-    code, output = main_ppo(run, data, *settings, f"{TROLL}.kl_bound=1e-6")
+    code, output = main_ppo(run, data, "algorithm.adv_estimator=reinforce_plus_plus", f"{TROLL}.kl_bound=1e-6")
     assert code == 0, output[-9000:]
     metrics = run.metrics()[2]
     assert metrics["actor/trust_region/projected_fraction"] > 0
     assert metrics["actor/trust_region/kl_after_max"] <= 1e-6 * 1.001 < metrics["actor/trust_region/kl_before_max"]
     assert metrics["actor/trust_region/nonfinite"] == 0
-
-
-CRITIC_ON_A_CPU = [
-    "critic.strategy=fsdp2",
-    "critic.ppo_mini_batch_size=2",
-    "critic.ppo_micro_batch_size_per_gpu=2",
-    "+critic.model.override_config.attn_implementation=sdpa",
-    "critic.model.enable_gradient_checkpointing=false",
-    "critic.fsdp.use_torch_compile=false",
-    "+critic.fsdp.mixed_precision={param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}",
-]
 
 
 @pytest.mark.parametrize("place", ["update 6", "checkpoint 2"])
