@@ -12,7 +12,8 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
 from troll.trust_region.policy import SparsePolicy
 from troll.trust_region.wire import from_records
-from troll.verl.vllm_rollout import OLD_POLICIES, TopLogProbs, old_policy_record, reporting
+from troll.verl.old_policies import OLD_POLICIES
+from troll.verl.vllm_rollout import TopLogProbs, old_policy_record, reporting
 
 V, K = 50, 8
 TOKENS = [3, 49, 7]

@@ -154,7 +154,7 @@ class Update(Hook):
         self._sums = {name: value + self._sums.get(name, 0) for name, value in sums.items()}
         self._maxima = {name: value.maximum(self._maxima.get(name, value)) for name, value in maxima.items()}
         return {
-            "log_probs": new.log_probs.gather(-1, old.slot(sampled).unsqueeze(-1)).squeeze(-1),
+            "log_probs": new.log_prob(sampled),
             "trust_region_log_probs": step.log_probs,
             "trust_region_regression": step.regression,
         }

@@ -17,9 +17,10 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 from troll.trust_region.policy import SparsePolicy
 from troll.trust_region.wire import to_records
+from troll.verl.old_policies import OLD_POLICIES
 
-#: The extra field of a completion, and the key under ``actor_rollout_ref.rollout.custom``.
-OLD_POLICIES, CUSTOM = "old_policies", "trust_region"
+#: The key under ``actor_rollout_ref.rollout.custom``.
+CUSTOM = "trust_region"
 
 
 def old_policy_record(

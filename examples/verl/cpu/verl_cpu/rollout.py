@@ -145,7 +145,8 @@ class TransformersServer:
         if self._trust_region.get("anchor") != "rollout":
             return {}
         # Not at the top: verl is still being imported there.
-        from troll.verl.vllm_rollout import OLD_POLICIES, old_policy_record
+        from troll.verl.old_policies import OLD_POLICIES
+        from troll.verl.vllm_rollout import old_policy_record
 
         top_k, vocab_size = self._trust_region["top_k"], log_probs.shape[-1]
         reported = []
