@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 VERL_VENV := .venv-verl
 VERL_BIN := $(VERL_VENV)/bin
 TORCH := 2.13.0
+RESULTS ?= benchmarks/results
 DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 VERL_DEMO_OUTPUT ?= runs/verl-demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: setup verl-setup demo verl-demo test check bench format clean
+.PHONY: setup verl-setup demo verl-demo test check bench bench-gpu format clean
 
 setup: $(VENV)/installed
 verl-setup: $(VERL_VENV)/installed
@@ -49,9 +50,17 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Needs a quiet machine. On a GPU: $(BIN)/python -m benchmarks all --device cuda
+# Needs a quiet machine.
 bench: setup
 	HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 $(BIN)/python -m benchmarks all --device cpu
+
+# At most 20 minutes on a GPU, with any Python whose torch sees one; results in $(RESULTS), under the GPU's name.
+# Anywhere: make bench-gpu OPTIONS="--device cpu --small"
+bench-gpu:
+	@python=$(PYTHON); \
+	$$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null \
+		|| { $(MAKE) setup && python=$(BIN)/python; } \
+	&& PYTHONPATH=src:. $$python -m benchmarks gpu --output $(RESULTS) $(OPTIONS)
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -1,4 +1,4 @@
-"""Capturing the old policy, without gradient: against TRL's log-probability pass, and the naive softmax and top-K."""
+"""Capturing the old policy, without gradient: against log-probability passes of others, and softmax and top-K."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import troll
 from benchmarks import head, measure
 
 
-@torch.no_grad()
 def contenders(tokens: int, vocabulary: int, width: int, top_k: int = 64, *, device: str) -> measure.Contenders:
-    """TRL's pass gives the sampled tokens' log-probabilities alone; all others the K largest too."""
+    """The passes of others give the sampled tokens' log-probabilities only; ours and the last one the K largest too."""
     hidden, weight, token_ids = head.problem(tokens, vocabulary, width, device)
 
     @torch.no_grad()
@@ -20,24 +19,22 @@ def contenders(tokens: int, vocabulary: int, width: int, top_k: int = 64, *, dev
         return head.trl_log_probs(hidden, weight, token_ids)
 
     @torch.no_grad()
+    def liger_pass() -> object:
+        return head.liger_log_probs(hidden, weight, token_ids)
+
+    @torch.no_grad()
     def softmax_and_top_k() -> object:
         log_probs = torch.log_softmax((hidden @ weight.t()).float(), -1)
         return log_probs.gather(-1, token_ids.unsqueeze(-1)), log_probs.topk(top_k)
 
     return {
-        "TRL's log-probs": trl_pass,
-        "TROLL, fused": lambda: troll.SparsePolicy.from_hidden(hidden, weight, token_ids, top_k=top_k),
-        "log_softmax + topk": softmax_and_top_k,
+        "TRL's log-probs": measure.foreign(trl_pass),
+        "Liger's log-probs": measure.foreign(liger_pass),
+        head.FUSED: lambda: troll.capture(troll.LMHead(hidden, weight), token_ids, top_k=top_k),
+        "log_softmax + topk": measure.foreign(softmax_and_top_k),  # whose memory may not suffice
     }
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
     """Times and peak memory for the shapes of real heads."""
-    results = []
-    for name, case in head.cases(device).items():
-        made = contenders(**case, device=device)
-        taken = measure.seconds(made, repeats, device)
-        peaks = measure.peak_memory(contenders, case, list(made), device)
-        title = f"capture, no gradient: {name}, " + ", ".join(f"{key} {value}" for key, value in case.items())
-        results += [{"case": name, **case, **row} for row in measure.show(title, taken, peaks)]
-    return results
+    return measure.compare("capture, no gradient", head.cases(device), contenders, repeats, device)

@@ -1,6 +1,6 @@
-"""The LM head, forward and backward: TROLL's fused head, TRL's (which the clip uses), and full logits.
+"""The LM head, forward and backward: TROLL's against TRL's, which the clip uses, other fused heads, and full logits.
 
-Both sides give log-probabilities and the entropy, as GRPO asks for them; the loss is made of the former.
+All give log-probabilities and the entropy, as GRPO asks for them, where they can; the loss is made of the former.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 import troll
@@ -16,7 +17,11 @@ from benchmarks import measure
 
 #: TRL's tile; ours is as wide.
 TRL_CHUNK = 32768
-BASELINE = "TRL's head (clip)"
+#: Without TRL the first that is installed.
+BASELINE, LIGER, FULL = "TRL's head (clip)", "Liger's scaled cross-entropy", "full logits (clip)"
+FUSED, OWN_FULL = "TROLL, fused", "TROLL, full logits"
+#: What has to run; all others are skipped where they do not.
+OWN = FUSED, OWN_FULL
 
 #: Vocabulary and width of real heads. On a CPU a quarter of the width, and fewer tokens.
 MODELS = {
@@ -25,15 +30,21 @@ MODELS = {
     "Llama-3.1-8B": {"vocabulary": 128_256, "width": 4096},
 }
 TOKENS = {"cpu": 192, "cuda": 8192}
+SMALL = {"small": {"tokens": 16, "vocabulary": 2048, "width": 32}}
+#: The shape of Liger's published times.
+LIGER_SHAPE = {"tokens": 4096, "vocabulary": 131_072, "width": 4096}
 
 
 def cases(device: str) -> dict[str, dict[str, Any]]:
     """Shapes by name."""
+    if measure.small:
+        return SMALL
     scale = 4 if device == "cpu" else 1
-    return {
+    models = {
         name: {"tokens": TOKENS[device], "vocabulary": shape["vocabulary"], "width": shape["width"] // scale}
         for name, shape in MODELS.items()
     }
+    return models | ({"Liger's": LIGER_SHAPE} if device == "cuda" else {})
 
 
 def problem(tokens: int, vocabulary: int, width: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,9 +72,9 @@ def moved(hidden: Tensor) -> Tensor:
 def projected_fraction(tokens: int, vocabulary: int, width: int, *, device: str) -> float:
     """How many tokens the contenders have to project."""
     hidden, weight, token_ids = problem(tokens, vocabulary, width, device)
-    old = troll.SparsePolicy.from_hidden(hidden, weight, token_ids)
+    old = troll.capture(troll.LMHead(hidden, weight), token_ids)
     with torch.no_grad():
-        step = troll.trust_region_log_probs_from_hidden(moved(hidden), weight, token_ids, old)
+        step = troll.trust_region_step(troll.LMHead(moved(hidden), weight), old)
     return step.projected.float().mean().item()
 
 
@@ -75,28 +86,55 @@ def trl_log_probs(hidden: Tensor, weight: Tensor, token_ids: Tensor, *outputs: s
     return log_probs
 
 
+def liger_log_probs(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> Tensor:
+    """Liger's fused scaled cross-entropy: on Hopper CuTe kernels, where nvidia-cutlass-dsl is installed."""
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    losses, _ = LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, token_ids, return_entropy=True)
+    return -losses
+
+
+def apple_log_probs(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> Tensor:
+    """Apple's cut cross-entropy, with the filter of small gradients that it has by default; it gives no entropy."""
+    from cut_cross_entropy import linear_cross_entropy
+
+    return -linear_cross_entropy(hidden, weight, token_ids, reduction="none")
+
+
+def quack_log_probs(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> Tensor:
+    """QuACK's chunked linear cross-entropy, which gives the sum only, and no entropy."""
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return -chunked_linear_cross_entropy(hidden, weight, token_ids, reduction="sum")
+
+
+def full_log_probs(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> Tensor:
+    """What a trainer without a fused head computes."""
+    log_probs = torch.log_softmax((hidden @ weight.t()).float(), -1)
+    with torch.no_grad():
+        torch.special.entr(log_probs.exp()).sum(-1)
+    return log_probs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+
+
 def contenders(tokens: int, vocabulary: int, width: int, top_k: int = 64, *, device: str) -> measure.Contenders:
     """One forward and backward each, on an old policy that differs a little from the new one."""
     hidden, weight, token_ids = problem(tokens, vocabulary, width, device)
-    old = troll.SparsePolicy.from_hidden(hidden, weight, token_ids, top_k=top_k)
-    hidden = moved(hidden)
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    old = troll.capture(troll.LMHead(hidden, weight), token_ids, top_k=top_k)
+    leaves = moved(hidden).requires_grad_(), weight.requires_grad_()
 
-    def trl_head() -> Tensor:
-        return trl_log_probs(*leaves, token_ids, "entropy")
+    def troll_objective(source: troll.LMHead | troll.Logits) -> Tensor:
+        step = troll.trust_region_step(source, old, entropy=True)
+        return step.log_ratio - step.regression
 
-    def fused() -> Tensor:
-        step = troll.trust_region_log_probs_from_hidden(*leaves, token_ids, old, entropy=True)
-        return step.log_probs - step.regression
-
-    def full_logits() -> Tensor:
-        logits = leaves[0] @ leaves[1].t()
-        with torch.no_grad():
-            log_probs = torch.log_softmax(logits.float(), -1)
-            torch.special.entr(log_probs.exp()).sum(-1)
-            del log_probs
-        step = troll.trust_region_log_probs(logits, token_ids, old)
-        return step.log_probs - step.regression
+    heads: dict[str, Callable[[], Tensor]] = {
+        BASELINE: lambda: trl_log_probs(*leaves, token_ids, "entropy"),
+        LIGER: lambda: liger_log_probs(*leaves, token_ids),
+        "Apple's cut cross-entropy": lambda: apple_log_probs(*leaves, token_ids),
+        "QuACK's cross-entropy": lambda: quack_log_probs(*leaves, token_ids),
+        FULL: lambda: full_log_probs(*leaves, token_ids),
+        FUSED: lambda: troll_objective(troll.LMHead(*leaves)),
+        OWN_FULL: lambda: troll_objective(troll.Logits(leaves[0] @ leaves[1].t(), donate=True)),
+    }
 
     def update(head: Callable[[], Tensor]) -> Callable[[], None]:
         def run() -> None:
@@ -106,19 +144,13 @@ def contenders(tokens: int, vocabulary: int, width: int, top_k: int = 64, *, dev
 
         return run
 
-    return {BASELINE: update(trl_head), "TROLL, fused": update(fused), "TROLL, full logits": update(full_logits)}
+    return {name: update(head) if name in OWN else measure.foreign(update(head)) for name, head in heads.items()}
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
     """Times and peak memory for the shapes of real heads."""
-    results = []
-    for name, case in cases(device).items():
-        made = contenders(**case, device=device)
-        taken = measure.seconds(made, repeats, device)
-        peaks = measure.peak_memory(contenders, case, list(made), device)
-        del made
-        title = f"head, forward and backward: {name}, " + ", ".join(f"{key} {value}" for key, value in case.items())
-        projected = projected_fraction(**case, device=device)
-        rows = measure.show(f"{title}, {projected:.0%} projected", taken, peaks)
-        results += [{"case": name, **case, **row, "projected": projected} for row in rows]
-    return results
+    shapes = cases(device)
+    projected = {name: projected_fraction(**case, device=device) for name, case in shapes.items()}
+    rows = measure.compare("head, forward and backward", shapes, contenders, repeats, device)
+    Console().print("projected:", ", ".join(f"{name} {share:.0%}" for name, share in projected.items()))
+    return [row | {"projected": projected[row["case"]]} for row in rows]

@@ -25,20 +25,66 @@ Maker = Callable[..., Contenders]
 
 MEGABYTE = 1 << 20
 
+#: Whether shapes are so small that they only try whether everything runs: ``--small``.
+small = False
+
 #: Run before peak memory is measured: what libraries load and set up at their first call does not count.
-SMALL = {"tokens": 8, "vocabulary": 1024}
+WARM_UP = {"tokens": 8, "vocabulary": 1024}
+
+
+def shapes(device: str) -> str:
+    """Which shapes are measured: a device's, or "small"."""
+    return "small" if small else device
+
+
+class Unusable(Exception):
+    """Another package's contender is not installed here, or does not run on this device."""
 
 
 def seconds(contenders: Contenders, repeats: int, device: str) -> dict[str, list[float]]:
-    """Times of each contender, all of them in turn in every round, after one round to warm up."""
-    taken: dict[str, list[float]] = {name: [] for name in contenders}
-    for repeat in track(range(repeats + 1), description="measuring", transient=True):
-        for name, contender in contenders.items():
+    """Times of each contender, all of them in turn in every round, after one round to warm up.
+
+    What turns out there to be `Unusable` is left out, with a line that says so.
+    """
+    taken: dict[str, list[float]] = {}
+    for name, contender in contenders.items():
+        try:
+            contender()
+            taken[name] = []
+        except Unusable as error:
+            Console().print(f"skipped: {name} ({error})")
+    for _ in track(range(repeats), description="measuring", transient=True):
+        for name, times in taken.items():
             gc.collect()
-            elapsed = _on_gpu(contender) if device == "cuda" else _on_cpu(contender)
-            if repeat:
-                taken[name].append(elapsed)
+            times.append((_on_gpu if device == "cuda" else _on_cpu)(contenders[name]))
     return taken
+
+
+def foreign(contender: Callable[[], object]) -> Callable[[], None]:
+    """A contender from another package: raises `Unusable` whatever goes wrong there."""
+
+    def run() -> None:
+        try:
+            contender()
+        except ImportError as error:
+            raise Unusable(f"{error.name or error} is not installed") from error
+        except Exception as error:
+            raise Unusable(f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}") from error
+
+    return run
+
+
+def compare(
+    title: str, cases: Mapping[str, Mapping[str, Any]], maker: Maker, repeats: int, device: str
+) -> list[dict[str, Any]]:
+    """Times and peak memory of contenders for cases by name, printed; returns a row of each."""
+    rows = []
+    for name, case in cases.items():
+        taken = seconds(maker(**case, device=device), repeats, device)
+        peaks = peak_memory(maker, case, list(taken), device)
+        described = ", ".join(f"{key} {value}" for key, value in case.items())
+        rows += [{"case": name, **case, **row} for row in show(f"{title}: {name}, {described}", taken, peaks)]
+    return rows
 
 
 def _on_cpu(contender: Callable[[], object]) -> float:
@@ -58,8 +104,13 @@ def _on_gpu(contender: Callable[[], object]) -> float:
 
 
 def peak_memory(maker: Maker, case: Mapping[str, Any], names: list[str], device: str) -> dict[str, float]:
-    """Peak bytes of one call of each contender, inputs included, each in a fresh process."""
+    """Peak bytes of one call of each contender, inputs included; on a CPU each in a fresh process."""
     peaks = {}
+    if device == "cuda":  # where only what torch allocates counts, and a process takes seconds to start
+        made = maker(device=device, **case)
+        for name in names:
+            peaks[name] = _peak_on_gpu(made[name])
+        return peaks
     for name in track(names, description="memory", transient=True):
         request = json.dumps([maker.__module__, maker.__name__, dict(case), name, device])
         output = subprocess.run(
@@ -71,17 +122,20 @@ def peak_memory(maker: Maker, case: Mapping[str, Any], names: list[str], device:
     return peaks
 
 
+def _peak_on_gpu(contender: Callable[[], object]) -> float:
+    contender()  # what is set up at the first call does not count
+    torch.cuda.reset_peak_memory_stats()
+    contender()
+    return torch.cuda.max_memory_allocated()
+
+
 def _peak_of(module: str, function: str, case: dict[str, Any], name: str, device: str) -> float:
     maker: Maker = getattr(import_module(module), function)
-    small = {key: min(value, SMALL.get(key, value)) for key, value in case.items()}
-    if small != case:
-        maker(device=device, **small)[name]()
+    first = {key: min(value, WARM_UP.get(key, value)) for key, value in case.items()}
+    if first != case:
+        maker(device=device, **first)[name]()
     before = _resident("VmRSS")
     contender = maker(device=device, **case)[name]
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        contender()
-        return torch.cuda.max_memory_allocated()
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of making the inputs
     contender()
     return _resident("VmHWM") - before
@@ -91,7 +145,7 @@ def _resident(field: str) -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return float(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}: memory is measured on Linux alone")
+    raise RuntimeError(f"/proc/self/status has no {field}: memory is measured on Linux only")
 
 
 def show(

@@ -2,7 +2,7 @@
 
 The logits are made up: Zipf's law, ``−s log rank``, with an exponent s for each position whose spread is chosen so that
 some positions are nearly certain, some wide open, and 5 to 10 of 64 tokens carry 99.999 % of the mass on average. The
-packed form takes 8 bytes for each of them and 8 for the position, so the ratio follows from that average alone.
+packed form takes 8 bytes for each of them and 12 for the position, so the ratio follows from that average only.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from torch import Tensor
 
 import troll
 from benchmarks import measure
-from troll.trust_region.packed import PackedPolicy
 
 VOCABULARY, SEQUENCES, LENGTH, MINIBATCH = 151_936, 64, 256, 8
 #: So many different sequences are captured; the buffer repeats them.
-CAPTURED = {"cpu": 4, "cuda": 64}
+CAPTURED = {"cpu": 4, "cuda": 64, "small": 1}
 #: The median of the exponents, and the standard deviation of their logarithms.
 EXPONENT, SPREAD = 11.0, 0.6
 #: Kept tokens, up to and including.
@@ -32,8 +31,8 @@ def rollout(device: str) -> troll.SparsePolicy:
     """The old policy of a rollout, padded, (SEQUENCES, LENGTH)."""
     torch.manual_seed(0)
     log_rank = torch.arange(1, VOCABULARY + 1, device=device).float().log()
-    captured = [_capture(log_rank) for _ in range(CAPTURED[device])]
-    return troll.SparsePolicy.cat(captured * (SEQUENCES // CAPTURED[device]))
+    different = CAPTURED[measure.shapes(device)]
+    return troll.SparsePolicy.cat([_capture(log_rank) for _ in range(different)] * (SEQUENCES // different))
 
 
 def _capture(log_rank: Tensor) -> troll.SparsePolicy:
@@ -41,10 +40,10 @@ def _capture(log_rank: Tensor) -> troll.SparsePolicy:
     exponents = EXPONENT * (SPREAD * torch.randn(LENGTH, 1, device=log_rank.device)).exp()
     logits = -exponents * log_rank[torch.randperm(VOCABULARY, device=log_rank.device)]
     token_ids = torch.multinomial(torch.softmax(logits, -1), 1).squeeze(-1)
-    return troll.SparsePolicy.from_logits(logits, token_ids)[None]
+    return troll.capture(logits, token_ids)[None]
 
 
-def contenders(padded: troll.SparsePolicy, packed: PackedPolicy) -> dict[str, measure.Contenders]:
+def contenders(padded: troll.SparsePolicy, packed: troll.PackedPolicy) -> dict[str, measure.Contenders]:
     """What a buffer does, in the forms that can do it."""
     device = packed.counts.device
     rows = torch.randperm(SEQUENCES).tolist()
@@ -56,7 +55,7 @@ def contenders(padded: troll.SparsePolicy, packed: PackedPolicy) -> dict[str, me
         "shuffle": {"padded": lambda: padded[order], "packed": lambda: packed[order]},
         f"cut {MINIBATCH} sequences": {"padded": lambda: padded[part], "packed": lambda: packed[part]},
         "unbind": {"packed": packed.unbind},
-        f"stack {MINIBATCH} of the unbound": {"packed": lambda: PackedPolicy.stack(chosen)},
+        f"stack {MINIBATCH} of the unbound": {"packed": lambda: troll.PackedPolicy.stack(chosen)},
         f"unpack {MINIBATCH} sequences": {"packed": minibatch.unpack},
         "unpack all": {"packed": packed.unpack},
     }
@@ -84,11 +83,12 @@ def _kept(counts: Tensor) -> list[dict[str, Any]]:
     return [{"kept": name, "share": share} for name, share in shares.items()]
 
 
-def _bytes(padded: troll.SparsePolicy, packed: PackedPolicy) -> list[dict[str, Any]]:
-    ids, log_probs, tail = (x.nbytes for x in (padded.token_ids, padded.log_probs, padded.tail_log_prob))
+def _bytes(padded: troll.SparsePolicy, packed: troll.PackedPolicy) -> list[dict[str, Any]]:
+    integers = padded.token_ids.nbytes + padded.slot.nbytes
+    floats = padded.log_probs.nbytes + padded.tail_log_prob.nbytes
     forms = {
-        "padded, int64 ids": ids + log_probs + tail,
-        "padded, int32 ids": ids // 2 + log_probs + tail,
+        "padded, int64 ids": integers + floats,
+        "padded, int32 ids": integers // 2 + floats,
         "packed": packed.nbytes,
     }
     table = Table("form", "bytes per token", "of packed")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import troll
 from benchmarks import capture, cpu_time, head, measure, packed, step_model
-from troll.trust_region.wire import to_records
+from troll.trust_region.policy.wire import to_records
 
 Rows = list[dict[str, Any]]
 
@@ -96,7 +96,7 @@ def _packed_bytes() -> Rows:
         for part in exponents.split(256):
             logits = -part * log_rank
             sampled = torch.multinomial(torch.softmax(logits, -1), 1).squeeze(-1)
-            parts.append(troll.SparsePolicy.from_logits(logits, sampled, top_k=TOP_K))
+            parts.append(troll.capture(logits, sampled, top_k=TOP_K))
         policy = troll.SparsePolicy.cat(parts)
         a = step_model.Assumptions(
             kept=expected_kept(exponent, spread, ZIPF_VOCABULARY, TOP_K, policy.mass_threshold),
@@ -168,13 +168,11 @@ def _counting(rank: int, processes: int, folder: str) -> None:
     rows = weight.chunk(processes)[rank].clone().requires_grad_()
     hidden.requires_grad_()
     results = {}
-    old = troll.SparsePolicy.from_logits((hidden @ rows.t()).detach(), token_ids, top_k=TOP_K, vocab_group=group)
+    old = troll.capture(troll.Logits(hidden @ rows.t(), vocab_group=group), token_ids, top_k=TOP_K)
     results["capture"], counted = counted, 0
-    step = troll.trust_region_log_probs(hidden @ rows.t(), token_ids, old, vocab_group=group)
-    step.log_probs.sum().backward()
+    troll.trust_region_step(troll.Logits(hidden @ rows.t(), vocab_group=group), old).log_ratio.sum().backward()
     results["update from logits"], counted = counted, 0
-    step = troll.trust_region_log_probs_from_hidden(hidden, rows, token_ids, old, vocab_group=group)
-    step.log_probs.sum().backward()
+    troll.trust_region_step(troll.LMHead(hidden, rows, vocab_group=group), old).log_ratio.sum().backward()
     results["update from hidden states"] = counted
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
     torch.distributed.barrier()
@@ -237,19 +235,19 @@ def _logits_contenders(tokens: int, vocabulary: int) -> measure.Contenders:
     torch.manual_seed(0)
     logits = 4 * torch.randn(tokens, vocabulary)
     token_ids = torch.multinomial(torch.softmax(logits, -1), 1).squeeze(-1)
-    old = troll.SparsePolicy.from_logits(logits, token_ids)
+    old = troll.capture(logits, token_ids)
     leaf = logits.clone().requires_grad_()
 
     def update() -> None:
         leaf.grad = None
-        new = old.on_support(leaf)
-        (new.log_probs.masked_fill(~old.used, 0).sum() + new.tail_log_prob.sum()).backward()
+        new = troll.log_probs_at(leaf, old.token_ids)
+        (new.logits.masked_fill(~old.used, 0).sum() + new.tail_logit.sum()).backward()
 
-    return {"capture": lambda: troll.SparsePolicy.from_logits(logits, token_ids), "update": update}
+    return {"capture": lambda: troll.capture(logits, token_ids), "update": update}
 
 
 def _heads(repeats: int) -> Rows:
-    """Seconds = N (αVH + βV + γ tiles) for each pass of the clip and of TROLL."""
+    """Seconds = N (αVH + βV + γ) for each pass of the clip and of TROLL."""
     shapes = [*FITTED, *PREDICTED]
     contenders = {
         f"{name}, {_text(shape)}": maker(**shape, device="cpu")[contender]
@@ -289,9 +287,9 @@ def _fit(name: str, taken: dict[str, float]) -> Callable[[dict[str, int]], float
 
 
 def _counts(shape: dict[str, int]) -> tuple[int, int, int]:
-    """What a pass does: products, logits, and tiles in which a token's K are looked for."""
+    """What a pass does: products, logits, and tokens, of each of which the K largest are looked for once."""
     logits = shape["tokens"] * shape["vocabulary"]
-    return logits * shape["width"], logits, shape["tokens"] * -(-shape["vocabulary"] // step_model.TILE)
+    return logits * shape["width"], logits, shape["tokens"]
 
 
 def _text(shape: dict[str, int]) -> str:

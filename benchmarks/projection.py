@@ -13,13 +13,17 @@ from torch import Tensor
 import troll
 from benchmarks import measure
 from tests.trust_region.cases import FAMILIES, bounds, pairs, true_kl
-from tests.trust_region.test_constraint import gradient_and_differences
-from troll.trust_region.constraint import REDUCTIONS
-from troll.trust_region.dual import SOLVERS, Curve
-from troll.trust_region.support import floored
+from tests.trust_region.projecting.test_constraint import gradient_and_differences
+from troll.trust_region.policy.values import floored
+from troll.trust_region.projecting.constraint import REDUCTIONS
+from troll.trust_region.projecting.dual import SOLVERS, Curve
 
 #: Tokens and outcomes of the timed problems; every token is projected.
-SHAPES = {"cpu": ((4096, 9), (4096, 65), (16384, 65), (4096, 257)), "cuda": ((16384, 65), (131072, 65), (16384, 257))}
+SHAPES = {
+    "cpu": ((4096, 9), (4096, 65), (16384, 65), (4096, 257)),
+    "cuda": ((16384, 65), (131072, 65), (16384, 257)),
+    "small": ((64, 9),),
+}
 KL_BOUND, BISECTIONS = 0.05, 60
 
 ROWS, SIZES = 1000, (2, 3, 8, 65, 1000)
@@ -61,12 +65,12 @@ def contenders(tokens: int, outcomes: int, *, device: str) -> measure.Contenders
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
     """Times, then the errors over the families of pairs that the tests use."""
     results = []
-    for tokens, outcomes in SHAPES[device]:
+    for tokens, outcomes in SHAPES[measure.shapes(device)]:
         made = contenders(tokens, outcomes, device=device)
         title = f"projection: {tokens} tokens x {outcomes} outcomes, float32, ε = {KL_BOUND}"
         rows = measure.show(title, measure.seconds(made, repeats, device))
         results += [{"tokens": tokens, "outcomes": outcomes, **row} for row in rows]
-    return results + _errors() + _gradient_errors()
+    return results if measure.small else results + _errors() + _gradient_errors()
 
 
 def _errors() -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from benchmarks import cpu_time, measure, packed
 from troll import SparsePolicy
-from troll.trust_region.wire import from_records, to_records
+from troll.trust_region.policy.wire import from_records, to_records
 
 CPUS, STORE = 2, 2 << 30
 
@@ -57,9 +57,9 @@ def _forms(padded: SparsePolicy) -> dict[str, tuple[object, Callable[[Any], Spar
     return {
         "padded, int64 ids": (padded, lambda got: got),
         "padded, int32 ids": (
-            (padded.token_ids.int(), padded.log_probs, padded.tail_log_prob),
+            (padded.token_ids.int(), padded.log_probs, padded.tail_log_prob, padded.slot.int()),
             lambda got: SparsePolicy(
-                got[0].long(), got[1], got[2], padded.vocab_size, padded.tail, padded.mass_threshold
+                got[0].long(), got[1], got[2], got[3].long(), padded.vocab_size, padded.mass_threshold
             ),
         ),
         "packed, one object": (whole, lambda got: got.unpack()),

@@ -10,33 +10,35 @@ from rich.table import Table
 
 from benchmarks import capture, head, measure
 
-FUSED = "TROLL, fused"
 PASSES: dict[str, measure.Maker] = {"forward and backward": head.contenders, "capture": capture.contenders}
 
 #: What the others are while one grows.
 BASE: dict[str, dict[str, int]] = {
     "cpu": {"tokens": 128, "vocabulary": 32_768, "width": 256, "top_k": 64},
     "cuda": {"tokens": 8192, "vocabulary": 131_072, "width": 2560, "top_k": 64},
+    "small": {"tokens": 8, "vocabulary": 1024, "width": 16, "top_k": 8},
 }
 GROWTH: dict[str, dict[str, tuple[int, ...]]] = {
     "cpu": {"tokens": (128, 512, 1024), "top_k": (16, 64, 256), "vocabulary": (32_768, 131_072, 262_144)},
     "cuda": {"tokens": (2048, 8192, 32_768), "top_k": (16, 64, 256), "vocabulary": (32_768, 131_072, 262_144)},
+    "small": {"tokens": (8, 16), "top_k": (8,)},
 }
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
     """A table per thing that grows."""
     results = []
+    shapes = measure.shapes(device)
     peaks: dict[str, float] = {}
-    for grows, values in GROWTH[device].items():
+    for grows, values in GROWTH[shapes].items():
         table = Table()
         for column in (grows, *(name for each in PASSES for name in (each, "ratio", "peak MB"))):
             table.add_column(column, justify="right")
         base: dict[str, float] = {}
         for value in values:
-            case = BASE[device] | {grows: value}
+            case = BASE[shapes] | {grows: value}
             taken = measure.seconds(
-                {name: maker(**case, device=device)[FUSED] for name, maker in PASSES.items()}, repeats, device
+                {name: maker(**case, device=device)[head.FUSED] for name, maker in PASSES.items()}, repeats, device
             )
             cells = []
             for name, times in taken.items():
@@ -44,11 +46,11 @@ def main(device: str, repeats: int) -> list[dict[str, Any]]:
                 ratio = median / base.setdefault(name, median)
                 shape = f"{name} {case}"
                 if shape not in peaks:  # the smallest stands in every table
-                    peaks[shape] = measure.peak_memory(PASSES[name], case, [FUSED], device)[FUSED]
+                    peaks[shape] = measure.peak_memory(PASSES[name], case, [head.FUSED], device)[head.FUSED]
                 peak = peaks[shape]
                 cells += [measure.duration(median), f"{ratio:.2f}", f"{peak / measure.MEGABYTE:.0f}"]
                 results.append({"grows": grows, **case, "pass": name, "seconds": times, "peak_bytes": peak})
             table.add_row(str(value), *cells)
-        fixed = ", ".join(f"{key} {value}" for key, value in BASE[device].items() if key != grows)
+        fixed = ", ".join(f"{key} {value}" for key, value in BASE[shapes].items() if key != grows)
         Console(width=110).print(f"scaling with {grows}: {fixed}", table)
     return results

@@ -1,6 +1,6 @@
 """Tables for docs/scaling.md: what TROLL adds to a step of GRPO on 1 to 1,024 GPUs. Arithmetic; it runs in a second.
 
-The arithmetic and its assumptions are :mod:`benchmarks.step_model`'s. ``predict`` holds it to what can be measured.
+The arithmetic and its assumptions are `benchmarks.step_model`'s. ``predict`` holds it to what can be measured.
 """
 
 from __future__ import annotations

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 #: Bytes that the torch code moves for each logit, or each candidate of the top K, reads and writes counted operation by
-#: operation in `trust_region/logits.py`, for bf16 logits of which an index says what rows are read, as in verl. The
-#: fused head's Triton kernels read a tile as often as the clip's head does.
-CAPTURE_BYTES, UPDATE_BYTES, CANDIDATE_BYTES = 70, 156, 126
+#: operation in `trust_region/reading`, for bf16 logits of which an index says what rows are read, as in verl. The fused
+#: head's Triton kernels read a tile as often as the clip's head does.
+CAPTURE_BYTES, UPDATE_BYTES, CANDIDATE_BYTES = 38, 96, 126
 #: Of the same, for all rows of float32 logits, which need no copies: what `python -m benchmarks predict` times.
-CAPTURE_BYTES_FLOAT32, UPDATE_BYTES_FLOAT32 = 60, 132
-#: Entries of a tile of the fused head, and of a block of which a capture takes the maximum.
-TILE, BLOCK = 32_768, 64
+CAPTURE_BYTES_FLOAT32, UPDATE_BYTES_FLOAT32 = 36, 88
+#: Entries of a block of which a capture takes the maximum.
+BLOCK = 64
 #: Of numbers that are exchanged: float32 and int32.
 WORD = 4
 
@@ -114,7 +114,7 @@ class Assumptions:
     response_tokens: float = given(4096, "assumed")
     top_k: float = given(64, "troll's default")
     kept: float = given(5.99, "slots a token: `python -m benchmarks packed`, made-up distributions")
-    record_bytes: float = given(44, "of a sequence: troll.trust_region.wire")
+    record_bytes: float = given(40, "of a sequence: troll.trust_region.policy.wire")
     micro_batch: float = given(16_384, "tokens of a pass on a replica, a capture's too: assumed")
     storage_units: float = given(8, "of verl's transfer queue: its default, one on each node")
     store_seconds_packed: float = given(
@@ -132,9 +132,9 @@ def policy_bytes(shape: Shape, a: Assumptions) -> dict[str, float]:
     """Bytes of a response token's old policy in the forms that it could have."""
     return {
         "log-prob alone (clip)": WORD,
-        "packed": 2 * WORD * (a.kept + 1) + a.record_bytes / a.response_tokens,
-        "padded, int32 ids": WORD * (2 * a.top_k + 1),
-        "padded, int64 ids": WORD * (3 * a.top_k + 1),
+        "packed": WORD * (2 * a.kept + 3) + a.record_bytes / a.response_tokens,
+        "padded, int32 ids": WORD * (2 * a.top_k + 2),
+        "padded, int64 ids": WORD * (3 * a.top_k + 3),
         "full logits, bf16": 2 * shape.vocabulary,
     }
 
@@ -201,15 +201,12 @@ def added_bytes(shape: Shape, a: Assumptions, *, fused: bool) -> dict[str, float
     # Gathers take a sector of 32 bytes for each token of the support; the rest is a few numbers for each.
     support = a.top_k * (32 + 10 * WORD)
     slices = shape.tensor_parallel
-    if fused:
-        tiles = slices * -(-shape.vocabulary // (slices * TILE))
-        candidates = tiles * (BLOCK * a.top_k + 2 * a.top_k) + shape.vocabulary / BLOCK
-        return {"capture": CANDIDATE_BYTES * candidates, "updates": 2 * slices * support}
     candidates = slices * BLOCK * a.top_k + shape.vocabulary / BLOCK
-    return {
-        "capture": CAPTURE_BYTES * shape.vocabulary + CANDIDATE_BYTES * candidates,
-        "updates": UPDATE_BYTES * shape.vocabulary + 2 * slices * support,
-    }
+    moved = {"capture": CANDIDATE_BYTES * candidates, "updates": 2 * slices * support}
+    if not fused:
+        moved["capture"] += CAPTURE_BYTES * shape.vocabulary
+        moved["updates"] += UPDATE_BYTES * shape.vocabulary
+    return moved
 
 
 def added_seconds(shape: Shape, a: Assumptions, *, fused: bool) -> dict[str, float]:
@@ -220,7 +217,7 @@ def added_seconds(shape: Shape, a: Assumptions, *, fused: bool) -> dict[str, flo
 
 def capture_words(top_k: int, processes: int) -> int:
     """Numbers that one process receives for a token when a spread vocabulary is captured, its own included."""
-    return processes * (2 * top_k + 3)
+    return processes * (3 * top_k + 2)
 
 
 def update_words(top_k: int, processes: int, *, entropy: bool = False) -> int:

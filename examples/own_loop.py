@@ -1,30 +1,60 @@
-"""TROLL in a loop of one's own: one rollout, eight updates of a random categorical policy.
+"""TROLL in a loop of your own: a causal language model, one rollout, eight updates.
 
 python examples/own_loop.py
 """
 
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import troll
 
-torch.manual_seed(0)
-batch, length, vocabulary = 16, 8, 1000
-logits = torch.randn(batch, length, vocabulary, requires_grad=True)  # in earnest, a model's output
-optimizer = torch.optim.Adam([logits], lr=0.3)
+PAD, PROMPT, COMPLETION, TEMPERATURE = 0, 6, 12, 0.8
 
-tokens = torch.distributions.Categorical(logits=logits.detach()).sample()
-rewards = (tokens % 2 == 0).float().mean(-1)  # even tokens are good
-advantages = rewards - rewards.mean()
-mask = torch.ones(batch, length, dtype=torch.bool)
-old = troll.SparsePolicy.from_logits(logits, tokens)
+torch.manual_seed(0)
+# A small model with random weights, so that nothing is downloaded; `from_pretrained` makes one that can speak.
+model = Qwen3ForCausalLM(
+    Qwen3Config(vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, head_dim=16, eos_token_id=None, pad_token_id=PAD)
+)  # fmt: skip
+optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+
+# Prompts of different lengths, padded on the left, four completions each.
+prompts = torch.randint(1, 1000, (4, PROMPT)).repeat_interleave(4, 0)
+prompt_mask = (torch.arange(PROMPT) >= torch.tensor([0, 1, 2, 3]).repeat_interleave(4).unsqueeze(-1)).long()
+prompts = prompts.masked_fill(prompt_mask == 0, PAD)
+sequences = model.generate(
+    prompts, attention_mask=prompt_mask, do_sample=True, temperature=TEMPERATURE, top_k=0, max_new_tokens=COMPLETION
+)
+assert isinstance(sequences, torch.Tensor)
+attention_mask = torch.cat([prompt_mask, torch.ones(len(prompts), COMPLETION, dtype=torch.long)], -1)
+
+# Even tokens are good. The advantage is a completion's reward, less the mean of its group of four.
+rewards = (sequences[:, PROMPT:] % 2 == 0).float().mean(-1).view(4, 4)
+advantages = (rewards - rewards.mean(-1, keepdim=True)).flatten()
+
+# The logits at a position are those of the next token. So position t of `logits[:, :-1]` goes with token t + 1, and of
+# these (B, L - 1) positions the last COMPLETION ones predict what the policy sampled: only they count.
+sampled = sequences[:, 1:]
+mask = torch.zeros(sampled.shape, dtype=torch.bool)
+mask[:, PROMPT - 1 :] = True
+
+
+def policy() -> troll.Logits:
+    """The network's distributions, at the temperature that was sampled with."""
+    logits = model(input_ids=sequences, attention_mask=attention_mask).logits
+    return troll.Logits(logits[:, :-1], temperature=TEMPERATURE)  # a view: nothing is copied
+
+
+with torch.no_grad():
+    old = troll.capture(policy(), sampled)
 
 for update in range(8):
-    step = troll.trust_region_log_probs(logits, tokens, old, kl_bound=0.05)
-    loss, metrics = troll.troll_loss(step, old.log_prob(tokens), advantages, mask)
+    step = troll.trust_region_step(policy(), old, kl_bound=0.05)
+    loss, metrics = troll.troll_loss(step, advantages, mask)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
     print(
         f"update {update}  loss {loss.item():+.4f}  KL before {metrics['kl_before_mean']:.4f}  "
-        f"after {metrics['kl_after_max']:.4f}  projected {metrics['projected_fraction']:.0%}"
+        f"after, at most {metrics['kl_after_max']:.4f}  projected {metrics['projected_fraction']:.0%}"
     )

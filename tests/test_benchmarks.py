@@ -35,7 +35,7 @@ A = Assumptions(
     response_tokens=4,
     sequences_per_gpu=5,
     kept=3,
-    record_bytes=44,
+    record_bytes=40,
     top_k=4,
     storage_units=8,
 )
@@ -69,12 +69,12 @@ def test_parts_of_a_step() -> None:
 
 
 def test_bytes_of_a_token() -> None:
-    # packed: 3 slots of 8 bytes, 8 for the position, 44 for each sequence of 4 tokens.
+    # packed: 3 slots of 8 bytes, 12 for the position, 40 for each sequence of 4 tokens.
     assert step_model.policy_bytes(SMALL, A) == {
         "log-prob alone (clip)": 4,
-        "packed": 3 * 8 + 8 + 11,
-        "padded, int32 ids": 4 * 8 + 4,
-        "padded, int64 ids": 4 * 12 + 4,
+        "packed": 3 * 8 + 12 + 10,
+        "padded, int32 ids": 4 * 8 + 8,
+        "padded, int64 ids": 4 * 12 + 12,
         "full logits, bf16": 80,
     }
 
@@ -108,8 +108,8 @@ def test_what_troll_adds_is_its_bytes_over_the_bandwidth() -> None:
 
 def test_exchanges_do_not_grow_with_the_vocabulary() -> None:
     taken = step_model.exchange_seconds(SMALL, A, 2, 100)
-    # (2·4 + 3) numbers from the other process; 4 + 2·2 numbers there and back.
-    assert taken["capture"] == pytest.approx(11 * 4 / 100)
+    # (3·4 + 2) numbers from the other process; 4 + 2·2 numbers there and back.
+    assert taken["capture"] == pytest.approx(14 * 4 / 100)
     assert taken["updates"] == pytest.approx(8 * 4 / 100)
     waiting = step_model.exchange_seconds(SMALL, dataclasses.replace(A, latency=8, micro_batch=4), 2, 100)
     assert waiting["capture"] - taken["capture"] == pytest.approx(2)

@@ -1,13 +1,37 @@
 """TROLL: trust regions instead of clipping for RL fine-tuning of language models (arXiv 2510.03817)."""
 
-from troll.trust_region.objective import troll_loss, trust_region_log_probs, trust_region_log_probs_from_hidden
-from troll.trust_region.policy import SparsePolicy
-from troll.trust_region.projection import project
+from torch.serialization import add_safe_globals
+
+from troll.trust_region.objective import troll_loss, trust_region_step
+from troll.trust_region.policy.outcomes import Outcomes, sparse_kl
+from troll.trust_region.policy.packed import PackedPolicy
+from troll.trust_region.policy.sparse import SparsePolicy
+from troll.trust_region.policy.top import capture_top
+from troll.trust_region.projecting.constraint import Constraint
+from troll.trust_region.projecting.projection import Projection, project
+from troll.trust_region.projecting.step import TrustRegionStep
+from troll.trust_region.reading.capture import capture
+from troll.trust_region.reading.head import LMHead
+from troll.trust_region.reading.logits import Logits
+from troll.trust_region.reading.read import log_probs_at
 
 __all__ = [
+    "Constraint",
+    "LMHead",
+    "Logits",
+    "Outcomes",
+    "PackedPolicy",
+    "Projection",
     "SparsePolicy",
+    "TrustRegionStep",
+    "capture",
+    "capture_top",
+    "log_probs_at",
     "project",
+    "sparse_kl",
     "troll_loss",
-    "trust_region_log_probs",
-    "trust_region_log_probs_from_hidden",
+    "trust_region_step",
 ]
+
+# `torch.load` with its default arguments reads what `torch.save` wrote of these.
+add_safe_globals([Constraint, LMHead, Logits, Outcomes, PackedPolicy, Projection, SparsePolicy, TrustRegionStep])

@@ -6,6 +6,7 @@ function theorem, which is one Newton step with a constant slope.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +15,14 @@ from torch import Tensor
 
 from troll.trl import TrollConfig
 
+LOG_FLOOR = math.log(1e-12)
+
 
 @dataclass
 class Token:
-    """One position: log q/p of the sampled token, log p̃/p, KL(p̃ ‖ ⌊q⌋), and the metrics."""
+    """One position: log q/p of the sampled token, KL(p̃ ‖ ⌊q⌋), and the metrics."""
 
     log_ratio: Tensor
-    new_log_ratio: Tensor
     regression: Tensor
     kl_before: float
     kl_after: float
@@ -55,22 +57,27 @@ def log_sum_exp(values: Tensor) -> Tensor:
     return torch.logsumexp(values, dim=-1, keepdim=True)
 
 
-def outcomes(new: Tensor, old: Tensor, sampled: int, args: TrollConfig) -> tuple[Tensor, Tensor, int, int]:
-    """log p̃ and log p over the outcomes, where the sampled token is, and how many tokens the old policy kept."""
+def outcomes(new: Tensor, old: Tensor, sampled: int, args: TrollConfig) -> tuple[Tensor, Tensor, Tensor, int]:
+    """log p̃ and log p over the outcomes, log p̃/p of the sampled token, and how many tokens the old policy kept."""
     stored = support(old, sampled, args.support_top_k, args.mass_threshold)
     ids, kept = list(stored), len(stored)
     if args.tail == "floor":
         ids += [v for v in support(new.detach(), sampled, args.support_top_k, args.mass_threshold) if v not in stored]
     rest = [v for v in range(len(old)) if v not in ids]
     if args.tail == "bucket":
-        log_new = torch.cat([new[ids], log_sum_exp(new[rest])]) if rest else new[ids]
-        log_old = torch.cat([old[ids], log_sum_exp(old[rest])]) if rest else old[ids]
+        pair = [
+            torch.cat([log_probs[ids], log_sum_exp(log_probs[rest])]) if rest else log_probs[ids]
+            for log_probs in (new, old)
+        ]
     else:
-        floor = old.new_full((), 1e-12).log()
-        tail = (floor + torch.tensor(float(len(rest))).log()).view(1) if rest else floor.new_zeros(0)
-        log_new = torch.cat([new[ids], tail]).log_softmax(-1)
-        log_old = torch.cat([old[stored], floor.expand(len(ids) - kept), tail]).log_softmax(-1)
-    return log_new, log_old, ids.index(sampled), kept
+        tail = old.new_full((1 if rest else 0,), LOG_FLOOR + math.log(max(len(rest), 1)))
+        unknown = old.new_full((len(ids) - kept,), LOG_FLOOR)
+        pair = [torch.cat([new[ids], tail]), torch.cat([old[stored], unknown, tail])]
+    log_new, log_old = (log_probs.clamp(min=LOG_FLOOR).log_softmax(-1) for log_probs in pair)
+    if args.tail == "bucket":
+        return log_new, log_old, new[sampled] - old[sampled], kept
+    slot = ids.index(sampled)
+    return log_new, log_old, log_new[slot] - log_old[slot], kept
 
 
 def tilted(log_old: Tensor, s: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,12 +87,11 @@ def tilted(log_old: Tensor, s: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
 
 def token(new: Tensor, old: Tensor, sampled: int, args: TrollConfig) -> Token:
     raw = new.log_softmax(-1)
-    log_new, log_old, slot, kept = outcomes(raw, old.detach().log_softmax(-1), sampled, args)
+    log_new, log_old, log_ratio, kept = outcomes(raw, old.detach().log_softmax(-1), sampled, args)
     s = log_new - log_old
     kl_before = float((log_new.exp() * s).sum())
-    new_log_ratio = raw[sampled] - log_old[slot]
     if kl_before <= args.kl_bound:
-        return Token(new_log_ratio, new_log_ratio, raw.sum() * 0, kl_before, kl_before, 0.0, kept)
+        return Token(log_ratio, raw.sum() * 0, kl_before, kl_before, 0.0, kept)
 
     low, high = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
     for _ in range(100):
@@ -95,11 +101,11 @@ def token(new: Tensor, old: Tensor, sampled: int, args: TrollConfig) -> Token:
     log_q, kl = tilted(log_old, s, tau)
     q = log_q.detach().exp()
     slope = tau * (q * (s.detach() - (q * s.detach()).sum()).square()).sum()
-    log_q, kl_after = tilted(log_old, s, tau - (kl - kl.detach()) / slope)
+    tau = tau - (kl - kl.detach()) / slope
+    log_q, kl_after = tilted(log_old, s, tau)
+    log_ratio = tau * log_ratio - torch.logsumexp(log_old + tau * s, -1)
     regression = (log_new.exp() * (log_new - log_q.detach())).sum()
-    return Token(
-        log_q[slot] - log_old[slot], new_log_ratio, regression, kl_before, float(kl_after), float(1 / tau - 1), kept
-    )
+    return Token(log_ratio, regression, kl_before, float(kl_after), float(1 / tau - 1), kept)
 
 
 def tokens(new_logits: Tensor, old_logits: Tensor, inputs: dict[str, Any], args: TrollConfig) -> list[list[Token]]:

@@ -64,7 +64,7 @@ OTHERS = {
 HEADS = ("plain", "tied", "biased")
 
 #: What a packed policy holds.
-TENSORS = ("token_ids", "log_probs", "counts", "tail_log_prob")
+TENSORS = ("token_ids", "log_probs", "counts", "tail_log_prob", "slot")
 
 
 class SameRollouts(TrollTrainer):

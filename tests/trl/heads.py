@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from tests.trl import tiny
-from troll.trl.fused_head import add_policy_head, scatter
+from troll.trl.fused_head import add_policy_head
+from troll.trl.positions import scatter
 
 #: Tokens of a completion.
 T = 5
@@ -43,12 +44,12 @@ def batch() -> dict[str, Any]:
     return {"input_ids": input_ids, "labels": labels, "fused_lm_head": True}
 
 
-def captured_ids(model: Any, inputs: dict[str, Any]) -> Tensor:
-    """(B, T, K) as the trainer would pass them."""
+def captured_support(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Token ids, (B, T, K), and slots, (B, T), as the trainer would pass them."""
     with torch.no_grad():
         output = model(**inputs, capture_policy=True)
-    scored = output.label_mask[:, -T:]
-    return scatter(output.on_support.token_ids, scored, fill=-1)
+    scored, policy = output.label_mask[:, -T:], output.captured(1e-3)
+    return scatter(policy.token_ids, scored, fill=-1), scatter(policy.slot, scored)
 
 
 def pull(output: FusedCausalLMOutput) -> Tensor:

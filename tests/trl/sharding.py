@@ -132,6 +132,6 @@ def through_heads(name: str, mode: str | None = None) -> dict[str, Tensor]:
         run.known = HfDeepSpeedConfig(config)  # while it lives, TRL asks DeepSpeed what to gather
     if mode is not None:
         assert is_sharded(model.get_output_embeddings().weight)
-    output = run(**inputs, old_token_ids=heads.captured_ids(run, inputs))
+    output = run(**inputs, old_support=heads.captured_support(run, inputs))
     backward(heads.pull(output))
     return {"log-probs": output.log_probs.detach(), "entropy": output.entropy.detach()} | whole_gradients(model)

@@ -14,6 +14,7 @@ import trl.trainer.grpo_trainer
 from peft import LoraConfig
 from trl import GRPOTrainer
 
+import troll
 from tests.trl import tiny
 from tests.trl.engine import Engine, EngineGeneration, RolloutFunc
 from tests.trl.tiny import logged, move
@@ -30,16 +31,15 @@ from troll.trl.anchor import (
     reporting_rollout_func,
     vocabulary_size,
 )
-from troll.trust_region.packed import PackedPolicy
-from troll.trust_region.policy import SparsePolicy
+from troll.trust_region.policy.packed import PackedPolicy
 
 VOCAB_SIZE = len(tiny.VOCABULARY)
 CPU = torch.device("cpu")
 PROMPTS = [[1, 5, 9], [1, 7], [1, 12, 13, 14]]
 
 
-def capture(**changes: Any) -> dict[str, Any]:
-    return {"vocab_size": VOCAB_SIZE, "top_k": 8, "mass_threshold": 1e-5, "tail": "bucket"} | changes
+#: Settings of a capture.
+CAPTURE: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "top_k": 8, "mass_threshold": 1e-5}
 
 
 def engine(**settings: Any) -> Engine:
@@ -175,16 +175,15 @@ def test_a_rollout_function_that_reports_nothing_is_refused(left_out):
 # The policies
 
 
-@pytest.mark.parametrize("tail", ["bucket", "floor"])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_the_policies_are_those_that_sampled_the_tokens(tail, temperature):
+def test_the_policies_are_those_that_sampled_the_tokens(temperature):
     vllm = generation(temperature=temperature)
     report_top_log_probs(vllm, 8)
     _, completion_ids, log_probs, _ = vllm.generate(PROMPTS, None, 1)
     read = ReportedRollout.read(completion_ids, [[entry[0] for entry in seq] for seq in log_probs], None)
     assert read.tool_mask is None and read.unreported == 0
     length = 3 + max(len(ids) for ids in completion_ids)  # TRL pads to a multiple
-    policies = read.policies(length, CPU, **capture(tail=tail))
+    policies = read.policies(length, CPU, **CAPTURE)
     padded = read.padded_log_probs(length, CPU)
     assert padded.shape == (len(PROMPTS), length)
     assert PackedPolicy.stack(policies).shape == (len(PROMPTS), length)
@@ -192,7 +191,7 @@ def test_the_policies_are_those_that_sampled_the_tokens(tail, temperature):
         with torch.no_grad():
             logits = vllm.engine.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / temperature
         tokens = torch.tensor(ids)
-        expected = SparsePolicy.from_logits(logits, tokens, top_k=8, tail=tail)
+        expected = troll.capture(logits, tokens, top_k=8)
         policy = packed.unpack()
         assert torch.equal(policy.token_ids[: len(ids)], expected.token_ids)
         torch.testing.assert_close(policy.log_probs[: len(ids)], expected.log_probs, rtol=0, atol=1e-5)
@@ -220,16 +219,16 @@ def test_reports_stay_with_their_tokens_over_tool_calls():
     mask = [[1] * len(completion_ids[0]) + [0] * 3 + [1] * len(more_ids), [1] * len(completion_ids[1])]
     read = ReportedRollout.read(tokens, [first[0] + [0.0] * 3 + more, first[1]], mask)
     assert read.tool_mask == mask and read.unreported == 0
-    policies = read.policies(20, CPU, **capture())
+    policies = read.policies(20, CPU, **CAPTURE)
     policy = policies[0].unpack()
     with torch.no_grad():
         logits = vllm.engine.model(torch.tensor([[1, 5, *tokens[0]]])).logits[0, 1:-1]
-    expected = SparsePolicy.from_logits(logits, torch.tensor(tokens[0]), top_k=8)
+    expected = troll.capture(logits, torch.tensor(tokens[0]), top_k=8)
     of_model = torch.tensor(mask[0], dtype=torch.bool)
     same = policy[: len(tokens[0])].token_ids == expected.token_ids
     assert same[of_model].all()
     # A policy that allows the tool's tokens, so that nothing downstream meets a token without a slot.
-    assert policy[: len(tokens[0])].log_prob(torch.tensor(tokens[0]))[~of_model].isfinite().all()
+    assert policy[: len(tokens[0])].log_prob[~of_model].isfinite().all()
     assert read.log_probs[0][len(completion_ids[0])] == 0.0
 
 
@@ -243,9 +242,9 @@ def test_unknown_tokens_are_masked_and_counted():
     assert read.unreported == total // 3 > 0
     assert read.tool_mask == [[int(not math.isnan(value)) for value in completion] for completion in reported]
     assert read.padded_log_probs(9, CPU).isfinite().all()
-    for ids, packed in zip(completion_ids, read.policies(9, CPU, **capture()), strict=True):
+    for ids, packed in zip(completion_ids, read.policies(9, CPU, **CAPTURE), strict=True):
         policy = packed.unpack()[: len(ids)]
-        assert policy.log_prob(torch.tensor(ids)).isfinite().all()
+        assert policy.log_prob.isfinite().all()
         torch.testing.assert_close(policy.outcomes.exp().sum(-1), torch.ones(len(ids)))
 
     # What a tool wrote has no report either, and is no loss.

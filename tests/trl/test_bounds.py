@@ -14,7 +14,7 @@ from tests.trl.tiny import assert_same_gradients, logged, loss_and_gradients, mo
 from troll.trl import monitor
 from troll.trl.checkpoints import MARKER
 from troll.trust_region.bounds import BoundStatistics
-from troll.trust_region.constraint import Constraint
+from troll.trust_region.projecting.constraint import Constraint
 
 
 def in_float64(trainer: Any, make: Any, inputs: dict[str, Any], **step: Any) -> tuple[float, dict[str, Tensor], Tensor]:
@@ -23,9 +23,8 @@ def in_float64(trainer: Any, make: Any, inputs: dict[str, Any], **step: Any) -> 
     model = make.model()
     model.load_state_dict(trainer.model.state_dict())
     new_logits = dense.completion_logits(model, inputs, 1.0)
-    old = troll.SparsePolicy.from_logits(old_logits, ids)
-    made = troll.trust_region_log_probs(new_logits, ids, old, **step)
-    loss, _ = troll.troll_loss(made, old.log_prob(ids), inputs["advantages"].double(), mask)
+    made = troll.trust_region_step(new_logits, troll.capture(old_logits, ids), **step)
+    loss, _ = troll.troll_loss(made, inputs["advantages"].double(), mask)
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, made.kl_after
 
@@ -67,12 +66,12 @@ def test_tool_tokens_have_no_say_in_a_shared_bound(make):
     model = make.model()
     model.load_state_dict(trainer.model.state_dict())
     ids = inputs["completion_ids"]
-    old = troll.SparsePolicy.from_logits(inputs["old_logits"], ids)
-    step = troll.trust_region_log_probs(
-        dense.completion_logits(model, inputs, 1.0), ids, old, kl_bound=0.01, constraint=constraint
+    old = troll.capture(inputs["old_logits"], ids)
+    step = troll.trust_region_step(
+        dense.completion_logits(model, inputs, 1.0), old, kl_bound=0.01, constraint=constraint
     )
     counted = dense.scored_mask(inputs) & mask.bool()
-    expected, _ = troll.troll_loss(step, old.log_prob(ids), inputs["advantages"].double(), counted)
+    expected, _ = troll.troll_loss(step, inputs["advantages"].double(), counted)
     assert loss_and_gradients(trainer, inputs)[0] == pytest.approx(expected.item(), rel=1e-4)
 
 

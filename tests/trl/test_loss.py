@@ -24,11 +24,10 @@ from tests.trl.tiny import (
 from troll.trl import TrollTrainer
 from troll.trl.trainer import OLD_POLICY
 from troll.trust_region.bounds import make_bound
-from troll.trust_region.packed import PackedPolicy
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 LEVELS = ("token", "sequence")
-PARTS = ("token_ids", "log_probs", "counts", "tail_log_prob")
+PARTS = ("token_ids", "log_probs", "counts", "tail_log_prob", "slot")
 
 #: What else a user may switch on. Each is an off-policy setting.
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -368,16 +367,20 @@ def test_the_loss_leaves_its_inputs_alone(make, tail):
     assert_same_gradients(second[1], first[1], 0)
 
 
-def test_a_floored_tail_divides_by_the_floored_old_policy(make):
-    """With a support that leaves out much, p on the renormalised outcomes is well above the raw p."""
-    trainer = make(tail="floor", support_top_k=2, kl_bound=1e9, loss_type="grpo", regression_weight=0.0)
+@pytest.mark.parametrize("top_k", [2, 8])
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+def test_a_rollout_starts_at_ratio_one(make, monkeypatch, tail, top_k):
+    """Up to rounding, however much of the mass is outside the support."""
+    trainer = make(tail=tail, support_top_k=top_k, kl_bound=1e-4, loss_type="grpo")
     inputs = rollout(trainer)[0]
-    mask, tokens = dense.scored_mask(inputs), inputs["completion_ids"]
-    old = PackedPolicy.stack(inputs[OLD_POLICY]).unpack()
-    floored = old.log_probs.masked_fill(old.token_ids != tokens.unsqueeze(-1), 0).sum(-1)
-    raw = inputs["old_per_token_logps"]
-    assert (floored - raw)[mask].mean() > 0.1
-    loss, _ = loss_and_gradients(trainer, inputs)
-    ratio = torch.where(mask, (raw - floored).exp(), 0.0)  # the weights have not moved
-    expected = -(ratio * inputs["advantages"].unsqueeze(-1)).sum(-1) / mask.sum(-1)
-    assert loss == pytest.approx(expected.mean().item(), rel=1e-5, abs=1e-6)
+    terms: list[Any] = []
+    monkeypatch.setattr(trainer, "_observe", lambda tokens, made, mask: terms.append(made))
+    loss, _ = loss_and_gradients(trainer, inputs)  # the weights have not moved
+    mask = dense.scored_mask(inputs)
+    with torch.no_grad():
+        total = dense.completion_logits(trainer.model, inputs, 1.0).logsumexp(-1)[mask]
+    size = torch.stack([total, inputs["old_per_token_logps"][mask].double()]).abs().amax(0).clamp(min=1)
+    (made,) = terms
+    assert float((made.log_ratio.abs() / size).max()) <= 4 * 2**-23
+    assert not made.step.projected.any()
+    assert loss == pytest.approx(-inputs["advantages"].mean().item(), rel=1e-5, abs=1e-6)

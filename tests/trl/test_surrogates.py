@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
+import troll
 from tests.trl import dense
 from tests.trl.tiny import assert_same_gradients, assert_same_update, follow, loss_and_gradients, move, rollout
 from troll.trl import TrollTrainer
 from troll.trl.surrogates import SURROGATES, ScoredTokens, Surrogate, Terms, dppo_kl, dppo_tv
+from troll.trl.surrogates import troll as troll_terms
 from troll.trl.trainer import OLD_POLICY
+from troll.trust_region.objective import support
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 LEVELS = ("token", "sequence")
@@ -126,6 +129,37 @@ def test_dppo_on_the_outcomes_of_a_floored_tail(make, kind):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.parametrize(("old_logit", "new_logit"), [(-32.0, -29.0), (-20.0, -40.0), (-40.0, -20.0)])
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+def test_the_ratio_of_a_projected_token_below_the_floor(make, tail, old_logit, new_logit):
+    """With a bucket, τ s − A(τ) where s is of the raw probabilities; with a floored tail, of the floored ones."""
+    args = make(tail=tail, support_top_k=3, mass_threshold=0.0).args
+    old_logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, old_logit]], dtype=torch.float64)
+    logits = torch.tensor([[0.5, 1.0, 2.5, -1.0, new_logit]], dtype=torch.float64, requires_grad=True)
+    sampled = torch.tensor([4])
+    old, source = troll.capture(old_logits, sampled, top_k=3, mass_threshold=0.0), troll.Logits(logits)
+    new = troll.log_probs_at(source, support(source, old.token_ids, sampled, tail, 0.0))
+    tokens = ScoredTokens(
+        new_log_probs=logits.log_softmax(-1)[:, 4],
+        old_log_probs=old.log_prob,
+        advantages=torch.ones(1),
+        kl_bound=args.kl_bound,
+        constraint=None,
+        old=old,
+        new=new,
+    )
+    terms = troll_terms(tokens, args)
+    assert terms.log_ratio is not None and terms.penalty is not None and terms.step is not None
+    assert terms.step.projected.all()
+    reference = logits.detach().clone().requires_grad_()
+    expected = dense.token(reference[0], old_logits[0], 4, args)
+    assert float(terms.log_ratio) == pytest.approx(float(expected.log_ratio), abs=1e-8)
+    (terms.log_ratio.exp() + terms.penalty).sum().backward()
+    (expected.log_ratio.exp() + expected.regression).backward()
+    assert logits.grad is not None and reference.grad is not None
+    torch.testing.assert_close(logits.grad, reference.grad, rtol=1e-6, atol=1e-9)
+
+
 def test_dppo_reads_policies_for_the_top_k_alone(make):
     assert OLD_POLICY not in rollout(make(surrogate="dppo_tv"))[0]
     assert OLD_POLICY in rollout(make(surrogate="dppo_tv", dppo_outcomes="top_k"))[0]
@@ -136,7 +170,6 @@ def test_certain_tokens_have_finite_divergences(make):
     log_probs = torch.tensor([0.0, 1e-7, -1e-9, -80.0, 0.0])
     moved = torch.tensor([-5.0, 0.0, -3.0, 0.0, 0.0])
     tokens = ScoredTokens(
-        token_ids=torch.zeros(5, dtype=torch.int64),
         new_log_probs=moved,
         old_log_probs=log_probs,
         advantages=torch.tensor([-1.0, -1.0, 1.0, 1.0, 1.0]),

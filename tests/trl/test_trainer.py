@@ -14,13 +14,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+import troll
 import troll.trl.trainer as trainer_module
 from tests.trl import dense, tiny
 from tests.trl.tiny import ARCHITECTURES, logged, loss_and_gradients, make_dataset, move, no_warnings_about, rollout
-from troll.trl import TrollConfig, TrollTrainer, monitor
+from troll.trl import TrollConfig, TrollTrainer, fused_head, monitor
 from troll.trl.trainer import OLD_POLICY
-from troll.trust_region.packed import PackedPolicy
-from troll.trust_region.policy import SparsePolicy
+from troll.trust_region.policy.packed import PackedPolicy
+from troll.trust_region.policy.sparse import SparsePolicy
 
 METRICS = {
     "trust_region/kl_before_mean",
@@ -51,7 +52,7 @@ def captured(inputs: dict[str, Any]) -> SparsePolicy:
 
 def captured_log_prob(inputs: dict[str, Any]) -> torch.Tensor:
     """Of the sampled tokens."""
-    return captured(inputs).log_prob(inputs["completion_ids"][dense.scored_mask(inputs)])
+    return captured(inputs).log_prob
 
 
 def steps(trainer: Any) -> list[dict[str, Any]]:
@@ -195,7 +196,7 @@ def test_an_on_policy_configuration_is_told_and_is_grpo(make, monkeypatch, setti
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("the old policy was captured")
 
-    monkeypatch.setattr(SparsePolicy, "from_head", fail)
+    monkeypatch.setattr(fused_head, "capture", fail)
     with pytest.warns(UserWarning, match="every update is on-policy") as caught:
         ours = make(kl_bound=1e-6, beta=0.1, **settings)
     (message,) = [str(warning.message) for warning in caught if "on-policy" in str(warning.message)]
@@ -242,15 +243,15 @@ def test_the_old_policy_stays_with_its_tokens(make, tail, iterations):
         policy = captured(inputs)
         with torch.no_grad():
             logits = dense.completion_logits(reference, inputs, trainer.temperature).float()
-        expected = SparsePolicy.from_logits(logits[mask], tokens[mask], top_k=5, mass_threshold=1e-5, tail=tail)
+        expected = troll.capture(logits[mask], tokens[mask], top_k=5, mass_threshold=1e-5)
         assert torch.equal(policy.token_ids, expected.token_ids)
         torch.testing.assert_close(policy.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(policy.tail_log_prob, expected.tail_log_prob, rtol=1e-5, atol=1e-5)
-        assert (policy.tail, policy.vocab_size, policy.mass_threshold) == (tail, expected.vocab_size, 1e-5)
+        assert torch.equal(policy.slot, expected.slot)
+        assert (policy.vocab_size, policy.mass_threshold) == (expected.vocab_size, 1e-5)
         raw = logits[mask].log_softmax(-1).gather(-1, tokens[mask].unsqueeze(-1)).squeeze(-1)
         torch.testing.assert_close(inputs["old_per_token_logps"][mask], raw, rtol=1e-5, atol=1e-5)
-        if tail == "bucket":
-            assert torch.equal(captured_log_prob(inputs), inputs["old_per_token_logps"][mask])
+        assert torch.equal(captured_log_prob(inputs), inputs["old_per_token_logps"][mask])
         assert (inputs["old_per_token_logps"][~mask] == 0).all()
 
 
@@ -418,14 +419,23 @@ def fused_log_probs(trainer: TrollTrainer, inputs: dict[str, Any]) -> torch.Tens
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(("architecture", "temperature"), [("llama", 1.0), ("llama", 0.7), ("gemma2", 0.7)])
-def test_bf16_logits_are_rounded_once(make, architecture, temperature, autocast):
-    """As in TRL's fused head, caps and temperature are float32: rounding again moves log-probabilities by 0.02."""
+def test_bf16_logits_are_not_rounded_on_the_support(make, architecture, temperature, autocast):
+    """Products of bf16 operands are float32, caps and temperature too; rounding moves log-probabilities by 0.02."""
     model = make.model(architecture) if autocast else make.model(architecture).to(torch.bfloat16)
     trainer = make(TrollTrainer, model, temperature=temperature, bf16=autocast)
     inputs = rollout(trainer)[0]
+    input_ids, attention_mask = (
+        torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
+    )
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    logits = hidden.bfloat16().float() @ model.get_output_embeddings().weight.detach().bfloat16().float().T
+    if (cap := getattr(model.config, "final_logit_softcapping", None)) is not None:
+        logits = cap * torch.tanh(logits / cap)
+    ids = inputs["completion_ids"].unsqueeze(-1)
+    log_probs = (logits[:, -ids.shape[1] - 1 : -1] / temperature).log_softmax(-1).gather(-1, ids).squeeze(-1)
     mask = dense.scored_mask(inputs)
-    fused = fused_log_probs(trainer, inputs)
-    torch.testing.assert_close(inputs["old_per_token_logps"][mask], fused[mask], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(inputs["old_per_token_logps"][mask], log_probs[mask], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -452,13 +462,13 @@ def test_the_head_is_computed_in_float32_where_that_is_asked_for(make, architect
 
 def test_evaluation_in_the_middle_of_training_is_grpos(make, monkeypatch):
     captures = []
-    original = SparsePolicy.from_head
+    original = fused_head.capture
 
     def spy(*args: Any, **kwargs: Any) -> SparsePolicy:
         captures.append(trainer.model.training)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(SparsePolicy, "from_head", spy)
+    monkeypatch.setattr(fused_head, "capture", spy)
     trainer = make(kl_bound=0.01, eval_dataset=tiny.make_dataset(4), eval_strategy="steps", eval_steps=1, do_eval=True)
     trainer.train()
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]

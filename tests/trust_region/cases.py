@@ -117,8 +117,7 @@ def array(tensor: torch.Tensor) -> Array:
     return tensor.detach().double().numpy() if tensor.is_floating_point() else tensor.detach().numpy()
 
 
-def capture_rows(logits: Array, tokens: Array, top_k: int, mass_threshold: float, tail: str) -> list[reference.OldRow]:
+def capture_rows(logits: Array, tokens: Array, top_k: int, mass_threshold: float) -> list[reference.OldRow]:
     return [
-        reference.capture(row, int(token), top_k, mass_threshold, tail)
-        for row, token in zip(logits, tokens, strict=True)
+        reference.capture(row, int(token), top_k, mass_threshold) for row, token in zip(logits, tokens, strict=True)
     ]

@@ -90,20 +90,24 @@ def slots(logits: Array, token: int, top_k: int, mass_threshold: float) -> list[
 
 @dataclass
 class OldRow:
-    """One position of the captured policy. `size` is the number of slots, used or not."""
+    """One position of the captured policy, in raw numbers. `size` is the number of slots, used or not."""
 
     ids: list[int]
     log_probs: Array
     tail_log_prob: float
-    tail: str
+    slot: int
     size: int
     mass_threshold: float
     vocabulary: int
 
-    def log_prob(self, token: int) -> float:
-        if token not in self.ids:
-            raise ValueError(f"token {token} is outside the support")
-        return float(self.log_probs[self.ids.index(token)])
+    @property
+    def token(self) -> int:
+        """The sampled token."""
+        return self.ids[self.slot]
+
+    @property
+    def log_prob(self) -> float:
+        return float(self.log_probs[self.slot])
 
     def padded_ids(self) -> list[int]:
         return self.ids + [-1] * (self.size - len(self.ids))
@@ -117,23 +121,12 @@ def complement(vocabulary: int, support: Sequence[int]) -> list[int]:
     return [v for v in range(vocabulary) if v not in inside]
 
 
-def capture(logits: Array, token: int, top_k: int, mass_threshold: float, tail: str) -> OldRow:
+def capture(logits: Array, token: int, top_k: int, mass_threshold: float) -> OldRow:
     logits = np.asarray(logits, dtype=np.float64)
-    vocabulary = len(logits)
     ids = slots(logits, token, top_k, mass_threshold)
-    rest = complement(vocabulary, ids)
-    log_probs = log_softmax(logits)
-
-    if tail == "bucket":
-        kept = log_probs[ids]
-        tail_log_prob = log_sum_exp(log_probs[rest])
-    else:
-        # Every other token of the vocabulary has 1e-12, and the whole is renormalised.
-        probs = np.maximum(np.exp(log_probs[ids]), FLOOR)
-        total = float(np.sum(probs)) + len(rest) * FLOOR
-        kept = np.log(probs / total)
-        tail_log_prob = math.log(len(rest) * FLOOR / total) if rest else -math.inf
-    return OldRow(ids, kept, tail_log_prob, tail, min(top_k, vocabulary), mass_threshold, vocabulary)
+    log_probs, tail_log_prob = on_support(logits, ids)
+    size = min(top_k, len(logits))
+    return OldRow(ids, log_probs, tail_log_prob, ids.index(token), size, mass_threshold, len(logits))
 
 
 def on_support(logits: Array, ids: Sequence[int]) -> tuple[Array, float]:
@@ -183,35 +176,33 @@ def bucket_outcomes(new_logits: Array, old: OldRow) -> Outcomes:
     return Outcomes(tokens, floored(log_old), floored(log_new), np.exp(log_new) < FLOOR)
 
 
-def floor_outcomes(new_logits: Array, token: int, old: OldRow) -> Outcomes:
-    """The union of both supports, and everything else as one outcome in which every token has 1e-12."""
+def floor_outcomes(new_logits: Array, old: OldRow) -> Outcomes:
+    """The union of both supports, and everything else as one outcome, of which every token has 1e-12 in both policies.
+
+    So has, in the old policy, every token that it did not keep itself.
+    """
     log_probs = log_softmax(new_logits)
-    new_ids = slots(new_logits, token, old.size, old.mass_threshold)
+    new_ids = slots(new_logits, old.token, old.size, old.mass_threshold)
     union = list(old.ids) + [v for v in new_ids if v not in old.ids]
     rest = complement(old.vocabulary, union)
+    kept = dict(zip(old.ids, old.log_probs, strict=True))
 
-    # The old policy is already normalised: its tail is shared equally by the tokens it did not store.
-    unstored = old.vocabulary - len(old.ids)
-    log_old = []
-    for v in union:
-        log_old.append(old.log_prob(v) if v in old.ids else old.tail_log_prob - math.log(unstored))
-
-    new = [max(math.exp(log_probs[v]), FLOOR) for v in union]
-    blocked = [math.exp(log_probs[v]) < FLOOR for v in union]
     tokens = [[v] for v in union]
+    old_probs = [max(math.exp(kept.get(v, -math.inf)), FLOOR) for v in union]
+    new_probs = [max(math.exp(log_probs[v]), FLOOR) for v in union]
+    blocked = [math.exp(log_probs[v]) < FLOOR for v in union]
     if rest:
-        log_old.append(old.tail_log_prob - math.log(unstored) + math.log(len(rest)))
-        new.append(len(rest) * FLOOR)
-        blocked.append(True)
         tokens.append(rest)
-    log_new = np.log(np.asarray(new)) - math.log(math.fsum(new))
-    return Outcomes(tokens, np.asarray(log_old), log_new, np.asarray(blocked))
+        old_probs.append(len(rest) * FLOOR)
+        new_probs.append(len(rest) * FLOOR)
+        blocked.append(True)
+    log_old, log_new = (np.log(probs) - math.log(math.fsum(probs)) for probs in (old_probs, new_probs))
+    return Outcomes(tokens, log_old, log_new, np.asarray(blocked))
 
 
-def outcomes_of(new_logits: Array, token: int, old: OldRow) -> Outcomes:
-    if old.tail == "bucket":
-        return bucket_outcomes(new_logits, old)
-    return floor_outcomes(new_logits, token, old)
+def outcomes_of(new_logits: Array, old: OldRow, tail: str) -> Outcomes:
+    assert tail in ("bucket", "floor")
+    return bucket_outcomes(new_logits, old) if tail == "bucket" else floor_outcomes(new_logits, old)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -332,55 +323,88 @@ def to_logits(new_logits: Array, tokens: list[list[int]], gradient: Array) -> Ar
 
 @dataclass
 class StepRow:
+    log_ratio: float
     log_prob: float
-    new_log_prob: float
     regression: float
     kl_before: float
     kl_after: float
     multiplier: float
     projected: bool
-    log_prob_gradient: Array  # with respect to the raw logits of the new policy, as the two below
-    new_log_prob_gradient: Array
+    log_ratio_gradient: Array  # with respect to the raw logits of the new policy, as the two below
+    log_prob_gradient: Array
     regression_gradient: Array
 
 
-def step(new_logits: Array, token: int, old: OldRow, kl_bound: float) -> StepRow:
+def step(new_logits: Array, old: OldRow, kl_bound: float, tail: str) -> StepRow:
+    """What DESIGN.md calls the step, "The ratio" included."""
     new_logits = np.asarray(new_logits, dtype=np.float64)
     if not (is_finite_row(new_logits) and not np.isnan(old.log_probs).any()):
         nothing = np.full(len(new_logits), math.nan)
         nan = math.nan
         return StepRow(nan, nan, nan, nan, nan, nan, False, nothing, nothing, nothing)
 
-    outcomes = outcomes_of(new_logits, token, old)
+    outcomes = outcomes_of(new_logits, old, tail)
     solution = solve(outcomes.log_old, outcomes.log_new, kl_bound)
-    raw = float(log_softmax(new_logits)[token])
-    position = outcomes.tokens.index([token])
-    one_hot = np.zeros(len(outcomes.tokens))
-    one_hot[position] = 1.0
-    raw_gradient = to_logits(new_logits, outcomes.tokens, one_hot)
+    sampled = np.zeros(len(outcomes.tokens))
+    sampled[old.slot] = 1.0
+    log_prob = float(log_softmax(new_logits)[old.token])
 
-    if solution.projected:
-        log_prob = float(solution.log_q[position])
-        log_prob_gradient = to_logits(
-            new_logits, outcomes.tokens, projection_gradient(outcomes, solution, upstream=one_hot)
-        )
-        regression = kl_divergence(outcomes.log_new, solution.log_q)
-        pull = to_logits(new_logits, outcomes.tokens, regression_gradient(outcomes, solution))
+    if tail == "bucket":
+        log_ratio, gradient = _ratio_of_raw(outcomes, solution, old, log_prob, sampled)
     else:
-        log_prob, log_prob_gradient = raw, raw_gradient
-        regression, pull = 0.0, np.zeros(len(new_logits))
+        log_ratio = float(solution.log_q[old.slot] - outcomes.log_old[old.slot])
+        if solution.projected:
+            gradient = projection_gradient(outcomes, solution, upstream=sampled)
+        else:
+            gradient = through_floor(outcomes, sampled)
+
+    regression, pull = 0.0, np.zeros(len(outcomes.tokens))
+    if solution.projected:
+        regression = kl_divergence(outcomes.log_new, solution.log_q)
+        pull = regression_gradient(outcomes, solution)
     return StepRow(
+        log_ratio=log_ratio,
         log_prob=log_prob,
-        new_log_prob=raw,
         regression=regression,
         kl_before=solution.kl_before,
         kl_after=solution.kl_after,
         multiplier=solution.multiplier,
         projected=solution.projected,
-        log_prob_gradient=log_prob_gradient,
-        new_log_prob_gradient=raw_gradient,
-        regression_gradient=pull,
+        log_ratio_gradient=to_logits(new_logits, outcomes.tokens, gradient),
+        log_prob_gradient=to_logits(new_logits, outcomes.tokens, sampled),
+        regression_gradient=to_logits(new_logits, outcomes.tokens, pull),
     )
+
+
+def _ratio_of_raw(
+    outcomes: Outcomes, solution: Solution, old: OldRow, log_prob: float, sampled: Array
+) -> tuple[float, Array]:
+    """τ s_o − A(τ) with s_o from raw log-probabilities, τ and A from the floored outcomes; and its gradient.
+
+    The gradient is with respect to the raw log-probabilities of the outcomes. That of o receives τ, floored or not; the
+    others what the derivatives of τ and A in s_j leave, through the floor. A token that the old policy excludes cannot
+    have been sampled from it: its s_o is the constant 0.
+    """
+    excluded = old.log_prob == -math.inf
+    s_sampled = 0.0 if excluded else log_prob - old.log_prob
+    to_sampled = np.zeros_like(sampled) if excluded else sampled
+    if not solution.projected:
+        return s_sampled, to_sampled
+    s = outcomes.log_new - outcomes.log_old
+    log_ratio = solution.tau * s_sampled - log_sum_exp(outcomes.log_old + solution.tau * s)
+    # With q fixed, ∂A/∂s_j = τ q_j; and τ moves by −τ q_j (s_j − μ)/σ², which changes τ s_o − A by s_o − μ as much.
+    q = np.exp(solution.log_q)
+    mean = float(np.sum(q * s))
+    variance = float(np.sum(q * (s - mean) ** 2))
+    correlation = (s_sampled - mean) if s_sampled > -math.inf else 0.0  # the ratio is 0, whatever else moves
+    direct = -solution.tau * q * (1 + correlation * (s - mean) / variance)
+    return log_ratio, through_floor(outcomes, direct) + solution.tau * to_sampled
+
+
+def through_floor(outcomes: Outcomes, gradient: Array) -> Array:
+    """From ∂L/∂log p̃ of floored, renormalised outcomes to that of the raw ones."""
+    raw = gradient - np.exp(outcomes.log_new) * float(np.sum(gradient))
+    return np.where(outcomes.blocked, 0.0, raw)
 
 
 @dataclass
@@ -419,22 +443,22 @@ def project(new_logits: Array, old: Array | OldRow, kl_bound: float) -> Projecte
 
 
 def loss(
-    log_probs: Array,
+    log_ratio: Array,
     regression: Array,
-    old_log_probs: Array,
     advantages: Array,
     mask: Array,
     regression_weight: float,
     ratio_level: str,
     aggregation: str,
-    max_length: int | None,
+    max_length: int | None = None,
+    num_tokens: float | None = None,
 ) -> float:
     """−(ratio · advantage) + α · regression, over the tokens that the mask keeps; (B, T) arrays, no gradients."""
-    sequences, length = log_probs.shape
+    sequences, length = log_ratio.shape
     per_sequence: list[list[float]] = []
     for b in range(sequences):
         kept = [t for t in range(length) if mask[b, t]]
-        log_ratios = {t: float(log_probs[b, t] - old_log_probs[b, t]) for t in kept}
+        log_ratios = {t: float(log_ratio[b, t]) for t in kept}
         if ratio_level == "sequence" and kept:
             mean = sum(log_ratios.values()) / len(kept)
             log_ratios = dict.fromkeys(kept, mean)
@@ -449,6 +473,6 @@ def loss(
         return sum(sum(losses) / max(len(losses), 1) for losses in per_sequence) / sequences
     total = sum(sum(losses) for losses in per_sequence)
     if aggregation == "token_mean":
-        return total / max(sum(len(losses) for losses in per_sequence), 1)
+        return total / (max(sum(len(losses) for losses in per_sequence), 1) if num_tokens is None else num_tokens)
     assert aggregation == "fixed_length" and max_length is not None
     return total / (sequences * max_length)

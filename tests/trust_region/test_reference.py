@@ -12,6 +12,7 @@ from tests.trust_region import reference
 from tests.trust_region.cases import FAMILIES, bounds, pairs
 
 Array = np.ndarray
+TAILS = ("bucket", "floor")
 
 
 def central_differences(function, point: Array, spacing: float = 1e-5) -> Array:
@@ -50,25 +51,22 @@ def test_slots(probs, token, top_k, threshold, expected):
         assert reference.slots(np.log(probs), token, top_k, threshold) == expected
 
 
-def test_tails_by_hand():
+def test_a_capture_by_hand():
+    """Raw numbers, and the exact tail."""
     logits = np.log([0.5, 0.3, 0.15, 0.05])
-    bucket = reference.capture(logits, 0, 2, 0.0, "bucket")
-    assert np.exp(bucket.log_probs) == pytest.approx([0.5, 0.3])
-    assert math.exp(bucket.tail_log_prob) == pytest.approx(0.2)
-
-    floor = reference.capture(logits, 0, 2, 0.0, "floor")
-    assert np.exp(floor.log_probs) == pytest.approx([0.625, 0.375])
-    assert math.exp(floor.tail_log_prob) == pytest.approx(2e-12 / 0.8)
-    total = np.exp(floor.log_probs).sum() + math.exp(floor.tail_log_prob)
-    assert total == pytest.approx(1.0, abs=1e-15)
-
-    everything = reference.capture(logits, 0, 4, 0.0, "floor")
-    assert everything.tail_log_prob == -math.inf
+    old = reference.capture(logits, 2, 2, 0.0)
+    assert (old.ids, old.slot, old.token, old.vocabulary) == ([0, 2], 1, 2, 4)
+    assert np.exp(old.log_probs) == pytest.approx([0.5, 0.15])
+    assert math.exp(old.tail_log_prob) == pytest.approx(0.35)
+    assert math.exp(old.log_prob) == pytest.approx(0.15)
+    assert reference.capture(logits, 0, 4, 0.0).tail_log_prob == -math.inf
+    # Nothing is floored.
+    assert reference.capture(np.array([0.0, -80.0]), 1, 2, 0.0).log_prob == pytest.approx(-80.0)
 
 
 def test_absent_tail_is_not_an_outcome():
     logits = np.array([0.0, 1.0, -np.inf, -np.inf])
-    old = reference.capture(logits, 0, 2, 0.0, "bucket")
+    old = reference.capture(logits, 0, 2, 0.0)
     assert old.tail_log_prob == -math.inf
     assert len(reference.bucket_outcomes(logits, old).tokens) == 2
     # The new policy has mass there: now the tail is an outcome, floored in the old policy.
@@ -77,28 +75,71 @@ def test_absent_tail_is_not_an_outcome():
     assert math.exp(outcomes.log_old[2]) == pytest.approx(1e-12)
 
 
-@pytest.mark.parametrize("tail", ["bucket", "floor"])
+@pytest.mark.parametrize("tail", TAILS)
 def test_outcomes_are_distributions(tail):
     old_logits, new_logits = pairs("peaked", 20, 30)
     for old_row, new_row in zip(old_logits, new_logits, strict=True):
-        token = 7
-        outcomes = reference.outcomes_of(new_row, token, reference.capture(old_row, token, 6, 1e-3, tail))
+        outcomes = reference.outcomes_of(new_row, reference.capture(old_row, 7, 6, 1e-3), tail)
         assert np.exp(outcomes.log_old).sum() == pytest.approx(1.0, abs=1e-13)
         assert np.exp(outcomes.log_new).sum() == pytest.approx(1.0, abs=1e-13)
         assert sorted(v for members in outcomes.tokens for v in members) == list(range(30))
 
 
 def test_floor_outcomes_by_hand():
-    old = reference.capture(np.log([0.6, 0.3, 0.06, 0.04]), 0, 1, 0.0, "floor")
-    outcomes = reference.floor_outcomes(np.log([0.2, 0.1, 0.6, 0.1]), 0, old)
+    old = reference.capture(np.log([0.6, 0.3, 0.06, 0.04]), 0, 1, 0.0)
+    outcomes = reference.floor_outcomes(np.log([0.2, 0.1, 0.6, 0.1]), old)
     # K = 1: the sampled token holds the only slot of either policy, so their union is that token.
     assert outcomes.tokens == [[0], [1, 2, 3]]
-    old = reference.capture(np.log([0.6, 0.3, 0.06, 0.04]), 0, 2, 0.0, "floor")
-    outcomes = reference.floor_outcomes(np.log([0.2, 0.1, 0.6, 0.1]), 0, old)
+    old = reference.capture(np.log([0.6, 0.3, 0.06, 0.04]), 0, 2, 0.0)
+    outcomes = reference.floor_outcomes(np.log([0.2, 0.1, 0.6, 0.1]), old)
     assert outcomes.tokens == [[0], [1], [2], [3]]
     assert np.exp(outcomes.log_old) == pytest.approx([2 / 3, 1 / 3, 1e-12 / 0.9, 1e-12 / 0.9])
     assert np.exp(outcomes.log_new) == pytest.approx([2 / 9, 1 / 9, 6 / 9, 1e-12 / 0.9])
     assert outcomes.blocked.tolist() == [False, False, False, True]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The ratio, by hand
+
+
+@pytest.mark.parametrize("log_p", [-0.1, -20.0, -30.0, -60.0, -100.0])
+@pytest.mark.parametrize("tail", TAILS)
+def test_equal_policies_have_ratio_one(log_p, tail):
+    row = np.array([0.0, 0.3, log_p, -1.0])
+    step = reference.step(row, reference.capture(row, 2, 3, 0.0), 0.05, tail)
+    # To the rounding of a log-probability of size |log p|.
+    assert step.log_ratio == pytest.approx(0.0, abs=1e-13)
+
+
+def test_the_ratio_of_an_unprojected_token_is_that_of_the_raw_probabilities():
+    """In "bucket" below the floor too; in "floor" of what the floor leaves of them, which is nothing here."""
+    old = reference.capture(np.array([0.0, 0.3, -60.0, -1.0]), 2, 4, 0.0)
+    new_row = np.array([0.0, 0.3, -61.5, -1.0])
+    assert reference.step(new_row, old, 0.05, "bucket").log_ratio == pytest.approx(-1.5, abs=1e-12)
+    assert reference.step(new_row, old, 0.05, "floor").log_ratio == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_ratio_of_a_projected_token_is_the_papers_where_nothing_is_floored():
+    """log q(o) − log p(o) of the normalised (η log p + log p̃)/(η + 1), with three outcomes."""
+    old_row, new_row = np.log([0.7, 0.2, 0.1]), np.log([0.2, 0.3, 0.5])
+    for tail in TAILS:
+        step = reference.step(new_row, reference.capture(old_row, 1, 3, 0.0), 0.05, tail)
+        assert step.projected
+        log_q = reference.log_softmax((step.multiplier * old_row + new_row) / (step.multiplier + 1))
+        assert step.log_ratio == pytest.approx(log_q[1] - old_row[1], abs=1e-10)
+
+
+@pytest.mark.parametrize("log_p", [-5.0, -30.0, -60.0])
+@pytest.mark.parametrize("tail", TAILS)
+def test_the_ratio_is_continuous_at_the_bound(log_p, tail):
+    """The sampled token moves by 0.7, which hardly counts in the divergence; the others make it cross the bound."""
+    old_row = np.array([0.0, -1.0, log_p])
+    new_row = np.array([0.0, -0.5, log_p - 0.7])
+    old = reference.capture(old_row, 2, 3, 0.0)
+    kl = reference.step(new_row, old, 1.0, tail).kl_before
+    inside, outside = (reference.step(new_row, old, kl * factor, tail) for factor in (1 + 1e-9, 1 - 1e-9))
+    assert (inside.projected, outside.projected) == (False, True)
+    assert outside.log_ratio == pytest.approx(inside.log_ratio, abs=1e-7)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -179,37 +220,40 @@ def floored_entries(rng: np.random.Generator, old_row: Array, new_row: Array) ->
     old_row[where[0]] = -np.inf
 
 
-@pytest.mark.parametrize("tail", ["bucket", "floor"])
+@pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("with_floor", [False, True])
 @pytest.mark.parametrize("kl_bound", [0.05, 20.0])
 def test_step_gradients(tail, with_floor, kl_bound):
     rng = np.random.default_rng(2)
-    size, projected = 9, 0
-    for trial in range(12):
+    size, projected, below = 9, 0, 0
+    for trial in range(16):
         old_row = rng.uniform(0.5, 2.0) * rng.standard_normal(size)
         new_row = old_row + rng.standard_normal(size)
         if with_floor:
             floored_entries(rng, old_row, new_row)
+        # Below the floor in the new policy or in the old one, in half of the rows that have such tokens.
         token = int(rng.integers(size))
-        old = reference.capture(old_row, token, top_k=2 + trial % 4, mass_threshold=1e-2, tail=tail)
-        step = reference.step(new_row, token, old, kl_bound)
+        if with_floor and trial % 4 < 2:
+            token = int((np.where(np.isfinite(new_row), new_row, np.inf) if trial % 4 else old_row).argmin())
+        old = reference.capture(old_row, token, top_k=2 + trial % 4, mass_threshold=1e-2)
+        step = reference.step(new_row, old, kl_bound, tail)
         projected += step.projected
+        below += bool(min(step.log_prob, old.log_prob) < math.log(reference.FLOOR))
 
-        for name in ("log_prob", "new_log_prob"):
+        for name in ("log_ratio", "log_prob"):
             if getattr(step, name) == -np.inf:
                 continue
             differences = central_differences(
-                lambda z, name=name, token=token, old=old: getattr(reference.step(z, token, old, kl_bound), name),
-                new_row,
+                lambda z, name=name, old=old: getattr(reference.step(z, old, kl_bound, tail), name), new_row
             )
-            assert getattr(step, f"{name}_gradient") == pytest.approx(differences, abs=1e-6), name
+            assert getattr(step, f"{name}_gradient") == pytest.approx(differences, abs=1e-6), (name, trial)
 
-        outcomes = reference.outcomes_of(new_row, token, old)
+        outcomes = reference.outcomes_of(new_row, old, tail)
         frozen = reference.solve(outcomes.log_old, outcomes.log_new, kl_bound)
         if frozen.projected:
             differences = central_differences(
-                lambda z, token=token, old=old, log_q=frozen.log_q: reference.kl_divergence(
-                    reference.outcomes_of(z, token, old).log_new, log_q
+                lambda z, old=old, log_q=frozen.log_q: reference.kl_divergence(
+                    reference.outcomes_of(z, old, tail).log_new, log_q
                 ),
                 new_row,
             )
@@ -217,7 +261,26 @@ def test_step_gradients(tail, with_floor, kl_bound):
         else:
             assert step.regression == 0.0
             assert not step.regression_gradient.any()
-    assert projected >= 6 if kl_bound == 0.05 else projected <= 6
+    assert projected >= 6 if kl_bound == 0.05 else projected <= 8
+    assert below >= 6 if with_floor else below == 0
+
+
+@pytest.mark.parametrize("below", ["new", "old", "both"])
+@pytest.mark.parametrize("projected", [True, False])
+def test_a_sampled_token_below_the_floor_keeps_its_own_gradient(projected, below):
+    """Of "bucket": its raw logit receives τ, which the floored entry alone would not."""
+    old_row = np.array([0.0, -1.0, 0.5, -60.0 if below != "new" else -4.0])
+    new_row = np.array([0.3, -0.2, -0.5, -62.0 if below != "old" else -4.0])
+    old = reference.capture(old_row, 3, 4, 0.0)
+    kl_bound = 0.01 if projected else math.inf
+    step = reference.step(new_row, old, kl_bound, "bucket")
+    tau = 1 / (1 + step.multiplier)
+    assert step.projected == projected
+    # Its entry of q is at most 1e-12 here, so that τ is all there is.
+    if below != "old":
+        assert step.log_ratio_gradient[3] == pytest.approx(tau, abs=1e-6)
+    differences = central_differences(lambda z: reference.step(z, old, kl_bound, "bucket").log_ratio, new_row)
+    assert step.log_ratio_gradient == pytest.approx(differences, abs=1e-6)
 
 
 def test_regression_gradient_is_the_formula_of_the_design():
@@ -246,7 +309,7 @@ def test_two_outcomes_have_no_gradient_through_q():
 
 def test_chain_rule_between_bucket_and_dense():
     for old_row, new_row in zip(*pairs("flat", 20, 12), strict=True):
-        old = reference.capture(old_row, 3, top_k=5, mass_threshold=0.0, tail="bucket")
+        old = reference.capture(old_row, 3, top_k=5, mass_threshold=0.0)
         rest = reference.complement(12, old.ids)
         log_old, log_new = reference.log_softmax(old_row), reference.log_softmax(new_row)
         outcomes = reference.bucket_outcomes(new_row, old)
@@ -258,23 +321,26 @@ def test_chain_rule_between_bucket_and_dense():
         assert reference.kl_divergence(log_new, log_old) == pytest.approx(bucket + tail_mass * inside_tail, abs=1e-12)
 
 
-@pytest.mark.parametrize("tail", ["bucket", "floor"])
+@pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("family", ["flat", "near_deterministic", "masked"])
 def test_full_support_equals_dense(family, tail):
     for old_row, new_row in zip(*pairs(family, 20, 8), strict=True):
         token = int(np.argmax(old_row))
-        old = reference.capture(old_row, token, top_k=8, mass_threshold=0.0, tail=tail)
-        step = reference.step(new_row, token, old, 0.05)
+        old = reference.capture(old_row, token, top_k=8, mass_threshold=0.0)
+        step = reference.step(new_row, old, 0.05, tail)
         dense = reference.project(new_row, old_row, 0.05)
-        one_hot = np.eye(8)[token]
+        log_q, one_hot = dense.solution.log_q[token], np.eye(8)[token]
         assert step.kl_before == pytest.approx(dense.solution.kl_before, abs=1e-10)
-        assert step.log_prob == pytest.approx(dense.log_probs[token], abs=1e-9)
-        assert step.log_prob_gradient == pytest.approx(dense.gradient(one_hot), abs=1e-7)
+        if np.exp(dense.outcomes.log_new[token]) < 1.1e-12:
+            continue  # a ratio of what is floored is "bucket"'s own, tested above
+        assert step.log_ratio == pytest.approx(log_q - dense.outcomes.log_old[token], abs=1e-9)
+        assert step.log_ratio_gradient == pytest.approx(dense.gradient(one_hot), abs=1e-7)
 
 
 @pytest.mark.parametrize("broken", [[0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3])
-def test_rows_that_are_not_finite(broken):
+@pytest.mark.parametrize("tail", TAILS)
+def test_rows_that_are_not_finite(broken, tail):
     assert not reference.is_finite_row(np.array(broken))
-    old = reference.capture(np.zeros(3), 0, 3, 0.0, "bucket")
-    step = reference.step(np.array(broken), 0, old, 0.05)
-    assert math.isnan(step.log_prob) and math.isnan(step.kl_before)
+    old = reference.capture(np.zeros(3), 0, 3, 0.0)
+    step = reference.step(np.array(broken), old, 0.05, tail)
+    assert math.isnan(step.log_ratio) and math.isnan(step.kl_before)

@@ -10,8 +10,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from tests.verl.actor import Actor, as_batch, nested, rollout, trolled
-from troll import SparsePolicy
-from troll.trust_region.wire import CorruptPolicy, to_records
+from troll import capture
+from troll.trust_region.policy.wire import CorruptPolicy, to_records
 
 
 def records(scored: TensorDict) -> list[Tensor]:
@@ -42,7 +42,7 @@ def of_another_vocabulary(scored: TensorDict) -> list[Tensor]:
     generator, found = torch.Generator().manual_seed(0), []
     for response in scored["responses"].unbind():
         logits = torch.randn(len(response), 120, generator=generator)
-        policy = SparsePolicy.from_logits(logits, response, top_k=12, mass_threshold=1e-3)
+        policy = capture(logits, response, top_k=12, mass_threshold=1e-3)
         found += to_records(policy.pack(), [len(response)])
     return found
 
@@ -63,10 +63,10 @@ DAMAGE: list[tuple[Callable[[TensorDict], list[Tensor]], type[Exception], str]] 
     (truncated, CorruptPolicy, r"record 0 says it has \d+ words and has \d+"),
     (emptied, CorruptPolicy, "record 0 is truncated"),
     (flipped, CorruptPolicy, "record 0 was damaged: its checksum"),
-    (of_other_lengths, ValueError, r"hold \d+ tokens and its responses \d+: they are not of the same rollout"),
-    (of_another_vocabulary, ValueError, "over 120 tokens and the network's logits over 99: they are of another model"),
+    (of_other_lengths, ValueError, r"of other tokens \(\d+\) than its responses \(\d+\): they are not of the same"),
+    (of_another_vocabulary, ValueError, "must have the old policy's 120 tokens, got 99"),
     (of_another_capture, ValueError, "records must share one top_k"),
-    (exchanged, ValueError, "support"),
+    (exchanged, ValueError, "of other tokens .* they are not of the same rollout"),
 ]
 
 

@@ -14,7 +14,7 @@ from tests.verl.actor import Sample, as_batch, model_folder, rollout, single, tr
 from tests.verl.reference import Settings, check, divided
 from tests.verl.worker import CASES, trained
 from troll import SparsePolicy
-from troll.trust_region.wire import from_records
+from troll.trust_region.policy.wire import from_records
 
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 
@@ -38,7 +38,8 @@ def check_captured(records: list[Tensor], samples: list[Sample], settings: Setti
         got, wanted = from_records([record]).unpack(), reference.capture(model, sample, settings)
         assert isinstance(got, SparsePolicy)
         assert torch.equal(got.token_ids, wanted.token_ids)
-        assert (got.tail, got.vocab_size, got.mass_threshold) == (wanted.tail, wanted.vocab_size, wanted.mass_threshold)
+        assert torch.equal(got.slot, wanted.slot)
+        assert (got.vocab_size, got.mass_threshold) == (wanted.vocab_size, wanted.mass_threshold)
         torch.testing.assert_close(got.log_probs, wanted.log_probs, rtol=1e-6, atol=1e-5)
         torch.testing.assert_close(got.tail_log_prob, wanted.tail_log_prob, rtol=1e-6, atol=1e-5)
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
 
+from tests.trust_region import reference
 from tests.verl.actor import ACTOR, as_batch, nested, rollout, trolled
-from troll import SparsePolicy, trust_region_log_probs
-from troll.trust_region.policy import Tail
-from troll.trust_region.wire import from_records
+from troll import capture, trust_region_step
+from troll.trust_region.policy.wire import from_records
 from troll.verl.hooks import Capture, Update
 from troll.verl.old_policies import ResponseTokens, response_places
 from troll.verl.settings import TrollPolicyLossConfig
@@ -31,19 +31,30 @@ def micro_batch(seed: int = 0) -> tuple[TensorDict, Tensor, Tensor, ResponseToke
     return data, torch.roll(ids, -1), logits, tokens
 
 
-@pytest.mark.parametrize("tail", ["bucket", "floor"])
-def test_a_capture_is_the_cores_to_the_bit(tail: Tail) -> None:
+def stepped(
+    settings: TrollPolicyLossConfig, old: Tensor, new: Tensor, data: TensorDict, labels: Tensor, tokens: ResponseTokens
+) -> dict[str, Tensor]:
+    """What an update hands out for the response tokens, after a capture of the old logits."""
+    first, second = Capture(settings), Update(settings, lambda **_: (torch.zeros(()), {}), None)
+    first.begin(labels, tokens)
+    first(student_logits=old[None], data=data)
+    data["old_policies"] = first.field
+    second.begin(labels, tokens)
+    outputs = second(student_logits=new[None], data=data)
+    return {name: values[0, tokens.rows] for name, values in outputs.items()}
+
+
+def test_a_capture_is_the_cores_to_the_bit() -> None:
     data, labels, logits, tokens = micro_batch()
-    hook = Capture(TrollPolicyLossConfig(top_k=8, mass_threshold=1e-3, tail=tail))
+    hook = Capture(TrollPolicyLossConfig(top_k=8, mass_threshold=1e-3))
     hook.begin(labels, tokens)
     outputs = hook(student_logits=logits[None], data=data)
     sampled = data["responses"].values()
-    wanted = SparsePolicy.from_logits(logits[tokens.rows], sampled, top_k=8, mass_threshold=1e-3, tail=tail)
+    wanted = capture(logits[tokens.rows], sampled, top_k=8, mass_threshold=1e-3)
     got = from_records(list(hook.field.unbind())).unpack()
-    for name in ("token_ids", "log_probs", "tail_log_prob"):
+    for name in ("token_ids", "log_probs", "tail_log_prob", "slot"):
         assert torch.equal(getattr(got, name), getattr(wanted, name))
-    assert (got.tail, got.vocab_size) == (tail, VOCABULARY)
-    # Old log-probabilities are the network's, also where the tail is floored.
+    assert got.vocab_size == VOCABULARY
     log_probs = torch.log_softmax(logits, -1)[tokens.rows].gather(-1, sampled[:, None])[:, 0]
     torch.testing.assert_close(outputs["log_probs"][0, tokens.rows], log_probs)
     assert outputs["log_probs"].shape == (1, len(labels))
@@ -53,10 +64,10 @@ def test_a_capture_is_the_cores_to_the_bit(tail: Tail) -> None:
 def test_an_update_hands_out_the_cores_tokens() -> None:
     data, labels, logits, tokens = micro_batch()
     settings = TrollPolicyLossConfig(kl_bound=0.1, top_k=8, mass_threshold=1e-3)
-    capture = Capture(settings)
-    capture.begin(labels, tokens)
-    capture(student_logits=logits[None], data=data)
-    data["old_policies"] = capture.field
+    scoring = Capture(settings)
+    scoring.begin(labels, tokens)
+    scoring(student_logits=logits[None], data=data)
+    data["old_policies"] = scoring.field
     noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
     new = (logits + 0.8 * noise).requires_grad_()
     hook = Update(settings, lambda **_: (torch.zeros(()), {}), None)
@@ -64,21 +75,55 @@ def test_an_update_hands_out_the_cores_tokens() -> None:
     hook.begin(labels, tokens)
     outputs = hook(student_logits=new[None], data=data)
     weights = torch.randn(2, len(labels), generator=torch.Generator().manual_seed(2))
-    pulled = outputs["trust_region_log_probs"] * weights[0] + outputs["trust_region_regression"] * weights[1]
+    pulled = outputs["trust_region_log_ratio"] * weights[0] + outputs["trust_region_regression"] * weights[1]
     (got,) = torch.autograd.grad(pulled.sum(), new)
 
     sampled = data["responses"].values()
-    old = SparsePolicy.from_logits(logits[tokens.rows], sampled, top_k=8, mass_threshold=1e-3)
+    old = capture(logits[tokens.rows], sampled, top_k=8, mass_threshold=1e-3)
     plain = new.detach().clone().requires_grad_()
-    step = trust_region_log_probs(plain[tokens.rows], sampled, old, 0.1)
-    pulled = step.log_probs * weights[0, tokens.rows] + step.regression * weights[1, tokens.rows]
+    step = trust_region_step(plain[tokens.rows], old, 0.1)
+    pulled = step.log_ratio * weights[0, tokens.rows] + step.regression * weights[1, tokens.rows]
     (wanted,) = torch.autograd.grad(pulled.sum(), plain)
     assert 0.2 < step.projected.float().mean() < 1
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
-    assert torch.equal(outputs["trust_region_log_probs"][0, tokens.rows], step.log_probs)
+    assert torch.equal(outputs["trust_region_log_ratio"][0, tokens.rows], step.log_ratio)
     raw = torch.log_softmax(plain, -1)[tokens.rows].gather(-1, sampled[:, None])[:, 0]
     torch.testing.assert_close(outputs["log_probs"][0, tokens.rows], raw)
     assert hook.observed
+
+
+@pytest.mark.filterwarnings("ignore:tail='floor' sees divergences")
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+@pytest.mark.parametrize("scale", [1.0, 20.0])
+def test_equal_policies_have_ratio_one(tail: str, scale: float) -> None:
+    """Sampled tokens below the floor included, which the larger scale makes of most."""
+    data, labels, logits, tokens = micro_batch()
+    logits = scale * (logits + 3)
+    settings = TrollPolicyLossConfig(kl_bound=1e-3, top_k=8, tail=tail)
+    outputs = stepped(settings, logits, logits.clone(), data, labels, tokens)
+    log_total, log_probs = logits[tokens.rows].logsumexp(-1), outputs["log_probs"]
+    size = torch.stack([torch.ones_like(log_total), log_total.abs(), log_probs.abs()]).amax(0)
+    assert (outputs["trust_region_log_ratio"].abs() <= 4 * 2**-23 * size).all()
+    assert (outputs["trust_region_regression"] == 0).all()
+
+
+@pytest.mark.filterwarnings("ignore:tail='floor' sees divergences")
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+def test_ratios_of_projected_tokens_below_the_floor_are_the_definitions(tail: str) -> None:
+    data, labels, logits, tokens = micro_batch()
+    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    old, new = 4 * logits, 4 * logits + 6 * noise
+    settings = TrollPolicyLossConfig(kl_bound=0.1, top_k=8, mass_threshold=1e-3, tail=tail)
+    outputs = stepped(settings, old, new, data, labels, tokens)
+    below = 0
+    for number, (row, token) in enumerate(zip(tokens.rows, data["responses"].values().tolist(), strict=True)):
+        captured = reference.capture(old[row].double().numpy(), token, 8, 1e-3)
+        wanted = reference.step(new[row].double().numpy(), captured, 0.1, tail)
+        below += wanted.projected and min(wanted.log_prob, captured.log_prob) < -30
+        assert outputs["trust_region_log_ratio"][number].item() == pytest.approx(wanted.log_ratio, rel=1e-4, abs=1e-4)
+        assert outputs["log_probs"][number].item() == pytest.approx(wanted.log_prob, rel=1e-6)
+        assert outputs["trust_region_regression"][number].item() == pytest.approx(wanted.regression, rel=1e-4, abs=1e-6)
+    assert below > 5
 
 
 def test_metrics_are_means_over_the_tokens_of_all_micro_batches() -> None:
@@ -88,15 +133,14 @@ def test_metrics_are_means_over_the_tokens_of_all_micro_batches() -> None:
     for seed, keep in ((0, 1.0), (1, 0.3)):
         data, labels, logits, tokens = micro_batch(seed)
         old = logits + keep * torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
-        capture = Capture(settings)
-        capture.begin(labels, tokens)
-        capture(student_logits=old[None], data=data)
-        data["old_policies"] = capture.field
+        scoring = Capture(settings)
+        scoring.begin(labels, tokens)
+        scoring(student_logits=old[None], data=data)
+        data["old_policies"] = scoring.field
         hook.begin(labels, tokens)
         hook(student_logits=logits[None], data=data)
         sampled, mask = data["responses"].values(), data["response_mask"].values().bool()
-        policy = SparsePolicy.from_logits(old[tokens.rows], sampled, top_k=8)
-        step = trust_region_log_probs(logits[tokens.rows], sampled, policy, 0.1)
+        step = trust_region_step(logits[tokens.rows], capture(old[tokens.rows], sampled, top_k=8), 0.1)
         sums.append([step.kl_before[mask], step.projected[mask].float(), step.multiplier[mask & step.projected]])
     kl, projected, multiplier = (torch.cat(values) for values in zip(*sums, strict=True))
     metrics = hook.metrics()

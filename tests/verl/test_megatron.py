@@ -28,8 +28,8 @@ from tests.verl import megatron_worker, reference
 from tests.verl.actor import ACTOR, Sample, Step, as_batch, rollout
 from tests.verl.megatron_worker import CASES, LAYOUTS, Layout, configuration, save_divisible_model
 from tests.verl.reference import Settings, check, divided
-from troll import SparsePolicy
-from troll.trust_region.wire import from_records, to_records
+from troll import capture
+from troll.trust_region.policy.wire import from_records, to_records
 from troll.verl import settings as settings_module
 from troll.verl.hooks import Update
 from troll.verl.megatron import TrollMegatronEngine
@@ -80,7 +80,7 @@ def check_equals_the_core(layout: Layout, case: str, found: dict[str, Any], mode
     samples, network = rollout(), reference.load(model)
     for record, sample in zip(found["old_policies"], samples, strict=True):
         got, wanted = from_records([record]).unpack(), reference.capture(network, sample, settings)
-        assert torch.equal(got.token_ids, wanted.token_ids)
+        assert torch.equal(got.token_ids, wanted.token_ids) and torch.equal(got.slot, wanted.slot)
         torch.testing.assert_close(got.log_probs, wanted.log_probs, rtol=1e-6, atol=2e-5)
         torch.testing.assert_close(got.tail_log_prob, wanted.tail_log_prob, rtol=1e-6, atol=2e-5)
     mini_batches, steps = divided(samples, world=layout.data), found["steps"]
@@ -178,7 +178,7 @@ def test_an_inference_engines_policies_fit_a_padded_vocabulary(tail: Any) -> Non
     generator = torch.Generator().manual_seed(0)
     sampled = batch["responses"].values()
     old_logits, new_logits = (3 * torch.randn(len(sampled), 99, generator=generator) for _ in range(2))
-    old = SparsePolicy.from_logits(old_logits, sampled, top_k=12, mass_threshold=1e-3, tail=tail)
+    old = capture(old_logits, sampled, top_k=12, mass_threshold=1e-3)
     records = to_records(old.pack(), [len(sample.response) for sample in samples])
     tu.assign_non_tensor_stack(batch, "extra_fields", [{"old_policies": record} for record in records])
     settings = TrollPolicyLossConfig(kl_bound=0.02, tail=tail, anchor="rollout", bypass_mode=True)

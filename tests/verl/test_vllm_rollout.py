@@ -10,8 +10,8 @@ import pytest
 import torch
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
-from troll.trust_region.policy import SparsePolicy
-from troll.trust_region.wire import from_records
+from troll import capture
+from troll.trust_region.policy.wire import from_records
 from troll.verl.old_policies import OLD_POLICIES
 from troll.verl.vllm_rollout import TopLogProbs, old_policy_record, reporting
 
@@ -82,8 +82,8 @@ class Server:
         return TokenOutput(token_ids=ids, log_probs=log_probs, extra_fields={"global_steps": 4})
 
 
-def server(tail: str = "bucket") -> Any:
-    settings = {"anchor": "rollout", "top_k": K, "mass_threshold": 1e-3, "tail": tail}
+def server() -> Any:
+    settings = {"anchor": "rollout", "top_k": K, "mass_threshold": 1e-3}
     return reporting(Server)(Engine(), {"trust_region": settings})
 
 
@@ -93,15 +93,14 @@ def generate(server: Any, request_id: str = "a", *, logprobs: bool = True) -> To
     )
 
 
-@pytest.mark.parametrize("tail", ["bucket", "floor"])
-def test_the_record_is_the_policy_that_was_sampled_from(tail: Any) -> None:
-    output = generate(server(tail))
+def test_the_record_is_the_policy_that_was_sampled_from() -> None:
+    output = generate(server())
     policy = from_records([output.extra_fields[OLD_POLICIES]]).unpack()
-    expected = SparsePolicy.from_logits(distributions(), torch.tensor(TOKENS), top_k=K, mass_threshold=1e-3, tail=tail)
-    assert torch.equal(policy.token_ids, expected.token_ids)
+    expected = capture(distributions(), torch.tensor(TOKENS), top_k=K, mass_threshold=1e-3)
+    assert torch.equal(policy.token_ids, expected.token_ids) and torch.equal(policy.slot, expected.slot)
     assert torch.allclose(policy.log_probs.exp(), expected.log_probs.exp(), atol=1e-6)
     assert torch.allclose(policy.tail_log_prob.exp(), expected.tail_log_prob.exp(), atol=1e-6)
-    assert (policy.vocab_size, policy.tail, policy.mass_threshold) == (V, tail, 1e-3)
+    assert (policy.vocab_size, policy.mass_threshold) == (V, 1e-3)
 
 
 def test_what_verl_gets_is_unchanged() -> None:
@@ -149,15 +148,23 @@ def test_an_engine_that_was_not_asked_is_left_alone() -> None:
     assert engine.name == "vllm"
 
 
-def test_a_sampled_token_without_its_log_prob_is_refused() -> None:
+def test_an_engine_need_not_report_the_sampled_token_among_the_most_likely() -> None:
     rows = entries(distributions(), K)
-    del rows[1][TOKENS[1]]
-    with pytest.raises(ValueError, match="without its log-probability"):
-        old_policy_record(TOKENS, rows, vocab_size=V, top_k=K, mass_threshold=1e-5, tail="bucket")
+    own = [row[token] for row, token in zip(rows, TOKENS, strict=True)]
+    settings: dict[str, Any] = {"vocab_size": V, "top_k": K, "mass_threshold": 1e-5}
+    expected = old_policy_record(TOKENS, own, rows, **settings)
+    without = [{i: value for i, value in row.items() if i != token} for row, token in zip(rows, TOKENS, strict=True)]
+    assert torch.equal(old_policy_record(TOKENS, own, without, **settings), expected)
+
+
+def test_a_token_without_a_report_is_refused() -> None:
+    rows = entries(distributions(), K)
+    with pytest.raises(ValueError, match="shorter"):
+        old_policy_record(TOKENS, [-1.0] * 3, rows[:2], vocab_size=V, top_k=K, mass_threshold=1e-5)
 
 
 def test_an_empty_completion_has_an_empty_record() -> None:
-    record = old_policy_record([], [], vocab_size=V, top_k=K, mass_threshold=1e-5, tail="bucket")
+    record = old_policy_record([], [], [], vocab_size=V, top_k=K, mass_threshold=1e-5)
     assert from_records([record]).shape == (0,)
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from troll.trl.config import TrollConfig
-from troll.trust_region.packed import PackedPolicy
-from troll.trust_region.policy import SparsePolicy, Tail
+from troll.trust_region.policy.packed import PackedPolicy
+from troll.trust_region.policy.top import capture_top
 
 #: What a rollout function returns besides TRL's keys, in the format of `VLLMGeneration.generate`.
 TOP_LOG_PROBS, TOP_TOKEN_IDS = "top_logprobs", "top_logprob_token_ids"
@@ -211,7 +211,7 @@ class ReportedRollout:
         return torch.tensor(rows, device=device)
 
     def policies(
-        self, length: int, device: torch.device, *, vocab_size: int, top_k: int, mass_threshold: float, tail: Tail
+        self, length: int, device: torch.device, *, vocab_size: int, top_k: int, mass_threshold: float
     ) -> list[PackedPolicy]:
         """One policy for each completion, of T = `length` positions; those beyond the completion keep no slot.
 
@@ -223,36 +223,31 @@ class ReportedRollout:
             vocab_size: V of the model.
             top_k: K.
             mass_threshold: δ.
-            tail: As in `SparsePolicy`.
         """
         packed = []
         for token_ids, reported in zip(self.completion_ids, self.reported, strict=True):
-            policy = SparsePolicy.from_top_log_probs(
-                *_entries(token_ids, reported),
+            token_log_probs = [x if isinstance(x, ReportedLogProb) else PLACEHOLDER for x in reported]
+            policy = capture_top(
+                *_entries(reported),
                 torch.tensor(token_ids, dtype=torch.int64),
-                vocab_size=vocab_size,
+                torch.tensor(token_log_probs, dtype=torch.float32),
+                vocab_size,
                 top_k=top_k,
                 mass_threshold=mass_threshold,
-                tail=tail,
             ).pack()
             beyond = (0, length - len(token_ids))
-            packed.append(
-                dataclasses.replace(
-                    policy, counts=pad(policy.counts, beyond), tail_log_prob=pad(policy.tail_log_prob, beyond)
-                )
-            )
+            per_position = {name: pad(getattr(policy, name), beyond) for name in ("counts", "tail_log_prob", "slot")}
+            packed.append(dataclasses.replace(policy, **per_position))  # type: ignore[arg-type]
         return PackedPolicy.stack(packed).to(device).unbind()
 
 
-def _entries(token_ids: Sequence[int], reported: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Ids and log-probs of one completion, (T, M) each."""
+def _entries(reported: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Ids and log-probs of one completion, (T, M) each; a token without a report has no entries."""
     entries: list[tuple[Sequence[int], Sequence[float]]] = [
-        (log_prob.token_ids, log_prob.log_probs)
-        if isinstance(log_prob, ReportedLogProb)
-        else ([token_id], [PLACEHOLDER])
-        for token_id, log_prob in zip(token_ids, reported, strict=True)
+        (log_prob.token_ids, log_prob.log_probs) if isinstance(log_prob, ReportedLogProb) else ((), ())
+        for log_prob in reported
     ]
-    width = max((len(ids) for ids, _ in entries), default=1)
+    width = max([1, *(len(ids) for ids, _ in entries)])
     ids = [[*ids, *[-1] * (width - len(ids))] for ids, _ in entries]
     log_probs = [[*values, *[-math.inf] * (width - len(values))] for _, values in entries]
     shape = (len(entries), width)

@@ -13,9 +13,9 @@ from trl import GRPOConfig
 from troll.trl.advantages import ESTIMATORS
 from troll.trl.surrogates import SURROGATES
 from troll.trust_region.bounds import BOUNDS, Bound, make_bound
-from troll.trust_region.constraint import CONSTRAINTS, REDUCTIONS, Reduction, Scope
-from troll.trust_region.dual import SOLVERS
-from troll.trust_region.policy import TAILS, Tail
+from troll.trust_region.policy.sparse import TAILS, Tail
+from troll.trust_region.projecting.constraint import CONSTRAINTS, REDUCTIONS, Reduction, Scope
+from troll.trust_region.projecting.dual import SOLVERS
 
 Anchor = Literal["old", "rollout"]
 DppoOutcomes = Literal["binary", "top_k"]
@@ -50,7 +50,7 @@ class TrollConfig(GRPOConfig):
             of their KL divergences meets the bound; or all of a "batch", the micro-batches of all processes together.
         constraint_reduction: "mean", or "sum" of the KL divergences of the tokens that share a multiplier.
         kl_bound_schedule: How ε changes: "fixed"; "linear" or "cosine" to `end`; "hold_projected_fraction" or "hold_kl"
-            at a `target`. See :mod:`troll.trust_region.bounds`.
+            at a `target`. See `troll.trust_region.bounds`.
         kl_bound_schedule_kwargs: Its options, e.g. ``{"end": 0.01}``.
         kl_bound_entropy_exponent: Above 0, ε of each token is scaled by (H/H̄) to this power, within [0.1, 10], where H
             is the old policy's entropy at the token and H̄ its mean over the rollout.

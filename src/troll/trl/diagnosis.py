@@ -11,17 +11,19 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from troll.trl.config import TrollConfig
-from troll.trl.fused_head import scatter
+from troll.trl.positions import scatter
 from troll.trl.surrogates import ScoredTokens
+from troll.trust_region.coverage import coverage
 from troll.trust_region.diagnostics import (
-    coverage,
     dual_report,
+    old_to_new_kl,
     ratio_report,
     sequence_report,
     tail_gap,
     tail_report,
 )
-from troll.trust_region.policy import SparsePolicy
+from troll.trust_region.policy.sparse import SparsePolicy
+from troll.trust_region.reading.capture import capture
 from troll.trust_region.tally import Tally
 
 #: Tokens of a rollout, on each process, whose whole distributions are compared.
@@ -75,7 +77,7 @@ class Diagnosis:
         )
         positions = at - mask.shape[1] - 1
         logits = self._logits(ids, attention, positions)
-        old = SparsePolicy.from_logits(
+        old = capture(
             logits,
             rolled_out["completion_ids"][row][at],
             top_k=self._args.support_top_k,
@@ -89,12 +91,14 @@ class Diagnosis:
         old, new = tokens.old, tokens.new
         assert old is not None
         assert new is not None
-        token_kl = old.on_outcomes_of(new).kl(new)
+        token_kl = old_to_new_kl(new, old, self._args.tail)
         log_ratio, counts = tokens.new_log_probs - tokens.old_log_probs, mask[scored.bool()]
         tally = sequence_report(scatter(token_kl, scored), scatter(log_ratio, scored), mask * scored)
         tally += coverage(old, counts) + ratio_report(log_ratio, tokens.advantages, counts)
         if self._args.surrogate == "troll":
-            tally += dual_report(new, old, counts, tokens.kl_bound, self._args.solver, tokens.constraint)
+            tally += dual_report(
+                new, old, counts, tokens.kl_bound, self._args.tail, self._args.solver, tokens.constraint
+            )
         if self._probe is not None and self._probed_update != update:
             probe, self._probed_update = self._probe, update
             new_logits = self._logits(probe.input_ids, probe.attention_mask, probe.positions)

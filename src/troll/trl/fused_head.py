@@ -7,14 +7,17 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import trl
 from torch import Tensor
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
-from troll.trust_region.head import Head, OnSupport, OwnSupport, log_probs_on_support_from_hidden
-from troll.trust_region.kernels.tile import Transform
-from troll.trust_region.policy import SparsePolicy, Tail
+from troll.trl.positions import scatter
+from troll.trust_region.objective import support
+from troll.trust_region.policy.outcomes import Outcomes
+from troll.trust_region.policy.sparse import SparsePolicy, Tail
+from troll.trust_region.reading.capture import capture
+from troll.trust_region.reading.head import LMHead
+from troll.trust_region.reading.read import read
 
 #: What TRL's fused forward hands the scored hidden states to.
 CHUNKED_LOG_PROB_FUNCTION = "_ChunkedLogProbFunction"
@@ -22,32 +25,49 @@ CHUNKED_LOG_PROB_FUNCTION = "_ChunkedLogProbFunction"
 
 @dataclass
 class PolicyOutput(FusedCausalLMOutput):
-    """TRL's output, and what the head says of a support, of the N tokens that `label_mask` selects.
+    """TRL's output, and the policy of the N tokens that `label_mask` selects.
 
-    In the output, since the hooks of FSDP look there for what takes part in the backward.
+    Its tensors are in the output itself, since the hooks of FSDP look there for what takes part in the backward pass.
+
+    Attributes:
+        policy: The tensors of a `SparsePolicy`, if it was captured, or of `Outcomes`, if it was read; in their order.
+        vocab_size: V.
     """
 
-    on_support: OnSupport | None = None
+    policy: tuple[Tensor, ...] | None = None
     vocab_size: int | None = None
+
+    def captured(self, mass_threshold: float) -> SparsePolicy:
+        """The policy on its own support, (N,), which was captured with this δ."""
+        assert self.policy is not None
+        assert self.vocab_size is not None
+        token_ids, log_probs, tail_log_prob, slot = self.policy
+        return SparsePolicy(token_ids, log_probs, tail_log_prob, slot, self.vocab_size, mass_threshold)
+
+    def outcomes(self) -> Outcomes:
+        """The policy on the old one's support, (N,), differentiable."""
+        assert self.policy is not None
+        assert self.vocab_size is not None
+        token_ids, logits, tail_logit = self.policy
+        return Outcomes(token_ids, logits, tail_logit, self.vocab_size)
 
 
 def add_policy_head(model: Any, *, top_k: int, mass_threshold: float, tail: Tail) -> None:
     """Lets a model with TRL's fused LM head read policies in its forward pass, where its weights are gathered.
 
-    ``model(..., labels=labels, fused_lm_head=True)`` returns a :class:`PolicyOutput` if it is also given
+    ``model(..., labels=labels, fused_lm_head=True)`` returns a `PolicyOutput` if it is also given
 
-    - ``capture_policy=True``: the policy on its own support, without gradient or entropy. Its log-probabilities are
-      raw, whatever the tail.
-    - ``old_token_ids``, (B, T, K) and −1 in unused slots, for the last T labels: the policy on these tokens,
-      differentiable. With ``tail="floor"`` its own support stands beside them, as `OwnSupport` says.
+    - ``capture_policy=True``: the policy on its own support, without gradient or entropy.
+    - ``old_support``, the old policy's `token_ids`, (B, T, K), and `slot`, (B, T), for the last T labels: the policy on
+      these tokens, differentiable. With ``tail="floor"``, those of its own support follow.
 
-    Only ids go in, and the projection stays outside: FSDP casts floating-point arguments to the parameters' dtype.
+    Only integers go in, and the projection stays outside: FSDP casts floating-point arguments to the parameters' dtype.
 
     Args:
         model: As `trl.trainer.utils.add_fused_lm_head` left it. The base model, under PEFT.
         top_k: K of a capture.
-        mass_threshold: δ.
-        tail: As in `SparsePolicy`.
+        mass_threshold: δ of a capture.
+        tail: That of the step, which decides where the new policy is read.
 
     Raises:
         RuntimeError: If TRL's fused head is not what this builds on.
@@ -57,33 +77,34 @@ def add_policy_head(model: Any, *, top_k: int, mass_threshold: float, tail: Tail
     # The signature stays the model's: `generate` validates its arguments against it.
     @functools.wraps(type(model).forward)
     def forward(
-        self: Any, *args: Any, old_token_ids: Tensor | None = None, capture_policy: bool = False, **kwargs: Any
+        self: Any,
+        *args: Any,
+        old_support: tuple[Tensor, Tensor] | None = None,
+        capture_policy: bool = False,
+        **kwargs: Any,
     ) -> Any:
-        if old_token_ids is None and not capture_policy:
+        if old_support is None and not capture_policy:
             return fused_forward(self, *args, **kwargs)
         scored = kwargs["labels"][:, 1:] != -100
-        support = None
-        if old_token_ids is not None:  # aligned at the end, since prompt-learning PEFT prepends labels
-            support = old_token_ids[scored[:, -old_token_ids.shape[1] :]]
-        function = _PolicyFunction(scored, support, top_k, mass_threshold, tail)
+        function = _PolicyFunction(scored, old_support, top_k, mass_threshold, tail)
         output = _with_global(fused_forward, CHUNKED_LOG_PROB_FUNCTION, function)(self, *args, **kwargs)
-        return PolicyOutput(**output, on_support=function.on_support, vocab_size=function.vocab_size)
+        return PolicyOutput(**output, policy=function.policy, vocab_size=function.vocab_size)
 
     model.forward = types.MethodType(forward, model)
 
 
 @dataclass
 class _PolicyFunction:
-    """Stands in for TRL's autograd function in one forward pass, and keeps what was read beside its results."""
+    """Stands in for TRL's autograd function in one forward pass, and keeps the policy that it reads."""
 
     scored: Tensor
     """(B, L): the positions whose next token has a label."""
-    support: Tensor | None
-    """(N, K); None captures."""
+    old_support: tuple[Tensor, Tensor] | None
+    """(B, T, K) and (B, T); None captures."""
     top_k: int
     mass_threshold: float
     tail: Tail
-    on_support: OnSupport | None = None
+    policy: tuple[Tensor, ...] | None = None
     vocab_size: int | None = None
 
     def apply(
@@ -98,32 +119,39 @@ class _PolicyFunction:
         logit_scale: float,
         outputs: tuple[str, ...],
     ) -> tuple[Tensor | None, ...]:
-        transform = Transform(temperature, logit_scale, softcap)
-        head = Head(weight, bias, transform, gathered=maybe_gather_lm_head_ctx)  # type: ignore[arg-type]
         scored = self.scored.to(hidden.device).flatten()
         # With Triton, TRL passes the scored positions; without, all of them.
         has_all = len(hidden) == len(scored)
         if has_all:
             hidden, targets = hidden[scored], targets[scored]
-        self.on_support = self._read(hidden, head, targets, "entropy" in outputs)
-        self.vocab_size = head.vocab_size
-        # The trust region makes sure that each token has its slot.
-        slot = (self.on_support.token_ids == targets.unsqueeze(-1)).to(torch.uint8).argmax(-1, keepdim=True)
-        per_token = [self.on_support.log_probs.gather(-1, slot).squeeze(-1), self.on_support.entropy]
+        gathered: Any = maybe_gather_lm_head_ctx
+        head = LMHead(hidden, weight, bias, temperature, logit_scale, softcap, gathered=gathered)
+        self.vocab_size = head.width
+        if self.old_support is None:
+            per_token = self._capture(head, targets)
+        else:
+            per_token = self._read(head, targets, *self.old_support, "entropy" in outputs)
         if has_all:
-            per_token = [None if x is None else scatter(x, scored) for x in per_token]
+            per_token = tuple(None if x is None else scatter(x, scored) for x in per_token)
         return (*per_token, None, None, None)
 
-    def _read(self, hidden: Tensor, head: Head, targets: Tensor, entropy: bool) -> OnSupport:
-        if self.support is None:
-            # Its tail stays exact for now, because TRL wants raw log-probabilities.
-            policy = SparsePolicy.from_head(
-                hidden, head, targets, top_k=self.top_k, mass_threshold=self.mass_threshold, tail="bucket"
-            )
-            return OnSupport(policy.token_ids, policy.log_probs, policy.tail_log_prob, None)
-        own_support = OwnSupport(targets, self.mass_threshold) if self.tail == "floor" else None
-        support = self.support.to(hidden.device)
-        return log_probs_on_support_from_hidden(hidden, head, support, own_support=own_support, entropy=entropy)
+    def _capture(self, head: LMHead, targets: Tensor) -> tuple[Tensor | None, ...]:
+        """Log-probabilities of the targets, (N,), and no entropy."""
+        policy = capture(head, targets, top_k=self.top_k, mass_threshold=self.mass_threshold)
+        self.policy = policy.token_ids, policy.log_probs, policy.tail_log_prob, policy.slot
+        return policy.log_prob, None
+
+    def _read(
+        self, head: LMHead, targets: Tensor, old_token_ids: Tensor, old_slot: Tensor, with_entropy: bool
+    ) -> tuple[Tensor | None, ...]:
+        """Log-probabilities of the targets and, where asked for, entropies, (N,) each."""
+        at = self.scored[:, -old_slot.shape[1] :]  # aligned at the end, since prompt-learning PEFT prepends labels
+        old_token_ids, slot = (x[at].to(targets.device) for x in (old_token_ids, old_slot))
+        token_ids = support(head, old_token_ids, targets, self.tail, self.mass_threshold)
+        new = read(head, token_ids, entropy=with_entropy)
+        self.policy = token_ids, new.logits, new.tail_logit
+        log_probs = new.log_probs.gather(-1, slot.unsqueeze(-1)).squeeze(-1)
+        return log_probs, new.entropy
 
 
 def _fused_forward(model: Any) -> types.FunctionType:
@@ -151,9 +179,3 @@ def _with_global(function: types.FunctionType, name: str, value: object) -> type
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
-
-
-def scatter(values: Tensor, mask: Tensor, fill: float = 0) -> Tensor:
-    """Puts (N, ...) values where a mask is true, and `fill` elsewhere; differentiable even if it is true nowhere."""
-    empty = values.new_full((*mask.shape, *values.shape[1:]), fill)
-    return empty.masked_scatter(mask.view(*mask.shape, *(1,) * (values.dim() - 1)), values)

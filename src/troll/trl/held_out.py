@@ -75,7 +75,7 @@ def sampling_temperature(trainer: Any, temperature: float | None) -> Iterator[No
     """Samples at another temperature for a while, 0 being greedy; None leaves the trainer's.
 
     Args:
-        trainer: The :class:`~trl.GRPOTrainer`, with transformers' generation or vLLM's.
+        trainer: The `GRPOTrainer`, with transformers' generation or vLLM's.
         temperature: At least 0.
     """
     if temperature is None:
@@ -102,7 +102,7 @@ def judged_by(trainer: Any, reward_funcs: Sequence[Any], reward_weights: Sequenc
     The trainer's table of completions, of which a step has one, stays that of its own task.
 
     Args:
-        trainer: The :class:`~troll.trl.TrollTrainer`.
+        trainer: The `TrollTrainer`.
         reward_funcs: Functions, no models.
         reward_weights: One each; None for 1.0.
     """

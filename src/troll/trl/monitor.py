@@ -10,16 +10,17 @@ from torch import Tensor
 
 from troll.trl.config import TrollConfig
 from troll.trust_region.bounds import BoundStatistics
-from troll.trust_region.diagnostics import SUPPORT_STATISTICS, support_statistics, support_too_small
-from troll.trust_region.objective import TrustRegionStep, trust_region_metrics, trust_region_statistics
-from troll.trust_region.policy import SparsePolicy
+from troll.trust_region.coverage import SUPPORT_STATISTICS, support_statistics, support_too_small
+from troll.trust_region.metrics import trust_region_metrics, trust_region_statistics
+from troll.trust_region.policy.sparse import SparsePolicy
+from troll.trust_region.projecting.step import TrustRegionStep
 
 #: More than this fraction of tokens projected, over so many optimiser steps, is worth a warning.
 WATCHED_FRACTION, WATCHED_STEPS = 0.1, 100
 
 
 class Monitor:
-    """Collects :class:`TrustRegionStep` of the micro-batches; every method runs on every process.
+    """Collects `TrustRegionStep` of the micro-batches; every method runs on every process.
 
     Args:
         accelerator: The trainer's.
@@ -76,12 +77,11 @@ class Monitor:
         maxima = dict(zip(self.maxima, largest.cpu(), strict=True))
         self.sums, self.maxima = {}, {}
         metrics = trust_region_metrics(sums, maxima)
-        metrics |= {name: sums[name] / sums["tokens"].clamp(min=1) for name in SUPPORT_STATISTICS if name in sums}
+        metrics |= {name: sums[name] / sums["tokens"].clamp(min=1) for name in SUPPORT_STATISTICS}
         # One multiplier for many tokens projects them all, and a controller projects as many as it was told to.
         if self._args.constraint == "token" and self._args.kl_bound_schedule != "hold_projected_fraction":
             self._watch_projections(sums["projected"].item(), sums["tokens"].item(), global_step)
-        if "uncovered_fraction" in metrics:
-            self._watch_coverage(metrics["uncovered_fraction"].item())
+        self._watch_coverage(metrics["uncovered_fraction"].item())
         return {f"trust_region/{name}": value.item() for name, value in metrics.items()}
 
     def _watch_projections(self, projected: float, tokens: float, global_step: int) -> None:

@@ -13,12 +13,12 @@ from torch import Tensor
 from troll.trl.anchor import ReportedRollout, prepare_anchor, vocabulary_size
 from troll.trl.config import TrollConfig
 from troll.trl.estimation import AdvantageTrainer, loss_mask
-from troll.trl.fused_head import PolicyOutput, add_policy_head, scatter
+from troll.trl.fused_head import PolicyOutput, add_policy_head
+from troll.trl.positions import scatter
 from troll.trl.scoring import PolicyScoring
 from troll.trl.surrogates import SURROGATES
-from troll.trust_region.bounds import entropy
-from troll.trust_region.packed import PackedPolicy
-from troll.trust_region.policy import SparsePolicy
+from troll.trust_region.policy.outcomes import entropy
+from troll.trust_region.policy.packed import PackedPolicy
 
 #: The old policy travels through TRL's buffer (shuffled, split) under this key, as a list of one packed policy each.
 OLD_POLICY = "troll_old_policy"
@@ -86,7 +86,7 @@ class OldPolicyTrainer(AdvantageTrainer):
         return self._with_policies(output, scored[0][0])
 
     def _rollout_with_reports(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """A rollout whose old policy is the engine's: see :mod:`troll.trl.anchor`."""
+        """A rollout whose old policy is the engine's: see `troll.trl.anchor`."""
         # The parent asks for the scores of a rollout that is used after an update of the network.
         self._answers = self.args.gradient_accumulation_steps % self.args.rollout_steps != 0
         output = super()._generate_and_score_completions(inputs)
@@ -107,7 +107,6 @@ class OldPolicyTrainer(AdvantageTrainer):
             vocab_size=vocabulary_size(self.model),
             top_k=self.args.support_top_k,
             mass_threshold=self.args.mass_threshold,
-            tail=self.args.tail,
         )
         return self._with_policies(output, policies)
 
@@ -129,25 +128,13 @@ class OldPolicyTrainer(AdvantageTrainer):
         # At the end of the dictionary, since the first entry sets the batch size.
         return rolled_out | {OLD_POLICY: policies}
 
-    def _pack(self, captured: PolicyOutput, length: int) -> list[PackedPolicy]:
+    def _pack(self, output: PolicyOutput, length: int) -> list[PackedPolicy]:
         """One policy for each completion, of `length` tokens; those that were not scored keep no slot."""
-        assert captured.on_support is not None
-        assert captured.vocab_size is not None
-        assert captured.label_mask is not None
-        token_ids, log_probs, tail_log_prob, _ = captured.on_support
-        policy = SparsePolicy(
-            token_ids, log_probs, tail_log_prob, captured.vocab_size, self.args.tail, self.args.mass_threshold
-        )
-        if policy.tail == "floor":
-            policy = policy.floored()
-        scored = captured.label_mask[:, -length:]
-        padded = dataclasses.replace(
-            policy,
-            token_ids=scatter(policy.token_ids, scored, fill=-1),
-            log_probs=scatter(policy.log_probs, scored, fill=-torch.inf),
-            tail_log_prob=scatter(policy.tail_log_prob, scored),
-        )
-        return padded.pack().unbind()
+        assert output.label_mask is not None
+        scored = output.label_mask[:, -length:]
+        packed = output.captured(self.args.mass_threshold).pack()
+        per_position = {name: scatter(getattr(packed, name), scored) for name in ("counts", "tail_log_prob", "slot")}
+        return dataclasses.replace(packed, **per_position).unbind()  # type: ignore[arg-type]
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, *args: Any, **kwargs: Any

@@ -16,7 +16,7 @@ class PolicyScoring:
     """Stands in for the model inside ``GRPOTrainer._get_per_token_logps_and_entropies``.
 
     TRL calls the model for a few sequences at a time and keeps what it knows of the outputs. This asks the fused head
-    for policies too (see :func:`~troll.trl.fused_head.add_policy_head`), and keeps the outputs.
+    for policies too (see `troll.trl.fused_head.add_policy_head`), and keeps the outputs.
 
     Attributes:
         request: What the model is called with in addition.

@@ -1,6 +1,6 @@
 """The surrogate: what keeps an update near the old policy. TROLL's projection, and its rivals.
 
-To add one, write a function from :class:`ScoredTokens` to :class:`Terms` and register it in :data:`SURROGATES`.
+To add one, write a function from `ScoredTokens` to `Terms` and register it in `SURROGATES`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from troll.trust_region.constraint import Constraint
-from troll.trust_region.dual import divergence
-from troll.trust_region.objective import TrustRegionStep, trust_region_step
-from troll.trust_region.policy import SparsePolicy, common_outcomes
-from troll.trust_region.support import floored
+from troll.trust_region.objective import trust_region_step
+from troll.trust_region.policy.outcomes import Outcomes
+from troll.trust_region.policy.sparse import SparsePolicy
+from troll.trust_region.policy.values import divergence, floored
+from troll.trust_region.projecting.constraint import Constraint
+from troll.trust_region.projecting.step import TrustRegionStep, common_outcomes
 
 if TYPE_CHECKING:
     from troll.trl.config import TrollConfig
@@ -27,24 +28,22 @@ class ScoredTokens:
     """The scored tokens of a micro-batch, each (N,), in both policies.
 
     Attributes:
-        token_ids: The sampled tokens.
-        new_log_probs: log p̃ of them, differentiable.
+        new_log_probs: log p̃ of the sampled tokens, differentiable.
         old_log_probs: log p of them.
         advantages: Of each token.
         kl_bound: ε; a float or (N,).
         constraint: Which tokens share a multiplier; None if each has its own.
         old: The old policy; None where the surrogate does not read policies.
-        new: The new policy on its outcomes, differentiable; None as `old`.
+        new: The new policy, read where the step takes it, differentiable; None as `old`.
     """
 
-    token_ids: Tensor
     new_log_probs: Tensor
     old_log_probs: Tensor
     advantages: Tensor
     kl_bound: float | Tensor
     constraint: Constraint | None
     old: SparsePolicy | None
-    new: SparsePolicy | None
+    new: Outcomes | None
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """An entry of :data:`SURROGATES`.
+    """An entry of `SURROGATES`.
 
     Attributes:
         settings: The fields of `TrollConfig` that matter to this surrogate and not to all of them.
@@ -85,9 +84,10 @@ def troll(tokens: ScoredTokens, args: TrollConfig) -> Terms:
     """The projected policy's ratio q(o)/p(o), and α KL(p̃ ‖ ⌊q⌋) (arXiv 2510.03817)."""
     assert tokens.old is not None
     assert tokens.new is not None
-    step = trust_region_step(tokens.new, tokens.token_ids, tokens.old, tokens.kl_bound, args.solver, tokens.constraint)
-    log_ratio = step.log_probs - tokens.old.log_prob(tokens.token_ids)
-    return Terms(log_ratio=log_ratio, penalty=args.regression_weight * step.regression, step=step)
+    step = trust_region_step(
+        tokens.new, tokens.old, tokens.kl_bound, tail=args.tail, solver=args.solver, constraint=tokens.constraint
+    )
+    return Terms(log_ratio=step.log_ratio, penalty=args.regression_weight * step.regression, step=step)
 
 
 def dppo_tv(tokens: ScoredTokens, args: TrollConfig) -> Terms:
@@ -109,7 +109,7 @@ def _outcomes(tokens: ScoredTokens, args: TrollConfig) -> tuple[Tensor, Tensor]:
     if args.dppo_outcomes == "top_k":
         assert tokens.old is not None
         assert tokens.new is not None
-        new, old, _ = common_outcomes(tokens.new, tokens.old.on_outcomes_of(tokens.new))
+        new, old, _ = common_outcomes(tokens.new, tokens.old, args.tail)
         return new.detach(), old
     return _sampled_or_not(tokens.new_log_probs.detach()), _sampled_or_not(tokens.old_log_probs)
 
@@ -128,7 +128,7 @@ def _mask(tokens: ScoredTokens, far: Tensor) -> Terms:
     return Terms(keep=~(leaving & far))
 
 
-_DPPO_SETTINGS = ("dppo_threshold", "dppo_outcomes", "support_top_k", "mass_threshold")
+_DPPO_SETTINGS = ("dppo_threshold", "dppo_outcomes", "tail", "support_top_k", "mass_threshold")
 
 SURROGATES: dict[str, Surrogate] = {
     "troll": Surrogate(

@@ -20,17 +20,20 @@ from troll.trl.checks import dropout_rates, refuse_model_parallelism, warn_about
 from troll.trl.config import AGGREGATION, TrollConfig
 from troll.trl.diagnosis import Diagnosis
 from troll.trl.estimation import loss_mask
-from troll.trl.fused_head import PolicyOutput, scatter
+from troll.trl.fused_head import PolicyOutput
 from troll.trl.held_out import HeldOut, sampling_temperature
 from troll.trl.monitor import Monitor
 from troll.trl.old_policy import OLD_POLICY, OldPolicyTrainer
+from troll.trl.positions import scatter
 from troll.trl.scoring import PolicyScoring
 from troll.trl.surrogates import ScoredTokens, Terms
-from troll.trust_region.bounds import Bound, by_advantage, entropy, entropy_scaled
-from troll.trust_region.constraint import Constraint
+from troll.trust_region.bounds import Bound
+from troll.trust_region.bounds.per_token import by_advantage, entropy_scaled
 from troll.trust_region.objective import aggregate, trust_region_step
-from troll.trust_region.packed import PackedPolicy
-from troll.trust_region.policy import SparsePolicy
+from troll.trust_region.policy.outcomes import entropy
+from troll.trust_region.policy.packed import PackedPolicy
+from troll.trust_region.policy.sparse import SparsePolicy
+from troll.trust_region.projecting.constraint import Constraint
 
 #: The file of a checkpoint that holds what ε adapts by.
 BOUND_STATE = "kl_bound.json"
@@ -203,11 +206,8 @@ class TrollTrainer(CheckpointTrainer, OldPolicyTrainer):
             at = scored.nonzero(as_tuple=True)  # one wait for the device instead of three
             old = new = None
             if padded is not None:
-                assert output.on_support is not None
-                old = padded[at]
-                new = old.new_policy_from_support(output.on_support)
+                old, new = padded[at], output.outcomes()
             tokens = ScoredTokens(
-                token_ids=inputs["completion_ids"][at],
                 new_log_probs=new_log_probs[at],
                 old_log_probs=old_log_probs[at],
                 advantages=advantages[at],
@@ -232,7 +232,8 @@ class TrollTrainer(CheckpointTrainer, OldPolicyTrainer):
             if terms.penalty is not None:
                 extra.append(scatter(terms.penalty, scored))
 
-        self._scoring = PolicyScoring({} if padded is None else {"old_token_ids": padded.token_ids}, apply)
+        request = {} if padded is None else {"old_support": (padded.token_ids, padded.slot)}
+        self._scoring = PolicyScoring(request, apply)
         loss = super()._compute_loss(model, inputs)
         if self._scoring is not None:
             raise RuntimeError("GRPOTrainer did not score the new policy where TrollTrainer expects it")
@@ -265,7 +266,7 @@ class TrollTrainer(CheckpointTrainer, OldPolicyTrainer):
         step = terms.step
         if step is None:
             with torch.no_grad():
-                step = trust_region_step(tokens.new, tokens.token_ids, tokens.old, torch.inf)
+                step = trust_region_step(tokens.new, tokens.old, torch.inf, tail=self.args.tail)
         self.monitor.observe(step, tokens.old, mask, self.state.global_step)
 
     def _reference_kl_correction(

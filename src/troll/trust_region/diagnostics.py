@@ -1,29 +1,25 @@
 """What the trust region did, beyond the metrics of every step: docs/diagnostics.md says what to make of the numbers.
 
-Pure functions without gradient, for every so many steps. The reports return a
-:class:`~troll.trust_region.tally.Tally` of 0-d tensors, which adds up across micro-batches and processes. Whatever
-stands outside the mask never matters, NaN included, and tokens whose logits are no distribution are left out.
+Pure functions without gradient, for every so many steps. The reports return a `Tally` of 0-d tensors, which adds up
+across micro-batches and processes. No value outside the mask matters, NaN included, and tokens whose logits are no
+distribution are left out.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from troll.trust_region.bounds import entropy
-from troll.trust_region.constraint import Constraint
-from troll.trust_region.dual import SOLVERS, divergence
-from troll.trust_region.policy import SparsePolicy, common_outcomes
-from troll.trust_region.projection import broadcast_bound, outside_ball
-from troll.trust_region.support import PROBABILITY_FLOOR, as_float, floored, shape_text
-from troll.trust_region.tally import Tally
-
-#: δ for verdicts about policies that were captured with ``mass_threshold=0``, which asks for K tokens always.
-USUAL_MASS_THRESHOLD = 1e-5
+from troll.trust_region.policy.outcomes import Outcomes
+from troll.trust_region.policy.sparse import SparsePolicy, Tail
+from troll.trust_region.policy.values import PROBABILITY_FLOOR, as_float, divergence, floored, shape_text
+from troll.trust_region.projecting.constraint import Constraint
+from troll.trust_region.projecting.dual import SOLVERS
+from troll.trust_region.projecting.projection import broadcast_bound, outside_ball
+from troll.trust_region.projecting.step import common_outcomes
+from troll.trust_region.tally import Tally, check_shapes, counted, largest, mean, quantiles
 
 
 class SequenceKL(NamedTuple):
@@ -46,8 +42,8 @@ def sequence_kl(token_kl: Tensor, log_ratio: Tensor, mask: Tensor) -> SequenceKL
     KL(p̃ ‖ p), the `kl_before` of a step, is the other direction and has no such estimate.
 
     Args:
-        token_kl: ``old.kl(new)``, (B, T); for ``tail="floor"``, ``old.extended(new.token_ids).kl(new)``. On K + 1
-            outcomes it is a lower bound, by the gap of :func:`tail_gap` with the two policies exchanged.
+        token_kl: KL(p ‖ p̃), (B, T), as [old_to_new_kl][] has it. On K + 1 outcomes it is a lower bound, by the gap of
+            [tail_gap][] with the two policies exchanged.
         log_ratio: ``log p̃ − log p`` of the sampled tokens, of the network itself, not of its projection, (B, T).
         mask: (B, T), true (or 1) where a token counts.
 
@@ -56,7 +52,7 @@ def sequence_kl(token_kl: Tensor, log_ratio: Tensor, mask: Tensor) -> SequenceKL
     """
     if mask.dim() != 2:
         raise ValueError(f"mask must be (B, T), got {shape_text(mask.shape)}")
-    _check_shapes(mask, token_kl=token_kl, log_ratio=log_ratio)
+    check_shapes(mask, token_kl=token_kl, log_ratio=log_ratio)
     # A row with a token that is no distribution has no divergence, and comes out as NaN.
     token_kl, log_ratio = (torch.where(mask.bool(), as_float(x), 0.0) for x in (token_kl, log_ratio))
     return SequenceKL(token_kl.sum(-1), -log_ratio.sum(-1), (torch.expm1(log_ratio) - log_ratio).sum(-1))
@@ -64,95 +60,11 @@ def sequence_kl(token_kl: Tensor, log_ratio: Tensor, mask: Tensor) -> SequenceKL
 
 @torch.no_grad()
 def sequence_report(token_kl: Tensor, log_ratio: Tensor, mask: Tensor) -> Tally:
-    """:func:`sequence_kl`, the mean over the sequences that have a token: `sequence_kl`, and with `_k1` and `_k3`."""
+    """[sequence_kl][], the mean over the sequences that have a token: `sequence_kl`, and with `_k1` and `_k3`."""
     sequences = mask.bool().any(-1)
     kl, k1, k3 = sequence_kl(token_kl, log_ratio, mask)
     estimates = {"sequence_kl": kl, "sequence_kl_k1": k1, "sequence_kl_k3": k3}
-    return Tally({name: _mean(_counted(estimate, sequences)) for name, estimate in estimates.items()})
-
-
-@torch.no_grad()
-def coverage(old: SparsePolicy, mask: Tensor) -> Tally:
-    """How much of the old policy its support holds.
-
-    A policy with ``tail="floor"`` has forgotten the mass outside its support; what needs it is left out.
-
-    Args:
-        old: As captured, at the positions of the mask.
-        mask: (...), true (or 1) where a token counts.
-
-    Returns:
-        `kept_tokens` and `covered_mass` (1 − tail), the means over tokens, and their 5, 50 and 95 % quantiles under
-        `_p5`, `_p50` and `_p95` (of each call, averaged over calls); `uncovered_fraction`, the fraction of tokens that
-        use all K slots and leave more than δ outside; and `old_entropy`, the mean of
-        :func:`~troll.trust_region.bounds.entropy`.
-
-    Raises:
-        ValueError: If the positions are not those of the mask.
-    """
-    _check_shapes(mask, old=old.tail_log_prob)
-    old = old[mask.bool() & old.log_probs[..., 0].isfinite()]
-    kept = old.used.sum(-1)
-    totals = _distribution("kept_tokens", as_float(kept), (5, 50, 95))
-    if old.tail == "bucket":
-        outside = old.tail_log_prob.exp()
-        totals |= _distribution("covered_mass", 1 - outside, (5, 50, 95))
-        totals |= {"uncovered_fraction": _mean(uncovered(old).to(outside)), "old_entropy": _mean(entropy(old))}
-    return Tally(totals)
-
-
-#: What :func:`support_statistics` adds up, each of which is a mean once divided by the tokens.
-SUPPORT_STATISTICS = ("support_size", "tail_mass", "uncovered_fraction")
-
-
-def support_statistics(old: SparsePolicy, mask: Tensor) -> dict[str, Tensor]:
-    """Sums over the tokens of the mask, 0-d, of :data:`SUPPORT_STATISTICS`: slots, mass outside, :func:`uncovered`.
-
-    A policy with a floored tail has forgotten the mass outside, and has the first alone.
-
-    Args:
-        old: At the positions of the mask.
-        mask: (...), true (or 1) where a token counts.
-    """
-    counted, dtype = mask.bool(), old.log_probs.dtype
-    sums = {"support_size": torch.where(counted, old.used.sum(-1), 0).sum().to(dtype)}
-    if old.tail == "bucket":
-        sums["tail_mass"] = torch.where(counted, old.tail_log_prob.exp(), 0.0).sum()
-        sums["uncovered_fraction"] = (counted & uncovered(old)).sum().to(dtype)
-    return sums
-
-
-def uncovered(old: SparsePolicy) -> Tensor:
-    """Where all K slots are used and more than δ is left outside, (...) bool; for ``tail="bucket"``."""
-    threshold = old.mass_threshold or USUAL_MASS_THRESHOLD
-    return old.used.all(-1) & (old.tail_log_prob.exp() > threshold)
-
-
-def support_too_small(
-    uncovered_fraction: float, *, top_k: int, mass_threshold: float, threshold: float = 0.1, setting: str = "top_k"
-) -> str | None:
-    """A warning for users if K is too small for the distributions, as it may be for flat, creative text; else None.
-
-    Args:
-        uncovered_fraction: Of :func:`coverage`.
-        top_k: K of the capture.
-        mass_threshold: δ of the capture.
-        threshold: The largest fraction that is fine, in [0, 1).
-        setting: What users raise to get a larger K.
-
-    Raises:
-        ValueError: On a threshold out of its range.
-    """
-    if not 0 <= threshold < 1:
-        raise ValueError(f"threshold must be in [0, 1), got {threshold}")
-    if not uncovered_fraction > threshold:
-        return None
-    return (
-        f"at {uncovered_fraction:.0%} of the tokens the old policy has more than "
-        f"{mass_threshold or USUAL_MASS_THRESHOLD:g} of its mass outside the {top_k} tokens that are kept: it is "
-        "flatter than the support is made for, and the trust region does not see what moves within the tail. Raise "
-        f"{setting} (to {2 * top_k}, for a start), and watch tail_gap"
-    )
+    return Tally({name: mean(counted(estimate, sequences)) for name, estimate in estimates.items()})
 
 
 class TailGap(NamedTuple):
@@ -181,13 +93,11 @@ def tail_gap(new_logits: Tensor, old_logits: Tensor, old: SparsePolicy) -> TailG
     Args:
         new_logits: (..., V), of the network now.
         old_logits: (..., V), those that the policy was captured from; log-probabilities serve as well.
-        old: With ``tail="bucket"``, at the same positions.
+        old: At the same positions.
 
     Raises:
-        ValueError: On shapes that do not fit, or a policy with a floored tail.
+        ValueError: On shapes that do not fit.
     """
-    if old.tail != "bucket":
-        raise ValueError(f"old must have tail='bucket', got {old.tail!r}")
     for name, logits in (("new_logits", new_logits), ("old_logits", old_logits)):
         if logits.shape != (*old.shape, old.vocab_size):
             raise ValueError(
@@ -211,21 +121,29 @@ def tail_gap(new_logits: Tensor, old_logits: Tensor, old: SparsePolicy) -> TailG
 
 @torch.no_grad()
 def tail_report(gap: TailGap, mask: Tensor) -> Tally:
-    """Of :func:`tail_gap` over tokens: `tail_gap` and `tail_gap_bound`, the means, and both with `_max`."""
-    _check_shapes(mask, gap=gap.gap)
-    parts = {"tail_gap": _counted(gap.gap, mask), "tail_gap_bound": _counted(gap.bound, mask)}
+    """Of [tail_gap][] over tokens: `tail_gap` and `tail_gap_bound`, the means, and both with `_max`."""
+    check_shapes(mask, gap=gap.gap)
+    parts = {"tail_gap": counted(gap.gap, mask), "tail_gap_bound": counted(gap.bound, mask)}
     return Tally(
-        {name: _mean(values) for name, values in parts.items()},
-        {f"{name}_max": _largest(values) for name, values in parts.items()},
+        {name: mean(values) for name, values in parts.items()},
+        {f"{name}_max": largest(values) for name, values in parts.items()},
     )
 
 
 @torch.no_grad()
+def old_to_new_kl(new: Outcomes, old: SparsePolicy, tail: Tail = "bucket") -> Tensor:
+    """KL(p ‖ p̃) over the outcomes that the step compares, (...), in nats; both floored at 1e-12."""
+    log_new, log_old, present = common_outcomes(new, old, tail)
+    return divergence((log_old - log_new).masked_fill(~present, 0.0), log_new)
+
+
+@torch.no_grad()
 def dual_report(
-    new: SparsePolicy,
+    new: Outcomes,
     old: SparsePolicy,
     mask: Tensor,
     kl_bound: float | Tensor = 0.05,
+    tail: Tail = "bucket",
     solver: str = "newton",
     constraint: Constraint | None = None,
 ) -> Tally:
@@ -235,31 +153,31 @@ def dual_report(
     weighted sums.
 
     Args:
-        new: p̃, on the outcomes of `old` (``old.new_policy(...)``).
+        new: p̃, as the step read it.
         old: p, at the positions of the mask.
         mask: (...), true (or 1) where a token counts.
         kl_bound: As in the step.
+        tail: As in the step.
         solver: As in the step.
         constraint: As in the step; where it spans processes, all of them take part.
 
     Returns:
-        Over roots: `solver_evaluations`, mean and `_max`; `bisected_fraction`, the roots that Newton's method alone did
-        not reach; `variance` (σ²), `curvature` (τ²σ²) and `conditioning` (``d log KL/d log τ = τ²σ²/KL``), each with
+        Over roots: `solver_evaluations`, mean and `_max`; `bisected_fraction`, the roots for which Newton's method
+        needed help; `variance` (σ²), `curvature` (τ²σ²) and `conditioning` (``d log KL/d log τ = τ²σ²/KL``), each with
         `_min` and `_p50` (of each call, averaged over calls); and `constraint_error_max`, the largest
         ``|KL(q ‖ p)/ε − 1|``.
 
     Raises:
         ValueError: On positions that are not those of the mask, ε ≤ 0, or an unknown solver.
     """
-    _check_shapes(mask, new=new.tail_log_prob, old=old.tail_log_prob)
+    check_shapes(mask, new=new.tail_logit, old=old.tail_log_prob)
     if solver not in SOLVERS:
         raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
     counts = mask.bool()
-    bound = broadcast_bound(kl_bound, mask.shape, as_float(new.log_probs))[counts]
+    log_new, log_old, present = (x[counts] for x in common_outcomes(new, old, tail))
+    bound = broadcast_bound(kl_bound, mask.shape, log_new)[counts]
     if constraint is not None:
         constraint = constraint.flat(mask.shape)[counts.reshape(-1)]
-    old = old.on_outcomes_of(new)
-    log_new, log_old, present = common_outcomes(new[counts], old[counts])
     s = (log_new - log_old).masked_fill(~present, 0.0)
     kl = divergence(s, log_old)
 
@@ -280,13 +198,13 @@ def dual_report(
 def _roots(tau: Tensor, variance: Tensor, kl: Tensor, bound: Tensor, evaluations: Tensor, bisections: Tensor) -> Tally:
     curvature = tau.square() * variance
     parts = {"variance": variance, "curvature": curvature, "conditioning": curvature / kl}
-    totals = {"solver_evaluations": _mean(evaluations), "bisected_fraction": _mean((bisections > 0).to(tau))}
+    totals = {"solver_evaluations": mean(evaluations), "bisected_fraction": mean((bisections > 0).to(tau))}
     for name, values in parts.items():
-        totals |= _quantiles(name, values, (50,))
+        totals |= quantiles(name, values, (50,))
     return Tally(
         totals,
-        {"solver_evaluations_max": _largest(evaluations), "constraint_error_max": _largest((kl / bound - 1).abs())},
-        {f"{name}_min": -_largest(-values) for name, values in parts.items()},
+        {"solver_evaluations_max": largest(evaluations), "constraint_error_max": largest((kl / bound - 1).abs())},
+        {f"{name}_min": -largest(-values) for name, values in parts.items()},
     )
 
 
@@ -310,7 +228,7 @@ def ratio_report(log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip: floa
     """
     if not clip > 0:
         raise ValueError(f"clip must be above 0, got {clip}")
-    _check_shapes(mask, log_ratio=log_ratio)
+    check_shapes(mask, log_ratio=log_ratio)
     counts = mask.bool() & log_ratio.isfinite()
     try:
         advantages = advantages.expand(mask.shape)[counts]
@@ -320,73 +238,9 @@ def ratio_report(log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip: floa
         ) from None
     ratio = as_float(log_ratio)[counts].exp()
     cut = ((advantages > 0) & (ratio > 1 + clip)) | ((advantages < 0) & (ratio < 1 - clip))
-    totals = _quantiles("ratio", ratio, (1, 50, 99)) | {"clip_fraction": _mean(cut.to(ratio))}
-    return Tally(totals, {"ratio_max": _largest(ratio)})
-
-
-def correlation(x: Sequence[float], y: Sequence[float]) -> float:
-    """Pearson's correlation of two logged series, over the steps at which both are finite.
-
-    NaN where fewer than two are left, or one of the two does not vary.
-
-    Raises:
-        ValueError: On series of different lengths.
-    """
-    if len(x) != len(y):
-        raise ValueError(f"x and y must have one length, got {len(x)} and {len(y)}")
-    pairs = [(a, b) for a, b in zip(x, y, strict=True) if math.isfinite(a) and math.isfinite(b)]
-    deviations = []
-    for series in zip(*pairs, strict=True):
-        # Scaled first, so that squares neither overflow nor vanish.
-        scale = max(map(abs, series)) or 1.0
-        mean = math.fsum(value / scale for value in series) / len(series)
-        deviation = [value / scale - mean for value in series]
-        spread = math.sqrt(math.fsum(value * value for value in deviation))
-        # What rounding of the mean alone would leave is no variation.
-        if spread <= 1e-14 * math.sqrt(len(series)):
-            return math.nan
-        deviations.append([value / spread for value in deviation])
-    if len(pairs) < 2:
-        return math.nan
-    return min(max(math.fsum(a * b for a, b in zip(*deviations, strict=True)), -1.0), 1.0)
-
-
-def _check_shapes(mask: Tensor, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.shape != mask.shape:
-            raise ValueError(f"{name} must be {shape_text(mask.shape)} like the mask, got {shape_text(tensor.shape)}")
-
-
-def _counted(values: Tensor, mask: Tensor) -> Tensor:
-    """The finite values of the mask, (n,)."""
-    return as_float(values)[mask.bool() & values.isfinite()]
+    totals = quantiles("ratio", ratio, (1, 50, 99)) | {"clip_fraction": mean(cut.to(ratio))}
+    return Tally(totals, {"ratio_max": largest(ratio)})
 
 
 def _only(log_probs: Tensor, which: Tensor) -> Tensor:
     return log_probs.masked_fill(~which, -torch.inf)
-
-
-def _mean(values: Tensor) -> Tensor:
-    """Sum and count of (n,) values: a mean that adds up."""
-    return torch.stack([values.sum(), values.new_tensor(float(len(values)))])
-
-
-def _largest(values: Tensor) -> Tensor:
-    return values.max() if len(values) else values.new_tensor(-torch.inf)
-
-
-def _quantiles(name: str, values: Tensor, percents: Sequence[int]) -> dict[str, Tensor]:
-    """Percentiles of (n,) values; in a mean they count n times."""
-    if len(values) == 0:
-        return {f"{name}_p{percent}": values.new_zeros(2) for percent in percents}
-    fractions = values.new_tensor([percent / 100 for percent in percents])
-    weight = values.new_tensor(float(len(values)))
-    quantiles = torch.quantile(values, fractions)
-    return {
-        f"{name}_p{percent}": torch.stack([quantile * weight, weight])
-        for percent, quantile in zip(percents, quantiles, strict=True)
-    }
-
-
-def _distribution(name: str, values: Tensor, percents: Sequence[int]) -> dict[str, Tensor]:
-    return {name: _mean(values)} | _quantiles(name, values, percents)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from troll.trust_region.policy.values import as_float, shape_text
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,42 @@ class Tally:
         means = {name: total[0] / total[1] for name, total in self.totals.items()}
         extremes = self.maxima | self.minima
         return means | {name: value.masked_fill(value.isinf(), torch.nan) for name, value in extremes.items()}
+
+
+def check_shapes(mask: Tensor, **tensors: Tensor) -> None:
+    """Raises ValueError unless the tensors have the mask's shape."""
+    for name, tensor in tensors.items():
+        if tensor.shape != mask.shape:
+            raise ValueError(f"{name} must be {shape_text(mask.shape)} like the mask, got {shape_text(tensor.shape)}")
+
+
+def counted(values: Tensor, mask: Tensor) -> Tensor:
+    """The finite values of the mask, (n,)."""
+    return as_float(values)[mask.bool() & values.isfinite()]
+
+
+def mean(values: Tensor) -> Tensor:
+    """Sum and count of (n,) values: a mean that adds up."""
+    return torch.stack([values.sum(), values.new_tensor(float(len(values)))])
+
+
+def largest(values: Tensor) -> Tensor:
+    """Of (n,) values; −inf of none."""
+    return values.max() if len(values) else values.new_tensor(-torch.inf)
+
+
+def quantiles(name: str, values: Tensor, percents: Sequence[int]) -> dict[str, Tensor]:
+    """Percentiles of (n,) values; in a mean they count n times."""
+    if len(values) == 0:
+        return {f"{name}_p{percent}": values.new_zeros(2) for percent in percents}
+    fractions = values.new_tensor([percent / 100 for percent in percents])
+    weight = values.new_tensor(float(len(values)))
+    return {
+        f"{name}_p{percent}": torch.stack([quantile * weight, weight])
+        for percent, quantile in zip(percents, torch.quantile(values, fractions), strict=True)
+    }
+
+
+def distribution(name: str, values: Tensor, percents: Sequence[int]) -> dict[str, Tensor]:
+    """The mean and percentiles of (n,) values."""
+    return {name: mean(values)} | quantiles(name, values, percents)

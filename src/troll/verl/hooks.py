@@ -17,17 +17,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from verl.workers.utils.padding import no_padding_2_padding
 
-from troll.trust_region.constraint import Constraint
-from troll.trust_region.diagnostics import SUPPORT_STATISTICS, support_statistics
-from troll.trust_region.objective import trust_region_metrics, trust_region_statistics, trust_region_step
-from troll.trust_region.policy import SparsePolicy
+from troll import Constraint, Logits, capture, trust_region_step
+from troll.trust_region.coverage import SUPPORT_STATISTICS, support_statistics
+from troll.trust_region.metrics import trust_region_metrics, trust_region_statistics
 from troll.verl.loss import ProjectedTokens, projected
 from troll.verl.old_policies import ResponseTokens, as_field, from_field
 from troll.verl.settings import TrollPolicyLossConfig
 
 
 class Hook:
-    """What both hooks share: an engine says with :meth:`begin` where a micro-batch's response tokens are."""
+    """What both hooks share: an engine says with `begin` where a micro-batch's response tokens are."""
 
     settings: TrollPolicyLossConfig
     labels: Tensor
@@ -64,6 +63,10 @@ class Hook:
         assert model_output is not None
         return self.loss(model_output, data, dp_group)
 
+    def source(self, logits: Tensor) -> Logits:
+        """This process's logits, (n', V), at its n response tokens."""
+        return Logits(logits, rows=self.tokens.rows, vocab_group=self.vocab_group)
+
     def read(self, logits: Tensor, data: TensorDict) -> dict[str, Tensor]:
         """Per-token outputs at this process's n response tokens, each (n,), from its (n', V) logits."""
         raise NotImplementedError
@@ -86,28 +89,19 @@ class Capture(Hook):
         self.settings = settings
 
     def read(self, logits: Tensor, data: TensorDict) -> dict[str, Tensor]:
-        """The sampled tokens' log p; :attr:`field` is left to be returned with the batch."""
+        """The sampled tokens' log p; `field` is left to be returned with the batch."""
         settings = self.settings
         sampled = self.labels[self.tokens.rows]
-        policy = SparsePolicy.from_logits(
-            logits,
-            sampled,
-            top_k=settings.top_k,
-            mass_threshold=settings.mass_threshold,
-            rows=self.tokens.rows,
-            vocab_group=self.vocab_group,
-        )
-        log_probs = policy.log_prob(sampled)
-        policy = dataclasses.replace(
+        policy = capture(self.source(logits), sampled, top_k=settings.top_k, mass_threshold=settings.mass_threshold)
+        whole = dataclasses.replace(
             policy,
             token_ids=self.tokens.whole(policy.token_ids),
             log_probs=self.tokens.whole(policy.log_probs),
             tail_log_prob=self.tokens.whole(policy.tail_log_prob),
+            slot=self.tokens.whole(policy.slot),
         )
-        if settings.tail == "floor":
-            policy = dataclasses.replace(policy, tail="floor").floored()
-        self.field = as_field(policy, data)
-        return {"log_probs": log_probs}
+        self.field = as_field(whole, data)
+        return {"log_probs": policy.log_prob}
 
     def loss(
         self, model_output: dict[str, Any], data: TensorDict, dp_group: ProcessGroup | None
@@ -136,16 +130,16 @@ class Update(Hook):
         self._maxima: dict[str, Tensor] = {}
 
     def read(self, logits: Tensor, data: TensorDict) -> dict[str, Tensor]:
-        """The sampled tokens' log p̃ and log q, and the regression towards q."""
-        settings, tokens = self.settings, self.tokens
-        packed = from_field(data, anchor=settings.anchor, vocab_size=self._vocab_size(logits))
-        everything = self._on_vocabulary(packed.unpack(), self._vocab_size(logits))
-        self._old_log_probs = everything.log_prob(data["responses"].values())
-        old = everything if tokens.group is None else everything[tokens.numbers]
-        sampled = self.labels[tokens.rows]
-        new = old.new_policy(logits, sampled, rows=tokens.rows, vocab_group=self.vocab_group)
+        """The sampled tokens' log p̃ and log q/p, and the regression towards q."""
+        settings, tokens, source = self.settings, self.tokens, self.source(logits)
+        packed = from_field(data, anchor=settings.anchor, vocab_size=source.vocabulary.size)
+        old = packed.unpack() if tokens.group is None else packed.unpack()[tokens.numbers]
         step = trust_region_step(
-            new, sampled, old, settings.kl_bound, constraint=self._constraint(data["response_mask"])
+            source,
+            old,
+            settings.kl_bound,
+            tail=settings.tail,  # type: ignore[arg-type]
+            constraint=self._constraint(data["response_mask"]),
         )
         mask = data["response_mask"].values().bool()[tokens.numbers]
         sums, maxima = trust_region_statistics(step, mask)
@@ -154,30 +148,10 @@ class Update(Hook):
         self._sums = {name: value + self._sums.get(name, 0) for name, value in sums.items()}
         self._maxima = {name: value.maximum(self._maxima.get(name, value)) for name, value in maxima.items()}
         return {
-            "log_probs": new.log_prob(sampled),
-            "trust_region_log_probs": step.log_probs,
+            "log_probs": step.log_probs,
+            "trust_region_log_ratio": step.log_ratio,
             "trust_region_regression": step.regression,
         }
-
-    def _vocab_size(self, logits: Tensor) -> int:
-        """V of the LM head, padded ones included."""
-        processes = 1 if self.vocab_group is None else torch.distributed.get_world_size(self.vocab_group)
-        return logits.shape[-1] * processes
-
-    def _on_vocabulary(self, old: SparsePolicy, width: int) -> SparsePolicy:
-        """Over the LM head's vocabulary: padded with tokens that an inference engine knows nothing of."""
-        if self.settings.anchor == "rollout" and old.vocab_size < width:
-            tail = old.tail_log_prob
-            if old.tail == "floor":  # of which every token outside has an equal share
-                used = old.used.sum(-1)
-                tail = tail + torch.log((width - used) / (old.vocab_size - used).clamp(min=1))
-            old = dataclasses.replace(old, vocab_size=width, tail_log_prob=tail)
-        if old.vocab_size != width:
-            raise ValueError(
-                f"the batch's old policies are over {old.vocab_size} tokens and the network's logits over {width}: "
-                "they are of another model"
-            )
-        return old
 
     def _constraint(self, response_mask: Tensor) -> Constraint | None:
         """Which of this process's n tokens share a multiplier, by the (B, T) nested mask of those that count."""
@@ -195,12 +169,10 @@ class Update(Hook):
         self, model_output: dict[str, Any], data: TensorDict, dp_group: ProcessGroup | None
     ) -> tuple[Tensor, dict[str, Any]]:
         """The loss of verl, whose policy term reads the projection."""
-        log_probs, regression = (
-            no_padding_2_padding(model_output.pop(f"trust_region_{name}"), data) for name in ("log_probs", "regression")
+        log_ratio, regression = (
+            no_padding_2_padding(model_output.pop(f"trust_region_{name}"), data) for name in ("log_ratio", "regression")
         )
-        old = torch.nested.nested_tensor_from_jagged(self._old_log_probs, data["responses"].offsets())
-        old_log_probs = old.to_padded_tensor(0.0, output_size=log_probs.shape)
-        with projected(ProjectedTokens(log_probs, old_log_probs, regression)):
+        with projected(ProjectedTokens(log_ratio, regression)):
             return self._loss_function(model_output=model_output, data=data, dp_group=dp_group)
 
     @property

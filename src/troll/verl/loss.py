@@ -1,4 +1,4 @@
-"""TROLL's policy loss, in verl's registry: the projected log-probability in place of the raw one, and no clip."""
+"""TROLL's policy loss, in verl's registry: the projected ratio in place of the raw one, and no clip."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ class ProjectedTokens:
     """What the projection made of a micro-batch's response tokens, each (B, T).
 
     Attributes:
-        log_probs: Of the sampled tokens under q.
-        old_log_probs: Under p, without gradient.
+        log_ratio: log q(o)/p(o) of the sampled tokens.
         regression: KL(p̃ ‖ ⌊q⌋).
     """
 
-    log_probs: Tensor
-    old_log_probs: Tensor
+    log_ratio: Tensor
     regression: Tensor
 
 
@@ -77,7 +75,7 @@ def trust_region_policy_loss(
         )
     # Whatever stands at a masked token never matters, infinities included.
     mask = response_mask.bool()
-    log_ratio = torch.where(mask, tokens.log_probs - tokens.old_log_probs, 0.0)
+    log_ratio = torch.where(mask, tokens.log_ratio, 0.0)
     if config.policy_loss.ratio_level == "sequence":
         # verl's own gradient for sequence ratios: the sequence's value, each token's derivative.
         lengths = response_mask.sum(-1, keepdim=True).clamp(min=1)

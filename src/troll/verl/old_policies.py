@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from verl.utils import tensordict_utils as tu
 
-from troll.trust_region.packed import PackedPolicy
-from troll.trust_region.policy import SparsePolicy
-from troll.trust_region.wire import from_records, to_records
+from troll import PackedPolicy, SparsePolicy
+from troll.trust_region.policy.wire import from_records, to_records
 
 #: The field of the batch, (B, words) int32: nested, since sequences differ in length and in how peaked they are.
 OLD_POLICIES = "old_policies"
@@ -42,7 +41,7 @@ class ResponseTokens:
 
     @classmethod
     def of(cls, places: Tensor, total: int, group: ProcessGroup | None = None) -> ResponseTokens:
-        """From :func:`response_places` as this process holds them, flattened; waits for the device once."""
+        """From `response_places` as this process holds them, flattened; waits for the device once."""
         (rows,) = places.nonzero(as_tuple=True)
         return cls(rows, places[rows] - 1, total, group)
 
@@ -83,7 +82,7 @@ def response_places(data: TensorDict) -> Tensor:
 
 
 def as_field(policy: SparsePolicy, data: TensorDict) -> Tensor:
-    """A policy of the N response tokens of a micro-batch, as the field :data:`OLD_POLICIES`."""
+    """A policy of the N response tokens of a micro-batch, as the field `OLD_POLICIES`."""
     lengths = data["responses"].offsets().diff().tolist()
     return torch.nested.as_nested_tensor(to_records(policy.pack(), lengths), layout=torch.jagged)
 
@@ -94,20 +93,24 @@ def from_field(data: TensorDict, *, anchor: str, vocab_size: int = 1) -> PackedP
     Args:
         data: The micro-batch.
         anchor: "old" or "rollout".
-        vocab_size: V, where no sequence of the micro-batch has a record that says it.
+        vocab_size: V of the LM head. It may be padded with tokens that an inference engine knows nothing of, and that
+            have no mass.
 
     Raises:
         CorruptPolicy: If a record is damaged.
-        ValueError: If there are none, or not one for each response token.
+        ValueError: If there are none, or they are not of the response tokens.
     """
     records = _reported(data, vocab_size) if anchor == "rollout" else _captured(data)
-    policy = from_records([record.to(data["responses"].device) for record in records])
-    expected = data["responses"].values().shape[0]
-    if policy.shape != (expected,):
+    responses = data["responses"].values()
+    policy = from_records([record.to(responses.device) for record in records])
+    sampled = policy.token_ids[policy.offsets[:-1] + policy.slot]
+    if not torch.equal(sampled, responses.to(sampled.dtype)):
         raise ValueError(
-            f"the batch's old policies hold {policy.counts.numel()} tokens and its responses {expected}: they are not "
-            "of the same rollout"
+            f"the batch's old policies are of other tokens ({len(sampled)}) than its responses ({len(responses)}): "
+            "they are not of the same rollout"
         )
+    if anchor == "rollout":
+        policy = dataclasses.replace(policy, vocab_size=max(policy.vocab_size, vocab_size))
     return policy
 
 
@@ -136,7 +139,7 @@ def _reported(data: TensorDict, vocab_size: int) -> list[Tensor]:
         )
     real = [record for record in records if record is not None]
     none = torch.empty(0)
-    like = from_records(real[:1]) if real else PackedPolicy(none, none, none, none, 1, vocab_size, "bucket", 0.0)
+    like = from_records(real[:1]) if real else PackedPolicy(none, none, none, none, none, 1, vocab_size, 0.0)
     responses = data["responses"].unbind()
     return [
         _certain(response, like) if record is None else record
@@ -153,6 +156,7 @@ def _certain(token_ids: Tensor, like: PackedPolicy) -> Tensor:
         log_probs=torch.zeros(len(ids)),
         counts=torch.ones_like(ids),
         tail_log_prob=torch.full((len(ids),), -torch.inf),
+        slot=torch.zeros_like(ids),
     )
     (record,) = to_records(policy, [len(ids)])
     return record

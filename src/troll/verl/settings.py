@@ -12,9 +12,9 @@ from typing import Any
 from verl.workers.config import FSDPActorConfig, McoreActorConfig, PolicyLossConfig
 from verl.workers.engine import MegatronEngine
 
-from troll.trust_region.constraint import CONSTRAINTS
 from troll.trust_region.objective import RATIO_LEVELS
-from troll.trust_region.support import TAILS, check_capture
+from troll.trust_region.policy.sparse import TAILS, check_capture
+from troll.trust_region.projecting.constraint import CONSTRAINTS
 
 ANCHORS = ("old", "rollout")
 
@@ -37,7 +37,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
         regression_weight: α ≥ 0, the weight of KL(p̃ ‖ ⌊q⌋).
         top_k: K, how many tokens of the old policy are kept at most.
         mass_threshold: δ in [0, 1): fewer are kept where they cover 1 − δ.
-        tail: "bucket" or "floor"; see :class:`troll.SparsePolicy`.
+        tail: "bucket" or "floor"; see `troll.trust_region_step`.
         constraint: What shares one multiplier: "token", "sequence", or "batch", a micro-batch of all processes.
         ratio_level: "token"; or "sequence", the mean of log q/p over the sequence (GSPO).
         anchor: "old", the network when the rollout is scored; or "rollout", the inference engine's distribution.
@@ -91,7 +91,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
             raise ValueError(
                 f"{_ACTOR}.policy_loss.regression_weight must be at least 0 and finite, got {self.regression_weight}"
             )
-        check_capture(self.top_k, self.mass_threshold, self.tail)
+        check_capture(self.top_k, self.mass_threshold)
         choices = {"tail": TAILS, "constraint": CONSTRAINTS, "ratio_level": RATIO_LEVELS, "anchor": ANCHORS}
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:
@@ -219,7 +219,7 @@ class TrollMcoreActorConfig(_TrollActor, McoreActorConfig):
     """verl's Megatron actor, likewise.
 
     Raises:
-        ValueError: As :class:`TrollFSDPActorConfig`.
+        ValueError: As `TrollFSDPActorConfig`.
     """
 
     strategies = ("megatron",)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
-from troll.trust_region.policy import SparsePolicy
-from troll.trust_region.wire import to_records
+from troll import capture_top
+from troll.trust_region.policy.wire import to_records
 from troll.verl.old_policies import OLD_POLICIES
 
 #: The key under ``actor_rollout_ref.rollout.custom``.
@@ -25,42 +25,35 @@ CUSTOM = "trust_region"
 
 def old_policy_record(
     token_ids: Sequence[int],
+    log_probs: Sequence[float],
     top_log_probs: Sequence[Mapping[int, float]],
     *,
     vocab_size: int,
     top_k: int,
     mass_threshold: float,
-    tail: Any,
 ) -> Tensor:
-    """One completion's old policies as a record (:func:`~troll.trust_region.wire.to_records`).
+    """One completion's old policies as a record, for the extra field `OLD_POLICIES` of a rollout's output.
 
     Args:
         token_ids: The sampled tokens, T.
-        top_log_probs: For each of them, token ids and log-probabilities in nats of the most likely tokens and of the
-            sampled one, as an engine reports them.
+        log_probs: Their log-probabilities, T, in nats.
+        top_log_probs: For each of them, ids and log-probabilities of the most likely tokens, as an engine reports them:
+            with the sampled token or without.
         vocab_size: V.
         top_k: K.
         mass_threshold: δ.
-        tail: "bucket" or "floor".
 
     Raises:
-        ValueError: If a sampled token is not among its entries, or they are not log-probabilities.
+        ValueError: If the numbers are not log-probabilities, or there are not equally many of each.
     """
     width = max((len(entries) for entries in top_log_probs), default=1)
     ids = torch.full((len(token_ids), width), -1)
-    log_probs = torch.full((len(token_ids), width), -torch.inf)
-    for row, entries in enumerate(top_log_probs):
+    top = torch.full((len(token_ids), width), -torch.inf)
+    for row, entries in zip(range(len(token_ids)), top_log_probs, strict=True):
         ids[row, : len(entries)] = torch.tensor(list(entries))
-        log_probs[row, : len(entries)] = torch.tensor(list(entries.values()))
-    policy = SparsePolicy.from_top_log_probs(
-        ids,
-        log_probs,
-        torch.tensor(token_ids, dtype=torch.int64),
-        vocab_size=vocab_size,
-        top_k=top_k,
-        mass_threshold=mass_threshold,
-        tail=tail,
-    )
+        top[row, : len(entries)] = torch.tensor(list(entries.values()))
+    sampled, own = torch.tensor(token_ids, dtype=torch.int64), torch.tensor(log_probs, dtype=torch.float32)
+    policy = capture_top(ids, top, sampled, own, vocab_size, top_k=top_k, mass_threshold=mass_threshold)
     (record,) = to_records(policy.pack(), [len(token_ids)])
     return record
 
@@ -137,11 +130,11 @@ def reporting(server_class: type) -> type:
             output.extra_fields[OLD_POLICIES] = await asyncio.to_thread(
                 old_policy_record,
                 output.token_ids,
+                output.log_probs,
                 reported,
                 vocab_size=self.model_config.hf_config.get_text_config().vocab_size,
                 top_k=settings["top_k"],
                 mass_threshold=settings["mass_threshold"],
-                tail=settings["tail"],
             )
             return output
 

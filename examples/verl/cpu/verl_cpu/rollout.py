@@ -22,6 +22,9 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
+from troll import capture
+from troll.trust_region.policy.wire import to_records
+
 NAME = "transformers"
 
 # How long a batch waits for more: requests come one by one, and many in one forward pass cost little more than one.
@@ -41,7 +44,7 @@ class TransformersServer:
     Args:
         config: verl's settings of the rollout, of which `dtype`, `seed`, `response_length`, `max_num_seqs` and `custom`
             are read.
-        model_config: verl's settings of the model. Its weights come with the first :meth:`update_weights`.
+        model_config: verl's settings of the model. Its weights come with the first `update_weights`.
         replica_rank: Number of this server.
     """
 
@@ -146,15 +149,11 @@ class TransformersServer:
             return {}
         # Not at the top: verl is still being imported there.
         from troll.verl.old_policies import OLD_POLICIES
-        from troll.verl.vllm_rollout import old_policy_record
 
-        top_k, vocab_size = self._trust_region["top_k"], log_probs.shape[-1]
-        reported = []
-        for token, row in zip(token_ids, log_probs, strict=True):
-            values, ids = row.topk(min(top_k, vocab_size))
-            reported.append(dict(zip(ids.tolist(), values.tolist(), strict=True)) | {token: row[token].item()})
-        capture = {name: self._trust_region[name] for name in ("top_k", "mass_threshold", "tail")}
-        return {OLD_POLICIES: old_policy_record(token_ids, reported, vocab_size=vocab_size, **capture)}
+        settings = {name: self._trust_region[name] for name in ("top_k", "mass_threshold")}
+        policy = capture(log_probs, torch.tensor(token_ids), **settings)
+        (record,) = to_records(policy.pack(), [len(token_ids)])
+        return {OLD_POLICIES: record}
 
 
 class TransformersReplica(RolloutReplica):
@@ -182,7 +181,7 @@ class TransformersReplica(RolloutReplica):
         """Does nothing: on a CPU there is no memory to hand over."""
 
     async def wake_up(self) -> None:
-        """Does nothing, see :meth:`sleep`."""
+        """Does nothing, see `sleep`."""
 
 
 class TransformersRollout(BaseRollout):
@@ -192,7 +191,7 @@ class TransformersRollout(BaseRollout):
         """Does nothing: the server has not released anything."""
 
     async def release(self) -> None:
-        """Does nothing, see :meth:`resume`."""
+        """Does nothing, see `resume`."""
 
     async def update_weights(
         self,

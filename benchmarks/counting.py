@@ -1,0 +1,288 @@
+"""What a call would cost on a GPU, counted without one: launches, waits for the device, bytes, lengths of sorts.
+
+Tensors stay on the CPU and say that they are on a GPU, so that the code takes the branches it takes there. A launch is
+an operator that torch dispatches, or a Triton kernel that the interpreter runs, which needs ``TRITON_INTERPRET=1`` when
+kernels are defined. An operator that is made of others counts as these; a sort counts as one, and takes more on a GPU.
+Nothing here knows what is counted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+Passes = Callable[[int, int], Mapping[str, Callable[[], object]]]
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+#: Make no launch: they give memory, or a tensor that shares some.
+FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_", "_unsafe_view"}
+FREE |= {"lift", "lift_fresh", "detach"}
+
+#: Wait for the device: something on the host depends on their result, if only its shape.
+WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive"}
+WAITING |= {"bincount"}
+
+#: Write their first argument without reading it.
+WRITING = {"copy_", "fill_", "zero_"}
+
+#: Read or write only as much of their first argument as there are entries in the index.
+READING_SOME = {"index", "gather", "index_select"}
+WRITING_SOME = {"index_put_", "_index_put_impl_", "scatter_", "index_fill_", "index_copy_"}
+
+SORTING = {"sort", "topk", "argsort", "kthvalue", "median", "msort"}
+
+#: Methods that copy to the host.
+TO_HOST = {Tensor.tolist, Tensor.cpu, Tensor.numpy}
+
+
+@dataclass
+class Count:
+    """What a call does."""
+
+    launches: int = 0
+    waits: int = 0
+    #: Bytes that launches read and write.
+    moved: int = 0
+    #: The longest row that is sorted.
+    sorted_row: int = 0
+    names: Counter[str] = field(default_factory=Counter)
+
+    def launch(self, name: str, moved: int = 0) -> None:
+        """Adds one."""
+        self.launches += 1
+        self.moved += moved
+        self.names[name] += 1
+
+    def wait(self, name: str) -> None:
+        """Adds one."""
+        self.waits += 1
+        self.names[f"wait: {name}"] += 1
+
+
+def count(call: Callable[[], object]) -> Count:
+    """Runs a call on CPU tensors as if they were on a GPU."""
+    counted = Count()
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.cuda, "device", lambda _: nullcontext()))
+        stack.enter_context(_kernels(counted))
+        stack.enter_context(_Operators(counted))
+        stack.enter_context(_AsOnGPU(counted))
+        call()
+    return counted
+
+
+def figures(
+    passes: Passes,
+    two_tiles: Callable[[int, int], AbstractContextManager[Any]],
+    tokens: tuple[int, int],
+    vocabulary: tuple[int, int],
+) -> dict[str, dict[str, Any]]:
+    """Figures of each pass.
+
+    Args:
+        passes: From numbers of tokens and of vocabulary entries to what is counted, in this order: one may need what
+            another made.
+        two_tiles: Cuts so many tokens and entries, which are one row tile otherwise, into two.
+        tokens: A few, and more.
+        vocabulary: Entries, and more.
+    """
+    counts = {(n, v): _counts(passes, n, v) for n in tokens for v in vocabulary}
+    (few, many), (narrow, wide) = tokens, vocabulary
+    with two_tiles(many, wide):
+        cut = _counts(passes, many, wide)
+    logits_more = (many - few) * (wide - narrow)
+    found = {}
+    for name, one in counts[many, wide].items():
+        # What tokens and weights take by themselves drops out.
+        more = one.moved - counts[few, wide][name].moved
+        more -= counts[many, narrow][name].moved - counts[few, narrow][name].moved
+        found[name] = {
+            "launches": one.launches,
+            "of a further tile": cut[name].launches - one.launches,
+            "waits": one.waits,
+            "longest sort": one.sorted_row,
+            "bytes a logit": more / logits_more,
+            "names": dict(one.names),
+        }
+    return found
+
+
+def _counts(passes: Passes, tokens: int, vocabulary: int) -> dict[str, Count]:
+    torch.manual_seed(0)
+    return {name: count(call) for name, call in passes(tokens, vocabulary).items()}
+
+
+class _AsOnGPU(TorchFunctionMode):
+    """Tensors say that they are on a GPU, but for those that are made on the host."""
+
+    def __init__(self, counted: Count) -> None:
+        super().__init__()
+        self._counted = counted
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = [x for x in _flat((args, kwargs)) if isinstance(x, Tensor)]
+        devices = [torch.device(x) for x in (*args, kwargs.get("device")) if isinstance(x, torch.device | str)]
+        on_host = all(hasattr(x, "is_on_host") for x in tensors) and GPU not in devices
+        if func == Tensor.device.__get__:  # type: ignore[attr-defined]
+            return CPU if on_host else GPU
+        if func == Tensor.is_cuda.__get__:
+            return not on_host
+        if func is torch.autograd.grad:  # below a call that comes here this mode is off
+            with self:
+                return _backward(*args, **kwargs)
+        if func is torch.addmm and "out_dtype" in kwargs:  # which the CPU lacks
+            return self._addmm(*args[:3], kwargs["out"])
+        comes = func is Tensor.to and GPU in devices and hasattr(args[0], "is_on_host")
+        goes = not on_host and (func in TO_HOST or (func is Tensor.to and CPU in devices))
+        if comes or goes or (func in (torch.tensor, torch.as_tensor) and GPU in devices):
+            self._counted.wait(f"{func.__name__} between host and GPU")
+        args = tuple(CPU if isinstance(x, torch.device) else x for x in args)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = CPU
+        result = func(*args, **kwargs)
+        if comes or goes:
+            result = (
+                result.detach() if isinstance(result, Tensor) else result
+            )  # nothing was copied: not the same object
+        if ((on_host and not comes) or goes) and isinstance(result, Tensor):
+            result.is_on_host = True  # type: ignore[attr-defined]
+        return result
+
+    def _addmm(self, total: Tensor, first: Tensor, second: Tensor, out: Tensor) -> Tensor:
+        self._counted.launch("addmm", sum(x.nbytes for x in (total, first, second, out)))
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return torch.addmm(total, first.to(total.dtype), second.to(total.dtype), out=out)
+
+
+def _backward(outputs: Any, inputs: Any, grad_outputs: Any, **_: Any) -> tuple[Tensor, ...]:
+    return _engine_run_backward(
+        tuple(outputs), tuple(grad_outputs), False, False, tuple(inputs), allow_unreachable=False, accumulate_grad=False
+    )
+
+
+class _Operators(TorchDispatchMode):
+    """Counts what torch dispatches; what is made of other operators on a GPU too, as these."""
+
+    def __init__(self, counted: Count) -> None:
+        super().__init__()
+        self._counted = counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name in FREE or func.is_view:
+            return func(*args, **kwargs)
+        before = self._counted.launches
+        result = None
+        if _composite(func.name()):
+            with self, suppress(RuntimeError):  # a number where it wants a tensor: such an operator makes one launch
+                result = func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        if result is None:
+            result = func(*args, **kwargs)
+        if self._counted.launches > before:
+            return result
+        outputs = [x for x in _flat(result) if isinstance(x, Tensor)]
+        if name in WAITING or _waits_for_index(name, args, kwargs):
+            self._counted.wait(name)
+        if any(x.numel() for x in outputs):
+            self._counted.launch(name, _moved(func, name, args, kwargs, outputs))
+        if name in SORTING:
+            dim = next((x for x in args[2 if name in ("topk", "kthvalue") else 1 :] if type(x) is int), -1)
+            self._counted.sorted_row = max(self._counted.sorted_row, args[0].shape[kwargs.get("dim", dim)])
+        return result
+
+
+def _composite(name: str) -> bool:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has(name, "CompositeExplicitAutograd") and not has(name, "CPU")
+
+
+def _waits_for_index(name: str, args: Any, kwargs: Any) -> bool:
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    if name not in ("index", "index_put", "index_put_", "_index_put_impl_"):
+        return False
+    masks = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    return masks and (name == "index" or args[2].numel() > 1)  # a single value is filled in through the mask
+
+
+def _moved(func: Any, name: str, args: Any, kwargs: Any, outputs: list[Tensor]) -> int:
+    first: Any = args[0] if args else None
+    inputs = [
+        x for x in _flat((args[1:], {key: x for key, x in kwargs.items() if key != "out"})) if isinstance(x, Tensor)
+    ]
+    moved = sum(map(_bytes, inputs))
+    if name in WRITING_SOME:
+        entries = max(x.numel() for x in inputs)
+        return moved + entries * first.element_size()
+    moved += sum(map(_bytes, outputs))
+    if name in READING_SOME:
+        return moved + sum(map(_bytes, outputs))
+    return moved + (0 if name in WRITING else sum(_bytes(x) for x in _flat(first) if isinstance(x, Tensor)))
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Those of its elements; of an expanded tensor, of what is there."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    if isinstance(values, dict):
+        values = tuple(values.values())
+    if isinstance(values, tuple | list):
+        for value in values:
+            yield from _flat(value)
+    else:
+        yield values
+
+
+@contextmanager
+def _kernels(counted: Count) -> Iterator[None]:
+    """Counts the launches of Triton's interpreter, and what kernels load and store under their masks."""
+    if importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+    run, load, store = (
+        GridExecutor.__call__,
+        InterpreterBuilder.create_masked_load,
+        InterpreterBuilder.create_masked_store,
+    )
+
+    def counting_run(self: Any, *args: Any, **kwargs: Any) -> None:
+        counted.launch(self.fn.__name__)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            run(self, *args, **kwargs)
+
+    def counting_load(self: Any, pointers: Any, mask: Any, *args: Any) -> Any:
+        counted.moved += _touched(pointers, mask)
+        return load(self, pointers, mask, *args)
+
+    def counting_store(self: Any, pointers: Any, value: Any, mask: Any, *args: Any) -> Any:
+        counted.moved += _touched(pointers, mask)
+        return store(self, pointers, value, mask, *args)
+
+    with (
+        mock.patch.object(GridExecutor, "__call__", counting_run),
+        mock.patch.object(InterpreterBuilder, "create_masked_load", counting_load),
+        mock.patch.object(InterpreterBuilder, "create_masked_store", counting_store),
+    ):
+        yield
+
+
+def _touched(pointers: Any, mask: Any) -> int:
+    return int(mask.data.sum()) * max(1, pointers.get_element_ty().primitive_bitwidth // 8)

@@ -1,0 +1,235 @@
+"""The packed policy: a sparse policy without its unused slots, as a rollout buffer or a network should carry it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from troll.trust_region.policy.sparse import SparsePolicy
+from troll.trust_region.policy.values import shape_text
+
+
+@dataclass(frozen=True, eq=False)
+class PackedPolicy:
+    """A `SparsePolicy` without its unused slots, as a rollout buffer or a network should carry it.
+
+    Make one with `SparsePolicy.pack`. Every operation here works on the packed form; ``unpack`` is for the
+    minibatch that an update needs.
+
+    Many buffers shuffle and cut lists of samples. ``unbind`` makes such a list, one policy a sequence, and ``stack``
+    makes a minibatch of any of its entries in any order, without a wait for the device.
+
+    Slots are stored position after position, with the number that each position owns. These counts are kept rather than
+    the offsets that follow from them, because the counts of a part are a part of the counts: a view is a view in all
+    five tensors, and putting parts together needs no arithmetic.
+
+    Attributes:
+        token_ids: (S,) int32, the used slots of all positions in order.
+        log_probs: (S,), in nats.
+        counts: (...) int32, how many slots each position owns.
+        tail_log_prob: (...), log of the mass outside the slots.
+        slot: (...) int32, which of a position's own slots holds the sampled token.
+        top_k: K of the padded form.
+        vocab_size: V of what was captured.
+        mass_threshold: δ of the capture.
+    """
+
+    token_ids: Tensor
+    log_probs: Tensor
+    counts: Tensor
+    tail_log_prob: Tensor
+    slot: Tensor
+    top_k: int
+    vocab_size: int
+    mass_threshold: float
+
+    @property
+    def shape(self) -> torch.Size:
+        """The token positions, (...)."""
+        return self.counts.shape
+
+    @property
+    def offsets(self) -> Tensor:
+        """(positions + 1,) int64, always from 0: the flattened position i owns slots ``[offsets[i], offsets[i + 1])``.
+
+        Computed from the counts, without a wait for the device.
+        """
+        return torch.nn.functional.pad(self.counts.flatten().cumsum(0), (1, 0))
+
+    @property
+    def log_prob(self) -> Tensor:
+        """Log-probability of the sampled token, (...), in nats; −inf at a position without slots."""
+        starts = self.offsets[:-1].view(self.shape)
+        slot = torch.where(self.counts > 0, starts + self.slot, self.token_ids.numel())
+        return torch.nn.functional.pad(self.log_probs, (0, 1), value=-torch.inf)[slot]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements; of a view, those of its own part."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+
+    def unpack(self) -> SparsePolicy:
+        """The padded policy, bit for bit what was packed, without a wait for the device."""
+        slot = torch.arange(self.top_k, device=self.counts.device)
+        starts = self.offsets[:-1].view(self.shape).unsqueeze(-1)
+        # One more slot at the end is what all unused ones read.
+        slots = torch.where(slot < self.counts.unsqueeze(-1), starts + slot, self.token_ids.numel())
+        return SparsePolicy(
+            torch.nn.functional.pad(self.token_ids, (0, 1), value=-1)[slots].long(),
+            torch.nn.functional.pad(self.log_probs, (0, 1), value=-torch.inf)[slots],
+            self.tail_log_prob,
+            self.slot.long(),
+            self.vocab_size,
+            self.mass_threshold,
+        )
+
+    def to(self, *args: Any, **kwargs: Any) -> PackedPolicy:
+        """Moves devices and casts the log-probabilities, with the arguments of ``torch.Tensor.to``."""
+        log_probs = self.log_probs.to(*args, **kwargs)
+        device, non_blocking = log_probs.device, kwargs.get("non_blocking", False)
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids.to(device, non_blocking=non_blocking),
+            log_probs=log_probs,
+            counts=self.counts.to(device, non_blocking=non_blocking),
+            tail_log_prob=self.tail_log_prob.to(*args, **kwargs),
+            slot=self.slot.to(device, non_blocking=non_blocking),
+        )
+
+    def __getitem__(self, index: Any) -> PackedPolicy:
+        """Indexes the token positions, as a tensor of shape (...) would be: an integer or a plain slice makes views.
+
+        Waits for the device once, and once more for a mask: the number of slots is the shape of the result.
+        """
+        if self.shape and (type(index) is int or (isinstance(index, slice) and index.step in (None, 1))):
+            return self._entries(index)
+        rows = torch.arange(self.counts.numel(), device=self.counts.device).view(self.shape)[index]
+        counts = self.counts.flatten()[rows]
+        starts, ends, length = self.offsets[rows].flatten(), counts.flatten().cumsum(0), int(counts.sum())
+        # How far each slot moves; the length is given so that the device need not be asked again.
+        shift = (starts - ends + counts.flatten()).repeat_interleave(counts.flatten(), output_size=length)
+        slots = torch.arange(length, device=shift.device) + shift
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids[slots],
+            log_probs=self.log_probs[slots],
+            counts=counts,
+            tail_log_prob=self.tail_log_prob.flatten()[rows],
+            slot=self.slot.flatten()[rows],
+        )
+
+    def _entries(self, index: int | slice) -> PackedPolicy:
+        """Views of one or successive entries of the first dimension."""
+        counts = self.counts[index]  # first, since it says where an index is out of range
+        entries = range(self.shape[0])[index]
+        entries = range(entries, entries + 1) if isinstance(entries, int) else entries
+        positions, offsets = self.shape[1:].numel(), self.offsets
+        edges = torch.stack([offsets[entries.start * positions], offsets[entries.stop * positions]])
+        slots = slice(*edges.tolist())
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids[slots],
+            log_probs=self.log_probs[slots],
+            counts=counts,
+            tail_log_prob=self.tail_log_prob[index],
+            slot=self.slot[index],
+        )
+
+    def unbind(self) -> list[PackedPolicy]:
+        """The entries of the first dimension, usually a sequence each, as views, with one wait for the device in all.
+
+        Raises:
+            ValueError: If there are no dimensions.
+        """
+        if not self.shape:
+            raise ValueError("a policy of a single position has no dimension to unbind")
+        sizes = self.counts.reshape(self.shape[0], self.shape[1:].numel()).sum(-1).tolist()
+        entries = zip(
+            self.token_ids.split(sizes),
+            self.log_probs.split(sizes),
+            self.counts.unbind(),
+            self.tail_log_prob.unbind(),
+            self.slot.unbind(),
+            strict=True,
+        )
+        return [PackedPolicy(*tensors, self.top_k, self.vocab_size, self.mass_threshold) for tensors in entries]
+
+    @staticmethod
+    def stack(policies: Sequence[PackedPolicy]) -> PackedPolicy:
+        """Policies of one shape along a new first dimension: undoes ``unbind``, in any order and for any subset.
+
+        Does not wait for the device: how many slots each policy has is its tensors' shape.
+
+        Raises:
+            ValueError: If there is nothing to stack, or the policies were captured differently or differ in shape.
+        """
+        _check_same(policies, [tuple(policy.shape) for policy in policies])
+        return _joined(policies, torch.stack)
+
+    @staticmethod
+    def cat(policies: Sequence[PackedPolicy]) -> PackedPolicy:
+        """Concatenates along the first dimension of the token positions, without a wait for the device.
+
+        Raises:
+            ValueError: If there is nothing to concatenate, the policies were captured differently or differ in another
+                dimension, or there is no dimension.
+        """
+        _check_same(policies, [("*", *policy.shape[1:]) if policy.shape else () for policy in policies])
+        if not policies[0].shape:
+            raise ValueError("policies of a single position have no dimension to concatenate along: stack them")
+        return _joined(policies, torch.cat)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickles and deep copies of a tensor take its whole storage along, which a sequence shares with its rollout.
+        return {name: _own(value) if isinstance(value, Tensor) else value for name, value in vars(self).items()}
+
+
+def pack(policy: SparsePolicy) -> PackedPolicy:
+    """What `SparsePolicy.pack` does; waits for the device once."""
+    used = policy.used
+    slots = used.flatten().nonzero().squeeze(-1)
+    return PackedPolicy(
+        token_ids=policy.token_ids.flatten()[slots].int(),
+        log_probs=policy.log_probs.flatten()[slots],
+        counts=used.sum(-1, dtype=torch.int32),
+        # A copy: a capture's tail can be a view that would keep K slots per position in memory.
+        tail_log_prob=policy.tail_log_prob.clone(memory_format=torch.contiguous_format),
+        slot=policy.slot.int(),
+        top_k=policy.top_k,
+        vocab_size=policy.vocab_size,
+        mass_threshold=policy.mass_threshold,
+    )
+
+
+def _joined(policies: Sequence[PackedPolicy], join: Callable[[list[Tensor]], Tensor]) -> PackedPolicy:
+    """Slots one policy after the other; what there is one of for each position, as `join` says."""
+    positions = {
+        name: join([getattr(policy, name) for policy in policies]) for name in ("counts", "tail_log_prob", "slot")
+    }
+    slots = {name: torch.cat([getattr(policy, name) for policy in policies]) for name in ("token_ids", "log_probs")}
+    return dataclasses.replace(policies[0], **slots, **positions)  # type: ignore[arg-type]
+
+
+def _check_same(policies: Sequence[PackedPolicy], shapes: Sequence[Sequence[object]]) -> None:
+    """Raises ValueError that names what differs, unless the policies have one shape and were captured alike."""
+    if not policies:
+        raise ValueError("policies must hold at least one policy, got none")
+    compared: dict[str, Sequence[object]] = {
+        name: [getattr(policy, name) for policy in policies] for name in ("mass_threshold", "vocab_size", "top_k")
+    }
+    compared["dtype"] = [policy.log_probs.dtype for policy in policies]
+    compared["shape"] = [shape_text(shape) for shape in shapes]
+    for name, values in compared.items():
+        distinct = list(dict.fromkeys(values))
+        if len(distinct) > 1:
+            raise ValueError(f"policies must share one {name}, got {', '.join(map(str, distinct))}")
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The tensor, in a storage that holds nothing else."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

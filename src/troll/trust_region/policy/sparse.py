@@ -1,0 +1,143 @@
+"""The sparse policy: the few outcomes of a token's distribution that carry its mass, and a tail for the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from troll.trust_region.policy.values import shape_text
+
+if TYPE_CHECKING:
+    from troll.trust_region.policy.packed import PackedPolicy
+
+Tail = Literal["bucket", "floor"]
+TAILS: tuple[Tail, ...] = ("bucket", "floor")
+
+
+@dataclass(frozen=True, eq=False)
+class SparsePolicy:
+    """Next-token distributions on at most K tokens each, and the mass of all others; raw, and without gradient.
+
+    Make one with [capture][troll.capture] or [capture_top][troll.capture_top]. Used slots come first: larger
+    probability before smaller, then smaller id before larger.
+
+    Attributes:
+        token_ids: (..., K) int64; −1 in unused slots.
+        log_probs: (..., K) float32 (float64 for float64 logits), in nats; −inf in unused slots.
+        tail_log_prob: (...), log of the mass outside the slots; −inf where nothing is outside.
+        slot: (...) int64, the slot of the sampled token.
+        vocab_size: V of what it was captured from.
+        mass_threshold: δ with which it was captured.
+    """
+
+    token_ids: Tensor
+    log_probs: Tensor
+    tail_log_prob: Tensor
+    slot: Tensor
+    vocab_size: int
+    mass_threshold: float
+
+    @property
+    def shape(self) -> torch.Size:
+        """The token positions, (...)."""
+        return self.tail_log_prob.shape
+
+    @property
+    def top_k(self) -> int:
+        """K, the number of slots of each position, used or not."""
+        return self.token_ids.shape[-1]
+
+    @property
+    def log_prob(self) -> Tensor:
+        """Log-probability of the sampled token, (...), in nats."""
+        return self.log_probs.gather(-1, self.slot.unsqueeze(-1)).squeeze(-1)
+
+    @property
+    def used(self) -> Tensor:
+        """Which slots hold a token, (..., K) bool."""
+        return self.token_ids >= 0
+
+    @property
+    def outcomes(self) -> Tensor:
+        """Log-probabilities of all K + 1 outcomes, the tail last, (..., K + 1)."""
+        return torch.cat([self.log_probs, self.tail_log_prob.unsqueeze(-1)], dim=-1)
+
+    def view(self, shape: Sequence[int]) -> SparsePolicy:
+        """The same positions in another shape."""
+        return self._each(lambda x, slots: x.reshape((*shape, *x.shape[x.dim() - slots :])))
+
+    def to(self, *args: Any, **kwargs: Any) -> SparsePolicy:
+        """Moves devices and casts the log-probabilities, with the arguments of ``torch.Tensor.to``."""
+        log_probs = self.log_probs.to(*args, **kwargs)
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids.to(log_probs.device),
+            log_probs=log_probs,
+            tail_log_prob=self.tail_log_prob.to(*args, **kwargs),
+            slot=self.slot.to(log_probs.device),
+        )
+
+    def __getitem__(self, index: Any) -> SparsePolicy:
+        """Indexes the token positions, as a tensor of shape (...) would be."""
+        rows = torch.arange(self.shape.numel(), device=self.slot.device).view(self.shape)[index]
+        return self._each(lambda x, slots: x.reshape(-1, *x.shape[x.dim() - slots :])[rows])
+
+    @staticmethod
+    def cat(policies: Sequence[SparsePolicy], dim: int = 0) -> SparsePolicy:
+        """Concatenates along a dimension of the token positions.
+
+        Raises:
+            ValueError: If there is nothing to concatenate, the policies were captured differently, or there is no such
+                dimension.
+        """
+        captures = {(p.mass_threshold, p.vocab_size, p.top_k) for p in policies}
+        if len(captures) != 1:
+            raise ValueError(f"policies must share mass threshold, vocabulary and K, got {sorted(captures)}")
+        dims = len(policies[0].shape)
+        if not -dims <= dim < dims:
+            raise ValueError(f"dim must be a dimension of the token positions, in [{-dims}, {dims}), got {dim}")
+        tensors = {
+            name: torch.cat([getattr(policy, name) for policy in policies], dim % dims) for name in _SLOTS_OF_FIELD
+        }
+        return dataclasses.replace(policies[0], **tensors)  # type: ignore[arg-type]
+
+    def pack(self) -> PackedPolicy:
+        """Drops the unused slots: usually 6 to 12 times smaller. ``unpack`` restores the policy exactly."""
+        # Not at the top of the file: the packed form unpacks to this class, so its file imports this one.
+        from troll.trust_region.policy.packed import pack
+
+        return pack(self)
+
+    def check_positions(self, shape: Sequence[int]) -> None:
+        """Raises ValueError unless the policy holds these token positions."""
+        if tuple(self.shape) != tuple(shape):
+            raise ValueError(f"old must hold the positions {shape_text(shape)}, got {shape_text(self.shape)}")
+
+    def _each(self, change: Any) -> SparsePolicy:
+        """With every tensor changed; `change` is told how many dimensions of it are slots."""
+        return dataclasses.replace(
+            self, **{name: change(getattr(self, name), slots) for name, slots in _SLOTS_OF_FIELD.items()}
+        )
+
+
+#: The tensors of a policy, and how many of their dimensions are not token positions.
+_SLOTS_OF_FIELD = {"token_ids": 1, "log_probs": 1, "tail_log_prob": 0, "slot": 0}
+
+
+def check_capture(top_k: int, mass_threshold: float) -> None:
+    """Raises ValueError on parameters of a capture that are out of their range."""
+    if not isinstance(top_k, int) or top_k < 1:
+        raise ValueError(f"top_k must be an integer of at least 1, got {top_k}")
+    if not 0 <= mass_threshold < 1:
+        raise ValueError(f"mass_threshold must be in [0, 1), got {mass_threshold}")
+
+
+def check_tail(tail: str) -> None:
+    """Raises ValueError unless a tail has this name."""
+    if tail not in TAILS:
+        raise ValueError(f"tail must be one of {', '.join(TAILS)}, got {tail!r}")

@@ -1,0 +1,228 @@
+"""From the largest entries of a distribution to the slots of a policy."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from troll.trust_region.kernels import MAX_SELECTED, use_triton
+from troll.trust_region.policy.sparse import SparsePolicy, check_capture
+from troll.trust_region.policy.values import PROBABILITY_FLOOR, as_float, check_integers, check_shape, shape_text
+
+#: The K blocks of so many entries with the largest maxima contain the K largest entries, so only those are sorted.
+BLOCK = 64
+
+#: An engine's rounding may let its probabilities add up to so much; more, and they are something else.
+LARGEST_TOTAL = 1.01
+
+
+class Top(NamedTuple):
+    """The largest entries of N distributions, and what normalises them."""
+
+    ids: Tensor
+    """(N, K) int64, in ascending order; −1 in unused slots, which come last."""
+    logits: Tensor
+    """(N, K); −inf in unused slots."""
+    tail_logits: Tensor
+    """(N, K), what they add to the tail if they are dropped: the same, or a tile's less precise numbers, which is how a
+    step reads what is outside the support."""
+    sampled_logit: Tensor
+    """(N,), of the sampled token, which may be one of the K."""
+    log_rest: Tensor
+    """Log-sum-exp of all but the K and the sampled one, (N,); −inf where there is no other."""
+
+
+def top_ids(z: Tensor, k: int) -> Tensor:
+    """Ids of the k largest entries, (..., V) to (..., k): larger value first, then smaller id.
+
+    The same as a stable descending sort; `topk` does not say which of equal values it takes.
+    """
+    blocks = z.shape[-1] // BLOCK
+    if blocks > 2 * k:
+        maxima = z[..., : blocks * BLOCK].unflatten(-1, (blocks, BLOCK)).amax(-1)
+        chosen = top_ids(maxima, k).sort(dim=-1).values  # ascending: the smaller position is the smaller id
+        candidates = (chosen.unsqueeze(-1) * BLOCK + torch.arange(BLOCK, device=z.device)).flatten(-2)
+        beyond = torch.arange(blocks * BLOCK, z.shape[-1], device=z.device).expand(*z.shape[:-1], -1)
+        candidates = torch.cat([candidates, beyond], dim=-1)
+        return candidates.gather(-1, top_ids(z.gather(-1, candidates), k))
+    if z.dtype == torch.float64:
+        return z.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    # One integer a token that orders like (value, −id). Adding 0 makes −0 equal to 0.
+    bits = (z + 0.0).view(torch.int32)
+    value = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    minus_id = torch.arange(z.shape[-1] - 1, -1, -1, device=z.device)
+    return z.shape[-1] - 1 - (((value.long() << 32) | minus_id).topk(k, dim=-1).values & 0xFFFFFFFF)
+
+
+def largest(
+    ids: Tensor,
+    logits: Tensor,
+    tail_logits: Tensor,
+    sampled: Tensor,
+    sampled_logit: Tensor,
+    log_rest: Tensor,
+    k: int,
+) -> Top:
+    """The k largest of M entries, which with the rest are whole distributions.
+
+    Args:
+        ids: (N, M), in ascending order; −1 in unused entries, which come last.
+        logits: (N, M); −inf in unused entries.
+        tail_logits: (N, M), what they add to the rest if they are not among the k.
+        sampled: The sampled tokens, (N,), among the entries or not.
+        sampled_logit: (N,).
+        log_rest: (N, m), of parts of what is neither an entry nor the sampled token.
+        k: At most M.
+    """
+    position = top_ids(logits, k).sort(-1).values
+    others = tail_logits.scatter(-1, position, -torch.inf).masked_fill(ids == sampled.unsqueeze(-1), -torch.inf)
+    ids, logits, tail_logits = (x.gather(-1, position) for x in (ids, logits, tail_logits))
+    return Top(ids, logits, tail_logits, sampled_logit, torch.logsumexp(torch.cat([log_rest, others], -1), -1))
+
+
+def sorted_entries(ids: Tensor, logits: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Entries in any order, (N, M), as [largest][] takes them; among ascending ids the smaller position wins a tie."""
+    ids, order = ids.masked_fill(ids < 0, vocab_size).sort(-1)
+    return ids.masked_fill(ids == vocab_size, -1), logits.gather(-1, order)
+
+
+def keep(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> SparsePolicy:
+    """The slots of a policy: tokens until they cover ``1 − mass_threshold``, and always the sampled one.
+
+    Args:
+        top: Of N distributions.
+        sampled: The sampled tokens, (N,).
+        vocab_size: V.
+        mass_threshold: δ; 0 keeps all.
+
+    Returns:
+        The policies, (N,). A row that is no distribution has NaN in its used slots and in its tail.
+    """
+    if use_triton(top.logits, top.logits.shape[-1], MAX_SELECTED):
+        from troll.trust_region.policy import top_triton
+
+        slots = top_triton.slots
+    else:
+        slots = _slots
+    ids, log_probs, tail_log_prob, slot = slots(top, sampled, mass_threshold)
+    return SparsePolicy(ids, log_probs, tail_log_prob, slot, vocab_size, mass_threshold)
+
+
+def _slots(top: Top, sampled: Tensor, mass_threshold: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ids and log-probabilities (N, K), the tail's (N,), and the slot of the sampled token (N,), int64."""
+    sampled, sampled_logit, rest = (x.unsqueeze(-1) for x in (sampled, top.sampled_logit, top.log_rest))
+    order = top_ids(top.logits, top.logits.shape[-1])
+    ids, logits, tail_logits = (x.gather(-1, order) for x in (top.ids, top.logits, top.tail_logits))
+    in_top = (ids == sampled).any(-1, keepdim=True)
+    outside = torch.where(in_top, rest, torch.logaddexp(rest, sampled_logit))
+
+    # A slot is used while it and everything after it hold more than the threshold, summed from the smallest up.
+    probs = torch.softmax(torch.cat([logits, outside], -1), -1)
+    remaining = probs.flip(-1).cumsum(-1).flip(-1)[..., :-1]
+    used = (remaining > mass_threshold) if mass_threshold > 0 else torch.ones_like(remaining, dtype=torch.bool)
+    used &= ids >= 0
+
+    slots = torch.arange(ids.shape[-1], device=ids.device)
+    last = used.sum(-1, keepdim=True).clamp(max=ids.shape[-1] - 1)
+    takes_last = ~(used & (ids == sampled)).any(-1, keepdim=True) & (slots == last)
+    dropped = (~used | takes_last) & (ids != sampled)
+    tail = torch.logsumexp(torch.cat([rest, tail_logits.masked_fill(~dropped, -torch.inf)], -1), -1, keepdim=True)
+
+    ids = torch.where(takes_last, sampled, ids.masked_fill(~used, -1))
+    logits = torch.where(takes_last, sampled_logit, logits.masked_fill(~used, -torch.inf))
+    # As a step normalises what it reads, so that equal policies are equal to the last digit.
+    outcomes = torch.log_softmax(torch.cat([logits, tail], -1), -1)
+    log_probs = outcomes[..., :-1].masked_fill(ids < 0, -torch.inf)
+    return ids, log_probs, outcomes[..., -1], (ids == sampled).to(torch.uint8).argmax(-1)
+
+
+@torch.no_grad()
+def capture_top(
+    token_ids: Tensor,
+    log_probs: Tensor,
+    sampled_ids: Tensor,
+    sampled_log_probs: Tensor,
+    vocab_size: int,
+    *,
+    top_k: int = 64,
+    mass_threshold: float = 1e-5,
+) -> SparsePolicy:
+    """The old policy as an inference engine reports it, by its largest log-probabilities, without gradient.
+
+    The same policy as `capture` of the logits behind the numbers. The tail is what they leave of 1, since an engine
+    says no more of it: at least 1e-12, so that rounding never makes it impossible, and absent where the entries are the
+    whole vocabulary. Entries that rounding lets exceed 1 are renormalised.
+
+    Args:
+        token_ids: (..., M) integers in [0, V), different in a row and in any order; −1 in unused entries.
+        log_probs: (..., M), in nats, of the distribution that was sampled from: at its temperature, and not truncated.
+            What unused entries hold does not matter.
+        sampled_ids: The sampled tokens, (...); they may be among the entries or not.
+        sampled_log_probs: Their log-probabilities, (...). Where a token is among the entries, that one counts.
+        vocab_size: V.
+        top_k: K, at least 1: entries beyond the K largest count for the tail only.
+        mass_threshold: δ in [0, 1); see `capture`.
+
+    Raises:
+        ValueError: On wrong shapes or dtypes, ids outside the vocabulary, a token that is there twice, parameters
+            out of their range, or entries that hold more than 1.01 in all, which are no log-probabilities.
+    """
+    _check_entries(token_ids, log_probs, sampled_ids, sampled_log_probs, vocab_size)
+    check_capture(top_k, mass_threshold)
+    shape, entries = sampled_ids.shape, token_ids.shape[-1]
+    ids, sampled = token_ids.long().reshape(-1, entries), sampled_ids.long().reshape(-1, 1)
+    z, sampled_z = as_float(log_probs).reshape(-1, entries), as_float(sampled_log_probs).reshape(-1, 1)
+    # The sampled token becomes one of the entries.
+    known = (ids == sampled).any(-1, keepdim=True)
+    ids = torch.cat([ids, sampled.masked_fill(known, -1)], -1)
+    used = ids >= 0
+    z = torch.cat([z, sampled_z], -1).masked_fill(~used, -torch.inf)
+    # In float64, since a sum close to 1 in float32 knows the rest to 1e-7 only.
+    covered = torch.logsumexp(z.double(), -1, keepdim=True)
+    if bool((covered.exp() > LARGEST_TOTAL).any()):
+        total = covered.exp().max().item()
+        raise ValueError(f"log_probs must be log-probabilities, got some that add up to {total:.3g}")
+    left = (-torch.expm1(covered)).clamp(min=PROBABILITY_FLOOR).log().to(z.dtype)
+    left = left.masked_fill(used.sum(-1, keepdim=True) == vocab_size, -torch.inf)
+
+    ids, z = sorted_entries(ids, z, vocab_size)
+    sampled_z = z.masked_fill(ids != sampled, -torch.inf).amax(-1)
+    k = min(top_k, vocab_size)
+    top = largest(ids, z, z, sampled.squeeze(-1), sampled_z, left, min(k, entries + 1))
+    empty = (0, k - top.ids.shape[-1])
+    logits = torch.nn.functional.pad(top.logits, empty, value=-torch.inf)
+    top = top._replace(ids=torch.nn.functional.pad(top.ids, empty, value=-1), logits=logits, tail_logits=logits)
+    return keep(top, sampled.squeeze(-1), vocab_size, mass_threshold).view(shape)
+
+
+def _check_entries(
+    token_ids: Tensor, log_probs: Tensor, sampled_ids: Tensor, sampled_log_probs: Tensor, vocab_size: int
+) -> None:
+    for name, ids in (("token_ids", token_ids), ("sampled_ids", sampled_ids)):
+        check_integers(name, ids)
+    for name, values in (("log_probs", log_probs), ("sampled_log_probs", sampled_log_probs)):
+        if not values.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {values.dtype}")
+    check_shape("sampled_log_probs", sampled_log_probs, sampled_ids.shape)
+    for name, tensor in (("token_ids", token_ids), ("log_probs", log_probs)):
+        if tensor.dim() == 0 or tensor.shape[-1] == 0 or tensor.shape != (*sampled_ids.shape, token_ids.shape[-1]):
+            expected = shape_text((*sampled_ids.shape, "M"))
+            raise ValueError(f"{name} must be {expected}, with one M of at least 1, got {shape_text(tensor.shape)}")
+    check_tokens_in("sampled_ids", sampled_ids, vocab_size)
+    outside = (token_ids < -1) | (token_ids >= vocab_size)
+    if bool(outside.any()):
+        got = token_ids[outside][0].item()
+        raise ValueError(f"token_ids must be in [0, {vocab_size}), or -1 if unused, got {got}")
+    ordered = token_ids.sort(-1).values
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    if bool(twice.any()):
+        raise ValueError(f"token_ids must differ in a row, got {ordered[..., 1:][twice][0].item()} twice")
+
+
+def check_tokens_in(name: str, token_ids: Tensor, vocab_size: int) -> None:
+    """Raises ValueError unless all ids are in [0, vocab_size)."""
+    outside = (token_ids < 0) | (token_ids >= vocab_size)
+    if bool(outside.any()):
+        raise ValueError(f"{name} must be in [0, {vocab_size}), got {token_ids[outside][0].item()}")

@@ -1,0 +1,137 @@
+"""The Triton counterpart of what `top.keep` computes: one program a token."""
+
+# Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from troll.trust_region.kernels import launching_on
+from troll.trust_region.policy.values_triton import (
+    launch,
+    log_add_exp,
+    log_sum_exp,
+    nan_unless_finite,
+    sortable,
+)
+
+if TYPE_CHECKING:
+    from troll.trust_region.policy.top import Top
+
+#: Entries that all others are compared with at once.
+COMPARED = 4
+
+
+def slots(top: Top, sampled: Tensor, mass_threshold: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `top._slots`.
+
+    Args:
+        top: Of N distributions in float32.
+        sampled: The sampled tokens, (N,) int64.
+        mass_threshold: δ; 0 keeps all.
+
+    Returns:
+        Ids and log-probabilities (N, K), the tail's (N,), and the slot of the sampled token (N,), int64.
+    """
+    tokens, k = top.ids.shape
+    ids, log_probs = torch.empty_like(top.ids), top.logits.new_empty(top.ids.shape)
+    order = torch.empty_like(ids, dtype=torch.int32)
+    tail, slot = log_probs.new_empty(tokens), ids.new_empty(tokens)
+    if tokens:
+        with launching_on(ids.device):
+            _slots_kernel[(tokens,)](
+                *(x.contiguous() for x in (*top, sampled)),
+                k,
+                float(mass_threshold),
+                order,
+                ids,
+                log_probs,
+                tail,
+                slot,
+                KEEPS_ALL=mass_threshold == 0,
+                COMPARED=COMPARED,
+                **launch(k + 1),
+            )
+    return ids, log_probs, tail, slot
+
+
+@triton.jit
+def _slots_kernel(
+    ids,  # (N, k), and the two after it
+    logits,
+    tail_logits,
+    sampled_logit,  # (N,), and the two after it
+    log_rest,
+    sampled,
+    k,
+    mass_threshold,
+    order,  # (N, k): the entries' positions, larger ones first
+    kept_ids,  # (N, k), and the one after it
+    kept_log_probs,
+    tail_log_prob,  # (N,), and the one after it
+    sampled_slot,
+    KEEPS_ALL: tl.constexpr,
+    COMPARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    wanted, wanted_z = tl.load(sampled + row), tl.load(sampled_logit + row)
+    rest = tl.load(log_rest + row)
+    first = row * k
+    lane = tl.arange(0, BLOCK)
+    inside = lane < k
+
+    token = tl.load(ids + first + lane, mask=inside, other=-1)
+    z = tl.load(logits + first + lane, mask=inside, other=float("-inf"))
+    in_top = tl.sum((inside & (token == wanted)).to(tl.int32), axis=0) > 0
+    outside = tl.where(in_top, rest, log_add_exp(rest, wanted_z))
+    total = nan_unless_finite(log_sum_exp(tl.where(lane == k, outside, z)))
+    # No sort: an entry's rank is the number of those that come before it. All others remain with it.
+    key = sortable(z)
+    rank = tl.zeros([BLOCK], tl.int32)
+    remaining = tl.zeros([BLOCK], tl.float32) + tl.exp(outside - total)
+    for start in range(0, k, COMPARED):
+        other = start + tl.arange(0, COMPARED)
+        other_z = tl.load(logits + first + other, mask=other < k, other=float("-inf"))
+        other_key = sortable(other_z)
+        larger = other_key[None, :] > key[:, None]
+        earlier = (other_key[None, :] == key[:, None]) & (other[None, :] < lane[:, None])
+        before = larger | earlier
+        rank += tl.sum((before & (other < k)[None, :]).to(tl.int32), axis=1)
+        if not KEEPS_ALL:
+            remaining += tl.sum(tl.where(before, 0.0, tl.exp(other_z - total)[None, :]), axis=1)
+    # A slot is used while what remains with it is more than the threshold. The larger it is, the more.
+    used = inside & (token >= 0)
+    if not KEEPS_ALL:
+        used &= remaining > mass_threshold
+    count = tl.sum(used.to(tl.int32), axis=0)
+    tl.store(order + first + rank, lane, mask=inside)
+
+    # Other threads wrote what each reads.
+    tl.debug_barrier()
+    at = first + tl.load(order + first + lane, mask=inside, other=0)
+    token = tl.load(ids + at, mask=inside, other=-1)
+    z = tl.load(logits + at, mask=inside, other=float("-inf"))
+    tail_z = tl.load(tail_logits + at, mask=inside, other=float("-inf"))
+    used = lane < count
+    contains = tl.sum((used & (token == wanted)).to(tl.int32), axis=0) > 0
+    last = tl.minimum(count, k - 1)
+    takes_last = (lane == last) & (contains == 0)
+    dropped = inside & ((used == 0) | takes_last) & (token != wanted)
+    tail = log_sum_exp(tl.where(lane == k, rest, tl.where(dropped, tail_z, float("-inf"))))
+
+    token = tl.where(takes_last, wanted, tl.where(used, token, -1))
+    z = tl.where(takes_last, wanted_z, tl.where(used, z, float("-inf")))
+    # As a step normalises what it reads, so that equal policies are equal to the last digit.
+    total = nan_unless_finite(log_sum_exp(tl.where(lane == k, tail, z)))
+    tl.store(kept_ids + first + lane, token, mask=inside)
+    tl.store(kept_log_probs + first + lane, tl.where(token >= 0, z - total, float("-inf")), mask=inside)
+    tl.store(tail_log_prob + row, tail - total)
+    slot = tl.min(tl.where(inside & (token == wanted), lane, BLOCK), axis=0)
+    tl.store(sampled_slot + row, slot.to(tl.int64))

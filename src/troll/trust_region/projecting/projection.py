@@ -1,0 +1,292 @@
+"""The projection onto the KL ball around the old policy, and its closed-form gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from troll.trust_region.policy.outcomes import Outcomes, present_outcomes
+from troll.trust_region.policy.sparse import SparsePolicy
+from troll.trust_region.policy.values import as_float, divergence, floored
+from troll.trust_region.projecting.constraint import Constraint, SharedCurve
+from troll.trust_region.projecting.dual import SOLVERS, Curve, tilt
+
+SparsePair = Outcomes | SparsePolicy
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """What [project][troll.project] returns, for token positions (...).
+
+    Tokens that share a constraint are projected together: `multiplier`, `projected` and `iterations` are their group's.
+    One that is no distribution makes the whole group's `log_probs` and `kl_after` NaN.
+
+    Attributes:
+        log_probs: log q, differentiable: (..., V) for dense inputs; (..., K + 1) for sparse ones, the tail last, −inf
+            on absent outcomes. Where nothing was projected, the new policy's own log-probabilities.
+        multiplier: η, (...); 0 where not projected.
+        kl_before: KL(p̃ ‖ p), (...), in nats; NaN for a row that is not a distribution.
+        kl_after: KL(q ‖ p), (...), in nats.
+        projected: (...) bool.
+        iterations: Evaluations of KL(τ) the solver spent beside that of τ = 1, which decides whether to project, (...)
+            int64; 0 where not projected.
+    """
+
+    log_probs: Tensor
+    multiplier: Tensor
+    kl_before: Tensor
+    kl_after: Tensor
+    projected: Tensor
+    iterations: Tensor
+
+
+@overload
+def project(
+    new_log_probs: Tensor,
+    old_log_probs: Tensor,
+    kl_bound: float | Tensor = ...,
+    solver: str = ...,
+    constraint: Constraint | None = ...,
+) -> Projection: ...
+@overload
+def project(
+    new_log_probs: SparsePair,
+    old_log_probs: SparsePair,
+    kl_bound: float | Tensor = ...,
+    solver: str = ...,
+    constraint: Constraint | None = ...,
+) -> Projection: ...
+def project(
+    new_log_probs: Tensor | SparsePair,
+    old_log_probs: Tensor | SparsePair,
+    kl_bound: float | Tensor = 0.05,
+    solver: str = "newton",
+    constraint: Constraint | None = None,
+) -> Projection:
+    r"""Solves ``min_q KL(q ‖ p̃)`` subject to ``KL(q ‖ p) ≤ ε`` for every token (arXiv 2510.03817).
+
+    Where ``KL(p̃ ‖ p) ≤ ε``, ``q = p̃``. Elsewhere ``log q = (η log p + log p̃)/(η + 1)``, normalised, with the one
+    ``η > 0`` for which ``KL(q ‖ p) = ε``. The gradient reaches the new policy alone, in closed form (KKT): with
+    ``g = ∂L/∂log q``, ``s = log p̃ − log p``, ``μ = E_q[s]``, ``σ² = Var_q[s]`` and ``τ = 1/(1 + η)``,
+
+        ∂L/∂s_j = τ [ g_j − q_j Σg − Σ g(s − μ) · q_j (s_j − μ)/σ² ].
+
+    With a `constraint`, tokens t of a group share η, for which ``Σ_t w_t KL(q_t ‖ p_t) = ε``, and their gradient is
+
+        ∂L/∂s_tj = τ [ g_tj − q_tj Σ_j g_tj − w_t q_tj (s_tj − μ_t) · Σ_t Σ_j g_tj (s_tj − μ_t) / Σ_t w_t σ_t² ].
+
+    Probabilities below 1e-12 are floored first, so that −inf logits stay feasible. Half precision is computed in
+    float32.
+
+    Args:
+        new_log_probs: p̃: (..., V) log-probabilities or logits (both are log-softmaxed), or a policy on a support.
+        old_log_probs: p, in the same form; two policies share one support: ``log_probs_at(logits, old.token_ids)``.
+        kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (...). inf never projects. In float32 the
+            bound is met to 1e-3 · ε for ε ≥ 1e-3; use float64 inputs for smaller ones.
+        solver: "newton", or "bracket", the paper's, which reaches ε ≥ 0.01 only.
+        constraint: Which of the tokens (...) share one η, and one bound, the weighted mean of theirs; None: one each.
+
+    Raises:
+        ValueError: On shapes that do not fit, ε ≤ 0 or NaN, or an unknown solver.
+    """
+    if not isinstance(new_log_probs, Tensor) and not isinstance(old_log_probs, Tensor):
+        present = present_outcomes(new_log_probs, old_log_probs)
+        raw, old = as_float(new_log_probs.outcomes), floored(as_float(old_log_probs.outcomes), present)
+        return project_outcomes(raw, floored(raw, present), old, present, kl_bound, solver, constraint)
+    if not isinstance(new_log_probs, Tensor) or not isinstance(old_log_probs, Tensor):
+        raise ValueError("new_log_probs and old_log_probs must both be tensors or both be policies on a support")
+    if new_log_probs.shape != old_log_probs.shape or new_log_probs.dim() == 0 or new_log_probs.shape[-1] == 0:
+        raise ValueError(
+            "new_log_probs and old_log_probs must have one shape (..., V), "
+            f"got {tuple(new_log_probs.shape)} and {tuple(old_log_probs.shape)}"
+        )
+    dtype = torch.promote_types(as_float(new_log_probs).dtype, as_float(old_log_probs).dtype)
+    raw = torch.log_softmax(new_log_probs.to(dtype), dim=-1)
+    old = torch.log_softmax(old_log_probs.detach().to(dtype), dim=-1)
+    present = torch.ones_like(raw, dtype=torch.bool)
+    return project_outcomes(raw, floored(raw, present), floored(old, present), present, kl_bound, solver, constraint)
+
+
+def project_outcomes(
+    raw: Tensor,
+    new: Tensor,
+    old: Tensor,
+    present: Tensor,
+    kl_bound: float | Tensor,
+    solver: str,
+    constraint: Constraint | None = None,
+) -> Projection:
+    """The projection of (..., M) outcomes: `raw` where nothing is projected, else from the floored `new` and `old`."""
+    shape = raw.shape[:-1]
+    zeros = torch.zeros_like(raw[..., 0]).detach()
+    ball = Ball.of(new, old, zeros, present, kl_bound, solver, constraint)
+    raw = torch.where(ball.broken.unsqueeze(-1), torch.nan, raw.reshape(-1, raw.shape[-1]))
+    log_probs = raw if ball.log_q is None else raw.index_copy(0, ball.rows, ball.log_q)
+    return Projection(
+        log_probs.view(*shape, log_probs.shape[-1]),
+        *(x.view(shape) for x in (ball.multiplier, ball.kl_before, ball.kl_after, ball.projected, ball.iterations)),
+    )
+
+
+class Ball(NamedTuple):
+    """What the projection makes of N tokens; `log_q` and `log_ratio` are differentiable."""
+
+    log_q: Tensor | None
+    """Of the N' tokens that are projected, (N', M); None if there is no token to project in any process."""
+    log_ratio: Tensor
+    """``τ s_o − A(τ)``, (N,): s_o itself where nothing is projected."""
+    rows: Tensor
+    """Which tokens are projected, (N',)."""
+    broken: Tensor
+    multiplier: Tensor
+    kl_before: Tensor
+    kl_after: Tensor
+    projected: Tensor
+    iterations: Tensor
+    """All (N,)."""
+
+    @classmethod
+    def of(
+        cls,
+        new: Tensor,
+        old: Tensor,
+        sampled_s: Tensor,
+        present: Tensor,
+        kl_bound: float | Tensor,
+        solver: str,
+        constraint: Constraint | None,
+    ) -> Ball:
+        """From floored policies (..., M), and s of the sampled token (...), which may have its own value."""
+        if solver not in SOLVERS:
+            raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
+        shape = new.shape[:-1]
+        bound = broadcast_bound(kl_bound, shape, new).reshape(-1)
+        new, old, present = (x.reshape(-1, x.shape[-1]) for x in (new, old.detach().to(new.dtype), present))
+
+        s = (new.detach() - old).masked_fill(~present, 0.0)
+        kl_before = divergence(s, old).clamp(min=0)
+        kl_before = kl_before.masked_fill(bound.isnan(), torch.nan)
+        outside = outside_ball(kl_before, bound, None if constraint is None else constraint.flat(shape))
+        rows, broken = outside.rows, outside.broken
+        log_ratio = torch.where(broken, torch.nan, sampled_s.reshape(-1))
+        kl_after = kl_before.masked_fill(broken, torch.nan)
+        projected = torch.zeros_like(kl_before, dtype=torch.bool)
+        multiplier = torch.zeros_like(kl_before)
+        iterations = torch.zeros_like(kl_before, dtype=torch.int64)
+        log_q = None
+        # Not rows: a process without tokens takes part in the sums of the others.
+        if outside.bound.numel():
+            log_q, ratio, tau, kl, evaluations = _OntoBall.apply(
+                new[rows], old[rows], s[rows], sampled_s.reshape(-1)[rows], outside, solver
+            )
+            log_ratio = log_ratio.index_copy(0, rows, ratio)
+            projected[rows], multiplier[rows], kl_after[rows], iterations[rows] = True, (1 - tau) / tau, kl, evaluations
+        return cls(log_q, log_ratio, rows, broken, multiplier, kl_before, kl_after, projected, iterations)
+
+
+def broadcast_bound(kl_bound: float | Tensor, shape: torch.Size, like: Tensor) -> Tensor:
+    """ε at the token positions `shape`, without gradient, in the dtype and on the device of `like`.
+
+    A tensor on a GPU is not waited for: NaN stands where it is not above 0.
+
+    Raises:
+        ValueError: On ε ≤ 0 or NaN, or a tensor that does not broadcast.
+    """
+    if isinstance(kl_bound, Tensor):
+        bound = kl_bound.detach().to(like)
+        positive = bound > 0
+        if kl_bound.device.type == "cpu" and not bool(positive.all()):
+            raise ValueError(f"kl_bound must be above 0 everywhere, got {kl_bound}")
+        bound = torch.where(positive, bound, torch.nan)
+    else:
+        if not kl_bound > 0:
+            raise ValueError(f"kl_bound must be above 0, got {kl_bound}")
+        bound = like.new_full((), kl_bound)  # filled in on the device: no wait for it
+    try:
+        return bound.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"kl_bound must broadcast to the token positions {tuple(shape)}, got {tuple(bound.shape)}"
+        ) from None
+
+
+class Outside(NamedTuple):
+    """What lies outside the ball among N tokens."""
+
+    rows: Tensor
+    """The tokens to project, (N',)."""
+    bound: Tensor
+    """ε of the R roots to find: one for each of these tokens, or for each of their groups."""
+    constraint: Constraint | None
+    """Of these tokens and groups alone."""
+    broken: Tensor
+    """(N,) bool: what has no projection, since it, or another token of its group, is no distribution."""
+
+    def curve(self, log_p: Tensor, s: Tensor) -> Curve:
+        """The roots' KL(τ), from the log-probabilities and ``s = log p̃ − log p`` of these tokens, (N', M)."""
+        return Curve(log_p, s) if self.constraint is None else SharedCurve(log_p, s, self.constraint)
+
+
+def outside_ball(kl_before: Tensor, bound: Tensor, constraint: Constraint | None) -> Outside:
+    """Which of (N,) tokens a projection moves, from their KL(p̃ ‖ p) and ε, and a constraint on these tokens."""
+    if constraint is None:
+        rows = (kl_before > bound).nonzero().squeeze(-1)
+        return Outside(rows, bound[rows], None, kl_before.isnan())
+    # Decided on sums over all processes, so that all decide alike.
+    kl, weighted_bound, weight = constraint.weighted_total(kl_before, bound, torch.ones_like(bound))
+    group_bound = weighted_bound / weight  # NaN, which nothing exceeds, for a group without weight
+    groups = (kl > group_bound).nonzero().squeeze(-1)
+    rows, projected = constraint.narrowed(groups)
+    finite = ~kl_before[rows].isnan()  # in a projected group, a token that is no distribution has no weight
+    broken = kl_before.isnan() | kl.isnan()[constraint.group]
+    return Outside(rows[finite], group_bound[groups].to(bound.dtype), projected[finite], broken)
+
+
+class _OntoBall(torch.autograd.Function):
+    """log q of N' tokens that lie outside their ball, (N', M), from normalised, floored log-probabilities.
+
+    And ``τ s_o − A(τ)``, (N',), from s_o of the sampled token, which differs from its entry in s where that is floored.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, new: Tensor, old: Tensor, s: Tensor, sampled_s: Tensor, outside: Outside, solver: str
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        curve, constraint = outside.curve(old, s), outside.constraint
+        root = SOLVERS[solver](curve, outside.bound)
+        tau, evaluations = root.tau, root.evaluations
+        if constraint is not None:
+            tau, evaluations = tau[constraint.group], evaluations[constraint.group]
+        at = tilt(old, s, tau, curve.mean)
+        variance = at.variance if constraint is None else constraint.weighted_total(at.variance)[0]
+        log_q = old + at.log_ratio
+        log_ratio = tau * (sampled_s - curve.mean) - at.log_normaliser
+        ctx.constraint = constraint
+        # A sampled token that the new policy excludes has ratio 0, and no gradient through it.
+        sampled_centered = (sampled_s - at.mean).nan_to_num(0.0, 0.0, 0.0)
+        ctx.save_for_backward(log_q, s - at.mean.unsqueeze(-1), sampled_centered, tau, variance)
+        ctx.mark_non_differentiable(tau, at.kl, evaluations)
+        return log_q, log_ratio, tau, at.kl, evaluations
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_ratio: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        log_q, centered, sampled_centered, tau, variance = ctx.saved_tensors
+        constraint: Constraint | None = ctx.constraint
+        q = log_q.exp()
+        present = q > 0
+        grad = grad.masked_fill(~present, 0)
+        along = (grad * centered).sum(-1) + grad_ratio * sampled_centered
+        if constraint is None:
+            along = along / variance
+        else:
+            along = constraint.weight * (constraint.total(along)[0] / variance)[constraint.group]
+        # σ² = 0 is a ball on whose surface nothing moves.
+        along = along.nan_to_num(0.0, 0.0, 0.0).to(grad.dtype).unsqueeze(-1)
+        total = (grad.sum(-1) + grad_ratio).unsqueeze(-1)
+        grad_s = tau.unsqueeze(-1) * (grad - q * (total + along * centered))
+        return grad_s, None, None, tau * grad_ratio, None, None

@@ -1,0 +1,155 @@
+"""Everything per token that follows the reading: K + 1 outcomes of two policies in, a few numbers out.
+
+`step_triton` does the same in one program a token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from troll.trust_region.kernels import use_triton
+from troll.trust_region.policy.outcomes import Outcomes, present_outcomes
+from troll.trust_region.policy.sparse import SparsePolicy, Tail
+from troll.trust_region.policy.values import LOG_FLOOR, as_float, divergence, floored, log_count
+from troll.trust_region.projecting.constraint import Constraint
+from troll.trust_region.projecting.projection import Ball
+
+
+@dataclass(frozen=True, eq=False)
+class TrustRegionStep:
+    """What the trust region says of one optimisation step, each (...); log-probabilities and divergences in nats.
+
+    Attributes:
+        log_ratio: log q(o)/p(o) of the sampled token, differentiable; log p̃(o)/p(o) where not projected.
+        regression: KL(p̃ ‖ ⌊q⌋), differentiable; 0 where not projected.
+        log_probs: log p̃ of the sampled token, of the network itself, differentiable.
+        kl_before: KL(p̃ ‖ p); NaN, as are all but the flags, where the logits are no distribution.
+        kl_after: KL(q ‖ p).
+        multiplier: η; 0 where not projected.
+        projected: bool.
+        entropy: Of p̃ over the whole vocabulary, differentiable; None unless the source was read with it.
+    """
+
+    log_ratio: Tensor
+    regression: Tensor
+    log_probs: Tensor
+    kl_before: Tensor
+    kl_after: Tensor
+    multiplier: Tensor
+    projected: Tensor
+    entropy: Tensor | None = None
+
+
+def step(
+    new: Outcomes,
+    old: SparsePolicy,
+    kl_bound: float | Tensor,
+    tail: Tail = "bucket",
+    solver: str = "newton",
+    constraint: Constraint | None = None,
+) -> TrustRegionStep:
+    """The trust region of every token.
+
+    With ``tail="bucket"``, the ratio of a projected token is ``τ s_o − A(τ)``, where τ and A come from the floored and
+    renormalised outcomes, and s_o from both policies' raw log-probabilities: so it is continuous at KL = ε, for a token
+    below the floor too. With "floor", every token outside the two supports has probability 1e-12 in both policies, and
+    all that follows is of these, ratios included.
+
+    Args:
+        new: p̃, (...): read at the tokens of `old`; for "floor" at those of both supports, the old one's first.
+        old: p, (...), as captured.
+        kl_bound: ε > 0; a float, or a tensor that broadcasts to (...).
+        tail: "bucket" or "floor".
+        solver: A key of `SOLVERS`.
+        constraint: On the tokens (...); None for a multiplier each.
+
+    Raises:
+        ValueError: On policies that do not fit each other, ε ≤ 0, a bound that does not broadcast, an unknown solver,
+            or a constraint that does not fit.
+    """
+    old = on_tokens_of(new, old, tail)
+    # The Triton program solves for one token, and knows nothing of others.
+    if constraint is None and solver == "newton" and use_triton(new.logits, new.logits.shape[-1] + 1):
+        from troll.trust_region.projecting import step_triton
+
+        return step_triton.step(new, old, kl_bound, tail)
+
+    raw = as_float(new.outcomes)
+    log_new, log_old, present = common_outcomes(new, old, tail)
+    at = old.slot.unsqueeze(-1)
+    of, to = (log_old, log_new) if tail == "floor" else (old.log_probs.to(raw.dtype), raw)
+    log_p, log_p_new = of.gather(-1, at).squeeze(-1), to.gather(-1, at).squeeze(-1)
+    # What the old policy excludes cannot have been sampled from it, and has no ratio.
+    sampled_s = torch.where(log_p == -torch.inf, 0.0, log_p_new - log_p)
+
+    ball = Ball.of(log_new, log_old, sampled_s, present, kl_bound, solver, constraint)
+    # 0, and yet differentiable where nothing is projected: of the ratio nothing is left, NaN and inf included.
+    regression, shape = torch.where(torch.ones_like(ball.broken), 0.0, ball.log_ratio), new.shape
+    regression = regression.masked_fill(ball.broken, torch.nan)
+    if ball.log_q is not None:
+        log_q, flat = ball.log_q.detach(), present.reshape(-1, present.shape[-1])[ball.rows]
+        log_new = log_new.reshape(-1, log_new.shape[-1])[ball.rows]
+        difference = torch.where(flat, log_new - log_q, 0.0)
+        regression = regression.index_copy(0, ball.rows, divergence(difference, log_q.masked_fill(~flat, -torch.inf)))
+    return TrustRegionStep(
+        log_ratio=ball.log_ratio.view(shape),
+        regression=regression.view(shape),
+        log_probs=torch.where(ball.broken.view(shape), torch.nan, raw.gather(-1, at).squeeze(-1)),
+        kl_before=ball.kl_before.view(shape),
+        kl_after=ball.kl_after.view(shape),
+        multiplier=ball.multiplier.view(shape),
+        projected=ball.projected.view(shape),
+        entropy=new.entropy,
+    )
+
+
+def common_outcomes(new: Outcomes, old: SparsePolicy, tail: Tail = "bucket") -> tuple[Tensor, Tensor, Tensor]:
+    """Both policies' floored log-probabilities on the same outcomes, and which of these are present.
+
+    Args:
+        new: As in [step][], differentiable.
+        old: As in [step][].
+        tail: As in [step][].
+
+    Returns:
+        log p̃, log p and a mask, each (..., K' + 1) with the tail last; −inf where not present.
+    """
+    old = on_tokens_of(new, old, tail)
+    raw = as_float(new.outcomes)
+    before = old.outcomes.to(raw.dtype)
+    if tail == "bucket":
+        present = present_outcomes(new, old)
+        return floored(raw, present), floored(before, present), present
+    outside = log_count(new.vocab_size - new.used.sum(-1), raw.dtype) + LOG_FLOOR
+    present = torch.cat([new.used, (outside > -torch.inf).unsqueeze(-1)], -1)
+    pair = []
+    for log_probs in (raw, before):
+        # Of a row that is no distribution NaN has to be left.
+        tail_log_prob = torch.where(log_probs[..., -1].isnan(), torch.nan, outside).unsqueeze(-1)
+        raised = torch.cat([log_probs[..., :-1].clamp(min=LOG_FLOOR), tail_log_prob], -1)
+        pair.append(torch.log_softmax(raised.masked_fill(~present, -torch.inf), -1))
+    return pair[0], pair[1], present
+
+
+def on_tokens_of(new: Outcomes, old: SparsePolicy, tail: Tail) -> SparsePolicy:
+    """The old policy on the new one's slots: with "floor", more than its own, at which it has no mass.
+
+    Raises:
+        ValueError: If the new policy was read elsewhere.
+    """
+    old.check_positions(new.shape)
+    slots = old.top_k
+    more = new.token_ids.shape[-1] - slots
+    if more == 0 and new.token_ids is old.token_ids:
+        return old
+    if more < 0 or (tail == "bucket" and more):
+        raise ValueError(f"new must be read at the old policy's {slots} slots, got {new.token_ids.shape[-1]}")
+    # On a GPU this would wait for the device.
+    if new.token_ids.device.type == "cpu" and not torch.equal(new.token_ids[..., :slots], old.token_ids):
+        raise ValueError("new must be read at the old policy's tokens: log_probs_at(_, old.token_ids)")
+    log_probs = torch.nn.functional.pad(old.log_probs, (0, more), value=-torch.inf)
+    return dataclasses.replace(old, token_ids=new.token_ids, log_probs=log_probs)

@@ -1,0 +1,89 @@
+"""Capturing a policy: the largest logits of every token, whatever they are read from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from troll.trust_region.kernels import MAX_SELECTED
+from troll.trust_region.policy.outcomes import Outcomes
+from troll.trust_region.policy.sparse import SparsePolicy, check_capture
+from troll.trust_region.policy.top import Top, check_tokens_in, keep, largest, sorted_entries
+from troll.trust_region.policy.values import check_integers, check_shape, float_dtype
+from troll.trust_region.reading.fold import Outside
+from troll.trust_region.reading.logits import Logits
+from troll.trust_region.reading.source import Source
+
+
+@torch.no_grad()
+def capture(
+    source: Source | Outcomes | Tensor, token_ids: Tensor, *, top_k: int = 64, mass_threshold: float = 1e-5
+) -> SparsePolicy:
+    """The old policy, as the network is when a rollout is scored, without gradient.
+
+    Keeps the `top_k` most likely tokens, fewer where they already cover ``1 − mass_threshold`` of the mass, and always
+    the sampled token, which takes the last used slot if the others lack it.
+
+    Args:
+        source: Logits (..., V) that are aligned with `token_ids` and divided by the sampling temperature; or any
+            source: [Logits][troll.Logits], [LMHead][troll.LMHead], or outcomes that have been read and hold the sampled
+            tokens.
+        token_ids: The sampled tokens, (...), integers in [0, V). On a GPU they are not waited for: a position whose id
+            is outside the vocabulary becomes NaN, and is counted as "nonfinite" in the metrics.
+        top_k: K, at least 1; more than V is taken as V.
+        mass_threshold: δ in [0, 1); 0 keeps K tokens always.
+
+    Raises:
+        ValueError: On a wrong shape or dtype, an id outside the vocabulary, a parameter out of its range, or slices of
+            the vocabulary of different sizes.
+    """
+    check_capture(top_k, mass_threshold)
+    source = Logits(source) if isinstance(source, Tensor) else source
+    check_integers("token_ids", token_ids)
+    check_shape("token_ids", token_ids, source.shape)
+    sampled = token_ids.long().reshape(-1)
+    vocab_size = source.vocab_size if isinstance(source, Outcomes) else source.vocabulary.size
+    if sampled.device.type == "cpu":
+        check_tokens_in("token_ids", sampled, vocab_size)
+        valid = None
+    else:
+        valid = (sampled >= 0) & (sampled < vocab_size)
+        sampled = sampled.masked_fill(~valid, 0)
+    top = _given(source, sampled, top_k) if isinstance(source, Outcomes) else _top(source, sampled, top_k)
+    if valid is not None:
+        top = top._replace(log_rest=top.log_rest.masked_fill(~valid, torch.nan))
+    return keep(top, sampled, vocab_size, mass_threshold).view(token_ids.shape)
+
+
+def _top(source: Source, sampled: Tensor, top_k: int) -> Top:
+    """The largest logits of a source, the sampled tokens', and what all others add up to."""
+    with source.opened(top_k, MAX_SELECTED) as reading:
+        k = min(top_k, reading.vocabulary.width)
+        dtype = float_dtype(reading.dtype)
+        logits = torch.full((len(sampled), k + 1), -torch.inf, dtype=dtype, device=sampled.device)
+        outside = Outside.empty(logits, len(sampled), entropy=False)
+        ids = sampled.new_empty(logits.shape)
+        for rows, _, tile in reading.parts(whole_rows=True):
+            support = reading.functions.select(tile, sampled[rows], k)
+            reading.functions.fold_support(tile, support, logits[rows], outside.rows(rows))
+            ids[rows] = support.ids
+        exact = reading.exact(ids)
+        precise = logits if exact is None else exact
+        # The sampled token stands in the last slot, or among the others.
+        at = torch.where(ids[:, :k] == sampled.unsqueeze(-1), precise[:, :k], -torch.inf).amax(-1)
+        sampled_logit = torch.maximum(at, precise[:, k])
+        top = Top(ids[:, :k], precise[:, :k], logits[:, :k], sampled_logit, outside.log_sum)
+        return reading.vocabulary.merge_top(top, sampled, min(top_k, reading.vocabulary.size))
+
+
+def _given(policy: Outcomes, sampled: Tensor, top_k: int) -> Top:
+    """The same of a policy that has been read already."""
+    slots = policy.token_ids.shape[-1]
+    ids, z = policy.token_ids.long().reshape(-1, slots), policy.logits.reshape(-1, slots)
+    is_sampled = ids == sampled.unsqueeze(-1)
+    if not bool(is_sampled.any(-1).all()):
+        token = sampled[~is_sampled.any(-1)][0].item()
+        raise ValueError(f"token_ids must be among the tokens that the source was read at, got {token}")
+    ids, z = sorted_entries(ids, z, policy.vocab_size)
+    sampled_z = z.masked_fill(ids != sampled.unsqueeze(-1), -torch.inf).amax(-1)
+    return largest(ids, z, z, sampled, sampled_z, policy.tail_logit.reshape(-1, 1), min(top_k, slots))

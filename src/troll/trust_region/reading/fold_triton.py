@@ -1,0 +1,235 @@
+"""The Triton counterparts of `fold`: each reads a tile's memory once, in its own dtype, and computes in float32.
+
+Tiles hold what the source does; logits are made in registers. Only `gradient` writes to a tile.
+"""
+
+# Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from troll.trust_region.kernels import launching_on
+from troll.trust_region.reading import fold
+from troll.trust_region.reading.fold import Outside, Support, SupportGradient, Tile
+from troll.trust_region.reading.launch_triton import launcher
+from troll.trust_region.reading.products_triton import gathered_products
+from troll.trust_region.reading.select_triton import select
+from troll.trust_region.reading.tile_triton import alignment, factors, logits_of, memory_of, row_of, tanh
+
+__all__ = ["fold_support", "gathered_products", "gradient", "select"]
+
+_NO_TOKEN = tl.constexpr(fold.NO_TOKEN)
+
+
+def fold_support(tile: Tile, support: Support, logits: Tensor, outside: Outside) -> None:
+    """As `fold.fold_support`; the tile is left as it is."""
+    rows, slots = support.ids.shape
+    if not rows:
+        return
+    entropy = outside.weighted_sum is not None
+    sums = ("maximum", "exp_sum", "weighted_sum")
+    with launching_on(logits.device):
+        launcher(_fold_support_kernel, (rows,), rows, tile.width, tile.values, restore=sums)(
+            *memory_of(tile),
+            tile.width,
+            tile.first,
+            *factors(tile.transform),
+            support.ids.contiguous(),
+            support.ascending.contiguous(),
+            slots,
+            logits,
+            outside.maximum,
+            outside.exp_sum,
+            outside.weighted_sum if entropy else outside.exp_sum,  # which is not touched twice
+            SOFTCAP=tile.transform.softcap is not None,
+            ENTROPY=entropy,
+            ALIGNMENT=alignment(tile),
+            SLOTS=triton.next_power_of_2(slots),
+        )
+
+
+def gradient(tile: Tile, support: Support, of: SupportGradient, out: Tile | None = None) -> Tensor:
+    """As `fold.gradient`, rounded to the dtype of the memory that it is written to.
+
+    Args:
+        tile: (n, W).
+        support: Of n tokens with K slots.
+        of: Of n tokens.
+        out: Whose memory receives the gradient, by rows and columns as in `tile`; None for the tile's own.
+
+    Returns:
+        The values of `out`.
+    """
+    out = tile if out is None else out
+    rows, slots = support.ids.shape
+    if not rows:
+        return out.values
+    # Gradients of sums come expanded.
+    of = SupportGradient(*(None if x is None else x.contiguous() for x in of))  # type: ignore[arg-type]
+    entropy = of.tail_entropy is not None and of.tail_entropy_gradient is not None
+    # What a launch reads is gone after it, and a copy of all logits would be too large to try sizes on.
+    in_place = out.values.untyped_storage().data_ptr() == tile.values.untyped_storage().data_ptr()
+
+    def grid(constants: dict[str, int]) -> tuple[int, int]:
+        return rows, triton.cdiv(tile.width, constants["COLUMNS"])
+
+    with launching_on(tile.values.device):
+        launcher(_gradient_kernel, grid, rows, tile.width, tile.values, restore=None if in_place else ())(
+            *memory_of(tile),
+            *memory_of(out),
+            tile.width,
+            tile.first,
+            *factors(tile.transform),
+            support.ids.contiguous(),
+            slots,
+            *of[:3],
+            of.tail_entropy if entropy else None,
+            of.tail_entropy_gradient if entropy else None,
+            SOFTCAP=tile.transform.softcap is not None,
+            ENTROPY=entropy,
+            ALIGNMENT=alignment(tile),
+            OUT_ALIGNMENT=alignment(out),
+            SLOTS=triton.next_power_of_2(slots),
+        )
+    return out.values
+
+
+@triton.jit
+def _fold_support_kernel(
+    values,
+    offsets,
+    stride,
+    width,
+    first,
+    scale,
+    cap,
+    ids,  # (n, slots), and the one after it
+    ascending,
+    slots,
+    logits,  # (n, slots)
+    maximum,  # (n,), and the two after it
+    exp_sum,
+    weighted_sum,
+    SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    tile = row_of(values, offsets, stride, row, ALIGNMENT)
+
+    slot = tl.arange(0, SLOTS)
+    token = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1)
+    at = token - first
+    here = (token >= 0) & (at >= 0) & (at < width)
+    on_support = logits_of(tl.load(tile + at, mask=here, other=0.0), scale, cap, SOFTCAP)
+    tl.store(logits + row * slots + slot, on_support, mask=here)
+
+    # The support is left out below where its columns, in ascending order, come by.
+    next_slot = tl.sum(((token >= 0) & (at < 0)).to(tl.int32))
+    ascending += row * slots
+    left_out = tl.load(ascending + next_slot, mask=next_slot < slots, other=_NO_TOKEN) - first
+
+    # One maximum for all lanes, so that an element costs one exponential; sums by lane, added up at the end.
+    lane = tl.arange(0, COLUMNS)
+    m = tl.load(maximum + row)
+    total = tl.where(lane == 0, tl.load(exp_sum + row), 0.0)
+    weighted = tl.zeros([COLUMNS], tl.float32)
+    if ENTROPY:
+        weighted = tl.where(lane == 0, tl.load(weighted_sum + row), 0.0)
+    x = tl.load(tile + lane, mask=lane < width, other=float("-inf"))
+    for start in range(0, width, COLUMNS):
+        column = start + lane
+        z = logits_of(x, scale, cap, SOFTCAP)
+        if SOFTCAP:  # which makes −inf finite
+            z = tl.where(column < width, z, float("-inf"))
+        # On its way while these are folded: the reductions' barriers would keep it from starting.
+        x = tl.load(tile + column + COLUMNS, mask=column + COLUMNS < width, other=float("-inf"))
+        while left_out < start + COLUMNS:
+            z = tl.where(column == left_out, float("-inf"), z)
+            next_slot += 1
+            left_out = tl.load(ascending + next_slot, mask=next_slot < slots, other=_NO_TOKEN) - first
+
+        # A maximum may drop NaN, which the sums then hold.
+        maximum_now = tl.maximum(m, tl.max(z, axis=0))
+        center = tl.where(maximum_now == float("-inf"), 0.0, maximum_now)
+        rescale = tl.exp(m - center)
+        z -= center
+        exp = tl.exp(z)
+        if ENTROPY:
+            moved = tl.where(rescale > 0.0, m - center, 0.0)
+            # −inf · 0 would be NaN.
+            weighted = rescale * (weighted + total * moved) + tl.where(exp > 0.0, exp * z, 0.0)
+        total = rescale * total + exp
+        m = maximum_now
+
+    all_lanes = tl.sum(total, axis=0)
+    tl.store(maximum + row, tl.where(all_lanes == all_lanes, m, float("nan")))
+    tl.store(exp_sum + row, all_lanes)
+    if ENTROPY:
+        tl.store(weighted_sum + row, tl.sum(weighted, axis=0))
+
+
+@triton.jit
+def _gradient_kernel(
+    values,
+    offsets,
+    stride,
+    out_values,
+    out_offsets,
+    out_stride,
+    width,
+    first,
+    scale,
+    cap,
+    ids,  # (n, slots)
+    slots,
+    log_outside,  # (n,)
+    outside,  # (n,)
+    on_support,  # (n, slots)
+    tail_entropy,  # (n,), and the one after it
+    tail_entropy_gradient,
+    SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    OUT_ALIGNMENT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    tile = row_of(values, offsets, stride, row, ALIGNMENT)
+    out = row_of(out_values, out_offsets, out_stride, row, OUT_ALIGNMENT)
+    start = tl.program_id(1) * COLUMNS
+    at = start + tl.arange(0, COLUMNS)
+    inside = at < width
+    log_sum = tl.load(log_outside + row)
+    broken = log_sum != log_sum
+
+    z = tl.load(tile + at, mask=inside, other=0.0).to(tl.float32) * scale
+    slope = scale
+    if SOFTCAP:
+        saturated = tanh(z)
+        z = saturated * cap
+        slope = (1.0 - saturated * saturated) * (scale * cap)
+    log_w = z - log_sum
+    w = tl.exp(log_w)
+    grad = w * tl.load(outside + row)
+    if ENTROPY:
+        surprise = (log_w + tl.load(tail_entropy + row)) * tl.load(tail_entropy_gradient + row)
+        grad -= tl.where(w > 0.0, w * surprise, 0.0)  # −inf · 0 would be NaN
+    grad = tl.where(broken, 0.0, grad * slope)
+    tl.store(out + at, grad.to(out_values.dtype.element_ty), mask=inside)
+
+    slot = tl.arange(0, SLOTS)
+    token = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1)
+    column = token - first
+    here = (token >= 0) & (column >= start) & (column < start + COLUMNS) & (column < width)
+    grad_here = tl.where(broken, 0.0, tl.load(on_support + row * slots + slot, mask=here, other=0.0))
+    # Another thread wrote these columns just now.
+    tl.debug_barrier()
+    tl.store(out + column, grad_here.to(out_values.dtype.element_ty), mask=here)

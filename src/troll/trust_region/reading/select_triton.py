@@ -1,0 +1,221 @@
+"""The K largest logits of a row without sorting: the K blocks with the largest maxima, and the largest in these.
+
+Both times the threshold is found digit by digit on integers that order like the numbers: a count takes one pass over
+registers, and a sort of as many numbers dozens.
+"""
+
+# Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from troll.trust_region.kernels import launching_on
+from troll.trust_region.policy.top import BLOCK
+from troll.trust_region.policy.values_triton import sortable
+from troll.trust_region.reading import fold
+from troll.trust_region.reading.fold import Support, Tile
+from troll.trust_region.reading.launch_triton import launcher, select_warps
+from troll.trust_region.reading.tile_triton import alignment, factors, logits_of, memory_of, row_of
+
+_NO_TOKEN = tl.constexpr(fold.NO_TOKEN)
+
+#: Past all blocks of a tile.
+_NO_BLOCK = tl.constexpr(2**24)
+
+
+def select(tile: Tile, sampled: Tensor, k: int) -> Support:
+    """As `fold.select`, in two launches; the tile is left as it is.
+
+    Args:
+        tile: (n, W); W at most 2²⁰, whose block maxima a program holds in registers.
+        sampled: (n,).
+        k: At most W and `kernels.MAX_SELECTED`. NaN are the last to be selected.
+    """
+    rows, blocks = len(sampled), triton.cdiv(tile.width, BLOCK)
+    ids, ascending = (sampled.new_empty((rows, k + 1), dtype=torch.int64) for _ in range(2))
+    if not rows:
+        return Support(ids, ascending)
+    # So few blocks are candidates all of them.
+    everything = blocks <= k
+    maxima = sampled.new_empty((0 if everything else rows, blocks), dtype=torch.float32)
+    chosen, selected = (sampled.new_empty((rows, k), dtype=torch.int32) for _ in range(2))
+    memory = (*memory_of(tile), tile.width)
+    options = {"SOFTCAP": tile.transform.softcap is not None, "ALIGNMENT": alignment(tile), "BLOCK": BLOCK}
+    held = 1 if everything else triton.next_power_of_2(blocks)
+    candidates = triton.next_power_of_2(blocks if everything else k)
+
+    def grid(constants: dict[str, int]) -> tuple[int, int]:
+        return rows, triton.cdiv(tile.width, constants["COLUMNS"])
+
+    with launching_on(sampled.device):
+        if not everything:
+            launcher(_block_maxima_kernel, grid, rows, tile.width, tile.values)(
+                *memory, *factors(tile.transform), maxima, blocks, **options
+            )
+        _select_kernel[(rows,)](
+            *memory,
+            tile.first,
+            *factors(tile.transform),
+            maxima,
+            blocks,
+            chosen,
+            selected,
+            sampled.contiguous(),
+            ids,
+            ascending,
+            k,
+            **options,
+            EVERYTHING=everything,
+            BLOCKS=held,
+            CANDIDATES=candidates,
+            SLOTS=triton.next_power_of_2(k),
+            num_warps=select_warps(max(held, candidates * BLOCK)),
+        )
+    return Support(ids, ascending)
+
+
+@triton.jit
+def _block_maxima_kernel(
+    values,
+    offsets,
+    stride,
+    width,
+    scale,
+    cap,
+    maxima,  # (n, blocks)
+    blocks,
+    SOFTCAP: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    tile = row_of(values, offsets, stride, row, ALIGNMENT)
+    block = tl.program_id(1) * (COLUMNS // BLOCK) + tl.arange(0, COLUMNS // BLOCK)
+    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = column < width
+    z = logits_of(tl.load(tile + column, mask=inside, other=0.0), scale, cap, SOFTCAP)
+    # NaN would be the maximum on some machines, and not on others.
+    z = tl.where(inside & (z == z), z, float("-inf"))
+    tl.store(maxima + row * blocks + block, tl.max(z, axis=1), mask=block < blocks)
+
+
+@triton.jit
+def _select_kernel(
+    values,
+    offsets,
+    stride,
+    width,
+    first,
+    scale,
+    cap,
+    maxima,  # (n, blocks)
+    blocks,
+    chosen,  # (n, k): the numbers of the blocks, ascending
+    selected,  # (n, k): of the candidates in these
+    sampled,  # (n,)
+    ids,  # (n, k + 1), and the one after it
+    ascending,
+    k,
+    SOFTCAP: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVERYTHING: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    tile = row_of(values, offsets, stride, row, ALIGNMENT)
+    chosen += row * k
+    selected += row * k
+    if not EVERYTHING:
+        block = tl.arange(0, BLOCKS)
+        maximum = tl.load(maxima + row * blocks + block, mask=block < blocks, other=0.0)
+        place = places(ordered(maximum, block < blocks), k)
+        tl.store(chosen + place, block, mask=place >= 0)
+        # Other threads wrote what each will read; and once more below.
+        tl.debug_barrier()
+
+    # Blocks ascend, and so do columns: of equal logits the one with the smaller id comes first.
+    candidate = tl.arange(0, CANDIDATES * BLOCK)
+    column = column_of(candidate, chosen, k, EVERYTHING, BLOCK)
+    present = column < width
+    z = logits_of(tl.load(tile + column, mask=present, other=0.0), scale, cap, SOFTCAP)
+    place = places(ordered(z, present), k)
+    # As a number, since its column would take a register during the search.
+    tl.store(selected + place, candidate, mask=place >= 0)
+    tl.debug_barrier()
+
+    slot = tl.arange(0, SLOTS)
+    used = slot < k
+    candidate = tl.load(selected + slot, mask=used, other=0)
+    token = column_of(candidate, chosen, k, EVERYTHING, BLOCK).to(tl.int64) + first
+    wanted = tl.load(sampled + row)
+    known = tl.sum((used & (token == wanted)).to(tl.int32)) > 0
+    added = (wanted >= first) & (wanted < first + width) & (known == 0)
+    smaller = tl.sum((used & (token < wanted)).to(tl.int32))
+    ids += row * (k + 1)
+    tl.store(ids + slot, token, mask=used)
+    tl.store(ids + k, tl.where(added, wanted, -1))
+    ascending += row * (k + 1)
+    tl.store(ascending + slot + (added & (token > wanted)).to(tl.int32), token, mask=used)
+    tl.store(ascending + tl.where(added, smaller, k), tl.where(added, wanted, _NO_TOKEN))
+
+
+@triton.jit
+def column_of(candidate, chosen, k, EVERYTHING: tl.constexpr, BLOCK: tl.constexpr):
+    """Where candidates lie, which are the columns of the chosen blocks, or all; past the last block, past all columns."""
+    if EVERYTHING:
+        column = candidate
+    else:
+        at = candidate // BLOCK
+        column = tl.load(chosen + at, mask=at < k, other=_NO_BLOCK) * BLOCK + candidate % BLOCK
+    return column
+
+
+@triton.jit
+def ordered(z, present):
+    """Unsigned integers that order like float32 numbers, NaN like −inf; 0 for what is absent."""
+    key = sortable(tl.where(z == z, z, float("-inf"))) ^ -(2**31)  # the order of signed ones, moved up
+    return tl.where(present, key.to(tl.uint32, bitcast=True), 0)
+
+
+@triton.jit
+def places(key, k):
+    """Which of the k largest of a vector each number is, counted by position; −1 for all others. Ties by position.
+
+    At least k numbers are above 0.
+    """
+    # Two bits a round, until the k largest are told from the rest: half as many rounds as with one bit, and the three
+    # counts are summed as one number.
+    threshold = tl.sum(key * 0)
+    at_least = k + 1  # numbers that reach the threshold
+    step = threshold + 2**30
+    while (step > 0) & (at_least != k):
+        one, two, three = threshold + step, threshold + 2 * step, threshold + 3 * step
+        counts = (key >= one).to(tl.int64) + ((key >= two).to(tl.int64) << 20) + ((key >= three).to(tl.int64) << 40)
+        counts = tl.sum(counts)
+        reach_one = (counts & 0xFFFFF).to(tl.int32)
+        reach_two = ((counts >> 20) & 0xFFFFF).to(tl.int32)
+        reach_three = (counts >> 40).to(tl.int32)
+        at_least = tl.where(reach_one >= k, reach_one, at_least)
+        at_least = tl.where(reach_two >= k, reach_two, at_least)
+        at_least = tl.where(reach_three >= k, reach_three, at_least)
+        threshold = tl.where(reach_one >= k, one, threshold)
+        threshold = tl.where(reach_two >= k, two, threshold)
+        threshold = tl.where(reach_three >= k, three, threshold)
+        step = step // 4
+
+    above, equal = key > threshold, key == threshold
+    # Both counts in one scan: neither passes 2¹⁵.
+    running = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
+    running_above, running_equal = running & 0xFFFF, running >> 16
+    taken = k - tl.sum(above.to(tl.int32))
+    chosen = above | (equal & (running_equal <= taken))
+    return tl.where(chosen, running_above + tl.minimum(running_equal, taken) - 1, -1)

@@ -1,0 +1,34 @@
+"""The examples that stand on their own run to their end, and do what they say."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def test_own_loop_keeps_every_update_within_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    runpy.run_path(str(EXAMPLES / "own_loop.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8
+    numbers = [re.findall(r"[-+]?\d+\.?\d*", line) for line in lines]
+    losses = [float(found[1]) for found in numbers]
+    largest_kl = [float(found[3]) for found in numbers]
+    assert losses[-1] < losses[0]
+    assert largest_kl[0] == 0  # equal policies
+    assert max(largest_kl) == pytest.approx(0.05, abs=1e-4)  # some tokens were projected, none lies outside
+
+
+def test_distillation_brings_the_student_to_the_teacher(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "distil.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    seen, whole = zip(*(map(float, re.findall(r"\d+\.\d+", line)) for line in lines), strict=True)
+    assert seen[-1] < 0.01 * seen[0]
+    # What the outcomes show never exceeds the divergence over the vocabulary.
+    assert all(part < full for part, full in zip(seen, whole, strict=True))
+    assert whole[-1] < 0.2 * whole[0]

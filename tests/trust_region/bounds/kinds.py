@@ -1,0 +1,18 @@
+"""Every kind of bound, with options that it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from troll.trust_region.bounds import BoundStatistics
+
+NOTHING = BoundStatistics(projected_fraction=0.0, kl=0.0)
+
+#: One valid set of options for each kind, so that a new kind is tested once it is named here.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fixed": {},
+    "linear": {"end": 0.01},
+    "cosine": {"end": 0.01, "steps": 30},
+    "hold_projected_fraction": {"target": 0.05},
+    "hold_kl": {"target": 0.02, "rate": 0.1},
+}

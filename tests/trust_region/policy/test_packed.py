@@ -1,0 +1,371 @@
+"""PackedPolicy: whatever is done to the packed form and then unpacked is what is done to the padded form."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, basic_indices
+
+import troll
+from tests.trust_region.policy.policies import FIELDS, Waits, assert_identical, many_examples, padded, random_policy
+from troll import PackedPolicy, SparsePolicy
+
+TENSORS = (*FIELDS, "counts")
+
+
+@st.composite
+def policies(draw: st.DrawFn, min_dims: int = 0) -> SparsePolicy:
+    shape = draw(st.just(()) if min_dims == 0 and draw(st.booleans()) else array_shapes(min_dims=1, min_side=0))
+    top_k = draw(st.integers(1, 6))
+    seed = draw(st.integers(0, 2**16))
+    low, high = draw(st.sampled_from([(0, top_k), (0, 0), (top_k, top_k), (1, 1), (0, 1)]))
+    counts = torch.randint(low, high + 1, shape, generator=torch.Generator().manual_seed(seed))
+    return padded(counts, top_k, dtype=draw(st.sampled_from([torch.float32, torch.float64])), seed=seed)
+
+
+def backwards(index: Any) -> bool:
+    """Whether there is a negative step, which tensors do not take."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, slice) and part.step is not None and part.step < 0 for part in parts)
+
+
+def assert_consistent(packed: PackedPolicy) -> None:
+    """The tensors fit each other and are of the documented types."""
+    assert packed.token_ids.dtype == packed.counts.dtype == packed.slot.dtype == torch.int32
+    assert packed.log_probs.dtype == packed.tail_log_prob.dtype
+    assert packed.token_ids.shape == packed.log_probs.shape == (int(packed.counts.sum()),)
+    assert packed.shape == packed.counts.shape == packed.tail_log_prob.shape == packed.slot.shape
+    assert packed.offsets.dtype == torch.int64 and packed.offsets[0] == 0
+    assert torch.equal(packed.offsets.diff(), packed.counts.flatten().long())
+
+
+def assert_packs(packed: PackedPolicy, policy: SparsePolicy) -> None:
+    assert_consistent(packed)
+    assert_identical(packed.unpack(), policy)
+
+
+def stacked(entries: list[SparsePolicy]) -> SparsePolicy:
+    return SparsePolicy.cat([entry[None] for entry in entries])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packing
+
+
+@many_examples
+@given(policy=policies())
+def test_packing_is_exact(policy):
+    assert_packs(policy.pack(), policy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (0,), (2, 0), (2, 1, 3)])
+def test_packing_a_capture_is_exact(shape, dtype):
+    policy = random_policy(shape, dtype=dtype)
+    assert_packs(policy.pack(), policy)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1e-5])
+def test_packing_keeps_what_is_unusual(threshold):
+    """A used slot without mass, a full row, a row of one slot, a NaN row."""
+    logits = torch.zeros(4, 6)
+    logits[0, 1:] = -math.inf
+    logits[1, 0] = 50.0
+    logits[3, 2] = math.nan
+    policy = troll.capture(logits, torch.tensor([3, 0, 0, 0]), top_k=4, mass_threshold=threshold)
+    assert_packs(policy.pack(), policy)
+
+
+def test_bytes_are_those_of_the_used_slots():
+    logits = torch.zeros(64, 1000)
+    logits[:, 3] = 30.0
+    policy = troll.capture(logits, torch.full((64,), 3), top_k=64, mass_threshold=1e-5)
+    packed = policy.pack()
+    assert packed.nbytes == 64 * (4 + 4 + 4 + 4 + 4)  # an id, its log-probability, the count, the tail, the slot
+    assert packed[:2].nbytes == 2 * 20
+    storages = sum(value.untyped_storage().nbytes() for value in vars(packed).values() if torch.is_tensor(value))
+    assert storages == packed.nbytes  # none of the padded form's memory is kept alive
+
+
+@many_examples
+@given(policy=policies())
+def test_the_log_prob_of_the_sampled_token(policy):
+    """Of a position without slots, which has no sampled token, it is −inf."""
+    expected = policy.log_prob.masked_fill(~policy.used.any(-1), -torch.inf)
+    found = policy.pack().log_prob
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_log_prob_of_a_part_is_that_of_its_own_tokens():
+    policy = random_policy((3, 4))
+    assert policy.slot.any(), "else any slot is the first"
+    for part, expected in zip(policy.pack().unbind(), policy.log_prob, strict=True):
+        assert torch.equal(part.log_prob, expected)
+    assert torch.equal(policy.pack()[1:, 2].log_prob, policy.log_prob[1:, 2])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Indexing and moves
+
+
+@many_examples
+@given(policy=policies(), data=st.data())
+def test_integers_slices_and_their_tuples(policy, data):
+    index = data.draw(basic_indices(tuple(policy.shape), allow_newaxis=True).filter(lambda index: not backwards(index)))
+    assert_packs(policy.pack()[index], policy[index])
+
+
+@many_examples
+@given(policy=policies(min_dims=1), data=st.data())
+def test_plain_slices_of_the_first_dimension_are_views(policy, data):
+    bound = st.none() | st.integers(-7, 7)
+    index = slice(data.draw(bound), data.draw(bound))
+    packed = policy.pack()
+    part = packed[index]
+    assert_packs(part, policy[index])
+    for name in TENSORS:
+        assert getattr(part, name).untyped_storage().data_ptr() == getattr(packed, name).untyped_storage().data_ptr()
+
+
+@many_examples
+@given(policy=policies(), data=st.data())
+def test_masks(policy, data):
+    dims = data.draw(st.integers(0, len(policy.shape)))
+    seed = data.draw(st.integers(0, 2**16))
+    mask = torch.rand(policy.shape[:dims], generator=torch.Generator().manual_seed(seed)) < 0.5
+    assert_packs(policy.pack()[mask], policy[mask])
+
+
+@many_examples
+@given(policy=policies(min_dims=1), data=st.data())
+def test_index_tensors(policy, data):
+    length = policy.shape[0]
+    chosen = data.draw(st.lists(st.integers(-length, length - 1), max_size=8)) if length else []
+    index = torch.tensor(chosen, dtype=torch.int64)
+    assert_packs(policy.pack()[index], policy[index])
+    if chosen:
+        assert_packs(policy.pack()[index[0]], policy[index[0]])
+        assert_packs(policy.pack()[index.view(-1, 1), ...], policy[index.view(-1, 1), ...])
+
+
+@pytest.mark.parametrize("index", [3, -4, (0, 4), torch.tensor([3])], ids=str)
+def test_an_index_out_of_range_is_an_error(index):
+    with pytest.raises(IndexError):
+        random_policy((3, 4)).pack()[index]
+
+
+@many_examples
+@given(policy=policies(), dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_moves(policy, dtype):
+    packed = policy.pack()
+    there = packed.to("cpu", dtype, non_blocking=True)
+    assert there.log_probs.dtype == there.tail_log_prob.dtype == dtype
+    assert there.token_ids.dtype == there.counts.dtype == there.slot.dtype == torch.int32
+    unpacked, expected = there.unpack(), policy.to(dtype)
+    assert torch.equal(unpacked.token_ids, expected.token_ids) and torch.equal(unpacked.slot, expected.slot)
+    torch.testing.assert_close(unpacked.log_probs, expected.log_probs, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(unpacked.tail_log_prob, expected.tail_log_prob, rtol=0, atol=0, equal_nan=True)
+    assert_packs(packed.to(torch.device("cpu")), policy)
+    assert_packs(packed.to(torch.empty(0, dtype=policy.log_probs.dtype)), policy)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A buffer of sequences
+
+
+@many_examples
+@given(policy=policies(min_dims=1))
+def test_unbind_gives_the_entries_as_views(policy):
+    packed = policy.pack()
+    entries = packed.unbind()
+    assert len(entries) == policy.shape[0]
+    for row, entry in enumerate(entries):
+        assert_packs(entry, policy[row])
+        for name in TENSORS:
+            shared, whole = getattr(entry, name), getattr(packed, name)
+            assert shared.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), name
+
+
+@many_examples
+@given(policy=policies(min_dims=1), data=st.data())
+def test_stack_undoes_unbind_for_any_entries_in_any_order(policy, data):
+    length = policy.shape[0]
+    if not length:
+        return
+    rows = data.draw(st.permutations(range(length)) | st.lists(st.integers(0, length - 1), min_size=1, max_size=6))
+    entries = policy.pack().unbind()
+    assert_packs(PackedPolicy.stack([entries[row] for row in rows]), stacked([policy[row] for row in rows]))
+
+
+@many_examples
+@given(policy=policies(min_dims=1), data=st.data())
+def test_cat_undoes_slicing(policy, data):
+    cut = data.draw(st.integers(0, policy.shape[0]))
+    packed = policy.pack()
+    assert_packs(PackedPolicy.cat([packed[cut:], packed[:cut]]), SparsePolicy.cat([policy[cut:], policy[:cut]]))
+
+
+def test_a_buffer_that_shuffles_and_cuts_lists():
+    """Padding positions, of which all slots are unused, included."""
+    counts = torch.randint(1, 6, (8, 5), generator=torch.Generator().manual_seed(1))
+    counts[torch.arange(5) >= torch.tensor([5, 1, 0, 3, 5, 2, 4, 5]).unsqueeze(-1)] = 0
+    policy = padded(counts, 5)
+    permutation = torch.randperm(8, generator=torch.Generator().manual_seed(2))
+    shuffled = policy[permutation]
+    entries = policy.pack().unbind()
+    entries = [entries[row] for row in permutation]
+    for start in range(0, 8, 2):
+        assert_packs(PackedPolicy.stack(entries[start : start + 2]), shuffled[start : start + 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("mass_threshold", random_policy(mass_threshold=0.5)),
+        ("vocab_size", random_policy(size=41)),
+        ("top_k", random_policy(top_k=9)),
+        ("dtype", random_policy(dtype=torch.float64)),
+        ("shape", random_policy((3, 5))),
+    ],
+)
+@pytest.mark.parametrize("join", [PackedPolicy.stack, PackedPolicy.cat])
+def test_policies_that_do_not_fit_are_refused(join, name, other):
+    with pytest.raises(ValueError, match=f"policies must share one {name}, got .+, .+"):
+        join([random_policy().pack(), other.pack()])
+
+
+def test_stack_takes_one_length_and_cat_takes_any():
+    policy = random_policy((3, 4)).pack()
+    assert PackedPolicy.cat([policy, policy[:1]]).shape == (4, 4)
+    with pytest.raises(ValueError, match=r"share one shape, got \(3, 4\), \(1, 4\)"):
+        PackedPolicy.stack([policy, policy[:1]])
+
+
+@pytest.mark.parametrize("join", [PackedPolicy.stack, PackedPolicy.cat])
+def test_nothing_to_join_is_refused(join):
+    with pytest.raises(ValueError, match="policies must hold at least one"):
+        join([])
+
+
+def test_a_single_position_has_no_first_dimension():
+    single = random_policy(()).pack()
+    with pytest.raises(ValueError, match="unbind"):
+        single.unbind()
+    with pytest.raises(ValueError, match="stack them"):
+        PackedPolicy.cat([single, single])
+    assert_packs(PackedPolicy.stack([single, single]), stacked([random_policy(())] * 2))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pickles
+
+
+def by_pickle(packed: PackedPolicy) -> PackedPolicy:
+    return pickle.loads(pickle.dumps(packed))
+
+
+def by_torch(packed: PackedPolicy) -> PackedPolicy:
+    file = io.BytesIO()
+    torch.save(packed, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("through", [by_pickle, by_torch, copy.deepcopy])
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(policy=policies(min_dims=1))
+def test_pickles_are_exact(through, policy):
+    packed = policy.pack()
+    assert_packs(through(packed), policy)
+    for row, entry in enumerate(packed.unbind()):
+        assert_packs(through(entry), policy[row])
+
+
+@pytest.mark.parametrize("take", [lambda packed: packed[17], lambda packed: packed[17:18], lambda p: p.unbind()[17]])
+def test_a_pickle_of_a_part_holds_that_part_alone(take):
+    packed = padded(torch.randint(1, 9, (64, 100)), 8).pack()
+    part = take(packed)
+    assert len(pickle.dumps(part)) < part.nbytes + 3000 < packed.nbytes / 20
+    copied = copy.deepcopy(part)
+    for value in vars(copied).values():
+        assert not torch.is_tensor(value) or value.untyped_storage().nbytes() == value.nbytes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Waits for the device
+
+
+def test_unpack_stack_and_cat_do_not_wait():
+    packed = random_policy((6, 4)).pack()
+    entries = packed.unbind()
+    with Waits() as waits:
+        packed.unpack()
+        PackedPolicy.stack(entries[::-1]).unpack()
+        PackedPolicy.cat([packed, packed])
+        _ = packed.offsets, packed.nbytes, packed.shape, packed.log_prob
+    assert waits.names == []
+
+
+def test_unpack_stack_and_cat_do_not_read_data():
+    """On the meta device there is none: whatever would wait for a number fails."""
+    packed = random_policy((6, 4)).pack()
+    entries = [entry.to("meta") for entry in packed.unbind()]
+    assert PackedPolicy.stack(entries).unpack().log_probs.shape == (6, 4, 8)
+    assert PackedPolicy.cat([packed.to("meta")] * 2).unpack().token_ids.shape == (12, 4, 8)
+
+
+def test_packing_and_indexing_wait_once():
+    policy = random_policy((6, 4))
+    packed = policy.pack()
+    with Waits() as waits:
+        policy.pack()
+    assert waits.names == ["nonzero"]
+    for index in (torch.tensor([3, 0]), (slice(None), 2)):
+        with Waits() as waits:
+            _ = packed[index]
+        assert waits.names == ["_local_scalar_dense"]
+
+
+@pytest.mark.parametrize("take", [PackedPolicy.unbind, lambda packed: packed[2:4], lambda packed: packed[-1]])
+def test_views_wait_once(take, monkeypatch):
+    packed = random_policy((6, 4)).pack()
+    tolist, calls = torch.Tensor.tolist, 0
+
+    def counted(tensor: torch.Tensor) -> Any:  # no dispatch mode sees it
+        nonlocal calls
+        calls += 1
+        return tolist(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    with Waits() as waits:
+        take(packed)
+    assert calls == 1 and waits.names == []
+
+
+def test_what_waits_is_seen():
+    """The other tests here would notice."""
+    values, mask, repeats = torch.arange(3.0), torch.tensor([True, False, True]), torch.tensor([1, 0, 2])
+    with Waits() as waits:
+        _ = values[mask]
+        values[mask] = torch.zeros(2)
+        values.repeat_interleave(repeats)
+        values.sum().item()
+        mask.nonzero()
+        bool(mask.all())
+        values.repeat_interleave(repeats, output_size=3)
+    assert len(waits.names) == 6
+
+
+def test_a_packed_policy_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        random_policy().pack().top_k = 3  # type: ignore[misc]

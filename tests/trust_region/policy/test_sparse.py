@@ -1,0 +1,299 @@
+"""SparsePolicy and the other public types as values: parts, moves, files, comparison."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import io
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import troll
+from tests.trust_region.policy.policies import FIELDS, assert_identical, random_policy
+from troll import SparsePolicy
+from troll.trust_region.policy.sparse import TAILS, check_capture, check_tail
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a policy says of itself
+
+#: Three positions of K = 3 slots over a vocabulary of 9.
+HAND_MADE = SparsePolicy(
+    token_ids=torch.tensor([[4, 2, 8], [1, -1, -1], [0, 7, -1]]),
+    log_probs=torch.tensor([[0.5, 0.25, 0.125], [1.0, 0.0, 0.0], [0.75, 0.125, 0.0]]).log(),
+    tail_log_prob=torch.tensor([0.125, 0.0, 0.125]).log(),
+    slot=torch.tensor([2, 0, 1]),
+    vocab_size=9,
+    mass_threshold=0.01,
+)
+
+
+def test_properties():
+    assert HAND_MADE.shape == (3,)
+    assert HAND_MADE.top_k == 3
+    assert HAND_MADE.used.tolist() == [[True, True, True], [True, False, False], [True, True, False]]
+    torch.testing.assert_close(HAND_MADE.log_prob.exp(), torch.tensor([0.125, 1.0, 0.125]))
+    torch.testing.assert_close(
+        HAND_MADE.outcomes.exp(),
+        torch.tensor([[0.5, 0.25, 0.125, 0.125], [1.0, 0.0, 0.0, 0.0], [0.75, 0.125, 0.0, 0.125]]),
+    )
+
+
+def test_a_capture_knows_its_sampled_tokens():
+    logits = torch.randn(3, 4, 40, generator=torch.Generator().manual_seed(1))
+    token_ids = torch.randint(40, (3, 4), generator=torch.Generator().manual_seed(2))
+    policy = troll.capture(logits, token_ids, top_k=8)
+    assert torch.equal(policy.token_ids.gather(-1, policy.slot.unsqueeze(-1)).squeeze(-1), token_ids)
+    assert torch.equal(policy.log_prob, policy.log_probs.gather(-1, policy.slot.unsqueeze(-1)).squeeze(-1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Moves, views, indexing, concatenation
+
+
+def test_moves():
+    policy = random_policy()
+    double = policy.to(torch.float64)
+    assert double.log_probs.dtype == double.tail_log_prob.dtype == torch.float64
+    assert double.token_ids.dtype == double.slot.dtype == torch.int64
+    assert double.vocab_size == policy.vocab_size and double.mass_threshold == policy.mass_threshold
+    assert_identical(double.to(torch.float32), policy)
+    assert_identical(policy.to("cpu"), policy)
+    assert_identical(policy.to(torch.device("cpu")), policy)
+
+
+def test_moves_take_all_tensors_along():
+    moved = random_policy().to("meta")
+    assert {getattr(moved, name).device.type for name in FIELDS} == {"meta"}
+
+
+@pytest.mark.parametrize("shape", [(12,), (2, 6), (1, 3, 4), (-1,), (-1, 2), (3, 4)])
+def test_views(shape):
+    policy = random_policy((3, 4))
+    viewed = policy.view(shape)
+    assert viewed.shape == policy.tail_log_prob.view(shape).shape
+    assert viewed.token_ids.shape == viewed.log_probs.shape == (*viewed.shape, 8)
+    assert viewed.slot.shape == viewed.shape
+    assert torch.equal(viewed.log_prob.flatten(), policy.log_prob.flatten())
+    assert_identical(viewed.view((3, 4)), policy)
+
+
+def test_a_single_position_in_other_shapes():
+    single = random_policy(())
+    assert_identical(single.view((1, 1)).view(()), single)
+    assert_identical(single[None][0], single)
+    assert single[None].shape == (1,)
+
+
+def test_a_view_of_another_number_of_positions_is_an_error():
+    with pytest.raises(RuntimeError):
+        random_policy((3, 4)).view((3, 5))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        0,
+        -1,
+        slice(1, 3),
+        (slice(None), slice(1, 4)),
+        (1, 2),
+        (slice(None), 0),
+        (..., slice(1, 3)),  # the last batch dimension, never the slots
+        torch.tensor([2, 0, 0]),
+        torch.tensor([[True, False, True, True]] * 3),
+        torch.zeros(3, 4, dtype=torch.bool),
+    ],
+    ids=str,
+)
+def test_indexing_is_along_the_batch(index):
+    policy = random_policy((3, 4))
+    part = policy[index]
+    rows = torch.arange(12).view(3, 4)[index]
+    assert part.shape == rows.shape
+    for name in FIELDS:
+        tensor = getattr(policy, name)
+        assert torch.equal(getattr(part, name), tensor.view(12, *tensor.shape[2:])[rows]), name
+    assert (part.vocab_size, part.mass_threshold) == (policy.vocab_size, policy.mass_threshold)
+    assert torch.equal(part.log_prob, policy.log_prob[index])
+
+
+@pytest.mark.parametrize("index", [3, (0, 4), (0, 0, 0)], ids=str)
+def test_an_index_out_of_range_is_an_error(index):
+    with pytest.raises(IndexError):
+        random_policy((3, 4))[index]
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, -2])
+def test_cat_undoes_splitting(dim):
+    policy = random_policy((3, 4))
+    along = dim % 2
+    parts = [policy[:1], policy[1:]] if along == 0 else [policy[:, :1], policy[:, 1:]]
+    assert_identical(SparsePolicy.cat(parts, dim=dim), policy)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [random_policy(mass_threshold=0.5), random_policy(size=41), random_policy(top_k=9)],
+    ids=["mass_threshold", "vocabulary", "top_k"],
+)
+def test_cat_refuses_policies_captured_differently(other):
+    with pytest.raises(ValueError, match="must share mass threshold, vocabulary and K"):
+        SparsePolicy.cat([random_policy(), other])
+
+
+@pytest.mark.parametrize("dim", [2, -3])
+def test_cat_refuses_a_dimension_that_is_not_there(dim):
+    with pytest.raises(ValueError, match=r"dim must be .* in \[-2, 2\), got"):
+        SparsePolicy.cat([random_policy()] * 2, dim=dim)
+
+
+def test_cat_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="policies"):
+        SparsePolicy.cat([])
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
+def test_no_positions(shape):
+    policy = random_policy(shape)
+    assert policy.shape == policy.slot.shape == policy.log_prob.shape == shape
+    assert policy.token_ids.shape == policy.used.shape == (*shape, 8)
+    assert policy.outcomes.shape == (*shape, 9)
+    assert policy.view((0,)).shape == (0,)
+    assert_identical(policy.view((0,)).view(shape), policy)
+    assert_identical(policy[...], policy)
+    assert_identical(SparsePolicy.cat([policy, policy]), random_policy((2 * shape[0], *shape[1:])))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+def test_positions_that_do_not_fit_are_refused():
+    random_policy((3, 4)).check_positions((3, 4))
+    for shape in ((3, 5), (12,), (4, 3), ()):
+        with pytest.raises(ValueError, match=r"old must hold the positions \(.*\), got \(3, 4\)"):
+            random_policy((3, 4)).check_positions(shape)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "mass_threshold", "message"),
+    [
+        (0, 0.0, "top_k must be an integer of at least 1, got 0"),
+        (-3, 0.0, "top_k must be .* got -3"),
+        (2.5, 0.0, "top_k must be an integer .* got 2.5"),
+        (1, 1.0, r"mass_threshold must be in \[0, 1\), got 1.0"),
+        (1, -1e-9, "mass_threshold must be .* got -1e-09"),
+        (1, math.nan, "mass_threshold must be .* got nan"),
+    ],
+)
+def test_parameters_out_of_their_range_are_refused(top_k, mass_threshold, message):
+    with pytest.raises(ValueError, match=message):
+        check_capture(top_k, mass_threshold)
+
+
+def test_an_unknown_tail_is_told_the_known_ones():
+    for tail in TAILS:
+        check_tail(tail)
+    with pytest.raises(ValueError, match="tail must be one of bucket, floor, got 'bukcet'"):
+        check_tail("bukcet")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every public type: files and comparison
+
+
+def public_values() -> dict[str, Any]:
+    """One of each public type, with gradients where a training has them."""
+    generator = torch.Generator().manual_seed(3)
+    old_logits = torch.randn(2, 3, 20, generator=generator)
+    logits = (old_logits + torch.randn(2, 3, 20, generator=generator)).requires_grad_()
+    hidden, weight = torch.randn(2, 3, 5, generator=generator), torch.randn(20, 5, generator=generator)
+    old = troll.capture(old_logits, torch.tensor([[0, 5, 19], [3, 3, 3]]), top_k=4, mass_threshold=1e-2)
+    step = troll.trust_region_step(logits, old, entropy=True)
+    assert step.projected.any() and step.log_ratio.requires_grad
+    return {
+        "Constraint": troll.Constraint.sequence(torch.ones(2, 3)),
+        "LMHead": troll.LMHead(hidden, weight, torch.zeros(20), temperature=0.7, softcap=30.0),
+        "Logits": troll.Logits(logits, temperature=0.7),
+        "Outcomes": troll.log_probs_at(logits, old.token_ids),
+        "PackedPolicy": old.pack(),
+        "Projection": troll.project(logits, old_logits),
+        "SparsePolicy": old,
+        "TrustRegionStep": step,
+    }
+
+
+VALUES = public_values()
+
+
+def test_every_public_type_is_tested_here():
+    assert VALUES.keys() == {name for name in troll.__all__ if inspect.isclass(getattr(troll, name))}
+    for name, value in VALUES.items():
+        assert type(value) is getattr(troll, name)
+
+
+def by_torch(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def by_pickle(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("through", [by_torch, by_pickle])
+@pytest.mark.parametrize("name", VALUES)
+def test_files_are_exact(name: str, through: Callable[[Any], Any]):
+    value = VALUES[name]
+    back = through(value)
+    assert type(back) is type(value)
+    assert vars(back).keys() == vars(value).keys()
+    for field, expected in vars(value).items():
+        found = getattr(back, field)
+        if not isinstance(expected, Tensor):
+            assert found == expected, field
+            continue
+        assert found.dtype == expected.dtype and found.shape == expected.shape, field
+        assert torch.equal(found.detach().nan_to_num(7.0), expected.detach().nan_to_num(7.0)), field
+
+
+def test_what_is_loaded_does_its_work():
+    old, source = by_torch(VALUES["SparsePolicy"]), by_torch(VALUES["Logits"])
+    step = troll.trust_region_step(source, old)
+    expected = troll.trust_region_step(VALUES["Logits"], VALUES["SparsePolicy"])
+    assert torch.equal(step.log_ratio, expected.log_ratio)
+    assert_identical(by_torch(VALUES["PackedPolicy"]).unpack(), VALUES["SparsePolicy"])
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_comparison_is_by_identity(name):
+    """Of tensors it would raise, or give a tensor."""
+    value = VALUES[name]
+    twin = dataclasses.replace(value)
+    assert (value == value) is True
+    assert (value == twin) is False and (value != twin) is True
+    assert (value == None) is False  # noqa: E711
+    assert value in [twin, value] and len({value, twin}) == 2
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_public_types_are_frozen(name):
+    value = VALUES[name]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(value, next(iter(vars(value))), None)
+
+
+def test_copies_share_nothing():
+    policy = random_policy()
+    copied = copy.deepcopy(policy)
+    assert_identical(copied, policy)
+    assert all(getattr(copied, name).data_ptr() != getattr(policy, name).data_ptr() for name in FIELDS)

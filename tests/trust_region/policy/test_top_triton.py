@@ -1,0 +1,120 @@
+"""The kernel that makes slots of the largest entries, against the torch code next to it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from troll.trust_region.policy import top as top_module
+from troll.trust_region.policy import top_triton
+from troll.trust_region.policy.top import Top
+from troll.trust_region.policy.top_triton import slots
+
+# NaN and −inf are meant.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCABULARY = 500
+ROWS = 12
+
+#: A log-probability is the difference of two numbers up to 30 in size, each off by some roundings of 2⁻²⁴ of that.
+TOLERANCE = 3 * 4 * 30 * 2.0**-24
+
+
+@pytest.fixture(autouse=True)
+def fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes as long for many numbers as for few."""
+    monkeypatch.setattr(top_triton, "COMPARED", 64)
+
+
+def random_top(k: int, seed: int = 0) -> tuple[Top, Tensor]:
+    """Entries with ties and without mass, unused ones, and sampled tokens among them and elsewhere."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(VOCABULARY, generator=generator)[:k].sort().values for _ in range(ROWS)])
+    z = 3 * torch.randn(ROWS, k, generator=generator)
+    z[0] = z[0].round()
+    z[1] = -5.0
+    z[2, k // 2 :] = -math.inf
+    ids[3, k // 2 + 1 :], z[3, k // 2 + 1 :] = -1, -math.inf
+    sampled = torch.where(torch.arange(ROWS) % 2 == 0, ids[:, 0], ids[:, k // 2])
+    sampled[5:8] = VOCABULARY + torch.arange(3)
+    sampled[3] = VOCABULARY
+    among = ids == sampled.unsqueeze(-1)
+    sampled_logit = torch.where(among, z, -math.inf).amax(-1)
+    sampled_logit = torch.where(among.any(-1), sampled_logit, torch.randn(ROWS, generator=generator))
+    sampled_logit[7] = -math.inf
+    rest = torch.randn(ROWS, generator=generator)
+    rest[8] = -math.inf
+    in_tail = z + 1e-2 * torch.randn(ROWS, k, generator=generator)
+    return Top(*(x.to(DEVICE) for x in (ids, z, in_tail, sampled_logit, rest))), sampled.to(DEVICE)
+
+
+def assert_agree(top: Top, sampled: Tensor, mass_threshold: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    actual = slots(top, sampled, mass_threshold)
+    expected = top_module._slots(top, sampled, mass_threshold)
+    for got, want in zip(actual, expected, strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE, equal_nan=True)
+    return actual
+
+
+# No threshold that a sum of probabilities could meet up to rounding.
+@pytest.mark.parametrize("mass_threshold", [0.0, 1e-5, 1.1e-2, 0.31])
+@pytest.mark.parametrize("k", [1, 2, 7, 63, 64, 100])
+def test_slots(k, mass_threshold):
+    ids, log_probs, tail, slot = assert_agree(*random_top(k), mass_threshold)
+    total = torch.logsumexp(torch.cat([log_probs, tail.unsqueeze(-1)], -1), -1)
+    torch.testing.assert_close(total, torch.zeros_like(total), rtol=0, atol=TOLERANCE)
+    assert (ids.gather(-1, slot.unsqueeze(-1)) >= 0).all()
+
+
+def test_the_most_slots(monkeypatch):
+    monkeypatch.setattr(top_triton, "COMPARED", 16)
+    assert_agree(*random_top(256, seed=1), 1e-3)
+
+
+def test_equal_entries_keep_the_order_of_their_ids():
+    ids = torch.tensor([[2, 5, 7, 9]], device=DEVICE)
+    z = torch.tensor([[0.0, 1.0, -0.0, 1.0]], device=DEVICE)
+    row = torch.zeros(1, device=DEVICE)
+    kept, *_ = slots(Top(ids, z, z, row, row), torch.tensor([2], device=DEVICE), 0.0)
+    assert kept.tolist() == [[5, 9, 2, 7]]
+
+
+def test_dropped_entries_add_to_the_tail_what_a_tile_says_of_them():
+    ids = torch.tensor([[0, 1, 2]], device=DEVICE)
+    z = torch.tensor([[0.0, -1.0, -2.0]], device=DEVICE)
+    rest = torch.full((1,), -math.inf, device=DEVICE)
+    top = Top(ids, z, z - 7, z[:, 0], rest)
+    kept, log_probs, tail, _ = assert_agree(top, ids[:, 0], 0.5)
+    assert kept.tolist() == [[0, -1, -1]] and log_probs[0, 1:].isneginf().all()
+    expected = torch.logsumexp(z[0, 1:] - 7, -1)
+    torch.testing.assert_close(tail[0] - log_probs[0, 0], expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("mass_threshold", [0.0, 1e-3])
+def test_rows_that_are_no_distribution(mass_threshold):
+    top, sampled = random_top(6)
+    top.logits[0, 2] = top.tail_logits[0, 2] = math.nan
+    top.logits[4, 1] = top.tail_logits[4, 1] = math.inf
+    top.log_rest[9] = math.nan
+    top.logits[10], top.log_rest[10], top.sampled_logit[10] = -math.inf, -math.inf, -math.inf
+    top.tail_logits[10] = -math.inf
+    ids, log_probs, tail, slot = assert_agree(top, sampled, mass_threshold)
+    broken = [0, 4, 9, 10]
+    assert tail.isnan().nonzero().flatten().tolist() == broken
+    assert log_probs.gather(-1, slot.unsqueeze(-1))[broken].isnan().all()
+    if mass_threshold:
+        assert (slot[broken] == 0).all() and torch.equal(ids[broken, 0], sampled[broken])
+        assert (ids[broken, 1:] == -1).all()
+
+
+def test_no_rows():
+    top, sampled = random_top(6)
+    nothing = slots(Top(*(x[:0] for x in top)), sampled[:0], 1e-5)
+    assert [tuple(x.shape) for x in nothing] == [(0, 6), (0, 6), (0,), (0,)]

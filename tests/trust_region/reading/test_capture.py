@@ -1,0 +1,276 @@
+"""Captured policies, from either source and from what has been read, against the reference."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import troll
+from tests.trust_region import reference
+from tests.trust_region.cases import FAMILIES, array, capture_rows, pairs, tensor
+from tests.trust_region.policy.policies import assert_identical
+from tests.trust_region.reading.sources import KINDS, TRANSFORMS, Problem, small_tiles
+from troll import SparsePolicy
+
+
+@pytest.fixture(autouse=True)
+def _tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_tiles(monkeypatch)
+
+
+def assert_matches(policy: SparsePolicy, rows: list[reference.OldRow], atol: float = 1e-12) -> None:
+    assert policy.token_ids.tolist() == [row.padded_ids() for row in rows]
+    assert policy.slot.tolist() == [row.slot for row in rows]
+    for actual, expected in (
+        (policy.log_probs, [row.padded_log_probs() for row in rows]),
+        (policy.tail_log_prob, [row.tail_log_prob for row in rows]),
+        (policy.log_prob, [row.log_prob for row in rows]),
+    ):
+        np.testing.assert_allclose(array(actual), np.array(expected), rtol=1e-12, atol=atol)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("size", "top_k", "threshold"), [(1, 64, 1e-5), (5, 3, 0.0), (40, 8, 1e-2), (130, 64, 1e-5)])
+def test_logits_agree_with_the_reference(family, size, top_k, threshold):
+    logits, _ = pairs(family, 20, size)
+    tokens = np.random.default_rng(0).integers(size, size=20)
+    policy = troll.capture(tensor(logits), tensor(tokens, torch.int64), top_k=top_k, mass_threshold=threshold)
+    assert policy.token_ids.dtype == policy.slot.dtype == torch.int64
+    assert policy.log_probs.dtype == policy.tail_log_prob.dtype == torch.float64
+    assert policy.token_ids.shape == policy.log_probs.shape == (20, min(top_k, size))
+    assert (policy.vocab_size, policy.mass_threshold) == (size, threshold)
+    assert_matches(policy, capture_rows(logits, tokens, top_k, threshold))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    logits=st.lists(st.sampled_from([-math.inf, -30.0, -2.0, -0.0, 0.0, 1.0, 3.0]), min_size=1, max_size=12),
+    top_k=st.integers(1, 14),
+    threshold=st.sampled_from([0.0, 1e-5, 1e-2, 0.3, 0.9]),
+    data=st.data(),
+)
+def test_rows_with_many_ties(logits, top_k, threshold, data):
+    if max(logits) == -math.inf:
+        logits = [*logits, 0.0]
+    token = data.draw(st.integers(0, len(logits) - 1))
+    row = np.array(logits)
+    policy = troll.capture(tensor(row), torch.tensor(token), top_k=top_k, mass_threshold=threshold)
+    assert policy.shape == ()
+    assert_matches(policy[None], [reference.capture(row, token, top_k, threshold)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("with_rows", [False, True], ids=["", "rows"])
+@pytest.mark.parametrize("threshold", [0.0, 0.3])
+def test_either_source_agrees_with_the_reference(kind, transform, with_bias, with_rows, threshold):
+    problem = Problem(kind, transform=transform, bias=with_bias, rows=with_rows, spread=3.0)
+    policy = troll.capture(problem.source(), problem.token_ids, top_k=8, mass_threshold=threshold)
+    logits = array(problem.logits()).reshape(-1, 1000)
+    rows = capture_rows(logits, array(problem.token_ids).flatten(), 8, threshold)
+    assert policy.shape == problem.shape
+    assert_matches(policy.view((-1,)), rows, atol=1e-11)
+    if threshold and transform == "plain":
+        assert not policy.used.all() and policy.slot.unique().numel() > 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_is_computed_in_float32(kind, dtype):
+    """The logits of a head are those of a product in float32 of what its operands are; torch's own are rounded."""
+    problem = Problem(kind, shape=(50,), size=1000, dtype=dtype)
+    policy = troll.capture(problem.source(), problem.token_ids, top_k=64, mass_threshold=0.0)
+    assert policy.log_probs.dtype == policy.tail_log_prob.dtype == torch.float32
+    leaves = [leaf.detach().double() for leaf in problem.leaves]
+    exact = leaves[0] if kind == "logits" else leaves[0] @ leaves[1].t()
+    log_probs = torch.log_softmax(exact, -1).gather(-1, policy.token_ids)
+    half = kind == "head" and dtype != torch.float32
+    # Half a unit in the last place of a logit of at most 12 that only counts in the total; else float32's rounding of
+    # numbers of up to 20.
+    tolerance = 12 * torch.finfo(dtype).eps / 2 if half else 6 * 20 * 2.0**-24
+    assert (policy.log_probs - log_probs).abs().max() <= tolerance
+    if not half:
+        rows = capture_rows(array(exact), array(problem.token_ids), 64, 0.0)
+        assert policy.token_ids.tolist() == [row.ids for row in rows]  # of bf16 logits hundreds tie
+        np.testing.assert_allclose(array(policy.tail_log_prob), [row.tail_log_prob for row in rows], atol=tolerance)
+        return
+    # Of each other they are as far as in float32: the rounding of a total is one for all.
+    difference = policy.log_probs - log_probs
+    assert (difference - difference[:, :1]).abs().max() <= 6 * 20 * 2.0**-24
+    assert (policy.log_probs.diff(dim=-1) <= 0)[:, :-1].all()  # in order, but for the sampled token in the last slot
+
+
+def test_constant_logits_keep_the_smallest_ids():
+    logits = torch.zeros(1, 50_000, dtype=torch.bfloat16)
+    policy = troll.capture(logits, torch.tensor([49_999]), top_k=64, mass_threshold=0.0)
+    assert policy.token_ids[0].tolist() == [*range(63), 49_999]
+    assert policy.slot.item() == 63
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tail_mass_is_exact_where_one_minus_the_sum_would_be_noise(kind):
+    weight = torch.full((1000, 1), -25.0)
+    weight[0] = 0.0
+    source = troll.LMHead(torch.ones(1, 1), weight) if kind == "head" else troll.Logits(weight.t())
+    policy = troll.capture(source, torch.tensor([0]), top_k=2, mass_threshold=1e-5)
+    assert policy.token_ids.tolist() == [[0, -1]]
+    assert policy.tail_log_prob.item() == pytest.approx(-25.0 + math.log(999), abs=4 * 25 * 2.0**-24)
+
+
+def test_sampled_token_far_outside_the_top_k():
+    logits = torch.arange(1000.0, 0.0, -1.0).expand(2, 3, 1000)
+    token_ids = torch.tensor([[999, 0, 63], [64, 500, 5]])
+    policy = troll.capture(logits, token_ids, top_k=64, mass_threshold=0.0)
+    assert (policy.token_ids.gather(-1, policy.slot.unsqueeze(-1)).squeeze(-1) == token_ids).all()
+    assert policy.token_ids[0, 0].tolist() == [*range(63), 999]
+    assert policy.token_ids[0, 1].tolist() == [*range(64)]
+    expected = torch.log_softmax(logits, -1).gather(-1, token_ids[..., None])[..., 0]
+    torch.testing.assert_close(policy.log_prob, expected, rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.parametrize("log_p", [-27.0, -30.0, -60.0, -100.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_floored(kind, log_p):
+    weight = torch.tensor([[0.0], [log_p], [-1.0]], dtype=torch.float64)
+    source = troll.LMHead(torch.ones(1, 1).double(), weight) if kind == "head" else troll.Logits(weight.t())
+    policy = troll.capture(source, torch.tensor([1]))
+    assert policy.log_prob.item() == pytest.approx(log_p - math.log1p(math.exp(-1) + math.exp(log_p)), abs=1e-13)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_capture_carries_no_gradient_and_stands_on_its_own(kind):
+    problem = Problem(kind)
+    policy = troll.capture(problem.source(), problem.token_ids, top_k=5)
+    assert not policy.log_probs.requires_grad and not policy.tail_log_prob.requires_grad
+    before = policy.log_probs.clone()
+    for leaf in problem.leaves:
+        leaf.data.zero_()
+    assert torch.equal(policy.log_probs, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_source_is_left_as_it_is(kind):
+    problem = Problem(kind, dtype=torch.float32, transform="all")
+    before = [leaf.detach().clone() for leaf in problem.leaves]
+    old = troll.capture(problem.source(), problem.token_ids, top_k=5)
+    troll.log_probs_at(problem.source(), old.token_ids)
+    assert all(torch.equal(leaf, copy) for leaf, copy in zip(problem.leaves, before, strict=True))
+
+
+def test_defaults_are_those_of_the_design():
+    logits, token_ids = torch.randn(3, 200, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 1, 2])
+    expected = troll.capture(troll.Logits(logits), token_ids, top_k=64, mass_threshold=1e-5)
+    assert_identical(troll.capture(logits, token_ids), expected)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_broken_rows_leave_the_others_alone(broken):
+    logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(4))
+    token_ids = torch.tensor([0, 1, 2, 3])
+    clean = troll.capture(logits, token_ids, top_k=6)
+    logits[2, 7] = broken
+    logits[3] = -math.inf
+    policy = troll.capture(logits, token_ids, top_k=6)
+    assert_identical(policy[:2], clean[:2])
+    assert (policy.log_probs[~policy.used] == -math.inf).all()
+    assert policy.log_prob[2:].isnan().all()
+    assert policy.tail_log_prob[2:].isnan().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0), (1,), (2, 3)])
+def test_any_batch_shape(kind, shape):
+    problem = Problem(kind, shape=shape, size=20)
+    policy = troll.capture(problem.source(), problem.token_ids, top_k=4)
+    assert policy.shape == policy.slot.shape == policy.log_prob.shape == shape
+    assert policy.token_ids.shape == policy.log_probs.shape == (*shape, 4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Of what has been read already
+
+
+def read_with_sampled(logits: Tensor, token_ids: Tensor, slots: int) -> Any:
+    """The largest logits in no order, the sampled token among them, and unused slots at the end."""
+    generator = torch.Generator().manual_seed(5)
+    ids = logits.topk(slots, -1).indices
+    ids[..., 0] = torch.where((ids == token_ids.unsqueeze(-1)).any(-1), ids[..., 0], token_ids)
+    ids = ids[..., torch.randperm(slots, generator=generator)]
+    return troll.log_probs_at(logits, torch.nn.functional.pad(ids, (0, 2), value=-1))
+
+
+@pytest.mark.parametrize("top_k", [1, 4, 9, 30])
+@pytest.mark.parametrize("threshold", [0.0, 0.05])
+def test_outcomes_are_a_source(top_k, threshold):
+    """Their distribution is what they hold; everything else is tail from the start."""
+    logits = tensor(pairs("peaked", 30, 25)[0])
+    token_ids = torch.randint(25, (30,), generator=torch.Generator().manual_seed(6))
+    policy = read_with_sampled(logits, token_ids, 9)
+    old = troll.capture(policy, token_ids, top_k=top_k, mass_threshold=threshold)
+    assert (old.vocab_size, old.top_k) == (25, min(top_k, 11))
+    for b in range(30):
+        used = policy.used[b]
+        ids = policy.token_ids[b, used]
+        # The same as a vocabulary of ten: these nine and the tail, which comes last in it and is never kept.
+        row = array(torch.cat([policy.logits[b, used], policy.tail_logit[b : b + 1]]))
+        order = sorted(range(9), key=lambda v: (-row[v], int(ids[v])))
+        kept = []
+        probs = np.exp(reference.log_softmax(row))
+        for place, v in enumerate(order[: min(top_k, 9)]):
+            if threshold and probs[order[place:]].sum() + probs[9] <= threshold:
+                break
+            kept.append(v)
+        sampled = int((ids == token_ids[b]).nonzero())
+        if sampled not in kept:
+            kept = [*kept, sampled] if len(kept) < old.top_k else [*kept[:-1], sampled]
+        assert old.token_ids[b, : len(kept)].tolist() == [int(ids[v]) for v in kept]
+        assert (old.token_ids[b, len(kept) :] == -1).all()
+        assert old.slot[b].item() == kept.index(sampled)
+        log_probs = reference.log_softmax(row)
+        np.testing.assert_allclose(array(old.log_probs[b, : len(kept)]), log_probs[kept], rtol=1e-12, atol=1e-12)
+        tail = reference.log_sum_exp(log_probs[[v for v in range(10) if v not in kept]])
+        assert old.tail_log_prob[b].item() == pytest.approx(tail, rel=1e-12, abs=1e-12)
+
+
+def test_outcomes_that_lack_the_sampled_token_are_refused():
+    policy = troll.log_probs_at(torch.zeros(2, 9), torch.tensor([[0, 1], [2, 3]]))
+    with pytest.raises(ValueError, match="token_ids must be among the tokens that the source was read at, got 4"):
+        troll.capture(policy, torch.tensor([1, 4]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("top_k must be an integer of at least 1, got 0", {"top_k": 0}),
+        ("top_k must be an integer of at least 1, got -3", {"top_k": -3}),
+        (r"mass_threshold must be in \[0, 1\), got 1.0", {"mass_threshold": 1.0}),
+        (r"mass_threshold must be in \[0, 1\), got -1e-09", {"mass_threshold": -1e-9}),
+        ("mass_threshold must be .* got nan", {"mass_threshold": math.nan}),
+        (r"token_ids must be in \[0, 10\), got 10", {"token_ids": torch.tensor([0, 10])}),
+        (r"token_ids must be in \[0, 10\), got -1", {"token_ids": torch.tensor([-1, 0])}),
+        (r"token_ids must be \(2\), got \(3\)", {"token_ids": torch.tensor([0, 1, 2])}),
+        (r"token_ids must be \(2\), got \(1, 2\)", {"token_ids": torch.tensor([[0, 1]])}),
+        ("token_ids must be integers, got torch.float32", {"token_ids": torch.tensor([0.0, 1.0])}),
+        ("token_ids must be integers, got torch.bool", {"token_ids": torch.tensor([True, False])}),
+        (r"logits must be floating point \(..., V\), got torch.float32 \(\)", {"source": torch.tensor(1.0)}),
+        (r"logits must be floating point \(..., V\), got torch.float32 \(2, 0\)", {"source": torch.zeros(2, 0)}),
+        ("logits must be floating point", {"source": torch.zeros(2, 10, dtype=torch.int64)}),
+    ],
+    ids=range(14),
+)
+def test_what_does_not_fit_is_named(message, change):
+    arguments: dict[str, Any] = {"source": torch.zeros(2, 10), "token_ids": torch.tensor([0, 1])} | change
+    with pytest.raises(ValueError, match=message):
+        troll.capture(**arguments)

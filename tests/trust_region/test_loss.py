@@ -1,0 +1,256 @@
+"""troll_loss and its aggregations, against the reference and values computed by hand."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import troll
+from tests.trust_region import reference
+from tests.trust_region.cases import array
+from troll import TrustRegionStep, troll_loss
+from troll.trust_region.metrics import trust_region_metrics, trust_region_statistics
+from troll.trust_region.objective import aggregate
+
+TOKEN_FIELDS = ("log_ratio", "regression", "log_probs", "kl_before", "kl_after", "multiplier", "projected")
+LEVELS: tuple[Any, ...] = ("token", "sequence")
+AGGREGATIONS: tuple[Any, ...] = ("sequence_mean", "token_mean", "fixed_length")
+MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 1, 0, 1, 0]], dtype=torch.bool)
+
+
+def random_step(garbage: float | None = None) -> TrustRegionStep:
+    """A step with made-up per-token values (4, 5), differentiable; `garbage` fills the masked positions."""
+    generator = torch.Generator().manual_seed(8)
+
+    def draw() -> torch.Tensor:
+        values = torch.rand(4, 5, generator=generator, dtype=torch.float64)
+        return values if garbage is None else torch.where(MASK, values, garbage)
+
+    values = {name: draw() for name in TOKEN_FIELDS[:-1]}
+    values["log_ratio"] = 2 * values["log_ratio"] - 1
+    projected = torch.rand(4, 5, generator=generator) < 0.6
+    for name in ("log_ratio", "regression"):
+        values[name] = values[name].detach().requires_grad_()
+    return TrustRegionStep(**values, projected=projected)
+
+
+def draw_advantages(per_token: bool = False) -> torch.Tensor:
+    shape = (4, 5) if per_token else (4,)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+
+
+def settings_of(aggregation: str) -> dict[str, Any]:
+    return {"aggregation": aggregation, "max_length": 7 if aggregation == "fixed_length" else None}
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("aggregation", [*AGGREGATIONS, "token_mean of 23"])
+@pytest.mark.parametrize("ratio_level", LEVELS)
+@pytest.mark.parametrize("weight", [0.0, 1.0, 0.3])
+def test_loss_agrees_with_the_reference(ratio_level, aggregation, weight, per_token):
+    step, advantages = random_step(), draw_advantages(per_token)
+    aggregation, _, num_tokens = aggregation.partition(" of ")
+    options = {"regression_weight": weight, "ratio_level": ratio_level} | settings_of(aggregation)
+    options["num_tokens"] = float(num_tokens) if num_tokens else None
+    loss, _ = troll_loss(step, advantages, MASK, **options)
+    arrays: Any = [array(x) for x in (step.log_ratio, step.regression, advantages, MASK)]
+    assert loss.shape == ()
+    assert loss.item() == pytest.approx(reference.loss(*arrays, **options), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ratio_level", "aggregation", "expected"),
+    [
+        # Sequence 1: ratios 2 and 1/2, advantage 1, regression 0.1 and 0.3. Sequence 2: ratio 4, advantage −2, 0.2.
+        ("token", "sequence_mean", ((-2 + 0.1 - 0.5 + 0.3) / 2 + (8 + 0.2)) / 2),
+        ("token", "token_mean", ((-2 + 0.1 - 0.5 + 0.3) + (8 + 0.2)) / 3),
+        ("token", "fixed_length", ((-2 + 0.1 - 0.5 + 0.3) + (8 + 0.2)) / (2 * 10)),
+        # The geometric mean of 2 and 1/2 is 1.
+        ("sequence", "sequence_mean", ((-1 + 0.1 - 1 + 0.3) / 2 + (8 + 0.2)) / 2),
+        ("sequence", "token_mean", ((-1 + 0.1 - 1 + 0.3) + (8 + 0.2)) / 3),
+        ("sequence", "fixed_length", ((-1 + 0.1 - 1 + 0.3) + (8 + 0.2)) / (2 * 10)),
+    ],
+)
+def test_loss_by_hand(ratio_level, aggregation, expected):
+    zeros = torch.zeros(2, 2)
+    step = TrustRegionStep(
+        log_ratio=torch.tensor([[math.log(2.0), math.log(0.5)], [math.log(4.0), 9.0]]),
+        regression=torch.tensor([[0.1, 0.3], [0.2, 9.0]]),
+        log_probs=zeros - 5.0,  # of which the loss knows nothing
+        kl_before=zeros,
+        kl_after=zeros,
+        multiplier=zeros,
+        projected=zeros.bool(),
+    )
+    mask = torch.tensor([[True, True], [True, False]])
+    max_length = 10 if aggregation == "fixed_length" else None
+    loss, _ = troll_loss(
+        step,
+        torch.tensor([1.0, -2.0]),
+        mask,
+        ratio_level=ratio_level,
+        aggregation=aggregation,
+        max_length=max_length,
+    )
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_loss_of_micro_batches_adds_up():
+    """With the number of tokens of the whole batch, as a number or as a tensor that several processes agreed on."""
+    step, advantages = random_step(), draw_advantages()
+    whole, _ = troll_loss(step, advantages, MASK, aggregation="token_mean")
+    tokens = int(MASK.sum())
+    for num_tokens in (tokens, float(tokens), torch.tensor(tokens), torch.tensor(float(tokens))):
+        parts = []
+        for rows in (slice(0, 1), slice(1, 4)):
+            part = TrustRegionStep(**{name: getattr(step, name)[rows] for name in TOKEN_FIELDS})
+            parts.append(
+                troll_loss(part, advantages[rows], MASK[rows], aggregation="token_mean", num_tokens=num_tokens)[0]
+            )
+        assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-12)  # type: ignore[union-attr]
+
+
+def test_defaults_are_those_of_the_design():
+    step, advantages = random_step(), draw_advantages()
+    spelled_out, _ = troll_loss(
+        step,
+        advantages,
+        MASK,
+        regression_weight=1.0,
+        ratio_level="token",
+        aggregation="sequence_mean",
+        max_length=None,
+        num_tokens=None,
+    )
+    assert torch.equal(troll_loss(step, advantages, MASK)[0], spelled_out)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("ratio_level", LEVELS)
+def test_gradient_of_the_loss(ratio_level, aggregation):
+    """Against central differences of the reference's loss: the sequence ratio is differentiated as it stands."""
+    step, advantages = random_step(), draw_advantages()
+    options = {"regression_weight": 0.7, "ratio_level": ratio_level} | settings_of(aggregation)
+    troll_loss(step, advantages, MASK, **options)[0].backward()
+
+    def value(log_ratio: np.ndarray, regression: np.ndarray) -> float:
+        return reference.loss(log_ratio, regression, array(advantages), array(MASK), **options)
+
+    point = {"log_ratio": array(step.log_ratio), "regression": array(step.regression)}
+    for name in point:
+        gradient = getattr(step, name).grad
+        assert gradient is not None
+        for index in np.ndindex(4, 5):
+            change = np.zeros((4, 5))
+            change[index] = 1e-6
+            up, down = point | {name: point[name] + change}, point | {name: point[name] - change}
+            assert gradient[index].item() == pytest.approx((value(**up) - value(**down)) / 2e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("ratio_level", LEVELS)
+def test_masked_positions_do_not_leak(ratio_level, aggregation, per_token, garbage):
+    advantages = draw_advantages(per_token)
+    options = {"ratio_level": ratio_level} | settings_of(aggregation)
+    clean_step, step = random_step(), random_step(garbage)
+    clean, clean_metrics = troll_loss(clean_step, advantages, MASK, **options)
+    clean.backward()
+    if per_token:
+        advantages = torch.where(MASK, advantages, garbage)
+    loss, metrics = troll_loss(step, advantages, MASK, **options)
+    loss.backward()
+    torch.testing.assert_close(loss, clean, rtol=1e-12, atol=0)
+    for name in ("log_ratio", "regression"):
+        ours, theirs = getattr(step, name).grad, getattr(clean_step, name).grad
+        assert not ours[~MASK].any()
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    for name, value in clean_metrics.items():
+        torch.testing.assert_close(metrics[name], value, rtol=1e-12, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.int32, torch.float32])
+def test_masks_of_any_type(dtype):
+    step, advantages = random_step(), draw_advantages()
+    expected, _ = troll_loss(step, advantages, MASK)
+    loss, _ = troll_loss(step, advantages, MASK.to(dtype))
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+
+
+def test_the_metrics_are_those_of_the_step():
+    step = random_step()
+    _, metrics = troll_loss(step, draw_advantages(), MASK, aggregation="token_mean", ratio_level="sequence")
+    expected = trust_region_metrics(*trust_region_statistics(step, MASK))
+    assert metrics.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in metrics.items())
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_nothing_but_masked_tokens(aggregation):
+    step = random_step()
+    loss, metrics = troll_loss(step, draw_advantages(), MASK & False, **settings_of(aggregation))
+    assert loss.item() == 0.0
+    loss.backward()
+    assert all(value.isfinite() for value in metrics.values())
+    assert step.log_ratio.grad is not None and not step.log_ratio.grad.any()
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_batch_of_no_sequences_has_loss_zero(aggregation):
+    logits, token_ids = torch.zeros(0, 5, 7, requires_grad=True), torch.zeros(0, 5, dtype=torch.int64)
+    step = troll.trust_region_step(logits, troll.capture(logits, token_ids))
+    loss, metrics = troll_loss(step, torch.zeros(0), torch.ones(0, 5), **settings_of(aggregation))
+    loss.backward()
+    assert loss.item() == 0
+    assert all(value.item() == 0 for value in metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [("sequence_mean", (2.0 + 5.0) / 2), ("token_mean", 9.0 / 3), ("fixed_length", 9.0 / 14)],
+)
+def test_aggregate_by_hand(aggregation, expected):
+    values = torch.tensor([[1.0, 3.0, math.nan], [math.inf, 5.0, math.nan]])
+    mask = torch.tensor([[1, 1, 0], [0, 1, 0]])
+    assert aggregate(values, mask, **settings_of(aggregation)).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("ratio_level must be one of token, sequence, got 'tokne'", {"ratio_level": "tokne"}),
+        ("aggregation must be one of sequence_mean, token_mean, fixed_length, got 'mean'", {"aggregation": "mean"}),
+        (
+            "max_length goes with aggregation 'fixed_length', got None with 'fixed_length'",
+            {"aggregation": "fixed_length"},
+        ),
+        ("max_length goes with aggregation 'fixed_length', got 9 with 'token_mean'", {"max_length": 9}),
+        ("max_length must be at least 1, got 0", {"aggregation": "fixed_length", "max_length": 0}),
+        (
+            "num_tokens goes with aggregation 'token_mean', got 9 with 'sequence_mean'",
+            {"aggregation": "sequence_mean", "num_tokens": 9},
+        ),
+        ("advantages must be (4) or (4, 5), got (5)", {"advantages": torch.zeros(5)}),
+        ("advantages must be (4) or (4, 5), got (4, 4)", {"advantages": torch.zeros(4, 4)}),
+        ("mask must be (4, 5) like the step, got (4, 4)", {"mask": torch.ones(4, 4, dtype=torch.bool)}),
+        ("regression_weight must be at least 0, got -0.1", {"regression_weight": -0.1}),
+        ("regression_weight must be at least 0, got nan", {"regression_weight": math.nan}),
+    ],
+    ids=range(11),
+)
+def test_what_does_not_fit_is_named(message, change):
+    arguments = {"step": random_step(), "advantages": torch.zeros(4), "mask": MASK, "aggregation": "token_mean"}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        troll_loss(**(arguments | change))
+
+
+def test_a_step_of_no_batch_is_refused():
+    step = TrustRegionStep(**{name: getattr(random_step(), name)[0] for name in TOKEN_FIELDS})
+    with pytest.raises(ValueError, match=re.escape("step must hold (B, T) tokens, got (5)")):
+        troll_loss(step, torch.zeros(5), MASK[0])

@@ -1,0 +1,479 @@
+"""The ratio q(o)/p(o), as DESIGN.md has it: 1 for equal policies, continuous at the bound, and the same in every path.
+
+Its agreement with the reference on random policies is tested in test_objective.py, and over slices of a vocabulary in
+reading/test_vocabulary.py.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import troll
+from tests.trust_region import reference
+from tests.trust_region.cases import FAMILIES, array, pairs, tensor
+from tests.trust_region.reading.sources import small_tiles
+from troll import LMHead, Logits, SparsePolicy, TrustRegionStep
+from troll.trust_region.objective import support
+from troll.trust_region.policy import wire
+from troll.trust_region.reading.source import Source
+
+TAILS: tuple[Any, ...] = ("bucket", "floor")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+pytestmark = pytest.mark.filterwarnings("ignore:tail='floor' sees divergences:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_tiles(monkeypatch)
+
+
+def sampled_tokens(logits: Tensor) -> Tensor:
+    """A third each: the likeliest tokens, any tokens, and those of the smallest probability that is not 0."""
+    generator = torch.Generator().manual_seed(11)
+    anything = torch.randint(logits.shape[-1], logits.shape[:-1], generator=generator)
+    smallest = logits.masked_fill(logits == -torch.inf, torch.inf).argmin(-1)
+    which = torch.arange(anything.numel()).view(anything.shape) % 3
+    return torch.where(which == 0, logits.argmax(-1), torch.where(which == 1, anything, smallest))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Equal policies, on one path
+
+ROWS, WIDTH, SIZE = 24, 8, 130
+
+
+class Network:
+    """Hidden states (rows, H) and a head (V, H) that give rather flat or rather peaked logits, far from 0 or not."""
+
+    def __init__(self, spread: float, shift: float, dtype: torch.dtype, size: int = SIZE, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        hidden = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+        hidden[:, 0] = 1.0
+        weight = spread / WIDTH**0.5 * torch.randn(size, WIDTH, generator=generator, dtype=torch.float64)
+        weight[:, 0] = shift
+        self.hidden, self.weight = hidden.to(dtype), weight.to(dtype)
+        self.logits = self.hidden @ self.weight.t()
+        self.token_ids = sampled_tokens(self.logits.double())
+
+
+def apart(x: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
+    """Rows that lie among as many others, and where."""
+    others = torch.full_like(x, 7.0)
+    return torch.stack([others, x], 1).flatten(0, 1), 2 * torch.arange(len(x)) + 1
+
+
+SOURCES: dict[str, Callable[[Network], Source | Tensor]] = {
+    "tensor": lambda n: n.logits,
+    "strided": lambda n: torch.stack([n.logits, n.logits + 1], 1).view(2, ROWS // 2, 2, -1)[:, :, 0].flatten(0, 1),
+    "logits[:, :-1]": lambda n: torch.cat([n.logits, n.logits[:1]])[None, :-1][0],
+    "rows of logits": lambda n: Logits(apart(n.logits)[0], rows=apart(n.logits)[1]),
+    "donated": lambda n: Logits(n.logits.clone(), donate=True),
+    "transformed logits": lambda n: Logits(n.logits, temperature=0.7, scale=1.3, softcap=200.0),
+    "head": lambda n: LMHead(n.hidden, n.weight),
+    "rows of a head": lambda n: LMHead(apart(n.hidden)[0], n.weight, rows=apart(n.hidden)[1]),
+    "head with a bias": lambda n: LMHead(n.hidden, n.weight, n.weight[:, 1]),
+    "transformed head": lambda n: LMHead(n.hidden, n.weight, temperature=0.7, scale=1.3, softcap=200.0),
+}
+
+
+def assert_ratio_one(step: TrustRegionStep, old: SparsePolicy, log_total: Tensor) -> None:
+    """Up to DESIGN's bound, 4 · 2⁻²³ · max(1, |logsumexp|, |log p(o)|) in float32, and 2⁻⁵² in float64."""
+    assert step.log_ratio.dtype == old.log_probs.dtype
+    unit = torch.finfo(step.log_ratio.dtype).eps
+    size = torch.maximum(log_total.abs().double(), old.log_prob.abs().double()).clamp(min=1)
+    assert (step.log_ratio.abs().double() <= 4 * unit * size).all()
+    assert not step.projected.any()
+
+
+def log_total(name: str, network: Network) -> Tensor:
+    z = network.hidden.double() @ network.weight.double().t()
+    z = z + (network.weight[:, 1].double() if name == "head with a bias" else 0.0)
+    if "transformed" in name:
+        z = 200 * torch.tanh(1.3 * z / 200) / 0.7
+    return z.logsumexp(-1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("threshold", [0.0, 1e-5])
+def test_equal_policies_have_ratio_one(name, tail, dtype, threshold):
+    smallest = 0.0
+    for spread in (0.1, 1.0, 8.0, 30.0):
+        for shift in (0.0, 60.0, -200.0):
+            network = Network(spread, shift, dtype)
+            source = SOURCES[name](network)
+            old = troll.capture(source, network.token_ids, top_k=8, mass_threshold=threshold)
+            step = troll.trust_region_step(source, old, tail=tail)
+            assert_ratio_one(step, old, log_total(name, network))
+            smallest = min(smallest, old.log_prob.min().item())
+    assert smallest < -60, "tokens far below the floor too"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["tensor", "head"])
+def test_equal_policies_have_ratio_one_however_they_were_read(name, dtype):
+    """Outcomes read before; a capture of these; packed, as records, indexed and put together again."""
+    for spread in (0.1, 1.0, 8.0, 30.0):
+        network = Network(spread, 60.0, dtype)
+        source, total = SOURCES[name](network), log_total(name, network)
+        old = troll.capture(source, network.token_ids, top_k=8)
+        new = troll.log_probs_at(source, old.token_ids)
+        assert_ratio_one(troll.trust_region_step(new, old), old, total)
+
+        # What such a capture drops is float32, while a step reads it from the tiles of a product in half precision.
+        dropping = name == "tensor" or dtype != torch.bfloat16
+        own = troll.capture(new, network.token_ids, top_k=4 if dropping else 8, mass_threshold=0.0)
+        assert_ratio_one(troll.trust_region_step(source, own), own, total)
+
+        carried = [old.pack().unpack(), SparsePolicy.cat([old[:5], old[5:]]), old.view((4, 6)).view((ROWS,))]
+        if dtype != torch.float64:
+            records = wire.to_records(old.view((4, 6)).pack())
+            carried.append(wire.from_records(records).unpack())
+        for policy in carried:
+            again = troll.trust_region_step(source, policy)
+            assert torch.equal(again.log_ratio, troll.trust_region_step(source, old).log_ratio)
+            assert_ratio_one(again, old, total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["tensor", "head"])
+def test_equal_policies_have_ratio_one_read_for_the_floor(name, dtype):
+    for spread in (0.1, 1.0, 8.0, 30.0):
+        network = Network(spread, 60.0, dtype)
+        source = SOURCES[name](network)
+        old = troll.capture(source, network.token_ids, top_k=8)
+        whole = Logits(source) if isinstance(source, Tensor) else source
+        new = troll.log_probs_at(source, support(whole, old.token_ids, network.token_ids, "floor", 1e-5))
+        step = troll.trust_region_step(new, old.pack().unpack(), tail="floor")
+        assert_ratio_one(step, old, log_total(name, network))
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_near_deterministic_and_degenerate_policies_have_ratio_one(family, tail):
+    for size in (1, 2, 3, 33):
+        logits = tensor(pairs(family, 60, size)[0])
+        token_ids = sampled_tokens(logits)
+        for dtype in (torch.float64, torch.float32):
+            z = logits.to(dtype)
+            old = troll.capture(z, token_ids, top_k=8)
+            step = troll.trust_region_step(z, old, tail=tail)
+            excluded = old.log_prob == -torch.inf  # any token, in "masked": no ratio
+            assert not step.log_ratio[excluded].any()
+            assert_ratio_one(_some(step, ~excluded), old[~excluded], z.double().logsumexp(-1)[~excluded])
+
+
+def _some(step: TrustRegionStep, rows: Tensor) -> TrustRegionStep:
+    fields: Any = {name: None if x is None else x[rows] for name, x in vars(step).items()}
+    return TrustRegionStep(**fields)
+
+
+LOGIT = st.one_of(st.floats(-100, 100), st.sampled_from([0.0, 1.0, -27.6, -28.0, -300.0, -math.inf]))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    row=st.lists(LOGIT, min_size=1, max_size=12),
+    top_k=st.integers(1, 13),
+    threshold=st.sampled_from([0.0, 1e-5, 1e-2, 0.5]),
+    tail=st.sampled_from(TAILS),
+    dtype=st.sampled_from(DTYPES),
+    data=st.data(),
+)
+def test_any_policy_has_ratio_one_to_itself(row, top_k, threshold, tail, dtype, data):
+    z = torch.tensor([row], dtype=torch.float64).to(dtype)
+    assume(reference.is_finite_row(array(z[0])))
+    allowed = [v for v in range(len(row)) if z[0, v] > -torch.inf]
+    token_ids = torch.tensor([data.draw(st.sampled_from(allowed))])
+    old = troll.capture(z, token_ids, top_k=top_k, mass_threshold=threshold)
+    leaf = z.clone().requires_grad_()
+    step = troll.trust_region_step(leaf, old, tail=tail)
+    assert_ratio_one(step, old, z.double().logsumexp(-1))
+    (gradient,) = torch.autograd.grad(step.log_ratio.sum(), leaf)
+    assert gradient.isfinite().all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Equal policies, on two paths
+
+
+def two_paths(dtype: torch.dtype) -> tuple[dict[str, Source], Tensor, Tensor]:
+    """Ways to the same logits, which differ by the product's rounding; sampled tokens; Σ |h_i| |w_i|, (N, V)."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(ROWS, 64, generator=generator).to(dtype)
+    weight = (torch.randn(1000, 64, generator=generator) / 3).to(dtype)
+    logits = hidden @ weight.t()
+    wide, rows = apart(hidden)
+    paths: dict[str, Source] = {
+        "logits": Logits(logits),
+        "head": LMHead(hidden, weight),
+        "rows of a head": LMHead(wide, weight, rows=rows),
+    }
+    if dtype == torch.float32:
+        # The same sums in reverse order.
+        paths["head, reversed"] = LMHead(hidden.flip(-1), weight.flip(-1))
+        paths["logits, in float64 first"] = Logits((hidden.double() @ weight.double().t()).float())
+    return paths, sampled_tokens(logits.double()), hidden.abs().double() @ weight.abs().double().t()
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_capture_and_step_on_different_paths_differ_by_the_products_rounding(dtype, tail):
+    """The ratio is 1 up to what the two products may differ by, of o's logit and of any other in the total."""
+    paths, token_ids, size = two_paths(dtype)
+    # A float32 sum of H products is off by at most H · 2⁻²⁴ · |h| |w|, on either path.
+    error = 2 * 64 * 2.0**-24 * size
+    if dtype != torch.float32:
+        # A logit in half precision is rounded once more, by half a unit in the last place.
+        exact = paths["head"].tensors[0].double() @ paths["head"].tensors[1].double().t()  # type: ignore[union-attr]
+        error = error + exact.abs() * torch.finfo(dtype).eps / 2
+    limit = error.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1) + error.amax(-1) + 8 * 2.0**-23 * 40
+    largest = 0.0
+    for before in paths.values():
+        old = troll.capture(before, token_ids, top_k=16)
+        for now in paths.values():
+            step = troll.trust_region_step(now, old, tail=tail)
+            assert (step.log_ratio.abs() <= limit).all()
+            assert not step.projected.any()
+            largest = max(largest, (step.log_ratio.abs() / limit).max().item())
+    assert largest > 0.001, "the paths do differ"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# DESIGN's formula, for sampled tokens of any probability
+
+LOG_PROBS = (0.0, -0.5, -5.0, -20.0, -26.0, -27.0, -28.0, -30.0, -35.0, -60.0, -100.0)
+
+
+def at(log_p: float, move: float, others: tuple[float, float], size: int = 6) -> tuple[np.ndarray, np.ndarray]:
+    """Old and new logits with log p(o) = log_p of token 0, and its logit moved; the second token's as `others` say."""
+    old = np.zeros(size)
+    old[1:] = -1.0 - 0.3 * np.arange(size - 1)
+    old[1] = others[0]
+    rest = reference.log_sum_exp(old[1:])
+    # log p(o) = z − log(e^z + e^rest): near 0, with the rest far below it.
+    old[0] = rest + 35.0 if log_p == 0.0 else rest + log_p - math.log(-math.expm1(log_p))
+    new = old.copy()
+    new[0] += move
+    new[1] = others[1]
+    return old, new
+
+
+def moves(log_p: float) -> list[tuple[float, tuple[float, float]]]:
+    """How o and the others move: not far, and out of the ball; or o from or to −100."""
+    found = [(0.5, (0.0, 0.1)), (-1.6, (-3.0, 2.0)), (2.0, (0.0, -3.0)), (-100.0 - log_p, (-3.0, 2.0))]
+    return found if log_p > -90 else [*found, (70.0, (0.0, -3.0))]
+
+
+@pytest.mark.parametrize("path", ["logits", "head", "outcomes", "packed"])
+@pytest.mark.parametrize("kl_bound", [0.05, math.inf])
+@pytest.mark.parametrize("log_p", LOG_PROBS)
+def test_every_path_is_the_formula_on_dense_outcomes(log_p, kl_bound, path):
+    """float64, K = V, gradients included."""
+    for move, others in moves(log_p):
+        old_row, new_row = at(log_p, move, others)
+        expected = reference.step(new_row, reference.capture(old_row, 0, 6, 0.0), kl_bound, "bucket")
+        old = troll.capture(tensor(old_row[None]), torch.tensor([0]), mass_threshold=0.0)
+        assert old.log_prob.item() == pytest.approx(log_p, abs=1e-12)
+        leaf = tensor(new_row[None]).requires_grad_()
+        source: Any = leaf
+        if path == "head":
+            source = LMHead(leaf, torch.eye(6, dtype=torch.float64))
+        if path == "outcomes":
+            source = troll.log_probs_at(leaf, old.token_ids)
+        if path == "packed":
+            old = old.pack().unpack()
+        step = troll.trust_region_step(source, old, kl_bound)
+        assert bool(step.projected) == expected.projected
+        # τ is known to 1e-11 · KL/(τ σ²) or so; log ratios here are of up to 100.
+        assert step.log_ratio.item() == pytest.approx(expected.log_ratio, rel=1e-8, abs=1e-8)
+        (gradient,) = torch.autograd.grad(step.log_ratio.sum(), leaf)
+        np.testing.assert_allclose(array(gradient[0]), expected.log_ratio_gradient, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("log_p", LOG_PROBS[1:])
+def test_a_tail_that_moves_as_one_is_the_formula_on_dense_outcomes(log_p):
+    """The bucket is then no approximation: eight tokens outside the support have equal s."""
+    for move, others in moves(log_p):
+        old_row, new_row = (np.append(row, [-6.0, -6.5] * 4) for row in at(log_p, move, others))
+        new_row[6:] += 0.8
+        dense = reference.step(new_row, reference.capture(old_row, 0, 14, 0.0), 0.05, "bucket")
+        old = troll.capture(tensor(old_row[None]), torch.tensor([0]), top_k=6, mass_threshold=0.0)
+        assert sorted(old.token_ids[0].tolist()) == list(range(6))
+        leaf = tensor(new_row[None]).requires_grad_()
+        step = troll.trust_region_step(leaf, old, 0.05)
+        # One floor for eight tokens, or one each: 1e-11 of the mass.
+        assert step.log_ratio.item() == pytest.approx(dense.log_ratio, rel=1e-8, abs=1e-8)
+        (gradient,) = torch.autograd.grad(step.log_ratio.sum(), leaf)
+        np.testing.assert_allclose(array(gradient[0]), dense.log_ratio_gradient, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("path", ["logits", "head"])
+@pytest.mark.parametrize("log_p", LOG_PROBS)
+def test_float32_follows_the_formula(log_p, path):
+    for move, others in moves(log_p):
+        old_row, new_row = (row.astype(np.float32).astype(np.float64) for row in at(log_p, move, others))
+        row = reference.capture(old_row, 0, 6, 0.0)
+        expected = reference.step(new_row, row, 0.05, "bucket")
+        old = troll.capture(tensor(old_row[None], torch.float32), torch.tensor([0]), mass_threshold=0.0)
+        leaf = tensor(new_row[None], torch.float32).requires_grad_()
+        step = troll.trust_region_step(leaf if path == "logits" else LMHead(leaf, torch.eye(6)), old, 0.05)
+        assert bool(step.projected) == expected.projected
+        allowed = float32_error(new_row, row, expected)
+        assert abs(step.log_ratio.item() - expected.log_ratio) <= allowed
+        (gradient,) = torch.autograd.grad(step.log_ratio.sum(), leaf)
+        np.testing.assert_allclose(array(gradient[0]), expected.log_ratio_gradient, rtol=2e-3, atol=2e-4)
+
+
+def float32_error(new_row: np.ndarray, row: reference.OldRow, expected: reference.StepRow) -> float:
+    """Eight roundings of the numbers on the way; and where projected, what an error of 1e-4 · ε in KL moves.
+
+    (The solver stops at 2e-5 · ε, and KL itself is rounded.)
+    """
+    largest = max(1.0, abs(row.log_prob), abs(expected.log_prob), float(np.abs(new_row).max()))
+    rounding = 8 * 2.0**-23 * largest
+    if not expected.projected:
+        return rounding
+    outcomes = reference.bucket_outcomes(new_row, row)
+    solution = reference.solve(outcomes.log_old, outcomes.log_new, 0.05)
+    s, q = outcomes.log_new - outcomes.log_old, np.exp(solution.log_q)
+    mean = float(np.sum(q * s))
+    variance = float(np.sum(q * (s - mean) ** 2))
+    slope = abs(expected.log_prob - row.log_prob - mean) / (solution.tau * variance)
+    return rounding + slope * 1e-4 * 0.05
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Continuity at the bound
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("log_p", LOG_PROBS[1:])
+@pytest.mark.parametrize("move", [0.5, -1.6, 10.0, -10.0])
+def test_the_ratio_is_continuous_at_the_bound(log_p, move, tail):
+    """Just inside and just outside, the ratio is the same to first order: for a token below the floor too."""
+    old_row, new_row = at(log_p, move, (0.0, 1.0))
+    row = reference.capture(old_row, 0, 6, 0.0)
+    old = troll.capture(tensor(old_row[None]), torch.tensor([0]), mass_threshold=0.0)
+    z = tensor(new_row[None])
+    kl = troll.trust_region_step(z, old, math.inf, tail=tail).kl_before.item()
+    outcomes = reference.outcomes_of(new_row, row, tail)
+    s, new = outcomes.log_new - outcomes.log_old, np.exp(outcomes.log_new)
+    mean = float(np.sum(new * s))
+    variance = float(np.sum(new * (s - mean) ** 2))
+    for dtype, step_size in ((torch.float64, 1e-6), (torch.float32, 1e-3)):
+        policy = old.to(dtype)
+        inside = troll.trust_region_step(z.to(dtype), policy, kl * (1 + step_size), tail=tail)
+        outside = troll.trust_region_step(z.to(dtype), policy, kl * (1 - step_size), tail=tail)
+        assert (bool(inside.projected), bool(outside.projected)) == (False, True)
+        # ∂(log ratio)/∂ε = (s_o − μ)/(τ σ²) at τ = 1, with o's own s: raw in "bucket".
+        own = s[row.slot] if tail == "floor" else inside.log_ratio.item()
+        first_order = abs(own - mean) / variance * kl * step_size
+        rounding = 8 * torch.finfo(dtype).eps * max(1.0, abs(log_p - 10)) * (1 + abs(own - mean) / variance)
+        difference = abs(outside.log_ratio.item() - inside.log_ratio.item())
+        assert difference <= 1.2 * first_order + 3 * rounding
+        assert 1.2 * first_order + 3 * rounding < 0.02 * max(1.0, abs(own)), "else nothing is said"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What was wrong
+
+
+@pytest.mark.parametrize("path", ["logits", "head", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(("log_p", "wrong"), [(-30.0, 15.3), (-35.0, 2275.0), (-60.0, 1.64e14)])
+def test_a_projected_token_with_a_sampled_token_below_the_floor(log_p, wrong, dtype, path):
+    """Once the ratio was floored q(o) over raw p(o): 15, 2,275 and 1.6e14 here, for a token that became less likely."""
+    old_row = np.array([0.0, -3.0, log_p])
+    new_row = np.array([0.0, 2.0, log_p - 1.6])
+    row = reference.capture(old_row, 2, 3, 0.0)
+    outcomes = reference.bucket_outcomes(new_row, row)
+    solution = reference.solve(outcomes.log_old, outcomes.log_new, 0.05)
+    assert math.exp(solution.log_q[row.slot] - row.log_prob) == pytest.approx(wrong, rel=0.1)
+
+    old = troll.capture(tensor(old_row[None], dtype), torch.tensor([2]), mass_threshold=0.0)
+    source: Any = tensor(new_row[None], dtype)
+    if path == "head":
+        source = LMHead(source, torch.eye(3, dtype=dtype))
+    if path == "packed":
+        old = old.pack().unpack()
+    step = troll.trust_region_step(source, old)
+    assert bool(step.projected)
+    assert 0.6 < step.log_ratio.exp().item() < 0.7
+    expected = reference.step(new_row, row, 0.05, "bucket")
+    tolerance = 1e-8 if dtype == torch.float64 else float32_error(new_row, row, expected)
+    assert step.log_ratio.item() == pytest.approx(expected.log_ratio, abs=tolerance)
+    # With the floor both policies hold 1e-12 there, and only A(τ) is left.
+    floor = troll.trust_region_step(source, old, tail="floor").log_ratio.item()
+    assert floor == pytest.approx(reference.step(new_row, row, 0.05, "floor").log_ratio, abs=tolerance)
+
+
+def test_the_ratio_of_an_engines_policy_is_that_of_its_logits():
+    """Also for a sampled token that the engine names beyond its largest."""
+    old_row, new_row = at(-40.0, -1.6, (-3.0, 2.0))
+    log_probs = torch.log_softmax(tensor(old_row[None]), -1)
+    named = torch.tensor([[1, 2, 3, 4, 5]])
+    old = troll.capture_top(
+        named, log_probs.gather(-1, named), torch.tensor([0]), log_probs[:, 0], vocab_size=6, mass_threshold=0.0
+    )
+    step = troll.trust_region_step(tensor(new_row[None]), old)
+    expected = reference.step(new_row, reference.capture(old_row, 0, 6, 0.0), 0.05, "bucket")
+    assert step.log_ratio.item() == pytest.approx(expected.log_ratio, abs=1e-8)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The floor says where it sees what is not there
+
+
+def outside_mass(mass: float, rows: int) -> tuple[Tensor, SparsePolicy]:
+    """Of which so much is outside the four tokens that are kept, in the first of the rows, and 1e-6 in the others."""
+    masses = torch.full((rows, 1), 1e-6, dtype=torch.float64)
+    masses[0] = mass
+    logits = torch.cat([(1 - masses).log().expand(-1, 4) - math.log(4), masses.log().expand(-1, 96) - math.log(96)], -1)
+    old = troll.capture(logits, torch.zeros(rows, dtype=torch.int64), top_k=4, mass_threshold=0.0)
+    torch.testing.assert_close(old.tail_log_prob.exp(), masses[:, 0])
+    return logits, old
+
+
+def test_floor_warns_where_more_than_a_thousandth_is_outside():
+    logits, old = outside_mass(1.1e-3, 5)
+    message = r"tail='floor' sees divergences that are not there at 1 of 5 tokens: more than 0.001 .* its 4 tokens"
+    with pytest.warns(UserWarning, match=message) as caught:
+        troll.trust_region_step(logits, old, tail="floor")
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_floor_does_not_warn_otherwise():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logits, old = outside_mass(0.9e-3, 5)
+        troll.trust_region_step(logits, old, tail="floor")
+        logits, old = outside_mass(0.5, 5)
+        troll.trust_region_step(logits, old, tail="bucket")
+
+
+def test_what_the_warning_warns_of():
+    """Half of the mass is outside, and the policies differ by 0.001: the floor sees 150 times that, and projects."""
+    generator = torch.Generator().manual_seed(0)
+    old_logits = torch.randn(50, 2000, generator=generator, dtype=torch.float64)
+    new_logits = old_logits + 0.045 * torch.randn(50, 2000, generator=generator, dtype=torch.float64)
+    log_old, log_new = (torch.log_softmax(x, -1) for x in (old_logits, new_logits))
+    true_kl = (log_new.exp() * (log_new - log_old)).sum(-1)
+    old = troll.capture(old_logits, old_logits.argmax(-1), top_k=64, mass_threshold=0.0)
+    assert old.tail_log_prob.exp().mean() > 0.5
+    bucket, floor = (troll.trust_region_step(new_logits, old, tail=tail) for tail in TAILS)
+    assert true_kl.mean().item() == pytest.approx(1e-3, rel=0.1)
+    assert (bucket.kl_before <= true_kl).all()
+    assert floor.kl_before.mean() > 20 * true_kl.mean()
