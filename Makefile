@@ -10,7 +10,7 @@ RESULTS ?= benchmarks/results
 DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 VERL_DEMO_OUTPUT ?= runs/verl-demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: setup verl-setup demo verl-demo test check bench bench-gpu format clean
+.PHONY: setup verl-setup demo verl-demo test test-portable check bench bench-gpu format clean
 
 setup: $(VENV)/installed
 verl-setup: $(VERL_VENV)/installed
@@ -44,6 +44,10 @@ verl-demo: verl-setup
 test: setup verl-setup
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VERL_BIN)/pytest -n 2 --dist worksteal tests/verl
+
+# Numbers that hold on any CPU: tests/portable.py says what runs. Most of an hour.
+test-portable: setup verl-setup
+	$(BIN)/python tests/portable.py
 
 check: setup
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import warnings
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +27,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=5, help="rounds; the tables show medians and ranges")
     parser.add_argument("--small", action="store_true", help="shapes that only try whether everything runs")
+    parser.add_argument("--minutes", type=float, default=20, help="of gpu: what does not fit is named (default: 20)")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), help="folder of the JSON files")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -47,7 +49,8 @@ def main() -> None:
             Console().print(f"skipped: {name} ({error.name} is not installed)")
             continue
         if name == "gpu":
-            module.main(arguments.device, arguments.repeats, arguments.output)
+            if not module.main(arguments.device, arguments.repeats, arguments.output, arguments.minutes):
+                sys.exit(1)
             continue
         rows = module.main(arguments.device, arguments.repeats)
         path = arguments.output / f"{name}-{arguments.device}.json"

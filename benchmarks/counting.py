@@ -136,15 +136,15 @@ class _AsOnGPU(TorchFunctionMode):
         tensors = [x for x in _flat((args, kwargs)) if isinstance(x, Tensor)]
         devices = [torch.device(x) for x in (*args, kwargs.get("device")) if isinstance(x, torch.device | str)]
         on_host = all(hasattr(x, "is_on_host") for x in tensors) and GPU not in devices
-        if func == Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == Tensor.device.__get__:
             return CPU if on_host else GPU
-        if func == Tensor.is_cuda.__get__:
+        if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return not on_host
         if func is torch.autograd.grad:  # below a call that comes here this mode is off
             with self:
                 return _backward(*args, **kwargs)
         if func is torch.addmm and "out_dtype" in kwargs:  # which the CPU lacks
-            return self._addmm(*args[:3], kwargs["out"])
+            return self._addmm(*args[:3], out=kwargs["out"])
         comes = func is Tensor.to and GPU in devices and hasattr(args[0], "is_on_host")
         goes = not on_host and (func in TO_HOST or (func is Tensor.to and CPU in devices))
         if comes or goes or (func in (torch.tensor, torch.as_tensor) and GPU in devices):
@@ -153,15 +153,13 @@ class _AsOnGPU(TorchFunctionMode):
         if kwargs.get("device") is not None:
             kwargs["device"] = CPU
         result = func(*args, **kwargs)
-        if comes or goes:
-            result = (
-                result.detach() if isinstance(result, Tensor) else result
-            )  # nothing was copied: not the same object
+        if (comes or goes) and isinstance(result, Tensor):
+            result = result.detach()  # nothing was copied: the same numbers, but not the same object
         if ((on_host and not comes) or goes) and isinstance(result, Tensor):
             result.is_on_host = True  # type: ignore[attr-defined]
         return result
 
-    def _addmm(self, total: Tensor, first: Tensor, second: Tensor, out: Tensor) -> Tensor:
+    def _addmm(self, total: Tensor, first: Tensor, second: Tensor, *, out: Tensor) -> Tensor:
         self._counted.launch("addmm", sum(x.nbytes for x in (total, first, second, out)))
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             return torch.addmm(total, first.to(total.dtype), second.to(total.dtype), out=out)

@@ -41,10 +41,12 @@ class Unusable(Exception):
     """Another package's contender is not installed here, or does not run on this device."""
 
 
-def seconds(contenders: Contenders, repeats: int, device: str) -> dict[str, list[float]]:
+def seconds(
+    contenders: Contenders, repeats: int, device: str, skipped: dict[str, str] | None = None
+) -> dict[str, list[float]]:
     """Times of each contender, all of them in turn in every round, after one round to warm up.
 
-    What turns out there to be `Unusable` is left out, with a line that says so.
+    What turns out there to be `Unusable` is left out, with a line that says why; `skipped` receives that by name.
     """
     taken: dict[str, list[float]] = {}
     for name, contender in contenders.items():
@@ -53,6 +55,8 @@ def seconds(contenders: Contenders, repeats: int, device: str) -> dict[str, list
             taken[name] = []
         except Unusable as error:
             Console().print(f"skipped: {name} ({error})")
+            if skipped is not None:
+                skipped[name] = str(error)
     for _ in track(range(repeats), description="measuring", transient=True):
         for name, times in taken.items():
             gc.collect()
@@ -79,11 +83,14 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Times and peak memory of contenders for cases by name, printed; returns a row of each."""
     rows = []
+    skipped: dict[str, str] = {}
     for name, case in cases.items():
-        taken = seconds(maker(**case, device=device), repeats, device)
+        taken = seconds(maker(**case, device=device), repeats, device, skipped)
         peaks = peak_memory(maker, case, list(taken), device)
         described = ", ".join(f"{key} {value}" for key, value in case.items())
         rows += [{"case": name, **case, **row} for row in show(f"{title}: {name}, {described}", taken, peaks)]
+        rows += [{"case": name, "contender": contender, "skipped": why} for contender, why in skipped.items()]
+        skipped.clear()
     return rows
 
 

@@ -8,14 +8,25 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.tolerance import MARGIN, tighten
+
 # Kernels decide when they are defined whether they are compiled or interpreted, so this stands before any import.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if MARGIN != 1:
+    tighten(MARGIN)
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """Tensors and models are tiny: on a busy machine a second thread makes the tests several times slower."""
+    """Tensors and models are tiny: on a busy machine a second thread makes the tests several times slower.
+
+    Unless somebody wants them on several.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        yield
+        return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -44,6 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 
+KL_BOUND = 0.01
+
 #: What needs a look once.
 MORE_CASES: dict[str, dict[str, Any]] = {
     "diagnostics": {"loss_type": "grpo", "diagnostics_steps": 1},
@@ -116,7 +118,7 @@ def train(make: tiny.Maker, name: str, processes: int, model: str = "llama") -> 
         "learning_rate": 1e-2,
         "max_steps": 2,
         "max_grad_norm": 0.0,
-        "kl_bound": 0.01,
+        "kl_bound": KL_BOUND,
     }
     if processes > 1:
         settings["ddp_backend"] = "gloo"

@@ -10,6 +10,7 @@ import torch
 from peft import PromptTuningConfig
 
 import troll
+from tests.tolerance import within
 from tests.trl import dense
 from tests.trl.tiny import logged, loss_and_gradients, move, rollout
 
@@ -45,7 +46,8 @@ def test_the_tail_is_measured_in_every_update_that_is_due(make):
     trainer.train()
     gaps = [values["tail_gap"] for _, values in diagnostics(trainer)]
     # Old and new policy are equal in the first of two updates of a rollout.
-    assert max(gaps[0], gaps[2]) < 1e-9 < 1e-6 < min(gaps[1], gaps[3])
+    assert max(gaps[0], gaps[2]) < within(1e-9)
+    assert min(gaps[1], gaps[3]) > 1e-6
 
 
 def test_virtual_tokens_do_not_shift_the_probe(make):
@@ -56,7 +58,7 @@ def test_virtual_tokens_do_not_shift_the_probe(make):
     ids = probe.input_ids[0].roll(-1)[probe.positions]
     log_probs = probe.old_logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
     known = torch.cat([batch["old_per_token_logps"].flatten() for batch in trainer._buffered_inputs])
-    assert float((known - log_probs.unsqueeze(-1)).abs().amin(-1).max()) < 1e-5
+    assert float((known - log_probs.unsqueeze(-1)).abs().amin(-1).max()) < within(1e-5)
 
 
 @pytest.mark.parametrize("surrogate", ["troll", "clip", "none"])
@@ -72,7 +74,7 @@ def test_they_change_nothing(make, surrogate):
         assert all(torch.equal(a, b) for a, b in zip(parameters, other_parameters, strict=True))
     assert losses == pytest.approx(other_losses, abs=1e-5)
     for a, b in zip(parameters, other_parameters, strict=True):
-        assert torch.allclose(a, b, atol=1e-4)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("surrogate", ["troll", "clip"])

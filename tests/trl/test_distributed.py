@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.trl.distributed_worker import CASES, EVALUATIONS, HEADS, SHARDED, train
+from tests.tolerance import within
+from tests.trl.distributed_worker import CASES, EVALUATIONS, HEADS, KL_BOUND, SHARDED, train
 from tests.trl.processes import launch
 from tests.trl.sharding import through_heads
-from tests.trl.tiny import assert_same_gradients
+from tests.trl.tiny import LOG_PROB_ERROR, MEAN_ERROR, assert_same_gradients
 
 MODELS = ("llama", "gemma2")
 
@@ -47,7 +49,8 @@ def assert_same_updates(results: list[dict[str, Any]], one: dict[str, Any]) -> N
     assert len(one["gradients"]) == len(first["gradients"]) == 2
     for ours, others, expected in zip(first["gradients"], second["gradients"], one["gradients"], strict=True):
         assert_same_gradients(others, ours, 0)
-        assert_same_gradients(ours, expected, 1e-5)
+        # As far off as the log-probabilities of either policy.
+        assert_same_gradients(ours, expected, 2 * LOG_PROB_ERROR)
     assert first["old policies survive"] and second["old policies survive"]
 
 
@@ -60,7 +63,9 @@ def assert_same_metrics(results: list[dict[str, Any]], one: dict[str, Any]) -> N
     for result in results:
         for ours, expected in zip(result["log"], one["log"], strict=True):
             for name in [*names, "entropy", "loss", "grad_norm"]:
-                assert ours[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+                # A loss is a mean of terms of about 1 that cancel; where a multiplier is near 0, its error is not.
+                error = MEAN_ERROR / math.sqrt(2 * KL_BOUND) if name.endswith("multiplier") else MEAN_ERROR
+                assert ours[name] == pytest.approx(expected[name], rel=1e-4, abs=error), name
 
 
 def assert_exact_resume(resumed: dict[str, Any]) -> None:
@@ -101,7 +106,7 @@ def test_sharded_mixed_precision_does_not_round_log_probabilities(two_shards):
     for result in two_shards:
         assert result["mixed precision"]["dtype"] == torch.float32
         first, second = result["mixed precision"]["log"]
-        assert first["trust_region/kl_before_max"] < 1e-6
+        assert first["trust_region/kl_before_max"] < within(1e-6)
         assert second["trust_region/kl_before_max"] > 0.01
         assert second["trust_region/kl_after_max"] == pytest.approx(0.01, rel=1e-3)
 

@@ -16,6 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import troll
 import troll.trl.trainer as trainer_module
+from tests.tolerance import within
 from tests.trl import dense, tiny
 from tests.trl.tiny import ARCHITECTURES, logged, loss_and_gradients, make_dataset, move, no_warnings_about, rollout
 from troll.trl import TrollConfig, TrollTrainer, fused_head, monitor
@@ -99,12 +100,12 @@ def test_a_tight_bound_projects(make):
     projected = logged(trainer, "trust_region/projected_fraction")
     for step in range(8):
         if step % 4 == 0:
-            assert before[step] < 1e-6
+            assert before[step] < within(1e-6)
             assert projected[step] == 0
         else:
             assert before[step] > bound
             assert projected[step] > 0.5
-            assert bound * (1 - 1e-3) <= after[step] <= bound * (1 + 1e-3)
+            assert bound * (1 - within(1e-3)) <= after[step] <= bound * (1 + within(1e-3))
             assert logged(trainer, "trust_region/multiplier")[step] > 0
             assert logged(trainer, "trust_region/regression")[step] > 0
 
@@ -142,7 +143,7 @@ def test_settings_train(make, settings):
     trainer.train()
     assert all(math.isfinite(value) for value in logged(trainer, "loss"))
     assert max(logged(trainer, "trust_region/kl_before_max")) > 0.01
-    assert max(logged(trainer, "trust_region/kl_after_max")) <= 0.01 * (1 + 1e-3)
+    assert max(logged(trainer, "trust_region/kl_after_max")) <= 0.01 * (1 + within(1e-3))
 
 
 def test_gradient_checkpointing_changes_nothing(make):
@@ -352,7 +353,7 @@ def test_lora_dropout_is_silenced_with_a_warning(make, wrapped):
             trainer = make(peft_config=lora(0.5), kl_bound=1e-4)
     trainer.train()
     # The first update of a rollout sees the policy that scored it.
-    assert logged(trainer, "trust_region/kl_before_max")[0] < 1e-6
+    assert logged(trainer, "trust_region/kl_before_max")[0] < within(1e-6)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "bloom", "gpt2", "opt"])
@@ -370,7 +371,7 @@ def test_dropout_is_disabled_by_default(make, architecture):
     model = tiny.make_model(architecture, **sizes, **dict.fromkeys(names, 0.3))  # type: ignore[arg-type]
     trainer = make(TrollTrainer, model.train(), kl_bound=1e-4)
     trainer.train()
-    assert logged(trainer, "trust_region/kl_before_max")[0] < 1e-5
+    assert logged(trainer, "trust_region/kl_before_max")[0] < within(1e-5)
 
 
 def test_dropout_that_is_wanted_is_warned_about(make):
@@ -394,16 +395,16 @@ def test_bf16_autocast_trains(make):
     trainer.train()
     assert all(math.isfinite(value) for value in logged(trainer, "loss"))
     first, second, *_ = logged(trainer, "trust_region/kl_before_max")
-    assert first < 1e-6
+    assert first < within(1e-6)
     assert second > 0.01
-    assert max(logged(trainer, "trust_region/kl_after_max")) <= 0.01 * (1 + 1e-3)
+    assert max(logged(trainer, "trust_region/kl_after_max")) <= 0.01 * (1 + within(1e-3))
 
 
 def test_bf16_weights_train(make):
     trainer = make(TrollTrainer, make.model().to(torch.bfloat16), kl_bound=0.01)
     trainer.train()
     assert all(math.isfinite(value) for value in logged(trainer, "loss"))
-    assert max(logged(trainer, "trust_region/kl_after_max")) <= 0.01 * (1 + 1e-3)
+    assert max(logged(trainer, "trust_region/kl_after_max")) <= 0.01 * (1 + within(1e-3))
 
 
 def fused_log_probs(trainer: TrollTrainer, inputs: dict[str, Any]) -> torch.Tensor:
@@ -664,7 +665,8 @@ def test_num_iterations_repeat_the_same_micro_batches(make):
     assert seen[4:6] == seen[6:8]
     assert seen[0] != seen[4]
     before = logged(trainer, "trust_region/kl_before_mean")
-    assert before[0] < 1e-6 < min(before[1:4])
+    assert before[0] < within(1e-6)
+    assert min(before[1:4]) > 1e-6
 
 
 def test_a_moved_network_is_measured_by_the_trainer(make):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +17,13 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.tolerance import rounding, within
 from troll.trl import TrollConfig, TrollTrainer
 
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>"]
 VOCABULARY = [*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz0123456789+-*/=?!.,"]
 
-COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": len(VOCABULARY),
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -36,6 +38,12 @@ COMMON = {
     # Several tokens end a completion, so that lengths differ.
     "eos_token_id": [2, 3, 4, 5, 6],
 }
+
+#: What rounding may do to a log-probability: the longest sums of a network are its MLPs', and logits are 10 at most.
+LOG_PROB_ERROR = rounding(COMMON["intermediate_size"], 10)
+
+#: And to a mean of numbers of about 1 that it is the relative error of: the errors within a sum mostly cancel.
+MEAN_ERROR = LOG_PROB_ERROR / math.sqrt(COMMON["intermediate_size"])
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
@@ -209,7 +217,7 @@ def assert_same_gradients(
     assert largest > 0
     for name, gradient in expected.items():
         error = float((actual[name] - gradient).abs().max()) / largest
-        assert error <= tolerance, f"{name}: {error:.1e}"
+        assert error <= within(tolerance), f"{name}: {error:.1e}"
 
 
 def assert_same_update(ours: Any, theirs: Any, inputs: dict[str, Any]) -> None:

@@ -12,6 +12,8 @@ import pytest
 from demo import METHODS, Run
 from embedded_data import prepare
 
+from tests.tolerance import within
+
 pytestmark = pytest.mark.slow
 
 #: Two updates a rollout of 16 completions, and nothing held out.
@@ -73,7 +75,7 @@ def test_the_rollouts_own_distributions_as_the_anchor(data: Path, tmp_path: Path
         assert "timing_s/old_log_prob" not in metrics or metrics["timing_s/old_log_prob"] < 0.2, "there was a pass"
         # Half of the updates are the first of their rollout, where rollout and network agree.
         assert 0 < metrics["actor/trust_region/kl_before_mean"] < 1
-        assert metrics["actor/trust_region/kl_after_max"] <= 0.05 * 1.001
+        assert metrics["actor/trust_region/kl_after_max"] <= 0.05 * (1 + within(1e-3))
         assert metrics["actor/trust_region/old_policy_bytes"] > 16
 
 
@@ -83,7 +85,8 @@ def test_a_step_logs_what_the_trust_region_did(data: Path, tmp_path: Path) -> No
     assert code == 0, output[-9000:]
     metrics = run.metrics()[2]
     assert metrics["actor/trust_region/projected_fraction"] > 0
-    assert metrics["actor/trust_region/kl_after_max"] <= 1e-6 * 1.001 < metrics["actor/trust_region/kl_before_max"]
+    bound = 1e-6 * (1 + within(1e-3))
+    assert metrics["actor/trust_region/kl_after_max"] <= bound < metrics["actor/trust_region/kl_before_max"]
     assert metrics["actor/trust_region/nonfinite"] == 0
 
 

@@ -98,8 +98,8 @@ def test_the_record_is_the_policy_that_was_sampled_from() -> None:
     policy = from_records([output.extra_fields[OLD_POLICIES]]).unpack()
     expected = capture(distributions(), torch.tensor(TOKENS), top_k=K, mass_threshold=1e-3)
     assert torch.equal(policy.token_ids, expected.token_ids) and torch.equal(policy.slot, expected.slot)
-    assert torch.allclose(policy.log_probs.exp(), expected.log_probs.exp(), atol=1e-6)
-    assert torch.allclose(policy.tail_log_prob.exp(), expected.tail_log_prob.exp(), atol=1e-6)
+    torch.testing.assert_close(policy.log_probs.exp(), expected.log_probs.exp(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(policy.tail_log_prob.exp(), expected.tail_log_prob.exp(), rtol=1e-5, atol=1e-6)
     assert (policy.vocab_size, policy.mass_threshold) == (V, 1e-3)
 
 

@@ -224,6 +224,23 @@ for folder in ("/home", "/root", "/work", "/proc", "/sys", "/mnt", "/var", "/run
     if set(names) - {".pyenv"}:
         breach(folder, names)
 """,
+    "leases and watches": """
+import errno, fcntl, os, struct, sys
+open("own", "w").close()
+paths = ["own", "/tmp", "/", "/usr", "/inside", "/dev/null", os.__file__, os.path.dirname(os.__file__), sys.executable]
+attempts = [(fcntl.F_SETLEASE, kind) for kind in (fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK)]
+attempts += [(fcntl.F_NOTIFY, events) for events in (fcntl.DN_MODIFY, fcntl.DN_MULTISHOT | fcntl.DN_ACCESS, 0)]
+attempts += [(1040, struct.pack("IHH", 0, kind, 0)) for kind in (fcntl.F_RDLCK, fcntl.F_WRLCK)]  # F_SETDELEG
+for path in paths:
+    file = os.open(path, os.O_RDONLY)
+    for command, argument in attempts:
+        try:
+            fcntl.fcntl(file, command, argument)
+            breach(path, command)
+        except OSError as error:
+            if error.errno != errno.EPERM:
+                breach(path, command, error)
+""",
     "reading the environment": """
 import os, ctypes
 libc = ctypes.CDLL(None)

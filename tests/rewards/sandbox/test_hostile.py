@@ -106,6 +106,30 @@ def test_a_hostile_program_fails_and_is_contained(sandbox: Sandbox, user: User, 
     wait_until_gone(f",{MARK},")
 
 
+def test_leases_and_watches_are_refused_and_what_else_fcntl_does_is_not(sandbox: Sandbox) -> None:
+    program = """
+import errno, fcntl, os
+file = os.open("own", os.O_RDWR | os.O_CREAT)
+folder = os.open(".", os.O_RDONLY)
+for number, command, argument in ((file, fcntl.F_SETLEASE, fcntl.F_WRLCK), (folder, fcntl.F_NOTIFY, fcntl.DN_MODIFY)):
+    try:
+        print(fcntl.fcntl(number, command, argument))
+    except OSError as error:
+        print(errno.errorcode[error.errno])
+print(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR)
+fcntl.fcntl(file, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+print(fcntl.fcntl(file, fcntl.F_GETFD) == fcntl.FD_CLOEXEC)
+fcntl.fcntl(file, fcntl.F_SETFD, 0)
+print(fcntl.fcntl(file, fcntl.F_GETFD) == 0)
+print(fcntl.fcntl(file, fcntl.F_DUPFD, 50))
+fcntl.lockf(file, fcntl.LOCK_EX)
+print(fcntl.fcntl(file, fcntl.F_GETLEASE) == fcntl.F_UNLCK)
+"""
+    wanted = "EPERM\nEPERM\nTrue\nTrue\nTrue\n50\nTrue\n"
+    (outcome,) = run_stdio(sandbox, program, [""], [wanted], LIMITS)
+    assert outcome.reason == "passed"
+
+
 def test_memory_as_the_kernel_counts_it_stays_within_the_limit(sandbox: Sandbox) -> None:
     program = """
 blocks = []

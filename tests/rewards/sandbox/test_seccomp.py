@@ -16,10 +16,10 @@ HEADERS = {
 }
 
 
-def verdict(machine: str, number: int, argument: int = 0, architecture: int | None = None) -> int:
+def verdict(machine: str, number: int, argument: int = 0, second: int = 0, architecture: int | None = None) -> int:
     """What the filter returns, by a second reading of classic BPF."""
     architecture = MACHINES[machine][0] if architecture is None else architecture
-    data = struct.pack("<IIQQ", number, architecture, 0, argument) + bytes(40)
+    data = struct.pack("<IIQQQ", number, architecture, 0, argument, second) + bytes(32)
     lines = list(struct.iter_unpack("<HBBI", filter_program(machine)))
     place, accumulator = 0, 0
     tests = {
@@ -41,10 +41,10 @@ def verdict(machine: str, number: int, argument: int = 0, architecture: int | No
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_refused_calls_fail_and_all_others_pass(machine: str) -> None:
-    column, clone, prctl = MACHINES[machine][1:]
+    column, clone, prctl, fcntl = MACHINES[machine][1:]
     refused = {numbers[column] for numbers in REFUSED.values()}
     for number in range(451):
-        if number in (clone, prctl, 435):
+        if number in (clone, prctl, fcntl, 435):
             continue
         assert verdict(machine, number) == (0x00050000 | errno.EPERM if number in refused else ALLOW)
 
@@ -68,6 +68,17 @@ def test_the_signal_that_ends_a_program_with_its_parent_stays(machine: str) -> N
 
 
 @pytest.mark.parametrize("machine", MACHINES)
+def test_a_descriptor_is_no_lease_and_no_watch(machine: str) -> None:
+    number = MACHINES[machine][4]
+    for command in (1024, 1026, 1040):  # F_SETLEASE, F_NOTIFY, F_SETDELEG
+        assert verdict(machine, number, 3, command) == 0x00050000 | errno.EPERM
+        assert verdict(machine, number, 3, 1 << 32 | command) == 0x00050000 | errno.EPERM  # the kernel reads half
+        assert verdict(machine, number, command, 0) == ALLOW  # a descriptor of that number
+    for command in (*range(38), 1025, *range(1027, 1040)):  # all others, F_GETLEASE and F_DUPFD_CLOEXEC among them
+        assert verdict(machine, number, 3, command) == ALLOW
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 def test_newer_calls_are_missing_and_foreign_ones_kill(machine: str) -> None:
     assert verdict(machine, 451) == 0x00050000 | errno.ENOSYS
     assert verdict(machine, 0x40000000) == KILL
@@ -81,9 +92,10 @@ def test_numbers_are_the_kernels(machine: str) -> None:
     if not HEADERS[machine].exists():
         pytest.skip(f"no {HEADERS[machine]} here")
     known = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text()))
-    column, clone, prctl = MACHINES[machine][1:]
+    column, clone, prctl, fcntl = MACHINES[machine][1:]
     assert int(known["prctl"]) == prctl
     assert int(known["clone"]) == clone
+    assert int(known["fcntl"]) == fcntl
     for name, numbers in REFUSED.items():
         assert known.get(name) == (None if numbers[column] is None else str(numbers[column])), name
 

@@ -2,9 +2,10 @@
 
 Programs may start threads and no processes: with one process, the kernel's limits on CPU time and memory hold for the
 program as a whole. They may not take back the signal that ends them with their parent, nor change owner, mode, times
-or attributes of a file: where the user is root, the devices inside are the user's own. What reaches other processes,
-other namespaces, mounts, devices of the kernel (keys, BPF, io_uring) or memory that no limit counts (memfd, System V
-shared memory) is refused too, and so is every call that is newer than this list.
+or attributes of a file: where the user is root, the devices inside are the user's own. They may not take a lease on a
+file, which holds up whoever else opens it, nor watch a folder. What reaches other processes, other namespaces, mounts,
+devices of the kernel (keys, BPF, io_uring) or memory that no limit counts (memfd, System V shared memory) is refused
+too, and so is every call that is newer than this list.
 """
 
 from __future__ import annotations
@@ -117,17 +118,18 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "kexec_file_load": (320, 294),
 }
 
-#: machine: (its AUDIT_ARCH, column of `REFUSED`, number of clone, number of prctl)
-MACHINES = {"x86_64": (0xC000003E, 0, 56, 157), "aarch64": (0xC00000B7, 1, 220, 167)}
+#: machine: (its AUDIT_ARCH, column of `REFUSED`, number of clone, number of prctl, number of fcntl)
+MACHINES = {"x86_64": (0xC000003E, 0, 56, 157, 72), "aarch64": (0xC00000B7, 1, 220, 167, 25)}
 
 CLONE3 = 435  # on every machine
 NEWEST = 450  # set_mempolicy_home_node, Linux 5.17
 X32 = 0x40000000  # x86_64's second set of numbers, which would pass by every comparison below
 CLONE_THREAD = 0x00010000
 PR_SET_PDEATHSIG = 1
+F_SETLEASE, F_NOTIFY, F_SETDELEG = 1024, 1026, 1040  # the last is a lease too, new in Linux 6.19
 
-# Offsets in struct seccomp_data; args[0] is read by its low half.
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
+# Offsets in struct seccomp_data; arguments are read by their low half, as the kernel reads those compared here.
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT = 0, 4, 16, 24
 
 LOAD, RETURN = 0x20, 0x06  # BPF_LD | BPF_W | BPF_ABS, BPF_RET | BPF_K
 EQUAL, GREATER, GREATER_EQUAL, ANY_BIT = 0x15, 0x25, 0x35, 0x45  # BPF_JMP | BPF_JEQ, JGT, JGE, JSET | BPF_K
@@ -146,7 +148,7 @@ def filter_program(machine: str | None = None) -> bytes:
     machine = machine or platform.machine()
     if machine not in MACHINES:
         raise ValueError(f"no system call filter for {machine}, only for {', '.join(MACHINES)}")
-    architecture, column, clone, prctl = MACHINES[machine]
+    architecture, column, clone, prctl, fcntl = MACHINES[machine]
     refused = sorted(number for numbers in REFUSED.values() if (number := numbers[column]) is not None)
 
     # (operation, operand, label to jump to where it holds); execution goes on with the next line where it does not.
@@ -160,15 +162,21 @@ def filter_program(machine: str | None = None) -> bytes:
         (EQUAL, CLONE3, "missing"),  # its flags are behind a pointer; the C library then falls back to clone
         (EQUAL, clone, "clone"),
         (EQUAL, prctl, "prctl"),
+        (EQUAL, fcntl, "fcntl"),
         *((EQUAL, number, "refuse") for number in refused),
         (RETURN, ALLOW, "allow:"),
         (LOAD, FIRST_ARGUMENT, "clone:"),
         (ANY_BIT, CLONE_THREAD, "allow_thread"),
         (RETURN, ERROR | errno.EPERM, "refuse:"),
         (LOAD, FIRST_ARGUMENT, "prctl:"),
-        (EQUAL, PR_SET_PDEATHSIG, "refuse_signal"),
+        (EQUAL, PR_SET_PDEATHSIG, "refuse_argument"),
         (RETURN, ALLOW, None),
-        (RETURN, ERROR | errno.EPERM, "refuse_signal:"),
+        (LOAD, SECOND_ARGUMENT, "fcntl:"),
+        (EQUAL, F_SETLEASE, "refuse_argument"),
+        (EQUAL, F_NOTIFY, "refuse_argument"),
+        (EQUAL, F_SETDELEG, "refuse_argument"),
+        (RETURN, ALLOW, None),
+        (RETURN, ERROR | errno.EPERM, "refuse_argument:"),
         (RETURN, ERROR | errno.ENOSYS, "missing:"),
         (RETURN, KILL, "kill:"),
         (RETURN, ALLOW, "allow_thread:"),

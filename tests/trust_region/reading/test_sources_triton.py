@@ -1,0 +1,138 @@
+"""Whole captures and steps with `TROLL_KERNELS=triton` against torch's, from both sources."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import troll
+from tests.trust_region.reading.sources import KINDS, small_tiles
+from troll.trust_region.kernels import VARIABLE
+
+# NaN and −inf are meant.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "all": {"temperature": 1.3, "scale": 1.7, "softcap": 5.0}}
+VOCABULARY, HIDDEN = 700, 16
+
+#: Logits up to 30, each off by a few roundings of 2⁻²⁴ of that and a tanh of 3e-7; three times as much.
+TOLERANCE = 3 * 30 * (3e-7 + 4 * 2.0**-24)
+
+
+@pytest.fixture(autouse=True)
+def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_tiles(monkeypatch)
+
+
+class Problem:
+    """Two policies over one vocabulary; of the logits, every row but a sequence's last."""
+
+    def __init__(self, kind: str, dtype: torch.dtype, settings: str = "plain") -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.kind, self.settings = kind, SETTINGS[settings]
+        self.hidden = torch.randn(2, 4, HIDDEN, generator=generator).to(DEVICE, dtype)
+        self.hidden[0, 1] *= 4  # nearly deterministic
+        old = torch.randn(VOCABULARY, HIDDEN, generator=generator)
+        new = old + 0.3 * torch.randn(VOCABULARY, HIDDEN, generator=generator)
+        self.old, self.new = old.to(DEVICE, dtype), new.to(DEVICE, dtype)
+        self.sampled = torch.randint(VOCABULARY, (2, 3), generator=generator).to(DEVICE)
+
+    def source(self, weight: Tensor, hidden: Tensor | None = None) -> Any:
+        hidden = self.hidden if hidden is None else hidden
+        if self.kind == "logits":
+            return troll.Logits((hidden @ weight.t())[:, :-1], **self.settings)
+        return troll.LMHead(hidden[:, :-1], weight, **self.settings)
+
+    def step(self, old: troll.SparsePolicy, **keywords: Any) -> tuple[troll.TrustRegionStep, tuple[Tensor, ...]]:
+        leaves = [x.clone().requires_grad_() for x in (self.hidden, self.new)]
+        made = troll.trust_region_step(self.source(leaves[1], leaves[0]), old, kl_bound=0.05, **keywords)
+        loss = (made.log_ratio + made.regression - 0.3 * made.log_probs).sum()
+        return made, torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_k", [1, 9])
+def test_capture(top_k, dtype, settings, kind, monkeypatch):
+    problem = Problem(kind, dtype, settings)
+    policies = []
+    for kernels in ("torch", "triton"):
+        monkeypatch.setenv(VARIABLE, kernels)
+        policies.append(troll.capture(problem.source(problem.old), problem.sampled, top_k=top_k))
+    expected, actual = policies
+    assert torch.equal(actual.token_ids, expected.token_ids) and torch.equal(actual.slot, expected.slot)
+    for name in ("log_probs", "tail_log_prob"):
+        got, want = getattr(actual, name), getattr(expected, name)
+        torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:.*floor")  # much of the mass is outside these few slots
+def test_step(dtype, settings, kind, tail, monkeypatch):
+    problem = Problem(kind, dtype, settings)
+    monkeypatch.setenv(VARIABLE, "torch")
+    old = troll.capture(problem.source(problem.old), problem.sampled, top_k=9)
+    expected, expected_grads = problem.step(old, tail=tail)
+    monkeypatch.setenv(VARIABLE, "triton")
+    actual, grads = problem.step(old, tail=tail)
+    assert actual.projected.any() and torch.equal(actual.projected, expected.projected)
+    for name in ("log_ratio", "regression", "log_probs", "kl_before", "kl_after"):
+        got, want = getattr(actual, name), getattr(expected, name)
+        torch.testing.assert_close(got, want, rtol=0, atol=2 * TOLERANCE)  # of two log-probabilities
+    for grad, want in zip(grads, expected_grads, strict=True):
+        # Tiles of gradients are rounded to their dtype by the kernel, which the interpreter does by cutting off.
+        rounding = 2.0**-7 if dtype == torch.bfloat16 else 20 * TOLERANCE
+        assert grad.dtype == dtype and (grad - want).float().norm() <= 3 * rounding * want.float().norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_policies_have_ratio_one(dtype, kind, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "triton")
+    problem = Problem(kind, dtype, "all")
+    problem.new = problem.old
+    old = troll.capture(problem.source(problem.old), problem.sampled, top_k=9)
+    made, _ = problem.step(old)
+    assert not made.log_ratio.any() and not made.projected.any()
+
+
+def test_donated_logits_hold_their_gradient(monkeypatch):
+    problem = Problem("logits", torch.bfloat16)
+    logits = (problem.hidden @ problem.new.t())[:, :-1].reshape(-1, VOCABULARY).contiguous()
+    old = troll.capture(problem.source(problem.old), problem.sampled, top_k=9).view((6,))
+    monkeypatch.setenv(VARIABLE, "triton")
+    gradients = []
+    for donate in (False, True):
+        leaf = logits.clone().requires_grad_()
+        given = leaf * 1
+        troll.trust_region_step(troll.Logits(given, donate=donate), old).log_ratio.sum().backward()
+        gradients.append(leaf.grad)
+        assert torch.equal(given, logits) != donate
+    assert torch.equal(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_are_no_distribution_stay_alone(kind, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "triton")
+    problem = Problem(kind, torch.float32)
+    old = troll.capture(problem.source(problem.old), problem.sampled, top_k=9)
+    problem.hidden[1, 2] = torch.nan
+    broken = troll.capture(problem.source(problem.old), problem.sampled, top_k=9)
+    assert broken.tail_log_prob.isnan().nonzero().tolist() == [[1, 2]] and broken.log_prob[1, 2].isnan()
+    made, _ = problem.step(old)
+    assert made.log_ratio.isnan().nonzero().tolist() == [[1, 2]]
+    leaf = problem.hidden.clone().requires_grad_()
+    step = troll.trust_region_step(problem.source(problem.new, leaf), old)
+    (gradient,) = torch.autograd.grad(step.log_ratio.nansum(), leaf)
+    if kind == "head":
+        assert gradient.isfinite().all() and gradient.any(-1).sum() == 5
