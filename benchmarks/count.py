@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -47,6 +47,7 @@ TILES = {
 
 LOGITS = "logits bf16", "logits bf16, view", "logits bf16, rows=", "logits bf16, donate=True", "logits fp32"
 HEADS = "LM head bf16", "LM head fp32"
+OUTCOMES = "K + 1 outcomes"
 
 
 def source(name: str, tokens: int, vocabulary: int) -> tuple[troll.Logits | troll.LMHead, list[Tensor]]:
@@ -122,10 +123,13 @@ def half_tiles(tokens: int, vocabulary: int) -> Iterator[None]:
 
 
 def rows(
-    kernels_of: str, tokens: tuple[int, int] = TOKENS, vocabulary: tuple[int, int] = VOCABULARY
+    kernels_of: str,
+    paths: Sequence[str] = (*LOGITS, *HEADS, OUTCOMES),
+    tokens: tuple[int, int] = TOKENS,
+    vocabulary: tuple[int, int] = VOCABULARY,
 ) -> list[dict[str, Any]]:
-    """All figures of "torch" or "triton" kernels, with their bars."""
-    made = {name: of_source(name) for name in (*LOGITS, *HEADS)} | {"K + 1 outcomes": after_reading}
+    """Figures of "torch" or "triton" kernels, with their bars."""
+    made = {name: after_reading if name == OUTCOMES else of_source(name) for name in paths}
     found = []
     with mock.patch.dict(os.environ, {kernels.VARIABLE: kernels_of}):
         for path, passes in made.items():
@@ -170,7 +174,7 @@ def main(device: str, repeats: int) -> list[dict[str, Any]]:
 
 def show(title: str, found: list[dict[str, Any]]) -> None:
     """Prints figures next to their bars."""
-    columns = ("launches", "of a further tile", "waits", "longest sort", "bytes a logit")
+    columns = ("launches", "of a further tile", "waits", "longest sort", "bytes a logit", "issued a logit")
     table = Table("from", "pass", title=title)
     for column in columns:
         table.add_column(column, justify="right")
@@ -180,7 +184,7 @@ def show(title: str, found: list[dict[str, Any]]) -> None:
 
 
 def _cell(row: Mapping[str, Any], column: str) -> str:
-    value = f"{row[column]:.2f}" if column == "bytes a logit" else str(row[column])
+    value = f"{row[column]:.2f}" if isinstance(row[column], float) else str(row[column])
     if column not in row["bars"]:
         return value
     return f"{value} (≤ {row['bars'][column]:g}: {'no' if column in row['broken'] else 'yes'})"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
@@ -53,16 +54,19 @@ class Count:
 
     launches: int = 0
     waits: int = 0
-    #: Bytes that launches read and write.
+    #: Bytes that launches read and write, each address once a launch: a cache has what is read again.
     moved: int = 0
+    #: The same, but a kernel's loads and stores as often as they are made.
+    issued: int = 0
     #: The longest row that is sorted.
     sorted_row: int = 0
     names: Counter[str] = field(default_factory=Counter)
 
-    def launch(self, name: str, moved: int = 0) -> None:
+    def launch(self, name: str, moved: int, issued: int | None = None) -> None:
         """Adds one."""
         self.launches += 1
         self.moved += moved
+        self.issued += moved if issued is None else issued
         self.names[name] += 1
 
     def wait(self, name: str) -> None:
@@ -103,19 +107,20 @@ def figures(
     with two_tiles(many, wide):
         cut = _counts(passes, many, wide)
     logits_more = (many - few) * (wide - narrow)
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, one in counts[many, wide].items():
-        # What tokens and weights take by themselves drops out.
-        more = one.moved - counts[few, wide][name].moved
-        more -= counts[many, narrow][name].moved - counts[few, narrow][name].moved
         found[name] = {
             "launches": one.launches,
             "of a further tile": cut[name].launches - one.launches,
             "waits": one.waits,
             "longest sort": one.sorted_row,
-            "bytes a logit": more / logits_more,
-            "names": dict(one.names),
         }
+        for figure, field_name in (("bytes a logit", "moved"), ("issued a logit", "issued")):
+            corners = {at: getattr(found_at[name], field_name) for at, found_at in counts.items()}
+            # What tokens and weights take by themselves drops out.
+            more = corners[many, wide] - corners[few, wide] - corners[many, narrow] + corners[few, narrow]
+            found[name][figure] = more / logits_more
+        found[name]["names"] = dict(one.names)
     return found
 
 
@@ -261,17 +266,27 @@ def _kernels(counted: Count) -> Iterator[None]:
         InterpreterBuilder.create_masked_store,
     )
 
+    #: Addresses by whether they are written to and the bytes of an element; of the launch that runs.
+    touched: dict[tuple[bool, int], list[Any]] = {}
+
     def counting_run(self: Any, *args: Any, **kwargs: Any) -> None:
-        counted.launch(self.fn.__name__)
+        touched.clear()
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             run(self, *args, **kwargs)
+        addresses = {key: np.concatenate(parts) for key, parts in touched.items()}
+        moved = sum(np.unique(x).size * size for (_, size), x in addresses.items())
+        counted.launch(self.fn.__name__, moved, sum(x.size * size for (_, size), x in addresses.items()))
+
+    def touch(pointers: Any, mask: Any, writes: bool) -> None:
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        touched.setdefault((writes, size), []).append(pointers.data[mask.data])
 
     def counting_load(self: Any, pointers: Any, mask: Any, *args: Any) -> Any:
-        counted.moved += _touched(pointers, mask)
+        touch(pointers, mask, False)
         return load(self, pointers, mask, *args)
 
     def counting_store(self: Any, pointers: Any, value: Any, mask: Any, *args: Any) -> Any:
-        counted.moved += _touched(pointers, mask)
+        touch(pointers, mask, True)
         return store(self, pointers, value, mask, *args)
 
     with (
@@ -280,7 +295,3 @@ def _kernels(counted: Count) -> Iterator[None]:
         mock.patch.object(InterpreterBuilder, "create_masked_store", counting_store),
     ):
         yield
-
-
-def _touched(pointers: Any, mask: Any) -> int:
-    return int(mask.data.sum()) * max(1, pointers.get_element_ty().primitive_bitwidth // 8)

@@ -132,7 +132,8 @@ def main(device: str, repeats: int, output: Path, minutes: float) -> bool:
     """Runs all parts, writes what they found to the folder after each, and returns whether none failed."""
     environment = measure.environment(device)
     name = "-".join("".join(x if x.isalnum() else " " for x in environment["device"]).lower().split())
-    end, found = time.monotonic() + 60 * minutes, []
+    end = time.monotonic() + 60 * minutes
+    found: list[dict[str, Any]] = []
     for part in PARTS:
         began = time.monotonic()
         limit = min(part.seconds, end - began)

@@ -73,7 +73,7 @@ def foreign(contender: Callable[[], object]) -> Callable[[], None]:
         except ImportError as error:
             raise Unusable(f"{error.name or error} is not installed") from error
         except Exception as error:
-            raise Unusable(f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}") from error
+            raise Unusable(f"{type(error).__name__}: {str(error)[:100]}") from error
 
     return run
 
@@ -114,10 +114,7 @@ def peak_memory(maker: Maker, case: Mapping[str, Any], names: list[str], device:
     """Peak bytes of one call of each contender, inputs included; on a CPU each in a fresh process."""
     peaks = {}
     if device == "cuda":  # where only what torch allocates counts, and a process takes seconds to start
-        made = maker(device=device, **case)
-        for name in names:
-            peaks[name] = _peak_on_gpu(made[name])
-        return peaks
+        return {name: _peak_on_gpu(maker(device=device, **case)[name]) for name in names}
     for name in track(names, description="memory", transient=True):
         request = json.dumps([maker.__module__, maker.__name__, dict(case), name, device])
         output = subprocess.run(
@@ -130,6 +127,7 @@ def peak_memory(maker: Maker, case: Mapping[str, Any], names: list[str], device:
 
 
 def _peak_on_gpu(contender: Callable[[], object]) -> float:
+    gc.collect()
     contender()  # what is set up at the first call does not count
     torch.cuda.reset_peak_memory_stats()
     contender()

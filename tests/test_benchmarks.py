@@ -1,10 +1,20 @@
-"""The arithmetic of the simulated step, by hand."""
+"""What the benchmarks count and report, and the arithmetic of the simulated step, by hand."""
 
 import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import simulate, step_model
+from benchmarks import count, counting, gpu, measure, simulate, step_model
 from benchmarks.predict import expected_kept
 from benchmarks.step_model import SHAPES, Assumptions, Shape
 
@@ -130,3 +140,132 @@ def test_all_tables_are_made(capsys: pytest.CaptureFixture[str]) -> None:
     # A single node has no wire.
     assert [row["packed, driver"] for row in steps if row["GPUs"] in ("1", "8")] == ["0.00%"] * 3
     assert "assumed" in capsys.readouterr().out
+
+
+HOST = torch.arange(12.0).view(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "launches", "waits", "moved"),
+    [
+        (lambda: HOST + 1, 1, 0, 96),
+        (lambda: HOST.view(4, 3)[1:].t(), 0, 0, 0),
+        (
+            lambda: HOST.masked_fill(HOST > 1, 0),
+            3,
+            0,
+            48 + 12 + 96 + 12 + 48 + 48,
+        ),  # compare; copy; read, mask and write
+        (lambda: HOST.bfloat16(), 1, 0, 48 + 24),
+        (lambda: HOST.gather(1, torch.zeros(3, 1, dtype=torch.int64, device=HOST.device)), 2, 0, 24 + 24 + 12 + 12),
+        (lambda: HOST.sum().item(), 1, 1, 52),
+        (lambda: HOST[HOST > 5], 2, 1, None),
+        (lambda: HOST.tolist(), 0, 1, 0),
+        (lambda: torch.zeros(3).to(HOST.device), 1, 1, 12),  # made on the host
+        (lambda: torch.zeros(3, device=HOST.device), 1, 0, 12),
+        (lambda: torch.tensor([1.0], device=HOST.device), 0, 1, 0),
+    ],
+)
+def test_counts_of_calls(call: Callable[[], object], launches: int, waits: int, moved: int | None) -> None:
+    counted = counting.count(call)
+    assert (counted.launches, counted.waits) == (launches, waits), counted
+    assert moved is None or counted.moved == moved, counted
+
+
+def test_tensors_say_that_they_are_on_a_gpu_while_they_are_counted() -> None:
+    seen: list[object] = []
+    counting.count(lambda: seen.extend((HOST.device.type, (HOST * 2).is_cuda, torch.zeros(1).device.type)))
+    assert seen == ["cuda", True, "cpu"] and HOST.device.type == "cpu"
+
+
+def test_the_longest_row_that_is_sorted() -> None:
+    assert counting.count(lambda: (HOST.topk(2), HOST.sort(dim=0))).sorted_row == 4
+
+
+@functools.cache
+def triton_figures(path: str) -> dict[str, dict[str, Any]]:
+    return {row["pass"]: row for row in count.rows("triton", (path,), vocabulary=(8192, 12_288))}
+
+
+interpreted = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="kernels are counted in Triton's interpreter",
+)
+TOO_MANY = pytest.mark.xfail(reason="more than 12 launches", strict=True)
+UNREAD = pytest.mark.xfail(reason="zeros are written where the gradient is written next", strict=True)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        pytest.param("logits bf16", count.CAPTURE, marks=TOO_MANY),
+        ("logits bf16", count.FORWARD),
+        ("logits bf16", count.BACKWARD),
+        ("logits bf16, rows=", count.FORWARD),
+        pytest.param("logits bf16, rows=", count.BACKWARD, marks=UNREAD),
+        pytest.param("LM head bf16", count.CAPTURE, marks=TOO_MANY),
+        ("LM head bf16", count.FORWARD),
+        ("LM head bf16", count.BACKWARD),
+        (count.OUTCOMES, count.STEP),
+    ],
+)
+def test_triton_path_holds_its_bars(path: str, name: str) -> None:
+    row = triton_figures(path)[name]
+    assert row["bars"] and not row["broken"], {key: row[key] for key in row["bars"]} | row["names"]
+
+
+@interpreted
+def test_triton_path_reads_logits_once() -> None:
+    row = triton_figures("logits bf16")[count.FORWARD]
+    assert row["bytes a logit"] == pytest.approx(2, abs=0.01) == row["issued a logit"]
+
+
+def test_a_contender_that_is_not_installed_is_skipped_by_name() -> None:
+    def missing() -> None:
+        raise ModuleNotFoundError("No module named 'quack'", name="quack")
+
+    skipped: dict[str, str] = {}
+    taken = measure.seconds({"theirs": measure.foreign(missing), "ours": lambda: None}, 1, "cpu", skipped)
+    assert list(taken) == ["ours"] and skipped == {"theirs": "quack is not installed"}
+
+
+def test_gpu_report_names_what_failed_what_is_missing_and_what_did_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleep(device: str, repeats: int, folder: Path, seconds: float) -> list[dict[str, Any]]:
+        gpu._call(["sleep", "60"], seconds)
+        return []
+
+    def missing(*_: object) -> list[dict[str, Any]]:
+        raise gpu.Skipped("trl not installed")
+
+    def broken(*_: object) -> list[dict[str, Any]]:
+        gpu._call([sys.executable, "-c", "raise SystemExit(3)"], 60)
+        return []
+
+    parts = (
+        gpu.Part("projection", 100, gpu.benchmark("projection")),
+        gpu.Part("long", 0.1, sleep),
+        gpu.Part("missing", 1, missing),
+        gpu.Part("broken", 1, broken),
+    )
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    monkeypatch.setattr(measure, "small", True)
+    assert not gpu.main("cpu", 1, tmp_path, 20)
+    (page,), (data,) = tmp_path.glob("*.md"), tmp_path.glob("*.json")
+    found = json.loads(data.read_text())["parts"]
+    outcomes = [part["outcome"] for part in found]
+    assert outcomes == ["done", "did not fit in 0 s", "skipped: trl not installed", "failed: RuntimeError: exit code 3"]
+    assert {row["contender"] for row in found[0]["rows"]} >= {"bracket", "newton"}
+    assert "| 64 | 9 | newton |" in page.read_text() and "## missing: skipped: trl not installed" in page.read_text()
+
+
+@pytest.mark.slow
+def test_everything_for_a_gpu_runs_small_on_a_cpu(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--small", "--repeats", "1", "--output", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "benchmarks", "gpu", *options], check=True)
+    (data,) = tmp_path.glob("*.json")
+    parts = json.loads(data.read_text())["parts"]
+    assert [part["part"] for part in parts] == [part.name for part in gpu.PARTS]
+    assert all(part["outcome"].startswith(("done", "skipped")) for part in parts)

@@ -194,7 +194,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        arguments = [reader, "--dump-resource-usage", file.name]
+        arguments = [str(reader), "--dump-resource-usage", file.name]
         said = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", said)
     assert found is not None, said

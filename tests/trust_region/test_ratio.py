@@ -236,9 +236,9 @@ def test_capture_and_step_on_different_paths_differ_by_the_products_rounding(dty
     # A float32 sum of H products is off by at most H · 2⁻²⁴ · |h| |w|, on either path.
     error = 2 * 64 * 2.0**-24 * size
     if dtype != torch.float32:
-        # A logit in half precision is rounded once more, by half a unit in the last place.
+        # A logit in half precision is rounded once more, by at most a unit in the last place.
         exact = paths["head"].tensors[0].double() @ paths["head"].tensors[1].double().t()  # type: ignore[union-attr]
-        error = error + exact.abs() * torch.finfo(dtype).eps / 2
+        error = error + exact.abs() * torch.finfo(dtype).eps
     limit = error.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1) + error.amax(-1) + 8 * 2.0**-23 * 40
     largest = 0.0
     for before in paths.values():
@@ -449,7 +449,7 @@ def outside_mass(mass: float, rows: int) -> tuple[Tensor, SparsePolicy]:
 
 def test_floor_warns_where_more_than_a_thousandth_is_outside():
     logits, old = outside_mass(1.1e-3, 5)
-    message = r"tail='floor' sees divergences that are not there at 1 of 5 tokens: more than 0.001 .* its 4 tokens"
+    message = "tail='floor' sees divergences that are not there: at some tokens more than 0.001 .* its 4 tokens"
     with pytest.warns(UserWarning, match=message) as caught:
         troll.trust_region_step(logits, old, tail="floor")
     assert [warning.filename for warning in caught] == [__file__]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,8 +38,12 @@ class Case(NamedTuple):
     bound: Tensor
     vocab_size: int
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> Case:
+        """With every tensor changed."""
+        return Case(*(change(x) if isinstance(x, Tensor) else x for x in self))  # type: ignore[arg-type]
+
     def to(self, dtype: torch.dtype) -> Case:
-        return Case(*(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in self))  # type: ignore[arg-type]
+        return self.each(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
     def moved(self, seed: int) -> Case:
         """Numbers that float32 may take these for on the way: 4 roundings of the largest off, the bound 2.3e-5.
@@ -51,7 +56,8 @@ class Case(NamedTuple):
             size = 1 + x.abs().masked_fill(x.isinf(), 0).amax(-1, keepdim=x.dim() > 1)
             return x + (torch.randn(x.shape, generator=generator).to(x) * 4 * ROUNDING * size)
 
-        case = self._replace(**{name: move(getattr(self, name)) for name in MOVED})
+        moved: dict[str, Any] = {name: move(getattr(self, name)) for name in MOVED}
+        case = self._replace(**moved)
         return case._replace(bound=self.bound * (1 + 2.3e-5 * (-1) ** seed))
 
 
@@ -117,7 +123,7 @@ def numbers(made: TrustRegionStep, grads: list[Tensor]) -> dict[str, Tensor]:
 
 
 def assert_agrees(case: Case, tail: Tail, weights: dict[str, Tensor] | None = None) -> TrustRegionStep:
-    """With float64, up to what that itself makes of numbers that are as far off as float32 may take them; three times."""
+    """With float64, up to three times what that makes of numbers that are as far off as float32 may take them."""
     made, grads = run(case, tail, weights, by_triton=True)
     actual = numbers(made, grads)
     expected = numbers(*run(case.to(torch.float64), tail, weights))

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -92,7 +91,7 @@ def test_the_bound_is_met_whatever_is_sampled(family):
         tensor(kl_bound, torch.float32).repeat_interleave(size),
         size,  # with "floor", ratios are of the floored policies
     )
-    made, _ = run(Case(*(x.to(DEVICE) if isinstance(x, Tensor) else x for x in case)), "floor", by_triton=True)
+    made, _ = run(case.each(lambda x: x.to(DEVICE)), "floor", by_triton=True)
     projected = array(made.projected.cpu()).reshape(rows, size)
     assert (projected == projected[:, :1]).all() and projected.any()
     floored = old.log_softmax(-1).clamp(min=math.log(1e-12)).log_softmax(-1)

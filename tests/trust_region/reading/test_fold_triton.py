@@ -41,7 +41,7 @@ Folded = tuple[Tensor, Outside]
 
 
 def fold_by(functions: Any, tiles: list[Tile], support: Support, entropy: bool, dtype: torch.dtype) -> Folded:
-    """Logits on the support and sums, after consecutive tiles; in slices of bigger tensors, as a reading passes them."""
+    """Logits on the support, and sums, after consecutive tiles; in slices of tensors, as a reading passes them."""
     rows, slots = support.ids.shape
     logits = torch.full((rows + 2, slots), -torch.inf, device=DEVICE, dtype=dtype)
     outside = Outside.empty(logits, rows + 2, entropy)
@@ -162,16 +162,16 @@ def test_tiles_of_minus_infinity_leave_the_sums_alone():
     nothing = torch.full((2, 100), -torch.inf, device=DEVICE)
     support = Support.of(some_ids(2, 3, FIRST, FIRST + 100))
     (_, outside), _ = fold_both([made(nothing), made(nothing, first=FIRST + 100)], support)
-    assert outside.maximum.isneginf().all() and outside.log_sum.isneginf().all() and not outside.weighted_sum.any()
+    assert outside.maximum.isneginf().all() and outside.log_sum.isneginf().all()
+    assert outside.weighted_sum is not None and not outside.weighted_sum.any()
     (_, before), _ = fold_both([made(random_values(2, 100))], support)
     (_, after), _ = fold_both([made(random_values(2, 100)), made(nothing, first=FIRST + 100)], support)
-    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    for x, y in zip(before, after, strict=True):
+        assert x is not None and y is not None and torch.equal(x, y)
 
 
 def test_a_maximum_that_moves_by_hundreds():
-    parts = [
-        made(random_values(2, 50) + shift, first=FIRST + 50 * i) for i, shift in enumerate((-500.0, 0, 300, -300))
-    ]
+    parts = [made(random_values(2, 50) + shift, first=FIRST + 50 * i) for i, shift in enumerate((-500.0, 0, 300, -300))]
     actual, expected = fold_both(parts, Support.of(some_ids(2, 3, 0, FIRST)))
     (_, got), (_, want) = actual, expected
     # Logits of 300 are known to 300 · 2⁻²⁴ · 3, with which a sum of exponentials is off.

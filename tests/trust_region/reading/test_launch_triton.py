@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+import triton
 
 from tests.trust_region.reading.tiles import DEVICE, FIRST, made, random_values, some_ids
 from troll.trust_region.reading import fold_triton, launch_triton
@@ -29,10 +31,6 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made_tuner.do_bench = measure
         return made_tuner
 
-    if not torch.cuda.is_available():
-        from triton.runtime.driver import driver
-
-        monkeypatch.setattr(driver, "_active", type("Driver", (), {"get_benchmarker": lambda self: None})(), raising=False)
     monkeypatch.setattr(launch_triton, "_tuner", tuner)
     monkeypatch.setattr(launch_triton, "_tunes", lambda device_type: True)
     monkeypatch.setattr(launch_triton, "MIN_TUNED_ROWS", 2)

@@ -36,7 +36,7 @@ def update(source: Logits, token_ids: Tensor) -> tuple[troll.SparsePolicy, list[
     new = read(source, old.token_ids, entropy=True)
     assert new.tail_entropy is not None
     outputs = [new.logits, new.tail_logit, new.tail_entropy]
-    weights = torch.linspace(-1, 1, token_ids.numel()).view(token_ids.shape)
+    weights = torch.linspace(1, 2, token_ids.numel()).view(token_ids.shape)
     total = new.outcomes.masked_fill(new.outcomes.isinf(), 0.0).sum(-1) + new.log_probs[..., 0] + new.tail_entropy
     (gradient,) = torch.autograd.grad((weights * total).sum(), source.logits)
     return old, [x.detach() for x in outputs], gradient

@@ -27,7 +27,6 @@ from troll.trust_region.reading.fold import NO_TOKEN
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
-
 def sampled_around(width: int) -> Tensor:
     return torch.tensor([FIRST, FIRST + width - 1, FIRST - 1, FIRST + width], device=DEVICE)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Outcomes to a warp. A sum within one warp takes no barrier, but more than eight outcomes a thread take so many registers
-#: that few tokens would be in flight, and 32 would not fit.
+#: Outcomes to a warp. A sum within one warp takes no barrier, but more than eight outcomes a thread take so many
+#: registers that few tokens would be in flight, and 32 would not fit.
 OUTCOMES_A_WARP = 256
 
 
@@ -40,6 +40,7 @@ def log_add_exp(a, b):
 
 @triton.jit
 def nan_unless_finite(x):
+    """A number that makes NaN of all that is normalised with it, where there is no distribution."""
     return tl.where(tl.abs(x) < float("inf"), x, float("nan"))
 
 

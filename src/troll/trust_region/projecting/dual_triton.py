@@ -69,9 +69,10 @@ def first_guess(p, s, bound, kl_at_one, variance_at_one):
 def tilt(p, s, tau, center):
     """`dual.tilt` of p, 0 on absent outcomes, to r ∝ p e^{τ s}.
 
-    Returns ``log r − log p``, r, ``log Σ p e^{τ (s − center)}``, KL(r ‖ p), ``E_r[s] − center`` and ``Var_r[s]``. The
-    floor keeps |s| below 28, and with it the exponentials within the range of float32, so that no maximum has to be taken
-    off.
+    The floor keeps |s| below 28, and with it the exponentials within the range of float32: no maximum is taken off.
+
+    Returns:
+        ``log r − log p``, r, ``log Σ p e^{τ (s − center)}``, KL(r ‖ p), ``E_r[s] − center`` and ``Var_r[s]``.
     """
     centered = s - center
     weight = p * tl.exp(tau * centered)

@@ -54,7 +54,7 @@ def step(new: Outcomes, old: SparsePolicy, kl_bound: float | Tensor, tail: Tail 
     wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in rows[:3])
     floor_of = new.vocab_size if tail == "floor" else None
     outputs = _Step.apply(*rows, bound, floor_of, wants_gradient)
-    return TrustRegionStep(*(None if x is None else x.view(shape) for x in outputs))
+    return TrustRegionStep(*(None if x is None else x.view(shape) for x in outputs))  # type: ignore[arg-type]
 
 
 class _Step(torch.autograd.Function):
@@ -171,8 +171,8 @@ def _step_kernel(
         _, q, log_total, kl_of_q, mean, _ = tilt(p, s, root, around)
         ratio = root * (sampled_s - around) - log_total
         eta = (1 - root) / root
-        # p̃ ∝ q e^{(1 − τ)(s − μ)}, so that its divergence from q is one more tilt: log p̃ − log q would cancel where q is
-        # close to p̃.
+        # p̃ ∝ q e^{(1 − τ)(s − μ)}, so that its divergence from q is one more tilt: log p̃ − log q would cancel where q
+        # is close to p̃.
         _, _, _, pull, _, _ = tilt(q, s - around - mean, 1 - root, 0.0)
 
     tl.store(log_ratio + row, ratio + unless_broken)
@@ -313,7 +313,7 @@ def outcomes_of(logits, tail_logit, ids, old_log_probs, old_tail, floor_of, row,
 
 @triton.jit
 def s_of_sampled(raw, before, s, sampled, floor_of):
-    """log p̃ − log p of the sampled token: raw, or floored as all others."""
+    """``log p̃ − log p`` of the sampled token: raw, or floored as all others."""
     if floor_of is None:
         # What the old policy excludes cannot have been sampled from it, and has no ratio.
         s = tl.where(before == float("-inf"), 0.0, raw - before)

@@ -13,8 +13,8 @@ from torch import Tensor
 #: 0 keeps to the table. Otherwise the first large launch on a GPU, for each width and dtype, tries the neighbours too.
 VARIABLE = "TROLL_AUTOTUNE"
 
-#: Columns and warps of a program, by kernel and bytes of a number: two 16-byte loads a thread, so that much is on its way,
-#: and few warps, so that a reduction does not wait for many.
+#: Columns and warps of a program, by kernel and bytes of a number: two 16-byte loads a thread, so that much is on its
+#: way, and few warps, so that a reduction does not wait for many.
 TABLE = {
     "_fold_support_kernel": {2: (2048, 4), 4: (1024, 4)},
     "_block_maxima_kernel": {2: (2048, 4), 4: (1024, 4)},

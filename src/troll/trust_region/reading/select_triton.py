@@ -170,7 +170,7 @@ def _select_kernel(
 
 @triton.jit
 def column_of(candidate, chosen, k, EVERYTHING: tl.constexpr, BLOCK: tl.constexpr):
-    """Where candidates lie, which are the columns of the chosen blocks, or all; past the last block, past all columns."""
+    """Where candidates lie: they are the columns of the chosen blocks, or all. Past these, past all columns."""
     if EVERYTHING:
         column = candidate
     else:

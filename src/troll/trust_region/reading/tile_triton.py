@@ -53,6 +53,7 @@ def row_of(values, offsets, stride, row, ALIGNMENT: tl.constexpr):
 
 @triton.jit
 def logits_of(x, scale, cap, SOFTCAP: tl.constexpr):
+    """What the source holds as logits, in float32; the numbers are those of `factors`."""
     z = x.to(tl.float32) * scale
     if SOFTCAP:
         z = tanh(z) * cap
