@@ -102,10 +102,12 @@ def _launch_reading(dtype: torch.dtype) -> Iterator[str]:
     yield f"{name}, W 4000, K 64"
     fold_triton.select(Tile(torch.zeros(2, 2**20, dtype=dtype), 0, 2**20, Transform()), support.ids[:, 0], 256)
     yield f"{name}, W 1048576, K 256"
+    fold_triton.clear(torch.zeros(2, 32768, dtype=dtype), torch.zeros(2, dtype=torch.bool))
+    yield f"{name}, W 32768"
     hidden, weight, ids = torch.zeros(2, 4096, dtype=dtype), torch.zeros(8, 4096, dtype=dtype), support.ids
-    fold_triton.gathered_products(hidden, weight, None, ids.expand(2, 64))
+    fold_triton.gathered_products(hidden, weight, None, ids.expand(2, 64), 0)
     yield f"{name}, H 4096"
-    fold_triton.gathered_products(hidden, weight.float(), weight[:, 0].float(), ids)
+    fold_triton.gathered_products(hidden, weight.float(), weight[:, 0].float(), ids, 0)
     yield f"{name}, H 4096, bias and weight float32"
 
 
@@ -116,7 +118,7 @@ def _launch_policy() -> Iterator[str]:
     for k in (1, 64, 256):
         logits, row = torch.zeros(2, k), torch.zeros(2)
         ids = torch.zeros(2, k, dtype=torch.int64)
-        slots(Top(ids, logits, logits, row, row), ids[:, 0], 1e-5)
+        slots(Top(ids, logits, logits, row, row), ids[:, 0], 100, 1e-5)
         yield f"K {k}"
 
 

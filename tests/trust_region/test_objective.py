@@ -16,6 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import troll
+from tests.tolerance import within
 from tests.trust_region import reference
 from tests.trust_region.cases import FAMILIES, array, bounds, capture_rows, pairs, root_tolerance, tensor
 from tests.trust_region.reading.sources import KINDS, TRANSFORMS, Problem, small_tiles
@@ -85,10 +86,10 @@ def assert_step(
         assert step.log_ratio[b].item() == -math.inf
     else:
         allowed = 1e-9 * (1 + slope) + 1e-12 * abs(expected.log_ratio)
-        assert abs(step.log_ratio[b].item() - expected.log_ratio) <= allowed
+        assert abs(step.log_ratio[b].item() - expected.log_ratio) <= within(allowed)
     # d KL(p̃ ‖ q) / d log q = −p̃
     slack = float(np.sum(np.exp(outcomes.log_new) * tolerance))
-    assert abs(step.regression[b].item() - expected.regression) <= slack + 1e-9
+    assert abs(step.regression[b].item() - expected.regression) <= within(slack + 1e-9)
     assert step.multiplier[b].item() == pytest.approx(expected.multiplier, rel=1e-4, abs=1e-6) or slack > 1e-6
 
 
@@ -121,7 +122,9 @@ def test_gradients_agree_with_the_reference(family, top_k, threshold, tail):
         for b, row in enumerate(rows):
             expected = reference.step(new_logits[b], row, 0.02, tail)
             wanted = getattr(expected, of_reference)
-            np.testing.assert_allclose(array(gradient[b]), wanted, rtol=1e-6, atol=1e-6, err_msg=f"{name}, row {b}")
+            np.testing.assert_allclose(
+                array(gradient[b]), wanted, rtol=within(1e-6), atol=within(1e-6), err_msg=f"{name}, row {b}"
+            )
 
 
 LOGIT = st.one_of(st.floats(-40, 40), st.sampled_from([0.0, 1.0, -30.0, -100.0, -math.inf]))
@@ -271,7 +274,9 @@ def test_float32_gradients(family, tail):
         (gradient,) = torch.autograd.grad(getattr(step, name).sum(), logits, retain_graph=True)
         for b, row in enumerate(rows):
             wanted = getattr(reference.step(array(new_logits[b]), row, 0.05, tail), of_reference)
-            np.testing.assert_allclose(array(gradient[b]), wanted, rtol=1e-3, atol=1e-4, err_msg=f"{name}, row {b}")
+            np.testing.assert_allclose(
+                array(gradient[b]), wanted, rtol=within(1e-3), atol=within(1e-4), err_msg=f"{name}, row {b}"
+            )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import troll
+from tests.tolerance import within
 from tests.trust_region import reference
 from tests.trust_region.cases import FAMILIES, array, pairs, tensor
 from tests.trust_region.reading.sources import small_tiles
@@ -88,7 +89,10 @@ SOURCES: dict[str, Callable[[Network], Source | Tensor]] = {
 
 
 def assert_ratio_one(step: TrustRegionStep, old: SparsePolicy, log_total: Tensor) -> None:
-    """Up to DESIGN's bound, 4 · 2⁻²³ · max(1, |logsumexp|, |log p(o)|) in float32, and 2⁻⁵² in float64."""
+    """Up to DESIGN's bound, 4 · 2⁻²³ · max(1, |logsumexp|, |log p(o)|) in float32, and 2⁻⁵² in float64.
+
+    That is a promise, of which up to 0.4 was seen; so it is no tolerance of the tests'.
+    """
     assert step.log_ratio.dtype == old.log_probs.dtype
     unit = torch.finfo(step.log_ratio.dtype).eps
     size = torch.maximum(log_total.abs().double(), old.log_prob.abs().double()).clamp(min=1)
@@ -245,7 +249,7 @@ def test_capture_and_step_on_different_paths_differ_by_the_products_rounding(dty
         old = troll.capture(before, token_ids, top_k=16)
         for now in paths.values():
             step = troll.trust_region_step(now, old, tail=tail)
-            assert (step.log_ratio.abs() <= limit).all()
+            assert (step.log_ratio.abs() <= within(1) * limit).all()
             assert not step.projected.any()
             largest = max(largest, (step.log_ratio.abs() / limit).max().item())
     assert largest > 0.001, "the paths do differ"
@@ -300,7 +304,9 @@ def test_every_path_is_the_formula_on_dense_outcomes(log_p, kl_bound, path):
         # τ is known to 1e-11 · KL/(τ σ²) or so; log ratios here are of up to 100.
         assert step.log_ratio.item() == pytest.approx(expected.log_ratio, rel=1e-8, abs=1e-8)
         (gradient,) = torch.autograd.grad(step.log_ratio.sum(), leaf)
-        np.testing.assert_allclose(array(gradient[0]), expected.log_ratio_gradient, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(
+            array(gradient[0]), expected.log_ratio_gradient, rtol=within(1e-6), atol=within(1e-6)
+        )
 
 
 @pytest.mark.parametrize("log_p", LOG_PROBS[1:])
@@ -317,7 +323,7 @@ def test_a_tail_that_moves_as_one_is_the_formula_on_dense_outcomes(log_p):
         # One floor for eight tokens, or one each: 1e-11 of the mass.
         assert step.log_ratio.item() == pytest.approx(dense.log_ratio, rel=1e-8, abs=1e-8)
         (gradient,) = torch.autograd.grad(step.log_ratio.sum(), leaf)
-        np.testing.assert_allclose(array(gradient[0]), dense.log_ratio_gradient, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(array(gradient[0]), dense.log_ratio_gradient, rtol=within(1e-6), atol=within(1e-6))
 
 
 @pytest.mark.parametrize("path", ["logits", "head"])
@@ -332,9 +338,11 @@ def test_float32_follows_the_formula(log_p, path):
         step = troll.trust_region_step(leaf if path == "logits" else LMHead(leaf, torch.eye(6)), old, 0.05)
         assert bool(step.projected) == expected.projected
         allowed = float32_error(new_row, row, expected)
-        assert abs(step.log_ratio.item() - expected.log_ratio) <= allowed
+        assert abs(step.log_ratio.item() - expected.log_ratio) <= within(allowed)
         (gradient,) = torch.autograd.grad(step.log_ratio.sum(), leaf)
-        np.testing.assert_allclose(array(gradient[0]), expected.log_ratio_gradient, rtol=2e-3, atol=2e-4)
+        np.testing.assert_allclose(
+            array(gradient[0]), expected.log_ratio_gradient, rtol=within(2e-3), atol=within(2e-4)
+        )
 
 
 def float32_error(new_row: np.ndarray, row: reference.OldRow, expected: reference.StepRow) -> float:
@@ -383,7 +391,7 @@ def test_the_ratio_is_continuous_at_the_bound(log_p, move, tail):
         first_order = abs(own - mean) / variance * kl * step_size
         rounding = 8 * torch.finfo(dtype).eps * max(1.0, abs(log_p - 10)) * (1 + abs(own - mean) / variance)
         difference = abs(outside.log_ratio.item() - inside.log_ratio.item())
-        assert difference <= 1.2 * first_order + 3 * rounding
+        assert difference <= 1.2 * first_order + within(3 * rounding)
         assert 1.2 * first_order + 3 * rounding < 0.02 * max(1.0, abs(own)), "else nothing is said"
 
 

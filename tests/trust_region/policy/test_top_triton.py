@@ -55,12 +55,23 @@ def random_top(k: int, seed: int = 0) -> tuple[Top, Tensor]:
 
 
 def assert_agree(top: Top, sampled: Tensor, mass_threshold: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    actual = slots(top, sampled, mass_threshold)
-    expected = top_module._slots(top, sampled, mass_threshold)
+    actual = slots(top, sampled, VOCABULARY + 3, mass_threshold)
+    expected = top_module._slots(top, sampled, VOCABULARY + 3, mass_threshold)
     for got, want in zip(actual, expected, strict=True):
         assert got.dtype == want.dtype
         torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE, equal_nan=True)
     return actual
+
+
+@pytest.mark.parametrize("mass_threshold", [0.0, 1e-5])
+@pytest.mark.parametrize("token", [-1, VOCABULARY + 3])
+def test_a_sampled_token_outside_the_vocabulary_is_no_distribution(token, mass_threshold):
+    top, sampled = random_top(8)
+    sampled[4] = token
+    ids, log_probs, tail, slot = assert_agree(top, sampled, mass_threshold)
+    assert log_probs[4, slot[4]].isnan() and tail[4].isnan()
+    assert ids[4].min() >= -1 and ids[4].max() < VOCABULARY + 3
+    assert not log_probs[:4].isnan().any()
 
 
 # No threshold that a sum of probabilities could meet up to rounding.
@@ -82,7 +93,7 @@ def test_equal_entries_keep_the_order_of_their_ids():
     ids = torch.tensor([[2, 5, 7, 9]], device=DEVICE)
     z = torch.tensor([[0.0, 1.0, -0.0, 1.0]], device=DEVICE)
     row = torch.zeros(1, device=DEVICE)
-    kept, *_ = slots(Top(ids, z, z, row, row), torch.tensor([2], device=DEVICE), 0.0)
+    kept, *_ = slots(Top(ids, z, z, row, row), torch.tensor([2], device=DEVICE), 10, 0.0)
     assert kept.tolist() == [[5, 9, 2, 7]]
 
 
@@ -116,5 +127,5 @@ def test_rows_that_are_no_distribution(mass_threshold):
 
 def test_no_rows():
     top, sampled = random_top(6)
-    nothing = slots(Top(*(x[:0] for x in top)), sampled[:0], 1e-5)
+    nothing = slots(Top(*(x[:0] for x in top)), sampled[:0], VOCABULARY, 1e-5)
     assert [tuple(x.shape) for x in nothing] == [(0, 6), (0, 6), (0,), (0,)]

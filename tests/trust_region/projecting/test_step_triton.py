@@ -122,7 +122,7 @@ def test_equal_policies_that_were_captured_have_ratio_one_to_the_last_digit(tail
     ids = torch.stack([torch.randperm(50, generator=generator)[:k].sort().values for _ in range(rows)]).to(DEVICE)
     z = (5 * torch.randn(rows, k, generator=generator)).to(DEVICE)
     rest = torch.randn(rows, generator=generator).to(DEVICE)
-    kept, log_probs, tail_log_prob, slot = slots(Top(ids, z, z, z[:, 3].clone(), rest), ids[:, 3].clone(), 1e-2)
+    kept, log_probs, tail_log_prob, slot = slots(Top(ids, z, z, z[:, 3].clone(), rest), ids[:, 3].clone(), 50, 1e-2)
     at = (kept.unsqueeze(-1) == ids.unsqueeze(1)).to(torch.uint8).argmax(-1)
     logits = z.gather(-1, at).masked_fill(kept < 0, -math.inf)
     dropped = ~(kept.unsqueeze(1) == ids.unsqueeze(-1)).any(-1)

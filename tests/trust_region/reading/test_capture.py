@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import troll
+from tests.tolerance import within
 from tests.trust_region import reference
 from tests.trust_region.cases import FAMILIES, array, capture_rows, pairs, tensor
 from tests.trust_region.policy.policies import assert_identical
@@ -33,7 +34,7 @@ def assert_matches(policy: SparsePolicy, rows: list[reference.OldRow], atol: flo
         (policy.tail_log_prob, [row.tail_log_prob for row in rows]),
         (policy.log_prob, [row.log_prob for row in rows]),
     ):
-        np.testing.assert_allclose(array(actual), np.array(expected), rtol=1e-12, atol=atol)
+        np.testing.assert_allclose(array(actual), np.array(expected), rtol=within(1e-12), atol=within(atol))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -96,15 +97,17 @@ def test_low_precision_is_computed_in_float32(kind, dtype):
     # Half a unit in the last place of a logit of at most 12 that only counts in the total; else a few
     # roundings of numbers of up to 16.
     tolerance = 12 * torch.finfo(dtype).eps / 2 if half else 12 * 16 * 2.0**-24
-    assert (policy.log_probs - log_probs).abs().max() <= tolerance
+    assert (policy.log_probs - log_probs).abs().max() <= within(tolerance)
     if not half:
         rows = capture_rows(array(exact), array(problem.token_ids), 64, 0.0)
         assert policy.token_ids.tolist() == [row.ids for row in rows]  # of bf16 logits hundreds tie
-        np.testing.assert_allclose(array(policy.tail_log_prob), [row.tail_log_prob for row in rows], atol=tolerance)
+        np.testing.assert_allclose(
+            array(policy.tail_log_prob), [row.tail_log_prob for row in rows], atol=within(tolerance)
+        )
         return
     # Of each other they are as far as in float32: the rounding of a total is one for all.
     difference = policy.log_probs - log_probs
-    assert (difference - difference[:, :1]).abs().max() <= 12 * 16 * 2.0**-24
+    assert (difference - difference[:, :1]).abs().max() <= within(12 * 16 * 2.0**-24)
     assert (policy.log_probs.diff(dim=-1) <= 0)[:, :-1].all()  # in order, but for the sampled token in the last slot
 
 
@@ -235,7 +238,9 @@ def test_outcomes_are_a_source(top_k, threshold):
         assert (old.token_ids[b, len(kept) :] == -1).all()
         assert old.slot[b].item() == kept.index(sampled)
         log_probs = reference.log_softmax(row)
-        np.testing.assert_allclose(array(old.log_probs[b, : len(kept)]), log_probs[kept], rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(
+            array(old.log_probs[b, : len(kept)]), log_probs[kept], rtol=within(1e-12), atol=within(1e-12)
+        )
         tail = reference.log_sum_exp(log_probs[[v for v in range(10) if v not in kept]])
         assert old.tail_log_prob[b].item() == pytest.approx(tail, rel=1e-12, abs=1e-12)
 

@@ -289,3 +289,11 @@ def test_no_gradient_of_rows_that_are_no_distribution(entropy, transform):
     assert actual.isfinite().all()
     assert_gradients_agree(actual, expected)
     assert not actual[[2, 3, 6]].any() and actual[7].any()
+
+
+def test_clear_writes_zeros_to_the_rows_that_are_named_and_nothing_else():
+    values = torch.randn(5, 4100, device=DEVICE).to(torch.bfloat16)
+    before, rows = values.clone(), torch.tensor([True, False, False, True, False], device=DEVICE)
+    fold_triton.clear(values, rows)
+    assert (values[rows] == 0).all()
+    assert torch.equal(values[~rows], before[~rows])

@@ -25,13 +25,13 @@ def test_products(slots, width, dtype, weight_dtype, bias):
     biases = torch.randn(50, generator=generator).to(DEVICE, weight_dtype) if bias else None
     ids = some_ids(3, slots, 0, 50, unused=slots // 4)
     ids[2] = -1
-    actual = fold_triton.gathered_products(hidden, weight, biases, ids)
+    actual = fold_triton.gathered_products(hidden, weight, biases, ids, 0)
     # Products of operands in the hidden states' dtype; nothing else is rounded to it.
     rounded = weight.to(dtype).double()
-    expected = head.gathered_products(hidden.double(), rounded, biases if biases is None else biases.double(), ids)
+    expected = head.gathered_products(hidden.double(), rounded, biases if biases is None else biases.double(), ids, 0)
     assert actual.dtype == torch.float32
     # A sum of `width` terms is off by less than an ulp of their sizes for each of them; three times as much.
-    size = head.gathered_products(hidden.double().abs(), rounded.abs(), None, ids)
+    size = head.gathered_products(hidden.double().abs(), rounded.abs(), None, ids, 0)
     used = ids >= 0
     assert ((actual - expected).abs() <= 3 * 2.0**-24 * width * (size + 1))[used].all()
     assert actual[~used].isneginf().all()
@@ -41,18 +41,30 @@ def test_any_strides():
     generator = torch.Generator().manual_seed(1)
     hidden, weight = torch.randn(16, 3, generator=generator), torch.randn(16, 50, generator=generator)
     ids = some_ids(3, 4, 0, 50)
-    transposed = fold_triton.gathered_products(hidden.to(DEVICE).t(), weight.to(DEVICE).t(), None, ids)
+    transposed = fold_triton.gathered_products(hidden.to(DEVICE).t(), weight.to(DEVICE).t(), None, ids, 0)
     contiguous = fold_triton.gathered_products(
-        hidden.to(DEVICE).t().contiguous(), weight.to(DEVICE).t().contiguous(), None, ids
+        hidden.to(DEVICE).t().contiguous(), weight.to(DEVICE).t().contiguous(), None, ids, 0
     )
     assert torch.equal(transposed, contiguous)
+
+
+def test_a_slice_of_the_vocabulary():
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = torch.randn(3, 16, generator=generator), torch.randn(40, 16, generator=generator)
+    hidden, weight, ids = hidden.to(DEVICE), weight.to(DEVICE), some_ids(3, 12, 0, 40, unused=2)
+    whole = fold_triton.gathered_products(hidden, weight, None, ids, 0)
+    slices = [
+        fold_triton.gathered_products(hidden, weight[first : first + 10], None, ids, first) for first in (0, 10, 20, 30)
+    ]
+    assert torch.equal(torch.stack(slices).amax(0), whole)
+    assert all(part.isneginf().any() for part in slices)
 
 
 def test_unused_weights_are_not_read():
     weight = torch.full((4, 16), torch.nan, device=DEVICE)
     weight[2] = 1.0
     ids = torch.tensor([[-1, 2, -1]], device=DEVICE)
-    assert fold_triton.gathered_products(torch.ones(1, 16, device=DEVICE), weight, None, ids).tolist() == [
+    assert fold_triton.gathered_products(torch.ones(1, 16, device=DEVICE), weight, None, ids, 0).tolist() == [
         [-torch.inf, 16.0, -torch.inf]
     ]
 
@@ -61,4 +73,4 @@ def test_unused_weights_are_not_read():
 def test_nothing(shape):
     ids = torch.zeros(shape, dtype=torch.int64, device=DEVICE)
     hidden, weight = torch.ones(shape[0], 16, device=DEVICE), torch.ones(5, 16, device=DEVICE)
-    assert fold_triton.gathered_products(hidden, weight, None, ids).shape == shape
+    assert fold_triton.gathered_products(hidden, weight, None, ids, 0).shape == shape

@@ -122,3 +122,9 @@ def test_no_rows():
     tile = tile._replace(values=tile.values[:0])
     support = fold_triton.select(tile, torch.zeros(0, dtype=torch.int64, device=DEVICE), 4)
     assert support.ids.shape == support.ascending.shape == (0, 5)
+
+
+def test_a_tile_that_is_too_wide():
+    tile = made(random_values(1, 100)).tile._replace(width=2**20 + 1)
+    with pytest.raises(ValueError, match="1048576 wide at most, got 1048577: set TROLL_KERNELS=torch"):
+        fold_triton.select(tile, torch.zeros(1, dtype=torch.int64, device=DEVICE), 4)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.tolerance import within
 from tests.trust_region import reference
 from tests.trust_region.cases import array, capture_rows
 from tests.trust_region.reading.vocabulary_worker import CASES, HIDDEN, TRITON_CASES, Case, Result, main, run
@@ -127,7 +128,9 @@ def test_it_agrees_with_the_reference(case, processes):
     for b, row in enumerate(rows):
         assert found["token_ids"][b].tolist() == row.padded_ids()
         assert found["slot"][b] == row.slot
-        np.testing.assert_allclose(found["old_log_probs"][b], row.padded_log_probs(), rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(
+            found["old_log_probs"][b], row.padded_log_probs(), rtol=within(1e-10), atol=within(1e-12)
+        )
         assert found["old_tail"][b] == pytest.approx(row.tail_log_prob, rel=1e-10, abs=1e-12)
 
         expected = reference.step(new_logits[b], row, case.kl_bound, case.tail)
@@ -145,7 +148,7 @@ def test_it_agrees_with_the_reference(case, processes):
         ):
             wanted = case.upstream(name)[b].item() * gradient
             actual = found[f"{name}:logits"][b] if f"{name}:logits" in found else 0 * wanted
-            np.testing.assert_allclose(actual, wanted, rtol=1e-6, atol=1e-6, err_msg=f"{name}, row {b}")
+            np.testing.assert_allclose(actual, wanted, rtol=within(1e-6), atol=within(1e-6), err_msg=f"{name}, row {b}")
 
 
 def test_what_is_exchanged_does_not_depend_on_the_vocabulary(processes):

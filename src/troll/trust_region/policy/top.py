@@ -29,7 +29,7 @@ class Top(NamedTuple):
     """(N, K), what they add to the tail if they are dropped: the same, or a tile's less precise numbers, which is how a
     step reads what is outside the support."""
     sampled_logit: Tensor
-    """(N,), of the sampled token, which may be one of the K."""
+    """(N,), of the sampled token; −inf is enough where it is one of the K."""
     log_rest: Tensor
     """Log-sum-exp of all but the K and the sampled one, (N,); −inf where there is no other."""
 
@@ -72,14 +72,21 @@ def largest(
         logits: (N, M); −inf in unused entries.
         tail_logits: (N, M), what they add to the rest if they are not among the k.
         sampled: The sampled tokens, (N,), among the entries or not.
-        sampled_logit: (N,).
+        sampled_logit: (N,), if it is not among the entries.
         log_rest: (N, m), of parts of what is neither an entry nor the sampled token.
         k: At most M.
     """
     position = top_ids(logits, k).sort(-1).values
     others = tail_logits.scatter(-1, position, -torch.inf).masked_fill(ids == sampled.unsqueeze(-1), -torch.inf)
+    sampled_logit = _sampled_logit(ids, logits, sampled, sampled_logit)
     ids, logits, tail_logits = (x.gather(-1, position) for x in (ids, logits, tail_logits))
     return Top(ids, logits, tail_logits, sampled_logit, torch.logsumexp(torch.cat([log_rest, others], -1), -1))
+
+
+def _sampled_logit(ids: Tensor, logits: Tensor, sampled: Tensor, elsewhere: Tensor) -> Tensor:
+    """Of the sampled tokens, (N,): among the entries (N, M), or elsewhere."""
+    among = torch.where(ids == sampled.unsqueeze(-1), logits, -torch.inf).amax(-1)
+    return torch.maximum(among, elsewhere)
 
 
 def sorted_entries(ids: Tensor, logits: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -98,7 +105,8 @@ def keep(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> S
         mass_threshold: δ; 0 keeps all.
 
     Returns:
-        The policies, (N,). A row that is no distribution has NaN in its used slots and in its tail.
+        The policies, (N,). A row that is no distribution, or whose sampled token is outside the vocabulary, has NaN in
+        its used slots and in its tail; in the latter case token 0 stands for the sampled one.
     """
     if use_triton(top.logits, top.logits.shape[-1], MAX_SELECTED):
         from troll.trust_region.policy import top_triton
@@ -106,13 +114,18 @@ def keep(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> S
         slots = top_triton.slots
     else:
         slots = _slots
-    ids, log_probs, tail_log_prob, slot = slots(top, sampled, mass_threshold)
+    ids, log_probs, tail_log_prob, slot = slots(top, sampled, vocab_size, mass_threshold)
     return SparsePolicy(ids, log_probs, tail_log_prob, slot, vocab_size, mass_threshold)
 
 
-def _slots(top: Top, sampled: Tensor, mass_threshold: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _slots(
+    top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ids and log-probabilities (N, K), the tail's (N,), and the slot of the sampled token (N,), int64."""
-    sampled, sampled_logit, rest = (x.unsqueeze(-1) for x in (sampled, top.sampled_logit, top.log_rest))
+    valid = (sampled >= 0) & (sampled < vocab_size)
+    sampled, rest = torch.where(valid, sampled, 0), torch.where(valid, top.log_rest, torch.nan)
+    sampled_logit = _sampled_logit(top.ids, top.logits, sampled, top.sampled_logit)
+    sampled, sampled_logit, rest = (x.unsqueeze(-1) for x in (sampled, sampled_logit, rest))
     order = top_ids(top.logits, top.logits.shape[-1])
     ids, logits, tail_logits = (x.gather(-1, order) for x in (top.ids, top.logits, top.tail_logits))
     in_top = (ids == sampled).any(-1, keepdim=True)
@@ -188,9 +201,9 @@ def capture_top(
     left = left.masked_fill(used.sum(-1, keepdim=True) == vocab_size, -torch.inf)
 
     ids, z = sorted_entries(ids, z, vocab_size)
-    sampled_z = z.masked_fill(ids != sampled, -torch.inf).amax(-1)
     k = min(top_k, vocab_size)
-    top = largest(ids, z, z, sampled.squeeze(-1), sampled_z, left, min(k, entries + 1))
+    nowhere = torch.full_like(z[:, 0], -torch.inf)
+    top = largest(ids, z, z, sampled.squeeze(-1), nowhere, left, min(k, entries + 1))
     empty = (0, k - top.ids.shape[-1])
     logits = torch.nn.functional.pad(top.logits, empty, value=-torch.inf)
     top = top._replace(ids=torch.nn.functional.pad(top.ids, empty, value=-1), logits=logits, tail_logits=logits)

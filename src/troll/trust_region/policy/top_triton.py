@@ -28,12 +28,15 @@ if TYPE_CHECKING:
 COMPARED = 4
 
 
-def slots(top: Top, sampled: Tensor, mass_threshold: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def slots(
+    top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `top._slots`.
 
     Args:
         top: Of N distributions in float32.
         sampled: The sampled tokens, (N,) int64.
+        vocab_size: V.
         mass_threshold: δ; 0 keeps all.
 
     Returns:
@@ -46,7 +49,9 @@ def slots(top: Top, sampled: Tensor, mass_threshold: float) -> tuple[Tensor, Ten
     if tokens:
         with launching_on(ids.device):
             _slots_kernel[(tokens,)](
-                *(x.contiguous() for x in (*top, sampled)),
+                *(part for x in top for part in (x, x.stride(0))),
+                sampled.contiguous(),
+                vocab_size,
                 k,
                 float(mass_threshold),
                 order,
@@ -63,12 +68,18 @@ def slots(top: Top, sampled: Tensor, mass_threshold: float) -> tuple[Tensor, Ten
 
 @triton.jit
 def _slots_kernel(
-    ids,  # (N, k), and the two after it
+    ids,  # (N, k), and the two after it, each with the distance of its rows
+    ids_stride,
     logits,
+    logits_stride,
     tail_logits,
+    tail_logits_stride,
     sampled_logit,  # (N,), and the two after it
+    sampled_logit_stride,
     log_rest,
+    log_rest_stride,
     sampled,
+    vocab_size,
     k,
     mass_threshold,
     order,  # (N, k): the entries' positions, larger ones first
@@ -81,15 +92,22 @@ def _slots_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    wanted, wanted_z = tl.load(sampled + row), tl.load(sampled_logit + row)
-    rest = tl.load(log_rest + row)
+    wanted, wanted_z = tl.load(sampled + row), tl.load(sampled_logit + row * sampled_logit_stride)
+    valid = (wanted >= 0) & (wanted < vocab_size)
+    rest = tl.where(valid, tl.load(log_rest + row * log_rest_stride), float("nan"))
+    wanted = tl.where(valid, wanted, 0)
     first = row * k
+    ids += row * ids_stride
+    logits += row * logits_stride
+    tail_logits += row * tail_logits_stride
     lane = tl.arange(0, BLOCK)
     inside = lane < k
 
-    token = tl.load(ids + first + lane, mask=inside, other=-1)
-    z = tl.load(logits + first + lane, mask=inside, other=float("-inf"))
-    in_top = tl.sum((inside & (token == wanted)).to(tl.int32), axis=0) > 0
+    token = tl.load(ids + lane, mask=inside, other=-1)
+    z = tl.load(logits + lane, mask=inside, other=float("-inf"))
+    is_wanted = inside & (token == wanted)
+    in_top = tl.sum(is_wanted.to(tl.int32), axis=0) > 0
+    wanted_z = tl.where(in_top, tl.sum(tl.where(is_wanted, z, 0.0), axis=0), wanted_z)
     outside = tl.where(in_top, rest, log_add_exp(rest, wanted_z))
     total = nan_unless_finite(log_sum_exp(tl.where(lane == k, outside, z)))
     # No sort: an entry's rank is the number of those that come before it. All others remain with it.
@@ -98,7 +116,7 @@ def _slots_kernel(
     remaining = tl.zeros([BLOCK], tl.float32) + tl.exp(outside - total)
     for start in range(0, k, COMPARED):
         other = start + tl.arange(0, COMPARED)
-        other_z = tl.load(logits + first + other, mask=other < k, other=float("-inf"))
+        other_z = tl.load(logits + other, mask=other < k, other=float("-inf"))
         other_key = sortable(other_z)
         larger = other_key[None, :] > key[:, None]
         earlier = (other_key[None, :] == key[:, None]) & (other[None, :] < lane[:, None])
@@ -115,7 +133,7 @@ def _slots_kernel(
 
     # Other threads wrote what each reads.
     tl.debug_barrier()
-    at = first + tl.load(order + first + lane, mask=inside, other=0)
+    at = tl.load(order + first + lane, mask=inside, other=0)
     token = tl.load(ids + at, mask=inside, other=-1)
     z = tl.load(logits + at, mask=inside, other=float("-inf"))
     tail_z = tl.load(tail_logits + at, mask=inside, other=float("-inf"))

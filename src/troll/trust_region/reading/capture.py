@@ -27,7 +27,7 @@ def capture(
     Args:
         source: Logits (..., V) that are aligned with `token_ids` and divided by the sampling temperature; or any
             source: [Logits][troll.Logits], [LMHead][troll.LMHead], or outcomes that have been read and hold the sampled
-            tokens.
+            tokens. What is dropped of such outcomes counts with the precision that they were read with.
         token_ids: The sampled tokens, (...), integers in [0, V). On a GPU they are not waited for: a position whose id
             is outside the vocabulary becomes NaN, and is counted as "nonfinite" in the metrics.
         top_k: K, at least 1; more than V is taken as V.
@@ -45,13 +45,7 @@ def capture(
     vocab_size = source.vocab_size if isinstance(source, Outcomes) else source.vocabulary.size
     if sampled.device.type == "cpu":
         check_tokens_in("token_ids", sampled, vocab_size)
-        valid = None
-    else:
-        valid = (sampled >= 0) & (sampled < vocab_size)
-        sampled = sampled.masked_fill(~valid, 0)
     top = _given(source, sampled, top_k) if isinstance(source, Outcomes) else _top(source, sampled, top_k)
-    if valid is not None:
-        top = top._replace(log_rest=top.log_rest.masked_fill(~valid, torch.nan))
     return keep(top, sampled, vocab_size, mass_threshold).view(token_ids.shape)
 
 
@@ -59,20 +53,21 @@ def _top(source: Source, sampled: Tensor, top_k: int) -> Top:
     """The largest logits of a source, the sampled tokens', and what all others add up to."""
     with source.opened(top_k, MAX_SELECTED) as reading:
         k = min(top_k, reading.vocabulary.width)
-        dtype = float_dtype(reading.dtype)
-        logits = torch.full((len(sampled), k + 1), -torch.inf, dtype=dtype, device=sampled.device)
-        outside = Outside.empty(logits, len(sampled), entropy=False)
-        ids = sampled.new_empty(logits.shape)
+        tiles = []
         for rows, _, tile in reading.parts(whole_rows=True):
             support = reading.functions.select(tile, sampled[rows], k)
-            reading.functions.fold_support(tile, support, logits[rows], outside.rows(rows))
-            ids[rows] = support.ids
+            logits = torch.full_like(support.ids, -torch.inf, dtype=float_dtype(reading.dtype))
+            outside = Outside.empty(logits, len(logits), entropy=False)
+            reading.functions.fold_support(tile, support, logits, outside)
+            tiles.append((support.ids, logits, outside.log_sum))
+        if not tiles:
+            none = sampled.new_empty((0, k + 1))
+            tiles = [(none, none.to(float_dtype(reading.dtype)), none[:, 0].to(float_dtype(reading.dtype)))]
+        ids, logits, log_rest = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*tiles, strict=True))
         exact = reading.exact(ids)
         precise = logits if exact is None else exact
         # The sampled token stands in the last slot, or among the others.
-        at = torch.where(ids[:, :k] == sampled.unsqueeze(-1), precise[:, :k], -torch.inf).amax(-1)
-        sampled_logit = torch.maximum(at, precise[:, k])
-        top = Top(ids[:, :k], precise[:, :k], logits[:, :k], sampled_logit, outside.log_sum)
+        top = Top(ids[:, :k], precise[:, :k], logits[:, :k], precise[:, k], log_rest)
         return reading.vocabulary.merge_top(top, sampled, min(top_k, reading.vocabulary.size))
 
 
@@ -85,5 +80,5 @@ def _given(policy: Outcomes, sampled: Tensor, top_k: int) -> Top:
         token = sampled[~is_sampled.any(-1)][0].item()
         raise ValueError(f"token_ids must be among the tokens that the source was read at, got {token}")
     ids, z = sorted_entries(ids, z, policy.vocab_size)
-    sampled_z = z.masked_fill(ids != sampled.unsqueeze(-1), -torch.inf).amax(-1)
-    return largest(ids, z, z, sampled, sampled_z, policy.tail_logit.reshape(-1, 1), min(top_k, slots))
+    nowhere = torch.full_like(z[:, 0], -torch.inf)
+    return largest(ids, z, z, sampled, nowhere, policy.tail_logit.reshape(-1, 1), min(top_k, slots))

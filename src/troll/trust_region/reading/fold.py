@@ -210,6 +210,11 @@ def gradient(tile: Tile, support: Support, of: SupportGradient) -> Tensor:
     return grad.masked_fill_(of.log_outside.isnan().unsqueeze(-1), 0)
 
 
+def clear(values: Tensor, rows: Tensor) -> None:
+    """Writes 0 to the rows of (L, W) values that a mask (L,) names, in place."""
+    values.masked_fill_(rows.unsqueeze(-1), 0)
+
+
 def _entries(support: Support, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
     """Row, slot and column of every token of the support that lies in a tile."""
     ids = support.ids

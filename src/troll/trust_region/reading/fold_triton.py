@@ -20,9 +20,12 @@ from troll.trust_region.reading.products_triton import gathered_products
 from troll.trust_region.reading.select_triton import select
 from troll.trust_region.reading.tile_triton import alignment, factors, logits_of, memory_of, row_of, tanh
 
-__all__ = ["fold_support", "gathered_products", "gradient", "select"]
+__all__ = ["clear", "fold_support", "gathered_products", "gradient", "select"]
 
 _NO_TOKEN = tl.constexpr(fold.NO_TOKEN)
+
+#: Columns of a program that writes zeros.
+CLEARED = 4096
 
 
 def fold_support(tile: Tile, support: Support, logits: Tensor, outside: Outside) -> None:
@@ -96,6 +99,22 @@ def gradient(tile: Tile, support: Support, of: SupportGradient, out: Tile | None
             SLOTS=triton.next_power_of_2(slots),
         )
     return out.values
+
+
+def clear(values: Tensor, rows: Tensor) -> None:
+    """As `fold.clear`; what stays is not read."""
+    grid = (len(rows), triton.cdiv(values.shape[-1], CLEARED))
+    if len(rows):
+        with launching_on(values.device):
+            _clear_kernel[grid](values, values.stride(0), values.shape[-1], rows, COLUMNS=CLEARED)
+
+
+@triton.jit
+def _clear_kernel(values, stride, width, rows, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    end = tl.where(tl.load(rows + row) != 0, width, 0)
+    tl.store(values + row * stride + at, tl.zeros([COLUMNS], values.dtype.element_ty), mask=at < end)
 
 
 @triton.jit

@@ -166,11 +166,11 @@ class _HeadPass(Pass):
         if self.dtype not in (torch.bfloat16, torch.float16):
             return None
         hidden = (self._hidden if self._index is None else self._hidden[self._index]).to(self.dtype)
-        start = self.vocabulary.start
-        ids = torch.where((ids >= start) & (ids < start + self._head.width), ids - start, -1)
         gathered = gathered_products if self.is_torch else self.functions.gathered_products
-        products = gathered(hidden, self._head.weight, self._head.bias, ids)
-        return self.transform(products).masked_fill(ids < 0, -torch.inf)
+        products = gathered(hidden, self._head.weight, self._head.bias, ids, self.vocabulary.start)
+        logits = self.transform(products)
+        # A softcap makes −inf finite.
+        return logits if self.transform.softcap is None else logits.masked_fill_(ids < 0, -torch.inf)
 
     def new_gradients(self, needed: tuple[bool, ...]) -> list[Tensor | None]:
         """See the parent: in float32 (float64)."""
@@ -205,24 +205,27 @@ class _HeadPass(Pass):
         return [None if x is None else x.to(y.dtype) for x, y in zip(sums, self._head.tensors, strict=True)]  # type: ignore[union-attr]
 
 
-def gathered_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor) -> Tensor:
+def gathered_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, first: int) -> Tensor:
     """``hidden · weight[id] + bias[id]`` in float32, (N, K), of operands that are rounded to the hidden states' dtype.
 
     Args:
         hidden: (N, H).
         weight: (V, H), in any dtype.
         bias: (V,), or None.
-        ids: (N, K); at −1 the result is meaningless.
+        ids: (N, K); what the weight lacks gets −inf.
+        first: The vocabulary entry of the weight's first row.
     """
     step = max(1, GATHERED // max(1, ids.shape[-1] * hidden.shape[-1]))
-    at = ids.clamp(min=0)
+    here = (ids >= first) & (ids < first + len(weight))
+    at = torch.where(here, ids - first, 0)
     with torch.autocast(hidden.device.type, enabled=False):  # it would compute in half precision
         products = [
             torch.bmm(weight[some].to(hidden.dtype).float(), part.float().unsqueeze(-1)).squeeze(-1)
             for part, some in zip(hidden.split(step), at.split(step), strict=True)
         ]
     total = torch.cat(products) if products else hidden.new_empty(ids.shape, dtype=torch.float32)
-    return total if bias is None else total + bias[at].float()
+    total = total if bias is None else total + bias[at].float()
+    return total.masked_fill(~here, -torch.inf)
 
 
 def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:

@@ -141,17 +141,21 @@ class _LogitsPass(Pass):
         if self._index is not None:
             assert self._rows is not None
             return self._rows, self._index[rows] * self._rows.stride(0)
-        offsets = torch.zeros((), dtype=torch.int64, device=self._logits.device)
-        for size, stride in zip(self._shape[:-1], self._logits.stride(), strict=False):
-            offsets = offsets.unsqueeze(-1) + torch.arange(size, device=offsets.device) * stride
-        return self._logits, offsets.flatten()[rows]
+        first, *others = (
+            torch.arange(0, size * stride, stride, device=self._logits.device)
+            if stride
+            else torch.zeros(size, dtype=torch.int64, device=self._logits.device)
+            for size, stride in zip(self._shape[:-1], self._logits.stride(), strict=False)
+        )
+        for offsets in others:
+            first = first.unsqueeze(-1) + offsets
+        return self._logits, first.flatten()[rows]
 
     def new_gradients(self, needed: tuple[bool, ...]) -> list[Tensor | None]:
         """See the parent."""
         if self._donate:
             return [self._logits]
-        new = torch.empty if self._index is None else torch.zeros
-        return [new(self._shape, dtype=self._logits.dtype, device=self._logits.device)]
+        return [torch.empty(self._shape, dtype=self._logits.dtype, device=self._logits.device)]
 
     def add_gradient(self, sums: list[Tensor | None], part: Part, support: Support, of: SupportGradient) -> None:
         """See the parent; every row is written once."""
@@ -168,11 +172,11 @@ class _LogitsPass(Pass):
 
     def finished(self, sums: list[Tensor | None]) -> list[Tensor | None]:
         """See the parent."""
+        assert sums[0] is not None
+        if self._index is not None:
+            unread = torch.ones(self._shape[0], dtype=torch.bool, device=self._logits.device)
+            self.functions.clear(sums[0], unread.index_fill_(0, self._index, False))
         if self._donate:
-            if self._index is not None:
-                unread = torch.ones(len(self._logits.view(-1, self._shape[-1])), 1, dtype=torch.bool)
-                unread = unread.to(self._logits.device).index_fill_(0, self._index, False)
-                self._logits.view(-1, self._shape[-1]).masked_fill_(unread, 0)
             # A kernel's writes do not tell autograd that what others may have saved is gone.
             torch.autograd.graph.increment_version(self._logits)
         return sums

@@ -17,14 +17,15 @@ from troll.trust_region.reading.launch_triton import launcher
 SLOTS = 16
 
 
-def gathered_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor) -> Tensor:
+def gathered_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, first: int) -> Tensor:
     """As `head.gathered_products`: weights are gathered by the program that multiplies them.
 
     Args:
         hidden: (N, H).
         weight: (V, H), in any dtype.
         bias: (V,), or None.
-        ids: (N, K); at −1 nothing is read, and the result is −inf.
+        ids: (N, K); what the weight lacks is not read, and the result is −inf.
+        first: The vocabulary entry of the weight's first row.
     """
     rows, slots = ids.shape
     products = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
@@ -41,6 +42,8 @@ def gathered_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: 
             0 if bias is None else bias.stride(0),
             ids.contiguous(),
             slots,
+            first,
+            len(weight),
             products,
             hidden.shape[1],
             SLOTS=SLOTS,
@@ -60,6 +63,8 @@ def _products_kernel(
     bias_stride,
     ids,  # (N, slots)
     slots,
+    first,
+    entries,
     products,  # (N, slots)
     width,
     SLOTS: tl.constexpr,
@@ -68,7 +73,8 @@ def _products_kernel(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
     token = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1)
-    used = token >= 0
+    used = (token >= first) & (token < first + entries)
+    token = tl.where(used, token - first, -1)
     hidden += row * hidden_stride
     lane = tl.arange(0, COLUMNS)
     total = tl.zeros([SLOTS, COLUMNS], tl.float32)

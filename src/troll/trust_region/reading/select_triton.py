@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from troll.trust_region.kernels import launching_on
+from troll.trust_region.kernels import VARIABLE, launching_on
 from troll.trust_region.policy.top import BLOCK
 from troll.trust_region.policy.values_triton import sortable
 from troll.trust_region.reading import fold
@@ -24,6 +24,9 @@ from troll.trust_region.reading.tile_triton import alignment, factors, logits_of
 
 _NO_TOKEN = tl.constexpr(fold.NO_TOKEN)
 
+#: A program holds the maxima of so many columns' blocks in registers, and counts them in 15 bits.
+LARGEST_WIDTH = 2**20
+
 #: Past all blocks of a tile.
 _NO_BLOCK = tl.constexpr(2**24)
 
@@ -32,10 +35,15 @@ def select(tile: Tile, sampled: Tensor, k: int) -> Support:
     """As `fold.select`, in two launches; the tile is left as it is.
 
     Args:
-        tile: (n, W); W at most 2²⁰, whose block maxima a program holds in registers.
+        tile: (n, W), W at most `LARGEST_WIDTH`.
         sampled: (n,).
         k: At most W and `kernels.MAX_SELECTED`. NaN are the last to be selected.
+
+    Raises:
+        ValueError: On wider tiles.
     """
+    if tile.width > LARGEST_WIDTH:
+        raise ValueError(f"a tile may be {LARGEST_WIDTH} wide at most, got {tile.width}: set {VARIABLE}=torch")
     rows, blocks = len(sampled), triton.cdiv(tile.width, BLOCK)
     ids, ascending = (sampled.new_empty((rows, k + 1), dtype=torch.int64) for _ in range(2))
     if not rows:

@@ -41,14 +41,6 @@ class Vocabulary:
         """V, of all processes together."""
         return self.width
 
-    def share(self, vocab_size: int) -> int:
-        """How many entries this process holds of a vocabulary of V.
-
-        Raises:
-            ValueError: If the processes cannot hold equally many.
-        """
-        return vocab_size
-
     def merge_top(self, top: Top, sampled: Tensor, k: int) -> Top:
         """The k largest logits of all slices, from those of each.
 
@@ -104,20 +96,11 @@ class VocabularySlice(Vocabulary):
         """V, of all processes together."""
         return self.slices * self.width
 
-    def share(self, vocab_size: int) -> int:
-        """V/n."""
-        if vocab_size % self.slices:
-            raise ValueError(
-                f"vocab_group has {self.slices} processes, which cannot hold equal slices of {vocab_size} tokens: "
-                "pad the vocabulary"
-            )
-        return vocab_size // self.slices
-
     def merge_top(self, top: Top, sampled: Tensor, k: int) -> Top:
         """By one all-gather, of 3 k' + 2 numbers a token from each process, where `top` has k' logits."""
         ids, logits, tail_logits, sampled_logit, log_rest = self._gather_top(top)
         # Slices follow in the order of their ids, so these ascend.
-        sampled_logit = sampled_logit.gather(-1, sampled.unsqueeze(-1) // self.width).squeeze(-1)
+        sampled_logit = sampled_logit.amax(-1)  # −inf where it is not held
         return largest(ids, logits, tail_logits, sampled, sampled_logit, log_rest, k)
 
     def _gather_top(self, top: Top) -> Top:
