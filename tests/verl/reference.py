@@ -144,10 +144,12 @@ def update(
         sizes = [len(sample.response) for sample in batch]
         parts = zip(batch, logits, policies, step.log_probs.split(sizes), step.regression.split(sizes), strict=True)
         for sample, own, policy, log_probs, regression in parts:
-            terms = _terms(sample, own, policy, log_probs, regression, settings, weights, reference_log_probs)
-            loss = loss + _aggregate(sum(terms), sample.mask, tokens, len(samples), settings)
-            sizes_of = sum(term.detach().abs() for term in terms)
-            size = size + _aggregate(sizes_of, sample.mask, tokens, len(samples), settings)
+            terms = torch.stack(
+                _terms(sample, own, policy, log_probs, regression, settings, weights, reference_log_probs)
+            )
+            loss = loss + _aggregate(terms.sum(0), sample.mask, tokens, len(samples), settings)
+            magnitudes = terms.detach().abs().sum(0)
+            size = size + _aggregate(magnitudes, sample.mask, tokens, len(samples), settings)
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in new.named_parameters() if p.grad is not None}
     found = {name: torch.cat(values) for name, values in statistics.items()}
