@@ -50,7 +50,7 @@ def test_numbers_are_those_of_trls_own_head(model, tail):
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=1e-6)
     assert torch.equal(output.label_mask, expected.label_mask)
     pull(output).backward()
-    assert_same_gradients(gradients(model), expected_gradients, 2e-6)
+    assert_same_gradients(gradients(model), expected_gradients)
 
     with torch.no_grad():
         capture = model(**inputs, capture_policy=True)
@@ -85,8 +85,9 @@ def test_half_precision_is_that_of_trls_own_head(model, weights, autocast, in_fl
     assert output.log_probs.dtype == torch.float32
     torch.testing.assert_close(output.log_probs, expected.log_probs, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(output.entropy, expected.entropy, rtol=1e-5, atol=1e-5)
-    # TRL rounds the gradient of each logit to the product's dtype.
-    assert_same_gradients(grads, expected_gradients, 2e-2)
+    # TRL rounds the gradient of each logit to the product's dtype, and from there it comes to the first layer's weights
+    # by some 16 products, each of which rounds it again, by half the spacing of bf16.
+    assert_same_gradients(grads, expected_gradients, 16 * torch.finfo(torch.bfloat16).eps / 2)
 
 
 @pytest.mark.parametrize("tail", ["bucket", "floor"])
