@@ -26,8 +26,8 @@ from benchmarks.counting import Passes, figures
 from troll.trust_region import kernels
 from troll.trust_region.reading import head, logits
 
-#: A further token and a further logit cost the same at any number, so that a few tell; and these fit one tile. From more
-#: than 2 · 64 · TOP_K logits on, selection looks at blocks first.
+#: A further token and a further logit cost the same at any number, so that a few tell; and these fit one tile. From
+#: more than 2 · 64 · TOP_K logits on, selection looks at blocks first.
 TOKENS, VOCABULARY = (2, 4), (16_384, 32_768)
 #: Of the hidden states; matrix products count as one launch each, however wide.
 WIDTH = 8

@@ -51,7 +51,7 @@ def contenders(padded: troll.SparsePolicy, packed: troll.PackedPolicy) -> dict[s
     sequences, minibatch = packed.unbind(), packed[part]
     chosen = [sequences[row] for row in rows[part]]
     return {
-        "pack": {"packed": padded.pack},
+        "pack": {"packed": lambda: troll.PackedPolicy.of(padded)},
         "shuffle": {"padded": lambda: padded[order], "packed": lambda: packed[order]},
         f"cut {MINIBATCH} sequences": {"padded": lambda: padded[part], "packed": lambda: packed[part]},
         "unbind": {"packed": packed.unbind},
@@ -64,7 +64,7 @@ def contenders(padded: troll.SparsePolicy, packed: troll.PackedPolicy) -> dict[s
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
     """Bytes per token, what they depend on, and times."""
     padded = rollout(device)
-    packed = padded.pack()
+    packed = troll.PackedPolicy.of(padded)
     Console().print(
         f"packed: {SEQUENCES} sequences of {LENGTH} tokens, V = {VOCABULARY}, Zipf exponents of median {EXPONENT}"
     )

@@ -102,7 +102,7 @@ def _packed_bytes() -> Rows:
             kept=expected_kept(exponent, spread, ZIPF_VOCABULARY, TOP_K, policy.mass_threshold),
             response_tokens=POSITIONS / 8,
         )
-        size = sum(record.nbytes for record in to_records(policy.pack(), [POSITIONS // 8] * 8))
+        size = sum(record.nbytes for record in to_records(troll.PackedPolicy.of(policy), [POSITIONS // 8] * 8))
         rows.append(
             {
                 "what": f"Zipf, exponents of median {exponent:g}, spread {spread:g}",

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import cpu_time, measure, packed
-from troll import SparsePolicy
+from troll import PackedPolicy, SparsePolicy
 from troll.trust_region.policy.wire import from_records, to_records
 
 CPUS, STORE = 2, 2 << 30
@@ -53,7 +53,7 @@ def main(device: str, repeats: int) -> list[dict[str, Any]]:
 
 def _forms(padded: SparsePolicy) -> dict[str, tuple[object, Callable[[Any], SparsePolicy]]]:
     """What is put, and how the padded policy is made of what is got."""
-    whole = padded.pack()
+    whole = PackedPolicy.of(padded)
     return {
         "padded, int64 ids": (padded, lambda got: got),
         "padded, int32 ids": (

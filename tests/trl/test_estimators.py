@@ -91,7 +91,7 @@ def test_ppos_policy_gradient_is_that_of_its_token_advantages(make, surrogate, a
     mask = dense.scored_mask(inputs)
     # Old and new policy are equal: every surrogate has the plain policy gradient.
     (-(log_probs * inputs["advantages"])[mask].mean() / accumulation).backward()
-    assert_same_gradients(gradients, {name: p.grad for name, p in model.named_parameters()}, 2e-6)
+    assert_same_gradients(gradients, {name: p.grad for name, p in model.named_parameters()})
 
 
 def test_one_completion_per_prompt_takes_an_odd_batch(make):

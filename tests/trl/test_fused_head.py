@@ -21,6 +21,7 @@ from tests.trl.distributed_worker import SameRollouts
 from tests.trl.heads import MODELS, batch, captured_support, pull, with_heads
 from tests.trl.tiny import assert_same_gradients, gradients, logged
 from troll.trl.fused_head import PolicyOutput, add_policy_head
+from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.reading import head as head_module
 
@@ -49,7 +50,7 @@ def test_numbers_are_those_of_trls_own_head(model, tail):
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=1e-6)
     assert torch.equal(output.label_mask, expected.label_mask)
     pull(output).backward()
-    assert_same_gradients(gradients(model), expected_gradients, 2e-6)
+    assert_same_gradients(gradients(model), expected_gradients)
 
     with torch.no_grad():
         capture = model(**inputs, capture_policy=True)
@@ -82,11 +83,13 @@ def test_half_precision_is_that_of_trls_own_head(model, weights, autocast, in_fl
             results.append((output, gradients(model)))
     (expected, expected_gradients), (output, grads) = results
     assert output.log_probs.dtype == torch.float32
-    # TRL rounds the logits of the support, and the gradient of each logit, to the product's dtype.
+    # TRL rounds the logits of the support to the product's dtype.
     tolerance = 1e-5 if in_float32 else 2e-2
     torch.testing.assert_close(output.log_probs, expected.log_probs, rtol=1e-6, atol=tolerance)
     torch.testing.assert_close(output.entropy, expected.entropy, rtol=1e-6, atol=tolerance)
-    assert_same_gradients(grads, expected_gradients, 2e-2)
+    # It rounds the gradient of each logit too, and from there it comes to the first layer's weights by some 16
+    # products, each of which rounds it again, by half the spacing of bf16.
+    assert_same_gradients(grads, expected_gradients, 16 * torch.finfo(torch.bfloat16).eps / 2)
 
 
 @pytest.mark.parametrize("tail", ["bucket", "floor"])
@@ -251,13 +254,13 @@ def test_training_makes_no_tensor_of_tokens_by_vocabulary(make, monkeypatch, set
 def test_what_the_head_reads_is_kept_in_float32(make, monkeypatch):
     """bf16 autocast ends before the projection: log-probabilities of half precision would be off by 0.02."""
     dtypes = []
-    original = SparsePolicy.pack
+    original = PackedPolicy.of
 
-    def spy(policy: SparsePolicy) -> Any:
+    def spy(policy: SparsePolicy) -> PackedPolicy:
         dtypes.append(policy.log_probs.dtype)
         return original(policy)
 
-    monkeypatch.setattr(SparsePolicy, "pack", spy)
+    monkeypatch.setattr(PackedPolicy, "of", spy)
     make(bf16=True, max_steps=2).train()
     assert dtypes
     assert set(dtypes) == {torch.float32}

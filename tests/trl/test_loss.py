@@ -15,6 +15,7 @@ from tests.tolerance import within
 from tests.trl import dense
 from tests.trl.tiny import (
     ARCHITECTURES,
+    MEAN_ERROR,
     assert_same_gradients,
     assert_same_update,
     follow,
@@ -117,7 +118,7 @@ def test_vllm_weights_apply_to_the_policy_term_alone(make):
     loss, gradients = loss_and_gradients(ours, inputs)
     expected, expected_gradients = loss_and_gradients(theirs, inputs)
     assert loss == pytest.approx(expected, rel=1e-6, abs=1e-6)
-    assert_same_gradients(gradients, expected_gradients, 2e-6)
+    assert_same_gradients(gradients, expected_gradients)
 
     # The regression term is the same with and without the weights.
     ours._bound, losses = make_bound("fixed", 0.02), {}
@@ -174,7 +175,7 @@ def test_equal_policies_give_the_plain_policy_gradient(make, loss_type, level):
         expected = dense.aggregate(rows, inputs, trainer.args)
         expected.backward()
         assert loss == pytest.approx(expected.item(), rel=1e-6, abs=1e-6)
-        assert_same_gradients(gradients, {name: p.grad for name, p in model.named_parameters()}, 2e-6)
+        assert_same_gradients(gradients, {name: p.grad for name, p in model.named_parameters()})
     assert float(trainer.monitor.sums["projected"]) == 0
     assert float(trainer.monitor.maxima["kl_before"]) < within(1e-6)
 
@@ -211,7 +212,8 @@ def compare_with_dense(make: Any, model: str = "llama", tools: bool = False, **s
         expected = dense.loss(rows, inputs, args)
         expected.backward()
         assert loss == pytest.approx(expected.item(), rel=2e-5, abs=2e-6)
-        tolerance = 1e-3 if args.solver == "bracket" else 2e-5
+        # The condition of the projection; and how close to the bound the bracketing comes.
+        tolerance = 1e-3 if args.solver == "bracket" else MEAN_ERROR / math.sqrt(2 * args.kl_bound)
         assert_same_gradients(gradients, {name: p.grad for name, p in reference.named_parameters()}, tolerance)
 
     projected = [one for one in everything if one.multiplier > 0]

@@ -20,7 +20,7 @@ from tests.tolerance import within
 from tests.trust_region import reference
 from tests.trust_region.cases import FAMILIES, array, bounds, capture_rows, pairs, root_tolerance, tensor
 from tests.trust_region.reading.sources import KINDS, TRANSFORMS, Problem, small_tiles
-from troll import LMHead, SparsePolicy, TrustRegionStep, project, troll_loss, trust_region_step
+from troll import LMHead, PackedPolicy, SparsePolicy, TrustRegionStep, project, troll_loss, trust_region_step
 from troll.trust_region.objective import support
 from troll.trust_region.projecting.step import common_outcomes
 
@@ -323,7 +323,7 @@ def test_outcomes_that_have_been_read_give_the_same_step(kind, tail):
     ids = support(problem.source(), old.token_ids, problem.token_ids, tail, old.mass_threshold)
     assert (ids is old.token_ids) == (tail == "bucket")
     new = troll.log_probs_at(problem.source(), ids)
-    for policy in (old, old.pack().unpack()):  # whose ids are the same, and not the same tensor
+    for policy in (old, PackedPolicy.of(old).unpack()):  # whose ids are the same, and not the same tensor
         step = trust_region_step(new, policy, 1e-3, tail=tail)
         for name in TOKEN_FIELDS:
             assert torch.equal(getattr(step, name), getattr(expected, name)), name
@@ -430,7 +430,7 @@ def test_numbers_about_the_step_carry_no_gradient():
 def test_positions_do_not_know_of_each_other(tail):
     new_logits, old, _ = setting("peaked", 8, 1e-2)
     whole = trust_region_step(tensor(new_logits), old, 0.02, tail=tail)
-    part = trust_region_step(tensor(new_logits)[5:9], old.pack()[5:9].unpack(), 0.02, tail=tail)
+    part = trust_region_step(tensor(new_logits)[5:9], PackedPolicy.of(old)[5:9].unpack(), 0.02, tail=tail)
     for name in TOKEN_FIELDS:
         torch.testing.assert_close(getattr(part, name), getattr(whole, name)[5:9], rtol=1e-13, atol=1e-13)
 

@@ -23,7 +23,7 @@ from tests.tolerance import within
 from tests.trust_region import reference
 from tests.trust_region.cases import FAMILIES, array, pairs, tensor
 from tests.trust_region.reading.sources import small_tiles
-from troll import LMHead, Logits, SparsePolicy, TrustRegionStep
+from troll import LMHead, Logits, PackedPolicy, SparsePolicy, TrustRegionStep
 from troll.trust_region.objective import support
 from troll.trust_region.policy import wire
 from troll.trust_region.reading.source import Source
@@ -141,9 +141,9 @@ def test_equal_policies_have_ratio_one_however_they_were_read(name, dtype):
         own = troll.capture(new, network.token_ids, top_k=4 if dropping else 8, mass_threshold=0.0)
         assert_ratio_one(troll.trust_region_step(source, own), own, total)
 
-        carried = [old.pack().unpack(), SparsePolicy.cat([old[:5], old[5:]]), old.view((4, 6)).view((ROWS,))]
+        carried = [PackedPolicy.of(old).unpack(), SparsePolicy.cat([old[:5], old[5:]]), old.view((4, 6)).view((ROWS,))]
         if dtype != torch.float64:
-            records = wire.to_records(old.view((4, 6)).pack())
+            records = wire.to_records(PackedPolicy.of(old.view((4, 6))))
             carried.append(wire.from_records(records).unpack())
         for policy in carried:
             again = troll.trust_region_step(source, policy)
@@ -160,7 +160,7 @@ def test_equal_policies_have_ratio_one_read_for_the_floor(name, dtype):
         old = troll.capture(source, network.token_ids, top_k=8)
         whole = Logits(source) if isinstance(source, Tensor) else source
         new = troll.log_probs_at(source, support(whole, old.token_ids, network.token_ids, "floor", 1e-5))
-        step = troll.trust_region_step(new, old.pack().unpack(), tail="floor")
+        step = troll.trust_region_step(new, PackedPolicy.of(old).unpack(), tail="floor")
         assert_ratio_one(step, old, log_total(name, network))
 
 
@@ -298,7 +298,7 @@ def test_every_path_is_the_formula_on_dense_outcomes(log_p, kl_bound, path):
         if path == "outcomes":
             source = troll.log_probs_at(leaf, old.token_ids)
         if path == "packed":
-            old = old.pack().unpack()
+            old = PackedPolicy.of(old).unpack()
         step = troll.trust_region_step(source, old, kl_bound)
         assert bool(step.projected) == expected.projected
         # τ is known to 1e-11 · KL/(τ σ²) or so; log ratios here are of up to 100.
@@ -416,7 +416,7 @@ def test_a_projected_token_with_a_sampled_token_below_the_floor(log_p, wrong, dt
     if path == "head":
         source = LMHead(source, torch.eye(3, dtype=dtype))
     if path == "packed":
-        old = old.pack().unpack()
+        old = PackedPolicy.of(old).unpack()
     step = troll.trust_region_step(source, old)
     assert bool(step.projected)
     assert 0.6 < step.log_ratio.exp().item() < 0.7

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from tests.verl.actor import Actor, as_batch, nested, rollout, trolled
-from troll import capture
+from troll import PackedPolicy, capture
 from troll.trust_region.policy.wire import CorruptPolicy, to_records
 
 
@@ -43,7 +43,7 @@ def of_another_vocabulary(scored: TensorDict) -> list[Tensor]:
     for response in scored["responses"].unbind():
         logits = torch.randn(len(response), 120, generator=generator)
         policy = capture(logits, response, top_k=12, mass_threshold=1e-3)
-        found += to_records(policy.pack(), [len(response)])
+        found += to_records(PackedPolicy.of(policy), [len(response)])
     return found
 
 

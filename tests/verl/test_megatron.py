@@ -29,7 +29,7 @@ from tests.verl import megatron_worker, reference
 from tests.verl.actor import ACTOR, Sample, Step, as_batch, rollout
 from tests.verl.megatron_worker import CASES, LAYOUTS, Layout, configuration, save_divisible_model
 from tests.verl.reference import Settings, check, divided
-from troll import capture
+from troll import PackedPolicy, capture
 from troll.trust_region.policy.wire import from_records, to_records
 from troll.verl import settings as settings_module
 from troll.verl.hooks import Update
@@ -183,7 +183,7 @@ def test_an_inference_engines_policies_fit_a_padded_vocabulary(tail: Any) -> Non
     sampled = batch["responses"].values()
     old_logits, new_logits = (3 * torch.randn(len(sampled), VOCABULARY, generator=generator) for _ in range(2))
     old = capture(old_logits, sampled, top_k=12, mass_threshold=1e-3)
-    records = to_records(old.pack(), [len(sample.response) for sample in samples])
+    records = to_records(PackedPolicy.of(old), [len(sample.response) for sample in samples])
     tu.assign_non_tensor_stack(batch, "extra_fields", [{"old_policies": record} for record in records])
     settings = TrollPolicyLossConfig(kl_bound=0.02, tail=tail, anchor="rollout", bypass_mode=True)
 

@@ -227,14 +227,16 @@ class ReportedRollout:
         packed = []
         for token_ids, reported in zip(self.completion_ids, self.reported, strict=True):
             token_log_probs = [x if isinstance(x, ReportedLogProb) else PLACEHOLDER for x in reported]
-            policy = capture_top(
-                *_entries(reported),
-                torch.tensor(token_ids, dtype=torch.int64),
-                torch.tensor(token_log_probs, dtype=torch.float32),
-                vocab_size,
-                top_k=top_k,
-                mass_threshold=mass_threshold,
-            ).pack()
+            policy = PackedPolicy.of(
+                capture_top(
+                    *_entries(reported),
+                    torch.tensor(token_ids, dtype=torch.int64),
+                    torch.tensor(token_log_probs, dtype=torch.float32),
+                    vocab_size,
+                    top_k=top_k,
+                    mass_threshold=mass_threshold,
+                )
+            )
             beyond = (0, length - len(token_ids))
             per_position = {name: pad(getattr(policy, name), beyond) for name in ("counts", "tail_log_prob", "slot")}
             packed.append(dataclasses.replace(policy, **per_position))  # type: ignore[arg-type]

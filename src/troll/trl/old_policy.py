@@ -17,7 +17,7 @@ from troll.trl.fused_head import PolicyOutput, add_policy_head
 from troll.trl.positions import scatter
 from troll.trl.scoring import PolicyScoring
 from troll.trl.surrogates import SURROGATES
-from troll.trust_region.policy.outcomes import entropy
+from troll.trust_region.policy.outcomes import sparse_entropy
 from troll.trust_region.policy.packed import PackedPolicy
 
 #: The old policy travels through TRL's buffer (shuffled, split) under this key, as a list of one packed policy each.
@@ -132,7 +132,7 @@ class OldPolicyTrainer(AdvantageTrainer):
         """One policy for each completion, of `length` tokens; those that were not scored keep no slot."""
         assert output.label_mask is not None
         scored = output.label_mask[:, -length:]
-        packed = output.captured(self.args.mass_threshold).pack()
+        packed = PackedPolicy.of(output.captured(self.args.mass_threshold))
         per_position = {name: scatter(getattr(packed, name), scored) for name in ("counts", "tail_log_prob", "slot")}
         return dataclasses.replace(packed, **per_position).unbind()  # type: ignore[arg-type]
 
@@ -156,6 +156,6 @@ class OldPolicyTrainer(AdvantageTrainer):
 def _entropies(policies: list[PackedPolicy], mask: Tensor) -> Tensor:
     """The sum of the entropies of the tokens that the (B, T) mask counts, and how many there are, (2,)."""
     total = torch.stack(
-        [entropy(policy.unpack())[counts].sum() for policy, counts in zip(policies, mask.bool(), strict=True)]
+        [sparse_entropy(policy.unpack())[counts].sum() for policy, counts in zip(policies, mask.bool(), strict=True)]
     ).sum()
     return torch.stack([total, mask.sum().to(total)])

@@ -30,7 +30,7 @@ from troll.trl.surrogates import ScoredTokens, Terms
 from troll.trust_region.bounds import Bound
 from troll.trust_region.bounds.per_token import by_advantage, entropy_scaled
 from troll.trust_region.objective import aggregate, trust_region_step
-from troll.trust_region.policy.outcomes import entropy
+from troll.trust_region.policy.outcomes import sparse_entropy
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.projecting.constraint import Constraint
@@ -244,7 +244,7 @@ class TrollTrainer(CheckpointTrainer, OldPolicyTrainer):
         bound: float | Tensor = self.kl_bound.value
         if self.args.kl_bound_entropy_exponent and old is not None:
             exponent = self.args.kl_bound_entropy_exponent
-            bound = entropy_scaled(bound, entropy(old), self._mean_entropy, exponent=exponent)
+            bound = entropy_scaled(bound, sparse_entropy(old), self._mean_entropy, exponent=exponent)
         if self.args.kl_bound_negative_ratio != 1.0:
             ratio = self.args.kl_bound_negative_ratio
             bound = by_advantage(bound, advantages, negative_kl_bound_ratio=ratio)

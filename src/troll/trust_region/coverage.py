@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from troll.trust_region.policy.outcomes import entropy
+from troll.trust_region.policy.outcomes import sparse_entropy
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.policy.values import as_float
 from troll.trust_region.tally import Tally, check_shapes, distribution, mean
@@ -36,7 +36,9 @@ def coverage(old: SparsePolicy, mask: Tensor) -> Tally:
     totals = distribution("kept_tokens", as_float(kept), (5, 50, 95))
     outside = old.tail_log_prob.exp()
     totals |= distribution("covered_mass", 1 - outside, (5, 50, 95))
-    return Tally(totals | {"uncovered_fraction": mean(uncovered(old).to(outside)), "old_entropy": mean(entropy(old))})
+    return Tally(
+        totals | {"uncovered_fraction": mean(uncovered(old).to(outside)), "old_entropy": mean(sparse_entropy(old))}
+    )
 
 
 #: What `support_statistics` adds up, each of which is a mean once divided by the tokens.

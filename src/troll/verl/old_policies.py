@@ -84,7 +84,7 @@ def response_places(data: TensorDict) -> Tensor:
 def as_field(policy: SparsePolicy, data: TensorDict) -> Tensor:
     """A policy of the N response tokens of a micro-batch, as the field `OLD_POLICIES`."""
     lengths = data["responses"].offsets().diff().tolist()
-    return torch.nested.as_nested_tensor(to_records(policy.pack(), lengths), layout=torch.jagged)
+    return torch.nested.as_nested_tensor(to_records(PackedPolicy.of(policy), lengths), layout=torch.jagged)
 
 
 def from_field(data: TensorDict, *, anchor: str, vocab_size: int = 1) -> PackedPolicy:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
-from troll import capture_top
+from troll import PackedPolicy, capture_top
 from troll.trust_region.policy.wire import to_records
 from troll.verl.old_policies import OLD_POLICIES
 
@@ -54,7 +54,7 @@ def old_policy_record(
         top[row, : len(entries)] = torch.tensor(list(entries.values()))
     sampled, own = torch.tensor(token_ids, dtype=torch.int64), torch.tensor(log_probs, dtype=torch.float32)
     policy = capture_top(ids, top, sampled, own, vocab_size, top_k=top_k, mass_threshold=mass_threshold)
-    (record,) = to_records(policy.pack(), [len(token_ids)])
+    (record,) = to_records(PackedPolicy.of(policy), [len(token_ids)])
     return record
 
 

@@ -14,7 +14,7 @@ from tests.trust_region.cases import array, pairs, tensor
 from troll import project
 from troll.trust_region.bounds import make_bound
 from troll.trust_region.bounds.per_token import by_advantage, entropy_scaled
-from troll.trust_region.policy.outcomes import entropy
+from troll.trust_region.policy.outcomes import sparse_entropy
 
 
 def test_entropy_scaled_against_its_formula():
@@ -48,7 +48,7 @@ def test_bounds_compose_with_each_other_with_a_schedule_and_with_project():
     old_logits, new_logits = pairs("peaked", 12, 7)
     old, new = tensor(old_logits).view(3, 4, 7), tensor(new_logits).view(3, 4, 7)
     policy = troll.capture(old, torch.zeros(3, 4, dtype=torch.int64), top_k=7, mass_threshold=0.0)
-    h, advantages = entropy(policy), torch.tensor([[1.0], [-1.0], [0.5]], dtype=torch.float64)
+    h, advantages = sparse_entropy(policy), torch.tensor([[1.0], [-1.0], [0.5]], dtype=torch.float64)
     schedule = make_bound("linear", 0.05, end=0.01, steps=2)
     schedule.update(1, NOTHING)
     one_way = entropy_scaled(by_advantage(schedule.value, advantages, negative_kl_bound_ratio=0.5), h, h.mean())

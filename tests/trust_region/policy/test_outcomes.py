@@ -18,7 +18,7 @@ from tests.trust_region import reference
 from tests.trust_region.cases import FAMILIES, Array, array, pairs, tensor
 from tests.trust_region.policy.policies import many_examples, random_policy
 from troll import Outcomes, SparsePolicy
-from troll.trust_region.policy.outcomes import entropy, present_outcomes, sparse_kl
+from troll.trust_region.policy.outcomes import present_outcomes, sparse_entropy, sparse_kl
 
 IDS = torch.tensor([[5, 2, -1], [0, 7, 4]])
 
@@ -276,7 +276,7 @@ def test_half_precision_is_computed_in_float32():
 @pytest.mark.parametrize("shape", [(0,), (2, 0)])
 def test_no_positions(shape):
     policy = random_policy(shape)
-    assert sparse_kl(policy, policy).shape == entropy(policy).shape == shape
+    assert sparse_kl(policy, policy).shape == sparse_entropy(policy).shape == shape
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -294,10 +294,10 @@ def test_entropy_bounds_that_of_the_vocabulary_from_below(family):
     tokens = torch.arange(30)
     full = np.array([entropy_of_row(row) for row in log_softmax(logits, axis=-1)])
     dense = troll.capture(tensor(logits), tokens, top_k=33, mass_threshold=0.0)
-    np.testing.assert_allclose(array(entropy(dense)), full, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(array(sparse_entropy(dense)), full, rtol=1e-9, atol=1e-12)
 
     sparse = troll.capture(tensor(logits), tokens, top_k=4)
-    found, tail = array(entropy(sparse)), array(sparse.tail_log_prob.exp())
+    found, tail = array(sparse_entropy(sparse)), array(sparse.tail_log_prob.exp())
     assert (found <= full + 1e-12).all()
     assert (full <= found + tail * math.log(33) + 1e-12).all()
     by_hand = [entropy_of_row(row) for row in array(sparse.outcomes)]
@@ -307,15 +307,15 @@ def test_entropy_bounds_that_of_the_vocabulary_from_below(family):
 def test_entropy_of_outcomes_that_were_read():
     new, old, *_ = pair_of("peaked", 20, 33, top_k=5, mass_threshold=0.0)
     by_hand = [entropy_of_row(row) for row in array(new.outcomes)]
-    np.testing.assert_allclose(array(entropy(new)), by_hand, rtol=1e-12)
-    assert entropy(old.to(torch.float16)).dtype == torch.float32
+    np.testing.assert_allclose(array(sparse_entropy(new)), by_hand, rtol=1e-12)
+    assert sparse_entropy(old.to(torch.float16)).dtype == torch.float32
 
 
 def test_entropy_of_a_certain_token_keeps_its_digits_in_float32():
     logits = torch.tensor([[0.0, -20.0, -torch.inf]])
     exact = entropy_of_row(log_softmax([0.0, -20.0, -np.inf]))
     # Of 21 e^-20, the 20 of the rare token. The certain one's −log p of e^-20 is lost where 1 + e^-20 is rounded.
-    found = entropy(troll.capture(logits, torch.tensor([0]))).item()
+    found = sparse_entropy(troll.capture(logits, torch.tensor([0]))).item()
     assert found == pytest.approx(exact, rel=0, abs=3 * math.exp(-20))
 
 
@@ -323,6 +323,6 @@ def test_entropy_is_differentiable():
     z = torch.randn(4, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64).requires_grad_()
 
     def of(z: Tensor) -> Tensor:
-        return entropy(Outcomes(torch.arange(5).expand(4, 5), z[:, :-1], z[:, -1], 50))
+        return sparse_entropy(Outcomes(torch.arange(5).expand(4, 5), z[:, :-1], z[:, -1], 50))
 
     assert torch.autograd.gradcheck(of, z)

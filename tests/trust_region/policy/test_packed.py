@@ -64,14 +64,14 @@ def stacked(entries: list[SparsePolicy]) -> SparsePolicy:
 @many_examples
 @given(policy=policies())
 def test_packing_is_exact(policy):
-    assert_packs(policy.pack(), policy)
+    assert_packs(PackedPolicy.of(policy), policy)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (0,), (2, 0), (2, 1, 3)])
 def test_packing_a_capture_is_exact(shape, dtype):
     policy = random_policy(shape, dtype=dtype)
-    assert_packs(policy.pack(), policy)
+    assert_packs(PackedPolicy.of(policy), policy)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1e-5])
@@ -82,14 +82,14 @@ def test_packing_keeps_what_is_unusual(threshold):
     logits[1, 0] = 50.0
     logits[3, 2] = math.nan
     policy = troll.capture(logits, torch.tensor([3, 0, 0, 0]), top_k=4, mass_threshold=threshold)
-    assert_packs(policy.pack(), policy)
+    assert_packs(PackedPolicy.of(policy), policy)
 
 
 def test_bytes_are_those_of_the_used_slots():
     logits = torch.zeros(64, 1000)
     logits[:, 3] = 30.0
     policy = troll.capture(logits, torch.full((64,), 3), top_k=64, mass_threshold=1e-5)
-    packed = policy.pack()
+    packed = PackedPolicy.of(policy)
     assert packed.nbytes == 64 * (4 + 4 + 4 + 4 + 4)  # an id, its log-probability, the count, the tail, the slot
     assert packed[:2].nbytes == 2 * 20
     storages = sum(value.untyped_storage().nbytes() for value in vars(packed).values() if torch.is_tensor(value))
@@ -101,7 +101,7 @@ def test_bytes_are_those_of_the_used_slots():
 def test_the_log_prob_of_the_sampled_token(policy):
     """Of a position without slots, which has no sampled token, it is −inf."""
     expected = policy.log_prob.masked_fill(~policy.used.any(-1), -torch.inf)
-    found = policy.pack().log_prob
+    found = PackedPolicy.of(policy).log_prob
     assert found.dtype == expected.dtype and found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -109,9 +109,9 @@ def test_the_log_prob_of_the_sampled_token(policy):
 def test_the_log_prob_of_a_part_is_that_of_its_own_tokens():
     policy = random_policy((3, 4))
     assert policy.slot.any(), "else any slot is the first"
-    for part, expected in zip(policy.pack().unbind(), policy.log_prob, strict=True):
+    for part, expected in zip(PackedPolicy.of(policy).unbind(), policy.log_prob, strict=True):
         assert torch.equal(part.log_prob, expected)
-    assert torch.equal(policy.pack()[1:, 2].log_prob, policy.log_prob[1:, 2])
+    assert torch.equal(PackedPolicy.of(policy)[1:, 2].log_prob, policy.log_prob[1:, 2])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_the_log_prob_of_a_part_is_that_of_its_own_tokens():
 @given(policy=policies(), data=st.data())
 def test_integers_slices_and_their_tuples(policy, data):
     index = data.draw(basic_indices(tuple(policy.shape), allow_newaxis=True).filter(lambda index: not backwards(index)))
-    assert_packs(policy.pack()[index], policy[index])
+    assert_packs(PackedPolicy.of(policy)[index], policy[index])
 
 
 @many_examples
@@ -130,7 +130,7 @@ def test_integers_slices_and_their_tuples(policy, data):
 def test_plain_slices_of_the_first_dimension_are_views(policy, data):
     bound = st.none() | st.integers(-7, 7)
     index = slice(data.draw(bound), data.draw(bound))
-    packed = policy.pack()
+    packed = PackedPolicy.of(policy)
     part = packed[index]
     assert_packs(part, policy[index])
     for name in TENSORS:
@@ -143,7 +143,7 @@ def test_masks(policy, data):
     dims = data.draw(st.integers(0, len(policy.shape)))
     seed = data.draw(st.integers(0, 2**16))
     mask = torch.rand(policy.shape[:dims], generator=torch.Generator().manual_seed(seed)) < 0.5
-    assert_packs(policy.pack()[mask], policy[mask])
+    assert_packs(PackedPolicy.of(policy)[mask], policy[mask])
 
 
 @many_examples
@@ -152,22 +152,22 @@ def test_index_tensors(policy, data):
     length = policy.shape[0]
     chosen = data.draw(st.lists(st.integers(-length, length - 1), max_size=8)) if length else []
     index = torch.tensor(chosen, dtype=torch.int64)
-    assert_packs(policy.pack()[index], policy[index])
+    assert_packs(PackedPolicy.of(policy)[index], policy[index])
     if chosen:
-        assert_packs(policy.pack()[index[0]], policy[index[0]])
-        assert_packs(policy.pack()[index.view(-1, 1), ...], policy[index.view(-1, 1), ...])
+        assert_packs(PackedPolicy.of(policy)[index[0]], policy[index[0]])
+        assert_packs(PackedPolicy.of(policy)[index.view(-1, 1), ...], policy[index.view(-1, 1), ...])
 
 
 @pytest.mark.parametrize("index", [3, -4, (0, 4), torch.tensor([3])], ids=str)
 def test_an_index_out_of_range_is_an_error(index):
     with pytest.raises(IndexError):
-        random_policy((3, 4)).pack()[index]
+        PackedPolicy.of(random_policy((3, 4)))[index]
 
 
 @many_examples
 @given(policy=policies(), dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
 def test_moves(policy, dtype):
-    packed = policy.pack()
+    packed = PackedPolicy.of(policy)
     there = packed.to("cpu", dtype, non_blocking=True)
     assert there.log_probs.dtype == there.tail_log_prob.dtype == dtype
     assert there.token_ids.dtype == there.counts.dtype == there.slot.dtype == torch.int32
@@ -186,7 +186,7 @@ def test_moves(policy, dtype):
 @many_examples
 @given(policy=policies(min_dims=1))
 def test_unbind_gives_the_entries_as_views(policy):
-    packed = policy.pack()
+    packed = PackedPolicy.of(policy)
     entries = packed.unbind()
     assert len(entries) == policy.shape[0]
     for row, entry in enumerate(entries):
@@ -203,7 +203,7 @@ def test_stack_undoes_unbind_for_any_entries_in_any_order(policy, data):
     if not length:
         return
     rows = data.draw(st.permutations(range(length)) | st.lists(st.integers(0, length - 1), min_size=1, max_size=6))
-    entries = policy.pack().unbind()
+    entries = PackedPolicy.of(policy).unbind()
     assert_packs(PackedPolicy.stack([entries[row] for row in rows]), stacked([policy[row] for row in rows]))
 
 
@@ -211,7 +211,7 @@ def test_stack_undoes_unbind_for_any_entries_in_any_order(policy, data):
 @given(policy=policies(min_dims=1), data=st.data())
 def test_cat_undoes_slicing(policy, data):
     cut = data.draw(st.integers(0, policy.shape[0]))
-    packed = policy.pack()
+    packed = PackedPolicy.of(policy)
     assert_packs(PackedPolicy.cat([packed[cut:], packed[:cut]]), SparsePolicy.cat([policy[cut:], policy[:cut]]))
 
 
@@ -222,7 +222,7 @@ def test_a_buffer_that_shuffles_and_cuts_lists():
     policy = padded(counts, 5)
     permutation = torch.randperm(8, generator=torch.Generator().manual_seed(2))
     shuffled = policy[permutation]
-    entries = policy.pack().unbind()
+    entries = PackedPolicy.of(policy).unbind()
     entries = [entries[row] for row in permutation]
     for start in range(0, 8, 2):
         assert_packs(PackedPolicy.stack(entries[start : start + 2]), shuffled[start : start + 2])
@@ -241,11 +241,11 @@ def test_a_buffer_that_shuffles_and_cuts_lists():
 @pytest.mark.parametrize("join", [PackedPolicy.stack, PackedPolicy.cat])
 def test_policies_that_do_not_fit_are_refused(join, name, other):
     with pytest.raises(ValueError, match=f"policies must share one {name}, got .+, .+"):
-        join([random_policy().pack(), other.pack()])
+        join([PackedPolicy.of(random_policy()), PackedPolicy.of(other)])
 
 
 def test_stack_takes_one_length_and_cat_takes_any():
-    policy = random_policy((3, 4)).pack()
+    policy = PackedPolicy.of(random_policy((3, 4)))
     assert PackedPolicy.cat([policy, policy[:1]]).shape == (4, 4)
     with pytest.raises(ValueError, match=r"share one shape, got \(3, 4\), \(1, 4\)"):
         PackedPolicy.stack([policy, policy[:1]])
@@ -258,7 +258,7 @@ def test_nothing_to_join_is_refused(join):
 
 
 def test_a_single_position_has_no_first_dimension():
-    single = random_policy(()).pack()
+    single = PackedPolicy.of(random_policy(()))
     with pytest.raises(ValueError, match="unbind"):
         single.unbind()
     with pytest.raises(ValueError, match="stack them"):
@@ -285,7 +285,7 @@ def by_torch(packed: PackedPolicy) -> PackedPolicy:
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(policy=policies(min_dims=1))
 def test_pickles_are_exact(through, policy):
-    packed = policy.pack()
+    packed = PackedPolicy.of(policy)
     assert_packs(through(packed), policy)
     for row, entry in enumerate(packed.unbind()):
         assert_packs(through(entry), policy[row])
@@ -293,7 +293,7 @@ def test_pickles_are_exact(through, policy):
 
 @pytest.mark.parametrize("take", [lambda packed: packed[17], lambda packed: packed[17:18], lambda p: p.unbind()[17]])
 def test_a_pickle_of_a_part_holds_that_part_alone(take):
-    packed = padded(torch.randint(1, 9, (64, 100)), 8).pack()
+    packed = PackedPolicy.of(padded(torch.randint(1, 9, (64, 100)), 8))
     part = take(packed)
     assert len(pickle.dumps(part)) < part.nbytes + 3000 < packed.nbytes / 20
     copied = copy.deepcopy(part)
@@ -306,7 +306,7 @@ def test_a_pickle_of_a_part_holds_that_part_alone(take):
 
 
 def test_unpack_stack_and_cat_do_not_wait():
-    packed = random_policy((6, 4)).pack()
+    packed = PackedPolicy.of(random_policy((6, 4)))
     entries = packed.unbind()
     with Waits() as waits:
         packed.unpack()
@@ -318,7 +318,7 @@ def test_unpack_stack_and_cat_do_not_wait():
 
 def test_unpack_stack_and_cat_do_not_read_data():
     """On the meta device there is none: whatever would wait for a number fails."""
-    packed = random_policy((6, 4)).pack()
+    packed = PackedPolicy.of(random_policy((6, 4)))
     entries = [entry.to("meta") for entry in packed.unbind()]
     assert PackedPolicy.stack(entries).unpack().log_probs.shape == (6, 4, 8)
     assert PackedPolicy.cat([packed.to("meta")] * 2).unpack().token_ids.shape == (12, 4, 8)
@@ -326,9 +326,9 @@ def test_unpack_stack_and_cat_do_not_read_data():
 
 def test_packing_and_indexing_wait_once():
     policy = random_policy((6, 4))
-    packed = policy.pack()
+    packed = PackedPolicy.of(policy)
     with Waits() as waits:
-        policy.pack()
+        PackedPolicy.of(policy)
     assert waits.names == ["nonzero"]
     for index in (torch.tensor([3, 0]), (slice(None), 2)):
         with Waits() as waits:
@@ -338,7 +338,7 @@ def test_packing_and_indexing_wait_once():
 
 @pytest.mark.parametrize("take", [PackedPolicy.unbind, lambda packed: packed[2:4], lambda packed: packed[-1]])
 def test_views_wait_once(take, monkeypatch):
-    packed = random_policy((6, 4)).pack()
+    packed = PackedPolicy.of(random_policy((6, 4)))
     tolist, calls = torch.Tensor.tolist, 0
 
     def counted(tensor: torch.Tensor) -> Any:  # no dispatch mode sees it
@@ -368,4 +368,4 @@ def test_what_waits_is_seen():
 
 def test_a_packed_policy_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        random_policy().pack().top_k = 3  # type: ignore[misc]
+        PackedPolicy.of(random_policy()).top_k = 3  # type: ignore[misc]

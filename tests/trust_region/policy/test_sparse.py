@@ -17,7 +17,7 @@ from torch import Tensor
 
 import troll
 from tests.trust_region.policy.policies import FIELDS, assert_identical, random_policy
-from troll import SparsePolicy
+from troll import PackedPolicy, SparsePolicy
 from troll.trust_region.policy.sparse import TAILS, check_capture, check_tail
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def public_values() -> dict[str, Any]:
         "LMHead": troll.LMHead(hidden, weight, torch.zeros(20), temperature=0.7, softcap=30.0),
         "Logits": troll.Logits(logits, temperature=0.7),
         "Outcomes": troll.log_probs_at(logits, old.token_ids),
-        "PackedPolicy": old.pack(),
+        "PackedPolicy": PackedPolicy.of(old),
         "Projection": troll.project(logits, old_logits),
         "SparsePolicy": old,
         "TrustRegionStep": step,

@@ -21,7 +21,7 @@ LENGTHS = (3, 0, 1, 4)
 
 
 def captured(lengths: tuple[int, ...] = LENGTHS, **keywords: Any) -> PackedPolicy:
-    return random_policy((sum(lengths),), **keywords).pack()
+    return PackedPolicy.of(random_policy((sum(lengths),), **keywords))
 
 
 def records(**keywords: Any) -> list[torch.Tensor]:
@@ -40,7 +40,7 @@ def batches(draw: st.DrawFn) -> tuple[PackedPolicy, list[int]]:
     top_k, seed = draw(st.integers(1, 6)), draw(st.integers(0, 2**16))
     low, high = draw(st.sampled_from([(0, top_k), (0, 0), (top_k, top_k), (0, 1)]))
     counts = torch.randint(low, high + 1, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
-    policy = padded(counts, top_k, seed=seed).pack()
+    policy = PackedPolicy.of(padded(counts, top_k, seed=seed))
     threshold = draw(st.floats(0, 1, exclude_max=True))
     return dataclasses.replace(policy, mass_threshold=threshold), lengths
 
@@ -75,18 +75,20 @@ def test_any_records_of_a_capture_in_any_order(batch, data):
 @pytest.mark.parametrize("shape", [(3, 4), (2, 0), (1, 1)])
 def test_rows_are_sequences_where_no_lengths_are_given(shape):
     policy = random_policy(shape)
-    for row, record in enumerate(to_records(policy.pack())):
+    for row, record in enumerate(to_records(PackedPolicy.of(policy))):
         assert_identical(from_records([record]).unpack(), policy[row])
-    assert_identical(from_records(to_records(policy.pack())).unpack(), policy[tuple(torch.ones(shape).nonzero().T)])
+    assert_identical(
+        from_records(to_records(PackedPolicy.of(policy))).unpack(), policy[tuple(torch.ones(shape).nonzero().T)]
+    )
 
 
 def test_no_sequences_are_no_records():
     assert to_records(captured((0,)), []) == []
-    assert to_records(random_policy((0, 4)).pack()) == []
+    assert to_records(PackedPolicy.of(random_policy((0, 4)))) == []
 
 
 def test_a_policy_of_strided_tensors_is_written_as_any_other():
-    policy = random_policy((3, 4)).pack()
+    policy = PackedPolicy.of(random_policy((3, 4)))
     transposed = dataclasses.replace(
         policy, counts=policy.counts.T.contiguous().T, tail_log_prob=policy.tail_log_prob.T.contiguous().T
     )
@@ -125,7 +127,7 @@ def test_size():
 
 
 def test_a_record_has_a_storage_of_its_own():
-    written = to_records(random_policy((64, 50)).pack())
+    written = to_records(PackedPolicy.of(random_policy((64, 50))))
     for record in written:
         assert record.dtype == torch.int32 and record.ndim == 1 and record.is_contiguous()
         assert record.untyped_storage().nbytes() == record.nbytes
@@ -184,7 +186,7 @@ def splitmix_checksum(words: list[int]) -> list[int]:
 
 
 def test_every_flipped_bit_is_noticed():
-    first, small = to_records(random_policy((2, 2), size=6, top_k=3).pack())
+    first, small = to_records(PackedPolicy.of(random_policy((2, 2), size=6, top_k=3)))
     for word in range(small.numel()):
         for bit in range(32):
             damaged = small.clone()
@@ -205,7 +207,7 @@ def test_every_truncation_is_noticed():
 
 
 def test_every_two_swapped_words_are_noticed():
-    (record,) = to_records(random_policy((1, 2), size=6, top_k=3).pack())
+    (record,) = to_records(PackedPolicy.of(random_policy((1, 2), size=6, top_k=3)))
     for a in range(record.numel()):
         for b in range(a):
             if record[a] != record[b]:
@@ -217,7 +219,7 @@ def test_every_two_swapped_words_are_noticed():
 
 def test_words_of_one_record_in_another_are_noticed():
     """The records that a buffer overwrites in part are of one size."""
-    a, b = to_records(random_policy((2, 4), top_k=8, mass_threshold=0.0).pack())
+    a, b = to_records(PackedPolicy.of(random_policy((2, 4), top_k=8, mass_threshold=0.0)))
     assert a.numel() == b.numel()
     for cut in range(1, a.numel()):
         mixed = torch.cat([a[:cut], b[cut:]])
@@ -281,7 +283,7 @@ def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"shape \(B, T\) where lengths is None, got \(8,\)"):
         to_records(captured())
     with pytest.raises(ValueError, match=r"for shape \(3, 4\)"):
-        to_records(random_policy((3, 4)).pack(), [12])
+        to_records(PackedPolicy.of(random_policy((3, 4))), [12])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -22,7 +22,7 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
-from troll import capture
+from troll import PackedPolicy, capture
 from troll.trust_region.policy.wire import to_records
 
 NAME = "transformers"
@@ -152,7 +152,7 @@ class TransformersServer:
 
         settings = {name: self._trust_region[name] for name in ("top_k", "mass_threshold")}
         policy = capture(log_probs, torch.tensor(token_ids), **settings)
-        (record,) = to_records(policy.pack(), [len(token_ids)])
+        (record,) = to_records(PackedPolicy.of(policy), [len(token_ids)])
         return {OLD_POLICIES: record}
 
 

@@ -106,7 +106,7 @@ def sparse_kl(new: Outcomes | SparsePolicy, old: Outcomes | SparsePolicy) -> Ten
     return torch.where(counts, a * x + difference, b).sum(-1)
 
 
-def entropy(policy: Outcomes | SparsePolicy) -> Tensor:
+def sparse_entropy(policy: Outcomes | SparsePolicy) -> Tensor:
     """Entropy over the K + 1 outcomes, (...), in nats.
 
     A lower bound of the entropy over the vocabulary: the tail counts as one outcome, and what it hides is its mass

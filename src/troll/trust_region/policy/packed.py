@@ -18,7 +18,7 @@ from troll.trust_region.policy.values import shape_text
 class PackedPolicy:
     """A `SparsePolicy` without its unused slots, as a rollout buffer or a network should carry it.
 
-    Make one with `SparsePolicy.pack`. Every operation here works on the packed form; ``unpack`` is for the
+    Make one with `PackedPolicy.of`. Every operation here works on the packed form; ``unpack`` is for the
     minibatch that an update needs.
 
     Many buffers shuffle and cut lists of samples. ``unbind`` makes such a list, one policy a sequence, and ``stack``
@@ -47,6 +47,23 @@ class PackedPolicy:
     top_k: int
     vocab_size: int
     mass_threshold: float
+
+    @classmethod
+    def of(cls, policy: SparsePolicy) -> PackedPolicy:
+        """The used slots of a policy, which come first in it; waits for the device once."""
+        used = policy.used
+        slots = used.flatten().nonzero().squeeze(-1)
+        return cls(
+            token_ids=policy.token_ids.flatten()[slots].int(),
+            log_probs=policy.log_probs.flatten()[slots],
+            counts=used.sum(-1, dtype=torch.int32),
+            # A copy: a capture's tail can be a view that would keep K slots per position in memory.
+            tail_log_prob=policy.tail_log_prob.clone(memory_format=torch.contiguous_format),
+            slot=policy.slot.int(),
+            top_k=policy.top_k,
+            vocab_size=policy.vocab_size,
+            mass_threshold=policy.mass_threshold,
+        )
 
     @property
     def shape(self) -> torch.Size:
@@ -187,23 +204,6 @@ class PackedPolicy:
     def __getstate__(self) -> dict[str, Any]:
         # Pickles and deep copies of a tensor take its whole storage along, which a sequence shares with its rollout.
         return {name: _own(value) if isinstance(value, Tensor) else value for name, value in vars(self).items()}
-
-
-def pack(policy: SparsePolicy) -> PackedPolicy:
-    """What `SparsePolicy.pack` does; waits for the device once."""
-    used = policy.used
-    slots = used.flatten().nonzero().squeeze(-1)
-    return PackedPolicy(
-        token_ids=policy.token_ids.flatten()[slots].int(),
-        log_probs=policy.log_probs.flatten()[slots],
-        counts=used.sum(-1, dtype=torch.int32),
-        # A copy: a capture's tail can be a view that would keep K slots per position in memory.
-        tail_log_prob=policy.tail_log_prob.clone(memory_format=torch.contiguous_format),
-        slot=policy.slot.int(),
-        top_k=policy.top_k,
-        vocab_size=policy.vocab_size,
-        mass_threshold=policy.mass_threshold,
-    )
 
 
 def _joined(policies: Sequence[PackedPolicy], join: Callable[[list[Tensor]], Tensor]) -> PackedPolicy:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from troll.trust_region.policy.values import shape_text
-
-if TYPE_CHECKING:
-    from troll.trust_region.policy.packed import PackedPolicy
 
 Tail = Literal["bucket", "floor"]
 TAILS: tuple[Tail, ...] = ("bucket", "floor")
@@ -105,13 +102,6 @@ class SparsePolicy:
             name: torch.cat([getattr(policy, name) for policy in policies], dim % dims) for name in _SLOTS_OF_FIELD
         }
         return dataclasses.replace(policies[0], **tensors)  # type: ignore[arg-type]
-
-    def pack(self) -> PackedPolicy:
-        """Drops the unused slots: usually 6 to 12 times smaller. ``unpack`` restores the policy exactly."""
-        # Not at the top of the file: the packed form unpacks to this class, so its file imports this one.
-        from troll.trust_region.policy.packed import pack
-
-        return pack(self)
 
     def check_positions(self, shape: Sequence[int]) -> None:
         """Raises ValueError unless the policy holds these token positions."""

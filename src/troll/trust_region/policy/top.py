@@ -118,9 +118,7 @@ def keep(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> S
     return SparsePolicy(ids, log_probs, tail_log_prob, slot, vocab_size, mass_threshold)
 
 
-def _slots(
-    top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _slots(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ids and log-probabilities (N, K), the tail's (N,), and the slot of the sampled token (N,), int64."""
     valid = (sampled >= 0) & (sampled < vocab_size)
     sampled, rest = torch.where(valid, sampled, 0), torch.where(valid, top.log_rest, torch.nan)

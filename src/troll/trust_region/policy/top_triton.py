@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 COMPARED = 4
 
 
-def slots(
-    top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def slots(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `top._slots`.
 
     Args:

@@ -95,15 +95,16 @@ def step(
         log_new = log_new.reshape(-1, log_new.shape[-1])[ball.rows]
         difference = torch.where(flat, log_new - log_q, 0.0)
         regression = regression.index_copy(0, ball.rows, divergence(difference, log_q.masked_fill(~flat, -torch.inf)))
+    broken, entropy = ball.broken.view(shape), new.entropy
     return TrustRegionStep(
         log_ratio=ball.log_ratio.view(shape),
         regression=regression.view(shape),
-        log_probs=torch.where(ball.broken.view(shape), torch.nan, raw.gather(-1, at).squeeze(-1)),
+        log_probs=torch.where(broken, torch.nan, raw.gather(-1, at).squeeze(-1)),
         kl_before=ball.kl_before.view(shape),
         kl_after=ball.kl_after.view(shape),
-        multiplier=ball.multiplier.view(shape),
+        multiplier=ball.multiplier.view(shape).masked_fill(broken, torch.nan),
         projected=ball.projected.view(shape),
-        entropy=new.entropy,
+        entropy=None if entropy is None else torch.where(broken, torch.nan, entropy),
     )
 
 

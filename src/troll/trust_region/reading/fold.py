@@ -61,7 +61,9 @@ class Tile(NamedTuple):
     """W."""
     transform: Transform
     offsets: Tensor | None = None
-    """(n,) int64: where the rows begin in the memory of `values`, in elements; None for (n, W) values."""
+    """(n,) int64: where rows begin in the memory of `values`, in elements; multiples of its strides.
+
+    None for (n, W) values."""
 
 
 class Support(NamedTuple):
