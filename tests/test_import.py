@@ -24,6 +24,22 @@ def test_import_takes_no_heavy_dependency():
 
 
 def test_public_names():
-    assert {"SparsePolicy", "project", "trust_region_log_probs", "troll_loss"} <= set(troll.__all__)
+    assert set(troll.__all__) == {
+        "Constraint",
+        "LMHead",
+        "Logits",
+        "Outcomes",
+        "PackedPolicy",
+        "Projection",
+        "SparsePolicy",
+        "TrustRegionStep",
+        "capture",
+        "capture_top",
+        "log_probs_at",
+        "project",
+        "sparse_kl",
+        "troll_loss",
+        "trust_region_step",
+    }
     for name in troll.__all__:
         assert hasattr(troll, name)
