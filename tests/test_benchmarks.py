@@ -200,6 +200,7 @@ interpreted = pytest.mark.skipif(
         ("logits bf16", count.CAPTURE),
         ("logits bf16", count.FORWARD),
         ("logits bf16", count.BACKWARD),
+        ("logits bf16, view", count.CAPTURE),
         ("logits bf16, rows=", count.FORWARD),
         ("logits bf16, rows=", count.BACKWARD),
         ("LM head bf16", count.CAPTURE),
