@@ -48,13 +48,17 @@ def run(world: int, job: Callable[..., Any], model: Path, out: Path, *arguments:
     Raises:
         Exception: If a process failed.
     """
-    spawn(_process, (world, free_port(), job, model, out, arguments), nprocs=world)
+    threads = torch.get_num_threads()
+    spawn(_process, (world, threads, free_port(), job, model, out, arguments), nprocs=world)
     return torch.load(out, weights_only=False)
 
 
-def _process(rank: int, world: int, port: int, job: Callable[..., Any], model: Path, out: Path, arguments: Any) -> None:
+def _process(
+    rank: int, world: int, threads: int, port: int, job: Callable[..., Any], model: Path, out: Path, arguments: Any
+) -> None:
     os.environ.update(place(rank, world, port))
-    torch.set_num_threads(1)
+    # As many as the tests have, whose bits it is compared with.
+    torch.set_num_threads(threads)
     found = job(rank, world, model, *arguments)
     if rank == 0:
         torch.save(found, out)
