@@ -99,6 +99,11 @@ def case_of(family: str, rows: int, size: int, tail: Tail, seed: int = 0) -> Cas
     )
 
 
+def triton_step(*arguments: Any) -> TrustRegionStep:
+    """What `step` makes of the kernel's numbers."""
+    return TrustRegionStep(*step_triton.step(*arguments))  # type: ignore[arg-type]
+
+
 def run(
     case: Case, tail: Tail, weights: dict[str, Tensor] | None = None, *, by_triton: bool = False
 ) -> tuple[TrustRegionStep, list[Tensor]]:
@@ -106,7 +111,7 @@ def run(
     leaves = [x.detach().clone().requires_grad_() for x in case[:3]]
     new = Outcomes(case.ids, leaves[0], leaves[1], case.vocab_size, leaves[2])
     old = SparsePolicy(case.ids, case.old_log_probs, case.old_tail, case.slot, case.vocab_size, 0.0)
-    made = step_triton.step(new, old, case.bound, tail) if by_triton else step(new, old, case.bound, tail)
+    made = triton_step(new, old, case.bound, tail) if by_triton else step(new, old, case.bound, tail)
     weights = {name: torch.ones_like(case.tail_logit) for name in DIFFERENTIABLE} if weights is None else weights
     # In torch, a regression of tokens none of which is projected is a constant.
     outputs = {name: getattr(made, name) for name in weights if getattr(made, name).requires_grad}

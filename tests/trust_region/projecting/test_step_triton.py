@@ -20,6 +20,7 @@ from tests.trust_region.projecting.steps import (
     case_of,
     numbers,
     run,
+    triton_step,
 )
 from troll.trust_region.kernels import VARIABLE
 from troll.trust_region.policy.outcomes import Outcomes
@@ -65,8 +66,8 @@ def test_without_entropy_and_without_gradient():
     new = Outcomes(case.ids, case.logits.clone().requires_grad_(), case.tail_logit, case.vocab_size)
     old = SparsePolicy(case.ids, case.old_log_probs, case.old_tail, case.slot, case.vocab_size, 0.0)
     with torch.no_grad():
-        quiet = step_triton.step(new, old, case.bound)
-    made = step_triton.step(new, old, case.bound)
+        quiet = triton_step(new, old, case.bound)
+    made = triton_step(new, old, case.bound)
     assert made.entropy is None and made.log_ratio.requires_grad and not quiet.log_ratio.requires_grad
     assert not (made.kl_before.requires_grad or made.multiplier.requires_grad)
     for one in (made, quiet):
@@ -128,7 +129,7 @@ def test_equal_policies_that_were_captured_have_ratio_one_to_the_last_digit(tail
     dropped = ~(kept.unsqueeze(1) == ids.unsqueeze(-1)).any(-1)
     tail_logit = torch.logsumexp(torch.cat([rest.unsqueeze(-1), z.masked_fill(~dropped, -math.inf)], -1), -1)
     new = Outcomes(kept, logits, tail_logit, 50)
-    made = step_triton.step(new, SparsePolicy(kept, log_probs, tail_log_prob, slot, 50, 1e-2), 0.05, tail)
+    made = triton_step(new, SparsePolicy(kept, log_probs, tail_log_prob, slot, 50, 1e-2), 0.05, tail)
     assert (kept < 0).any() and not made.projected.any()
     torch.testing.assert_close(made.log_probs, log_probs.gather(-1, slot.unsqueeze(-1)).squeeze(-1), rtol=0, atol=0)
     assert not made.log_ratio.any()
@@ -142,11 +143,11 @@ def test_no_tokens_and_shapes_and_bounds_that_broadcast():
     strided = logits.movedim(-1, 0).contiguous().movedim(0, -1)
     new = Outcomes(ids, strided, tail_logit.T.contiguous().T, case.vocab_size)
     old = SparsePolicy(ids, log_probs, old_tail, slot.T.contiguous().T, case.vocab_size, 0.0)
-    made = step_triton.step(new, old, torch.tensor([0.01, 0.1, 1.0], dtype=torch.float64))
+    made = triton_step(new, old, torch.tensor([0.01, 0.1, 1.0], dtype=torch.float64))
     assert all(torch.equal(getattr(made, n), getattr(expected, n).view(2, 3)) for n in FIELDS if n != "entropy")
-    one_bound = step_triton.step(new, old, 0.1)
+    one_bound = triton_step(new, old, 0.1)
     assert torch.equal(one_bound.log_ratio[:, 1], made.log_ratio[:, 1])
-    none = step_triton.step(
+    none = triton_step(
         Outcomes(ids[:0], logits[:0].clone().requires_grad_(), tail_logit[:0], 9),
         SparsePolicy(ids[:0], log_probs[:0], old_tail[:0], slot[:0], 9, 0.0),
         0.1,
@@ -161,7 +162,7 @@ def test_bad_bounds(kl_bound):
     new = Outcomes(case.ids, case.logits, case.tail_logit, case.vocab_size)
     old = SparsePolicy(case.ids, case.old_log_probs, case.old_tail, case.slot, case.vocab_size, 0.0)
     with pytest.raises(ValueError, match="kl_bound"):
-        step_triton.step(new, old, kl_bound)
+        triton_step(new, old, kl_bound)
 
 
 @pytest.mark.parametrize(

@@ -111,10 +111,9 @@ def keep(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> S
     if use_triton(top.logits, top.logits.shape[-1], MAX_SELECTED):
         from troll.trust_region.policy import top_triton
 
-        slots = top_triton.slots
+        ids, log_probs, tail_log_prob, slot = top_triton.slots(top, sampled, vocab_size, mass_threshold)
     else:
-        slots = _slots
-    ids, log_probs, tail_log_prob, slot = slots(top, sampled, vocab_size, mass_threshold)
+        ids, log_probs, tail_log_prob, slot = _slots(top, sampled, vocab_size, mass_threshold)
     return SparsePolicy(ids, log_probs, tail_log_prob, slot, vocab_size, mass_threshold)
 
 

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -21,18 +19,17 @@ from troll.trust_region.policy.values_triton import (
     sortable,
 )
 
-if TYPE_CHECKING:
-    from troll.trust_region.policy.top import Top
-
 #: Entries that all others are compared with at once.
 COMPARED = 4
 
 
-def slots(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def slots(
+    top: tuple[Tensor, ...], sampled: Tensor, vocab_size: int, mass_threshold: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `top._slots`.
 
     Args:
-        top: Of N distributions in float32.
+        top: The fields of `top.Top`, of N distributions in float32.
         sampled: The sampled tokens, (N,) int64.
         vocab_size: V.
         mass_threshold: δ; 0 keeps all.
@@ -40,8 +37,8 @@ def slots(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> 
     Returns:
         Ids and log-probabilities (N, K), the tail's (N,), and the slot of the sampled token (N,), int64.
     """
-    tokens, k = top.ids.shape
-    ids, log_probs = torch.empty_like(top.ids), top.logits.new_empty(top.ids.shape)
+    (tokens, k), z = top[0].shape, top[1]
+    ids, log_probs = top[0].new_empty((tokens, k)), z.new_empty((tokens, k))
     order = torch.empty_like(ids, dtype=torch.int32)
     tail, slot = log_probs.new_empty(tokens), ids.new_empty(tokens)
     if tokens:

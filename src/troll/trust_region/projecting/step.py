@@ -76,7 +76,7 @@ def step(
     if constraint is None and solver == "newton" and use_triton(new.logits, new.logits.shape[-1] + 1):
         from troll.trust_region.projecting import step_triton
 
-        return step_triton.step(new, old, kl_bound, tail)
+        return TrustRegionStep(*step_triton.step(new, old, kl_bound, tail))  # type: ignore[arg-type]
 
     raw = as_float(new.outcomes)
     log_new, log_old, present = common_outcomes(new, old, tail)

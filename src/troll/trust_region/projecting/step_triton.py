@@ -25,12 +25,13 @@ from troll.trust_region.policy.sparse import SparsePolicy, Tail
 from troll.trust_region.policy.values_triton import launch, log_sum_exp, nan_unless_finite
 from troll.trust_region.projecting.dual_triton import divergence_terms, newton, tilt
 from troll.trust_region.projecting.projection import broadcast_bound
-from troll.trust_region.projecting.step import TrustRegionStep
 
 LOG_FLOOR = tl.constexpr(values.LOG_FLOOR)
 
 
-def step(new: Outcomes, old: SparsePolicy, kl_bound: float | Tensor, tail: Tail = "bucket") -> TrustRegionStep:
+def step(
+    new: Outcomes, old: SparsePolicy, kl_bound: float | Tensor, tail: Tail = "bucket"
+) -> tuple[Tensor | None, ...]:
     """As `step.step` by Newton's method, in float32.
 
     Args:
@@ -38,6 +39,9 @@ def step(new: Outcomes, old: SparsePolicy, kl_bound: float | Tensor, tail: Tail 
         old: p, (...), on the same slots.
         kl_bound: ε > 0. Where a tensor has something else, or NaN, the token's numbers are NaN.
         tail: "bucket" or "floor".
+
+    Returns:
+        The fields of `step.TrustRegionStep`, in their order.
     """
     shape, k = new.shape, new.token_ids.shape[-1]
     logits, tail_logit = values.as_float(new.logits), values.as_float(new.tail_logit)
@@ -54,7 +58,7 @@ def step(new: Outcomes, old: SparsePolicy, kl_bound: float | Tensor, tail: Tail 
     wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in rows[:3])
     floor_of = new.vocab_size if tail == "floor" else None
     outputs = _Step.apply(*rows, bound, floor_of, wants_gradient)
-    return TrustRegionStep(*(None if x is None else x.view(shape) for x in outputs))  # type: ignore[arg-type]
+    return tuple(None if x is None else x.view(shape) for x in outputs)
 
 
 class _Step(torch.autograd.Function):
