@@ -19,15 +19,9 @@ if MARGIN != 1:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    """Tensors and models are tiny: on a busy machine a second thread makes the tests several times slower.
-
-    Unless somebody wants them on several.
-    """
-    if "OMP_NUM_THREADS" in os.environ:
-        yield
-        return
+def few_threads() -> Iterator[None]:
+    """Tensors and models are tiny: on a busy machine a second thread makes the tests several times slower."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("TROLL_TEST_THREADS", "1")))
     yield
     torch.set_num_threads(threads)

@@ -74,6 +74,7 @@ def run(tests: str, setting: str, threads: int, margin: float, folder: Path) -> 
     variables = {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(threads),
+        "TROLL_TEST_THREADS": str(threads),
         "TROLL_TEST_MARGIN": str(margin),
         # Code that was compiled under another setting would be found, and is wrong under this one.
         "TORCHINDUCTOR_CACHE_DIR": str(folder / f"{setting}-compiled"),
