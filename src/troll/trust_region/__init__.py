@@ -1,1 +1,1 @@
-"""The mathematics of TROLL: needs torch alone, and imports nothing else of the project."""
+"""The mathematics of TROLL: needs only torch, and imports nothing else of the project."""

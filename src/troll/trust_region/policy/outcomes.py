@@ -96,8 +96,8 @@ def sparse_kl(new: Outcomes | SparsePolicy, old: Outcomes | SparsePolicy) -> Ten
     """
     present = present_outcomes(new, old)
     log_new, log_old = as_float(new.outcomes), as_float(old.outcomes)
-    # Where new has no mass the term is old's alone; the difference there would be −inf, and 0 · −inf NaN. What is NaN
-    # already stays so.
+    # Where new has no mass only old's part of the term is left; the difference there would be −inf, and 0 · −inf NaN.
+    # What is NaN already stays so.
     counts = present & (log_new != -torch.inf)
     x = torch.where(counts, log_new, 0.0) - torch.where(counts, log_old, 0.0)
     # Σ new x + old − new: no term is negative, so that nothing cancels where the two are close.

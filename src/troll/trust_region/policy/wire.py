@@ -1,4 +1,4 @@
-"""Old policies as checked records of plain words, one a sequence, for buffers and networks that know tensors alone."""
+"""Old policies as checked records of plain words, one a sequence, for buffers and networks that know only tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def to_records(policy: PackedPolicy, lengths: Sequence[int] | None = None) -> li
         lengths: Positions of each sequence, which add up to N; None for (B, T).
 
     Returns:
-        1-D int32 tensors on the policy's device, each in its own storage, so that a pickle of one holds that one alone.
+        1-D int32 tensors on the policy's device, each in its own storage, so that a pickle of one holds only that one.
 
     Raises:
         ValueError: If the lengths do not fit the policy, its log-probabilities are not float32, or its counts do not

@@ -35,7 +35,7 @@ class Constraint:
         group: Of each token position, (...) int64 in [0, groups).
         weight: w ≥ 0, (...).
         groups: How many there are; a group may have no tokens.
-        process_group: The sums of a group span these processes; None for this one alone. All of them must then take
+        process_group: The sums of a group span these processes; None for this one only. All of them must then take
             part in every projection and its backward pass, each with the same `groups`, also those without tokens.
 
     Raises:

@@ -57,7 +57,7 @@ class Root(NamedTuple):
 
     tau: Tensor
     evaluations: Tensor
-    """Evaluations of KL(τ) spent on each root (int64), beside that of τ = 1."""
+    """Evaluations of KL(τ) spent on each root (int64), in addition to that at τ = 1."""
     bisections: Tensor
     """Newton steps that were not safe, and replaced by a bisection (int64); 0 for solvers without."""
 

@@ -32,8 +32,8 @@ class Projection:
         kl_before: KL(p̃ ‖ p), (...), in nats; NaN for a row that is not a distribution.
         kl_after: KL(q ‖ p), (...), in nats.
         projected: (...) bool.
-        iterations: Evaluations of KL(τ) the solver spent beside that of τ = 1, which decides whether to project, (...)
-            int64; 0 where not projected.
+        iterations: Evaluations of KL(τ) the solver spent in addition to that at τ = 1, which decides whether to project,
+            (...) int64; 0 where not projected.
     """
 
     log_probs: Tensor
@@ -70,7 +70,7 @@ def project(
     r"""Solves ``min_q KL(q ‖ p̃)`` subject to ``KL(q ‖ p) ≤ ε`` for every token (arXiv 2510.03817).
 
     Where ``KL(p̃ ‖ p) ≤ ε``, ``q = p̃``. Elsewhere ``log q = (η log p + log p̃)/(η + 1)``, normalised, with the one
-    ``η > 0`` for which ``KL(q ‖ p) = ε``. The gradient reaches the new policy alone, in closed form (KKT): with
+    ``η > 0`` for which ``KL(q ‖ p) = ε``. The gradient reaches only the new policy, in closed form (KKT): with
     ``g = ∂L/∂log q``, ``s = log p̃ − log p``, ``μ = E_q[s]``, ``σ² = Var_q[s]`` and ``τ = 1/(1 + η)``,
 
         ∂L/∂s_j = τ [ g_j − q_j Σg − Σ g(s − μ) · q_j (s_j − μ)/σ² ].
@@ -222,7 +222,7 @@ class Outside(NamedTuple):
     bound: Tensor
     """ε of the R roots to find: one for each of these tokens, or for each of their groups."""
     constraint: Constraint | None
-    """Of these tokens and groups alone."""
+    """Of these tokens and groups only."""
     broken: Tensor
     """(N,) bool: what has no projection, since it, or another token of its group, is no distribution."""
 

@@ -1,4 +1,4 @@
-"""Capturing a policy: the largest logits of every token, whatever they are read from."""
+"""Capturing a policy: the largest logits of every token, from any source."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ TABLE = {
 #: Of the numbers among which `_select_kernel` selects, so many to a warp: more would not stay in registers.
 SELECTED_A_WARP = 256
 
-#: Fewer rows leave multiprocessors idle whatever the sizes are: times would say nothing of larger batches.
+#: Fewer rows leave multiprocessors idle at any size: times would say nothing of larger batches.
 MIN_TUNED_ROWS = 512
 
 

@@ -1,4 +1,4 @@
-"""Sources of logits: what a reading needs to know of one, whatever it is made of."""
+"""Sources of logits: what a reading needs to know of each."""
 
 from __future__ import annotations
 

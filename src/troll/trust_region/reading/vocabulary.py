@@ -131,7 +131,7 @@ class VocabularySlice(Vocabulary):
         shared = on_support.new_zeros(*token_ids.shape[:-1], slots + len(sums) * self.slices)
         shared[..., :slots] = on_support.masked_fill(elsewhere, 0)
         shared[..., slots + self.rank :: self.slices] = torch.stack(sums, -1)
-        # Of each number all processes but one say 0, so that their sum is exact, in whatever order it is taken.
+        # Of each number all processes but one say 0, so that their sum is exact in any order.
         torch.distributed.all_reduce(shared, group=self.group)
         on_support, *gathered = shared.split([slots] + [self.slices] * len(sums), -1)
         return (on_support.masked_fill(token_ids < 0, -torch.inf), *gathered)
