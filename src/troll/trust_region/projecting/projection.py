@@ -32,7 +32,7 @@ class Projection:
         kl_before: KL(p̃ ‖ p), (...), in nats; NaN for a row that is not a distribution.
         kl_after: KL(q ‖ p), (...), in nats.
         projected: (...) bool.
-        iterations: Evaluations of KL(τ) the solver spent in addition to that at τ = 1, which decides whether to project,
+        iterations: Evaluations of KL(τ) the solver spent besides that at τ = 1, which decides whether to project,
             (...) int64; 0 where not projected.
     """
 
