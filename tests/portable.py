@@ -8,7 +8,7 @@ A test that passes on one machine may fail on the next, whose sums have another 
 
 each time with `TROLL_TEST_MARGIN=3`: no comparison's error may exceed a third of its tolerance. A setting that the
 machine cannot tell from another one runs all the same. What runs are the files below: tests of numbers, and not those
-that train for long or interpret Triton's kernels. It takes about three quarters of an hour on two cores; name
+that train for long or interpret Triton's kernels. It takes more than an hour on two cores; name
 environments (`trl`, `verl`) or settings to have a part of it.
 """
 
