@@ -252,19 +252,6 @@ def test_strided_hidden_states():
     assert not gradient[:, -1].any()
 
 
-def test_some_positions_of_a_head():
-    problem = Problem("head", rows=True, transform="all")
-    some = torch.tensor([7, 2, 3])
-    expected = troll.capture(problem.source(), problem.token_ids)[some]
-    torch.testing.assert_close(
-        troll.capture(problem.source().some(some), problem.token_ids[some]).outcomes, expected.outcomes
-    )
-    batch = Problem("head", transform="all")
-    expected = troll.capture(batch.source(), batch.token_ids).view((-1,))[some]
-    part = troll.capture(batch.source().some(some), batch.token_ids.flatten()[some])
-    torch.testing.assert_close(part.outcomes, expected.outcomes)
-
-
 def test_parameters_that_are_sharded_again_are_gathered_for_the_backward_pass():
     """A shard has nothing in it outside: only what is entered brings the weight back."""
     problem = Problem("head", bias=True)

@@ -145,23 +145,6 @@ def test_no_rows():
     assert torch.equal(gradient, torch.zeros(23, V))
 
 
-def test_some_positions_of_a_source():
-    """By their numbers, of a batch, of a matrix, and of rows of one."""
-    matrix = drawn(B * T, V)
-    rows = torch.randperm(B * T, generator=torch.Generator().manual_seed(2))
-    some = torch.tensor([7, 2, 3])
-    for source, positions in (
-        (Logits(matrix.view(B, T, V), 0.7), matrix),
-        (Logits(transposed(matrix.view(B, T, V)), 0.7), matrix),
-        (Logits(matrix, 0.7), matrix),
-        (Logits(matrix, 0.7, rows=rows), matrix[rows]),
-    ):
-        part = source.some(some)
-        assert (part.shape, part.temperature) == ((3,), 0.7)
-        expected = troll.capture(Logits(positions[some], 0.7), ids(3))
-        assert_identical(troll.capture(part, ids(3)), expected)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Logits that are given up
 

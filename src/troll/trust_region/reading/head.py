@@ -6,7 +6,6 @@ reduce it to numbers per token, and drop it; the backward makes it again.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -99,12 +98,6 @@ class LMHead(Source):
         other = object.__new__(LMHead)  # no checks: None stands in for a tensor
         vars(other).update(vars(self), **dict(zip(("hidden", "weight", "bias"), tensors, strict=True)))
         return other
-
-    def some(self, rows: Tensor) -> LMHead:
-        """See the parent."""
-        if self.rows is not None:
-            return dataclasses.replace(self, rows=self.rows[rows])
-        return dataclasses.replace(self, hidden=self.hidden.reshape(-1, self.hidden.shape[-1]), rows=rows)
 
     @contextmanager
     def opened(self, slots: int, most: int = MAX_OUTCOMES, dtype: torch.dtype | None = None) -> Iterator[Pass]:

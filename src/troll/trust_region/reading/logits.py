@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -88,15 +87,6 @@ class Logits(Source):
         other = object.__new__(Logits)  # no checks: None stands in for a tensor
         vars(other).update(vars(self), logits=tensors[0])
         return other
-
-    def some(self, rows: Tensor) -> Logits:
-        """See the parent."""
-        if self.rows is not None:
-            return dataclasses.replace(self, rows=self.rows[rows])
-        if self.logits.dim() == 2:
-            return dataclasses.replace(self, rows=rows)
-        at = torch.unravel_index(rows, self.shape)
-        return dataclasses.replace(self, logits=self.logits[at], donate=False)
 
     def opened(self, slots: int, most: int = MAX_OUTCOMES, dtype: torch.dtype | None = None) -> PassContext:
         """See the parent."""

@@ -50,10 +50,6 @@ class Source(ABC):
         """The same source of other `tensors`; None drops them, for keeping the settings only."""
 
     @abstractmethod
-    def some(self, rows: Tensor) -> Source:
-        """The same source at some of its N positions, by their numbers (n,)."""
-
-    @abstractmethod
     def opened(self, slots: int, most: int = MAX_OUTCOMES, dtype: torch.dtype | None = None) -> Any:
         """A context manager that gives a `Pass`, while what the source is made of is at hand.
 
