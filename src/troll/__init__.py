@@ -1,5 +1,8 @@
 """TROLL: trust regions instead of clipping for RL fine-tuning of language models (arXiv 2510.03817)."""
 
+import importlib
+from types import ModuleType
+
 from torch.serialization import add_safe_globals
 
 from troll.trust_region.objective import troll_loss, trust_region_step
@@ -35,3 +38,10 @@ __all__ = [
 
 # `torch.load` with its default arguments reads what `torch.save` wrote of these.
 add_safe_globals([Constraint, LMHead, Logits, Outcomes, PackedPolicy, Projection, SparsePolicy, TrustRegionStep])
+
+
+def __getattr__(name: str) -> ModuleType:
+    # Not imported before it is named: it needs transformers.
+    if name == "huggingface":
+        return importlib.import_module("troll.huggingface")
+    raise AttributeError(f"module 'troll' has no attribute {name!r}")

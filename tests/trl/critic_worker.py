@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.trl.sharding import fsdp_on_cpu, whole
-from troll.trl.advantages import whiten
-from troll.trl.critic import Critic, CriticSettings
+from troll.trl.advantages.critic import Critic, CriticSettings
+from troll.trl.advantages.estimators import whiten
 
 PROMPT, COMPLETION = 4, 6
 

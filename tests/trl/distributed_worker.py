@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.serialization import register_package
 from transformers import TrainerCallback
 
 from tests.trl import tiny
@@ -246,8 +247,14 @@ def the_rest(make: tiny.Maker, mode: str, folder: Path) -> dict[str, Any]:
 PARTS = {"updates": updates, "the rest": the_rest}
 
 
+def restore_to_indexed_cpu() -> None:
+    """Before transformers 5.18, Trainer resumes to "cpu:0" where processes share a CPU, which torch does not know."""
+    register_package(0, lambda storage: None, lambda storage, place: storage if place.startswith("cpu:") else None)
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    restore_to_indexed_cpu()
     mode, part, folder, *models = sys.argv[1:]
     paths = dict(model.split("=", 1) for model in models)
     make = (tiny.Maker if mode == "ddp" else ByPath)(

@@ -52,8 +52,8 @@ class KeepState(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         accelerator, models = self.trainer.accelerator, {"policy": self.trainer.model_wrapped}
-        if self.trainer.critic is not None:
-            models["critic"] = self.trainer.critic.model
+        if self.trainer.advantages.critic is not None:
+            models["critic"] = self.trainer.advantages.critic.model
         self.states[state.global_step] = {
             f"{kind} {name}": value.clone()
             for kind, model in models.items()

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-from tests.trl import heads, tiny
+from tests.huggingface import heads
+from tests.trl import tiny
 
 #: Adapters that are not zero, as new ones would be, have gradients everywhere.
 LORA = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
@@ -113,7 +114,7 @@ class KeepGradients(TrainerCallback):
 def through_heads(name: str, mode: str | None = None) -> dict[str, Tensor]:
     """What a model's head says of a batch, and the gradients, with the head as a shard by itself."""
     unset_hf_deepspeed_config()  # of an earlier trainer, which would have the model made in shards
-    model, inputs = heads.with_heads(heads.MODELS[name]()), heads.batch()
+    model, inputs = heads.MODELS[name](), heads.batch()
     run, backward = model, Tensor.backward
     if mode == "fsdp":
         if not model.config.tie_word_embeddings:
@@ -129,9 +130,10 @@ def through_heads(name: str, mode: str | None = None) -> dict[str, Tensor]:
         }
         run, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config)
         backward = run.backward
-        run.known = HfDeepSpeedConfig(config)  # while it lives, TRL asks DeepSpeed what to gather
+        run.known = HfDeepSpeedConfig(config)  # transformers asks it what to gather, while it lives
     if mode is not None:
         assert is_sharded(model.get_output_embeddings().weight)
-    output = run(**inputs, old_support=heads.captured_support(run, inputs))
-    backward(heads.pull(output))
-    return {"log-probs": output.log_probs.detach(), "entropy": output.entropy.detach()} | whole_gradients(model)
+    step = heads.read(run, inputs, heads.captured(run, inputs))
+    assert step.entropy is not None
+    backward(heads.pull(step.log_probs, step.entropy))
+    return {"log-probs": step.log_probs.detach(), "entropy": step.entropy.detach()} | whole_gradients(model)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.tolerance import within
-from troll.trl.advantages import (
+from troll.trl.advantages.estimators import (
     ESTIMATORS,
     combine_rewards,
     gae,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -21,21 +20,18 @@ from tests.trl.engine import Engine, EngineGeneration, RolloutFunc
 from tests.trl.tiny import logged, move
 from troll.trl import TrollConfig, TrollTrainer
 from troll.trl.anchor import (
-    ReportedLogProb,
-    ReportedRollout,
+    EngineReports,
     check_engine,
     check_rollout_source,
     check_sampling,
     engine_settings,
     report_top_log_probs,
-    reported_log_probs,
     reporting_rollout_func,
     vocabulary_size,
 )
 from troll.trust_region.policy.packed import PackedPolicy
 
 VOCAB_SIZE = len(tiny.VOCABULARY)
-CPU = torch.device("cpu")
 PROMPTS = [[1, 5, 9], [1, 7], [1, 12, 13, 14]]
 
 
@@ -55,25 +51,42 @@ def generation(**settings: Any) -> Any:
     return EngineGeneration(engine(**settings), model=None, accelerator=None)
 
 
+def reporting(number: int = 8, **settings: Any) -> tuple[Any, EngineReports]:
+    """An engine in vLLM's place, and where it reports to."""
+    vllm, reports = generation(**settings), EngineReports()
+    report_top_log_probs(vllm, number, reports)
+    return vllm, reports
+
+
+def padded(lists: list[list[int]], length: int) -> torch.Tensor:
+    return torch.tensor([row + [0] * (length - len(row)) for row in lists])
+
+
+def policies_of(reports: EngineReports, rows: list[list[int]], completion_ids: list[list[int]], length: int) -> Any:
+    mask = padded([[1] * len(ids) for ids in completion_ids], length)
+    return reports.policies(padded(rows, length), padded(completion_ids, length), mask, **CAPTURE)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The log-probs of the sampled tokens
 
 
 def test_the_sampled_tokens_log_prob_is_found_by_its_id():
-    top_log_probs = [[[-0.5, -1.5, -4.0], [-0.1, -3.0]], [[-0.2]]]
-    top_token_ids = [[[8, 3, 5], [4, 9]], [[7]]]
-    reported = reported_log_probs([[5, 4], [7]], top_log_probs, top_token_ids)
-    assert reported == [[-4.0, -0.1], [-0.2]]
-    token = reported[0][0]
-    assert isinstance(token, ReportedLogProb)
-    assert (token.token_ids, token.log_probs) == ([8, 3, 5], [-0.5, -1.5, -4.0])
+    reports = EngineReports()
+    rows = reports.add([[5, 4], [7]], [[[-0.5, -1.5, -4.0], [-0.1, -3.0]], [[-0.2]]], [[[8, 3, 5], [4, 9]], [[7]]])
+    assert rows == [[1, 2], [3]]
+    assert reports.add([[9], []], [[[-1.0, -2.0]], []], [[[9, 1]], []]) == [[4], []]
+    found = reports.log_probs(torch.tensor([[3, 1], [0, 4]]))
+    torch.testing.assert_close(found, torch.tensor([[-0.2, -4.0], [0.0, -1.0]]))
+    reports.clear()
+    assert reports.add([[5]], [[[-1.0]]], [[[5]]]) == [[1]]
 
 
 @pytest.mark.parametrize("entries", [[None, None], [-0.5, None], [-0.5, math.nan], [-math.inf, 0.0], [], None])
-def test_a_token_that_the_engine_does_not_know_is_nan(entries):
-    ((known, unknown),) = reported_log_probs([[5, 4]], [[[-0.5, -1.0], entries]], [[[8, 5], [4, 9]]])
-    assert known == -1.0 and math.isnan(unknown)
-    assert not isinstance(unknown, ReportedLogProb)
+def test_a_token_that_the_engine_does_not_know_has_no_row(entries):
+    reports = EngineReports()
+    assert reports.add([[5, 4, 6]], [[[-0.5, -1.0], entries, [-2.0]]], [[[8, 5], [4, 9], [6]]]) == [[1, 0, 2]]
+    torch.testing.assert_close(reports.log_probs(torch.tensor([1, 0, 2])), torch.tensor([-1.0, 0.0, -2.0]))
 
 
 @pytest.mark.parametrize(
@@ -87,14 +100,7 @@ def test_a_token_that_the_engine_does_not_know_is_nan(entries):
 )
 def test_lists_that_do_not_fit_are_refused(top_log_probs, top_token_ids, message):
     with pytest.raises(ValueError, match=message):
-        reported_log_probs([[5, 4]], top_log_probs, top_token_ids)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
-def test_a_reported_log_prob_survives_copies(copied):
-    token = copied(ReportedLogProb(-1.0, [8, 5], [-0.5, -1.0]))
-    assert token == -1.0
-    assert (token.token_ids, token.log_probs) == ([8, 5], [-0.5, -1.0])
+        EngineReports().add([[5, 4]], top_log_probs, top_token_ids)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -103,21 +109,20 @@ def test_a_reported_log_prob_survives_copies(copied):
 
 def test_vllm_reports_through_the_first_entry():
     """vLLM's own first entry is the likeliest token's."""
-    plain, reporting = generation(), generation()
+    plain = generation()
     plain.logprobs = 2
     torch.manual_seed(0)
     _, completion_ids, log_probs, token_ids = plain.generate(PROMPTS, None, 1)
-    report_top_log_probs(reporting, 2)
+    vllm, reports = reporting(2)
     torch.manual_seed(0)
-    prompt_ids, *reported = reporting.generate(prompts=PROMPTS, images=None, num_generations=1, profiler=None)
+    prompt_ids, *reported = vllm.generate(prompts=PROMPTS, images=None, num_generations=1, profiler=None)
     assert prompt_ids == PROMPTS
     assert reported[0] == completion_ids
     assert reported[2] == [[[token] for token in ids] for ids in completion_ids]
     outside = 0
-    for completion, values, ids, tokens in zip(completion_ids, log_probs, token_ids, reported[1], strict=True):
-        for token, entries, names, (log_prob,) in zip(completion, values, ids, tokens, strict=True):
-            assert log_prob == entries[names.index(token)]
-            assert (log_prob.log_probs, log_prob.token_ids) == (entries, names)
+    for completion, values, ids, rows in zip(completion_ids, log_probs, token_ids, reported[1], strict=True):
+        for token, entries, names, (row,) in zip(completion, values, ids, rows, strict=True):
+            assert float(reports.log_probs(torch.tensor(row))) == pytest.approx(entries[names.index(token)])
             outside += len(names) == 3
     assert outside > 0, "else the sampled token was always among the top 2"
 
@@ -129,35 +134,34 @@ def test_a_rollout_function_reports_in_two_keys_that_rewards_do_not_see(make):
         seen.update(columns)
         return [float(len(completion)) for completion in completions]
 
-    trainer = make(GRPOTrainer, reward_funcs=reward)
+    trainer, reports = make(GRPOTrainer, reward_funcs=reward), EngineReports()
     function = RolloutFunc(Engine())
 
     def with_a_column(prompts: list[str], trainer: Any) -> dict[str, Any]:
         return function(prompts, trainer) | {"answer": list(prompts)}
 
-    trainer.rollout_func = reporting_rollout_func(with_a_column)
+    trainer.rollout_func = reporting_rollout_func(with_a_column, reports)
     tiny.rollout(trainer)
     assert "answer" in seen
     assert not {name for name in seen if "logprob" in name}
 
-    torch.manual_seed(0)
-    _, completion_ids, tool_mask, _, log_probs, *_ = trainer._generate(["ab", "1+2="])
+    reports.clear()
+    _, completion_ids, tool_mask, _, rows, *_ = trainer._generate(["ab", "1+2="])
     assert tool_mask is None
-    assert [len(completion) for completion in log_probs] == [len(ids) for ids in completion_ids]
-    assert all(isinstance(log_prob, ReportedLogProb) for completion in log_probs for log_prob in completion)
+    assert [len(completion) for completion in rows] == [len(ids) for ids in completion_ids]
+    assert list(chain.from_iterable(rows)) == list(range(1, 1 + sum(map(len, completion_ids))))
 
 
 def test_a_rollout_function_may_hand_on_what_vllm_reported():
-    vllm = generation()
-    report_top_log_probs(vllm, 4)
+    vllm, reports = reporting(4)
 
     def function(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        prompt_ids, completion_ids, log_probs, _ = vllm.generate(prompts, None, 1)
-        first = [[entries[0] for entries in completion] for completion in log_probs]
+        prompt_ids, completion_ids, rows, _ = vllm.generate(prompts, None, 1)
+        first = [[entries[0] for entries in completion] for completion in rows]
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": first}
 
-    output = reporting_rollout_func(function)(PROMPTS, None)
-    assert all(isinstance(log_prob, ReportedLogProb) for completion in output["logprobs"] for log_prob in completion)
+    output = reporting_rollout_func(function, reports)(PROMPTS, None)
+    assert list(chain.from_iterable(output["logprobs"])) == list(range(1, 1 + sum(map(len, output["completion_ids"]))))
 
 
 @pytest.mark.parametrize("left_out", ["top_logprobs", "top_logprob_token_ids"])
@@ -169,7 +173,7 @@ def test_a_rollout_function_that_reports_nothing_is_refused(left_out):
         return output
 
     with pytest.raises(ValueError, match="rollout_func must return top_logprobs and top_logprob_token_ids"):
-        reporting_rollout_func(function)(PROMPTS, None)
+        reporting_rollout_func(function, EngineReports())(PROMPTS, None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,17 +182,14 @@ def test_a_rollout_function_that_reports_nothing_is_refused(left_out):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_the_policies_are_those_that_sampled_the_tokens(temperature):
-    vllm = generation(temperature=temperature)
-    report_top_log_probs(vllm, 8)
-    _, completion_ids, log_probs, _ = vllm.generate(PROMPTS, None, 1)
-    read = ReportedRollout.read(completion_ids, [[entry[0] for entry in seq] for seq in log_probs], None)
-    assert read.tool_mask is None and read.unreported == 0
+    vllm, reports = reporting(temperature=temperature)
+    _, completion_ids, entries, _ = vllm.generate(PROMPTS, None, 1)
+    rows = [[entry[0] for entry in completion] for completion in entries]
     length = 3 + max(len(ids) for ids in completion_ids)  # TRL pads to a multiple
-    policies = read.policies(length, CPU, **CAPTURE)
-    padded = read.padded_log_probs(length, CPU)
-    assert padded.shape == (len(PROMPTS), length)
+    policies = policies_of(reports, rows, completion_ids, length)
+    log_probs = reports.log_probs(padded(rows, length))
     assert PackedPolicy.stack(policies).shape == (len(PROMPTS), length)
-    for prompt, ids, packed, row in zip(PROMPTS, completion_ids, policies, padded, strict=True):
+    for prompt, ids, packed, row in zip(PROMPTS, completion_ids, policies, log_probs, strict=True):
         with torch.no_grad():
             logits = vllm.engine.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / temperature
         tokens = torch.tensor(ids)
@@ -208,10 +209,9 @@ def test_the_policies_are_those_that_sampled_the_tokens(temperature):
 
 def test_reports_stay_with_their_tokens_over_tool_calls():
     """TRL joins the turns, with zeros for the tools' tokens, and cuts the last one."""
-    vllm = generation()
-    report_top_log_probs(vllm, 8)
-    _, completion_ids, log_probs, _ = vllm.generate([[1, 5], [1, 9]], None, 1)
-    first = [[entry[0] for entry in completion] for completion in log_probs]
+    vllm, reports = reporting()
+    _, completion_ids, entries, _ = vllm.generate([[1, 5], [1, 9]], None, 1)
+    first = [[entry[0] for entry in completion] for completion in entries]
     tool = [20, 21, 22]
     after = [1, 5, *completion_ids[0], *tool]
     _, (more_ids,), (more,), _ = vllm.generate([after], None, 1)
@@ -219,41 +219,28 @@ def test_reports_stay_with_their_tokens_over_tool_calls():
     more_ids, more = more_ids[:-1], [entry[0] for entry in more][:-1]
 
     tokens = [completion_ids[0] + tool + more_ids, completion_ids[1]]
-    mask = [[1] * len(completion_ids[0]) + [0] * 3 + [1] * len(more_ids), [1] * len(completion_ids[1])]
-    read = ReportedRollout.read(tokens, [first[0] + [0.0] * 3 + more, first[1]], mask)
-    assert read.tool_mask == mask and read.unreported == 0
-    policies = read.policies(20, CPU, **CAPTURE)
-    policy = policies[0].unpack()
+    rows = [first[0] + [0] * 3 + more, first[1]]
+    policy = policies_of(reports, rows, tokens, 20)[0].unpack()
     with torch.no_grad():
         logits = vllm.engine.model(torch.tensor([[1, 5, *tokens[0]]])).logits[0, 1:-1]
     expected = troll.capture(logits, torch.tensor(tokens[0]), top_k=8)
-    of_model = torch.tensor(mask[0], dtype=torch.bool)
+    of_model = torch.tensor(rows[0]) > 0
     same = policy[: len(tokens[0])].token_ids == expected.token_ids
     assert same[of_model].all()
     # A policy that allows the tool's tokens, so that nothing downstream meets a token without a slot.
     assert policy[: len(tokens[0])].log_prob[~of_model].isfinite().all()
-    assert read.log_probs[0][len(completion_ids[0])] == 0.0
 
 
-def test_unknown_tokens_are_masked_and_counted():
-    vllm = generation(unknown=3)
-    report_top_log_probs(vllm, 8)
-    _, completion_ids, log_probs, _ = vllm.generate(PROMPTS, None, 1)
-    reported = [[entry[0] for entry in completion] for completion in log_probs]
-    read = ReportedRollout.read(completion_ids, reported, None)
-    total = sum(map(len, completion_ids))
-    assert read.unreported == total // 3 > 0
-    assert read.tool_mask == [[int(not math.isnan(value)) for value in completion] for completion in reported]
-    assert read.padded_log_probs(9, CPU).isfinite().all()
-    for ids, packed in zip(completion_ids, read.policies(9, CPU, **CAPTURE), strict=True):
+def test_unknown_tokens_have_a_policy_that_says_nothing():
+    vllm, reports = reporting(unknown=3)
+    _, completion_ids, entries, _ = vllm.generate(PROMPTS, None, 1)
+    rows = [[entry[0] for entry in completion] for completion in entries]
+    assert list(chain.from_iterable(rows)).count(0) == sum(map(len, completion_ids)) // 3 > 0
+    assert reports.log_probs(padded(rows, 9)).isfinite().all()
+    for ids, packed in zip(completion_ids, policies_of(reports, rows, completion_ids, 9), strict=True):
         policy = packed.unpack()[: len(ids)]
         assert policy.log_prob.isfinite().all()
         torch.testing.assert_close(policy.outcomes.exp().sum(-1), torch.ones(len(ids)))
-
-    # What a tool wrote has no report either, and is no loss.
-    outside = [[0] * len(ids) for ids in completion_ids]
-    again = ReportedRollout.read(completion_ids, reported, outside)
-    assert again.unreported == 0 and again.tool_mask == outside
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -473,6 +460,7 @@ def test_a_moved_network_is_measured_against_the_engine(anchored):
     inputs = tiny.rollout(trainer)[0]
     move(trainer.model, 0.2)
     tiny.loss_and_gradients(trainer, inputs)
+    trainer.updates.log(0)
     trainer.log({})
     entry = trainer.state.log_history[-1]
     assert entry["trust_region/kl_before_max"] > KL_BOUND

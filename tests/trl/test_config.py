@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -37,6 +38,7 @@ def config(tmp_path: Path, **settings: object) -> TrollConfig:
         ("mass_threshold", 1.0, r"mass_threshold must be in \[0, 1\), got 1.0"),
         ("tail", "cut", "tail must be one of bucket, floor, got 'cut'"),
         ("solver", "secant", "solver must be one of newton, bracket, got 'secant'"),
+        ("generation_chunk_size", 0, "generation_chunk_size must be at least 1, got 0"),
         ("delta", 4.0, "delta clips the ratio, and surrogate .troll. has no clip"),
     ],
 )
@@ -45,10 +47,27 @@ def test_a_value_out_of_its_range_is_refused(tmp_path, setting, value, message):
         config(tmp_path, **{setting: value})
 
 
-@pytest.mark.parametrize("loss_type", ["cispo", "sapo", "vespo", "luspo", "nonsense"])
-def test_a_loss_without_a_clip_is_refused_with_what_works(tmp_path, loss_type):
-    with pytest.raises(ValueError, match=f"'{loss_type}'.* use one of grpo, bnpo, dr_grpo, dapo"):
-        config(tmp_path, loss_type=loss_type)
+RIVALS = ["cispo", "sapo", "vespo", "luspo"]
+
+
+@pytest.mark.parametrize("surrogate", ["troll", "dppo_tv", "dppo_kl", "none"])
+@pytest.mark.parametrize("loss_type", RIVALS)
+def test_a_loss_without_a_clip_is_refused_with_what_works(tmp_path, loss_type, surrogate):
+    message = f"'{loss_type}' does not go with surrogate '{surrogate}': use one of grpo, bnpo, dr_grpo, dapo, or surr"
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, loss_type=loss_type, surrogate=surrogate)
+
+
+@pytest.mark.parametrize("loss_type", RIVALS)
+def test_the_clip_takes_every_loss_of_trl(tmp_path, loss_type):
+    args = config(tmp_path, loss_type=loss_type, surrogate="clip", delta=4.0, epsilon_high=5.0)
+    assert (args.loss_type, args.delta, args.epsilon_high) == (loss_type, 4.0, 5.0)
+
+
+@pytest.mark.parametrize("surrogate", ["troll", "clip"])
+def test_an_unknown_loss_is_refused(tmp_path, surrogate):
+    with pytest.raises(ValueError, match=r"loss_type 'nonsense' .*: use one of grpo, bnpo, dr_grpo, dapo[a-z, ]*$"):
+        config(tmp_path, loss_type="nonsense", surrogate=surrogate)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
@@ -61,7 +80,7 @@ def test_defaults_are_those_of_the_paper_and_of_grpo(tmp_path):
     assert (ours.kl_bound, ours.regression_weight, ours.support_top_k) == (0.05, 1.0, 64)
     assert (ours.mass_threshold, ours.tail, ours.solver) == (1e-5, "bucket", "newton")
     assert ours.disable_dropout
-    changed = {"disable_dropout"}
+    changed = {"disable_dropout", "steps_per_generation", "generation_batch_size"}
     theirs = GRPOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
     for name in GRPOConfig.__dataclass_fields__:
         if name not in changed and name != "logging_dir":
@@ -95,8 +114,10 @@ def test_the_default_epsilon_is_ignored_in_silence(tmp_path):
 @pytest.mark.parametrize(
     ("accumulation", "per_generation", "iterations", "steps", "on_policy"),
     [
-        (1, None, 1, 1, True),  # TRL's defaults: one update a rollout
-        (8, None, 1, 8, True),
+        (1, 1, 1, 1, True),  # TRL's defaults: one update a rollout
+        (8, 8, 1, 8, True),
+        (1, None, 1, 8, False),  # ours: eight
+        (8, None, 1, 64, False),
         (8, 4, 1, 4, True),  # two rollouts an update
         (8, 4, 2, 8, True),
         (1, 8, 1, 8, False),
@@ -116,6 +137,96 @@ def test_always_on_policy(tmp_path, accumulation, per_generation, iterations, st
     )
     assert args.rollout_steps == steps
     assert args.always_on_policy is on_policy
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "updates"),
+    [
+        ({}, 8, 8),
+        ({"gradient_accumulation_steps": 4}, 32, 8),
+        ({"updates_per_rollout": 2, "gradient_accumulation_steps": 4}, 8, 2),
+        ({"updates_per_rollout": 1, "gradient_accumulation_steps": 4}, 4, 1),
+        # An update goes over all of a rollout's passes, repeated ones too.
+        ({"updates_per_rollout": 6, "gradient_accumulation_steps": 2, "num_iterations": 3}, 4, 6),
+        # TRL's settings win over our default.
+        ({"steps_per_generation": 4}, 4, 4),
+        ({"steps_per_generation": 4, "gradient_accumulation_steps": 4}, 4, 1),
+        ({"generation_batch_size": 32}, 4, 4),
+        ({"num_iterations": 3, "gradient_accumulation_steps": 2}, 2, 3),
+        ({"steps_per_generation": 8, "updates_per_rollout": 8}, 8, 8),
+        ({"generation_batch_size": 32, "updates_per_rollout": 4}, 4, 4),
+        # Not a whole number of updates.
+        ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, 3, None),
+        ({"steps_per_generation": 4, "gradient_accumulation_steps": 8}, 4, None),
+    ],
+)
+def test_updates_per_rollout_sets_the_steps_of_a_rollout(tmp_path, settings, steps, updates):
+    args = config(tmp_path, per_device_train_batch_size=8, **settings)
+    assert (args.steps_per_generation, args.updates_per_rollout) == (steps, updates)
+    assert args.generation_batch_size == 8 * steps
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"updates_per_rollout": 0}, "updates_per_rollout must be an integer, at least 1, got 0"),
+        ({"updates_per_rollout": 1.5}, "updates_per_rollout must be an integer, at least 1, got 1.5"),
+        ({"updates_per_rollout": 8, "steps_per_generation": 2}, "updates_per_rollout=8 .* steps_per_generation=2"),
+        ({"updates_per_rollout": 8, "generation_batch_size": 32}, "updates_per_rollout=8 .* steps_per_generation=4"),
+        (
+            {"updates_per_rollout": 1, "steps_per_generation": 3, "gradient_accumulation_steps": 2},
+            "updates_per_rollout=1 .* 3 passes a rollout and 2 an update",
+        ),
+        ({"updates_per_rollout": 3, "num_iterations": 2}, "takes 3 passes over a rollout, which num_iterations=2"),
+        ({"steps_per_generation": 4, "generation_batch_size": 64}, "generation_batch_size=64 .* makes 32 completions"),
+    ],
+)
+def test_settings_of_a_rollout_that_disagree_are_refused_with_the_numbers(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, per_device_train_batch_size=8, **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"steps_per_generation": 3, "gradient_accumulation_steps": 2}])
+def test_a_configuration_can_be_copied(tmp_path, settings):
+    args = config(tmp_path, per_device_train_batch_size=8, **settings)
+    other = dataclasses.replace(args, learning_rate=1e-5)
+    stored = json.loads(args.to_json_string())
+    again = TrollConfig(**{field.name: stored[field.name] for field in fields(TrollConfig) if field.init})
+    for copy in (other, again):
+        assert (copy.steps_per_generation, copy.generation_batch_size) == (
+            args.steps_per_generation,
+            args.generation_batch_size,
+        )
+        assert copy.updates_per_rollout == args.updates_per_rollout
+    assert other.learning_rate == 1e-5
+    with pytest.raises(ValueError, match="disagree"):
+        dataclasses.replace(args, updates_per_rollout=5)
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_the_reference_may_penalise_the_reward(tmp_path, estimator):
+    assert config(tmp_path, kl_in_reward=True, beta=0.1, advantage_estimator=estimator).kl_in_reward
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"beta": 0.0, "advantage_estimator": "rloo"}, "beta, which must be above 0, got 0.0"),
+        ({"beta": 0.1}, "needs advantage_estimator rloo, reinforce_plus_plus or .*_baseline, got 'group'"),
+        ({"beta": 0.1, "advantage_estimator": "gae"}, "needs advantage_estimator rloo, .* got 'gae'"),
+    ],
+)
+def test_a_penalty_of_the_reward_needs_a_reference_and_one_reward_a_completion(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, kl_in_reward=True, **settings)
+
+
+@pytest.mark.parametrize("precision", [{"bf16": True}, {"bf16": None}, {"fp16": True}])
+def test_continuous_batching_may_not_cast_the_weights(tmp_path, precision):
+    dtype = "fp16" if "fp16" in precision else "bf16"
+    with pytest.raises(ValueError, match=f"with {dtype}=True casts the trained weights themselves to {dtype}"):
+        config(tmp_path, use_transformers_continuous_batching=True, **precision)
+    assert config(tmp_path, use_transformers_continuous_batching=True).use_transformers_continuous_batching
 
 
 def test_the_configuration_is_valid_json(tmp_path):

@@ -29,7 +29,7 @@ from tests.trl.critic_worker import (
     whitened,
 )
 from tests.trl.processes import launch
-from troll.trl.critic import CRITIC_FILE, Critic, CriticSettings, value_loss
+from troll.trl.advantages.critic import CRITIC_FILE, Critic, CriticSettings, value_loss
 
 
 def fresh_accelerator() -> Accelerator:

@@ -54,7 +54,7 @@ def test_virtual_tokens_do_not_shift_the_probe(make):
     peft = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     trainer = make(diagnostics_steps=1, peft_config=peft)
     rollout(trainer)
-    probe = trainer._diagnosis._probe
+    probe = trainer.diagnosis._probe
     ids = probe.input_ids[0].roll(-1)[probe.positions]
     log_probs = probe.old_logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
     known = torch.cat([batch["old_per_token_logps"].flatten() for batch in trainer._buffered_inputs])
@@ -83,11 +83,11 @@ def test_they_are_those_of_full_logits(make, surrogate):
     inputs = rollout(trainer)[0]
     with torch.no_grad():
         old = dense.completion_logits(trainer.model, inputs, 1.0).log_softmax(-1)
-    probed = trainer._diagnosis._probe
+    probed = trainer.diagnosis._probe
     move(trainer.model, 0.1)
     loss_and_gradients(trainer, inputs)
-    metrics = {name.removeprefix(PREFIX): value for name, value in trainer._diagnosis.metrics().items()}
-    assert trainer._diagnosis.metrics() == {}
+    metrics = {name.removeprefix(PREFIX): value for name, value in trainer.diagnosis.metrics().items()}
+    assert trainer.diagnosis.metrics() == {}
 
     with torch.no_grad():
         new = dense.completion_logits(trainer.model, inputs, 1.0).log_softmax(-1)

@@ -11,8 +11,8 @@ from peft import LoraConfig
 
 from tests.trl import dense
 from tests.trl.tiny import assert_same_gradients, logged, loss_and_gradients, make_dataset, reward, rollout
-from troll.trl.advantages import ESTIMATORS, gae, reinforce_plus_plus, terminal_rewards
-from troll.trl.critic import CRITIC_FILE
+from troll.trl.advantages.critic import CRITIC_FILE
+from troll.trl.advantages.estimators import ESTIMATORS, gae, reinforce_plus_plus, terminal_rewards
 
 
 def scored(trainer: Any) -> tuple[dict[str, Any], torch.Tensor]:
@@ -63,7 +63,7 @@ def test_the_table_of_completions_has_the_estimators_advantages(make, estimator)
 def test_ppo_uses_the_critics_values(make):
     trainer = make(advantage_estimator="gae", gamma=0.9, gae_lambda=0.8, whiten_advantages=False)
     with torch.no_grad():
-        trainer.critic.model.score.weight.normal_(std=0.1)
+        trainer.advantages.critic.model.score.weight.normal_(std=0.1)
     output, rewards = scored(trainer)
     mask = output["completion_mask"]
     values = output["troll_values"].double()
@@ -151,10 +151,10 @@ def test_the_critic_learns_and_says_so(make):
 def test_warming_up_trains_the_critic_alone(make):
     trainer = make(advantage_estimator="gae", critic_warmup_steps=3, max_steps=3, weight_decay=0.1)
     policy = {name: p.clone() for name, p in trainer.model.named_parameters()}
-    critic = {name: p.clone() for name, p in trainer.critic.model.named_parameters()}
+    critic = {name: p.clone() for name, p in trainer.advantages.critic.model.named_parameters()}
     trainer.train()
     assert all(torch.equal(p, policy[name]) for name, p in trainer.model.named_parameters())
-    assert any(not torch.equal(p, critic[name]) for name, p in trainer.critic.model.named_parameters())
+    assert any(not torch.equal(p, critic[name]) for name, p in trainer.advantages.critic.model.named_parameters())
     longer = make(advantage_estimator="gae", critic_warmup_steps=3, max_steps=4)
     longer.train()
     assert any(not torch.equal(p, policy[name]) for name, p in longer.model.named_parameters())
@@ -181,7 +181,8 @@ def test_a_resumed_run_has_the_same_critic_and_policy(make, tmp_path, lora):
     assert (checkpoint / CRITIC_FILE).is_file()
     assert json.loads((checkpoint / "kl_bound.json").read_text())["kind"] == "hold_projected_fraction"
     resumed.train(resume_from_checkpoint=str(checkpoint))
-    for ours, theirs in ((resumed.model, whole.model), (resumed.critic.model, whole.critic.model)):
+    critics = resumed.advantages.critic.model, whole.advantages.critic.model
+    for ours, theirs in ((resumed.model, whole.model), critics):
         parameters = dict(theirs.named_parameters())
         assert all(torch.equal(p, parameters[name]) for name, p in ours.named_parameters())
     assert resumed.kl_bound.value == whole.kl_bound.value != 0.01

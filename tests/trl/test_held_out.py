@@ -144,10 +144,10 @@ def test_success_is_exact_where_the_last_batch_is_filled_up(make):
 
 def test_an_evaluation_that_was_interrupted_leaves_nothing(make):
     trainer = evaluate(make, eval_steps=2)
-    trainer._held_out._verdicts = [Verdict(1.0, "a", "")] * 400
+    trainer.held_out._verdicts = [Verdict(1.0, "a", "")] * 400
     trainer._metrics["eval"]["reward"].append(1000.0)
     trainer.evaluate()
-    assert len(trainer._held_out._verdicts) == 16
+    assert len(trainer.held_out._verdicts) == 16
     assert trainer.state.log_history[0]["eval_reward"] <= 1
 
 

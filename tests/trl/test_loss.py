@@ -121,7 +121,7 @@ def test_vllm_weights_apply_to_the_policy_term_alone(make):
     assert_same_gradients(gradients, expected_gradients)
 
     # The regression term is the same with and without the weights.
-    ours._bound, losses = make_bound("fixed", 0.02), {}
+    ours.updates._bound, losses = make_bound("fixed", 0.02), {}
     for ours.use_vllm, ours.args.regression_weight in itertools.product((True, False), (0.0, 1.0)):
         losses[ours.use_vllm, ours.args.regression_weight] = loss_and_gradients(ours, inputs)[0]
     weighted, plain = (losses[vllm, 1.0] - losses[vllm, 0.0] for vllm in (True, False))
@@ -218,6 +218,7 @@ def compare_with_dense(make: Any, model: str = "llama", tools: bool = False, **s
 
     projected = [one for one in everything if one.multiplier > 0]
     assert projected, "the test moves the weights too little"
+    trainer.updates.log(0)
     trainer.log({})
     metrics = trainer.state.log_history[-1]
     count = len(everything)

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+import trl.trainer.utils as trl_utils
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -18,11 +20,13 @@ import troll
 import troll.trl.trainer as trainer_module
 from tests.tolerance import within
 from tests.trl import dense, tiny
+from tests.trl.distributed_worker import SameRollouts
 from tests.trl.tiny import ARCHITECTURES, logged, loss_and_gradients, make_dataset, move, no_warnings_about, rollout
-from troll.trl import TrollConfig, TrollTrainer, fused_head, monitor
+from troll.trl import TrollConfig, TrollTrainer, monitor, old_policy
 from troll.trl.trainer import OLD_POLICY
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
+from troll.trust_region.reading import head as head_module
 
 METRICS = {
     "trust_region/kl_before_mean",
@@ -197,7 +201,7 @@ def test_an_on_policy_configuration_is_told_and_is_grpo(make, monkeypatch, setti
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("the old policy was captured")
 
-    monkeypatch.setattr(fused_head, "capture", fail)
+    monkeypatch.setattr(old_policy, "capture_tokens", fail)
     with pytest.warns(UserWarning, match="every update is on-policy") as caught:
         ours = make(kl_bound=1e-6, beta=0.1, **settings)
     (message,) = [str(warning.message) for warning in caught if "on-policy" in str(warning.message)]
@@ -274,10 +278,8 @@ def test_a_trainer_that_no_longer_scores_the_old_policy_is_noticed(make, monkeyp
     original = GRPOTrainer._generate_and_score_completions
 
     def without_scoring(self: Any, inputs: Any) -> dict[str, Any]:
-        self._scoring, scoring = None, self._scoring
-        output = original(self, inputs)
-        self._scoring = scoring
-        return output
+        self.old_policy.takes_scoring()
+        return original(self, inputs)
 
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", without_scoring)
     with pytest.raises(RuntimeError, match="did not score the old policy"):
@@ -463,13 +465,13 @@ def test_the_head_is_computed_in_float32_where_that_is_asked_for(make, architect
 
 def test_evaluation_in_the_middle_of_training_is_grpos(make, monkeypatch):
     captures = []
-    original = fused_head.capture
+    original = old_policy.capture_tokens
 
     def spy(*args: Any, **kwargs: Any) -> SparsePolicy:
         captures.append(trainer.model.training)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(fused_head, "capture", spy)
+    monkeypatch.setattr(old_policy, "capture_tokens", spy)
     trainer = make(kl_bound=0.01, eval_dataset=tiny.make_dataset(4), eval_strategy="steps", eval_steps=1, do_eval=True)
     trainer.train()
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
@@ -558,7 +560,7 @@ def test_without_args_the_configuration_is_the_default(make, tmp_path, monkeypat
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trainer_module, "TrollConfig", OnCpu)
-    with pytest.warns(UserWarning, match="on-policy"):
+    with no_warnings_about("on-policy"):
         trainer = TrollTrainer(
             str(make.model_path("llama")),
             tiny.reward,
@@ -675,6 +677,7 @@ def test_a_moved_network_is_measured_by_the_trainer(make):
     move(trainer.model, 0.1)
     loss_and_gradients(trainer, inputs)
     assert float(trainer.monitor.sums["projected"]) > 0
+    trainer.updates.log(0)
     trainer.log({})
     assert trainer.monitor.sums == {}
     assert trainer.monitor.maxima == {}
@@ -693,3 +696,58 @@ def test_what_an_interrupted_update_leaves_behind_is_cleared(make, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             trainer._compute_loss(trainer.model, inputs)
     assert trainer.evaluate().keys() == expected
+
+
+def test_prompt_learning_adds_tokens_in_front(make):
+    """PEFT prepends virtual tokens and their labels: the old policy still stands at the completion's tokens."""
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    trainer = make(peft_config=config, kl_bound=1e-3, learning_rate=0.5, steps_per_generation=4, max_steps=4)
+    trainer.train()
+    assert logged(trainer, "trust_region/kl_before_max")[0] < within(1e-6)
+    assert logged(trainer, "trust_region/kl_before_max")[-1] > 1e-3
+
+
+@pytest.mark.parametrize("settings", [{}, {"tail": "floor"}, {"entropy_coef": 0.1}, {"beta": 0.1}], ids=str)
+def test_training_makes_no_tensor_of_tokens_by_vocabulary(make, monkeypatch, settings):
+    """Neither capture nor update, the loss and its backward included."""
+    vocab_size, hidden_size, largest = 1111, 42, 0
+    model = tiny.make_model("llama", vocab_size=vocab_size, hidden_size=hidden_size, num_attention_heads=1)
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple | list) else (out,):
+                # The head itself and its gradient; no number of tokens here is the hidden size.
+                if isinstance(tensor, Tensor) and hidden_size not in tensor.shape:
+                    largest = max(largest, tensor.numel())
+            return out
+
+    monkeypatch.setattr(head_module, "TOKEN_TILE", 4)
+    monkeypatch.setattr(head_module, "VOCABULARY_TILE", 128)
+    monkeypatch.setitem(head_module.WHOLE_ROWS, "cpu", vocab_size)
+    monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 8)
+    if "beta" in settings:
+        path = make.output_dir / "reference"
+        model.save_pretrained(path)
+        model.config._name_or_path = str(path)
+    trainer = make(SameRollouts, model, kl_bound=0.01, max_steps=2, support_top_k=8, **settings)
+    with Watch():
+        trainer.train()
+    assert max(logged(trainer, "trust_region/projected_fraction")) > 0
+    assert 0 < largest <= 4 * vocab_size  # the first reading compares a token of each of four rows; there are more
+
+
+def test_what_the_head_reads_is_kept_in_float32(make, monkeypatch):
+    """bf16 autocast ends before the projection: log-probabilities of half precision would be off by 0.02."""
+    dtypes = []
+    original = PackedPolicy.of
+
+    def spy(policy: SparsePolicy) -> PackedPolicy:
+        dtypes.append(policy.log_probs.dtype)
+        return original(policy)
+
+    monkeypatch.setattr(PackedPolicy, "of", spy)
+    make(bf16=True, max_steps=2).train()
+    assert dtypes
+    assert set(dtypes) == {torch.float32}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaForTokenClassification
 
 from tests.trl import tiny
 from troll.trl.value_model import ValueHead, value_model
@@ -70,6 +70,18 @@ def test_a_folder_is_loaded_in_the_dtype_that_is_asked_for(model_path):
     model: Any = value_model(model_path("llama"), model_init_kwargs={"dtype": "bfloat16"})
     assert model.base_model.embed_tokens.weight.dtype == torch.bfloat16
     assert model.score.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["activation_checkpointing_enable", "gradient_checkpointing_enable"])
+def test_checkpointing_is_switched_on_by_the_name_that_transformers_has(model_path, monkeypatch, name):
+    calls = []
+    for known in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        monkeypatch.setattr(LlamaForTokenClassification, known, None, raising=False)
+    monkeypatch.setattr(LlamaForTokenClassification, name, lambda self, kwargs: calls.append(kwargs))
+    value_model(model_path("llama"))
+    assert calls == []
+    value_model(model_path("llama"), gradient_checkpointing=True)
+    assert calls == [{"use_reentrant": False}]
 
 
 def test_a_policy_in_bf16_has_a_critic_in_float32():

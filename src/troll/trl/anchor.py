@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
-from torch.nn.functional import pad
 
+from troll.huggingface.positions import spread
 from troll.trl.config import TrollConfig
+from troll.trl.seam import loss_mask
 from troll.trust_region.policy.packed import PackedPolicy
+from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.policy.top import capture_top
 
 #: What a rollout function returns besides TRL's keys, in the format of `VLLMGeneration.generate`.
@@ -38,110 +40,174 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "vllm_structured_outputs_regex": (None,),
 }
 
-#: The log-prob of a sampled token of which the engine said nothing: it is masked, so any finite policy serves.
+#: The log-prob of a token of which the engine said nothing: it is masked, so any finite policy serves.
 PLACEHOLDER = math.log(0.5)
 
+#: Rows that float32 holds exactly, in which TRL may keep them.
+MOST_ROWS = 2**24
 
-class ReportedLogProb(float):
-    """The log-prob of a sampled token, and with it the top of the distribution that it was sampled from.
+#: [completion][token][entry], as engines return log-probabilities and token ids; None where there are none.
+Entries = Sequence[Sequence[Sequence[Any] | None]]
 
-    TRL keeps the log-probs of sampled tokens in lists of floats, which it cuts, and joins over the turns of a dialogue
-    with tools. As a float, this goes along and stays with its token.
 
-    Attributes:
-        token_ids: Up to N + 1 tokens: the N likeliest, and the sampled one.
-        log_probs: Theirs, in nats.
+class EngineReports:
+    """What an engine says of the tokens that it samples in one rollout: a row for each.
+
+    TRL carries one number for each token, meant for its log-prob, through its dialogues with tools: it cuts and joins
+    them as it does the tokens. While a rollout is made, that number is the token's row here, counted from 1; a token of
+    a tool, one of which the engine does not know all entries, and one that it calls impossible have 0.
     """
 
-    token_ids: Sequence[int]
-    log_probs: Sequence[float]
+    def __init__(self) -> None:
+        self.clear()
 
-    def __new__(cls, log_prob: float, token_ids: Sequence[int], log_probs: Sequence[float]) -> ReportedLogProb:
-        """See the class."""
-        reported = super().__new__(cls, log_prob)
-        reported.token_ids, reported.log_probs = token_ids, log_probs
-        return reported
+    def clear(self) -> None:
+        """Forgets the rollout before."""
+        self._token_ids: list[Tensor] = []
+        self._log_probs: list[Tensor] = []
+        self._sampled: list[Tensor] = []
+        self._rows = 0
 
-    def __getnewargs__(self) -> tuple[float, Sequence[int], Sequence[float]]:  # type: ignore[override]
-        return float(self), self.token_ids, self.log_probs
+    def add(
+        self, completion_ids: Sequence[Sequence[int]], top_log_probs: Entries, top_token_ids: Entries
+    ) -> list[list[int]]:
+        """Adds sampled tokens, and gives them their rows.
 
+        Args:
+            completion_ids: [completion][token].
+            top_log_probs: [completion][token][entry], in any order; None or NaN for what the engine does not know.
+            top_token_ids: [completion][token][entry].
 
-def reported_log_probs(
-    completion_ids: Sequence[Sequence[int]],
-    top_log_probs: Sequence[Sequence[Sequence[float | None] | None]],
-    top_token_ids: Sequence[Sequence[Sequence[int] | None]],
-) -> list[list[float]]:
-    """The sampled tokens' log-probs, found by their ids among those that an engine returned.
+        Returns:
+            [completion][token]: the row of each, 0 for one of which nothing is known.
 
-    Args:
-        completion_ids: [completion][token].
-        top_log_probs: [completion][token][entry], in any order; None or NaN for what the engine does not know.
-        top_token_ids: [completion][token][entry].
+        Raises:
+            ValueError: If the lists do not fit each other, or a sampled token is not among its entries.
+        """
+        sizes = [[len(tokens) for tokens in each] for each in (completion_ids, top_log_probs, top_token_ids)]
+        if sizes[1] != sizes[0] or sizes[2] != sizes[0]:
+            raise ValueError(
+                f"{TOP_LOG_PROBS} and {TOP_TOKEN_IDS} must have one list for each of the {sizes[0]} tokens of the "
+                f"completions, got {sizes[1]} and {sizes[2]}"
+            )
+        sampled = _integers(completion_ids)
+        entries, ids = ([entry or () for entry in chain.from_iterable(x)] for x in (top_log_probs, top_token_ids))
+        counts = np.fromiter(map(len, entries), np.int64, len(entries))
+        used = np.arange(max([1, *counts.tolist()])) < counts[:, None]
+        log_probs = np.full(used.shape, -np.inf, np.float32)
+        log_probs[used] = np.array(list(chain.from_iterable(entries)), np.float32)  # None becomes NaN
+        known = (counts > 0) & ~np.isnan(log_probs).any(-1)
+        token_ids = np.full(used.shape, -1, np.int64)
+        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+        if (wrong := known & (lengths != counts)).any():
+            raise _unnamed(sampled, counts, wrong, ids)
+        fits = used & (lengths == counts)[:, None]
+        token_ids[fits] = _integers(list(entry) for entry, fit in zip(ids, lengths == counts, strict=True) if fit)
+        is_sampled = token_ids == sampled[:, None]
+        if (wrong := known & ~is_sampled.any(-1)).any():
+            raise _unnamed(sampled, counts, wrong, ids)
+        own = log_probs[np.arange(len(sampled)), is_sampled.argmax(-1)]
+        known &= own > -np.inf  # nothing samples the impossible, and no ratio has it as a denominator
+        rows = np.zeros(len(sampled), np.int64)
+        rows[known] = np.arange(self._rows + 1, self._rows + 1 + known.sum())
+        self._rows += int(known.sum())
+        if self._rows > MOST_ROWS:
+            raise ValueError(f'anchor="rollout" takes at most {MOST_ROWS} tokens a rollout and process')
+        for kept, values in zip(
+            (self._token_ids, self._log_probs, self._sampled), (token_ids, log_probs, own), strict=True
+        ):
+            kept.append(torch.from_numpy(values[known]))
+        return [row.tolist() for row in np.split(rows, np.cumsum(sizes[0])[:-1])]
 
-    Returns:
-        [completion][token]: a `ReportedLogProb`; or NaN where the engine does not know all entries, has none, or says
-        that the token was impossible.
+    def log_probs(self, rows: Tensor) -> Tensor:
+        """Log-probs of the sampled tokens in some rows, any shape, in nats; 0, as TRL has it for tools, for row 0."""
+        sampled = torch.cat([torch.zeros(1), *self._sampled])
+        return sampled[rows.cpu()].to(rows.device)
 
-    Raises:
-        ValueError: If the lists do not fit each other, or a sampled token is not among its entries.
-    """
-    sizes = [
-        [len(completion) for completion in completions]
-        for completions in (completion_ids, top_log_probs, top_token_ids)
-    ]
-    if sizes[1] != sizes[0] or sizes[2] != sizes[0]:
-        raise ValueError(
-            f"{TOP_LOG_PROBS} and {TOP_TOKEN_IDS} must have one list for each of the {sizes[0]} tokens of the "
-            f"completions, got {sizes[1]} and {sizes[2]}"
+    def policies(
+        self, rows: Tensor, completion_ids: Tensor, mask: Tensor, *, vocab_size: int, top_k: int, mass_threshold: float
+    ) -> list[PackedPolicy]:
+        """One policy for each completion; positions outside of the mask keep no slot.
+
+        A token in row 0 has a policy that says nothing, for `tool_mask` to leave out.
+
+        Args:
+            rows: (B, T).
+            completion_ids: (B, T).
+            mask: (B, T), the tokens of the completions.
+            vocab_size: V of the model.
+            top_k: K.
+            mass_threshold: δ.
+        """
+        width = max([1, *(block.shape[-1] for block in self._token_ids)])
+        table_ids, table = (
+            torch.cat([torch.full((1, width), fill, dtype=dtype), *(_widened(block, width, fill) for block in blocks)])
+            for blocks, fill, dtype in (
+                (self._token_ids, -1, torch.int64),
+                (self._log_probs, -math.inf, torch.float32),
+            )
         )
-    return [
-        [_reported(*token) for token in zip(*completion, strict=True)]
-        for completion in zip(completion_ids, top_log_probs, top_token_ids, strict=True)
-    ]
+        log_probs = torch.where(rows > 0, self.log_probs(rows), PLACEHOLDER)
+        packed: list[PackedPolicy] = []
+        for row, ids, sampled, scored in zip(rows, completion_ids, log_probs, mask.bool(), strict=True):
+            at = row[scored].cpu()
+            policy: SparsePolicy = capture_top(
+                table_ids[at],
+                table[at],
+                ids[scored].cpu(),
+                sampled[scored].cpu(),
+                vocab_size,
+                top_k=top_k,
+                mass_threshold=mass_threshold,
+            )
+            packed += spread(PackedPolicy.of(policy), scored.unsqueeze(0).cpu()).to(rows.device).unbind()
+        return packed
 
 
-def _reported(token_id: int, log_probs: Sequence[float | None] | None, token_ids: Sequence[int] | None) -> float:
-    if not log_probs or None in log_probs or math.isnan(sum(log_probs)):  # type: ignore[arg-type]
-        return math.nan
-    if token_ids is None or len(token_ids) != len(log_probs) or token_id not in token_ids:
-        raise ValueError(
-            f"{TOP_TOKEN_IDS} must name the token of each of {len(log_probs)} entries, the sampled token {token_id} "
-            f"among them, got {token_ids}"
-        )
-    log_prob: Any = log_probs[token_ids.index(token_id)]
-    # Nothing samples the impossible, and no ratio has it as a denominator.
-    return math.nan if log_prob == -math.inf else ReportedLogProb(log_prob, token_ids, log_probs)  # type: ignore[arg-type]
+def _integers(lists: Any) -> Any:
+    return np.fromiter(chain.from_iterable(lists), np.int64)
 
 
-def report_top_log_probs(generation: Any, number: int) -> None:
-    """Lets a `trl.generation.vllm_generation.VLLMGeneration` ask for more log-probs than TRL wants, and carry them.
+def _widened(block: Tensor, width: int, fill: float) -> Tensor:
+    return torch.nn.functional.pad(block, (0, width - block.shape[-1]), value=fill)
 
-    `generate` still returns one entry for each token, and now it is a `ReportedLogProb`, or NaN. TRL takes the first
-    entry for the sampled token's; of vLLM's own, it is the likeliest token's.
+
+def _unnamed(sampled: Any, counts: Any, wrong: Any, ids: Sequence[Any]) -> ValueError:
+    at = int(wrong.argmax())
+    return ValueError(
+        f"{TOP_TOKEN_IDS} must name the token of each of {counts[at]} entries, the sampled token {sampled[at]} among "
+        f"them, got {list(ids[at]) or None}"
+    )
+
+
+def report_top_log_probs(generation: Any, number: int, reports: EngineReports) -> None:
+    """Lets a `trl.generation.vllm_generation.VLLMGeneration` ask for more log-probs than TRL wants, and report them.
+
+    `generate` still returns one entry for each token, and now it is the token's row. TRL takes the first entry for the
+    sampled token's; of vLLM's own, it is the likeliest token's.
 
     Args:
         generation: Changed in place.
         number: N, of the likeliest tokens.
+        reports: Where to.
     """
     generation.logprobs = number
     generate = generation.generate
 
     @functools.wraps(generate)
-    def reporting_generate(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def reporting(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         prompt_ids, completion_ids, log_probs, token_ids = generate(*args, **kwargs)
-        reported = reported_log_probs(completion_ids, log_probs, token_ids)
-        return (
-            prompt_ids,
-            completion_ids,
-            [[[log_prob] for log_prob in completion] for completion in reported],
-            [[[token_id] for token_id in completion] for completion in completion_ids],
-        )
+        rows = reports.add(completion_ids, log_probs, token_ids)
+        of_each = [[[[x] for x in completion] for completion in values] for values in (rows, completion_ids)]
+        return prompt_ids, completion_ids, *of_each
 
-    generation.generate = reporting_generate
+    generation.generate = reporting
 
 
-def reporting_rollout_func(rollout_func: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """A TRL rollout function whose `logprobs` are `ReportedLogProb`, of one that returns the top log-probs beside.
+def reporting_rollout_func(
+    rollout_func: Callable[..., dict[str, Any]], reports: EngineReports
+) -> Callable[..., dict[str, Any]]:
+    """A TRL rollout function whose `logprobs` are rows, of one that also returns the top log-probs.
 
     They are in `top_logprobs` and `top_logprob_token_ids`, which do not go on to the reward functions, and `logprobs`
     itself is not needed. A function that hands on the `logprobs` of ``trainer.vllm_generation.generate`` needs neither.
@@ -152,12 +218,11 @@ def reporting_rollout_func(rollout_func: Callable[..., dict[str, Any]]) -> Calla
         output = dict(rollout_func(prompts, trainer))
         top_log_probs, top_token_ids = output.pop(TOP_LOG_PROBS, None), output.pop(TOP_TOKEN_IDS, None)
         if top_log_probs is not None and top_token_ids is not None:
-            completion_ids = output["completion_ids"]
-            return output | {"logprobs": reported_log_probs(completion_ids, top_log_probs, top_token_ids)}
-        log_probs = output.get("logprobs") or []
-        if not any(isinstance(log_prob, ReportedLogProb) for completion in log_probs for log_prob in completion):
+            return output | {"logprobs": reports.add(output["completion_ids"], top_log_probs, top_token_ids)}
+        numbers = list(chain.from_iterable(output.get("logprobs") or []))
+        if not numbers or not all(isinstance(x, int) for x in numbers):  # log-probs are floats, rows are not
             raise ValueError(
-                f'with anchor="rollout", rollout_func must return {TOP_LOG_PROBS} and {TOP_TOKEN_IDS} beside '
+                f'with anchor="rollout", rollout_func must return {TOP_LOG_PROBS} and {TOP_TOKEN_IDS} next to '
                 f"completion_ids, each [completion][token][entry], got {', '.join(sorted(output))}"
             )
         return output
@@ -165,116 +230,64 @@ def reporting_rollout_func(rollout_func: Callable[..., dict[str, Any]]) -> Calla
     return reporting
 
 
-@dataclass(frozen=True)
-class ReportedRollout:
-    """What an engine reported of the completions of one rollout on one process.
-
-    Attributes:
-        completion_ids: [completion][token].
-        reported: [completion][token]: a `ReportedLogProb`, or another float where the engine reported nothing.
-        tool_mask: [completion][token]: 1 for what is trained on; None for everything. Tokens without a report are not.
-        sampled: How many tokens were sampled from the model, rather than written by a tool.
-        unreported: How many of these have no report.
-    """
-
-    completion_ids: list[list[int]]
-    reported: list[list[float]]
-    tool_mask: list[list[int]] | None
-    sampled: int
-    unreported: int
-
-    @classmethod
-    def read(
-        cls, completion_ids: list[list[int]], log_probs: list[list[float]], tool_mask: list[list[int]] | None
-    ) -> ReportedRollout:
-        """Of what ``GRPOTrainer._generate`` returns, with `ReportedLogProb` among the log-probs."""
-        by_model = tool_mask if tool_mask is not None else [[1] * len(ids) for ids in completion_ids]
-        trained = [
-            [int(on and isinstance(log_prob, ReportedLogProb)) for on, log_prob in zip(*completion, strict=True)]
-            for completion in zip(by_model, log_probs, strict=True)
-        ]
-        sampled = sum(map(sum, by_model))
-        unreported = sampled - sum(map(sum, trained))
-        return cls(completion_ids, log_probs, trained if unreported else tool_mask, sampled, unreported)
-
-    @property
-    def log_probs(self) -> list[list[float]]:
-        """[completion][token], in nats; 0, as TRL has it for tools, where the engine reported nothing."""
-        return [
-            [float(log_prob) if isinstance(log_prob, ReportedLogProb) else 0.0 for log_prob in completion]
-            for completion in self.reported
-        ]
-
-    def padded_log_probs(self, length: int, device: torch.device) -> Tensor:
-        """`log_probs`, (B, T) with T = `length`; 0 beyond a completion."""
-        rows = [completion + [0.0] * (length - len(completion)) for completion in self.log_probs]
-        return torch.tensor(rows, device=device)
-
-    def policies(
-        self, length: int, device: torch.device, *, vocab_size: int, top_k: int, mass_threshold: float
-    ) -> list[PackedPolicy]:
-        """One policy for each completion, of T = `length` positions; those beyond the completion keep no slot.
-
-        A token without a report has a policy that says nothing, for `tool_mask` to leave out.
-
-        Args:
-            length: T.
-            device: Where to.
-            vocab_size: V of the model.
-            top_k: K.
-            mass_threshold: δ.
-        """
-        packed = []
-        for token_ids, reported in zip(self.completion_ids, self.reported, strict=True):
-            token_log_probs = [x if isinstance(x, ReportedLogProb) else PLACEHOLDER for x in reported]
-            policy = PackedPolicy.of(
-                capture_top(
-                    *_entries(reported),
-                    torch.tensor(token_ids, dtype=torch.int64),
-                    torch.tensor(token_log_probs, dtype=torch.float32),
-                    vocab_size,
-                    top_k=top_k,
-                    mass_threshold=mass_threshold,
-                )
-            )
-            beyond = (0, length - len(token_ids))
-            per_position = {name: pad(getattr(policy, name), beyond) for name in ("counts", "tail_log_prob", "slot")}
-            packed.append(dataclasses.replace(policy, **per_position))  # type: ignore[arg-type]
-        return PackedPolicy.stack(packed).to(device).unbind()
-
-
-def _entries(reported: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Ids and log-probs of one completion, (T, M) each; a token without a report has no entries."""
-    entries: list[tuple[Sequence[int], Sequence[float]]] = [
-        (log_prob.token_ids, log_prob.log_probs) if isinstance(log_prob, ReportedLogProb) else ((), ())
-        for log_prob in reported
-    ]
-    width = max([1, *(len(ids) for ids, _ in entries)])
-    ids = [[*ids, *[-1] * (width - len(ids))] for ids, _ in entries]
-    log_probs = [[*values, *[-math.inf] * (width - len(values))] for _, values in entries]
-    shape = (len(entries), width)
-    return torch.tensor(ids, dtype=torch.int64).view(shape), torch.tensor(log_probs, dtype=torch.float32).view(shape)
-
-
-def prepare_anchor(trainer: Any) -> None:
-    """Makes the generation of a `GRPOTrainer` report what ``anchor="rollout"`` needs.
+class RolloutAnchor:
+    """The engine's policy as the old one, for ``anchor="rollout"``; every method runs on every process.
 
     Args:
-        trainer: With a `TrollConfig`, and set up. Its rollout function and vLLM's `generate` are wrapped.
+        trainer: A `GRPOTrainer` with a `TrollConfig`, set up. Its rollout function and vLLM's `generate` are wrapped.
 
     Raises:
-        ValueError: On a configuration that cannot report it, with what to set instead; on every process.
+        ValueError: On a configuration that cannot report log-probs, with what to set instead; on every process.
     """
-    check_rollout_source(trainer.args, has_rollout_func=trainer.rollout_func is not None, has_tools=bool(trainer.tools))
-    check_sampling(trainer.args)
-    if trainer.args.use_vllm:
-        # A surrogate that does not read policies makes do with the sampled token, of which 0 more are asked for.
-        reads = trainer.surrogate.reads_policies(trainer.args) or trainer.args.diagnostics_steps
-        number = min(trainer.args.support_top_k, vocabulary_size(trainer.model)) if reads else 0
-        check_engine(engine_settings(trainer.vllm_generation), number, trainer.vllm_generation.mode)
-        report_top_log_probs(trainer.vllm_generation, number)
-    if trainer.rollout_func is not None:
-        trainer.rollout_func = reporting_rollout_func(trainer.rollout_func)
+
+    def __init__(self, trainer: Any) -> None:
+        self._args, self._accelerator = trainer.args, trainer.accelerator
+        self._vocab_size = vocabulary_size(trainer.model)
+        self.reports, self._rows = EngineReports(), torch.empty(0, dtype=torch.int64)
+        check_rollout_source(
+            trainer.args, has_rollout_func=trainer.rollout_func is not None, has_tools=bool(trainer.tools)
+        )
+        check_sampling(trainer.args)
+        if trainer.args.use_vllm:
+            # A surrogate that does not read policies makes do with the sampled token, which vLLM always returns.
+            reads = trainer.surrogate.reads_policies(trainer.args) or trainer.args.diagnostics_steps
+            number = min(trainer.args.support_top_k, self._vocab_size) if reads else 0
+            check_engine(engine_settings(trainer.vllm_generation), number, trainer.vllm_generation.mode)
+            report_top_log_probs(trainer.vllm_generation, number, self.reports)
+        if trainer.rollout_func is not None:
+            trainer.rollout_func = reporting_rollout_func(trainer.rollout_func, self.reports)
+
+    def read(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
+        """A rollout with the sampled tokens' log-probs in place of their rows."""
+        self._rows = rolled_out["sampling_per_token_logps"].nan_to_num(0.0).long()
+        return rolled_out | {"sampling_per_token_logps": self.reports.log_probs(self._rows)}
+
+    def as_old_policy(self, rolled_out: dict[str, Any]) -> tuple[dict[str, Any], float]:
+        """A rollout that was read, with the engine's log-probs as the old policy's; the loss leaves out other tokens.
+
+        Returns:
+            The rollout, and the share of sampled tokens of all processes that have no report.
+        """
+        known = (self._rows > 0).to(rolled_out["completion_mask"])
+        mask = loss_mask(rolled_out)
+        counts = torch.stack([(mask * known).sum(), mask.sum()])
+        trained, sampled = self._accelerator.reduce(counts, reduction="sum").tolist()
+        rolled_out = rolled_out | {"old_per_token_logps": rolled_out["sampling_per_token_logps"]}
+        if trained < sampled:
+            rolled_out["tool_mask"] = rolled_out.get("tool_mask", torch.ones_like(known)) * known
+            rolled_out["num_items_in_batch"] = torch.full_like(rolled_out["num_items_in_batch"], trained)
+        return rolled_out, (sampled - trained) / max(sampled, 1)
+
+    def policies(self, rolled_out: dict[str, Any]) -> list[PackedPolicy]:
+        """The engine's policies of a rollout that was read, one for each completion."""
+        return self.reports.policies(
+            self._rows,
+            rolled_out["completion_ids"],
+            rolled_out["completion_mask"],
+            vocab_size=self._vocab_size,
+            top_k=self._args.support_top_k,
+            mass_threshold=self._args.mass_threshold,
+        )
 
 
 def vocabulary_size(model: Any) -> int:
@@ -313,7 +326,7 @@ def check_sampling(args: TrollConfig) -> None:
     if options.get("temperature", args.temperature) != args.temperature:
         raise ValueError(
             f'anchor="rollout" needs one temperature, got {args.temperature} and {options["temperature"]} in '
-            "generation_kwargs: set it as temperature alone"
+            "generation_kwargs: set temperature only"
         )
     if "logprobs" in options:
         raise ValueError('anchor="rollout" sets logprobs to support_top_k itself: leave it out of generation_kwargs')
@@ -326,7 +339,7 @@ def engine_settings(generation: Any) -> dict[str, Any]:
         config = generation.llm.llm_engine.model_config
         return {name: getattr(config, name) for name in names}
     answers: list[Any] = [None]
-    if generation.accelerator.is_main_process:  # which alone has a client; the others wait for its answer
+    if generation.accelerator.is_main_process:  # the only one with a client; the others wait for its answer
         try:
             config = generation.vllm_client.get_server_info()["model_config"]
             answers = [{name: config[name] for name in names}]

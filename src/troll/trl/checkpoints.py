@@ -1,4 +1,4 @@
-"""Checkpoints that say whether they are complete, and resuming from those alone."""
+"""Checkpoints that say whether they are complete, and resuming only from those."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
-from trl import GRPOTrainer
 
 from troll.files import write_atomically
 from troll.run_folder import read_json
@@ -80,75 +81,66 @@ def check_complete(checkpoint: Path) -> None:
     raise ValueError(f"{checkpoint} is an incomplete checkpoint: {lacks}; {instead}{on_purpose}")
 
 
-class CheckpointTrainer(GRPOTrainer):
-    """[`~trl.GRPOTrainer`] whose checkpoints say whether they are complete; it resumes from complete ones alone.
+def resolved(output_dir: Path, resume_from_checkpoint: str | bool | None) -> tuple[str | None, dict[Path, str]]:
+    """The folder to resume from, by what `Trainer.train` was given, None to start anew; and what newer ones lack.
 
-    A checkpoint's marker is written twice: before its first file, as incomplete; and as a whole in place of the first,
-    with the size of every file, once every process has written its part. Older checkpoints are deleted
-    (``save_total_limit``) and pushed to the hub after that, so that there always is a complete one.
+    Args:
+        output_dir: Of the run.
+        resume_from_checkpoint: A folder; or True for the newest complete one in `output_dir`.
+
+    Raises:
+        ValueError: If that does not exist or is not the same for all processes, or the given one is incomplete.
     """
-
-    def __init__(self, *positional: Any, **kwargs: Any) -> None:
-        self._postponed: dict[str, Any] = {}
-        self._passed_over: dict[Path, str] = {}
-        super().__init__(*positional, **kwargs)
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **kwargs: Any) -> Any:
-        """The parent's; True resumes from the newest complete checkpoint in ``output_dir``.
-
-        Raises:
-            ValueError: If that does not exist or is not the same for all processes, or the given checkpoint is
-                incomplete.
-        """
-        self._passed_over = {}
-        if resume_from_checkpoint is True:
-            output_dir = Path(str(self.args.output_dir))
-            checkpoint, self._passed_over = newest_complete(output_dir)
-            _check_agreed(checkpoint)  # before anything is raised, or the other processes would wait for this one
-            if checkpoint is None:
-                raise _none_complete(output_dir, self._passed_over)
-            resume_from_checkpoint = str(checkpoint)
-        elif resume_from_checkpoint and Path(resume_from_checkpoint).is_dir():
+    if not resume_from_checkpoint:
+        return None, {}
+    if resume_from_checkpoint is not True:
+        if Path(resume_from_checkpoint).is_dir():
             check_complete(Path(resume_from_checkpoint))
-        return super().train(resume_from_checkpoint, *positional, **kwargs)
+        return str(resume_from_checkpoint), {}
+    checkpoint, passed_over = newest_complete(output_dir)
+    _check_agreed(checkpoint)  # before anything is raised, or the other processes would wait for this one
+    if checkpoint is None:
+        raise _none_complete(output_dir, passed_over)
+    return str(checkpoint), passed_over
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and self.is_world_process_zero():
-            # No warning, but the lowest level that is shown where nobody has set up logging.
-            logger.warning(
-                "resuming from %s (step %d of %d)%s",
-                Path(checkpoint).name,
-                self.state.global_step,
-                self.state.max_steps,
-                _why(self._passed_over),
-            )
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        run_folder = self._get_output_dir(trial=trial)
-        checkpoint = Path(run_folder, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        if self.args.should_save:
-            _begin(checkpoint)
-        self.accelerator.wait_for_everyone()
+@contextlib.contextmanager
+def marked(trainer: Any, checkpoint: Path) -> Iterator[None]:
+    """Marks the checkpoint that is written meanwhile: as incomplete, and then as a whole.
 
-        self._postponed = {name: getattr(self.args, name) for name in ("save_total_limit", "push_to_hub")}
-        try:
-            with _changed(self.args, save_total_limit=None, push_to_hub=False):
-                super()._save_checkpoint(model, trial)
-        finally:
-            self._postponed = {}
+    The marker is written twice: before the first file, as incomplete; and as a whole in place of the first, with the
+    size of every file, once every process has written its part. Older checkpoints are deleted (``save_total_limit``)
+    and pushed to the hub after that, so that there always is a complete one.
 
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            _complete(checkpoint)
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(checkpoint))
-        if self.args.should_save:
-            _delete_older(checkpoint, self.args.save_total_limit, self.state.best_model_checkpoint)
+    Args:
+        trainer: A transformers `Trainer`. Every process has to call it.
+        checkpoint: The folder.
+    """
+    args, saves = trainer.args, trainer.args.should_save
+    if saves:
+        _begin(checkpoint)
+    trainer.accelerator.wait_for_everyone()
+    postponed = {name: getattr(args, name) for name in ("save_total_limit", "push_to_hub")}
+    vars(args).update(save_total_limit=None, push_to_hub=False)
+    try:
+        yield
+    finally:
+        vars(args).update(postponed)
+    if saves:  # it was saved without them
+        torch.save(args, checkpoint / TRAINING_ARGS_NAME)
+    trainer.accelerator.wait_for_everyone()
+    if saves:
+        _complete(checkpoint)
+    if args.push_to_hub:
+        trainer._push_from_checkpoint(str(checkpoint))
+    if saves:
+        _delete_older(checkpoint, args.save_total_limit, trainer.state.best_model_checkpoint)
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        with _changed(self.args, **self._postponed):  # it saves the arguments too
-            super()._save(output_dir, state_dict)
+
+def say_resumed(checkpoint: Path, step: int, max_steps: int, passed_over: dict[Path, str]) -> None:
+    """Tells from where training goes on, and which newer checkpoints are incomplete."""
+    # No warning, but the lowest level that is shown where nobody has set up logging.
+    logger.warning("resuming from %s (step %d of %d)%s", checkpoint.name, step, max_steps, _why(passed_over))
 
 
 def _judge(checkpoint: Path) -> tuple[str | None, bool]:
@@ -235,13 +227,3 @@ def _delete_older(checkpoint: Path, limit: int | None, best: str | None) -> None
     rotate_checkpoints(
         output_dir=str(checkpoint.parent), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True
     )
-
-
-@contextlib.contextmanager
-def _changed(args: Any, **values: Any) -> Iterator[None]:
-    before = {name: getattr(args, name) for name in values}
-    vars(args).update(values)
-    try:
-        yield
-    finally:
-        vars(args).update(before)

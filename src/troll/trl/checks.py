@@ -8,8 +8,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor
 
 from troll.trl.config import TrollConfig
+
+#: Weights with large magnitudes, such as those of norms, are few in every model; a share above this is the model.
+MAX_UNRESOLVED = 0.1
 
 
 def dropout_rates(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
@@ -45,7 +50,7 @@ def warn_about_saving(accelerator: Accelerator, model: torch.nn.Module) -> None:
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and "FULL_STATE_DICT" not in str(fsdp.state_dict_type):
         warnings.warn(
-            "save_model will write no weights with FSDP's SHARDED_STATE_DICT, and checkpoints will hold shards alone: "
+            "save_model will write no weights with FSDP's SHARDED_STATE_DICT, and checkpoints will hold only shards: "
             "set fsdp_state_dict_type to FULL_STATE_DICT, or join the shards of the last checkpoint with `accelerate "
             "merge-weights`",
             stacklevel=3,
@@ -57,7 +62,7 @@ def warn_about_saving(accelerator: Accelerator, model: torch.nn.Module) -> None:
         warnings.warn(
             "save_model will write DeepSpeed's shards, which from_pretrained cannot load: set zero3_save_16bit_model "
             "(or stage3_gather_16bit_weights_on_model_save) to true, or join the shards with the "
-            "zero_to_fp32.py beside them",
+            "zero_to_fp32.py in their folder",
             stacklevel=3,
         )
 
@@ -67,9 +72,9 @@ def warn_about(args: TrollConfig, model: torch.nn.Module) -> None:
     if args.always_on_policy and args.surrogate != "none":
         warnings.warn(
             f"every update is on-policy, where surrogate {args.surrogate!r} is the identity: old and new policy are "
-            "equal. Give each rollout several updates: raise steps_per_generation above gradient_accumulation_steps "
-            f"(now {args.steps_per_generation} and {args.gradient_accumulation_steps}), or num_iterations above 1"
-            + (". diagnostics_steps has nothing to measure" if args.diagnostics_steps else ""),
+            "equal. Give each rollout several updates: set updates_per_rollout, or raise steps_per_generation above "
+            f"gradient_accumulation_steps (now {args.steps_per_generation} and {args.gradient_accumulation_steps}), or "
+            "num_iterations above 1" + (". diagnostics_steps has nothing to measure" if args.diagnostics_steps else ""),
             stacklevel=3,
         )
     lora_dropout = max((getattr(config, "lora_dropout", 0.0) for config in _peft_configs(model)), default=0.0)
@@ -98,6 +103,57 @@ def warn_about(args: TrollConfig, model: torch.nn.Module) -> None:
             "the middle of a rollout starts a new one and does not repeat the interrupted run exactly",
             stacklevel=3,
         )
+
+
+def warn_about_precision(accelerator: Accelerator, args: TrollConfig, model: torch.nn.Module) -> None:
+    """Warns where the trained weights have too few bits for the learning rate."""
+    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    if sharded and accelerator.mixed_precision != "no":
+        return  # these keep float32 copies to train, whatever the model was loaded in
+    share = unresolved_share(model, args.learning_rate)
+    if share > MAX_UNRESOLVED:
+        warnings.warn(
+            f"{share:.0%} of the trained weights are too large for learning_rate={args.learning_rate:g} in the dtype "
+            'that they have: a step is rounded away, and they never move. Load the model with dtype="float32" (in '
+            "model_init_kwargs, where the trainer loads it) and compute in bf16 with bf16=True; or train LoRA adapters "
+            "in float32",
+            stacklevel=3,
+        )
+
+
+def unresolved_share(model: torch.nn.Module, learning_rate: float) -> float:
+    """The share of the trained weights that an optimiser's step leaves where they are.
+
+    AdamW moves a weight by about the learning rate. Around w in [2^e, 2^(e+1)), numbers with b bits are 2^(e + 1 - b)
+    apart, and a step below half of that is rounded away. So a weight stays where |w| is above 2^b to 2^(b + 1) times
+    the learning rate, by where in its binade it is; this takes the middle, 2^(b + ½): b is 8 in bf16 and 11 in fp16.
+    Weights of higher precision count as ones that move.
+
+    Args:
+        model: With weights that may be sharded; every process looks at those that it holds, without communication.
+        learning_rate: The largest of the training.
+
+    Returns:
+        Of at most 1024 weights of each parameter, evenly spaced, weighted by the parameter's size; 0 without any.
+    """
+    total, stays = 0, torch.zeros(())
+    for parameter in model.parameters():
+        weights = _local(parameter)
+        if not parameter.requires_grad or not weights.numel():
+            continue
+        total += weights.numel()
+        if weights.dtype in (torch.bfloat16, torch.float16):
+            sample = weights.flatten()[:: max(1, weights.numel() // 1024)]
+            largest = learning_rate * 2**1.5 / torch.finfo(weights.dtype).eps
+            # Stays on the device: the number is read once, at the end.
+            stays = stays.to(sample.device) + (sample.abs().float() > largest).float().mean() * weights.numel()
+    return float(stays) / max(total, 1)
+
+
+def _local(parameter: torch.nn.Parameter) -> Tensor:
+    """The part of a parameter that this process holds, of FSDP2 (a DTensor) or ZeRO-3 (`ds_tensor`) too."""
+    weights: Any = getattr(parameter, "ds_tensor", parameter.detach())
+    return weights.to_local() if hasattr(weights, "to_local") else weights
 
 
 def _peft_configs(model: torch.nn.Module) -> list[Any]:

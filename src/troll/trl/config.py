@@ -23,35 +23,52 @@ ANCHORS: tuple[Anchor, ...] = ("old", "rollout")
 DPPO_OUTCOMES: tuple[DppoOutcomes, ...] = ("binary", "top_k")
 
 #: How TRL's `loss_type` aggregates over tokens, in the core's names; "dapo" divides by the tokens of the whole
-#: generation batch. The other loss types bring a surrogate of their own, with no clip to replace.
+#: generation batch.
 AGGREGATION = {"grpo": "sequence_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length"}
 LOSS_TYPES = (*AGGREGATION, "dapo")
+#: Loss types that bring a surrogate of their own, in which no other one can take the clip's place.
+RIVAL_LOSS_TYPES = ("cispo", "sapo", "vespo", "luspo")
+
+#: Updates for which a rollout is used where no setting says otherwise.
+UPDATES_PER_ROLLOUT = 8
+#: Estimators that read one reward for each completion, from which a KL penalty can be subtracted.
+KL_IN_REWARD = ("rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 @dataclass
 class TrollConfig(GRPOConfig):
     r"""`GRPOConfig` with a trust region instead of a clip.
 
-    Everything of [`~trl.GRPOConfig`] keeps its meaning; but for ``surrogate="clip"``, `epsilon` and `epsilon_high` are
-    ignored (there is no clip) and `delta` is refused. Note that `top_k` remains TRL's sampling parameter; the number of
-    tokens kept of the old policy is `support_top_k`.
+    Everything of `trl.GRPOConfig` keeps its meaning, with two exceptions. A rollout is used for eight updates instead
+    of one (`updates_per_rollout`), and without a clip (any surrogate but "clip") `epsilon` and `epsilon_high` are
+    ignored, and `delta` and the loss types "cispo", "sapo", "vespo" and "luspo" are refused. Note that `top_k` remains
+    TRL's sampling parameter; the number of tokens kept of the old policy is `support_top_k`.
 
     Args:
-        surrogate: What keeps an update near the old policy: "troll"; "clip", TRL's (`epsilon`, `epsilon_high`, and
-            `delta` for the dual clip); "dppo_tv" or "dppo_kl", the masks of arXiv 2602.04879; or "none". The settings
-            of the others are then ignored.
+        updates_per_rollout: Optimiser updates for which a rollout is used. It sets TRL's `steps_per_generation` to
+            ``updates_per_rollout * gradient_accumulation_steps / num_iterations``. Default: 8, unless
+            `steps_per_generation`, `generation_batch_size` or `num_iterations` is set; it then says what follows from
+            those, or is None where an update takes several rollouts or a part of one. With 1, old and new policy are
+            equal in every update.
+        generation_chunk_size: How many completions transformers generates in one call, which bounds the memory of its
+            KV cache; None: all of a rollout. It has no effect on vLLM.
+        surrogate: What keeps an update near the old policy: "troll"; "clip", TRL's (`epsilon`, `epsilon_high`, `delta`
+            for the dual clip, and every `loss_type`); "dppo_tv" or "dppo_kl", the masks of arXiv 2602.04879; or "none".
+            The settings of the others are then ignored.
         kl_bound: ε, the largest KL divergence (nats) of a token's distribution from the old policy's.
         regression_weight: α, the weight of KL(p̃ ‖ ⌊q⌋), which pulls the network to the projected policy.
         support_top_k: K, how many tokens of the old policy are kept per position.
         mass_threshold: δ: fewer are kept where they already cover 1 − δ of the probability mass.
         tail: What happens to the rest: "bucket", one more outcome with its exact mass, or "floor", the paper's code.
-        solver: "newton", or "bracket", the paper's.
+        solver: How the multiplier of a token is found: "newton", or "bracket", the paper's search.
+        disable_dropout: Whether all dropout is set to 0. TRL's setting, but true by default: dropout between scoring
+            and update would be projected as if it were learning.
         constraint: Which tokens share one multiplier: each "token" has its own; all of a "sequence", so that the mean
             of their KL divergences meets the bound; or all of a "batch", the micro-batches of all processes together.
         constraint_reduction: "mean", or "sum" of the KL divergences of the tokens that share a multiplier.
         kl_bound_schedule: How ε changes: "fixed"; "linear" or "cosine" to `end`; "hold_projected_fraction" or "hold_kl"
             at a `target`. See `troll.trust_region.bounds`.
-        kl_bound_schedule_kwargs: Its options, e.g. ``{"end": 0.01}``.
+        kl_bound_schedule_kwargs: Options of the schedule, e.g. ``{"end": 0.01}``.
         kl_bound_entropy_exponent: Above 0, ε of each token is scaled by (H/H̄) to this power, within [0.1, 10], where H
             is the old policy's entropy at the token and H̄ its mean over the rollout.
         kl_bound_negative_ratio: ε is multiplied by this where the advantage is negative.
@@ -64,26 +81,43 @@ class TrollConfig(GRPOConfig):
             "reinforce_plus_plus", whitened over the global batch; "reinforce_plus_plus_baseline", with the group's mean
             subtracted before; "rloo", leave-one-out; or "gae", PPO's, with a critic. All but those with groups also
             take ``num_generations=1``.
-        gamma: Discount of "gae".
-        gae_lambda: λ of "gae".
+        kl_in_reward: Whether `beta` penalises the reward instead of the loss, as `RLOOTrainer` does: a completion's
+            reward is r − β Σ_t (log p(o_t) − log p_ref(o_t)) with the old policy p, and the loss has no KL term. It
+            needs `beta` above 0, and "rloo", "reinforce_plus_plus" or "reinforce_plus_plus_baseline".
+        gamma: Discount γ of "gae", in [0, 1].
+        gae_lambda: λ of "gae", in [0, 1]: 0 trusts the critic's next value, 1 the whole return.
         whiten_advantages: Whether the advantages of "gae" are whitened over the tokens of all processes.
         critic_model_name_or_path: What the critic of "gae" starts from; by default the policy's model.
-        critic_learning_rate: The critic's, constant.
-        critic_weight_decay: The critic's.
-        critic_max_grad_norm: The critic's.
-        critic_warmup_steps: Optimiser steps in which the critic alone is trained.
-        value_clip: How far a value may move from the rollout's before its loss is clipped.
+        critic_learning_rate: Constant learning rate of the critic's AdamW.
+        critic_weight_decay: Weight decay of that AdamW, on matrices only.
+        critic_max_grad_norm: The norm to which the critic's gradient is clipped, apart from the policy's.
+        critic_warmup_steps: Optimiser steps at the start in which only the critic is trained.
+        value_clip: How far a value may move from the rollout's, in units of reward, before its loss is clipped.
         diagnostics_steps: Every so many optimiser steps, ``trust_region/diagnostics/*`` are measured and logged; 0
             never. See docs/diagnostics.md.
         eval_temperature: At which held-out completions are sampled: 0 is greedy, with ``num_generations_eval=1``; by
             default as in training.
 
     Raises:
-        ValueError: On a value out of its range, a `loss_type` without a clip to replace, or a `delta` without a clip.
+        ValueError: On a value out of its range, or settings that exclude each other; the message names both.
     """
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "kl_bound_schedule_kwargs"]  # noqa: RUF012 (a field, if it were annotated)
 
+    updates_per_rollout: int | None = field(
+        default=None,
+        metadata={
+            "help": "Optimiser updates for which a rollout is used; sets steps_per_generation. Default: 8, unless "
+            "steps_per_generation, generation_batch_size or num_iterations is set."
+        },
+    )
+    generation_chunk_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Completions that transformers generates in one call. Default: all of a rollout. It has no effect "
+            "on vLLM."
+        },
+    )
     surrogate: str = field(
         default="troll",
         metadata={"help": "What keeps an update near the old policy.", "choices": list(SURROGATES)},
@@ -157,6 +191,10 @@ class TrollConfig(GRPOConfig):
         default="group",
         metadata={"help": "How rewards become advantages.", "choices": list(ESTIMATORS)},
     )
+    kl_in_reward: bool = field(
+        default=False,
+        metadata={"help": "Whether beta penalises the reward, as in RLOOTrainer, instead of the loss."},
+    )
     gamma: float = field(default=1.0, metadata={"help": "Discount of generalised advantage estimation."})
     gae_lambda: float = field(default=0.95, metadata={"help": "Lambda of generalised advantage estimation."})
     whiten_advantages: bool = field(
@@ -192,6 +230,11 @@ class TrollConfig(GRPOConfig):
             raise ValueError(
                 f"advantage_estimator must be one of {', '.join(ESTIMATORS)}, got {self.advantage_estimator!r}"
             )
+        self._set_steps_per_generation()
+        # Both are set in a copy of a configuration, where TRL would refuse what it has written itself.
+        batch = self.generation_batch_size
+        if self.steps_per_generation is not None:
+            self.generation_batch_size = None
         try:
             super().__post_init__()
         except ValueError as error:
@@ -199,28 +242,93 @@ class TrollConfig(GRPOConfig):
             single = self.num_generations == 1 and not ESTIMATORS[self.advantage_estimator].needs_group
             if not single or "at least 2 generations" not in str(error):
                 raise
-        self._check_values()
-        if self.loss_type not in LOSS_TYPES:
+        if batch not in (None, self.generation_batch_size):
             raise ValueError(
-                f"loss_type {self.loss_type!r} has no clip that a trust region could replace; "
-                f"use one of {', '.join(LOSS_TYPES)}"
+                f"generation_batch_size={batch} disagrees with steps_per_generation={self.steps_per_generation}, which "
+                f"makes {self.generation_batch_size} completions: leave one of them out"
             )
+        updates, rest = divmod(self.rollout_steps, self.gradient_accumulation_steps)
+        if self.updates_per_rollout not in (None, updates) or (self.updates_per_rollout and rest):
+            raise ValueError(
+                f"updates_per_rollout={self.updates_per_rollout} disagrees with steps_per_generation="
+                f"{self.steps_per_generation}, num_iterations={self.num_iterations} and gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps}, which make {self.rollout_steps} passes a rollout and "
+                f"{self.gradient_accumulation_steps} an update: leave one of them out"
+            )
+        self.updates_per_rollout = None if rest else updates
+        self._check_values()
+        self._check_loss()
+        self._check_reward()
+        self._check_generation()
+        self.make_bound(total_steps=1)  # finds wrong options before training
+        if self.anchor == "rollout":
+            self.vllm_importance_sampling_correction = False
+
+    def _set_steps_per_generation(self) -> None:
+        """Resolves `updates_per_rollout`, before TRL makes its own default of one update."""
+        updates = self.updates_per_rollout
+        if updates is not None and (not isinstance(updates, int) or updates < 1):
+            raise ValueError(f"updates_per_rollout must be an integer, at least 1, got {updates}")
+        theirs = self.steps_per_generation is not None or self.generation_batch_size is not None
+        if theirs or (updates is None and self.num_iterations != 1):
+            return
+        passes = (updates or UPDATES_PER_ROLLOUT) * self.gradient_accumulation_steps
+        self.steps_per_generation, rest = divmod(passes, self.num_iterations)
+        if rest:
+            raise ValueError(
+                f"updates_per_rollout={updates} with gradient_accumulation_steps={self.gradient_accumulation_steps} "
+                f"takes {passes} passes over a rollout, which num_iterations={self.num_iterations} does not divide"
+            )
+
+    def _check_loss(self) -> None:
+        """Checks that the surrogate and the loss go together."""
+        clips = SURROGATES[self.surrogate].clips
+        known = (*LOSS_TYPES, *RIVAL_LOSS_TYPES) if clips else LOSS_TYPES
+        if self.loss_type not in known:
+            hint = ", or surrogate='clip'" if self.loss_type in RIVAL_LOSS_TYPES else ""
+            raise ValueError(
+                f"loss_type {self.loss_type!r} does not go with surrogate {self.surrogate!r}: "
+                f"use one of {', '.join(known)}{hint}"
+            )
+        if clips:
+            return
+        if self.delta is not None:
+            raise ValueError(
+                f"delta clips the ratio, and surrogate {self.surrogate!r} has no clip: leave it unset, or set "
+                "surrogate='clip'"
+            )
+        default = {name: GRPOConfig.__dataclass_fields__[name].default for name in ("epsilon", "epsilon_high")}
+        ignored = [name for name, value in default.items() if getattr(self, name) != value]
+        if ignored:
+            warnings.warn(f"{' and '.join(ignored)} ignored: surrogate {self.surrogate!r} has no clip", stacklevel=4)
+
+    def _check_reward(self) -> None:
+        """Checks that the rewards can be put together as the estimator and `kl_in_reward` need them."""
         if self.advantage_estimator != "group" and self.multi_objective_aggregation != "sum_then_normalize":
             raise ValueError(
                 f"advantage_estimator {self.advantage_estimator!r} takes the weighted sum of the rewards: "
                 f"multi_objective_aggregation must be 'sum_then_normalize', got {self.multi_objective_aggregation!r}"
             )
-        self.make_bound(total_steps=1)  # finds wrong options before training
-        if self.anchor == "rollout":
-            self.vllm_importance_sampling_correction = False
-        if SURROGATES[self.surrogate].clips:
+        if not self.kl_in_reward:
             return
-        if self.delta is not None:
-            raise ValueError(f"delta clips the ratio, and surrogate {self.surrogate!r} has no clip: leave it unset")
-        default = {name: GRPOConfig.__dataclass_fields__[name].default for name in ("epsilon", "epsilon_high")}
-        ignored = [name for name, value in default.items() if getattr(self, name) != value]
-        if ignored:
-            warnings.warn(f"{' and '.join(ignored)} ignored: surrogate {self.surrogate!r} has no clip", stacklevel=3)
+        if self.advantage_estimator not in KL_IN_REWARD:
+            raise ValueError(
+                f"kl_in_reward needs advantage_estimator {', '.join(KL_IN_REWARD[:-1])} or {KL_IN_REWARD[-1]}, "
+                f"got {self.advantage_estimator!r}"
+            )
+        if not self.beta > 0:
+            raise ValueError(
+                f"kl_in_reward weights the KL to the reference with beta, which must be above 0, got {self.beta}"
+            )
+
+    def _check_generation(self) -> None:
+        """Refuses TRL's continuous batching where it would change the weights."""
+        if self.use_transformers_continuous_batching and (self.bf16 or self.fp16):
+            dtype = "bf16" if self.bf16 else "fp16"
+            raise ValueError(
+                f"use_transformers_continuous_batching with {dtype}=True casts the trained weights themselves to "
+                f"{dtype}, which loses small updates: set {dtype}=False, use_vllm=True or generation_chunk_size instead"
+            )
 
     def _check_values(self) -> None:
         choices: dict[str, Collection[str]] = {
@@ -253,6 +361,8 @@ class TrollConfig(GRPOConfig):
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+        if self.generation_chunk_size is not None and self.generation_chunk_size < 1:
+            raise ValueError(f"generation_chunk_size must be at least 1, got {self.generation_chunk_size}")
         for name, least in (("support_top_k", 1), ("critic_warmup_steps", 0), ("diagnostics_steps", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
@@ -260,7 +370,10 @@ class TrollConfig(GRPOConfig):
         if self.eval_temperature is not None and not 0 <= self.eval_temperature < math.inf:
             raise ValueError(f"eval_temperature must be finite and at least 0, got {self.eval_temperature}")
         if self.eval_temperature == 0 and self.num_generations_eval != 1:
-            raise ValueError("eval_temperature=0 writes the same completion every time: set num_generations_eval=1")
+            raise ValueError(
+                "eval_temperature=0 writes the same completion every time: set num_generations_eval=1, "
+                "or a temperature above 0"
+            )
         if not 0 <= self.mass_threshold < 1:
             raise ValueError(f"mass_threshold must be in [0, 1), got {self.mass_threshold}")
 

@@ -10,8 +10,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from troll.huggingface.positions import scatter
 from troll.trl.config import TrollConfig
-from troll.trl.positions import scatter
 from troll.trl.surrogates import ScoredTokens
 from troll.trust_region.coverage import coverage
 from troll.trust_region.diagnostics import (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean
@@ -12,10 +11,11 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
-from trl.trainer.utils import get_callable_name
+from transformers import GenerationConfig
 
 from troll.evaluation.metrics import task_metrics
 from troll.rewards.grading import Grader, Verdict
+from troll.trl.seam import empty_logs, get_callable_name, sampling_config
 
 #: The reward that tells success from failure, by its function's name.
 SUCCESS = "success"
@@ -81,13 +81,12 @@ def sampling_temperature(trainer: Any, temperature: float | None) -> Iterator[No
     if temperature is None:
         yield
         return
-    if trainer.use_vllm:
-        owner, name, value = trainer.vllm_generation, "temperature", temperature
-    else:
-        sampling = {"do_sample": False} if temperature == 0 else {"do_sample": True, "temperature": temperature}
-        owner, name, value = trainer, "generation_config", copy.deepcopy(trainer.generation_config)
-        value.update(**sampling)
-    before = getattr(owner, name)
+    owner, name = sampling_config(trainer)
+    before: Any = getattr(owner, name)
+    value: Any = temperature
+    if isinstance(before, GenerationConfig):
+        value = copy.deepcopy(before)
+        value.update(**({"do_sample": False} if temperature == 0 else {"do_sample": True, "temperature": temperature}))
     setattr(owner, name, value)
     try:
         yield
@@ -107,15 +106,14 @@ def judged_by(trainer: Any, reward_funcs: Sequence[Any], reward_weights: Sequenc
         reward_weights: One each; None for 1.0.
     """
     names = [get_callable_name(reward) for reward in reward_funcs]
-    logs: dict[str, Any] = {name: [] for name in ("images", "prompt", "completion", "advantages")}
     others = {
         "reward_funcs": list(reward_funcs),
         "reward_func_names": names,
         "reward_processing_classes": [None] * len(names),
         "reward_weights": torch.tensor([1.0] * len(names) if reward_weights is None else list(reward_weights)),
-        "_held_out": HeldOut(reward_funcs, names),
-        "_logs": logs | {"rewards": defaultdict(list), "extra": defaultdict(list)},
+        "held_out": HeldOut(reward_funcs, names),
         "log_completions": False,
+        **empty_logs(),
     }
     before = {name: getattr(trainer, name) for name in others}
     vars(trainer).update(others)

@@ -7,20 +7,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from troll.trust_region.objective import trust_region_step
 from troll.trust_region.policy.outcomes import Outcomes
-from troll.trust_region.policy.sparse import SparsePolicy
+from troll.trust_region.policy.sparse import SparsePolicy, Tail
 from troll.trust_region.policy.values import divergence, floored
 from troll.trust_region.projecting.constraint import Constraint
 from troll.trust_region.projecting.step import TrustRegionStep, common_outcomes
 
-if TYPE_CHECKING:
-    from troll.trl.config import TrollConfig
+
+class Settings(Protocol):
+    """What surrogates read of a `TrollConfig`."""
+
+    @property
+    def regression_weight(self) -> float:
+        """α, the weight of the regression term."""
+
+    @property
+    def tail(self) -> Tail:
+        """What happens to the outcomes outside of the support."""
+
+    @property
+    def solver(self) -> str:
+        """How the multiplier of a token is found."""
+
+    @property
+    def divergence_threshold(self) -> float:
+        """δ of the DPPO masks."""
+
+    @property
+    def dppo_outcomes(self) -> str:
+        """What DPPO measures the divergence on: "binary" or "top_k"."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +96,12 @@ class Surrogate:
     """
 
     settings: tuple[str, ...] = ()
-    terms: Callable[[ScoredTokens, TrollConfig], Terms] | None = None
+    terms: Callable[[ScoredTokens, Settings], Terms] | None = None
     clips: bool = False
-    reads_policies: Callable[[TrollConfig], bool] = lambda args: False
+    reads_policies: Callable[[Settings], bool] = lambda args: False
 
 
-def troll(tokens: ScoredTokens, args: TrollConfig) -> Terms:
+def troll(tokens: ScoredTokens, args: Settings) -> Terms:
     """The projected policy's ratio q(o)/p(o), and α KL(p̃ ‖ ⌊q⌋) (arXiv 2510.03817)."""
     assert tokens.old is not None
     assert tokens.new is not None
@@ -90,21 +111,21 @@ def troll(tokens: ScoredTokens, args: TrollConfig) -> Terms:
     return Terms(log_ratio=step.log_ratio, penalty=args.regression_weight * step.regression, step=step)
 
 
-def dppo_tv(tokens: ScoredTokens, args: TrollConfig) -> Terms:
+def dppo_tv(tokens: ScoredTokens, args: Settings) -> Terms:
     """DPPO's mask by total variation (arXiv 2602.04879): ``½ Σ |p̃ − p|`` over two outcomes, or over the top K."""
     new, old = _outcomes(tokens, args)
     variation = 0.5 * (new.exp() - old.exp()).abs().sum(-1)
     return _mask(tokens, variation > args.divergence_threshold)
 
 
-def dppo_kl(tokens: ScoredTokens, args: TrollConfig) -> Terms:
+def dppo_kl(tokens: ScoredTokens, args: Settings) -> Terms:
     """DPPO's mask by KL(p ‖ p̃) (arXiv 2602.04879) over two outcomes, or over the top K."""
     new, old = _outcomes(tokens, args)
     kl = divergence((old - new).masked_fill(new == -torch.inf, 0.0), new)
     return _mask(tokens, kl > args.divergence_threshold)
 
 
-def _outcomes(tokens: ScoredTokens, args: TrollConfig) -> tuple[Tensor, Tensor]:
+def _outcomes(tokens: ScoredTokens, args: Settings) -> tuple[Tensor, Tensor]:
     """Both policies' floored log-probabilities: of the sampled token and the rest, or of the top K and the tail."""
     if args.dppo_outcomes == "top_k":
         assert tokens.old is not None

@@ -3,43 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.trainer_utils import has_length
-from trl.trainer.utils import get_config_model_id
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
+from trl import GRPOTrainer
 
-from troll.files import write_atomically
-from troll.trl.checkpoints import CheckpointTrainer
+from troll.huggingface.policies import read_tokens
+from troll.huggingface.positions import scatter
+from troll.trl import seam
+from troll.trl.advantages.rollouts import Advantages
+from troll.trl.anchor import RolloutAnchor
+from troll.trl.checkpoints import marked, resolved
 from troll.trl.checks import dropout_rates, refuse_model_parallelism, warn_about, warn_about_saving
 from troll.trl.config import AGGREGATION, TrollConfig
 from troll.trl.diagnosis import Diagnosis
-from troll.trl.estimation import loss_mask
-from troll.trl.fused_head import PolicyOutput
+from troll.trl.generation import generate_in_chunks
 from troll.trl.held_out import HeldOut, sampling_temperature
 from troll.trl.monitor import Monitor
-from troll.trl.old_policy import OLD_POLICY, OldPolicyTrainer
-from troll.trl.positions import scatter
-from troll.trl.scoring import PolicyScoring
-from troll.trl.surrogates import ScoredTokens, Terms
+from troll.trl.old_policy import OLD_POLICY, OldPolicy
+from troll.trl.surrogates import SURROGATES, ScoredTokens, Terms
+from troll.trl.updates import Updates
 from troll.trust_region.bounds import Bound
 from troll.trust_region.bounds.per_token import by_advantage, entropy_scaled
 from troll.trust_region.objective import aggregate, trust_region_step
-from troll.trust_region.policy.outcomes import sparse_entropy
+from troll.trust_region.policy.outcomes import Outcomes, sparse_entropy
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.projecting.constraint import Constraint
 
-#: The file of a checkpoint that holds what ε adapts by.
-BOUND_STATE = "kl_bound.json"
 
-
-class TrollTrainer(CheckpointTrainer, OldPolicyTrainer):
+class TrollTrainer(GRPOTrainer):
     """[`~trl.GRPOTrainer`] with TROLL (arXiv 2510.03817) in place of the clip.
 
     The policy term uses the projected log-probability of the sampled token where GRPO uses the raw one; the clip is
@@ -56,6 +53,7 @@ class TrollTrainer(CheckpointTrainer, OldPolicyTrainer):
         TypeError: If `args` is not a `TrollConfig`.
         ValueError: Under tensor, context or sequence parallelism.
         FloatingPointError: In training, if logits are NaN or infinite, before the optimiser sees them.
+        RuntimeError: In training, if TRL's loss does not use the trust region, before the optimiser makes a step.
     """
 
     args: TrollConfig
@@ -77,29 +75,40 @@ class TrollTrainer(CheckpointTrainer, OldPolicyTrainer):
         **kwargs: Any,
     ) -> None:
         if args is None:
-            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            name = model if isinstance(model, str) else seam.get_config_model_id(model.config)
             args = TrollConfig(f"{name.split('/')[-1]}-TROLL")
         if not isinstance(args, TrollConfig):
             raise TypeError(f"args must be a TrollConfig, got {type(args).__name__}: change the name of the class")
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        self.surrogate = SURROGATES[args.surrogate]
         if not self.surrogate.clips:
             # Infinity in the configuration itself would not be valid JSON.
             self.epsilon_low = self.epsilon_high = torch.inf
-
         if self.accelerator.is_main_process:
             warn_about(args, self.model)
             warn_about_saving(self.accelerator, self.model)
         if args.disable_dropout:  # TRL silences layers; many models keep numbers that a function reads
             for module, name in list(dropout_rates(self.model)):
                 setattr(module, name, 0.0)
+
+        self.anchor = RolloutAnchor(self) if args.anchor == "rollout" else None
+        self.old_policy = OldPolicy(self.accelerator, args, self.temperature, self.anchor)
+        self.advantages = Advantages(self.accelerator, args, self.model, model)
         self.monitor = Monitor(self.accelerator, args)
-        self._diagnosis = Diagnosis(self.accelerator, args, self._full_logits)
-        self._held_out = HeldOut(self.reward_funcs, self.reward_func_names)
-        self._bound: Bound | None = None
-        self._used_bound = args.kl_bound
+        self.diagnosis = Diagnosis(self.accelerator, args, self._full_logits)
+        self.held_out = HeldOut(self.reward_funcs, self.reward_func_names)
+        if args.generation_chunk_size and not args.use_vllm:
+            generate_in_chunks(self.model, args.generation_chunk_size)
+        self.updates = Updates(self)
+        self.add_callback(self.updates)
+        # After DefaultFlowCallback, which decides what is logged, and before the user's, who see what an update did.
+        callbacks = self.callback_handler.callbacks
+        callbacks.insert(1, callbacks.pop())
+        # The scores of a micro-batch that its loss is being computed of.
+        self._scores: seam.Scores | None = None
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The parent's, for data parallelism alone; with FSDP2, the model's outputs keep their dtype."""
+        """The parent's, for data parallelism only; with FSDP2, the model's outputs keep their dtype."""
         super().create_accelerator_and_postprocess()
         refuse_model_parallelism(tensor=self.get_tp_size(), context=self.get_cp_size(), sequence=self.get_sp_size())
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
@@ -110,77 +119,79 @@ class TrollTrainer(CheckpointTrainer, OldPolicyTrainer):
     @property
     def kl_bound(self) -> Bound:
         """ε now, and how it goes on."""
-        if self._bound is None:  # only training knows how long it takes
-            self._bound = self.args.make_bound(total_steps=max(1, self.state.max_steps))
-        return self._bound
+        return self.updates.kl_bound
+
+    # The rollout
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        training = self.model.training
+        self._scores = None  # an exception may have left some
+        self.old_policy.start(training=training, reads_policies=self._reads_policies())
         rolled_out = super()._generate_and_score_completions(inputs)
+        if self.anchor is not None and "sampling_per_token_logps" in rolled_out:
+            rolled_out = self.anchor.read(rolled_out)
+        if not training:
+            return rolled_out
+        rolled_out, metrics = self.old_policy.add_to(rolled_out)
+        seam.add_metrics(self, metrics)
+        rolled_out, advantages, metrics = self.advantages.of(rolled_out)
+        seam.add_metrics(self, metrics)
+        if advantages is not None:
+            seam.replace_logged_advantages(self, advantages)
         if OLD_POLICY in rolled_out and self._diagnostics_due(self._updates_of_rollout()):
-            self._diagnosis.probe(rolled_out, loss_mask(rolled_out))
+            self.diagnosis.probe(rolled_out, seam.loss_mask(rolled_out))
         return rolled_out
-
-    # Evaluation
-
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
-        """The parent's, with the metrics of ``troll eval`` (docs/evaluate.md) where a reward is named ``success``.
-
-        They start with the prefix, which names the data set where there are several: ``eval_pass@1``,
-        ``eval_aime24_pass@1``.
-        """
-        self._held_out.start()
-        self._metrics["eval"].clear()
-        with sampling_temperature(self, self.args.eval_temperature):
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-        problems = len(dataloader.dataset) if has_length(dataloader.dataset) else None
-        found = self._held_out.metrics(self.num_generations_eval, problems)
-        own = self._metrics["eval"]
-        for name in found.keys() & own.keys():
-            del own[name]
-        if metric_key_prefix != "eval":  # TRL logs its own of every data set under the same names
-            found |= {name: value for name in own if (value := _mean(own[name])) is not None}
-            own.clear()
-        assert output.metrics is not None
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
-        return output
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         rewards = super()._calculate_rewards(*args, **kwargs)
-        if not self.model.training:
-            self._held_out.observe(rewards)
+        if self.model.training:
+            self.advantages.observe(rewards, self.reward_weights)
+        else:
+            self.held_out.observe(rewards)
         return rewards
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        scores, self._scores = self._scores, None
+        if scores is not None:
+            return scores
+        score = super()._get_per_token_logps_and_entropies
+        return (
+            self.old_policy.score(score, *args, **kwargs) if self.old_policy.takes_scoring() else score(*args, **kwargs)
+        )
+
+    def _reads_policies(self) -> bool:
+        """Whether an update of the rollout that is due needs more of the old policy than log-probabilities."""
+        return not self.args.always_on_policy and (
+            self.surrogate.reads_policies(self.args) or self._diagnostics_due(self._updates_of_rollout())
+        )
+
+    def _diagnostics_due(self, updates: int = 1) -> bool:
+        """Whether one of the next updates is to be measured."""
+        every, step = self.args.diagnostics_steps, self.state.global_step
+        return every > 0 and (step + updates) // every > step // every
+
+    def _updates_of_rollout(self) -> int:
+        """The updates that a rollout made now takes part in: its micro-batches may begin and end within one."""
+        accumulated = self.args.gradient_accumulation_steps
+        return -(-(seam.micro_batches_done(self) % accumulated + self.args.rollout_steps) // accumulated)
 
     # The update
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """The parent's; at the end of an update, ε adapts to what was seen in it."""
-        rests = self.critic is not None and self.critic.warming_up  # read before the critic's own update
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        if self.accelerator.sync_gradients and (statistics := self.monitor.end_update()) is not None:
-            self._used_bound = self.kl_bound.value
-            if not rests:  # a policy that does not move says nothing about ε
-                self.kl_bound.update(self.state.global_step + 1, statistics)
-        return loss
-
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        training = self.model.training
+        if training:
+            self.advantages.train_critic(inputs)
         # vLLM's importance correction brings old log-probabilities for on-policy updates too.
-        if self.model.training and "old_per_token_logps" in inputs and not self.args.always_on_policy:
-            loss = self._surrogate_loss(model, inputs)
-        else:
-            loss = super()._compute_loss(model, inputs)
+        off_policy = training and "old_per_token_logps" in inputs and not self.args.always_on_policy
+        beta = self.beta
+        if self.args.kl_in_reward:  # the parent needs β for the rollout's reference, and would add the KL to the loss
+            self.beta = 0.0
+        try:
+            loss = self._surrogate_loss(model, inputs) if off_policy else super()._compute_loss(model, inputs)
+        finally:
+            self.beta = beta
         if not self.surrogate.clips:
-            metrics = self._metrics["train" if self.model.training else "eval"]
-            for name in [name for name in metrics if name.startswith("clip_ratio/")]:
-                del metrics[name]  # constant without a clip
+            seam.drop_clip_metrics(self)
         return loss
 
     def _surrogate_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -190,61 +201,73 @@ class TrollTrainer(CheckpointTrainer, OldPolicyTrainer):
         if self.surrogate.terms is None and not reads_policies:
             return super()._compute_loss(model, inputs)
 
-        old_log_probs = inputs["old_per_token_logps"]
-        # TRL hands the same dictionary out again in the next iteration, so it is never written to.
-        inputs = {"sampling_per_token_logps": old_log_probs, **inputs}
-        mask = loss_mask(inputs)
-        advantages = inputs["advantages"]
+        # Both policies, at the tokens of the completions.
+        scored = inputs["completion_mask"].bool()
+        at = scored.nonzero(as_tuple=True)  # one wait for the device instead of three
+        old = PackedPolicy.stack(inputs[OLD_POLICY]).unpack()[at] if reads_policies else None
+        new, scores = self._score(model, inputs, scored, old)
+        mask, old_log_probs, advantages = seam.loss_mask(inputs), inputs["old_per_token_logps"], inputs["advantages"]
         advantages = (advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages).expand(mask.shape)
-        padded = PackedPolicy.stack(inputs[OLD_POLICY]).unpack() if reads_policies else None
-        extra: list[Tensor] = []
+        tokens = ScoredTokens(
+            new_log_probs=scores.log_probs[at],
+            old_log_probs=old_log_probs[at],
+            advantages=advantages[at],
+            kl_bound=self._token_bounds(old, advantages[at]),
+            constraint=self._constraint(mask, at),
+            old=old,
+            new=new,
+        )
+        terms = self.surrogate.terms(tokens, self.args) if self.surrogate.terms else Terms()
+        self._observe(tokens, terms, mask[at])
+        if diagnosed:
+            self.diagnosis.observe(tokens, scored, mask, self.state.global_step)
 
-        def apply(outputs: list[PolicyOutput], new_log_probs: Tensor) -> None:
-            (output,) = outputs  # the parent scores a micro-batch whole
-            assert output.label_mask is not None
-            scored = output.label_mask[:, -mask.shape[1] :]
-            at = scored.nonzero(as_tuple=True)  # one wait for the device instead of three
-            old = new = None
-            if padded is not None:
-                old, new = padded[at], output.outcomes()
-            tokens = ScoredTokens(
-                new_log_probs=new_log_probs[at],
-                old_log_probs=old_log_probs[at],
-                advantages=advantages[at],
-                kl_bound=self._token_bounds(old, advantages[at]),
-                constraint=self._constraint(mask, at),
-                old=old,
-                new=new,
-            )
-            terms = self.surrogate.terms(tokens, self.args) if self.surrogate.terms else Terms()
-            self._observe(tokens, terms, mask[at])
-            if diagnosed:
-                self._diagnosis.observe(tokens, scored, mask, self.state.global_step)
-            # The parent takes its ratio from the raw log-probabilities, and everything else (KL to the reference,
-            # off-policy mask, metrics) too. Shifting the old ones changes that ratio and nothing else.
-            if terms.log_ratio is not None:
-                log_ratio = scatter(terms.log_ratio, scored)
-                inputs["old_per_token_logps"] = old_log_probs + (new_log_probs - old_log_probs - log_ratio)
-                if self.beta != 0.0 and self.args.use_bias_correction_kl:
-                    extra.append(self._reference_kl_correction(inputs, old_log_probs, new_log_probs, log_ratio, mask))
-            if terms.keep is not None:
-                inputs["advantages"] = advantages * scatter(terms.keep.to(advantages), scored)
-            if terms.penalty is not None:
-                extra.append(scatter(terms.penalty, scored))
-
-        request = {} if padded is None else {"old_support": (padded.token_ids, padded.slot)}
-        self._scoring = PolicyScoring(request, apply)
-        loss = super()._compute_loss(model, inputs)
-        if self._scoring is not None:
+        # The parent takes its ratio from raw − old log-probabilities, and everything else (KL to the reference,
+        # off-policy mask, metrics) from the raw ones. Other old ones change that ratio and nothing else.
+        changed = {"sampling_per_token_logps": old_log_probs, **inputs}
+        penalties = [] if terms.penalty is None else [scatter(terms.penalty, scored)]
+        if terms.log_ratio is not None:
+            log_ratio = scatter(terms.log_ratio, scored)
+            # raw − log_ratio; in this order, since it is exactly the old one where nothing was projected.
+            changed["old_per_token_logps"] = old_log_probs + (scores.log_probs - old_log_probs - log_ratio)
+            self.updates.watch(changed["old_per_token_logps"])
+            if self.beta != 0.0 and self.args.use_bias_correction_kl:
+                penalties.append(self._reference_kl_correction(changed, old_log_probs, scores.log_probs, log_ratio))
+        if terms.keep is not None:
+            changed["advantages"] = advantages * scatter(terms.keep.to(advantages), scored)
+        self._scores = scores
+        loss = super()._compute_loss(model, changed)
+        if self._scores is not None:
             raise RuntimeError("GRPOTrainer did not score the new policy where TrollTrainer expects it")
-        return loss + self._aggregate(sum(extra[1:], extra[0]), mask, inputs) if extra else loss
+        return loss + self._aggregate(sum(penalties[1:], penalties[0]), mask, inputs) if penalties else loss
+
+    def _score(
+        self, model: Any, inputs: dict[str, Any], scored: Tensor, old: SparsePolicy | None
+    ) -> tuple[Outcomes | None, seam.Scores]:
+        """The new policy at the old one's tokens, (N,), and the scores that the parent would make of a micro-batch."""
+        if old is None:
+            return None, seam.score(self, model, inputs)
+        with self.accelerator.autocast():
+            new, output = read_tokens(
+                model,
+                inputs["completion_ids"].masked_fill(~scored, -100),
+                old,
+                self.args.tail,
+                temperature=self.temperature,
+                entropy=True,
+                head_in_float32=self.args.cast_lm_head_to_fp32,
+                **seam.model_inputs(self, inputs),
+            )
+        assert new.entropy is not None
+        sampled = new.log_probs.gather(-1, old.slot.unsqueeze(-1)).squeeze(-1)
+        return new, seam.Scores(scatter(sampled, scored), scatter(new.entropy, scored), output.aux_loss)
 
     def _token_bounds(self, old: SparsePolicy | None, advantages: Tensor) -> float | Tensor:
         """ε of each of (N,) tokens, or of all."""
         bound: float | Tensor = self.kl_bound.value
         if self.args.kl_bound_entropy_exponent and old is not None:
             exponent = self.args.kl_bound_entropy_exponent
-            bound = entropy_scaled(bound, sparse_entropy(old), self._mean_entropy, exponent=exponent)
+            bound = entropy_scaled(bound, sparse_entropy(old), self.old_policy.mean_entropy, exponent=exponent)
         if self.args.kl_bound_negative_ratio != 1.0:
             ratio = self.args.kl_bound_negative_ratio
             bound = by_advantage(bound, advantages, negative_kl_bound_ratio=ratio)
@@ -270,10 +293,11 @@ class TrollTrainer(CheckpointTrainer, OldPolicyTrainer):
         self.monitor.observe(step, tokens.old, mask, self.state.global_step)
 
     def _reference_kl_correction(
-        self, inputs: dict[str, Any], old_log_probs: Tensor, new_log_probs: Tensor, log_ratio: Tensor, mask: Tensor
+        self, inputs: dict[str, Any], old_log_probs: Tensor, new_log_probs: Tensor, log_ratio: Tensor
     ) -> Tensor:
         # The parent weights its KL to the reference, which is about the network p̃, with the ratio of the surrogate.
         # The weight that makes it unbiased is p̃/p; this adds the difference.
+        mask = seam.loss_mask(inputs)
         ratios = [new_log_probs - old_log_probs, log_ratio]
         if self.importance_sampling_level == "sequence":
             length = mask.sum(-1, keepdim=True).clamp(min=1)
@@ -299,36 +323,57 @@ class TrollTrainer(CheckpointTrainer, OldPolicyTrainer):
             output = self.model(input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=positions)
         return output.logits[0].float() / self.temperature
 
-    # What lasts
+    # Evaluation
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs the parent's metrics and ``trust_region/*``, over all tokens since the last call and all processes."""
-        if self.model.training:
-            metrics = self.monitor.metrics(self.state.global_step) | self._diagnosis.metrics()
-            if metrics and self.args.surrogate == "troll":
-                metrics["trust_region/kl_bound"] = self._used_bound
-            for name, value in metrics.items():
-                self._metrics["train"][name].append(value)
-        super().log(logs, start_time)
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """The parent's, with the metrics of ``troll eval`` (docs/evaluate.md) where a reward is named ``success``.
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        if self.args.should_save:
-            write_atomically(Path(output_dir) / BOUND_STATE, json.dumps(self.kl_bound.state_dict()))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        path = Path(checkpoint) / BOUND_STATE
-        if path.is_file():
-            self._bound = None
-            self.kl_bound.load_state_dict(json.loads(path.read_text()))
-        elif self.args.kl_bound_schedule != "fixed":
-            warnings.warn(
-                f"{checkpoint} has no {BOUND_STATE}: the schedule of kl_bound starts anew",
-                stacklevel=2,
+        They start with the prefix, which names the data set where there are several: ``eval_pass@1``,
+        ``eval_aime24_pass@1``.
+        """
+        own = seam.evaluation_metrics(self)
+        self.held_out.start()
+        own.clear()
+        with sampling_temperature(self, self.args.eval_temperature):
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
+        problems = len(dataloader.dataset) if has_length(dataloader.dataset) else None
+        found = self.held_out.metrics(self.num_generations_eval, problems)
+        for name in found.keys() & own.keys():
+            del own[name]
+        if metric_key_prefix != "eval":  # TRL logs its own of every data set under the same names
+            found |= {name: value for name in own if (value := _mean(own[name])) is not None}
+            own.clear()
+        assert output.metrics is not None
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
+        return output
+
+    # Checkpoints
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **kwargs: Any) -> Any:
+        """The parent's; True resumes from the newest complete checkpoint in ``output_dir``.
+
+        Raises:
+            ValueError: If that does not exist or is not the same for all processes, or the given checkpoint is
+                incomplete.
+        """
+        self.updates.resumed = resolved(Path(str(self.args.output_dir)), resume_from_checkpoint)
+        return super().train(self.updates.resumed[0], *positional, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        checkpoint = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        with marked(self, checkpoint):
+            super()._save_checkpoint(model, trial)
+            if not self.args.save_only_model:
+                self.updates.save(checkpoint)
 
 
 def _mean(values: list[float]) -> float | None:

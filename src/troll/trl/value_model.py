@@ -77,8 +77,9 @@ def value_model(
     critic.score = ValueHead(critic.score.in_features)
     disable_dropout_in_model(critic)
     if gradient_checkpointing:
-        # Not reentrant: with a frozen embedding, the reentrant one would lose the gradient.
-        critic.activation_checkpointing_enable({"use_reentrant": False})
+        # Before transformers 5.23, which deprecates the older name, there is no other.
+        enable = getattr(critic, "activation_checkpointing_enable", None) or critic.gradient_checkpointing_enable
+        enable({"use_reentrant": False})  # a reentrant one would lose the gradient where the embedding is frozen
     return critic if peft_config is None else get_peft_model(critic, _adapter_of_critic(peft_config))
 
 

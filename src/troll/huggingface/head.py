@@ -1,0 +1,101 @@
+"""What a causal language model does to its hidden states: the weight of its head, and what follows the product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+from transformers import PreTrainedModel
+
+from troll.trust_region.reading.head import LMHead
+
+
+@contextmanager
+def opened_head(model: PreTrainedModel, hidden: Tensor, temperature: float, in_float32: bool) -> Iterator[LMHead]:
+    """The head of a model on some hidden states, while its weights are gathered.
+
+    Under ZeRO-3 they are gathered for as long as this lasts, and again in the backward pass. A weight that FSDP2 holds
+    in shards here, as of a head that is sharded separately, is gathered for the forward and the backward pass together.
+
+    Args:
+        model: A causal language model, inside its forward pass.
+        hidden: Its last hidden states, (N, H).
+        temperature: The sampling temperature.
+        in_float32: Whether the product is computed in float32, outside autocast.
+
+    Raises:
+        ValueError: If the head is not a matrix that can be read: it is quantised, offloaded, or has a LoRA adapter.
+    """
+    head: Any = model.get_output_embeddings()
+    refuse_head(head)
+    weight, bias = head.weight, head.bias
+    scale, softcap = scale_and_softcap(model)
+    hidden = hidden.to(weight.device)  # a model split by `device_map` may end elsewhere
+    autocast: AbstractContextManager[Any] = nullcontext()
+    if in_float32:
+        hidden, autocast = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
+    with autocast, gathered(weight, bias):
+        whole_bias = None if bias is None else _whole(bias)
+        yield LMHead(hidden, _whole(weight), whole_bias, temperature, scale, softcap, gathered=gathered)
+
+
+def refuse_head(head: Any) -> None:
+    """Raises ValueError unless a head is a matrix whose product with hidden states is what the model computes."""
+    name = type(head).__name__
+    if not isinstance(getattr(head, "weight", None), Tensor):
+        raise ValueError(f"the model's output embeddings must be a linear layer with a weight, got {name}")
+    if getattr(head, "active_adapters", None) and not isinstance(head, nn.Linear) and hasattr(head, "lora_A"):
+        raise ValueError(
+            "the LM head has a LoRA adapter, which would have to be multiplied out for the whole vocabulary: leave it "
+            "out of target_modules, or train it whole with modules_to_save"
+        )
+    if head.weight.is_meta:
+        raise ValueError("the LM head is offloaded: keep it on a device, with another device_map or max_memory")
+    if not head.weight.is_floating_point() or type(head.weight) not in (nn.Parameter, Tensor, DTensor):
+        kind = f"{head.weight.dtype} in {type(head.weight).__name__}"
+        raise ValueError(f"the LM head is quantised ({kind}): leave it out, as with llm_int8_skip_modules=['lm_head']")
+
+
+def scale_and_softcap(model: PreTrainedModel) -> tuple[float, float | None]:
+    """What a model multiplies its logits by, and its final softcap, by the names that configurations have for them."""
+    config = model.config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None)
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere; Muse Glimmer; Falcon-H1
+        if (scale := getattr(config, name, None)) is not None:
+            return float(scale), softcap
+    divisor = getattr(config, "logits_scaling", None)  # Granite and MiniCPM3 divide by it, HyperCLOVA X multiplies
+    if divisor is None:
+        return 1.0, softcap
+    return float(divisor if config.model_type == "hyperclovax" else 1 / divisor), softcap
+
+
+def gathered(*parameters: Tensor | None) -> AbstractContextManager[Any]:
+    """Whole parameters where ZeRO-3 holds shards of them; others are whole already."""
+    sharded = {id(x): x for x in parameters if x is not None and _is_zero_shard(x)}
+    if not sharded:
+        return nullcontext()
+    import deepspeed
+
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(list(sharded.values()))
+    return context
+
+
+def _is_zero_shard(parameter: Tensor) -> bool:
+    if not hasattr(parameter, "ds_status"):
+        return False
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    return bool(parameter.ds_status != ZeroParamStatus.AVAILABLE)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    # Each process has the gradient of its own data, and FSDP2 means the mean of them. By default each would keep its
+    # slice of its own gradient.
+    whole: Tensor = parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
+    return whole

@@ -1,0 +1,229 @@
+"""The old policy and the trust region of a Hugging Face model, from token ids."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from troll.huggingface.forward import ReadingOutput, ReadingRequest, forward_and_read
+from troll.huggingface.positions import scatter
+from troll.trust_region.objective import support
+from troll.trust_region.objective import trust_region_step as step_of_outcomes
+from troll.trust_region.policy.outcomes import Outcomes
+from troll.trust_region.policy.sparse import SparsePolicy, Tail
+from troll.trust_region.policy.values import check_shape
+from troll.trust_region.projecting.constraint import Constraint
+from troll.trust_region.projecting.step import TrustRegionStep
+from troll.trust_region.reading.capture import capture as capture_of_source
+from troll.trust_region.reading.head import LMHead
+from troll.trust_region.reading.read import read
+
+
+def capture(
+    model: nn.Module,
+    input_ids: Tensor,
+    labels: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 64,
+    mass_threshold: float = 1e-5,
+    **model_inputs: Any,
+) -> SparsePolicy:
+    """The old policy, as a model is when a rollout is scored, without gradient and without its logits.
+
+    Args:
+        model: A causal or vision-language model of transformers, or what PEFT, DDP, FSDP, DeepSpeed or
+            ``torch.compile`` made of one. Its first reading compares itself with the model's own logits.
+        input_ids: (B, L).
+        labels: (B, L) as in transformers: the tokens to score, −100 elsewhere.
+        attention_mask: (B, L); None for no padding.
+        temperature: The sampling temperature.
+        top_k: As in [capture][troll.capture].
+        mass_threshold: As in [capture][troll.capture].
+        **model_inputs: More of what the model's forward takes, images for example.
+
+    Returns:
+        A policy of (B, L − 1) positions: position t is about the label at t + 1. Where that is −100, it is certain of
+        token 0.
+
+    Raises:
+        ValueError: On shapes that do not fit, or a head that cannot be read (quantised, offloaded, with LoRA).
+        RuntimeError: If the model's logits are not those of its head.
+    """
+    policy = capture_tokens(
+        model,
+        targets_of(input_ids, labels),
+        temperature=temperature,
+        top_k=top_k,
+        mass_threshold=mass_threshold,
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        **model_inputs,
+    )
+    scored = targets_of(input_ids, labels) != -100
+    certain = torch.zeros(policy.top_k, dtype=torch.int64, device=policy.slot.device)
+    certain[1:] = -1
+    return dataclasses.replace(
+        policy,
+        token_ids=torch.where(scored.unsqueeze(-1), scatter(policy.token_ids, scored), certain),
+        log_probs=torch.where(
+            scored.unsqueeze(-1),
+            scatter(policy.log_probs, scored),
+            torch.zeros_like(certain, dtype=policy.log_probs.dtype).masked_fill(certain < 0, -torch.inf),
+        ),
+        tail_log_prob=scatter(policy.tail_log_prob, scored, fill=-torch.inf),
+        slot=scatter(policy.slot, scored),
+    )
+
+
+def trust_region_step(
+    model: nn.Module,
+    input_ids: Tensor,
+    labels: Tensor,
+    old: SparsePolicy,
+    kl_bound: float | Tensor = 0.05,
+    *,
+    attention_mask: Tensor | None = None,
+    temperature: float = 1.0,
+    tail: Tail = "bucket",
+    solver: str = "newton",
+    constraint: Constraint | None = None,
+    entropy: bool = False,
+    **model_inputs: Any,
+) -> TrustRegionStep:
+    """The trust region of one optimisation step of a model, without its logits.
+
+    Args:
+        model: As in [capture][troll.huggingface.capture].
+        input_ids: (B, L).
+        labels: (B, L), −100 where a token does not count.
+        old: The old policy, (B, L − 1), of the same labels.
+        kl_bound: As in [trust_region_step][troll.trust_region_step], and so are `tail`, `solver`, `constraint` and
+            `entropy`; a tensor broadcasts to (B, L − 1).
+        attention_mask: (B, L); None for no padding.
+        temperature: That of the capture.
+        tail: See `kl_bound`.
+        solver: See `kl_bound`.
+        constraint: See `kl_bound`; on (B, L − 1).
+        entropy: See `kl_bound`.
+        **model_inputs: More of what the model's forward takes.
+
+    Returns:
+        A step of (B, L − 1) positions, for [troll_loss][troll.troll_loss] with the mask ``labels[:, 1:] != -100``; 0
+        where that is false.
+
+    Raises:
+        ValueError: On shapes that do not fit, an unknown name, or a head that cannot be read.
+        RuntimeError: If the model's logits are not those of its head, or something rounds its outputs.
+    """
+    targets = targets_of(input_ids, labels)
+    old.check_positions(targets.shape)
+    scored = targets != -100
+    at = scored.nonzero(as_tuple=True)  # one wait for the device
+    counted = old[at]
+    new, _ = read_tokens(
+        model,
+        targets,
+        counted,
+        tail,
+        temperature=temperature,
+        entropy=entropy,
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        **model_inputs,
+    )
+    bound = kl_bound.expand(targets.shape)[at] if isinstance(kl_bound, Tensor) and kl_bound.dim() else kl_bound
+    step = step_of_outcomes(
+        new, counted, bound, tail=tail, solver=solver, constraint=None if constraint is None else constraint[at]
+    )
+    values = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
+    return dataclasses.replace(step, **{name: scatter(x, scored) for name, x in values.items() if x is not None})
+
+
+def targets_of(input_ids: Tensor, labels: Tensor) -> Tensor:
+    """The token after each position but the last, (B, L − 1), −100 where it does not count.
+
+    Raises:
+        ValueError: On shapes that do not fit.
+    """
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids must be (B, L), got {tuple(input_ids.shape)}")
+    check_shape("labels", labels, input_ids.shape)
+    return labels[:, 1:]
+
+
+@torch.no_grad()
+def capture_tokens(
+    model: nn.Module,
+    targets: Tensor,
+    *,
+    temperature: float,
+    top_k: int,
+    mass_threshold: float,
+    head_in_float32: bool = False,
+    **inputs: Any,
+) -> SparsePolicy:
+    """The policy of the N tokens that the (B, T) targets name, (N,); they are about the last T + 1 positions but one.
+
+    Args:
+        model: As in [capture][troll.huggingface.capture].
+        targets: (B, T), −100 where there is none.
+        temperature: The sampling temperature.
+        top_k: K.
+        mass_threshold: δ.
+        head_in_float32: Whether the head's product is computed in float32, outside autocast.
+        **inputs: Of the model's forward.
+    """
+
+    def read_own(head: LMHead, token_ids: Tensor) -> tuple[Tensor, ...]:
+        policy = capture_of_source(head, token_ids, top_k=top_k, mass_threshold=mass_threshold)
+        return policy.token_ids, policy.log_probs, policy.tail_log_prob, policy.slot
+
+    output = forward_and_read(model, ReadingRequest(targets, read_own, temperature, head_in_float32), **inputs)
+    token_ids, log_probs, tail_log_prob, slot = output.tensors
+    assert token_ids is not None and log_probs is not None and tail_log_prob is not None and slot is not None
+    assert output.vocab_size is not None
+    return SparsePolicy(token_ids, log_probs, tail_log_prob, slot, output.vocab_size, mass_threshold)
+
+
+def read_tokens(
+    model: nn.Module,
+    targets: Tensor,
+    old: SparsePolicy,
+    tail: Tail,
+    *,
+    temperature: float,
+    entropy: bool,
+    head_in_float32: bool = False,
+    **inputs: Any,
+) -> tuple[Outcomes, ReadingOutput]:
+    """The new policy of the N tokens where a step takes it, (N,), differentiable; and the forward's output.
+
+    Only integers go in, and the projection stays outside: FSDP casts floating-point arguments to the parameters' dtype.
+
+    Args:
+        model: As in [capture][troll.huggingface.capture].
+        targets: (B, T), as in [capture_tokens][troll.huggingface.policies.capture_tokens].
+        old: The old policy of the N tokens, (N,).
+        tail: As in [trust_region_step][troll.trust_region_step].
+        temperature: The sampling temperature.
+        entropy: Whether the entropy over the vocabulary is read.
+        head_in_float32: Whether the head's product is computed in float32, outside autocast.
+        **inputs: Of the model's forward.
+    """
+
+    def read_new(head: LMHead, token_ids: Tensor) -> tuple[Tensor | None, ...]:
+        at = support(head, old.token_ids.to(token_ids.device), token_ids, tail, old.mass_threshold)
+        new = read(head, at, entropy=entropy)
+        return new.token_ids, new.logits, new.tail_logit, new.tail_entropy
+
+    output = forward_and_read(model, ReadingRequest(targets, read_new, temperature, head_in_float32), **inputs)
+    token_ids, logits, tail_logit, tail_entropy = output.tensors
+    assert token_ids is not None and logits is not None and tail_logit is not None
+    if output.vocab_size != old.vocab_size:
+        raise ValueError(f"old must be of the model's {output.vocab_size} tokens, got {old.vocab_size}")
+    return Outcomes(token_ids, logits, tail_logit, old.vocab_size, tail_entropy), output

@@ -1,0 +1,76 @@
+"""Generation by transformers in chunks, so that the KV cache of a whole rollout need not fit."""
+
+from __future__ import annotations
+
+import functools
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def generate_in_chunks(model: Any, size: int) -> None:
+    """Lets `model.generate` generate few completions at a time.
+
+    The KV cache then holds `size` sequences. A call goes through as it is if it returns more than token ids, or has
+    tensors that cannot be told apart by prompt, such as several images a prompt in Qwen's models.
+
+    Args:
+        model: A model of transformers, or a PEFT model; its `generate` is replaced.
+        size: The most completions of one call, at least 1.
+
+    Raises:
+        ValueError: If `size` is below 1; and by `generate`, if chunks have different lengths and neither generation
+            configuration has a `pad_token_id` to fill them with.
+    """
+    if size < 1:
+        raise ValueError(f"size must be at least 1, got {size}")
+    inner = type(model).generate
+
+    @functools.wraps(inner)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("generation_config") or self.generation_config
+        dictionary = kwargs.get("return_dict_in_generate", config.return_dict_in_generate)
+        chunks = None if args or dictionary else split(kwargs, size)
+        if chunks is None:
+            return inner(self, *args, **kwargs)
+        outputs = [inner(self, **kwargs | chunk) for chunk in chunks]
+        length = max(ids.shape[1] for ids in outputs)
+        if all(ids.shape[1] == length for ids in outputs):
+            return torch.cat(outputs)
+        filler = config.pad_token_id if config.pad_token_id is not None else self.generation_config.pad_token_id
+        if filler is None:
+            raise ValueError("chunks of different lengths need a pad_token_id in the generation configuration")
+        return torch.cat([pad(ids, (0, length - ids.shape[1]), value=int(filler)) for ids in outputs])
+
+    # A method of the instance, so that a copy of the model generates with its own weights.
+    model.generate = MethodType(generate, model)
+
+
+def split(inputs: dict[str, Any], size: int) -> list[dict[str, Tensor]] | None:
+    """Splits what `generate` is given for a batch of prompts.
+
+    Args:
+        inputs: Keyword arguments of `generate`: `input_ids` (B, L), and tensors with one row a prompt. With
+            `image_grid_thw` (B, 3), one image a prompt, `pixel_values` holds the patches of all images in a row.
+        size: Prompts in a part.
+
+    Returns:
+        The tensors of each part; None if B is at most `size`, or some tensor cannot be split.
+    """
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    if "input_ids" not in tensors or len(tensors["input_ids"]) <= size:
+        return None
+    rows = len(tensors["input_ids"])
+    parts: dict[str, tuple[Tensor, ...]] = {}
+    if "image_grid_thw" in tensors and "pixel_values" in tensors:
+        patches = [int(sum(grids.prod(-1))) for grids in tensors["image_grid_thw"].split(size)]
+        if len(tensors["image_grid_thw"]) != rows or sum(patches) != len(tensors["pixel_values"]):
+            return None
+        parts["pixel_values"] = tensors.pop("pixel_values").split(patches)
+    if any(value.dim() == 0 or len(value) != rows for value in tensors.values()):
+        return None
+    parts |= {name: value.split(size) for name, value in tensors.items()}
+    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]

@@ -1,0 +1,280 @@
+"""Everything private of TRL that we touch: what it is for, and that it has the shape we rely on.
+
+TRL's hooks are methods whose names begin with an underscore, and they change between versions. So what counts is not a
+version number but the shape of each: at import, this looks at every method's parameters and at the names that its code
+uses, and says what is missing. Nothing else in `troll.trl` names anything of TRL that is not public.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+import trl
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.trainer import utils
+
+
+@dataclass(frozen=True)
+class Needed:
+    """A method of TRL's trainer that we override, call or rely on.
+
+    Attributes:
+        name: Of the method.
+        purpose: What we need it for.
+        parameters: That it has to take, by name.
+        uses: Names, attributes and dictionary keys that its code has to contain.
+    """
+
+    name: str
+    purpose: str
+    parameters: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
+
+
+#: What a micro-batch holds besides token ids and masks that the model's forward takes, for a batch as a whole.
+MODEL_INPUTS = (
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
+OVERRIDDEN = (
+    Needed(
+        "_generate_and_score_completions",
+        "a rollout, to which the old policy and other advantages are added",
+        parameters=("inputs",),
+        uses=(
+            "_generate",
+            "_get_per_token_logps_and_entropies",
+            "_calculate_rewards",
+            "old_per_token_logps",
+            "sampling_per_token_logps",
+            "ref_per_token_logps",
+            "completion_mask",
+            "advantages",
+            "num_items_in_batch",
+            "_logs",
+        ),
+    ),
+    Needed(
+        "_calculate_rewards",
+        "the rewards of all processes, for advantage estimators and evaluations",
+        parameters=("inputs", "prompts", "completions", "completion_ids_list"),
+    ),
+    Needed(
+        "_get_per_token_logps_and_entropies",
+        "scoring completions, where the old policy is captured and the new one's scores are handed in",
+        parameters=("model", "input_ids", "attention_mask", "logits_to_keep", "compute_entropy", "compute_aux_loss"),
+        uses=("labels", "fused_lm_head", "log_probs", "entropy", "aux_loss"),
+    ),
+    Needed(
+        "_compute_loss",
+        "the loss, of a micro-batch in which the old log-probabilities are shifted",
+        parameters=("model", "inputs"),
+        uses=(
+            "_get_per_token_logps_and_entropies",
+            "old_per_token_logps",
+            "sampling_per_token_logps",
+            "advantages",
+            "epsilon_low",
+            "epsilon_high",
+            "beta",
+            "use_bias_correction_kl",
+            "importance_sampling_level",
+            "current_gradient_accumulation_steps",
+            "num_items_in_batch",
+        ),
+    ),
+    Needed("_save_checkpoint", "checkpoints that say whether they are complete", parameters=("model", "trial")),
+)
+
+RELIED_ON = (
+    Needed(
+        "__init__",
+        "what the trainer keeps",
+        parameters=("model", "reward_funcs", "args"),
+        uses=("_metrics", "_logs", "reward_func_names", "reward_weights", "reward_processing_classes", "rollout_func"),
+    ),
+    Needed("_prepare_inputs", "when a rollout is made", uses=("_step", "_buffered_inputs", "num_iterations")),
+    Needed("log", "that our metrics are averaged and logged with TRL's", uses=("_metrics", "_logs")),
+)
+
+#: Of `trl.trainer.utils`, which is not part of TRL's documented interface. TRL 1.14 has no fused head.
+FUNCTIONS = ("add_fused_lm_head", "FusedCausalLMOutput", "get_callable_name", "get_config_model_id")
+
+
+def lacking(trainer: type = GRPOTrainer, functions: Any = utils) -> Iterator[str]:
+    """What TRL lacks of all this, a phrase for each; nothing if the seam fits.
+
+    Args:
+        trainer: `GRPOTrainer`, or another class in its place.
+        functions: `trl.trainer.utils`, or another module in its place.
+    """
+    for needed in (*OVERRIDDEN, *RELIED_ON):
+        method = getattr(trainer, needed.name, None)
+        if method is None:
+            yield f"{trainer.__name__}.{needed.name} ({needed.purpose})"
+            continue
+        method = inspect.unwrap(method)
+        parameters = inspect.signature(method).parameters
+        names = set(_names(method.__code__))
+        for name in needed.parameters:
+            if name not in parameters:
+                yield f"the parameter {name} of {trainer.__name__}.{needed.name} ({needed.purpose})"
+        for name in needed.uses:
+            if name not in names:
+                yield f"{name} in {trainer.__name__}.{needed.name} ({needed.purpose})"
+    for name in FUNCTIONS:
+        if not callable(getattr(functions, name, None)):
+            yield f"trl.trainer.utils.{name}"
+    if getattr(functions, "_ChunkedLogProbFunction", True) is None:
+        yield "its fused head, which TRL 1.15 imports only with Triton (pip install triton)"
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Names, attributes and strings of a function, and of those inside it."""
+    yield from code.co_names
+    yield from code.co_varnames
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+        for text in constant if isinstance(constant, (tuple, frozenset)) else (constant,):
+            if isinstance(text, str):
+                yield text
+
+
+def check() -> None:
+    """Raises ImportError unless the installed TRL fits."""
+    missing = list(lacking())
+    if missing:
+        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ImportError(
+            f"troll.trl builds on TRL 1.15 and 1.16, and TRL {trl.__version__} does not have {missing[0]}{more}: "
+            'pip install "trl>=1.15,<1.17"'
+        )
+
+
+class Scores(NamedTuple):
+    """What ``_get_per_token_logps_and_entropies`` returns of a micro-batch.
+
+    Attributes:
+        log_probs: Of the completions' tokens, (B, T), raw; 0 where none was scored.
+        entropies: (B, T); None if they were not asked for.
+        aux_loss: The router's loss of a mixture of experts; None without.
+    """
+
+    log_probs: Tensor
+    entropies: Tensor | None
+    aux_loss: Tensor | None
+
+
+def score(trainer: Any, model: Any, inputs: dict[str, Any]) -> Scores:
+    """TRL's scoring of a micro-batch, as its own loss asks for it."""
+    ids, mask = sequences(inputs)
+    images = {name: inputs.get(name) for name in (*MODEL_INPUTS, "num_images", "num_tiles") if name in inputs}
+    scores = GRPOTrainer._get_per_token_logps_and_entropies(
+        trainer,
+        model,
+        ids,
+        mask,
+        inputs["completion_ids"].shape[1],
+        compute_entropy=True,
+        compute_aux_loss=trainer.aux_loss_enabled,
+        **images,
+    )
+    return Scores(*scores)
+
+
+def sequences(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask of prompts and completions, (B, P + T)."""
+    ids, mask = (torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], 1) for name in ("ids", "mask"))
+    return ids, mask
+
+
+def model_inputs(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """What the model's forward takes of a whole micro-batch, and the request for its router's loss."""
+    ids, mask = sequences(batch)
+    images = {name: batch[name] for name in MODEL_INPUTS if batch.get(name) is not None}
+    router = {"output_router_logits": True} if trainer.aux_loss_enabled else {}
+    return {"input_ids": ids, "attention_mask": mask, **images, **router}
+
+
+def loss_mask(batch: dict[str, Any]) -> Tensor:
+    """The tokens that the policy chose, (B, T)."""
+    mask: Tensor = batch["completion_mask"]
+    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+
+
+def scoring_function(log_probs_of: Callable[..., Tensor]) -> Callable[..., Any]:
+    """What TRL may call in place of the model to score some sequences of a rollout.
+
+    Args:
+        log_probs_of: Takes `labels` (B, L) and what the model's forward takes; returns log-probabilities of the labels
+            from the second on, (B, L − 1).
+    """
+
+    def score(*, fused_lm_head: bool, **inputs: Any) -> utils.FusedCausalLMOutput:
+        return utils.FusedCausalLMOutput(log_probs=log_probs_of(**inputs))
+
+    return score
+
+
+def add_metrics(trainer: Any, metrics: dict[str, float]) -> None:
+    """Has TRL log some numbers of training with its own, the next time that it logs."""
+    for name, value in metrics.items():
+        trainer._metrics["train"][name].append(value)
+
+
+def replace_logged_advantages(trainer: Any, advantages: Tensor) -> None:
+    """Puts the advantages of a whole rollout, (N,), where TRL has just put its own for the table of completions."""
+    logged = trainer._logs["advantages"]
+    for _ in range(min(len(advantages), len(logged))):
+        logged.pop()
+    logged.extend(advantages.tolist())
+
+
+def drop_clip_metrics(trainer: Any) -> None:
+    """Removes what TRL says of a clip, which is constant without one."""
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    for name in [name for name in metrics if name.startswith("clip_ratio/")]:
+        del metrics[name]
+
+
+def evaluation_metrics(trainer: Any) -> dict[str, list[float]]:
+    """What TRL has collected of the evaluation under way: a list of its batches' values by name."""
+    metrics: dict[str, list[float]] = trainer._metrics["eval"]
+    return metrics
+
+
+def micro_batches_done(trainer: Any) -> int:
+    """Forward-backward passes since training began."""
+    return int(trainer._step)
+
+
+def empty_logs() -> dict[str, Any]:
+    """The attribute in which TRL collects its table of completions, without any."""
+    logs: dict[str, Any] = {name: [] for name in ("images", "prompt", "completion", "advantages")}
+    return {"_logs": logs | {"rewards": defaultdict(list), "extra": defaultdict(list)}}
+
+
+def sampling_config(trainer: Any) -> tuple[Any, str]:
+    """The object that holds the sampling temperature, and the attribute of it that has to be changed for another."""
+    return (trainer.vllm_generation, "temperature") if trainer.use_vllm else (trainer, "generation_config")
+
+
+get_callable_name = utils.get_callable_name
+get_config_model_id = utils.get_config_model_id
+
+check()

@@ -1,0 +1,349 @@
+"""The reading inside a model's forward: the model's own numbers, where its weights are gathered, what it refuses."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from trl.data_utils import prepare_multimodal_messages
+
+from tests.huggingface.heads import MODELS, batch, captured, of_logits, pull, read, scored
+from tests.tolerance import rounding, within
+from tests.trl import tiny, vision
+from tests.trl.tiny import assert_same_gradients, gradients
+from troll import huggingface
+from troll.huggingface import forward as forward_module
+from troll.huggingface import head as head_of_model
+from troll.huggingface import policies
+from troll.huggingface.forward import ReadingOutput, causal_lm
+from troll.trust_region.reading import head as head_module
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles each way, and a remainder."""
+    monkeypatch.setattr(head_module, "TOKEN_TILE", 4)
+    monkeypatch.setitem(head_module.WHOLE_ROWS, "cpu", 3 * len(tiny.VOCABULARY))
+    monkeypatch.setattr(head_module, "VOCABULARY_TILE", 20)
+
+
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+@pytest.mark.parametrize("model", [*MODELS, *tiny.ARCHITECTURES])
+def test_numbers_are_those_of_the_models_own_logits(model, tail):
+    make = MODELS.get(model, lambda: tiny.make_model(model))
+    model, inputs = make(), batch()
+    log_probs, entropy = of_logits(model, inputs, temperature=0.7)
+    pull(log_probs, entropy).backward()
+    expected = gradients(model)
+    model.zero_grad()
+
+    old = captured(model, inputs, temperature=0.7)
+    step = read(model, inputs, old, tail=tail, temperature=0.7)
+    tolerance = {"rtol": 0.0, "atol": within(rounding(tiny.COMMON["hidden_size"], 30))}
+    torch.testing.assert_close(step.log_probs, log_probs, **tolerance)
+    torch.testing.assert_close(step.entropy, entropy, **tolerance)
+    torch.testing.assert_close(old.log_prob, log_probs.detach(), **tolerance)
+    assert old.vocab_size == model.config.vocab_size
+    pull(step.log_probs, step.entropy).backward()
+    assert_same_gradients(gradients(model), expected)
+
+
+@pytest.mark.parametrize("family", vision.FAMILIES)
+def test_a_vision_language_model_is_read_with_its_images(family):
+    model: Any = vision.make_model(family)
+    processor: Any = vision.make_processor(family)
+    examples = list(vision.make_dataset().select(range(2)))
+    messages = [prepare_multimodal_messages(example["prompt"], images=[example["image"]]) for example in examples]
+    inputs: Any = processor(
+        images=[[example["image"]] for example in examples],
+        text=[processor.apply_chat_template(each, add_generation_prompt=True) for each in messages],
+        padding=True,
+        return_tensors="pt",
+    )
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    labels[:, :-3] = -100
+    old = huggingface.capture(model, labels=labels, **inputs)
+    step = huggingface.trust_region_step(model, labels=labels, old=old, kl_bound=torch.inf, **inputs)
+    logits = model(**inputs).logits[:, :-1].float().log_softmax(-1)
+    own = logits.gather(-1, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1).masked_fill(labels[:, 1:] == -100, 0)
+    torch.testing.assert_close(step.log_probs, own, rtol=0, atol=within(1e-5))
+    step.log_probs.sum().backward()
+    towers = [name for name in gradients(model) if ".vision_model." in name or ".visual." in name]
+    assert max(float(gradients(model)[name].abs().max()) for name in towers) > 0
+
+
+@pytest.mark.parametrize("model", ["plain", "tied", "softcap"])
+@pytest.mark.parametrize(
+    ("weights", "autocast"),
+    [(torch.float32, True), (torch.bfloat16, False)],
+    ids=["autocast", "bf16 weights"],
+)
+def test_half_precision_is_that_of_the_models_own_logits(model, weights, autocast):
+    """Up to the rounding of the logits, of which the reading makes those of the support in float32."""
+    model, inputs = MODELS[model]().to(weights), batch()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        log_probs, entropy = of_logits(model, inputs)
+        pull(log_probs, entropy).backward()
+        expected = gradients(model)
+        model.zero_grad()
+        step = read(model, inputs, captured(model, inputs))
+        pull(step.log_probs, step.entropy).backward()
+    assert step.log_probs.dtype == torch.float32
+    torch.testing.assert_close(step.log_probs, log_probs, rtol=0, atol=5e-2)
+    torch.testing.assert_close(step.entropy, entropy, rtol=0, atol=5e-2)
+    # Every product between the logits and the first layer's weights rounds the gradient to half the spacing of bf16.
+    assert_same_gradients(gradients(model), expected, 16 * torch.finfo(torch.bfloat16).eps / 2)
+
+
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+def test_only_scored_positions_reach_the_head(monkeypatch, tail):
+    model, inputs = tiny.make_model("llama"), batch()
+    lengths: list[int] = []
+    for name in ("capture_of_source", "read"):
+        monkeypatch.setattr(policies, name, spy(getattr(policies, name), lengths))
+    read(model, inputs, captured(model, inputs), tail=tail)
+    assert lengths == [int(scored(inputs).sum())] * 2
+
+
+def spy(function: Any, lengths: list[int]) -> Any:
+    def spied(source: Any, *args: Any, **kwargs: Any) -> Any:
+        lengths.append(source.shape.numel())
+        return function(source, *args, **kwargs)
+
+    return spied
+
+
+def test_nothing_scored_is_a_differentiable_zero():
+    model, inputs = tiny.make_model("llama"), batch()
+    inputs["labels"] = torch.full_like(inputs["labels"], -100)
+    step = read(model, inputs, captured(model, inputs))
+    assert not step.log_probs.any()
+    pull(step.log_probs, step.entropy).backward()
+    assert gradients(model).keys() == dict(model.named_parameters()).keys()
+    assert not any(gradient.any() for gradient in gradients(model).values())
+
+
+def test_several_forwards_make_a_capture_and_an_exception_leaves_nothing_behind():
+    model, inputs = tiny.make_model("llama"), batch()
+    whole = captured(model, inputs)
+    with pytest.raises(IndexError):  # in the backbone
+        captured(model, inputs | {"input_ids": inputs["input_ids"] + 1000})
+    halves = [captured(model, {name: value[row : row + 1] for name, value in inputs.items()}) for row in (0, 1)]
+    for row, half in enumerate(halves):
+        assert torch.equal(half.token_ids[0], whole.token_ids[row])
+        torch.testing.assert_close(half.log_probs[0], whole.log_probs[row])
+
+
+def test_without_a_request_the_forward_is_the_models():
+    model: Any = tiny.make_model("llama")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    expected = model(ids, labels=ids)
+    captured(model, batch())
+    actual = model(ids, labels=ids)
+    assert torch.equal(actual.logits, expected.logits)
+    assert torch.equal(actual.loss, expected.loss)
+    # `generate` refuses arguments that are not in the signature.
+    assert inspect.signature(model.forward) == inspect.signature(type(model).forward.__get__(model))
+    assert model.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, 6)
+
+
+def test_the_routers_loss_comes_with_the_reading():
+    model, inputs = tiny.make_model("qwen3_moe"), batch()
+    expected = model(**inputs, output_router_logits=True).aux_loss
+    old = captured(model, inputs)
+    mask = scored(inputs)
+    _, output = policies.read_tokens(
+        model,
+        inputs["labels"][:, 1:],
+        old[mask],
+        "bucket",
+        temperature=1.0,
+        entropy=False,
+        input_ids=inputs["input_ids"],
+        output_router_logits=True,
+    )
+    torch.testing.assert_close(output.aux_loss, expected)
+    assert output.aux_loss.requires_grad
+
+
+# Weights that are elsewhere, adapters
+
+
+@pytest.mark.parametrize("model", ["plain", "biased"])
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+def test_partitioned_weights_are_gathered_in_forward_and_backward(monkeypatch, model, tail):
+    """As under ZeRO-3, but NaN instead of empty: outside the context that is entered, the head has no weights."""
+    whole, parted, inputs = MODELS[model](), MODELS[model](), batch()
+    parted.load_state_dict(whole.state_dict())
+    old = captured(whole, inputs)
+    step = read(whole, inputs, old, tail=tail)
+    pull(step.log_probs, step.entropy).backward()
+    captured(parted, inputs)  # the first reading looks at the logits, for which the head is whole
+
+    parameters = list(parted.get_output_embeddings().parameters())
+    full = [parameter.detach().clone() for parameter in parameters]
+    entered = 0
+
+    @contextmanager
+    def gather(*requested: nn.Parameter | None) -> Iterator[None]:
+        nonlocal entered
+        # deepspeed keeps what it knows on the parameter itself.
+        assert [id(parameter) for parameter in requested if parameter is not None] == list(map(id, parameters))
+        if not parameters[0].isnan().any():  # within another one
+            yield
+            return
+        entered += 1
+        for parameter, data in zip(parameters, full, strict=True):
+            parameter.data.copy_(data)
+        yield
+        part()
+
+    def part() -> None:
+        for parameter in parameters:
+            parameter.data.fill_(torch.nan)
+
+    monkeypatch.setattr(head_of_model, "gathered", gather)
+    part()
+    again = captured(parted, inputs)
+    assert torch.equal(again.token_ids, old.token_ids)
+    step = read(parted, inputs, old, tail=tail)
+    assert entered == 2
+    assert parameters[0].isnan().all()
+    pull(step.log_probs, step.entropy).backward()
+    assert entered == 3
+    assert parameters[0].isnan().all()
+    assert_same_gradients(gradients(parted), gradients(whole), 0)
+
+
+def lora(**settings: Any) -> LoraConfig:
+    return LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **settings)
+
+
+@pytest.mark.parametrize("settings", [{"target_modules": ["q_proj"]}, {"modules_to_save": ["lm_head"]}], ids=str)
+def test_adapters_are_part_of_what_is_read(settings):
+    model: Any = get_peft_model(tiny.make_model("llama"), lora(**({"target_modules": ["q_proj"]} | settings)))
+    inputs = batch()
+    with torch.no_grad():  # of modules_to_save, the copy is what is trained
+        model.get_base_model().get_output_embeddings().weight.mul_(0.9)
+    log_probs, entropy = of_logits(model, inputs)
+    pull(log_probs, entropy).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    step = read(model, inputs, captured(model, inputs))
+    torch.testing.assert_close(step.log_probs, log_probs, rtol=0, atol=within(1e-5))
+    pull(step.log_probs, step.entropy).backward()
+    assert_same_gradients(gradients(model), expected)
+    with model.disable_adapter():
+        torch.testing.assert_close(
+            captured(model, inputs).log_prob, of_logits(model, inputs)[0].detach(), rtol=0, atol=within(1e-5)
+        )
+
+
+def test_an_adapter_on_the_head_is_refused():
+    model: Any = get_peft_model(tiny.make_model("llama"), lora(target_modules=["q_proj", "lm_head"]))
+    with pytest.raises(ValueError, match=r"LM head has a LoRA adapter.*leave it out of target_modules"):
+        captured(model, batch())
+
+
+def test_a_head_that_cannot_be_read_is_refused():
+    for weight, words in (
+        (torch.zeros(49, 32, dtype=torch.int8), "is quantised"),
+        (torch.zeros(49, 32, device="meta"), "is offloaded"),
+    ):
+        head = nn.Linear(32, 49, bias=False)
+        head.weight = nn.Parameter(weight, requires_grad=False)
+        with pytest.raises(ValueError, match=words):
+            head_of_model.refuse_head(head)
+    with pytest.raises(ValueError, match=r"must be a linear layer with a weight, got Sequential"):
+        head_of_model.refuse_head(nn.Sequential())
+
+
+# What is noticed
+
+
+def test_the_first_reading_finds_logits_that_are_not_the_heads():
+    class Doubled(type(tiny.make_model("llama"))):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = 2 * output.logits
+            return output
+
+    model = tiny.make_model("llama")
+    model.__class__ = Doubled
+    with pytest.raises(RuntimeError, match=r"logits of Doubled are not those of its head: they differ by"):
+        captured(model, batch())
+
+
+@pytest.mark.parametrize("name", ["final_logit_softcapping", "logit_scale"])
+def test_the_first_reading_finds_a_setting_that_the_model_ignores(name):
+    model = tiny.make_model("llama")
+    setattr(model.config, name, 0.5)
+    with pytest.raises(RuntimeError, match="not those of its head"):
+        captured(model, batch())
+
+
+def test_a_forward_that_was_replaced_is_noticed():
+    model: Any = tiny.make_model("llama")
+    captured(model, batch())
+    original = type(model).forward
+    model.forward = lambda *args, troll_reading=None, **kwargs: original(model, *args, **kwargs)
+    with pytest.raises(RuntimeError, match=r"LlamaForCausalLM\.forward was replaced after its first reading"):
+        captured(model, batch())
+
+
+def test_outputs_that_are_rounded_on_the_way_out_are_an_error():
+    model = tiny.make_model("llama")
+
+    def rounded(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, ReadingOutput):
+            output.tensors = tuple(x.bfloat16() if x.is_floating_point() else x for x in output.tensors)
+        return output
+
+    model.register_forward_hook(rounded)
+    with pytest.raises(RuntimeError, match=r"rounded to torch\.bfloat16.*output_dtype=None"):
+        captured(model, batch())
+
+
+def test_a_model_prepared_with_mixed_precision_is_read_within_autocast():
+    model: Any = tiny.make_model("llama")
+    model._original_forward = model.forward  # as accelerate leaves it
+    with pytest.raises(RuntimeError, match=r"accelerator\.autocast"):
+        captured(model, batch())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert captured(model, batch()).log_prob.isfinite().all()
+
+
+def test_models_inside_of_wrappers_are_found():
+    model = tiny.make_model("llama")
+    for wrapped in (model, get_peft_model(model, lora(target_modules=["q_proj"])), nn.DataParallel(model)):
+        assert causal_lm(wrapped) is model
+    for other in (nn.Linear(2, 2), AutoModelForCausalLM.from_config(model.config).base_model):
+        with pytest.raises(ValueError, match="model must"):
+            causal_lm(other)
+
+
+def test_a_compiled_model_is_read(monkeypatch):
+    """The backbone is compiled, the tiles are not."""
+    model, inputs = tiny.make_model("llama"), batch()
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    expected = captured(model, inputs)
+    compiled: Any = torch.compile(model, backend=backend)
+    assert torch.equal(captured(compiled, inputs).token_ids, expected.token_ids)
+    step = read(compiled, inputs, expected)
+    pull(step.log_probs, step.entropy).backward()
+    assert graphs
+    assert any("linear" in str(node.target) for graph in graphs for node in graph.graph.nodes)
+    assert gradients(model).keys() == dict(model.named_parameters()).keys()
+    assert forward_module.REQUEST not in inspect.signature(model.forward).parameters

@@ -1,0 +1,168 @@
+"""Generation in chunks: the same completions as in one call, from fewer sequences at a time."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import GenerationConfig
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.trl import tiny, vision
+from troll.trl.generation import generate_in_chunks, split
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+
+
+def prompts(rows: int = 7) -> dict[str, torch.Tensor]:
+    """Left-padded, of different lengths."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(7, len(tiny.VOCABULARY), (rows, 5), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        ids[row, : row % 3], mask[row, : row % 3] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def record_rows(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of every forward of the prompts from now on."""
+    rows: list[int] = []
+    forward = model.forward
+
+    @functools.wraps(forward)  # generate reads its signature
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        ids = kwargs["input_ids"]
+        if ids.shape[1] > 1:
+            rows.append(len(ids))
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", recorded)
+    return rows
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 100])
+@pytest.mark.parametrize("peft", [False, True], ids=["whole model", "LoRA"])
+def test_the_same_completions_from_fewer_sequences_at_a_time(size, peft, monkeypatch):
+    model: Any = tiny.make_model("llama").eval()
+    if peft:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    config = GenerationConfig(**GREEDY, eos_token_id=[2, 3, 4, 5, 6])
+    expected = model.generate(**prompts(), generation_config=config)
+    assert len({int((row != 0).sum()) for row in expected}) > 1, "completions of one length would show nothing"
+    generate_in_chunks(model, size)
+    rows = record_rows(model.base_model.model if peft else model, monkeypatch)
+    assert torch.equal(model.generate(**prompts(), generation_config=config), expected)
+    assert rows == ([size] * (7 // size) + [7 % size] * (7 % size > 0) if size < 7 else [7])
+
+
+def test_chunks_that_end_early_are_filled_up():
+    model: Any = tiny.make_model("llama").eval()
+    one_each = [model.generate(**{k: v[i : i + 1] for k, v in prompts().items()}, **GREEDY) for i in range(7)]
+    lengths = [ids.shape[1] for ids in one_each]
+    assert min(lengths) < max(lengths)
+    generate_in_chunks(model, 1)
+    together = model.generate(**prompts(), **GREEDY)
+    assert together.shape == (7, max(lengths))
+    for row, ids in zip(together, one_each, strict=True):
+        assert torch.equal(row[: ids.shape[1]], ids[0])
+        assert not row[ids.shape[1] :].any()
+
+
+def test_the_checks_of_generate_still_work():
+    model: Any = tiny.make_model("llama").eval()
+    documentation = model.generate.__doc__
+    generate_in_chunks(model, 2)
+    assert model.generate.__doc__ == documentation
+    with pytest.raises(ValueError, match=r"model_kwargs.* are not used by the model.*nonsense"):
+        model.generate(**prompts(), nonsense=torch.zeros(7), **GREEDY)
+
+
+def test_what_is_more_than_ids_is_passed_through(monkeypatch):
+    model: Any = tiny.make_model("llama").eval()
+    generate_in_chunks(model, 2)
+    rows = record_rows(model, monkeypatch)
+    for settings in (
+        {"return_dict_in_generate": True},
+        {"generation_config": GenerationConfig(**GREEDY, return_dict_in_generate=True)},
+    ):
+        output = model.generate(**prompts(), **({} if "generation_config" in settings else GREEDY) | settings)
+        assert output.sequences.shape[0] == 7
+    assert rows == [7, 7]
+
+
+def test_a_copy_generates_with_its_own_weights():
+    model: Any = tiny.make_model("llama").eval()
+    generate_in_chunks(model, 2)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    fresh: Any = tiny.make_model("llama").eval()
+    assert torch.equal(other.generate(**prompts(), **GREEDY), fresh.generate(**prompts(), **GREEDY))
+    assert not torch.equal(other.generate(**prompts(), **GREEDY), model.generate(**prompts(), **GREEDY))
+
+
+def test_a_size_below_one_is_refused():
+    with pytest.raises(ValueError, match="size must be at least 1, got 0"):
+        generate_in_chunks(tiny.make_model("llama"), 0)
+
+
+def test_images_go_with_their_prompts():
+    grids = torch.tensor([[1, 2, 2], [1, 4, 2], [1, 2, 6]])
+    patches = torch.arange(4 + 8 + 12)[:, None]
+    inputs = {"input_ids": torch.zeros(3, 5), "image_grid_thw": grids, "pixel_values": patches, "use_cache": True}
+    first, second = split(inputs, 2) or []
+    assert first["pixel_values"].flatten().tolist() == list(range(12))
+    assert second["pixel_values"].flatten().tolist() == list(range(12, 24))
+    assert second["image_grid_thw"].tolist() == [[1, 2, 6]]
+    assert [len(part["input_ids"]) for part in (first, second)] == [2, 1]
+    assert "use_cache" not in first, "only tensors"
+    # Idefics3: (prompts, images, ...)
+    frames = split({"input_ids": torch.zeros(3, 5), "pixel_values": torch.arange(3).view(3, 1, 1)}, 2) or []
+    assert [part["pixel_values"].flatten().tolist() for part in frames] == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 2], [1, 2, 2], [1, 2, 2]])},  # two images in a prompt
+        {"pixel_values": torch.zeros(13, 1)},
+        {"cache_position": torch.zeros(5)},
+        {"input_ids": torch.zeros(2, 5)},
+    ],
+)
+def test_what_cannot_be_told_apart_by_prompt_is_not_split(changed):
+    inputs = {"input_ids": torch.zeros(3, 5), "image_grid_thw": torch.tensor([[1, 2, 2]] * 3)}
+    inputs["pixel_values"] = torch.zeros(12, 1)
+    assert split(inputs, 2) is not None
+    assert split(inputs | changed, 2) is None
+
+
+@pytest.mark.parametrize("family", ["llama", *vision.FAMILIES])
+def test_trl_gets_the_same_rollout(family, tmp_path, monkeypatch):
+    settings = tiny.DEFAULTS | {"output_dir": str(tmp_path), "top_k": 1}
+    images = family in vision.FAMILIES
+    rollouts: list[list[list[int]]] = []
+    rows: list[int] = []
+    reward: Any = tiny.reward
+    for size in (None, 3):
+        trainer = GRPOTrainer(
+            vision.make_model(family) if images else tiny.make_model(family),
+            reward,
+            GRPOConfig(**settings),
+            train_dataset=vision.make_dataset() if images else tiny.make_dataset(),
+            processing_class=vision.make_processor(family) if images else tiny.make_tokenizer(),
+        )
+        if size is not None:
+            generate_in_chunks(trainer.model, size)
+            rows = record_rows(trainer.model, monkeypatch)
+        batches = tiny.rollout(trainer)
+        ids = torch.cat([torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1) for batch in batches])
+        rollouts.append(sorted(ids.tolist()))  # TRL shuffles them
+    assert rows[:3] == [3, 3, 2], "a rollout is two prompts, four completions each"
+    assert rollouts[0] == rollouts[1]
+    assert rollouts[0][0] != rollouts[0][-1]
