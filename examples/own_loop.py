@@ -32,25 +32,17 @@ attention_mask = torch.cat([prompt_mask, torch.ones(len(prompts), COMPLETION, dt
 rewards = (sequences[:, PROMPT:] % 2 == 0).float().mean(-1).view(4, 4)
 advantages = (rewards - rewards.mean(-1, keepdim=True)).flatten()
 
-# The logits at a position are those of the next token. So position t of `logits[:, :-1]` goes with token t + 1, and of
-# these (B, L - 1) positions the last COMPLETION ones predict what the policy sampled: only they count.
-sampled = sequences[:, 1:]
-mask = torch.zeros(sampled.shape, dtype=torch.bool)
-mask[:, PROMPT - 1 :] = True
+# As in transformers: the tokens that count, and -100 elsewhere. The model is read inside its forward pass, where its
+# logits are never made, at the temperature that was sampled with.
+labels = sequences.clone()
+labels[:, :PROMPT] = -100
+inputs = {"input_ids": sequences, "labels": labels, "attention_mask": attention_mask}
 
-
-def policy() -> troll.Logits:
-    """The network's distributions, at the temperature that was sampled with."""
-    logits = model(input_ids=sequences, attention_mask=attention_mask).logits
-    return troll.Logits(logits[:, :-1], temperature=TEMPERATURE)  # a view: nothing is copied
-
-
-with torch.no_grad():
-    old = troll.capture(policy(), sampled)
+old = troll.huggingface.capture(model, **inputs, temperature=TEMPERATURE)
 
 for update in range(8):
-    step = troll.trust_region_step(policy(), old, kl_bound=0.05)
-    loss, metrics = troll.troll_loss(step, advantages, mask)
+    step = troll.huggingface.trust_region_step(model, **inputs, old=old, kl_bound=0.05, temperature=TEMPERATURE)
+    loss, metrics = troll.troll_loss(step, advantages, mask=labels[:, 1:] != -100)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

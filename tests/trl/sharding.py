@@ -112,7 +112,10 @@ class KeepGradients(TrainerCallback):
 
 
 def through_heads(name: str, mode: str | None = None) -> dict[str, Tensor]:
-    """What a model's head says of a batch, and the gradients, with the head as a shard by itself."""
+    """The gradients of what a model's head says of two sequences, with the head as a shard by itself.
+
+    Each process has one of the sequences; without a mode, one process has both. The loss is their mean.
+    """
     unset_hf_deepspeed_config()  # of an earlier trainer, which would have the model made in shards
     model, inputs = heads.MODELS[name](), heads.batch()
     run, backward = model, Tensor.backward
@@ -133,7 +136,10 @@ def through_heads(name: str, mode: str | None = None) -> dict[str, Tensor]:
         run.known = HfDeepSpeedConfig(config)  # transformers asks it what to gather, while it lives
     if mode is not None:
         assert is_sharded(model.get_output_embeddings().weight)
-    step = heads.read(run, inputs, heads.captured(run, inputs))
-    assert step.entropy is not None
-    backward(heads.pull(step.log_probs, step.entropy))
-    return {"log-probs": step.log_probs.detach(), "entropy": step.entropy.detach()} | whole_gradients(model)
+    losses = []
+    for row in (0, 1) if mode is None else (torch.distributed.get_rank(),):
+        own = {key: value[row : row + 1] for key, value in inputs.items()}
+        step = heads.read(run, own, heads.captured(run, own))
+        losses.append(heads.pull(step.log_probs, step.entropy))
+    backward(torch.stack(losses).mean())
+    return whole_gradients(model)

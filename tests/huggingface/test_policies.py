@@ -1,0 +1,121 @@
+"""The old policy and the trust region of a Hugging Face model, for loops of one's own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import troll
+from tests.huggingface.heads import CAPTURE, batch, captured, scored
+from tests.tolerance import within
+from tests.trl import tiny
+from tests.trl.tiny import assert_same_gradients, gradients, move
+from troll import Constraint, huggingface
+
+BOUND = 0.01
+
+
+def moved(architecture: str = "llama", temperature: float = 0.7) -> tuple[Any, dict[str, Any], troll.SparsePolicy]:
+    """A model, a batch, and the policy before its weights were moved."""
+    model, inputs = tiny.make_model(architecture), batch()
+    old = captured(model, inputs, temperature)
+    move(model, 0.05)
+    return model, inputs, old
+
+
+def logits_of(model: Any, inputs: dict[str, Any], temperature: float = 0.7) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=inputs["input_ids"]).logits[:, :-1] / temperature
+    return logits
+
+
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+@pytest.mark.parametrize("scope", ["token", "sequence"])
+@pytest.mark.parametrize("bound", [BOUND, torch.tensor([[0.005], [0.02]])], ids=["one bound", "a bound each"])
+@pytest.mark.filterwarnings("ignore:tail='floor'")
+def test_a_loop_of_ones_own_is_that_of_the_logits(tail, scope, bound):
+    model, inputs, old = moved()
+    mask, advantages = scored(inputs), torch.tensor([1.0, -0.5])
+    constraint = Constraint.sequence(mask) if scope == "sequence" else None
+    options = {"kl_bound": bound if scope == "token" else BOUND, "tail": tail, "constraint": constraint}
+    step = huggingface.trust_region_step(model, **inputs, old=old, temperature=0.7, entropy=True, **options)
+    assert step.log_ratio.shape == mask.shape
+    loss, metrics = troll.troll_loss(step, advantages, mask)
+    loss.backward()
+    actual = gradients(model)
+    model.zero_grad()
+
+    expected = troll.trust_region_step(logits_of(model, inputs), old, entropy=True, **options)
+    expected_loss, expected_metrics = troll.troll_loss(expected, advantages, mask)
+    expected_loss.backward()
+    assert bool(step.projected[mask].any())
+    torch.testing.assert_close(loss, expected_loss, rtol=within(1e-5), atol=within(1e-6))
+    assert_same_gradients(actual, gradients(model))
+    assert metrics.keys() == expected_metrics.keys()
+    for name in ("log_ratio", "regression", "log_probs", "kl_before", "entropy"):
+        values, wanted = getattr(step, name), getattr(expected, name)
+        torch.testing.assert_close(values[mask], wanted[mask], rtol=1e-4, atol=within(1e-5))
+        assert not values[~mask].any()
+
+
+def test_what_is_not_counted_is_certain():
+    _, inputs, old = moved()
+    outside = old[~scored(inputs)]
+    assert (outside.log_prob == 0).all()
+    torch.testing.assert_close(outside.outcomes.exp().sum(-1), torch.ones(len(outside.slot)))
+    assert (outside.token_ids[:, 0] == 0).all() and (outside.token_ids[:, 1:] == -1).all()
+    assert old.shape == scored(inputs).shape
+
+
+def test_padding_is_masked_and_more_inputs_go_to_the_model():
+    model, inputs, _ = moved()
+    shifted = {name: torch.nn.functional.pad(value, (2, 0)) for name, value in inputs.items()}
+    shifted["labels"][:, :2] = -100
+    mask = torch.ones_like(shifted["input_ids"])
+    mask[:, :2] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    padded = huggingface.capture(model, **shifted, attention_mask=mask, position_ids=positions, **CAPTURE)
+    plain = huggingface.capture(model, **inputs, **CAPTURE)
+    torch.testing.assert_close(padded.log_prob[:, 2:], plain.log_prob, rtol=1e-4, atol=within(1e-5))
+
+
+def test_equal_policies_have_ratio_one():
+    model, inputs = tiny.make_model("llama"), batch()
+    step = huggingface.trust_region_step(model, **inputs, old=captured(model, inputs))
+    assert step.log_ratio.abs().max() < within(1e-5)
+    assert not step.projected.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": torch.zeros(2, 3, dtype=torch.long)}, r"labels must be"),
+        ({"input_ids": torch.zeros(8, dtype=torch.long)}, r"input_ids must be \(B, L\)"),
+        ({"kl_bound": 0.0}, "kl_bound"),
+        ({"tail": "top"}, "tail"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    model, inputs, old = moved()
+    with pytest.raises(ValueError, match=message):
+        huggingface.trust_region_step(model, **(inputs | {"old": old} | change))
+
+
+def test_a_policy_of_other_positions_or_another_vocabulary_is_refused():
+    model, inputs, old = moved()
+    with pytest.raises(ValueError, match="old must hold the positions"):
+        huggingface.trust_region_step(model, **inputs, old=old[:1])
+    other = tiny.make_model("llama", vocab_size=60)
+    with pytest.raises(ValueError, match="60 tokens, got"):
+        huggingface.trust_region_step(other, **inputs, old=old)
+
+
+def test_it_is_there_when_it_is_named():
+    probe = "import sys, troll; assert 'transformers' not in sys.modules; troll.huggingface.capture; print('named')"
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "named"
+    with pytest.raises(AttributeError, match="no attribute 'hugging_face'"):
+        _ = troll.hugging_face

@@ -1,0 +1,180 @@
+"""The seam: what is said of a TRL that does not fit, and how much of it we touch."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from trl import GRPOTrainer
+from trl.trainer import utils
+
+from tests.trl import tiny
+from tests.trl.tiny import loss_and_gradients, move, rollout
+from troll.trl import TrollTrainer, seam
+
+
+def test_the_installed_trl_fits():
+    assert list(seam.lacking()) == []
+
+
+def trainer_like(**changes: Any) -> type:
+    """A class with `GRPOTrainer`'s methods, of which some are changed or, if None, left out."""
+    methods = {needed.name: getattr(GRPOTrainer, needed.name) for needed in (*seam.OVERRIDDEN, *seam.RELIED_ON)}
+    return type("OtherTrainer", (), {name: value for name, value in (methods | changes).items() if value is not None})
+
+
+def renamed_parameter(self, network, inputs):
+    raise NotImplementedError
+
+
+def test_what_a_trl_lacks_is_named():
+    assert list(seam.lacking(trainer_like())) == []
+    (phrase,) = seam.lacking(trainer_like(_calculate_rewards=None))
+    assert phrase.startswith("OtherTrainer._calculate_rewards (the rewards of all processes")
+    first, *others = seam.lacking(trainer_like(_compute_loss=renamed_parameter))
+    assert first.startswith("the parameter model of OtherTrainer._compute_loss")
+    assert any(phrase.startswith("old_per_token_logps in OtherTrainer._compute_loss") for phrase in others)
+
+
+def test_a_trl_without_a_fused_head_is_named():
+    """As 1.14 has none, and 1.15 has one only where Triton can be imported."""
+    functions = SimpleNamespace(**{name: print for name in seam.FUNCTIONS if name != "add_fused_lm_head"})
+    assert list(seam.lacking(functions=functions)) == ["trl.trainer.utils.add_fused_lm_head"]
+    without_triton = SimpleNamespace(**dict.fromkeys(seam.FUNCTIONS, print), _ChunkedLogProbFunction=None)
+    (phrase,) = seam.lacking(functions=without_triton)
+    assert "pip install triton" in phrase
+
+
+def test_the_import_says_what_is_wrong(monkeypatch):
+    monkeypatch.delattr(utils, "add_fused_lm_head")
+    monkeypatch.delattr(GRPOTrainer, "_calculate_rewards")
+    with pytest.raises(ImportError, match=r"TRL 1\.1\d\.\d.* does not have .*_calculate_rewards.*, and 1 more: pip"):
+        seam.check()
+
+
+def test_the_trainer_overrides_at_most_eight_methods():
+    own = {name for name, value in vars(TrollTrainer).items() if inspect.isfunction(value)}
+    overridden = {name for name in own if hasattr(GRPOTrainer, name)} - {"__init__"}
+    assert len(overridden) <= 8, overridden
+    assert TrollTrainer.__bases__ == (GRPOTrainer,)
+    private = {name for name in overridden if name.startswith("_")}
+    assert private == {needed.name for needed in seam.OVERRIDDEN}
+
+
+# That the step is used
+
+
+def reading_first(compute_loss: Any) -> Any:
+    """TRL's loss, in a version that takes the old log-probabilities before it scores."""
+
+    def loss(self: Any, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        taken = dict(inputs)
+        inputs.clear()  # what is written from here on is not seen
+        return compute_loss(self, model, taken)
+
+    return loss
+
+
+def of_detached(compute_loss: Any) -> Any:
+    """TRL's loss, in a version that takes the ratio from old log-probabilities without gradient."""
+
+    def loss(self: Any, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        return compute_loss(self, model, inputs | {"old_per_token_logps": inputs["old_per_token_logps"].detach()})
+
+    return loss
+
+
+def test_a_trl_that_reads_the_old_log_probs_first_trains_right(make, monkeypatch):
+    trainer = make(kl_bound=0.01)
+    inputs = rollout(trainer)[0]
+    move(trainer.model, 0.05)
+    expected, expected_gradients = loss_and_gradients(trainer, dict(inputs))
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", reading_first(GRPOTrainer._compute_loss))
+    loss, gradients = loss_and_gradients(trainer, dict(inputs))
+    assert loss == expected
+    tiny.assert_same_gradients(gradients, expected_gradients, 0)
+
+
+def test_a_trl_that_does_not_use_the_step_is_stopped_before_the_update(make, monkeypatch):
+    trainer = make(kl_bound=0.01, max_steps=4)
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", of_detached(GRPOTrainer._compute_loss))
+    with pytest.raises(RuntimeError, match="loss did not use the ratio of the trust region"):
+        trainer.train()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in trainer.model.named_parameters())
+
+
+@pytest.mark.parametrize("surrogate", ["dppo_tv", "clip", "none"])
+def test_surrogates_without_a_ratio_of_their_own_are_not_stopped(make, surrogate):
+    make(surrogate=surrogate, diagnostics_steps=1, max_steps=2).train()
+
+
+def test_a_compiled_model_trains_as_it_does_uncompiled(make):
+    """The backend changes nothing, so that no compiler is needed: what is tested is that the forward can be traced."""
+    results = []
+    for settings in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        trainer = make(kl_bound=0.01, max_steps=2, **settings)
+        trainer.train()
+        results.append(tiny.logged(trainer, "loss"))
+    assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-6)
+
+
+# KL in the reward
+
+
+def test_kl_in_the_reward_is_rloos(make):
+    """r − β Σ (log p_old − log p_ref), and a loss without β."""
+    settings = {"advantage_estimator": "rloo", "kl_bound": 0.05, "beta": 0.3, "kl_in_reward": True}
+    trainer = make(**settings)
+    trainer.train()
+    move(trainer.model, 0.05)
+    inputs = rollout(trainer)
+    per_row = [name for name, value in inputs[0].items() if torch.is_tensor(value) and value.dim()]
+    rows = {name: torch.cat([batch[name] for batch in inputs]) for name in per_row}
+    mask = rows["completion_mask"].bool()
+    kl = ((rows["old_per_token_logps"] - rows["ref_per_token_logps"]) * mask).sum(-1)
+    assert kl.abs().max() > 0.01
+    completions = [ids[own].tolist() for ids, own in zip(rows["completion_ids"], mask, strict=True)]
+    rewards = torch.tensor(tiny.reward(completions))
+    shaped = rewards - 0.3 * kl
+    # TRL shuffles the rollout; a group is found by its prompt.
+    prompts = [tuple(ids.tolist()) for ids in rows["prompt_ids"]]
+    for index, advantage in enumerate(rows["advantages"].tolist()):
+        others = [j for j, prompt in enumerate(prompts) if prompt == prompts[index] and j != index]
+        assert len(others) == 3
+        assert advantage == pytest.approx(float(shaped[index] - shaped[others].mean()), abs=1e-4)
+
+    loss, _ = loss_and_gradients(trainer, inputs[0])
+    assert trainer.beta == 0.3
+    trainer.beta = 0.0
+    assert loss_and_gradients(trainer, inputs[0])[0] == loss
+
+
+def test_kl_in_the_reward_needs_scores(make):
+    with pytest.raises(ValueError, match="updates_per_rollout to 2 or more"):
+        make(advantage_estimator="rloo", beta=0.3, kl_in_reward=True, steps_per_generation=1)
+
+
+# TRL's other losses
+
+OTHER_LOSSES: list[dict[str, Any]] = [
+    {"loss_type": "cispo", "epsilon_high": 5.0},
+    {"loss_type": "sapo"},
+    {"loss_type": "vespo"},
+    {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    {"delta": 4.0},
+]
+
+
+@pytest.mark.parametrize("settings", OTHER_LOSSES, ids=str)
+def test_with_the_clip_trls_other_losses_are_trls(make, settings):
+    ours, theirs = make(surrogate="clip", diagnostics_steps=1, **settings), make(GRPOTrainer, **settings)
+    inputs = rollout(ours)[0]
+    move(ours.model, 0.05)
+    tiny.follow(theirs, ours)
+    tiny.assert_same_update(ours, theirs, inputs)
