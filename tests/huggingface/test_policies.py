@@ -77,8 +77,9 @@ def test_padding_is_masked_and_more_inputs_go_to_the_model():
     mask = torch.ones_like(shifted["input_ids"])
     mask[:, :2] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    padded = huggingface.capture(model, **shifted, attention_mask=mask, position_ids=positions, **CAPTURE)
-    plain = huggingface.capture(model, **inputs, **CAPTURE)
+    options: dict[str, Any] = {**CAPTURE, **shifted, "position_ids": positions}
+    padded = huggingface.capture(model, attention_mask=mask, **options)
+    plain = captured(model, inputs)
     torch.testing.assert_close(padded.log_prob[:, 2:], plain.log_prob, rtol=1e-4, atol=within(1e-5))
 
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from troll.huggingface.positions import spread
 from troll.trl.config import TrollConfig
-from troll.trl.seam import loss_mask
+from troll.trl.seam import change_generation, engine_settings, loss_mask
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.policy.top import capture_top
@@ -191,17 +190,13 @@ def report_top_log_probs(generation: Any, number: int, reports: EngineReports) -
         number: N, of the likeliest tokens.
         reports: Where to.
     """
-    generation.logprobs = number
-    generate = generation.generate
 
-    @functools.wraps(generate)
-    def reporting(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        prompt_ids, completion_ids, log_probs, token_ids = generate(*args, **kwargs)
+    def with_rows(prompt_ids: Any, completion_ids: Any, log_probs: Any, token_ids: Any) -> tuple[Any, ...]:
         rows = reports.add(completion_ids, log_probs, token_ids)
         of_each = [[[[x] for x in completion] for completion in values] for values in (rows, completion_ids)]
         return prompt_ids, completion_ids, *of_each
 
-    generation.generate = reporting
+    change_generation(generation, number, with_rows)
 
 
 def reporting_rollout_func(
@@ -330,28 +325,6 @@ def check_sampling(args: TrollConfig) -> None:
         )
     if "logprobs" in options:
         raise ValueError('anchor="rollout" sets logprobs to support_top_k itself: leave it out of generation_kwargs')
-
-
-def engine_settings(generation: Any) -> dict[str, Any]:
-    """`logprobs_mode` and `max_logprobs` of the vLLM engine behind a `VLLMGeneration`, on every process."""
-    names = ("logprobs_mode", "max_logprobs")
-    if generation.mode == "colocate":
-        config = generation.llm.llm_engine.model_config
-        return {name: getattr(config, name) for name in names}
-    answers: list[Any] = [None]
-    if generation.accelerator.is_main_process:  # the only one with a client; the others wait for its answer
-        try:
-            config = generation.vllm_client.get_server_info()["model_config"]
-            answers = [{name: config[name] for name in names}]
-        except Exception as error:
-            answers = [f"{type(error).__name__}: {error}"]
-    broadcast_object_list(answers, from_process=0)
-    if not isinstance(answers[0], dict):
-        raise ValueError(
-            'anchor="rollout" needs a vLLM server that tells logprobs_mode and max_logprobs (VLLM_SERVER_DEV_MODE=1), '
-            f"and asking for them failed: {answers[0]}"
-        )
-    return answers[0]
 
 
 def check_engine(settings: dict[str, Any], number: int, mode: str) -> None:

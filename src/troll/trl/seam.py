@@ -7,6 +7,7 @@ uses, and says what is missing. Nothing else in `troll.trl` names anything of TR
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -16,8 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 import trl
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from trl import GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import utils
 
 
@@ -95,6 +98,7 @@ OVERRIDDEN = (
             "importance_sampling_level",
             "current_gradient_accumulation_steps",
             "num_items_in_batch",
+            "aux_loss_enabled",
         ),
     ),
     Needed("_save_checkpoint", "checkpoints that say whether they are complete", parameters=("model", "trial")),
@@ -111,31 +115,42 @@ RELIED_ON = (
     Needed("log", "that our metrics are averaged and logged with TRL's", uses=("_metrics", "_logs")),
 )
 
+#: Of TRL's `VLLMGeneration`.
+ENGINE = (
+    Needed("__init__", "log-probabilities of the likeliest tokens", uses=("logprobs", "mode")),
+    Needed("_init_vllm", "the settings of the engine", uses=("llm", "vllm_client")),
+    Needed("generate", "what the engine reports", parameters=("prompts", "images", "num_generations")),
+)
+
 #: Of `trl.trainer.utils`, which is not part of TRL's documented interface. TRL 1.14 has no fused head.
-FUNCTIONS = ("add_fused_lm_head", "FusedCausalLMOutput", "get_callable_name", "get_config_model_id")
+FUNCTIONS = (
+    "add_fused_lm_head",
+    "FusedCausalLMOutput",
+    "disable_dropout_in_model",
+    "get_callable_name",
+    "get_config_model_id",
+)
 
 
-def lacking(trainer: type = GRPOTrainer, functions: Any = utils) -> Iterator[str]:
+def lacking(trainer: type = GRPOTrainer, engine: type = VLLMGeneration, functions: Any = utils) -> Iterator[str]:
     """What TRL lacks of all this, a phrase for each; nothing if the seam fits.
 
     Args:
         trainer: `GRPOTrainer`, or another class in its place.
+        engine: `VLLMGeneration`, or another class in its place.
         functions: `trl.trainer.utils`, or another module in its place.
     """
-    for needed in (*OVERRIDDEN, *RELIED_ON):
-        method = getattr(trainer, needed.name, None)
+    of_trainer = ((trainer, needed) for needed in (*OVERRIDDEN, *RELIED_ON))
+    for owner, needed in (*of_trainer, *((engine, needed) for needed in ENGINE)):
+        place = f"{owner.__name__}.{needed.name} ({needed.purpose})"
+        method = getattr(owner, needed.name, None)
         if method is None:
-            yield f"{trainer.__name__}.{needed.name} ({needed.purpose})"
+            yield place
             continue
         method = inspect.unwrap(method)
-        parameters = inspect.signature(method).parameters
-        names = set(_names(method.__code__))
-        for name in needed.parameters:
-            if name not in parameters:
-                yield f"the parameter {name} of {trainer.__name__}.{needed.name} ({needed.purpose})"
-        for name in needed.uses:
-            if name not in names:
-                yield f"{name} in {trainer.__name__}.{needed.name} ({needed.purpose})"
+        parameters, names = inspect.signature(method).parameters, set(_names(method.__code__))
+        yield from (f"the parameter {name} of {place}" for name in needed.parameters if name not in parameters)
+        yield from (f"{name} in {place}" for name in needed.uses if name not in names)
     for name in FUNCTIONS:
         if not callable(getattr(functions, name, None)):
             yield f"trl.trainer.utils.{name}"
@@ -274,7 +289,50 @@ def sampling_config(trainer: Any) -> tuple[Any, str]:
     return (trainer.vllm_generation, "temperature") if trainer.use_vllm else (trainer, "generation_config")
 
 
+def engine_settings(generation: Any) -> dict[str, Any]:
+    """`logprobs_mode` and `max_logprobs` of the vLLM engine behind a `VLLMGeneration`, on every process."""
+    names = ("logprobs_mode", "max_logprobs")
+    if generation.mode == "colocate":
+        config = generation.llm.llm_engine.model_config
+        return {name: getattr(config, name) for name in names}
+    answers: list[Any] = [None]
+    if generation.accelerator.is_main_process:  # the only one with a client; the others wait for its answer
+        try:
+            config = generation.vllm_client.get_server_info()["model_config"]
+            answers = [{name: config[name] for name in names}]
+        except Exception as error:
+            answers = [f"{type(error).__name__}: {error}"]
+    broadcast_object_list(answers, from_process=0)
+    if not isinstance(answers[0], dict):
+        raise ValueError(
+            'anchor="rollout" needs a vLLM server that tells logprobs_mode and max_logprobs (VLLM_SERVER_DEV_MODE=1), '
+            f"and asking for them failed: {answers[0]}"
+        )
+    return answers[0]
+
+
+def change_generation(
+    generation: VLLMGeneration, number: int, change: Callable[[Any, Any, Any, Any], tuple[Any, ...]]
+) -> None:
+    """Has vLLM return the log-probabilities of the N likeliest tokens too, and changes what TRL gets of them.
+
+    Args:
+        generation: Changed in place.
+        number: N.
+        change: Of prompt ids, completion ids, log-probabilities and their token ids, [completion][token][entry].
+    """
+    generation.logprobs = number
+    generate = generation.generate
+
+    @functools.wraps(generate)
+    def changed(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return change(*generate(*args, **kwargs))
+
+    generation.generate = changed  # type: ignore[method-assign]
+
+
 get_callable_name = utils.get_callable_name
 get_config_model_id = utils.get_config_model_id
+disable_dropout_in_model = utils.disable_dropout_in_model
 
 check()

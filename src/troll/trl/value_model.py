@@ -16,7 +16,8 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from trl.trainer.utils import disable_dropout_in_model
+
+from troll.trl.seam import disable_dropout_in_model
 
 
 class ValueHead(nn.Linear):
