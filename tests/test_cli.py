@@ -1,4 +1,7 @@
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +29,7 @@ from troll import cli
         (["train", "ablation-top-k"], "is a grid over support_top_k: run it with troll compare ablation-top-k"),
         (["report", "/nonexistent", "/nonexistent"], "neither a run folder"),
         (["report", "/nonexistent", "--output_dir", "x"], "for the page about several runs"),
+        (["eval", "/nonexistent"], "no task: name one with --task (only what troll train has saved brings its own)"),
         (["eval", "/nonexistent", "--task", "gsm8k"], "cannot load the model '/nonexistent'"),
         (["eval", "m", "--task", "gsm8k", "--samples", "2", "--k", "4"], "k must be between 1 and samples=2, got 4"),
         (["eval", "m", "--task", "gsm8k", "--samples", "2", "--temperature", "0"], "use samples=1"),
@@ -48,7 +52,6 @@ def test_mistakes_are_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["eval", "m"], "the following arguments are required: --task"),
         (["eval", "m", "--task", "gsm8k", "--samples", "two"], "argument --samples: invalid int value: 'two'"),
         (["evaluate"], "invalid choice: 'evaluate'"),
     ],
@@ -98,6 +101,38 @@ def test_eval_goes_on_where_it_was_stopped(
     assert str(tmp_path / "out" / "results.json") in shown
     assert cli.main([*command, "--seed", "1"]) == 2
     assert "seed is 0 there and 1 here" in capsys.readouterr().err
+
+
+def test_eval_prompts_a_copied_model_as_its_training_did(
+    tiny_model: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from troll.evaluation.training_task import TrainingTask
+
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_model, tmp_path / "copied")
+    options = {"min_terms": 2, "max_terms": 2, "prompt": "{expression} ="}
+    TrainingTask("reasoning_gym:chain_sum", None, options, 3, {}).write(tmp_path / "copied")
+    command = ["eval", "copied", "--max_new_tokens", "2"]
+
+    def prompts(folder: str) -> list[str]:
+        path = tmp_path / folder / "generations" / "reasoning_gym-chain_sum.jsonl"
+        return [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+
+    assert cli.main(command) == 0
+    shown = capsys.readouterr()
+    assert 'as in training: task reasoning_gym:chain_sum, task_options {"min_terms": 2' in shown.out
+    assert "warning" not in shown.err
+    assert len(prompts("runs/eval-copied")) == 3
+    assert all(re.fullmatch(r"\d+ [+-] \d+ =", prompt) for prompt in prompts("runs/eval-copied"))
+
+    assert cli.main([*command, "--task_options", '{"prompt": "{question}"}', "--output_dir", "other"]) == 0
+    shown = capsys.readouterr()
+    assert "troll: warning: reasoning_gym:chain_sum is not prompted as the model was in training" in shown.err
+    assert 'task_options.prompt was "{expression} =" and is "{question}"' in shown.err
+    assert not any(re.fullmatch(r"\d+ [+-] \d+ =", prompt) for prompt in prompts("other"))
 
 
 def test_eval_tells_a_mistake_in_local_data_alone(

@@ -1,4 +1,4 @@
-"""The command line: ``troll train | compare | eval | report``."""
+"""The command line: `troll train | plan | compare | eval | report`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="Any field of TaskConfig, TrollConfig or trl.ModelConfig can follow, e.g. --learning_rate 1e-5.",
     )
     train.add_argument("recipe", metavar="RECIPE")
+    plan = commands.add_parser(
+        "plan",
+        help="what a recipe takes: memory, updates, tokens",
+        description="Print the memory and the work of a recipe, before anything is downloaded or trained.",
+        epilog="Any field can follow, as with `troll train`. Exit code 2 if it does not fit. See docs/plan.md.",
+    )
+    plan.add_argument("recipe", metavar="RECIPE")
+    _add_plan_options(plan)
     compare = commands.add_parser(
         "compare",
         help="train by recipes over methods, settings and seeds",
@@ -47,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     argv = list(sys.argv[1:] if argv is None else argv)
     fields: list[str] = []
-    if argv[:1] in (["train"], ["compare"]) and not {"-h", "--help"} & set(argv):
+    if argv[:1] in (["train"], ["plan"], ["compare"]) and not {"-h", "--help"} & set(argv):
         if argv[1:2] and argv[1].startswith("-"):
             return _fail(ValueError(f"the recipe comes first: troll {argv[0]} RECIPE [--field value ...]"))
         # argparse would take the values of fields, which it does not know, for recipes.
@@ -57,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command == "train":
             return _train(arguments.recipe, fields)
+        if arguments.command == "plan":
+            return _plan(arguments.recipe, fields)
         if arguments.command == "compare":
             return _compare(arguments.recipes, fields)
         if arguments.command == "eval":
@@ -75,9 +85,12 @@ class _Parser(argparse.ArgumentParser):
 def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.description = "Generate completions of every problem of the tasks, grade them, and print a table."
     parser.epilog = "The same command again goes on where it was stopped. With several tasks, --dataset_path and "
-    parser.epilog += "--task_options take TASK=VALUE for each."
+    parser.epilog += "--task_options take TASK=VALUE for each. A model that troll train has saved brings the settings "
+    parser.epilog += "of its own task; an option overrides them, and null in a JSON object takes one out."
     parser.add_argument("model", metavar="MODEL", help="a name on the hub, or the folder of a model or a run")
-    parser.add_argument("--task", nargs="+", required=True, help="names such as gsm8k, reasoning_gym:chain_sum")
+    parser.add_argument(
+        "--task", nargs="+", help="names such as gsm8k, reasoning_gym:chain_sum (default: the one it was trained on)"
+    )
     parser.add_argument("--dataset_path", nargs="+", default=[], metavar="PATH", help="local data of the task")
     parser.add_argument("--task_options", nargs="+", default=[], metavar="JSON", help="options of the task")
     parser.add_argument("--eval_size", type=int, help="problems of each task at most (default: all, or as in the run)")
@@ -101,14 +114,23 @@ def _eval(arguments: argparse.Namespace) -> int:
     def run() -> int:
         from rich.console import Console
 
-        from troll.evaluation.command import configuration
+        from troll.evaluation.command import as_in_training, configuration, other_prompts
         from troll.evaluation.errors import EvaluationError
         from troll.evaluation.evaluate import evaluate
+        from troll.evaluation.training_task import find_training_task
         from troll.tasks import TaskError
+        from troll.terminal import say
 
         _hush()
         try:
-            return 0 if evaluate(configuration(arguments), Console()) else INTERRUPTED
+            console, trained = Console(), find_training_task(arguments.model, arguments.model_revision)
+            config = configuration(arguments, trained)
+            if trained is not None:
+                if line := as_in_training(config, trained):
+                    say(console, line)
+                for difference in other_prompts(config, trained):
+                    warnings.warn(difference, stacklevel=2)
+            return 0 if evaluate(config, console) else INTERRUPTED
         except (EvaluationError, TaskError) as error:
             return _fail(error)
 
@@ -123,6 +145,45 @@ def _train(recipe_name: str, overrides: list[str]) -> int:
         from troll.study.run import train
 
         return 0 if train(recipes.load(recipe_name, overrides), Console()) else INTERRUPTED
+
+    return _with_trainer(run)
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpu_memory", type=float, metavar="GIB", help="of each GPU (default: as on this machine)")
+    parser.add_argument("--gpus", type=int, default=1, help="that share the model out, by FSDP2 or ZeRO-3 (default: 1)")
+    parser.add_argument(
+        "--prompt_tokens", type=int, help="of the longest prompt (default: by vllm_max_model_length, or 512)"
+    )
+
+
+def _plan(recipe_name: str, fields: list[str]) -> int:
+    parser = _Parser(prog="troll", allow_abbrev=False, add_help=False)
+    _add_plan_options(parser)
+    options, overrides = parser.parse_known_args(fields)
+    for name in ("gpu_memory", "gpus", "prompt_tokens"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            return _fail(ValueError(f"{name} must be above 0, got {value}"))
+
+    def run() -> int:
+        import torch
+        from rich.console import Console
+
+        from troll import recipes
+        from troll.study.memory import UnknownMemory
+        from troll.study.plan import plan, show, this_machine
+
+        # transformers refuses bf16 where there is no GPU, and on another machine vLLM is taken to be installed.
+        cpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
+        recipe = recipes.load(recipe_name, [*overrides, *cpu], vllm=None if options.gpu_memory is None else True)
+        machine = this_machine(options.gpu_memory, options.gpus, options.gpus > 1, recipe.training.use_cpu)
+        found = plan(recipe, machine, prompt_tokens=options.prompt_tokens)
+        try:
+            show(found, Console())
+            return 0 if found.fits else _fail(ValueError(found.remedy()))
+        except UnknownMemory as error:
+            return _fail(error)
 
     return _with_trainer(run)
 

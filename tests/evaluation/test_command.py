@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from troll.evaluation.command import by_task, configuration
+from troll.evaluation.command import as_in_training, by_task, configuration, other_prompts
 from troll.evaluation.errors import EvaluationError
-from troll.tasks import TaskError
+from troll.evaluation.training_task import TrainingTask
+from troll.tasks import TaskConfig, TaskError
 
 DEFAULTS: dict[str, Any] = {
     "model": "some/model",
@@ -55,6 +56,15 @@ def test_several_tasks_take_a_value_each() -> None:
         by_task("x", ["a", "b"], ["math"])
 
 
+TRAINED = TrainingTask(
+    task="math",
+    dataset_path="/data/math",
+    task_options={"answer_format": "tag", "system_prompt": "Think."},
+    eval_size=8,
+    chat_template_kwargs={"enable_thinking": False},
+)
+
+
 def test_options_become_settings() -> None:
     config = configuration(
         typed(
@@ -66,7 +76,8 @@ def test_options_become_settings() -> None:
             k=[1, 2],
             chat_template_kwargs='{"enable_thinking": false}',
             output_dir=Path("out"),
-        )
+        ),
+        None,
     )
     first, second = config.tasks
     assert (first.task, first.dataset_path, first.options, first.eval_size) == ("gsm8k", "data", {}, 7)
@@ -74,35 +85,106 @@ def test_options_become_settings() -> None:
     assert (config.samples, config.resolved_ks, config.resolved_temperature) == (4, [1, 2], 1.0)
     assert config.chat_template_kwargs == {"enable_thinking": False}
     assert config.folder == Path("out")
-    assert configuration(typed()).tasks[0].eval_size is None
+    assert configuration(typed(), None).tasks[0].eval_size is None
 
 
-def test_a_run_says_how_much_it_held_out(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("task: math\neval_size: 8\n")
-    (tmp_path / "checkpoint-2").mkdir()
-    run = str(tmp_path)
-    assert configuration(typed(model=f"{run}/checkpoint-2", task=["./math"])).tasks[0].eval_size == 8
-    sizes = [task.eval_size for task in configuration(typed(model=run, task=["math", "gsm8k"])).tasks]
-    assert sizes == [8, None]
-    assert configuration(typed(model=run, task=["math"], eval_size=9)).tasks[0].eval_size == 9
-    (tmp_path / "config.yaml").write_text("[")
-    with pytest.raises(EvaluationError, match=r"config\.yaml: not YAML"):
-        configuration(typed(model=run))
+def test_a_model_brings_the_settings_of_its_own_task() -> None:
+    for names in (None, ["math"]):
+        config = configuration(typed(task=names), TRAINED)
+        (task,) = config.tasks
+        assert (task.task, task.dataset_path, task.eval_size) == ("math", "/data/math", 8)
+        assert task.options == TRAINED.task_options
+        assert config.chat_template_kwargs == TRAINED.chat_template_kwargs
+        assert other_prompts(config, TRAINED) == []
+        assert as_in_training(config, TRAINED) == (
+            'as in training: task math, task_options {"answer_format": "tag", "system_prompt": "Think."}, '
+            'dataset_path /data/math, eval_size 8, chat_template_kwargs {"enable_thinking": false}'
+        )
+
+
+def test_an_option_overrides_what_the_model_brings_one_by_one() -> None:
+    config = configuration(
+        typed(
+            task=None,
+            task_options=['{"answer_format": "boxed", "prompt": "{question}"}'],
+            dataset_path=["elsewhere"],
+            eval_size=9,
+            chat_template_kwargs='{"enable_thinking": true}',
+        ),
+        TRAINED,
+    )
+    (task,) = config.tasks
+    assert (task.dataset_path, task.eval_size) == ("elsewhere", 9)
+    assert task.options == {"answer_format": "boxed", "system_prompt": "Think.", "prompt": "{question}"}
+    assert as_in_training(config, TRAINED) == 'as in training: task math, task_options {"system_prompt": "Think."}'
+    assert other_prompts(config, TRAINED) == [
+        'math is not prompted as the model was in training: task_options.answer_format was "tag" and is "boxed"; '
+        'task_options.prompt was not set and is "{question}"; '
+        "chat_template_kwargs.enable_thinking was false and is true"
+    ]
+
+
+def test_null_takes_out_what_the_model_brings() -> None:
+    arguments = typed(
+        task=None, task_options=['{"system_prompt": null}'], chat_template_kwargs='{"enable_thinking": null}'
+    )
+    config = configuration(arguments, TRAINED)
+    assert config.tasks[0].options == {"answer_format": "tag"}
+    assert config.chat_template_kwargs == {}
+    assert other_prompts(config, TRAINED) == [
+        'math is not prompted as the model was in training: task_options.system_prompt was "Think." and is not set; '
+        "chat_template_kwargs.enable_thinking was false and is not set"
+    ]
+
+
+def test_other_tasks_have_the_variables_of_the_chat_template_and_nothing_else() -> None:
+    config = configuration(typed(task=["gsm8k", "reasoning_gym:chain_sum"]), TRAINED)
+    assert [(task.dataset_path, task.options, task.eval_size) for task in config.tasks] == [(None, {}, None)] * 2
+    assert config.chat_template_kwargs == {"enable_thinking": False}
+    assert as_in_training(config, TRAINED) == 'as in training: chat_template_kwargs {"enable_thinking": false}'
+    first, second = other_prompts(config, TRAINED)
+    assert first == (
+        'gsm8k is not prompted as the model was in training: task_options.answer_format was "tag" and is not set; '
+        'task_options.system_prompt was "Think." and is not set'
+    )
+    assert second.startswith("reasoning_gym:chain_sum is not prompted")
+
+
+def test_the_prompt_of_one_task_is_not_expected_of_another() -> None:
+    trained = TrainingTask("reasoning_gym:chain_sum", None, {"prompt": "{expression} =", "max_terms": 3}, 8, {})
+    config = configuration(typed(task=["gsm8k"]), trained)
+    assert other_prompts(config, trained) == []
+    assert as_in_training(config, trained) is None
+
+
+def test_a_task_of_ones_own_is_known_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained = TrainingTask.of(TaskConfig("own.py:8", dataset_path="rows.jsonl", eval_size=4), None)
+    for names in (None, ["./own.py:8"], [f"{tmp_path}/own.py:8"]):
+        (task,) = configuration(typed(task=names), trained).tasks
+        assert (task.task, task.dataset_path, task.eval_size) == ((names or ["own.py:8"])[0], "rows.jsonl", 4)
+    assert configuration(typed(task=["own.py:9"]), trained).tasks[0].dataset_path is None
+
+
+@pytest.mark.parametrize("trained", [None, TrainingTask(None, None, {}, None, {})])
+def test_without_a_task_there_is_nothing_to_do(trained: TrainingTask | None) -> None:
+    with pytest.raises(EvaluationError, match="no task: name one with --task"):
+        configuration(typed(task=None, task_options=["{}"]), trained)
 
 
 def test_files_are_loaded_as_for_training() -> None:
-    tasks = configuration(typed(task=["gsm8k", "own.py", "own.yaml"])).tasks
+    tasks = configuration(typed(task=["gsm8k", "own.py", "own.yaml"]), None).tasks
     assert [task.train_size for task in tasks] == [1, None, None]
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "1"])
 def test_variables_of_the_chat_template_are_an_object(text: str) -> None:
     with pytest.raises(EvaluationError, match="chat_template_kwargs must be a JSON object"):
-        configuration(typed(chat_template_kwargs=text))
+        configuration(typed(chat_template_kwargs=text), None)
 
 
 def test_mistakes_of_tasks() -> None:
     with pytest.raises(TaskError, match="eval_size must be at least 1"):
-        configuration(typed(eval_size=0))
+        configuration(typed(eval_size=0), None)
     with pytest.raises(TaskError, match="not valid JSON"):
-        configuration(typed(task_options=["{"]))
+        configuration(typed(task_options=["{"]), None)

@@ -35,6 +35,8 @@ def test_the_fingerprint_changes_with_the_weights(tiny_model: Path, tmp_path: Pa
     shutil.copytree(tiny_model, folder)
     before = find_model(str(folder)).fingerprint
     assert find_model(str(folder)).fingerprint == before
+    (folder / "README.md").write_text("a corrected card")
+    assert find_model(str(folder)).fingerprint == before
     os.utime(folder / "model.safetensors", ns=(1, 1))
     assert find_model(str(folder)).fingerprint != before
 

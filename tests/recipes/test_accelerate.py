@@ -41,6 +41,7 @@ def test_the_launcher_knows_every_setting_and_the_command_line_comes_first(name:
     assert [arguments.multi_gpu, arguments.use_fsdp, arguments.use_deepspeed].count(True) == 1
     if name == "fsdp2":
         assert (arguments.fsdp_version, arguments.fsdp_state_dict_type) == (2, "FULL_STATE_DICT")
+        assert arguments.fsdp_cpu_ram_efficient_loading in (False, "false")
     if name == "zero3":
         assert (arguments.zero_stage, arguments.zero3_save_16bit_model) == (3, True)
         assert arguments.deepspeed_multinode_launcher == "standard"

@@ -22,8 +22,8 @@ def test_shipped_recipes_load_and_are_off_policy(name: str) -> None:
     recipe = recipes.load(name, on_cpu(name) + one_point(name))
     assert not recipe.training.always_on_policy
     assert recipe.training.kl_bound == (0.01 if name == "ablation-kl-bound" else 0.05)
-    updates = recipe.training.rollout_steps // recipe.training.gradient_accumulation_steps
-    assert recipe.training.save_steps % updates == 0, "checkpoints must fall on rollout boundaries"
+    assert recipe.training.updates_per_rollout == 8
+    assert recipe.training.save_steps % 8 == 0, "checkpoints must fall on rollout boundaries"
 
 
 def test_overrides_win_over_the_recipe() -> None:
@@ -32,12 +32,65 @@ def test_overrides_win_over_the_recipe() -> None:
     assert recipe.task.options == {"max_terms": 4}
 
 
-def test_saved_recipe_loads_to_the_same_settings(tmp_path: Path) -> None:
-    recipe = recipes.load("quickstart", ["--kl_bound", "0.2", "--max_steps", "7"])
+@pytest.mark.parametrize("name", recipes.names())
+def test_saved_recipe_loads_to_the_same_settings(tmp_path: Path, name: str) -> None:
+    point = one_point(name)
+    more = [] if "--kl_bound" in point else ["--kl_bound", "0.2"]
+    recipe = recipes.load(name, [*on_cpu(name), *point, *more, "--max_steps", "7"])
     recipes.save(recipe, tmp_path / "again.yaml")
     again = recipes.load(str(tmp_path / "again.yaml"))
     assert again.settings == recipe.settings
     assert again.training.to_dict() == recipe.training.to_dict()
+    assert (again.model, again.task) == (recipe.model, recipe.task)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "recorded"),
+    [
+        ([], {"updates_per_rollout": 8}),
+        (["--updates_per_rollout", "4"], {"updates_per_rollout": 4}),
+        (["--steps_per_generation", "4"], {"steps_per_generation": 4}),
+        (["--generation_batch_size=256"], {"generation_batch_size": 256}),
+        (["--num_iterations", "2"], {"updates_per_rollout": 8, "num_iterations": 2}),
+    ],
+)
+def test_the_length_of_a_rollout_is_what_was_said_last(
+    tmp_path: Path, overrides: list[str], recorded: dict[str, int]
+) -> None:
+    recipe = recipes.load("quickstart", overrides)
+    words = ("updates_per_rollout", "steps_per_generation", "generation_batch_size", "num_iterations")
+    assert {name: recipe.settings[name] for name in words if name in recipe.settings} == recorded
+    expected = recorded.get("updates_per_rollout", 4)
+    assert recipe.training.updates_per_rollout == expected
+    recipes.save(recipe, tmp_path / "again.yaml")
+    later = recipes.load(str(tmp_path / "again.yaml"), ["--gradient_accumulation_steps", "1"])
+    assert later.training.updates_per_rollout == expected
+    (tmp_path / "top.yaml").write_text("extends: again.yaml\nsteps_per_generation: 3\nnum_iterations: 1\n")
+    assert recipes.load(str(tmp_path / "top.yaml")).training.updates_per_rollout == 3
+
+
+def test_two_words_for_the_length_of_a_rollout_in_one_place_must_agree(tmp_path: Path) -> None:
+    (tmp_path / "both.yaml").write_text("extends: quickstart\nupdates_per_rollout: 8\nsteps_per_generation: 4\n")
+    with pytest.raises(RecipeError, match="updates_per_rollout=8 disagrees with steps_per_generation=4"):
+        recipes.load(str(tmp_path / "both.yaml"))
+
+
+@pytest.mark.parametrize("usable", [False, True])
+def test_vllm_generates_where_it_can_run_and_the_settings_say_what_generates(
+    monkeypatch: pytest.MonkeyPatch, usable: bool
+) -> None:
+    name, cpu = "gsm8k-qwen3-24gb", ["--use_cpu", "--bf16", "false"]
+    monkeypatch.setattr(recipes, "vllm_is_usable", lambda: usable)
+    on_gpu = recipes.load(name, ["--bf16", "false"])
+    assert on_gpu.training.use_vllm is on_gpu.settings["use_vllm"] is usable
+    assert (on_gpu.note is None) is usable
+    without = recipes.load(name, cpu)
+    assert without.training.use_vllm is without.settings["use_vllm"] is False
+    assert without.note is not None and "at most 32 completions at a time" in without.note
+    assert "\n" not in without.note
+    elsewhere = recipes.load(name, cpu, vllm=True)  # planned here for another machine
+    assert (elsewhere.settings["use_vllm"], elsewhere.note) == (True, None)
+    assert recipes.load("quickstart").note is None
 
 
 def test_a_runs_settings_are_called_after_its_folder(tmp_path: Path) -> None:

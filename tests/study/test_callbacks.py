@@ -26,16 +26,19 @@ def test_metrics_file_starts_from_the_checkpoint_and_grows(tmp_path: Path) -> No
     assert [json.loads(line) for line in path.read_text().splitlines()] == logs
 
 
-def test_progress_prints_a_line_per_log_where_there_is_no_terminal(tmp_path: Path) -> None:
+def test_progress_prints_what_is_new_in_a_log_where_there_is_no_terminal(tmp_path: Path) -> None:
     output = io.StringIO()
     callback = ProgressLine(Console(file=output, width=200))
     arguments, control = TrainingArguments(str(tmp_path)), TrainerControl()
     callback.on_train_begin(arguments, state_with([], 0), control)
     callback.on_step_end(arguments, state_with([], 1), control)
     callback.on_log(arguments, state_with([{"step": 1, "reward": 0.25, "rewards/success/mean": None}], 1), control)
+    callback.on_log(arguments, state_with([{"step": 2, "reward": 0.5, "loss": 0.1}], 2), control)
     callback.on_log(arguments, state_with([{"step": 2, "eval_rewards/success/mean": 0.5}], 2), control)
+    callback.on_log(arguments, state_with([{"step": 2, "train_runtime": 1.0}], 2), control)
     callback.stop()
-    assert output.getvalue().splitlines() == ["step 1/10  reward 0.25", "step 2/10  reward 0.25  held-out 50%"]
+    lines = ["step 1/10  reward 0.25", "step 2/10  reward 0.50", "step 2/10  held-out 50%"]
+    assert output.getvalue().splitlines() == lines, "the evaluation of a step must not repeat its training"
 
 
 def test_writing_replaces_the_whole_file(tmp_path: Path) -> None:

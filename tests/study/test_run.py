@@ -1,17 +1,24 @@
 import json
 import shutil
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers.integrations import integration_utils
 
 from troll import recipes
+from troll.evaluation.training_task import TrainingTask, find_training_task
 from troll.recipes import Recipe, RecipeError
 from troll.study import run
+from troll.study.page import percent
 from troll.study.run import train
 from troll.tasks import TaskError
+from troll.trl.checkpoints import check_complete
 
 
 @pytest.fixture
@@ -54,6 +61,50 @@ def test_a_run_leaves_a_complete_folder(short_run: list[str], tmp_path: Path, co
     assert "<html" in (folder / "report.html").read_text()
     assert recipes.load(str(folder / "config.yaml")).settings["max_steps"] == 4
     assert "report" in console.export_text()
+
+    trained = TrainingTask.of(recipes.load("quickstart", short_run).task, None)
+    assert trained.task_options["prompt"] == "{expression} ="
+    for place in (folder, folder / "model", folder / "checkpoint-2", folder / "checkpoint-4"):
+        assert find_training_task(str(place)) == trained
+        assert (place / "task.json").is_file()
+    check_complete(folder / "checkpoint-4")  # what was added later does not count
+    card = (folder / "model" / "README.md").read_text()
+    assert f"| after step 4 | {percent(summary['success_after'])} |" in card
+    assert f"from_pretrained('{folder / 'model'}')" in card
+    assert (folder / "README.md").read_text() == card
+
+
+def test_the_hub_shows_the_card_of_the_run(
+    short_run: list[str], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads: list[dict[str, str]] = []
+
+    def upload_folder(api, *, repo_id, folder_path, **options) -> Future:
+        assert repo_id == "you/sums"
+        uploads.append(
+            {
+                path.name: path.read_text()
+                for path in Path(folder_path).iterdir()
+                if path.suffix != ".bin" and path.suffix != ".safetensors" and path.is_file()
+            }
+        )
+        uploads[-1]["folder"] = Path(folder_path).name
+        done: Future = Future()
+        done.set_result(None)
+        return done
+
+    monkeypatch.setattr(HfApi, "whoami", lambda api: {"name": "you"})
+    monkeypatch.setattr(HfApi, "create_repo", lambda api, name, **options: SimpleNamespace(repo_id="you/sums"))
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    pushed = ["--push_to_hub", "true", "--hub_model_id", "you/sums"]
+    assert train(recipes.load("quickstart", [*short_run, *pushed]), console)
+    assert [upload["folder"] for upload in uploads] == ["run", "run", "model"]
+    for upload in uploads:
+        assert "from_pretrained('you/sums')" in upload["README.md"] and "task.json" in upload
+    first, _, last = (upload["README.md"] for upload in uploads)
+    assert "(unfinished)" in first and "| after step 4 |" not in first
+    assert "(unfinished)" not in last and "| after step 4 |" in last
+    assert "pushed  https://huggingface.co/you/sums" in console.export_text()
 
 
 class InterruptAt(TrainerCallback):
@@ -148,13 +199,20 @@ def test_mistakes_are_found_before_training(
         attempt("--model_name_or_path", "nobody/nothing")
     with pytest.raises(TaskError, match="unknown task"):
         attempt("--task", "nonsense")
+    with monkeypatch.context() as patched:
+        patched.setattr(integration_utils, "is_wandb_available", lambda: False)
+        patched.setattr(run, "model_path", lambda *_: pytest.fail("the model was looked for"))
+        with pytest.raises(RecipeError, match="report_to: wandb is not installed"):
+            attempt("--report_to", "wandb")
+        with pytest.raises(RecipeError, match=r"push_to_hub: .*log in with hf auth login"):
+            attempt("--push_to_hub", "true")
     with pytest.raises(RecipeError, match="eval_tasks and dataloader_persistent_workers exclude each other"):
         workers = ["--dataloader_num_workers", "1", "--dataloader_persistent_workers", "true"]
         attempt("--eval_tasks", "free_text", *workers)
     unanswered = tmp_path / "unanswered.jsonl"
     unanswered.write_text('{"question": "1 + 1?", "answer": "two"}\n' * 20)
     with pytest.raises(TaskError, match="test row 12 "):
-        attempt("--dataset_path", str(unanswered), recipe="gsm8k-qwen3")
+        attempt("--dataset_path", str(unanswered), recipe="gsm8k-qwen3-80gb")
     assert (occupied / "precious").exists()
 
 
@@ -214,7 +272,9 @@ def test_gsm8k_recipe_runs_on_local_files(
         tokenizer = AutoTokenizer.from_pretrained(model)
         tokenizer.chat_template = CHAT_TEMPLATE
         tokenizer.save_pretrained(model)
-    assert train(on_local_files(short_run, "gsm8k-qwen3", DATA / "gsm8k", "--model_name_or_path", str(model)), console)
+    assert train(
+        on_local_files(short_run, "gsm8k-qwen3-80gb", DATA / "gsm8k", "--model_name_or_path", str(model)), console
+    )
     lines = lines_of(tmp_path / "run")
     assert all(0 <= line["rewards/success/mean"] <= 1 for line in lines if "reward" in line)
     assert any(line.get("trust_region/kl_before_mean", 0) > 0 for line in lines)
@@ -229,8 +289,8 @@ def test_other_tasks_are_evaluated_beside_the_one_trained_on(
     short_run: list[str], tmp_path: Path, console: Console
 ) -> None:
     benchmarks = [f"{name}={DATA / 'math_eval' / name}.jsonl" for name in ("aime24", "amc23")]
-    several = ["--num_generations_eval", "2", "--eval_tasks", *benchmarks]
-    assert train(on_local_files(short_run, "gsm8k-qwen3", DATA / "gsm8k", *several), console)
+    several = ["--num_generations_eval", "2", "--eval_temperature", "1", "--eval_tasks", *benchmarks]
+    assert train(on_local_files(short_run, "gsm8k-qwen3-80gb", DATA / "gsm8k", *several), console)
     lines = lines_of(tmp_path / "run")
     for step in (0, 2):
         found = [line for line in lines if line["step"] == step]

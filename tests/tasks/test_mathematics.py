@@ -52,6 +52,13 @@ def test_a_folder(folder):
     assert (task.reward_weights, task.system_prompt) == (None, None)
 
 
+def test_the_hub_is_named_where_rows_come_from_it(hub, folder):
+    local = TaskConfig(task="gsm8k", dataset_path=folder(rows(5), rows(4, first=50)))
+    assert load_task(local).hub_dataset is None
+    hub(("openai/gsm8k", "main"), train=rows(5), test=rows(4, first=50))
+    assert load_task(TaskConfig(task="gsm8k")).hub_dataset == "openai/gsm8k"
+
+
 def test_conversational_and_sizes(folder):
     config = TaskConfig(task="gsm8k", dataset_path=folder(rows(5), rows(4, first=50)), train_size=2)
     task = load_task(config, conversational=True)

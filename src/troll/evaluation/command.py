@@ -1,4 +1,4 @@
-"""The options of ``troll eval``, as settings of an evaluation."""
+"""The options of `troll eval`, as settings of an evaluation."""
 
 from __future__ import annotations
 
@@ -10,35 +10,48 @@ from typing import Any
 
 from troll.evaluation.config import EvaluationConfig
 from troll.evaluation.errors import EvaluationError
-from troll.run_folder import read_settings
+from troll.evaluation.training_task import TrainingTask, from_here
 from troll.tasks import TaskConfig
 from troll.tasks.registry import least_train_size
 
+#: Task options that say how any task is asked: what a model has learned of them, it needs on other tasks too.
+_SHARED_OPTIONS = ("answer_format", "system_prompt")
 
-def configuration(arguments: Namespace) -> EvaluationConfig:
-    """Reads what was typed.
+
+def configuration(arguments: Namespace, trained: TrainingTask | None) -> EvaluationConfig:
+    """Reads what was typed; what was not is as in the model's training.
+
+    The task that the model was trained on has its data, options and size; every task has its variables of the chat
+    template. Options and variables are overridden one by one; null takes one out.
 
     Args:
         arguments: Of the command line, by the options' names.
+        trained: What the model was trained on, if that is known.
 
     Raises:
-        EvaluationError: If options do not fit each other, a value is out of its range, or the settings of the run
-            whose model is evaluated cannot be read.
+        EvaluationError: If there is no task, options do not fit each other, or a value is out of its range.
         troll.tasks.TaskError: If options of a task are not a JSON object, or `eval_size` is below one.
     """
-    paths = by_task("dataset_path", arguments.dataset_path, arguments.task)
-    options = by_task("task_options", arguments.task_options, arguments.task)
-    trained = _training_settings(arguments.model)
-    tasks = [
-        TaskConfig(
-            task=name,
-            dataset_path=paths.get(name),
-            task_options=options.get(name),
-            train_size=least_train_size(name),
-            eval_size=_held_out_in_training(trained, name) if arguments.eval_size is None else arguments.eval_size,
+    names = arguments.task or ([from_here(trained.task)] if trained is not None and trained.task is not None else [])
+    if not names:
+        raise EvaluationError("no task: name one with --task (only what troll train has saved brings its own)")
+    paths = by_task("dataset_path", arguments.dataset_path, names)
+    options = by_task("task_options", arguments.task_options, names)
+    variables = _object("chat_template_kwargs", arguments.chat_template_kwargs)
+    tasks = []
+    for name in names:
+        own = trained if trained is not None and trained.is_task(name) else None
+        inherited_path = None if own is None or own.dataset_path is None else from_here(own.dataset_path)
+        given = TaskConfig(name, task_options=options.get(name)).options
+        tasks.append(
+            TaskConfig(
+                task=name,
+                dataset_path=paths.get(name, inherited_path),
+                task_options=_merged({} if own is None else own.task_options, given),
+                train_size=least_train_size(name),
+                eval_size=own.eval_size if own and arguments.eval_size is None else arguments.eval_size,
+            )
         )
-        for name in arguments.task
-    ]
     return EvaluationConfig(
         model=arguments.model,
         tasks=tasks,
@@ -52,30 +65,79 @@ def configuration(arguments: Namespace) -> EvaluationConfig:
         backend=arguments.backend,
         seed=arguments.seed,
         dtype=arguments.dtype,
-        chat_template_kwargs=_object("chat_template_kwargs", arguments.chat_template_kwargs),
+        chat_template_kwargs=_merged({} if trained is None else trained.chat_template_kwargs, variables),
         model_revision=arguments.model_revision,
         trust_remote_code=arguments.trust_remote_code,
         output_dir=arguments.output_dir,
     )
 
 
-def _training_settings(model: str) -> dict[str, Any]:
-    """The ``config.yaml`` of a run, by its folder or that of its model or a checkpoint; empty for other models."""
-    folder = Path(model).expanduser()
-    paths = [each / "config.yaml" for each in (folder, folder.resolve().parent) if folder.is_dir()]
-    try:
-        return next((read_settings(path) for path in paths if path.is_file()), {})
-    except ValueError as error:
-        raise EvaluationError(str(error)) from error
+def as_in_training(config: EvaluationConfig, trained: TrainingTask) -> str | None:
+    """What an evaluation shares with the model's training, as a line to print; None where that is nothing.
+
+    Args:
+        config: Of the evaluation.
+        trained: What the model was trained on.
+    """
+    shared: list[str] = []
+    for task in config.tasks:
+        if trained.is_task(task.task):
+            same = {name: value for name, value in task.options.items() if trained.task_options.get(name) == value}
+            shared += [f"task {task.task}"]
+            shared += [f"task_options {_json(same)}"] if same else []
+            if task.dataset_path is not None and _same_path(task.dataset_path, trained.dataset_path):
+                shared += [f"dataset_path {task.dataset_path}"]
+            shared += [f"eval_size {task.eval_size}"] if task.eval_size == trained.eval_size is not None else []
+    found = config.chat_template_kwargs
+    variables = {name: value for name, value in found.items() if trained.chat_template_kwargs.get(name) == value}
+    shared += [f"chat_template_kwargs {_json(variables)}"] if variables else []
+    return f"as in training: {', '.join(shared)}" if shared else None
 
 
-def _held_out_in_training(settings: Mapping[str, Any], task: str) -> int | None:
-    """The `eval_size` of a run on this task; None where it was another."""
-    return settings.get("eval_size") if Path(str(settings.get("task"))) == Path(task) else None
+def other_prompts(config: EvaluationConfig, trained: TrainingTask) -> list[str]:
+    """Where an evaluation prompts the model otherwise than its training did, a line for each task.
+
+    Args:
+        config: Of the evaluation.
+        trained: What the model was trained on.
+    """
+    lines = []
+    variables = _differences("chat_template_kwargs", trained.chat_template_kwargs, config.chat_template_kwargs)
+    for task in config.tasks:
+        there, here = dict(trained.task_options), task.options
+        if not trained.is_task(task.task):
+            there, here = ({name: each[name] for name in _SHARED_OPTIONS if name in each} for each in (there, here))
+        if found := _differences("task_options", there, here) + variables:
+            lines.append(f"{task.task} is not prompted as the model was in training: {'; '.join(found)}")
+    return lines
+
+
+def _differences(option: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    def shown(values: Mapping[str, Any], name: str) -> str:
+        return _json(values[name]) if name in values else "not set"
+
+    return [
+        f"{option}.{name} was {shown(there, name)} and is {shown(here, name)}"
+        for name in sorted({*there, *here})
+        if shown(there, name) != shown(here, name)
+    ]
+
+
+def _merged(inherited: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    out = {name for name, value in given.items() if value is None}
+    return {name: value for name, value in {**inherited, **given}.items() if name not in out}
+
+
+def _same_path(path: str, other: str | None) -> bool:
+    return other is not None and Path(path).expanduser().resolve() == Path(other)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def by_task(option: str, values: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
-    """Values of an option by task: `TASK=VALUE` each, or one value alone where there is one task.
+    """Values of an option by task: `TASK=VALUE` each, or just one value where there is one task.
 
     Args:
         option: Its name, for errors.

@@ -30,7 +30,7 @@ class ModelSource:
         adapter_rank: Of a LoRA adapter; None for a whole model.
         context: Tokens that it takes at once; None where its configuration does not say.
         fingerprint: Changes where the model does: the commit on the hub, or a hash of the names, sizes and times of the
-            files in the folder.
+            files in the folder, the card left out.
         revision: On the hub, of the model; of an adapter, that of its base which it names.
         trust_remote_code: Whether the model's own code may run.
     """
@@ -188,7 +188,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def _folder_fingerprint(folder: Path) -> str:
-    files = sorted(path for path in folder.iterdir() if path.is_file())
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != "README.md")
     return fingerprint([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
 
 

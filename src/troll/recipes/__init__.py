@@ -1,9 +1,12 @@
 """Recipes: YAML files with every setting of a run, found by name or by path.
 
-A recipe holds fields of :class:`~troll.tasks.TaskConfig`, :class:`~troll.trl.TrollConfig` and
-:class:`trl.ModelConfig`, and what it leaves out has their defaults. Two more keys are its own: ``extends: RECIPE`` (a
-name, or a path as seen from the file) takes another recipe's fields where the file has none, and ``grid: {field:
-[values]}`` makes it an ablation, which ``troll compare`` runs. To add a recipe, add a file to this folder.
+A recipe holds fields of `troll.tasks.TaskConfig`, `troll.trl.TrollConfig` and `trl.ModelConfig`, and what it leaves out
+has their defaults. Two more keys are its own: ``extends: RECIPE`` (a name, or a path as seen from the file) takes
+another recipe's fields where the file has none, and ``grid: {field: [values]}`` makes it an ablation, which ``troll
+compare`` runs. To add a recipe, add a file to this folder.
+
+``use_vllm: true`` means: where vLLM can run. Elsewhere transformers generates, `generation_chunk_size` completions at a
+time; the command says so, and the run's own settings hold ``use_vllm: false``.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any
 import yaml
 from trl import ModelConfig, TrlParser
 
+from troll.evaluation.vllm import vllm_is_usable
 from troll.files import write_atomically
 from troll.tasks import TaskConfig
 from troll.trl import TrollConfig
@@ -30,6 +34,9 @@ _FIELDS: dict[str, Field[Any]] = {field.name: field for config in CONFIGS for fi
 FIELDS = frozenset(_FIELDS)
 #: Fields that hold several values at once, so that more than one value is not a choice between them.
 LISTS = frozenset(name for name, field in _FIELDS.items() if re.search(r"\b[Ll]ist\b", str(field.type)))
+
+#: Different words for one thing: how many updates share a rollout. The one that is set last wins.
+_ROLLOUT = frozenset({"updates_per_rollout", "steps_per_generation", "generation_batch_size"})
 
 #: The file in which a run keeps its resolved settings, itself a recipe.
 CONFIG_FILE = "config.yaml"
@@ -45,11 +52,12 @@ class Recipe:
 
     Attributes:
         given: As the user gave it, a name or a path.
-        name: See :func:`name_of`.
-        settings: What the recipe and the command line set, as :func:`save` writes it.
-        task: What to train on.
-        training: How.
-        model: With what.
+        name: See `name_of`.
+        settings: What the recipe and the command line set, as `save` writes it.
+        task: The data set, its prompts and its rewards.
+        training: How to train on it.
+        model: What is trained, and whether by LoRA.
+        note: A line for the user about settings that this machine cannot follow.
     """
 
     given: str
@@ -58,6 +66,7 @@ class Recipe:
     task: TaskConfig
     training: TrollConfig
     model: ModelConfig
+    note: str | None = None
 
 
 def names() -> list[str]:
@@ -125,7 +134,12 @@ def _read(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
     if both := sorted(set(own) & set(axes)):
         raise RecipeError(f"{path}: {both[0]} has a value and a grid: leave one of them out")
     inherited = {name: values for name, values in grid.items() if name not in own}
-    return {**settings, **own}, {**inherited, **axes}
+    return {**_without_rivals(settings, {*own, *axes}), **own}, {**_without_rivals(inherited, {*own, *axes}), **axes}
+
+
+def _without_rivals(settings: dict[str, Any], above: Collection[str]) -> dict[str, Any]:
+    """Leaves out what a layer above says in other words."""
+    return {name: value for name, value in settings.items() if name not in _ROLLOUT or not _ROLLOUT & set(above)}
 
 
 def _extended(path: Path, name: object) -> Path:
@@ -136,8 +150,16 @@ def _extended(path: Path, name: object) -> Path:
         raise RecipeError(f"{path}: extends: {error}") from error
 
 
-def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
+def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = None) -> Recipe:
     """Reads a recipe and applies ``--field value`` pairs on top.
+
+    Args:
+        name_or_path: The recipe.
+        overrides: The pairs, as on the command line.
+        vllm: Whether vLLM can run where the recipe will be used; by default, whether it can on this machine.
+
+    Returns:
+        The recipe, without vLLM where that cannot run.
 
     Raises:
         RecipeError: On an unknown recipe or field, a value that does not fit its field, or a grid of which the
@@ -146,6 +168,8 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     path = find(name_or_path)
     settings, grid = read(name_or_path)
     overrides = _complete(overrides)
+    given = {argument[2:].split("=")[0].replace("-", "_") for argument in overrides if argument.startswith("--")}
+    settings = _without_rivals(settings, given)
     parser = _Parser(list(CONFIGS), allow_abbrev=False)  # type: ignore[arg-type]
     parser.set_defaults_with_config(**settings)
     try:
@@ -160,21 +184,31 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
         field = unknown[0].removeprefix("--").split("=")[0]
         raise RecipeError(f"unknown argument {unknown[0]!r}{_did_you_mean(field, FIELDS, prefix='--')}")
 
-    given = {argument[2:].split("=")[0].replace("-", "_") for argument in overrides if argument.startswith("--")}
     if open_axes := [name for name in grid if name not in given]:
         raise RecipeError(
             f"{name_of(path)} is a grid over {', '.join(open_axes)}: run it with troll compare {name_or_path}"
         )
+    note = None
+    if training.use_vllm and not (vllm_is_usable() and not training.use_cpu if vllm is None else vllm):
+        training.use_vllm = False
+        chunk = training.generation_chunk_size or training.generation_batch_size
+        note = (
+            "use_vllm: vLLM is not installed here, or has no GPU, so transformers generates, at most "
+            f"{chunk} completions at a time"
+        )
+
     own = {field.name for field in fields(TaskConfig)} | set(TrollConfig.__annotations__)
+    if _ROLLOUT & (given | set(settings)):
+        own -= _ROLLOUT  # what is derived would contradict a later change
     values = {field.name: getattr(config, field.name) for config in (task, training, model) for field in fields(config)}
     # Where a run was resumed from does not belong to what it is.
     names_set = sorted((given | own | set(settings)) - {"resume_from_checkpoint"})
     resolved = {name: values[name] for name in names_set if values.get(name) is not None or name in settings}
-    return Recipe(name_or_path, name_of(path), resolved, task, training, model)
+    return Recipe(name_or_path, name_of(path), resolved, task, training, model, note)
 
 
 def save(recipe: Recipe, path: Path) -> None:
-    """Writes the resolved settings as a recipe that :func:`load` reads back."""
+    """Writes the resolved settings as a recipe that `load` reads back."""
     lines = yaml.safe_dump(plain(recipe), sort_keys=False)
     comment = f"# {recipe.name}, resolved; train again with: troll train {path} --output_dir ANOTHER\n"
     write_atomically(path, comment + lines)
@@ -192,7 +226,7 @@ def differences(
 
     Args:
         recorded: As a file held them.
-        settings: From :func:`plain`.
+        settings: From `plain`.
         ignored: Of which fields a difference does not count.
 
     Returns:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from troll.evaluation.training_task import TrainingTask
 from troll.files import write_atomically
 from troll.study.metrics import SUCCESS
 from troll.tasks import Task
@@ -74,15 +76,27 @@ class ProgressLine(TrainerCallback):
         logs = state.log_history[-1]
         shown = {label: shape.format(logs[key]) for label, key, shape in SHOWN if logs.get(key) is not None}
         self.latest |= shown
-        line = "  ".join(f"{label} {value}" for label, value in self.latest.items())
-        self.progress.update(self.bar, description=line)
+        self.progress.update(self.bar, description=_figures(self.latest))
+        # Only what is new: a step that is trained and evaluated has two logs, and the second must not repeat the first.
         if state.is_world_process_zero and not self.console.is_terminal and shown:
-            self.console.print(f"step {state.global_step}/{state.max_steps}  {line}", soft_wrap=True)
+            self.console.print(f"step {state.global_step}/{state.max_steps}  {_figures(shown)}", soft_wrap=True)
 
     def stop(self) -> None:
         """Ends the bar, however training ended."""
         if self.progress.live.is_started:
             self.progress.stop()
+
+
+class TaskFile(TrainerCallback):
+    """Keeps the training task with every checkpoint."""
+
+    def __init__(self, task: TrainingTask) -> None:
+        self.task = task
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Writes `task.json` into the checkpoint."""
+        if state.is_world_process_zero:
+            self.task.write(Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
 
 
 class OtherTasks(TrainerCallback):
@@ -102,6 +116,10 @@ class OtherTasks(TrainerCallback):
             for task in self.tasks:
                 with judged_by(self.trainer, task.reward_funcs, task.reward_weights):
                     self.trainer.evaluate(task.eval_dataset, metric_key_prefix=f"eval_{task.short_name}")
+
+
+def _figures(shown: Mapping[str, str]) -> str:
+    return "  ".join(f"{label} {value}" for label, value in shown.items())
 
 
 def _line(logs: dict[str, Any]) -> str:

@@ -29,6 +29,9 @@ from troll.tasks.registry import TaskConfig, TaskError
 
 logger = logging.getLogger(__name__)
 
+#: The name of the model that this package makes itself.
+EMBEDDED = "embedded"
+
 CHARACTERS = "\n" + "".join(character for character in string.printable if character.isprintable())
 
 

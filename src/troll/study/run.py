@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import shutil
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,17 @@ from transformers import AutoProcessor, PreTrainedTokenizerBase, PrinterCallback
 from trl import get_peft_config, get_quantization_config
 
 from troll import recipes
+from troll.evaluation.training_task import TrainingTask
 from troll.files import write_atomically
 from troll.recipes import Recipe, RecipeError
 from troll.run_folder import read_settings
-from troll.study.callbacks import MetricsFile, OtherTasks, ProgressLine
-from troll.study.embedded import embedded_model
+from troll.study.callbacks import MetricsFile, OtherTasks, ProgressLine, TaskFile
+from troll.study.card import CARD_FILE, model_card
+from troll.study.embedded import EMBEDDED, embedded_model
+from troll.study.memory import UnknownMemory
 from troll.study.metrics import SUCCESS
+from troll.study.plan import longest_prompt, machine_of_run, plan
+from troll.study.publishing import check_back_ends, check_hub, push
 from troll.study.report import write_report
 from troll.tasks import Task, load_task
 from troll.tasks.apart import keep_apart
@@ -31,9 +38,6 @@ from troll.terminal import say
 from troll.trl import TrollConfig, TrollTrainer
 from troll.trl.checkpoints import check_complete, last_checkpoint, newest_complete
 from troll.trl.surrogates import SURROGATES
-
-#: The name of the model that this package makes itself.
-EMBEDDED = "embedded"
 
 # What a resumed run may change, beside what starts like one of these: how long it goes on, and what it leaves behind.
 _MAY_CHANGE = {"max_steps", "num_train_epochs", "output_dir", "report_to", "run_name"}
@@ -44,8 +48,8 @@ _DECIDES_THE_DATA = {"eval_size", "eval_tasks"}  # what is held out is not train
 def train(recipe: Recipe, console: Console) -> bool:
     """Trains, and leaves a run folder.
 
-    It holds ``config.yaml``, ``metrics.jsonl``, ``summary.json``, ``report.html``, the ``model`` and its checkpoints.
-    Everything that can be wrong with a recipe is found before the first step.
+    It holds `config.yaml`, `task.json`, `metrics.jsonl`, `summary.json`, `README.md`, `report.html`, the `model` and
+    checkpoints. Everything that can be wrong with a recipe is found before the first step.
 
     Args:
         recipe: From :func:`troll.recipes.load`.
@@ -55,12 +59,17 @@ def train(recipe: Recipe, console: Console) -> bool:
         Whether training reached its end; Ctrl-C leaves a folder that is as complete, and can be resumed.
 
     Raises:
-        RecipeError: If the output folder, the model or a checkpoint cannot be used, or a resumed run has other settings
-            than before.
+        RecipeError: If the output folder, the model, a checkpoint, a logging back end or the hub cannot be used, or a
+            resumed run has other settings than before.
         FloatingPointError: If logits become NaN or infinite; the folder is as complete as after Ctrl-C.
         troll.tasks.TaskError: If the task cannot be loaded.
     """
     folder = Path(recipe.training.output_dir or "trainer_output")
+    try:
+        check_back_ends(recipe.training.report_to or [])
+        check_hub(recipe.training)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
     # One process first: the others find the cached model.
     with recipe.training.main_process_first(local=False):
         checkpoint = _checkpoint(recipe, folder)
@@ -69,32 +78,57 @@ def train(recipe: Recipe, console: Console) -> bool:
     task, others = _tasks(recipe, conversational=processor.chat_template is not None)
     for each in (task, *others):
         _check_prompt(recipe, processor, each)
+    _check_memory(recipe, path, [task, *others], processor, console)
     trainer = _trainer(recipe, path, processor, task)
 
     main = trainer.is_world_process_zero()
+    trained_on = TrainingTask.of(recipe.task, _template_variables(recipe))
     if main:
         recipes.save(recipe, folder / recipes.CONFIG_FILE)
+        trained_on.write(folder)
         say(console, f"training on {task.name} with {_method(recipe.training)}; output in {folder}")
+        if recipe.note:
+            say(console, recipe.note)
     progress = ProgressLine(console)
     trainer.add_callback(MetricsFile(folder / "metrics.jsonl"))
+    trainer.add_callback(TaskFile(trained_on))
     trainer.add_callback(progress)
     if others:
         trainer.add_callback(OtherTasks(trainer, others))
 
     # A resumed run has its first evaluation in the checkpoint's log, and another would use up random numbers.
     trainer.args.eval_on_start = trainer.args.eval_on_start and checkpoint is None
-    start, status = time.monotonic(), "failed"
+    start, status = time.monotonic(), "unfinished"
+
+    def summarise() -> dict[str, Any]:
+        return _summary(recipe, trainer, status, time.monotonic() - start, len(task.eval_dataset))
+
+    def write_card(*_: Any, **__: Any) -> None:
+        if main:
+            name = trainer.hub_model_id or str(folder / "model")
+            write_atomically(folder / CARD_FILE, model_card(recipe, task, trained_on, summarise(), name))
+
+    # TRL writes its own, which knows nothing of the run, with every checkpoint and before every push.
+    trainer.create_model_card = write_card  # type: ignore[method-assign]
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
         status = "finished"
     except KeyboardInterrupt:
         status = "interrupted"
+    except BaseException:
+        status = "failed"
+        raise
     finally:
         progress.stop()
-        trainer.save_model(str(folder / "model"))
+        trainer.save_model(str(folder / "model"), _internal_call=True)  # pushed below, when it is complete
         if main:
-            summary = _summary(recipe, trainer, status, time.monotonic() - start, len(task.eval_dataset))
+            summary = summarise()
             write_atomically(folder / "summary.json", json.dumps(summary, indent=2))
+            trained_on.write(folder / "model")
+            write_card()
+            shutil.copyfile(folder / CARD_FILE, folder / "model" / CARD_FILE)
+            if status == "finished" and trainer.hub_model_id is not None:
+                say(console, push(folder / "model", trainer.hub_model_id, recipe.training))
             _tell(summary, folder, console)
     return status == "finished"
 
@@ -194,14 +228,45 @@ def _check_prompt(recipe: Recipe, processor: PreTrainedTokenizerBase | Processor
     prompt = task.eval_dataset.select_columns("prompt")[0]["prompt"]
     if isinstance(prompt, str) or "images" in task.eval_dataset.column_names:
         return
-    options = dict(recipe.training.chat_template_kwargs or {})  # type: ignore[arg-type]  # a string was parsed
     try:
-        processor.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)
+        processor.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **_template_variables(recipe))
     except (TemplateError, TypeError) as error:
         raise RecipeError(
             f"the model's chat template does not take the prompts of {task.name}: {_one_line(error)}; check "
             "chat_template_kwargs, and the task option system_prompt"
         ) from error
+
+
+def _template_variables(recipe: Recipe) -> dict[str, Any]:
+    return dict(recipe.training.chat_template_kwargs or {})  # type: ignore[arg-type]  # a string was parsed
+
+
+def _check_memory(
+    recipe: Recipe,
+    model_path: str,
+    tasks: Sequence[Task],
+    processor: PreTrainedTokenizerBase | ProcessorMixin,
+    console: Console,
+) -> None:
+    """Says what the run takes, and refuses what cannot fit on a GPU."""
+    prompt = longest_prompt(tasks, processor, _template_variables(recipe))
+    found = plan(recipe, machine_of_run(recipe.training), model_path, prompt)
+    main = recipe.training.process_index == 0
+    try:
+        lines = found.lines()
+    except UnknownMemory as error:
+        if main:
+            warnings.warn(str(error), stacklevel=2)
+        return
+    if main:
+        for line in lines:
+            say(console, line)
+    if found.fits:
+        return
+    if found.machine.on_gpu:
+        raise RecipeError(found.remedy())
+    if main:  # RAM can be swapped
+        warnings.warn(found.remedy(), stacklevel=2)
 
 
 def _processor(recipe: Recipe, model_path: str) -> PreTrainedTokenizerBase | ProcessorMixin:
@@ -266,7 +331,7 @@ def _trainer(
     if len(task.train_dataset) < wanted:  # TRL would leave the incomplete rollout out, and end without a step
         raise RecipeError(
             f"a rollout takes {wanted} prompts (generation_batch_size / num_generations), and task {task.name} has "
-            f"{len(task.train_dataset)} to train on: lower per_device_train_batch_size or steps_per_generation, or "
+            f"{len(task.train_dataset)} to train on: lower per_device_train_batch_size or updates_per_rollout, or "
             "raise num_generations"
         )
     for callback in (PrinterCallback, ProgressCallback):

@@ -120,6 +120,7 @@ def dataset_task(
         system_prompt=system_prompt,
         train_questions=[spaced_once(example.question) for example in learned],
         held_out_questions=asked,
+        hub_dataset=None if config.dataset_path else source.name,
     )
 
 

@@ -124,6 +124,7 @@ class Task:
         held_out_questions: Likewise, of all rows that are held out, whether they are evaluated or not; by default the
             prompts of `eval_dataset`.
         files: The user's own files that decide about it.
+        hub_dataset: Name on the hub of the data set that its rows are from; None for local data, or a generator.
     """
 
     name: str
@@ -135,6 +136,7 @@ class Task:
     train_questions: Sequence[str] | None = None
     held_out_questions: Collection[str] | None = None
     files: Sequence[Path] = ()
+    hub_dataset: str | None = None
 
     @property
     def short_name(self) -> str:

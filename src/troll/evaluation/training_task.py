@@ -1,0 +1,124 @@
+"""`task.json`: what a model was trained on and how it was prompted, kept with its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+
+from troll.evaluation.errors import EvaluationError
+from troll.files import write_atomically
+from troll.run_folder import read_json
+from troll.tasks import TaskConfig
+from troll.tasks.registry import is_file
+
+TASK_FILE = "task.json"
+
+
+@dataclass(frozen=True)
+class TrainingTask:
+    """How a model was prompted in training.
+
+    Attributes:
+        task: Name of the task; the absolute path of a task of one's own; None for one on another machine.
+        dataset_path: Absolute path of local data; None for the hub's, or where the task generates its problems.
+        task_options: Options of the task: its prompt, system prompt and answer format, among others.
+        eval_size: Number of held-out problems; None for all.
+        chat_template_kwargs: Variables of the chat template.
+
+    Raises:
+        ValueError: If a field has another type.
+    """
+
+    task: str | None
+    dataset_path: str | None
+    task_options: Mapping[str, Any]
+    eval_size: int | None
+    chat_template_kwargs: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        types = {"task": str | None, "dataset_path": str | None, "eval_size": int | None}
+        for field in fields(self):
+            if not isinstance(getattr(self, field.name), types.get(field.name, Mapping)):
+                raise ValueError(f"{field.name} cannot be {getattr(self, field.name)!r}")
+
+    @classmethod
+    def of(cls, config: TaskConfig, chat_template_kwargs: Mapping[str, Any] | None) -> TrainingTask:
+        """The task of a run; its paths become absolute, so that they hold in any folder of this machine."""
+        path = None if config.dataset_path is None else str(Path(config.dataset_path).expanduser().resolve())
+        return cls(_absolute(config.task), path, config.options, config.eval_size, dict(chat_template_kwargs or {}))
+
+    def is_task(self, name: str) -> bool:
+        """Whether a task's name, as typed, means this one."""
+        return _absolute(name) == self.task
+
+    def write(self, folder: Path) -> None:
+        """Writes `task.json` into a folder."""
+        write_atomically(folder / TASK_FILE, json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")
+
+
+def find_training_task(model: str, revision: str | None = None) -> TrainingTask | None:
+    """Reads the `task.json` of a model.
+
+    Args:
+        model: A folder (of a run, its model, a checkpoint, or a copy of one of them), or a name on the hub.
+        revision: Of a model on the hub: a branch, a tag or a commit.
+
+    Returns:
+        Its training task; None where `troll train` has not written one. Those on the hub come without local data and
+        without tasks that are files: what somebody else uploaded must not choose which files of this machine are run.
+
+    Raises:
+        EvaluationError: If the file is not what `troll train` writes.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        path = _from_hub(model, revision)
+        return None if path is None else _without_files(_read(path))
+    # A checkpoint that was cut short has none yet, but its run has.
+    places = (folder, folder / "model", folder.resolve().parent)
+    return next((_read(place / TASK_FILE) for place in places if (place / TASK_FILE).is_file()), None)
+
+
+def from_here(path: str) -> str:
+    """An absolute path as seen from the working directory, where it is below that."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path
+
+
+def _read(path: Path) -> TrainingTask:
+    names = [field.name for field in fields(TrainingTask)]
+    try:
+        content = read_json(path)
+        return TrainingTask(**{name: content.get(name) for name in names})  # type: ignore[arg-type]
+    except ValueError as error:
+        raise EvaluationError(
+            f"{path} is not what troll train writes ({error}): remove it, and name the task with --task"
+        ) from error
+
+
+def _without_files(found: TrainingTask) -> TrainingTask:
+    if found.task is not None and is_file(found.task):
+        found = replace(found, task=None)
+    return replace(found, dataset_path=None)
+
+
+def _from_hub(name: str, revision: str | None) -> Path | None:
+    try:
+        return Path(hf_hub_download(name, TASK_FILE, revision=revision))
+    except (EntryNotFoundError, OSError, ValueError):  # the model itself will say if it cannot be reached
+        return None
+
+
+def _absolute(task: str) -> str:
+    if not is_file(task):
+        return task
+    path, colon, argument = task.partition(":")
+    return f"{Path(path).expanduser().resolve()}{colon}{argument}"

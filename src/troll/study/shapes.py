@@ -1,0 +1,60 @@
+"""The configuration of a model, before anything is downloaded where a recipe names it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from troll import recipes
+from troll.recipes import RecipeError
+from troll.study.embedded import EMBEDDED, character_tokenizer
+from troll.study.embedded_text import TextWarmUp
+from troll.study.small_model import model_config
+from troll.tasks import TaskConfig, free_text
+
+#: Configurations of the models that the recipes name, numbers of the architecture only.
+FOLDER = recipes.FOLDER / "shapes"
+
+
+def shape_file(name: str) -> Path:
+    """Where the configuration of a model of the hub is, if it ships with the recipes."""
+    return FOLDER / f"{name.replace('/', '--')}.json"
+
+
+def embedded_config(task: TaskConfig) -> Any:
+    """The configuration of the embedded model for a task."""
+    config = model_config(character_tokenizer())
+    if task.task == free_text.NAME:
+        config.vocab_size = TextWarmUp().vocab_size
+    config.architectures = ["Qwen3ForCausalLM"]
+    return config
+
+
+def model_shape(name: str, task: TaskConfig, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The configuration of a model: the one that ships with the recipes, or else that of a folder or of the hub.
+
+    Args:
+        name: A name on the hub, a folder, or `embedded`.
+        task: What an embedded model is for.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Whether the configuration's own code may run.
+
+    Raises:
+        RecipeError: If it cannot be read.
+    """
+    if name == EMBEDDED:
+        return embedded_config(task)
+    shipped = shape_file(name)
+    if shipped.is_file() and not Path(name).exists():
+        return AutoConfig.for_model(**json.loads(shipped.read_text()))
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        where = "in that folder" if Path(name).exists() else "on the hub, or the hub cannot be reached"
+        raise RecipeError(
+            f"cannot read the configuration of {name!r}: there is none {where}; check the name and the network, or "
+            "give a local folder"
+        ) from error
