@@ -10,22 +10,25 @@ RESULTS ?= benchmarks/results
 DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 VERL_DEMO_OUTPUT ?= runs/verl-demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: setup verl-setup demo verl-demo test test-portable check bench bench-gpu format clean
+.PHONY: setup verl-setup demo verl-demo test test-portable test-compat check bench bench-gpu format clean
 
 setup: $(VENV)/installed
 verl-setup: $(VERL_VENV)/installed
 
+# The demo starts with what training needs; tests and checks add theirs to the same environment.
+$(VENV)/installed-for-training: EXTRA := trl,tasks,report
 $(VENV)/installed: EXTRA := dev
 $(VERL_VENV)/installed: EXTRA := verl-dev
+$(VENV)/installed: $(VENV)/installed-for-training
 
 # Torch first. Without a GPU, its CPU build, where pip finds one (on Linux it may need PIP_EXTRA_INDEX_URL set to the
 # CPU index that PyTorch's install page names); else the general build, which brings gigabytes of CUDA packages.
-$(VENV)/installed $(VERL_VENV)/installed: pyproject.toml
+$(VENV)/installed-for-training $(VENV)/installed $(VERL_VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "the trainers need Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "$(PYTHON) cannot make virtual environments: install its venv package (Debian: apt-get install python3-venv)" >&2; exit 1; }
-	@echo "setting up $(@D): a minute or two"
+	@echo "setting up $(@D) for $(EXTRA): a minute or two"
 	test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -c 'import torch' 2>/dev/null \
 		|| { ! command -v nvidia-smi >/dev/null && $(@D)/bin/pip install --quiet "torch==$(TORCH)+cpu" 2>/dev/null; } \
@@ -33,7 +36,7 @@ $(VENV)/installed $(VERL_VENV)/installed: pyproject.toml
 	$(@D)/bin/pip install --quiet --editable ".[$(EXTRA)]"
 	@touch $@
 
-demo: setup
+demo: $(VENV)/installed-for-training
 	$(BIN)/troll train quickstart --output_dir $(DEMO_OUTPUT)
 
 # verl on a CPU with two Ray workers: its own clip, then TROLL.
@@ -48,6 +51,10 @@ test: setup verl-setup
 # Numbers that hold on any CPU: tests/portable.py says what runs. Most of an hour.
 test-portable: setup verl-setup
 	$(BIN)/python tests/portable.py
+
+# Older TRL and transformers, each in an environment of its own: tests/compat.py says which. Some hours.
+test-compat: setup
+	$(BIN)/python tests/compat.py
 
 check: setup
 	$(BIN)/ruff check .
@@ -71,4 +78,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VERL_VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VERL_VENV) .venv-compat .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -33,6 +33,7 @@ TESTS: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "tests/trust_region",
             "--ignore-glob=*_triton.py",
+            "tests/huggingface",
             *(
                 f"tests/trl/test_{name}.py"
                 for name in (
@@ -44,8 +45,8 @@ TESTS: dict[str, tuple[str, tuple[str, ...]]] = {
                     "diagnosis",
                     "distributed",
                     "estimators",
-                    "fused_head",
                     "loss",
+                    "seam",
                     "surrogates",
                     "trainer",
                     "value_model",

@@ -10,8 +10,6 @@
 set -euo pipefail
 export MODEL=${MODEL:-Qwen/Qwen3-32B} GPUS=8 NODES=${NODES:?how many machines}
 exec bash "$(dirname "$0")/gsm8k.sh" \
-  data.train_batch_size=1024 \
-  actor_rollout_ref.actor.ppo_mini_batch_size=128 \
   actor_rollout_ref.actor.ulysses_sequence_parallel_size=2 \
   actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
   "$@"

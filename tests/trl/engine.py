@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from tests.trl.tiny import COMMON
+
 #: [token][entry] of one completion.
 Entries = list[list[Any]]
 
@@ -56,7 +58,8 @@ class Engine:
         completion: list[int] = []
         log_probs: Entries = []
         token_ids: Entries = []
-        ends = self.model.config.eos_token_id
+        # Not the configuration's, where older versions of Trainer write only the tokenizer's.
+        ends = COMMON["eos_token_id"]
         while len(completion) < self.max_tokens and not (completion and completion[-1] in ends):
             logits = self.model(torch.tensor([prompt + completion])).logits[0, -1].float()
             distribution = torch.log_softmax(logits / self.temperature, -1)

@@ -170,7 +170,20 @@ SURROGATES: dict[str, Surrogate] = {
         terms=troll,
         reads_policies=lambda args: True,
     ),
-    "clip": Surrogate(settings=("epsilon", "epsilon_high", "delta"), clips=True),
+    "clip": Surrogate(
+        settings=(
+            "epsilon",
+            "epsilon_high",
+            "delta",
+            "sapo_temperature_pos",
+            "sapo_temperature_neg",
+            "vespo_k_pos",
+            "vespo_lambda_pos",
+            "vespo_k_neg",
+            "vespo_lambda_neg",
+        ),
+        clips=True,
+    ),
     "dppo_tv": Surrogate(
         settings=_DPPO_SETTINGS, terms=dppo_tv, reads_policies=lambda args: args.dppo_outcomes == "top_k"
     ),

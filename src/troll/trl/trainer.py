@@ -18,7 +18,13 @@ from troll.trl import seam
 from troll.trl.advantages.rollouts import Advantages
 from troll.trl.anchor import RolloutAnchor
 from troll.trl.checkpoints import marked, resolved
-from troll.trl.checks import dropout_rates, refuse_model_parallelism, warn_about, warn_about_saving
+from troll.trl.checks import (
+    dropout_rates,
+    refuse_model_parallelism,
+    warn_about,
+    warn_about_precision,
+    warn_about_saving,
+)
 from troll.trl.config import AGGREGATION, TrollConfig
 from troll.trl.diagnosis import Diagnosis
 from troll.trl.generation import generate_in_chunks
@@ -87,6 +93,7 @@ class TrollTrainer(GRPOTrainer):
         if self.accelerator.is_main_process:
             warn_about(args, self.model)
             warn_about_saving(self.accelerator, self.model)
+        warn_about_precision(self.accelerator, args, self.model)
         if args.disable_dropout:  # TRL silences layers; many models keep numbers that a function reads
             for module, name in list(dropout_rates(self.model)):
                 setattr(module, name, 0.0)

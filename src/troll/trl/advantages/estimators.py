@@ -82,8 +82,8 @@ def reinforce_plus_plus(rewards: Tensor, num_generations: int, token_counts: Ten
     """REINFORCE++ (arXiv 2501.03262): A_i = (r_i − mean) / std over all tokens of the global batch, without groups.
 
     A completion's tokens share its reward, so the mean and the standard deviation over tokens are those over
-    completions, weighted with their numbers of tokens. The paper's KL penalty inside of the reward is left to the
-    trainer's `beta`, which is a term of the loss.
+    completions, weighted with their numbers of tokens. The paper's KL penalty in the reward is
+    `TrollConfig.kl_in_reward`.
 
     Args:
         rewards: (N,) of the global batch, NaN where a completion could not be scored.

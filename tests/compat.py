@@ -1,0 +1,165 @@
+"""The tests of the TRL side on other versions of TRL and transformers: `make test-compat`.
+
+Each combination of versions has an environment of its own below `.venv-compat/`: pip installs the versions that differ
+there, and all other packages are those of the environment that runs this file. So it takes half a minute and 150 MB,
+not gigabytes of torch, and rows differ only in what is named. pip installs this checkout there as well, so versions
+that `pyproject.toml` does not allow are an error. An environment is made again when `pyproject.toml` changes.
+
+TRL before 1.15 has no fused LM head in the forward; there, `import troll.trl` has to say so.
+
+An environment takes half an hour on two cores; name some to have a part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import venv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / ".venv-compat"
+
+#: What differs from the environment that runs this file; the last is that environment itself.
+ENVIRONMENTS: dict[str, tuple[str, ...]] = {
+    "oldest-trl": ("trl==1.15.*",),
+    # vLLM 0.31, the newest that TRL 1.15 and 1.16 support, wants transformers >= 5.10.4 and < 5.18.
+    "oldest-transformers": ("trl==1.16.*", "transformers==5.10.4"),
+    "newest-for-vllm": ("trl==1.16.*", "transformers==5.17.*"),
+    "newest": (),
+}
+
+#: The newest TRL that is refused.
+REFUSED = "trl==1.14.*"
+
+TESTS = tuple(f"tests/{name}" for name in ("huggingface", "trl", "recipes", "study"))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the tests of one environment ended.
+
+    Attributes:
+        counts: Tests by pytest's word for their outcome, and 1 `error` where pytest came to no end.
+        lines: pytest's summary: what failed, and why something was skipped.
+        minutes: How long it took.
+    """
+
+    counts: Mapping[str, int]
+    lines: Sequence[str] = field(default=())
+    minutes: float = 0.0
+
+    @property
+    def failed(self) -> int:
+        """Failed tests and errors."""
+        return sum(number for word, number in self.counts.items() if word in ("failed", "error"))
+
+
+def make(name: str, *install: str) -> Path:
+    """The Python of an environment in which these arguments of `pip install` come before the packages of this one.
+
+    Raises:
+        subprocess.CalledProcessError: If pip finds no such versions.
+    """
+    folder = FOLDER / name
+    python, stamp = folder / "bin" / "python", folder / "installed.json"
+    wanted = json.dumps([sys.executable, install, (ROOT / "pyproject.toml").read_text()])
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        venv.create(folder, clear=True, symlinks=True)
+        packages = Path(subprocess.check_output([python, "-c", _PURELIB], text=True).strip())
+        # As a folder of packages with their own .pth files, and after those that pip will install.
+        this = sysconfig.get_path("purelib")
+        (packages / "zz-others.pth").write_text(f"import site; site.addsitedir({this!r})\n")
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *install], cwd=ROOT, check=True)
+        stamp.write_text(wanted)
+    return python
+
+
+_PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
+
+
+def versions(python: Path) -> list[str]:
+    """Those of TRL and transformers."""
+    code = "from importlib.metadata import version as v; print(v('trl'), v('transformers'))"
+    return subprocess.check_output([python, "-c", code], text=True).split()
+
+
+def refusal(python: Path) -> str:
+    """The last line of what `import troll.trl` says, empty if it imports."""
+    done = subprocess.run([python, "-c", "import troll.trl"], capture_output=True, text=True, env=_variables())
+    return done.stderr.strip().splitlines()[-1] if done.returncode else ""
+
+
+def run(python: Path, tests: Sequence[str], workers: int, log: Path) -> Outcome:
+    """Runs pytest. Its output stays in `log`."""
+    start = time.monotonic()
+    pytest = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(workers), "--dist", "worksteal"]
+    with log.open("w") as output:
+        done = subprocess.run([*pytest, *tests], cwd=ROOT, env=_variables(), stdout=output, stderr=subprocess.STDOUT)
+    return outcome(log.read_text(), done.returncode, (time.monotonic() - start) / 60)
+
+
+def outcome(log: str, status: int, minutes: float = 0.0) -> Outcome:
+    """What pytest wrote (with `-ra`), read.
+
+    Args:
+        log: All of it.
+        status: pytest's exit status.
+        minutes: How long it took.
+    """
+    lines = log.splitlines() or [""]
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", lines[-1])}
+    summary = [line for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED"))]
+    if status and not counts.keys() & {"failed", "error"}:  # a pytest that did not come to its end has failed too
+        counts["error"] = 1
+    return Outcome(counts, summary, minutes)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the tests in every environment and prints a table; 1 if a test failed anywhere."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--environments", nargs="+", choices=ENVIRONMENTS, default=list(ENVIRONMENTS))
+    parser.add_argument("--tests", nargs="+", default=TESTS, metavar="PATH")
+    parser.add_argument("--workers", type=int, default=2)
+    chosen = parser.parse_args(arguments)
+    logs = Path(tempfile.mkdtemp(prefix="troll-compat-"))
+    console = Console(soft_wrap=True)
+    console.print(f"logs in {logs}")
+    table = Table("environment", "TRL", "transformers", "passed", "failed", "skipped", "minutes")
+    table.columns[0].no_wrap = True
+    failed = 0
+    for name in chosen.environments:
+        install = ENVIRONMENTS[name]
+        python = make(name, "--editable", ".[dev]", *install) if install else Path(sys.executable)
+        ended = run(python, chosen.tests, chosen.workers, logs / f"{name}.log")
+        console.print(name, *ended.lines, sep="\n    ", markup=False, highlight=False)
+        failed += ended.failed
+        counts = ended.counts.get("passed", 0), ended.failed, ended.counts.get("skipped", 0)
+        table.add_row(name, *versions(python), *map(str, counts), f"{ended.minutes:.0f}")
+    python = make("refused", "--no-deps", REFUSED)
+    said, (trl, transformers) = refusal(python), versions(python)
+    is_refused = said.startswith("ImportError: ") and f"TRL {trl}" in said
+    table.add_row("refused", trl, transformers, "refused" if is_refused else "NOT REFUSED")
+    console.print(table)
+    console.print(said or "import troll.trl did not fail", markup=False, highlight=False)
+    return int(failed > 0 or not is_refused)
+
+
+def _variables() -> dict[str, str]:
+    return os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
