@@ -162,6 +162,7 @@ def test_the_routers_loss_comes_with_the_reading():
     _, output = policies.read_tokens(
         model,
         inputs["labels"][:, 1:],
+        mask.nonzero(as_tuple=True),
         old[mask],
         "bucket",
         temperature=1.0,

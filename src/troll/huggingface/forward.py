@@ -38,13 +38,18 @@ class ReadingRequest:
     """What a forward pass is asked for. DDP and FSDP hand it on as it is: they look into containers, not into this.
 
     Attributes:
-        targets: (B, T) int64, the token after each of the last T + 1 positions but one; −100 where none is read.
-        reader: What is read of the others.
+        token_ids: (N,) int64, the tokens that are scored.
+        at: Where each stands, (N,) and (N,): its row, and its place among the last T tokens. What predicts it is the
+            position before.
+        length: T.
+        reader: What is read of them.
         temperature: The sampling temperature.
         head_in_float32: Whether the head's product is computed in float32, outside autocast.
     """
 
-    targets: Tensor
+    token_ids: Tensor
+    at: tuple[Tensor, ...]
+    length: int
     reader: Reader
     temperature: float = 1.0
     head_in_float32: bool = False
@@ -135,7 +140,7 @@ def _install(model: PreTrainedModel) -> None:
         request: ReadingRequest | None = kwargs.pop(REQUEST, None)
         if request is None:
             return plain(*args, **kwargs)
-        device = request.targets.device.type
+        device = request.token_ids.device.type
         if mixed and not torch.is_autocast_enabled(device):
             raise RuntimeError(
                 "the model was prepared with mixed precision: read it within `with accelerator.autocast():`"
@@ -157,9 +162,8 @@ def _read(model: Any, request: ReadingRequest, args: tuple[Any, ...], kwargs: di
         kwargs.setdefault("output_router_logits", True)
     outputs = model.base_model(*args, **{**kwargs, "use_cache": False})
     # Aligned at the end: prompt-learning PEFT puts virtual tokens in front.
-    hidden = outputs.last_hidden_state[:, -request.targets.shape[1] - 1 : -1]
-    scored = request.targets.to(hidden.device) != -100
-    tensors, vocab_size = _read_head(model, hidden[scored], request)
+    hidden = outputs.last_hidden_state[:, -request.length - 1 : -1]
+    tensors, vocab_size = _read_head(model, hidden[tuple(x.to(hidden.device) for x in request.at)], request)
     aux_loss: Any = None
     if kwargs.get("output_router_logits"):
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -174,8 +178,7 @@ def _read(model: Any, request: ReadingRequest, args: tuple[Any, ...], kwargs: di
 def _read_head(model: Any, hidden: Tensor, request: ReadingRequest) -> tuple[tuple[Tensor | None, ...], int]:
     """The tensors of the reader for (N, H) hidden states, and V."""
     with opened_head(model, hidden, request.temperature, request.head_in_float32) as head:
-        targets = request.targets.to(head.hidden.device)
-        return request.reader(head, targets[targets != -100]), head.width
+        return request.reader(head, request.token_ids.to(head.hidden.device)), head.width
 
 
 @torch.no_grad()
@@ -192,7 +195,7 @@ def _check_against_logits(
     # Logits of all tokens may not fit into memory.
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(plain).parameters else {}
     kwargs = {**kwargs, "use_cache": False}
-    devices = [request.targets.device] if request.targets.is_cuda else []
+    devices = [request.token_ids.device] if request.token_ids.is_cuda else []
     try:
         with torch.random.fork_rng(devices):  # dropout is the same below, and in a run without this check
             logits = plain(*args, **kwargs, **last).logits

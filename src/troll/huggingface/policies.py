@@ -128,6 +128,7 @@ def trust_region_step(
     new, _ = read_tokens(
         model,
         targets,
+        at,
         counted,
         tail,
         temperature=temperature,
@@ -183,7 +184,9 @@ def capture_tokens(
         policy = capture_of_source(head, token_ids, top_k=top_k, mass_threshold=mass_threshold)
         return policy.token_ids, policy.log_probs, policy.tail_log_prob, policy.slot
 
-    output = forward_and_read(model, ReadingRequest(targets, read_own, temperature, head_in_float32), **inputs)
+    at = (targets != -100).nonzero(as_tuple=True)  # one wait for the device
+    request = ReadingRequest(targets[at], at, targets.shape[1], read_own, temperature, head_in_float32)
+    output = forward_and_read(model, request, **inputs)
     token_ids, log_probs, tail_log_prob, slot = output.tensors
     assert token_ids is not None and log_probs is not None and tail_log_prob is not None and slot is not None
     assert output.vocab_size is not None
@@ -193,6 +196,7 @@ def capture_tokens(
 def read_tokens(
     model: nn.Module,
     targets: Tensor,
+    at: tuple[Tensor, ...],
     old: SparsePolicy,
     tail: Tail,
     *,
@@ -208,6 +212,7 @@ def read_tokens(
     Args:
         model: As in [capture][troll.huggingface.capture].
         targets: (B, T), as in [capture_tokens][troll.huggingface.policies.capture_tokens].
+        at: Where the N tokens are in it, (N,) and (N,).
         old: The old policy of the N tokens, (N,).
         tail: As in [trust_region_step][troll.trust_region_step].
         temperature: The sampling temperature.
@@ -217,11 +222,12 @@ def read_tokens(
     """
 
     def read_new(head: LMHead, token_ids: Tensor) -> tuple[Tensor | None, ...]:
-        at = support(head, old.token_ids.to(token_ids.device), token_ids, tail, old.mass_threshold)
-        new = read(head, at, entropy=entropy)
+        ids = support(head, old.token_ids.to(token_ids.device), token_ids, tail, old.mass_threshold)
+        new = read(head, ids, entropy=entropy)
         return new.token_ids, new.logits, new.tail_logit, new.tail_entropy
 
-    output = forward_and_read(model, ReadingRequest(targets, read_new, temperature, head_in_float32), **inputs)
+    request = ReadingRequest(targets[at], at, targets.shape[1], read_new, temperature, head_in_float32)
+    output = forward_and_read(model, request, **inputs)
     token_ids, logits, tail_logit, tail_entropy = output.tensors
     assert token_ids is not None and logits is not None and tail_logit is not None
     if output.vocab_size != old.vocab_size:

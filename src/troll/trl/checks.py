@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from troll.trl.config import TrollConfig
 
@@ -43,6 +44,31 @@ def refuse_model_parallelism(*, tensor: int, context: int, sequence: int) -> Non
                 f"TrollTrainer cannot be used with {setting}={size}: the trust region reads whole sequences and a "
                 f"whole LM head. Set {setting} to 1, and share the model out with FSDP2 or DeepSpeed ZeRO-3"
             )
+
+
+def refuse_an_empty_reference(accelerator: Accelerator, reference: Any) -> None:
+    """Checks that every process has the weights of the reference model.
+
+    With FSDP2 and `cpu_ram_efficient_loading`, transformers before 5.23 leaves zeros in all processes of a node but the
+    first. accelerate sends them the policy's weights, and nobody the reference's. Every process has to call this.
+
+    Args:
+        accelerator: That of the trainer.
+        reference: Prepared; None where there is none.
+
+    Raises:
+        ValueError: If a process has zeros.
+    """
+    if reference is None or not accelerator.is_fsdp2:
+        return
+    weight = reference.get_output_embeddings().weight
+    shard = weight.to_local() if isinstance(weight, DTensor) else weight
+    empty = torch.tensor([shard.numel() > 0 and not shard.any()], device=accelerator.device)
+    if accelerator.gather(empty).any():
+        raise ValueError(
+            "the reference model was loaded by only one process, and the KL to it would be wrong: set "
+            "fsdp_cpu_ram_efficient_loading to false in the configuration of accelerate, or install transformers 5.23"
+        )
 
 
 def warn_about_saving(accelerator: Accelerator, model: torch.nn.Module) -> None:

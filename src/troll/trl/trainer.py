@@ -20,6 +20,7 @@ from troll.trl.anchor import RolloutAnchor
 from troll.trl.checkpoints import marked, resolved
 from troll.trl.checks import (
     dropout_rates,
+    refuse_an_empty_reference,
     refuse_model_parallelism,
     warn_about,
     warn_about_precision,
@@ -94,6 +95,7 @@ class TrollTrainer(GRPOTrainer):
             warn_about(args, self.model)
             warn_about_saving(self.accelerator, self.model)
         warn_about_precision(self.accelerator, args, self.model)
+        refuse_an_empty_reference(self.accelerator, self.ref_model)
         if args.disable_dropout:  # TRL silences layers; many models keep numbers that a function reads
             for module, name in list(dropout_rates(self.model)):
                 setattr(module, name, 0.0)
@@ -212,7 +214,7 @@ class TrollTrainer(GRPOTrainer):
         scored = inputs["completion_mask"].bool()
         at = scored.nonzero(as_tuple=True)  # one wait for the device instead of three
         old = PackedPolicy.stack(inputs[OLD_POLICY]).unpack()[at] if reads_policies else None
-        new, scores = self._score(model, inputs, scored, old)
+        new, scores = self._score(model, inputs, scored, at, old)
         mask, old_log_probs, advantages = seam.loss_mask(inputs), inputs["old_per_token_logps"], inputs["advantages"]
         advantages = (advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages).expand(mask.shape)
         tokens = ScoredTokens(
@@ -249,7 +251,7 @@ class TrollTrainer(GRPOTrainer):
         return loss + self._aggregate(sum(penalties[1:], penalties[0]), mask, inputs) if penalties else loss
 
     def _score(
-        self, model: Any, inputs: dict[str, Any], scored: Tensor, old: SparsePolicy | None
+        self, model: Any, inputs: dict[str, Any], scored: Tensor, at: tuple[Tensor, ...], old: SparsePolicy | None
     ) -> tuple[Outcomes | None, seam.Scores]:
         """The new policy at the old one's tokens, (N,), and the scores that the parent would make of a micro-batch."""
         if old is None:
@@ -257,7 +259,8 @@ class TrollTrainer(GRPOTrainer):
         with self.accelerator.autocast():
             new, output = read_tokens(
                 model,
-                inputs["completion_ids"].masked_fill(~scored, -100),
+                inputs["completion_ids"],
+                at,
                 old,
                 self.args.tail,
                 temperature=self.temperature,
