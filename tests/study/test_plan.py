@@ -271,8 +271,14 @@ def test_a_model_that_cannot_be_estimated_is_trained_all_the_same(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
-    [(), ("--use_peft", "true", "--beta", "0.01"), ("--advantage_estimator", "gae", "--beta", "0.01")],
-    ids=["full", "lora", "critic"],
+    [
+        (),
+        ("--bf16", "true"),
+        ("--bf16", "true", "--gradient_checkpointing", "true"),
+        ("--use_peft", "true", "--beta", "0.01"),
+        ("--advantage_estimator", "gae", "--beta", "0.01"),
+    ],
+    ids=["full", "bf16", "bf16, checkpointing", "lora", "critic"],
 )
 def test_a_whole_run_takes_what_was_planned(
     fields: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -251,10 +251,10 @@ def _checkpointing(s: Settings, total: float, phase: str) -> _Move:
 def _rows(s: Settings, total: float, phase: str) -> _Move:
     if phase == "generate":
         return None
-    moved = s
-    while moved.rows % 2 == 0 and phases(moved, total)[PHASES.index(phase)] > total:
+    moved, at = s, PHASES.index(phase)
+    while moved.rows % 2 == 0 and phases(moved, total)[at] > total:
         moved = replace(moved, rows=moved.rows // 2, accumulation=moved.accumulation * 2)
-    if moved is s:
+    if phases(moved, total)[at] >= phases(s, total)[at]:  # something else is the largest
         return None
     return {"per_device_train_batch_size": moved.rows, "gradient_accumulation_steps": moved.accumulation}, moved
 

@@ -240,8 +240,10 @@ def forward(network: Network, rows: int, tokens: int) -> int:
         ids, mask = _inputs(rows, tokens)
         ledger = _Ledger(model.parameters())
         with ledger, torch.no_grad():
-            # Its head is a single number a token; which of them counts depends on data.
-            _base(model).base_model(input_ids=ids, attention_mask=mask, use_cache=False)
+            # Without its head, one number a token: which of them counts depends on data. Nobody tells a reward model to
+            # keep no keys and values, so it keeps those of all layers.
+            output = _base(model).base_model(input_ids=ids, attention_mask=mask)
+        del output
         return ledger.peak
 
 
@@ -268,7 +270,7 @@ def head_scratch(tokens: int, vocabulary: int, width: int, top_k: int, itemsize:
     if on_gpu:
         return product, product
     copies = (8 if vocabulary > VOCABULARY_TILE else 4) * logits
-    gathered = 10 * min(tokens * top_k * width, GATHERED)  # the support's logits, again in float32
+    gathered = 6 * min(tokens * top_k * width, GATHERED)  # the support's logits, again in float32
     return product + max(copies, gathered), product + 10 * logits + 4 * part
 
 
