@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from trl.data_utils import prepare_multimodal_messages
@@ -161,8 +163,9 @@ def test_the_routers_loss_comes_with_the_reading():
     mask = scored(inputs)
     _, output = policies.read_tokens(
         model,
-        inputs["labels"][:, 1:],
+        inputs["labels"][:, 1:][mask],
         mask.nonzero(as_tuple=True),
+        mask.shape[1],
         old[mask],
         "bucket",
         temperature=1.0,
@@ -247,10 +250,48 @@ def test_adapters_are_part_of_what_is_read(settings):
         )
 
 
-def test_an_adapter_on_the_head_is_refused():
-    model: Any = get_peft_model(tiny.make_model("llama"), lora(target_modules=["q_proj", "lm_head"]))
-    with pytest.raises(ValueError, match=r"LM head has a LoRA adapter.*leave it out of target_modules"):
+ON_THE_HEAD: dict[str, Any] = {
+    "LoRA": lambda: lora(target_modules=["q_proj", "lm_head"]),
+    "IA3": lambda: IA3Config(task_type="CAUSAL_LM", target_modules=["lm_head"], feedforward_modules=[]),
+    "tokens": lambda: lora(target_modules=["q_proj"], trainable_token_indices={"lm_head": [1, 2]}),
+}
+
+
+@pytest.mark.parametrize("kind", ON_THE_HEAD)
+def test_an_adapter_on_the_head_is_refused(kind):
+    model: Any = get_peft_model(tiny.make_model("llama"), ON_THE_HEAD[kind]())
+    with pytest.raises(ValueError, match=r"LM head has an adapter .*leave it out of target_modules"):
         captured(model, batch())
+
+
+def test_a_prefix_is_seen_once():
+    """PEFT passes a cache with the prefix, to which every pass of the model appends."""
+    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model: Any = get_peft_model(tiny.make_model("llama"), config)
+    inputs = batch()
+    expected, _ = of_logits(model, inputs)
+    for _ in range(2):
+        torch.testing.assert_close(captured(model, inputs).log_prob, expected.detach(), rtol=0, atol=within(1e-5))
+
+
+def test_a_copy_of_a_model_that_was_read_has_its_own_weights():
+    model, inputs = tiny.make_model("llama"), batch()
+    before = captured(model, inputs)
+    twin = copy.deepcopy(model)
+    tiny.move(model, 0.1)
+    expected, _ = of_logits(twin, inputs)
+    torch.testing.assert_close(captured(twin, inputs).log_prob, expected.detach(), rtol=0, atol=within(1e-5))
+    assert torch.equal(captured(twin, inputs).token_ids, before.token_ids)
+
+
+def test_a_model_that_was_read_survives_a_pickle():
+    model, inputs = tiny.make_model("llama"), batch()
+    before = captured(model, inputs)
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    again = torch.load(stream, weights_only=False)
+    assert torch.equal(captured(again, inputs).log_probs, before.log_probs)
 
 
 def test_a_head_that_cannot_be_read_is_refused():
@@ -290,12 +331,32 @@ def test_the_first_reading_finds_a_setting_that_the_model_ignores(name):
         captured(model, batch())
 
 
-def test_a_forward_that_was_replaced_is_noticed():
+def test_the_first_reading_finds_a_vocabulary_that_the_model_masks():
+    model = tiny.make_model("llama")
+
+    class Masked(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits[..., 10:] = -torch.inf
+            return output
+
+    model.__class__ = Masked
+    with pytest.raises(RuntimeError, match="logits of Masked are not those of its head"):
+        captured(model, batch())
+
+
+def test_a_forward_that_was_replaced_is_wrapped_again():
     model: Any = tiny.make_model("llama")
-    captured(model, batch())
+    expected = captured(model, batch())
     original = type(model).forward
-    model.forward = lambda *args, troll_reading=None, **kwargs: original(model, *args, **kwargs)
-    with pytest.raises(RuntimeError, match=r"LlamaForCausalLM\.forward was replaced after its first reading"):
+    model.forward = lambda *args, **kwargs: original(model, *args, **kwargs)
+    assert torch.equal(captured(model, batch()).log_probs, expected.log_probs)
+
+
+def test_a_wrapper_that_changes_what_comes_out_is_noticed():
+    model: Any = tiny.make_model("llama")
+    model.register_forward_hook(lambda module, args, output: dict(output))
+    with pytest.raises(RuntimeError, match=r"wrapper of LlamaForCausalLM changes what its forward returns to dict"):
         captured(model, batch())
 
 

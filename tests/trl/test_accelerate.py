@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,13 @@ import transformers
 from accelerate import ParallelismConfig
 from packaging.version import Version
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.trl.distributed_worker import OTHERS, train
 from tests.trl.processes import ROOT, command, environment, free_port
 from tests.trl.test_distributed import assert_exact_resume, assert_same_metrics, assert_same_updates, trained
 from tests.trl.tiny import assert_same_gradients
-from troll.trl.checks import refuse_model_parallelism, warn_about_saving
+from troll.trl.checks import refuse_an_empty_reference, refuse_model_parallelism, warn_about_saving
 
 # What is refused, and warned about
 
@@ -43,6 +45,22 @@ def test_the_trainer_asks_before_it_prepares_anything(make, monkeypatch):
     monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", create)
     with pytest.raises(ValueError, match="cannot be used with cp_size=2"):
         make()
+
+
+@pytest.mark.parametrize("another_has_zeros", [False, True])
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_a_reference_that_some_process_did_not_get_is_refused_in_all(model_path, has_zeros, another_has_zeros):
+    model = AutoModelForCausalLM.from_pretrained(model_path("llama"))
+    if has_zeros:
+        torch.nn.init.zeros_(model.get_output_embeddings().weight)
+    others = torch.tensor([another_has_zeros])
+    accelerator: Any = SimpleNamespace(is_fsdp2=True, device="cpu", gather=lambda own: torch.cat([own, others]))
+    refuses = pytest.raises(ValueError, match="set fsdp_cpu_ram_efficient_loading to false")
+    with refuses if has_zeros or another_has_zeros else nullcontext():
+        refuse_an_empty_reference(accelerator, model)
+    refuse_an_empty_reference(accelerator, None)
+    accelerator.is_fsdp2 = False
+    refuse_an_empty_reference(accelerator, model)
 
 
 def fsdp(kind: str) -> dict[str, Any]:
@@ -155,7 +173,7 @@ def test_troll_train_resumes_exactly_in_new_processes(mode, tmp_path):
     if mode == "zero3":
         pytest.importorskip("deepspeed")
     elif Version(transformers.__version__) < Version("5.18"):
-        pytest.skip("before transformers 5.18, Trainer resumes several processes on a CPU to cpu:0, unknown to torch")
+        pytest.skip("before transformers 5.18, Trainer loads to cpu:0 where several processes resume on a CPU")
     ports = [("--main_process_port", str(free_port())) for _ in range(2)]
     finish(start(mode, tmp_path / "whole", options=ports[0]))
     checkpoint = str(tmp_path / "whole" / "checkpoint-2")

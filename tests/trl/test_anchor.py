@@ -425,6 +425,9 @@ def test_the_first_update_is_off_policy_too(anchored):
 def test_tokens_that_the_engine_does_not_know_are_not_trained_on(anchored):
     trainer = anchored(Engine(unknown=3))
     inputs = tiny.rollout(trainer)
+    assert trainer.anchor is not None and trainer.anchor.reports.log_probs(torch.tensor([0])).tolist() == [0.0]
+    with pytest.raises(IndexError):  # the tables do not outlive the rollout
+        trainer.anchor.reports.log_probs(torch.tensor([1]))
     for batch in inputs:
         mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
         assert mask.sum() < batch["completion_mask"].sum()
@@ -460,7 +463,6 @@ def test_a_moved_network_is_measured_against_the_engine(anchored):
     inputs = tiny.rollout(trainer)[0]
     move(trainer.model, 0.2)
     tiny.loss_and_gradients(trainer, inputs)
-    trainer.updates.log(0)
     trainer.log({})
     entry = trainer.state.log_history[-1]
     assert entry["trust_region/kl_before_max"] > KL_BOUND

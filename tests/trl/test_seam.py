@@ -17,7 +17,7 @@ from troll.trl import TrollTrainer, seam
 
 
 def test_the_installed_trl_fits():
-    assert list(seam.lacking()) == []
+    assert list(seam.differences()) == []
 
 
 def trainer_like(**changes: Any) -> type:
@@ -31,27 +31,44 @@ def renamed_parameter(self, network, inputs):
 
 
 def test_what_a_trl_lacks_is_named():
-    assert list(seam.lacking(trainer_like())) == []
-    (phrase,) = seam.lacking(trainer_like(_calculate_rewards=None))
+    assert list(seam.differences(trainer_like())) == []
+    (phrase,) = seam.differences(trainer_like(_calculate_rewards=None))
     assert phrase.startswith("OtherTrainer._calculate_rewards (the rewards of all processes")
-    first, *others = seam.lacking(trainer_like(_compute_loss=renamed_parameter))
-    assert first.startswith("the parameter model of OtherTrainer._compute_loss")
-    assert any(phrase.startswith("old_per_token_logps in OtherTrainer._compute_loss") for phrase in others)
+    assert phrase.endswith("is missing")
+    first, *others = seam.differences(trainer_like(_compute_loss=renamed_parameter))
+    assert first.startswith("OtherTrainer._compute_loss") and first.endswith("has no parameter model")
+    assert any(phrase.endswith("does not use old_per_token_logps") for phrase in others)
+
+
+def test_a_model_input_that_the_seam_does_not_know_is_named():
+    """The new policy would be read without it."""
+    original = GRPOTrainer._get_per_token_logps_and_entropies
+
+    def scoring(self, *args, pixel_values_videos=None, **kwargs):
+        raise NotImplementedError
+
+    parameters = [*inspect.signature(original).parameters.values()]
+    video = inspect.Parameter("pixel_values_videos", inspect.Parameter.KEYWORD_ONLY, default=None)
+    scoring.__signature__ = inspect.Signature([*parameters, video])  # type: ignore[attr-defined]
+    found = list(seam.differences(trainer_like(_get_per_token_logps_and_entropies=scoring)))
+    assert sum(phrase.endswith("has a new parameter pixel_values_videos") for phrase in found) == 1
 
 
 def test_a_trl_without_a_fused_head_is_named():
     """As 1.14 has none, and 1.15 has one only where Triton can be imported."""
     functions = SimpleNamespace(**{name: print for name in seam.FUNCTIONS if name != "add_fused_lm_head"})
-    assert list(seam.lacking(functions=functions)) == ["trl.trainer.utils.add_fused_lm_head"]
+    assert list(seam.differences(functions=functions)) == ["trl.trainer.utils.add_fused_lm_head is missing"]
     without_triton = SimpleNamespace(**dict.fromkeys(seam.FUNCTIONS, print), _ChunkedLogProbFunction=None)
-    (phrase,) = seam.lacking(functions=without_triton)
+    (phrase,) = seam.differences(functions=without_triton)
     assert "pip install triton" in phrase
 
 
 def test_the_import_says_what_is_wrong(monkeypatch):
     monkeypatch.delattr(utils, "add_fused_lm_head")
     monkeypatch.delattr(GRPOTrainer, "_calculate_rewards")
-    with pytest.raises(ImportError, match=r"TRL 1\.1\d\.\d.* does not have .*_calculate_rewards.*, and 1 more: pip"):
+    with pytest.raises(
+        ImportError, match=r"TRL 1\.1\d\.\d is another: .*_calculate_rewards.* is missing, and 1 more\. Install"
+    ):
         seam.check()
 
 
@@ -156,7 +173,7 @@ def test_kl_in_the_reward_is_rloos(make):
 
 
 def test_kl_in_the_reward_needs_scores(make):
-    with pytest.raises(ValueError, match="updates_per_rollout to 2 or more"):
+    with pytest.raises(ValueError, match="updates_per_rollout"):
         make(advantage_estimator="rloo", beta=0.3, kl_in_reward=True, steps_per_generation=1)
 
 

@@ -278,7 +278,7 @@ def test_a_trainer_that_no_longer_scores_the_old_policy_is_noticed(make, monkeyp
     original = GRPOTrainer._generate_and_score_completions
 
     def without_scoring(self: Any, inputs: Any) -> dict[str, Any]:
-        self.old_policy.takes_scoring()
+        self.old_policy.claim_scoring()
         return original(self, inputs)
 
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", without_scoring)
@@ -677,10 +677,26 @@ def test_a_moved_network_is_measured_by_the_trainer(make):
     move(trainer.model, 0.1)
     loss_and_gradients(trainer, inputs)
     assert float(trainer.monitor.sums["projected"]) > 0
-    trainer.updates.log(0)
     trainer.log({})
     assert trainer.monitor.sums == {}
     assert trainer.monitor.maxima == {}
+
+
+class LogAtTwo(TrainerCallback):
+    """Asks for a log, and stops at the third update."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_log = state.global_step == 2
+        control.should_training_stop = state.global_step == 3
+
+
+def test_a_log_that_a_users_callback_asks_for_has_everything(make):
+    trainer = make(logging_steps=100, callbacks=[LogAtTwo()], advantage_estimator="gae", critic_learning_rate=1e-3)
+    trainer.train()
+    first, last = trainer.state.log_history
+    for entry, name in ((first, "trust_region/kl_before_mean"), (first, "critic/value_loss"), (first, "entropy")):
+        assert name in entry
+    assert last["step"] == 3 and "trust_region/kl_before_mean" in last
 
 
 def test_what_an_interrupted_update_leaves_behind_is_cleared(make, monkeypatch):

@@ -23,8 +23,8 @@ Reader = Callable[[LMHead, Tensor], tuple[Tensor | None, ...]]
 #: The argument of a model's forward that asks for a reading.
 REQUEST = "troll_reading"
 
-#: Set on a model whose forward takes it.
-_INSTALLED = "_troll_reads_policies"
+#: Set on a forward that takes it.
+_TAKES_REQUESTS = "_takes_troll_readings"
 
 #: By how many roundings a model's own logits may differ from those that are read at first: it rounds after the product,
 #: after its scale and after each part of a softcap.
@@ -39,8 +39,8 @@ class ReadingRequest:
 
     Attributes:
         token_ids: (N,) int64, the tokens that are scored.
-        at: Where each stands, (N,) and (N,): its row, and its place among the last T tokens. What predicts it is the
-            position before.
+        at: Row b and place t of each, (N,) and (N,): the token at t of the last T, predicted by the hidden state one
+            position earlier.
         length: T.
         reader: What is read of them.
         temperature: The sampling temperature.
@@ -60,7 +60,7 @@ class ReadingOutput(ModelOutput):
     """What was read. All differentiable results are outputs of the forward, where DDP and FSDP look for them.
 
     Attributes:
-        tensors: Those of the reader, for the N tokens in order.
+        tensors: Those of the reader, one row for each scored token, in the order of `token_ids`.
         vocab_size: V.
         aux_loss: The router's load-balancing loss of a mixture of experts, with ``output_router_logits=True``.
     """
@@ -77,22 +77,22 @@ def forward_and_read(model: nn.Module, request: ReadingRequest, **inputs: Any) -
         model: A causal or vision-language model of transformers, or what PEFT, DDP, FSDP, DeepSpeed or
             ``torch.compile`` made of one. The first call changes its `forward`, which goes on as before without a
             request, and compares the reading with the model's own logits.
-        request: Of what.
+        request: What to read.
         **inputs: Of the forward: `input_ids` (B, L), `attention_mask`, images.
 
     Raises:
         ValueError: If the model's head cannot be read.
-        RuntimeError: If the model's logits are not what its head and its configuration say, its forward has been
-            replaced, or its outputs are rounded on the way out.
+        RuntimeError: If the model's logits are not what its head and its configuration say, or something changes or
+            rounds its outputs on the way out.
     """
     base = causal_lm(model)
-    if not getattr(base, _INSTALLED, False):
+    if not hasattr(base.forward, _TAKES_REQUESTS):
         _install(base)
     output = model(**inputs, **{REQUEST: request})
     if not isinstance(output, ReadingOutput):
         raise RuntimeError(
-            f"{type(base).__name__}.forward was replaced after its first reading, by something that does not hand on "
-            f"{REQUEST}: apply patches to the model before"
+            f"a wrapper of {type(base).__name__} changes what its forward returns to {type(output).__name__}: read the "
+            "model without it"
         )
     rounded = [x.dtype for x in output.tensors if x is not None and x.dtype in HALF]
     if rounded:
@@ -126,7 +126,9 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
 
 def _install(model: PreTrainedModel) -> None:
     """Lets a model's forward take a request."""
-    plain: Any = model.forward
+    bound: Any = model.forward
+    # A copy of the model has a copy of this forward, which must not compute with the weights of the original.
+    function = bound.__func__ if getattr(bound, "__self__", None) is model else None
     # Under accelerate's mixed precision, the forward that is wrapped here enters autocast, and the reading would not.
     mixed = hasattr(model, "_original_forward")
     checked = False
@@ -137,30 +139,30 @@ def _install(model: PreTrainedModel) -> None:
     @torch.compiler.disable(recursive=False)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal checked
+        plain = bound if function is None else functools.partial(function, self)
         request: ReadingRequest | None = kwargs.pop(REQUEST, None)
         if request is None:
             return plain(*args, **kwargs)
-        device = request.token_ids.device.type
-        if mixed and not torch.is_autocast_enabled(device):
+        if mixed and not torch.is_autocast_enabled(request.token_ids.device.type):
             raise RuntimeError(
                 "the model was prepared with mixed precision: read it within `with accelerator.autocast():`"
             )
         if kwargs.get("labels") is None:  # PEFT passes it on
             kwargs.pop("labels", None)
+        if getattr(self.config.get_text_config(), "output_router_logits", False):  # as the model's own forward does
+            kwargs.setdefault("output_router_logits", True)
+        kwargs["use_cache"] = False
+        outputs = self.base_model(*args, **kwargs)
         if not checked:
-            _check_against_logits(self, plain, request, args, kwargs)
-            checked = True
-        return _read(self, request, args, kwargs)
+            checked = _check_against_logits(self, plain, outputs, request, args, kwargs)
+        return _read(self, outputs, request, kwargs)
 
+    setattr(forward, _TAKES_REQUESTS, True)
     model.forward = types.MethodType(forward, model)
-    setattr(model, _INSTALLED, True)
 
 
-def _read(model: Any, request: ReadingRequest, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReadingOutput:
-    config = model.config.get_text_config()
-    if getattr(config, "output_router_logits", False):  # as the model's own forward does
-        kwargs.setdefault("output_router_logits", True)
-    outputs = model.base_model(*args, **{**kwargs, "use_cache": False})
+def _read(model: Any, outputs: Any, request: ReadingRequest, kwargs: dict[str, Any]) -> ReadingOutput:
+    """What is read of a backbone's outputs."""
     # Aligned at the end: prompt-learning PEFT puts virtual tokens in front.
     hidden = outputs.last_hidden_state[:, -request.length - 1 : -1]
     tensors, vocab_size = _read_head(model, hidden[tuple(x.to(hidden.device) for x in request.at)], request)
@@ -168,6 +170,7 @@ def _read(model: Any, request: ReadingRequest, args: tuple[Any, ...], kwargs: di
     if kwargs.get("output_router_logits"):
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+        config = model.config.get_text_config()
         aux_loss = load_balancing_loss_func(
             outputs.router_logits, config.num_experts, config.num_experts_per_tok, kwargs.get("attention_mask")
         )
@@ -178,44 +181,65 @@ def _read(model: Any, request: ReadingRequest, args: tuple[Any, ...], kwargs: di
 def _read_head(model: Any, hidden: Tensor, request: ReadingRequest) -> tuple[tuple[Tensor | None, ...], int]:
     """The tensors of the reader for (N, H) hidden states, and V."""
     with opened_head(model, hidden, request.temperature, request.head_in_float32) as head:
-        return request.reader(head, request.token_ids.to(head.hidden.device)), head.width
+        tensors = request.reader(head, request.token_ids.to(head.hidden.device))
+        # With a `device_map`, the head may be elsewhere.
+        return tuple(None if x is None else x.to(request.token_ids.device) for x in tensors), head.width
 
 
+@torch.compiler.disable
 @torch.no_grad()
 def _check_against_logits(
-    model: Any, plain: Any, request: ReadingRequest, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Compares the head with the logits that the model itself makes of the same hidden states.
+    model: Any, plain: Any, outputs: Any, request: ReadingRequest, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Compares the head with the logits that the model itself makes of a backbone's outputs.
+
+    They differ on all processes, or on none: an error on one leaves the others waiting.
+
+    Returns:
+        Whether they could be compared. A few models go around their backbone, so that with dropout no two passes agree.
 
     Raises:
         RuntimeError: If they differ: the model does something to its logits that its configuration does not say.
     """
-    found: list[Any] = []
-    handle = model.base_model.register_forward_hook(lambda module, args, output: found.append(output))
+    used: list[bool] = []
+
+    def given(*_: Any, **__: Any) -> Any:
+        used.append(True)
+        return outputs
+
     # Logits of all tokens may not fit into memory.
-    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(plain).parameters else {}
-    kwargs = {**kwargs, "use_cache": False}
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(model).forward).parameters else {}
     devices = [request.token_ids.device] if request.token_ids.is_cuda else []
+    backbone = model.base_model
+    before = vars(backbone).get("forward")  # accelerate's hooks
+    backbone.forward = given
     try:
-        with torch.random.fork_rng(devices):  # dropout is the same below, and in a run without this check
-            logits = plain(*args, **kwargs, **last).logits
+        with torch.random.fork_rng(devices):  # a run has the same random numbers with this check as without
+            logits = plain(*args, **kwargs, **last).logits[:, -1]
     finally:
-        handle.remove()
-    if not found:  # some models call what is inside of their backbone
-        with torch.random.fork_rng(devices):
-            found.append(model.base_model(*args, **kwargs))
-    logits, hidden = logits[:, -1], found[0].last_hidden_state[:, -1]
+        del backbone.forward
+        if before is not None:
+            backbone.forward = before
+    if not used and (model.training or kwargs.get("past_key_values") is not None):
+        return False
+    hidden = outputs.last_hidden_state[:, -1]
     with opened_head(model, hidden, 1.0, request.head_in_float32) as head:
         product = nn.functional.linear(head.hidden, head.weight, head.bias)
         own = head.transform(product.to(torch.promote_types(product.dtype, torch.float32)))
-    difference, largest = (own - logits.to(own)).abs().max(), logits.abs().max().clamp(min=1)
+    logits = logits.to(own)
+    if bool(logits.isnan().any() | (logits == torch.inf).any()):
+        return False
+    finite = logits.isfinite()
+    difference = (own - logits).masked_fill(~finite, 0).abs().max()
     # The product of half precision is rounded once; that of float32 is a sum of roundings.
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else product.dtype
     roundings = _CHECKED_ROUNDINGS * (1 if dtype in HALF else hidden.shape[-1]) * torch.finfo(dtype).eps
-    if bool(logits.isfinite().all()) and not bool(difference <= roundings * largest):
+    largest = logits.masked_fill(~finite, 0).abs().max().clamp(min=1)
+    if not bool((difference <= roundings * largest) & (finite == own.isfinite()).all()):
         raise RuntimeError(
-            f"the logits of {type(model).__name__} are not those of its head: they differ by {float(difference):.2g}. "
-            "It does something to them that its configuration does not say; read its logits with troll.capture and "
-            "troll.trust_region_step instead"
+            f"the logits of {type(model).__name__} are not those of its head: they differ by {float(difference):.2g}, "
+            f"and {int((~finite).sum())} are -inf. It does something to them that its configuration does not say; read "
+            "its logits with troll.capture and troll.trust_region_step instead"
         )
+    return True

@@ -28,11 +28,11 @@ def opened_head(model: PreTrainedModel, hidden: Tensor, temperature: float, in_f
         in_float32: Whether the product is computed in float32, outside autocast.
 
     Raises:
-        ValueError: If the head is not a matrix that can be read: it is quantised, offloaded, or has a LoRA adapter.
+        ValueError: If the head is not a matrix that can be read: it is quantised, offloaded, or has an adapter.
     """
     head: Any = model.get_output_embeddings()
     refuse_head(head)
-    weight, bias = head.weight, head.bias
+    weight, bias = head.weight, getattr(head, "bias", None)
     scale, softcap = scale_and_softcap(model)
     hidden = hidden.to(weight.device)  # a model split by `device_map` may end elsewhere
     autocast: AbstractContextManager[Any] = nullcontext()
@@ -46,13 +46,13 @@ def opened_head(model: PreTrainedModel, hidden: Tensor, temperature: float, in_f
 def refuse_head(head: Any) -> None:
     """Raises ValueError unless a head is a matrix whose product with hidden states is what the model computes."""
     name = type(head).__name__
+    if hasattr(head, "base_layer") or hasattr(head, "token_adapter"):
+        raise ValueError(
+            f"the LM head has an adapter ({name} of PEFT), which would have to be multiplied out for the whole "
+            "vocabulary: leave it out of target_modules, or train it whole with modules_to_save"
+        )
     if not isinstance(getattr(head, "weight", None), Tensor):
         raise ValueError(f"the model's output embeddings must be a linear layer with a weight, got {name}")
-    if getattr(head, "active_adapters", None) and not isinstance(head, nn.Linear) and hasattr(head, "lora_A"):
-        raise ValueError(
-            "the LM head has a LoRA adapter, which would have to be multiplied out for the whole vocabulary: leave it "
-            "out of target_modules, or train it whole with modules_to_save"
-        )
     if head.weight.is_meta:
         raise ValueError("the LM head is offloaded: keep it on a device, with another device_map or max_memory")
     if not head.weight.is_floating_point() or type(head.weight) not in (nn.Parameter, Tensor, DTensor):
@@ -95,7 +95,7 @@ def _is_zero_shard(parameter: Tensor) -> bool:
 def _whole(parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return parameter
-    # Each process has the gradient of its own data, and FSDP2 means the mean of them. By default each would keep its
+    # Each process has the gradient of its own data, and FSDP2 averages them. By default each would keep its
     # slice of its own gradient.
     whole: Tensor = parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
     return whole

@@ -54,9 +54,11 @@ def capture(
         ValueError: On shapes that do not fit, or a head that cannot be read (quantised, offloaded, with LoRA).
         RuntimeError: If the model's logits are not those of its head.
     """
+    targets = targets_of(input_ids, labels)
+    scored = targets != -100
     policy = capture_tokens(
         model,
-        targets_of(input_ids, labels),
+        targets,
         temperature=temperature,
         top_k=top_k,
         mass_threshold=mass_threshold,
@@ -64,7 +66,6 @@ def capture(
         attention_mask=attention_mask,
         **model_inputs,
     )
-    scored = targets_of(input_ids, labels) != -100
     certain = torch.zeros(policy.top_k, dtype=torch.int64, device=policy.slot.device)
     certain[1:] = -1
     return dataclasses.replace(
@@ -127,8 +128,9 @@ def trust_region_step(
     counted = old[at]
     new, _ = read_tokens(
         model,
-        targets,
+        targets[at],
         at,
+        targets.shape[1],
         counted,
         tail,
         temperature=temperature,
@@ -195,8 +197,9 @@ def capture_tokens(
 
 def read_tokens(
     model: nn.Module,
-    targets: Tensor,
+    token_ids: Tensor,
     at: tuple[Tensor, ...],
+    length: int,
     old: SparsePolicy,
     tail: Tail,
     *,
@@ -211,8 +214,9 @@ def read_tokens(
 
     Args:
         model: As in [capture][troll.huggingface.capture].
-        targets: (B, T), as in [capture_tokens][troll.huggingface.policies.capture_tokens].
-        at: Where the N tokens are in it, (N,) and (N,).
+        token_ids: (N,).
+        at: Row and place of each among the last T tokens, (N,) and (N,).
+        length: T.
         old: The old policy of the N tokens, (N,).
         tail: As in [trust_region_step][troll.trust_region_step].
         temperature: The sampling temperature.
@@ -221,15 +225,15 @@ def read_tokens(
         **inputs: Of the model's forward.
     """
 
-    def read_new(head: LMHead, token_ids: Tensor) -> tuple[Tensor | None, ...]:
-        ids = support(head, old.token_ids.to(token_ids.device), token_ids, tail, old.mass_threshold)
+    def read_new(head: LMHead, sampled: Tensor) -> tuple[Tensor | None, ...]:
+        ids = support(head, old.token_ids.to(sampled.device), sampled, tail, old.mass_threshold)
         new = read(head, ids, entropy=entropy)
         return new.token_ids, new.logits, new.tail_logit, new.tail_entropy
 
-    request = ReadingRequest(targets[at], at, targets.shape[1], read_new, temperature, head_in_float32)
+    request = ReadingRequest(token_ids, at, length, read_new, temperature, head_in_float32)
     output = forward_and_read(model, request, **inputs)
-    token_ids, logits, tail_logit, tail_entropy = output.tensors
-    assert token_ids is not None and logits is not None and tail_logit is not None
+    support_ids, logits, tail_logit, tail_entropy = output.tensors
+    assert support_ids is not None and logits is not None and tail_logit is not None
     if output.vocab_size != old.vocab_size:
         raise ValueError(f"old must be of the model's {output.vocab_size} tokens, got {old.vocab_size}")
-    return Outcomes(token_ids, logits, tail_logit, old.vocab_size, tail_entropy), output
+    return Outcomes(support_ids, logits, tail_logit, old.vocab_size, tail_entropy), output

@@ -96,7 +96,7 @@ class EngineReports:
         log_probs = np.full(used.shape, -np.inf, np.float32)
         log_probs[used] = np.array(list(chain.from_iterable(entries)), np.float32)  # None becomes NaN
         known = (counts > 0) & ~np.isnan(log_probs).any(-1)
-        token_ids = np.full(used.shape, -1, np.int64)
+        token_ids = np.full(used.shape, -1, np.int32)
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         if (wrong := known & (lengths != counts)).any():
             raise _unnamed(sampled, counts, wrong, ids)
@@ -142,25 +142,27 @@ class EngineReports:
         table_ids, table = (
             torch.cat([torch.full((1, width), fill, dtype=dtype), *(_widened(block, width, fill) for block in blocks)])
             for blocks, fill, dtype in (
-                (self._token_ids, -1, torch.int64),
+                (self._token_ids, -1, torch.int32),
                 (self._log_probs, -math.inf, torch.float32),
             )
         )
+        device = rows.device
+        rows, completion_ids, mask = rows.cpu(), completion_ids.cpu(), mask.cpu()
         log_probs = torch.where(rows > 0, self.log_probs(rows), PLACEHOLDER)
         packed: list[PackedPolicy] = []
         for row, ids, sampled, scored in zip(rows, completion_ids, log_probs, mask.bool(), strict=True):
-            at = row[scored].cpu()
+            at = row[scored]
             policy: SparsePolicy = capture_top(
-                table_ids[at],
+                table_ids[at].long(),
                 table[at],
-                ids[scored].cpu(),
-                sampled[scored].cpu(),
+                ids[scored],
+                sampled[scored],
                 vocab_size,
                 top_k=top_k,
                 mass_threshold=mass_threshold,
             )
-            packed += spread(PackedPolicy.of(policy), scored.unsqueeze(0).cpu()).to(rows.device).unbind()
-        return packed
+            packed.append(spread(PackedPolicy.of(policy), scored.unsqueeze(0)))
+        return PackedPolicy.cat(packed).to(device).unbind()
 
 
 def _integers(lists: Any) -> Any:

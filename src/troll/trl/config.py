@@ -316,6 +316,11 @@ class TrollConfig(GRPOConfig):
                 f"kl_in_reward needs advantage_estimator {', '.join(KL_IN_REWARD[:-1])} or {KL_IN_REWARD[-1]}, "
                 f"got {self.advantage_estimator!r}"
             )
+        if self.always_on_policy:
+            raise ValueError(
+                "kl_in_reward needs scores of the rollout, which TRL makes only for off-policy updates: set "
+                "updates_per_rollout to 2 or more"
+            )
         if not self.beta > 0:
             raise ValueError(
                 f"kl_in_reward weights the KL to the reference with beta, which must be above 0, got {self.beta}"

@@ -29,12 +29,16 @@ class Monitor:
 
     def __init__(self, accelerator: Accelerator, args: TrollConfig) -> None:
         self._accelerator, self._args = accelerator, args
-        self.sums: dict[str, Tensor] = {}
-        self.maxima: dict[str, Tensor] = {}
-        self._update = torch.zeros(3, dtype=torch.float64)
+        self.start()
         self._watched = {"projected": 0.0, "tokens": 0.0}
         self._watched_since: int | None = None
         self._warned_of_coverage = False
+
+    def start(self) -> None:
+        """Forgets what an interrupted update has left."""
+        self.sums: dict[str, Tensor] = {}
+        self.maxima: dict[str, Tensor] = {}
+        self._update = torch.zeros(3, dtype=torch.float64)
 
     def observe(self, step: TrustRegionStep, old: SparsePolicy, mask: Tensor, global_step: int) -> None:
         """Adds (N,) tokens of a micro-batch, of which the mask counts.

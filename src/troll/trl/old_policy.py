@@ -39,8 +39,9 @@ class OldPolicy:
     ) -> None:
         self._accelerator, self._args, self._temperature, self._anchor = accelerator, args, temperature, anchor
         self._reads, self._scores_expected = False, False
-        self._captured: list[tuple[list[PackedPolicy], Tensor]] = []
-        #: Of a token of the last rollout, in nats.
+        # The policies of a rollout, and the log-probabilities that TRL got with them.
+        self._captured: tuple[list[PackedPolicy], Tensor] | None = None
+        #: Mean entropy per token of the last rollout, in nats.
         self.mean_entropy = 0.0
 
     def start(self, *, training: bool, reads_policies: bool) -> None:
@@ -50,15 +51,15 @@ class OldPolicy:
             training: Whether it is one to train on.
             reads_policies: Whether its updates need distributions.
         """
-        self._captured, self._reads = [], training and reads_policies
+        self._captured, self._reads = None, training and reads_policies
         # The policy's scores are the first that TRL asks for; a reference's, of the same model with PEFT, follow.
         asks = self._args.gradient_accumulation_steps % self._args.rollout_steps != 0
         self._scores_expected = training and asks and (self._reads or self._anchor is not None)
         if self._anchor is not None:
             self._anchor.reports.clear()
 
-    def takes_scoring(self) -> bool:
-        """Whether the scoring that TRL asks for now is the old policy's, and not left to TRL."""
+    def claim_scoring(self) -> bool:
+        """Whether the scoring that TRL asks for now is the old policy's: true once in a rollout, or never."""
         expected, self._scores_expected = self._scores_expected, False
         return expected
 
@@ -76,12 +77,12 @@ class OldPolicy:
 
         Args:
             score: TRL's method, which calls a model for some sequences at a time.
-            model: As it was passed to that; and the same for what follows.
+            model: What is scored; passed on to `score`, like everything that follows.
             ids: (B, P + T).
             mask: (B, P + T).
             length: T.
-            *rest: More of the method's arguments.
-            **named: The same.
+            *rest: Other positional arguments.
+            **named: Other named arguments.
         """
         if self._anchor is not None:  # the engine has scored the completions: no pass
             return Scores(ids.new_zeros((len(ids), length), dtype=torch.float32), None, None)
@@ -103,7 +104,7 @@ class OldPolicy:
             return scatter(captured.log_prob, targets != -100)
 
         scores = score(scoring_function(capture), ids, mask, length, *rest, **named)
-        self._captured.append((policies, scores[0]))
+        self._captured = policies, scores[0]
         return scores
 
     def add_to(self, rolled_out: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
@@ -117,11 +118,13 @@ class OldPolicy:
             rolled_out, unreported = self._anchor.as_old_policy(rolled_out)
             metrics["sampling/unreported_fraction"] = unreported
             policies = self._anchor.policies(rolled_out) if self._reads else []
+            self._anchor.reports.clear()
         else:
             captured = self._captured
-            if self._reads and (not captured or rolled_out.get("old_per_token_logps") is not captured[0][1]):
+            if self._reads and (captured is None or rolled_out.get("old_per_token_logps") is not captured[1]):
                 raise RuntimeError("GRPOTrainer did not score the old policy where TrollTrainer expects it")
-            policies = captured[0][0] if captured else []
+            policies = [] if captured is None else captured[0]
+            self._captured = None
         if not self._reads:
             return rolled_out, metrics
         if self._args.kl_bound_entropy_exponent:

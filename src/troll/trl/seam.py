@@ -53,6 +53,21 @@ MODEL_INPUTS = (
     "image_position_ids",
 )
 
+#: All parameters of ``_get_per_token_logps_and_entropies``.
+SCORING = (
+    "self",
+    "model",
+    "input_ids",
+    "attention_mask",
+    "logits_to_keep",
+    "batch_size",
+    "compute_entropy",
+    "compute_aux_loss",
+    "num_images",
+    "num_tiles",
+    *MODEL_INPUTS,
+)
+
 OVERRIDDEN = (
     Needed(
         "_generate_and_score_completions",
@@ -132,8 +147,8 @@ FUNCTIONS = (
 )
 
 
-def lacking(trainer: type = GRPOTrainer, engine: type = VLLMGeneration, functions: Any = utils) -> Iterator[str]:
-    """What TRL lacks of all this, a phrase for each; nothing if the seam fits.
+def differences(trainer: type = GRPOTrainer, engine: type = VLLMGeneration, functions: Any = utils) -> Iterator[str]:
+    """What is different in TRL from what the seam needs, a sentence for each; nothing if it fits.
 
     Args:
         trainer: `GRPOTrainer`, or another class in its place.
@@ -145,17 +160,21 @@ def lacking(trainer: type = GRPOTrainer, engine: type = VLLMGeneration, function
         place = f"{owner.__name__}.{needed.name} ({needed.purpose})"
         method = getattr(owner, needed.name, None)
         if method is None:
-            yield place
+            yield f"{place} is missing"
             continue
         method = inspect.unwrap(method)
         parameters, names = inspect.signature(method).parameters, set(_names(method.__code__))
-        yield from (f"the parameter {name} of {place}" for name in needed.parameters if name not in parameters)
-        yield from (f"{name} in {place}" for name in needed.uses if name not in names)
+        yield from (f"{place} has no parameter {name}" for name in needed.parameters if name not in parameters)
+        yield from (f"{place} does not use {name}" for name in needed.uses if name not in names)
+        if (
+            needed.name == "_get_per_token_logps_and_entropies"
+        ):  # what we do not know, the new policy would not be given
+            yield from (f"{place} has a new parameter {name}" for name in parameters if name not in SCORING)
     for name in FUNCTIONS:
         if not callable(getattr(functions, name, None)):
-            yield f"trl.trainer.utils.{name}"
+            yield f"trl.trainer.utils.{name} is missing"
     if getattr(functions, "_ChunkedLogProbFunction", True) is None:
-        yield "its fused head, which TRL 1.15 imports only with Triton (pip install triton)"
+        yield "its fused head could not be imported, which takes Triton in TRL 1.15 (pip install triton)"
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -172,12 +191,12 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def check() -> None:
     """Raises ImportError unless the installed TRL fits."""
-    missing = list(lacking())
+    missing = list(differences())
     if missing:
         more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ImportError(
-            f"troll.trl builds on TRL 1.15 and 1.16, and TRL {trl.__version__} does not have {missing[0]}{more}: "
-            'pip install "trl>=1.15,<1.17"'
+            f"troll.trl builds on TRL 1.15 and 1.16, and TRL {trl.__version__} is another: {missing[0]}{more}. "
+            'Install one of these: pip install "trl>=1.15,<1.17"'
         )
 
 

@@ -110,11 +110,12 @@ class TrollTrainer(GRPOTrainer):
             generate_in_chunks(self.model, args.generation_chunk_size)
         self.updates = Updates(self)
         self.add_callback(self.updates)
-        # After DefaultFlowCallback, which decides what is logged, and before the user's, who see what an update did.
+        # Before those that report and the user's, who see what an update did.
         callbacks = self.callback_handler.callbacks
         callbacks.insert(1, callbacks.pop())
-        # The scores of a micro-batch that its loss is being computed of.
+        # The scores that the parent's loss will ask for next.
         self._scores: seam.Scores | None = None
+        self._use_checked = False
 
     def create_accelerator_and_postprocess(self) -> None:
         """The parent's, for data parallelism only; with FSDP2, the model's outputs keep their dtype."""
@@ -165,7 +166,7 @@ class TrollTrainer(GRPOTrainer):
             return scores
         score = super()._get_per_token_logps_and_entropies
         return (
-            self.old_policy.score(score, *args, **kwargs) if self.old_policy.takes_scoring() else score(*args, **kwargs)
+            self.old_policy.score(score, *args, **kwargs) if self.old_policy.claim_scoring() else score(*args, **kwargs)
         )
 
     def _reads_policies(self) -> bool:
@@ -212,7 +213,7 @@ class TrollTrainer(GRPOTrainer):
 
         # Both policies, at the tokens of the completions.
         scored = inputs["completion_mask"].bool()
-        at = scored.nonzero(as_tuple=True)  # one wait for the device instead of three
+        at = scored.nonzero(as_tuple=True)  # finds the tokens, and waits for the device, once
         old = PackedPolicy.stack(inputs[OLD_POLICY]).unpack()[at] if reads_policies else None
         new, scores = self._score(model, inputs, scored, at, old)
         mask, old_log_probs, advantages = seam.loss_mask(inputs), inputs["old_per_token_logps"], inputs["advantages"]
@@ -233,13 +234,12 @@ class TrollTrainer(GRPOTrainer):
 
         # The parent takes its ratio from raw − old log-probabilities, and everything else (KL to the reference,
         # off-policy mask, metrics) from the raw ones. Other old ones change that ratio and nothing else.
-        changed = {"sampling_per_token_logps": old_log_probs, **inputs}
+        changed, shifted = {"sampling_per_token_logps": old_log_probs, **inputs}, None
         penalties = [] if terms.penalty is None else [scatter(terms.penalty, scored)]
         if terms.log_ratio is not None:
             log_ratio = scatter(terms.log_ratio, scored)
             # raw − log_ratio; in this order, since it is exactly the old one where nothing was projected.
-            changed["old_per_token_logps"] = old_log_probs + (scores.log_probs - old_log_probs - log_ratio)
-            self.updates.watch(changed["old_per_token_logps"])
+            changed["old_per_token_logps"] = shifted = old_log_probs + (scores.log_probs - old_log_probs - log_ratio)
             if self.beta != 0.0 and self.args.use_bias_correction_kl:
                 penalties.append(self._reference_kl_correction(changed, old_log_probs, scores.log_probs, log_ratio))
         if terms.keep is not None:
@@ -248,7 +248,21 @@ class TrollTrainer(GRPOTrainer):
         loss = super()._compute_loss(model, changed)
         if self._scores is not None:
             raise RuntimeError("GRPOTrainer did not score the new policy where TrollTrainer expects it")
+        if shifted is not None:
+            self._check_use(loss, shifted)
         return loss + self._aggregate(sum(penalties[1:], penalties[0]), mask, inputs) if penalties else loss
+
+    def _check_use(self, loss: Tensor, shifted: Tensor) -> None:
+        """Raises unless the loss takes its ratio from the shifted log-probabilities; once in a training."""
+        if self._use_checked or not loss.requires_grad:
+            return
+        (gradient,) = torch.autograd.grad(loss, shifted, retain_graph=True, allow_unused=True)
+        if gradient is None:
+            raise RuntimeError(
+                "GRPOTrainer's loss did not use the ratio of the trust region, and the update was not made: this "
+                "version of TRL computes it from something else than old_per_token_logps"
+            )
+        self._use_checked = True
 
     def _score(
         self, model: Any, inputs: dict[str, Any], scored: Tensor, at: tuple[Tensor, ...], old: SparsePolicy | None
@@ -259,8 +273,9 @@ class TrollTrainer(GRPOTrainer):
         with self.accelerator.autocast():
             new, output = read_tokens(
                 model,
-                inputs["completion_ids"],
+                inputs["completion_ids"][at],
                 at,
+                scored.shape[1],
                 old,
                 self.args.tail,
                 temperature=self.temperature,
@@ -375,6 +390,7 @@ class TrollTrainer(GRPOTrainer):
             ValueError: If that does not exist or is not the same for all processes, or the given checkpoint is
                 incomplete.
         """
+        self._use_checked = False
         self.updates.resumed = resolved(Path(str(self.args.output_dir)), resume_from_checkpoint)
         return super().train(self.updates.resumed[0], *positional, **kwargs)
 

@@ -122,7 +122,12 @@ class Critic:
         ]
         optimizer = torch.optim.AdamW([group for group in groups if group["params"]], self.settings.learning_rate)
         self.model, self.optimizer = accelerator.prepare(built, optimizer)
-        self._tokens = torch.zeros((), device=accelerator.device)
+        self.start()
+
+    def start(self) -> None:
+        """Forgets what an interrupted update has left."""
+        self.optimizer.zero_grad()
+        self._tokens = torch.zeros((), device=self.accelerator.device)
         self._sums: dict[str, Tensor] = {}
         self._grad_norms: list[Tensor] = []
 

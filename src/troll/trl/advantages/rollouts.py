@@ -30,16 +30,11 @@ class Advantages:
         args: The trainer's.
         policy: The trainer's model.
         given: The model as the trainer was given it: a name, or the model.
-
-    Raises:
-        ValueError: If `kl_in_reward` meets updates that are all on-policy, for which TRL scores no rollout.
     """
 
     def __init__(self, accelerator: Accelerator, args: TrollConfig, policy: Any, given: Any) -> None:
         self._accelerator, self._args = accelerator, args
         self._estimator = ESTIMATORS[args.advantage_estimator]
-        if args.kl_in_reward and args.always_on_policy:
-            raise ValueError("kl_in_reward needs scores of the rollout: set updates_per_rollout to 2 or more")
         self._rewards = torch.empty(0)
         self.critic: Critic | None = None
         if self._estimator.needs_critic:
@@ -94,6 +89,11 @@ class Advantages:
         return kl
 
     # The critic
+
+    def start(self) -> None:
+        """Forgets what an interrupted update has left."""
+        if self.critic is not None:
+            self.critic.start()
 
     @property
     def policy_rests(self) -> bool:
