@@ -37,7 +37,9 @@ def save(folder: Path, kind=Qwen3ForSequenceClassification, *, labels: int = 1, 
 
 def test_it_scores_texts(tmp_path):
     model = load_reward_model(save(tmp_path), conversational=False)
-    assert model(input_ids=torch.tensor([[1, 2], [2, 1]])).logits.shape == (2, 1)
+    output = model(input_ids=torch.tensor([[1, 2], [2, 1]]))
+    assert output.logits.shape == (2, 1)
+    assert output.past_key_values is None  # it reads a whole rollout at once
 
 
 def test_a_chat_template_is_for_conversations(tmp_path):

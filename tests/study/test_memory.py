@@ -165,7 +165,7 @@ def test_a_mixture_of_experts_takes_what_was_estimated() -> None:
 
 def test_a_reward_model_takes_what_was_estimated() -> None:
     config = Qwen3Config(**SIZES, architectures=["Qwen3ForSequenceClassification"])
-    config.num_labels = 1
+    config.num_labels, config.use_cache = 1, False  # as load_reward_model has it
     model, ids = Qwen3ForSequenceClassification(config).eval(), torch.randint(1, 4096, (16, 128))
 
     def score() -> None:

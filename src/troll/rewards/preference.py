@@ -36,4 +36,6 @@ def load_reward_model(name_or_path: str, *, conversational: bool) -> Any:
         raise ValueError(
             f"the tokenizer of the reward model {name_or_path} has no chat template, but the prompts are conversations"
         )
+    # It reads a whole rollout at once, and would keep the keys and values of all layers for a generation to come.
+    model.config.use_cache = False
     return model

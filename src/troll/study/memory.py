@@ -240,9 +240,8 @@ def forward(network: Network, rows: int, tokens: int) -> int:
         ids, mask = _inputs(rows, tokens)
         ledger = _Ledger(model.parameters())
         with ledger, torch.no_grad():
-            # Without its head, one number a token: which of them counts depends on data. Nobody tells a reward model to
-            # keep no keys and values, so it keeps those of all layers.
-            output = _base(model).base_model(input_ids=ids, attention_mask=mask)
+            # Without its head, one number a token: which of them counts depends on data.
+            output = _base(model).base_model(input_ids=ids, attention_mask=mask, use_cache=False)
         del output
         return ledger.peak
 
