@@ -10,7 +10,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaForTokenClassification
 
 from tests.trl import tiny
-from troll.trl.value_model import ValueHead, value_model
+from troll.trl.advantages.value_model import ValueHead, value_model
 
 
 def test_the_head_computes_in_float32_under_autocast():

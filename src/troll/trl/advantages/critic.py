@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from troll.trl.value_model import value_model
+from troll.trl.advantages.value_model import value_model
 
 #: What `Critic.save` writes into the folder that it is given: one file, so that it is replaced as a whole.
 CRITIC_FILE = "critic.pt"
