@@ -52,7 +52,7 @@ test: setup verl-setup
 test-portable: setup verl-setup
 	$(BIN)/python tests/portable.py
 
-# Older TRL and transformers, each in an environment of its own: tests/compat.py says which. Some hours.
+# Older TRL and transformers, each in an environment of its own: tests/compat.py says which. Most of an hour.
 test-compat: setup
 	$(BIN)/python tests/compat.py
 

@@ -7,7 +7,7 @@ that `pyproject.toml` does not allow are an error. An environment is made again 
 
 TRL before 1.15 has no fused LM head in the forward; there, `import troll.trl` has to say so.
 
-An environment takes half an hour on two cores; name some to have a part of it.
+An environment takes about a quarter of an hour on two cores; name some to have a part of it.
 """
 
 from __future__ import annotations
@@ -137,8 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs = Path(tempfile.mkdtemp(prefix="troll-compat-"))
     console = Console(soft_wrap=True)
     console.print(f"logs in {logs}")
-    table = Table("environment", "TRL", "transformers", "passed", "failed", "skipped", "minutes")
-    table.columns[0].no_wrap = True
+    table = Table("environment", "TRL", "transformers", "passed", "failed", "skipped", "minutes", box=None)
     failed = 0
     for name in chosen.environments:
         install = ENVIRONMENTS[name]
