@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -17,8 +18,10 @@ def installed_by(target: str, environment: Path) -> tuple[list[str], str]:
     if shutil.which("make") is None:
         pytest.skip("needs make")
     command = ["make", "--dry-run", target, f"VENV={environment}", f"VERL_VENV={environment}-verl"]
+    # Under `make test`, this make would be told that it is another one's.
+    variables = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
     lines = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True, timeout=60
     ).stdout.splitlines()
     return re.findall(r'--editable "\.\[(.*?)\]"', "\n".join(lines)), lines[-1]
 
