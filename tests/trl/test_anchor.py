@@ -79,6 +79,7 @@ def test_the_sampled_tokens_log_prob_is_found_by_its_id():
     found = reports.log_probs(torch.tensor([[3, 1], [0, 4]]))
     torch.testing.assert_close(found, torch.tensor([[-0.2, -4.0], [0.0, -1.0]]))
     reports.clear()
+    assert reports.add([], [], []) == []
     assert reports.add([[5]], [[[-1.0]]], [[[5]]]) == [[1]]
 
 

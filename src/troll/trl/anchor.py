@@ -116,7 +116,7 @@ class EngineReports:
             (self._token_ids, self._log_probs, self._sampled), (token_ids, log_probs, own), strict=True
         ):
             kept.append(torch.from_numpy(values[known]))
-        return [row.tolist() for row in np.split(rows, np.cumsum(sizes[0])[:-1])]
+        return [row.tolist() for row in np.split(rows, np.cumsum(sizes[0], dtype=np.int64))[:-1]]
 
     def log_probs(self, rows: Tensor) -> Tensor:
         """Log-probs of the sampled tokens in some rows, any shape, in nats; 0, as TRL has it for tools, for row 0."""
