@@ -26,6 +26,7 @@ from trl import ModelConfig, TrlParser
 from troll.evaluation.vllm import vllm_is_usable
 from troll.files import write_atomically
 from troll.tasks import TaskConfig
+from troll.terminal import one_line
 from troll.trl import TrollConfig
 
 FOLDER = Path(__file__).parent
@@ -115,7 +116,7 @@ def _read(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
     try:
         own = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not valid YAML: {_one_line(error)}") from error
+        raise RecipeError(f"{path} is not valid YAML: {one_line(error)}") from error
     if not isinstance(own, dict):
         raise RecipeError(f"{path} must hold 'field: value' lines")
     settings: dict[str, Any] = {}
@@ -179,7 +180,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
     except RecipeError:
         raise
     except (ValueError, TypeError) as error:  # the configurations' own validation
-        raise RecipeError(_one_line(error)) from error
+        raise RecipeError(one_line(error)) from error
     if unknown:
         field = unknown[0].removeprefix("--").split("=")[0]
         raise RecipeError(f"unknown argument {unknown[0]!r}{_did_you_mean(field, FIELDS, prefix='--')}")
@@ -258,7 +259,7 @@ def as_argument(value: Any) -> str:
 class _Parser(TrlParser):
     def error(self, message: str) -> Any:
         # argparse would print the usage of several hundred fields.
-        raise RecipeError(_one_line(message))
+        raise RecipeError(one_line(message))
 
 
 def _complete(overrides: Sequence[str]) -> list[str]:
@@ -269,10 +270,6 @@ def _complete(overrides: Sequence[str]) -> list[str]:
         if argument == "--resume_from_checkpoint" and follows.startswith("--"):
             completed[index] = "--resume_from_checkpoint=last"
     return completed
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())
 
 
 def _did_you_mean(name: str, known: Collection[str], prefix: str = "") -> str:

@@ -179,7 +179,12 @@ def rollout_bytes(prompt: int, completion: int, top_k: int) -> int:
 
 def phases(settings: Settings, total_memory: float) -> tuple[float, ...]:
     """Bytes of each phase; see `rows_of`."""
-    return tuple(sum(column) for column in zip(*rows_of(settings, total_memory).values(), strict=True))
+    return totals_of(rows_of(settings, total_memory))
+
+
+def totals_of(rows: dict[str, tuple[float, ...]]) -> tuple[float, ...]:
+    """What the rows come to in each phase."""
+    return tuple(sum(column) for column in zip(*rows.values(), strict=True))
 
 
 def changes(settings: Settings, total_memory: float) -> tuple[Fields, Settings]:

@@ -24,6 +24,7 @@ from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from troll.terminal import one_line
 from troll.trust_region.policy.top import BLOCK
 from troll.trust_region.reading.head import GATHERED, TOKEN_TILE, VOCABULARY_TILE, WHOLE_ROWS, WHOLE_ROWS_ON_GPU
 
@@ -372,10 +373,9 @@ def _without_data(network: Network, training: bool = False) -> Iterator[Any]:
             with FakeTensorMode():
                 yield _filled(model)
     except Exception as error:  # of any architecture's own code
-        reason = " ".join(str(error).split())[:200]
         raise UnknownMemory(
             f"the memory of a {network.config.model_type} model cannot be estimated, because it does not run on "
-            f"tensors without data: {reason}"
+            f"tensors without data: {one_line(error, 200)}"
         ) from error
 
 

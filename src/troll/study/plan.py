@@ -17,7 +17,7 @@ from trl import get_peft_config
 
 from troll import recipes
 from troll.recipes import Recipe, RecipeError
-from troll.study.budget import PHASES, Fields, Settings, changes, phases, rows_of
+from troll.study.budget import PHASES, Fields, Settings, changes, phases, rows_of, totals_of
 from troll.study.memory import Network
 from troll.study.shapes import model_shape
 from troll.tasks import Task
@@ -126,7 +126,7 @@ class Plan:
     @cached_property
     def totals(self) -> tuple[float, ...]:
         """Bytes of one GPU by phase."""
-        return tuple(sum(column) for column in zip(*self.table.values(), strict=True))
+        return totals_of(self.table)
 
     @property
     def fits(self) -> bool:

@@ -9,6 +9,8 @@ from huggingface_hub import HfApi
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 from trl import GRPOConfig
 
+from troll.terminal import one_line
+
 # transformers can log to it, and does not say whether it is installed.
 _WITHOUT_A_CHECK = ("flyte",)
 
@@ -44,7 +46,7 @@ def check_hub(training: GRPOConfig) -> None:
         HfApi(token=training.hub_token).whoami()
     except OSError as error:
         raise ValueError(
-            f"push_to_hub: {' '.join(str(error).split())[:200]}; log in with hf auth login, or leave push_to_hub out"
+            f"push_to_hub: {one_line(error, 200)}; log in with hf auth login, or leave push_to_hub out"
         ) from error
 
 
@@ -64,6 +66,5 @@ def push(model_folder: Path, repository: str, training: GRPOConfig) -> str:
             repo_id=repository, folder_path=model_folder, revision=training.hub_revision, commit_message="Trained model"
         )
     except OSError as error:
-        reason = " ".join(str(error).split())[:200]
-        return f"not pushed: {reason}; push it with: hf upload {repository} {model_folder} ."
+        return f"not pushed: {one_line(error, 200)}; push it with: hf upload {repository} {model_folder} ."
     return f"pushed  https://huggingface.co/{repository}"

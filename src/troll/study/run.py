@@ -34,7 +34,7 @@ from troll.study.publishing import check_back_ends, check_hub, push
 from troll.study.report import write_report
 from troll.tasks import Task, load_task
 from troll.tasks.apart import keep_apart
-from troll.terminal import say
+from troll.terminal import one_line, say
 from troll.trl import TrollConfig, TrollTrainer
 from troll.trl.checkpoints import check_complete, last_checkpoint, newest_complete
 from troll.trl.surrogates import SURROGATES
@@ -232,7 +232,7 @@ def _check_prompt(recipe: Recipe, processor: PreTrainedTokenizerBase | Processor
         processor.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **_template_variables(recipe))
     except (TemplateError, TypeError) as error:
         raise RecipeError(
-            f"the model's chat template does not take the prompts of {task.name}: {_one_line(error)}; check "
+            f"the model's chat template does not take the prompts of {task.name}: {one_line(error)}; check "
             "chat_template_kwargs, and the task option system_prompt"
         ) from error
 
@@ -280,7 +280,7 @@ def _processor(recipe: Recipe, model_path: str) -> PreTrainedTokenizerBase | Pro
         )
     except ImportError as error:
         raise RecipeError(
-            f"the processor of {model_path} needs a package that is missing: {_one_line(error)}"
+            f"the processor of {model_path} needs a package that is missing: {one_line(error)}"
         ) from error
     except (OSError, ValueError) as error:
         raise _missing_model(model_path) from error
@@ -325,7 +325,7 @@ def _trainer(
     except OSError as error:
         raise _missing_model(model_path) from error
     except ValueError as error:  # TRL checks some settings only here
-        raise RecipeError(_one_line(error)) from error
+        raise RecipeError(one_line(error)) from error
     assert training.generation_batch_size is not None and training.num_generations is not None  # set by the parent
     wanted = training.generation_batch_size // training.num_generations
     if len(task.train_dataset) < wanted:  # TRL would leave the incomplete rollout out, and end without a step
@@ -408,7 +408,3 @@ def _tell(summary: dict[str, Any], folder: Path, console: Console) -> None:
         last, _ = newest_complete(folder)
         how = resume if last else "there is no complete checkpoint yet to resume from"
         say(console, f"{summary['status']} at step {summary['steps']}; {how}")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
