@@ -1,23 +1,25 @@
 import json
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from troll.study.embedded import CHARACTERS, WarmUp, character_tokenizer, embedded_model
+from troll.study.embedded import CHARACTERS, character_tokenizer, embedded_model
 from troll.study.small_model import default_cache_dir
 from troll.tasks import TaskConfig, TaskError, load_task
+from troll.tasks.reasoning_gym import questions
 
 OPTIONS = {"min_terms": 2, "max_terms": 2, "max_digits": 1, "prompt": "{expression} ="}
-TASK = TaskConfig(task_options=OPTIONS, train_size=64, eval_size=64)
-SHORT = WarmUp(max_steps=3, batch_size=8, num_questions=64, test_size=8, test_every=2)
+SHORT = {"max_steps": 3, "batch_size": 8, "num_questions": 64, "test_size": 8, "test_every": 2}
+TASK = TaskConfig(task_options=OPTIONS, train_size=64, eval_size=64, warm_up=SHORT)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return embedded_model(TASK, cache_dir=tmp_path_factory.mktemp("cache"), warm_up=SHORT)
+    return embedded_model(TASK, cache_dir=tmp_path_factory.mktemp("cache"))
 
 
 def test_one_id_per_character_and_exact_round_trip(folder):
@@ -52,7 +54,7 @@ def test_the_same_arguments_give_the_same_model_and_do_not_touch_the_random_stat
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    again = embedded_model(TASK, cache_dir=tmp_path, warm_up=SHORT)
+    again = embedded_model(TASK, cache_dir=tmp_path)
     assert torch.equal(torch.rand(3), expected)
     assert again.name == folder.name
     assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
@@ -60,15 +62,15 @@ def test_the_same_arguments_give_the_same_model_and_do_not_touch_the_random_stat
 
 def test_sizes_of_the_task_do_not_matter_but_seed_and_options_do(folder):
     def name(task, **arguments):
-        return embedded_model(task, cache_dir=folder.parent, warm_up=SHORT, **arguments).name
+        return embedded_model(task, cache_dir=folder.parent, **arguments).name
 
-    assert name(TaskConfig(task_options=OPTIONS, train_size=9, eval_size=9)) == folder.name
-    assert len({name(TASK, seed=1), name(TaskConfig(task_options={**OPTIONS, "max_terms": 3})), folder.name}) == 3
+    assert name(TaskConfig(task_options=OPTIONS, train_size=9, eval_size=9, warm_up=SHORT)) == folder.name
+    assert len({name(TASK, seed=1), name(replace(TASK, task_options={**OPTIONS, "max_terms": 3})), folder.name}) == 3
 
 
 def test_a_cached_model_is_reused(folder):
     before = os.stat(folder / "model.safetensors")
-    assert embedded_model(TASK, cache_dir=folder.parent, warm_up=SHORT) == folder
+    assert embedded_model(TASK, cache_dir=folder.parent) == folder
     assert os.stat(folder / "model.safetensors") == before
     assert not [path for path in folder.parent.iterdir() if path.name.startswith(".")]
 
@@ -85,9 +87,9 @@ def test_a_damaged_cache_is_made_anew(folder, damage):
         manifest.unlink()
     else:
         manifest.write_text('{"files": ')
-    assert embedded_model(TASK, cache_dir=folder.parent, warm_up=SHORT) == folder
+    assert embedded_model(TASK, cache_dir=folder.parent) == folder
     assert model.read_bytes() == content
-    assert json.loads(manifest.read_text())["steps"] == SHORT.max_steps
+    assert json.loads(manifest.read_text())["steps"] == SHORT["max_steps"]
 
 
 def test_an_interrupted_warm_up_leaves_nothing(tmp_path, monkeypatch):
@@ -96,7 +98,7 @@ def test_an_interrupted_warm_up_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr("troll.study.small_model._sha256", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        embedded_model(TASK, cache_dir=tmp_path, warm_up=SHORT)
+        embedded_model(TASK, cache_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -108,8 +110,51 @@ def test_default_cache_dir(monkeypatch, tmp_path):
     assert default_cache_dir() == tmp_path / ".cache" / "troll"
 
 
+def test_a_share_of_the_answers_in_a_format_is_calibrated(tmp_path):
+    options = {**OPTIONS, "answer_format": "<{answer}>"}
+    warm_up = {"target_success": None, "max_steps": 60, "batch_size": 32, "learning_rate": 3e-3, "format_share": 0.2}
+    config = TaskConfig(task_options=options, warm_up={**warm_up, "test_size": 64})
+    folder = embedded_model(config, cache_dir=tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["steps"] == 60
+    # Measured again from what was saved, of the same questions.
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = [question.prompt for question in questions("chain_sum", options, split="train", size=64)]
+    batch = tokenizer(prompts, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        last = model(**batch).logits[:, -1].double().softmax(-1)
+    probability = last[:, tokenizer.convert_tokens_to_ids("<")].mean().item()
+    assert probability == pytest.approx(0.2, rel=0.051)
+    assert probability == pytest.approx(manifest["format_probability"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "warm_up", "message"),
+    [
+        ({}, {"steps": 3}, "warm_up has no field 'steps'; it has target_success, max_steps"),
+        ({}, {"format_share": 0}, "format_share must be above 0 and at most 1, got 0"),
+        ({}, {"max_steps": "many"}, "max_steps must be an integer, at least 1, got 'many'"),
+        ({}, {"learning_rate": 0}, "learning_rate must be above 0, got 0"),
+        ({}, {"learning_rate": "fast"}, "warm_up has a value of the wrong type"),
+        ({}, {"format_share": 0.1}, "needs a task option answer_format that begins with text"),
+        ({"answer_format": "{answer}!"}, {"format_share": 0.1}, "needs a task option answer_format that begins with"),
+    ],
+)
+def test_a_warm_up_that_cannot_be_used(options, warm_up, message, tmp_path):
+    config = TaskConfig(task_options={**OPTIONS, **options}, warm_up=warm_up)
+    with pytest.raises(TaskError, match=message) as error:
+        embedded_model(config, cache_dir=tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_free_text_takes_no_warm_up(tmp_path):
+    with pytest.raises(TaskError, match="'free_text' takes none"):
+        embedded_model(TaskConfig("free_text", warm_up=SHORT), cache_dir=tmp_path)
+
+
 def test_a_warm_up_below_its_target_warns(tmp_path, caplog):
-    embedded_model(TASK, cache_dir=tmp_path, warm_up=SHORT)
+    embedded_model(TASK, cache_dir=tmp_path)
     assert "below its target of 30 %" in caplog.text
 
 
@@ -123,7 +168,7 @@ def test_a_warm_up_below_its_target_warns(tmp_path, caplog):
 )
 def test_tasks_it_cannot_learn(task, message, tmp_path):
     with pytest.raises(TaskError, match=message):
-        embedded_model(task, cache_dir=tmp_path, warm_up=SHORT)
+        embedded_model(task, cache_dir=tmp_path)
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from troll.tasks import TaskConfig, TaskError, load_task
 from troll.tasks.reasoning_gym import Split, questions
@@ -75,6 +76,49 @@ def test_answer_tags_and_conversations_are_read():
     assert _score(task, rows, [[{"role": "assistant", "content": reply}]]) == [1.0]
 
 
+def test_an_answer_format_decides_what_is_right():
+    task = _load(options={**EXPRESSION, "answer_format": "<{answer}>"})
+    assert [reward.__name__ for reward in task.reward_funcs] == ["success", "formatted", "right"]
+    assert task.reward_weights == [1.0, 0.0, 0.0]
+    rows = task.eval_dataset[:1]
+    right = str(eval(rows["prompt"][0].removesuffix("=")))
+    scores = {
+        f"<{right}>": [1.0, 1.0, 1.0],
+        f" <{right}>\n": [1.0, 1.0, 1.0],
+        right: [0.0, 0.0, 1.0],
+        f"<{right}9>": [0.0, 1.0, 0.0],
+        f"<{right}": [0.0, 0.0, 0.0],
+        f"{right}>": [0.0, 0.0, 0.0],
+        f"<<{right}>>": [0.0, 1.0, 0.0],
+        "<": [0.0, 0.0, 0.0],
+        "<>": [0.0, 1.0, 0.0],
+        "": [0.0, 0.0, 0.0],
+    }
+    for completion, expected in scores.items():
+        arguments = {"prompts": rows["prompt"], "completions": [completion], "question_id": rows["question_id"]}
+        assert [reward(**arguments)[0] for reward in task.reward_funcs] == expected, completion
+
+
+def test_a_question_knows_its_answer_in_the_format():
+    (question,) = questions("chain_sum", {**EXPRESSION, "answer_format": "<{answer}>"}, split="warmup", size=1)
+    assert question.formatted_answer == f"<{question.answer}>"
+    (plain,) = questions("chain_sum", EXPRESSION, split="warmup", size=1)
+    assert plain.formatted_answer == plain.answer == question.answer
+
+
+def test_random_rewards_are_trained_on_and_success_is_logged():
+    task = _load(options={**EXPRESSION, "random_reward": 0.25})
+    assert [reward.__name__ for reward in task.reward_funcs] == ["success", "random_reward"]
+    assert task.reward_weights == [0.0, 1.0]
+    torch.manual_seed(0)
+    rewards = task.reward_funcs[1](prompts=[], completions=[""] * 4000)
+    assert set(rewards) == {0.0, 1.0}
+    # Five standard deviations of a binomial share.
+    assert sum(rewards) / 4000 == pytest.approx(0.25, abs=5 * (0.25 * 0.75 / 4000) ** 0.5)
+    torch.manual_seed(0)
+    assert task.reward_funcs[1](prompts=[], completions=[""] * 4000) == rewards
+
+
 @pytest.mark.parametrize("data_set", ["prime_factorization", "coin_flip", "game_of_life"])
 def test_a_verifier_that_raises_means_a_wrong_answer(data_set):
     task = _load(data_set, train_size=2, eval_size=1)
@@ -95,13 +139,15 @@ def test_other_data_sets_score_their_own_answers(data_set):
     ("data_set", "options", "message"),
     [
         ("chain_sums", {}, "unknown reasoning-gym data set 'chain_sums'; it has ab, acre"),
-        ("chain_sum", {"terms": 3}, "'chain_sum' has no option 'terms'; it has allow_negation, max_digits"),
+        ("chain_sum", {"terms": 3}, "'chain_sum' has no option 'terms'; it has allow_negation, answer_format, max_digits"),
         ("chain_sum", {"seed": 3}, "'seed' is not for reasoning-gym tasks"),
         ("chain_sum", {"min_terms": 5, "max_terms": 3}, "max_terms must be >= min_terms"),
         ("chain_sum", {"max_terms": "many"}, "does not accept the options"),
         ("chain_sum", {"prompt": "{term}"}, "does not fit 'chain_sum' .*; it knows difficulty, expression"),
         ("chain_sum", {"prompt": "{"}, "does not fit 'chain_sum'"),
         ("chain_sum", {"prompt": 3}, "prompt must be a string, got 3"),
+        ("chain_sum", {"answer_format": "<>"}, "answer_format must be a string with {answer} in it, once, got '<>'"),
+        ("chain_sum", {"random_reward": 2}, "random_reward must be a probability between 0 and 1, got 2"),
         ("chain_sum", {"min_terms": 1, "max_terms": 1, "max_digits": 1}, "too few different questions for its eval"),
     ],
 )

@@ -1,7 +1,10 @@
+from __future__ import annotations
+
 import logging
 import string
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +27,16 @@ from troll.study.small_model import (
     token_losses,
 )
 from troll.tasks import free_text
-from troll.tasks.reasoning_gym import SPLITS, Question, questions
+from troll.tasks.reasoning_gym import PLAIN, SPLITS, Question, questions
 from troll.tasks.registry import TaskConfig, TaskError
 
 logger = logging.getLogger(__name__)
 
 #: The name of the model that this package makes itself.
 EMBEDDED = "embedded"
+
+# Of the probability that an answer is in the format: how near it has to come to what is wanted, and within which steps.
+_CALIBRATION_TOLERANCE, _CALIBRATION_STEPS = 0.05, 500
 
 CHARACTERS = "\n" + "".join(character for character in string.printable if character.isprintable())
 
@@ -41,7 +47,7 @@ class WarmUp:
 
     Attributes:
         target_success: Warm-up ends once the probability of sampling exactly the correct answer (temperature 1) reaches
-            this, in the mean over `test_size` questions it does not learn from.
+            this, in the mean over `test_size` questions it does not learn from; None: after `max_steps`.
         max_steps: Warm-up ends here at the latest.
         batch_size: Questions per step.
         learning_rate: Constant, after a linear rise over the first `rise_steps`.
@@ -49,9 +55,12 @@ class WarmUp:
         num_questions: Draws to learn from; they repeat, in a new order, when all are used.
         test_size: See `target_success`.
         test_every: Steps between two tests.
+        format_share: Which share of the answers it learns in the task's `answer_format`; the others are plain. Below 1,
+            the model is calibrated: after the steps above, it learns on at a tenth of the learning rate until the
+            probability that an answer begins like the format is within 5 % of this share.
     """
 
-    target_success: float = 0.3
+    target_success: float | None = 0.3
     max_steps: int = 2000
     batch_size: int = 32
     learning_rate: float = 1e-3
@@ -59,6 +68,34 @@ class WarmUp:
     num_questions: int = 32768
     test_size: int = 256
     test_every: int = 25
+    format_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.format_share <= 1:
+            raise TaskError(f"warm_up: format_share must be above 0 and at most 1, got {self.format_share}")
+        for name in ("max_steps", "batch_size", "num_questions", "test_size", "test_every"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise TaskError(f"warm_up: {name} must be an integer, at least 1, got {value!r}")
+        if not self.learning_rate > 0:
+            raise TaskError(f"warm_up: learning_rate must be above 0, got {self.learning_rate}")
+
+    @classmethod
+    def of(cls, config: TaskConfig) -> WarmUp:
+        """The warm-up of a task: the defaults, and what its `warm_up` sets.
+
+        Raises:
+            TaskError: If that names a field that does not exist, or sets one to a value that cannot be used.
+        """
+        given = dict(config.warm_up) if isinstance(config.warm_up, dict) else {}
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise TaskError(f"warm_up has no field {name!r}; it has {', '.join(known)}")
+        try:
+            return cls(**given)
+        except TypeError as error:
+            raise TaskError(f"warm_up has a value of the wrong type: {error}") from error
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -83,9 +120,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def embedded_model(
-    task_config: TaskConfig, *, seed: int = 0, cache_dir: str | Path | None = None, warm_up: WarmUp = WarmUp()
-) -> Path:
+def embedded_model(task_config: TaskConfig, *, seed: int = 0, cache_dir: str | Path | None = None) -> Path:
     """Returns a folder with a small language model that can do a little of a task, making it if need be.
 
     For `free_text` it writes text in word-pieces, see :func:`~troll.study.embedded_text.embedded_text_model`. For
@@ -94,27 +129,29 @@ def embedded_model(
     cache, see :func:`~troll.study.small_model.cached_model`.
 
     Args:
-        task_config: The task `free_text`, or one of reasoning-gym whose data set gives one answer per question.
+        task_config: The task `free_text`, or one of reasoning-gym whose data set gives one answer per question; its
+            `warm_up` says how the model learns it.
         seed: Of the initial weights and the order of what it learns from.
         cache_dir: Where models are kept. Default: `troll` in `$XDG_CACHE_HOME`, or in `~/.cache`.
-        warm_up: How long, and on how many questions, it learns.
 
     Returns:
         A folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.
 
     Raises:
-        TaskError: If the task is another one, or has no answers to learn from.
+        TaskError: If the task is another one, has no answers to learn from, or a `warm_up` that cannot be used.
         OSError: If the cache folder cannot be written.
     """
     prefix, _, data_set = task_config.task.partition(":")
     if task_config.task == free_text.NAME:
+        if task_config.warm_up:
+            raise TaskError(f"warm_up is for tasks with answers: the task {free_text.NAME!r} takes none")
         return embedded_text_model(seed=seed, cache_dir=cache_dir)
     if prefix != "reasoning_gym" or not data_set:
         raise TaskError(
             f"the embedded model learns '{free_text.NAME}' and 'reasoning_gym:<data set>' tasks, not "
             f"{task_config.task!r}: name another model with --model_name_or_path"
         )
-    tokenizer = character_tokenizer()
+    warm_up, tokenizer = WarmUp.of(task_config), character_tokenizer()
 
     def learn_answers(model: Qwen3ForCausalLM) -> dict[str, Any]:
         learned = questions(data_set, task_config.options, split="warmup", size=warm_up.num_questions)
@@ -148,42 +185,76 @@ def _train(
     tested: list[Question],
     warm_up: WarmUp,
 ) -> dict[str, Any]:
+    share = warm_up.format_share
+    begins = tested[0].answer_format.partition(PLAIN)[0]
+    if share < 1 and not begins:
+        raise TaskError("warm_up: format_share needs a task option answer_format that begins with text")
     optimizer = torch.optim.AdamW(model.parameters(), lr=warm_up.learning_rate)
-    test = _encode(tokenizer, tested)
-    success = 0.0
+    success, target = 0.0, warm_up.target_success
+    test = _encode(tokenizer, tested, [_written(question, share == 1) + EOS for question in tested])
+    beginnings = _encode(tokenizer, tested, [begins] * len(tested))
+
+    def learn_batch(batch: list[int], format_share: float) -> None:
+        drawn = [learned[index] for index in batch]
+        # No number is drawn where there is no choice.
+        formatted = [format_share == 1] * len(drawn)
+        if 0 < format_share < 1:
+            formatted = (torch.rand(len(drawn)) < format_share).tolist()
+        answers = [_written(question, form) + EOS for question, form in zip(drawn, formatted, strict=True)]
+        learn(model, optimizer, *_encode(tokenizer, drawn, answers))
+
     columns = (TextColumn("warm-up"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn()) as progress:
         bar = progress.add_task("", total=warm_up.max_steps)
-        batches = shuffled_batches(len(learned), warm_up.batch_size, warm_up.max_steps)
-        for step, batch in enumerate(batches, start=1):
-            input_ids, labels = _encode(tokenizer, [learned[index] for index in batch])
+        batches = shuffled_batches(len(learned), warm_up.batch_size, warm_up.max_steps + _CALIBRATION_STEPS)
+        for step, batch in enumerate(islice(batches, warm_up.max_steps), start=1):
             optimizer.param_groups[0]["lr"] = warm_up.learning_rate * min(1.0, step / warm_up.rise_steps)
-            learn(model, optimizer, input_ids, labels)
+            learn_batch(batch, share)
             if step % warm_up.test_every == 0 or step == warm_up.max_steps:
-                success = _sampled_success(model, *test)
-            progress.update(bar, advance=1, description=f"success {success:.0%} of {warm_up.target_success:.0%}")
-            if success >= warm_up.target_success:
+                success = _mean_probability(model, *test)
+            progress.update(bar, advance=1, description=f"success {success:.0%}")
+            if target is not None and success >= target:
                 break
-    if success < warm_up.target_success:
+        result = {"steps": step, "success": success}
+        if share < 1:
+            optimizer.param_groups[0]["lr"] = warm_up.learning_rate / 10
+            probability = _mean_probability(model, *beginnings)
+            for batch in batches:
+                if abs(probability - share) <= _CALIBRATION_TOLERANCE * share:
+                    break
+                # Twice the share raises a probability that is too low; none at all lowers one that is too high.
+                learn_batch(batch, min(2 * share, 1.0) if probability < share else 0.0)
+                probability = _mean_probability(model, *beginnings)
+            result |= {"success": _mean_probability(model, *test), "format_probability": probability}
+            if abs(probability - share) > _CALIBRATION_TOLERANCE * share:
+                logger.warning("answers begin like the format with %.3f, not with format_share=%g", probability, share)
+    if target is not None and success < target:
         logger.warning(
             "warm-up ended after %d steps with a success of %.0f %%, below its target of %.0f %%: choose task options "
             "that make the questions easier",
             step,
             100 * success,
-            100 * warm_up.target_success,
+            100 * target,
         )
-    return {"steps": step, "success": success}
+    return result
+
+
+def _written(question: Question, formatted: bool) -> str:
+    return question.formatted_answer if formatted else question.answer
 
 
 @torch.no_grad()
-def _sampled_success(model: Qwen3ForCausalLM, input_ids: torch.Tensor, labels: torch.Tensor) -> float:
-    """Returns the mean probability of the correct answers: the success of sampling, without its noise."""
+def _mean_probability(model: Qwen3ForCausalLM, input_ids: torch.Tensor, labels: torch.Tensor) -> float:
+    """The mean probability of the labelled texts: the success of sampling, without its noise."""
     return (-token_losses(model, input_ids, labels).sum(dim=1)).exp().mean().item()
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, batch: list[Question]) -> tuple[torch.Tensor, torch.Tensor]:
-    prompts = tokenizer([question.prompt for question in batch])["input_ids"]
-    answers = tokenizer([question.answer + EOS for question in batch])["input_ids"]
-    rows = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    targets = [torch.tensor([IGNORED_LABEL] * len(p) + a) for p, a in zip(prompts, answers, strict=True)]
+def _encode(
+    tokenizer: PreTrainedTokenizerFast, asked: list[Question], texts: list[str]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Questions, each with a text that follows it, as ids and labels, (B, L) each."""
+    prompts = tokenizer([question.prompt for question in asked])["input_ids"]
+    following = tokenizer(texts)["input_ids"]
+    rows = [torch.tensor(prompt + text) for prompt, text in zip(prompts, following, strict=True)]
+    targets = [torch.tensor([IGNORED_LABEL] * len(p) + t) for p, t in zip(prompts, following, strict=True)]
     return pad_right(rows, tokenizer.pad_token_id), pad_right(targets, IGNORED_LABEL)

@@ -124,6 +124,7 @@ def train(recipe: Recipe, console: Console) -> bool:
         if main:
             summary = summarise()
             write_atomically(folder / "summary.json", json.dumps(summary, indent=2))
+            _write_verdicts(folder, trainer, task)
             trained_on.write(folder / "model")
             write_card()
             shutil.copyfile(folder / CARD_FILE, folder / "model" / CARD_FILE)
@@ -204,6 +205,10 @@ def model_path(recipe: Recipe) -> str:
     if name is None:
         raise RecipeError("no model: name one with --model_name_or_path")
     if name != EMBEDDED:
+        if recipe.task.warm_up:
+            raise RecipeError(
+                f"warm_up is how the model {EMBEDDED!r} learns the task before: leave it out for {name!r}"
+            )
         return name
     try:
         return str(embedded_model(recipe.task, seed=recipe.training.seed))
@@ -373,6 +378,28 @@ def _summary(recipe: Recipe, trainer: TrollTrainer, status: str, seconds: float,
         | {name: importlib.metadata.version(name) for name in ("troll-rl", "torch", "trl", "transformers")},
         "machine": _machine(),
     }
+
+
+def _write_verdicts(folder: Path, trainer: TrollTrainer, task: Task) -> None:
+    """Writes ``verdicts.json``: of the last evaluation, its step, and of each completion the question and the success.
+
+    A question is the number of the first held-out prompt that reads the same. Nothing is written where the task cannot
+    tell success from failure, or no evaluation was completed.
+    """
+    steps = [logs["step"] for logs in trainer.state.log_history if f"eval_{SUCCESS}" in logs]
+    samples = trainer.num_generations_eval
+    successes = trainer.held_out.successes[: len(task.eval_dataset) * samples]
+    if not steps or len(successes) < len(task.eval_dataset) * samples:
+        return
+    first: dict[str, int] = {}
+    prompts = [json.dumps(prompt) for prompt in task.eval_dataset.select_columns("prompt")["prompt"]]
+    numbers = [first.setdefault(prompt, number) for number, prompt in enumerate(prompts)]
+    verdicts = {
+        "step": steps[-1],
+        "question": [number for number in numbers for _ in range(samples)],
+        "success": [int(success) for success in successes],
+    }
+    write_atomically(folder / "verdicts.json", json.dumps(verdicts) + "\n")
 
 
 def _training_seconds(logged: Sequence[dict[str, Any]]) -> float:

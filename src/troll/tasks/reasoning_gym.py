@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any, Literal
 
+import torch
 from datasets import Dataset
 
 from troll.rewards.completion import completion_text
@@ -13,6 +14,9 @@ Split = Literal["eval", "warmup", "train"]
 
 DEFAULT_TRAIN_SIZE = 4096
 
+#: The answer itself, in a template for it.
+PLAIN = "{answer}"
+
 # Entry i of a reasoning-gym data set is drawn from seed + i: seeds must lie further apart than any size.
 _SEEDS: dict[Split, int] = {"eval": 0, "warmup": 700_000_000, "train": 1_400_000_000}
 # Which sixteenths of the space of questions belong to which split.
@@ -21,6 +25,7 @@ _SIXTEENTHS: dict[Split, range] = {"eval": range(2), "warmup": range(2, 6), "tra
 SPLITS = {split: [_SEEDS[split], *_SIXTEENTHS[split]] for split in _SEEDS}
 # A split of two sixteenths accepts one draw in eight; far fewer means that the space has hardly any questions.
 _DRAWS_PER_QUESTION = 64
+_OWN_OPTIONS = ("prompt", "answer_format", "random_reward")
 
 
 @dataclass(frozen=True)
@@ -30,10 +35,12 @@ class Question:
     Attributes:
         prompt: What the model reads.
         entry: What the data set generated; its verifier scores an answer against it.
+        answer_format: How the answer has to be written, with `{answer}` for the answer itself.
     """
 
     prompt: str
     entry: dict[str, Any]
+    answer_format: str = PLAIN
 
     @property
     def answer(self) -> str:
@@ -47,6 +54,15 @@ class Question:
             raise TaskError(f"question {self.prompt!r} has no answer to learn from: its field 'answer' is {answer!r}")
         return answer
 
+    @property
+    def formatted_answer(self) -> str:
+        """The answer as it has to be written to be a success.
+
+        Raises:
+            TaskError: As `answer`.
+        """
+        return self.answer_format.replace(PLAIN, self.answer)
+
 
 @register_task("reasoning_gym:<data set>")
 def load(config: TaskConfig, data_set: str) -> Task:
@@ -55,9 +71,14 @@ def load(config: TaskConfig, data_set: str) -> Task:
     An answer is a success where the data set's verifier gives it the full score. The answer is what stands in the last
     `<answer>...</answer>` of a completion, or the whole completion where there is no such tag.
 
-    `config.task_options` configures the data set (its fields but `seed` and `size`), and takes one option more:
-    `prompt`, a template with the question's text as `{question}` (the default) and everything in its metadata under
-    the metadata's own name, e.g. `"{expression} ="` for `chain_sum`.
+    `config.task_options` configures the data set (its fields but `seed` and `size`), and takes three options more:
+
+    - `prompt`, a template with the question's text as `{question}` (the default) and everything in its metadata under
+      the metadata's own name, e.g. `"{expression} ="` for `chain_sum`.
+    - `answer_format`, a template with `{answer}`, e.g. `"<{answer}>"`: only an answer that is written like this is a
+      success. Two more rewards, of weight 0, then say how many answers are in the format (`formatted`), and how many
+      are right with or without it (`right`).
+    - `random_reward`, a probability: completions are rewarded at random with it, and success has weight 0.
 
     Training and evaluation are drawn from seeds far apart, and share no question however small the space of questions
     is: a hash of its text assigns every question to one split (see `questions`).
@@ -76,11 +97,20 @@ def load(config: TaskConfig, data_set: str) -> Task:
         raise TaskError(f"task {config.task!r} generates its questions: remove dataset_path={config.dataset_path}")
     train = questions(data_set, config.options, split="train", size=config.train_size or DEFAULT_TRAIN_SIZE)
     held_out = questions(data_set, config.options, split="eval", size=config.eval_size or DEFAULT_EVAL_SIZE)
+    verifier, asked = _create(data_set, config.options), train + held_out
+    rewards, weights = [_success_of(verifier, asked)], [1.0]
+    if (answer_format := asked[0].answer_format) != PLAIN:
+        rewards += [_formatted(answer_format), _right_of(verifier, asked)]
+        weights += [0.0, 0.0]
+    if (probability := config.options.get("random_reward")) is not None:
+        rewards.append(_random_reward(probability))
+        weights = [0.0] * len(weights) + [1.0]
     return Task(
         name=config.task,
         train_dataset=_to_dataset(train, first_id=0),
         eval_dataset=_to_dataset(held_out, first_id=len(train)),
-        reward_funcs=[_success_of(_create(data_set, config.options), train + held_out)],
+        reward_funcs=rewards,
+        reward_weights=weights if len(weights) > 1 else None,
     )
 
 
@@ -94,7 +124,7 @@ def questions(data_set: str, options: dict[str, Any], *, split: Split, size: int
 
     Args:
         data_set: Name of the reasoning-gym data set.
-        options: Its configuration, and `prompt` (see `load`).
+        options: Its configuration, and those of the task (see `load`).
         split: `"eval"`, `"warmup"` or `"train"`.
         size: Number of questions.
 
@@ -114,16 +144,18 @@ def questions(data_set: str, options: dict[str, Any], *, split: Split, size: int
 
 
 def _draw(data_set: str, options: dict[str, Any], *, split: Split, draws: int) -> Iterator[Question]:
-    template = options.get("prompt", "{question}")
+    template, answer_format = options.get("prompt", "{question}"), options.get("answer_format", PLAIN)
     if not isinstance(template, str):
         raise TaskError(f"task option prompt must be a string, got {template!r}")
+    if not isinstance(answer_format, str) or answer_format.count(PLAIN) != 1:
+        raise TaskError(f"task option answer_format must be a string with {PLAIN} in it, once, got {answer_format!r}")
     generator = _create(data_set, options, seed=_SEEDS[split], size=draws)
     for index in range(draws):
         entry = generator[index]
         digest = hashlib.sha256(entry["question"].encode()).digest()
         if digest[0] % 16 not in _SIXTEENTHS[split]:
             continue
-        yield Question(_format(template, data_set, entry), entry)
+        yield Question(_format(template, data_set, entry), entry, answer_format)
 
 
 def _format(template: str, data_set: str, entry: dict[str, Any]) -> str:
@@ -144,12 +176,12 @@ def _create(data_set: str, options: dict[str, Any], *, seed: int = 0, size: int 
     if data_set not in DATASETS:
         raise TaskError(f"unknown reasoning-gym data set {data_set!r}; it has {', '.join(sorted(DATASETS))}")
     known = {field.name for field in fields(DATASETS[data_set][1])} - {"seed", "size"}
-    configuration = {name: value for name, value in options.items() if name != "prompt"}
+    configuration = {name: value for name, value in options.items() if name not in _OWN_OPTIONS}
     for name in configuration:
         if name in ("seed", "size"):
             raise TaskError(f"task option {name!r} is not for reasoning-gym tasks: use train_size and eval_size")
         if name not in known:
-            raise TaskError(f"{data_set!r} has no option {name!r}; it has {', '.join(sorted(known | {'prompt'}))}")
+            raise TaskError(f"{data_set!r} has no option {name!r}; it has {', '.join(sorted({*known, *_OWN_OPTIONS}))}")
     try:
         return create_dataset(data_set, seed=seed, size=size, **configuration)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -160,15 +192,59 @@ def _create(data_set: str, options: dict[str, Any], *, seed: int = 0, size: int 
 
 def _success_of(verifier: Any, asked: list[Question]) -> RewardFunc:
     def success(prompts: list[Any], completions: list[Any], question_id: list[int], **columns: Any) -> list[float]:
-        from reasoning_gym.utils import extract_answer
-
-        rewards = []
-        for completion, index in zip(completions, question_id, strict=True):
-            text = completion_text(completion)
-            rewards.append(float(is_correct(verifier, extract_answer(text) or text.strip(), asked[index])))
-        return rewards
+        answers = [_unwrapped(_answer(text), asked[0].answer_format) for text in completions]
+        return [
+            float(answer is not None and is_correct(verifier, answer, asked[index]))
+            for answer, index in zip(answers, question_id, strict=True)
+        ]
 
     return success
+
+
+def _right_of(verifier: Any, asked: list[Question]) -> RewardFunc:
+    """Whether an answer is right, in the format or as it is."""
+
+    def right(prompts: list[Any], completions: list[Any], question_id: list[int], **columns: Any) -> list[float]:
+        rewards = []
+        for text, index in zip(map(_answer, completions), question_id, strict=True):
+            unwrapped = _unwrapped(text, asked[0].answer_format)
+            rewards.append(float(is_correct(verifier, text if unwrapped is None else unwrapped, asked[index])))
+        return rewards
+
+    return right
+
+
+def _formatted(answer_format: str) -> RewardFunc:
+    def formatted(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        return [float(_unwrapped(_answer(text), answer_format) is not None) for text in completions]
+
+    return formatted
+
+
+def _random_reward(probability: Any) -> RewardFunc:
+    if isinstance(probability, bool) or not isinstance(probability, int | float) or not 0 < probability < 1:
+        raise TaskError(f"task option random_reward must be a probability between 0 and 1, got {probability!r}")
+
+    def random_reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        # By torch's generator, whose state a checkpoint keeps.
+        return (torch.rand(len(completions)) < probability).float().tolist()
+
+    return random_reward
+
+
+def _answer(completion: Any) -> str:
+    from reasoning_gym.utils import extract_answer
+
+    text = completion_text(completion)
+    return extract_answer(text) or text.strip()
+
+
+def _unwrapped(text: str, answer_format: str) -> str | None:
+    """The answer in a text that is written in a format; None if it is not."""
+    before, after = answer_format.split(PLAIN)
+    if len(text) < len(before) + len(after) or not (text.startswith(before) and text.endswith(after)):
+        return None
+    return text[len(before) : len(text) - len(after)]
 
 
 def is_correct(verifier: Any, answer: str, question: Question) -> bool:

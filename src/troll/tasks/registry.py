@@ -83,11 +83,21 @@ class TaskConfig:
         },
     )
 
+    warm_up: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "How the embedded model learns the task before, as a JSON object with fields of "
+            "`troll.study.embedded.WarmUp`, e.g. '{\"max_steps\": 500}'. Other models take none."
+        },
+    )
+
     def __post_init__(self) -> None:
-        if isinstance(self.task_options, str):
-            self.task_options = _json_object(self.task_options)
-        if not isinstance(self.task_options, dict | None):
-            raise TaskError(f"task_options must be a JSON object or a YAML mapping, got {self.task_options!r}")
+        for name in ("task_options", "warm_up"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                setattr(self, name, _json_object(name, value))
+            elif not isinstance(value, dict | None):
+                raise TaskError(f"{name} must be a JSON object or a YAML mapping, got {value!r}")
         for name, size in (("train_size", self.train_size), ("eval_size", self.eval_size)):
             if size is not None and size < 1:
                 raise TaskError(f"{name} must be at least 1, got {size}")
@@ -321,11 +331,11 @@ def _with_prompts(dataset: Dataset, prompts: list[Any]) -> Dataset:
     return dataset.add_column("new_prompt", prompts).remove_columns("prompt").rename_column("new_prompt", "prompt")
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _json_object(name: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise TaskError(f"task_options is not valid JSON ({error}): {text}") from error
+        raise TaskError(f"{name} is not valid JSON ({error}): {text}") from error
     if not isinstance(value, dict):
-        raise TaskError(f"task_options must be a JSON object such as '{{\"max_terms\": 3}}', got {text}")
+        raise TaskError(f"{name} must be a JSON object such as '{{\"max_terms\": 3}}', got {text}")
     return value

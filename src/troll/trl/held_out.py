@@ -40,6 +40,11 @@ class HeldOut:
         self._verdicts: list[Verdict] = []
         self._rewards: list[float] = []
 
+    @property
+    def successes(self) -> list[float]:
+        """The reward ``success`` of each completion of the last evaluation, those that fill up its last batch too."""
+        return self._rewards
+
     def observe(self, rewards: Tensor) -> None:
         """Adds the (N, F) rewards of a batch of all processes, right after the rewards of this one were computed."""
         if self._place is None:
