@@ -19,15 +19,21 @@ from troll.trust_region.projecting.dual import SOLVERS
 
 Anchor = Literal["old", "rollout"]
 DppoOutcomes = Literal["binary", "top_k"]
+KlDirection = Literal["old_new", "new_old"]
 ANCHORS: tuple[Anchor, ...] = ("old", "rollout")
 DPPO_OUTCOMES: tuple[DppoOutcomes, ...] = ("binary", "top_k")
+KL_DIRECTIONS: tuple[KlDirection, ...] = ("old_new", "new_old")
 
 #: How TRL's `loss_type` aggregates over tokens, in the core's names; "dapo" divides by the tokens of the whole
 #: generation batch.
 AGGREGATION = {"grpo": "sequence_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length"}
 LOSS_TYPES = (*AGGREGATION, "dapo")
-#: Loss types that bring a surrogate of their own, in which no other one can take the clip's place.
-RIVAL_LOSS_TYPES = ("cispo", "sapo", "vespo", "luspo")
+#: A loss type of TRL's clip only.
+CLIP_LOSS_TYPES = ("luspo",)
+#: Loss types that are surrogates themselves, and are set by these.
+SURROGATE_LOSS_TYPES = ("cispo", "sapo", "vespo")
+#: The largest ratio of "cispo" where `epsilon_high` is not set: ScaleRL's (arXiv 2510.13786), which TRL recommends.
+CISPO_LARGEST_RATIO = 5.0
 
 #: Updates for which a rollout is used where no setting says otherwise.
 UPDATES_PER_ROLLOUT = 8
@@ -40,9 +46,10 @@ class TrollConfig(GRPOConfig):
     r"""`GRPOConfig` with a trust region instead of a clip.
 
     Everything of `trl.GRPOConfig` keeps its meaning, with two exceptions. A rollout is used for eight updates instead
-    of one (`updates_per_rollout`), and without a clip (any surrogate but "clip") `epsilon` and `epsilon_high` are
-    ignored, and `delta` and the loss types "cispo", "sapo", "vespo" and "luspo" are refused. Note that `top_k` remains
-    TRL's sampling parameter; the number of tokens kept of the old policy is `support_top_k`.
+    of one (`updates_per_rollout`). And `surrogate` decides on the clip: with any but "clip", `epsilon` and
+    `epsilon_high` are ignored ("cispo" reads the latter), and `delta` and the loss type "luspo" are refused. The loss
+    types "cispo", "sapo" and "vespo" are surrogates. Note that `top_k` remains TRL's sampling parameter; the number of
+    tokens kept of the old policy is `support_top_k`.
 
     Args:
         updates_per_rollout: Optimiser updates for which a rollout is used. It sets TRL's `steps_per_generation` to
@@ -52,9 +59,13 @@ class TrollConfig(GRPOConfig):
             equal in every update.
         generation_chunk_size: How many completions transformers generates in one call, which bounds the memory of its
             KV cache; None: all of a rollout. It has no effect on vLLM.
-        surrogate: What keeps an update near the old policy: "troll"; "clip", TRL's (`epsilon`, `epsilon_high`, `delta`
-            for the dual clip, and every `loss_type`); "dppo_tv" or "dppo_kl", the masks of arXiv 2602.04879; or "none".
-            The settings of the others are then ignored.
+        resampling_rounds: Groups whose rewards are all equal are replaced by groups of other prompts, in at most this
+            many further rounds of generation, each as large as the rollout: the dynamic sampling of DAPO (arXiv
+            2503.14476). What cannot be replaced stays. 0 replaces none.
+        surrogate: What keeps an update near the old policy: "troll"; "regression", its pull with the raw ratio; "clip",
+            TRL's (`epsilon`, `epsilon_high`, `delta` for the dual clip); a rival, "kl_penalty", "dppo_tv", "dppo_kl",
+            "drpo", "ipo", "gmpo", "cispo", "sapo" or "vespo"; or "none". The settings of the others are then ignored.
+            See docs/surrogates.md. "cispo", "sapo", "vespo" and "gmpo" set `loss_type`.
         kl_bound: ε, the largest KL divergence (nats) of a token's distribution from the old policy's.
         regression_weight: α, the weight of KL(p̃ ‖ ⌊q⌋), which pulls the network to the projected policy.
         support_top_k: K, how many tokens of the old policy are kept per position.
@@ -75,8 +86,16 @@ class TrollConfig(GRPOConfig):
         anchor: The centre of the trust region: "old", the training network when the batch was scored; or "rollout", the
             engine that generated it, whose top-K log-probabilities then replace the scoring pass. It also switches
             vLLM's importance correction off, which would count the mismatch twice.
+        kl_penalty_weight: β, the weight of the surrogate "kl_penalty"; where it adapts, that of the start.
+        kl_penalty_direction: What "kl_penalty" penalises: "old_new", KL(p ‖ p̃), as PPO does; or "new_old", KL(p̃ ‖ p).
+        kl_penalty_target: d: after each rollout β is halved where the mean KL of the rollout's last update was below
+            d/1.5, and doubled where it was above 1.5 d. By default β is fixed.
         dppo_threshold: δ of the DPPO masks; by default the paper's, 0.15 for "dppo_tv" and 0.05 for "dppo_kl".
         dppo_outcomes: "binary", the sampled token and the rest; or "top_k", `support_top_k` tokens and the rest.
+        drpo_threshold: ε of "drpo", which weights a token's gradient by 1 − sign(A)(p̃(o) − p(o))/ε.
+        ipo_threshold: "ipo" drops tokens whose probability has moved further than this.
+        ipo_kl_weight: The weight of (log ratio)² in "ipo".
+        gmpo_range: "gmpo" clips log ratios to ± this.
         advantage_estimator: "group", TRL's (GRPO, and Dr.GRPO and GSPO by TRL's own settings);
             "reinforce_plus_plus", whitened over the global batch; "reinforce_plus_plus_baseline", with the group's mean
             subtracted before; "rloo", leave-one-out; or "gae", PPO's, with a critic. All but those with groups also
@@ -117,6 +136,10 @@ class TrollConfig(GRPOConfig):
             "help": "Completions that transformers generates in one call. Default: all of a rollout. It has no effect "
             "on vLLM."
         },
+    )
+    resampling_rounds: int = field(
+        default=0,
+        metadata={"help": "Further rounds of generation to replace groups with equal rewards; 0 keeps them."},
     )
     surrogate: str = field(
         default="troll",
@@ -179,6 +202,18 @@ class TrollConfig(GRPOConfig):
         default="old",
         metadata={"help": "The centre of the trust region: the training network, or the engine that generated."},
     )
+    kl_penalty_weight: float = field(
+        default=1.0,
+        metadata={"help": "Weight of the KL penalty; where it adapts, that of the start."},
+    )
+    kl_penalty_direction: KlDirection = field(
+        default="old_new",
+        metadata={"help": "What is penalised: KL(old || new), as in PPO, or KL(new || old)."},
+    )
+    kl_penalty_target: float | None = field(
+        default=None,
+        metadata={"help": "Mean KL (nats) to which the penalty's weight adapts, once a rollout. Default: it is fixed."},
+    )
     dppo_threshold: float | None = field(
         default=None,
         metadata={"help": "Divergence above which DPPO masks a token. Default: 0.15 (dppo_tv), 0.05 (dppo_kl)."},
@@ -187,6 +222,13 @@ class TrollConfig(GRPOConfig):
         default="binary",
         metadata={"help": "What DPPO measures the divergence on: the sampled token and the rest, or the top K."},
     )
+    drpo_threshold: float = field(default=12.5, metadata={"help": "DRPO's regularisation threshold."})
+    ipo_threshold: float = field(
+        default=0.3,
+        metadata={"help": "Change of a token's probability above which IPO drops it."},
+    )
+    ipo_kl_weight: float = field(default=0.0, metadata={"help": "Weight of IPO's squared log ratio."})
+    gmpo_range: float = field(default=0.4, metadata={"help": "Log ratio to which GMPO clips."})
     advantage_estimator: str = field(
         default="group",
         metadata={"help": "How rewards become advantages.", "choices": list(ESTIMATORS)},
@@ -257,7 +299,7 @@ class TrollConfig(GRPOConfig):
             )
         self.updates_per_rollout = None if rest else updates
         self._check_values()
-        self._check_loss()
+        self._settle_loss()
         self._check_reward()
         self._check_generation()
         self.make_bound(total_steps=1)  # finds wrong options before training
@@ -280,27 +322,41 @@ class TrollConfig(GRPOConfig):
                 f"takes {passes} passes over a rollout, which num_iterations={self.num_iterations} does not divide"
             )
 
-    def _check_loss(self) -> None:
-        """Checks that the surrogate and the loss go together."""
-        clips = SURROGATES[self.surrogate].clips
-        known = (*LOSS_TYPES, *RIVAL_LOSS_TYPES) if clips else LOSS_TYPES
-        if self.loss_type not in known:
-            hint = ", or surrogate='clip'" if self.loss_type in RIVAL_LOSS_TYPES else ""
+    def _settle_loss(self) -> None:
+        """Checks that the surrogate and the loss go together, and sets what the surrogate needs of TRL."""
+        surrogate = SURROGATES[self.surrogate]
+        known = (*LOSS_TYPES, *CLIP_LOSS_TYPES) if surrogate.clips else LOSS_TYPES
+        if self.loss_type not in (*known, surrogate.sets.get("loss_type")):
+            remedy = f"use one of {', '.join(known)}"
+            if self.loss_type in SURROGATE_LOSS_TYPES:
+                remedy = f"set surrogate={self.loss_type!r} and leave loss_type out"
+            elif self.loss_type in CLIP_LOSS_TYPES:
+                remedy += ", or surrogate='clip'"
+            raise ValueError(f"loss_type {self.loss_type!r} does not go with surrogate {self.surrogate!r}: {remedy}")
+        if self.delta is not None and not surrogate.clips:
             raise ValueError(
-                f"loss_type {self.loss_type!r} does not go with surrogate {self.surrogate!r}: "
-                f"use one of {', '.join(known)}{hint}"
-            )
-        if clips:
-            return
-        if self.delta is not None:
-            raise ValueError(
-                f"delta clips the ratio, and surrogate {self.surrogate!r} has no clip: leave it unset, or set "
+                f"delta is a part of TRL's clip, which surrogate {self.surrogate!r} is without: leave it unset, or set "
                 "surrogate='clip'"
             )
-        default = {name: GRPOConfig.__dataclass_fields__[name].default for name in ("epsilon", "epsilon_high")}
-        ignored = [name for name, value in default.items() if getattr(self, name) != value]
+        if self.surrogate == "cispo":
+            self.epsilon_high = CISPO_LARGEST_RATIO if self.epsilon_high is None else self.epsilon_high
+            if not self.epsilon_high >= 1:
+                raise ValueError(
+                    "with surrogate 'cispo', epsilon_high is the largest ratio itself, and must be at least 1, got "
+                    f"{self.epsilon_high}: leave it out for {CISPO_LARGEST_RATIO}"
+                )
+        default = {name: field.default for name, field in GRPOConfig.__dataclass_fields__.items()}
+        for name, value in surrogate.sets.items():
+            given = getattr(self, name)
+            if given not in (value, default[name]):
+                warnings.warn(f"{name}={given!r} is now {value!r}: surrogate {self.surrogate!r} sets it", stacklevel=4)
+            setattr(self, name, value)
+        unread = [name for name in ("epsilon", "epsilon_high") if name not in surrogate.settings]
+        ignored = [name for name in unread if getattr(self, name) != default[name]]
         if ignored:
-            warnings.warn(f"{' and '.join(ignored)} ignored: surrogate {self.surrogate!r} has no clip", stacklevel=4)
+            warnings.warn(
+                f"{' and '.join(ignored)} ignored: surrogate {self.surrogate!r} does not clip so", stacklevel=4
+            )
 
     def _check_reward(self) -> None:
         """Checks that the rewards can be put together as the estimator and `kl_in_reward` need them."""
@@ -309,6 +365,8 @@ class TrollConfig(GRPOConfig):
                 f"advantage_estimator {self.advantage_estimator!r} takes the weighted sum of the rewards: "
                 f"multi_objective_aggregation must be 'sum_then_normalize', got {self.multi_objective_aggregation!r}"
             )
+        if self.resampling_rounds:
+            self._check_resampling()
         if not self.kl_in_reward:
             return
         if self.advantage_estimator not in KL_IN_REWARD:
@@ -324,6 +382,25 @@ class TrollConfig(GRPOConfig):
         if not self.beta > 0:
             raise ValueError(
                 f"kl_in_reward weights the KL to the reference with beta, which must be above 0, got {self.beta}"
+            )
+
+    def _check_resampling(self) -> None:
+        """Refuses to look for equal rewards where they mean something, and to mix what engines report."""
+        if not ESTIMATORS[self.advantage_estimator].needs_group:
+            known = [name for name, estimator in ESTIMATORS.items() if estimator.needs_group]
+            raise ValueError(
+                f"resampling_rounds replaces groups with equal rewards, from which advantage_estimator "
+                f"{self.advantage_estimator!r} learns: set it to 0, or use one of {', '.join(known)}"
+            )
+        if self.multi_objective_aggregation != "sum_then_normalize":
+            raise ValueError(
+                "resampling_rounds compares the weighted sums of the rewards: multi_objective_aggregation must be "
+                f"'sum_then_normalize', got {self.multi_objective_aggregation!r}"
+            )
+        if self.anchor == "rollout":
+            raise ValueError(
+                "resampling_rounds moves completions between processes, and anchor='rollout' keeps what the engine "
+                "reported on the process that asked: set resampling_rounds to 0, or anchor='old'"
             )
 
     def _check_generation(self) -> None:
@@ -344,6 +421,7 @@ class TrollConfig(GRPOConfig):
             "constraint_reduction": REDUCTIONS,
             "anchor": ANCHORS,
             "dppo_outcomes": DPPO_OUTCOMES,
+            "kl_penalty_direction": KL_DIRECTIONS,
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -355,12 +433,18 @@ class TrollConfig(GRPOConfig):
             "critic_learning_rate",
             "critic_max_grad_norm",
             "value_clip",
+            "kl_penalty_weight",
+            "kl_penalty_target",
             "dppo_threshold",
+            "drpo_threshold",
+            "ipo_threshold",
+            "gmpo_range",
         ):
             value = getattr(self, name)
-            if not (value is None and name == "dppo_threshold") and not 0 < value < math.inf:
+            unset = value is None and name in ("kl_penalty_target", "dppo_threshold")
+            if not unset and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be finite and above 0, got {value}")
-        for name in ("regression_weight", "kl_bound_entropy_exponent", "critic_weight_decay"):
+        for name in ("regression_weight", "kl_bound_entropy_exponent", "ipo_kl_weight", "critic_weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
         for name in ("gamma", "gae_lambda"):
@@ -368,7 +452,12 @@ class TrollConfig(GRPOConfig):
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
         if self.generation_chunk_size is not None and self.generation_chunk_size < 1:
             raise ValueError(f"generation_chunk_size must be at least 1, got {self.generation_chunk_size}")
-        for name, least in (("support_top_k", 1), ("critic_warmup_steps", 0), ("diagnostics_steps", 0)):
+        for name, least in (
+            ("support_top_k", 1),
+            ("critic_warmup_steps", 0),
+            ("diagnostics_steps", 0),
+            ("resampling_rounds", 0),
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer, at least {least}, got {value}")
@@ -381,6 +470,11 @@ class TrollConfig(GRPOConfig):
             )
         if not 0 <= self.mass_threshold < 1:
             raise ValueError(f"mass_threshold must be in [0, 1), got {self.mass_threshold}")
+        if self.surrogate == "kl_penalty" and self.kl_penalty_target is not None and self.always_on_policy:
+            raise ValueError(
+                "kl_penalty_target adapts to the KL of a rollout's last update, which is 0 where every update is "
+                "on-policy: set updates_per_rollout to 2 or more, or leave it out"
+            )
 
     def make_bound(self, total_steps: int) -> Bound:
         """ε over the training, from `kl_bound`, `kl_bound_schedule` and its options."""

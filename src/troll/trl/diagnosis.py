@@ -12,7 +12,7 @@ from torch import Tensor
 
 from troll.huggingface.positions import scatter
 from troll.trl.config import TrollConfig
-from troll.trl.surrogates import ScoredTokens
+from troll.trl.surrogates import SURROGATES, ScoredTokens
 from troll.trust_region.coverage import coverage
 from troll.trust_region.diagnostics import (
     dual_report,
@@ -95,7 +95,7 @@ class Diagnosis:
         log_ratio, counts = tokens.new_log_probs - tokens.old_log_probs, mask[scored.bool()]
         tally = sequence_report(scatter(token_kl, scored), scatter(log_ratio, scored), mask * scored)
         tally += coverage(old, counts) + ratio_report(log_ratio, tokens.advantages, counts)
-        if self._args.surrogate == "troll":
+        if SURROGATES[self._args.surrogate].projects:
             tally += dual_report(
                 new, old, counts, tokens.kl_bound, self._args.tail, self._args.solver, tokens.constraint
             )

@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, NamedTuple
@@ -128,6 +129,9 @@ RELIED_ON = (
     ),
     Needed("_prepare_inputs", "when a rollout is made", uses=("_step", "_buffered_inputs", "num_iterations")),
     Needed("log", "that our metrics are averaged and logged with TRL's", uses=("_metrics", "_logs")),
+    Needed("_generate", "further rounds of generation", parameters=("prompts",), uses=("completion_ids", "num_tokens")),
+    Needed("_log_completion_extra", "what reward functions log of completions", uses=("_pending_extra_logs",)),
+    Needed("_log_metric", "what reward functions log of rollouts", uses=("_pending_metrics",)),
 )
 
 #: Of TRL's `VLLMGeneration`.
@@ -144,6 +148,7 @@ FUNCTIONS = (
     "disable_dropout_in_model",
     "get_callable_name",
     "get_config_model_id",
+    "nanstd",
 )
 
 
@@ -271,6 +276,86 @@ def add_metrics(trainer: Any, metrics: dict[str, float]) -> None:
         trainer._metrics["train"][name].append(value)
 
 
+def replace_metrics(trainer: Any, metrics: dict[str, float]) -> None:
+    """Puts other numbers where TRL has just put its own of the last rollout."""
+    for name, value in metrics.items():
+        trainer._metrics["train"][name][-1] = value
+
+
+@dataclass
+class Completions:
+    """Completions that one process has sampled, and the rewards of those of all processes.
+
+    Attributes:
+        examples: The data set's row of each, (n).
+        output: What TRL's `_generate` returned: lists with an entry for each completion, and values about all of them.
+        extras: What reward functions have logged of each, by column, (n).
+        rewards: (N, F) of all processes and reward functions.
+    """
+
+    examples: list[dict[str, Any]]
+    output: list[Any]
+    extras: list[dict[str, Any]]
+    rewards: Tensor
+
+    def _columns(self) -> list[list[Any]]:
+        size = len(self.examples)
+        own = [entry for entry in self.output if isinstance(entry, list) and len(entry) == size]
+        return [self.examples, *own, self.extras]
+
+    def __getitem__(self, place: int) -> list[Any]:
+        """All that belongs to one completion, but its rewards."""
+        return [column[place] for column in self._columns()]
+
+    def __setitem__(self, place: int, completion: list[Any]) -> None:
+        for column, value in zip(self._columns(), completion, strict=True):
+            column[place] = value
+
+
+def sample(trainer: Any, examples: list[dict[str, Any]]) -> Completions:
+    """Has TRL generate completions, one for each example of this process, and compute their rewards."""
+    prompts = [example["prompt"] for example in examples]
+    output = list(trainer._generate(prompts))
+    completion_ids, completions = output[1], output[3]
+    rewards = trainer._calculate_rewards(examples, prompts, completions, completion_ids)
+    pending = {name: values for name, values in trainer._pending_extra_logs.items() if len(values) == len(examples)}
+    extras = [{name: values[i] for name, values in pending.items()} for i in range(len(examples))]
+    trainer._pending_extra_logs.clear()
+    return Completions(list(examples), output, extras, rewards)
+
+
+@contextmanager
+def unlogged(trainer: Any) -> Iterator[None]:
+    """Keeps what is generated meanwhile out of TRL's metrics, except for the number of tokens."""
+    kept = trainer._metrics["train"], trainer._pending_metrics
+    before = [{name: list(values) for name, values in metrics.items()} for metrics in kept]
+    try:
+        yield
+    finally:
+        tokens = kept[0]["num_tokens"]
+        for metrics, values in zip(kept, before, strict=True):
+            metrics.clear()
+            metrics.update(values)
+        kept[0]["num_tokens"] = tokens
+
+
+@contextmanager
+def sampled(trainer: Any, completions: Completions) -> Iterator[None]:
+    """Lets TRL take these completions and their rewards where it would generate and compute some."""
+    methods = {"_generate": lambda *_: tuple(completions.output), "_calculate_rewards": lambda *_: completions.rewards}
+    before = {name: vars(trainer)[name] for name in methods if name in vars(trainer)}
+    for extra in completions.extras:
+        for name, value in extra.items():
+            trainer._pending_extra_logs[name].append(value)
+    vars(trainer).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del vars(trainer)[name]
+        vars(trainer).update(before)
+
+
 def replace_logged_advantages(trainer: Any, advantages: Tensor) -> None:
     """Puts the advantages of a whole rollout, (N,), where TRL has just put its own for the table of completions."""
     logged = trainer._logs["advantages"]
@@ -353,5 +438,6 @@ def change_generation(
 get_callable_name = utils.get_callable_name
 get_config_model_id = utils.get_config_model_id
 disable_dropout_in_model = utils.disable_dropout_in_model
+nanstd = utils.nanstd
 
 check()

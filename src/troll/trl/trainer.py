@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from troll.trl.generation import generate_in_chunks
 from troll.trl.held_out import HeldOut, sampling_temperature
 from troll.trl.monitor import Monitor
 from troll.trl.old_policy import OLD_POLICY, OldPolicy
+from troll.trl.resampling import Resampling
 from troll.trl.surrogates import SURROGATES, ScoredTokens, Terms
 from troll.trl.updates import Updates
 from troll.trust_region.bounds import Bound
@@ -88,9 +90,11 @@ class TrollTrainer(GRPOTrainer):
             raise TypeError(f"args must be a TrollConfig, got {type(args).__name__}: change the name of the class")
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self.surrogate = SURROGATES[args.surrogate]
-        if not self.surrogate.clips:
-            # Infinity in the configuration itself would not be valid JSON.
-            self.epsilon_low = self.epsilon_high = torch.inf
+        # Infinity in the configuration itself would not be valid JSON.
+        if "epsilon" not in self.surrogate.settings:
+            self.epsilon_low = torch.inf
+        if "epsilon_high" not in self.surrogate.settings:
+            self.epsilon_high = torch.inf
         if self.accelerator.is_main_process:
             warn_about(args, self.model)
             warn_about_saving(self.accelerator, self.model)
@@ -103,6 +107,7 @@ class TrollTrainer(GRPOTrainer):
         self.anchor = RolloutAnchor(self) if args.anchor == "rollout" else None
         self.old_policy = OldPolicy(self.accelerator, args, self.temperature, self.anchor)
         self.advantages = Advantages(self.accelerator, args, self.model, model)
+        self.resampling = Resampling(self) if args.resampling_rounds else None
         self.monitor = Monitor(self.accelerator, args)
         self.diagnosis = Diagnosis(self.accelerator, args, self._full_logits)
         self.held_out = HeldOut(self.reward_funcs, self.reward_func_names)
@@ -137,7 +142,9 @@ class TrollTrainer(GRPOTrainer):
         training = self.model.training
         self._scores = None  # an exception may have left some
         self.old_policy.start(training=training, reads_policies=self._reads_policies())
-        rolled_out = super()._generate_and_score_completions(inputs)
+        resampling = self.resampling if training else None
+        with nullcontext(inputs) if resampling is None else resampling.rollout(inputs) as examples:
+            rolled_out = super()._generate_and_score_completions(examples)
         if self.anchor is not None and "sampling_per_token_logps" in rolled_out:
             rolled_out = self.anchor.read(rolled_out)
         if not training:
@@ -223,12 +230,15 @@ class TrollTrainer(GRPOTrainer):
             old_log_probs=old_log_probs[at],
             advantages=advantages[at],
             kl_bound=self._token_bounds(old, advantages[at]),
+            kl_penalty_weight=self.updates.penalty_weight.value,
             constraint=self._constraint(mask, at),
             old=old,
             new=new,
         )
         terms = self.surrogate.terms(tokens, self.args) if self.surrogate.terms else Terms()
         self._observe(tokens, terms, mask[at])
+        if terms.penalised_kl is not None:
+            self.updates.penalty_weight.observe(terms.penalised_kl, mask[at])
         if diagnosed:
             self.diagnosis.observe(tokens, scored, mask, self.state.global_step)
 
@@ -300,7 +310,7 @@ class TrollTrainer(GRPOTrainer):
 
     def _constraint(self, mask: Tensor, at: tuple[Tensor, ...]) -> Constraint | None:
         reduction = self.args.constraint_reduction
-        if self.args.surrogate != "troll" or self.args.constraint == "token":
+        if not self.surrogate.projects or self.args.constraint == "token":
             return None
         if self.args.constraint == "sequence":
             return Constraint.sequence(mask, reduction)[at]

@@ -1,4 +1,4 @@
-"""What follows an update: the critic's step, the bound, the log; and what a resumed run goes on with."""
+"""What follows an update: the critic's step, ε, β, the log; and what a resumed run goes on with."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from troll.files import write_atomically
+from troll.trl import seam
 from troll.trl.checkpoints import say_resumed
 from troll.trl.config import TrollConfig
+from troll.trl.penalty import PenaltyWeight
+from troll.trl.surrogates import SURROGATES
 from troll.trust_region.bounds import Bound
 
 #: The file of a checkpoint that holds what ε adapts by.
 BOUND_STATE = "kl_bound.json"
+#: And the file that holds the weight of a KL penalty, β.
+PENALTY_STATE = "kl_penalty.json"
 
 
 class Updates(TrainerCallback):
@@ -31,6 +36,9 @@ class Updates(TrainerCallback):
         self._bound: Bound | None = None
         self._used_bound = self._args.kl_bound
         self._rests = False
+        self._used_penalty_weight, self._rollouts = self._args.kl_penalty_weight, 0
+        #: β of a KL penalty, for the next update.
+        self.penalty_weight = self._initial_penalty_weight()
         #: The checkpoint to go on from, if any, and what newer ones lack.
         self.resumed: tuple[str | None, dict[Path, str]] = None, {}
 
@@ -41,15 +49,21 @@ class Updates(TrainerCallback):
             self._bound = self._args.make_bound(total_steps=max(1, self._trainer.state.max_steps))
         return self._bound
 
+    def _initial_penalty_weight(self) -> PenaltyWeight:
+        return PenaltyWeight(self._trainer.accelerator, self._args.kl_penalty_weight, self._args.kl_penalty_target)
+
     def save(self, checkpoint: Path) -> None:
         """Writes what `on_train_begin` reads of a checkpoint."""
         self._trainer.advantages.save(checkpoint)
         if self._args.should_save:
             write_atomically(checkpoint / BOUND_STATE, json.dumps(self.kl_bound.state_dict()))
+            if self._args.surrogate == "kl_penalty":
+                write_atomically(checkpoint / PENALTY_STATE, json.dumps(self.penalty_weight.state_dict()))
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Goes on with the bound and the critic of a checkpoint, without what an interrupted update has left."""
-        self._bound = None
+        """Goes on with ε, β and the critic of a checkpoint, without what an interrupted update has left."""
+        self._bound, self.penalty_weight = None, self._initial_penalty_weight()
+        self._rollouts = self._rollouts_done()
         self._trainer.monitor.start()
         self._trainer.advantages.start()
         checkpoint, passed_over = self.resumed
@@ -61,6 +75,11 @@ class Updates(TrainerCallback):
             self.kl_bound.load_state_dict(json.loads(path.read_text()))
         elif self._args.kl_bound_schedule != "fixed":
             warnings.warn(f"{checkpoint} has no {BOUND_STATE}: the schedule of kl_bound starts anew", stacklevel=2)
+        path = Path(checkpoint) / PENALTY_STATE
+        if path.is_file():
+            self.penalty_weight.load_state_dict(json.loads(path.read_text()))
+        elif self._args.surrogate == "kl_penalty" and self._args.kl_penalty_target is not None:
+            warnings.warn(f"{checkpoint} has no {PENALTY_STATE}: kl_penalty_weight starts anew", stacklevel=2)
         if state.is_world_process_zero:
             say_resumed(Path(checkpoint), state.global_step, state.max_steps, passed_over)
 
@@ -75,7 +94,10 @@ class Updates(TrainerCallback):
         advantages.step_critic()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """ε adapts to what was seen in the update."""
+        """ε adapts to what was seen in the update, and β to what was seen in a rollout's last."""
+        rollouts, self._used_penalty_weight = self._rollouts_done(), self.penalty_weight.value
+        self.penalty_weight.end_update(adapt=rollouts > self._rollouts and not self._rests)
+        self._rollouts = rollouts
         statistics = self._trainer.monitor.end_update()
         if statistics is not None:
             self._used_bound = self.kl_bound.value
@@ -90,8 +112,14 @@ class Updates(TrainerCallback):
         if logs is None or not trainer.model.training:
             return
         metrics = trainer.monitor.metrics(state.global_step) | trainer.diagnosis.metrics()
-        if metrics and self._args.surrogate == "troll":
+        if metrics and SURROGATES[self._args.surrogate].projects:
             metrics["trust_region/kl_bound"] = self._used_bound
+        if metrics and self._args.surrogate == "kl_penalty":
+            metrics["trust_region/kl_penalty_weight"] = self._used_penalty_weight
         metrics |= trainer.advantages.metrics()
         logs.update(metrics)
         state.log_history[-1].update(metrics)
+
+    def _rollouts_done(self) -> int:
+        """Rollouts that have been used up."""
+        return seam.micro_batches_done(self._trainer) // self._args.rollout_steps

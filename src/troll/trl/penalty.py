@@ -1,0 +1,69 @@
+"""The weight of a KL penalty, β: fixed, or adapted to a target after each rollout."""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+#: β changes where the KL divergence is so many times smaller or larger than its target, and by this factor.
+TARGET_RATIO, WEIGHT_FACTOR = 1.5, 2.0
+
+
+def adapted(weight: float, kl: float, target: float) -> float:
+    """β after a rollout (arXiv 1707.06347, section 4): β/2 where the KL is below d/1.5, and 2β where above 1.5 d.
+
+    Args:
+        weight: β.
+        kl: The mean divergence seen, in nats.
+        target: d, in nats.
+    """
+    if kl < target / TARGET_RATIO:
+        return weight / WEIGHT_FACTOR
+    return weight * WEIGHT_FACTOR if kl > target * TARGET_RATIO else weight
+
+
+class PenaltyWeight:
+    """β over the training; every method runs on every process.
+
+    The paper compares d with the mean KL of a whole rollout after its last update, which would take another pass. Here
+    it is the mean over the tokens of the rollout's last update, of all processes, as read for that update: so with U
+    updates a rollout, after U − 1 of them. It is the divergence that is penalised, in its direction.
+
+    Args:
+        accelerator: The trainer's.
+        weight: β at the start.
+        target: d, in nats; None keeps β.
+    """
+
+    def __init__(self, accelerator: Accelerator, weight: float, target: float | None) -> None:
+        self._accelerator, self._target = accelerator, target
+        self.value = weight
+        self.start()
+
+    def start(self) -> None:
+        """Forgets what an interrupted update has left."""
+        self._seen: Tensor | None = None
+
+    def observe(self, kl: Tensor, mask: Tensor) -> None:
+        """Adds (N,) tokens of a micro-batch, of which the mask counts."""
+        if self._target is not None:
+            seen = torch.stack([(kl * mask).sum(), mask.sum().to(kl)])
+            self._seen = seen if self._seen is None else self._seen + seen
+
+    def end_update(self, *, adapt: bool) -> None:
+        """Adapts β to what was seen since the last call, if so told."""
+        seen, self._seen = self._seen, None
+        if seen is None or self._target is None or not adapt:
+            return
+        kl, tokens = self._accelerator.reduce(seen, reduction="sum").tolist()
+        if tokens:
+            self.value = adapted(self.value, kl / tokens, self._target)
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint holds."""
+        return {"weight": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Goes on with the β of a checkpoint."""
+        self.value = state["weight"]
