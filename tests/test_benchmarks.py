@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import count, counting, gpu, measure, simulate, step_model
+from benchmarks import count, counting, gpu, measure, simulate, step_model, tabular
 from benchmarks.predict import expected_kept
 from benchmarks.step_model import SHAPES, Assumptions, Shape
 
@@ -268,3 +269,16 @@ def test_everything_for_a_gpu_runs_small_on_a_cpu(tmp_path: Path) -> None:
     parts = json.loads(data.read_text())["parts"]
     assert [part["part"] for part in parts] == [part.name for part in gpu.PARTS]
     assert all(part["outcome"].startswith(("done", "skipped")) for part in parts)
+
+
+def test_the_least_number_of_rollouts_is_that_of_the_closed_forms():
+    grown = tabular._farthest(0.01)
+    assert grown * math.log(grown / 0.01) + (1 - grown) * math.log((1 - grown) / 0.99) == pytest.approx(0.05)
+    assert tabular._farthest(0.99) == 1.0
+    assert tabular._rollouts(0.01, lambda p: 1.2 * p) == math.ceil(math.log(50) / math.log(1.2))
+
+
+def test_small_steps_make_all_tabular_methods_equal():
+    # A logit that moves by 0.01 an update stays within all bounds.
+    counts = {method: tabular._train(method, 0.3, 0.01, seed=0) for method in ("troll", "regression", "clip", "none")}
+    assert len(set(counts.values())) == 1

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from troll.study.embedded import CHARACTERS, character_tokenizer, embedded_model
-from troll.study.small_model import default_cache_dir
+from troll.study.small_model import EMBEDDED_MOE, default_cache_dir
 from troll.tasks import TaskConfig, TaskError, load_task
 from troll.tasks.reasoning_gym import questions
 
@@ -48,6 +48,16 @@ def test_the_folder_loads_and_generates(folder):
     batch = tokenizer(["4 + 3 =", "9 - 10 ="], return_tensors="pt", padding=True)
     generated = model.generate(**batch, max_new_tokens=2)
     assert generated.shape == (2, 10)
+
+
+def test_the_mixture_of_experts_is_as_large_and_generates(folder, tmp_path):
+    dense: Any = AutoModelForCausalLM.from_pretrained(folder)
+    mixture: Any = AutoModelForCausalLM.from_pretrained(embedded_model(TASK, EMBEDDED_MOE, cache_dir=tmp_path))
+    assert mixture.config.model_type == "qwen3_moe"
+    # What the experts' routers add: one row for each of eight experts in each of three layers.
+    assert mixture.num_parameters() == dense.num_parameters() + 3 * 8 * 128
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert mixture.generate(**tokenizer(["4 + 3 ="], return_tensors="pt"), max_new_tokens=2).shape == (1, 9)
 
 
 def test_the_same_arguments_give_the_same_model_and_do_not_touch_the_random_state(folder, tmp_path):

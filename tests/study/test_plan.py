@@ -16,11 +16,11 @@ from troll import cli, recipes
 from troll.recipes import Recipe, RecipeError
 from troll.study import budget, memory, plan, run
 from troll.study.budget import PHASES, changes, optimiser_bytes, phases, rollout_bytes
-from troll.study.embedded import EMBEDDED, character_tokenizer
+from troll.study.embedded import character_tokenizer
 from troll.study.memory import Network, Parameters
 from troll.study.plan import GIB, Machine, Plan, longest_prompt
 from troll.study.shapes import model_shape, shape_file
-from troll.study.small_model import model_config
+from troll.study.small_model import EMBEDDED, EMBEDDED_MODELS, EMBEDDED_MOE, model_config
 from troll.tasks import Task, TaskConfig
 
 CPU = ["--use_cpu", "true"]
@@ -38,7 +38,10 @@ def planned(*fields: str, gib: float = 1.0, name: str = "quickstart", gpus: int 
 
 def test_the_shape_of_every_model_of_a_recipe_ships() -> None:
     fields = [recipes.read(name)[0] for name in recipes.names()]
-    named = {each.get(field) for each in fields for field in ("model_name_or_path", "reward_model")} - {None, EMBEDDED}
+    named = {each.get(field) for each in fields for field in ("model_name_or_path", "reward_model")} - {
+        None,
+        *EMBEDDED_MODELS,
+    }
     assert len(named) >= 3
     assert [name for name in sorted(map(str, named)) if not shape_file(name).is_file()] == []
 
@@ -60,6 +63,7 @@ def test_the_shape_of_the_embedded_model_needs_no_model() -> None:
     sums, text = (model_shape(EMBEDDED, TaskConfig(task=task)) for task in ("reasoning_gym:chain_sum", "free_text"))
     assert sums.vocab_size == len(character_tokenizer())
     assert text.vocab_size == 4096
+    assert model_shape(EMBEDDED_MOE, TaskConfig()).architectures == ["Qwen3MoeForCausalLM"]
 
 
 def test_an_unknown_model_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from troll.recipes import Recipe, RecipeError
 from troll.study import run
 from troll.study.page import percent
 from troll.study.run import train
-from troll.tasks import TaskError
+from troll.tasks import TaskError, load_task
 from troll.trl.checkpoints import check_complete
 
 
@@ -55,6 +55,14 @@ def test_a_run_leaves_a_complete_folder(short_run: list[str], tmp_path: Path, co
     trust_region = [line["trust_region/kl_before_mean"] for line in lines if "loss" in line]
     assert trust_region[0] == pytest.approx(0, abs=1e-9), "the first update of a rollout is on-policy"
     assert trust_region[1] > 0
+
+    verdicts = json.loads((folder / "verdicts.json").read_text())
+    assert verdicts["step"] == 4
+    assert len(verdicts["question"]) == len(verdicts["success"]) == summary["eval_size"]
+    assert sum(verdicts["success"]) / summary["eval_size"] == pytest.approx(summary["success_after"])
+    prompts = load_task(recipes.load("quickstart", short_run).task).eval_dataset["prompt"]
+    assert [prompts[number] for number in verdicts["question"]] == prompts
+    assert len(set(verdicts["question"])) == len(set(prompts))
 
     AutoTokenizer.from_pretrained(folder / "model")
     assert weights(folder)
@@ -197,6 +205,8 @@ def test_mistakes_are_found_before_training(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(RecipeError, match="no such folder"):
         attempt("--model_name_or_path", "nobody/nothing")
+    with pytest.raises(RecipeError, match="warm_up is for the model 'embedded'"):
+        attempt("--model_name_or_path", str(occupied), "--warm_up", '{"max_steps": 3}')
     with pytest.raises(TaskError, match="unknown task"):
         attempt("--task", "nonsense")
     with monkeypatch.context() as patched:

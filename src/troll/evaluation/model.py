@@ -64,7 +64,7 @@ def find_model(name_or_path: str, revision: str | None = None, trust_remote_code
     folder = Path(name_or_path).expanduser()
     if revision is not None and folder.is_dir():
         raise EvaluationError(f"model_revision is for models on the hub, and {name_or_path} is a folder: leave it out")
-    if name_or_path == "embedded" and not folder.is_dir():
+    if name_or_path in ("embedded", "embedded-moe") and not folder.is_dir():
         raise EvaluationError(
             "the embedded model is made by troll train: give the folder of a run, as in runs/quickstart"
         )

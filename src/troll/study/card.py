@@ -10,8 +10,8 @@ from huggingface_hub import ModelCardData
 
 from troll.evaluation.training_task import TASK_FILE, TrainingTask
 from troll.recipes import Recipe, as_argument
-from troll.study.embedded import EMBEDDED
 from troll.study.page import duration, percent
+from troll.study.small_model import EMBEDDED_MODELS
 from troll.study.statistics import wilson_interval
 from troll.tasks import Task
 
@@ -94,7 +94,7 @@ def model_card(recipe: Recipe, task: Task, trained_on: TrainingTask, summary: Ma
 
 def _base(name: str) -> tuple[str, str | None]:
     """The base model in words, and its name if it is on the hub."""
-    if name == EMBEDDED:
+    if name in EMBEDDED_MODELS:
         return "the small language model that `troll train` makes itself", None
     if Path(name).expanduser().is_dir():
         return f"the model of a local folder, `{Path(name).expanduser().resolve().name}`", None

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from troll.study.embedded_text import embedded_text_model
 from troll.study.small_model import (
+    EMBEDDED,
     EOS,
     IGNORED_LABEL,
     PAD,
@@ -31,9 +32,6 @@ from troll.tasks.reasoning_gym import PLAIN, SPLITS, Question, questions
 from troll.tasks.registry import TaskConfig, TaskError
 
 logger = logging.getLogger(__name__)
-
-#: The name of the model that this package makes itself.
-EMBEDDED = "embedded"
 
 # Of the probability that an answer is in the format: how near it has to come to what is wanted, and within which steps.
 _CALIBRATION_TOLERANCE, _CALIBRATION_STEPS = 0.05, 500
@@ -120,7 +118,9 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def embedded_model(task_config: TaskConfig, *, seed: int = 0, cache_dir: str | Path | None = None) -> Path:
+def embedded_model(
+    task_config: TaskConfig, name: str = EMBEDDED, *, seed: int = 0, cache_dir: str | Path | None = None
+) -> Path:
     """Returns a folder with a small language model that can do a little of a task, making it if need be.
 
     For `free_text` it writes text in word-pieces, see :func:`~troll.study.embedded_text.embedded_text_model`. For
@@ -131,6 +131,7 @@ def embedded_model(task_config: TaskConfig, *, seed: int = 0, cache_dir: str | P
     Args:
         task_config: The task `free_text`, or one of reasoning-gym whose data set gives one answer per question; its
             `warm_up` says how the model learns it.
+        name: One of `EMBEDDED_MODELS`.
         seed: Of the initial weights and the order of what it learns from.
         cache_dir: Where models are kept. Default: `troll` in `$XDG_CACHE_HOME`, or in `~/.cache`.
 
@@ -145,7 +146,7 @@ def embedded_model(task_config: TaskConfig, *, seed: int = 0, cache_dir: str | P
     if task_config.task == free_text.NAME:
         if task_config.warm_up:
             raise TaskError(f"warm_up is for tasks with answers: the task {free_text.NAME!r} takes none")
-        return embedded_text_model(seed=seed, cache_dir=cache_dir)
+        return embedded_text_model(name, seed=seed, cache_dir=cache_dir)
     if prefix != "reasoning_gym" or not data_set:
         raise TaskError(
             f"the embedded model learns '{free_text.NAME}' and 'reasoning_gym:<data set>' tasks, not "
@@ -153,7 +154,7 @@ def embedded_model(task_config: TaskConfig, *, seed: int = 0, cache_dir: str | P
         )
     warm_up, tokenizer = WarmUp.of(task_config), character_tokenizer()
 
-    def learn_answers(model: Qwen3ForCausalLM) -> dict[str, Any]:
+    def learn_answers(model: PreTrainedModel) -> dict[str, Any]:
         learned = questions(data_set, task_config.options, split="warmup", size=warm_up.num_questions)
         # Tested on what reinforcement learning starts with, so that small spaces of questions cannot be learned by
         # heart.
@@ -169,7 +170,7 @@ def embedded_model(task_config: TaskConfig, *, seed: int = 0, cache_dir: str | P
         "reasoning-gym": version("reasoning-gym"),
     }
     return cached_model(
-        model_config(tokenizer),
+        model_config(tokenizer, name),
         tokenizer,
         learn_answers,
         determined_by=determined_by,
@@ -179,7 +180,7 @@ def embedded_model(task_config: TaskConfig, *, seed: int = 0, cache_dir: str | P
 
 
 def _train(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     learned: list[Question],
     tested: list[Question],
@@ -244,7 +245,7 @@ def _written(question: Question, formatted: bool) -> str:
 
 
 @torch.no_grad()
-def _mean_probability(model: Qwen3ForCausalLM, input_ids: torch.Tensor, labels: torch.Tensor) -> float:
+def _mean_probability(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.Tensor) -> float:
     """The mean probability of the labelled texts: the success of sampling, without its noise."""
     return (-token_losses(model, input_ids, labels).sum(dim=1)).exp().mean().item()
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from troll.study.small_model import (
+    EMBEDDED,
     EOS,
     IGNORED_LABEL,
     PAD,
@@ -52,7 +53,7 @@ class TextWarmUp:
 
 
 def embedded_text_model(
-    *, seed: int = 0, cache_dir: str | Path | None = None, warm_up: TextWarmUp = TextWarmUp()
+    name: str = EMBEDDED, *, seed: int = 0, cache_dir: str | Path | None = None, warm_up: TextWarmUp = TextWarmUp()
 ) -> Path:
     """Returns a folder with a small language model that continues English prose, making it if need be.
 
@@ -60,6 +61,7 @@ def embedded_text_model(
     neither in the training nor in the evaluation data of the task `free_text`.
 
     Args:
+        name: One of `EMBEDDED_MODELS`.
         seed: Of the initial weights and the order of the text.
         cache_dir: Where models are kept, see :func:`~troll.study.small_model.cached_model`.
         warm_up: How long, and on how much, it learns.
@@ -73,7 +75,7 @@ def embedded_text_model(
     learned, tested = paragraphs("warmup"), paragraphs("train")
     tokenizer = word_piece_tokenizer([" ".join(sentences) for sentences in learned], warm_up.vocab_size)
 
-    def learn_text(model: Qwen3ForCausalLM) -> dict[str, Any]:
+    def learn_text(model: PreTrainedModel) -> dict[str, Any]:
         rows = _rows(tokenizer, learned, warm_up.max_length)
         return _train(model, rows, _rows(tokenizer, tested, warm_up.max_length)[: warm_up.test_size], warm_up)
 
@@ -82,7 +84,12 @@ def embedded_text_model(
         "warm_up": asdict(warm_up),
     }
     return cached_model(
-        model_config(tokenizer), tokenizer, learn_text, determined_by=determined_by, seed=seed, cache_dir=cache_dir
+        model_config(tokenizer, name),
+        tokenizer,
+        learn_text,
+        determined_by=determined_by,
+        seed=seed,
+        cache_dir=cache_dir,
     )
 
 
@@ -118,7 +125,7 @@ def _rows(tokenizer: PreTrainedTokenizerFast, texts: list[list[str]], max_length
 
 
 def _train(
-    model: Qwen3ForCausalLM, learned: list[torch.Tensor], tested: list[torch.Tensor], warm_up: TextWarmUp
+    model: PreTrainedModel, learned: list[torch.Tensor], tested: list[torch.Tensor], warm_up: TextWarmUp
 ) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=warm_up.learning_rate)
     best, weights, step = float("inf"), model.state_dict(), 0
@@ -141,7 +148,7 @@ def _train(
 
 
 @torch.no_grad()
-def _loss(model: Qwen3ForCausalLM, rows: list[torch.Tensor], batch_size: int) -> float:
+def _loss(model: PreTrainedModel, rows: list[torch.Tensor], batch_size: int) -> float:
     """The mean loss of a token, in nats."""
     total = sum(
         float(token_losses(model, *_padded(rows[start : start + batch_size], model)).sum())
@@ -150,6 +157,6 @@ def _loss(model: Qwen3ForCausalLM, rows: list[torch.Tensor], batch_size: int) ->
     return total / sum(len(row) - 1 for row in rows)
 
 
-def _padded(rows: list[torch.Tensor], model: Qwen3ForCausalLM) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(rows: list[torch.Tensor], model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     assert model.config.pad_token_id is not None
     return pad_right(rows, model.config.pad_token_id), pad_right(rows, IGNORED_LABEL)

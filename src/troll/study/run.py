@@ -26,12 +26,13 @@ from troll.recipes import Recipe, RecipeError
 from troll.run_folder import read_settings
 from troll.study.callbacks import MetricsFile, OtherTasks, ProgressLine, TaskFile
 from troll.study.card import CARD_FILE, model_card
-from troll.study.embedded import EMBEDDED, embedded_model
+from troll.study.embedded import embedded_model
 from troll.study.memory import UnknownMemory
 from troll.study.metrics import SUCCESS
 from troll.study.plan import longest_prompt, machine_of_run, plan
 from troll.study.publishing import check_back_ends, check_hub, push
 from troll.study.report import write_report
+from troll.study.small_model import EMBEDDED, EMBEDDED_MODELS
 from troll.tasks import Task, load_task
 from troll.tasks.apart import keep_apart
 from troll.terminal import one_line, say
@@ -189,7 +190,12 @@ def _may_change(name: str) -> bool:
 
 def _method(training: TrollConfig) -> str:
     """The surrogate and the estimator, with the trust region's bound where there is one."""
-    names = {"troll": f"TROLL, KL bound {training.kl_bound}", "none": "no clip and no trust region"}
+    names = {
+        "troll": f"TROLL, KL bound {training.kl_bound}",
+        "regression": f"TROLL's regression term only, KL bound {training.kl_bound}",
+        "kl_penalty": f"a KL penalty, weight {training.kl_penalty_weight}",
+        "none": "no clip and no trust region",
+    }
     surrogate = names.get(training.surrogate, f"surrogate {training.surrogate}")
     return surrogate if training.advantage_estimator == "group" else f"{surrogate}, {training.advantage_estimator}"
 
@@ -204,14 +210,14 @@ def model_path(recipe: Recipe) -> str:
     name = recipe.model.model_name_or_path
     if name is None:
         raise RecipeError("no model: name one with --model_name_or_path")
-    if name != EMBEDDED:
+    if name not in EMBEDDED_MODELS:
         if recipe.task.warm_up:
             raise RecipeError(
                 f"warm_up is how the model {EMBEDDED!r} learns the task before: leave it out for {name!r}"
             )
         return name
     try:
-        return str(embedded_model(recipe.task, seed=recipe.training.seed))
+        return str(embedded_model(recipe.task, name, seed=recipe.training.seed))
     except OSError as error:
         raise RecipeError(f"the embedded model cannot be kept in the cache folder: {error}") from error
 
@@ -358,6 +364,7 @@ def _summary(recipe: Recipe, trainer: TrollTrainer, status: str, seconds: float,
         "model": recipe.model.model_name_or_path,
         "surrogate": training.surrogate,
         "surrogate_settings": {name: getattr(training, name) for name in SURROGATES[training.surrogate].settings},
+        "surrogate_sets": dict(SURROGATES[training.surrogate].sets),
         "advantage_estimator": training.advantage_estimator,
         "kl_bound": training.kl_bound,
         "steps": steps,
@@ -387,7 +394,7 @@ def _write_verdicts(folder: Path, trainer: TrollTrainer, task: Task) -> None:
     tell success from failure, or no evaluation was completed.
     """
     steps = [logs["step"] for logs in trainer.state.log_history if f"eval_{SUCCESS}" in logs]
-    samples = trainer.num_generations_eval
+    samples = trainer.num_generations_eval or 1
     successes = trainer.held_out.successes[: len(task.eval_dataset) * samples]
     if not steps or len(successes) < len(task.eval_dataset) * samples:
         return

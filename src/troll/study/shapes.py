@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from troll import recipes
 from troll.recipes import RecipeError
-from troll.study.embedded import EMBEDDED, character_tokenizer
+from troll.study.embedded import character_tokenizer
 from troll.study.embedded_text import TextWarmUp
-from troll.study.small_model import model_config
+from troll.study.small_model import EMBEDDED_MODELS, model_config
 from troll.tasks import TaskConfig, free_text
 
 #: Configurations of the models that the recipes name, numbers of the architecture only.
@@ -24,12 +25,12 @@ def shape_file(name: str) -> Path:
     return FOLDER / f"{name.replace('/', '--')}.json"
 
 
-def embedded_config(task: TaskConfig) -> Any:
-    """The configuration of the embedded model for a task."""
-    config = model_config(character_tokenizer())
+def embedded_config(name: str, task: TaskConfig) -> Any:
+    """The configuration of an embedded model for a task."""
+    config = model_config(character_tokenizer(), name)
     if task.task == free_text.NAME:
         config.vocab_size = TextWarmUp().vocab_size
-    config.architectures = ["Qwen3ForCausalLM"]
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     return config
 
 
@@ -37,7 +38,7 @@ def model_shape(name: str, task: TaskConfig, revision: str | None = None, trust_
     """The configuration of a model: the one that ships with the recipes, or else that of a folder or of the hub.
 
     Args:
-        name: A name on the hub, a folder, or `embedded`.
+        name: A name on the hub, a folder, or one of `EMBEDDED_MODELS`.
         task: What an embedded model is for.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Whether the configuration's own code may run.
@@ -45,8 +46,8 @@ def model_shape(name: str, task: TaskConfig, revision: str | None = None, trust_
     Raises:
         RecipeError: If it cannot be read.
     """
-    if name == EMBEDDED:
-        return embedded_config(task)
+    if name in EMBEDDED_MODELS:
+        return embedded_config(name, task)
     shipped = shape_file(name)
     if shipped.is_file() and not Path(name).exists():
         return AutoConfig.for_model(**json.loads(shipped.read_text()))

@@ -11,9 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 PAD, EOS, UNKNOWN = "<|pad|>", "<|eos|>", "<|unknown|>"
+
+#: The models that this package makes itself, by the name that stands for a path.
+EMBEDDED, EMBEDDED_MOE = "embedded", "embedded-moe"
+EMBEDDED_MODELS = (EMBEDDED, EMBEDDED_MOE)
 
 #: A target that the loss leaves out.
 IGNORED_LABEL = -100
@@ -21,28 +32,37 @@ IGNORED_LABEL = -100
 _MANIFEST = "manifest.json"
 
 
-def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
-    """Returns the embedded models' architecture: Qwen3 with 0.7 million parameters beside its embeddings."""
-    return Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+def model_config(tokenizer: PreTrainedTokenizerFast, name: str = EMBEDDED) -> Qwen3Config | Qwen3MoeConfig:
+    """Returns an embedded model's architecture: 3 layers, and 0.7 million parameters without the embeddings.
+
+    Args:
+        tokenizer: Its own.
+        name: One of `EMBEDDED_MODELS`: a Qwen3, or a Qwen3-MoE with 8 experts, of which 2 read a token.
+    """
+    shared = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if name == EMBEDDED_MOE:
+        return Qwen3MoeConfig(
+            num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True, **shared
+        )
+    return Qwen3Config(intermediate_size=384, **shared)
 
 
 def cached_model(
-    config: Qwen3Config,
+    config: Qwen3Config | Qwen3MoeConfig,
     tokenizer: PreTrainedTokenizerFast,
-    warm_up: Callable[[Qwen3ForCausalLM], dict[str, Any]],
+    warm_up: Callable[[PreTrainedModel], dict[str, Any]],
     *,
     determined_by: dict[str, Any],
     seed: int,
@@ -81,7 +101,7 @@ def cached_model(
         return folder
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
         result = warm_up(model)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, top_k=0
@@ -109,7 +129,7 @@ def shuffled_batches(count: int, batch_size: int, steps: int) -> Iterator[list[i
         del order[:batch_size]
 
 
-def token_losses(model: Qwen3ForCausalLM, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def token_losses(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Returns −log p (B, L − 1) of the labels (B, L) after the first; zero where they are `IGNORED_LABEL`."""
     logits = model(input_ids=input_ids[:, :-1], use_cache=False).logits
     return torch.nn.functional.cross_entropy(
@@ -118,7 +138,7 @@ def token_losses(model: Qwen3ForCausalLM, input_ids: torch.Tensor, labels: torch
 
 
 def learn(
-    model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, input_ids: torch.Tensor, labels: torch.Tensor
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, input_ids: torch.Tensor, labels: torch.Tensor
 ) -> None:
     """One step of supervised learning on the labelled tokens of (B, L) rows."""
     loss = token_losses(model, input_ids, labels).sum() / (labels != IGNORED_LABEL).sum()
@@ -129,7 +149,7 @@ def learn(
 
 
 def _publish(
-    folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, manifest: dict[str, Any]
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, manifest: dict[str, Any]
 ) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     # In the same file system, so that the folder appears at once or not at all.
