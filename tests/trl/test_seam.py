@@ -180,9 +180,6 @@ def test_kl_in_the_reward_needs_scores(make):
 # TRL's other losses
 
 OTHER_LOSSES: list[dict[str, Any]] = [
-    {"loss_type": "cispo", "epsilon_high": 5.0},
-    {"loss_type": "sapo"},
-    {"loss_type": "vespo"},
     {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     {"delta": 4.0},
 ]

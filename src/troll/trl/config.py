@@ -62,6 +62,9 @@ class TrollConfig(GRPOConfig):
         resampling_rounds: Groups whose rewards are all equal are replaced by groups of other prompts, in at most this
             many further rounds of generation, each as large as the rollout: the dynamic sampling of DAPO (arXiv
             2503.14476). What cannot be replaced stays. 0 replaces none.
+        rollout_delay: Every rollout is sampled with the weights of this many rollouts ago, as in asynchronous training:
+            an experiment's tool, for generation by transformers. It keeps one copy of the trained weights for each, and
+            one more. `anchor` "rollout" then needs no engine.
         surrogate: What keeps an update near the old policy: "troll"; "regression", its pull with the raw ratio; "clip",
             TRL's (`epsilon`, `epsilon_high`, `delta` for the dual clip); a rival, "kl_penalty", "dppo_tv", "dppo_kl",
             "drpo", "ipo", "gmpo", "cispo", "sapo" or "vespo"; or "none". The settings of the others are then ignored.
@@ -140,6 +143,10 @@ class TrollConfig(GRPOConfig):
     resampling_rounds: int = field(
         default=0,
         metadata={"help": "Further rounds of generation to replace groups with equal rewards; 0 keeps them."},
+    )
+    rollout_delay: int = field(
+        default=0,
+        metadata={"help": "Sample rollouts with the weights of so many rollouts ago, as in asynchronous training."},
     )
     surrogate: str = field(
         default="troll",
@@ -404,7 +411,18 @@ class TrollConfig(GRPOConfig):
             )
 
     def _check_generation(self) -> None:
-        """Refuses TRL's continuous batching where it would change the weights."""
+        """Refuses TRL's continuous batching where it would change the weights, and a delay that has no effect."""
+        if self.rollout_delay and self.use_vllm:
+            raise ValueError(
+                "rollout_delay gives older weights to transformers' generation, and vLLM has weights of its own: set "
+                "use_vllm=False, or rollout_delay to 0"
+            )
+        unscored = self.gradient_accumulation_steps % self.rollout_steps == 0
+        if self.rollout_delay and self.anchor == "rollout" and unscored:
+            raise ValueError(
+                "anchor='rollout' with rollout_delay needs scores of the rollout, which TRL makes only where a rollout "
+                "has several updates: set updates_per_rollout to 2 or more"
+            )
         if self.use_transformers_continuous_batching and (self.bf16 or self.fp16):
             dtype = "bf16" if self.bf16 else "fp16"
             raise ValueError(
@@ -457,6 +475,7 @@ class TrollConfig(GRPOConfig):
             ("critic_warmup_steps", 0),
             ("diagnostics_steps", 0),
             ("resampling_rounds", 0),
+            ("rollout_delay", 0),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:

@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, NamedTuple
@@ -342,11 +342,30 @@ def unlogged(trainer: Any) -> Iterator[None]:
 @contextmanager
 def sampled(trainer: Any, completions: Completions) -> Iterator[None]:
     """Lets TRL take these completions and their rewards where it would generate and compute some."""
-    methods = {"_generate": lambda *_: tuple(completions.output), "_calculate_rewards": lambda *_: completions.rewards}
-    before = {name: vars(trainer)[name] for name in methods if name in vars(trainer)}
     for extra in completions.extras:
         for name, value in extra.items():
             trainer._pending_extra_logs[name].append(value)
+    output, rewards = tuple(completions.output), completions.rewards
+    with _replaced(trainer, _generate=lambda *_: output, _calculate_rewards=lambda *_: rewards):
+        yield
+
+
+@contextmanager
+def generating_within(trainer: Any, context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Has TRL generate completions within a context of its own; what it does with them is outside."""
+    generate = trainer._generate
+
+    def within(*args: Any) -> Any:
+        with context():
+            return generate(*args)
+
+    with _replaced(trainer, _generate=within):
+        yield
+
+
+@contextmanager
+def _replaced(trainer: Any, **methods: Callable[..., Any]) -> Iterator[None]:
+    before = {name: vars(trainer)[name] for name in methods if name in vars(trainer)}
     vars(trainer).update(methods)
     try:
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from troll.trl.checks import (
     warn_about_saving,
 )
 from troll.trl.config import AGGREGATION, TrollConfig
+from troll.trl.delay import RolloutDelay
 from troll.trl.diagnosis import Diagnosis
 from troll.trl.generation import generate_in_chunks
 from troll.trl.held_out import HeldOut, sampling_temperature
@@ -104,7 +105,9 @@ class TrollTrainer(GRPOTrainer):
             for module, name in list(dropout_rates(self.model)):
                 setattr(module, name, 0.0)
 
-        self.anchor = RolloutAnchor(self) if args.anchor == "rollout" else None
+        self.delay = RolloutDelay(self) if args.rollout_delay else None
+        # With a delay, scoring with the older weights says what sampled the tokens.
+        self.anchor = RolloutAnchor(self) if args.anchor == "rollout" and not self.delay else None
         self.old_policy = OldPolicy(self.accelerator, args, self.temperature, self.anchor)
         self.advantages = Advantages(self.accelerator, args, self.model, model)
         self.resampling = Resampling(self) if args.resampling_rounds else None
@@ -142,9 +145,12 @@ class TrollTrainer(GRPOTrainer):
         training = self.model.training
         self._scores = None  # an exception may have left some
         self.old_policy.start(training=training, reads_policies=self._reads_policies())
-        resampling = self.resampling if training else None
-        with nullcontext(inputs) if resampling is None else resampling.rollout(inputs) as examples:
-            rolled_out = super()._generate_and_score_completions(examples)
+        with ExitStack() as stack:
+            if training and self.delay is not None:
+                stack.enter_context(self.delay.rollout())
+            if training and self.resampling is not None:
+                inputs = stack.enter_context(self.resampling.rollout(inputs))
+            rolled_out = super()._generate_and_score_completions(inputs)
         if self.anchor is not None and "sampling_per_token_logps" in rolled_out:
             rolled_out = self.anchor.read(rolled_out)
         if not training:

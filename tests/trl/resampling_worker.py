@@ -1,0 +1,66 @@
+"""One process of test_resampling: ``accelerate launch -m tests.trl.resampling_worker MODEL FOLDER``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from tests.trl import tiny
+from tests.trl.resuming import interrupted
+
+#: Three groups, of which the middle one lies on both of two processes.
+SETTINGS: dict[str, Any] = {
+    "num_generations": 4,
+    "per_device_train_batch_size": 6,
+    "steps_per_generation": 2,
+    "resampling_rounds": 4,
+    "kl_bound": 0.01,
+}
+
+
+def dataset(size: int = 16) -> Dataset:
+    """Problems of which every second is solved always."""
+    return tiny.make_dataset(size).add_column("solved", [i % 2 == 0 for i in range(size)])
+
+
+def reward(completion_ids: Sequence[list[int]], solved: Sequence[bool], log_extra: Any, **_: Any) -> list[float]:
+    """1 where the problem is solved always; else `tiny.reward`, which differs. Logs the completion's length."""
+    log_extra("length", [len(ids) for ids in completion_ids])
+    return [1.0 if always else each for always, each in zip(solved, tiny.reward(list(completion_ids)), strict=True)]
+
+
+def rolled_out(trainer: Any) -> dict[str, Any]:
+    """A rollout of this process as the trainer makes it, before TRL shuffles its rows."""
+    trainer.model.train()
+    torch.manual_seed(trainer.accelerator.process_index)
+    result: dict[str, Any] = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
+    return result
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    model, folder = map(Path, sys.argv[1:])
+    make = tiny.Maker(lambda architecture: model, folder / "out")
+    halves = {"per_device_train_batch_size": SETTINGS["per_device_train_batch_size"] // 2, "ddp_backend": "gloo"}
+    trainer = make(reward_funcs=reward, train_dataset=dataset(), **SETTINGS | halves)
+    assert trainer.accelerator.num_processes == 2
+    rollout = rolled_out(trainer)
+    rank = trainer.accelerator.process_index
+    kept = {name: value for name, value in rollout.items() if isinstance(value, torch.Tensor)}
+    logs = {name: list(trainer._logs[name]) for name in ("prompt", "advantages")}
+    logs |= {"length": list(trainer._logs["extra"]["length"])}
+    metrics = dict(trainer._metrics["train"])
+    both = {"resampling_rounds": 4, "rollout_delay": 1, "num_generations": 2}
+    resumed = interrupted(make, folder / "run", reward_funcs=reward, train_dataset=dataset(), **both)
+    found = {"rollout": kept, "metrics": metrics, "logs": logs, "interrupted": resumed}
+    torch.save(found, folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Rollouts of an older policy: what sampled them, what the old policy is, and how a run goes on."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tolerance import within
+from tests.trl import tiny
+from tests.trl.engine import Engine, RolloutFunc
+from tests.trl.resuming import interrupted
+from tests.trl.tiny import logged, move
+from troll.trl import TrollConfig, TrollTrainer
+from troll.trl.delay import DELAY_STATE
+from troll.trl.old_policy import OLD_POLICY
+
+SAMPLED = ("prompt_ids", "completion_ids", "completion_mask", "advantages")
+POLICY = ("token_ids", "log_probs", "counts", "tail_log_prob", "slot")
+
+
+def rolled_out(trainer: Any, seed: int = 0) -> dict[str, Any]:
+    """A rollout as the trainer makes it, before TRL shuffles its rows."""
+    trainer.model.train()
+    torch.manual_seed(seed)
+    result: dict[str, Any] = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
+    return result
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any], *, policies: bool) -> None:
+    """The same completions, bit by bit; and where asked for, the same old policies, or else others."""
+    for name in SAMPLED:
+        assert torch.equal(ours[name], theirs[name]), name
+    equal = [torch.equal(ours["old_per_token_logps"], theirs["old_per_token_logps"])]
+    for one, other in zip(ours[OLD_POLICY], theirs[OLD_POLICY], strict=True):
+        equal.append(all(torch.equal(getattr(one, name), getattr(other, name)) for name in POLICY))
+    assert equal == [policies] * len(equal)
+
+
+@pytest.mark.parametrize("anchor", ["old", "rollout"])
+def test_a_rollout_is_sampled_with_the_weights_of_two_rollouts_ago(make, anchor):
+    plain, trainer = make(), make(anchor=anchor, rollout_delay=2)
+    weights: list[Any] = []
+    for rollout in range(5):
+        now = copy.deepcopy(trainer.model.state_dict())
+        weights.append(now)
+        ours = rolled_out(trainer, seed=rollout)
+        assert all(torch.equal(weight, now[name]) for name, weight in trainer.model.state_dict().items())
+        plain.model.load_state_dict(weights[max(0, rollout - 2)])
+        assert_same(ours, rolled_out(plain, seed=rollout), policies=anchor == "rollout" or rollout == 0)
+        if anchor == "old":  # what the network now says of these completions
+            plain.model.load_state_dict(now)
+            ids, mask = (torch.cat([ours[f"prompt_{name}"], ours[f"completion_{name}"]], 1) for name in ("ids", "mask"))
+            with torch.no_grad():
+                scores = plain._get_per_token_logps_and_entropies(
+                    plain.model, ids, mask, ours["completion_ids"].shape[1]
+                )
+            scored = ours["completion_mask"].bool()
+            found, expected = ours["old_per_token_logps"][scored], scores[0][scored]
+            torch.testing.assert_close(found, expected, rtol=0, atol=within(tiny.LOG_PROB_ERROR))
+        move(trainer.model, 0.05, seed=rollout)
+    assert trainer._metrics["train"]["sampling/rollouts_behind"] == [0, 1, 2, 2, 2]
+
+
+def test_the_clip_takes_its_ratio_to_the_older_policy(make):
+    """A surrogate that reads no distributions."""
+    plain, trainer = make(surrogate="clip"), make(surrogate="clip", anchor="rollout", rollout_delay=1)
+    rolled_out(trainer)
+    move(trainer.model, 0.05)
+    ours, theirs = rolled_out(trainer), rolled_out(plain)
+    assert torch.equal(ours["old_per_token_logps"], theirs["old_per_token_logps"])
+    assert torch.equal(ours["completion_ids"], theirs["completion_ids"])
+
+
+@pytest.mark.parametrize("anchor", ["old", "rollout"])
+def test_the_first_update_is_off_policy_around_the_rollout_only(make, anchor):
+    trainer = make(anchor=anchor, rollout_delay=1, max_steps=6, kl_bound=0.02)
+    trainer.train()
+    first, *later = logged(trainer, "trust_region/kl_before_mean")[::2]
+    assert first <= within(1e-6)
+    assert (min(later) > 1e-4) if anchor == "rollout" else (max(later) <= within(1e-6))
+    assert max(logged(trainer, "trust_region/kl_after_max")) <= 0.02 * (1 + within(1e-3))
+    assert logged(trainer, "sampling/rollouts_behind") == [0, 1, 1]
+
+
+def test_the_weights_come_back_after_an_error(make, monkeypatch):
+    trainer = make(rollout_delay=1)
+    rolled_out(trainer)
+    move(trainer.model, 0.05)
+    before = copy.deepcopy(trainer.model.state_dict())
+    monkeypatch.setattr(trainer, "_generate_single_turn", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        rolled_out(trainer)
+    assert all(torch.equal(weight, before[name]) for name, weight in trainer.model.state_dict().items())
+    assert "_generate" not in vars(trainer)
+
+
+def test_it_goes_with_resampling(make):
+    """All rounds are sampled with the older weights."""
+    settings: dict[str, Any] = {"reward_funcs": lambda completion_ids, **_: [1.0] * len(completion_ids)}
+    plain, trainer = make(resampling_rounds=1, **settings), make(resampling_rounds=1, rollout_delay=1, **settings)
+    seen: list[torch.Tensor] = []
+    head = trainer.model.get_output_embeddings().weight
+    trainer.model.register_forward_pre_hook(lambda *_: seen.append(head.detach().clone()))
+    rolled_out(trainer)
+    older = head.detach().clone()
+    move(trainer.model, 0.05)
+    seen.clear()
+    assert_same(rolled_out(trainer), rolled_out(plain), policies=False)
+    generated = [torch.equal(weight, older) for weight in seen]
+    assert generated == sorted(generated, reverse=True) and sum(generated) > trainer.max_completion_length
+    assert not generated[-1], "scoring is not part of generation"
+
+
+@pytest.mark.parametrize("anchor", ["old", "rollout"])
+def test_a_resumed_run_goes_on_exactly(make, tmp_path, anchor):
+    settings = {"rollout_delay": 1, "anchor": anchor, "ddp_backend": None}
+    runs = interrupted(make, tmp_path, **settings)
+    expected, resumed = runs["without a break"], runs["resumed"]
+    assert expected["log"] == resumed["log"]
+    assert all(torch.equal(resumed["weights"][name], weight) for name, weight in expected["weights"].items())
+    assert resumed["log"][0]["sampling/rollouts_behind"] == 1
+
+
+def test_a_checkpoint_of_another_delay_is_refused(make, tmp_path):
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "output_dir": str(tmp_path)}
+    make(rollout_delay=2, **settings).train()
+    checkpoint = Path(tmp_path, "checkpoint-2")
+    with pytest.raises(ValueError, match="is of a run with rollout_delay=2, and this one has 3: resume with the same"):
+        make(rollout_delay=3, **settings).train(resume_from_checkpoint=str(checkpoint))
+    make(rollout_delay=0, **settings | {"output_dir": str(tmp_path / "none")}).train()
+    with pytest.raises(FileNotFoundError, match=f"has no {DELAY_STATE}: it is no checkpoint of a run with rollout_d"):
+        make(rollout_delay=2, **settings).train(resume_from_checkpoint=str(tmp_path / "none" / "checkpoint-2"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout_delay": -1}, "rollout_delay must be an integer, at least 0, got -1"),
+        ({"use_vllm": True}, "vLLM has weights of its own: set use_vllm=False, or rollout_delay to 0"),
+        ({"anchor": "rollout", "updates_per_rollout": 1}, "has several updates: set updates_per_rollout to 2 or more"),
+        ({"anchor": "rollout", "resampling_rounds": 1}, "set resampling_rounds to 0, or anchor='old'"),
+    ],
+)
+def test_settings_that_do_not_go_with_it_are_refused(tmp_path, settings, message):
+    settings = {"report_to": "none", "use_cpu": True, "bf16": False, "rollout_delay": 1} | settings
+    with pytest.raises(ValueError, match=message):
+        TrollConfig(str(tmp_path), **settings)
+
+
+def test_a_rollout_function_is_refused(make, tmp_path):
+    with pytest.raises(ValueError, match="cannot be used with a rollout function: set rollout_delay to 0"):
+        TrollTrainer(
+            model=make.model(),
+            reward_funcs=tiny.reward,
+            args=TrollConfig(**{**tiny.DEFAULTS, "output_dir": str(tmp_path), "rollout_delay": 1}),
+            train_dataset=tiny.make_dataset(),
+            processing_class=tiny.make_tokenizer(),
+            rollout_func=RolloutFunc(Engine()),
+        )

@@ -1,0 +1,296 @@
+"""Groups with equal rewards sampled again: which are kept, what is made of them, and what the log says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import trl.trainer.grpo_trainer
+from datasets import IterableDataset
+
+from tests.tolerance import within
+from tests.trl import tiny
+from tests.trl.engine import Engine, EngineGeneration, RolloutFunc
+from tests.trl.processes import launch
+from tests.trl.resampling_worker import SETTINGS, dataset, reward, rolled_out
+from tests.trl.resuming import interrupted
+from troll.huggingface.policies import capture
+from troll.trl import TrollConfig, TrollTrainer
+from troll.trl.old_policy import OLD_POLICY
+from troll.trl.resampling import draw, equal_groups
+
+NAN = math.nan
+GROUP = SETTINGS["num_generations"]
+
+
+def make_one(make: tiny.Maker, **settings: Any) -> TrollTrainer:
+    trainer: TrollTrainer = make(**{"reward_funcs": reward, "train_dataset": dataset(), **SETTINGS, **settings})
+    return trainer
+
+
+def texts(rollout: dict[str, Any], name: str) -> list[str]:
+    """Prompts or completions of a rollout, as characters."""
+    rows = zip(rollout[f"{name}_ids"], rollout[f"{name}_mask"].bool(), strict=True)
+    return ["".join(tiny.VOCABULARY[token] for token in ids[mask]) for ids, mask in rows]
+
+
+def token_ids(rollout: dict[str, Any], row: int) -> tuple[list[int], list[int]]:
+    """Those of a prompt and its completion, without padding."""
+    prompt, completion = (
+        rollout[f"{name}_ids"][row][rollout[f"{name}_mask"][row].bool()].tolist() for name in ("prompt", "completion")
+    )
+    return prompt, completion
+
+
+def rewards_of(rollout: dict[str, Any]) -> torch.Tensor:
+    """Computed again from the texts of a rollout, (N,)."""
+    solved = {row["prompt"]: row["solved"] for row in dataset()}
+    flags = [solved[prompt] for prompt in texts(rollout, "prompt")]
+    return torch.tensor(reward([token_ids(rollout, i)[1] for i in range(len(flags))], flags, lambda *_: None))
+
+
+def advantages_of(rewards: torch.Tensor) -> torch.Tensor:
+    """GRPO's."""
+    return ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
+
+
+# The parts
+
+
+@pytest.mark.parametrize(
+    ("group", "equal"),
+    [
+        ([1.0, 1.0, 1.0], True),
+        ([1.0, 1.0, 1.0 + 2**-23], False),
+        ([0.0, NAN, 0.0], True),
+        ([0.0, NAN, 1.0], False),
+        ([NAN, NAN, 1.0], True),
+        ([NAN, NAN, NAN], True),
+        ([-math.inf, -math.inf, -math.inf], True),
+        ([-math.inf, 0.0, 0.0], False),
+    ],
+)
+def test_equal_groups(group, equal):
+    assert equal_groups(torch.tensor([0.0, 1.0, 2.0, *group]), 3).tolist() == [False, equal]
+
+
+def test_no_number_is_drawn_again_before_all_have_been():
+    drawn = draw(5, 13, "a")
+    assert [sorted(drawn[:5]), sorted(drawn[5:10])] == [list(range(5))] * 2
+    assert len(drawn) == 13 and len(set(drawn[10:])) == 3
+    assert draw(5, 13, "a") == drawn != draw(5, 13, "b")
+
+
+# The rollout
+
+
+def test_groups_with_equal_rewards_are_replaced(make):
+    plain = rolled_out(make_one(make, resampling_rounds=0))
+    trainer = make_one(make)
+    rollout = rolled_out(trainer)
+    equal = [len(set(rewards)) == 1 for rewards in rewards_of(plain).view(-1, GROUP).tolist()]
+    assert any(equal) and not all(equal), "nothing to replace, or to keep"
+    for row, was_equal in enumerate(equal):
+        before, after = ([token_ids(r, i) for i in range(row * GROUP, (row + 1) * GROUP)] for r in (plain, rollout))
+        assert (before == after) == (not was_equal)
+    rewards = rewards_of(rollout).view(-1, GROUP)
+    assert (rewards.std(1) > 0).all()
+    for group in range(3):
+        assert len(set(texts(rollout, "prompt")[group * GROUP : (group + 1) * GROUP])) == 1
+    torch.testing.assert_close(rollout["advantages"], advantages_of(rewards))
+    assert rollout["num_items_in_batch"] == rollout["completion_mask"].sum()
+    assert trainer._metrics["train"]["resampling/equal_groups_left"] == [0]
+
+
+def test_the_old_policy_is_that_of_the_merged_rows(make):
+    trainer = make_one(make)
+    rollout = rolled_out(trainer)
+    lengths = rollout["completion_mask"].sum(1)
+    assert len(lengths.unique()) > 1 and len(rollout["prompt_mask"].sum(1).unique()) > 1
+    for row, policy in enumerate(rollout[OLD_POLICY]):
+        prompt, completion = token_ids(rollout, row)
+        ids = torch.tensor([prompt + completion])
+        labels = torch.tensor([[-100] * len(prompt) + completion])
+        fresh = capture(trainer.model, ids, labels)[:, len(prompt) - 1 :]
+        captured = policy.unpack()[: len(completion)]
+        assert torch.equal(captured.token_ids[:, :4], fresh.token_ids[0, :, :4])
+        for ours, theirs in (
+            (captured.log_prob, fresh.log_prob[0]),
+            (rollout["old_per_token_logps"][row, : len(completion)], fresh.log_prob[0]),
+            (captured.tail_log_prob, fresh.tail_log_prob[0]),
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=within(tiny.LOG_PROB_ERROR))
+
+
+def test_what_cannot_be_replaced_stays(make):
+    """Every problem is solved: two rounds find nothing, and the rollout is that of no rounds."""
+    always = {"train_dataset": dataset().remove_columns("solved").add_column("solved", [True] * 16)}
+    plain = rolled_out(make_one(make, resampling_rounds=0, **always))
+    trainer = make_one(make, resampling_rounds=2, **always)
+    rollout = rolled_out(trainer)
+    for name in ("prompt_ids", "completion_ids", "advantages", "old_per_token_logps"):
+        assert torch.equal(rollout[name], plain[name]), name
+    metrics = trainer._metrics["train"]
+    names = ("rounds", "equal_groups", "equal_groups_left")
+    assert [metrics[f"resampling/{name}"] for name in names] == [[2], [1.0], [1.0]]
+
+
+def test_the_log_is_of_the_first_round_and_counts_all_tokens(make):
+    plain, trainer = make_one(make, resampling_rounds=0), make_one(make)
+    rolled_out(plain)
+    rolled_out(trainer)
+    expected, metrics = plain._metrics["train"], trainer._metrics["train"]
+    added = {f"resampling/{name}" for name in ("rounds", "equal_groups", "equal_groups_left")}
+    assert metrics.keys() == expected.keys() | added
+    for name in expected.keys() - {"num_tokens"}:
+        assert metrics[name] == expected[name], name
+    assert {"reward", "rewards/reward/mean", "completions/mean_length"} <= expected.keys()
+    assert 0 < expected["frac_reward_zero_std"][0] == metrics["resampling/equal_groups"][0] < 1
+    assert metrics["resampling/rounds"][0] >= 1
+    assert metrics["num_tokens"][0] > 1.5 * expected["num_tokens"][0]
+
+
+def test_the_table_of_completions_is_of_the_rollout(make):
+    trainer = make_one(make)
+    rollout = rolled_out(trainer)
+    logs: Any = trainer._logs
+    assert list(logs["prompt"]) == texts(rollout, "prompt")
+    assert list(logs["rewards"]["reward"]) == rewards_of(rollout).tolist()
+    assert list(logs["advantages"]) == rollout["advantages"].tolist()
+    assert list(logs["extra"]["length"]) == rollout["completion_mask"].sum(1).tolist()
+
+
+def test_other_estimators_see_the_rewards_of_the_rollout(make):
+    rollout = rolled_out(make_one(make, advantage_estimator="rloo"))
+    rewards = rewards_of(rollout).view(-1, GROUP)
+    others = (rewards.sum(1, keepdim=True) - rewards) / (GROUP - 1)
+    torch.testing.assert_close(rollout["advantages"], (rewards - others).flatten())
+
+
+# Training
+
+
+def test_without_equal_rewards_nothing_changes(make):
+    """Not one bit of weights, metrics and random numbers."""
+    results = []
+    for rounds in (0, 3):
+        trainer = make(kl_bound=0.01, resampling_rounds=rounds)
+        torch.manual_seed(0)
+        trainer.train()
+        assert tiny.logged(trainer, "resampling/rounds") == ([0.0, 0.0] if rounds else [])
+        untimed = [
+            {
+                name: value
+                for name, value in entry.items()
+                if not name.startswith(("resampling/", "step_time", "train_"))
+            }
+            for entry in trainer.state.log_history
+        ]
+        results.append((untimed, trainer.model.state_dict(), torch.get_rng_state()))
+    (log, weights, state), (our_log, our_weights, our_state) = results
+    assert our_log == log
+    assert all(torch.equal(our_weights[name], weight) for name, weight in weights.items())
+    assert torch.equal(our_state, state)
+
+
+def test_a_resumed_run_samples_the_same_groups(make, tmp_path):
+    settings = {"resampling_rounds": 4, "num_generations": 2, "ddp_backend": None}
+    runs = interrupted(make, tmp_path, reward_funcs=reward, train_dataset=dataset(), **settings)
+    expected, resumed = runs["without a break"], runs["resumed"]
+    assert expected["log"] == resumed["log"]
+    assert max(entry.get("resampling/rounds", 0) for entry in resumed["log"]) > 0
+    assert all(torch.equal(resumed["weights"][name], weight) for name, weight in expected["weights"].items())
+
+
+def test_rollouts_of_one_run_draw_different_prompts(make):
+    trainer = make_one(make)
+    first, again = (texts(rolled_out(trainer), "prompt") for _ in range(2))
+    trainer.state.global_step += 2
+    assert first == again != texts(rolled_out(trainer), "prompt")
+
+
+def test_vllm_generates_the_rounds(make, monkeypatch):
+    engine = Engine()
+    monkeypatch.setattr(
+        trl.trainer.grpo_trainer, "VLLMGeneration", lambda **keywords: EngineGeneration(engine, **keywords)
+    )
+    trainer = make_one(make, use_vllm=True, vllm_mode="colocate")
+    rollout = rolled_out(trainer)
+    assert trainer._metrics["train"]["resampling/rounds"][0] >= 1
+    mask = rollout["completion_mask"].bool()
+    sampled, scored = rollout["sampling_per_token_logps"][mask], rollout["old_per_token_logps"][mask]
+    torch.testing.assert_close(sampled, scored, rtol=0, atol=within(1e-4))  # the engine has the trainer's own weights
+    trainer.train()
+
+
+@pytest.fixture(scope="module")
+def two_processes(model_path: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What either process left."""
+    folder = tmp_path_factory.mktemp("resampling")
+    return launch("tests.trl.resampling_worker", "ddp", [str(model_path("llama")), str(folder)], folder)
+
+
+def test_two_processes_resume_exactly(two_processes):
+    """With rollouts of older weights too."""
+    for result in two_processes:
+        expected, resumed = result["interrupted"]["without a break"], result["interrupted"]["resumed"]
+        assert expected["log"] == resumed["log"]
+        assert max(entry.get("resampling/rounds", 0) for entry in resumed["log"]) > 0
+        assert max(entry.get("sampling/rollouts_behind", 0) for entry in resumed["log"]) == 1
+        assert all(torch.equal(resumed["weights"][name], weight) for name, weight in expected["weights"].items())
+
+
+def test_two_processes_share_groups(two_processes):
+    """A group that lies on both processes is replaced as a whole, and both draw the same prompts."""
+    ours = two_processes
+    rewards = torch.cat([rewards_of(result["rollout"]) for result in ours]).view(-1, GROUP)
+    prompts = [prompt for result in ours for prompt in texts(result["rollout"], "prompt")]
+    assert [len(set(prompts[start : start + GROUP])) for start in range(0, 3 * GROUP, GROUP)] == [1, 1, 1]
+    assert (rewards.std(1) > 0).all()
+    advantages = torch.cat([result["rollout"]["advantages"] for result in ours])
+    torch.testing.assert_close(advantages, advantages_of(rewards))
+    for result in ours:
+        metrics, logs = result["metrics"], result["logs"]
+        assert metrics["resampling/rounds"][0] >= 1
+        assert metrics["resampling/equal_groups"][0] > 0 == metrics["resampling/equal_groups_left"][0]
+        assert logs["prompt"] == prompts
+        assert logs["length"] == [n for each in ours for n in each["rollout"]["completion_mask"].sum(1).tolist()]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"resampling_rounds": -1}, "resampling_rounds must be an integer, at least 0, got -1"),
+        ({"resampling_rounds": 1.5}, r"resampling_rounds must be an integer, at least 0, got 1\.5"),
+        ({"advantage_estimator": "gae"}, "'gae' learns: set it to 0, or use one of group, reinforce_plus_plus_base"),
+        ({"advantage_estimator": "reinforce_plus_plus", "num_generations": 1}, "'reinforce_plus_plus' learns"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "must be 'sum_then_normalize', got 'normalize_then"),
+        ({"anchor": "rollout", "use_vllm": True}, "set resampling_rounds to 0, or anchor='old'"),
+    ],
+)
+def test_settings_that_do_not_go_with_it_are_refused(tmp_path, settings, message):
+    settings = {"report_to": "none", "use_cpu": True, "bf16": False, "resampling_rounds": 1} | settings
+    with pytest.raises(ValueError, match=message):
+        TrollConfig(str(tmp_path), **settings)
+
+
+def test_what_it_cannot_merge_is_refused(make, tmp_path):
+    settings: dict[str, Any] = {**tiny.DEFAULTS, "output_dir": str(tmp_path), "resampling_rounds": 1}
+    for arguments, message in (
+        ({"rollout_func": RolloutFunc(Engine())}, "cannot be used with a rollout function: set resampling_rounds"),
+        ({"train_dataset": IterableDataset.from_generator(lambda: iter(dataset()))}, "by their number, got .*Iterable"),
+        ({"train_dataset": dataset().add_column("image", [None] * 16)}, "text only, .* a column 'image': remove it"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TrollTrainer(
+                model=make.model(),
+                reward_funcs=tiny.reward,
+                args=TrollConfig(**settings),
+                processing_class=tiny.make_tokenizer(),
+                **{"train_dataset": dataset(), **arguments},
+            )
