@@ -10,7 +10,7 @@ RESULTS ?= benchmarks/results
 DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 VERL_DEMO_OUTPUT ?= runs/verl-demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: setup verl-setup demo verl-demo test test-portable test-compat check bench bench-gpu format clean
+.PHONY: setup verl-setup demo verl-demo test test-portable test-compat check bench bench-gpu results format clean
 
 setup: $(VENV)/installed
 verl-setup: $(VERL_VENV)/installed
@@ -72,6 +72,10 @@ bench-gpu:
 	$$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null \
 		|| { $(MAKE) setup && python=$(BIN)/python; } \
 	&& PYTHONPATH=src:. $$python -m benchmarks gpu --output $(RESULTS) $(OPTIONS)
+
+# docs/results.md and its figures, from the runs in docs/results/*.csv.
+results: setup
+	$(BIN)/python -m benchmarks.study page
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -17,6 +17,7 @@ from trl import GRPOConfig, TrlParser
 
 from tests.trl.tiny import no_warnings_about
 from troll.trl import TrollConfig
+from troll.trl.surrogates import SURROGATES
 
 
 def config(tmp_path: Path, **settings: object) -> TrollConfig:
@@ -39,7 +40,15 @@ def config(tmp_path: Path, **settings: object) -> TrollConfig:
         ("tail", "cut", "tail must be one of bucket, floor, got 'cut'"),
         ("solver", "secant", "solver must be one of newton, bracket, got 'secant'"),
         ("generation_chunk_size", 0, "generation_chunk_size must be at least 1, got 0"),
-        ("delta", 4.0, "delta clips the ratio, and surrogate .troll. has no clip"),
+        ("delta", 4.0, "delta is a part of TRL's clip, which surrogate .troll. is without"),
+        ("kl_penalty_weight", 0.0, "kl_penalty_weight must be finite and above 0, got 0.0"),
+        ("kl_penalty_weight", math.inf, "kl_penalty_weight must be finite and above 0, got inf"),
+        ("kl_penalty_target", 0.0, "kl_penalty_target must be finite and above 0, got 0.0"),
+        ("kl_penalty_direction", "both", "kl_penalty_direction must be one of old_new, new_old, got 'both'"),
+        ("drpo_threshold", 0.0, "drpo_threshold must be finite and above 0, got 0.0"),
+        ("ipo_threshold", -0.1, "ipo_threshold must be finite and above 0, got -0.1"),
+        ("ipo_kl_weight", -1.0, "ipo_kl_weight must be finite and at least 0, got -1.0"),
+        ("gmpo_range", math.nan, "gmpo_range must be finite and above 0, got nan"),
     ],
 )
 def test_a_value_out_of_its_range_is_refused(tmp_path, setting, value, message):
@@ -47,21 +56,71 @@ def test_a_value_out_of_its_range_is_refused(tmp_path, setting, value, message):
         config(tmp_path, **{setting: value})
 
 
-RIVALS = ["cispo", "sapo", "vespo", "luspo"]
+SURROGATE_LOSSES = ["cispo", "sapo", "vespo"]
 
 
-@pytest.mark.parametrize("surrogate", ["troll", "dppo_tv", "dppo_kl", "none"])
-@pytest.mark.parametrize("loss_type", RIVALS)
-def test_a_loss_without_a_clip_is_refused_with_what_works(tmp_path, loss_type, surrogate):
-    message = f"'{loss_type}' does not go with surrogate '{surrogate}': use one of grpo, bnpo, dr_grpo, dapo, or surr"
+@pytest.mark.parametrize("surrogate", [name for name in SURROGATES if name not in SURROGATE_LOSSES])
+@pytest.mark.parametrize("loss_type", SURROGATE_LOSSES)
+def test_a_loss_that_is_a_surrogate_is_refused_with_its_name(tmp_path, loss_type, surrogate):
+    message = f"'{loss_type}' does not go with surrogate '{surrogate}': set surrogate='{loss_type}' and leave"
     with pytest.raises(ValueError, match=message):
         config(tmp_path, loss_type=loss_type, surrogate=surrogate)
 
 
-@pytest.mark.parametrize("loss_type", RIVALS)
-def test_the_clip_takes_every_loss_of_trl(tmp_path, loss_type):
-    args = config(tmp_path, loss_type=loss_type, surrogate="clip", delta=4.0, epsilon_high=5.0)
-    assert (args.loss_type, args.delta, args.epsilon_high) == (loss_type, 4.0, 5.0)
+@pytest.mark.parametrize("surrogate", [name for name in SURROGATES if name != "clip"])
+def test_a_loss_of_the_clip_is_refused_with_what_works(tmp_path, surrogate):
+    message = f"'luspo' does not go with surrogate '{surrogate}': use one of grpo, bnpo, dr_grpo, dapo, or surrogate="
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, loss_type="luspo", surrogate=surrogate)
+    with pytest.raises(ValueError, match=f"which surrogate '{surrogate}' is without"):
+        config(tmp_path, delta=4.0, surrogate=surrogate)
+
+
+def test_the_clip_takes_its_settings(tmp_path):
+    args = config(tmp_path, loss_type="luspo", surrogate="clip", delta=4.0, epsilon_high=5.0)
+    assert (args.loss_type, args.delta, args.epsilon_high) == ("luspo", 4.0, 5.0)
+
+
+SET: list[tuple[str, str, str]] = [
+    ("cispo", "cispo", "token"),
+    ("sapo", "sapo", "token"),
+    ("vespo", "vespo", "token"),
+    ("gmpo", "grpo", "sequence"),
+]
+
+
+@pytest.mark.parametrize(("surrogate", "loss_type", "level"), SET)
+def test_a_surrogate_sets_the_loss_it_needs(tmp_path, surrogate, loss_type, level):
+    with no_warnings_about("is now"):
+        args = config(tmp_path, surrogate=surrogate)
+        assert (args.loss_type, args.importance_sampling_level) == (loss_type, level)
+        stored = json.loads(args.to_json_string())
+        again = TrollConfig(**{field.name: stored[field.name] for field in fields(TrollConfig) if field.init})
+        for copy in (again, dataclasses.replace(args, learning_rate=1e-5)):
+            assert (copy.loss_type, copy.importance_sampling_level) == (loss_type, level)
+            assert copy.epsilon_high == args.epsilon_high
+    with pytest.warns(UserWarning, match=f"^loss_type='bnpo' is now '{loss_type}': surrogate '{surrogate}'") as caught:
+        assert config(tmp_path, surrogate=surrogate, loss_type="bnpo").loss_type == loss_type
+    assert [Path(warning.filename) for warning in caught if "is now" in str(warning.message)] == [Path(__file__)]
+
+
+def test_cispo_bounds_the_ratio_itself(tmp_path):
+    with no_warnings_about("ignored"):
+        assert config(tmp_path, surrogate="cispo").epsilon_high == 5.0
+        assert config(tmp_path, surrogate="cispo", epsilon_high=2.0).epsilon_high == 2.0
+    with pytest.warns(UserWarning, match="^epsilon ignored: surrogate 'cispo'"):
+        config(tmp_path, surrogate="cispo", epsilon=0.1)
+    with pytest.raises(
+        ValueError, match=r"epsilon_high is the largest ratio itself, and must be at least 1, got 0\.28"
+    ):
+        config(tmp_path, surrogate="cispo", epsilon_high=0.28)
+
+
+def test_an_adaptive_penalty_needs_something_to_adapt_to(tmp_path):
+    settings = {"surrogate": "kl_penalty", "updates_per_rollout": 1}
+    with pytest.raises(ValueError, match=r"kl_penalty_target adapts to .* set updates_per_rollout to 2 or more"):
+        config(tmp_path, kl_penalty_target=0.01, **settings)
+    assert config(tmp_path, **settings).kl_penalty_target is None
 
 
 @pytest.mark.parametrize("surrogate", ["troll", "clip"])

@@ -1,4 +1,7 @@
-"""The rivals of the projection: TRL's own clip, the masks of DPPO in float64 from full logits, and none."""
+"""The surrogates in a trainer: TRL's own losses, and the others in float64 from full logits.
+
+Each by itself, on closed forms, is tested in `surrogates/`.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-import troll
 from tests.trl import dense
+from tests.trl.surrogates.scored import scored_tokens
 from tests.trl.tiny import assert_same_gradients, assert_same_update, follow, loss_and_gradients, move, rollout
 from troll.trl import TrollTrainer
-from troll.trl.surrogates import SURROGATES, ScoredTokens, Surrogate, Terms, dppo_kl, dppo_tv
-from troll.trl.surrogates import troll as troll_terms
-from troll.trl.trainer import OLD_POLICY
-from troll.trust_region.objective import support
+from troll.trl.old_policy import OLD_POLICY
+from troll.trl.surrogates import SURROGATES, ScoredTokens, Surrogate, Terms
+from troll.trl.surrogates.divergences import troll as troll_terms
+from troll.trl.surrogates.masks import dppo_kl, dppo_tv
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 LEVELS = ("token", "sequence")
@@ -55,6 +59,118 @@ def test_none_is_an_infinite_clip(make):
     for inputs in buffered:
         assert_same_update(ours, theirs, inputs)
         assert not [name for name in ours._metrics["train"] if name.startswith("clip_ratio/")]
+
+
+TRLS_OWN: list[dict[str, Any]] = [
+    {"loss_type": "cispo", "epsilon_high": 1.1},
+    {"loss_type": "sapo", "sapo_temperature_neg": 2.0},
+    {"loss_type": "vespo", "vespo_k_pos": 1.5},
+]
+
+
+@pytest.mark.parametrize("diagnostics_steps", [0, 1])
+@pytest.mark.parametrize("settings", TRLS_OWN, ids=lambda settings: settings["loss_type"])
+def test_trls_own_surrogates_are_trls(make, settings, diagnostics_steps):
+    given = {**settings, "loss_type": "grpo", "surrogate": settings["loss_type"]}  # a recipe's, for the clip
+    ours, theirs = make(diagnostics_steps=diagnostics_steps, **given), make(GRPOTrainer, **settings)
+    buffered = rollout(ours)
+    assert (OLD_POLICY in buffered[0]) == bool(diagnostics_steps)
+    move(ours.model, 0.15)
+    follow(theirs, ours)
+    clipped = 0.0
+    for inputs in buffered:
+        assert_same_update(ours, theirs, inputs)
+        found, expected = (trainer._metrics["train"].get("cispo_clip_ratio", []) for trainer in (ours, theirs))
+        assert found == pytest.approx(expected)
+        clipped += sum(found)
+    assert (clipped > 0) == (settings["loss_type"] == "cispo")
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_gmpo_is_gmpo_trainers(make, beta):
+    # TRL weights the KL to the reference with the ratio, and its GMPOTrainer does not.
+    ours = make(surrogate="gmpo", gmpo_range=0.1, beta=beta, use_bias_correction_kl=False)
+    theirs = make(GMPOTrainer, epsilon=0.1, beta=beta)
+    buffered = rollout(ours)
+    assert OLD_POLICY not in buffered[0]
+    move(ours.model, 0.15)
+    follow(theirs, ours)
+    for inputs in buffered:
+        assert_same_update(ours, theirs, inputs)
+        assert theirs._metrics["train"]["clip_ratio/region_mean"][0] > 0
+
+
+def test_the_default_range_of_gmpo_is_trls(make):
+    assert make(surrogate="gmpo").args.gmpo_range == GMPOConfig.__dataclass_fields__["epsilon"].default
+
+
+def dense_loss(kind: str, new: Tensor, old: Tensor, sampled: int, advantage: float, args: Any) -> Tensor:
+    """A token's loss, of two (V,) log-probabilities in float64."""
+    log_ratio = new[sampled] - old[sampled]
+    policy, moved = -log_ratio.exp() * advantage, new[sampled].exp() - old[sampled].exp()
+    if kind == "regression":
+        return policy + args.regression_weight * dense.token(new, old, sampled, args).regression
+    if kind == "kl_penalty":
+        log_new, log_old, _, _ = dense.outcomes(new, old, sampled, args)
+        of, to = (log_old, log_new) if args.kl_penalty_direction == "old_new" else (log_new, log_old)
+        return policy + args.kl_penalty_weight * (of.exp() * (of - to)).sum()
+    if kind == "drpo":
+        return policy + abs(advantage) * moved.square() / old[sampled].exp() / (2 * args.drpo_threshold)
+    assert kind == "ipo"
+    kept = float(moved.abs().detach() <= args.ipo_threshold)
+    return kept * policy + args.ipo_kl_weight * log_ratio.square()
+
+
+RIVALS: list[dict[str, Any]] = [
+    {"surrogate": "regression", "kl_bound": 0.01, "regression_weight": 2.0},
+    {"surrogate": "kl_penalty", "kl_penalty_weight": 3.0},
+    {"surrogate": "kl_penalty", "kl_penalty_weight": 3.0, "kl_penalty_direction": "new_old"},
+    {"surrogate": "kl_penalty", "tail": "floor"},
+    {"surrogate": "drpo", "drpo_threshold": 0.1},
+    {"surrogate": "ipo", "ipo_threshold": 0.02, "ipo_kl_weight": 0.5},
+]
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+@pytest.mark.parametrize("settings", RIVALS, ids=str)
+def test_a_rival_is_its_formula_on_full_logits(make, settings, loss_type):
+    trainer = make(support_top_k=5, loss_type=loss_type, **settings)
+    inputs = rollout(trainer)[0]
+    with torch.no_grad():
+        old = dense.completion_logits(make.model(), inputs, 1.0).log_softmax(-1)
+    move(trainer.model, 0.1)
+    loss, gradients = loss_and_gradients(trainer, inputs)
+
+    model = make.model()
+    model.load_state_dict(trainer.model.state_dict())
+    new = dense.completion_logits(model, inputs, 1.0).log_softmax(-1)
+    mask, rows = dense.scored_mask(inputs), []
+    for row, (ids, advantage) in enumerate(zip(inputs["completion_ids"], inputs["advantages"].tolist(), strict=True)):
+        scored = mask[row].nonzero().flatten().tolist()
+        rows.append(
+            [
+                dense_loss(settings["surrogate"], new[row, t], old[row, t], int(ids[t]), advantage, trainer.args)
+                for t in scored
+            ]
+        )
+    expected = dense.aggregate(rows, inputs, trainer.args)
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+    assert_same_gradients(gradients, {name: p.grad for name, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("surrogate", ["kl_penalty", "regression"])
+def test_what_reads_policies_is_measured(make, surrogate):
+    trainer = make(surrogate=surrogate, kl_bound=1e-4, constraint="sequence", logging_steps=2)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "trust_region/kl_before_mean" in entry]
+    assert [entry["step"] for entry in logs] == [2, 4]
+    for entry in logs:
+        assert entry["trust_region/kl_before_mean"] > 0
+        projects = surrogate == "regression"
+        assert (entry["trust_region/projected_fraction"] > 0) == projects
+        assert entry.get("trust_region/kl_bound") == (1e-4 if projects else None)
+        assert entry.get("trust_region/kl_penalty_weight") == (None if projects else 1.0)
 
 
 def divergence(new: Tensor, old: Tensor, sampled: int, kind: str, args: Any) -> float:
@@ -136,18 +252,7 @@ def test_the_ratio_of_a_projected_token_below_the_floor(make, tail, old_logit, n
     args = make(tail=tail, support_top_k=3, mass_threshold=0.0).args
     old_logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, old_logit]], dtype=torch.float64)
     logits = torch.tensor([[0.5, 1.0, 2.5, -1.0, new_logit]], dtype=torch.float64, requires_grad=True)
-    sampled = torch.tensor([4])
-    old, source = troll.capture(old_logits, sampled, top_k=3, mass_threshold=0.0), troll.Logits(logits)
-    new = troll.log_probs_at(source, support(source, old.token_ids, sampled, tail, 0.0))
-    tokens = ScoredTokens(
-        new_log_probs=logits.log_softmax(-1)[:, 4],
-        old_log_probs=old.log_prob,
-        advantages=torch.ones(1),
-        kl_bound=args.kl_bound,
-        constraint=None,
-        old=old,
-        new=new,
-    )
+    tokens = scored_tokens(logits, old_logits, torch.tensor([4]), kl_bound=args.kl_bound, top_k=3, tail=tail)
     terms = troll_terms(tokens, args)
     assert terms.log_ratio is not None and terms.penalty is not None and terms.step is not None
     assert terms.step.projected.all()
@@ -174,6 +279,7 @@ def test_certain_tokens_have_finite_divergences(make):
         old_log_probs=log_probs,
         advantages=torch.tensor([-1.0, -1.0, 1.0, 1.0, 1.0]),
         kl_bound=0.05,
+        kl_penalty_weight=1.0,
         constraint=None,
         old=None,
         new=None,
@@ -240,7 +346,7 @@ def test_settings_of_a_surrogate_are_settings(make):
         assert set(surrogate.settings) <= known, name
 
 
-@pytest.mark.parametrize("surrogate", ["clip", "none", "dppo_tv"])
+@pytest.mark.parametrize("surrogate", ["clip", "none", "dppo_tv", "drpo", "gmpo", "cispo"])
 def test_a_rival_is_measured_when_diagnostics_are_due(make, surrogate):
     trainer = make(surrogate=surrogate, diagnostics_steps=4, max_steps=8, logging_steps=4)
     trainer.train()

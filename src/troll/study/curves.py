@@ -20,7 +20,7 @@ from troll.study.metrics import (
     evaluation_curves,
 )
 from troll.study.plot import COLOURS, LIGHT, Points, columns, running_mean, set_scale, svg, thin, window
-from troll.study.statistics import rank_correlation, wilson_interval
+from troll.study.statistics import wilson_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -112,9 +112,11 @@ def _note(curve: Curve, rows: Rows) -> str:
         if key.startswith(CONDITIONING):
             values = dict(metric_points(rows, key))
             steps = sorted(values.keys() & norm.keys())
-            found = rank_correlation([values[step] for step in steps], [norm[step] for step in steps])
-            if found is not None:
-                shown = f"{found:+.2f}".replace("-", "−")
+            pairs = [[series[step] for step in steps] for series in (values, norm)]
+            if len(steps) > 2 and all(len(set(series)) > 1 for series in pairs):  # else there is no correlation
+                from scipy import stats
+
+                shown = f"{stats.spearmanr(*pairs).statistic:+.2f}".replace("-", "−")
                 notes.append(f"Rank correlation of {label} with the gradient norm: {shown}, over {len(steps)} steps.")
     return " ".join(notes)
 

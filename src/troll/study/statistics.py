@@ -1,6 +1,6 @@
-"""Means over seeds, and how sure one can be of them.
+"""Means over seeds, how sure one can be of them, and the choice of a learning rate that they allow.
 
-One quantile of Student's t is all that is needed, so SciPy is no dependency of the report.
+SciPy is imported where it is used: training reads this module's neighbours, and must not wait for it or need it.
 """
 
 from __future__ import annotations
@@ -8,10 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import correlation, fmean, stdev
-from typing import Literal
+from statistics import fmean, stdev
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from troll.evaluation.estimators import Interval, wilson_interval
+
+_MOST_EXACT = 20  # differences of which all sign flips are tried: about a million
+_BLOCK = 1000  # bootstrap samples held in memory at once
 
 
 @dataclass(frozen=True)
@@ -33,43 +39,11 @@ class Estimate:
     method: Literal["t", "wilson"] | None
 
 
-def t_quantile(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t: half the width of a 95 % interval, in standard errors.
-
-    Bisects the closed form of P(|T| < t) for whole degrees of freedom (Abramowitz and Stegun 26.7.3 and 26.7.4), which
-    is a finite sum in θ = atan(t / √degrees).
-
-    Args:
-        degrees: Degrees of freedom, at least 1.
-
-    Raises:
-        ValueError: If `degrees` is below 1.
-    """
-    if degrees < 1:
-        raise ValueError(f"degrees must be at least 1, got {degrees}")
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        theta = (low + high) / 2
-        low, high = (theta, high) if _central_mass(theta, degrees) < 0.95 else (low, theta)
-    return math.sqrt(degrees) * math.tan(low)
-
-
-def _central_mass(theta: float, degrees: int) -> float:
-    cosine = math.cos(theta)
-    odd = degrees % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for k in range(1 + odd, degrees, 2):
-        total += term
-        term *= cosine * cosine * k / (k + 1)
-    total *= math.sin(theta)
-    return (theta + total) * 2 / math.pi if odd else total
-
-
 def t_interval(values: Sequence[float]) -> Interval | None:
     """The 95 % interval of the mean by Student's t; None for fewer than two values."""
     if len(values) < 2:
         return None
-    half = t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    half = float(_stats().t.ppf(0.975, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
     return fmean(values) - half, fmean(values) + half
 
 
@@ -104,15 +78,184 @@ def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -
     return Estimate(fmean(differences), spread, len(differences), interval, "t" if interval else None)
 
 
-def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Spearman's rank correlation, ties by their mean rank; None for fewer than three pairs or a constant."""
-    if len(first) < 3 or len(set(first)) == 1 or len(set(second)) == 1:
+def sign_flip_p_value(differences: Sequence[float]) -> float:
+    """The two-sided p-value of the mean paired difference, by flipping signs.
+
+    If two methods are alike, a seed's difference is as likely as its negative. The p-value is the share of all sign
+    patterns whose mean is at least as far from 0 as the one seen: exact for up to 20 differences, so never below
+    2 / 2ⁿ; for more, from a million random patterns with a fixed seed.
+
+    Args:
+        differences: Of each seed, at least one.
+
+    Raises:
+        ValueError: If there is no difference.
+    """
+    if not differences:
+        raise ValueError("a sign-flip test needs at least one difference")
+    if len(differences) > _MOST_EXACT:
+        # For all patterns of 20, this takes a thousand times as long as the lines below.
+        found = _stats().permutation_test(
+            (np.asarray(differences),),
+            np.mean,
+            permutation_type="samples",
+            vectorized=True,
+            n_resamples=2**_MOST_EXACT,
+            batch=2**14,
+            rng=np.random.default_rng(0),
+        )
+        return float(found.pvalue)
+    sums = np.zeros(1)
+    for difference in differences:
+        sums = np.concatenate([sums + difference, sums - difference])
+    rounding = 1e-12 * sum(map(abs, differences))
+    return float(np.mean(np.abs(sums) >= abs(sum(differences)) - rounding))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's corrected p-values: below 0.05 they keep the chance of any false finding among them below 0.05.
+
+    The smallest of m is multiplied by m, the next by m − 1, and so on; none becomes smaller than one before it.
+
+    Args:
+        p_values: Of every test of the family. A test that is still to be made counts with 1.
+
+    Returns:
+        The corrected values in the same order, at most 1.
+    """
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda place: p_values[place])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
+        corrected[place] = largest
+    return corrected
+
+
+def equivalence_p_value(differences: Sequence[float], margin: float) -> float | None:
+    """The p-value of two one-sided t tests (TOST); below 0.05 the methods are equivalent within the margin.
+
+    The hypothesis that it speaks against is that the mean difference is at least `margin` away from 0.
+
+    Args:
+        differences: Of each seed.
+        margin: Above 0, in the unit of the differences.
+
+    Returns:
+        The larger p-value of the two tests; None for fewer than two differences.
+
+    Raises:
+        ValueError: If `margin` is not above 0.
+    """
+    if margin <= 0:
+        raise ValueError(f"margin must be above 0, got {margin}")
+    if len(differences) < 2:
         return None
-    return correlation(_ranks(first), _ranks(second))
+    if stdev(differences) == 0:  # where t is infinite
+        return 0.0 if abs(differences[0]) < margin else 1.0
+    above = _stats().ttest_1samp(differences, -margin, alternative="greater").pvalue
+    below = _stats().ttest_1samp(differences, margin, alternative="less").pvalue
+    return float(max(above, below))
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
-    places: dict[float, list[int]] = {}
-    for place, value in enumerate(sorted(values)):
-        places.setdefault(value, []).append(place)
-    return [fmean(places[value]) for value in values]
+def crossed_bootstrap_interval(
+    differences: ArrayLike, questions: ArrayLike, resamples: int = 10_000, seed: int = 0
+) -> Interval:
+    """The 95 % interval of a mean over seeds and questions, both seen as samples.
+
+    Every seed's run answers the same draws, and draws of one question are alike. So seeds and questions are resampled
+    with replacement, independently of each other, and a question brings all its draws and its answers by all seeds
+    (Owen, 2007, "The pigeonhole bootstrap"). The interval is that of the percentiles. It tends to be too wide rather
+    than too narrow, but not with few seeds: below ten, prefer `t_interval`.
+
+    Args:
+        differences: (seeds, draws): what is averaged, such as one method's verdict minus another's.
+        questions: (draws,) integers: the question of each draw.
+        resamples: Bootstrap samples.
+        seed: Of their random numbers.
+
+    Raises:
+        ValueError: If the shapes do not fit, or there are fewer than two seeds or questions.
+    """
+    values, asked = np.asarray(differences, dtype=float), np.asarray(questions)
+    if values.ndim != 2 or values.shape[1:] != asked.shape:
+        raise ValueError(
+            f"differences must be (seeds, draws) and questions (draws,), got {values.shape} and {asked.shape}"
+        )
+    names, place = np.unique(asked, return_inverse=True)
+    if len(values) < 2 or len(names) < 2:
+        raise ValueError(f"at least two seeds and two questions are needed, got {len(values)} and {len(names)}")
+    totals = np.stack([np.bincount(place, row, len(names)) for row in values])  # (seeds, questions)
+    draws = np.bincount(place)
+    rng = np.random.default_rng(seed)
+    means: list[NDArray[np.float64]] = []
+    for start in range(0, resamples, _BLOCK):
+        size = min(_BLOCK, resamples - start)
+        by_seed, by_question = _resampled(len(values), size, rng), _resampled(len(names), size, rng)
+        sums = ((by_seed @ totals) * by_question).sum(-1)
+        means.append(sums / (len(values) * (by_question @ draws)))
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _resampled(items: int, samples: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """How often each item is in each sample of as many with replacement, (samples, items)."""
+    drawn = rng.integers(items, size=(samples, items)) + items * np.arange(samples)[:, None]
+    return np.bincount(drawn.ravel(), minlength=samples * items).reshape(samples, items)
+
+
+def leave_one_out_choice(values: Mapping[float, Mapping[int, float]]) -> dict[int, float]:
+    """For each seed, the learning rate with the best mean over the other seeds.
+
+    So a seed's own luck has no part in the choice of its rate. Equal means choose the smaller rate.
+
+    Args:
+        values: Rate to seed to value. Only seeds that have a value at every rate count.
+
+    Returns:
+        The rate of each of these seeds; nothing if there are fewer than two.
+    """
+    common = sorted(set.intersection(*(set(by_seed) for by_seed in values.values()))) if values else []
+    if len(common) < 2:
+        return {}
+
+    def best(left_out: int) -> float:
+        others = [seed for seed in common if seed != left_out]
+        return max(sorted(values), key=lambda rate: fmean(values[rate][seed] for seed in others))
+
+    return {seed: best(seed) for seed in common}
+
+
+def range_within(means: Mapping[float, float], share: float = 0.9) -> tuple[float, float]:
+    """The learning rates around the best one with at least a share of its value.
+
+    Between two rates, the value is taken to be linear in the logarithm of the rate, as a plot draws it.
+
+    Args:
+        means: Value by rate, at least one; all at least 0.
+        share: In (0, 1].
+
+    Returns:
+        The lowest and the highest rate. One that is the first or the last of `means` is only where the data end.
+    """
+    rates = sorted(means)
+    best = max(range(len(rates)), key=lambda i: means[rates[i]])
+    wanted = share * means[rates[best]]
+
+    def reach(step: int) -> float:
+        last = best
+        while 0 <= last + step < len(rates) and means[rates[last + step]] >= wanted:
+            last += step
+        if not 0 <= last + step < len(rates) or means[rates[last]] == wanted:
+            return rates[last]
+        inside, outside = rates[last], rates[last + step]
+        way = (means[inside] - wanted) / (means[inside] - means[outside])
+        return inside * (outside / inside) ** way
+
+    return reach(-1), reach(1)
+
+
+def _stats() -> Any:
+    try:
+        from scipy import stats
+    except ImportError as error:
+        raise ImportError('intervals need SciPy: pip install "troll-rl[report]"') from error
+    return stats

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from trl import GRPOConfig
 
 from troll.trl.advantages import ESTIMATORS
@@ -23,6 +24,9 @@ KlDirection = Literal["old_new", "new_old"]
 ANCHORS: tuple[Anchor, ...] = ("old", "rollout")
 DPPO_OUTCOMES: tuple[DppoOutcomes, ...] = ("binary", "top_k")
 KL_DIRECTIONS: tuple[KlDirection, ...] = ("old_new", "new_old")
+
+#: What the weights of rollouts can be rounded to.
+ROLLOUT_DTYPES = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 #: How TRL's `loss_type` aggregates over tokens, in the core's names; "dapo" divides by the tokens of the whole
 #: generation batch.
@@ -65,6 +69,8 @@ class TrollConfig(GRPOConfig):
         rollout_delay: Every rollout is sampled with the weights of this many rollouts ago, as in asynchronous training:
             an experiment's tool, for generation by transformers. It keeps one copy of the trained weights for each, and
             one more. `anchor` "rollout" then needs no engine.
+        rollout_dtype: "bfloat16" or "float16": rollouts are sampled with weights that are rounded to it, as an engine's
+            are; an experiment's tool as well, and the anchor likewise. By default they are not rounded.
         surrogate: What keeps an update near the old policy: "troll"; "regression", its pull with the raw ratio; "clip",
             TRL's (`epsilon`, `epsilon_high`, `delta` for the dual clip); a rival, "kl_penalty", "dppo_tv", "dppo_kl",
             "drpo", "ipo", "gmpo", "cispo", "sapo" or "vespo"; or "none". The settings of the others are then ignored.
@@ -147,6 +153,10 @@ class TrollConfig(GRPOConfig):
     rollout_delay: int = field(
         default=0,
         metadata={"help": "Sample rollouts with the weights of so many rollouts ago, as in asynchronous training."},
+    )
+    rollout_dtype: str | None = field(
+        default=None,
+        metadata={"help": "Sample rollouts with weights rounded to this, as an engine's are: bfloat16 or float16."},
     )
     surrogate: str = field(
         default="troll",
@@ -412,16 +422,19 @@ class TrollConfig(GRPOConfig):
 
     def _check_generation(self) -> None:
         """Refuses TRL's continuous batching where it would change the weights, and a delay that has no effect."""
-        if self.rollout_delay and self.use_vllm:
+        if self.rollout_dtype not in ROLLOUT_DTYPES:
+            known = " or ".join(repr(name) for name in ROLLOUT_DTYPES if name)
+            raise ValueError(f"rollout_dtype must be {known}, got {self.rollout_dtype!r}")
+        if (self.rollout_delay or self.rollout_dtype) and self.use_vllm:
             raise ValueError(
-                "rollout_delay gives older weights to transformers' generation, and vLLM has weights of its own: set "
-                "use_vllm=False, or rollout_delay to 0"
+                "rollout_delay and rollout_dtype give other weights to transformers' generation, and vLLM has weights "
+                "of its own: set use_vllm=False, or leave them out"
             )
         unscored = self.gradient_accumulation_steps % self.rollout_steps == 0
-        if self.rollout_delay and self.anchor == "rollout" and unscored:
+        if (self.rollout_delay or self.rollout_dtype) and self.anchor == "rollout" and unscored:
             raise ValueError(
-                "anchor='rollout' with rollout_delay needs scores of the rollout, which TRL makes only where a rollout "
-                "has several updates: set updates_per_rollout to 2 or more"
+                "anchor='rollout' with rollout_delay or rollout_dtype needs scores of the rollout, which TRL makes "
+                "only where a rollout has several updates: set updates_per_rollout to 2 or more"
             )
         if self.use_transformers_continuous_batching and (self.bf16 or self.fp16):
             dtype = "bf16" if self.bf16 else "fp16"

@@ -28,13 +28,13 @@ from troll.trl.checks import (
     warn_about_saving,
 )
 from troll.trl.config import AGGREGATION, TrollConfig
-from troll.trl.delay import RolloutDelay
 from troll.trl.diagnosis import Diagnosis
 from troll.trl.generation import generate_in_chunks
 from troll.trl.held_out import HeldOut, sampling_temperature
 from troll.trl.monitor import Monitor
 from troll.trl.old_policy import OLD_POLICY, OldPolicy
 from troll.trl.resampling import Resampling
+from troll.trl.rollout_weights import RolloutWeights
 from troll.trl.surrogates import SURROGATES, ScoredTokens, Terms
 from troll.trl.updates import Updates
 from troll.trust_region.bounds import Bound
@@ -105,9 +105,9 @@ class TrollTrainer(GRPOTrainer):
             for module, name in list(dropout_rates(self.model)):
                 setattr(module, name, 0.0)
 
-        self.delay = RolloutDelay(self) if args.rollout_delay else None
-        # With a delay, scoring with the older weights says what sampled the tokens.
-        self.anchor = RolloutAnchor(self) if args.anchor == "rollout" and not self.delay else None
+        self.rollout_weights = RolloutWeights(self) if args.rollout_delay or args.rollout_dtype else None
+        # Scoring with the weights that sampled says what the tokens were sampled from.
+        self.anchor = RolloutAnchor(self) if args.anchor == "rollout" and not self.rollout_weights else None
         self.old_policy = OldPolicy(self.accelerator, args, self.temperature, self.anchor)
         self.advantages = Advantages(self.accelerator, args, self.model, model)
         self.resampling = Resampling(self) if args.resampling_rounds else None
@@ -146,8 +146,8 @@ class TrollTrainer(GRPOTrainer):
         self._scores = None  # an exception may have left some
         self.old_policy.start(training=training, reads_policies=self._reads_policies())
         with ExitStack() as stack:
-            if training and self.delay is not None:
-                stack.enter_context(self.delay.rollout())
+            if training and self.rollout_weights is not None:
+                stack.enter_context(self.rollout_weights.rollout())
             if training and self.resampling is not None:
                 inputs = stack.enter_context(self.resampling.rollout(inputs))
             rolled_out = super()._generate_and_score_completions(inputs)

@@ -55,8 +55,8 @@ class Updates(TrainerCallback):
     def save(self, checkpoint: Path) -> None:
         """Writes what `on_train_begin` reads of a checkpoint."""
         self._trainer.advantages.save(checkpoint)
-        if self._trainer.delay is not None:
-            self._trainer.delay.save(checkpoint)
+        if self._trainer.rollout_weights is not None:
+            self._trainer.rollout_weights.save(checkpoint)
         if self._args.should_save:
             write_atomically(checkpoint / BOUND_STATE, json.dumps(self.kl_bound.state_dict()))
             if self._args.surrogate == "kl_penalty":
@@ -68,14 +68,14 @@ class Updates(TrainerCallback):
         self._rollouts = self._rollouts_done()
         self._trainer.monitor.start()
         self._trainer.advantages.start()
-        if self._trainer.delay is not None:
-            self._trainer.delay.start()
+        if self._trainer.rollout_weights is not None:
+            self._trainer.rollout_weights.start()
         checkpoint, passed_over = self.resumed
         if checkpoint is None:
             return
         self._trainer.advantages.load(Path(checkpoint))
-        if self._trainer.delay is not None:
-            self._trainer.delay.load(Path(checkpoint))
+        if self._trainer.rollout_weights is not None:
+            self._trainer.rollout_weights.load(Path(checkpoint))
         path = Path(checkpoint) / BOUND_STATE
         if path.is_file():
             self.kl_bound.load_state_dict(json.loads(path.read_text()))

@@ -1,4 +1,4 @@
-"""Rollouts of an older policy, as an asynchronous trainer's are, without its clock."""
+"""Rollouts of older or rounded weights, as an inference engine's are, without its clock and its kernels."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from troll.trl import seam
+from troll.trl.config import ROLLOUT_DTYPES
 
 #: The file of a checkpoint that holds the weights that later rollouts are sampled with.
-DELAY_STATE = "rollout_delay.pt"
+WEIGHTS_STATE = "rollout_weights.pt"
 
 
-class RolloutDelay:
-    """Samples every rollout with the trained weights of k rollouts ago; the first k + 1 with those of the start.
+class RolloutWeights:
+    """Samples every rollout with the trained weights of k rollouts ago, rounded; the first k + 1 with the first ones.
 
     A rollout is then made and trained on in one place, and still as old as one that waits in a queue of k. With
-    ``anchor="old"``, only generation sees the older weights, and the old policy is the network when the rollout is
-    scored. With ``anchor="rollout"``, scoring sees them too, so the old policy is exactly what sampled the tokens.
+    ``anchor="old"``, only generation sees these weights, and the old policy is the network when the rollout is scored.
+    With ``anchor="rollout"``, scoring sees them too, so the old policy is exactly what sampled the tokens.
 
     It keeps k + 1 copies of the trained weights in memory, and k in every checkpoint. Every method runs on every
     process.
@@ -38,10 +39,12 @@ class RolloutDelay:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._delay = trainer, trainer.args.rollout_delay
+        self._dtype = ROLLOUT_DTYPES[trainer.args.rollout_dtype]
+        options = "rollout_delay and rollout_dtype"
         if trainer.rollout_func is not None:
-            raise ValueError("rollout_delay cannot be used with a rollout function: set rollout_delay to 0")
+            raise ValueError(f"{options} are for transformers' generation: leave them out, or the rollout function")
         if trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-            raise ValueError("rollout_delay needs whole weights on every process: use DDP, or set rollout_delay to 0")
+            raise ValueError(f"{options} need whole weights on every process: use DDP, or leave them out")
         self.start()
 
     def start(self) -> None:
@@ -51,16 +54,17 @@ class RolloutDelay:
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """Has TRL sample one rollout with older weights; logs ``sampling/rollouts_behind``, by how many rollouts."""
+        """Has TRL sample one rollout with these weights; logs ``sampling/rollouts_behind``, how old they are."""
         self._weights.append([parameter.detach().clone() for parameter in self._trained()])
         whole = self._trainer.args.anchor == "rollout"
-        with self._older() if whole else seam.generating_within(self._trainer, self._older):
+        with self._sampling() if whole else seam.generating_within(self._trainer, self._sampling):
             yield
         seam.add_metrics(self._trainer, {"sampling/rollouts_behind": len(self._weights) - 1})
 
     @contextmanager
-    def _older(self) -> Iterator[None]:
-        self._set(self._weights[0])
+    def _sampling(self) -> Iterator[None]:
+        oldest = self._weights[0]
+        self._set(oldest if self._dtype is None else [weight.to(self._dtype) for weight in oldest])
         try:
             yield
         finally:
@@ -75,24 +79,26 @@ class RolloutDelay:
         return [parameter for parameter in self._trainer.model.parameters() if parameter.requires_grad]
 
     def save(self, checkpoint: Path) -> None:
-        """Writes `DELAY_STATE`, which replaces another as a whole."""
-        if self._trainer.args.should_save:
-            part = checkpoint / f"{DELAY_STATE}.part"
+        """Writes `WEIGHTS_STATE`, which replaces another as a whole."""
+        if self._delay and self._trainer.args.should_save:
+            part = checkpoint / f"{WEIGHTS_STATE}.part"
             torch.save({"delay": self._delay, "weights": list(self._weights)[-self._delay :]}, part)
-            os.replace(part, checkpoint / DELAY_STATE)
+            os.replace(part, checkpoint / WEIGHTS_STATE)
 
     def load(self, checkpoint: Path) -> None:
         """Goes on where `save` was.
 
         Raises:
-            FileNotFoundError: If the checkpoint has no `DELAY_STATE`.
+            FileNotFoundError: If the checkpoint has no `WEIGHTS_STATE`.
             ValueError: If it is of a run with another delay.
         """
-        path = checkpoint / DELAY_STATE
+        if not self._delay:
+            return
+        path = checkpoint / WEIGHTS_STATE
         if not path.is_file():
             raise FileNotFoundError(
-                f"{checkpoint} has no {DELAY_STATE}: it is no checkpoint of a run with rollout_delay={self._delay}, or "
-                "save_only_model was set"
+                f"{checkpoint} has no {WEIGHTS_STATE}: it is no checkpoint of a run with "
+                f"rollout_delay={self._delay}, or save_only_model was set"
             )
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["delay"] != self._delay:

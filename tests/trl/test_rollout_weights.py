@@ -15,8 +15,8 @@ from tests.trl.engine import Engine, RolloutFunc
 from tests.trl.resuming import interrupted
 from tests.trl.tiny import logged, move
 from troll.trl import TrollConfig, TrollTrainer
-from troll.trl.delay import DELAY_STATE
 from troll.trl.old_policy import OLD_POLICY
+from troll.trl.rollout_weights import WEIGHTS_STATE
 
 SAMPLED = ("prompt_ids", "completion_ids", "completion_mask", "advantages")
 POLICY = ("token_ids", "log_probs", "counts", "tail_log_prob", "slot")
@@ -63,6 +63,29 @@ def test_a_rollout_is_sampled_with_the_weights_of_two_rollouts_ago(make, anchor)
             torch.testing.assert_close(found, expected, rtol=0, atol=within(tiny.LOG_PROB_ERROR))
         move(trainer.model, 0.05, seed=rollout)
     assert trainer._metrics["train"]["sampling/rollouts_behind"] == [0, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("anchor", ["old", "rollout"])
+def test_a_rollout_is_sampled_with_rounded_weights(make, anchor, tmp_path):
+    plain, trainer = make(), make(anchor=anchor, rollout_dtype="bfloat16", rollout_delay=1)
+    for model in (plain.model, trainer.model):
+        move(model, 0.05)
+    weights = copy.deepcopy(trainer.model.state_dict())
+    rolled_out(trainer)
+    move(trainer.model, 0.05, seed=1)
+    ours = rolled_out(trainer, seed=1)
+    plain.model.load_state_dict({name: weight.bfloat16().to(weight.dtype) for name, weight in weights.items()})
+    assert not all(torch.equal(weight, weights[name]) for name, weight in plain.model.state_dict().items())
+    assert_same(ours, rolled_out(plain, seed=1), policies=anchor == "rollout")
+
+
+def test_rounding_keeps_nothing_in_a_checkpoint(make, tmp_path):
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "output_dir": str(tmp_path)}
+    make(rollout_dtype="bfloat16", anchor="rollout", **settings).train()
+    assert not Path(tmp_path, "checkpoint-2", WEIGHTS_STATE).exists()
+    make(rollout_dtype="bfloat16", anchor="rollout", **settings).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-2")
+    )
 
 
 def test_the_clip_takes_its_ratio_to_the_older_policy(make):
@@ -132,7 +155,7 @@ def test_a_checkpoint_of_another_delay_is_refused(make, tmp_path):
     with pytest.raises(ValueError, match="is of a run with rollout_delay=2, and this one has 3: resume with the same"):
         make(rollout_delay=3, **settings).train(resume_from_checkpoint=str(checkpoint))
     make(rollout_delay=0, **settings | {"output_dir": str(tmp_path / "none")}).train()
-    with pytest.raises(FileNotFoundError, match=f"has no {DELAY_STATE}: it is no checkpoint of a run with rollout_d"):
+    with pytest.raises(FileNotFoundError, match=f"has no {WEIGHTS_STATE}: it is no checkpoint of a run with rollout_d"):
         make(rollout_delay=2, **settings).train(resume_from_checkpoint=str(tmp_path / "none" / "checkpoint-2"))
 
 
@@ -140,7 +163,8 @@ def test_a_checkpoint_of_another_delay_is_refused(make, tmp_path):
     ("settings", "message"),
     [
         ({"rollout_delay": -1}, "rollout_delay must be an integer, at least 0, got -1"),
-        ({"use_vllm": True}, "vLLM has weights of its own: set use_vllm=False, or rollout_delay to 0"),
+        ({"rollout_dtype": "int8"}, "rollout_dtype must be 'bfloat16' or 'float16', got 'int8'"),
+        ({"use_vllm": True}, "vLLM has weights of its own: set use_vllm=False, or leave them out"),
         ({"anchor": "rollout", "updates_per_rollout": 1}, "has several updates: set updates_per_rollout to 2 or more"),
         ({"anchor": "rollout", "resampling_rounds": 1}, "set resampling_rounds to 0, or anchor='old'"),
     ],
@@ -152,7 +176,7 @@ def test_settings_that_do_not_go_with_it_are_refused(tmp_path, settings, message
 
 
 def test_a_rollout_function_is_refused(make, tmp_path):
-    with pytest.raises(ValueError, match="cannot be used with a rollout function: set rollout_delay to 0"):
+    with pytest.raises(ValueError, match=r"are for transformers.* generation: leave them out, or the rollout function"):
         TrollTrainer(
             model=make.model(),
             reward_funcs=tiny.reward,

@@ -1,0 +1,163 @@
+"""From the run folders of `troll compare` to a published table."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.study.table import Phase, Result, merge, pack, read_csv, to_csv, write_questions
+from troll import recipes
+from troll.files import write_atomically
+from troll.run_folder import read_json
+from troll.study.comparison import Run, read_comparison
+from troll.study.curves import metric_points, number
+from troll.study.metrics import SUCCESS, TRUST
+from troll.trl.surrogates import SURROGATES
+
+# Settings with a column of their own, or that say what a run leaves behind and not what it does.
+_APART = {"surrogate", "learning_rate", "seed", "eval_size", "output_dir", "resume_from_checkpoint", "use_cpu"}
+_LEFT_BEHIND = ("save_", "logging_", "report_to", "run_name")
+
+
+def collect(folders: Iterable[Path], table: Path, tuning_seeds: Collection[int], exploratory: bool) -> tuple[int, int]:
+    """Adds the finished runs to a table; a run that is in it already is replaced. Their commands go next to it.
+
+    Args:
+        folders: Run folders, or folders of `troll compare`.
+        table: A CSV file, made if need be; lists of questions are written next to it, and the commands, as NAME.txt.
+        tuning_seeds: Runs with these seeds chose settings, and do not count.
+        exploratory: Whether the runs only explore, whatever their seed.
+
+    Returns:
+        How many runs were added or replaced, and how many are not finished.
+
+    Raises:
+        FileNotFoundError: A folder has no runs.
+        ValueError: A file is malformed, or a run is not what the table holds: its recipe is not the package's, it did
+            not log once a rollout, or its verdicts are not those of its last evaluation.
+    """
+    read = read_comparison(list(folders))
+    runs, commands = read.runs, table.with_suffix(".txt")
+    table.parent.mkdir(parents=True, exist_ok=True)
+
+    def phase(run: Run) -> Phase:
+        return "exploratory" if exploratory else "tuning" if run.seed in tuning_seeds else "counted"
+
+    found = [_result(run, phase(run), table.parent) for run in runs if run.finished]
+    rows = merge(read_csv(table) if table.exists() else [], found)
+    write_atomically(table, to_csv(rows))
+    known = commands.read_text(encoding="utf-8").splitlines() if commands.exists() else []
+    write_atomically(commands, "".join(f"{line}\n" for line in dict.fromkeys([*known, *read.commands])))
+    return len(found), len(runs) - len(found)
+
+
+def _result(run: Run, phase: Phase, folder: Path) -> Result:
+    success = run.final("success")
+    if success is None:
+        raise ValueError(f"{run.folder}/summary.json has no success_after: the task must tell success from failure")
+    completions, curve = _curve(run)
+    eval_size, questions, verdicts = _verdicts(run, success, folder)
+    return Result(
+        regime=run.recipe,
+        surrogate=run.surrogate,
+        learning_rate=float(_setting(run, "learning_rate")),
+        settings=tuple(sorted(_settings(run).items())),
+        seed=run.seed,
+        phase=phase,
+        success_before=number(run.summary.get("success_before")),
+        success_after=success,
+        eval_size=eval_size,
+        token_kl=_mean(run, f"{TRUST}kl_before_mean"),
+        sequence_kl=_mean(run, f"{TRUST}diagnostics/sequence_kl"),
+        completions=completions,
+        curve=curve,
+        entropy=tuple(_rounded(value) for _, value in metric_points(run.rows, "entropy")),
+        questions=questions,
+        verdicts=verdicts,
+        machine=str(run.summary.get("machine", "")),
+        versions=" ".join(f"{name} {version}" for name, version in run.summary.get("versions", {}).items()),
+    )
+
+
+def _setting(run: Run, name: str) -> Any:
+    if name not in run.settings:
+        raise ValueError(f"{run.folder}/config.yaml has no {name}: the recipe or the command must set it")
+    return run.settings[name]
+
+
+def _settings(run: Run) -> dict[str, str]:
+    """What its surrogate reads, and what the run has otherwise than its recipe."""
+    if run.settings_read is None:
+        raise ValueError(f"{run.folder}/summary.json has no surrogate_settings: an older version made it; run it again")
+    foreign = {name for entry in SURROGATES.values() for name in entry.settings} - run.settings_read
+    plain, varied = _recipe(run.recipe)
+    others = {
+        name: value
+        for name, value in run.settings.items()
+        if name not in _APART | foreign
+        and not name.startswith(_LEFT_BEHIND)
+        and (name in varied or name not in plain or plain[name] != value)
+    }
+    every = others | {name: run.summary["surrogate_settings"][name] for name in run.settings_read}
+    return {
+        name: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+        for name, value in every.items()
+        if value is not None
+    }
+
+
+@cache
+def _recipe(name: str) -> tuple[Mapping[str, Any], Collection[str]]:
+    """A recipe's resolved settings, and the fields of its grid."""
+    if name not in recipes.names():
+        raise ValueError(f"{name} is no recipe of the package, so what its runs changed cannot be told: add it there")
+    _, grid = recipes.read(name)
+    first = [f"--{field}={recipes.as_argument(values[0])}" for field, values in grid.items()]
+    resolved = json.loads(json.dumps(recipes.plain(recipes.load(name, first))))  # as a file holds them
+    return resolved, set(grid)
+
+
+def _curve(run: Run) -> tuple[int, tuple[int, ...]]:
+    """Completions in a rollout, and how many were right in each."""
+    updates = int(run.summary["updates_per_rollout"]) * int(run.settings.get("gradient_accumulation_steps", 1))
+    completions = updates * int(_setting(run, "per_device_train_batch_size"))
+    shares = [share for _, share in metric_points(run.rows, SUCCESS)]
+    if len(shares) != run.summary["rollouts"]:
+        raise ValueError(
+            f"{run.folder}/metrics.jsonl has {SUCCESS} in {len(shares)} lines for {run.summary['rollouts']} rollouts: "
+            "set logging_steps to the updates of a rollout"
+        )
+    right = [share * completions for share in shares]
+    if any(abs(value - round(value)) > 0.01 for value in right):
+        raise ValueError(f"{run.folder}/metrics.jsonl: {SUCCESS} is no share of {completions} completions")
+    return completions, tuple(map(round, right))
+
+
+def _verdicts(run: Run, success: float, folder: Path) -> tuple[int, str, str]:
+    """How many draws were judged, the name of their list of questions, and the verdicts; empty without a file."""
+    path = run.folder / "verdicts.json"
+    if not path.is_file():
+        return int(run.summary["eval_size"]), "", ""
+    found = read_json(path)
+    verdicts, questions = found.get("success", []), found.get("question", [])
+    if len(verdicts) != len(questions) or not verdicts:
+        raise ValueError(f"{path}: expected a question for each success, got {len(questions)} for {len(verdicts)}")
+    if found.get("step") != run.summary.get("success_after_step"):
+        raise ValueError(f"{path} is of step {found.get('step')}, not of the last evaluation")
+    if not math.isclose(sum(verdicts) / len(verdicts), success, abs_tol=1e-6):
+        raise ValueError(f"{path}: the mean of success is not the success_after of summary.json")
+    return len(verdicts), write_questions(folder, questions), pack(verdicts)
+
+
+def _mean(run: Run, key: str) -> float | None:
+    values = [value for _, value in metric_points(run.rows, key)]
+    return _rounded(fmean(values)) if values else None
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")

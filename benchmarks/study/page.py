@@ -1,0 +1,183 @@
+"""`docs/results.md` and its figures, from the tables of runs and `template.md`.
+
+The template is the page's prose. Between double braces stands what the data fill in: `{{contrasts}}`, `{{fast}}`,
+`{{data}}`, `{{figure robustness}}`, `{{figure contrasts}}`; `{{regime NAME}}`, everything about a primary regime;
+`{{exploratory TABLE}}` or `{{exploratory TABLE minus LABEL}}`, everything of a table's exploratory runs, with
+differences to the method of that label; `{{exploratory}}`, the tables that the template does not name; and within a
+sentence `{{REGIME METHOD}}`, a success, or `{{REGIME METHOD - METHOD}}`, the difference of two, by surrogates.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.study import figures, tables
+from benchmarks.study.analysis import Section, exploratory_sections, primary_sections
+from benchmarks.study.protocol import METHODS, REGIMES
+from benchmarks.study.table import Result, read_csv
+from troll.files import write_atomically
+
+TEMPLATE = Path(__file__).with_name("template.md")
+_PLACEHOLDER = re.compile(r"\{\{(.+?)\}\}")
+
+
+@dataclass(frozen=True)
+class Page:
+    """The page, not written yet.
+
+    Attributes:
+        text: Markdown.
+        figures: What each figure shows, by name: a list of panels, or the differences.
+    """
+
+    text: str
+    figures: dict[str, list[figures.Data] | figures.Data] = field(default_factory=dict)
+
+
+def write_page(folder: Path, output: Path) -> Path:
+    """Writes `results.md` and the figures in `results/`.
+
+    Args:
+        folder: Of the tables.
+        output: Where the page goes, and its figures in a folder.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        ValueError: A table or the template cannot be used.
+    """
+    from matplotlib import style as matplotlib_style
+
+    page = build(read_tables(folder), folder, TEMPLATE.read_text(encoding="utf-8"))
+    (output / "results").mkdir(parents=True, exist_ok=True)
+    for name, data in page.figures.items():
+        with matplotlib_style.context(["default", figures.style(name)]):
+            drawn = figures.draw_rates(data) if isinstance(data, list) else figures.draw_contrasts(data)
+            figures.save(drawn, data, output / "results" / name)
+    write_atomically(output / "results.md", page.text)
+    return output / "results.md"
+
+
+def read_tables(folder: Path) -> dict[str, list[Result]]:
+    """The rows of every table by its name."""
+    return {path.stem: read_csv(path) for path in sorted(folder.glob("*.csv"))}
+
+
+def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> Page:
+    """Fills in the template.
+
+    Args:
+        rows: By table.
+        folder: Of the tables, for the lists of questions.
+        template: See the module.
+
+    Raises:
+        ValueError: A placeholder is unknown, or the data contradict the protocol.
+    """
+    asked = [key.strip() for key in _PLACEHOLDER.findall(template)]
+    named = dict(_exploratory(key) for key in asked if key.startswith("exploratory "))
+    primary = primary_sections(rows, folder)
+    explored = exploratory_sections(rows, folder, {name: base for name, base in named.items() if base})
+    page = Page("")
+
+    def fill(found: re.Match[str]) -> str:
+        key = found[1].strip()
+        kind, _, name = key.partition(" ")
+        sections = [section for section in primary.values() if section.methods]
+        if kind == "exploratory":
+            wanted = [_exploratory(key)[0]] if name else [table for table in explored if table not in named]
+            parts = [part for table in wanted for part in _explored(table, explored.get(table, []), page)]
+            return _block(key, parts or ["Nothing to show yet."])
+        if kind == "regime" and name in REGIMES:
+            return _block(key, _regime(primary[name], page))
+        if key == "figure robustness":
+            return _block(key, [_figure("robustness", [figures.rate_data(section) for section in sections], page)])
+        if key == "figure contrasts":
+            return _block(key, [_figure("contrasts", figures.contrast_data(sections), page)])
+        if kind in ("contrasts", "fast", "data"):
+            blocks = {"contrasts": tables.contrasts(sections), "fast": tables.fast(sections), "data": _data(rows)}
+            return _block(key, [blocks[kind], *(_commands(folder, rows) if kind == "data" else [])])
+        if kind in REGIMES:
+            return _number(primary[kind], name)
+        raise ValueError(
+            f"the template asks for {{{{{key}}}}}, which is unknown: benchmarks/study/page.py has the list"
+        )
+
+    return Page(_PLACEHOLDER.sub(fill, template), page.figures)
+
+
+def _block(key: str, parts: Sequence[str]) -> str:
+    return "\n\n".join([f"<!-- from the tables: {key} -->", *parts, "<!-- end -->"])
+
+
+def _regime(section: Section, page: Page) -> list[str]:
+    if not section.methods:
+        parts = ["*No counted runs yet.*"]
+    else:
+        parts = [f"*{tables.status(section)}*", _figure(section.regime, [figures.rate_data(section)], page)]
+        parts += [tables.by_rate(section), tables.secondary(section)]
+    return parts + ([tables.tuning(section)] if section.tuning else [])
+
+
+def _explored(table: str, sections: Sequence[Section], page: Page) -> list[str]:
+    parts = []
+    for section in sections:
+        name = table if table == section.regime else f"{table}-{section.regime}"
+        parts += [f"*{table}: recipe `{section.regime}`, {section.size} runs, exploratory.*"]
+        parts.append(_figure(name, [figures.rate_data(section)], page))
+        parts += [tables.exploratory_contrasts(section.contrasts)] if section.contrasts else []
+        parts += [tables.by_rate(section), tables.secondary(section)]
+    return parts
+
+
+def _figure(name: str, data: list[figures.Data] | figures.Data, page: Page) -> str:
+    """Notes what a figure shows, and refers to it."""
+    if not (data if isinstance(data, list) else data["rows"]):
+        return "Nothing to show yet."
+    page.figures[name] = data
+    what = "Held-out success over the learning rate" if isinstance(data, list) else "TROLL minus each rival"
+    return f"![{what}; the numbers are in the tables](results/{name}.svg)"
+
+
+def _number(section: Section, wanted: str) -> str:
+    """A success, or a difference with its interval."""
+    first, minus, second = wanted.partition(" - ")
+    if unknown := {first, second or first} - set(METHODS):
+        raise ValueError(f"the template asks for {{{{{section.regime} {wanted}}}}}: {unknown.pop()!r} is no method")
+    if not minus:
+        method = section.method(first)
+        return f"{tables.success(method.success)} %" if method and method.tuned else "(no runs yet)"
+    pairs = [c for c in section.contrasts if (c.first.surrogate, c.second.surrogate) == (first, second)]
+    if not pairs:
+        return "(no runs yet)"
+    return f"{tables.points(pairs[0].estimate.mean)} points {tables.interval(pairs[0].estimate.interval)}"
+
+
+def _exploratory(key: str) -> tuple[str, str]:
+    """The table and the base of `exploratory TABLE minus LABEL`."""
+    table, _, base = key.removeprefix("exploratory ").partition(" minus ")
+    return table.strip(), base.strip()
+
+
+def _data(rows: Mapping[str, Sequence[Result]]) -> str:
+    head = ["table", "recipe", "runs", "machine", "versions"]
+    lines = []
+    for table, results in rows.items():
+        kinds = Counter((row.regime, row.phase, row.machine, row.versions) for row in results)
+        lines += [
+            [f"[{table}.csv](results/{table}.csv)", f"`{regime}`", f"{count} {phase}", machine, versions]
+            for (regime, phase, machine, versions), count in sorted(kinds.items())
+        ]
+    return tables.table(head, lines)
+
+
+def _commands(folder: Path, rows: Mapping[str, Sequence[Result]]) -> list[str]:
+    """With what the runs were made, as far as that is known."""
+    files = [path for table in rows if (path := folder / f"{table}.txt").is_file()]
+    lines = [line for path in files for line in path.read_text(encoding="utf-8").splitlines()]
+    return ["\n".join(["```", *dict.fromkeys(lines), "```"])] if lines else []

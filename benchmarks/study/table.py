@@ -1,0 +1,213 @@
+"""The published table of runs: one row of CSV a finished run, and the questions that its verdicts answer.
+
+The columns are those of `Result`; every setting has one of its own, empty in rows that do not have it. `collapsed` and
+`rollouts_to_half` follow from the others and are there for readers.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from troll.files import write_atomically
+from troll.study.measures import collapsed, rollouts_to
+
+#: Runs of the tuning seeds chose each method's bound; counted runs decide the hypotheses; the others only explore.
+Phase = Literal["tuning", "counted", "exploratory"]
+
+_IDENTITY = ("regime", "surrogate", "learning_rate")  # the settings stand behind them
+_REST = (
+    *("seed", "phase", "success_before", "success_after", "eval_size", "collapsed", "rollouts_to_half"),
+    *(
+        "token_kl",
+        "sequence_kl",
+        "completions",
+        "curve",
+        "entropy",
+        "questions",
+        "verdicts",
+        "machine",
+        "versions",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run.
+
+    Attributes:
+        regime: The recipe's name.
+        surrogate: What kept the updates near the old policy.
+        learning_rate: The optimiser's.
+        settings: What else its surrogate reads, or the run has otherwise than its recipe; (field, value) by field.
+        seed: The run's.
+        phase: What the run counts for.
+        success_before: Held-out success before training; None if it was not measured.
+        success_after: After training.
+        eval_size: Draws behind these.
+        token_kl: KL of the mean token to the old policy, in nats, mean over the updates that logged it; None without.
+            TROLL logs it at every update and the clip only with diagnostics, so the two do not compare.
+        sequence_kl: KL(old ‖ new) of whole completions, in nats, mean over the updates at which it was measured: the
+            last ones of a rollout; None if it was not.
+        completions: In a rollout.
+        curve: How many of them were right in each rollout.
+        entropy: Of the policy in each rollout, in nats a token.
+        questions: The name of the list of questions that `read_questions` takes; empty without verdicts.
+        verdicts: Whether each held-out draw was right after training, as hexadecimal bits; empty if it is not known.
+        machine: What it ran on.
+        versions: Of Python and the packages.
+    """
+
+    regime: str
+    surrogate: str
+    learning_rate: float
+    settings: tuple[tuple[str, str], ...]
+    seed: int
+    phase: Phase
+    success_before: float | None
+    success_after: float
+    eval_size: int
+    token_kl: float | None
+    sequence_kl: float | None
+    completions: int
+    curve: tuple[int, ...]
+    entropy: tuple[float, ...]
+    questions: str
+    verdicts: str
+    machine: str
+    versions: str
+
+    @property
+    def identity(self) -> tuple[str, str, float, tuple[tuple[str, str], ...], int]:
+        """What no other run of a table shares."""
+        return self.regime, self.surrogate, self.learning_rate, self.settings, self.seed
+
+    @property
+    def learning(self) -> list[float]:
+        """Training success of each rollout, in [0, 1]."""
+        return [right / self.completions for right in self.curve]
+
+    @property
+    def collapsed(self) -> bool:
+        """Whether it lost more than half of what it had learned."""
+        return collapsed(self.success_after, self.learning)
+
+    @property
+    def rollouts_to_half(self) -> int | None:
+        """After how many rollouts half of the completions were right."""
+        return rollouts_to(self.learning, 0.5)
+
+    @property
+    def right(self) -> NDArray[np.bool_]:
+        """The verdicts, (eval_size,)."""
+        return unpack(self.verdicts, self.eval_size)
+
+
+def pack(verdicts: Sequence[int]) -> str:
+    """Verdicts as hexadecimal bits, the first draw in the highest bit of the first digit, filled up with zeros."""
+    return np.packbits(np.asarray(verdicts, dtype=bool)).tobytes().hex()
+
+
+def unpack(text: str, size: int) -> NDArray[np.bool_]:
+    """What `pack` packed."""
+    return np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8), count=size).astype(bool)
+
+
+def write_questions(folder: Path, questions: Sequence[int]) -> str:
+    """Writes which draw asks which question, and returns the name of the list: equal lists have one name.
+
+    Args:
+        folder: Of the tables.
+        questions: A number for each held-out draw; equal for equal questions.
+    """
+    numbers = {question: number for number, question in enumerate(dict.fromkeys(questions))}
+    text = json.dumps([numbers[question] for question in questions], separators=(",", ":")) + "\n"
+    name = hashlib.sha256(text.encode()).hexdigest()[:8]
+    write_atomically(_questions_file(folder, name), text)
+    return name
+
+
+def read_questions(folder: Path, name: str) -> NDArray[np.int64]:
+    """The question of each draw, (eval_size,)."""
+    return np.asarray(json.loads(_questions_file(folder, name).read_text()), dtype=np.int64)
+
+
+def _questions_file(folder: Path, name: str) -> Path:
+    return folder / f"questions-{name}.json"
+
+
+def merge(old: Iterable[Result], new: Iterable[Result]) -> list[Result]:
+    """Both, in which a new row replaces the old one of the same run; sorted."""
+    rows = {row.identity: row for row in (*old, *new)}
+    return [rows[identity] for identity in sorted(rows)]
+
+
+def to_csv(results: Sequence[Result]) -> str:
+    """The table, in the order of the rows."""
+    settings = sorted({name for row in results for name, _ in row.settings})
+    written = io.StringIO()
+    writer = csv.DictWriter(written, [*_IDENTITY, *settings, *_REST], restval="", lineterminator="\n")
+    writer.writeheader()
+    for row in results:
+        columns = {name: _text(getattr(row, name)) for name in (*_IDENTITY, *_REST)}
+        writer.writerow(columns | dict(row.settings))
+    return written.getvalue()
+
+
+def read_csv(path: Path) -> list[Result]:
+    """Reads what `to_csv` wrote.
+
+    Raises:
+        ValueError: The file is no such table.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        missing = {*_IDENTITY, *_REST} - set(reader.fieldnames or ())
+        if missing:
+            raise ValueError(f"{path} is no table of results: it has no column {min(missing)}")
+        try:
+            return [_parse(row) for row in reader]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
+
+
+def _parse(row: dict[str, str]) -> Result:
+    known = {*_IDENTITY, *_REST}
+    if row["phase"] not in get_args(Phase):
+        raise ValueError(f"phase must be one of {', '.join(get_args(Phase))}, got {row['phase']!r}")
+    return Result(
+        regime=row["regime"],
+        surrogate=row["surrogate"],
+        learning_rate=float(row["learning_rate"]),
+        settings=tuple(sorted((name, value) for name, value in row.items() if name not in known and value)),
+        seed=int(row["seed"]),
+        phase=cast(Phase, row["phase"]),
+        success_before=float(row["success_before"]) if row["success_before"] else None,
+        success_after=float(row["success_after"]),
+        eval_size=int(row["eval_size"]),
+        token_kl=float(row["token_kl"]) if row["token_kl"] else None,
+        sequence_kl=float(row["sequence_kl"]) if row["sequence_kl"] else None,
+        completions=int(row["completions"]),
+        curve=tuple(map(int, row["curve"].split())),
+        entropy=tuple(map(float, row["entropy"].split())),
+        questions=row["questions"],
+        verdicts=row["verdicts"],
+        machine=row["machine"],
+        versions=row["versions"],
+    )
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,208 @@
+"""The tables of the page in Markdown. Successes are in per cent, differences in points."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean, median
+
+from benchmarks.study.analysis import Contrast, Method, Section, rate_text
+from benchmarks.study.protocol import LEARNING_RATES, MARGIN, METHODS, REGIMES, SEEDS
+from benchmarks.study.table import Result
+from troll.evaluation.estimators import Interval
+from troll.study.measures import area_under_curve
+from troll.study.statistics import Estimate, paired_difference, success_estimate
+
+NOTHING = "–"
+
+
+def status(section: Section) -> str:
+    """How much of a primary regime there is; a rate that was added is added for all methods."""
+    rates, methods = {*LEARNING_RATES, *section.rates}, {method.surrogate: method for method in section.methods}
+    total = SEEDS * len(METHODS) * len(rates)
+    if set(methods) == set(METHODS) and all(
+        len(method.runs.get(rate, {})) >= SEEDS for method in methods.values() for rate in rates
+    ):
+        return f"All {section.size} counted runs."
+    seeds = section.seeds if set(methods) == set(METHODS) else 0
+    return f"Interim: {section.size} of {total} counted runs; {seeds} of {SEEDS} seeds can be compared for all methods."
+
+
+def contrasts(sections: Sequence[Section]) -> str:
+    """TROLL minus each rival at their own rates, with every test."""
+    head = ["regime", "TROLL minus", "difference", "over seeds", "over seeds and questions"]
+    head += ["p, sign flips", "p, Holm", f"p, ±{100 * MARGIN:g} points", "seeds", "verdict"]
+    rows = [
+        [
+            REGIMES.get(section.regime, section.regime),
+            found.second.label,
+            points(found.estimate.mean),
+            interval(found.estimate.interval),
+            interval(found.bootstrap),
+            p_value(found.p_value),
+            "not tested" if found.corrected is None else p_value(found.corrected),
+            p_value(found.equivalence),
+            str(found.estimate.size),
+            NOTHING if found.corrected is None else found.verdict,
+        ]
+        for section in sections
+        for found in section.contrasts
+    ]
+    return table(head, rows)
+
+
+def exploratory_contrasts(found: Sequence[Contrast]) -> str:
+    """Differences without tests."""
+    head = [f"{found[0].first.label} minus", "difference", "over seeds", "over seeds and questions", "seeds"]
+    rows = [
+        [
+            contrast.second.label,
+            points(contrast.estimate.mean),
+            interval(contrast.estimate.interval),
+            interval(contrast.bootstrap),
+            str(contrast.estimate.size),
+        ]
+        for contrast in found
+    ]
+    return table(head, rows)
+
+
+def by_rate(section: Section) -> str:
+    """Success of each method at each rate, and at the rate that its other seeds chose."""
+    head = ["", *map(rate_text, section.rates), "at the chosen rate", "rates chosen"]
+    rows = []
+    for method in section.methods:
+        chosen = Counter(run.learning_rate for run in method.tuned.values())
+        rows.append(
+            [
+                method.label,
+                *(_cell(list(method.runs.get(rate, {}).values())) for rate in section.rates),
+                success(method.success),
+                ", ".join(f"{rate_text(rate)} ({count})" for rate, count in sorted(chosen.items())) or NOTHING,
+            ]
+        )
+    return table(head, rows)
+
+
+def secondary(section: Section) -> str:
+    """What else was measured of the runs at the chosen rates; the range of rates is over all runs."""
+    head = ["", "rates within 90 % of the best", "decades", "collapsed", "area under the curve"]
+    head += ["rollouts to ½", "KL of sequences", "entropy at the end"]
+    return table(head, [[method.label, *_rates(method), *_measures(method)] for method in section.methods])
+
+
+def fast(sections: Sequence[Section]) -> str:
+    """TROLL and the clip at the rate above the clip's best one."""
+    rows = []
+    for section in sections:
+        troll, clip, rate = section.method("troll"), section.method("clip"), section.fast_rate
+        if troll is None or clip is None or rate is None or rate not in troll.runs or rate not in clip.runs:
+            continue
+        estimate = paired_difference(troll.finals[rate], clip.finals[rate])
+        cells = [_cell(list(method.runs[rate].values())) for method in (troll, clip)]
+        difference = NOTHING if estimate is None else f"{points(estimate.mean)} {interval(estimate.interval)}"
+        rows.append([REGIMES.get(section.regime, section.regime), rate_text(rate), *cells, difference])
+    return table(["regime", "learning rate", "TROLL", "clip", "difference"], rows)
+
+
+def tuning(section: Section) -> str:
+    """How each method's bound was chosen."""
+    counted = {(method.surrogate, method.settings) for method in section.methods}
+    means = {id(method): fmean(run.success_after for run in _runs(method)) for method in section.tuning}
+    best = {
+        surrogate: max(means[id(method)] for method in section.tuning if method.surrogate == surrogate)
+        for surrogate in {method.surrogate for method in section.tuning}
+    }
+    rows = [
+        [
+            method.label,
+            f"**{percent(mean)}**" if mean == best[method.surrogate] else percent(mean),
+            str(method.size),
+            "yes" if (method.surrogate, method.settings) in counted else "",
+        ]
+        for method in section.tuning
+        for mean in [means[id(method)]]
+    ]
+    return table(["", "mean over tuning seeds and rates", "runs", "in the counted runs"], rows)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; a sentence if it has no rows."""
+    if not rows:
+        return "Nothing to show yet."
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def percent(share: float) -> str:
+    """A share in per cent, without the sign."""
+    return f"{100 * share:.1f}"
+
+
+def points(difference: float) -> str:
+    """A difference in percentage points."""
+    return f"{100 * difference:+.1f}".replace("-", "−")
+
+
+def interval(ends: Interval | None) -> str:
+    """An interval of a difference."""
+    return NOTHING if ends is None else f"[{points(ends[0])}, {points(ends[1])}]"
+
+
+def success(estimate: Estimate | None) -> str:
+    """A success with its interval."""
+    if estimate is None:
+        return NOTHING
+    ends = estimate.interval
+    return percent(estimate.mean) + (f" [{percent(ends[0])}, {percent(ends[1])}]" if ends else "")
+
+
+def p_value(p: float | None) -> str:
+    """A p-value, as exact as anyone needs it."""
+    if p is None:
+        return NOTHING
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def _cell(runs: Sequence[Result]) -> str:
+    """Mean ± standard deviation over seeds, their number, and how many of them collapsed."""
+    if not runs:
+        return NOTHING
+    estimate = success_estimate([run.success_after for run in runs], None)
+    spread = "" if estimate.spread is None else f" ± {percent(estimate.spread)}"
+    lost = sum(run.collapsed for run in runs)
+    return f"{percent(estimate.mean)}{spread} ({len(runs)})" + (f", {lost} collapsed" if lost else "")
+
+
+def _rates(method: Method) -> list[str]:
+    """The range, and its width; where it ends with the data, it may be wider."""
+    low, high = method.usable_rates
+    open_ends = ("≤ " if low == min(method.runs) else "", "≥ " if high == max(method.runs) else "")
+    shown = [rate_text(float(f"{rate:.2g}")) for rate in (low, high)]
+    wider = "≥ " if any(open_ends) else ""
+    return [f"{open_ends[0]}{shown[0]} to {open_ends[1]}{shown[1]}", f"{wider}{math.log10(high / low):.2f}"]
+
+
+def _measures(method: Method) -> list[str]:
+    runs = list(method.tuned.values())
+    if not runs:
+        return [NOTHING] * 5
+    reached = [count for run in runs if (count := run.rollouts_to_half) is not None]
+    half = f"{median(reached):g} ({len(reached)} of {len(runs)})" if reached else f"never (0 of {len(runs)})"
+    return [
+        f"{sum(run.collapsed for run in runs)} of {len(runs)}",
+        percent(fmean(area_under_curve(run.learning) for run in runs)),
+        half,
+        _mean([run.sequence_kl for run in runs]),
+        _mean([run.entropy[-1] if run.entropy else None for run in runs]),
+    ]
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{fmean(known):.3g}" if known else NOTHING
+
+
+def _runs(method: Method) -> list[Result]:
+    return [run for runs in method.runs.values() for run in runs.values()]

@@ -1,0 +1,444 @@
+"""The published results: that page and tables agree, and how both are made."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from benchmarks.study import __main__ as command
+from benchmarks.study import analysis, figures, page, table, tables
+from benchmarks.study.collect import collect
+from benchmarks.study.protocol import LEARNING_RATES, METHODS, REGIMES
+from benchmarks.study.table import Phase, Result
+from troll.study.statistics import crossed_bootstrap_interval
+
+DOCS = Path(__file__).parents[1] / "docs"
+REGIME = "sparse-signal"
+SETTINGS = {"troll": (("kl_bound", "0.05"),), "clip": (("epsilon", "0.2"),)}
+DRAWS = 64
+
+
+def result(surrogate: str, rate: float, seed: int, success: float, **changes: Any) -> Result:
+    """A run of four rollouts with as many right draws as its success says, the same ones for a seed and success."""
+    right = np.random.default_rng(seed).permutation(DRAWS) < round(success * DRAWS)
+    values: dict[str, Any] = {
+        "regime": REGIME,
+        "surrogate": surrogate,
+        "learning_rate": rate,
+        "settings": SETTINGS.get(surrogate, ()),
+        "seed": seed,
+        "phase": "counted",
+        "success_before": None,
+        "success_after": float(right.mean()),
+        "eval_size": DRAWS,
+        "token_kl": 1e-3,
+        "sequence_kl": None,
+        "completions": 16,
+        "curve": (1, 4, 8, 9),
+        "entropy": (0.75, 0.5),
+        "questions": "",
+        "verdicts": table.pack(right.tolist()),
+        "machine": "CPU (x86_64, 1 threads)",
+        "versions": "python 3.11 torch 2.13",
+    }
+    return Result(**values | changes)
+
+
+def study(folder: Path, seeds: int = 4, phase: Phase = "counted", spread: float = 0.2) -> list[Result]:
+    """TROLL and the clip at two rates; TROLL is better at the higher one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = table.write_questions(folder, [draw // 2 for draw in range(DRAWS)])
+    means = {("troll", 1e-4): 0.4, ("troll", 3e-4): 0.6, ("clip", 1e-4): 0.45, ("clip", 3e-4): 0.1}
+    rng = np.random.default_rng(0)
+    return [
+        result(surrogate, rate, seed, mean + spread * (rng.random() - 0.5), questions=name, phase=phase)
+        for (surrogate, rate), mean in means.items()
+        for seed in range(seeds)
+    ]
+
+
+def write(folder: Path, name: str, rows: list[Result]) -> None:
+    (folder / f"{name}.csv").write_text(table.to_csv(table.merge([], rows)))
+
+
+# What is committed.
+
+
+def test_the_page_says_what_the_tables_say() -> None:
+    built = page.build(page.read_tables(DOCS / "results"), DOCS / "results", page.TEMPLATE.read_text(encoding="utf-8"))
+    assert (DOCS / "results.md").read_text(encoding="utf-8") == built.text, "run: make results"
+    for name, data in built.figures.items():
+        assert figures.shown(DOCS / "results" / f"{name}.svg") == data, f"run: make results ({name})"
+        assert (DOCS / "results" / f"{name}.png").is_file(), "run: make results"
+    assert {path.stem for path in (DOCS / "results").glob("*.svg")} == set(built.figures), "a figure of former data"
+
+
+def test_committed_tables_are_sorted_consistent_and_small() -> None:
+    for path in (DOCS / "results").glob("*.csv"):
+        rows = table.read_csv(path)
+        assert table.to_csv(table.merge([], rows)) == path.read_text(encoding="utf-8"), path
+        for row in rows:
+            if row.verdicts:
+                assert row.right.mean() == pytest.approx(row.success_after, abs=1e-6), (path, row.identity)
+                assert len(table.read_questions(path.parent, row.questions)) == row.eval_size
+    assert sum(path.stat().st_size for path in (DOCS / "results").glob("*")) < 10e6
+
+
+# Tables.
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    rows = study(tmp_path)
+    rows += [replace(rows[0], seed=9, success_before=0.25, sequence_kl=0.5, verdicts="", questions="")]
+    write(tmp_path, "one", rows)
+    read = table.read_csv(tmp_path / "one.csv")
+    assert sorted(read, key=lambda row: row.identity) == sorted(rows, key=lambda row: row.identity)
+    head, first = (tmp_path / "one.csv").read_text().splitlines()[:2]
+    assert head.startswith("regime,surrogate,learning_rate,epsilon,kl_bound,seed,phase,")
+    assert first.startswith("sparse-signal,clip,0.0001,0.2,,0,counted,")
+
+
+def test_new_rows_replace_old_ones_of_the_same_run() -> None:
+    old, other = result("troll", 1e-4, 0, 0.5), result("troll", 1e-4, 1, 0.5)
+    new = replace(old, success_after=0.75)
+    assert table.merge([other, old], [new]) == [new, other]
+
+
+@pytest.mark.parametrize("verdicts", [[1], [0, 1, 1, 0, 1, 0, 0, 0], [0, 0, 1] * 7])
+def test_verdicts_are_packed_without_loss(verdicts: list[int]) -> None:
+    assert table.unpack(table.pack(verdicts), len(verdicts)).astype(int).tolist() == verdicts
+
+
+def test_verdicts_are_bits_from_the_left() -> None:
+    assert table.pack([1, 0, 0, 0, 0, 0, 0, 0, 1, 1]) == "80c0"
+
+
+def test_equal_lists_of_questions_have_one_name(tmp_path: Path) -> None:
+    name = table.write_questions(tmp_path, [7, 3, 7])
+    assert table.write_questions(tmp_path, [0, 1, 0]) == name != table.write_questions(tmp_path, [0, 1, 1])
+    assert table.read_questions(tmp_path, name).tolist() == [0, 1, 0]
+
+
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=r"other\.csv is no table of results: it has no column collapsed"):
+        table.read_csv(tmp_path / "other.csv")
+    write(tmp_path, "bad", [result("troll", 1e-4, 0, 0.5, phase="guessed")])
+    with pytest.raises(ValueError, match=r"bad.csv, line 2: phase must be one of tuning, counted, exploratory"):
+        table.read_csv(tmp_path / "bad.csv")
+
+
+# Collecting.
+
+
+def run_folder(folder: Path, surrogate: str = "troll", seed: int = 0, **changes: Any) -> Path:
+    """A run of two rollouts of 16 completions, as `troll train` leaves it."""
+    folder.mkdir(parents=True)
+    read = {"troll": {"kl_bound": 0.05, "kl_bound_schedule_kwargs": None}, "clip": {"epsilon": 0.2}}[surrogate]
+    settings = {
+        **{"surrogate": surrogate, "seed": seed, "learning_rate": 3e-4, "output_dir": str(folder), "save_steps": 3},
+        **{"per_device_train_batch_size": 2, "kl_bound": 0.05, "epsilon": 0.2, "num_generations": 8},
+    }
+    settings |= read | changes.pop("settings", {})
+    (folder / "config.yaml").write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in settings.items()))
+    summary = {
+        **{"status": "finished", "recipe": REGIME, "surrogate": surrogate, "surrogate_settings": read},
+        **{"success_before": None, "success_after": 0.5, "success_after_step": 16, "eval_size": 4},
+        **{"rollouts": 2, "updates_per_rollout": 8, "machine": "CPU", "versions": {"python": "3.11", "torch": "2.13"}},
+    }
+    (folder / "summary.json").write_text(json.dumps(summary | changes))
+    logs = [
+        {"step": 8, "rewards/success/mean": 1 / 16, "entropy": 0.123456, "trust_region/kl_before_mean": 0.001},
+        {"step": 16, "rewards/success/mean": 3 / 16, "entropy": 0.1, "trust_region/kl_before_mean": 0.003},
+        {"step": 16, "eval_rewards/success/mean": 0.5},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logs))
+    verdicts = {"step": 16, "question": [0, 1, 0, 3], "success": [1, 0, 1, 0]}
+    (folder / "verdicts.json").write_text(json.dumps(verdicts))
+    return folder
+
+
+def test_collecting_takes_what_the_folders_say(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", settings={"temperature": 0.5})
+    csv = tmp_path / "results" / "new.csv"
+    assert collect([run], csv, tuning_seeds=(), exploratory=False) == (1, 0)
+    (row,) = table.read_csv(csv)
+    name = row.questions
+    assert row == Result(
+        regime=REGIME,
+        surrogate="troll",
+        learning_rate=3e-4,
+        # The bound, for TROLL reads it; the other two, for the recipe has them otherwise; no epsilon.
+        settings=(("kl_bound", "0.05"), ("per_device_train_batch_size", "2"), ("temperature", "0.5")),
+        seed=0,
+        phase="counted",
+        success_before=None,
+        success_after=0.5,
+        eval_size=4,
+        token_kl=0.002,
+        sequence_kl=None,
+        completions=16,
+        curve=(1, 3),
+        entropy=(0.1235, 0.1),
+        questions=name,
+        verdicts="a0",
+        machine="CPU",
+        versions="python 3.11 torch 2.13",
+    )
+    assert table.read_questions(csv.parent, name).tolist() == [0, 1, 0, 2]
+
+
+def test_collecting_a_comparison_again_changes_nothing(tmp_path: Path) -> None:
+    folder, csv = tmp_path / "compare", tmp_path / "results.csv"
+    for seed in (1, 0, 100):
+        run_folder(folder / f"troll-{seed}", seed=seed)
+    run_folder(folder / "clip-0", "clip", status="interrupted")
+    names = ["troll-1", "troll-0", "troll-100", "clip-0", "clip-1"]
+    manifest = {"runs": {name: {} for name in names}, "command": "troll compare sparse-signal --seeds 2"}
+    (folder / "compare.json").write_text(json.dumps(manifest))
+    assert collect([folder], csv, tuning_seeds=[100], exploratory=False) == (3, 2)
+    first = csv.read_bytes()
+    assert [(row.seed, row.phase) for row in table.read_csv(csv)] == [(0, "counted"), (1, "counted"), (100, "tuning")]
+    assert collect([folder], csv, tuning_seeds=[100], exploratory=False) == (3, 2)
+    assert csv.read_bytes() == first
+    assert csv.with_suffix(".txt").read_text() == "troll compare sparse-signal --seeds 2\n"
+    collect([run_folder(tmp_path / "later", "clip", seed=5)], csv, tuning_seeds=[100], exploratory=True)
+    rows = table.read_csv(csv)
+    assert (rows[0].surrogate, rows[0].phase, len(rows)) == ("clip", "exploratory", 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recipe": "my-own"}, "my-own is no recipe of the package"),
+        ({"rollouts": 3}, "in 2 lines for 3 rollouts: set logging_steps"),
+        ({"settings": {"per_device_train_batch_size": 3}}, "is no share of 24 completions"),
+        ({"success_after": 0.75}, "is not the success_after of summary.json"),
+        ({"success_after_step": 8}, "is of step 16, not of the last evaluation"),
+        ({"success_after": None}, "has no success_after"),
+        ({"surrogate_settings": None}, "has no surrogate_settings"),
+    ],
+)
+def test_a_run_that_contradicts_itself_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    run = run_folder(tmp_path / "run", **changes)
+    with pytest.raises(ValueError, match=message):
+        collect([run], tmp_path / "new.csv", tuning_seeds=(), exploratory=False)
+    assert not (tmp_path / "new.csv").exists()
+
+
+def test_a_run_without_verdicts_has_its_success_only(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run")
+    (run / "verdicts.json").unlink()
+    collect([run], tmp_path / "new.csv", tuning_seeds=(), exploratory=False)
+    (row,) = table.read_csv(tmp_path / "new.csv")
+    assert (row.eval_size, row.success_after, row.verdicts, row.questions) == (4, 0.5, "", "")
+
+
+# The analysis.
+
+
+def test_methods_are_compared_at_their_own_rates(tmp_path: Path) -> None:
+    rows = study(tmp_path)
+    section = analysis.primary_sections({"one": rows}, tmp_path)[REGIME]
+    troll, clip = section.methods
+    assert [method.label for method in section.methods] == ["TROLL", "clip"]
+    assert {run.learning_rate for run in troll.tuned.values()} == {3e-4}
+    assert {run.learning_rate for run in clip.tuned.values()} == {1e-4}
+    (contrast,) = section.contrasts
+    differences = [troll.tuned[seed].success_after - clip.tuned[seed].success_after for seed in range(4)]
+    assert contrast.estimate.mean == pytest.approx(fmean(differences))
+    test = stats.permutation_test((np.array(differences),), np.mean, permutation_type="samples", vectorized=True)
+    assert contrast.p_value == pytest.approx(test.pvalue)
+    assert contrast.corrected == pytest.approx(min(1.0, 9 * contrast.p_value)), "Holm over nine, eight to come"
+    verdicts = np.stack([troll.tuned[seed].right * 1 - clip.tuned[seed].right for seed in range(4)])
+    assert contrast.bootstrap == crossed_bootstrap_interval(verdicts, np.arange(DRAWS) // 2)
+    assert section.fast_rate == 3e-4 and section.seeds == 4
+
+
+def test_missing_verdicts_leave_out_one_interval_and_differing_questions_are_refused(tmp_path: Path) -> None:
+    rows = study(tmp_path)
+    without = [replace(row, questions="", verdicts="") if row.seed == 0 else row for row in rows]
+    (contrast,) = analysis.primary_sections({"one": without}, tmp_path)[REGIME].contrasts
+    assert contrast.bootstrap is None and contrast.estimate.interval is not None
+    other = [replace(row, questions="other") if row.seed == 0 else row for row in rows]
+    with pytest.raises(ValueError, match="sparse-signal: runs answer different questions"):
+        analysis.primary_sections({"one": other}, tmp_path)
+
+
+def test_counted_runs_of_a_method_have_one_setting_and_are_counted_once(tmp_path: Path) -> None:
+    rows = study(tmp_path)
+    ablation = replace(rows[0], settings=(("kl_bound", "0.2"),))
+    with pytest.raises(ValueError, match=r"troll differ in their settings \(TROLL kl_bound=0.05\)"):
+        analysis.primary_sections({"one": [*rows, ablation]}, tmp_path)
+    found = analysis.primary_sections({"one": rows, "two": [replace(ablation, phase="exploratory")]}, tmp_path)
+    assert found[REGIME].size == len(rows)
+    with pytest.raises(ValueError, match="troll at 1e-4 with seed 0 is in two tables"):
+        analysis.primary_sections({"one": rows, "two": rows[:1]}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mean", "corrected", "equivalence", "verdict"),
+    [
+        (0.1, 0.01, 0.9, "better"),
+        (-0.1, 0.01, 0.9, "worse"),
+        (0.02, 0.01, 0.01, "better, by less than 5 points"),
+        (0.02, 0.3, 0.01, "equivalent within 5 points"),
+        (0.1, 0.3, 0.9, "undecided"),
+        (0.1, None, None, "undecided"),
+    ],
+)
+def test_verdicts(mean: float, corrected: float | None, equivalence: float | None, verdict: str) -> None:
+    estimate = analysis.Estimate(mean, 0.1, 20, None, "t")
+    method = analysis.Method("troll", (), "TROLL", {})
+    found = analysis.Contrast(method, method, estimate, None, 0.5, equivalence, corrected)
+    assert found.verdict == verdict
+
+
+def test_learning_rates_are_written_as_people_do() -> None:
+    assert [analysis.rate_text(rate) for rate in (3e-5, 1e-4, 0.003, 2.5e-4)] == ["3e-5", "1e-4", "3e-3", "2.5e-4"]
+
+
+# The page.
+
+TEMPLATE = """\
+Prose {{sparse-signal troll - clip}} and {{sparse-signal troll}}.
+{{contrasts}}
+{{figure contrasts}}
+{{figure robustness}}
+{{fast}}
+{{regime sparse-signal}}
+{{regime sparse-signal-resampled}}
+{{exploratory}}
+{{data}}
+"""
+
+
+def test_page_of_a_part_of_the_study(tmp_path: Path) -> None:
+    rows = study(tmp_path)
+    tuned = [replace(rows[0], seed=100 + i, phase="tuning", settings=(("kl_bound", str(i)),)) for i in (1, 2)]
+    write(tmp_path, "primary", [*rows, replace(tuned[0], success_after=0.9), tuned[1]])
+    (tmp_path / "primary.txt").write_text("troll compare sparse-signal --seeds 4\n")
+    built = page.build(page.read_tables(tmp_path), tmp_path, TEMPLATE)
+    (contrast,) = analysis.primary_sections({"one": rows}, tmp_path)[REGIME].contrasts
+    difference = f"{tables.points(contrast.estimate.mean)} points {tables.interval(contrast.estimate.interval)}"
+    assert built.text.startswith(f"Prose {difference} and ")
+    assert "*Interim: 16 of 400 counted runs; 0 of 20 seeds can be compared for all methods.*" in built.text
+    assert "*No counted runs yet.*" in built.text
+    assert "| TROLL kl_bound=1 | **90.0** | 1 |  |" in built.text
+    assert "| [primary.csv](results/primary.csv) | `sparse-signal` | 16 counted |" in built.text
+    assert "```\ntroll compare sparse-signal --seeds 4\n```" in built.text
+    assert set(built.figures) == {"contrasts", "robustness", REGIME}
+    cells = [line for line in built.text.splitlines() if line.startswith("| Sparse signal, 8 updates a rollout | 3e-4")]
+    assert len(cells) == 1 and cells[0].count("(4)") == 2
+    assert built.text.count("<!-- from the tables: ") == built.text.count("<!-- end -->") == 8
+
+
+def test_one_changed_run_changes_the_page(tmp_path: Path) -> None:
+    rows = study(tmp_path)
+    texts = set()
+    for success in (rows[5].success_after, rows[5].success_after + 1 / DRAWS):
+        rows[5] = replace(rows[5], success_after=success)
+        texts.add(page.build({"one": rows}, tmp_path, "{{regime sparse-signal}}").text)
+    assert len(texts) == 2
+
+
+def test_a_regime_is_complete_with_all_methods_rates_and_seeds(tmp_path: Path) -> None:
+    rows = [result(name, rate, seed, 0.5) for name in METHODS for rate in LEARNING_RATES for seed in range(20)]
+    text = page.build({"one": rows}, tmp_path, "{{regime sparse-signal}}").text
+    assert "*All 400 counted runs.*" in text
+    # Another rate for one method is another rate for all.
+    text = page.build({"one": [*rows, result("clip", 1e-5, 0, 0.5)]}, tmp_path, "{{regime sparse-signal}}").text
+    assert "*Interim: 401 of 500 counted runs; 0 of 20 seeds" in text
+
+
+def test_page_of_exploration_only(tmp_path: Path) -> None:
+    rows = study(tmp_path, phase="exploratory")
+    ablation = [
+        replace(row, settings=(("regression_weight", weight),))
+        for row in rows
+        if row.surrogate == "troll"
+        for weight in ("0.0", "1.0")
+    ]
+    template = "{{exploratory ingredients minus TROLL regression_weight=1.0}}\n{{contrasts}}\n{{exploratory}}"
+    built = page.build({"ingredients": ablation, "others": rows}, tmp_path, template)
+    assert "| TROLL regression_weight=1.0 minus |" in built.text
+    assert "| TROLL regression_weight=0.0 | +0.0 |" in built.text
+    assert "| TROLL minus | difference | over seeds |" in built.text
+    assert "sign flips" not in built.text
+    assert set(built.figures) == {f"ingredients-{REGIME}", f"others-{REGIME}"}
+
+
+def test_page_without_any_run(tmp_path: Path) -> None:
+    built = page.build({}, tmp_path, TEMPLATE)
+    assert built.figures == {} and built.text.startswith("Prose (no runs yet) and (no runs yet).")
+
+
+@pytest.mark.parametrize(
+    ("placeholder", "message"),
+    [("regime spars", "asks for {{regime spars}}, which is unknown"), (f"{REGIME} trol", "'trol' is no method")],
+)
+def test_a_mistake_in_the_template_is_named(tmp_path: Path, placeholder: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("{", r"\{")):
+        page.build({}, tmp_path, f"{{{{{placeholder}}}}}")
+
+
+# Figures.
+
+
+def test_figures_are_the_same_bytes_again_and_say_what_they_show(tmp_path: Path) -> None:
+    write(tmp_path, "primary", study(tmp_path))
+    written = []
+    for place in ("one", "two"):
+        page.write_page(tmp_path, tmp_path / place)
+        files = sorted((tmp_path / place).rglob("*.*"))
+        written.append({path.name: path.read_bytes() for path in files})
+    assert written[0] == written[1]
+    assert set(written[0]) == {"results.md"} | {
+        f"{name}.{kind}" for name in ("contrasts", "robustness", REGIME) for kind in ("svg", "png")
+    }
+    (panel,) = figures.shown(tmp_path / "one" / "results" / f"{REGIME}.svg")
+    finals = [row.success_after for row in study(tmp_path) if (row.surrogate, row.learning_rate) == ("clip", 1e-4)]
+    line = panel["lines"]["clip"]
+    assert panel["title"] == REGIMES[REGIME] and line["rate"] == [1e-4, 3e-4]
+    assert line["mean"][0] == pytest.approx(fmean(finals), abs=1e-4)
+    assert (line["low"][0], line["high"][0]) == pytest.approx(np.quantile(finals, [0.25, 0.75]), abs=1e-4)
+
+
+def test_lines_are_drawn_where_the_data_are(tmp_path: Path) -> None:
+    data = figures.rate_data(analysis.primary_sections({"one": study(tmp_path)}, tmp_path)[REGIME])
+    axes = figures.draw_rates([data]).axes[0]
+    assert [np.asarray(line.get_ydata()).tolist() for line in axes.lines] == [
+        line["mean"] for line in data["lines"].values()
+    ]
+    labels = [text.get_text() for text in axes.texts]
+    assert labels == ["TROLL", "clip"]
+
+
+def test_labels_at_one_height_are_moved_apart() -> None:
+    found = figures._apart([0.5, 0.5, 0.0, 0.52], 0.1)
+    assert found[2] == min(found) >= 0
+    assert np.diff(sorted(found)).min() >= 0.1 - 1e-9
+
+
+# The command.
+
+
+def test_command_collects_and_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, csv = run_folder(tmp_path / "run"), tmp_path / "results" / "new.csv"
+    monkeypatch.setattr(sys, "argv", ["results", "collect", str(run), "--output", str(csv), "--tuning_seeds", "0"])
+    command.main()
+    assert "new.csv: 1 runs added or replaced; 0 are not finished" in capsys.readouterr().out
+    assert table.read_csv(csv)[0].phase == "tuning"
+    monkeypatch.setattr(sys, "argv", ["results", "collect", str(tmp_path / "none"), "--output", str(csv)])
+    with pytest.raises(SystemExit, match=r"error: .*none is neither a run folder"):
+        command.main()

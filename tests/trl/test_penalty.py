@@ -1,0 +1,116 @@
+"""β of a KL penalty: PPO's rule, what it goes by, and that a resumed run has the same."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from tests.trl import resuming
+from tests.trl.tiny import logged
+from troll.trl.penalty import PenaltyWeight, adapted
+from troll.trl.updates import PENALTY_STATE
+
+WEIGHT = "trust_region/kl_penalty_weight"
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [(0.0, 1.5), (0.0199, 1.5), (0.0201, 3.0), (0.03, 3.0), (0.0449, 3.0), (0.0451, 6.0), (5.0, 6.0)],
+)
+def test_the_rule_is_ppos(kl, expected):
+    assert adapted(3.0, kl, target=0.03) == expected
+
+
+def test_the_weight_adapts_to_the_mean_of_an_update_and_of_the_tokens_that_count():
+    weight = PenaltyWeight(Accelerator(cpu=True), 1.0, target=0.03)
+    weight.observe(torch.tensor([0.1, 9.0, 0.1]), torch.tensor([1, 0, 1]))
+    weight.observe(torch.tensor([0.0, 0.0]), torch.tensor([1, 1]))
+    weight.end_update(adapt=True)
+    assert weight.value == 2.0  # by a mean of 0.05
+    weight.observe(torch.tensor([9.0]), torch.tensor([1]))
+    weight.end_update(adapt=False)  # not the rollout's last
+    weight.observe(torch.tensor([0.03]), torch.tensor([1]))
+    weight.end_update(adapt=True)
+    assert weight.value == 2.0
+    weight.observe(torch.tensor([9.0]), torch.tensor([1]))
+    weight.start()  # interrupted
+    weight.end_update(adapt=True)
+    weight.observe(torch.tensor([9.0]), torch.tensor([0]))  # nothing was seen
+    weight.end_update(adapt=True)
+    assert weight.value == 2.0
+
+
+def test_a_fixed_weight_stays():
+    weight = PenaltyWeight(Accelerator(cpu=True), 1.0, target=None)
+    weight.observe(torch.tensor([9.0]), torch.tensor([1]))
+    weight.end_update(adapt=True)
+    assert weight.value == 1.0
+
+
+#: Two rollouts of two updates of two micro-batches.
+TWO_ROLLOUTS: dict[str, Any] = {
+    "surrogate": "kl_penalty",
+    "kl_penalty_direction": "new_old",
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+}
+
+
+def test_a_rollouts_last_update_decides(make):
+    """Once a rollout, by the mean KL of all tokens of its second update; the first one's is 0."""
+    fixed = make(**TWO_ROLLOUTS)
+    fixed.train()
+    assert logged(fixed, WEIGHT) == [1, 1, 1, 1]
+    kl = logged(fixed, "trust_region/kl_before_mean")
+    assert kl[0] == 0 < kl[1]
+    for target, factor in ((kl[1] * 1.52, 0.5), (kl[1] * 1.48, 1), (kl[1] / 1.48, 1), (kl[1] / 1.52, 2)):
+        trainer = make(kl_penalty_target=target, **TWO_ROLLOUTS)
+        trainer.train()
+        assert logged(trainer, WEIGHT) == [1, 1, factor, factor]
+        assert logged(trainer, "trust_region/kl_before_mean")[:2] == kl[:2]
+
+
+def test_the_other_direction_adapts_to_its_own_divergence(make, monkeypatch):
+    """What is seen is KL(p ‖ p̃), and not KL(p̃ ‖ p), which the monitor measures."""
+    seen: list[float] = []
+
+    def see(weight: float, kl: float, target: float) -> float:
+        seen.append(kl)
+        return weight
+
+    monkeypatch.setattr("troll.trl.penalty.adapted", see)
+    trainer = make(**{**TWO_ROLLOUTS, "kl_penalty_direction": "old_new"}, kl_penalty_target=1.0, learning_rate=0.1)
+    trainer.train()
+    measured = logged(trainer, "trust_region/kl_before_mean")[1::2]
+    assert len(seen) == len(measured) == 2
+    for kl, other in zip(seen, measured, strict=True):
+        assert kl > 0
+        assert kl != pytest.approx(other, rel=0.01)
+
+
+ADAPTIVE: dict[str, Any] = {"surrogate": "kl_penalty", "kl_penalty_target": 1e-6, "ddp_backend": None}
+
+
+def test_a_resumed_run_goes_on_with_the_weight(make, tmp_path):
+    """Bit for bit, after the weight has changed."""
+    results = resuming.interrupted(make, tmp_path, **ADAPTIVE)
+    whole, resumed = results["without a break"], results["resumed"]
+    assert [entry[WEIGHT] for entry in whole["log"]] == [2, 2]
+    assert whole["log"] == resumed["log"]
+    for name, weight in whole["weights"].items():
+        assert torch.equal(weight, resumed["weights"][name]), name
+
+
+def test_a_checkpoint_without_a_weight_is_told(make, tmp_path):
+    settings = resuming.SETTINGS | ADAPTIVE
+    make(output_dir=str(tmp_path / "whole"), **settings).train()
+    checkpoint = Path(shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "checkpoint-2"))
+    (checkpoint / PENALTY_STATE).unlink()
+    (checkpoint / "checkpoint.json").unlink()  # of an older version
+    with pytest.warns(UserWarning, match=f"{PENALTY_STATE}: kl_penalty_weight starts anew"):
+        make(output_dir=str(tmp_path), **settings).train(resume_from_checkpoint=str(checkpoint))
