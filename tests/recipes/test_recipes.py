@@ -1,3 +1,4 @@
+import warnings
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,18 @@ def test_saved_recipe_loads_to_the_same_settings(tmp_path: Path, name: str) -> N
     assert again.settings == recipe.settings
     assert again.training.to_dict() == recipe.training.to_dict()
     assert (again.model, again.task) == (recipe.model, recipe.task)
+
+
+@pytest.mark.parametrize("surrogate", ["cispo", "gmpo"])
+def test_a_saved_recipe_holds_the_loss_that_its_surrogate_set(tmp_path: Path, surrogate: str) -> None:
+    with pytest.warns(UserWarning, match="loss_type='dr_grpo' is now"):
+        recipe = recipes.load("dr-grpo", ["--surrogate", surrogate])
+    recipes.save(recipe, tmp_path / "again.yaml")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="loss_type")
+        again = recipes.load(str(tmp_path / "again.yaml"))
+    assert again.settings == recipe.settings
+    assert again.training.to_dict() == recipe.training.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -134,7 +147,7 @@ def test_differences_know_what_a_left_out_field_means() -> None:
         ("quickstart", ["--learing_rate", "1"], "did you mean --learning_rate"),
         ("quickstart", ["--kl_bound", "abc"], "kl_bound"),
         ("quickstart", ["--kl_bound", "-1"], "kl_bound must be above 0"),
-        ("quickstart", ["--loss_type", "cispo"], "use one of grpo, bnpo, dr_grpo, dapo"),
+        ("quickstart", ["--loss_type", "cispo"], "set surrogate='cispo' and leave loss_type out"),
         ("quickstart", ["--task_options", "{"], "task_options is not valid JSON"),
         ("quickstart", ["stray"], "unknown argument 'stray'"),
     ],
