@@ -23,8 +23,9 @@ def test_shipped_recipes_load_and_are_off_policy(name: str) -> None:
     recipe = recipes.load(name, on_cpu(name) + one_point(name))
     assert not recipe.training.always_on_policy
     assert recipe.training.kl_bound == (0.01 if name == "ablation-kl-bound" else 0.05)
-    assert recipe.training.updates_per_rollout == 8
-    assert recipe.training.save_steps % 8 == 0, "checkpoints must fall on rollout boundaries"
+    updates = 32 if name == "sparse-signal-32-updates" else 8
+    assert recipe.training.updates_per_rollout == updates
+    assert recipe.training.save_steps % updates == 0, "checkpoints must fall on rollout boundaries"
 
 
 def test_overrides_win_over_the_recipe() -> None:

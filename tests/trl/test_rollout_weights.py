@@ -79,6 +79,38 @@ def test_a_rollout_is_sampled_with_rounded_weights(make, anchor, tmp_path):
     assert_same(ours, rolled_out(plain, seed=1), policies=anchor == "rollout")
 
 
+@pytest.mark.parametrize("surrogate", ["clip", "troll"])
+def test_advantages_are_corrected_by_truncated_importance_weights(make, surrogate):
+    settings: dict[str, Any] = {"surrogate": surrogate, "rollout_delay": 1}
+    plain, trainer, sampler = make(**settings), make(rollout_correction=1.05, **settings), make()
+    for each in (plain, trainer):
+        rolled_out(each)
+    sampler.model.load_state_dict(trainer.model.state_dict())
+    for each in (plain, trainer):
+        move(each.model, 0.1)
+    ours, theirs = rolled_out(trainer), rolled_out(plain)
+    assert torch.equal(ours["completion_ids"], theirs["completion_ids"])
+    ids, mask = (torch.cat([ours[f"prompt_{name}"], ours[f"completion_{name}"]], 1) for name in ("ids", "mask"))
+    with torch.no_grad():
+        score = sampler._get_per_token_logps_and_entropies
+        sampled = score(sampler.model, ids, mask, ours["completion_ids"].shape[1])[0]
+    weights = torch.exp(ours["old_per_token_logps"] - sampled)
+    scored = ours["completion_mask"].bool()
+    assert (weights[scored] > 1.05).any() and (weights[scored] < 1.05).any()
+    expected = (theirs["advantages"].unsqueeze(-1) * weights.clamp(max=1.05))[scored]
+    torch.testing.assert_close(ours["advantages"][scored], expected, rtol=0, atol=within(8 * tiny.LOG_PROB_ERROR))
+    logged_mean = trainer._metrics["train"]["sampling/importance_ratio"][-1]
+    assert logged_mean == pytest.approx(weights[scored].mean().item(), abs=within(tiny.LOG_PROB_ERROR))
+
+
+def test_a_correction_is_trained_with(make):
+    trainer = make(rollout_delay=1, rollout_correction=2.0, surrogate="clip", max_steps=4)
+    trainer.train()
+    first, second = logged(trainer, "sampling/importance_ratio")
+    assert first == pytest.approx(1, abs=within(tiny.LOG_PROB_ERROR))
+    assert abs(second - 1) > 1e-4
+
+
 def test_rounding_keeps_nothing_in_a_checkpoint(make, tmp_path):
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "output_dir": str(tmp_path)}
     make(rollout_dtype="bfloat16", anchor="rollout", **settings).train()
@@ -164,6 +196,9 @@ def test_a_checkpoint_of_another_delay_is_refused(make, tmp_path):
     [
         ({"rollout_delay": -1}, "rollout_delay must be an integer, at least 0, got -1"),
         ({"rollout_dtype": "int8"}, "rollout_dtype must be 'bfloat16' or 'float16', got 'int8'"),
+        ({"rollout_correction": 0.0}, "rollout_correction must be finite and above 0, got 0.0"),
+        ({"rollout_correction": 2.0, "anchor": "rollout"}, "set rollout_delay or rollout_dtype, and anchor='old'"),
+        ({"rollout_correction": 2.0, "rollout_delay": 0}, "set rollout_delay or rollout_dtype, and anchor='old'"),
         ({"use_vllm": True}, "vLLM has weights of its own: set use_vllm=False, or leave them out"),
         ({"anchor": "rollout", "updates_per_rollout": 1}, "has several updates: set updates_per_rollout to 2 or more"),
         ({"anchor": "rollout", "resampling_rounds": 1}, "set resampling_rounds to 0, or anchor='old'"),

@@ -71,6 +71,9 @@ class TrollConfig(GRPOConfig):
             one more. `anchor` "rollout" then needs no engine.
         rollout_dtype: "bfloat16" or "float16": rollouts are sampled with weights that are rounded to it, as an engine's
             are; an experiment's tool as well, and the anchor likewise. By default they are not rounded.
+        rollout_correction: C: with such weights and `anchor` "old", truncated importance sampling: the advantage of a
+            token is multiplied with min(p(o)/p_s(o), C), where p_s is the policy that sampled, as TRL does for vLLM. By
+            default nothing is corrected.
         surrogate: What keeps an update near the old policy: "troll"; "regression", its pull with the raw ratio; "clip",
             TRL's (`epsilon`, `epsilon_high`, `delta` for the dual clip); a rival, "kl_penalty", "dppo_tv", "dppo_kl",
             "drpo", "ipo", "gmpo", "cispo", "sapo" or "vespo"; or "none". The settings of the others are then ignored.
@@ -157,6 +160,10 @@ class TrollConfig(GRPOConfig):
     rollout_dtype: str | None = field(
         default=None,
         metadata={"help": "Sample rollouts with weights rounded to this, as an engine's are: bfloat16 or float16."},
+    )
+    rollout_correction: float | None = field(
+        default=None,
+        metadata={"help": "Largest importance weight that corrects for such rollouts. Default: no correction."},
     )
     surrogate: str = field(
         default="troll",
@@ -430,11 +437,20 @@ class TrollConfig(GRPOConfig):
                 "rollout_delay and rollout_dtype give other weights to transformers' generation, and vLLM has weights "
                 "of its own: set use_vllm=False, or leave them out"
             )
+        if self.rollout_correction is not None:
+            if not 0 < self.rollout_correction < math.inf:
+                raise ValueError(f"rollout_correction must be finite and above 0, got {self.rollout_correction}")
+            if self.anchor == "rollout" or not (self.rollout_delay or self.rollout_dtype):
+                raise ValueError(
+                    "rollout_correction is for rollouts of other weights than the old policy's: set rollout_delay or "
+                    "rollout_dtype, and anchor='old', or leave it out"
+                )
         unscored = self.gradient_accumulation_steps % self.rollout_steps == 0
-        if (self.rollout_delay or self.rollout_dtype) and self.anchor == "rollout" and unscored:
+        needs_scores = self.anchor == "rollout" or self.rollout_correction is not None
+        if (self.rollout_delay or self.rollout_dtype) and needs_scores and unscored:
             raise ValueError(
-                "anchor='rollout' with rollout_delay or rollout_dtype needs scores of the rollout, which TRL makes "
-                "only where a rollout has several updates: set updates_per_rollout to 2 or more"
+                "anchor='rollout' and rollout_correction with rollout_delay or rollout_dtype need scores of the "
+                "rollout, which TRL makes only where a rollout has several updates: set updates_per_rollout to 2 or more"
             )
         if self.use_transformers_continuous_batching and (self.bf16 or self.fp16):
             dtype = "bf16" if self.bf16 else "fp16"

@@ -78,6 +78,30 @@ class RolloutWeights:
     def _trained(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self._trainer.model.parameters() if parameter.requires_grad]
 
+    def corrected(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
+        """A rollout whose advantages (B, T) correct for these weights by truncated importance sampling.
+
+        The weight of a token is min(p(o)/p_s(o), C) with the old policy p, the policy p_s that sampled and
+        `TrollConfig.rollout_correction` C; None leaves advantages as they are. It is positive, so that it acts on any
+        surrogate's policy term as TRL's ``importance_sampling_ratio`` does for vLLM's rollouts.
+        """
+        largest = self._trainer.args.rollout_correction
+        if largest is None:
+            return rolled_out
+        with torch.no_grad(), self._sampling():
+            batch = self._trainer.args.per_device_train_batch_size
+            sampled = seam.score(self._trainer, self._trainer.model, rolled_out, batch_size=batch).log_probs
+        ratio = torch.exp(rolled_out["old_per_token_logps"] - sampled)
+        seam.add_metrics(self._trainer, {"sampling/importance_ratio": self._mean(ratio, seam.loss_mask(rolled_out))})
+        advantages = rolled_out["advantages"]
+        advantages = advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages
+        return rolled_out | {"advantages": advantages * ratio.clamp(max=largest)}
+
+    def _mean(self, values: Tensor, mask: Tensor) -> float:
+        sums = torch.stack([(values * mask).sum(), mask.sum().to(values)])
+        total, count = self._trainer.accelerator.reduce(sums, reduction="sum").tolist()
+        return total / max(count, 1)
+
     def save(self, checkpoint: Path) -> None:
         """Writes `WEIGHTS_STATE`, which replaces another as a whole."""
         if self._delay and self._trainer.args.should_save:

@@ -219,8 +219,8 @@ class Scores(NamedTuple):
     aux_loss: Tensor | None
 
 
-def score(trainer: Any, model: Any, inputs: dict[str, Any]) -> Scores:
-    """TRL's scoring of a micro-batch, as its own loss asks for it."""
+def score(trainer: Any, model: Any, inputs: dict[str, Any], batch_size: int | None = None) -> Scores:
+    """TRL's scoring of a micro-batch, as its own loss asks for it; of a rollout, `batch_size` sequences at a time."""
     ids, mask = sequences(inputs)
     images = {name: inputs.get(name) for name in (*MODEL_INPUTS, "num_images", "num_tiles") if name in inputs}
     scores = GRPOTrainer._get_per_token_logps_and_entropies(
@@ -229,6 +229,7 @@ def score(trainer: Any, model: Any, inputs: dict[str, Any]) -> Scores:
         ids,
         mask,
         inputs["completion_ids"].shape[1],
+        batch_size,
         compute_entropy=True,
         compute_aux_loss=trainer.aux_loss_enabled,
         **images,

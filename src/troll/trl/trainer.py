@@ -161,6 +161,8 @@ class TrollTrainer(GRPOTrainer):
         seam.add_metrics(self, metrics)
         if advantages is not None:
             seam.replace_logged_advantages(self, advantages)
+        if self.rollout_weights is not None:
+            rolled_out = self.rollout_weights.corrected(rolled_out)
         if OLD_POLICY in rolled_out and self._diagnostics_due(self._updates_of_rollout()):
             self.diagnosis.probe(rolled_out, seam.loss_mask(rolled_out))
         return rolled_out
