@@ -450,7 +450,7 @@ class TrollConfig(GRPOConfig):
         if (self.rollout_delay or self.rollout_dtype) and needs_scores and unscored:
             raise ValueError(
                 "anchor='rollout' and rollout_correction with rollout_delay or rollout_dtype need scores of the "
-                "rollout, which TRL makes only where a rollout has several updates: set updates_per_rollout to 2 or more"
+                "rollout, which TRL makes only where it has several updates: set updates_per_rollout to 2 or more"
             )
         if self.use_transformers_continuous_batching and (self.bf16 or self.fp16):
             dtype = "bf16" if self.bf16 else "fp16"
