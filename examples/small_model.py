@@ -16,7 +16,7 @@ import torch
 from datasets import load_dataset
 from rich.progress import track
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from troll.study.small_model import EOS, IGNORED_LABEL, PAD, learn, model_config, pad_right, shuffled_batches
 from troll.tasks import TaskConfig, load_task
@@ -48,7 +48,7 @@ def main() -> None:
     texts = [value for row in rows for value in row.values() if isinstance(value, str)]
     tokenizer = make_tokenizer([*texts, *prompts], options.vocabulary)
     torch.manual_seed(options.seed)
-    model = Qwen3ForCausalLM(model_config(tokenizer))
+    model = AutoModelForCausalLM.from_config(model_config(tokenizer))
     if options.solution:
         solutions = [solution_of(prompt, rows, options.question, options.solution) for prompt in prompts]
         learn_by_heart(model, tokenizer, prompts, solutions, options.steps)

@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="train by recipes over methods, settings and seeds",
         description="Train by every recipe with every combination of the values that follow the fields, and compare.",
         epilog="Fields are those of `troll train`; each may have several values: --surrogate troll clip none. "
-        "--seeds N: the seeds 0 to N - 1. --jobs N: how many runs at once (default: one for each core). "
+        "--seeds N: the seeds 0 to N - 1. --tune FIELD=VALUE,VALUE ... --tuning_seeds SEED ...: choose the values of "
+        "these fields first, for each method. --jobs N: how many runs at once (default: one for each GPU, else core). "
         "--output_dir DIR: where to; the same command again, or one with more values, goes on there.",
     )
     compare.add_argument("recipes", metavar="RECIPE", nargs="+")
@@ -194,11 +195,16 @@ def _compare(recipe_names: list[str], fields: list[str]) -> int:
 
         from troll.study.compare import compare
         from troll.study.grid import expand, parse_command
+        from troll.study.tuning import Tuning
 
         command = parse_command(recipe_names, fields)
-        runs = expand(recipe_names, command.axes)
+        study = (
+            Tuning(recipe_names, command.axes, command.tuned, command.tuning_seeds)
+            if command.tuned
+            else expand(recipe_names, command.axes)
+        )
         given = shlex.join(["troll", "compare", *recipe_names, *fields])
-        outcome = compare(runs, Path(command.output_dir), Console(), command.jobs, given)
+        outcome = compare(study, Path(command.output_dir), Console(), command.jobs, given)
         return {"finished": 0, "failed": FAILED, "interrupted": INTERRUPTED}[outcome]
 
     return _with_trainer(run)

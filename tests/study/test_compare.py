@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from rich.console import Console
 
@@ -17,52 +18,64 @@ from tests.study.conftest import SHORT
 from troll import cli
 from troll.recipes import RecipeError
 from troll.study import compare as module
+from troll.study import slots, worker
 from troll.study.compare import compare
-from troll.study.grid import PlannedRun, expand
+from troll.study.grid import PlannedRun, expand, parse_command
+from troll.study.tuning import Tuning
 
-#: Stands in for `troll train`: leaves the files of a run, fails, or waits for Ctrl-C.
-TRAIN = """
-import json, os, pathlib, signal, sys, time
-folder, settings, seed, how, checkpoint = pathlib.Path(sys.argv[1]), *sys.argv[2:]
-folder.mkdir(exist_ok=True)
-status = "finished"
-(folder / "config.yaml").write_text(settings + f"output_dir: {folder}\\n")
-(folder / "metrics.jsonl").write_text('{"step": 2, "reward": 0.5}\\n')
-with (folder / "starts").open("a") as file:
-    file.write(checkpoint + os.environ["OMP_NUM_THREADS"] + "\\n")
-if how == "fail":
-    print("first line"), print("the reason")
-    sys.exit(3)
-try:
-    if how == "wait":
-        (folder / "checkpoint-2").mkdir(exist_ok=True)
-        (folder / "checkpoint-2" / "trainer_state.json").write_text("{}")
-        (folder / "waiting").touch()
-        time.sleep(60)
-except KeyboardInterrupt:
-    status = "interrupted"
-(folder / "summary.json").write_text(json.dumps(
-    {"status": status, "recipe": "quickstart", "surrogate": "troll", "success_after": 0.5, "seed": int(seed),
-     "eval_size": 8}))
-sys.exit(0 if status == "finished" else 130)
+#: A worker whose runs stand in for `troll train`: they leave the files of a run, fail, or wait for Ctrl-C.
+WORKER = """
+import json, os, pathlib, runpy, sys, time
+
+def train(arguments):
+    folder, settings, seed, how, checkpoint = pathlib.Path(arguments[0]), *arguments[1:]
+    folder.mkdir(exist_ok=True)
+    status = "finished"
+    (folder / "config.yaml").write_text(settings + f"output_dir: {folder}\\n")
+    (folder / "metrics.jsonl").write_text('{"step": 2, "reward": 0.5}\\n')
+    with (folder / "starts").open("a") as file:
+        file.write(checkpoint + os.environ["OMP_NUM_THREADS"] + "\\n")
+    (folder / "gpu").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "none"))
+    (folder / "worker").write_text(str(os.getppid()))
+    if how == "fail":
+        print("first line"), print("the reason")
+        return 3
+    try:
+        if how in ("wait", "deaf"):
+            (folder / "checkpoint-2").mkdir(exist_ok=True)
+            (folder / "checkpoint-2" / "trainer_state.json").write_text("{}")
+            (folder / "waiting").write_text(str(os.getpid()))
+            time.sleep(60)
+    except KeyboardInterrupt:
+        status = "interrupted"
+        if how == "deaf":
+            (folder / "asked").write_text("yes")
+            time.sleep(60)
+    (folder / "summary.json").write_text(json.dumps(
+        {"status": status, "recipe": "quickstart", "surrogate": "clip" if "clip" in folder.name else "troll",
+         "success_after": float(how.partition("=")[2] or 0.5), "seed": int(seed), "eval_size": 8}))
+    return 0 if status == "finished" else 130
+
+runpy.run_path(sys.argv[1])["serve"](train)
 """
 
 
 @pytest.fixture
 def how(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What a run of a name does instead of finishing: "fail" or "wait"."""
+    """What a run of a name does instead of finishing: "fail", "wait" for Ctrl-C, be "deaf" to it, or "reach=0.7"."""
     behaviour: dict[str, str] = {}
 
-    def command(run: PlannedRun, output: Path, checkpoint: Path | None) -> list[str]:
+    def arguments(run: PlannedRun, output: Path, checkpoint: Path | None) -> list[str]:
         resumed = "" if checkpoint is None else f"{checkpoint.name} "
         return [
-            *(sys.executable, "-S", "-c", TRAIN, str(output), yaml.safe_dump(run.settings)),
-            *(str(run.recipe.training.seed), behaviour.get(run.name, ""), resumed),
+            *(str(output), yaml.safe_dump(run.settings), str(run.recipe.training.seed)),
+            *(behaviour.get(run.name, ""), resumed),
         ]
 
-    monkeypatch.setattr(module, "_command", command)
+    monkeypatch.setattr(module, "_arguments", arguments)
     monkeypatch.setattr(module, "model_path", lambda recipe: "")
-    monkeypatch.setattr(module, "_POLL_SECONDS", 0.02)
+    # Without the package and its imports: the tests would wait for torch.
+    monkeypatch.setattr(slots, "WORKER", [sys.executable, "-S", "-c", WORKER, worker.__file__])
     return behaviour
 
 
@@ -173,17 +186,71 @@ def test_a_run_that_was_left_behind_keeps_the_lock(tmp_path: Path, how: dict[str
     (tmp_path / "compare.json").write_text("{}")
     how[run.name] = "wait"
     with module._locked(tmp_path) as lock:
-        launcher = module._Launcher(tmp_path, os.environ | {"OMP_NUM_THREADS": "1"}, lock, module._Interrupts())
-        launcher.start(run, None)
-    process = launcher.running[run.name]
+        slot = slots.Slot(os.environ | {"OMP_NUM_THREADS": "1"}, lock)
+        slot.start(module._arguments(run, tmp_path / run.name, None), tmp_path / "log")
+    wait_for(tmp_path / run.name / "waiting")
+    pid = int((tmp_path / run.name / "waiting").read_text())
+    os.kill(int((tmp_path / run.name / "worker").read_text()), signal.SIGKILL)
     try:
         with pytest.raises(RecipeError, match="at work"), module._locked(tmp_path):
             pass
+        assert slot.exit_code() == -signal.SIGKILL
+        wait_for_end(pid)
     finally:
-        process.kill()
-        process.wait()
+        slot.kill()
     with module._locked(tmp_path):
         pass
+
+
+def test_runs_share_a_worker_and_the_death_of_one_stops_no_other(
+    tmp_path: Path, how: dict[str, str], console: Console
+) -> None:
+    how["quickstart-seed=1"] = how["quickstart-seed=2"] = "wait"
+    folder = tmp_path / "all"
+
+    def kill() -> None:
+        for seed, victim in ((1, "waiting"), (2, "worker")):
+            wait_for(folder / f"quickstart-seed={seed}" / "waiting")
+            os.kill(int((folder / f"quickstart-seed={seed}" / victim).read_text()), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    assert compare(grid(seed=["0", "1", "2", "3"]), folder, console, jobs=1) == "failed"
+    thread.join()
+    for name, end in (
+        (0, "finished"),
+        (1, "failed with exit code -9"),
+        (2, "failed with exit code -9"),
+        (3, "finished"),
+    ):
+        assert f"{end}  quickstart-seed={name}" in text_of(console)
+    workers = [(folder / f"quickstart-seed={seed}" / "worker").read_text() for seed in range(4)]
+    assert workers[0] == workers[1] == workers[2] != workers[3]
+    wait_for_end(int((folder / "quickstart-seed=2" / "waiting").read_text()))
+
+
+def test_each_run_has_a_gpu_of_its_own(
+    tmp_path: Path, how: dict[str, str], console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7,9")
+    how["quickstart-seed=0"] = how["quickstart-seed=1"] = "wait"
+    thread = interrupt_when(tmp_path / "all" / "quickstart-seed=1" / "waiting")
+    assert compare(grid(seed=["0", "1", "2"]), tmp_path / "all", console) == "interrupted"
+    thread.join()
+    assert "3 runs, 0 finished already, 2 at once" in text_of(console), "as many as GPUs"
+    gpus = [(tmp_path / "all" / f"quickstart-seed={seed}" / "gpu").read_text() for seed in (0, 1)]
+    assert gpus == ["5", "GPU-7"]
+
+
+def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert slots.gpus() == ["0", "1", "2"]
+    seen = [environment["CUDA_VISIBLE_DEVICES"] for environment in slots.environments(4, 8, slots.gpus())]
+    assert seen == ["0", "1", "2", "0"]
+    assert [environment["OMP_NUM_THREADS"] for environment in slots.environments(3, 8, [])] == ["2"] * 3
+    assert "CUDA_VISIBLE_DEVICES" not in slots.environments(1, 8, [])[0]
 
 
 def test_ctrl_c_while_a_process_starts_does_not_lose_it(
@@ -212,12 +279,29 @@ def test_square_brackets_are_no_markup(tmp_path: Path, how: dict[str, str], cons
     assert "[/x]" in text_of(console)
 
 
-def interrupt_when(path: Path) -> threading.Thread:
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not (path.exists() and path.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def wait_for_end(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return  # killed; whoever adopted it has not looked yet
+        except FileNotFoundError:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{pid} is still there")
+
+
+def interrupt_when(*paths: Path) -> threading.Thread:
     def wait() -> None:
-        deadline = time.monotonic() + 60
-        while not path.exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
+        for path in paths:
+            wait_for(path)
+            os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -240,6 +324,17 @@ def test_ctrl_c_ends_the_runs_in_order_and_they_resume(tmp_path: Path, how: dict
     (folder / "quickstart-seed=0" / "checkpoint-4").mkdir()  # killed while it was written
     assert compare(grid(), folder, console, jobs=1) == "finished"
     assert [line.split()[0] for line in starts(folder, "quickstart-seed=0")][1:] == ["checkpoint-2"]
+
+
+def test_the_second_ctrl_c_kills(tmp_path: Path, how: dict[str, str], console: Console) -> None:
+    how["quickstart-seed=0"] = "deaf"
+    run = tmp_path / "all" / "quickstart-seed=0"
+    thread = interrupt_when(run / "waiting", run / "asked")
+    assert compare(grid(), tmp_path / "all", console, jobs=1) == "interrupted"
+    thread.join()
+    wait_for_end(int((run / "waiting").read_text()))
+    assert not (run / "summary.json").exists()
+    assert "stopping 1 runs; Ctrl-C again kills them" in text_of(console)
 
 
 def test_nothing_starts_before_the_whole_grid_is_valid(tmp_path: Path, how: dict[str, str]) -> None:
@@ -265,6 +360,64 @@ def test_on_a_terminal_bars_show_the_steps(tmp_path: Path, how: dict[str, str]) 
     assert compare(grid(), tmp_path / "all", terminal, jobs=2) == "finished"
     assert "quickstart-seed=0" in text_of(terminal)
     assert "started" not in text_of(terminal)
+
+
+TUNE = ["--surrogate", "troll", "clip", "--tune", "kl_bound=0.2,0.01", "epsilon=0.1,0.3", "learning_rate=1e-5,1e-4"]
+TUNE += ["--tuning_seeds", "7", "8", "--learning_rate", "1e-4", "1e-3", "--seeds", "2"]
+
+
+def tuning(*arguments: str) -> Tuning:
+    command = parse_command(["quickstart"], arguments or TUNE)
+    return Tuning(["quickstart"], command.axes, command.tuned, command.tuning_seeds)
+
+
+def test_each_method_is_compared_with_the_settings_that_were_chosen_for_it(
+    tmp_path: Path, how: dict[str, str], console: Console
+) -> None:
+    folder = tmp_path / "all"
+    how["tune-quickstart-troll-kl_bound=0.01-learning_rate=1e-5-seed=8"] = "reach=0.9"
+    how["tune-quickstart-clip-epsilon=0.3-learning_rate=1e-4-seed=7"] = "fail"
+    assert compare(tuning(), folder, console, jobs=2) == "failed"
+    manifest = json.loads((folder / "compare.json").read_text())
+    assert len(manifest["runs"]) == len(manifest["tuning"]["runs"]) == 16
+    assert not list(folder.glob("quickstart-*")), "nothing is chosen yet"
+
+    how["tune-quickstart-clip-epsilon=0.3-learning_rate=1e-4-seed=7"] = "reach=0.8"
+    for _ in range(2):  # the second time, nothing is left to be done
+        assert compare(tuning(), folder, console, jobs=2, command="troll compare it") == "finished"
+    manifest = json.loads((folder / "compare.json").read_text())
+    chosen = {choice["surrogate"]: choice for choice in manifest["tuning"]["chosen"]}
+    assert chosen["troll"]["chosen"] == {"kl_bound": "0.01", "learning_rate": "1e-5"}
+    assert chosen["troll"]["means"][0]["mean"] == pytest.approx(0.7)
+    assert [len(choice["means"]) for choice in chosen.values()] == [4, 4]
+    counted = {name: settings for name, settings in manifest["runs"].items() if not name.startswith("tune-")}
+    assert {(run["surrogate"], run["learning_rate"], run["seed"]) for run in counted.values()} == {
+        (surrogate, rate, seed) for surrogate in ("troll", "clip") for rate in (1e-4, 1e-3) for seed in (0, 1)
+    }
+    assert {run["kl_bound"] for run in counted.values() if run["surrogate"] == "troll"} == {0.01}
+    assert {run["epsilon"] for run in counted.values() if run["surrogate"] == "clip"} == {0.3}
+    assert all(len(starts(folder, name)) == 1 for name in counted)
+    assert "chosen    quickstart clip: epsilon=0.3 learning_rate=1e-4 (mean 0.650)" in text_of(console)
+    assert "16 runs, 16 finished already" in text_of(console)
+    comparison = json.loads((folder / "comparison.json").read_text())
+    assert [len(group["success_by_seed"]) for group in comparison["groups"]] == [2] * 4, "without the tuning's runs"
+
+    match = "its run tune-.* is not in this grid"
+    with pytest.raises(RecipeError, match=match):
+        compare(grid(), folder, console)
+    more = ["kl_bound=0.2,0.01,0.5" if part.startswith("kl_bound") else part for part in TUNE]
+    how["tune-quickstart-troll-kl_bound=0.5-learning_rate=1e-5-seed=7"] = "reach=1"
+    how["tune-quickstart-troll-kl_bound=0.5-learning_rate=1e-5-seed=8"] = "reach=1"
+    with pytest.raises(RecipeError, match=r"its run quickstart-troll.* \(kl_bound is 0.01 there and 0.5 here\)"):
+        compare(tuning(*more), folder, console)
+
+
+def test_a_tuning_that_measures_nothing_is_refused(
+    tmp_path: Path, how: dict[str, str], console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "WORKER", [*slots.WORKER[:3], WORKER.replace("success_after", "other"), worker.__file__])
+    with pytest.raises(RecipeError, match=r"tune-quickstart-clip-.* has no held-out success after training"):
+        compare(tuning(), tmp_path / "all", console, jobs=2)
 
 
 @pytest.mark.slow

@@ -37,6 +37,16 @@ def test_a_setting_that_a_surrogate_does_not_read_does_not_multiply_its_runs() -
     assert runs[0].recipe.training.epsilon == 0.2, "TROLL would warn that it ignores the clip's range"
 
 
+def test_a_setting_that_a_surrogate_sets_itself_does_not_multiply_its_runs() -> None:
+    runs = plan("quickstart", "--surrogate", "troll", "cispo", "--loss_type", "bnpo", "dapo")
+    assert [run.name for run in runs] == [
+        "quickstart-troll-loss_type=bnpo",
+        "quickstart-troll-loss_type=dapo",
+        "quickstart-cispo",
+    ]
+    assert [run.recipe.training.loss_type for run in runs] == ["bnpo", "dapo", "cispo"]
+
+
 def test_a_clip_only_setting_that_troll_refuses_reaches_the_clip_alone() -> None:
     runs = plan("quickstart", "--surrogate", "troll", "clip", "--delta", "3")
     assert [run.recipe.training.delta for run in runs] == [None, 3.0]
@@ -80,6 +90,12 @@ def test_names_are_folders_and_unique(tmp_path: Path) -> None:
         (["quickstart", "--output_dir", "a", "b"], "--output_dir takes one folder, got a b"),
         (["quickstart", "--resume_from_checkpoint"], "a comparison goes on by itself"),
         (["quickstart", "--reward_weights", "1.0", "0.5"], "--reward_weights takes a list.* write it in a recipe"),
+        (["quickstart", "--tune", "kl_bound=1,2"], "--tune .* and --tuning_seeds .* go together"),
+        (["quickstart", "--tuning_seeds", "1"], "--tune .* and --tuning_seeds .* go together"),
+        (["quickstart", "--tune", "kl_bound=1", "--tuning_seeds", "1"], "--tune kl_bound needs values to choose from"),
+        (["quickstart", "--tune", "kl_bound", "--tuning_seeds", "1"], "--tune kl_bound needs values to choose from"),
+        (["quickstart", "--tune", "kl_bound=1,2", "kl-bound=3,4", "--tuning_seeds", "1"], "--tune has kl_bound twice"),
+        (["quickstart", "--tune", "seed=1,2", "--tuning_seeds", "1"], "--tune seed: a comparison is over the seeds"),
         (
             ["quickstart", "--kl_bound", "0.1", "0.10"],
             "quickstart-kl_bound=0.1 and quickstart-kl_bound=0.10 are the same run",

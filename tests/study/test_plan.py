@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from rich.console import Console
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForSequenceClassification
 
 from tests.study.test_memory import peak_of_one
 from troll import cli, recipes
@@ -291,7 +291,7 @@ def test_a_whole_run_takes_what_was_planned(
     config = model_config(tokenizer)
     config.vocab_size, config.hidden_size, config.intermediate_size = 4000, 256, 768
     torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     settings = {
         "model_name_or_path": tmp_path / "model",

@@ -1,33 +1,32 @@
-"""Runs a grid: each point is one ``troll train`` in a process of its own, as many at once as there are cores."""
+"""Runs a grid: each point is one ``troll train``, as many at once as there are GPUs or cores."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import select
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from troll.files import locked, write_atomically
-from troll.recipes import RecipeError, differences
+from troll.files import locked
+from troll.recipes import RecipeError
 from troll.run_folder import is_finished, read_json
-from troll.study.comparison import MANIFEST, read_comparison
+from troll.study.comparison import MANIFEST, measure_of, read_comparison, read_runs
 from troll.study.comparison_page import write_comparison
 from troll.study.comparison_tables import console_table
 from troll.study.grid import PlannedRun
+from troll.study.manifest import claim, claim_counted, claim_tuning
 from troll.study.run import check_same_run, model_path
+from troll.study.slots import Slot, environments, gpus
+from troll.study.tuning import Tuning
 from troll.terminal import say
 from troll.trl.checkpoints import newest_complete
 
@@ -39,7 +38,11 @@ Outcome = Literal["finished", "failed", "interrupted"]
 
 
 def compare(
-    runs: Sequence[PlannedRun], folder: Path, console: Console, jobs: int | None = None, command: str | None = None
+    study: Sequence[PlannedRun] | Tuning,
+    folder: Path,
+    console: Console,
+    jobs: int | None = None,
+    command: str | None = None,
 ) -> Outcome:
     """Makes the runs of a grid that are not finished yet, and writes the comparison of all that are.
 
@@ -48,10 +51,12 @@ def compare(
     from their last checkpoint. A run that fails does not keep the others from running.
 
     Args:
-        runs: From :func:`troll.study.grid.expand`.
+        study: Runs from :func:`troll.study.grid.expand`; or a tuning, whose choice is made of its first stage, once all
+            of that is finished, and recorded in the manifest, before the runs of the second start.
         folder: Made if need be.
         console: Where progress and results are printed.
-        jobs: Runs at once, at least 1. By default as many as there are cores, or one where there is a GPU.
+        jobs: Runs at once, at least 1. By default one for each GPU, or for each core where there is none. Each run sees
+            one GPU.
         command: What the page says of how it was made.
 
     Returns:
@@ -60,75 +65,77 @@ def compare(
 
     Raises:
         RecipeError: If ``folder`` holds anything but (a part of) this grid, another comparison or a run that it left
-            behind is at work there, or a model cannot be made.
+            behind is at work there, a model cannot be made, or the tuning measured nothing.
         troll.tasks.TaskError: If the embedded model cannot learn a task.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    jobs = min(len(runs), jobs or (1 if torch.cuda.is_available() else cores))
     with _locked(folder) as lock:
-        runs = _claim(folder, runs, command)
-        for run in runs:
-            check_same_run(run.settings, folder / run.name, may_change=lambda name: name == "output_dir")
-        waiting = [run for run in runs if not _is_finished(folder / run.name)]
-        done = len(runs) - len(waiting)
-        say(console, f"{len(runs)} runs, {done} finished already, {jobs} at once; output in {folder}")
-        outcome: Outcome = "finished"
-        failed: list[str] = []
-        with _stopped_by_signals() as interrupts:
-            try:
-                for run in waiting:  # before any of them, or two processes would make the same model
-                    model_path(run.recipe)
-                environment = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // jobs))}
-                launcher = _Launcher(folder, environment, lock, interrupts)
-                failed = _run_all(waiting, launcher, jobs, console)
-            except KeyboardInterrupt:
-                outcome = "interrupted"
-        _tell(runs, folder, failed, console)
+        if not isinstance(study, Tuning):
+            return _make(claim(folder, command, study), folder, lock, jobs, console)
+        tuned = claim_tuning(folder, command, study.runs(), study.counted(), study.settled)
+        outcome = _make(tuned, folder, lock, jobs, console, stage="tuning: ")
+        if outcome != "finished":
+            if outcome == "failed":
+                say(console, "nothing is chosen: that takes all runs of the tuning")
+            return outcome
+        choices = study.choose(tuned, _results(folder, tuned))
+        for choice in choices:
+            say(console, f"chosen    {choice.text}")
+        counted = claim_counted(folder, command, tuned, study.counted(choices), study.settled, choices)
+        return _make(counted, folder, lock, jobs, console)
+
+
+def _make(
+    runs: Sequence[PlannedRun],
+    folder: Path,
+    lock: int,
+    jobs: int | None,
+    console: Console,
+    stage: str = "",
+) -> Outcome:
+    """Makes what is not finished of some runs, and tells of them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    devices = [] if all(run.recipe.training.use_cpu for run in runs) else gpus()
+    jobs = min(len(runs), jobs or len(devices) or cores)
+    for run in runs:
+        check_same_run(run.settings, folder / run.name, may_change=lambda name: name == "output_dir")
+    waiting = [run for run in runs if not _is_finished(folder / run.name)]
+    done = len(runs) - len(waiting)
+    say(console, f"{stage}{len(runs)} runs, {done} finished already, {jobs} at once; output in {folder}")
+    outcome: Outcome = "finished"
+    failed: list[str] = []
+    with _stopped_by_signals() as interrupts:
+        try:
+            for run in waiting:  # before any of them, or two processes would make the same model
+                model_path(run.recipe)
+            slots = [Slot(environment, lock) for environment in environments(jobs, cores, devices)]
+            failed = _run_all(waiting, folder, slots, interrupts, console)
+            outcome = "failed" if failed else "finished"
+        except KeyboardInterrupt:
+            outcome = "interrupted"
+    _tell(runs, folder, failed, console)
     if outcome == "interrupted":
         say(console, "interrupted; the same command goes on")
-        return outcome
-    return "failed" if failed else "finished"
+    return outcome
+
+
+def _results(folder: Path, tuned: Sequence[PlannedRun]) -> dict[str, float]:
+    """The final success of each run of a tuning; the final reward, where no run measured success."""
+    names = {run.name for run in tuned}
+    runs = [run for run in read_runs([folder]) if run.name in names]
+    measure = measure_of(runs)
+    results = {run.name: value for run in runs if (value := run.final(measure)) is not None}
+    if missing := sorted(names - set(results)):
+        raise RecipeError(
+            f"{missing[0]} has no held-out {measure} after training, so that nothing can be chosen: the recipe needs "
+            "eval_strategy and eval_size"
+        )
+    return results
 
 
 def _locked(folder: Path) -> contextlib.AbstractContextManager[int]:
     """The folder's lock, whose file descriptor the runs inherit: orphans keep it."""
     holder = "another troll compare, or a run that it left behind,"
     return locked(folder, LOCK, marker=MANIFEST, content="comparison", holder=holder, error=RecipeError)
-
-
-def _claim(folder: Path, runs: Sequence[PlannedRun], command: str | None) -> list[PlannedRun]:
-    """Writes the manifest. A run that was recorded keeps its name, which has fewer fields in it in a smaller grid."""
-    manifest = folder / MANIFEST
-    try:
-        recorded: Any = read_json(manifest).get("runs") if manifest.is_file() else {}
-    except ValueError as error:
-        raise RecipeError(str(error)) from error
-    if not isinstance(recorded, dict) or not all(isinstance(settings, dict) for settings in recorded.values()):
-        raise RecipeError(f"{manifest} is no manifest of a comparison: choose another folder with --output_dir")
-    kept = {run.name: _recorded_name(run, recorded) for run in runs}
-    for name in recorded:
-        if name in kept.values():
-            continue
-        closest = min((differences(recorded[name], run.settings) for run in runs), key=len)
-        if closest:
-            raise RecipeError(
-                f"{folder} holds another comparison: its run {name} is not in this grid ({closest[0]}); choose another "
-                "folder with --output_dir"
-            )
-    named = [replace(run, name=kept[run.name] or run.name) for run in runs]
-    if len({run.name for run in named}) < len(named):
-        raise RecipeError(f"{folder} holds other runs of these names: choose another folder with --output_dir")
-    content = {
-        "command": command,
-        "recipes": {run.name: run.recipe.name for run in named},
-        "runs": {run.name: run.settings for run in named},
-    }
-    write_atomically(manifest, json.dumps(content, indent=2) + "\n")
-    return named
-
-
-def _recorded_name(run: PlannedRun, recorded: Mapping[str, Mapping[str, Any]]) -> str | None:
-    return next((name for name, settings in recorded.items() if not differences(settings, run.settings)), None)
 
 
 def _is_finished(output: Path) -> bool:
@@ -177,57 +184,35 @@ def _stopped_by_signals() -> Iterator[_Interrupts]:
             signal.signal(number, handler)
 
 
-class _Launcher:
-    """Starts runs, and knows those that have not ended.
-
-    Args:
-        folder: Of the comparison.
-        environment: Of the runs.
-        lock: The lock's file descriptor, for the runs to inherit.
-        interrupts: Held back while a process starts.
-    """
-
-    def __init__(self, folder: Path, environment: Mapping[str, str], lock: int, interrupts: _Interrupts) -> None:
-        self.folder, self.environment, self.lock, self.interrupts = folder, environment, lock, interrupts
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, run: PlannedRun, checkpoint: Path | None) -> None:
-        output = self.folder / run.name
-        with (self.folder / f"{run.name}.log").open("ab") as log, self.interrupts.held_back():
-            # In a session of its own: Ctrl-C reaches this process alone, which passes it on once.
-            self.running[run.name] = subprocess.Popen(
-                _command(run, output, checkpoint),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=dict(self.environment),
-                start_new_session=True,
-                pass_fds=[self.lock],
-            )
-
-
-def _run_all(waiting: Sequence[PlannedRun], launcher: _Launcher, jobs: int, console: Console) -> list[str]:
+def _run_all(
+    waiting: Sequence[PlannedRun], folder: Path, slots: Sequence[Slot], interrupts: _Interrupts, console: Console
+) -> list[str]:
     """Runs all, and returns the names of those that failed."""
-    queue, running, failed = deque(waiting), launcher.running, []
+    queue, running, failed = deque(waiting), dict[Slot, PlannedRun](), list[str]()
     board = _Board(console, len(waiting))
     try:
         while queue or running:
-            while queue and len(running) < jobs:
-                run = queue.popleft()
-                launcher.start(run, _checkpoint(launcher.folder / run.name, console))
-                board.started(run)
-            time.sleep(_POLL_SECONDS)
-            for name, process in list(running.items()):
-                output = launcher.folder / name
-                board.moved(name, _last_step(output))
-                if process.poll() is not None:
-                    del running[name]
-                    succeeded = process.returncode == 0 and _is_finished(output)
-                    failed += [] if succeeded else [name]
-                    board.ended(name, "finished" if succeeded else f"failed with exit code {process.returncode}")
+            for slot in slots:
+                if queue and slot not in running:
+                    run = queue.popleft()
+                    arguments = _arguments(run, folder / run.name, _checkpoint(folder / run.name, console))
+                    with interrupts.held_back():
+                        slot.start(arguments, folder / f"{run.name}.log")
+                        running[slot] = run
+                    board.started(run)
+            ended, _, _ = select.select(list(running), [], [], _POLL_SECONDS)
+            for slot, run in list(running.items()):
+                output = folder / run.name
+                board.moved(run.name, _last_step(output))
+                if slot in ended:
+                    code = slot.exit_code()
+                    del running[slot]
+                    succeeded = code == 0 and _is_finished(output)
+                    failed += [] if succeeded else [run.name]
+                    board.ended(run.name, "finished" if succeeded else f"failed with exit code {code}")
     finally:
         board.stop()
-        _stop(list(running.values()), console)
+        _stop(slots, list(running), console)
     return failed
 
 
@@ -241,26 +226,25 @@ def _checkpoint(output: Path, console: Console) -> Path | None:
     return checkpoint
 
 
-def _command(run: PlannedRun, output: Path, checkpoint: Path | None) -> list[str]:
+def _arguments(run: PlannedRun, output: Path, checkpoint: Path | None) -> list[str]:
+    """What follows `troll`."""
     resume = [] if checkpoint is None else ["--resume_from_checkpoint", str(checkpoint)]
-    command = [sys.executable, "-m", "troll.cli", "train", run.recipe.given, *run.overrides]
-    return [*command, "--output_dir", str(output), *resume]
+    return ["train", run.recipe.given, *run.overrides, "--output_dir", str(output), *resume]
 
 
-def _stop(processes: Sequence[subprocess.Popen[bytes]], console: Console) -> None:
-    alive = [process for process in processes if process.poll() is None]
-    if not alive:
-        return
-    say(console, f"stopping {len(alive)} runs; Ctrl-C again kills them")
+def _stop(slots: Sequence[Slot], running: Sequence[Slot], console: Console) -> None:
+    if running:
+        say(console, f"stopping {len(running)} runs; Ctrl-C again kills them")
     try:
-        for process in alive:
-            process.send_signal(signal.SIGINT)
-        for process in alive:
-            process.wait()
+        for slot in running:
+            slot.interrupt()
+        for slot in slots:
+            slot.close()
+        for slot in slots:
+            slot.wait()
     except KeyboardInterrupt:
-        for process in alive:
-            process.kill()
-            process.wait()
+        for slot in slots:
+            slot.kill()
         raise
 
 
@@ -314,7 +298,9 @@ class _Board:
 
 def _tell(runs: Sequence[PlannedRun], folder: Path, failed: Sequence[str], console: Console) -> None:
     if any(_is_finished(folder / run.name) for run in runs):
-        console.print(console_table(read_comparison([folder])))
+        comparison = read_comparison([folder])
+        if comparison.groups:  # not while it is tuned
+            console.print(console_table(comparison))
         try:
             say(console, f"comparison  {write_comparison([folder], folder)}")
         except ImportError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +24,7 @@ MANIFEST = "compare.json"
 #: What runs are compared by: the share of held-out problems solved; the mean held-out reward, where no run measured it.
 Measure = Literal["success", "reward"]
 
-_SURROGATE, _DEFAULT_SURROGATE = "surrogate", "troll"
+_SURROGATE, DEFAULT_SURROGATE = "surrogate", "troll"
 # What a setting of this name differs in is not the method.
 _OF_THE_FOLDER = {"output_dir", "resume_from_checkpoint"}
 _NO_AXIS = _OF_THE_FOLDER | {"seed", _SURROGATE}
@@ -43,6 +43,8 @@ class Run:
         rows: ``metrics.jsonl``.
         planned_recipe: The recipe by the manifest, for runs without a summary.
         folder: Where it is.
+        tuning: Whether it only served to choose settings.
+        settled: The settings that were chosen for its method, and so belong to the method.
     """
 
     name: str
@@ -51,6 +53,8 @@ class Run:
     rows: Sequence[Mapping[str, Any]]
     planned_recipe: str | None
     folder: Path
+    tuning: bool = False
+    settled: frozenset[str] = frozenset()
 
     @property
     def recipe(self) -> str:
@@ -60,7 +64,7 @@ class Run:
     @property
     def surrogate(self) -> str:
         """What kept the updates near the old policy."""
-        return str(self.summary.get(_SURROGATE) or self.settings.get(_SURROGATE) or _DEFAULT_SURROGATE)
+        return str(self.summary.get(_SURROGATE) or self.settings.get(_SURROGATE) or DEFAULT_SURROGATE)
 
     @property
     def seed(self) -> int:
@@ -146,22 +150,22 @@ class Comparison:
     Attributes:
         runs: All of them, the unfinished ones too.
         commands: With which they were made, as far as that is known.
+        choices: What tunings chose, as the manifests have it.
     """
 
     runs: Sequence[Run]
     commands: Sequence[str] = ()
+    choices: Sequence[Mapping[str, Any]] = ()
 
     @cached_property
     def finished(self) -> list[Run]:
         """The runs that count."""
-        return [run for run in self.runs if run.finished]
+        return [run for run in self.runs if run.finished and not run.tuning]
 
     @cached_property
     def measure(self) -> Measure:
         """What the runs are compared by."""
-        finals = [run.final("success") for run in self.finished]
-        rewards = [run.final("reward") for run in self.finished]
-        return "reward" if set(finals) == {None} and set(rewards) != {None} else "success"
+        return measure_of(self.finished)
 
     @cached_property
     def common_settings(self) -> dict[str, Any]:
@@ -186,7 +190,7 @@ class Comparison:
             if run.seed in runs:
                 raise ValueError(f"{runs[run.seed].name} and {run.name} differ in nothing: leave one of them out")
             runs[run.seed] = run
-        left_out = [run for run in self.runs if not run.finished]
+        left_out = [run for run in self.runs if not run.finished and not run.tuning]
         return [
             Group(
                 row=row,
@@ -221,19 +225,31 @@ class Comparison:
         Two groups meet if they agree on the settings that both read. Those without a common seed are left out.
         """
         if len(self.surrogates) > 1:
-            base = _DEFAULT_SURROGATE if _DEFAULT_SURROGATE in self.surrogates else self.surrogates[0]
+            base = DEFAULT_SURROGATE if DEFAULT_SURROGATE in self.surrogates else self.surrogates[0]
             ours = [group for group in self.groups if group.surrogate == base]
             theirs = [group for group in self.groups if group.surrogate != base]
-            pairs = [(one, other) for one in ours for other in theirs if _agree(one.row, other.row)]
+            pairs = [(one, other) for one in ours for other in theirs if agree(one.row, other.row)]
         else:
             pairs = [(group, self.groups[0]) for group in self.groups[1:]]
         estimates = [(one, other, paired_difference(one.finals, other.finals)) for one, other in pairs]
         return [Difference(first, second, found) for first, second, found in estimates if found is not None]
 
 
+def measure_of(runs: Sequence[Run]) -> Measure:
+    """What finished runs can be compared by."""
+    finals, rewards = [run.final("success") for run in runs], [run.final("reward") for run in runs]
+    return "reward" if set(finals) == {None} and set(rewards) != {None} else "success"
+
+
 def row_label(row: Row) -> str:
     """A row in words: the recipe, and the settings as ``field=value``."""
     return " ".join(value if name == "recipe" else f"{name}={value}" for name, value in row)
+
+
+def agree(first: Row, second: Row) -> bool:
+    """Whether two rows have no setting in common that differs."""
+    values = dict(second)
+    return all(values.get(name, value) == value for name, value in first)
 
 
 def is_comparison(folder: Path) -> bool:
@@ -248,8 +264,10 @@ def read_comparison(paths: Sequence[Path]) -> Comparison:
         FileNotFoundError: A folder is neither, or none has a run.
         ValueError: A file is malformed.
     """
-    commands = [read_json(path / MANIFEST).get("command") for path in paths if is_comparison(path)]
-    return Comparison(read_runs(paths), [command for command in commands if isinstance(command, str)])
+    manifests = [read_json(path / MANIFEST) for path in paths if is_comparison(path)]
+    commands = [manifest.get("command") for manifest in manifests]
+    choices = [choice for manifest in manifests for choice in _tuning(manifest).get("chosen", ())]
+    return Comparison(read_runs(paths), [command for command in commands if isinstance(command, str)], choices)
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -264,7 +282,9 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         if is_comparison(path):
             manifest = read_json(path / MANIFEST)
             planned, recipes = (manifest.get(key) or {} for key in ("runs", "recipes"))
-            runs += [_read_run(path / name, settings, recipes.get(name)) for name, settings in planned.items()]
+            tuned, settled = (frozenset(_tuning(manifest).get(key, ())) for key in ("runs", "settled"))
+            read = [_read_run(path / name, settings, recipes.get(name)) for name, settings in planned.items()]
+            runs += [replace(run, tuning=run.name in tuned, settled=settled) for run in read]
         elif (path / "config.yaml").is_file():
             runs.append(_read_run(path))
         else:
@@ -272,6 +292,10 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     if not any((run.folder / "config.yaml").is_file() for run in runs):
         raise FileNotFoundError(f"{paths[0]} has no runs yet")
     return runs
+
+
+def _tuning(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    return manifest.get("tuning") or {}
 
 
 def _read_run(folder: Path, planned: Mapping[str, Any] | None = None, planned_recipe: str | None = None) -> Run:
@@ -296,11 +320,6 @@ def _belongs(run: Run, row: Row, surrogate: str) -> bool:
     )
 
 
-def _agree(first: Row, second: Row) -> bool:
-    values = dict(second)
-    return all(values.get(name, value) == value for name, value in first)
-
-
 def _rows(runs: Sequence[Run]) -> list[Row]:
     """What sets each run apart, beside its surrogate and seed: the recipe, and the settings that runs differ in.
 
@@ -310,6 +329,8 @@ def _rows(runs: Sequence[Run]) -> list[Row]:
     own = []
     for run in runs:
         unread = set() if run.settings_read is None else by_some - run.settings_read
+        unread |= set(run.summary.get("surrogate_sets", ()))  # the recipe's value was replaced
+        unread |= run.settled  # each method has its own value
         own.append({name: _text(value) for name, value in run.settings.items() if name not in _NO_AXIS | unread})
     values: dict[tuple[str, str], set[str]] = {}
     for run, settings in zip(runs, own, strict=True):

@@ -16,11 +16,25 @@ import yaml
 
 from troll.files import write_atomically
 from troll.study.comparison import Comparison, Group, Measure, Run, read_comparison, row_label
-from troll.study.comparison_tables import as_json, cell, difference, figure, markdown
+from troll.study.comparison_outcome import outcome
+from troll.study.comparison_tables import as_json, cell, difference, figure, interval_of, markdown
 from troll.study.curves import held_out_success, metric_points
 from troll.study.metrics import HELD_OUT
-from troll.study.page import duration, render
-from troll.study.plot import COLOURS, LIGHT, Points, Scale, columns, running_mean, set_scale, svg, thin, window
+from troll.study.page import duration, html_table, render
+from troll.study.plot import (
+    COLOURS,
+    DASHES,
+    LEGEND_STYLES,
+    LIGHT,
+    Points,
+    Scale,
+    columns,
+    running_mean,
+    set_scale,
+    svg,
+    thin,
+    window,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,6 +55,7 @@ _DIFFERENCE_NOTE = (
 )
 _PERCENT: dict[Measure, str] = {"success": ", %", "reward": ""}
 _POINTS: dict[Measure, str] = {"success": ", percentage points", "reward": ""}
+_TUNING_NOTE = "The settings were chosen by these means, on seeds that count nowhere else on this page."
 
 
 @dataclass(frozen=True)
@@ -117,7 +132,7 @@ def write_comparison(paths: Sequence[Path], folder: Path) -> Path:
 def comparison_html(comparison: Comparison, folder: Path) -> str:
     """The page, to stand in ``folder``, from which it refers to the runs' own."""
     seeds = {run.seed for run in comparison.finished}
-    sections = (_final_table, _difference_table, _curves, _effort_table)
+    sections = (outcome, _final_table, _difference_table, _curves, _effort_table)
     body = [section(comparison) for section in sections if comparison.groups]
     body = body or ['<p class="note">No run has finished yet.</p>']
     recipes = ", ".join(dict.fromkeys(escape(run.recipe) for run in comparison.finished))
@@ -126,19 +141,30 @@ def comparison_html(comparison: Comparison, folder: Path) -> str:
         title="TROLL: comparison",
         heading=f"TROLL · comparison of {recipes}" if recipes else "TROLL · comparison",
         headline=f'<p class="headline">{count} run{"s" * (count != 1)}, {len(seeds)} seed{"s" * (len(seeds) != 1)}</p>',
-        body="\n".join(filter(None, [*body, _unfinished(comparison.runs), _how_it_was_made(comparison, folder)])),
+        body="\n".join(
+            filter(
+                None,
+                [*body, _tuning(comparison), _unfinished(comparison.runs), _how_it_was_made(comparison, folder)],
+            )
+        ),
         footer="Written by <code>troll report</code>.",
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["<tr>" + "".join(f'<th scope="col">{text}</th>' for text in head) + "</tr>"]
-    body = [
-        f'<tr><th scope="row">{first}</th>' + "".join(f"<td>{text}</td>" for text in rest) + "</tr>"
-        for first, *rest in rows
-    ]
-    parts = ['<div class="card wide"><table>', "<thead>", *lines, "</thead>", "<tbody>", *body, "</tbody>"]
-    return "\n".join([*parts, "</table></div>"])
+def _tuning(comparison: Comparison) -> str:
+    """What the first stage chose, and from what."""
+    if not comparison.choices:
+        return ""
+    rows = []
+    for choice in comparison.choices:
+        place = " ".join(f"{name}={value}" for name, value in choice["settings"].items())
+        method = " ".join(filter(None, [str(choice["recipe"]), place, str(choice["surrogate"])]))
+        for rank, entry in enumerate(choice["means"]):
+            text = escape(" ".join(f"{name}={value}" for name, value in entry["values"].items()))
+            text = f'<span class="best">{text}</span>' if rank == 0 else text
+            rows.append([escape(method) if rank == 0 else "", text, f"{entry['mean']:.3f}"])
+    table = html_table(["", "settings, the chosen ones first", "mean over the tuning seeds"], rows)
+    return f'<h2>Tuning</h2>\n{table}\n<p class="note">{_TUNING_NOTE}</p>'
 
 
 def _final_table(comparison: Comparison) -> str:
@@ -147,16 +173,17 @@ def _final_table(comparison: Comparison) -> str:
         [escape(row_label(row))] + [_final(comparison.group(row, name)) for name in comparison.surrogates]
         for row in comparison.rows
     ]
-    table = _table(["", *map(escape, comparison.surrogates)], rows)
+    table = html_table(["", *map(escape, comparison.surrogates)], rows)
     note = f'<p class="note">{_TABLE_NOTE}{_TABLE_NOTE_ENDS[measure]}</p>'
     return f"<h2>Final held-out {measure}{_PERCENT[measure]}</h2>\n{table}\n{note}"
 
 
 def _final(group: Group | None) -> str:
     estimate = group.final if group else None
-    if group is None or estimate is None or estimate.interval is None:
+    interval = None if estimate is None else interval_of(estimate)
+    if group is None or interval is None:
         return cell(group)
-    low, high = estimate.interval
+    low, high = interval
     if group.measure == "success":  # Student's t does not know that there is nothing below 0 % and above 100 %
         low, high = max(0.0, low), min(1.0, high)
     return f"{cell(group)}<small>{figure(low, group.measure)} to {figure(high, group.measure)}</small>"
@@ -170,7 +197,7 @@ def _difference_table(comparison: Comparison) -> str:
         [escape(found.first.label), escape(found.second.label), difference(found.estimate, measure)]
         for found in comparison.differences
     ]
-    table = _table(["", "minus", "difference"], rows)
+    table = html_table(["", "minus", "difference"], rows)
     return (
         f'<h2>Paired differences in {measure}{_POINTS[measure]}</h2>\n{table}\n<p class="note">{_DIFFERENCE_NOTE}</p>'
     )
@@ -193,7 +220,7 @@ def _effort_table(comparison: Comparison) -> str:
         )
     before_head = f"{comparison.measure} before{_PERCENT[comparison.measure]}"
     head = ["", "runs", before_head, "final entropy", "time since the last resume", "time in training steps"]
-    return f"<h2>Runs</h2>\n{_table(head, rows)}"
+    return f"<h2>Runs</h2>\n{html_table(head, rows)}"
 
 
 def _unfinished(runs: Sequence[Run]) -> str:
@@ -223,24 +250,29 @@ def _how_it_was_made(comparison: Comparison, folder: Path) -> str:
 
 
 def _curves(comparison: Comparison) -> str:
-    parts = []
+    found = []
     for metric in _METRICS:
         panels = [
             (title, {label: band for label, group in lines.items() if (band := _band(metric, group)) is not None})
             for title, lines in _panels(comparison)
         ]
-        panels = [(title, bands) for title, bands in panels if bands]
-        if not panels:
-            continue
-        ends = [value for _, bands in panels for band in bands.values() for _, value in [*band.low, *band.high]]
-        margin = 0.05 * ((max(ends) - min(ends)) or 1.0)
-        limits = min(ends) - margin, max(ends) + margin
-        last = max(step for _, bands in panels for band in bands.values() for step, _ in band.mean)
+        if panels := [(title, bands) for title, bands in panels if bands]:
+            found.append((metric, panels))
+    how = "Line: mean over seeds; band: smallest to largest seed."
+    if all(len(panels) == 1 for _, panels in found):  # a plot for each metric: they share the width of the page
         cards = [
-            _card(f"{metric.title} {index}", title, bands, metric, max(1, last), limits)
+            _card(f"{metric.title} 1", metric.title, bands, metric, [bands], metric.caption)
+            for metric, ((_, bands),) in found
+        ]
+        return "\n".join(["<h2>Curves</h2>", '<div class="cards">', *cards, "</div>", f'<p class="note">{how}</p>'])
+    parts = []
+    for metric, panels in found:
+        every = [bands for _, bands in panels]
+        cards = [
+            _card(f"{metric.title} {index}", title, bands, metric, every)
             for index, (title, bands) in enumerate(panels, start=1)
         ]
-        note = f"{metric.caption} Line: mean over seeds; band: smallest to largest seed; one scale in all plots."
+        note = f"{metric.caption} {how[:-1]}; one scale in all plots."
         parts += [f"<h2>{metric.title}</h2>", '<div class="cards">', *cards, "</div>", f'<p class="note">{note}</p>']
     return "\n".join(parts)
 
@@ -289,21 +321,30 @@ def _card(
     title: str,
     bands: Mapping[str, _Band],
     metric: _Metric,
-    last: int,
-    limits: tuple[float, float],
+    every: Sequence[Mapping[str, _Band]],
+    caption: str = "",
 ) -> str:
+    """A plot of some bands on the scales of all of them."""
     slug = name.lower().replace(" ", "-")
-    colours = dict(zip(bands, COLOURS, strict=False))
+    places = {label: place % len(COLOURS) for place, label in enumerate(bands)}
+    ends = [value for panel in every for band in panel.values() for _, value in [*band.low, *band.high]]
+    margin = 0.05 * ((max(ends) - min(ends)) or 1.0)
+    last = max(step for panel in every for band in panel.values() for step, _ in band.mean)
 
     def paint(axes: Axes) -> None:
         for label, band in bands.items():
-            colour = LIGHT[colours[label]]
+            colour = LIGHT[COLOURS[places[label]]]
             steps, means = columns(band.mean)
             axes.fill_between(steps, columns(band.low)[1], columns(band.high)[1], color=colour, alpha=0.15, linewidth=0)
-            axes.plot(steps, means, color=colour, marker="." if len(steps) <= 2 else "")
+            marker = "." if len(steps) <= 2 else ""
+            axes.plot(steps, means, color=colour, linestyle=DASHES[places[label]], marker=marker)
         set_scale(axes, metric.scale, [])
-        axes.set_ylim(*limits)
+        axes.set_ylim(min(ends) - margin, max(ends) + margin)
 
-    legend = "".join(f'<li><i class="{colours[label]}"></i>{escape(label)}</li>' for label in bands)
+    legend = "".join(
+        f'<li><i class="{COLOURS[place]} {LEGEND_STYLES[place]}"></i>{escape(label)}</li>'
+        for label, place in places.items()
+    )
     parts = [f'<figure class="card" id="{slug}">', f"<h3>{escape(title)}</h3>", f'<ul class="legend">{legend}</ul>']
-    return "\n".join([*parts, svg(slug, escape(f"{metric.title}, {title}"), last, paint), "</figure>"])
+    parts.append(svg(slug, escape(f"{metric.title}, {title}"), max(1, last), paint))
+    return "\n".join([*parts, *([f"<figcaption>{caption}</figcaption>"] if caption else []), "</figure>"])

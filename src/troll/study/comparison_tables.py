@@ -7,10 +7,13 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from troll.evaluation.estimators import Interval
 from troll.study.comparison import Comparison, Group, Measure, Row, row_label
+from troll.study.contest import Contestant, Contrast, contestants, contrasts
 from troll.study.statistics import Estimate
 
 _UNITS: dict[Measure, str] = {"success": "in per cent", "reward": "mean of the answers"}
+_ROUNDING = 1e-12  # equal differences of equal seeds differ by as much
 _DIFFERENCE_UNITS: dict[Measure, str] = {"success": "in percentage points", "reward": "in units of the reward"}
 
 
@@ -19,16 +22,40 @@ def cell(group: Group | None) -> str:
     estimate = group.final if group else None
     if group is None or estimate is None:
         return "–"
-    spread = "" if estimate.spread is None else f" ± {figure(estimate.spread, group.measure)}"
     seeds = f"{estimate.size} of {group.planned}" if estimate.size < group.planned else f"{estimate.size}"
-    return f"{figure(estimate.mean, group.measure)}{spread} ({seeds})"
+    return estimate_text(estimate, group.measure, seeds)
+
+
+def estimate_text(estimate: Estimate, measure: Measure, seeds: str = "") -> str:
+    """A mean, the standard deviation over seeds, and what is said of their number."""
+    spread = "" if estimate.spread is None else f" ± {figure(estimate.spread, measure)}"
+    return f"{figure(estimate.mean, measure)}{spread} ({seeds or estimate.size})"
 
 
 def difference(estimate: Estimate, measure: Measure) -> str:
+    """A difference with its interval, or with a word on why there is none, and the number of seeds."""
+    shown = f"{plain_difference(estimate, measure)} ({estimate.size})"
+    if not is_constant(estimate):
+        return shown
+    return f"{shown}, no seed differs" if abs(estimate.mean) < _ROUNDING else f"{shown}, the same for every seed"
+
+
+def plain_difference(estimate: Estimate, measure: Measure) -> str:
     """A difference with its interval."""
-    ends = [figure(end, measure, sign="+") for end in estimate.interval or ()]
+    mean = 0.0 if abs(estimate.mean) < _ROUNDING else estimate.mean
+    ends = [figure(end, measure, sign="+") for end in interval_of(estimate) or ()]
     interval = f" [{', '.join(ends)}]" if ends else ""
-    return f"{figure(estimate.mean, measure, sign='+')}{interval} ({estimate.size})"
+    return f"{figure(mean, measure, sign='+' if mean else '')}{interval}"
+
+
+def is_constant(estimate: Estimate) -> bool:
+    """Whether several seeds have one value, from which no interval follows."""
+    return estimate.spread is not None and estimate.spread < _ROUNDING
+
+
+def interval_of(estimate: Estimate) -> Interval | None:
+    """The interval, where there is something that it follows from."""
+    return None if is_constant(estimate) else estimate.interval
 
 
 def figure(value: float, measure: Measure, sign: str = "") -> str:
@@ -92,9 +119,13 @@ def _markdown_row(texts: list[str]) -> str:
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """Every figure of the page, without rounding."""
     measure = comparison.measure
+    methods = contestants(comparison)
     return {
         "metric": f"final held-out {measure}",
         "commands": list(comparison.commands),
+        "tuning": [dict(choice) for choice in comparison.choices],
+        "methods": [_contestant(method) for method in methods],
+        "contrasts": [_contrast(found) for found in contrasts(methods)],
         "groups": [
             {
                 "row": dict(group.row),
@@ -124,11 +155,40 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
+def _contestant(method: Contestant) -> dict[str, Any]:
+    """A method at its learning rates."""
+    return {
+        "row": dict(method.row),
+        "surrogate": method.surrogate,
+        f"{method.measure}_by_seed": {str(seed): value for seed, value in method.finals.items()},
+        "learning_rate_by_seed": {str(seed): rate for seed, rate in method.rates.items()},
+        method.measure: None if method.final is None else _estimate(method.final),
+        "by_learning_rate": [
+            {"learning_rate": rate, method.measure: mean}
+            for rate, mean in method.means.items()
+            if len(method.means) > 1
+        ],
+        "learning_rates_within_90_percent": method.range,
+    }
+
+
+def _contrast(found: Contrast) -> dict[str, Any]:
+    measure = found.first.measure
+    return {
+        "first": {"row": dict(found.first.row), "surrogate": found.first.surrogate},
+        "second": {"row": dict(found.second.row), "surrogate": found.second.surrogate},
+        measure: _estimate(found.estimate),
+        "sign_flip_p_value": found.p_value,
+        "holm_p_value": found.corrected,
+        "equivalence_p_value": found.equivalence,
+    }
+
+
 def _estimate(estimate: Estimate) -> dict[str, Any]:
     return {
         "mean": estimate.mean,
         "standard_deviation": estimate.spread,
         "seeds": estimate.size,
-        "interval": estimate.interval,
-        "interval_method": estimate.method,
+        "interval": interval_of(estimate),
+        "interval_method": None if is_constant(estimate) else estimate.method,
     }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,17 @@ class PlannedRun:
     Attributes:
         name: Of its folder: the recipe and the fields that the grid varies.
         recipe: Loaded, hence valid, with its overrides.
-        overrides: What follows ``troll train RECIPE``, without the output folder.
+        assignment: The value of each field, as the command line gives it; None of a flag such as `--use_cpu`.
     """
 
     name: str
     recipe: Recipe
-    overrides: tuple[str, ...]
+    assignment: Mapping[str, str | None]
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """What follows ``troll train RECIPE``, without the output folder."""
+        return _overrides(self.assignment)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -50,11 +55,15 @@ class Command:
         axes: The values of every field.
         output_dir: Where the runs go.
         jobs: How many at once; None leaves it to the machine.
+        tuned: The values of the fields that are tuned first; empty without ``--tune``.
+        tuning_seeds: On which they are.
     """
 
     axes: Axes
     output_dir: str
     jobs: int | None
+    tuned: Axes = field(default_factory=dict)
+    tuning_seeds: Sequence[str] = ()
 
 
 def parse_command(recipe_names: Sequence[str], arguments: Sequence[str]) -> Command:
@@ -70,23 +79,43 @@ def parse_command(recipe_names: Sequence[str], arguments: Sequence[str]) -> Comm
     axes: dict[str, list[str]] = {}
     for argument in arguments:
         if argument.startswith("--"):
-            field, equals, value = argument[2:].partition("=")
-            field = field.replace("-", "_")
-            if field in axes:
-                raise RecipeError(f"--{field} is given twice: give all its values to one")
-            axes[field] = [value] if equals else []
+            name, equals, value = argument[2:].partition("=")
+            name = name.replace("-", "_")
+            if name in axes:
+                raise RecipeError(f"--{name} is given twice: give all its values to one")
+            axes[name] = [value] if equals else []
         else:
-            axes[field].append(argument)
+            axes[name].append(argument)
     if (seeds := _count(axes, "seeds")) is not None:
         if "seed" in axes:
             raise RecipeError("--seeds N runs the seeds 0 to N - 1, and --seed names them: give one of the two")
         axes["seed"] = [str(seed) for seed in range(seeds)]
     jobs = _count(axes, "jobs")
+    tuned = _tuned(axes)
+    tuning_seeds = axes.pop("tuning_seeds", [])
+    if bool(tuned) != bool(tuning_seeds):
+        raise RecipeError("--tune FIELD=VALUE,VALUE ... and --tuning_seeds SEED ... go together: give both")
     stems = dict.fromkeys(recipes.name_of(Path(name)) for name in recipe_names)
     folders = axes.pop("output_dir", ["runs/compare-" + "-".join(stems)[:60]])
     if len(folders) != 1:
         raise RecipeError(f"--output_dir takes one folder, got {' '.join(folders) or 'nothing'}")
-    return Command(axes, folders[0], jobs)
+    return Command(axes, folders[0], jobs, tuned, tuning_seeds)
+
+
+def _tuned(axes: dict[str, list[str]]) -> Axes:
+    """Takes ``--tune`` out of the axes: FIELD=VALUE,VALUE, or FIELD for one whose own option has the values."""
+    tuned: dict[str, list[str]] = {}
+    for given in axes.pop("tune", []):
+        name, equals, values = given.partition("=")
+        name = name.replace("-", "_")
+        if name in ("surrogate", "seed"):
+            raise RecipeError(f"--tune {name}: a comparison is over the {name}s; name settings such as kl_bound")
+        if name in tuned:
+            raise RecipeError(f"--tune has {name} twice: give it all its values at once")
+        tuned[name] = values.split(",") if equals else axes.pop(name, [])
+        if not all(tuned[name]) or len(tuned[name]) < 2:
+            raise RecipeError(f"--tune {name} needs values to choose from: --tune {name}=VALUE,VALUE")
+    return tuned
 
 
 def _count(axes: dict[str, list[str]], name: str) -> int | None:
@@ -98,7 +127,12 @@ def _count(axes: dict[str, list[str]], name: str) -> int | None:
     return int(given[0])
 
 
-def expand(recipe_names: Sequence[str], axes: Axes) -> list[PlannedRun]:
+def expand(
+    recipe_names: Sequence[str],
+    axes: Axes,
+    settle: Callable[[str, Mapping[str, str | None]], Mapping[str, str | None]] = lambda recipe, assignment: assignment,
+    prefix: str = "",
+) -> list[PlannedRun]:
     """Every run of a grid, all of them valid.
 
     Recipes, with their own ``grid``, are multiplied with the axes, which win over it. A field that only some surrogates
@@ -108,6 +142,8 @@ def expand(recipe_names: Sequence[str], axes: Axes) -> list[PlannedRun]:
     Args:
         recipe_names: Names or paths.
         axes: From :func:`parse_command`. Fields with one value, or none, are plain overrides.
+        settle: Takes a recipe and the values of a run's fields, and returns those it shall have.
+        prefix: Of the runs' names.
 
     Returns:
         At least one run; no two have one name or the same settings.
@@ -126,11 +162,13 @@ def expand(recipe_names: Sequence[str], axes: Axes) -> list[PlannedRun]:
     points = [point for name in dict.fromkeys(recipe_names) for point in _points(name, axes)]
     seeds = list(dict.fromkeys(point.assignment.get("seed") for point in points))
     for point in sorted(points, key=lambda point: seeds.index(point.assignment.get("seed"))):
-        recipe = recipes.load(point.recipe_name, point.overrides)
-        name = "-".join([recipe.name, *point.labels])
+        assignment = settle(point.recipe_name, point.assignment)
+        overrides = _overrides(assignment)
+        recipe = recipes.load(point.recipe_name, overrides)
+        name = prefix + "-".join([recipe.name, *point.labels])
         if name in planned:  # recipes of one file name, or values that differ in signs a folder cannot have
-            name += "-" + hashlib.sha256(json.dumps([point.recipe_name, point.overrides]).encode()).hexdigest()[:8]
-        planned[name] = PlannedRun(name, recipe, point.overrides)
+            name += "-" + hashlib.sha256(json.dumps([point.recipe_name, overrides]).encode()).hexdigest()[:8]
+        planned[name] = PlannedRun(name, recipe, assignment)
         settings = json.dumps(planned[name].settings, sort_keys=True)
         if settings in same:
             raise RecipeError(f"{same[settings]} and {name} are the same run: leave one of them out")
@@ -142,7 +180,6 @@ def expand(recipe_names: Sequence[str], axes: Axes) -> list[PlannedRun]:
 class _Point:
     recipe_name: str
     assignment: Mapping[str, str | None]
-    overrides: tuple[str, ...]
     labels: tuple[str, ...]
 
 
@@ -167,20 +204,23 @@ def _points(recipe_name: str, axes: Axes) -> Iterator[_Point]:
         if tuple(assignment.items()) in seen:
             continue
         seen.add(tuple(assignment.items()))
-        # In one word: a value such as -1e-3 would be taken for an option.
-        overrides = [f"--{name}" if value is None else f"--{name}={value}" for name, value in assignment.items()]
         varied = [(name, value) for name, value in assignment.items() if len(values[name]) > 1 and name not in unread]
         labels = [_readable(name, str(value)) for name, value in varied]
-        yield _Point(recipe_name, assignment, tuple(overrides), tuple(labels))
+        yield _Point(recipe_name, assignment, tuple(labels))
+
+
+def _overrides(assignment: Mapping[str, str | None]) -> tuple[str, ...]:
+    # In one word: a value such as -1e-3 would be taken for an option.
+    return tuple(f"--{name}" if value is None else f"--{name}={value}" for name, value in assignment.items())
 
 
 def _unread(surrogate: str, all_surrogates: Sequence[str], values: Axes) -> set[str]:
-    """The fields among ``values`` that are other surrogates' alone, so that this one's runs need not have them."""
+    """The fields among ``values`` in which this surrogate's runs need not differ: others read them, or it sets them."""
     if surrogate not in SURROGATES:
         return set()  # loading the recipe says so
     listed = {field for entry in SURROGATES.values() for field in entry.settings}
     present = {field for name in all_surrogates if name in SURROGATES for field in SURROGATES[name].settings}
-    foreign = listed - set(SURROGATES[surrogate].settings)
+    foreign = listed - set(SURROGATES[surrogate].settings) | set(SURROGATES[surrogate].sets)
     # One value that nobody in the grid reads stays: the configuration may have a word to say about it.
     return {field for field, given in values.items() if field in foreign and (len(given) > 1 or field in present)}
 

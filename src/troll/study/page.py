@@ -5,7 +5,7 @@ Styles and plots are inline, so a page opens offline, by mail and on a phone, in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from string import Template
 
@@ -48,6 +48,8 @@ figcaption { font-size: 0.92rem; color: var(--soft); }
   border-top: 3px solid var(--soft); }
 $legend
 .legend .points { width: 0.6rem; height: 0.6rem; border: 0; border-radius: 50%; background: var(--second); }
+.legend .dashed { border-top-style: dashed; }
+.legend .dotted { border-top-style: dotted; }
 .legend .bound { border-top: 2px dashed var(--ink); }
 svg { display: block; width: 100%; height: auto; overflow: visible; margin: 0.35rem 0 0.5rem; }
 svg * { stroke-linejoin: round; stroke-linecap: butt; }
@@ -108,6 +110,17 @@ def render(title: str, heading: str, headline: str, body: str, footer: str) -> s
         body=body,
         footer=footer,
     )
+
+
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A card with a table; the first cell of each row is its name. All texts are HTML."""
+    lines = ["<tr>" + "".join(f'<th scope="col">{text}</th>' for text in head) + "</tr>"]
+    body = [
+        f'<tr><th scope="row">{first}</th>' + "".join(f"<td>{text}</td>" for text in rest) + "</tr>"
+        for first, *rest in rows
+    ]
+    parts = ['<div class="card wide"><table>', "<thead>", *lines, "</thead>", "<tbody>", *body, "</tbody>"]
+    return "\n".join([*parts, "</table></div>"])
 
 
 def percent(share: float) -> str:

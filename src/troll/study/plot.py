@@ -30,6 +30,10 @@ DARK |= {"fourth": "#cf94da", "fifth": "#d3bb5c", "sixth": "#f08ca3"}
 
 #: Of lines, in their order.
 COLOURS = ("first", "second", "third", "fourth", "fifth", "sixth")
+#: Likewise, where lines may lie on one another: through the gaps of a later one shows the one below. With the style of
+#: each in a legend.
+DASHES = ("-", (0, (5, 2.5)), (0, (1.5, 1.5)), (0, (6, 4, 1.5, 4)), (0, (3, 3)), (0, (1, 3)))
+LEGEND_STYLES = ("solid", "dashed", "dotted", "dashed", "dashed", "dotted")
 
 # Everything a reader's own matplotlibrc could change is set back by the style "default", which comes first.
 _PLOT_STYLE = {
@@ -92,19 +96,40 @@ def svg(slug: str, title: str, last: int, paint: Callable[[Axes], None]) -> str:
     Raises:
         ImportError: matplotlib is not installed.
     """
+
+    def over_steps(axes: Axes) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        axes.set_xlim(0, last * 1.01)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.set_xlabel("optimiser step")
+        paint(axes)
+
+    return drawing(slug, title, over_steps)
+
+
+def drawing(slug: str, title: str, paint: Callable[[Axes], None], height: float = 2.45) -> str:
+    """A plot.
+
+    Args:
+        slug: The card's id, unique on the page.
+        title: What a screen reader says; HTML.
+        paint: Draws into the axes, and sets both scales.
+        height: In inches; the width is 4.3.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     try:
         from matplotlib import style
         from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ImportError('the report needs matplotlib: pip install "troll-rl[report]"') from error
 
     with style.context(["default", {**_PLOT_STYLE, "svg.hashsalt": slug}]):
-        figure = Figure(figsize=(4.3, 2.45))  # small, so that its text is legible on a phone
-        axes = figure.add_axes((0.14, 0.185, 0.815, 0.785))  # the same in every card, so that steps line up
-        axes.set_xlim(0, last * 1.01)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.set_xlabel("optimiser step")
+        figure = Figure(figsize=(4.3, height))  # small, so that its text is legible on a phone
+        # The same in every card, so that steps line up; below it the labels, above it half a label.
+        axes = figure.add_axes((0.14, 0.45 / height, 0.815, 1 - 0.525 / height))
         paint(axes)
         written = io.StringIO()
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})

@@ -1,0 +1,249 @@
+"""What a comparison's page says first: who won, by how much, and at which learning rates."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from troll.study.comparison import Comparison, Measure, Row, row_label
+from troll.study.comparison_tables import difference, estimate_text, figure, plain_difference
+from troll.study.contest import Contestant, Contrast, contestants, contrasts, rate_text
+from troll.study.page import html_table
+from troll.study.plot import COLOURS, DASHES, LEGEND_STYLES, LIGHT, drawing
+from troll.study.statistics import Estimate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+
+_PER_LINE, _MARGINS = 0.42, 0.75  # inches: of a method, and of the axis with its labels
+_UNIT: dict[Measure, str] = {"success": " %", "reward": ""}
+_POINTS: dict[Measure, str] = {"success": " points", "reward": ""}
+_DOT_NOTE = (
+    "Large dot: mean over seeds; bar: its 95 % interval; small dots: single seeds. A difference whose bar crosses 0 is "
+    "no evidence."
+)
+_RATE_NOTE = (
+    "Each method has the learning rate that suits it: a seed's is the one with the best mean over the other seeds."
+)
+_CHOSEN_NOTE = "Other settings are those that were chosen for each method on seeds of their own, below."
+_CONTRAST_NOTE = (
+    "Each method at its own best settings. The p-value by sign flips is the chance of a difference at least as large "
+    "if the two were alike; Holm's correction allows for all rows of this table. The last column is the p-value of two "
+    "one-sided t tests: below 0.05, the two are equivalent within 5 points."
+)
+_RANGE_NOTE = (
+    "Line: mean over seeds; band: smallest to largest seed. The range holds the learning rates at which a method keeps "
+    "at least 90 % of its best mean, on straight lines between the rates that were run; ≤ and ≥: as far as they were."
+)
+
+
+def outcome(comparison: Comparison) -> str:
+    """What a reader should see first; and where learning rates differ, what each method does with its best one."""
+    methods = contestants(comparison)
+    found = contrasts(methods)
+    cards = outcome_figures(methods, found)
+    if not cards:
+        return ""
+    tuned = any(len(method.groups) > 1 for method in methods)
+    notes = [_DOT_NOTE, *([_RATE_NOTE] if tuned else []), *([_CHOSEN_NOTE] if comparison.choices else [])]
+    parts = [
+        "<h2>Outcome</h2>",
+        f'<div class="cards">{"".join(cards)}</div>',
+        f'<p class="note">{" ".join(notes)}</p>',
+    ]
+    if not tuned and not comparison.choices:
+        return "\n".join(parts)
+    if found:
+        parts += ["<h2>Tuned against tuned</h2>", _contrast_table(found), f'<p class="note">{_CONTRAST_NOTE}</p>']
+    if tuned:
+        parts += [
+            "<h2>Learning rates</h2>",
+            f'<div class="cards">{"".join([*rate_figures(methods), _rate_table(methods)])}</div>',
+            f'<p class="note">{_RANGE_NOTE}</p>',
+        ]
+    return "\n".join(parts)
+
+
+def _contrast_table(found: Sequence[Contrast]) -> str:
+    measure = found[0].first.measure
+    head = [
+        "",
+        "minus",
+        f"difference,{_POINTS[measure]}" if measure == "success" else "difference",
+        "p (sign flips)",
+        "p (Holm)",
+    ]
+    head += ["p (apart by 5 points or more)"] if measure == "success" else []
+    rows = [
+        [
+            *(escape(one.first.label), escape(one.second.label), difference(one.estimate, measure)),
+            *(f"{one.p_value:.2g}", f"{one.corrected:.2g}"),
+            *(["–" if one.equivalence is None else f"{one.equivalence:.2g}"] if measure == "success" else []),
+        ]
+        for one in found
+    ]
+    return html_table(head, rows)
+
+
+def _rate_table(methods: Sequence[Contestant]) -> str:
+    rows = []
+    for method in (method for method in methods if len(method.means) > 1):
+        final, reach, rates = method.final, method.range, list(method.means)
+        chosen = Counter(method.rates.values())
+        below, above = ("≤ " * (reach[0] == rates[0]), "≥ " * (reach[1] == rates[-1])) if reach else ("", "")
+        rows.append(
+            [
+                escape(method.label),
+                "–" if final is None else estimate_text(final, method.measure),
+                "–"
+                if final is None
+                else ", ".join(f"{rate_text(rate)} ({count})" for rate, count in sorted(chosen.items())),
+                f"{below}{rate_text(reach[0])} to {above}{rate_text(reach[1])}" if reach else "–",
+            ]
+        )
+    measure = methods[0].measure
+    return html_table(
+        [
+            "",
+            f"{measure} when tuned,{_UNIT[measure]}" if measure == "success" else f"{measure} when tuned",
+            "learning rate (seeds)",
+            "within 90 % of the best",
+        ],
+        rows,
+    )
+
+
+def outcome_figures(methods: Sequence[Contestant], differences: Sequence[Contrast]) -> list[str]:
+    """Cards with what each method reached, and next to each the paired differences."""
+    cards = []
+    for number, (title, members) in enumerate(_panels(methods), start=1):
+        finals = [
+            (label, place, method.final, list(method.finals.values()))
+            for place, (label, method) in enumerate(members.items())
+            if method.final is not None
+        ]
+        if not finals:
+            continue
+        measure = next(iter(members.values())).measure
+        lines = [
+            _Line(f"{label}   {figure(final.mean, measure)}{_UNIT[measure]}", place, final, values)
+            for label, place, final, values in finals
+        ]
+        cards.append(_dots(f"outcome-{number}", title, f"final held-out {measure}", lines, measure))
+        of_panel = [found for found in differences if found.first in members.values()]
+        lines = [
+            _Line(
+                f"{_short(found.first, members)} − {_short(found.second, members)}   "
+                f"{plain_difference(found.estimate, measure)}{_POINTS[measure]}",
+                list(members.values()).index(found.second) if found.second in members.values() else place,
+                found.estimate,
+                [found.first.finals[seed] - found.second.finals[seed] for seed in _common(found)],
+            )
+            for place, found in enumerate(of_panel)
+        ]
+        if lines:
+            cards.append(_dots(f"lead-{number}", title, "paired difference, seed by seed", lines, measure, zero=True))
+    return cards
+
+
+def rate_figures(methods: Sequence[Contestant]) -> list[str]:
+    """Cards with the final result over the learning rate, a line for each method that was run with several."""
+    cards = []
+    for number, (title, members) in enumerate(_panels([one for one in methods if len(one.means) > 1]), start=1):
+        slug = f"learning-rates-{number}"
+        measure = next(iter(members.values())).measure
+
+        def paint(axes: Axes, members: Mapping[str, Contestant] = members, measure: Measure = measure) -> None:
+            for place, method in enumerate(members.values()):
+                colour = LIGHT[COLOURS[place % len(COLOURS)]]
+                finals = [list(method.groups[rate].finals.values()) for rate in method.means]
+                rates = list(method.means)
+                axes.fill_between(rates, [*map(min, finals)], [*map(max, finals)], color=colour, alpha=0.1, linewidth=0)
+                dashes = DASHES[place % len(DASHES)]
+                axes.plot(rates, list(method.means.values()), color=colour, linestyle=dashes, marker=".")
+            axes.set_xscale("log")
+            ticks = sorted({rate for method in members.values() for rate in method.means})
+            axes.set_xticks(ticks, [rate_text(rate) for rate in ticks])
+            axes.minorticks_off()
+            axes.set_xlabel("learning rate")
+            _format(axes.yaxis, measure)
+
+        legend = "".join(
+            f'<li><i class="{COLOURS[place % len(COLOURS)]} {LEGEND_STYLES[place % len(COLOURS)]}"></i>'
+            f"{escape(label)}</li>"
+            for place, label in enumerate(members)
+        )
+        cards.append(
+            f'<figure class="card" id="{slug}">\n<h3>{escape(title)}</h3>\n<ul class="legend">{legend}</ul>\n'
+            f"{drawing(slug, escape(f'final held-out {measure} by learning rate, {title}'), paint)}\n</figure>"
+        )
+    return cards
+
+
+def _panels(methods: Sequence[Contestant]) -> Iterator[tuple[str, dict[str, Contestant]]]:
+    """What shares a plot, by name: the surrogates of a row; with a single surrogate, the rows."""
+    if len({method.surrogate for method in methods}) == 1:
+        yield methods[0].surrogate, {row_label(method.row): method for method in methods}
+        return
+    rows = list(dict.fromkeys(method.row for method in methods))
+    for row in (row for row in rows if not any(set(row) < set(other) for other in rows)):
+        best: dict[str, Contestant] = {}
+        for method in methods:  # one that does not read all of a row's settings is in several rows
+            known: Row = best[method.surrogate].row if method.surrogate in best else ()
+            if set(method.row) <= set(row) and len(method.row) > len(known):
+                best[method.surrogate] = method
+        yield row_label(row), best
+
+
+def _short(method: Contestant, members: Mapping[str, Contestant]) -> str:
+    return next((label for label, member in members.items() if member is method), method.label)
+
+
+def _common(found: Contrast) -> list[int]:
+    return sorted(found.first.finals.keys() & found.second.finals.keys())
+
+
+class _Line:
+    """A line of a dot plot: what it says, the place of its colour, the mean with its interval, and the single seeds."""
+
+    def __init__(self, text: str, place: int, estimate: Estimate, seeds: Sequence[float]) -> None:
+        self.text, self.colour = text, LIGHT[COLOURS[place % len(COLOURS)]]
+        self.estimate, self.seeds = estimate, seeds
+
+
+def _dots(slug: str, title: str, what: str, lines: Sequence[_Line], measure: Measure, zero: bool = False) -> str:
+    def paint(axes: Axes) -> None:
+        if zero:
+            axes.axvline(0, color=LIGHT["ink"], linewidth=1)
+        for line, y in zip(lines, range(len(lines) - 1, -1, -1), strict=True):
+            axes.plot(line.seeds, [y] * len(line.seeds), ".", color=line.colour, alpha=0.35, markersize=4)
+            if line.estimate.interval is not None:
+                axes.plot(line.estimate.interval, [y, y], color=line.colour, linewidth=2.2, solid_capstyle="butt")
+            axes.plot([line.estimate.mean], [y], "o", color=line.colour, markersize=7)
+            axes.text(
+                *(0, y + 0.22, line.text),
+                transform=axes.get_yaxis_transform(),
+                color=LIGHT["ink"],
+                bbox={"facecolor": LIGHT["card"], "linewidth": 0, "pad": 0.5},  # no line through the text
+                parse_math=False,  # a name may have dollar signs
+            )
+        axes.set_ylim(-0.45, len(lines) - 0.3)
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        _format(axes.xaxis, measure, sign=zero)
+
+    name = escape(f"{what}, {title}")
+    height = _MARGINS + _PER_LINE * len(lines)
+    head = f'<figure class="card" id="{slug}">\n<h3>{escape(title)} <span class="unit">{escape(what)}</span></h3>'
+    return f"{head}\n{drawing(slug, name, paint, height)}\n</figure>"
+
+
+def _format(axis: Axis, measure: Measure, sign: bool = False) -> None:
+    def label(value: float, _: object) -> str:
+        value = round(100 * value if measure == "success" else value, 9)
+        return f"{value:{'+' if sign and value else ''}g}".replace("-", "−") + ("" if sign else _UNIT[measure])
+
+    axis.set_major_formatter(label)
