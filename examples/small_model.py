@@ -16,7 +16,7 @@ import torch
 from datasets import load_dataset
 from rich.progress import track
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from troll.study.small_model import EOS, IGNORED_LABEL, PAD, learn, model_config, pad_right, shuffled_batches
 from troll.tasks import TaskConfig, load_task
@@ -82,7 +82,7 @@ def solution_of(prompt: str, rows: list[dict[str, str]], question: str, solution
 
 
 def learn_by_heart(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     prompts: list[str],
     solutions: list[str],
