@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from scipy import stats
 
 from benchmarks.study import __main__ as command
 from benchmarks.study import analysis, figures, page, table, tables
-from benchmarks.study.collect import collect
-from benchmarks.study.protocol import LEARNING_RATES, METHODS, REGIMES
+from benchmarks.study.collect import _recipe, collect
+from benchmarks.study.protocol import LEARNING_RATES, METHODS, REGIMES, TUNING_RATES, TUNING_SEEDS
 from benchmarks.study.table import Phase, Result
 from troll.study.statistics import crossed_bootstrap_interval
 
@@ -140,15 +141,18 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
 
 
 def run_folder(folder: Path, surrogate: str = "troll", seed: int = 0, **changes: Any) -> Path:
-    """A run of two rollouts of 16 completions, as `troll train` leaves it."""
+    """A run of the protocol, cut down to two rollouts and four draws, as `troll train` leaves it."""
     folder.mkdir(parents=True)
-    read = {"troll": {"kl_bound": 0.05, "kl_bound_schedule_kwargs": None}, "clip": {"epsilon": 0.2}}[surrogate]
+    read: dict[str, Any] = {
+        "troll": {"kl_bound": 0.05, "kl_bound_schedule_kwargs": None, "regression_weight": 1.0},
+        "clip": {"epsilon": 0.2, "epsilon_high": None},
+    }[surrogate]
     settings = {
-        **{"surrogate": surrogate, "seed": seed, "learning_rate": 3e-4, "output_dir": str(folder), "save_steps": 3},
-        **{"per_device_train_batch_size": 2, "kl_bound": 0.05, "epsilon": 0.2, "num_generations": 8},
+        **{**_recipe(REGIME)[0], "surrogate": surrogate, "seed": seed, "learning_rate": 3e-4, "save_steps": 3},
+        **{"output_dir": str(folder), "kl_bound": 0.05, "epsilon": 0.2},
     }
     settings |= read | changes.pop("settings", {})
-    (folder / "config.yaml").write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in settings.items()))
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     summary = {
         **{"status": "finished", "recipe": REGIME, "surrogate": surrogate, "surrogate_settings": read},
         **{"success_before": None, "success_after": 0.5, "success_after_step": 16, "eval_size": 4},
@@ -156,8 +160,8 @@ def run_folder(folder: Path, surrogate: str = "troll", seed: int = 0, **changes:
     }
     (folder / "summary.json").write_text(json.dumps(summary | changes))
     logs = [
-        {"step": 8, "rewards/success/mean": 1 / 16, "entropy": 0.123456, "trust_region/kl_before_mean": 0.001},
-        {"step": 16, "rewards/success/mean": 3 / 16, "entropy": 0.1, "trust_region/kl_before_mean": 0.003},
+        {"step": 8, "rewards/success/mean": 1 / 256, "entropy": 0.123456, "trust_region/kl_before_mean": 0.001},
+        {"step": 16, "rewards/success/mean": 3 / 256, "entropy": 0.1, "trust_region/kl_before_mean": 0.003},
         {"step": 16, "eval_rewards/success/mean": 0.5},
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logs))
@@ -169,23 +173,23 @@ def run_folder(folder: Path, surrogate: str = "troll", seed: int = 0, **changes:
 def test_collecting_takes_what_the_folders_say(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", settings={"temperature": 0.5})
     csv = tmp_path / "results" / "new.csv"
-    assert collect([run], csv, tuning_seeds=(), exploratory=False) == (1, 0)
+    assert collect([run], csv, exploratory=True) == (1, 0)
     (row,) = table.read_csv(csv)
     name = row.questions
     assert row == Result(
         regime=REGIME,
         surrogate="troll",
         learning_rate=3e-4,
-        # The bound, for TROLL reads it; the other two, for the recipe has them otherwise; no epsilon.
-        settings=(("kl_bound", "0.05"), ("per_device_train_batch_size", "2"), ("temperature", "0.5")),
+        # The first two, for TROLL reads them; the temperature, for the recipe has another; no epsilon.
+        settings=(("kl_bound", "0.05"), ("regression_weight", "1.0"), ("temperature", "0.5")),
         seed=0,
-        phase="counted",
+        phase="exploratory",
         success_before=None,
         success_after=0.5,
         eval_size=4,
         token_kl=0.002,
         sequence_kl=None,
-        completions=16,
+        completions=256,
         curve=(1, 3),
         entropy=(0.1235, 0.1),
         questions=name,
@@ -202,17 +206,46 @@ def test_collecting_a_comparison_again_changes_nothing(tmp_path: Path) -> None:
         run_folder(folder / f"troll-{seed}", seed=seed)
     run_folder(folder / "clip-0", "clip", status="interrupted")
     names = ["troll-1", "troll-0", "troll-100", "clip-0", "clip-1"]
-    manifest = {"runs": {name: {} for name in names}, "command": "troll compare sparse-signal --seeds 2"}
-    (folder / "compare.json").write_text(json.dumps(manifest))
-    assert collect([folder], csv, tuning_seeds=[100], exploratory=False) == (3, 2)
+    command = f"troll compare sparse-signal --seeds 2 --output_dir {Path.cwd()}/runs/a"
+    (folder / "compare.json").write_text(json.dumps({"runs": {name: {} for name in names}, "command": command}))
+    assert collect([folder], csv, exploratory=False) == (3, 2)
     first = csv.read_bytes()
     assert [(row.seed, row.phase) for row in table.read_csv(csv)] == [(0, "counted"), (1, "counted"), (100, "tuning")]
-    assert collect([folder], csv, tuning_seeds=[100], exploratory=False) == (3, 2)
+    assert collect([folder], csv, exploratory=False) == (3, 2)
     assert csv.read_bytes() == first
-    assert csv.with_suffix(".txt").read_text() == "troll compare sparse-signal --seeds 2\n"
-    collect([run_folder(tmp_path / "later", "clip", seed=5)], csv, tuning_seeds=[100], exploratory=True)
+    assert csv.with_suffix(".txt").read_text() == "troll compare sparse-signal --seeds 2 --output_dir runs/a\n"
+    collect([run_folder(tmp_path / "later", "clip", seed=5)], csv, exploratory=True)
     rows = table.read_csv(csv)
     assert (rows[0].surrogate, rows[0].phase, len(rows)) == ("clip", "exploratory", 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 20}, "the protocol has no run of sparse-signal with troll, learning rate 0.0003 and seed 20"),
+        ({"seed": 100, "settings": {"learning_rate": 1e-3}}, "no run of .* learning rate 0.001 and seed 100"),
+        ({"settings": {"learning_rate": 2e-4}}, "no run of .* learning rate 0.0002 and seed 0"),
+        ({"recipe": "sparse-signal-long"}, "not as its recipe, eval_steps is 320 there and 960 here"),
+        ({"settings": {"regression_weight": 0.0}}, "not as its recipe, regression_weight is 0.0 there and 1.0 here"),
+        ({"settings": {"eval_size": 4}}, "not as its recipe, eval_size is 4 there and 1024 here"),
+        ({"surrogate": "clip", "settings": {"epsilon_high": 0.3}}, "not as its recipe, epsilon_high is 0.3 there"),
+    ],
+)
+def test_only_runs_of_the_protocol_count(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    run = run_folder(tmp_path / "run", **changes)
+    with pytest.raises(ValueError, match=f"{message}.*; collect it with --exploratory, into another table"):
+        collect([run], tmp_path / "new.csv", exploratory=False)
+    assert collect([run], tmp_path / "new.csv", exploratory=True) == (1, 0)
+
+
+def test_a_run_keeps_what_it_counts_for_and_is_named_once(tmp_path: Path) -> None:
+    one, same = run_folder(tmp_path / "one"), run_folder(tmp_path / "same")
+    with pytest.raises(ValueError, match=r"one and .*same are the same run: name one of them only"):
+        collect([one, same], tmp_path / "new.csv", exploratory=False)
+    collect([one], tmp_path / "new.csv", exploratory=False)
+    with pytest.raises(ValueError, match=r"same is in .*new\.csv as a counted run: collect it as such"):
+        collect([same], tmp_path / "new.csv", exploratory=True)
+    assert table.read_csv(tmp_path / "new.csv")[0].phase == "counted"
 
 
 @pytest.mark.parametrize(
@@ -230,14 +263,14 @@ def test_collecting_a_comparison_again_changes_nothing(tmp_path: Path) -> None:
 def test_a_run_that_contradicts_itself_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     run = run_folder(tmp_path / "run", **changes)
     with pytest.raises(ValueError, match=message):
-        collect([run], tmp_path / "new.csv", tuning_seeds=(), exploratory=False)
+        collect([run], tmp_path / "new.csv", exploratory=True)
     assert not (tmp_path / "new.csv").exists()
 
 
 def test_a_run_without_verdicts_has_its_success_only(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run")
     (run / "verdicts.json").unlink()
-    collect([run], tmp_path / "new.csv", tuning_seeds=(), exploratory=False)
+    collect([run], tmp_path / "new.csv", exploratory=False)
     (row,) = table.read_csv(tmp_path / "new.csv")
     assert (row.eval_size, row.success_after, row.verdicts, row.questions) == (4, 0.5, "", "")
 
@@ -302,6 +335,28 @@ def test_verdicts(mean: float, corrected: float | None, equivalence: float | Non
     assert found.verdict == verdict
 
 
+def test_the_bound_is_the_best_of_complete_tuning_runs(tmp_path: Path) -> None:
+    means = {0.01: (0.2, 0.4), 0.05: (0.5, 0.1), 0.2: (0.0, 0.6)}  # two are equal over both rates
+    tuning = [
+        result("troll", rate, seed, mean, settings=(("kl_bound", str(bound)),), phase="tuning")
+        for bound, by_rate in means.items()
+        for rate, mean in zip(TUNING_RATES, by_rate, strict=True)
+        for seed in TUNING_SEEDS
+    ]
+    section = analysis.primary_sections({"one": tuning}, tmp_path)[REGIME]
+    assert {name: method.bound for name, method in section.chosen.items()} == {"troll": 0.01}
+    assert [line.endswith("| yes |") for line in tables.tuning(section).splitlines()[2:]] == [True, False, False]
+    assert not analysis.primary_sections({"one": tuning[1:]}, tmp_path)[REGIME].chosen
+    with pytest.raises(ValueError, match=r"the bound of troll is 0\.05 in the counted runs, .* chose 0\.01"):
+        analysis.primary_sections({"one": [*tuning, *study(tmp_path)]}, tmp_path)
+
+
+def test_seeds_are_those_that_all_methods_have(tmp_path: Path) -> None:
+    seeds = {"troll": range(4), "clip": range(2, 6)}
+    rows = [row for row in study(tmp_path, seeds=6) if row.seed in seeds[row.surrogate]]
+    assert analysis.primary_sections({"one": rows}, tmp_path)[REGIME].seeds == 2
+
+
 def test_learning_rates_are_written_as_people_do() -> None:
     assert [analysis.rate_text(rate) for rate in (3e-5, 1e-4, 0.003, 2.5e-4)] == ["3e-5", "1e-4", "3e-3", "2.5e-4"]
 
@@ -329,10 +384,10 @@ def test_page_of_a_part_of_the_study(tmp_path: Path) -> None:
     built = page.build(page.read_tables(tmp_path), tmp_path, TEMPLATE)
     (contrast,) = analysis.primary_sections({"one": rows}, tmp_path)[REGIME].contrasts
     difference = f"{tables.points(contrast.estimate.mean)} points {tables.interval(contrast.estimate.interval)}"
-    assert built.text.startswith(f"Prose {difference} and ")
-    assert "*Interim: 16 of 400 counted runs; 0 of 20 seeds can be compared for all methods.*" in built.text
+    assert built.text.startswith(f"Prose {difference} (interim) and ")
+    assert "*Interim: 16 of 400 counted runs; 0 of 20 seeds can be compared for all methods. The bounds" in built.text
     assert "*No counted runs yet.*" in built.text
-    assert "| TROLL kl_bound=1 | **90.0** | 1 |  |" in built.text
+    assert "| TROLL kl_bound=1 | 90.0 | 1 |  |" in built.text
     assert "| [primary.csv](results/primary.csv) | `sparse-signal` | 16 counted |" in built.text
     assert "```\ntroll compare sparse-signal --seeds 4\n```" in built.text
     assert set(built.figures) == {"contrasts", "robustness", REGIME}
@@ -351,12 +406,51 @@ def test_one_changed_run_changes_the_page(tmp_path: Path) -> None:
 
 
 def test_a_regime_is_complete_with_all_methods_rates_and_seeds(tmp_path: Path) -> None:
-    rows = [result(name, rate, seed, 0.5) for name in METHODS for rate in LEARNING_RATES for seed in range(20)]
-    text = page.build({"one": rows}, tmp_path, "{{regime sparse-signal}}").text
-    assert "*All 400 counted runs.*" in text
+    rows = [
+        result(name, rate, seed, 0.5 if rate == 1e-4 else 0.25)
+        for name in METHODS
+        for rate in LEARNING_RATES
+        for seed in range(20)
+    ]
+    template = "{{regime sparse-signal}} {{contrasts}} {{sparse-signal troll - clip}}."
+    text = page.build({"one": rows}, tmp_path, template).text
+    assert "*All 400 counted runs. The bounds of TROLL, KL penalty, pull only, clip were not chosen by" in text
+    assert "| equivalent within 5 points |" in text and "interim" not in text
+    assert "| no bound | +0.0 | [+0.0, +0.0] | – | – | – | – | 20 | not tested |" in text
     # Another rate for one method is another rate for all.
-    text = page.build({"one": [*rows, result("clip", 1e-5, 0, 0.5)]}, tmp_path, "{{regime sparse-signal}}").text
+    text = page.build({"one": [*rows, result("clip", 1e-5, 0, 0.25)]}, tmp_path, template).text
     assert "*Interim: 401 of 500 counted runs; 0 of 20 seeds" in text
+
+
+def test_a_method_that_is_best_at_an_end_adds_a_rate_for_all(tmp_path: Path) -> None:
+    rows = [
+        result(name, rate, seed, 0.5 if rate == (1e-3 if name == "clip" else 1e-4) else 0.25)
+        for name in METHODS
+        for rate in LEARNING_RATES
+        for seed in range(20)
+    ]
+    template = "{{regime sparse-signal}} {{contrasts}} {{sparse-signal troll - clip}}."
+    text = page.build({"one": rows}, tmp_path, template).text
+    assert "*Interim: 400 of 500 counted runs; 20 of 20 seeds" in text and "so 3e-3 belongs to it too.*" in text
+    assert "equivalent" not in text and "| interim |" in text and text.endswith("points [+0.0, +0.0] (interim).")
+
+
+def test_what_never_succeeded_has_no_range_of_rates(tmp_path: Path) -> None:
+    rows = [result("troll", rate, seed, 0.0) for rate in LEARNING_RATES for seed in range(2)]
+    section = analysis.primary_sections({"one": rows}, tmp_path)[REGIME]
+    assert tables.secondary(section).splitlines()[2].startswith("| TROLL | – | – | 2 of 2 |")
+
+
+def test_what_resampling_takes_from_the_lead(tmp_path: Path) -> None:
+    rows = study(tmp_path)
+    gains = {"troll": 0.0, "clip": 0.25}
+    closer = [
+        replace(row, regime="sparse-signal-resampled", success_after=row.success_after + gains[row.surrogate])
+        for row in rows
+    ]
+    sections = analysis.primary_sections({"one": [*rows, *closer]}, tmp_path)
+    last = tables.fast(list(sections.values())).splitlines()[-1]
+    assert last == "| (a) minus (c) |  |  |  | +25.0 [+25.0, +25.0] |"
 
 
 def test_page_of_exploration_only(tmp_path: Path) -> None:
@@ -407,7 +501,7 @@ def test_figures_are_the_same_bytes_again_and_say_what_they_show(tmp_path: Path)
     (panel,) = figures.shown(tmp_path / "one" / "results" / f"{REGIME}.svg")
     finals = [row.success_after for row in study(tmp_path) if (row.surrogate, row.learning_rate) == ("clip", 1e-4)]
     line = panel["lines"]["clip"]
-    assert panel["title"] == REGIMES[REGIME] and line["rate"] == [1e-4, 3e-4]
+    assert panel["title"] == f"{REGIMES[REGIME]} (interim)" and line["rate"] == [1e-4, 3e-4]
     assert line["mean"][0] == pytest.approx(fmean(finals), abs=1e-4)
     assert (line["low"][0], line["high"][0]) == pytest.approx(np.quantile(finals, [0.25, 0.75]), abs=1e-4)
 
@@ -435,10 +529,10 @@ def test_command_collects_and_says_what_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, csv = run_folder(tmp_path / "run"), tmp_path / "results" / "new.csv"
-    monkeypatch.setattr(sys, "argv", ["results", "collect", str(run), "--output", str(csv), "--tuning_seeds", "0"])
+    monkeypatch.setattr(sys, "argv", ["results", "collect", str(run), "--output", str(csv)])
     command.main()
     assert "new.csv: 1 runs added or replaced; 0 are not finished" in capsys.readouterr().out
-    assert table.read_csv(csv)[0].phase == "tuning"
+    assert table.read_csv(csv)[0].phase == "counted"
     monkeypatch.setattr(sys, "argv", ["results", "collect", str(tmp_path / "none"), "--output", str(csv)])
     with pytest.raises(SystemExit, match=r"error: .*none is neither a run folder"):
         command.main()

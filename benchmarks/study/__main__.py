@@ -18,10 +18,7 @@ def main() -> None:
         "folders", nargs="+", type=Path, metavar="RUNS", help="folders of troll compare, or of runs"
     )
     collecting.add_argument("--output", type=Path, required=True, metavar="CSV", help="docs/results/NAME.csv")
-    collecting.add_argument(
-        "--tuning_seeds", type=int, nargs="*", default=[100, 101, 102, 103], help="not counted (default: 100 to 103)"
-    )
-    collecting.add_argument("--exploratory", action="store_true", help="the runs decide no hypothesis")
+    collecting.add_argument("--exploratory", action="store_true", help="runs that are not the protocol's")
     page = commands.add_parser("page", help="write docs/results.md and its figures from docs/results/*.csv")
     page.add_argument("--output", type=Path, default=DOCS, help="folder of the page (default: docs)")
     arguments = parser.parse_args()
@@ -29,9 +26,7 @@ def main() -> None:
         if arguments.command == "collect":
             from benchmarks.study.collect import collect
 
-            added, unfinished = collect(
-                arguments.folders, arguments.output, arguments.tuning_seeds, arguments.exploratory
-            )
+            added, unfinished = collect(arguments.folders, arguments.output, arguments.exploratory)
             print(f"{arguments.output}: {added} runs added or replaced; {unfinished} are not finished")
         else:
             from benchmarks.study.page import write_page

@@ -13,7 +13,19 @@ from statistics import fmean
 
 import numpy as np
 
-from benchmarks.study.protocol import LEVEL, MARGIN, METHODS, REGIMES, TESTED
+from benchmarks.study.protocol import (
+    ADDED_RATES,
+    BOUNDS,
+    LEARNING_RATES,
+    LEVEL,
+    MARGIN,
+    METHODS,
+    REGIMES,
+    SEEDS,
+    TESTED,
+    TUNING_RATES,
+    TUNING_SEEDS,
+)
 from benchmarks.study.table import Result, read_questions
 from troll.evaluation.estimators import Interval
 from troll.study.statistics import (
@@ -48,9 +60,14 @@ class Method:
     runs: Mapping[float, Mapping[int, Result]]
 
     @property
+    def every_run(self) -> list[Result]:
+        """Its runs, by rate and seed."""
+        return [run for runs in self.runs.values() for run in runs.values()]
+
+    @property
     def size(self) -> int:
         """The number of runs."""
-        return sum(map(len, self.runs.values()))
+        return len(self.every_run)
 
     @property
     def finals(self) -> dict[float, dict[int, float]]:
@@ -58,9 +75,19 @@ class Method:
         return {rate: {seed: run.success_after for seed, run in runs.items()} for rate, runs in self.runs.items()}
 
     @property
+    def mean(self) -> float:
+        """Held-out success after training, over all runs."""
+        return fmean(run.success_after for run in self.every_run)
+
+    @property
     def means(self) -> dict[float, float]:
         """Its mean over seeds, by rate."""
         return {rate: fmean(finals.values()) for rate, finals in self.finals.items()}
+
+    @property
+    def bound(self) -> float:
+        """Its bound, of a method that has one."""
+        return float(dict(self.settings)[BOUNDS[self.surrogate][0]])
 
     @cached_property
     def tuned(self) -> dict[int, Result]:
@@ -106,6 +133,11 @@ class Contrast:
     corrected: float | None = None
 
     @property
+    def p_values(self) -> tuple[float | None, ...]:
+        """Of the sign-flip test, the same by Holm, and of equivalence; None where it is not one of the tests."""
+        return (None,) * 3 if self.corrected is None else (self.p_value, self.corrected, self.equivalence)
+
+    @property
     def verdict(self) -> str:
         """What the tests say, in words."""
         differs = self.corrected is not None and self.corrected < LEVEL
@@ -139,13 +171,44 @@ class Section:
 
     @property
     def seeds(self) -> int:
-        """How many seeds every method has at each of its rates; 0 instead of 1, which would choose no rate."""
-        return min((len(method.tuned) for method in self.methods), default=0)
+        """How many seeds all methods have at all of their rates; a method with one seed has no rate chosen for it."""
+        return len(set.intersection(*(set(method.tuned) for method in self.methods))) if self.methods else 0
 
     @property
     def size(self) -> int:
         """The number of runs."""
         return sum(method.size for method in self.methods)
+
+    @cached_property
+    def chosen(self) -> dict[str, Method]:
+        """The best method of each surrogate in tuning, if that is complete; of equal ones that of the smaller bound."""
+        found = {}
+        for surrogate, (_, values) in BOUNDS.items():
+            tried = {method.bound: method for method in self.tuning if method.surrogate == surrogate}
+            if all(value in tried and tried[value].size == len(TUNING_RATES) * len(TUNING_SEEDS) for value in values):
+                found[surrogate] = max((tried[value] for value in values), key=lambda method: method.mean)
+        return found
+
+    @property
+    def added_rates(self) -> set[float]:
+        """What the protocol adds for all methods, because one with all of its runs is best at an end of the range."""
+        full = [m for m in self.methods if all(len(m.runs.get(rate, ())) >= SEEDS for rate in LEARNING_RATES)]
+        best = {max(LEARNING_RATES, key=method.means.__getitem__) for method in full}
+        return {ADDED_RATES[rate] for rate in best & ADDED_RATES.keys()}
+
+    @property
+    def planned_rates(self) -> set[float]:
+        """All rates that a primary regime is to have."""
+        return {*LEARNING_RATES, *self.rates, *self.added_rates}
+
+    @property
+    def interim(self) -> bool:
+        """Whether these are counted runs, and some of the protocol's are missing."""
+        counted = any(run.phase == "counted" for method in self.methods for run in method.every_run)
+        return counted and not (
+            {method.surrogate for method in self.methods} == METHODS.keys()
+            and all(len(method.runs.get(rate, ())) >= SEEDS for method in self.methods for rate in self.planned_rates)
+        )
 
     def method(self, surrogate: str) -> Method | None:
         """The first method of a surrogate."""
@@ -169,8 +232,8 @@ def primary_sections(tables: Mapping[str, Sequence[Result]], folder: Path) -> di
         folder: Of the lists of questions.
 
     Raises:
-        ValueError: A method has counted runs with several settings, or the verdicts of a regime answer different
-            questions.
+        ValueError: A method has counted runs with several settings or with another bound than the tuning chose, or the
+            verdicts of a regime answer different questions.
     """
     rows = [row for table in tables.values() for row in table]
     found = {name: _primary(name, [row for row in rows if row.regime == name], folder) for name in REGIMES}
@@ -243,6 +306,12 @@ def _primary(regime: str, rows: Sequence[Result], folder: Path) -> Section:
                 "collect those that only explore with --exploratory, into another table"
             )
     section = Section(regime, methods, tuning, [])
+    for method in methods:
+        if (best := section.chosen.get(method.surrogate)) and best.bound != method.bound:
+            raise ValueError(
+                f"{regime}: the bound of {method.surrogate} is {method.bound:g} in the counted runs, but the tuning "
+                f"runs chose {best.bound:g}"
+            )
     base = section.method("troll")
     return replace(section, contrasts=_contrasts(base, methods, folder)) if base else section
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.study import protocol
 from benchmarks.study.table import Phase, Result, merge, pack, read_csv, to_csv, write_questions
 from troll import recipes
 from troll.files import write_atomically
@@ -24,14 +25,13 @@ _APART = {"surrogate", "learning_rate", "seed", "eval_size", "output_dir", "resu
 _LEFT_BEHIND = ("save_", "logging_", "report_to", "run_name")
 
 
-def collect(folders: Iterable[Path], table: Path, tuning_seeds: Collection[int], exploratory: bool) -> tuple[int, int]:
+def collect(folders: Iterable[Path], table: Path, exploratory: bool) -> tuple[int, int]:
     """Adds the finished runs to a table; a run that is in it already is replaced. Their commands go next to it.
 
     Args:
         folders: Run folders, or folders of `troll compare`.
         table: A CSV file, made if need be; lists of questions are written next to it, and the commands, as NAME.txt.
-        tuning_seeds: Runs with these seeds chose settings, and do not count.
-        exploratory: Whether the runs only explore, whatever their seed.
+        exploratory: Whether the runs only explore; else they must be runs of the protocol.
 
     Returns:
         How many runs were added or replaced, and how many are not finished.
@@ -39,21 +39,41 @@ def collect(folders: Iterable[Path], table: Path, tuning_seeds: Collection[int],
     Raises:
         FileNotFoundError: A folder has no runs.
         ValueError: A file is malformed, or a run is not what the table holds: its recipe is not the package's, it did
-            not log once a rollout, or its verdicts are not those of its last evaluation.
+            not log once a rollout, its verdicts are not those of its last evaluation, or it is none of the protocol's
+            and not called exploratory; or one run is there twice, or in the table with another phase.
     """
     read = read_comparison(list(folders))
     runs, commands = read.runs, table.with_suffix(".txt")
     table.parent.mkdir(parents=True, exist_ok=True)
-
-    def phase(run: Run) -> Phase:
-        return "exploratory" if exploratory else "tuning" if run.seed in tuning_seeds else "counted"
-
-    found = [_result(run, phase(run), table.parent) for run in runs if run.finished]
-    rows = merge(read_csv(table) if table.exists() else [], found)
-    write_atomically(table, to_csv(rows))
+    finished = [run for run in runs if run.finished]
+    found = [_result(run, "exploratory" if exploratory else _phase(run), table.parent) for run in finished]
+    former = read_csv(table) if table.exists() else []
+    phases, places = {row.identity: row.phase for row in former}, dict[Any, Path]()
+    for run, row in zip(finished, found, strict=True):
+        if (phase := phases.get(row.identity, row.phase)) != row.phase:
+            raise ValueError(f"{run.folder} is in {table} as a {phase} run: collect it as such, or into another table")
+        if (other := places.setdefault(row.identity, run.folder)) != run.folder:
+            raise ValueError(f"{other} and {run.folder} are the same run: name one of them only")
+    write_atomically(table, to_csv(merge(former, found)))
     known = commands.read_text(encoding="utf-8").splitlines() if commands.exists() else []
-    write_atomically(commands, "".join(f"{line}\n" for line in dict.fromkeys([*known, *read.commands])))
+    new = [command.replace(f"{Path.cwd()}/", "") for command in read.commands]  # where it ran is nobody's business
+    write_atomically(commands, "".join(f"{line}\n" for line in dict.fromkeys([*known, *new])))
     return len(found), len(runs) - len(found)
+
+
+def _phase(run: Run) -> Phase:
+    """What a run of the protocol counts for: it is as its recipe but for the method, its bound, rate and seed."""
+    bound, _ = protocol.BOUNDS.get(run.surrogate, (None, ()))
+    free = _APART - {"eval_size"} | _foreign(run) | {bound}
+    changed = recipes.differences(
+        run.settings, _recipe(run.recipe)[0], lambda name: name in free or name.startswith(_LEFT_BEHIND)
+    )
+    try:
+        if changed:
+            raise ValueError(f"it is not as its recipe, {changed[0]}")
+        return protocol.phase(run.recipe, run.surrogate, float(_setting(run, "learning_rate")), run.seed)
+    except ValueError as error:
+        raise ValueError(f"{run.folder}: {error}; collect it with --exploratory, into another table") from error
 
 
 def _result(run: Run, phase: Phase, folder: Path) -> Result:
@@ -92,10 +112,7 @@ def _setting(run: Run, name: str) -> Any:
 
 def _settings(run: Run) -> dict[str, str]:
     """What its surrogate reads, and what the run has otherwise than its recipe."""
-    if run.settings_read is None:
-        raise ValueError(f"{run.folder}/summary.json has no surrogate_settings: an older version made it; run it again")
-    foreign = {name for entry in SURROGATES.values() for name in entry.settings} - run.settings_read
-    plain, varied = _recipe(run.recipe)
+    foreign, (plain, varied) = _foreign(run), _recipe(run.recipe)
     others = {
         name: value
         for name, value in run.settings.items()
@@ -103,12 +120,19 @@ def _settings(run: Run) -> dict[str, str]:
         and not name.startswith(_LEFT_BEHIND)
         and (name in varied or name not in plain or plain[name] != value)
     }
-    every = others | {name: run.summary["surrogate_settings"][name] for name in run.settings_read}
+    every = others | run.summary["surrogate_settings"]
     return {
         name: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
         for name, value in every.items()
         if value is not None
     }
+
+
+def _foreign(run: Run) -> set[str]:
+    """The settings that only other surrogates read."""
+    if run.settings_read is None:
+        raise ValueError(f"{run.folder}/summary.json has no surrogate_settings: an older version made it; run it again")
+    return {name for entry in SURROGATES.values() for name in entry.settings} - run.settings_read
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,7 @@ def rate_data(section: Section) -> Data:
             "low": [_rounded(low) for low, _ in quartiles],
             "high": [_rounded(high) for _, high in quartiles],
         }
-    return {"title": REGIMES.get(section.regime, section.regime), "lines": lines}
+    return {"title": _name(section), "lines": lines}
 
 
 def contrast_data(sections: Sequence[Section]) -> Data:
@@ -67,9 +68,14 @@ def contrast_data(sections: Sequence[Section]) -> Data:
             if contrast.estimate.interval is not None:
                 low, high = contrast.estimate.interval
                 points = {"mean": contrast.estimate.mean, "low": low, "high": high}
-                names = {"regime": REGIMES.get(section.regime, section.regime), "rival": contrast.second.label}
+                names = {"regime": _name(section), "rival": contrast.second.label}
                 rows.append(names | {name: _rounded(100 * value) for name, value in points.items()})
     return {"margin": 100 * MARGIN, "rows": rows}
+
+
+def _name(section: Section) -> str:
+    """The regime's; a figure may be seen without the page, so it says itself that runs are missing."""
+    return REGIMES.get(section.regime, section.regime) + (" (interim)" if section.interim else "")
 
 
 def draw_rates(panels: Sequence[Data]) -> Figure:
@@ -109,7 +115,7 @@ def _draw_lines(axes: Axes, panel: Data, labels: Sequence[str]) -> None:
     axes.minorticks_off()
     axes.grid(axis="y")
     axes.set_xlabel("learning rate")
-    axes.set_title(panel["title"])
+    axes.set_title(textwrap.fill(panel["title"], 50))
     tops = max(high for line in lines.values() for high in line["high"])
     texts = _apart([mean for _, _, mean, _ in ends], 0.062 * max(0.05, tops))
     for (label, _, mean, colour), y in zip(ends, texts, strict=True):

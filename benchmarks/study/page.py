@@ -149,13 +149,15 @@ def _number(section: Section, wanted: str) -> str:
     first, minus, second = wanted.partition(" - ")
     if unknown := {first, second or first} - set(METHODS):
         raise ValueError(f"the template asks for {{{{{section.regime} {wanted}}}}}: {unknown.pop()!r} is no method")
+    interim = " (interim)" if section.interim else ""
     if not minus:
         method = section.method(first)
-        return f"{tables.success(method.success)} %" if method and method.tuned else "(no runs yet)"
+        return f"{tables.success(method.success)} %{interim}" if method and method.tuned else "(no runs yet)"
     pairs = [c for c in section.contrasts if (c.first.surrogate, c.second.surrogate) == (first, second)]
     if not pairs:
         return "(no runs yet)"
-    return f"{tables.points(pairs[0].estimate.mean)} points {tables.interval(pairs[0].estimate.interval)}"
+    found = pairs[0].estimate
+    return f"{tables.points(found.mean)} points {tables.interval(found.interval)}{interim}"
 
 
 def _exploratory(key: str) -> tuple[str, str]:

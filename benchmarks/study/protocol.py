@@ -1,6 +1,8 @@
-"""What was fixed before the first counted run: the regimes, the methods, and what is tested."""
+"""What was fixed before the first counted run: the regimes, the methods, the runs, and what is tested."""
 
 from __future__ import annotations
+
+from benchmarks.study.table import Phase
 
 #: Recipe to its name on the page; all other regimes only explore.
 REGIMES = {
@@ -18,12 +20,38 @@ METHODS = {
     "none": "no bound",
 }
 
-#: The rivals of the tests; the other differences are shown without one.
-TESTED = ("kl_penalty", "regression", "clip")
+#: Surrogate to its bound, and the values that are tried.
+BOUNDS = {
+    "troll": ("kl_bound", (0.01, 0.05, 0.2)),
+    "kl_penalty": ("kl_penalty_weight", (0.3, 1.0, 3.0)),
+    "regression": ("kl_bound", (0.01, 0.05, 0.2)),
+    "clip": ("epsilon", (0.1, 0.2, 0.4)),
+}
+TUNING_RATES = (1e-4, 3e-4)
+TUNING_SEEDS = (100, 101, 102, 103)
 
 LEARNING_RATES = (3e-5, 1e-4, 3e-4, 1e-3)
+#: What is added where a method is best at the end of these, by that end.
+ADDED_RATES = {3e-5: 1e-5, 1e-3: 3e-3}
 SEEDS = 20
+
+#: The rivals of the tests; the other differences are shown without one.
+TESTED = ("kl_penalty", "regression", "clip")
 
 #: Differences of success within this are equivalent.
 MARGIN = 0.05
 LEVEL = 0.05
+
+
+def phase(regime: str, surrogate: str, rate: float, seed: int) -> Phase:
+    """What a run counts for.
+
+    Raises:
+        ValueError: The protocol has no such run.
+    """
+    if regime in REGIMES:
+        if surrogate in BOUNDS and rate in TUNING_RATES and seed in TUNING_SEEDS:
+            return "tuning"
+        if surrogate in METHODS and rate in {*LEARNING_RATES, *ADDED_RATES.values()} and seed in range(SEEDS):
+            return "counted"
+    raise ValueError(f"the protocol has no run of {regime} with {surrogate}, learning rate {rate:g} and seed {seed}")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 from benchmarks.study.analysis import Contrast, Method, Section, rate_text
-from benchmarks.study.protocol import LEARNING_RATES, MARGIN, METHODS, REGIMES, SEEDS
+from benchmarks.study.protocol import BOUNDS, MARGIN, METHODS, REGIMES, SEEDS
 from benchmarks.study.table import Result
 from troll.evaluation.estimators import Interval
 from troll.study.measures import area_under_curve
@@ -18,15 +18,18 @@ NOTHING = "–"
 
 
 def status(section: Section) -> str:
-    """How much of a primary regime there is; a rate that was added is added for all methods."""
-    rates, methods = {*LEARNING_RATES, *section.rates}, {method.surrogate: method for method in section.methods}
-    total = SEEDS * len(METHODS) * len(rates)
-    if set(methods) == set(METHODS) and all(
-        len(method.runs.get(rate, {})) >= SEEDS for method in methods.values() for rate in rates
-    ):
-        return f"All {section.size} counted runs."
-    seeds = section.seeds if set(methods) == set(METHODS) else 0
-    return f"Interim: {section.size} of {total} counted runs; {seeds} of {SEEDS} seeds can be compared for all methods."
+    """How much of a primary regime there is; a rate that is added is added for all methods."""
+    untuned = [METHODS[name] for name in BOUNDS if name not in section.chosen]
+    notes = [f" The bounds of {', '.join(untuned)} were not chosen by complete tuning runs."] if untuned else []
+    if added := sorted(section.added_rates):
+        rates = " and ".join(map(rate_text, added))
+        notes.append(f" A method is best at an end of the planned range, so {rates} belongs to it too.")
+    if not section.interim:
+        return f"All {section.size} counted runs.{''.join(notes)}"
+    total = SEEDS * len(METHODS) * len(section.planned_rates)
+    seeds = section.seeds if {method.surrogate for method in section.methods} == METHODS.keys() else 0
+    compared = f"{seeds} of {SEEDS} seeds can be compared for all methods."
+    return f"Interim: {section.size} of {total} counted runs; {compared}{''.join(notes)}"
 
 
 def contrasts(sections: Sequence[Section]) -> str:
@@ -40,11 +43,9 @@ def contrasts(sections: Sequence[Section]) -> str:
             points(found.estimate.mean),
             interval(found.estimate.interval),
             interval(found.bootstrap),
-            p_value(found.p_value),
-            "not tested" if found.corrected is None else p_value(found.corrected),
-            p_value(found.equivalence),
+            *map(p_value, found.p_values),
             str(found.estimate.size),
-            NOTHING if found.corrected is None else found.verdict,
+            "not tested" if found.corrected is None else "interim" if section.interim else found.verdict,
         ]
         for section in sections
         for found in section.contrasts
@@ -93,38 +94,30 @@ def secondary(section: Section) -> str:
 
 
 def fast(sections: Sequence[Section]) -> str:
-    """TROLL and the clip at the rate above the clip's best one."""
-    rows = []
+    """TROLL and the clip at the rate above the clip's best one, and how much their difference shrinks by resampling."""
+    rows, leads = [], dict[str, dict[int, float]]()
     for section in sections:
         troll, clip, rate = section.method("troll"), section.method("clip"), section.fast_rate
         if troll is None or clip is None or rate is None or rate not in troll.runs or rate not in clip.runs:
             continue
-        estimate = paired_difference(troll.finals[rate], clip.finals[rate])
+        first, second = troll.finals[rate], clip.finals[rate]
+        leads[section.regime] = {seed: first[seed] - second[seed] for seed in first.keys() & second.keys()}
         cells = [_cell(list(method.runs[rate].values())) for method in (troll, clip)]
-        difference = NOTHING if estimate is None else f"{points(estimate.mean)} {interval(estimate.interval)}"
+        difference = _difference(paired_difference(first, second))
         rows.append([REGIMES.get(section.regime, section.regime), rate_text(rate), *cells, difference])
+    plain, resampled = (leads.get(regime) for regime in ("sparse-signal", "sparse-signal-resampled"))
+    if plain and resampled:
+        rows.append(["(a) minus (c)", "", "", "", _difference(paired_difference(plain, resampled))])
     return table(["regime", "learning rate", "TROLL", "clip", "difference"], rows)
 
 
 def tuning(section: Section) -> str:
     """How each method's bound was chosen."""
-    counted = {(method.surrogate, method.settings) for method in section.methods}
-    means = {id(method): fmean(run.success_after for run in _runs(method)) for method in section.tuning}
-    best = {
-        surrogate: max(means[id(method)] for method in section.tuning if method.surrogate == surrogate)
-        for surrogate in {method.surrogate for method in section.tuning}
-    }
     rows = [
-        [
-            method.label,
-            f"**{percent(mean)}**" if mean == best[method.surrogate] else percent(mean),
-            str(method.size),
-            "yes" if (method.surrogate, method.settings) in counted else "",
-        ]
+        [method.label, percent(method.mean), str(method.size), "yes" if method in section.chosen.values() else ""]
         for method in section.tuning
-        for mean in [means[id(method)]]
     ]
-    return table(["", "mean over tuning seeds and rates", "runs", "in the counted runs"], rows)
+    return table(["", "mean over tuning seeds and rates", "runs", "chosen"], rows)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -176,7 +169,9 @@ def _cell(runs: Sequence[Result]) -> str:
 
 
 def _rates(method: Method) -> list[str]:
-    """The range, and its width; where it ends with the data, it may be wider."""
+    """The range, and its width; where it ends with the data, it may be wider. What never succeeded has none."""
+    if not any(method.means.values()):
+        return [NOTHING, NOTHING]
     low, high = method.usable_rates
     open_ends = ("≤ " if low == min(method.runs) else "", "≥ " if high == max(method.runs) else "")
     shown = [rate_text(float(f"{rate:.2g}")) for rate in (low, high)]
@@ -204,5 +199,5 @@ def _mean(values: Sequence[float | None]) -> str:
     return f"{fmean(known):.3g}" if known else NOTHING
 
 
-def _runs(method: Method) -> list[Result]:
-    return [run for runs in method.runs.values() for run in runs.values()]
+def _difference(estimate: Estimate | None) -> str:
+    return NOTHING if estimate is None else f"{points(estimate.mean)} {interval(estimate.interval)}"

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from troll.study.embedded import CHARACTERS, character_tokenizer, embedded_model
-from troll.study.small_model import EMBEDDED_MOE, default_cache_dir
+from troll.study.small_model import EMBEDDED_MOE, cached_model, default_cache_dir, model_config
 from troll.tasks import TaskConfig, TaskError, load_task
 from troll.tasks.reasoning_gym import questions
 
@@ -102,6 +102,22 @@ def test_a_damaged_cache_is_made_anew(folder, damage):
     assert json.loads(manifest.read_text())["steps"] == SHORT["max_steps"]
 
 
+def test_the_slower_of_two_processes_takes_the_model_of_the_faster(tmp_path):
+    tokenizer, files = character_tokenizer(), []
+
+    def make(warm_up):
+        arguments = {"determined_by": {}, "seed": 0, "cache_dir": tmp_path}
+        return cached_model(model_config(tokenizer), tokenizer, warm_up, **arguments)
+
+    def slower(model):
+        files.append(os.stat(make(lambda model: {}) / "model.safetensors"))
+        return {}
+
+    folder = make(slower)
+    assert os.stat(folder / "model.safetensors") == files[0]
+    assert list(tmp_path.iterdir()) == [folder]
+
+
 def test_an_interrupted_warm_up_leaves_nothing(tmp_path, monkeypatch):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
@@ -137,6 +153,17 @@ def test_a_share_of_the_answers_in_a_format_is_calibrated(tmp_path):
     probability = last[:, tokenizer.convert_tokens_to_ids("<")].mean().item()
     assert probability == pytest.approx(0.2, rel=0.051)
     assert probability == pytest.approx(manifest["format_probability"], rel=1e-4)
+
+
+def test_calibration_has_its_own_number_of_steps(tmp_path, monkeypatch, caplog):
+    batches = []
+    monkeypatch.setattr("troll.study.embedded.learn", lambda model, optimizer, ids, labels: batches.append(ids))
+    monkeypatch.setattr("troll.study.embedded._CALIBRATION_STEPS", 3)
+    options = {**OPTIONS, "answer_format": "<{answer}>"}
+    warm_up = {**SHORT, "max_steps": 50, "target_success": 0.0, "test_every": 1, "format_share": 0.5}
+    embedded_model(TaskConfig(task_options=options, warm_up=warm_up), cache_dir=tmp_path)
+    assert len(batches) == 1 + 3
+    assert "not with format_share=0.5" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,10 @@ def test_an_answer_format_decides_what_is_right():
         f"<<{right}>>": [0.0, 1.0, 0.0],
         "<": [0.0, 0.0, 0.0],
         "<>": [0.0, 1.0, 0.0],
+        f"< {right} >": [1.0, 1.0, 1.0],
+        f"<{right}> or <{right}>": [0.0, 1.0, 0.0],
+        f"<answer>{right}</answer>": [0.0, 0.0, 1.0],
+        f"I think <answer> <{right}> </answer>": [1.0, 1.0, 1.0],
         "": [0.0, 0.0, 0.0],
     }
     for completion, expected in scores.items():
@@ -139,7 +143,11 @@ def test_other_data_sets_score_their_own_answers(data_set):
     ("data_set", "options", "message"),
     [
         ("chain_sums", {}, "unknown reasoning-gym data set 'chain_sums'; it has ab, acre"),
-        ("chain_sum", {"terms": 3}, "'chain_sum' has no option 'terms'; it has allow_negation, answer_format, max_digits"),
+        (
+            "chain_sum",
+            {"terms": 3},
+            "'chain_sum' has no option 'terms'; it has allow_negation, answer_format, max_digits",
+        ),
         ("chain_sum", {"seed": 3}, "'seed' is not for reasoning-gym tasks"),
         ("chain_sum", {"min_terms": 5, "max_terms": 3}, "max_terms must be >= min_terms"),
         ("chain_sum", {"max_terms": "many"}, "does not accept the options"),
@@ -147,6 +155,7 @@ def test_other_data_sets_score_their_own_answers(data_set):
         ("chain_sum", {"prompt": "{"}, "does not fit 'chain_sum'"),
         ("chain_sum", {"prompt": 3}, "prompt must be a string, got 3"),
         ("chain_sum", {"answer_format": "<>"}, "answer_format must be a string with {answer} in it, once, got '<>'"),
+        ("chain_sum", {"answer_format": "<answer>{answer}</answer>"}, "read within <answer> tags: remove them"),
         ("chain_sum", {"random_reward": 2}, "random_reward must be a probability between 0 and 1, got 2"),
         ("chain_sum", {"min_terms": 1, "max_terms": 1, "max_digits": 1}, "too few different questions for its eval"),
     ],

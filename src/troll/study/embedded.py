@@ -220,7 +220,7 @@ def _train(
         if share < 1:
             optimizer.param_groups[0]["lr"] = warm_up.learning_rate / 10
             probability = _mean_probability(model, *beginnings)
-            for batch in batches:
+            for batch in islice(batches, _CALIBRATION_STEPS):
                 if abs(probability - share) <= _CALIBRATION_TOLERANCE * share:
                     break
                 # Twice the share raises a probability that is too low; none at all lowers one that is too high.

@@ -159,14 +159,13 @@ def _publish(
         tokenizer.save_pretrained(temporary)
         hashes = {path.name: _sha256(path) for path in temporary.iterdir()}
         (temporary / _MANIFEST).write_text(json.dumps({**manifest, "files": hashes}, indent=2))
-        if not _is_intact(folder):  # else another process was faster
-            shutil.rmtree(folder, ignore_errors=True)
-            try:
+        try:
+            os.replace(temporary, folder)
+        except OSError:
+            # Something is there: the same model, if another process was faster, which may be reading it; or damage.
+            if not _is_intact(folder):
+                shutil.rmtree(folder, ignore_errors=True)
                 os.replace(temporary, folder)
-            except OSError:
-                # Another process may have finished the same model first.
-                if not _is_intact(folder):
-                    raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder

@@ -149,6 +149,8 @@ def _draw(data_set: str, options: dict[str, Any], *, split: Split, draws: int) -
         raise TaskError(f"task option prompt must be a string, got {template!r}")
     if not isinstance(answer_format, str) or answer_format.count(PLAIN) != 1:
         raise TaskError(f"task option answer_format must be a string with {PLAIN} in it, once, got {answer_format!r}")
+    if "<answer>" in answer_format:
+        raise TaskError(f"task option answer_format is read within <answer> tags: remove them from {answer_format!r}")
     generator = _create(data_set, options, seed=_SEEDS[split], size=draws)
     for index in range(draws):
         entry = generator[index]
