@@ -106,6 +106,14 @@ def test_a_resumed_run_goes_on_with_the_weight(make, tmp_path):
         assert torch.equal(weight, resumed["weights"][name]), name
 
 
+def test_a_fixed_weight_is_the_settings_in_a_resumed_run_too(make, tmp_path):
+    settings = resuming.SETTINGS | {"surrogate": "kl_penalty", "ddp_backend": None, "output_dir": str(tmp_path)}
+    make(kl_penalty_weight=1.0, **settings).train()
+    trainer = make(kl_penalty_weight=5.0, **settings)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged(trainer, WEIGHT) == [1, 1, 5, 5]
+
+
 def test_a_checkpoint_without_a_weight_is_told(make, tmp_path):
     settings = resuming.SETTINGS | ADAPTIVE
     make(output_dir=str(tmp_path / "whole"), **settings).train()

@@ -153,10 +153,12 @@ def test_the_weights_come_back_after_an_error(make, monkeypatch):
     assert "_generate" not in vars(trainer)
 
 
-def test_it_goes_with_resampling(make):
-    """All rounds are sampled with the older weights."""
+@pytest.mark.parametrize("anchor", ["old", "rollout"])
+def test_it_goes_with_resampling(make, anchor):
+    """All rounds are sampled with the older weights, which score them too where they are the anchor."""
     settings: dict[str, Any] = {"reward_funcs": lambda completion_ids, **_: [1.0] * len(completion_ids)}
-    plain, trainer = make(resampling_rounds=1, **settings), make(resampling_rounds=1, rollout_delay=1, **settings)
+    plain = make(resampling_rounds=1, **settings)
+    trainer = make(resampling_rounds=1, rollout_delay=1, anchor=anchor, **settings)
     seen: list[torch.Tensor] = []
     head = trainer.model.get_output_embeddings().weight
     trainer.model.register_forward_pre_hook(lambda *_: seen.append(head.detach().clone()))
@@ -164,10 +166,10 @@ def test_it_goes_with_resampling(make):
     older = head.detach().clone()
     move(trainer.model, 0.05)
     seen.clear()
-    assert_same(rolled_out(trainer), rolled_out(plain), policies=False)
+    assert_same(rolled_out(trainer), rolled_out(plain), policies=anchor == "rollout")
     generated = [torch.equal(weight, older) for weight in seen]
     assert generated == sorted(generated, reverse=True) and sum(generated) > trainer.max_completion_length
-    assert not generated[-1], "scoring is not part of generation"
+    assert generated[-1] == (anchor == "rollout"), "scoring is not part of generation"
 
 
 @pytest.mark.parametrize("anchor", ["old", "rollout"])
@@ -201,7 +203,6 @@ def test_a_checkpoint_of_another_delay_is_refused(make, tmp_path):
         ({"rollout_correction": 2.0, "rollout_delay": 0}, "set rollout_delay or rollout_dtype, and anchor='old'"),
         ({"use_vllm": True}, "vLLM has weights of its own: set use_vllm=False, or leave them out"),
         ({"anchor": "rollout", "updates_per_rollout": 1}, "has several updates: set updates_per_rollout to 2 or more"),
-        ({"anchor": "rollout", "resampling_rounds": 1}, "set resampling_rounds to 0, or anchor='old'"),
     ],
 )
 def test_settings_that_do_not_go_with_it_are_refused(tmp_path, settings, message):

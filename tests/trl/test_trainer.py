@@ -512,6 +512,15 @@ def test_nan_logits_stop_the_training_before_the_update(make):
     assert len(poisoned) == 1
 
 
+@pytest.mark.parametrize("surrogate", ["clip", "none", "drpo", "cispo"])
+def test_a_nan_loss_stops_the_training_where_no_distributions_are_read(make, surrogate):
+    trainer = make(callbacks=[Poison()], surrogate=surrogate)
+    with pytest.raises(FloatingPointError, match=r"^step 2: the loss is NaN or infinite, and the update was not made"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    assert len([name for name, value in weights(trainer.model).items() if value.isnan().any()]) == 1
+
+
 def warnings_of(trainer: GRPOTrainer, words: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -69,8 +69,8 @@ class TrollConfig(GRPOConfig):
         rollout_delay: Every rollout is sampled with the weights of this many rollouts ago, as in asynchronous training:
             an experiment's tool, for generation by transformers. It keeps one copy of the trained weights for each, and
             one more. `anchor` "rollout" then needs no engine.
-        rollout_dtype: "bfloat16" or "float16": rollouts are sampled with weights that are rounded to it, as an engine's
-            are; an experiment's tool as well, and the anchor likewise. By default they are not rounded.
+        rollout_dtype: "bfloat16" or "float16": rollouts are sampled with trained weights that are rounded to it, as an
+            engine's are; an experiment's tool as well, and the anchor likewise. By default they are not rounded.
         rollout_correction: C: with such weights and `anchor` "old", truncated importance sampling: the advantage of a
             token is multiplied with min(p(o)/p_s(o), C), where p_s is the policy that sampled, as TRL does for vLLM. By
             default nothing is corrected.
@@ -421,7 +421,8 @@ class TrollConfig(GRPOConfig):
                 "resampling_rounds compares the weighted sums of the rewards: multi_objective_aggregation must be "
                 f"'sum_then_normalize', got {self.multi_objective_aggregation!r}"
             )
-        if self.anchor == "rollout":
+        # With other weights, the training model samples and scores; nothing is kept of an engine.
+        if self.anchor == "rollout" and not (self.rollout_delay or self.rollout_dtype):
             raise ValueError(
                 "resampling_rounds moves completions between processes, and anchor='rollout' keeps what the engine "
                 "reported on the process that asked: set resampling_rounds to 0, or anchor='old'"
@@ -445,9 +446,8 @@ class TrollConfig(GRPOConfig):
                     "rollout_correction is for rollouts of other weights than the old policy's: set rollout_delay or "
                     "rollout_dtype, and anchor='old', or leave it out"
                 )
-        unscored = self.gradient_accumulation_steps % self.rollout_steps == 0
         needs_scores = self.anchor == "rollout" or self.rollout_correction is not None
-        if (self.rollout_delay or self.rollout_dtype) and needs_scores and unscored:
+        if (self.rollout_delay or self.rollout_dtype) and needs_scores and not self.scores_rollouts:
             raise ValueError(
                 "anchor='rollout' and rollout_correction with rollout_delay or rollout_dtype need scores of the "
                 "rollout, which TRL makes only where it has several updates: set updates_per_rollout to 2 or more"
@@ -544,6 +544,11 @@ class TrollConfig(GRPOConfig):
         return self.steps_per_generation * self.num_iterations
 
     @property
+    def scores_rollouts(self) -> bool:
+        """Whether TRL scores rollouts for their updates; where each update takes whole ones, it does not."""
+        return self.gradient_accumulation_steps % self.rollout_steps != 0
+
+    @property
     def always_on_policy(self) -> bool:
         """Whether every update sees a fresh rollout, so that old and new policy are equal and TROLL is the identity."""
-        return self.anchor == "old" and self.gradient_accumulation_steps % self.rollout_steps == 0
+        return self.anchor == "old" and not self.scores_rollouts

@@ -15,6 +15,11 @@ from troll.trust_region.metrics import trust_region_metrics, trust_region_statis
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.projecting.step import TrustRegionStep
 
+#: What to do about numbers that are none.
+REMEDY = (
+    "and the update was not made. Resume from the last checkpoint with a lower learning_rate or max_grad_norm; in "
+    "fp16, use bf16"
+)
 #: More than this fraction of tokens projected, over so many optimiser steps, is worth a warning.
 WATCHED_FRACTION, WATCHED_STEPS = 0.1, 100
 
@@ -54,9 +59,7 @@ class Monitor:
         nonfinite, *update = self._accelerator.reduce(known, reduction="sum").cpu().double()
         if nonfinite:
             raise FloatingPointError(
-                f"step {global_step + 1}: the logits of {int(nonfinite)} tokens are NaN or infinite, and the "
-                "update was not made. Resume from the last checkpoint with a lower learning_rate or max_grad_norm; in "
-                "fp16, use bf16"
+                f"step {global_step + 1}: the logits of {int(nonfinite)} tokens are NaN or infinite, {REMEDY}"
             )
         self._update += torch.stack(update)
         if self._watched_since is None:
@@ -64,6 +67,15 @@ class Monitor:
         sums |= support_statistics(old, mask)
         self.sums = {name: value + self.sums.get(name, 0) for name, value in sums.items()}
         self.maxima = {name: value.maximum(self.maxima.get(name, value)) for name, value in maxima.items()}
+
+    def check_loss(self, loss: Tensor, global_step: int) -> None:
+        """Looks at the loss of a micro-batch, which shows what is wrong where no distributions were observed.
+
+        Raises:
+            FloatingPointError: If it is NaN or infinite in any process, on every process.
+        """
+        if self._accelerator.reduce((~loss.detach().isfinite()).float(), reduction="sum"):
+            raise FloatingPointError(f"step {global_step + 1}: the loss is NaN or infinite, {REMEDY}")
 
     def end_update(self) -> BoundStatistics | None:
         """What all processes saw since the last call, one optimiser step ago; None if no token was observed."""

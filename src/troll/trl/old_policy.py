@@ -53,8 +53,7 @@ class OldPolicy:
         """
         self._captured, self._reads = None, training and reads_policies
         # The policy's scores are the first that TRL asks for; a reference's, of the same model with PEFT, follow.
-        asks = self._args.gradient_accumulation_steps % self._args.rollout_steps != 0
-        self._scores_expected = training and asks and (self._reads or self._anchor is not None)
+        self._scores_expected = training and self._args.scores_rollouts and (self._reads or self._anchor is not None)
         if self._anchor is not None:
             self._anchor.reports.clear()
 

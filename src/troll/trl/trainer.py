@@ -62,7 +62,7 @@ class TrollTrainer(GRPOTrainer):
     Raises:
         TypeError: If `args` is not a `TrollConfig`.
         ValueError: Under tensor, context or sequence parallelism.
-        FloatingPointError: In training, if logits are NaN or infinite, before the optimiser sees them.
+        FloatingPointError: In training, if logits or the loss are NaN or infinite, before the optimiser sees them.
         RuntimeError: In training, if TRL's loss does not use the trust region, before the optimiser makes a step.
     """
 
@@ -215,6 +215,8 @@ class TrollTrainer(GRPOTrainer):
             loss = self._surrogate_loss(model, inputs) if off_policy else super()._compute_loss(model, inputs)
         finally:
             self.beta = beta
+        if training and not (off_policy and self.surrogate.reads_policies(self.args)):  # else, logits were looked at
+            self.monitor.check_loss(loss, self.state.global_step)
         if not self.surrogate.clips:
             seam.drop_clip_metrics(self)
         return loss

@@ -19,7 +19,7 @@ from troll.trust_region.bounds import Bound
 
 #: The file of a checkpoint that holds what ε adapts by.
 BOUND_STATE = "kl_bound.json"
-#: And the file that holds the weight of a KL penalty, β.
+#: And the file that holds the weight of a KL penalty, β, where it adapts.
 PENALTY_STATE = "kl_penalty.json"
 
 
@@ -37,6 +37,7 @@ class Updates(TrainerCallback):
         self._used_bound = self._args.kl_bound
         self._rests = False
         self._used_penalty_weight, self._rollouts = self._args.kl_penalty_weight, 0
+        self._penalty_adapts = self._args.surrogate == "kl_penalty" and self._args.kl_penalty_target is not None
         #: β of a KL penalty, for the next update.
         self.penalty_weight = self._initial_penalty_weight()
         #: The checkpoint to go on from, if any, and what newer ones lack.
@@ -59,7 +60,7 @@ class Updates(TrainerCallback):
             self._trainer.rollout_weights.save(checkpoint)
         if self._args.should_save:
             write_atomically(checkpoint / BOUND_STATE, json.dumps(self.kl_bound.state_dict()))
-            if self._args.surrogate == "kl_penalty":
+            if self._penalty_adapts:
                 write_atomically(checkpoint / PENALTY_STATE, json.dumps(self.penalty_weight.state_dict()))
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -82,9 +83,9 @@ class Updates(TrainerCallback):
         elif self._args.kl_bound_schedule != "fixed":
             warnings.warn(f"{checkpoint} has no {BOUND_STATE}: the schedule of kl_bound starts anew", stacklevel=2)
         path = Path(checkpoint) / PENALTY_STATE
-        if path.is_file():
+        if self._penalty_adapts and path.is_file():
             self.penalty_weight.load_state_dict(json.loads(path.read_text()))
-        elif self._args.surrogate == "kl_penalty" and self._args.kl_penalty_target is not None:
+        elif self._penalty_adapts:
             warnings.warn(f"{checkpoint} has no {PENALTY_STATE}: kl_penalty_weight starts anew", stacklevel=2)
         if state.is_world_process_zero:
             say_resumed(Path(checkpoint), state.global_step, state.max_steps, passed_over)
