@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from troll.study.embedded import embedded_model
 from troll.study.embedded_text import TextWarmUp, embedded_text_model, word_piece_tokenizer
+from troll.study.small_model import EMBEDDED_MOE
 from troll.tasks import TaskConfig
 from troll.tasks import free_text as free_text_module
 
@@ -75,10 +76,10 @@ def test_the_same_arguments_give_the_same_model_and_others_another(folder, tmp_p
 def test_it_is_the_embedded_model_of_free_text(folder, monkeypatch):
     seen = {}
 
-    def stand_in(**arguments):
-        seen.update(arguments)
+    def stand_in(name, **arguments):
+        seen.update(arguments, name=name)
         return folder
 
     monkeypatch.setattr("troll.study.embedded.embedded_text_model", stand_in)
-    assert embedded_model(TaskConfig(task=free_text_module.NAME), seed=3) == folder
-    assert seen == {"seed": 3, "cache_dir": None}
+    assert embedded_model(TaskConfig(task=free_text_module.NAME), EMBEDDED_MOE, seed=3) == folder
+    assert seen == {"name": "embedded-moe", "seed": 3, "cache_dir": None}

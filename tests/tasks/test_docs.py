@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pandas
 import pytest
+import yaml
 from datasets import load_dataset
 
+from troll.study.embedded import WarmUp
 from troll.tasks import TaskConfig, load_task
 from troll.tasks.registry import _LOADERS
 
@@ -22,7 +24,9 @@ def blocks(language):
 
 
 def test_the_page_shows_the_examples():
-    assert blocks("yaml") == [(EXAMPLES / "geometry.yaml").read_text()]
+    warm_up, geometry = blocks("yaml")
+    assert geometry == (EXAMPLES / "geometry.yaml").read_text()
+    assert WarmUp.of(TaskConfig(**yaml.safe_load(warm_up))).format_share == 0.02
     assert blocks("python")[0] == (EXAMPLES / "sorting.py").read_text()
 
 
