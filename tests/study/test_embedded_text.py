@@ -74,7 +74,7 @@ def test_the_same_arguments_give_the_same_model_and_others_another(folder, tmp_p
 
 
 def test_it_is_the_embedded_model_of_free_text(folder, monkeypatch):
-    seen = {}
+    seen: dict[str, Any] = {}
 
     def stand_in(name, **arguments):
         seen.update(arguments, name=name)
