@@ -28,6 +28,7 @@ from benchmarks.study.protocol import (
 )
 from benchmarks.study.table import Result, read_questions
 from troll.evaluation.estimators import Interval
+from troll.study.contest import rate_text
 from troll.study.statistics import (
     Estimate,
     crossed_bootstrap_interval,
@@ -36,6 +37,7 @@ from troll.study.statistics import (
     leave_one_out_choice,
     paired_difference,
     range_within,
+    seed_differences,
     sign_flip_p_value,
     success_estimate,
 )
@@ -282,12 +284,6 @@ def group(rows: Sequence[Result]) -> list[Method]:
     return [Method(key[0], key[1], _label(key, keys), dict(sorted(runs[key].items()))) for key in keys]
 
 
-def rate_text(rate: float) -> str:
-    """A learning rate as people write it: 3e-5."""
-    mantissa, exponent = f"{rate:.6e}".split("e")
-    return f"{float(mantissa):g}e{int(exponent)}"
-
-
 def _label(key: tuple[str, Settings], keys: Sequence[tuple[str, Settings]]) -> str:
     surrogate, settings = key
     rivals = [dict(other) for name, other in keys if name == surrogate]
@@ -325,7 +321,7 @@ def _contrast(first: Method, second: Method, folder: Path) -> Contrast | None:
     estimate = paired_difference(first.tuned_finals, second.tuned_finals)
     if estimate is None:
         return None
-    differences = [first.tuned_finals[seed] - second.tuned_finals[seed] for seed in _common(first, second)]
+    differences = seed_differences(first.tuned_finals, second.tuned_finals)
     return Contrast(
         first,
         second,

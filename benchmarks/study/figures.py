@@ -13,9 +13,10 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from benchmarks.study.analysis import Section, rate_text
+from benchmarks.study.analysis import Section
 from benchmarks.study.protocol import MARGIN, METHODS, REGIMES
 from troll.files import write_atomically
+from troll.study.contest import rate_text
 from troll.study.plot import COLOURS, LIGHT
 
 if TYPE_CHECKING:

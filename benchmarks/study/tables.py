@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from benchmarks.study.analysis import Contrast, Method, Section, rate_text
+from benchmarks.study.analysis import Contrast, Method, Section
 from benchmarks.study.protocol import BOUNDS, MARGIN, METHODS, REGIMES, SEEDS
 from benchmarks.study.table import Result
 from troll.evaluation.estimators import Interval
+from troll.study.contest import rate_text
 from troll.study.measures import area_under_curve
 from troll.study.statistics import Estimate, paired_difference, success_estimate
 
@@ -174,7 +175,7 @@ def _rates(method: Method) -> list[str]:
         return [NOTHING, NOTHING]
     low, high = method.usable_rates
     open_ends = ("≤ " if low == min(method.runs) else "", "≥ " if high == max(method.runs) else "")
-    shown = [rate_text(float(f"{rate:.2g}")) for rate in (low, high)]
+    shown = [rate_text(rate, 2) for rate in (low, high)]
     wider = "≥ " if any(open_ends) else ""
     return [f"{open_ends[0]}{shown[0]} to {open_ends[1]}{shown[1]}", f"{wider}{math.log10(high / low):.2f}"]
 

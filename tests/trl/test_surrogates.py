@@ -131,6 +131,13 @@ RIVALS: list[dict[str, Any]] = [
 ]
 
 
+def network_now(make: Any, trainer: Any, inputs: Any) -> tuple[Any, Tensor]:
+    """A copy of the trainer's network, and its log-probabilities of completions from full logits, differentiable."""
+    model = make.model()
+    model.load_state_dict(trainer.model.state_dict())
+    return model, dense.completion_logits(model, inputs, 1.0).log_softmax(-1)
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 @pytest.mark.parametrize("settings", RIVALS, ids=str)
 def test_a_rival_is_its_formula_on_full_logits(make, settings, loss_type):
@@ -141,9 +148,7 @@ def test_a_rival_is_its_formula_on_full_logits(make, settings, loss_type):
     move(trainer.model, 0.1)
     loss, gradients = loss_and_gradients(trainer, inputs)
 
-    model = make.model()
-    model.load_state_dict(trainer.model.state_dict())
-    new = dense.completion_logits(model, inputs, 1.0).log_softmax(-1)
+    model, new = network_now(make, trainer, inputs)
     mask, rows = dense.scored_mask(inputs), []
     for row, (ids, advantage) in enumerate(zip(inputs["completion_ids"], inputs["advantages"].tolist(), strict=True)):
         scored = mask[row].nonzero().flatten().tolist()
@@ -206,9 +211,7 @@ def test_dppo_masks_what_is_far_and_leaving(make, kind, threshold, outcomes, los
     move(trainer.model, 0.1)
     loss, gradients = loss_and_gradients(trainer, inputs)
 
-    model = make.model()
-    model.load_state_dict(trainer.model.state_dict())
-    new = dense.completion_logits(model, inputs, 1.0).log_softmax(-1)
+    model, new = network_now(make, trainer, inputs)
     mask = dense.scored_mask(inputs)
     rows, kept = [], []
     for row, (ids, advantage) in enumerate(zip(inputs["completion_ids"], inputs["advantages"], strict=True)):

@@ -12,7 +12,7 @@ from troll.study.comparison_tables import difference, estimate_text, figure, pla
 from troll.study.contest import Contestant, Contrast, contestants, contrasts, rate_text
 from troll.study.page import html_table
 from troll.study.plot import COLOURS, DASHES, LEGEND_STYLES, LIGHT, drawing
-from troll.study.statistics import Estimate
+from troll.study.statistics import Estimate, seed_differences
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -100,8 +100,8 @@ def _rate_table(methods: Sequence[Contestant]) -> str:
                 "–" if final is None else estimate_text(final, method.measure),
                 "–"
                 if final is None
-                else ", ".join(f"{rate_text(rate)} ({count})" for rate, count in sorted(chosen.items())),
-                f"{below}{rate_text(reach[0])} to {above}{rate_text(reach[1])}" if reach else "–",
+                else ", ".join(f"{rate_text(rate, 2)} ({count})" for rate, count in sorted(chosen.items())),
+                f"{below}{rate_text(reach[0], 2)} to {above}{rate_text(reach[1], 2)}" if reach else "–",
             ]
         )
     measure = methods[0].measure
@@ -140,7 +140,7 @@ def outcome_figures(methods: Sequence[Contestant], differences: Sequence[Contras
                 f"{plain_difference(found.estimate, measure)}{_POINTS[measure]}",
                 list(members.values()).index(found.second) if found.second in members.values() else place,
                 found.estimate,
-                [found.first.finals[seed] - found.second.finals[seed] for seed in _common(found)],
+                seed_differences(found.first.finals, found.second.finals),
             )
             for place, found in enumerate(of_panel)
         ]
@@ -166,7 +166,7 @@ def rate_figures(methods: Sequence[Contestant]) -> list[str]:
                 axes.plot(rates, list(method.means.values()), color=colour, linestyle=dashes, marker=".")
             axes.set_xscale("log")
             ticks = sorted({rate for method in members.values() for rate in method.means})
-            axes.set_xticks(ticks, [rate_text(rate) for rate in ticks])
+            axes.set_xticks(ticks, [rate_text(rate, 2) for rate in ticks])
             axes.minorticks_off()
             axes.set_xlabel("learning rate")
             _format(axes.yaxis, measure)
@@ -200,10 +200,6 @@ def _panels(methods: Sequence[Contestant]) -> Iterator[tuple[str, dict[str, Cont
 
 def _short(method: Contestant, members: Mapping[str, Contestant]) -> str:
     return next((label for label, member in members.items() if member is method), method.label)
-
-
-def _common(found: Contrast) -> list[int]:
-    return sorted(found.first.finals.keys() & found.second.finals.keys())
 
 
 class _Line:

@@ -14,6 +14,7 @@ from troll.study.statistics import (
     leave_one_out_choice,
     paired_difference,
     range_within,
+    seed_differences,
     sign_flip_p_value,
     success_estimate,
 )
@@ -104,9 +105,10 @@ class Contrast:
     equivalence: float | None
 
 
-def rate_text(rate: float) -> str:
-    """A learning rate as one would type it, with two digits at most, such as 3e-5."""
-    return f"{rate:.1e}".replace(".0e", "e").replace("e-0", "e-")
+def rate_text(rate: float, digits: int = 7) -> str:
+    """A learning rate as people write it, with at most so many digits: 3e-5."""
+    mantissa, exponent = f"{rate:.{digits - 1}e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
 
 
 def contestants(comparison: Comparison) -> list[Contestant]:
@@ -137,8 +139,7 @@ def contrasts(methods: Sequence[Contestant]) -> list[Contrast]:
     for one, other in pairs:
         estimate = paired_difference(one.finals, other.finals)
         if estimate is not None:
-            seeds = sorted(one.finals.keys() & other.finals.keys())
-            found.append((one, other, estimate, [one.finals[seed] - other.finals[seed] for seed in seeds]))
+            found.append((one, other, estimate, seed_differences(one.finals, other.finals)))
     p_values = [sign_flip_p_value(differences) for *_, differences in found]
     return [
         Contrast(

@@ -61,6 +61,11 @@ def success_estimate(successes: Sequence[float], answers: int | None) -> Estimat
     return Estimate(successes[0], None, 1, wilson_interval(successes[0], answers), "wilson")
 
 
+def seed_differences(first: Mapping[int, float], second: Mapping[int, float]) -> list[float]:
+    """First − second of each seed that both have, by seed."""
+    return [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
+
+
 def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate | None:
     """The mean of first − second over the seeds that both have, with the paired t interval; None if they share none.
 
@@ -70,7 +75,7 @@ def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -
         first: Value by seed.
         second: Likewise.
     """
-    differences = [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
+    differences = seed_differences(first, second)
     if not differences:
         return None
     interval = t_interval(differences)
