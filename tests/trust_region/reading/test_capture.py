@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import log_softmax, xlogy
 from torch import Tensor
 
 import troll
@@ -19,6 +20,7 @@ from tests.trust_region.cases import FAMILIES, array, capture_rows, pairs, tenso
 from tests.trust_region.policy.policies import assert_identical
 from tests.trust_region.reading.sources import KINDS, TRANSFORMS, Problem, small_tiles
 from troll import SparsePolicy
+from troll.trust_region.reading.capture import capture_with_entropy
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +50,36 @@ def test_logits_agree_with_the_reference(family, size, top_k, threshold):
     assert policy.token_ids.shape == policy.log_probs.shape == (20, min(top_k, size))
     assert (policy.vocab_size, policy.mass_threshold) == (size, threshold)
     assert_matches(policy, capture_rows(logits, tokens, top_k, threshold))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("size", "top_k"), [(1, 64), (5, 3), (40, 8), (130, 64)])
+def test_the_entropy_is_that_of_the_whole_vocabulary(family, size, top_k):
+    logits, _ = pairs(family, 20, size)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(size, size=20))
+    settings = {"top_k": top_k, "mass_threshold": 1e-2}
+    policy, entropy = capture_with_entropy(troll.Logits(tensor(logits)), tokens, **settings)
+    assert_identical(policy, troll.capture(tensor(logits), tokens, **settings))
+    log_probs = log_softmax(logits, axis=-1)
+    expected = -xlogy(np.exp(log_probs), np.exp(log_probs)).sum(-1)
+    np.testing.assert_allclose(array(entropy), expected, rtol=within(1e-12), atol=within(1e-12))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_the_entropy_of_either_source(kind, transform):
+    problem = Problem(kind, transform=transform, rows=True, spread=3.0)
+    _, entropy = capture_with_entropy(problem.source(), problem.token_ids, top_k=8, mass_threshold=0.3)
+    expected = torch.distributions.Categorical(logits=problem.logits()).entropy()
+    np.testing.assert_allclose(array(entropy), array(expected), rtol=within(1e-12), atol=within(1e-12))
+
+
+def test_what_is_no_distribution_has_no_entropy():
+    logits = torch.zeros(4, 5, dtype=torch.float64)
+    logits[0, 2], logits[1, 4], logits[2] = torch.nan, torch.inf, -torch.inf
+    tokens = torch.zeros(4, dtype=torch.int64)
+    _, entropy = capture_with_entropy(troll.Logits(logits), tokens, top_k=2, mass_threshold=0.0)
+    assert entropy.isnan().tolist() == [True, True, True, False]
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

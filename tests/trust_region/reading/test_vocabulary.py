@@ -162,7 +162,7 @@ def test_what_is_exchanged_does_not_depend_on_the_vocabulary(processes):
         "logits": [capture, step, step],
         "floor": [capture, *floor, *floor],
         "hidden": [capture, step, step, *3 * [backward]],
-        "entropy": [capture, with_entropy, step, *4 * [backward]],
+        "entropy": [capture, with_entropy, capture, ("all_reduce", rows * 2 * n), step, *4 * [backward]],
     }
     for process in processes:
         for exchanged in process["exchanged"]:

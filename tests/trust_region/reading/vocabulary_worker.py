@@ -23,6 +23,7 @@ from troll import LMHead, Logits, SparsePolicy
 from troll.trust_region.kernels import VARIABLE
 from troll.trust_region.reading import head as head_module
 from troll.trust_region.reading import logits as logits_module
+from troll.trust_region.reading.capture import capture_with_entropy
 from troll.trust_region.reading.source import Source
 
 Group = dist.ProcessGroup | None
@@ -246,7 +247,10 @@ def _result(
     old = troll.capture(before, tokens, top_k=case.top_k, mass_threshold=case.mass_threshold)
     assert old.vocab_size == case.vocab_size
     step = _step(new, old, case, entropy)
-    result = {"token_ids": old.token_ids, "slot": old.slot, "old_log_probs": old.log_probs}
+    result = {}
+    if entropy:
+        _, result["old_entropy"] = capture_with_entropy(before, tokens, top_k=case.top_k, mass_threshold=0.0)
+    result |= {"token_ids": old.token_ids, "slot": old.slot, "old_log_probs": old.log_probs}
     result |= {"old_tail": old.tail_log_prob, "ratio_of_equals": _step(before, old, case).log_ratio}
     result |= {name: value.detach() for name, value in vars(step).items() if value is not None}
     for name in DIFFERENTIABLE:

@@ -13,6 +13,7 @@ from troll.trust_region.policy.values import check_integers, check_shape, float_
 from troll.trust_region.reading.fold import Outside
 from troll.trust_region.reading.logits import Logits
 from troll.trust_region.reading.source import Source
+from troll.trust_region.reading.vocabulary import Vocabulary
 
 
 @torch.no_grad()
@@ -37,38 +38,78 @@ def capture(
         ValueError: On a wrong shape or dtype, an id outside the vocabulary, a parameter out of its range, or slices of
             the vocabulary of different sizes.
     """
-    check_capture(top_k, mass_threshold)
     source = Logits(source) if isinstance(source, Tensor) else source
-    check_integers("token_ids", token_ids)
-    check_shape("token_ids", token_ids, source.shape)
-    sampled = token_ids.long().reshape(-1)
     vocab_size = source.vocab_size if isinstance(source, Outcomes) else source.vocabulary.size
-    if sampled.device.type == "cpu":
-        check_tokens_in("token_ids", sampled, vocab_size)
-    top = _given(source, sampled, top_k) if isinstance(source, Outcomes) else _top(source, sampled, top_k)
+    sampled = _checked(token_ids, source.shape, vocab_size, top_k, mass_threshold)
+    top = _given(source, sampled, top_k) if isinstance(source, Outcomes) else _top(source, sampled, top_k)[0]
     return keep(top, sampled, vocab_size, mass_threshold).view(token_ids.shape)
 
 
-def _top(source: Source, sampled: Tensor, top_k: int) -> Top:
-    """The largest logits of a source, the sampled tokens', and what all others add up to."""
+@torch.no_grad()
+def capture_with_entropy(
+    source: Source, token_ids: Tensor, *, top_k: int, mass_threshold: float
+) -> tuple[SparsePolicy, Tensor]:
+    """[capture][troll.capture], and the entropy over the whole vocabulary, (...), in nats, in the same pass.
+
+    Args:
+        source: As in `capture`, but not outcomes.
+        token_ids: As in `capture`, and so are the others and what is raised.
+        top_k: K.
+        mass_threshold: δ.
+    """
+    vocab_size = source.vocabulary.size
+    sampled = _checked(token_ids, source.shape, vocab_size, top_k, mass_threshold)
+    top, entropy = _top(source, sampled, top_k, entropy=True)
+    assert entropy is not None
+    return keep(top, sampled, vocab_size, mass_threshold).view(token_ids.shape), entropy.view(token_ids.shape)
+
+
+def _checked(token_ids: Tensor, shape: torch.Size, vocab_size: int, top_k: int, mass_threshold: float) -> Tensor:
+    """The sampled tokens, (N,) int64."""
+    check_capture(top_k, mass_threshold)
+    check_integers("token_ids", token_ids)
+    check_shape("token_ids", token_ids, shape)
+    sampled = token_ids.long().reshape(-1)
+    if sampled.device.type == "cpu":
+        check_tokens_in("token_ids", sampled, vocab_size)
+    return sampled
+
+
+def _top(source: Source, sampled: Tensor, top_k: int, entropy: bool = False) -> tuple[Top, Tensor | None]:
+    """The largest logits of a source, the sampled tokens', and what all others add up to; and the entropy, (N,)."""
     with source.opened(top_k, MAX_SELECTED) as reading:
         k = min(top_k, reading.vocabulary.width)
         tiles = []
         for rows, _, tile in reading.parts(whole_rows=True):
             support = reading.functions.select(tile, sampled[rows], k)
             logits = torch.full_like(support.ids, -torch.inf, dtype=float_dtype(reading.dtype))
-            outside = Outside.empty(logits, len(logits), entropy=False)
+            outside = Outside.empty(logits, len(logits), entropy)
             reading.functions.fold_support(tile, support, logits, outside)
-            tiles.append((support.ids, logits, outside.log_sum))
+            tiles.append((support.ids, logits, outside.log_sum, outside.entropy))
         if not tiles:
             none = sampled.new_empty((0, k + 1))
-            tiles = [(none, none.to(float_dtype(reading.dtype)), none[:, 0].to(float_dtype(reading.dtype)))]
-        ids, logits, log_rest = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*tiles, strict=True))
+            floats = none.to(float_dtype(reading.dtype))
+            tiles = [(none, floats, floats[:, 0], floats[:, 0] if entropy else None)]
+        ids, logits, log_rest, rest_entropy = (
+            x[0] if len(x) == 1 or x[0] is None else torch.cat(x) for x in zip(*tiles, strict=True)
+        )
         exact = reading.exact(ids)
         precise = logits if exact is None else exact
         # The sampled token stands in the last slot, or among the others.
         top = Top(ids[:, :k], precise[:, :k], logits[:, :k], precise[:, k], log_rest)
-        return reading.vocabulary.merge_top(top, sampled, min(top_k, reading.vocabulary.size))
+        merged = reading.vocabulary.merge_top(top, sampled, min(top_k, reading.vocabulary.size))
+        own = Outcomes(ids, precise, log_rest, reading.vocabulary.width, rest_entropy)
+        return merged, _entropy(own, reading.vocabulary) if entropy else None
+
+
+def _entropy(own: Outcomes, vocabulary: Vocabulary) -> Tensor:
+    """The entropy over the vocabulary, (N,), from the outcomes of this process's slice of it."""
+    total, entropy = torch.logsumexp(torch.cat([own.logits, own.tail_logit.unsqueeze(-1)], -1), -1), own.entropy
+    assert entropy is not None
+    _, totals, entropies = vocabulary.merge_support(own.logits[:, :0], own.token_ids[:, :0], total, entropy)
+    log_weight = torch.log_softmax(totals, -1)
+    # A slice without mass, of padding, has no entropy of its own.
+    return torch.where(log_weight == -torch.inf, 0.0, log_weight.exp() * (entropies - log_weight)).sum(-1)
 
 
 def _given(policy: Outcomes, sampled: Tensor, top_k: int) -> Top:

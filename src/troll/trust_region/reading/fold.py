@@ -111,6 +111,13 @@ class Outside(NamedTuple):
         """``log Σ e^z``, (N,); −inf where nothing is outside."""
         return self.maximum + self.exp_sum.log()
 
+    @property
+    def entropy(self) -> Tensor | None:
+        """Of what is outside, by itself, (N,), in nats; 0 where nothing is. None without its sum."""
+        if self.weighted_sum is None:
+            return None
+        return (self.exp_sum.log() - self.weighted_sum / self.exp_sum).masked_fill(self.exp_sum == 0, 0)
+
 
 class SupportGradient(NamedTuple):
     """What the gradient with respect to the logits takes per token.
