@@ -39,9 +39,8 @@ class ReadingRequest:
 
     Attributes:
         token_ids: (N,) int64, the tokens that are scored.
-        at: Row b and place t of each, (N,) and (N,): the token at t of the last T, predicted by the hidden state one
-            position earlier.
-        length: T.
+        at: Of each, row and place, (N,) and (N,), of the hidden state that predicts it: among the last L of its row.
+        length: L.
         reader: What is read of them.
         temperature: The sampling temperature.
         head_in_float32: Whether the head's product is computed in float32, outside autocast.
@@ -74,9 +73,7 @@ def forward_and_read(model: nn.Module, request: ReadingRequest, **inputs: Any) -
     """One forward pass of a model, in which its head is read.
 
     Args:
-        model: A causal or vision-language model of transformers, or what PEFT, DDP, FSDP, DeepSpeed or
-            ``torch.compile`` made of one. The first call changes its `forward`, which goes on as before without a
-            request, and compares the reading with the model's own logits.
+        model: As in [accept_requests][], which is called for it.
         request: What to read.
         **inputs: Of the forward: `input_ids` (B, L), `attention_mask`, images.
 
@@ -85,20 +82,44 @@ def forward_and_read(model: nn.Module, request: ReadingRequest, **inputs: Any) -
         RuntimeError: If the model's logits are not what its head and its configuration say, or something changes or
             rounds its outputs on the way out.
     """
+    accept_requests(model)
+    return checked_output(model, model(**inputs, **{REQUEST: request}))
+
+
+def accept_requests(model: nn.Module) -> None:
+    """Lets a model's forward take a request, by the name `REQUEST`; without one it goes on as before.
+
+    The first request compares the reading with the model's own logits.
+
+    Args:
+        model: A causal or vision-language model of transformers, or what PEFT, DDP, FSDP, DeepSpeed or
+            ``torch.compile`` made of one.
+
+    Raises:
+        ValueError: If it is none, or has no head.
+    """
     base = causal_lm(model)
     if not hasattr(base.forward, _TAKES_REQUESTS):
         _install(base)
-    output = model(**inputs, **{REQUEST: request})
+
+
+def checked_output(model: nn.Module, output: Any) -> ReadingOutput:
+    """What a forward that was given a request returned.
+
+    Raises:
+        RuntimeError: If something changed or rounded it on the way out.
+    """
+    name = type(causal_lm(model)).__name__
     if not isinstance(output, ReadingOutput):
         raise RuntimeError(
-            f"a wrapper of {type(base).__name__} changes what its forward returns to {type(output).__name__}: read the "
-            "model without it"
+            f"a wrapper of {name} changes what its forward returns to {type(output).__name__}: read the model "
+            "without it"
         )
     rounded = [x.dtype for x in output.tensors if x is not None and x.dtype in HALF]
     if rounded:
         raise RuntimeError(
-            f"the outputs of {type(base).__name__} are rounded to {rounded[0]}, which log-probabilities do not bear: "
-            "with FSDP2, set output_dtype=None in its MixedPrecisionPolicy"
+            f"the outputs of {name} are rounded to {rounded[0]}, which log-probabilities do not bear: with FSDP2, set "
+            "output_dtype=None in its MixedPrecisionPolicy"
         )
     return output
 
@@ -164,7 +185,7 @@ def _install(model: PreTrainedModel) -> None:
 def _read(model: Any, outputs: Any, request: ReadingRequest, kwargs: dict[str, Any]) -> ReadingOutput:
     """What is read of a backbone's outputs."""
     # Aligned at the end: prompt-learning PEFT puts virtual tokens in front.
-    hidden = outputs.last_hidden_state[:, -request.length - 1 : -1]
+    hidden = outputs.last_hidden_state[:, -request.length :]
     tensors, vocab_size = _read_head(model, hidden[tuple(x.to(hidden.device) for x in request.at)], request)
     aux_loss: Any = None
     if kwargs.get("output_router_logits"):
@@ -182,8 +203,9 @@ def _read_head(model: Any, hidden: Tensor, request: ReadingRequest) -> tuple[tup
     """The tensors of the reader for (N, H) hidden states, and V."""
     with opened_head(model, hidden, request.temperature, request.head_in_float32) as head:
         tensors = request.reader(head, request.token_ids.to(head.hidden.device))
-        # With a `device_map`, the head may be elsewhere.
-        return tuple(None if x is None else x.to(request.token_ids.device) for x in tensors), head.width
+        # With a `device_map`, the head may be elsewhere. FSDP2 warns of outputs that are views.
+        outputs = (None if x is None else x.to(request.token_ids.device) for x in tensors)
+        return tuple(x.clone() if x is not None and x._is_view() else x for x in outputs), head.width
 
 
 @torch.compiler.disable
@@ -196,7 +218,9 @@ def _check_against_logits(
     They differ on all processes, or on none: an error on one leaves the others waiting.
 
     Returns:
-        Whether they could be compared. A few models go around their backbone, so that with dropout no two passes agree.
+        Whether this need not be tried again. It could not be compared where a model goes around its backbone, so that
+        with dropout no two passes agree; it never can where a host has replaced the forward of the model's class by one
+        without logits, as verl's fused kernels do.
 
     Raises:
         RuntimeError: If they differ: the model does something to its logits that its configuration does not say.
@@ -215,13 +239,16 @@ def _check_against_logits(
     backbone.forward = given
     try:
         with torch.random.fork_rng(devices):  # a run has the same random numbers with this check as without
-            logits = plain(*args, **kwargs, **last).logits[:, -1]
+            logits = plain(*args, **kwargs, **last).logits
     finally:
         del backbone.forward
         if before is not None:
             backbone.forward = before
+    if logits is None:
+        return True
     if not used and (model.training or kwargs.get("past_key_values") is not None):
         return False
+    logits = logits[:, -1]
     hidden = outputs.last_hidden_state[:, -1]
     with opened_head(model, hidden, 1.0, request.head_in_float32) as head:
         product = nn.functional.linear(head.hidden, head.weight, head.bias)

@@ -187,7 +187,7 @@ def capture_tokens(
         return policy.token_ids, policy.log_probs, policy.tail_log_prob, policy.slot
 
     at = (targets != -100).nonzero(as_tuple=True)  # one wait for the device
-    request = ReadingRequest(targets[at], at, targets.shape[1], read_own, temperature, head_in_float32)
+    request = ReadingRequest(targets[at], at, targets.shape[1] + 1, read_own, temperature, head_in_float32)
     output = forward_and_read(model, request, **inputs)
     token_ids, log_probs, tail_log_prob, slot = output.tensors
     assert token_ids is not None and log_probs is not None and tail_log_prob is not None and slot is not None
@@ -230,7 +230,7 @@ def read_tokens(
         new = read(head, ids, entropy=entropy)
         return new.token_ids, new.logits, new.tail_logit, new.tail_entropy
 
-    request = ReadingRequest(token_ids, at, length, read_new, temperature, head_in_float32)
+    request = ReadingRequest(token_ids, at, length + 1, read_new, temperature, head_in_float32)
     output = forward_and_read(model, request, **inputs)
     support_ids, logits, tail_logit, tail_entropy = output.tensors
     assert support_ids is not None and logits is not None and tail_logit is not None
