@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.megatron_utils import unwrap_model
 from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 from verl.workers.utils.losses import ppo_loss
 
@@ -64,6 +65,7 @@ class Layout:
         pipeline: Stages.
         packed: Whether batches are packed.
         cases: Of :data:`CASES`.
+        heads: Whether the LM head is read, one after the other; else its logits.
         settings: Further ones of ``actor_rollout_ref.actor.megatron``.
         per_token: Whether Megatron divides by tokens, as Megatron-Bridge has it under context parallelism.
     """
@@ -74,6 +76,7 @@ class Layout:
     pipeline: int = 1
     packed: bool = True
     cases: tuple[str, ...] = ("token",)
+    heads: tuple[bool, ...] = (True, False)
     settings: tuple[str, ...] = ()
     per_token: bool = False
 
@@ -185,6 +188,9 @@ class MegatronActor:
         """The network as it was built, and other settings of its loss."""
         for parameter, value in zip(self._parameters(), self._initial, strict=True):
             parameter.data.copy_(value)
+        optimizer = self.engine.optimizer
+        for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+            each.optimizer.state.clear()  # so that no case depends on those before it
         self.steps.clear()
         settings = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor.policy_loss)
         for name, value in changes.items():
@@ -240,6 +246,26 @@ class MegatronActor:
         return next(m for m in metrics if m)
 
 
+def left_out(actor: MegatronActor) -> dict[str, Any]:
+    """An update of which the last stage's last process computes NaN; and the next one."""
+    actor.reset()
+    replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    scored = actor.score(as_batch(rollout()[replica::replicas]))
+    before = [p.detach().clone() for p in actor._parameters()]
+    last = dist.get_rank() == dist.get_world_size() - 1
+    if last:
+        norm = unwrap_model(actor.engine.module[0]).decoder.final_layernorm
+        hook = norm.register_forward_hook(lambda _, __, hidden: hidden * torch.nan)
+    metrics = actor.update(scored)
+    if last:
+        hook.remove()
+    unchanged = all(bool((p == old).all()) for p, old in zip(actor._parameters(), before, strict=True))
+    later = actor.update(scored)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, unchanged)
+    return {"metrics": metrics, "unchanged": everywhere, "later": later}
+
+
 def trained(actor: MegatronActor, samples: list[Any], temperature: float = 1.0, **settings: Any) -> dict[str, Any]:
     """The old policies of a rollout, by sample; its updates; and by process, if it is a last stage and saw logits."""
     actor.reset(**settings)
@@ -264,11 +290,18 @@ def main(rank: int, world: int, port: int, model: Path, out: Path, layouts: tupl
     """Every case of every layout; what rank 0 found goes into a file."""
     os.environ.update(place(rank, world, port))
     torch.set_num_threads(1)
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[Any, Any]] = {}
     with on_cpu():
         for layout in layouts:
             actor = MegatronActor(configuration(model, *layout.overrides()))
-            found[layout.name] = {case: trained(actor, rollout(), **CASES[case]) for case in layout.cases}
+            found[layout.name] = {}
+            for head in layout.heads:
+                assert actor.engine.reads_head
+                with mock.patch.dict(vars(actor.engine), reads_head=head):
+                    for case in layout.cases:
+                        found[layout.name][case, head] = trained(actor, rollout(), **CASES[case])
+            if layout.pipeline > 1:
+                found[layout.name]["left out"] = left_out(actor)
             mpu.destroy_model_parallel()
     if rank == 0:
         torch.save(found, out)
@@ -276,7 +309,7 @@ def main(rank: int, world: int, port: int, model: Path, out: Path, layouts: tupl
     dist.destroy_process_group()
 
 
-def run(model: Path, out: Path, layouts: tuple[Layout, ...]) -> dict[str, dict[str, Any]]:
+def run(model: Path, out: Path, layouts: tuple[Layout, ...]) -> dict[str, dict[Any, Any]]:
     """Starts four processes that share one import of verl and Megatron, which takes longer than what they do."""
     multiprocessing.set_forkserver_preload([__name__])
     arguments = (4, free_port(), model, out, layouts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -105,15 +106,24 @@ def test_padded_rollouts_of_the_legacy_trainer_are_refused() -> None:
     check_refused(actor, scored, ValueError, "must be nested tensors, as verl's v1 trainer makes them")
 
 
+@pytest.mark.parametrize("reads_head", [True, False])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_logits_that_are_no_numbers_stop_the_run(value: float) -> None:
+def test_updates_on_what_is_no_number_are_left_out(
+    value: float, reads_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As verl leaves them out where gradients are not finite."""
     actor = trolled()
-    scored = actor.score(as_batch(rollout()))
-    hook = actor.engine.module.lm_head.register_forward_hook(lambda _, __, logits: logits + value)
+    monkeypatch.setitem(vars(actor.engine), "reads_head", reads_head)
+    scored, before = actor.score(as_batch(rollout())), actor.parameters()
+    hook = actor.engine.module.model.norm.register_forward_hook(lambda _, __, hidden: hidden + value)
     try:
-        check_refused(actor, scored, FloatingPointError, r"NaN or infinite, and the update was not made.*optim\.lr")
+        metrics = actor.update(scored)
     finally:
         hook.remove()
+    assert all(count > 0 for count in metrics["trust_region/nonfinite"])
+    assert all(math.isnan(norm) for norm in metrics["grad_norm"])
+    assert all(torch.equal(value, before[name]) for name, value in actor.parameters().items())
+    assert not math.isnan(actor.update(scored)["grad_norm"][0])
 
 
 def test_a_run_goes_on_after_a_refused_update() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,8 +63,9 @@ def slow(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
 
 def cases(*, fast: bool) -> list[Any]:
     return [
-        pytest.param(layout, case, id=f"{layout.name}-{case}")
+        pytest.param(layout, case, head, id=f"{layout.name}-{case}-{'head' if head else 'logits'}")
         for layout in LAYOUTS
+        for head in layout.heads
         for case in layout.cases
         if (layout.name in FAST) is fast
     ]
@@ -94,17 +96,26 @@ def check_equals_the_core(layout: Layout, case: str, found: dict[str, Any], mode
     assert all((calls > 0) is last for last, calls in found["asked"])
 
 
-@pytest.mark.parametrize(("layout", "case"), cases(fast=True))
-def test_updates_equal_the_core(layout: Layout, case: str, fast: dict[str, Any], model: Path) -> None:
-    check_equals_the_core(layout, case, fast[layout.name][case], model)
+@pytest.mark.parametrize(("layout", "case", "head"), cases(fast=True))
+def test_updates_equal_the_core(layout: Layout, case: str, head: bool, fast: dict[str, Any], model: Path) -> None:
+    check_equals_the_core(layout, case, fast[layout.name][case, head], model)
+
+
+def test_nan_on_the_last_stage_leaves_out_the_update_on_all(fast: dict[str, Any]) -> None:
+    found = fast["pipeline and tensor"]["left out"]
+    assert all(found["unchanged"])
+    assert all(count > 0 for count in found["metrics"]["trust_region/nonfinite"])
+    assert all(math.isnan(norm) for norm in found["metrics"]["grad_norm"])
+    assert all(count == 0 for count in found["later"]["trust_region/nonfinite"])
+    assert all(math.isfinite(norm) for norm in found["later"]["grad_norm"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "case"), cases(fast=False))
+@pytest.mark.parametrize(("layout", "case", "head"), cases(fast=False))
 def test_updates_equal_the_core_in_further_layouts(
-    layout: Layout, case: str, slow: dict[str, Any], model: Path
+    layout: Layout, case: str, head: bool, slow: dict[str, Any], model: Path
 ) -> None:
-    check_equals_the_core(layout, case, slow[layout.name][case], model)
+    check_equals_the_core(layout, case, slow[layout.name][case, head], model)
 
 
 @contextmanager
@@ -188,7 +199,7 @@ def test_an_inference_engines_policies_fit_a_padded_vocabulary(tail: Any) -> Non
     settings = TrollPolicyLossConfig(kl_bound=0.02, tail=tail, anchor="rollout", bypass_mode=True)
 
     def read(logits: Tensor) -> dict[str, Tensor]:
-        hook = Update(settings, lambda **_: (torch.zeros(()), {}), None)
+        hook = Update(settings, False, lambda **_: (torch.zeros(()), {}), None)
         hook.begin(sampled, ResponseTokens(torch.arange(len(sampled)), torch.arange(len(sampled)), len(sampled)))
         return hook(student_logits=logits, data=batch)
 

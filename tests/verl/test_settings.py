@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -41,7 +39,9 @@ def base() -> DictConfig:
 
 def on_the_driver(*overrides: str) -> None:
     """verl's checks before it starts a worker; Hydra is slow, and need not compose all anew for one setting."""
-    config = OmegaConf.merge(base(), OmegaConf.from_dotlist(list(overrides)))
+    config = base().copy()
+    OmegaConf.set_struct(config, False)  # verl's experimental trainers have more
+    config = OmegaConf.merge(config, OmegaConf.from_dotlist(list(overrides)))
     validate_config(config, use_reference_policy=False, use_critic=False)
 
 
@@ -170,6 +170,7 @@ def with_engine(engine: str, *overrides: str, plug_in: tuple[str, ...] = PLUG_IN
         (policy_loss("ratio_level=turn"), r"policy_loss\.ratio_level must be one of token, sequence, got 'turn'"),
         (policy_loss("anchor=new"), r"policy_loss\.anchor must be one of old, rollout, got 'new'"),
         (["trainer.use_v1=false"], r"set trainer\.use_v1=True"),
+        (["rollout.nnodes=1"], r"fully_async_policy and .*trainer_mode=separate_async"),
         (
             ["algorithm.rollout_correction.bypass_mode=true"],
             r"bypass_mode=True .* set it to False, or .*anchor=rollout",
@@ -179,8 +180,6 @@ def with_engine(engine: str, *overrides: str, plug_in: tuple[str, ...] = PLUG_IN
         ([f"{ACTOR}.use_prefix_grouper=true"], r"use_prefix_grouper=False"),
         ([f"{ACTOR}.strategy=veomni"], r"actor\.strategy must be fsdp or fsdp2 .*got 'veomni'"),
         ([f"{ACTOR}.strategy=torchtitan"], r"actor\.strategy must be fsdp or fsdp2 .*got 'torchtitan'"),
-        (["actor_rollout_ref.model.use_fused_kernels=true"], r"set actor_rollout_ref\.model\.use_fused_kernels=False"),
-        ([f"{ACTOR}.use_fused_kernels=true"], r"use_fused_kernels=False"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_on_the_driver(overrides: list[str], message: str) -> None:
@@ -215,18 +214,6 @@ def test_the_plug_ins_actor_needs_its_settings() -> None:
     config = composed(f"{ACTOR}._target_=troll.verl.TrollFSDPActorConfig", plug_in=())
     with pytest.raises(Exception, match=r"policy_loss\._target_ must be troll\.verl\.TrollPolicyLossConfig.*\+troll="):
         omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-
-
-def test_another_version_of_verl_is_refused_at_import() -> None:
-    program = (
-        "import importlib.metadata as m; real = m.version\n"
-        "m.version = lambda name: '0.10.0' if name == 'verl' else real(name)\n"
-        "import troll.verl"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0
-    assert "troll.verl is verified with verl 0.9.1" in done.stderr.splitlines()[-1]
-    assert "pip install verl==0.9.1" in done.stderr.splitlines()[-1]
 
 
 def test_verls_own_loss_and_engine_stay_what_they_are() -> None:

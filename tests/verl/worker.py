@@ -97,22 +97,22 @@ def two_processes(rank: int, world: int, model: Path) -> dict[str, Any]:
 
 
 def _with_nan(actor: Actor, batch: TensorDict, rank: int) -> dict[str, Any]:
-    """An update for which the last process computes NaN."""
+    """An update for which the last process computes NaN, and one after it."""
     scored = actor.score(batch)
     before = actor.parameters()
-    if rank == dist.get_world_size() - 1:
-        hook = actor.engine.module.lm_head.register_forward_hook(lambda _, __, logits: logits * torch.nan)
-    try:
-        actor.update(scored)
-        error = None
-    except FloatingPointError as raised:
-        error = str(raised)
-    if rank == dist.get_world_size() - 1:
+    last = rank == dist.get_world_size() - 1
+    if last:
+        hook = actor.engine.module.model.norm.register_forward_hook(lambda _, __, hidden: hidden * torch.nan)
+    metrics = actor.update(scored)
+    if last:
         hook.remove()
-    errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
     after = actor.parameters()
-    return {"errors": errors, "unchanged": all(bool((after[name] == before[name]).all()) for name in before)}
+    later = actor.update(scored)
+    return {
+        "metrics": dict(metrics),
+        "unchanged": all(bool((after[name] == before[name]).all()) for name in before),
+        "later": dict(later),
+    }
 
 
 def _sequence_parallel(model: Path) -> dict[str, Any]:

@@ -5,26 +5,11 @@ this file names the settings. Importing this package registers the engines and t
 Ray worker does by itself as it reads the actor's configuration.
 """
 
-from importlib.metadata import PackageNotFoundError, version
-
-VERIFIED = "0.9.1"
-
-try:
-    _found = version("verl")
-except PackageNotFoundError:
-    raise ImportError(f"troll.verl needs verl {VERIFIED}: pip install 'troll-rl[verl]'") from None
-if _found != VERIFIED:
-    raise ImportError(
-        f"troll.verl is verified with verl {VERIFIED} and builds on its private methods, but {_found} is installed: "
-        f"pip install verl=={VERIFIED}"
-    )
-
-from verl.workers.engine import MegatronEngine  # noqa: E402
-
-from troll.verl import fsdp, loss  # noqa: E402, F401 (registers)
+from troll.verl import fsdp, loss  # noqa: F401 (registers)
+from troll.verl.seam import MegatronEngine
 
 if MegatronEngine is not None:
     from troll.verl import megatron  # noqa: F401 (registers)
-from troll.verl.settings import TrollFSDPActorConfig, TrollMcoreActorConfig, TrollPolicyLossConfig  # noqa: E402
+from troll.verl.settings import TrollFSDPActorConfig, TrollMcoreActorConfig, TrollPolicyLossConfig
 
 __all__ = ["TrollFSDPActorConfig", "TrollMcoreActorConfig", "TrollPolicyLossConfig"]

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 from torch.distributed import ProcessGroup
-from verl.utils import tensordict_utils as tu
 
-from troll.verl.hooks import Capture, Hook, Update
+from troll.verl.hooks import Capture, Hook, Score, Update
+from troll.verl.seam import tu
 from troll.verl.settings import BACKEND_PREFIX, TrollPolicyLossConfig
+
+logger = logging.getLogger(__name__)
+
+#: Where torch runs: every device that verl has a platform for, and those that others register.
+DEVICES = ("cuda", "npu", "xpu", "cpu")
 
 
 class TrustRegionEngine:
     """Stands before one of verl's engines with an LM head among the base classes.
 
     The pass that computes a rollout's old log-probabilities captures its old policies, an update projects onto the
-    trust region around them, and every other pass is the engine's own: a LoRA reference pass asks for no entropy.
+    trust region around them, and every other pass reads log-probabilities. All read the LM head in the model's forward,
+    where its logits are never multiplied out; where that cannot be, they read the logits.
+
+    Attributes:
+        hook: What is read of the batch that is under way; None for a pass that is left to verl.
+        from_head: Whether it is read of the head.
 
     Raises:
         ValueError: If the configuration is not one of troll.verl.
@@ -25,6 +39,9 @@ class TrustRegionEngine:
 
     trust_region: TrollPolicyLossConfig
     engine_config: Any
+    hook: Hook | None = None
+    from_head: bool = False
+    _skips_update: bool = False
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         settings = getattr(engine_config, "trust_region", None)
@@ -36,27 +53,78 @@ class TrustRegionEngine:
         self.trust_region = settings
         # The parent knows itself by its own name.
         object.__setattr__(engine_config, "strategy", engine_config.strategy.removeprefix(BACKEND_PREFIX))
+        # verl's fused kernels would take the place of the forward that the head is read in. The reference and the
+        # critic share the configuration of the model, and go on with them.
+        model_config = copy.copy(model_config)
+        for config in (model_config, engine_config):
+            object.__setattr__(config, "use_fused_kernels", False)
         super().__init__(model_config, engine_config, *args, **kwargs)  # type: ignore[call-arg]
 
     def processes(self) -> ProcessGroup | None:
         """The processes among which the tokens of a batch are divided."""
         raise NotImplementedError
 
+    def check_head(self) -> None:
+        """Makes the model ready for readings of its head.
+
+        Raises:
+            ValueError: If its head cannot be read by itself.
+        """
+        raise NotImplementedError
+
+    def agreed(self, flag: bool) -> bool:
+        """Whether a flag is true on a process that holds another part of the same model; every process calls it."""
+        return flag
+
+    @cached_property
+    def reads_head(self) -> bool:
+        """Whether the head can be read by itself."""
+        try:
+            self.check_head()
+        except ValueError as error:
+            logger.warning("TROLL reads whole logits here, which takes more memory and time: %s", error)
+            return False
+        return True
+
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
         """The parent's, with a hook in the loss function's place."""
-        hook = self._hook(data, loss_function, forward_only)
+        self.hook = hook = self._hook(data, loss_function, forward_only)
         if hook is None:
             return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
+        # One temperature for all: those of single samples are applied to logits.
+        self.from_head = (
+            self.reads_head
+            and not isinstance(data["temperature"], torch.Tensor)
+            and not tu.get_non_tensor_data(data, "calculate_sum_pi_squared", default=False)
+        )
         output = super().forward_backward_batch(data, hook, forward_only)  # type: ignore[misc]
-        if isinstance(hook, Update) and hook.observed:
-            output["metrics"].update({name: [value] for name, value in hook.metrics().items()})
+        self._skips_update = False
+        if isinstance(hook, Update):
+            broken = False
+            if hook.observed:
+                metrics = hook.metrics()
+                broken = metrics["trust_region/nonfinite"] > 0
+                output["metrics"].update({name: [value] for name, value in metrics.items()})
+            self._skips_update = self.agreed(broken)
         return output
 
+    def optimizer_step(self) -> float:
+        """The parent's; without an update, on all processes, if there were NaN or infinite logits."""
+        if not self._skips_update:
+            norm: float = super().optimizer_step()  # type: ignore[misc]
+            return norm
+        logger.warning("NaN or infinite logits: the update is left out, as verl does if gradients are not finite")
+        return float("nan")
+
     def _hook(self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool) -> Hook | None:
+        entropy = tu.get_non_tensor_data(data, "calculate_entropy", default=False)
         if not forward_only:
             assert loss_function is not None
-            return Update(self.trust_region, loss_function, self.processes())
-        captures = loss_function is None and tu.get_non_tensor_data(data, "calculate_entropy", default=False)
-        return Capture(self.trust_region) if captures and self.trust_region.anchor == "old" else None
+            return Update(self.trust_region, entropy, loss_function, self.processes())
+        if loss_function is not None:
+            return None
+        # A LoRA reference pass asks for no entropy.
+        captures = entropy and self.trust_region.anchor == "old"
+        return (Capture if captures else Score)(self.trust_region, entropy)

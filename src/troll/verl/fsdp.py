@@ -7,41 +7,96 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from verl.utils import tensordict_utils as tu
-from verl.utils.ulysses import get_ulysses_sequence_parallel_group, ulysses_pad_and_slice_inputs
-from verl.workers.engine.base import EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-from verl.workers.engine.utils import pad_packed_inputs
 
-from troll.verl.engine import TrustRegionEngine
+from troll.huggingface.forward import (
+    REQUEST,
+    ReadingRequest,
+    accept_requests,
+    causal_lm,
+    checked_output,
+)
+from troll.huggingface.head import refuse_head
+from troll.trust_region.reading.head import LMHead
+from troll.verl.engine import DEVICES, TrustRegionEngine
 from troll.verl.hooks import Capture, Hook
 from troll.verl.old_policies import OLD_POLICIES, ResponseTokens, response_places
+from troll.verl.seam import (
+    EngineRegistry,
+    FSDPEngineWithLMHead,
+    get_ulysses_sequence_parallel_group,
+    pad_packed_inputs,
+    tu,
+    ulysses_pad_and_slice_inputs,
+)
 from troll.verl.settings import BACKEND_PREFIX
 
 
 @EngineRegistry.register(
     model_type="language_model",
     backend=[f"{BACKEND_PREFIX}fsdp", f"{BACKEND_PREFIX}fsdp2"],
-    device=["cuda", "cpu"],
+    device=list(DEVICES),
 )
 class TrollFSDPEngine(TrustRegionEngine, FSDPEngineWithLMHead):
-    """verl's FSDP engine, which hands its logits to the trust region where it would to a distillation loss."""
+    """verl's FSDP engine, whose model reads its LM head where FSDP has gathered it.
+
+    Where the head cannot be read, its logits go to the trust region where they would go to a distillation loss.
+    """
 
     def processes(self) -> torch.distributed.ProcessGroup | None:
         """All: FSDP divides batches among data-parallel processes, and Ulysses sequences among the rest."""
         return torch.distributed.group.WORLD
 
+    def check_head(self) -> None:
+        """See the parent."""
+        accept_requests(self.module)
+        refuse_head(causal_lm(self.module).get_output_embeddings())
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The parent's, with the request to read the head."""
+        inputs, output_args = super().prepare_model_inputs(micro_batch)
+        if self.hook is not None:
+            labels = output_args["input_ids_rmpad_rolled"]
+            self.hook.begin(labels, self._response_tokens(micro_batch, output_args))
+            if self.from_head:
+                inputs[REQUEST] = self._request(self.hook, micro_batch, inputs["input_ids"])
+        return inputs, output_args
+
+    def _request(self, hook: Hook, micro_batch: TensorDict, input_ids: Tensor) -> ReadingRequest:
+        def read(head: LMHead, token_ids: Tensor) -> tuple[Tensor, ...]:
+            outputs = hook.read(head, micro_batch)
+            self._names = tuple(outputs)
+            return tuple(outputs.values())
+
+        rows = hook.tokens.rows
+        if tu.get_non_tensor_data(micro_batch, "use_remove_padding", default=True):
+            at, length = (torch.zeros_like(rows), rows), len(hook.labels)
+        else:  # labels are packed, and hidden states (B, L)
+            starts = micro_batch["input_ids"].offsets()
+            sequence = torch.bucketize(rows, starts[1:], right=True)
+            at, length = (sequence, rows - starts[sequence]), input_ids.shape[1]
+        return ReadingRequest(hook.sampled, at, length, read, float(micro_batch["temperature"]))
+
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, Any]:
-        """The parent's; the hook gives the log-probabilities, since both its passes know them already."""
-        hook = logits_processor_func
-        if not isinstance(hook, Hook):
+        """What was read at the response tokens, and 0 elsewhere, in the parent's form."""
+        hook = self.hook
+        if hook is None:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        hook.begin(output_args["input_ids_rmpad_rolled"], self._response_tokens(micro_batch, output_args))
-        # Only now: with these set earlier the parent would refuse to pad packs.
-        tu.assign_non_tensor(micro_batch, distillation_use_topk=True, distillation_only=True)
-        outputs = super().prepare_model_outputs(output, output_args, micro_batch, hook)
+        if self.from_head:
+            tensors = checked_output(self.module, output).tensors
+            read = hook.everywhere({name: x for name, x in zip(self._names, tensors, strict=True) if x is not None})
+            if tu.get_non_tensor_data(micro_batch, "use_remove_padding", default=True):
+                read = {name: self._gather_and_unpad_packed(x, output_args["pad_size"]) for name, x in read.items()}
+            starts = micro_batch["input_ids"].offsets()
+            outputs = {name: torch.nested.nested_tensor_from_jagged(x, starts) for name, x in read.items()}
+        else:
+            # Only now: with these set earlier the parent would refuse to pad packs. The hook gives the entropy, and may
+            # use the logits up.
+            tu.assign_non_tensor(
+                micro_batch, distillation_use_topk=True, distillation_only=True, calculate_entropy=False
+            )
+            outputs = super().prepare_model_outputs(output, output_args, micro_batch, hook)
         if isinstance(hook, Capture):
             outputs[OLD_POLICIES] = hook.field
         return outputs

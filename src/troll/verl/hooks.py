@@ -1,8 +1,7 @@
-"""What an engine of verl calls with the logits of a micro-batch: to capture old policies, or to project.
+"""What an engine of verl reads of a micro-batch's LM head: old policies, the projection of the new one, or scores.
 
-verl's engines hand their logits to the loss function where top-K distillation asks for it. Both hooks therefore stand
-in the loss function's place, and are called twice for a micro-batch: with ``student_logits``, for per-token outputs,
-and with ``model_output``, for the loss.
+A hook stands in the loss function's place. `read` makes per-token outputs of the head, or of logits where the head
+cannot be read by itself, and `loss` a loss of these outputs.
 """
 
 from __future__ import annotations
@@ -15,26 +14,36 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from verl.workers.utils.padding import no_padding_2_padding
 
-from troll import Constraint, Logits, capture, trust_region_step
+from troll import Constraint, Logits, trust_region_step
 from troll.trust_region.coverage import SUPPORT_STATISTICS, support_statistics
 from troll.trust_region.metrics import trust_region_metrics, trust_region_statistics
+from troll.trust_region.reading.capture import capture_with_entropy
+from troll.trust_region.reading.read import read
+from troll.trust_region.reading.source import Source
 from troll.verl.loss import ProjectedTokens, projected
 from troll.verl.old_policies import ResponseTokens, as_field, from_field
+from troll.verl.seam import no_padding_2_padding
 from troll.verl.settings import TrollPolicyLossConfig
 
 
 class Hook:
-    """What both hooks share: an engine says with `begin` where a micro-batch's response tokens are."""
+    """What all hooks share: an engine says with `begin` where a micro-batch's response tokens are.
 
-    settings: TrollPolicyLossConfig
+    Args:
+        settings: The trust region's.
+        entropy: Whether the entropy over the vocabulary is an output too.
+    """
+
     labels: Tensor
     tokens: ResponseTokens
     vocab_group: ProcessGroup | None
 
+    def __init__(self, settings: TrollPolicyLossConfig, entropy: bool) -> None:
+        self.settings, self.entropy = settings, entropy
+
     def begin(self, labels: Tensor, tokens: ResponseTokens, vocab_group: ProcessGroup | None = None) -> None:
-        """Before the engine calls with logits.
+        """Before a micro-batch is read.
 
         Args:
             labels: The next tokens at this process's positions, (n',).
@@ -42,6 +51,24 @@ class Hook:
             vocab_group: The processes over which the vocabulary is spread.
         """
         self.labels, self.tokens, self.vocab_group = labels, tokens, vocab_group
+
+    @property
+    def sampled(self) -> Tensor:
+        """This process's n response tokens, (n,)."""
+        return self.labels[self.tokens.rows]
+
+    def read(self, source: Source, data: TensorDict) -> dict[str, Tensor]:
+        """Per-token outputs, each (n,), differentiable.
+
+        Args:
+            source: The network's distributions at this process's n response tokens.
+            data: The micro-batch.
+        """
+        raise NotImplementedError
+
+    def everywhere(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The outputs at all n' positions, 0 where no response token is predicted."""
+        return {name: self.tokens.on_all_positions(x, len(self.labels)) for name, x in outputs.items()}
 
     def __call__(
         self,
@@ -52,47 +79,50 @@ class Hook:
         student_logits: Tensor | None = None,
         data_format: str = "thd",
     ) -> Any:
-        """Called twice by verl; see the module."""
-        if student_logits is not None:
-            outputs = self.read(student_logits.flatten(0, -2), data)
-            positions = student_logits.shape[:-1]
-            return {
-                name: self.tokens.on_all_positions(values, positions.numel()).view(positions)
-                for name, values in outputs.items()
-            }
-        assert model_output is not None
-        return self.loss(model_output, data, dp_group)
+        """What verl calls: with ``student_logits``, as for top-K distillation, or with ``model_output`` for a loss."""
+        if student_logits is None:
+            assert model_output is not None
+            return self.loss(model_output, data, dp_group)
+        outputs = self.everywhere(self.read(self._source(student_logits.flatten(0, -2)), data))
+        return {name: values.view(student_logits.shape[:-1]) for name, values in outputs.items()}
 
-    def source(self, logits: Tensor) -> Logits:
-        """This process's logits, (n', V), at its n response tokens."""
-        return Logits(logits, rows=self.tokens.rows, vocab_group=self.vocab_group)
-
-    def read(self, logits: Tensor, data: TensorDict) -> dict[str, Tensor]:
-        """Per-token outputs at this process's n response tokens, each (n,), from its (n', V) logits."""
-        raise NotImplementedError
+    def _source(self, logits: Tensor) -> Logits:
+        """This process's logits, (n', V), at its n response tokens. Nobody needs them but this hook."""
+        whole = logits.is_contiguous() and logits.untyped_storage().nbytes() == logits.nbytes
+        return Logits(logits, rows=self.tokens.rows, vocab_group=self.vocab_group, donate=whole)
 
     def loss(
         self, model_output: dict[str, Any], data: TensorDict, dp_group: ProcessGroup | None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The loss of a micro-batch and its metrics."""
-        raise NotImplementedError
+        """The loss of a micro-batch and its metrics; here, what verl's engines report of a pass without a loss."""
+        return torch.tensor(1.0), {}
+
+
+class Score(Hook):
+    """Reads the sampled tokens' log-probabilities, and nothing else: a LoRA reference pass."""
+
+    def read(self, source: Source, data: TensorDict) -> dict[str, Tensor]:
+        """See the parent."""
+        outcomes = read(source, self.sampled.unsqueeze(-1), entropy=self.entropy)
+        outputs = {"log_probs": outcomes.log_probs.squeeze(-1)}
+        return outputs if outcomes.entropy is None else outputs | {"entropy": outcomes.entropy}
 
 
 class Capture(Hook):
     """Takes the old policies of a rollout out of the pass that computes its old log-probabilities.
 
-    Args:
-        settings: The trust region's.
+    Attributes:
+        field: Those of the last micro-batch, as the field `OLD_POLICIES`.
     """
 
-    def __init__(self, settings: TrollPolicyLossConfig) -> None:
-        self.settings = settings
+    field: Tensor
 
-    def read(self, logits: Tensor, data: TensorDict) -> dict[str, Tensor]:
-        """The sampled tokens' log p; `field` is left to be returned with the batch."""
+    def read(self, source: Source, data: TensorDict) -> dict[str, Tensor]:
+        """See the parent: the sampled tokens' log p, and the entropy."""
         settings = self.settings
-        sampled = self.labels[self.tokens.rows]
-        policy = capture(self.source(logits), sampled, top_k=settings.top_k, mass_threshold=settings.mass_threshold)
+        policy, entropy = capture_with_entropy(
+            source, self.sampled, top_k=settings.top_k, mass_threshold=settings.mass_threshold
+        )
         whole = dataclasses.replace(
             policy,
             token_ids=self.tokens.whole(policy.token_ids),
@@ -101,13 +131,7 @@ class Capture(Hook):
             slot=self.tokens.whole(policy.slot),
         )
         self.field = as_field(whole, data)
-        return {"log_probs": policy.log_prob}
-
-    def loss(
-        self, model_output: dict[str, Any], data: TensorDict, dp_group: ProcessGroup | None
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """None: what verl's engines report of a pass without a loss function."""
-        return torch.tensor(1.0), {}
+        return {"log_probs": policy.log_prob, "entropy": entropy}
 
 
 class Update(Hook):
@@ -115,6 +139,7 @@ class Update(Hook):
 
     Args:
         settings: The trust region's.
+        entropy: As for every hook.
         loss_function: verl's, which calls the policy loss.
         processes: Those that hold the batch's tokens between them; None for this one alone.
     """
@@ -122,16 +147,18 @@ class Update(Hook):
     def __init__(
         self,
         settings: TrollPolicyLossConfig,
+        entropy: bool,
         loss_function: Callable[..., tuple[Tensor, dict[str, Any]]],
         processes: ProcessGroup | None,
     ) -> None:
-        self.settings, self._loss_function, self._processes = settings, loss_function, processes
+        super().__init__(settings, entropy)
+        self._loss_function, self._processes = loss_function, processes
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
 
-    def read(self, logits: Tensor, data: TensorDict) -> dict[str, Tensor]:
-        """The sampled tokens' log p̃ and log q/p, and the regression towards q."""
-        settings, tokens, source = self.settings, self.tokens, self.source(logits)
+    def read(self, source: Source, data: TensorDict) -> dict[str, Tensor]:
+        """See the parent: the sampled tokens' log p̃ and log q/p, the regression towards q, and the entropy."""
+        settings, tokens = self.settings, self.tokens
         packed = from_field(data, anchor=settings.anchor, vocab_size=source.vocabulary.size)
         old = packed.unpack() if tokens.group is None else packed.unpack()[tokens.numbers]
         step = trust_region_step(
@@ -140,6 +167,7 @@ class Update(Hook):
             settings.kl_bound,
             tail=settings.tail,  # type: ignore[arg-type]
             constraint=self._constraint(data["response_mask"]),
+            entropy=self.entropy,
         )
         mask = data["response_mask"].values().bool()[tokens.numbers]
         sums, maxima = trust_region_statistics(step, mask)
@@ -147,11 +175,12 @@ class Update(Hook):
         sums["bytes"] = sums["tokens"].new_tensor(packed.nbytes * len(tokens.rows) / max(tokens.total, 1))
         self._sums = {name: value + self._sums.get(name, 0) for name, value in sums.items()}
         self._maxima = {name: value.maximum(self._maxima.get(name, value)) for name, value in maxima.items()}
-        return {
+        outputs = {
             "log_probs": step.log_probs,
             "trust_region_log_ratio": step.log_ratio,
             "trust_region_regression": step.regression,
         }
+        return outputs if step.entropy is None else outputs | {"entropy": step.entropy}
 
     def _constraint(self, response_mask: Tensor) -> Constraint | None:
         """Which of this process's n tokens share a multiplier, by the (B, T) nested mask of those that count."""
@@ -177,25 +206,16 @@ class Update(Hook):
 
     @property
     def observed(self) -> bool:
-        """Whether this process saw logits: a pipeline's last stage alone does."""
+        """Whether this process read a head: a pipeline's last stage alone does."""
         return bool(self._sums)
 
     def metrics(self) -> dict[str, float]:
-        """``trust_region/*`` over all tokens of the batch and all processes; every process calls it.
-
-        Raises:
-            FloatingPointError: If logits are NaN or infinite, on every process.
-        """
+        """``trust_region/*`` over all tokens of the batch and all processes; every process that observed calls it."""
         sums, maxima = torch.stack(list(self._sums.values())), torch.stack(list(self._maxima.values()))
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(sums, group=self._processes)
             torch.distributed.all_reduce(maxima, torch.distributed.ReduceOp.MAX, group=self._processes)
         total = dict(zip(self._sums, sums.cpu(), strict=True))
-        if nonfinite := int(total["nonfinite"]):
-            raise FloatingPointError(
-                f"the logits of {nonfinite} tokens are NaN or infinite, and the update was not made: resume from the "
-                "last checkpoint with a lower actor_rollout_ref.actor.optim.lr or grad_clip"
-            )
         tokens = total["tokens"].clamp(min=1)
         metrics = trust_region_metrics(total, dict(zip(self._maxima, maxima.cpu(), strict=True)))
         metrics |= {name: total[name] / tokens for name in SUPPORT_STATISTICS if name in total}

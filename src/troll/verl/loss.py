@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
-from verl.utils import torch_functional as verl_F
+
+from troll.verl.seam import agg_loss, masked_mean, register_policy_loss
 
 
 @dataclass(frozen=True)
@@ -90,4 +90,4 @@ def trust_region_policy_loss(
         loss_agg_mode=loss_agg_mode,
         **config.global_batch_info,
     )
-    return loss, {"actor/ppo_kl": verl_F.masked_mean(old_log_prob - log_prob, response_mask).detach().item()}
+    return loss, {"actor/ppo_kl": masked_mean(old_log_prob - log_prob, response_mask).detach().item()}

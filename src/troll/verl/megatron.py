@@ -2,32 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
-from verl.utils import tensordict_utils as tu
-from verl.utils.megatron_utils import unwrap_model
-from verl.workers.engine.base import EngineRegistry
-from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
-from troll.verl.engine import TrustRegionEngine
-from troll.verl.hooks import Capture, Hook
+from troll import LMHead
+from troll.verl.engine import DEVICES, TrustRegionEngine
+from troll.verl.hooks import Capture, Hook, Update
 from troll.verl.old_policies import OLD_POLICIES, ResponseTokens, response_places
+from troll.verl.seam import (
+    EngineRegistry,
+    MegatronEngineWithLMHead,
+    preprocess_bshd_engine,
+    preprocess_thd_engine,
+    takes_output_processor,
+    tu,
+    unwrap_model,
+)
 from troll.verl.settings import BACKEND_PREFIX
 
 
-@EngineRegistry.register(model_type="language_model", backend=f"{BACKEND_PREFIX}megatron", device=["cuda", "cpu"])
+@EngineRegistry.register(model_type="language_model", backend=f"{BACKEND_PREFIX}megatron", device=list(DEVICES))
 class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
-    """verl's Megatron engine, whose last pipeline stage hands its slices of the logits to the trust region."""
+    """verl's Megatron engine, whose last pipeline stage reads this process's slice of the LM head."""
 
     def processes(self) -> ProcessGroup:
         """Those that hold the same slice of the model, among which batches and sequences are divided."""
         return mpu.get_data_parallel_group(with_context_parallel=True)
+
+    def check_head(self) -> None:
+        """See the parent."""
+        if self.model_config.mtp.enable:
+            raise ValueError("multi-token prediction goes through the LM head as well")
+        head: Any = getattr(language_model(self.module[-1]), "output_layer", None)
+        if not (head is None or isinstance(head, ColumnParallelLinear)):
+            raise ValueError(f"the LM head is not Megatron's own column-parallel layer, but {type(head).__name__}")
+
+    def agreed(self, flag: bool) -> bool:
+        """See the parent: of a pipeline, the last stage alone knows."""
+        if mpu.get_pipeline_model_parallel_world_size() == 1:
+            return flag
+        flags = torch.tensor(float(flag), device=next(self.module[0].parameters()).device)
+        torch.distributed.all_reduce(
+            flags, torch.distributed.ReduceOp.MAX, group=mpu.get_pipeline_model_parallel_group()
+        )
+        return bool(flags)
+
+    def forward_step(self, batch_iter: Any, model: Any, logits_processor_func: Any, **options: Any) -> Any:
+        """The parent's, of a model that hands out hidden states where its head is read."""
+        if not (self.from_head and isinstance(logits_processor_func, Hook)):
+            return super().forward_step(batch_iter, model, logits_processor_func=logits_processor_func, **options)
+        with hidden_states_for_logits(language_model(model)) as self._weight:
+            return super().forward_step(batch_iter, model, logits_processor_func=logits_processor_func, **options)
 
     def _lm_head_logits_processor(
         self,
@@ -40,15 +74,22 @@ class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
         data_format: str,
         **options: bool,
     ) -> dict[str, Tensor]:
-        """The parent's; the hook gives the log-probabilities, since both its passes know them already."""
-        if isinstance(logits_processor_func, Hook):
+        """What the hook reads of the head, or of the logits, in the parent's form."""
+        hook = logits_processor_func
+        if isinstance(hook, Hook):
             spread = mpu.get_tensor_model_parallel_world_size() > 1
-            logits_processor_func.begin(
-                label.flatten(),
-                self._response_tokens(batch, data_format),
-                mpu.get_tensor_model_parallel_group() if spread else None,
-            )
-            options |= {"distillation_use_topk": True, "distillation_only": True}
+            group = mpu.get_tensor_model_parallel_group() if spread else None
+            hook.begin(label.flatten(), self._response_tokens(batch, data_format), group)
+            if self.from_head:
+                (weight,) = self._weight
+                # Megatron makes its outputs float32, which holds what was bf16 before.
+                hidden = logits.flatten(0, -2).to(weight.dtype)
+                head = LMHead(
+                    hidden, weight, temperature=float(batch["temperature"]), rows=hook.tokens.rows, vocab_group=group
+                )
+                return {name: x.view(label.shape) for name, x in hook.everywhere(hook.read(head, batch)).items()}
+            # The hook gives the entropy, and may use the logits up.
+            options |= {"distillation_use_topk": True, "distillation_only": True, "calculate_entropy": False}
         return super()._lm_head_logits_processor(
             logits,
             label,
@@ -84,5 +125,68 @@ class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
         """The parent's, to which a capture is a pass without a loss."""
         if isinstance(loss_function, Capture):
             output[OLD_POLICIES] = loss_function.field
+        if isinstance(loss_function, Hook) and not isinstance(loss_function, Update):
             loss_function = None
         return super().postprocess_micro_batch_func(output, data, forward_only, loss_function, **options)
+
+
+def language_model(model: Any) -> GPTModel:
+    """The language model within one of Megatron's, or within what wraps it.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    model = unwrap_model(model)
+    model = getattr(model, "language_model", model)
+    if not isinstance(model, GPTModel):
+        raise ValueError(f"the model is no GPTModel of Megatron, but {type(model).__name__}")
+    return model
+
+
+@contextmanager
+def hidden_states_for_logits(model: GPTModel) -> Iterator[list[Tensor]]:
+    """Within this, a model returns its last hidden states, (B, L, H), where it would return logits.
+
+    Its head is left out by the hook that Megatron has for it (megatron-core from 0.18 on), or is replaced. Sequence-
+    parallel hidden states are gathered without adding up their gradient: a head that is read adds it up itself.
+
+    Yields:
+        After the forward, the weight of the head, (V/n, H); empty on a stage without one.
+    """
+    weight: list[Tensor] = []
+    head: Any = getattr(model, "output_layer", None)
+    if head is None:
+        yield weight
+        return
+
+    def left_out(hidden: Tensor, own_weight: Tensor | None) -> Tensor:
+        weight[:] = [head.weight if own_weight is None else own_weight]
+        if head.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return hidden
+
+    if takes_output_processor(model):
+
+        def processor(*, hidden_states: Tensor, output_weight: Tensor | None, **_: Any) -> Tensor:
+            return left_out(hidden_states, output_weight).transpose(0, 1).contiguous()
+
+        handle = model.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {**kwargs, "output_processor": processor}), with_kwargs=True
+        )
+        try:
+            yield weight
+        finally:
+            handle.remove()
+        return
+
+    def forward(input_: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        return left_out(input_, weight), None
+
+    before = vars(head).get("forward")
+    head.forward = forward
+    try:
+        yield weight
+    finally:
+        del head.forward
+        if before is not None:
+            head.forward = before

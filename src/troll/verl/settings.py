@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl.workers.config import FSDPActorConfig, McoreActorConfig, PolicyLossConfig
-from verl.workers.engine import MegatronEngine
-
 from troll.trust_region.objective import RATIO_LEVELS
 from troll.trust_region.policy.sparse import TAILS, check_capture
 from troll.trust_region.projecting.constraint import CONSTRAINTS
+from troll.verl.seam import FSDPActorConfig, McoreActorConfig, MegatronEngine, PolicyLossConfig
 
 ANCHORS = ("old", "rollout")
 
@@ -42,6 +40,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
         ratio_level: "token"; or "sequence", the mean of log q/p over the sequence (GSPO).
         anchor: "old", the network when the rollout is scored; or "rollout", the inference engine's distribution.
         uses_v1_trainer: verl's ``trainer.use_v1``; the configuration group fills it in.
+        experimental_rollout: ``rollout`` of verl's experimental trainers, likewise; None for those of `main_ppo`.
         bypass_mode: verl's ``algorithm.rollout_correction.bypass_mode``, likewise.
         distills: verl's ``distillation.enabled``, likewise.
         rollout_log_probs: verl's ``actor_rollout_ref.rollout.calculate_log_probs``, likewise.
@@ -66,6 +65,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     ratio_level: str = "token"
     anchor: str = "old"
     uses_v1_trainer: bool = True
+    experimental_rollout: Any = None
     bypass_mode: bool = False
     distills: bool = False
     rollout_log_probs: bool = True
@@ -101,6 +101,11 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     def _check_trainer(self) -> None:
         if not self.uses_v1_trainer:
             raise ValueError("verl's legacy trainer drops the old policies from the batch: set trainer.use_v1=True")
+        if self.experimental_rollout is not None:
+            raise ValueError(
+                "verl's fully_async_policy and one_step_off_policy drop the old policies from the batch: use "
+                "verl.trainer.main_ppo with trainer.v1.trainer_mode=separate_async"
+            )
         if self.distills:
             raise ValueError("TROLL takes the hook of the engine that distils: set distillation.enabled=False")
         if self.bypass_mode and self.anchor == "old":
@@ -150,7 +155,6 @@ class _TrollActor:
     engine: Any
     policy_loss: Any
     strategy: str
-    use_fused_kernels: bool
     use_prefix_grouper: bool
     ppo_epochs: int
     ppo_mini_batch_size: int
@@ -182,17 +186,8 @@ class _TrollActor:
         object.__setattr__(self.engine, "trust_region", self.policy_loss)
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Mapping[str, Any] | None = None) -> None:
-        """The checks of verl on the driver, and those of the trust region.
-
-        Raises:
-            ValueError: On fused kernels, which keep the logits to themselves.
-        """
+        """The checks of verl on the driver; and a warning where the trust region can never do anything."""
         super().validate(n_gpus, train_batch_size, model_config)  # type: ignore[misc]
-        if self.use_fused_kernels or (model_config and model_config.get("use_fused_kernels", False)):
-            raise ValueError(
-                "fused kernels never hand out logits, which TROLL projects: set "
-                "actor_rollout_ref.model.use_fused_kernels=False"
-            )
         on_policy = self.ppo_epochs == 1 and train_batch_size <= self.ppo_mini_batch_size
         if on_policy and self.policy_loss.anchor == "old":
             warnings.warn(

@@ -1,0 +1,45 @@
+"""What is built on in verl is there, and what is not there is said."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from verl.utils.ulysses import ulysses_pad_and_slice_inputs
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from troll.verl.seam import NEEDED, Needed, missing
+
+
+def test_the_installed_verl_fits() -> None:
+    assert list(missing()) == []
+
+
+@pytest.mark.parametrize("needed", NEEDED, ids=lambda needed: needed.name or needed.owner.__name__)
+def test_every_need_is_named_and_can_fail(needed: Needed) -> None:
+    assert needed.purpose
+    renamed = Needed(needed.owner, "no_such_method", needed.purpose)
+    assert renamed.missing() == f"{needed.owner.__name__}.no_such_method ({needed.purpose})"
+
+
+def test_a_parameter_that_is_gone_is_named() -> None:
+    method = Needed(FSDPEngineWithLMHead, "prepare_model_inputs", "inputs", ("micro_batch", "gone"))
+    assert method.missing() == "gone of FSDPEngineWithLMHead.prepare_model_inputs (inputs)"
+    function = Needed(ulysses_pad_and_slice_inputs, None, "slices", ("sp_size", "gone", "lost"))
+    assert function.missing() == "gone, lost of ulysses_pad_and_slice_inputs (slices)"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("del fsdp.FSDPEngineWithLMHead.prepare_model_outputs", "FSDPEngineWithLMHead.prepare_model_outputs (what was"),
+        ("import verl.workers.engine.utils as u; del u.pad_packed_inputs", "cannot import name 'pad_packed_inputs'"),
+    ],
+)
+def test_a_verl_that_lacks_something_is_refused_at_import(change: str, message: str) -> None:
+    program = f"import verl.workers.engine.fsdp.transformer_impl as fsdp\n{change}\nimport troll.verl"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert message in last and "troll.verl builds on what verl" in last and "verified with verl 0.9" in last
