@@ -1,6 +1,6 @@
-"""Tables for docs/scaling.md: what TROLL adds to a step of GRPO on 1 to 1,024 GPUs. Arithmetic; it runs in a second.
+"""Tables for docs/scaling.md: what TROLL adds to a step of GRPO in verl, by model and by route. Arithmetic; a second.
 
-The arithmetic and its assumptions are `benchmarks.step_model`'s. ``predict`` holds it to what can be measured.
+The arithmetic and its assumptions are `benchmarks.step_model`'s.
 """
 
 from __future__ import annotations
@@ -12,19 +12,28 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import step_model
-from benchmarks.step_model import SHAPES, Assumptions, Shape
+from benchmarks.step_model import (
+    FUSED,
+    MOVED,
+    SHAPES,
+    TORCH,
+    TRITON,
+    VERL_LOGITS,
+    VERL_MOVED,
+    Assumptions,
+    Route,
+    Shape,
+)
 
-GPUS = (1, 8, 64, 256, 1024)
-#: Bytes/s of links of 25, 100 and 400 Gbit/s.
-LINKS = {"25": 3.125e9, "100": 12.5e9, "400": 50e9}
-TRAVELLING = ("packed", "padded, int64 ids", "full logits, bf16")
-#: Of memory bandwidth, if TROLL's operations are much slower than assumed.
+GPUS = (8, 64, 256, 1024)
+#: What the queue's tables show: few readers, and many.
+QUEUED = ((SHAPES[3], 1024), (SHAPES[-1], 64), (SHAPES[-1], 1024))
+#: Slots of a token: few, some, and the most of K = 64.
+KEPT = (6, 16, 64)
+#: Of memory bandwidth, if the operations on logits are much slower than assumed.
 POOR_EFFICIENCY = 0.1
-TENSOR_PARALLEL = (2, 4, 8)
-#: Rollouts that wait or are being trained on.
-IN_FLIGHT = (1, 2, 4, 8)
-
-GIGABYTE = 1e9
+#: Storage units: verl's default, and as many a node as verl recommends.
+UNITS, UNITS_A_NODE = 8, 2
 
 Rows = list[dict[str, Any]]
 
@@ -32,16 +41,7 @@ Rows = list[dict[str, Any]]
 def main(device: str, repeats: int) -> Rows:
     """Prints the tables, whatever the device, and returns their rows."""
     a = Assumptions()
-    return [
-        *_assumptions(a),
-        *_policies(a),
-        *_transfers(a),
-        *_hosts(a),
-        *_compute(a),
-        *_exchanges(a),
-        *_steps(a),
-        *_in_flight(a),
-    ]
+    return [*_assumptions(a), *_shares(a), *_replaced(a), *_policies(a), *_queue(a), *_slots(a)]
 
 
 def _show(title: str, rows: Rows) -> Rows:
@@ -51,7 +51,7 @@ def _show(title: str, rows: Rows) -> Rows:
         column.justify = "right"
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
-    Console(width=190).print(table)
+    Console(width=170).print(table)
     return [{"table": title, **row} for row in rows]
 
 
@@ -66,155 +66,117 @@ def _assumptions(a: Assumptions) -> Rows:
         {"assumption": field.name, "value": f"{getattr(a, field.name):g}", "source": field.metadata["source"]}
         for field in dataclasses.fields(a)
     ]
+    moved: Rows = [
+        {"bytes moved": name, **{key: f"{value:g}" for key, value in dataclasses.asdict(each).items()}}
+        for name, each in (MOVED | VERL_MOVED).items()
+    ]
     shapes: Rows = [
         {
             "model": shape.name,
             "parameters, 1e9": shape.parameters / 1e9,
-            "active in layers, 1e9": shape.body(shape.active_experts) / 1e9,
-            "LM head, 1e9": shape.head / 1e9,
+            "layers": shape.layers,
+            "width": shape.width,
+            "heads": f"{shape.heads}/{shape.kv_heads} x {shape.head_width}",
+            "feed-forward": f"{shape.feed_forward} x {shape.active_experts}",
             "vocabulary": str(shape.vocabulary),
+            "of the FLOPs, the head": f"{shape.head / (shape.body(shape.active_experts) + shape.head):.0%}",
             "tensor x pipeline": f"{shape.tensor_parallel} x {shape.pipeline_parallel}",
+            "step, s": step_model.step_seconds(shape, a),
         }
         for shape in SHAPES
     ]
-    return _show("assumptions", names) + _show("models", shapes)
+    return _show("assumptions", names) + _show("bytes a logit and a token", moved) + _show("models", shapes)
+
+
+def _added(shape: Shape, way: str, a: Assumptions) -> float:
+    """GPU-seconds of a token, beyond those of a step that does nothing with logits but make them."""
+    return step_model.moved_seconds(shape, MOVED[way], a) + step_model.exchange_seconds(shape, a)
+
+
+def _shares(a: Assumptions) -> Rows:
+    """All that TROLL moves; nothing is taken off for what verl's log-probabilities would have moved."""
+    poor = dataclasses.replace(a, kernel_efficiency=POOR_EFFICIENCY)
+    rows: Rows = []
+    for shape in SHAPES:
+        row: dict[str, Any] = {"model": shape.name}
+        for way in MOVED:
+            step = sum(step_model.clip_seconds(shape, a, fused=way == FUSED).values())
+            row[way] = f"{_added(shape, way, a) / step:.2%}"
+            row[f"{way}, at {POOR_EFFICIENCY:.0%}"] = f"{_added(shape, way, poor) / step:.1%}"
+        rows.append(row)
+    return _show("what TROLL moves and exchanges for a response token, by roofline: share of the step", rows)
+
+
+def _replaced(a: Assumptions) -> Rows:
+    """Whole steps; a fused head in the place of one that keeps its logits also makes one more product."""
+    rows: Rows = []
+    for shape in SHAPES:
+        row: dict[str, Any] = {"model": shape.name}
+        for way, verl in ((TORCH, VERL_LOGITS), (TRITON, VERL_LOGITS), *((FUSED, name) for name in VERL_MOVED)):
+            theirs = step_model.moved_seconds(shape, VERL_MOVED[verl], a)
+            step = theirs + sum(step_model.clip_seconds(shape, a, fused=verl != VERL_LOGITS).values())
+            ours = _added(shape, way, a) + sum(step_model.clip_seconds(shape, a, fused=way == FUSED).values())
+            row[f"{way} / {verl}"] = f"{ours / step - 1:+.2%}"
+        rows.append(row)
+    return _show("the step against verl's own: TROLL's way / verl's way", rows)
 
 
 def _policies(a: Assumptions) -> Rows:
     rows: Rows = []
-    for form, size in step_model.policy_bytes(SHAPES[0], a).items():
-        row = {"form": form, "bytes a token": size}
-        row |= {f"GB, {gpus} GPUs": size * a.tokens_per_gpu * gpus / GIGABYTE for gpus in GPUS}
+    for kept in KEPT:
+        size = step_model.policy_bytes(dataclasses.replace(a, kept=kept))
+        row: dict[str, Any] = {"slots": str(kept), "bytes a token": size}
+        row |= {f"GB, {gpus} GPUs": size * a.tokens_per_gpu * gpus / 1e9 for gpus in GPUS}
         rows.append(row)
-    return _show(f"old policies of a step, {a.tokens_per_gpu:,.0f} tokens a GPU, V = {SHAPES[0].vocabulary}", rows)
+    return _show(f"old policies of a step, {a.tokens_per_gpu:,.0f} tokens a GPU", rows)
 
 
-def _transfers(a: Assumptions) -> Rows:
-    rows: Rows = []
-    sizes = step_model.policy_bytes(SHAPES[0], a)
-    for gpus in GPUS[2:]:
-        for form in TRAVELLING:
-            row: dict[str, Any] = {"GPUs": str(gpus), "form": form}
-            for name, link in LINKS.items():
-                row[f"driver, {name}G"] = step_model.driver_seconds(sizes[form], gpus, link, 1, a)
-            for name, link in LINKS.items():
-                row[f"queue, {name}G"] = step_model.queue_seconds(sizes[form], gpus, link, 1, a)
-            rows.append(row)
-    title = "seconds of a step on the wire, one copy in and one out: through one driver, and through storage units"
-    return _show(title, rows)
-
-
-def _hosts(a: Assumptions) -> Rows:
-    rows: Rows = []
-    for form, a_token in (("packed", a.store_seconds_packed), ("padded, int64 ids", a.store_seconds_padded)):
-        row: dict[str, Any] = {"form": form}
-        row |= {f"driver, {gpus} GPUs": step_model.host_seconds(a_token, gpus, 1, a)["driver"] for gpus in GPUS}
-        row |= {
-            f"a rank of {shape.readers}": step_model.host_seconds(a_token, 1, shape.readers, a)["rank"]
-            for shape in SHAPES
-        }
-        rows.append(row)
-    return _show("CPU seconds of a core of this machine, to put and to get a step's old policies", rows)
-
-
-def _compute(a: Assumptions) -> Rows:
-    rows: Rows = []
-    poor = dataclasses.replace(a, kernel_efficiency=POOR_EFFICIENCY)
-    for shape in SHAPES:
-        clip = step_model.clip_seconds(shape, a)
-        heads = sum(seconds for part, seconds in clip.items() if part.endswith("head"))
-        training = sum(seconds for part, seconds in clip.items() if part != "generation")
-        for fused in (True, False):
-            for assumed in (a, poor):
-                added = step_model.added_seconds(shape, assumed, fused=fused)
-                total = sum(added.values())
-                rows.append(
-                    {
-                        "model": shape.name,
-                        "path": "fused head" if fused else "logits, eager",
-                        "bandwidth": f"{assumed.kernel_efficiency:.0%}",
-                        "capture, µs": added["capture"] * 1e6,
-                        "updates, µs": added["updates"] * 1e6,
-                        "both heads, µs": heads * 1e6,
-                        "of the heads": f"{total / heads:.1%}",
-                        "of training": f"{total / training:.2%}",
-                        "of the step": f"{total / sum(clip.values()):.2%}",
-                    }
-                )
-    return _show("GPU-time a response token: what TROLL adds, by roofline, beside the clip's", rows)
-
-
-def _exchanges(a: Assumptions) -> Rows:
-    rows: Rows = []
-    for shape in SHAPES:
-        a_token = sum(step_model.clip_seconds(shape, a).values())
-        for processes in TENSOR_PARALLEL:
-            row: dict[str, Any] = {
-                "model": shape.name,
-                "processes": str(processes),
-                "capture, bytes": step_model.WORD * step_model.capture_words(int(a.top_k), processes),
-                "update, bytes": step_model.WORD * step_model.update_words(int(a.top_k), processes),
-            }
-            for name, link in (("NVLink", a.nvlink), ("400G", LINKS["400"])):
-                taken = step_model.exchange_seconds(shape, a, processes, link)
-                exchanged = taken["capture"] + taken["updates"]
-                row[f"{name}, µs"] = exchanged * 1e6
-                row[f"{name}, of the step"] = f"{exchanged * processes * shape.pipeline_parallel / a_token:.2%}"
-                row[f"{name}, logits gathered, µs"] = taken["gathered"] * 1e6
-            rows.append(row)
-    return _show("a vocabulary spread over processes: what a token exchanges", rows)
-
-
-def _steps(a: Assumptions) -> Rows:
-    rows: Rows = []
-    for shape in SHAPES:
-        for gpus in GPUS:
-            if step_model.fits(shape, gpus, a, lora=True):
-                rows.append(_step(shape, gpus, a))
-    return _show("steps where the model fits: TROLL's compute, and old policies on the wire, of a step's time", rows)
-
-
-def _step(shape: Shape, gpus: int, a: Assumptions) -> dict[str, Any]:
-    lora = not step_model.fits(shape, gpus, a, lora=False)
-    a_token = sum(step_model.clip_seconds(shape, a, lora=lora).values())
-    row: dict[str, Any] = {
-        "model": shape.name,
-        "GPUs": str(gpus),
-        "trains": "LoRA" if lora else "all",
-        "step, s": a_token * a.tokens_per_gpu,
-    }
-    for path, fused in (("fused", True), ("logits", False)):
-        row[path] = f"{sum(step_model.added_seconds(shape, a, fused=fused).values()) / a_token:.2%}"
-    for form in ("packed", "padded"):
-        size = step_model.policy_bytes(shape, a)["packed" if form == "packed" else "padded, int64 ids"]
-        routes = _routes(size, gpus, shape, a)
-        row |= {f"{form}, {route}": f"{seconds / row['step, s']:.2%}" for route, seconds in routes.items()}
-    return row
-
-
-def _routes(size: float, gpus: int, shape: Shape, a: Assumptions) -> dict[str, float]:
-    """Seconds on the wire, which a single node does not have: a driver sends to each node, the queue to each reader."""
-    if gpus <= a.gpus_per_node:
-        return dict.fromkeys(("driver", f"{a.storage_units:g} units", "unit a node"), 0.0)
-    everywhere = dataclasses.replace(a, storage_units=gpus / a.gpus_per_node)
+def routes(shape: Shape, gpus: int, a: Assumptions) -> dict[str, Route]:
+    """From what verl does by itself to nothing on the wire; the first has a reference pass and a critic's two."""
+    units = max(UNITS, round(UNITS_A_NODE * gpus / a.gpus_per_node))
     return {
-        "driver": step_model.driver_seconds(size, gpus, a.node_link, step_model.driver_copies(shape, a), a),
-        f"{a.storage_units:g} units": step_model.queue_seconds(size, gpus, a.node_link, shape.readers, a),
-        "unit a node": step_model.queue_seconds(size, gpus, a.node_link, shape.readers, everywhere),
+        "all passes read": Route(shape.readers, UNITS, passes=4),
+        "only updates": Route(shape.readers, UNITS),
+        f"and {UNITS_A_NODE} units a node": Route(shape.readers, units),
+        "and the last stage": Route(shape.tensor_parallel, units),
+        "and one rank of it": Route(1, units),
+        "kept where captured": Route(0, units),
     }
 
 
-def _in_flight(a: Assumptions) -> Rows:
-    sizes = step_model.policy_bytes(SHAPES[0], a)
-    rows: Rows = [
-        {
-            "rollouts in flight": str(rollouts),
-            **{
-                f"{form}, GB a node": rollouts * size * a.tokens_per_gpu * a.gpus_per_node / GIGABYTE
-                for form, size in sizes.items()
-                if form in ("packed", "padded, int32 ids", "padded, int64 ids")
-            },
-        }
-        for rollouts in IN_FLIGHT
-    ]
-    return _show("host memory for old policies of rollouts in flight", rows)
+def _queue(a: Assumptions) -> Rows:
+    rows: Rows = []
+    for shape, gpus in QUEUED:
+        seen: set[Route] = set()
+        for name, route in routes(shape, gpus, a).items():
+            if route in seen:
+                continue
+            seen.add(route)
+            taken = step_model.queue_seconds(route, shape, gpus, a)
+            rows.append(
+                {
+                    "model": shape.name,
+                    "GPUs": str(gpus),
+                    "old policies": name,
+                    "units": str(route.units),
+                    "readers": str(route.readers),
+                    **{f"{part}, s": seconds for part, seconds in taken.items()},
+                    "of the step": f"{sum(taken.values()) / step_model.step_seconds(shape, a):.1%}",
+                }
+            )
+    return _show(
+        f"verl's transfer queue, {a.kept:g} slots a token: CPU of a unit, its node's link, a reader's CPU", rows
+    )
+
+
+def _slots(a: Assumptions) -> Rows:
+    rows: Rows = []
+    for shape, gpus in QUEUED:
+        for kept in KEPT:
+            assumed = dataclasses.replace(a, kept=kept)
+            row: dict[str, Any] = {"model": shape.name, "GPUs": str(gpus), "slots": str(kept)}
+            for name, route in routes(shape, gpus, assumed).items():
+                taken = sum(step_model.queue_seconds(route, shape, gpus, assumed).values())
+                row[name] = f"{taken / step_model.step_seconds(shape, assumed):.1%}"
+            rows.append(row)
+    return _show("share of the step by slots a token", rows)

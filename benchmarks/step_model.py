@@ -7,20 +7,43 @@ Times are GPU-seconds of one response token, bytes those of one response token, 
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
-#: Bytes that the torch code moves for each logit, or each candidate of the top K, reads and writes counted operation by
-#: operation in `trust_region/reading`, for bf16 logits of which an index says what rows are read, as in verl. The fused
-#: head's Triton kernels read a tile as often as the clip's head does.
-CAPTURE_BYTES, UPDATE_BYTES, CANDIDATE_BYTES = 38, 96, 126
-#: Of the same, for all rows of float32 logits, which need no copies: what `python -m benchmarks predict` times.
-CAPTURE_BYTES_FLOAT32, UPDATE_BYTES_FLOAT32 = 36, 88
-#: Entries of a block of which a capture takes the maximum.
-BLOCK = 64
-#: Of numbers that are exchanged: float32 and int32.
+#: Of a number in a record or an exchange: float32 and int32.
 WORD = 4
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of GPU memory that a way to read a policy moves, as `python -m benchmarks count` counts them.
+
+    Attributes:
+        capture: Of each logit, in the old-policy pass.
+        update: Of each logit, forward and backward.
+        capture_token: Of each token and slice of the vocabulary, however many logits: candidates of the top K.
+        update_token: Likewise, the support.
+    """
+
+    capture: float
+    update: float
+    capture_token: float = 0
+    update_token: float = 0
+
+
+#: What TROLL moves for bf16: of logits, with an index that says which rows are read, and of an LM head. For K = 64.
+TORCH, TRITON, FUSED = "logits, torch", "logits, Triton", "fused head, Triton"
+MOVED = {
+    TORCH: Moved(39.4, 98.0, 576_697, 27_428),
+    TRITON: Moved(4.1, 6.0, 13_984, 11_004),
+    FUSED: Moved(6.1, 14.0, 16_260, 13_129),
+}
+#: What verl's log-probabilities move, which they need not where TROLL has read them. Counted likewise for verl's fused
+#: kernels in torch, with the entropy that they always make, and without flash-attn. Read in the source for the others:
+#: flash-attn's cross-entropy reads logits, and reads and overwrites them in the backward; verl's Triton kernels keep
+#: logits in registers, and write their gradient once and read it twice.
+VERL_LOGITS, VERL_TORCH, VERL_TRITON = "verl, logits", "verl, fused in torch", "verl, fused in Triton"
+VERL_MOVED = {VERL_LOGITS: Moved(2, 6), VERL_TORCH: Moved(48, 114), VERL_TRITON: Moved(0, 6)}
 
 
 @dataclass(frozen=True)
@@ -38,6 +61,7 @@ class Shape:
         experts: In every layer.
         active_experts: For one token.
         vocabulary: Its size.
+        tied: Whether the LM head is the embedding.
         tensor_parallel: Processes that share a head, as one would set it.
         pipeline_parallel: Stages, likewise.
     """
@@ -52,8 +76,9 @@ class Shape:
     experts: int
     active_experts: int
     vocabulary: int
-    tensor_parallel: int
-    pipeline_parallel: int
+    tied: bool
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
 
     def body(self, experts: int) -> int:
         """Parameters of all layers, with so many experts counted."""
@@ -68,8 +93,8 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All, with separate embeddings."""
-        return self.body(self.experts) + 2 * self.head
+        """All, embeddings included."""
+        return self.body(self.experts) + (1 if self.tied else 2) * self.head
 
     @property
     def readers(self) -> int:
@@ -77,11 +102,17 @@ class Shape:
         return self.tensor_parallel * self.pipeline_parallel
 
 
-#: The published configurations; parallel sizes are assumed.
+#: The published configurations; parallel sizes are assumed. The last but one has a shared expert, counted as one more,
+#: and linear attention in three of four layers, counted as full.
 SHAPES = (
-    Shape("Llama-3.1-8B", 32, 4096, 32, 8, 128, 14_336, 1, 1, 128_256, 1, 1),
-    Shape("Llama-3.1-70B", 80, 8192, 64, 8, 128, 28_672, 1, 1, 128_256, 8, 1),
-    Shape("Qwen3-235B-A22B", 94, 4096, 64, 4, 128, 1536, 128, 8, 151_936, 4, 8),
+    Shape("Qwen3-0.6B", 28, 1024, 16, 8, 128, 3072, 1, 1, 151_936, True),
+    Shape("Qwen3-1.7B", 28, 2048, 16, 8, 128, 6144, 1, 1, 151_936, True),
+    Shape("Qwen3-4B", 36, 2560, 32, 8, 128, 9728, 1, 1, 151_936, True),
+    Shape("Qwen3-8B", 36, 4096, 32, 8, 128, 12_288, 1, 1, 151_936, False),
+    Shape("Qwen3-32B", 64, 5120, 64, 8, 128, 25_600, 1, 1, 151_936, False, tensor_parallel=8),
+    Shape("Qwen3-30B-A3B", 48, 2048, 32, 4, 128, 768, 128, 8, 151_936, False, tensor_parallel=4),
+    Shape("Qwen3.5-35B-A3B", 40, 2048, 16, 2, 256, 512, 257, 9, 248_320, False, tensor_parallel=4),
+    Shape("Qwen3-235B-A22B", 94, 4096, 64, 4, 128, 1536, 128, 8, 151_936, False, 4, 8),
 )
 
 
@@ -96,31 +127,28 @@ class Assumptions:
 
     peak_flops: float = given(989e12, "H100 SXM data sheet, bf16, dense")
     memory_bandwidth: float = given(3.35e12, "H100 SXM data sheet, bytes/s")
-    gpu_memory: float = given(80e9, "H100 SXM data sheet, bytes")
     nvlink: float = given(450e9, "H100 SXM data sheet, bytes/s, one direction")
     node_link: float = given(50e9, "400 Gbit/s for host traffic of a node, bytes/s: assumed")
     gpus_per_node: float = given(8, "assumed")
     mfu: float = given(0.4, "share of peak FLOP/s in the transformer's passes: assumed")
     head_mfu: float = given(0.6, "share of it in the LM head's large products: assumed")
     generation_mfu: float = given(0.1, "share of it while generating, where memory limits: assumed")
-    kernel_efficiency: float = given(0.5, "share of memory bandwidth in what TROLL adds: assumed")
+    kernel_efficiency: float = given(0.5, "share of memory bandwidth in what TROLL and verl do with logits: assumed")
     latency: float = given(20e-6, "of a collective, seconds: assumed")
     recomputed: float = given(1, "forward passes of the body made again in the backward: assumed")
-    bytes_per_parameter: float = given(18, "bf16 weight, float32 gradient, weight and Adam's moments")
-    lora_bytes_per_parameter: float = given(2, "bf16 weight; LoRA's own parameters are neglected")
-    memory_share: float = given(0.7, "of GPU memory for those, at most: assumed")
     sequences_per_gpu: float = given(32, "weak scaling: assumed")
     prompt_tokens: float = given(512, "assumed")
     response_tokens: float = given(4096, "assumed")
     top_k: float = given(64, "troll's default")
-    kept: float = given(5.99, "slots a token: `python -m benchmarks packed`, made-up distributions")
+    kept: float = given(64, "slots of a token: top_k, the most; the metric trust_region/support_size of a run")
     record_bytes: float = given(40, "of a sequence: troll.trust_region.policy.wire")
     micro_batch: float = given(16_384, "tokens of a pass on a replica, a capture's too: assumed")
-    storage_units: float = given(8, "of verl's transfer queue: its default, one on each node")
-    store_seconds_packed: float = given(
-        0.50e-6, "put and get a token, a core: `python -m benchmarks ray_store`, records"
-    )
-    store_seconds_padded: float = given(0.81e-6, "likewise, int64 ids")
+    put_record: float = given(40e-6, "CPU seconds of a storage unit: `python -m benchmarks transfer`, a loaded machine")
+    put_byte: float = given(0.45e-9, "likewise")
+    get_record: float = given(40e-6, "likewise")
+    get_byte: float = given(0.17e-9, "likewise")
+    read_record: float = given(40e-6, "CPU seconds of a process that reads: likewise")
+    read_byte: float = given(2.3e-9, "likewise")
 
     @property
     def tokens_per_gpu(self) -> float:
@@ -128,55 +156,15 @@ class Assumptions:
         return self.sequences_per_gpu * self.response_tokens
 
 
-def policy_bytes(shape: Shape, a: Assumptions) -> dict[str, float]:
-    """Bytes of a response token's old policy in the forms that it could have."""
-    return {
-        "log-prob alone (clip)": WORD,
-        "packed": WORD * (2 * a.kept + 3) + a.record_bytes / a.response_tokens,
-        "padded, int32 ids": WORD * (2 * a.top_k + 2),
-        "padded, int64 ids": WORD * (3 * a.top_k + 3),
-        "full logits, bf16": 2 * shape.vocabulary,
-    }
+def policy_bytes(a: Assumptions) -> float:
+    """Bytes of a response token's old policy in its record."""
+    return WORD * (2 * a.kept + 3) + a.record_bytes / a.response_tokens
 
 
-def fits(shape: Shape, gpus: int, a: Assumptions, *, lora: bool) -> bool:
-    """Whether so many GPUs hold the model's training state between them."""
-    a_parameter = a.lora_bytes_per_parameter if lora else a.bytes_per_parameter
-    return shape.parameters * a_parameter <= gpus * a.gpu_memory * a.memory_share
+def clip_seconds(shape: Shape, a: Assumptions, *, fused: bool) -> dict[str, float]:
+    """GPU-seconds of a response token without TROLL, by part, without what log-probabilities move; prompts included.
 
-
-def driver_copies(shape: Shape, a: Assumptions) -> int:
-    """How often a driver sends a token: to each node of its replica, whose ranks share Ray's object store."""
-    return math.ceil(shape.readers / a.gpus_per_node)
-
-
-def driver_seconds(bytes_per_token: float, gpus: int, link: float, copies: int, a: Assumptions) -> float:
-    """All old policies of a step into one process and out as so many copies, over one node's link of bytes/s."""
-    return (1 + copies) * a.tokens_per_gpu * gpus * bytes_per_token / link
-
-
-def queue_seconds(bytes_per_token: float, gpus: int, link: float, readers: int, a: Assumptions) -> float:
-    """In once, and out once for each reader, over the links of the nodes that hold a storage unit."""
-    units = min(a.storage_units, max(gpus / a.gpus_per_node, 1))
-    return (1 + readers) * a.tokens_per_gpu * gpus * bytes_per_token / (units * link)
-
-
-def host_seconds(a_token: float, gpus: int, readers: int, a: Assumptions) -> dict[str, float]:
-    """CPU seconds of a core that writes and reads old policies: of one driver for all, or of each rank for its replica.
-
-    Args:
-        a_token: To put and to get it.
-        gpus: In all.
-        readers: Ranks of a replica, each of which reads all of its tokens.
-        a: The rest.
-    """
-    return {"driver": a_token * a.tokens_per_gpu * gpus, "rank": a_token * a.tokens_per_gpu * readers}
-
-
-def clip_seconds(shape: Shape, a: Assumptions, *, lora: bool = False) -> dict[str, float]:
-    """GPU-seconds of a response token without TROLL, by part; its share of the prompt included.
-
-    LoRA spares the gradients of all weights.
+    A fused head makes its logits again in the backward.
     """
     with_prompt = 1 + a.prompt_tokens / a.response_tokens
     context = (a.prompt_tokens + a.response_tokens) / 2
@@ -185,56 +173,62 @@ def clip_seconds(shape: Shape, a: Assumptions, *, lora: bool = False) -> dict[st
     head = 2 * shape.head
     return {
         "generation": (body + head) / (a.generation_mfu * a.peak_flops),
-        "old pass, body": body / (a.mfu * a.peak_flops),
-        "old pass, head": head / (a.head_mfu * a.peak_flops),
-        "updates, body": (3 - lora + a.recomputed) * body / (a.mfu * a.peak_flops),
-        # Forward, and in the backward again, then one product for each gradient.
-        "updates, head": (4 - lora) * head / (a.head_mfu * a.peak_flops),
+        "old pass": body / (a.mfu * a.peak_flops) + head / (a.head_mfu * a.peak_flops),
+        "updates": (3 + a.recomputed) * body / (a.mfu * a.peak_flops)
+        + (3 + fused) * head / (a.head_mfu * a.peak_flops),
     }
 
 
-def added_bytes(shape: Shape, a: Assumptions, *, fused: bool) -> dict[str, float]:
-    """Bytes of GPU memory moved for a response token by TROLL, on all GPUs that share the vocabulary together.
-
-    Fused, beyond what the clip's head moves. From logits, all that TROLL moves: the clip's own is not taken off.
-    """
-    # Gathers take a sector of 32 bytes for each token of the support; the rest is a few numbers for each.
-    support = a.top_k * (32 + 10 * WORD)
-    slices = shape.tensor_parallel
-    candidates = slices * BLOCK * a.top_k + shape.vocabulary / BLOCK
-    moved = {"capture": CANDIDATE_BYTES * candidates, "updates": 2 * slices * support}
-    if not fused:
-        moved["capture"] += CAPTURE_BYTES * shape.vocabulary
-        moved["updates"] += UPDATE_BYTES * shape.vocabulary
-    return moved
+def moved_seconds(shape: Shape, moved: Moved, a: Assumptions) -> float:
+    """GPU-seconds of what is moved, on all GPUs that share the vocabulary together: a roofline."""
+    tokens = shape.tensor_parallel * (moved.capture_token + moved.update_token)
+    size = shape.vocabulary * (moved.capture + moved.update) + tokens
+    return size / (a.kernel_efficiency * a.memory_bandwidth)
 
 
-def added_seconds(shape: Shape, a: Assumptions, *, fused: bool) -> dict[str, float]:
-    """GPU-seconds of those bytes: a roofline."""
-    bandwidth = a.kernel_efficiency * a.memory_bandwidth
-    return {part: moved / bandwidth for part, moved in added_bytes(shape, a, fused=fused).items()}
-
-
-def capture_words(top_k: int, processes: int) -> int:
-    """Numbers that one process receives for a token when a spread vocabulary is captured, its own included."""
-    return processes * (3 * top_k + 2)
-
-
-def update_words(top_k: int, processes: int, *, entropy: bool = False) -> int:
-    """Numbers of the all-reduce for a token of an update."""
-    return top_k + (3 if entropy else 2) * processes
-
-
-def exchange_seconds(shape: Shape, a: Assumptions, processes: int, link: float) -> dict[str, float]:
-    """Seconds of a token's exchanges among processes that share the vocabulary, over links of so many bytes/s each.
-
-    `gathered` is what it would take to bring the bf16 logits together in the capture's pass and in each update's, and
-    their gradients back.
-    """
+def exchange_seconds(shape: Shape, a: Assumptions) -> float:
+    """GPU-seconds of exchanges over NVLink, of all processes that share the vocabulary: a capture's and an update's."""
+    processes, top_k = shape.tensor_parallel, a.top_k
+    if processes == 1:
+        return 0.0
     away = (processes - 1) / processes
-    top_k = int(a.top_k)
+    # 3K + 2 numbers from each process in a capture; an all-reduce of K and two of each process in an update.
+    words = processes * (3 * top_k + 2) + 2 * (top_k + 2 * processes)
+    return processes * (WORD * words * away / a.nvlink + 2 * a.latency / a.micro_batch)
+
+
+def step_seconds(shape: Shape, a: Assumptions) -> float:
+    """Seconds of a step with verl's fused head, at any number of GPUs."""
+    return sum(clip_seconds(shape, a, fused=True).values()) * a.tokens_per_gpu
+
+
+@dataclass(frozen=True)
+class Route:
+    """How old policies travel through verl's transfer queue.
+
+    Attributes:
+        readers: Ranks of a replica that fetch its old policies; 0 where they never leave the ranks that captured them.
+        units: Storage units.
+        passes: How often each reads them in a step: in the actor's update, and in others that have no use for them.
+    """
+
+    readers: int
+    units: int
+    passes: int = 1
+
+
+def queue_seconds(route: Route, shape: Shape, gpus: int, a: Assumptions) -> dict[str, float]:
+    """Seconds of a step for which old policies keep busy a storage unit's CPU, its node's link, and a reader's CPU."""
+    if not route.readers:
+        return {"unit": 0.0, "link": 0.0, "reader": 0.0}
+    record = policy_bytes(a) * a.response_tokens
+    sequences = a.sequences_per_gpu * gpus
+    gets = route.readers * route.passes
+    nodes = min(route.units, gpus / a.gpus_per_node)
+    unit = a.put_record + a.put_byte * record + gets * (a.get_record + a.get_byte * record)
+    reader = route.passes * a.sequences_per_gpu * shape.readers * (a.read_record + a.read_byte * record)
     return {
-        "capture": WORD * capture_words(top_k, processes) * away / link + a.latency / a.micro_batch,
-        "updates": WORD * update_words(top_k, processes) * 2 * away / link + a.latency / a.micro_batch,
-        "gathered": 3 * 2 * shape.vocabulary * away / link + 3 * a.latency / a.micro_batch,
+        "unit": sequences * unit / route.units,
+        "link": sequences * record * (1 + gets) / (nodes * a.node_link),
+        "reader": reader,
     }
