@@ -1,0 +1,292 @@
+"""The conformance test passes adapters that are right, and names what is wrong with those that are not."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tolerance import within
+from troll import Logits, PackedPolicy, TrustRegionStep, capture, trust_region_step
+from troll.testing import IGNORED, METRICS, VOCAB_SIZE, Case, Update, _case, _mistakes, _reference, _tolerance
+from troll.testing import check_adapter as check
+
+SEQUENCE_MEAN = {"aggregation": "sequence_mean", "max_length": None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """An adapter of a trainer that is nothing but tensors; its fields are what it can get wrong.
+
+    Attributes:
+        case_as: What it takes the case to be.
+        step_as: What it makes of the step of a micro-batch, with the advantages of its tokens.
+        labels: How far from a position the token is that its logits are taken to be about.
+        old_temperature: At which it captures, or None for that of the case.
+        prompts_count: Whether the tokens of the prompt do.
+        by_position: Whether old policies are handed out in an order of their own.
+        share: Of the update that a micro-batch of its own would make; None for the mini-batch's normalisation.
+        regression: The aggregation of the regression, or None for that of the policy term.
+        aggregation: That of the policy term.
+        metrics: What it makes of its metrics.
+    """
+
+    case_as: Callable[[Case], Case] = lambda case: case
+    step_as: Callable[[TrustRegionStep, PackedPolicy, Tensor], TrustRegionStep] = lambda step, old, advantages: step
+    labels: int = 1
+    old_temperature: float | None = None
+    prompts_count: bool = False
+    by_position: bool = False
+    share: float | None = None
+    regression: str | None = None
+    aggregation: str = "sequence_mean"
+    metrics: Callable[[dict[str, float]], dict[str, float]] = lambda metrics: metrics
+
+    def __call__(self, case: Case, /) -> Update:
+        case = self.case_as(case)
+        new_table = case.new_table.requires_grad_()
+        kept = []
+        for sample in case.samples:
+            at, labels, _ = self.positions(sample)
+            source = Logits(case.old_table[at], temperature=self.old_temperature or case.temperature)
+            policy = capture(source, labels, top_k=case.top_k, mass_threshold=case.mass_threshold)
+            kept.append(PackedPolicy.of(policy))
+        loss, sums = torch.zeros(()), dict.fromkeys(METRICS, 0.0)
+        arrived = iter(sorted(kept, key=lambda policy: -policy.shape.numel()))
+        for numbers in case.micro_batches:
+            terms = [self.terms(case, number, next(arrived) if self.by_position else kept[number], new_table, sums)
+                     for number in numbers]  # fmt: skip
+            loss = loss + self.aggregated(case, terms, len(numbers))
+        (gradient,) = torch.autograd.grad(loss, new_table)
+        tokens = sum(int(self.positions(sample)[2].sum()) for sample in case.samples)
+        return Update(loss.detach(), gradient, self.metrics({name: value / tokens for name, value in sums.items()}))
+
+    def positions(self, sample: Any) -> tuple[Tensor, Tensor, Tensor]:
+        ids = sample.token_ids
+        mask = torch.cat([torch.full((len(sample.prompt) - 1,), self.prompts_count), sample.counts])
+        return ids[:-1], ids[1:] if self.labels else ids[:-1], mask
+
+    def terms(
+        self, case: Case, number: int, old: PackedPolicy, new_table: Tensor, sums: dict[str, float]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sample = case.samples[number]
+        at, _, mask = self.positions(sample)
+        size = min(len(at), old.shape.numel())  # a policy of another sample's has another length
+        at, mask = at[:size], mask[:size]
+        step = trust_region_step(
+            Logits(new_table[at], temperature=case.temperature), old.unpack()[:size], case.kl_bound
+        )
+        advantages = torch.full((size,), sample.advantage, dtype=new_table.dtype)
+        step = self.step_as(step, old, advantages)
+        observed = (step.kl_before, step.kl_after, step.projected.double(), step.regression)
+        for name, value in zip(METRICS, observed, strict=True):
+            sums[name] += float(value.detach()[mask].sum())
+        policy_term = -step.log_ratio.exp() * advantages
+        return policy_term, case.regression_weight * step.regression, mask
+
+    def aggregated(self, case: Case, terms: list[tuple[Tensor, Tensor, Tensor]], samples: int) -> Tensor:
+        samples, share = (len(case.samples), 1.0) if self.share is None else (samples, self.share)
+        tokens = sum(int(self.positions(sample)[2].sum()) for sample in case.samples)
+
+        def over(values: Tensor, mask: Tensor, how: str) -> Tensor:
+            divisor = {"sequence_mean": samples * int(mask.sum()), "token_mean": tokens, "fixed_length": samples * 9}
+            return torch.where(mask, values, 0.0).sum() / divisor.get(how, 1)
+
+        total = [over(policy, mask, self.aggregation) + over(pull, mask, self.regression or self.aggregation)
+                 for policy, pull, mask in terms]  # fmt: skip
+        return share * torch.stack(total).sum()
+
+
+def changed(**fields: Any) -> Callable[[Case], Case]:
+    return lambda case: dataclasses.replace(case, **fields)
+
+
+def clipped(step: TrustRegionStep, old: PackedPolicy, advantages: Tensor) -> TrustRegionStep:
+    ratio = step.log_ratio.exp()
+    kept = torch.where(advantages >= 0, ratio.clamp(max=1.2), ratio.clamp(min=0.8))
+    return dataclasses.replace(step, log_ratio=kept.log())
+
+
+def raw(step: TrustRegionStep, old: PackedPolicy, advantages: Tensor) -> TrustRegionStep:
+    return dataclasses.replace(step, log_ratio=step.log_probs - old.log_prob[: len(advantages)])
+
+
+def everything(case: Case) -> Case:
+    samples = tuple(dataclasses.replace(x, counts=torch.ones_like(x.counts)) for x in case.samples)
+    return dataclasses.replace(case, samples=samples)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "fixed_length"])
+def test_a_right_adapter_passes(aggregation: Any, dtype: torch.dtype) -> None:
+    max_length = 9 if aggregation == "fixed_length" else None
+    check(Plain(aggregation=aggregation), aggregation=aggregation, max_length=max_length, dtype=dtype)
+
+
+#: What an adapter gets wrong, the requirement that it does not meet, and the likely mistake.
+WRONG: dict[str, tuple[Plain, str, str]] = {
+    "labels": (Plain(labels=0), "equal policies", "labels are not shifted"),
+    "mask": (Plain(case_as=everything), "equal policies", "the mask of the response is ignored"),
+    "temperature, never": (Plain(case_as=changed(temperature=1.0)), "equal policies", "is never applied"),
+    "temperature, twice": (Plain(case_as=changed(temperature=0.7**2)), "equal policies", "is applied twice"),
+    "temperature, once": (Plain(old_temperature=1.0), "equal policies", "in the update and not in the capture"),
+    "clip": (Plain(step_as=clipped), "a bound that nothing reaches", "the clip is still on"),
+    "late capture": (
+        Plain(case_as=lambda case: dataclasses.replace(case, old_table=case.new_table.clone())),
+        "a bound that nothing reaches",
+        "captured from the network that is updated",
+    ),
+    "no regression": (Plain(case_as=changed(regression_weight=0.0)), "without advantages", "is left out"),
+    "no weight": (Plain(case_as=changed(regression_weight=1.0)), "without advantages", "not multiplied by its weight"),
+    "summed regression": (Plain(regression="sum"), "without advantages", "aggregated otherwise .* by its sum"),
+    "mean regression": (Plain(regression="token_mean"), "without advantages", "otherwise .* by its token_mean"),
+    "aggregation": (Plain(aggregation="token_mean"), "equal policies", "the aggregation is token_mean"),
+    "raw ratio": (Plain(step_as=raw), "a bound that is reached", "taken from raw log-probabilities"),
+    "summed micro-batches": (Plain(share=1.0), "two micro-batches", "one by one and then summed"),
+    "shuffled": (Plain(by_position=True), "equal policies|two micro-batches", "Likely"),
+    "prompt": (Plain(prompts_count=True), "equal policies", "tokens of the prompt count"),
+    "weights": (
+        Plain(step_as=lambda step, old, advantages: dataclasses.replace(step, log_ratio=0.9 * step.log_ratio)),
+        "equal policies",
+        "Likely, the capture and the update do not read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_named(name: str) -> None:
+    adapter, requirement, mistake = WRONG[name]
+    with pytest.raises(AssertionError, match=rf"(?s)({requirement}).*{mistake}"):
+        check(adapter)
+
+
+def test_old_policies_matched_by_position_fail_in_two_micro_batches() -> None:
+    """In the order of the rollout they are right."""
+
+    @dataclasses.dataclass(frozen=True)
+    class InOrder(Plain):
+        def __call__(self, case: Case, /) -> Update:
+            if len(case.micro_batches) == 1:
+                return Plain()(case)
+            # The update's samples, with the old policies that the rollout's first ones have.
+            order = [number for numbers in case.micro_batches for number in numbers]
+            at = torch.arange(VOCAB_SIZE)
+            at[list({int(x) for x in case.samples[order[0]].token_ids})] = int(case.samples[0].token_ids[0])
+            return Plain()(dataclasses.replace(case, old_table=case.old_table[at]))
+
+    with pytest.raises(AssertionError, match=r"two micro-batches.*Likely, old policies are matched by position"):
+        check(InOrder())
+
+
+def beyond_the_usual(case: Case) -> Tensor:
+    """What the largest logits of rows that do not count have beyond those of the other checks."""
+    return (case.new_table.detach()[list(IGNORED)].abs() - 15).clamp(min=0)
+
+
+def test_influence_without_gradient_is_found() -> None:
+    def adapter(case: Case) -> Update:
+        update = Plain()(case)
+        scale = 1 + 0.01 * float(beyond_the_usual(case).max())
+        return dataclasses.replace(update, gradient=update.gradient * scale)
+
+    with pytest.raises(AssertionError, match=r"no influence \(padded\): other logits there change the loss by"):
+        check(adapter)
+
+
+def test_gradient_where_nothing_counts_is_found() -> None:
+    def adapter(case: Case) -> Update:
+        update = Plain()(case)
+        update.gradient[list(IGNORED)] += beyond_the_usual(case)
+        return update
+
+    with pytest.raises(AssertionError, match=r"no gradient and no influence \(padded\): their gradient is"):
+        check(adapter)
+
+
+def test_only_the_layout_that_is_wrong_is_named() -> None:
+    def adapter(case: Case) -> Update:
+        return Plain(labels=0 if case.layout == "packed" else 1)(case)
+
+    check(adapter, layouts=["padded"])
+    with pytest.raises(AssertionError, match=r"\(packed\)"):
+        check(adapter)
+
+
+def without(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name != "regression"}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (without, "regression is missing, got kl_before, kl_after, projected_fraction"),
+        (lambda metrics: metrics | {"kl_after": metrics["kl_before"]}, "kl_after is .*, not .*Likely, it is a mean"),
+    ],
+)
+def test_wrong_metrics_are_found(metrics: Callable[[dict[str, float]], dict[str, float]], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check(Plain(metrics=metrics))
+
+
+def test_a_gradient_of_something_else_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"must be that of the table, \(48, 48\), got \(48,\)"):
+        check(lambda case: dataclasses.replace(Plain()(case), gradient=torch.zeros(48)))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_fails(value: float) -> None:
+    def adapter(case: Case) -> Update:
+        update = Plain()(case)
+        return dataclasses.replace(update, gradient=torch.full_like(update.gradient, value))
+
+    with pytest.raises(AssertionError, match="equal policies"):
+        check(adapter)
+
+
+def test_what_cannot_be_checked_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"dtype must be float32 or float64, got torch\.bfloat16"):
+        check(Plain(), dtype=torch.bfloat16)
+    for layouts in ([], ["ragged"]):
+        with pytest.raises(ValueError, match=re.escape(f"padded, packed, got {layouts}")):
+            check(Plain(), layouts=layouts)  # type: ignore[arg-type]
+
+
+def test_the_case_tells_every_mistake_from_rounding() -> None:
+    """Ten times the tolerance lies between what is right and each mistake that can show in the case."""
+    case = dataclasses.replace(_case("packed", torch.float32), micro_batches=((2, 0), (3, 1)))
+    right, tolerance = _reference(case, SEQUENCE_MEAN), _tolerance(case, torch.float32)
+    for text, wrong in _mistakes(case, SEQUENCE_MEAN):
+        if text.endswith("averaged"):
+            continue  # which is right for sequence means and micro-batches of one size
+        off = (wrong().gradient - right.gradient).abs().max() / right.gradient.abs().max()
+        if "by its sequence_mean" in text or "is sequence_mean" in text:
+            assert off == 0  # what this case asks for
+        else:
+            assert off > 10 * tolerance, text
+
+
+def test_the_case_has_tokens_on_both_sides_of_the_bound() -> None:
+    case = _case("packed", torch.float32)
+    expected = _reference(case, SEQUENCE_MEAN)
+    kl = expected.step.kl_before[expected.mask] / case.kl_bound
+    assert (kl > 1).sum() >= 5 and (kl < 1).sum() >= 5
+    # No rounding moves one across.
+    assert ((kl - 1).abs() > within(0.01)).all()
+    # With advantages of both signs, a token that the clip would stop.
+    free = _reference(dataclasses.replace(case, kl_bound=1e6), SEQUENCE_MEAN).step.log_ratio
+    rising = torch.tensor([sample.advantage > 0 for sample in case.samples]).unsqueeze(-1)
+    stopped = torch.where(rising, free.exp() > 1.3, free.exp() < 0.7) & expected.mask
+    assert stopped[rising.flatten()].any() and stopped[~rising.flatten()].any()
+
+
+def test_the_core_does_not_import_it() -> None:
+    probe = "import sys, troll; assert 'troll.testing' not in sys.modules; import troll.testing; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert not {"pytest", "transformers", "trl"} & set(result.stdout.split())
