@@ -17,9 +17,10 @@ from verl.workers.engine.utils import pad_packed_inputs
 from verl.workers.utils.padding import no_padding_2_padding
 
 from tests.verl.actor import nested
-from troll import SparsePolicy, capture, trust_region_step
-from troll.trust_region.policy.wire import CorruptPolicy
-from troll.verl.old_policies import ResponseTokens, as_field, from_field, response_places
+from troll import PackedPolicy, SparsePolicy, capture, trust_region_step
+from troll.trust_region.policy.wire import CorruptPolicy, to_records
+from troll.verl.old_policies import ResponseTokens, as_field, fill_unreported, from_field, response_places
+from troll.verl.reported import NO_RECORD, without_slots
 
 VOCABULARY = 50
 
@@ -194,7 +195,7 @@ def test_a_batch_without_old_policies_is_refused() -> None:
 
 
 def extra_fields(data: TensorDict, fields: list[dict[str, Tensor]]) -> TensorDict:
-    """As the agent loop hands on what a rollout reports of each sequence."""
+    """As a rollout reports them where no agent loop of this package takes them."""
     data = data.copy()
     del data["old_policies"]
     tu.assign_non_tensor_stack(data, "extra_fields", fields)
@@ -204,10 +205,11 @@ def extra_fields(data: TensorDict, fields: list[dict[str, Tensor]]) -> TensorDic
 def test_reported_policies_are_read_of_the_rollouts_fields() -> None:
     data, policies = with_field(3)
     reported = extra_fields(data, [{"old_policies": record} for record in data["old_policies"].unbind()])
-    assert same(from_field(reported, anchor="rollout").unpack(), SparsePolicy.cat(policies))
+    for batch in (data, reported):
+        assert same(from_field(batch, anchor="rollout").unpack(), SparsePolicy.cat(policies))
 
 
-def test_reported_policies_that_are_missing_are_counted() -> None:
+def test_a_batch_that_nobody_reported_of_is_refused() -> None:
     data, _ = with_field(3)
     first, *_ = data["old_policies"].unbind()
     with pytest.raises(ValueError, match=r"2 of the batch's sequences came without .*anchor=rollout"):
@@ -215,6 +217,12 @@ def test_reported_policies_that_are_missing_are_counted() -> None:
     del data["old_policies"]
     with pytest.raises(ValueError, match="3 of the batch's sequences"):
         from_field(data, anchor="rollout")
+
+
+def with_mask(data: TensorDict, masks: Sequence[Tensor]) -> TensorDict:
+    data = data.copy()
+    data["response_mask"] = nested(masks)
+    return data
 
 
 @pytest.mark.parametrize("real", [True, False])
@@ -225,9 +233,9 @@ def test_sequences_without_a_token_that_counts_need_no_report(real: bool) -> Non
     masks = [mask.clone() for mask in data["response_mask"].unbind()]
     for mask in masks if not real else masks[1:]:
         mask.zero_()
-    data["response_mask"] = nested(masks)
-    reported = extra_fields(data, [{"old_policies": first}, {"old_policies": third}, {}])
-    found = from_field(reported, anchor="rollout", vocab_size=VOCABULARY).unpack()
+    data = with_mask(data, masks)
+    data["old_policies"] = nested([first, third, NO_RECORD])
+    found = from_field(data, anchor="rollout", vocab_size=VOCABULARY).unpack()
     tokens = data["responses"].values()
     counted = policies[0].shape[0] if real else 0
     if real:
@@ -236,3 +244,70 @@ def test_sequences_without_a_token_that_counts_need_no_report(real: bool) -> Non
     assert found.vocab_size == VOCABULARY
     step = trust_region_step(torch.randn(len(tokens), VOCABULARY), found)
     assert step.log_ratio[counted:].isfinite().all()
+
+
+def with_gaps() -> tuple[TensorDict, SparsePolicy, Tensor, Tensor]:
+    """A batch of whose tokens every third is a tool's, every fourth unreported, and one sequence altogether."""
+    data, policies = with_field(5)
+    whole = SparsePolicy.cat(policies)
+    number = torch.arange(whole.shape[0])
+    lengths = data["responses"].offsets().diff().tolist()
+    of_tool, unreported = number % 3 == 0, number % 4 == 0
+    unreported |= torch.arange(5).repeat_interleave(torch.tensor(lengths)) == 2
+    packed = PackedPolicy.of(whole)
+    parts = [
+        without_slots(1, packed) if gap else packed[at : at + 1]
+        for at, gap in enumerate((of_tool | unreported).tolist())
+    ]
+    records = to_records(PackedPolicy.cat(parts), lengths)
+    records[2] = NO_RECORD
+    data = with_mask(data, [part.long() for part in (~of_tool).split(lengths)])
+    data["old_policies"] = nested(records)
+    return data, whole, of_tool, unreported & ~of_tool
+
+
+def test_tokens_that_an_engine_did_not_sample_need_no_report() -> None:
+    data, whole, of_tool, unreported = with_gaps()
+    found = from_field(data, anchor="rollout").unpack()
+    reported = ~of_tool & ~unreported
+    assert of_tool.any() and unreported.any() and reported.any()
+    assert same(found[reported], whole[reported])
+    assert found.used[of_tool].sum(-1).eq(1).all() and found.log_prob[of_tool].eq(0).all()
+    assert torch.equal(found.token_ids[of_tool, 0], data["responses"].values()[of_tool])
+    assert not found.used[unreported].any()
+
+
+@pytest.mark.parametrize("top_k", [3, 6, 12], ids=["narrower", "as wide", "wider"])
+def test_unreported_tokens_that_count_get_the_networks_own_policy(top_k: int) -> None:
+    data, whole, of_tool, unreported = with_gaps()
+    tokens = data["responses"].values()
+    logits = torch.randn(len(tokens), VOCABULARY, generator=torch.Generator().manual_seed(5), requires_grad=True)
+    own = capture(logits, tokens, top_k=top_k)
+    old = fill_unreported(from_field(data, anchor="rollout").unpack(), own)
+    step = trust_region_step(logits, old, kl_bound=1e-3)
+    # The trust region is around the network itself: nothing is projected, and the gradient is the plain one.
+    assert not step.projected[unreported].any() and step.log_ratio[unreported].abs().max() < 1e-5
+    (gradient,) = torch.autograd.grad(step.log_ratio[unreported].sum(), logits, retain_graph=True)
+    plain = torch.nn.functional.one_hot(tokens, VOCABULARY) - logits.softmax(-1)
+    torch.testing.assert_close(gradient[unreported], plain[unreported], rtol=1e-4, atol=1e-5)
+    # And around what was reported, where it was.
+    reported = ~of_tool & ~unreported
+    only = trust_region_step(logits[reported], whole[reported], kl_bound=1e-3)
+    torch.testing.assert_close(step.log_ratio[reported], only.log_ratio)
+    assert step.projected[reported].any()
+
+
+def test_a_micro_batch_without_any_record_is_all_the_networks_own() -> None:
+    data, _ = with_field(2)
+    data["old_policies"] = nested([NO_RECORD, NO_RECORD])
+    own = captured(data, seed=3)
+    found = from_field(data, anchor="rollout", vocab_size=VOCABULARY).unpack()
+    assert same(fill_unreported(found, own), own)
+
+
+def test_reported_policies_of_another_rollout_are_refused() -> None:
+    data, _, _, _ = with_gaps()
+    first, second, *others = data["old_policies"].unbind()
+    data["old_policies"] = nested([second, first, *others])
+    with pytest.raises(ValueError, match="not of the same rollout"):
+        from_field(data, anchor="rollout")

@@ -9,14 +9,18 @@ import pytest
 from verl.utils.ulysses import ulysses_pad_and_slice_inputs
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from troll.verl.seam import NEEDED, Needed, missing
+from troll.verl.seam import Needed, check, rollout, training
 
 
-def test_the_installed_verl_fits() -> None:
-    assert list(missing()) == []
+def test_all_that_is_missing_is_said_at_once() -> None:
+    first, second = Needed(FSDPEngineWithLMHead, "gone", "one thing"), Needed(FSDPEngineWithLMHead, "lost", "another")
+    with pytest.raises(ImportError, match=r"FSDPEngineWithLMHead\.gone \(one thing\); .*\.lost \(another\)"):
+        check([first, training.NEEDED[0], second])
 
 
-@pytest.mark.parametrize("needed", NEEDED, ids=lambda needed: needed.name or needed.owner.__name__)
+@pytest.mark.parametrize(
+    "needed", training.NEEDED + rollout.NEEDED, ids=lambda needed: needed.name or needed.owner.__name__
+)
 def test_every_need_is_named_and_can_fail(needed: Needed) -> None:
     assert needed.purpose
     renamed = Needed(needed.owner, "no_such_method", needed.purpose)
@@ -38,7 +42,10 @@ def test_a_parameter_that_is_gone_is_named() -> None:
     ],
 )
 def test_a_verl_that_lacks_something_is_refused_at_import(change: str, message: str) -> None:
-    program = f"import verl.workers.engine.fsdp.transformer_impl as fsdp\n{change}\nimport troll.verl"
+    program = (
+        "import verl.workers.engine.fsdp.transformer_impl as fsdp\n"
+        f"{change}\nfrom troll.verl import TrollPolicyLossConfig"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]

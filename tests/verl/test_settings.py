@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -84,11 +85,9 @@ def test_the_rollout_anchor_goes_with_bypass_mode() -> None:
 @pytest.mark.parametrize(
     ("setting", "remedy"),
     [
-        ("trainer.v1.trainer_mode=separate_async", "trainer_mode=sync"),
         ("actor_rollout_ref.rollout.logprobs_mode=raw_logprobs", "logprobs_mode=processed_logprobs"),
         ("actor_rollout_ref.rollout.name=sglang", "rollout.name=vllm"),
         ("actor_rollout_ref.rollout.disaggregation.enabled=true", "without disaggregation"),
-        ("actor_rollout_ref.rollout.name=vllm", "VERL_USE_EXTERNAL_MODULES=troll.verl.vllm_rollout"),
         ("actor_rollout_ref.rollout.top_p=0.9", "top_p=1.0"),
     ],
 )
@@ -99,11 +98,15 @@ def test_a_rollout_that_cannot_be_the_anchor_is_refused(setting: str, remedy: st
         actor(*settings)
 
 
-def test_vllm_is_an_anchor_where_its_server_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "verl_cpu,troll.verl.vllm_rollout")
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+def test_vllm_is_an_anchor_where_its_server_reports(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bypass = "algorithm.rollout_correction.bypass_mode=true"
     settings = (*policy_loss("anchor=rollout"), bypass, "actor_rollout_ref.rollout.name=vllm")
+    settings += (f"trainer.v1.trainer_mode={mode}",)
     assert actor(*settings).policy_loss.rollout_name == "vllm"
+    monkeypatch.delitem(sys.modules, "troll.verl.plugin")
+    with pytest.raises(Exception, match=r"needs troll\.verl\.plugin, .*VERL_USE_EXTERNAL_PLUGINS at auto"):
+        actor(*settings)
 
 
 def test_no_rollout_correction_at_all_is_verls_to_allow() -> None:

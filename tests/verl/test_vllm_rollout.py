@@ -6,52 +6,27 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
+from tests.verl.vllm_engine import AsyncLLM, SamplingParams
 from troll import capture
 from troll.trust_region.policy.wire import from_records
 from troll.verl.old_policies import OLD_POLICIES
-from troll.verl.vllm_rollout import TopLogProbs, old_policy_record, reporting
+from troll.verl.vllm_rollout import TopLogProbs, reporting
 
 V, K = 50, 8
 TOKENS = [3, 49, 7]
 
 
-def distributions(seed: int = 0) -> torch.Tensor:
-    return torch.log_softmax(3 * torch.randn(len(TOKENS), V, generator=torch.Generator().manual_seed(seed)), -1)
+def distributions() -> torch.Tensor:
+    return torch.log_softmax(3 * torch.randn(len(TOKENS), V, generator=torch.Generator().manual_seed(0)), -1)
 
 
-def entries(log_probs: torch.Tensor, number: int) -> list[dict[int, float]]:
-    """The `number` most likely tokens of each row and the sampled one, in vLLM's order: the sampled one first."""
-    found = []
-    for row, token in zip(log_probs, TOKENS, strict=True):
-        ids = [token, *(int(i) for i in row.topk(number).indices if i != token)]
-        found.append({i: row[i].item() for i in ids})
-    return found
-
-
-class Engine:
-    """As AsyncLLM: yields the completion token by token, with as many log-probabilities as it is asked for."""
-
-    name = "vllm"
-
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-
-    async def generate(self, *, prompt: Any, sampling_params: Any, request_id: str, **_: Any) -> Any:
-        self.asked.append(sampling_params.logprobs)
-        number = sampling_params.logprobs
-        reported = None
-        if number is not None:
-            reported = [
-                {token: SimpleNamespace(logprob=value) for token, value in row.items()}
-                for row in entries(distributions(), number)
-            ]
-        for end in range(1, len(TOKENS) + 1):
-            part = None if reported is None else reported[:end]
-            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=TOKENS[:end], logprobs=part)])
+def engine(step: int = 1) -> AsyncLLM:
+    return AsyncLLM(TOKENS, distributions().numpy(), step)
 
 
 class Server:
@@ -69,32 +44,37 @@ class Server:
     async def generate(
         self, prompt_ids: Any, sampling_params: dict[str, Any], request_id: str, **inputs: Any
     ) -> TokenOutput:
-        params = SimpleNamespace(logprobs=0 if sampling_params.pop("logprobs", False) else None)
+        params = SamplingParams(
+            logprobs=0 if sampling_params.pop("logprobs", False) else None, stop=sampling_params.pop("stop", [])
+        )
         final: Any = None
         async for output in self.engine.generate(prompt=prompt_ids, sampling_params=params, request_id=request_id):
             final = output
+            if request_id == "fails":
+                raise ConnectionError("the engine died")
         if request_id == "aborted":
             return TokenOutput(token_ids=[], stop_reason="aborted")
         ids = final.outputs[0].token_ids
         log_probs = None
         if params.logprobs is not None:
-            log_probs = [row[token].logprob for row, token in zip(final.outputs[0].logprobs, ids, strict=True)]
+            log_probs = [logprobs[ids[i]].logprob for i, logprobs in enumerate(final.outputs[0].logprobs)]
+        ids = [0, *ids[1:]] if request_id == "changed" else ids
         return TokenOutput(token_ids=ids, log_probs=log_probs, extra_fields={"global_steps": 4})
 
 
-def server() -> Any:
+def server(step: int = 1) -> Any:
     settings = {"anchor": "rollout", "top_k": K, "mass_threshold": 1e-3}
-    return reporting(Server)(Engine(), {"trust_region": settings})
+    return reporting(Server)(engine(step), {"trust_region": settings})
 
 
-def generate(server: Any, request_id: str = "a", *, logprobs: bool = True) -> TokenOutput:
-    return asyncio.run(
-        server.generate(prompt_ids=[1, 2], sampling_params={"logprobs": logprobs}, request_id=request_id)
-    )
+def generate(server: Any, request_id: str = "a", **sampling: Any) -> TokenOutput:
+    sampling = {"logprobs": True, **sampling}
+    return asyncio.run(server.generate(prompt_ids=[1, 2], sampling_params=sampling, request_id=request_id))
 
 
-def test_the_record_is_the_policy_that_was_sampled_from() -> None:
-    output = generate(server())
+@pytest.mark.parametrize("step", [1, 2], ids=["one token a step", "two, as with speculative decoding"])
+def test_the_record_is_the_policy_that_was_sampled_from(step: int) -> None:
+    output = generate(server(step))
     policy = from_records([output.extra_fields[OLD_POLICIES]]).unpack()
     expected = capture(distributions(), torch.tensor(TOKENS), top_k=K, mass_threshold=1e-3)
     assert torch.equal(policy.token_ids, expected.token_ids) and torch.equal(policy.slot, expected.slot)
@@ -105,20 +85,72 @@ def test_the_record_is_the_policy_that_was_sampled_from() -> None:
 
 def test_what_verl_gets_is_unchanged() -> None:
     plain = asyncio.run(
-        Server(Engine(), {}).generate(prompt_ids=[1, 2], sampling_params={"logprobs": True}, request_id="a")
+        Server(engine(), {}).generate(prompt_ids=[1, 2], sampling_params={"logprobs": True}, request_id="a")
     )
     output = generate(server())
     assert (output.token_ids, output.log_probs) == (plain.token_ids, plain.log_probs)
     assert output.extra_fields["global_steps"] == 4
 
 
+def test_the_frontend_makes_one_object_a_token_and_no_text() -> None:
+    reporting_server = server()
+    last: list[Any] = []
+
+    async def run() -> None:
+        params = SamplingParams(logprobs=0)
+        async for output in reporting_server.engine.generate(prompt=[1], sampling_params=params, request_id="a"):
+            last.append(output)
+
+    asyncio.run(run())
+    rows = last[-1].outputs[0].logprobs
+    assert [list(row) for row in rows] == [[token] for token in TOKENS]
+    assert all(row[token].decoded_token is None for row, token in zip(rows, TOKENS, strict=True))
+    ids, log_probs = reporting_server.engine.taken("a")
+    assert ids.shape == log_probs.shape == (len(TOKENS), 1 + K) and log_probs.dtype == torch.float32
+
+
+def test_stop_strings_are_still_looked_for() -> None:
+    reporting_server = server()
+    generate(reporting_server)
+    generate(reporting_server, "b", stop=["</answer>"])
+    assert [params.detokenize for params in reporting_server.engine.asked] == [False, True]
+
+
 def test_the_engine_is_asked_for_top_k_and_forgets_a_request() -> None:
     reporting_server = server()
-    generate(reporting_server, "a")
+    generate(reporting_server)
     generate(reporting_server, "aborted")
-    assert reporting_server.engine.asked == [K, K]  # an attribute of the engine itself
-    assert reporting_server.engine.taken("a") is None
-    assert reporting_server.engine.taken("aborted") is None
+    with pytest.raises(ConnectionError):
+        generate(reporting_server, "fails")
+    assert [params.logprobs for params in reporting_server.engine.asked] == [K, K, K]  # an attribute of the engine's
+    assert not reporting_server.engine._arrays
+
+
+def test_arrays_of_the_engines_messages_are_not_kept() -> None:
+    """vLLM's are views of a message that may be used again."""
+    taking = TopLogProbs(engine(), K)
+    processor = taking.output_processor
+    seen: list[np.ndarray] = []
+
+    async def run() -> None:
+        process = processor.process_outputs
+
+        def remember(outputs: Any) -> None:
+            seen.extend(output.new_logprobs.logprobs for output in outputs)
+            process(outputs)
+
+        processor.process_outputs = remember
+        async for _ in taking.generate(prompt=[1], sampling_params=SamplingParams(logprobs=0), request_id="a"):
+            pass
+
+    asyncio.run(run())
+    before = distributions()[torch.arange(len(TOKENS)), TOKENS]
+    assert len(seen) == len(TOKENS)
+    for array in seen:
+        array.fill(0)
+    reported = taking.taken("a")
+    assert reported is not None
+    torch.testing.assert_close(reported[1][:, 0], before)
 
 
 def test_the_engine_is_allowed_as_many_as_it_is_asked_for() -> None:
@@ -133,39 +165,29 @@ def test_a_completion_without_log_probs_is_refused() -> None:
         generate(server(), logprobs=False)
 
 
+def test_log_probs_of_another_completion_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="3 tokens that are not the 3 of its completion"):
+        generate(server(), "changed")
+
+
 def test_an_aborted_completion_has_no_record() -> None:
     assert OLD_POLICIES not in generate(server(), "aborted").extra_fields
 
 
 def test_an_engine_that_was_not_asked_is_left_alone() -> None:
-    engine = TopLogProbs(Engine(), K)
+    taking = TopLogProbs(engine(), K)
 
     async def run() -> list[Any]:
-        params = SimpleNamespace(logprobs=None)
-        return [output async for output in engine.generate(prompt=[1], sampling_params=params, request_id="a")]
+        inputs: dict[str, Any] = {"prompt": [1], "sampling_params": SamplingParams(), "request_id": "a"}
+        return [output async for output in taking.generate(**inputs)]
 
     assert all(output.outputs[0].logprobs is None for output in asyncio.run(run()))
-    assert engine.name == "vllm"
+    assert taking.name == "vllm" and taking.taken("a") is None
 
 
-def test_an_engine_need_not_report_the_sampled_token_among_the_most_likely() -> None:
-    rows = entries(distributions(), K)
-    own = [row[token] for row, token in zip(rows, TOKENS, strict=True)]
-    settings: dict[str, Any] = {"vocab_size": V, "top_k": K, "mass_threshold": 1e-5}
-    expected = old_policy_record(TOKENS, own, rows, **settings)
-    without = [{i: value for i, value in row.items() if i != token} for row, token in zip(rows, TOKENS, strict=True)]
-    assert torch.equal(old_policy_record(TOKENS, own, without, **settings), expected)
-
-
-def test_a_token_without_a_report_is_refused() -> None:
-    rows = entries(distributions(), K)
-    with pytest.raises(ValueError, match="shorter"):
-        old_policy_record(TOKENS, [-1.0] * 3, rows[:2], vocab_size=V, top_k=K, mass_threshold=1e-5)
-
-
-def test_an_empty_completion_has_an_empty_record() -> None:
-    record = old_policy_record([], [], [], vocab_size=V, top_k=K, mass_threshold=1e-5)
-    assert from_records([record]).shape == (0,)
+def test_an_engine_that_is_not_vllms_is_refused_at_the_start() -> None:
+    with pytest.raises(RuntimeError, match=r"SimpleNamespace has no output_processor as vLLM 0\.24"):
+        TopLogProbs(SimpleNamespace(), K)
 
 
 def test_the_replica_is_verls_own_by_name() -> None:

@@ -20,12 +20,12 @@ from troll.trust_region.reading.head import LMHead
 from troll.verl.engine import DEVICES, TrustRegionEngine
 from troll.verl.hooks import Capture, Hook
 from troll.verl.old_policies import OLD_POLICIES, ResponseTokens, response_places
-from troll.verl.seam import (
+from troll.verl.seam import tu
+from troll.verl.seam.training import (
     EngineRegistry,
     FSDPEngineWithLMHead,
     get_ulysses_sequence_parallel_group,
     pad_packed_inputs,
-    tu,
     ulysses_pad_and_slice_inputs,
 )
 from troll.verl.settings import BACKEND_PREFIX

@@ -15,15 +15,15 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from troll import Constraint, Logits, trust_region_step
+from troll import Constraint, Logits, capture, trust_region_step
 from troll.trust_region.coverage import SUPPORT_STATISTICS, support_statistics
 from troll.trust_region.metrics import trust_region_metrics, trust_region_statistics
 from troll.trust_region.reading.capture import capture_with_entropy
 from troll.trust_region.reading.read import read
 from troll.trust_region.reading.source import Source
 from troll.verl.loss import ProjectedTokens, projected
-from troll.verl.old_policies import ResponseTokens, as_field, from_field
-from troll.verl.seam import no_padding_2_padding
+from troll.verl.old_policies import ResponseTokens, as_field, fill_unreported, from_field
+from troll.verl.seam.training import no_padding_2_padding
 from troll.verl.settings import TrollPolicyLossConfig
 
 
@@ -161,6 +161,11 @@ class Update(Hook):
         settings, tokens = self.settings, self.tokens
         packed = from_field(data, anchor=settings.anchor, vocab_size=source.vocabulary.size)
         old = packed.unpack() if tokens.group is None else packed.unpack()[tokens.numbers]
+        mask = data["response_mask"].values().bool()[tokens.numbers]
+        unreported = packed.counts == 0  # of the whole micro-batch, so that processes that share it agree
+        if settings.anchor == "rollout" and bool(unreported.any()):
+            own = capture(source, self.sampled, top_k=settings.top_k, mass_threshold=settings.mass_threshold)
+            old = fill_unreported(old, own)
         step = trust_region_step(
             source,
             old,
@@ -169,9 +174,9 @@ class Update(Hook):
             constraint=self._constraint(data["response_mask"]),
             entropy=self.entropy,
         )
-        mask = data["response_mask"].values().bool()[tokens.numbers]
         sums, maxima = trust_region_statistics(step, mask)
         sums |= support_statistics(old, mask)
+        sums["unreported"] = (unreported[tokens.numbers] & mask).sum().to(sums["tokens"].dtype)
         sums["bytes"] = sums["tokens"].new_tensor(packed.nbytes * len(tokens.rows) / max(tokens.total, 1))
         self._sums = {name: value + self._sums.get(name, 0) for name, value in sums.items()}
         self._maxima = {name: value.maximum(self._maxima.get(name, value)) for name, value in maxima.items()}
@@ -220,4 +225,6 @@ class Update(Hook):
         metrics = trust_region_metrics(total, dict(zip(self._maxima, maxima.cpu(), strict=True)))
         metrics |= {name: total[name] / tokens for name in SUPPORT_STATISTICS if name in total}
         metrics["old_policy_bytes"] = total["bytes"] / tokens
+        if self.settings.anchor == "rollout":
+            metrics["unreported_fraction"] = total["unreported"] / tokens
         return {f"trust_region/{name}": value.item() for name, value in metrics.items()}

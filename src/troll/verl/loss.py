@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from troll.verl.seam import agg_loss, masked_mean, register_policy_loss
+from troll.verl.seam.training import agg_loss, masked_mean, register_policy_loss
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from troll import LMHead
 from troll.verl.engine import DEVICES, TrustRegionEngine
 from troll.verl.hooks import Capture, Hook, Update
 from troll.verl.old_policies import OLD_POLICIES, ResponseTokens, response_places
-from troll.verl.seam import (
+from troll.verl.seam import tu
+from troll.verl.seam.training import (
     EngineRegistry,
     MegatronEngineWithLMHead,
     preprocess_bshd_engine,
     preprocess_thd_engine,
     takes_output_processor,
-    tu,
     unwrap_model,
 )
 from troll.verl.settings import BACKEND_PREFIX

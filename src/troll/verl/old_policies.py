@@ -11,10 +11,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from verl.utils import tensordict_utils as tu
 
 from troll import PackedPolicy, SparsePolicy
 from troll.trust_region.policy.wire import from_records, to_records
+from troll.verl.reported import NO_RECORD, without_slots
+from troll.verl.seam import tu
 
 #: The field of the batch, (B, words) int32: nested, since sequences differ in length and in how peaked they are.
 OLD_POLICIES = "old_policies"
@@ -92,7 +93,8 @@ def from_field(data: TensorDict, *, anchor: str, vocab_size: int = 1) -> PackedP
 
     Args:
         data: The micro-batch.
-        anchor: "old" or "rollout".
+        anchor: "old"; or "rollout", where tokens of which the engine reported nothing have no slots: `fill_unreported`
+            is for these. Tokens that do not count need no report, and get a policy that is certain of them.
         vocab_size: V of the LM head. It may be padded with tokens that an inference engine knows nothing of, and that
             have no mass.
 
@@ -103,15 +105,43 @@ def from_field(data: TensorDict, *, anchor: str, vocab_size: int = 1) -> PackedP
     records = _reported(data, vocab_size) if anchor == "rollout" else _captured(data)
     responses = data["responses"].values()
     policy = from_records([record.to(responses.device) for record in records])
-    sampled = policy.token_ids[policy.offsets[:-1] + policy.slot]
-    if not torch.equal(sampled, responses.to(sampled.dtype)):
+    known = policy.counts > 0 if anchor == "rollout" else torch.ones_like(policy.counts, dtype=torch.bool)
+    sampled = policy.token_ids[(policy.offsets[:-1] + policy.slot)[known]]
+    if known.shape != responses.shape or not torch.equal(sampled, responses[known].to(sampled.dtype)):
         raise ValueError(
-            f"the batch's old policies are of other tokens ({len(sampled)}) than its responses ({len(responses)}): "
+            f"the batch's old policies are of other tokens ({len(known)}) than its responses ({len(responses)}): "
             "they are not of the same rollout"
         )
-    if anchor == "rollout":
-        policy = dataclasses.replace(policy, vocab_size=max(policy.vocab_size, vocab_size))
-    return policy
+    if anchor == "old":
+        return policy
+    policy = dataclasses.replace(policy, vocab_size=max(policy.vocab_size, vocab_size))
+    return _certain_of(policy, responses, ~known & ~data["response_mask"].values().bool())
+
+
+def fill_unreported(old: SparsePolicy, own: SparsePolicy) -> SparsePolicy:
+    """Reported policies, and the network's own where nothing was reported.
+
+    The engine's distribution of such a token is not known, so the trust region is around the network as it is when it
+    updates: the token's ratio is 1, and its gradient the plain policy gradient.
+
+    Args:
+        old: (n,), without slots where nothing was reported.
+        own: (n,), captured of the logits that are updated.
+    """
+    reported = old.used.any(-1)
+    width = max(old.top_k, own.top_k)
+
+    def slots(of_old: Tensor, of_own: Tensor, empty: float) -> Tensor:
+        ours, theirs = (torch.nn.functional.pad(x, (0, width - x.shape[-1]), value=empty) for x in (of_own, of_old))
+        return torch.where(reported.unsqueeze(-1), theirs, ours)
+
+    return dataclasses.replace(
+        old,
+        token_ids=slots(old.token_ids, own.token_ids, -1),
+        log_probs=slots(old.log_probs, own.log_probs, -torch.inf),
+        tail_log_prob=torch.where(reported, old.tail_log_prob, own.tail_log_prob),
+        slot=torch.where(reported, old.slot, own.slot),
+    )
 
 
 def _captured(data: TensorDict) -> list[Tensor]:
@@ -123,40 +153,49 @@ def _captured(data: TensorDict) -> list[Tensor]:
 
 
 def _reported(data: TensorDict, vocab_size: int) -> list[Tensor]:
-    """The records that came with the completions.
+    """The records that came with the completions, without slots where there is none.
 
-    A sequence without a token that counts needs none: verl fills batches up with copies of a sample whose response is
-    one masked token, and completions that were aborted are empty. Their policies are certain of what is there.
+    A sequence without a token that counts needs none, and may have another's: verl fills batches up with copies of a
+    sample whose response is one masked token, and completions that were aborted are empty.
     """
     counts = [bool(mask.any()) for mask in data["response_mask"].unbind()]
-    fields: list[Mapping[str, Any]] = tu.get(data, "extra_fields", default=[{}] * len(counts))
-    records = [field.get(OLD_POLICIES) if count else None for field, count in zip(fields, counts, strict=True)]
-    missing = sum(counts) - sum(record is not None for record in records)
+    found: list[Tensor | None]
+    if OLD_POLICIES in data:
+        found = list(data[OLD_POLICIES].unbind())
+    else:  # a rollout that no agent loop of `troll.verl.agent_loop` asked
+        fields: list[Mapping[str, Any]] = tu.get(data, "extra_fields", default=[{}] * len(counts))
+        found = [field.get(OLD_POLICIES) for field in fields]
+    missing = sum(count and record is None for record, count in zip(found, counts, strict=True))
     if missing:
         raise ValueError(
             f"{missing} of the batch's sequences came without their top-K log-probabilities, which "
             "policy_loss.anchor=rollout needs: see docs/verl.md for the rollouts that report them, or set anchor=old"
         )
+    records = [
+        record if count and record is not None and len(record) > len(NO_RECORD) else None
+        for record, count in zip(found, counts, strict=True)
+    ]
     real = [record for record in records if record is not None]
     none = torch.empty(0)
-    like = from_records(real[:1]) if real else PackedPolicy(none, none, none, none, none, 1, vocab_size, 0.0)
+    like = from_records(real[:1]) if real else PackedPolicy(none.int(), none, none, none, none, 1, vocab_size, 0.0)
+    like = dataclasses.replace(like, token_ids=like.token_ids.cpu(), log_probs=like.log_probs.cpu())
     responses = data["responses"].unbind()
     return [
-        _certain(response, like) if record is None else record
+        to_records(without_slots(len(response), like), [len(response)])[0] if record is None else record
         for record, response in zip(records, responses, strict=True)
     ]
 
 
-def _certain(token_ids: Tensor, like: PackedPolicy) -> Tensor:
-    """A record of policies that are certain of these tokens, captured as another was."""
-    ids = token_ids.cpu().int()
-    policy = dataclasses.replace(
-        like,
-        token_ids=ids,
-        log_probs=torch.zeros(len(ids)),
-        counts=torch.ones_like(ids),
-        tail_log_prob=torch.full((len(ids),), -torch.inf),
-        slot=torch.zeros_like(ids),
+def _certain_of(policy: PackedPolicy, token_ids: Tensor, which: Tensor) -> PackedPolicy:
+    """A policy with one slot more at some positions (N,) without any: all their mass is on the token that is there."""
+    counts = policy.counts + which.int()
+    position = torch.arange(len(counts), device=counts.device)
+    old = position.repeat_interleave(policy.counts, output_size=len(policy.token_ids))
+    order = torch.cat([old, position[which]]).argsort(stable=True)
+    return dataclasses.replace(
+        policy,
+        token_ids=torch.cat([policy.token_ids, token_ids[which].to(policy.token_ids.dtype)])[order],
+        log_probs=torch.cat([policy.log_probs, policy.log_probs.new_zeros(len(order) - len(old))])[order],
+        counts=counts,
+        tail_log_prob=policy.tail_log_prob.masked_fill(which, -torch.inf),
     )
-    (record,) = to_records(policy, [len(ids)])
-    return record

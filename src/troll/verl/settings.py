@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from typing import Any
 from troll.trust_region.objective import RATIO_LEVELS
 from troll.trust_region.policy.sparse import TAILS, check_capture
 from troll.trust_region.projecting.constraint import CONSTRAINTS
-from troll.verl.seam import FSDPActorConfig, McoreActorConfig, MegatronEngine, PolicyLossConfig
+from troll.verl.seam.training import FSDPActorConfig, McoreActorConfig, MegatronEngine, PolicyLossConfig
 
 ANCHORS = ("old", "rollout")
 
 #: What the engines of this package are called in verl's registry: where it is missing, nothing else takes their place.
 BACKEND_PREFIX = "troll_"
 
-#: Where verl looks for modules to import in every process, and the one that makes its vLLM server report.
-EXTERNAL_MODULES, REPORTING_ROLLOUT = "VERL_USE_EXTERNAL_MODULES", "troll.verl.vllm_rollout"
+#: What verl loads of us in every process, so that its vLLM servers report.
+PLUGIN = "troll.verl.plugin"
 
 _ACTOR = "actor_rollout_ref.actor"
 
@@ -46,7 +46,6 @@ class TrollPolicyLossConfig(PolicyLossConfig):
         rollout_log_probs: verl's ``actor_rollout_ref.rollout.calculate_log_probs``, likewise.
         rollout_top_p: verl's ``actor_rollout_ref.rollout.top_p``, likewise.
         rollout_top_k: verl's ``actor_rollout_ref.rollout.top_k``, likewise.
-        trainer_mode: verl's ``trainer.v1.trainer_mode``, likewise.
         rollout_name: verl's ``actor_rollout_ref.rollout.name``, likewise.
         rollout_is_disaggregated: verl's ``actor_rollout_ref.rollout.disaggregation.enabled``, likewise.
         rollout_logprobs_mode: verl's ``actor_rollout_ref.rollout.logprobs_mode``, likewise.
@@ -71,7 +70,6 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     rollout_log_probs: bool = True
     rollout_top_p: float = 1.0
     rollout_top_k: int = -1
-    trainer_mode: str = "sync"
     rollout_name: str | None = None
     rollout_is_disaggregated: bool = False
     rollout_logprobs_mode: str = "processed_logprobs"
@@ -132,20 +130,17 @@ class TrollPolicyLossConfig(PolicyLossConfig):
                 f"{_ACTOR}.policy_loss.anchor=rollout needs log-probabilities at the sampling temperature: set "
                 f"actor_rollout_ref.rollout.logprobs_mode=processed_logprobs, not {self.rollout_logprobs_mode}"
             )
-        if self.trainer_mode != "sync":
-            raise ValueError(
-                f"{_ACTOR}.policy_loss.anchor=rollout needs trainer.v1.trainer_mode=sync, got {self.trainer_mode!r}: "
-                "the asynchronous trainers drop what a rollout reports; set anchor=old and bypass_mode=False"
-            )
         if self.rollout_is_disaggregated or self.rollout_name in ("sglang", "trtllm"):
             raise ValueError(
                 f"{_ACTOR}.policy_loss.anchor=rollout needs a rollout that reports its distributions: set "
                 "actor_rollout_ref.rollout.name=vllm without disaggregation, or anchor=old"
             )
-        if self.rollout_name == "vllm" and REPORTING_ROLLOUT not in os.environ.get(EXTERNAL_MODULES, "").split(","):
+        import troll.verl.seam.rollout  # noqa: F401 (raises if verl lacks something)
+
+        if self.rollout_name == "vllm" and PLUGIN not in sys.modules:
             raise ValueError(
-                f"{_ACTOR}.policy_loss.anchor=rollout needs a vLLM server that reports its distributions: start with "
-                f"{EXTERNAL_MODULES}={REPORTING_ROLLOUT} in the environment of every machine"
+                f"{_ACTOR}.policy_loss.anchor=rollout needs {PLUGIN}, which verl has not loaded: leave "
+                "VERL_USE_EXTERNAL_PLUGINS at auto, and install troll-rl on every machine (a checkout by pip too)"
             )
 
 

@@ -1,74 +1,56 @@
 """Old policies from vLLM itself: its top-K log-probabilities of every sampled token, for ``anchor: rollout``.
 
-verl imports this module in every process if ``VERL_USE_EXTERNAL_MODULES=troll.verl.vllm_rollout`` is set. It puts a
-replica in the place of verl's own under the name ``vllm``, which does what verl's does, and whose server also reports
-the distributions it sampled from. They travel beside the completion, in its extra fields.
+`replica_class` is what verl's registry has under the name ``vllm``, in the place of verl's own: it does what that does,
+and its server also reports the distributions it sampled from. `troll.verl.agent_loop` takes them into the batch.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
-from troll import PackedPolicy, capture_top
-from troll.trust_region.policy.wire import to_records
 from troll.verl.old_policies import OLD_POLICIES
+from troll.verl.reported import old_policy_record
+from troll.verl.seam.rollout import RolloutReplica
 
 #: The key under ``actor_rollout_ref.rollout.custom``.
 CUSTOM = "trust_region"
 
 
-def old_policy_record(
-    token_ids: Sequence[int],
-    log_probs: Sequence[float],
-    top_log_probs: Sequence[Mapping[int, float]],
-    *,
-    vocab_size: int,
-    top_k: int,
-    mass_threshold: float,
-) -> Tensor:
-    """One completion's old policies as a record, for the extra field `OLD_POLICIES` of a rollout's output.
+class TopLogProbs:
+    """A vLLM engine that is asked for more log-probabilities than the caller wants, and keeps them as arrays.
+
+    vLLM's frontend makes text and Python objects of every log-probability: at K = 64 that costs more time than the
+    old-policy pass that it spares. So the arrays are taken where they arrive from the engine's own process, and the
+    frontend goes on with the sampled token's, as if no more had been asked for.
 
     Args:
-        token_ids: The sampled tokens, T.
-        log_probs: Their log-probabilities, T, in nats.
-        top_log_probs: For each of them, ids and log-probabilities of the most likely tokens, as an engine reports them:
-            with the sampled token or without.
-        vocab_size: V.
-        top_k: K.
-        mass_threshold: δ.
+        engine: vLLM's `AsyncLLM`, of which everything else is used as it is. What is used of vLLM 0.24 besides its
+            `generate`: `output_processor.process_outputs(outputs, ...)`, each output with a `request_id` and, of every
+            new token, `new_logprobs` (`LogprobsLists`: arrays (tokens, 1 + K) of ids and log-probabilities, the sampled
+            token's first); and `output_processor.request_states[request_id].external_req_id`, the id of `generate`.
+        number: K, log-probabilities for each sampled token, not counting its own.
 
     Raises:
-        ValueError: If the numbers are not log-probabilities, or there are not equally many of each.
-    """
-    width = max((len(entries) for entries in top_log_probs), default=1)
-    ids = torch.full((len(token_ids), width), -1)
-    top = torch.full((len(token_ids), width), -torch.inf)
-    for row, entries in zip(range(len(token_ids)), top_log_probs, strict=True):
-        ids[row, : len(entries)] = torch.tensor(list(entries))
-        top[row, : len(entries)] = torch.tensor(list(entries.values()))
-    sampled, own = torch.tensor(token_ids, dtype=torch.int64), torch.tensor(log_probs, dtype=torch.float32)
-    policy = capture_top(ids, top, sampled, own, vocab_size, top_k=top_k, mass_threshold=mass_threshold)
-    (record,) = to_records(PackedPolicy.of(policy), [len(token_ids)])
-    return record
-
-
-class TopLogProbs:
-    """A vLLM engine that is asked for more log-probabilities than the caller wants, and keeps them for each request.
-
-    Args:
-        engine: Of which everything else is used as it is.
-        number: Log-probabilities for each sampled token, beside its own.
+        RuntimeError: If the engine has no such output processor.
     """
 
     def __init__(self, engine: Any, number: int) -> None:
         self._engine, self._number = engine, number
-        self._reported: dict[str, list[Mapping[int, Any]]] = {}
+        self._arrays: dict[str, tuple[list[np.ndarray], list[np.ndarray]]] = {}
+        processor: Any = getattr(engine, "output_processor", None)
+        if not (hasattr(processor, "process_outputs") and hasattr(processor, "request_states")):
+            raise RuntimeError(
+                f"{type(engine).__module__}.{type(engine).__name__} has no output_processor as vLLM 0.24 has it, where "
+                "anchor=rollout takes its log-probabilities: install the vLLM that verl asks for, or set anchor=old"
+            )
+        self._states, self._process = processor.request_states, processor.process_outputs
+        processor.process_outputs = self._process_outputs
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -77,24 +59,44 @@ class TopLogProbs:
         """The engine's own outputs."""
         if sampling_params.logprobs is not None:
             sampling_params.logprobs = self._number
+            self.expect(request_id)
+        if not sampling_params.stop:  # verl reads no text, and only stop strings need it
+            sampling_params.detokenize = False
         async for output in self._engine.generate(sampling_params=sampling_params, request_id=request_id, **inputs):
-            if output.outputs and output.outputs[0].logprobs is not None:
-                self._reported[request_id] = output.outputs[0].logprobs
             yield output
 
-    def taken(self, request_id: str) -> list[dict[int, float]] | None:
-        """What the engine reported of a request, and forgets: by token, ids and log-probabilities in nats."""
-        reported = self._reported.pop(request_id, None)
-        if reported is None:
+    def expect(self, *request_ids: str) -> None:
+        """Keeps what the engine reports of these requests from now on."""
+        self._arrays.update((request_id, ([], [])) for request_id in request_ids)
+
+    def taken(self, request_id: str) -> tuple[Tensor, Tensor] | None:
+        """What the engine reported of a request, and forgets: ids and log-probabilities in nats, (T, 1 + K) each."""
+        arrays = self._arrays.pop(request_id, ([], []))
+        if not arrays[0]:
             return None
-        return [{token: entry.logprob for token, entry in entries.items()} for entries in reported]
+        ids, log_probs = (torch.from_numpy(np.concatenate(rows)) for rows in arrays)
+        return ids, log_probs
+
+    def _process_outputs(self, engine_core_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        for output in engine_core_outputs:
+            state = self._states.get(output.request_id)
+            arrays = None if state is None else self._arrays.get(state.external_req_id)
+            lists = output.new_logprobs
+            if arrays is None or lists is None:
+                continue
+            ids, log_probs = lists.logprob_token_ids, lists.logprobs
+            # Copies, since these are views of a whole message.
+            arrays[0].append(ids[:, : self._number + 1].copy())
+            arrays[1].append(log_probs[:, : self._number + 1].copy())
+            output.new_logprobs = lists._replace(logprob_token_ids=ids[:, :1], logprobs=log_probs[:, :1])
+        return self._process(engine_core_outputs, *args, **kwargs)
 
 
 def reporting(server_class: type) -> type:
     """A server class of verl's whose completions bring their old policies along.
 
     Raises:
-        RuntimeError: In generation, if the engine reported no log-probabilities.
+        RuntimeError: In generation, if the engine reported no log-probabilities, or not those of the completion.
     """
 
     class ReportingServer(server_class):
@@ -114,10 +116,12 @@ def reporting(server_class: type) -> type:
         async def generate(
             self, prompt_ids: Any, sampling_params: dict[str, Any], request_id: str, **inputs: Any
         ) -> Any:
-            output = await super().generate(
-                prompt_ids=prompt_ids, sampling_params=sampling_params, request_id=request_id, **inputs
-            )
-            reported = self.engine.taken(request_id)
+            try:
+                output = await super().generate(
+                    prompt_ids=prompt_ids, sampling_params=sampling_params, request_id=request_id, **inputs
+                )
+            finally:
+                reported = self.engine.taken(request_id)
             if not output.token_ids:  # aborted
                 return output
             if reported is None:
@@ -125,13 +129,16 @@ def reporting(server_class: type) -> type:
                     "the rollout reported no log-probabilities, which anchor=rollout needs: set "
                     "actor_rollout_ref.rollout.calculate_log_probs=True"
                 )
+            if reported[0][:, 0].tolist() != list(output.token_ids):
+                raise RuntimeError(
+                    f"vLLM reported log-probabilities of {len(reported[0])} tokens that are not the "
+                    f"{len(output.token_ids)} of its completion: set actor_rollout_ref.actor.policy_loss.anchor=old"
+                )
             settings = self.config.custom[CUSTOM]
             # In a thread, since this loop serves every request.
             output.extra_fields[OLD_POLICIES] = await asyncio.to_thread(
                 old_policy_record,
-                output.token_ids,
-                output.log_probs,
-                reported,
+                *reported,
                 vocab_size=self.model_config.hf_config.get_text_config().vocab_size,
                 top_k=settings["top_k"],
                 mass_threshold=settings["mass_threshold"],
@@ -141,7 +148,8 @@ def reporting(server_class: type) -> type:
     return ReportingServer
 
 
-def _load_replica() -> type[RolloutReplica]:
+def replica_class() -> type[RolloutReplica]:
+    """Verl's replica of vLLM, with a server that reports where ``anchor=rollout`` asks for it."""
     import ray
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
@@ -153,6 +161,3 @@ def _load_replica() -> type[RolloutReplica]:
                 self.server_class = ray.remote(reporting(vLLMHttpServer))
 
     return ReportingReplica
-
-
-RolloutReplicaRegistry.register("vllm", _load_replica)

@@ -1,28 +1,14 @@
-"""Everything of verl, and of Megatron in verl, that is not documented for others: what it is for, and its shape.
-
-verl changes every few weeks. What counts is not its version but what we build on, so this looks at import whether every
-class, method and parameter is there, and says what is missing. Nothing else in `troll.verl` imports from verl.
-"""
+"""What is built on in verl's engines, its losses and its configuration."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-#: Versions that the tests ran with.
-VERIFIED = ("0.9.1",)
-
-try:
-    _found = version("verl")
-except PackageNotFoundError:
-    raise ImportError("troll.verl needs verl: pip install 'troll-rl[verl]'") from None
+from troll.verl.seam import Needed, check, lacking
 
 try:
     from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
-    from verl.utils import tensordict_utils as tu
     from verl.utils.torch_functional import masked_mean
     from verl.utils.ulysses import get_ulysses_sequence_parallel_group, ulysses_pad_and_slice_inputs
     from verl.workers.config import FSDPActorConfig, McoreActorConfig, PolicyLossConfig
@@ -30,7 +16,6 @@ try:
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
     from verl.workers.engine.utils import pad_packed_inputs
-    from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
     from verl.workers.utils.padding import no_padding_2_padding
 
     if MegatronEngine is not None:
@@ -38,40 +23,7 @@ try:
         from verl.utils.megatron_utils import unwrap_model
         from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 except ImportError as error:
-    raise ImportError(
-        f"troll.verl builds on what verl {_found} does not have ({error}); it is verified with verl "
-        f"{' and '.join(VERIFIED)}"
-    ) from error
-
-
-@dataclass(frozen=True)
-class Needed:
-    """A function or method of verl's that we override or call.
-
-    Attributes:
-        owner: The class it is of, or the function itself.
-        name: Of the method; None for a function.
-        purpose: What we need it for.
-        parameters: That it has to take, by name.
-    """
-
-    owner: Any
-    name: str | None
-    purpose: str
-    parameters: tuple[str, ...] = ()
-
-    def missing(self) -> str | None:
-        """What it lacks, if anything."""
-        function: Callable[..., Any] | None = self.owner if self.name is None else getattr(self.owner, self.name, None)
-        name = f"{self.owner.__name__}{'' if self.name is None else '.' + self.name}"
-        if function is None:
-            return f"{name} ({self.purpose})"
-        found = inspect.signature(function).parameters
-        if any(x.kind is x.VAR_KEYWORD for x in found.values()):
-            return None
-        lacking = [parameter for parameter in self.parameters if parameter not in found]
-        return f"{', '.join(lacking)} of {name} ({self.purpose})" if lacking else None
-
+    raise lacking(error) from error
 
 NEEDED: tuple[Needed, ...] = (
     Needed(EngineRegistry, "register", "engines by name", ("model_type", "backend", "device")),
@@ -96,7 +48,6 @@ NEEDED: tuple[Needed, ...] = (
     Needed(agg_loss, None, "the loss", ("loss_mat", "loss_mask", "loss_agg_mode")),
     Needed(register_policy_loss, None, "the loss", ("name",)),
     Needed(no_padding_2_padding, None, "the loss"),
-    Needed(RolloutReplicaRegistry, "register", "a rollout that reports its distributions", ("name", "loader")),
 )
 
 if MegatronEngine is not None:
@@ -119,22 +70,13 @@ if MegatronEngine is not None:
         Needed(preprocess_bshd_engine, None, "padded batches", ("use_fp8_padding", "forced_max_seqlen")),
     )
 
-
-def missing() -> Iterator[str]:
-    """What the installed verl lacks of all that we build on."""
-    return (found for found in (needed.missing() for needed in NEEDED) if found is not None)
+check(NEEDED)
 
 
 def takes_output_processor(model: Any) -> bool:
     """Whether a model of Megatron hands its hidden states to a function of ours (megatron-core from 0.18 on)."""
     return "output_processor" in inspect.signature(type(model).forward).parameters
 
-
-if _missing := list(missing()):
-    raise ImportError(
-        f"troll.verl builds on what verl {_found} does not have: {'; '.join(_missing)}. It is verified with verl "
-        f"{' and '.join(VERIFIED)}"
-    )
 
 __all__ = [
     "EngineRegistry",
@@ -143,15 +85,13 @@ __all__ = [
     "McoreActorConfig",
     "MegatronEngine",
     "PolicyLossConfig",
-    "RolloutReplica",
-    "RolloutReplicaRegistry",
     "agg_loss",
     "get_ulysses_sequence_parallel_group",
     "masked_mean",
     "no_padding_2_padding",
     "pad_packed_inputs",
     "register_policy_loss",
-    "tu",
+    "takes_output_processor",
     "ulysses_pad_and_slice_inputs",
 ]
 if MegatronEngine is not None:

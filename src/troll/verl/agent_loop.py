@@ -1,0 +1,74 @@
+"""From what a rollout reports to the field `OLD_POLICIES` of the batch, without a stop on the way.
+
+What a server of verl puts into a completion's extra fields reaches users' agent loops, reward functions and the JSON of
+reward servers. Of several turns verl keeps the first one's extra fields, and of an interrupted completion none. So the
+records are taken out where a completion arrives, and put into the sample as it leaves for the transfer queue: as a
+tensor of its own, which only those fetch who ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+from troll.verl.old_policies import OLD_POLICIES
+from troll.verl.reported import Turn, response_record
+from troll.verl.seam.rollout import AgentLoopBase, AgentLoopOutput, LLMServerClient, normalize_token_ids
+
+#: The engine's answers for the sample at hand: verl runs a task for each sample, whose own tasks share the list.
+_turns: ContextVar[list[Turn]] = ContextVar("turns")
+
+_INSTALLED = "_troll_carries_old_policies"
+
+
+def carry_old_policies() -> None:
+    """Has verl's agent loops in this process carry records; once is enough, more does nothing.
+
+    Ray sends verl's agent-loop workers by value, with methods as they were when verl was imported. So this changes only
+    classes that a worker imports.
+    """
+    if getattr(LLMServerClient, _INSTALLED, False):
+        return
+    AgentLoopBase.__init__ = _beginning(AgentLoopBase.__init__)
+    LLMServerClient.generate = _taking(LLMServerClient.generate)
+    AgentLoopOutput.as_dict = _with_field(AgentLoopOutput.as_dict)
+    setattr(LLMServerClient, _INSTALLED, True)
+
+
+def _beginning(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def beginning(self: Any, *args: Any, **kwargs: Any) -> None:
+        _turns.set([])  # verl makes an agent loop for each sample
+        init(self, *args, **kwargs)
+
+    return beginning
+
+
+def _taking(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    @wraps(generate)
+    async def taking(self: Any, request_id: str, *, prompt_ids: Any, **inputs: Any) -> Any:
+        prompt = normalize_token_ids(prompt_ids)
+        output = await generate(self, request_id, prompt_ids=prompt_ids, **inputs)
+        record = output.extra_fields.pop(OLD_POLICIES, None)
+        if _turns.get(None) is None:
+            _turns.set([])
+        if output.token_ids:
+            _turns.get().append(Turn(prompt, list(output.token_ids), record))
+        return output
+
+    return taking
+
+
+def _with_field(as_dict: Callable[[AgentLoopOutput], dict[str, Any]]) -> Callable[[AgentLoopOutput], dict[str, Any]]:
+    @wraps(as_dict)
+    def with_field(self: AgentLoopOutput) -> dict[str, Any]:
+        fields = as_dict(self)
+        turns = _turns.get([])
+        # A rollout that does not report leaves the field out, which the update refuses if it needs it.
+        if turns and all(turn.record is not None for turn in turns):
+            fields[OLD_POLICIES] = response_record(self.prompt_ids, self.response_ids, turns)
+        return fields
+
+    return with_field

@@ -1,0 +1,194 @@
+"""Old policies that an inference engine reported: from its rows of log-probabilities to the record of a response."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from troll import PackedPolicy
+from troll.trust_region.policy.sparse import check_capture
+from troll.trust_region.policy.top import LARGEST_TOTAL, check_tokens_in
+from troll.trust_region.policy.values import PROBABILITY_FLOOR
+from troll.trust_region.policy.wire import from_records, to_records
+
+
+def old_policy_record(
+    token_ids: Tensor, log_probs: Tensor, *, vocab_size: int, top_k: int, mass_threshold: float
+) -> Tensor:
+    """One completion's old policies as a record, for the extra field `OLD_POLICIES` of a rollout's output.
+
+    The policies of `troll.capture_top`, without its sort of all entries: they are in order already. Where equal
+    log-probabilities leave a choice of which tokens are kept, the engine's stands.
+
+    Args:
+        token_ids: (T, 1 + M) integers, in vLLM's order: the sampled token, then the M most likely ones, most likely
+            first. The sampled token may be among those.
+        log_probs: (T, 1 + M) float32, theirs, in nats, of the distribution that was sampled from.
+        vocab_size: V.
+        top_k: K, of which M may be fewer or more.
+        mass_threshold: δ.
+
+    Raises:
+        ValueError: If the shapes differ, the numbers are not log-probabilities in descending order, or kept tokens are
+            outside the vocabulary.
+    """
+    check_capture(top_k, mass_threshold)
+    if token_ids.dim() != 2 or token_ids.shape != log_probs.shape or token_ids.shape[1] < 2:
+        raise ValueError(
+            f"token_ids and log_probs must be (T, 1 + M) with one M of at least 1, got {tuple(token_ids.shape)} and "
+            f"{tuple(log_probs.shape)}"
+        )
+    policy = _packed(token_ids.int(), log_probs.float(), vocab_size, min(top_k, vocab_size), mass_threshold)
+    (record,) = to_records(policy, [len(token_ids)])
+    return record
+
+
+def _packed(token_ids: Tensor, log_probs: Tensor, vocab_size: int, top_k: int, mass_threshold: float) -> PackedPolicy:
+    """As `capture_top` of the same entries: tokens until they cover 1 − δ, and the sampled one."""
+    sampled, own = token_ids[:, :1], log_probs[:, :1]
+    ids, logs = token_ids[:, 1 : 1 + top_k], log_probs[:, 1 : 1 + top_k]
+    if bool((logs[:, 1:] > logs[:, :-1]).any()):
+        raise ValueError("log_probs must be in descending order after the sampled token's")
+    probs, is_sampled = logs.double().exp(), ids == sampled
+    among = is_sampled.any(-1, keepdim=True)
+    covered = probs.cumsum(-1)
+    total = covered[:, -1:] + own.double().exp().masked_fill(among, 0)
+    if not bool((total <= LARGEST_TOTAL).all()):
+        raise ValueError(f"log_probs must be log-probabilities, got some that add up to {total.max().item():.3g}")
+    everything = ids.shape[1] + (~among).int() == vocab_size
+    left = (1 - total).clamp(min=PROBABILITY_FLOOR).masked_fill(everything, 0)
+    whole = total + left
+
+    # A slot is used while it and everything after it hold more than the threshold.
+    used = whole - covered + probs > mass_threshold * whole if mass_threshold > 0 else torch.ones_like(is_sampled)
+    counts = used.sum(-1, keepdim=True)
+    # The sampled token's own slot, where it is not among the used ones: after them, or the last one's.
+    added = ~(used & is_sampled).any(-1, keepdim=True)
+    last = counts.clamp(max=top_k - 1)
+    kept = used & ~(added & (torch.arange(ids.shape[1]) == last))
+    tail = left + probs.masked_fill(kept | is_sampled, 0).sum(-1, keepdim=True)
+
+    own_column = torch.arange(ids.shape[1] + 1) == last.masked_fill(~added, -1)
+    kept = torch.nn.functional.pad(kept, (0, 1)) | own_column
+    ids = torch.where(own_column, sampled, torch.nn.functional.pad(ids, (0, 1)))[kept]
+    logs = torch.where(own_column, own, torch.nn.functional.pad(logs, (0, 1)))[kept]
+    counts = kept.sum(-1, dtype=torch.int32)
+    check_tokens_in("token_ids", ids, vocab_size)
+    starts = counts.cumsum(0) - counts
+    ids = _ties_by_id(ids, logs, starts, own_column[kept])
+    row = torch.arange(len(counts)).repeat_interleave(counts, output_size=len(ids))
+    slot = torch.empty_like(counts)
+    (at,) = (ids == sampled.squeeze(-1)[row]).nonzero(as_tuple=True)
+    slot[row[at]] = (at - starts[row[at]]).int()
+    return PackedPolicy(
+        token_ids=ids,
+        log_probs=(logs - whole.log().squeeze(-1)[row]).float(),
+        counts=counts,
+        tail_log_prob=(tail / whole).log().squeeze(-1).float(),
+        slot=slot,
+        top_k=top_k,
+        vocab_size=vocab_size,
+        mass_threshold=mass_threshold,
+    )
+
+
+def _ties_by_id(ids: Tensor, logs: Tensor, starts: Tensor, separate: Tensor) -> Tensor:
+    """Ids of packed slots, in ascending order where log-probabilities of one position are equal.
+
+    Args:
+        ids: (S,) int32.
+        logs: (S,), in descending order within a position.
+        starts: (T,), the first slot of each position.
+        separate: (S,), slots that stay where they are.
+    """
+    new = torch.ones_like(separate)
+    new[1:] = (logs[1:] != logs[:-1]) | separate[1:]
+    new[starts] = True
+    if bool((new[1:] | (ids[1:] > ids[:-1])).all()):
+        return ids
+    keys = (new.cumsum(0) << 32) | ids.long()
+    return torch.from_numpy(np.sort(keys.numpy())).int()  # NumPy's sort of integers is the faster one
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One call of the inference engine for a sample.
+
+    Attributes:
+        prompt_ids: What it was given: the prompt, and everything after it so far.
+        token_ids: What it sampled.
+        record: Their old policies; None if it reported none.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    record: Tensor | None
+
+
+#: In the place of the record of a response of which no token was reported: buffers do not like empty tensors.
+NO_RECORD = torch.zeros(1, dtype=torch.int32)
+
+
+def response_record(prompt_ids: Sequence[int], response_ids: Sequence[int], turns: Sequence[Turn]) -> Tensor:
+    """The record of a whole response, of which an engine sampled some tokens, in one or more turns.
+
+    A turn counts as far as its tokens stand in the response as they were sampled, after what the engine was given: what
+    was cut off or tokenised anew since has another policy. Positions of which no turn says anything have no slots.
+
+    Args:
+        prompt_ids: The sample's prompt.
+        response_ids: Its response, T tokens.
+        turns: Calls whose records are there.
+
+    Returns:
+        A record of T positions; `NO_RECORD` where nothing was reported.
+    """
+    sequence, edge = [*prompt_ids, *response_ids], len(prompt_ids)
+    matches = []
+    for turn in turns:
+        start = len(turn.prompt_ids)
+        length = _common(turn.token_ids, sequence[start:]) if sequence[:start] == turn.prompt_ids else 0
+        if turn.record is not None and start >= edge and length:
+            matches.append((start - edge, -length, turn.record))
+    matches.sort(key=lambda match: match[:2])
+    taken: list[tuple[int, int, Tensor]] = []
+    for start, negative, record in matches:
+        if not taken or start >= taken[-1][1]:
+            taken.append((start, start - negative, record))
+    if not taken:
+        return NO_RECORD
+    policies = [from_records([record]) for _, _, record in taken]
+    if len(policies) == 1 and policies[0].shape[0] == len(response_ids):
+        return taken[0][2]
+    parts, at = [], 0
+    for (start, end, _), policy in zip(taken, policies, strict=True):
+        parts += [without_slots(start - at, policy), policy[: end - start]]
+        at = end
+    parts.append(without_slots(len(response_ids) - at, parts[-1]))
+    (record,) = to_records(PackedPolicy.cat(parts), [len(response_ids)])
+    return record
+
+
+def without_slots(positions: int, like: PackedPolicy) -> PackedPolicy:
+    """Policies of (positions,) of which nothing is known, captured as another was."""
+    none = torch.zeros(positions, dtype=torch.int32)
+    return dataclasses.replace(
+        like,
+        token_ids=like.token_ids[:0],
+        log_probs=like.log_probs[:0],
+        counts=none,
+        tail_log_prob=torch.zeros(positions),
+        slot=none,
+    )
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many elements the two begin with in common."""
+    if list(first) == list(second[: len(first)]):
+        return len(first)
+    return next(n for n, (a, b) in enumerate(zip([*first, None], [*second, None], strict=False)) if a != b)

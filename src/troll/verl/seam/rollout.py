@@ -1,0 +1,34 @@
+"""What is built on in verl's rollouts: its servers, the clients that call them, and the agent loops that call those."""
+
+from __future__ import annotations
+
+from troll.verl.seam import Needed, check, lacking
+
+try:
+    from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+    from verl.utils.tokenizer import normalize_token_ids
+    from verl.workers.rollout.llm_server import LLMServerClient
+    from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
+except ImportError as error:
+    raise lacking(error) from error
+
+NEEDED: tuple[Needed, ...] = (
+    Needed(RolloutReplicaRegistry, "register", "a server that reports its distributions", ("name", "loader")),
+    Needed(AgentLoopBase, "__init__", "where a sample begins"),
+    Needed(LLMServerClient, "generate", "taking records out of completions", ("request_id", "prompt_ids")),
+    Needed(AgentLoopOutput, "as_dict", "putting a sample's record into the batch"),
+)
+
+check(NEEDED)
+
+if "extra_fields" not in TokenOutput.model_fields:
+    raise lacking("extra_fields of TokenOutput (records of a completion)")
+
+__all__ = [
+    "AgentLoopBase",
+    "AgentLoopOutput",
+    "LLMServerClient",
+    "RolloutReplica",
+    "RolloutReplicaRegistry",
+    "normalize_token_ids",
+]

@@ -1,0 +1,251 @@
+"""From a server's answers to the batch, through verl's own client, agent-loop worker, reward manager and queue rows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from torch import Tensor
+from verl.experimental.agent_loop.agent_loop import (
+    AgentLoopBase,
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    AgentLoopWorker,
+    _agent_loop_registry,
+)
+from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
+from verl.trainer.ppo.v1 import agent_loop_tq
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from tests.verl.test_reported import SETTINGS, check_slots, engine_rows
+from troll.study.embedded import character_tokenizer
+from troll.trust_region.policy.wire import from_records
+from troll.verl.agent_loop import carry_old_policies
+from troll.verl.old_policies import OLD_POLICIES
+from troll.verl.reported import NO_RECORD, old_policy_record
+
+carry_old_policies()
+carry_old_policies()  # a second time does nothing
+
+PROMPT, TOOL = [1, 2, 3], [5, 6]
+
+
+class Server:
+    """As verl's server actor; answers with 4 tokens, and reports their old policies unless told not to."""
+
+    def __init__(self, reports: bool = True, interrupted: bool = False) -> None:
+        self.generate = SimpleNamespace(remote=self._generate)
+        self.records: list[Tensor] = []
+        self._reports, self._interrupted = reports, interrupted
+
+    async def _generate(self, *, request_id: str, prompt_ids: list[int], **_: Any) -> TokenOutput:
+        ids, log_probs = engine_rows(4, seed=len(prompt_ids))[1:]
+        record = old_policy_record(ids, log_probs, **SETTINGS)
+        self.records.append(record)
+        extra_fields: dict[str, Any] = {"global_steps": 1}
+        if self._reports:
+            extra_fields[OLD_POLICIES] = record
+        aborted = self._interrupted and len(self.records) == 1
+        return TokenOutput(
+            token_ids=ids[:, 0].tolist(),
+            log_probs=log_probs[:, 0].tolist(),
+            stop_reason="aborted" if aborted else "completed",
+            extra_fields=extra_fields,
+        )
+
+
+class Loop(AgentLoopBase):
+    """A user's agent loop: it calls the engine, hands on what it got, and calls again after a tool's answer."""
+
+    turns = 1
+    changes = False
+
+    async def run(self, sampling_params: dict[str, Any], **_: Any) -> AgentLoopOutput:
+        response: list[int] = []
+        mask: list[int] = []
+        fields: dict[str, Any] = {}
+        for turn in range(self.turns):
+            if turn:
+                response, mask = response + TOOL, mask + [0] * len(TOOL)
+            output = await self.server_manager.generate("a", prompt_ids=PROMPT + response, sampling_params={})
+            assert OLD_POLICIES not in output.extra_fields
+            response, mask = response + output.token_ids, mask + [1] * len(output.token_ids)
+            fields = fields or output.extra_fields
+        if self.changes:
+            response[0] += 1
+        return AgentLoopOutput(
+            prompt_ids=PROMPT,
+            response_ids=response,
+            response_mask=mask,
+            metrics=AgentLoopMetrics(),
+            extra_fields=fields,
+        )
+
+
+_agent_loop_registry["loop"] = {"_target_": f"{__name__}.Loop"}
+
+
+def client_class(base: type[LLMServerClient], server: Server) -> type[LLMServerClient]:
+    class Client(base):
+        async def _acquire_server(self, request_id: str, **_: Any) -> tuple[str, Server]:
+            return "server", server
+
+        def _release_server(self, *_: Any, **__: Any) -> None:
+            pass
+
+    return Client
+
+
+class Rewards:
+    """verl's reward worker with a user's function that writes JSON, as a remote reward server needs it."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.compute_score = SimpleNamespace(remote=self._score)
+
+    async def _score(self, data: Any) -> dict[str, Any]:
+        manager = NaiveRewardManager(OmegaConf.create(), character_tokenizer(), self._user)
+        return dict(await manager.run_single(data))
+
+    def _user(self, data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+        self.seen.append(json.dumps(extra_info, default=lambda value: value.item()))
+        return 1.0
+
+
+def sampled(
+    monkeypatch: pytest.MonkeyPatch,
+    server: Server,
+    *,
+    base: type[LLMServerClient] = LLMServerClient,
+    samples: int = 1,
+) -> tuple[list[TensorDict], Rewards]:
+    """The rows that verl's agent-loop worker puts into the transfer queue for samples at the same time."""
+    put: list[TensorDict] = []
+
+    async def batch_put(*, fields: TensorDict, **_: Any) -> None:
+        put.append(fields)
+
+    monkeypatch.setattr(agent_loop_tq.tq, "async_kv_batch_put", batch_put)
+    worker_class: type[AgentLoopWorker] = agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class
+    worker = object.__new__(worker_class)
+    rewards = Rewards()
+    rollout = {"name": "vllm", "response_length": 32}
+    worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": {}})
+    worker.llm_client = client_class(base, server)(worker.config)
+    worker.tokenizer, worker.processor, worker.hf_model_type = character_tokenizer(), None, None
+    worker.dataset_cls, worker.tools, worker.distillation_enabled = None, [], False
+    worker.mm_processor_kwargs = {}
+    worker.reward_loop_worker_handles = [rewards]
+    sample = {
+        "uid": "u",
+        "session_id": 0,
+        "global_steps": 0,
+        "data_source": "d",
+        "reward_model": {"ground_truth": "g"},
+        "extra_info": {"split": "train"},
+    }
+    trajectory = {"step": 0, "sample_index": 0, "rollout_n": 0, "validate": False}
+
+    async def run() -> None:
+        tasks = (
+            worker._run_agent_loop({}, trajectory, agent_name="loop", trace=False, **sample) for _ in range(samples)
+        )
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+    return put, rewards
+
+
+def field(row: TensorDict) -> Tensor:
+    (record,) = row[OLD_POLICIES].unbind()
+    return record
+
+
+def test_a_record_is_a_column_of_its_own_and_rewards_never_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+    (row,), rewards = sampled(monkeypatch, server)
+    assert torch.equal(field(row), server.records[0])
+    extra_fields = next(iter(row["extra_fields"]))
+    assert OLD_POLICIES not in extra_fields and extra_fields["global_steps"] == 1
+    (seen,) = rewards.seen
+    assert OLD_POLICIES not in seen and json.loads(seen)["split"] == "train"
+    assert row["rm_scores"].sum() == 1
+
+
+def test_turns_make_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loop, "turns", 2)
+    server = Server()
+    (row,), _ = sampled(monkeypatch, server)
+    first, second = (from_records([record]) for record in server.records)
+    check_slots(field(row), [first, len(TOOL), second])
+    assert row["response_mask"][0].tolist() == [1] * 4 + [0] * 2 + [1] * 4
+
+
+def test_an_interrupted_completion_has_the_policies_of_all_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client of verl's asynchronous trainer, which makes one answer of several and drops their extra fields."""
+    monkeypatch.setattr(asyncio, "sleep", _at_once(asyncio.sleep))
+    server = Server(interrupted=True)
+    (row,), _ = sampled(monkeypatch, server, base=FullyAsyncLLMServerClient)
+    assert len(server.records) == 2 and row["responses"].numel() == 8
+    check_slots(field(row), [from_records([record]) for record in server.records])
+
+
+def _at_once(sleep: Callable[[float], Any]) -> Callable[[float], Any]:
+    return lambda seconds: sleep(0)
+
+
+def test_a_response_that_was_tokenised_anew_has_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loop, "changes", True)
+    (row,), _ = sampled(monkeypatch, Server())
+    assert torch.equal(field(row), NO_RECORD)
+
+
+def test_a_rollout_that_does_not_report_makes_no_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,), _ = sampled(monkeypatch, Server(reports=False))
+    assert OLD_POLICIES not in row and OLD_POLICIES not in next(iter(row["extra_fields"]))
+
+
+def test_samples_at_the_same_time_keep_their_records_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loop, "turns", 2)
+    server = Server()
+    rows, _ = sampled(monkeypatch, server, samples=3)
+    assert len(rows) == 3 and len(server.records) == 6
+    for row in rows:
+        check_slots(field(row), [from_records([server.records[0]]), len(TOOL), from_records([server.records[-1]])])
+
+
+def test_tasks_of_an_agent_loop_share_its_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Parallel(LLMServerClient):
+        async def generate(self, *args: Any, **inputs: Any) -> TokenOutput:
+            return await asyncio.create_task(super().generate(*args, **inputs))
+
+    server = Server()
+    (row,), _ = sampled(monkeypatch, server, base=Parallel)
+    assert torch.equal(field(row), server.records[0])
+
+
+def test_numpy_prompts_are_the_same_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+
+    async def run(self: Any, sampling_params: dict[str, Any], **_: Any) -> AgentLoopOutput:
+        output = await self.server_manager.generate("a", prompt_ids=np.array(PROMPT), sampling_params={})
+        return AgentLoopOutput(
+            prompt_ids=PROMPT,
+            response_ids=output.token_ids,
+            response_mask=[1] * 4,
+            metrics=AgentLoopMetrics(),
+            extra_fields=output.extra_fields,
+        )
+
+    monkeypatch.setattr(Loop, "run", run)
+    (row,), _ = sampled(monkeypatch, server)
+    assert torch.equal(field(row), server.records[0])
