@@ -140,7 +140,7 @@ def routes(shape: Shape, gpus: int, a: Assumptions) -> dict[str, Route]:
         f"and {UNITS_A_NODE} units a node": Route(shape.readers, units),
         "and the last stage": Route(shape.tensor_parallel, units),
         "and one rank of it": Route(1, units),
-        "kept where captured": Route(0, units),
+        "anchor=old: kept where captured": Route(0, units),
     }
 
 

@@ -29,6 +29,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
 
 from troll.study.embedded import character_tokenizer
+from troll.trust_region.policy.wire import to_records
 
 PLUG_IN = ("hydra.searchpath=[pkg://troll.verl.config]", "+troll=fsdp")
 
@@ -281,12 +282,15 @@ class Actor:
         return {} if output is None else tu.get(output, "metrics")
 
 
+def captured(engine: Any, batch: TensorDict) -> list[Tensor]:
+    """The old policies that an engine keeps of a batch, as a record for each sequence."""
+    return to_records(engine.captured.of(batch), batch["responses"].offsets().diff().tolist())
+
+
 def with_scores(batch: TensorDict, scores: TensorDict) -> TensorDict:
     """A copy of the batch with what v1's trainer makes of a pass's results."""
     batch = batch.copy()
     batch["old_log_probs"] = response_from_nested(scores["log_probs"], batch["response_mask"])
-    if "old_policies" in scores:
-        batch["old_policies"] = scores["old_policies"]
     return batch
 
 

@@ -30,6 +30,7 @@ from tests.verl.actor import (
     SMALL,
     Step,
     as_batch,
+    captured,
     free_port,
     nested,
     place,
@@ -221,12 +222,11 @@ class MegatronActor:
         lengths = batch["input_ids"].offsets().diff().tolist()
         tu.assign_non_tensor(batch, compute_loss=False, calculate_entropy=True, global_token_num=lengths)
         scores = self.worker.infer_batch(batch)
-        answer = None if scores is None else {key: list(scores[key].unbind()) for key in ("log_probs", "old_policies")}
+        answer = None if scores is None else list(scores["log_probs"].unbind())
         answers: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(answers, (mpu.get_data_parallel_rank(), answer))
         own = next(a for replica, a in answers if replica == mpu.get_data_parallel_rank() and a is not None)
-        fields = TensorDict({key: nested(tensors) for key, tensors in own.items()}, [len(batch)])
-        return with_scores(batch, fields)
+        return with_scores(batch, TensorDict({"log_probs": nested(own)}, [len(batch)]))
 
     def update(self, batch: TensorDict) -> dict[str, Any]:
         """The updates of one rollout; verl's metrics, a list each, from the first process that has any."""
@@ -276,8 +276,8 @@ def trained(actor: MegatronActor, samples: list[Any], temperature: float = 1.0, 
     asked: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(asked, (mpu.is_pipeline_last_stage(), begin.call_count))
     records: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(records, (replica, list(scored["old_policies"].unbind())))
-    by_replica = dict(records)
+    dist.all_gather_object(records, (replica, captured(actor.engine, scored) if mpu.is_pipeline_last_stage() else None))
+    by_replica = dict(record for record in records if record[1] is not None)
     return {
         "old_policies": [by_replica[i % replicas][i // replicas] for i in range(len(samples))],
         "steps": list(actor.steps),

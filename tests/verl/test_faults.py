@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -10,13 +11,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from tests.verl.actor import Actor, as_batch, nested, rollout, trolled
+from tests.verl.actor import Actor, as_batch, captured, nested, rollout, trolled
 from troll import PackedPolicy, capture
 from troll.trust_region.policy.wire import CorruptPolicy, to_records
 
 
 def records(scored: TensorDict) -> list[Tensor]:
-    return [record.clone() for record in scored["old_policies"].unbind()]
+    return [record.clone() for record in captured(trolled().engine, scored)]
 
 
 def truncated(scored: TensorDict) -> list[Tensor]:
@@ -36,7 +37,8 @@ def flipped(scored: TensorDict) -> list[Tensor]:
 
 
 def of_other_lengths(scored: TensorDict) -> list[Tensor]:
-    return list(trolled().score(as_batch(rollout(seed=9)))["old_policies"].unbind())
+    other = trolled(True, "data.train_batch_size=32")
+    return captured(other.engine, other.score(as_batch(rollout(seed=9))))
 
 
 def of_another_vocabulary(scored: TensorDict) -> list[Tensor]:
@@ -50,8 +52,8 @@ def of_another_vocabulary(scored: TensorDict) -> list[Tensor]:
 
 def of_another_capture(scored: TensorDict) -> list[Tensor]:
     others = records(scored)[1:]
-    actor = trolled().reset(top_k=5)
-    return [actor.score(as_batch(rollout()))["old_policies"].unbind()[0], *others]
+    actor = trolled(True, "data.train_batch_size=32").reset(top_k=5)
+    return [captured(actor.engine, actor.score(as_batch(rollout())))[0], *others]
 
 
 def exchanged(scored: TensorDict) -> list[Tensor]:
@@ -85,17 +87,18 @@ def check_refused(actor: Actor, batch: TensorDict, error: type[Exception], messa
 def test_damaged_old_policies_are_refused(
     damaged: Callable[[TensorDict], list[Tensor]], error: type[Exception], message: str, packed: bool
 ) -> None:
-    scored = trolled(packed).score(as_batch(rollout()))
-    field = nested(damaged(scored))
-    scored["old_policies"] = field
-    check_refused(trolled(packed), scored, error, message)
+    """As an inference engine's reach an update: captured ones do not leave their process."""
+    scored = trolled().score(as_batch(rollout()))
+    scored["old_policies"] = nested(damaged(scored))
+    check_refused(trolled(packed).reset(anchor="rollout", bypass_mode=True), scored, error, message)
 
 
 def test_missing_old_policies_are_refused() -> None:
     actor = trolled()
-    scored = actor.score(as_batch(rollout()))
-    del scored["old_policies"]
-    check_refused(actor, scored, ValueError, "the batch has no old_policies.*not computed by an engine of troll.verl")
+    actor.score(as_batch(rollout(seed=2)))
+    other = trolled(True, "data.train_batch_size=32")
+    scored = other.score(as_batch(rollout()))
+    check_refused(actor, scored, ValueError, "2 of 2 sequences .* have no old policy in this process")
 
 
 def test_padded_rollouts_of_the_legacy_trainer_are_refused() -> None:
@@ -132,9 +135,10 @@ def test_a_run_goes_on_after_a_refused_update() -> None:
     scored = actor.score(as_batch(rollout()))
     damaged = scored.copy()
     damaged["old_policies"] = nested(flipped(scored))
+    actor.engine.trust_region = dataclasses.replace(actor.engine.trust_region, anchor="rollout", bypass_mode=True)
     with pytest.raises(CorruptPolicy):
         actor.update(damaged)
-    actor.update(scored)
+    actor.reset().update(scored)
     after = actor.parameters()
     other = trolled()
     other.update(other.score(as_batch(rollout())))

@@ -13,12 +13,12 @@ from verl.utils import tensordict_utils as tu
 
 from tests.tolerance import within
 from tests.verl import reference, worker
-from tests.verl.actor import Sample, as_batch, model_folder, rollout, single, trolled
+from tests.verl.actor import Sample, as_batch, captured, model_folder, rollout, single, trolled
 from tests.verl.reference import Settings, check, divided
 from tests.verl.worker import CASES, trained
 from troll import SparsePolicy
 from troll.trust_region.policy.wire import from_records
-from troll.verl.old_policies import OLD_POLICIES, response_places
+from troll.verl.old_policies import response_places
 
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 
@@ -80,7 +80,7 @@ def test_the_head_and_its_logits_have_the_same_scores(packed: bool, monkeypatch:
         batch = as_batch(rollout(), temperature=0.7)
         scores = actor.reset().infer(batch, calculate_entropy=True)
         reference_pass = actor.infer(batch, calculate_entropy=False)
-        assert "entropy" not in reference_pass and OLD_POLICIES not in reference_pass
+        assert "entropy" not in reference_pass
         tensors = scores["log_probs"], scores["entropy"], reference_pass["log_probs"]
         found.append([responses(x, batch) for x in tensors])
     own = stock.reset().infer(batch, calculate_entropy=True)
@@ -97,9 +97,9 @@ def test_one_temperature_for_each_sample_is_applied_to_logits() -> None:
     batch = as_batch(samples)
     tu.assign_non_tensor(batch, temperature=None)
     batch["temperature"] = torch.full((len(samples),), 0.7)
-    scores = actor.reset().infer(batch, calculate_entropy=True)
+    actor.reset().infer(batch, calculate_entropy=True)
     assert not actor.engine.from_head
-    check_captured(list(scores[OLD_POLICIES].unbind()), samples, Settings(temperature=0.7))
+    check_captured(captured(actor.engine, batch), samples, Settings(temperature=0.7))
 
 
 def test_fused_kernels_of_verl_change_nothing() -> None:
@@ -186,9 +186,9 @@ def test_dynamic_batch_sizes_equal_the_core() -> None:
 
 def test_dynamic_batch_sizes_capture_in_the_order_of_the_batch() -> None:
     samples = rollout()
-    batch = as_batch(samples)
-    scores = trolled().infer(batch, calculate_entropy=True, use_dynamic_bsz=True, max_token_len_per_gpu=24)
-    check_captured(list(scores["old_policies"].unbind()), samples, Settings())
+    batch, actor = as_batch(samples), trolled()
+    actor.infer(batch, calculate_entropy=True, use_dynamic_bsz=True, max_token_len_per_gpu=24)
+    check_captured(captured(actor.engine, batch), samples, Settings())
 
 
 def test_old_policies_follow_their_sequences_through_shuffled_epochs() -> None:
@@ -217,11 +217,11 @@ def test_lora_trains_and_its_reference_pass_captures_nothing() -> None:
     lora = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=all-linear"]
     actor, samples = trolled(True, *lora), rollout()
     scored = actor.score(as_batch(samples))
-    captured = scored["old_policies"]
+    before_reference = actor.engine.captured
     reference_pass = actor.infer(scored, calculate_entropy=False, no_lora_adapter=True)
-    assert "old_policies" not in reference_pass
+    assert actor.engine.captured is before_reference
     # The adapter starts as zero: the same network, and the same policies.
-    check_captured(list(captured.unbind()), samples, Settings())
+    check_captured(captured(actor.engine, scored), samples, Settings())
     before = actor.parameters()
     metrics = actor.update(scored)
     moved = {name for name, value in actor.parameters().items() if not torch.equal(value, before[name])}
@@ -260,5 +260,4 @@ def test_actors_share_a_process_with_verls_own() -> None:
     """verl's engine for verl's loss, beside the plug-in's: importing it takes nothing over."""
     stock = single(plug_in=())
     assert type(stock.engine).__module__.startswith("verl.")
-    scores = stock.reset().infer(as_batch(rollout()), calculate_entropy=True)
-    assert "old_policies" not in scores
+    assert not hasattr(stock.reset().engine, "captured")

@@ -14,7 +14,6 @@ from verl.utils.py_functional import rename_dict
 from tests.trust_region import reference
 from tests.verl.actor import ACTOR, as_batch, nested, rollout, trolled
 from troll import capture, trust_region_step
-from troll.trust_region.policy.wire import from_records
 from troll.verl.hooks import Capture, Update
 from troll.verl.old_policies import ResponseTokens, response_places
 from troll.verl.settings import TrollPolicyLossConfig
@@ -35,10 +34,10 @@ def stepped(
     settings: TrollPolicyLossConfig, old: Tensor, new: Tensor, data: TensorDict, labels: Tensor, tokens: ResponseTokens
 ) -> dict[str, Tensor]:
     """What an update hands out for the response tokens, after a capture of the old logits."""
-    first, second = Capture(settings, entropy=True), Update(settings, False, lambda **_: (torch.zeros(()), {}), None)
+    first = Capture(settings, entropy=True)
+    second = Update(settings, False, first.captured, lambda **_: (torch.zeros(()), {}), None)
     first.begin(labels, tokens)
     first(student_logits=old[None], data=data)
-    data["old_policies"] = first.field
     second.begin(labels, tokens)
     outputs = second(student_logits=new[None], data=data)
     return {name: values[0, tokens.rows] for name, values in outputs.items()}
@@ -51,7 +50,7 @@ def test_a_capture_is_the_cores_to_the_bit() -> None:
     outputs = hook(student_logits=logits[None], data=data)
     sampled = data["responses"].values()
     wanted = capture(logits[tokens.rows], sampled, top_k=8, mass_threshold=1e-3)
-    got = from_records(list(hook.field.unbind())).unpack()
+    got = hook.captured.of(data).unpack()
     for name in ("token_ids", "log_probs", "tail_log_prob", "slot"):
         assert torch.equal(getattr(got, name), getattr(wanted, name))
     assert got.vocab_size == VOCABULARY
@@ -67,11 +66,10 @@ def test_an_update_hands_out_the_cores_tokens() -> None:
     scoring = Capture(settings, entropy=True)
     scoring.begin(labels, tokens)
     scoring(student_logits=logits[None], data=data)
-    data["old_policies"] = scoring.field
     noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
     leaf = (logits + 0.8 * noise).requires_grad_()
     new = 1.0 * leaf  # the hook uses it up
-    hook = Update(settings, False, lambda **_: (torch.zeros(()), {}), None)
+    hook = Update(settings, False, scoring.captured, lambda **_: (torch.zeros(()), {}), None)
     assert not hook.observed
     hook.begin(labels, tokens)
     outputs = hook(student_logits=new[None], data=data)
@@ -130,14 +128,13 @@ def test_ratios_of_projected_tokens_below_the_floor_are_the_definitions(tail: st
 def test_metrics_are_means_over_the_tokens_of_all_micro_batches() -> None:
     """Micro-batches of different sizes: a mean of their means would be another number."""
     settings, sums = TrollPolicyLossConfig(kl_bound=0.1, top_k=8), []
-    hook = Update(settings, False, lambda **_: (torch.zeros(()), {}), None)
+    scoring = Capture(settings, entropy=True)
+    hook = Update(settings, False, scoring.captured, lambda **_: (torch.zeros(()), {}), None)
     for seed, keep in ((0, 1.0), (1, 0.3)):
         data, labels, logits, tokens = micro_batch(seed)
         old = logits + keep * torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
-        scoring = Capture(settings, entropy=True)
         scoring.begin(labels, tokens)
         scoring(student_logits=old[None], data=data)
-        data["old_policies"] = scoring.field
         hook.begin(labels, tokens)
         hook(student_logits=logits[None], data=data)
         sampled, mask = data["responses"].values(), data["response_mask"].values().bool()
@@ -184,7 +181,7 @@ def test_verl_reports_the_metrics_of_an_update() -> None:
 def test_bytes_of_old_policies_are_those_of_the_tokens() -> None:
     actor = trolled()
     scored = actor.score(as_batch(rollout()))
-    packed = from_records(list(scored["old_policies"].unbind()))
+    packed = actor.engine.captured.of(scored)
     metrics = actor.update(scored, mini_batch=16, micro_batch_size_per_gpu=16)
     counted = sum(int(sample.mask.sum()) for sample in rollout())
     assert metrics["trust_region/old_policy_bytes"] == [pytest.approx(packed.nbytes / counted)]
@@ -211,10 +208,11 @@ def test_a_sequence_of_which_no_token_counts_changes_nothing(constraint: str, pa
 
 
 def test_entropy_is_verls_and_asked_for_by_the_capture() -> None:
-    batch = as_batch(rollout())
-    scores = trolled().infer(batch, calculate_entropy=True)
-    plain = trolled().infer(batch, calculate_entropy=False)
-    assert "old_policies" in scores and "old_policies" not in plain
+    batch, actor = as_batch(rollout()), trolled()
+    plain = actor.infer(batch, calculate_entropy=False)
+    before = actor.engine.captured
+    scores = actor.infer(batch, calculate_entropy=True)
+    assert actor.engine.captured is not before and "entropy" not in plain
     log_probs, others = (
         torch.cat([row[len(s.prompt) - 1 : -1] for row, s in zip(td["log_probs"].unbind(), rollout(), strict=True)])
         for td in (scores, plain)
@@ -228,4 +226,6 @@ def test_the_reported_anchor_captures_nothing() -> None:
     logs = "actor_rollout_ref.rollout.calculate_log_probs=true"
     name = "actor_rollout_ref.rollout.name=transformers"
     actor = trolled(True, f"{ACTOR}.policy_loss.anchor=rollout", bypass, logs, name)
-    assert "old_policies" not in actor.infer(as_batch(rollout()), calculate_entropy=True)
+    before = actor.engine.captured
+    actor.infer(as_batch(rollout()), calculate_entropy=True)
+    assert actor.engine.captured is before

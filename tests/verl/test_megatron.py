@@ -35,7 +35,7 @@ from troll.trust_region.policy.wire import from_records, to_records
 from troll.verl import settings as settings_module
 from troll.verl.hooks import Update
 from troll.verl.megatron import TrollMegatronEngine
-from troll.verl.old_policies import ResponseTokens
+from troll.verl.old_policies import Captured, ResponseTokens
 from troll.verl.settings import TrollPolicyLossConfig
 
 VOCABULARY = 99
@@ -199,7 +199,7 @@ def test_an_inference_engines_policies_fit_a_padded_vocabulary(tail: Any) -> Non
     settings = TrollPolicyLossConfig(kl_bound=0.02, tail=tail, anchor="rollout", bypass_mode=True)
 
     def read(logits: Tensor) -> dict[str, Tensor]:
-        hook = Update(settings, False, lambda **_: (torch.zeros(()), {}), None)
+        hook = Update(settings, False, Captured(), lambda **_: (torch.zeros(()), {}), None)
         hook.begin(sampled, ResponseTokens(torch.arange(len(sampled)), torch.arange(len(sampled)), len(sampled)))
         return hook(student_logits=logits, data=batch)
 

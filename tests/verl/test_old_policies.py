@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from random import Random
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from tests.verl.actor import nested
 from troll import PackedPolicy, SparsePolicy, capture, trust_region_step
 from troll.trust_region.policy.wire import CorruptPolicy, to_records
-from troll.verl.old_policies import ResponseTokens, as_field, fill_unreported, from_field, response_places
+from troll.verl.old_policies import Captured, ResponseTokens, fill_unreported, reported, response_places
 from troll.verl.reported import NO_RECORD, without_slots
 
 VOCABULARY = 50
@@ -44,6 +45,11 @@ def captured(data: TensorDict, seed: int = 0, top_k: int = 6) -> SparsePolicy:
     tokens = data["responses"].values()
     logits = 3 * torch.randn(len(tokens), VOCABULARY, generator=torch.Generator().manual_seed(seed))
     return capture(logits, tokens, top_k=top_k, mass_threshold=1e-2)
+
+
+def as_field(policy: SparsePolicy, data: TensorDict) -> Tensor:
+    """A record for each sequence, as agent loops put them into a batch."""
+    return nested(to_records(PackedPolicy.of(policy), data["responses"].offsets().diff().tolist()))
 
 
 def same(got: SparsePolicy, wanted: SparsePolicy) -> bool:
@@ -102,14 +108,59 @@ def test_values_on_all_positions_pass_their_gradient() -> None:
     assert values.grad is not None and values.grad.tolist() == [1, 3]
 
 
+@given(lengths, st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=40)
+def test_captured_policies_are_found_in_any_order(pairs: list[tuple[int, int]], random: Random) -> None:
+    data = batch_of(*both(pairs))
+    edges = [0, *torch.tensor([response for _, response in pairs]).cumsum(0).tolist()]
+    policy, kept = captured(data), Captured()
+    parts, by_number = list(range(len(pairs))), [policy[start:end] for start, end in pairwise(edges)]
+    random.shuffle(parts)
+    for some in (parts[: len(parts) // 2], parts[len(parts) // 2 :]):  # in micro-batches
+        if some:
+            kept.keep(SparsePolicy.cat([by_number[n] for n in some]), tu.index_select_tensor_dict(data, some))
+    order = random.sample(parts, len(parts))
+    found = kept.of(tu.index_select_tensor_dict(data, order)).unpack()
+    # Equal sequences have one policy, of whichever was captured last.
+    last = {sequence_of(data, number): number for number in parts}
+    assert same(found, SparsePolicy.cat([by_number[last[sequence_of(data, number)]] for number in order]))
+
+
+def sequence_of(data: TensorDict, number: int) -> tuple[str, str]:
+    return str(data["prompts"].unbind()[number].tolist()), str(data["responses"].unbind()[number].tolist())
+
+
+def test_sequences_that_were_not_captured_are_refused() -> None:
+    data, kept = batch_of([2, 3, 1], [3, 2, 4]), Captured()
+    kept.keep(captured(data), data)
+    other = batch_of([2, 3], [3, 2], seed=1)
+    with pytest.raises(ValueError, match="2 of 5 sequences of a batch have no old policy in this process"):
+        kept.of(tu.concat_tensordict([data, other]))
+
+
+def test_the_same_tokens_after_another_prompt_are_another_sequence() -> None:
+    """Prompts may differ in images, which their tokens do not show, or in where they end."""
+    data = batch_of([2, 2], [3, 3])
+    first = tu.index_select_tensor_dict(data, [0, 0])
+    tu.assign_non_tensor_stack(first, "uid", ["a", "b"])
+    policy, kept = captured(first), Captured()
+    assert not torch.equal(policy[:3].log_probs, policy[3:].log_probs)
+    kept.keep(policy, first)
+    found = kept.of(tu.index_select_tensor_dict(first, [1, 0])).unpack()
+    assert same(found, SparsePolicy.cat([policy[3:], policy[:3]]))
+    ids = first["input_ids"].unbind()[0]
+    first["prompts"], first["responses"] = nested([ids[:1], ids[:2]]), nested([ids[1:], ids[2:]])
+    with pytest.raises(ValueError, match="1 of 2 sequences"):
+        kept.of(first)
+
+
 @given(lengths)
 @settings(deadline=None, max_examples=40)
 def test_a_field_gives_back_the_policy(pairs: list[tuple[int, int]]) -> None:
     data = batch_of(*both(pairs))
     policy = captured(data)
     data["old_policies"] = as_field(policy, data)
-    assert data["old_policies"].dtype == torch.int32
-    assert same(from_field(data, anchor="old").unpack(), policy)
+    assert same(reported(data, 1).unpack(), policy)
 
 
 def with_field(n: int = 12) -> tuple[TensorDict, list[SparsePolicy]]:
@@ -125,7 +176,7 @@ def with_field(n: int = 12) -> tuple[TensorDict, list[SparsePolicy]]:
 
 def check_aligned(data: TensorDict, order: list[int], policies: list[SparsePolicy]) -> None:
     """Asserts that the batch's records are those of its sequences, the original numbers of which are given."""
-    assert same(from_field(data, anchor="old").unpack(), SparsePolicy.cat([policies[number] for number in order]))
+    assert same(reported(data, 1).unpack(), SparsePolicy.cat([policies[number] for number in order]))
 
 
 def test_records_follow_their_sequences_through_verls_batches() -> None:
@@ -177,21 +228,16 @@ def test_policies_of_another_rollout_are_refused() -> None:
     data = tu.index_select_tensor_dict(data, list(range(11)))
     data["old_policies"] = nested([*other["old_policies"].unbind()[1:], other["old_policies"].unbind()[1]])
     with pytest.raises(ValueError, match="not of the same rollout"):
-        from_field(data, anchor="old")
+        reported(data, 1)
 
 
 def test_every_truncation_of_a_record_is_refused() -> None:
     data, _ = with_field(2)
     record, other = data["old_policies"].unbind()
-    for words in range(len(record)):
+    for words in range(len(NO_RECORD) + 1, len(record)):
         data["old_policies"] = nested([record[:words], other])
         with pytest.raises(CorruptPolicy, match="record 0"):
-            from_field(data, anchor="old")
-
-
-def test_a_batch_without_old_policies_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"no old_policies.*engine of troll\.verl"):
-        from_field(batch_of([2], [3]), anchor="old")
+            reported(data, 1)
 
 
 def extra_fields(data: TensorDict, fields: list[dict[str, Tensor]]) -> TensorDict:
@@ -204,19 +250,19 @@ def extra_fields(data: TensorDict, fields: list[dict[str, Tensor]]) -> TensorDic
 
 def test_reported_policies_are_read_of_the_rollouts_fields() -> None:
     data, policies = with_field(3)
-    reported = extra_fields(data, [{"old_policies": record} for record in data["old_policies"].unbind()])
-    for batch in (data, reported):
-        assert same(from_field(batch, anchor="rollout").unpack(), SparsePolicy.cat(policies))
+    by_fields = extra_fields(data, [{"old_policies": record} for record in data["old_policies"].unbind()])
+    for batch in (data, by_fields):
+        assert same(reported(batch, 1).unpack(), SparsePolicy.cat(policies))
 
 
 def test_a_batch_that_nobody_reported_of_is_refused() -> None:
     data, _ = with_field(3)
     first, *_ = data["old_policies"].unbind()
     with pytest.raises(ValueError, match=r"2 of the batch's sequences came without .*anchor=rollout"):
-        from_field(extra_fields(data, [{"old_policies": first}, {}, {}]), anchor="rollout")
+        reported(extra_fields(data, [{"old_policies": first}, {}, {}]), 1)
     del data["old_policies"]
     with pytest.raises(ValueError, match="3 of the batch's sequences"):
-        from_field(data, anchor="rollout")
+        reported(data, 1)
 
 
 def with_mask(data: TensorDict, masks: Sequence[Tensor]) -> TensorDict:
@@ -235,7 +281,7 @@ def test_sequences_without_a_token_that_counts_need_no_report(real: bool) -> Non
         mask.zero_()
     data = with_mask(data, masks)
     data["old_policies"] = nested([first, third, NO_RECORD])
-    found = from_field(data, anchor="rollout", vocab_size=VOCABULARY).unpack()
+    found = reported(data, VOCABULARY).unpack()
     tokens = data["responses"].values()
     counted = policies[0].shape[0] if real else 0
     if real:
@@ -268,10 +314,10 @@ def with_gaps() -> tuple[TensorDict, SparsePolicy, Tensor, Tensor]:
 
 def test_tokens_that_an_engine_did_not_sample_need_no_report() -> None:
     data, whole, of_tool, unreported = with_gaps()
-    found = from_field(data, anchor="rollout").unpack()
-    reported = ~of_tool & ~unreported
-    assert of_tool.any() and unreported.any() and reported.any()
-    assert same(found[reported], whole[reported])
+    found = reported(data, 1).unpack()
+    known = ~of_tool & ~unreported
+    assert of_tool.any() and unreported.any() and known.any()
+    assert same(found[known], whole[known])
     assert found.used[of_tool].sum(-1).eq(1).all() and found.log_prob[of_tool].eq(0).all()
     assert torch.equal(found.token_ids[of_tool, 0], data["responses"].values()[of_tool])
     assert not found.used[unreported].any()
@@ -283,7 +329,7 @@ def test_unreported_tokens_that_count_get_the_networks_own_policy(top_k: int) ->
     tokens = data["responses"].values()
     logits = torch.randn(len(tokens), VOCABULARY, generator=torch.Generator().manual_seed(5), requires_grad=True)
     own = capture(logits, tokens, top_k=top_k)
-    old = fill_unreported(from_field(data, anchor="rollout").unpack(), own)
+    old = fill_unreported(reported(data, 1).unpack(), own)
     step = trust_region_step(logits, old, kl_bound=1e-3)
     # The trust region is around the network itself: nothing is projected, and the gradient is the plain one.
     assert not step.projected[unreported].any() and step.log_ratio[unreported].abs().max() < 1e-5
@@ -291,17 +337,17 @@ def test_unreported_tokens_that_count_get_the_networks_own_policy(top_k: int) ->
     plain = torch.nn.functional.one_hot(tokens, VOCABULARY) - logits.softmax(-1)
     torch.testing.assert_close(gradient[unreported], plain[unreported], rtol=1e-4, atol=1e-5)
     # And around what was reported, where it was.
-    reported = ~of_tool & ~unreported
-    only = trust_region_step(logits[reported], whole[reported], kl_bound=1e-3)
-    torch.testing.assert_close(step.log_ratio[reported], only.log_ratio)
-    assert step.projected[reported].any()
+    known = ~of_tool & ~unreported
+    only = trust_region_step(logits[known], whole[known], kl_bound=1e-3)
+    torch.testing.assert_close(step.log_ratio[known], only.log_ratio)
+    assert step.projected[known].any()
 
 
 def test_a_micro_batch_without_any_record_is_all_the_networks_own() -> None:
     data, _ = with_field(2)
     data["old_policies"] = nested([NO_RECORD, NO_RECORD])
     own = captured(data, seed=3)
-    found = from_field(data, anchor="rollout", vocab_size=VOCABULARY).unpack()
+    found = reported(data, VOCABULARY).unpack()
     assert same(fill_unreported(found, own), own)
 
 
@@ -310,4 +356,4 @@ def test_reported_policies_of_another_rollout_are_refused() -> None:
     first, second, *others = data["old_policies"].unbind()
     data["old_policies"] = nested([second, first, *others])
     with pytest.raises(ValueError, match="not of the same rollout"):
-        from_field(data, anchor="rollout")
+        reported(data, 1)

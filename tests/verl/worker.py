@@ -23,6 +23,7 @@ from tests.verl.actor import (
     SMALL,
     Actor,
     as_batch,
+    captured,
     configuration,
     free_port,
     nested,
@@ -69,7 +70,7 @@ def _process(
 def trained(actor: Actor, batch: TensorDict, **options: Any) -> dict[str, Any]:
     """A rollout's old policies, updates and parameters, as plain tensors."""
     scored = actor.score(batch)
-    return _found(actor, scored["old_policies"].unbind(), actor.update(scored, **options))
+    return _found(actor, captured(actor.engine, batch), actor.update(scored, **options))
 
 
 def _found(actor: Actor, old_policies: Sequence[Tensor], metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,13 +134,11 @@ def _sequence_parallel(model: Path) -> dict[str, Any]:
         batch = as_batch(rollout())
         scores = actor.infer(batch, calculate_entropy=True)
         # What verl's dispatch does: the first process of a group answers, and all get the same batch.
-        answer: list[Any] = [
-            None if scores is None else {key: list(scores[key].unbind()) for key in ("log_probs", "old_policies")}
-        ]
+        answer: list[Any] = [None if scores is None else list(scores["log_probs"].unbind())]
         dist.broadcast_object_list(answer)
-        own = {key: nested(tensors) for key, tensors in answer[0].items()}
-        metrics = actor.update(with_scores(batch, TensorDict(own, [len(answer[0]["log_probs"])])))
-        found[name] = _found(actor, answer[0]["old_policies"], metrics)
+        own = TensorDict({"log_probs": nested(answer[0])}, [len(answer[0])])
+        policies = captured(actor.engine, batch)
+        found[name] = _found(actor, policies, actor.update(with_scores(batch, own)))
     return found
 
 

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from torch.distributed import ProcessGroup
 
 from troll.verl.hooks import Capture, Hook, Score, Update
+from troll.verl.old_policies import Captured
 from troll.verl.seam import tu
 from troll.verl.settings import BACKEND_PREFIX, TrollPolicyLossConfig
 
@@ -32,6 +33,7 @@ class TrustRegionEngine:
     Attributes:
         hook: What is read of the batch that is under way; None for a pass that is left to verl.
         from_head: Whether it is read of the head.
+        captured: The old policies of the last rollout that was scored.
 
     Raises:
         ValueError: If the configuration is not one of troll.verl.
@@ -40,6 +42,7 @@ class TrustRegionEngine:
     trust_region: TrollPolicyLossConfig
     engine_config: Any
     hook: Hook | None = None
+    captured: Captured
     from_head: bool = False
     _skips_update: bool = False
 
@@ -59,6 +62,7 @@ class TrustRegionEngine:
         for config in (model_config, engine_config):
             object.__setattr__(config, "use_fused_kernels", False)
         super().__init__(model_config, engine_config, *args, **kwargs)  # type: ignore[call-arg]
+        self.captured = Captured()
 
     def processes(self) -> ProcessGroup | None:
         """The processes among which the tokens of a batch are divided."""
@@ -100,6 +104,8 @@ class TrustRegionEngine:
             and not tu.get_non_tensor_data(data, "calculate_sum_pi_squared", default=False)
         )
         output = super().forward_backward_batch(data, hook, forward_only)  # type: ignore[misc]
+        if isinstance(hook, Capture):
+            self.captured = hook.captured
         self._skips_update = False
         if isinstance(hook, Update):
             broken = False
@@ -122,7 +128,7 @@ class TrustRegionEngine:
         entropy = tu.get_non_tensor_data(data, "calculate_entropy", default=False)
         if not forward_only:
             assert loss_function is not None
-            return Update(self.trust_region, entropy, loss_function, self.processes())
+            return Update(self.trust_region, entropy, self.captured, loss_function, self.processes())
         if loss_function is not None:
             return None
         # A LoRA reference pass asks for no entropy.

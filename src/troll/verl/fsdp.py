@@ -18,8 +18,8 @@ from troll.huggingface.forward import (
 from troll.huggingface.head import refuse_head
 from troll.trust_region.reading.head import LMHead
 from troll.verl.engine import DEVICES, TrustRegionEngine
-from troll.verl.hooks import Capture, Hook
-from troll.verl.old_policies import OLD_POLICIES, ResponseTokens, response_places
+from troll.verl.hooks import Hook
+from troll.verl.old_policies import ResponseTokens, response_places
 from troll.verl.seam import tu
 from troll.verl.seam.training import (
     EngineRegistry,
@@ -97,8 +97,6 @@ class TrollFSDPEngine(TrustRegionEngine, FSDPEngineWithLMHead):
                 micro_batch, distillation_use_topk=True, distillation_only=True, calculate_entropy=False
             )
             outputs = super().prepare_model_outputs(output, output_args, micro_batch, hook)
-        if isinstance(hook, Capture):
-            outputs[OLD_POLICIES] = hook.field
         return outputs
 
     def _response_tokens(self, micro_batch: TensorDict, output_args: dict[str, Any]) -> ResponseTokens:

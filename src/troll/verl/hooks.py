@@ -22,7 +22,7 @@ from troll.trust_region.reading.capture import capture_with_entropy
 from troll.trust_region.reading.read import read
 from troll.trust_region.reading.source import Source
 from troll.verl.loss import ProjectedTokens, projected
-from troll.verl.old_policies import ResponseTokens, as_field, fill_unreported, from_field
+from troll.verl.old_policies import Captured, ResponseTokens, fill_unreported, reported
 from troll.verl.seam.training import no_padding_2_padding
 from troll.verl.settings import TrollPolicyLossConfig
 
@@ -111,11 +111,17 @@ class Score(Hook):
 class Capture(Hook):
     """Takes the old policies of a rollout out of the pass that computes its old log-probabilities.
 
+    Args:
+        settings: As for every hook.
+        entropy: Likewise.
+
     Attributes:
-        field: Those of the last micro-batch, as the field `OLD_POLICIES`.
+        captured: The old policies so far.
     """
 
-    field: Tensor
+    def __init__(self, settings: TrollPolicyLossConfig, entropy: bool) -> None:
+        super().__init__(settings, entropy)
+        self.captured = Captured()
 
     def read(self, source: Source, data: TensorDict) -> dict[str, Tensor]:
         """See the parent: the sampled tokens' log p, and the entropy."""
@@ -130,7 +136,7 @@ class Capture(Hook):
             tail_log_prob=self.tokens.whole(policy.tail_log_prob),
             slot=self.tokens.whole(policy.slot),
         )
-        self.field = as_field(whole, data)
+        self.captured.keep(whole, data)
         return {"log_probs": policy.log_prob, "entropy": entropy}
 
 
@@ -140,6 +146,7 @@ class Update(Hook):
     Args:
         settings: The trust region's.
         entropy: As for every hook.
+        captured: The old policies, unless the inference engine reports them.
         loss_function: verl's, which calls the policy loss.
         processes: Those that hold the batch's tokens between them; None for this one alone.
     """
@@ -148,10 +155,12 @@ class Update(Hook):
         self,
         settings: TrollPolicyLossConfig,
         entropy: bool,
+        captured: Captured,
         loss_function: Callable[..., tuple[Tensor, dict[str, Any]]],
         processes: ProcessGroup | None,
     ) -> None:
         super().__init__(settings, entropy)
+        self._captured = captured
         self._loss_function, self._processes = loss_function, processes
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
@@ -159,11 +168,12 @@ class Update(Hook):
     def read(self, source: Source, data: TensorDict) -> dict[str, Tensor]:
         """See the parent: the sampled tokens' log p̃ and log q/p, the regression towards q, and the entropy."""
         settings, tokens = self.settings, self.tokens
-        packed = from_field(data, anchor=settings.anchor, vocab_size=source.vocabulary.size)
+        anchored_at_rollout = settings.anchor == "rollout"
+        packed = reported(data, source.vocabulary.size) if anchored_at_rollout else self._captured.of(data)
         old = packed.unpack() if tokens.group is None else packed.unpack()[tokens.numbers]
         mask = data["response_mask"].values().bool()[tokens.numbers]
         unreported = packed.counts == 0  # of the whole micro-batch, so that processes that share it agree
-        if settings.anchor == "rollout" and bool(unreported.any()):
+        if anchored_at_rollout and bool(unreported.any()):
             own = capture(source, self.sampled, top_k=settings.top_k, mass_threshold=settings.mass_threshold)
             old = fill_unreported(old, own)
         step = trust_region_step(

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 
 from troll import LMHead
 from troll.verl.engine import DEVICES, TrustRegionEngine
-from troll.verl.hooks import Capture, Hook, Update
-from troll.verl.old_policies import OLD_POLICIES, ResponseTokens, response_places
+from troll.verl.hooks import Hook, Update
+from troll.verl.old_policies import ResponseTokens, response_places
 from troll.verl.seam import tu
 from troll.verl.seam.training import (
     EngineRegistry,
@@ -122,9 +122,7 @@ class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
     def postprocess_micro_batch_func(
         self, output: dict[str, Any], data: TensorDict, forward_only: bool, loss_function: Any, **options: Any
     ) -> Any:
-        """The parent's, to which a capture is a pass without a loss."""
-        if isinstance(loss_function, Capture):
-            output[OLD_POLICIES] = loss_function.field
+        """The parent's, to which a hook that only reads is a pass without a loss."""
         if isinstance(loss_function, Hook) and not isinstance(loss_function, Update):
             loss_function = None
         return super().postprocess_micro_batch_func(output, data, forward_only, loss_function, **options)

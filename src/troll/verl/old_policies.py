@@ -1,9 +1,9 @@
-"""Old policies in verl's batches: one checked record for each sequence, and where its tokens stand in a pass."""
+"""The old policies of verl's batches, captured or reported, and where their tokens stand in a pass."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from troll.trust_region.policy.wire import from_records, to_records
 from troll.verl.reported import NO_RECORD, without_slots
 from troll.verl.seam import tu
 
-#: The field of the batch, (B, words) int32: nested, since sequences differ in length and in how peaked they are.
+#: The field of a batch with what an inference engine reported, (B, words) int32: nested, a record for each sequence.
 OLD_POLICIES = "old_policies"
 
 
@@ -82,19 +82,63 @@ def response_places(data: TensorDict) -> Tensor:
     return torch.where(predicts, (responses.cumsum(0) - responses)[sequence] + within + 1, 0)
 
 
-def as_field(policy: SparsePolicy, data: TensorDict) -> Tensor:
-    """A policy of the N response tokens of a micro-batch, as the field `OLD_POLICIES`."""
-    lengths = data["responses"].offsets().diff().tolist()
-    return torch.nested.as_nested_tensor(to_records(PackedPolicy.of(policy), lengths), layout=torch.jagged)
+class Captured:
+    """The old policies of the last rollout that this process captured, on the host.
+
+    verl balances a batch before it is scored, and sends each sequence to the same processes for its updates. So old
+    policies stay where they were captured, and nothing of them travels.
+    """
+
+    def __init__(self) -> None:
+        self._policies: dict[Hashable, PackedPolicy] = {}
+
+    def keep(self, policy: SparsePolicy, data: TensorDict) -> None:
+        """Keeps the policies of a micro-batch.
+
+        Args:
+            policy: (N,), of its response tokens.
+            data: The micro-batch.
+        """
+        packed = PackedPolicy.of(policy).to("cpu")
+        ends = data["responses"].offsets()[1:].tolist()
+        for key, start, end in zip(_sequences(data), [0, *ends], ends, strict=False):
+            self._policies[key] = packed[start:end]
+
+    def of(self, data: TensorDict) -> PackedPolicy:
+        """The old policies of a micro-batch, (N,), where its tokens are.
+
+        Raises:
+            ValueError: If some of its sequences were not captured here.
+        """
+        found = [self._policies.get(key) for key in _sequences(data)]
+        policies = [policy for policy in found if policy is not None]
+        if len(policies) < len(found):
+            raise ValueError(
+                f"{len(found) - len(policies)} of {len(found)} sequences of a batch have no old policy in this process: "
+                "it did not score them before their update"
+            )
+        return PackedPolicy.cat(policies).to(data["responses"].device)
 
 
-def from_field(data: TensorDict, *, anchor: str, vocab_size: int = 1) -> PackedPolicy:
-    """The old policies of a micro-batch, (N,): captured by the old-policy pass, or reported by the inference engine.
+def _sequences(data: TensorDict) -> list[Hashable]:
+    """What the sequences of a micro-batch are known by: equal ones answer one prompt with the same tokens."""
+    responses = data["responses"].cpu().unbind()
+    prompts = data["prompts"].cpu().unbind()
+    uids = tu.get(data, "uid", default=[None] * len(responses))  # images are part of a prompt, but not of its tokens
+    return [
+        (str(uid), prompt.numpy().tobytes(), response.numpy().tobytes())
+        for uid, prompt, response in zip(uids, prompts, responses, strict=True)
+    ]
+
+
+def reported(data: TensorDict, vocab_size: int) -> PackedPolicy:
+    """The old policies of a micro-batch, (N,), as the inference engine reported them.
+
+    Tokens of which it reported nothing have no slots: `fill_unreported` is for these. Tokens that do not count need no
+    report, and get a policy that is certain of them.
 
     Args:
         data: The micro-batch.
-        anchor: "old"; or "rollout", where tokens of which the engine reported nothing have no slots: `fill_unreported`
-            is for these. Tokens that do not count need no report, and get a policy that is certain of them.
         vocab_size: V of the LM head. It may be padded with tokens that an inference engine knows nothing of, and that
             have no mass.
 
@@ -102,18 +146,15 @@ def from_field(data: TensorDict, *, anchor: str, vocab_size: int = 1) -> PackedP
         CorruptPolicy: If a record is damaged.
         ValueError: If there are none, or they are not of the response tokens.
     """
-    records = _reported(data, vocab_size) if anchor == "rollout" else _captured(data)
     responses = data["responses"].values()
-    policy = from_records([record.to(responses.device) for record in records])
-    known = policy.counts > 0 if anchor == "rollout" else torch.ones_like(policy.counts, dtype=torch.bool)
+    policy = from_records([record.to(responses.device) for record in _records(data, vocab_size)])
+    known = policy.counts > 0
     sampled = policy.token_ids[(policy.offsets[:-1] + policy.slot)[known]]
     if known.shape != responses.shape or not torch.equal(sampled, responses[known].to(sampled.dtype)):
         raise ValueError(
             f"the batch's old policies are of other tokens ({len(known)}) than its responses ({len(responses)}): "
             "they are not of the same rollout"
         )
-    if anchor == "old":
-        return policy
     policy = dataclasses.replace(policy, vocab_size=max(policy.vocab_size, vocab_size))
     return _certain_of(policy, responses, ~known & ~data["response_mask"].values().bool())
 
@@ -144,15 +185,7 @@ def fill_unreported(old: SparsePolicy, own: SparsePolicy) -> SparsePolicy:
     )
 
 
-def _captured(data: TensorDict) -> list[Tensor]:
-    if OLD_POLICIES not in data:
-        raise ValueError(
-            f"the batch has no {OLD_POLICIES}: its old log-probabilities were not computed by an engine of troll.verl"
-        )
-    return list(data[OLD_POLICIES].unbind())
-
-
-def _reported(data: TensorDict, vocab_size: int) -> list[Tensor]:
+def _records(data: TensorDict, vocab_size: int) -> list[Tensor]:
     """The records that came with the completions, without slots where there is none.
 
     A sequence without a token that counts needs none, and may have another's: verl fills batches up with copies of a
