@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -134,19 +135,26 @@ def differ(one: Recipe, other: Recipe, name: str) -> bool:
     return one.settings.get(name) != other.settings.get(name)
 
 
-def verl_settings(script: str) -> dict[str, str]:
-    """What a launch script hands to verl by default, and its model."""
-    found: dict[str, str] = {}
-    for path in (SCRIPTS / "gsm8k.sh", SCRIPTS / script):
-        text = re.sub(r"(?m)^\s*#.*$", "", path.read_text())
-        found |= dict(re.findall(r"\+?((?:data|actor_rollout_ref|algorithm|trainer)\.[\w.]+)=([^\s)]+)", text))
-        if default := re.search(r"MODEL=\$\{MODEL:-([^}]+)\}", text):
-            found["model"] = default[1]
-    return {name: re.sub(r'"?\$\{\w+:-([^}]+)\}"?', r"\1", value) for name, value in found.items()}
+def verl_settings(script: str, folder: Path) -> dict[str, str]:
+    """What a launch script hands to verl by default: it runs with a `python` that prints its arguments."""
+    python, rows = folder / "python", folder / "rows.parquet"
+    python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    python.chmod(0o755)
+    rows.touch()
+    nodes = {"NNODES": "4"} if script == "gsm8k-nodes.sh" else {}
+    done = subprocess.run(
+        ["bash", str(SCRIPTS / script)],
+        env={"PATH": f"{folder}:{os.environ['PATH']}", "TRAIN_FILE": str(rows), "TEST_FILE": str(rows)} | nodes,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    settings = (line.lstrip("+").split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    return {name: value for name, value in settings}
 
 
-def test_verls_scripts_describe_the_same_experiment() -> None:
-    verl, recipe = verl_settings("gsm8k-1-gpu.sh"), load("gsm8k-qwen3-80gb")
+def test_verls_scripts_describe_the_same_experiment(tmp_path: Path) -> None:
+    verl, recipe = verl_settings("gsm8k-1-gpu.sh", tmp_path), load("gsm8k-qwen3-80gb")
     training = recipe.training
     rollout, actor = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
     prompts = int(verl["data.train_batch_size"])
@@ -155,7 +163,7 @@ def test_verls_scripts_describe_the_same_experiment() -> None:
     assert training.generation_batch_size is not None and training.max_completion_length is not None
     assert training.vllm_max_model_length is not None
     same: dict[str, tuple[object, object]] = {
-        "model": (verl["model"], recipe.model.model_name_or_path),
+        "model": (verl["actor_rollout_ref.model.path"], recipe.model.model_name_or_path),
         "completions of a prompt": (int(verl[f"{rollout}n"]), training.num_generations),
         "completions of a rollout": (prompts * int(verl[f"{rollout}n"]), training.generation_batch_size),
         "completions of an update": (int(verl[f"{actor}ppo_mini_batch_size"]) * int(verl[f"{rollout}n"]), update),
@@ -189,7 +197,7 @@ def test_verls_scripts_describe_the_same_experiment() -> None:
 
 
 @pytest.mark.parametrize("script", ["gsm8k-8-gpus.sh", "gsm8k-nodes.sh"])
-def test_more_gpus_change_the_model_and_how_it_is_spread(script: str) -> None:
-    one, more = verl_settings("gsm8k-1-gpu.sh"), verl_settings(script)
-    spread = ("parallel_size", "model")
+def test_more_gpus_change_the_model_and_how_it_is_spread(script: str, tmp_path: Path) -> None:
+    one, more = verl_settings("gsm8k-1-gpu.sh", tmp_path), verl_settings(script, tmp_path)
+    spread = ("parallel_size", "model.path", "n_gpus_per_node", "nnodes", "experiment_name")
     assert all(name.endswith(spread) for name in one.keys() | more.keys() if one.get(name) != more.get(name))

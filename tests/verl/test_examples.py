@@ -1,63 +1,92 @@
-"""The launch scripts: what they hand to verl composes, passes verl's own checks, and differs in the surrogate alone."""
+"""The launch scripts: what they hand to verl composes, passes verl's own checks, and differs only in the surrogate."""
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
-from verl.utils.config import validate_config
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.utils.tracking import Tracking
 
-ROOT = Path(__file__).parents[2]
-SCRIPTS = ("gsm8k-1-gpu.sh", "gsm8k-8-gpus.sh", "gsm8k-nodes.sh")
+FOLDER = Path(__file__).parents[2] / "examples" / "verl"
+METHODS = ("troll", "clip", "dppo_kl", "gspo", "cispo")
+SCRIPTS = (
+    "gsm8k-1-gpu.sh",
+    "gsm8k-8-gpus.sh",
+    "gsm8k-nodes.sh",
+    "dapo-qwen3-4b.sh",
+    "dapo-qwen3-8b.sh",
+    "dapo-qwen3-30b-a3b.sh",
+    "dapo-async.sh",
+)
+
+#: A script's configuration, with what is set in its environment.
+Configure = Callable[..., Any]
 
 
 def launched(script: str, folder: Path, *settings: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a script with a `python` that prints its arguments, one a line."""
-    python = folder / "python"
-    python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
-    python.chmod(0o755)
-    (folder / "train.parquet").touch()
-    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    program(folder / "python", "printf '%s\\n' \"$@\"")
+    (folder / "rows.parquet").touch()
+    machine = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "HOME": str(folder)}
+    files = {"TRAIN_FILE": str(folder / "rows.parquet"), "TEST_FILE": str(folder / "rows.parquet")}
+    nodes = {"NNODES": "4"} if script == "gsm8k-nodes.sh" else {}
     return subprocess.run(
-        ["bash", str(ROOT / "examples" / "verl" / script), *settings],
-        env=os.environ | {"PATH": path, "DATA": str(folder), "NODES": "4"} | environment,
+        ["bash", str(FOLDER / script), *settings],
+        env=machine | files | nodes | environment,
+        cwd=folder,
         capture_output=True,
         text=True,
     )
 
 
-def configuration(script: str, method: str, folder: Path) -> Any:
-    done = launched(script, folder, METHOD=method)
-    assert done.returncode == 0, done.stderr
-    module, name, *overrides = done.stdout.splitlines()
-    assert (module, name) == ("-m", "verl.trainer.main_ppo")
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=overrides)
+def program(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_verl_accepts_both_methods_and_they_differ_in_the_surrogate_alone(script: str, tmp_path: Path) -> None:
-    found = {}
-    for method in ("troll", "clip"):
-        config = configuration(script, method, tmp_path)
-        validate_config(config, need_reference_policy(config), need_critic(config))
-        found[method] = flat(OmegaConf.to_container(config, resolve=True))
-    assert found["troll"]["actor_rollout_ref.actor.policy_loss.loss_mode"] == "troll"
-    differing = {
-        name
-        for name in found["troll"].keys() | found["clip"].keys()
-        if found["troll"].get(name) != found["clip"].get(name)
-    }
-    # Names of the run, and where it is written.
-    named = ("experiment_name", "default_local_dir", "actor._target_")
-    of_the_surrogate = ("actor_rollout_ref.actor.policy_loss.", "actor_rollout_ref.rollout.custom")
-    assert all(name.endswith(named) or name.startswith(of_the_surrogate) for name in differing), differing
+@pytest.fixture(scope="module")
+def configure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configure]:
+    """Composes what scripts hand to verl; files of settings are parsed once, which is what takes Hydra its time."""
+    folder, load = tmp_path_factory.mktemp("launched"), OmegaConf.load
+    parsed: dict[str, Any] = {}
+
+    def load_once(file: Any) -> Any:
+        name = getattr(file, "name", file)
+        if name not in parsed:
+            parsed[name] = load(file)
+        return copy.deepcopy(parsed[name])
+
+    @cache
+    def configuration(script: str, *settings: str, METHOD: str = "troll", **environment: str) -> Any:
+        done = launched(script, folder, *settings, METHOD=METHOD, **environment)
+        assert done.returncode == 0, done.stderr
+        module, name, *overrides = done.stdout.splitlines()
+        assert (module, name) == ("-m", "verl.trainer.main_ppo")
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            return compose("ppo_trainer", overrides=overrides)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OmegaConf, "load", staticmethod(load_once))
+        yield configuration
+
+
+def check(config: Any) -> None:
+    """As verl does on the driver."""
+    validate_config(config, need_reference_policy(config), need_critic(config))
 
 
 def flat(config: Any, name: str = "") -> dict[str, Any]:
@@ -66,21 +95,162 @@ def flat(config: Any, name: str = "") -> dict[str, Any]:
     return {k: v for key, value in config.items() for k, v in flat(value, f"{name}.{key}".lstrip(".")).items()}
 
 
-def test_there_is_more_than_one_update_for_each_rollout(tmp_path: Path) -> None:
-    for script in SCRIPTS:
-        config = configuration(script, "troll", tmp_path)
-        assert config.data.train_batch_size == 8 * config.actor_rollout_ref.actor.ppo_mini_batch_size
+def test_no_script_is_left_out_here_or_on_the_page() -> None:
+    assert {path.name for path in FOLDER.glob("*.sh")} == {*SCRIPTS, "common.sh", "gsm8k.sh", "dapo.sh", "slurm.sh"}
+    page = (FOLDER.parents[1] / "docs" / "verl.md").read_text()
+    assert [script for script in (*SCRIPTS, "slurm.sh") if f"`{script}`" not in page] == []
 
 
-def test_settings_on_the_command_line_win(tmp_path: Path) -> None:
-    done = launched("gsm8k-1-gpu.sh", tmp_path, "trainer.total_epochs=1", KL_BOUND="0.1")
-    arguments = done.stdout.splitlines()
-    assert arguments[-1] == "trainer.total_epochs=1"
-    assert "actor_rollout_ref.actor.policy_loss.kl_bound=0.1" in arguments
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_verl_accepts_every_method_and_they_differ_only_in_the_surrogate(script: str, configure: Configure) -> None:
+    found = {}
+    for method in METHODS:
+        config = configure(script, METHOD=method)
+        check(config)
+        loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+        assert loss in POLICY_LOSS_REGISTRY and loss == {"clip": "vanilla"}.get(method, method)
+        found[method] = flat(OmegaConf.to_container(config, resolve=True))
+    first = found["troll"]
+    differing = {
+        name for other in found.values() for name in first.keys() | other.keys() if first.get(name) != other.get(name)
+    }
+    # Names of the run, and where it is written.
+    named = ("experiment_name", "default_local_dir", "actor._target_", "loss_agg_mode")
+    of_the_surrogate = tuple(
+        f"actor_rollout_ref.{name}" for name in ("actor.policy_loss.", "actor.clip_ratio_", "rollout.custom")
+    )
+    assert all(name.endswith(named) or name.startswith(of_the_surrogate) for name in differing), differing
+
+
+def test_rivals_have_their_published_settings(configure: Configure) -> None:
+    published = {
+        "clip": (0.2, 0.28, 3.0, "token-mean"),
+        "dppo_kl": (0.05, 0.05, 10000.0, "token-mean"),
+        "gspo": (3e-4, 4e-4, 3.0, "seq-mean-token-mean"),
+        "cispo": (10, 0.2, 3.0, "token-mean"),
+    }
+    for method, values in published.items():
+        actor = omega_conf_to_dataclass(configure("dapo-qwen3-4b.sh", METHOD=method).actor_rollout_ref.actor)
+        assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c, actor.loss_agg_mode) == values
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_rollout_can_be_the_anchor_of_every_script(script: str, configure: Configure) -> None:
+    config = configure(script, ANCHOR="rollout")
+    check(config)
+    assert config.actor_rollout_ref.actor.policy_loss.anchor == "rollout"
+
+
+def test_other_methods_take_the_same_anchor_and_sglang_reports_none(configure: Configure) -> None:
+    script = "dapo-qwen3-4b.sh"
+    assert configure(script, METHOD="clip", ANCHOR="rollout").algorithm.rollout_correction.bypass_mode is True
+    assert configure(script, METHOD="clip").algorithm.rollout_correction.bypass_mode is False
+    check(configure(script, INFER_BACKEND="sglang"))
+    with pytest.raises(Exception, match="rollout that reports its distributions"):
+        check(configure(script, INFER_BACKEND="sglang", ANCHOR="rollout"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_there_are_updates_to_bound_and_the_gpus_are_used_up(script: str, configure: Configure) -> None:
+    config = configure(script)
+    actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
+    updates, rest = divmod(config.data.train_batch_size, actor.ppo_mini_batch_size)
+    assert updates == (4 if script == "dapo-async.sh" else 8) and rest == 0
+    gpus = trainer.n_gpus_per_node * trainer.nnodes
+    if actor.strategy == "megatron":
+        megatron = actor.megatron
+        assert gpus % (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size) == 0
+        assert gpus % (megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size) == 0
+        sharing = megatron.context_parallel_size
+    else:
+        sharing = actor.ulysses_sequence_parallel_size
+        assert gpus % sharing == 0
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    assert actor.ppo_max_token_len_per_gpu * sharing >= longest
+    assert (rollout.nnodes * rollout.n_gpus_per_node or gpus) % rollout.tensor_model_parallel_size == 0
+    completions = actor.ppo_mini_batch_size * rollout.n
+    assert completions % (gpus // sharing) == 0
+
+
+def test_verls_asynchronous_trainer_accepts_its_script(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    class CheckedIt(Exception):
+        pass
+
+    def begin(*_: Any) -> None:
+        raise CheckedIt
+
+    monkeypatch.setattr(PPOTrainer, "__init__", begin)
+    config = configure("dapo-async.sh")
+    trainer = get_trainer_cls(config.trainer.v1.trainer_mode)
+    with pytest.raises(CheckedIt):
+        trainer(config)
+    with pytest.raises(AssertionError, match="parameter_sync_step"):
+        trainer(configure("dapo-async.sh", "data.train_batch_size=96"))
+
+
+@pytest.mark.parametrize(("mode", "reported"), [("R3", True), ("R2", False), ("disabled", False)])
+def test_routes_are_replayed_from_the_rollout_or_the_old_policy_pass(
+    mode: str, reported: bool, configure: Configure
+) -> None:
+    config = configure("dapo-qwen3-30b-a3b.sh", ROUTING_REPLAY_MODE=mode)
+    check(config)
+    assert config.actor_rollout_ref.actor.megatron.router_replay.mode == mode
+    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay is reported
+
+
+def test_verls_reward_for_dapo_punishes_long_answers(configure: Configure) -> None:
+    filtered = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc")
+    config = configure("dapo-qwen3-4b.sh", *filtered, MAX_RESPONSE_LENGTH="1024")
+    check(config)
+    manager = get_reward_manager_cls(config.reward.reward_manager.name)(config, None, None)
+    assert manager.max_resp_len == 1024
+    assert manager.overlong_buffer_cfg.enable and manager.overlong_buffer_cfg.len == 512
+
+
+def test_loggers_are_those_that_verl_knows(configure: Configure) -> None:
+    for chosen in ("console", "wandb", "console,trackio", "console,file"):
+        loggers = list(configure("dapo-qwen3-4b.sh", LOGGER=chosen).trainer.logger)
+        assert loggers == chosen.split(",") and set(loggers) <= set(Tracking.supported_backend)
+
+
+def test_storage_units_grow_with_the_machines(configure: Configure) -> None:
+    for machines, units in ((1, 8), (4, 8), (16, 32)):
+        queue = configure("gsm8k-nodes.sh", NNODES=str(machines)).transfer_queue
+        assert queue.backend.SimpleStorage.num_data_storage_units == units
+
+
+def test_settings_on_the_command_line_win(configure: Configure) -> None:
+    config = configure("gsm8k-1-gpu.sh", "trainer.total_epochs=1", "data.train_batch_size=64", KL_BOUND="0.1")
+    assert (config.trainer.total_epochs, config.data.train_batch_size) == (1, 64)
+    assert config.actor_rollout_ref.actor.policy_loss.kl_bound == 0.1
 
 
 def test_wrong_use_is_told_what_to_do(tmp_path: Path) -> None:
-    done = launched("gsm8k-1-gpu.sh", tmp_path, METHOD="ppo")
-    assert done.returncode == 2 and "troll or clip" in done.stderr
-    done = launched("gsm8k-1-gpu.sh", tmp_path, DATA=str(tmp_path / "nothing"))
-    assert done.returncode == 2 and "prepare.py gsm8k" in done.stderr
+    for script, environment, said in (
+        ("gsm8k-1-gpu.sh", {"METHOD": "ppo"}, "METHOD must be troll, clip, dppo_kl, gspo or cispo, got ppo"),
+        ("dapo-async.sh", {"ANCHOR": "new"}, "ANCHOR must be old or rollout, got new"),
+        ("gsm8k-1-gpu.sh", {"TRAIN_FILE": "nothing"}, "prepare.py gsm8k"),
+        ("dapo-qwen3-4b.sh", {"TEST_FILE": "nothing"}, "wget"),
+        ("gsm8k-nodes.sh", {"NNODES": ""}, "how many machines"),
+    ):
+        done = launched(script, tmp_path, **environment)
+        assert done.returncode != 0 and done.stdout == "" and said in done.stderr
+
+
+def test_slurm_starts_ray_on_all_machines_and_the_script_on_the_first(tmp_path: Path) -> None:
+    program(tmp_path / "scontrol", "printf 'gpu07\\ngpu08\\ngpu09\\n'")
+    # Slurm's own part is played by programs that note how they were called.
+    program(tmp_path / "srun", f'echo "$*" >> {tmp_path}/calls; while [ "${{1#--}}" != "$1" ]; do shift; done; "$@"')
+    program(tmp_path / "hostname", "echo '10.0.0.7 192.168.0.7'")
+    program(tmp_path / "ray", 'while [ "$1" != -- ]; do shift; done; shift; "$@"')
+    slurm = {"SLURM_JOB_NODELIST": "gpu[07-09]", "SLURM_NNODES": "3", "SLURM_GPUS_ON_NODE": "8"}
+    script = str(FOLDER / "gsm8k-nodes.sh")
+    done = launched("slurm.sh", tmp_path, script, "data.train_batch_size=64", METHOD="clip", **slurm)
+    assert done.returncode == 0, done.stderr
+    arguments = done.stdout.splitlines()
+    assert {"trainer.nnodes=3", "trainer.n_gpus_per_node=8", "data.train_batch_size=64"} <= set(arguments)
+    address, ray = (tmp_path / "calls").read_text().splitlines()
+    assert address == "--nodes=1 --ntasks=1 --nodelist=gpu07 hostname -I"
+    assert ray.startswith(
+        "--ntasks-per-node=1 ray symmetric-run --address=10.0.0.7:6379 --min-nodes=3 --num-gpus=8 -- bash "
+    )
