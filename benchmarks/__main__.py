@@ -16,7 +16,7 @@ from benchmarks import measure
 
 NAMES = ("head", "capture", "projection", "ratio", "step", "scaling", "packed", "anchor", "count", "sandbox")
 #: Not among "all": they answer other questions, take longer, or need verl's environment; `gpu` runs others.
-OTHERS = ("compile", "gpu", "simulate", "transfer", "tabular", "rollout_anchor")
+OTHERS = ("compile", "gpu", "simulate", "transfer", "tabular", "rollout_anchor", "verl_update")
 
 
 def main() -> None:

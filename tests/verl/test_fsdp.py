@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen3ForCausalLM
 from verl.utils import tensordict_utils as tu
 
 from tests.tolerance import within
 from tests.verl import reference, worker
-from tests.verl.actor import Sample, as_batch, captured, model_folder, rollout, single, trolled
+from tests.verl.actor import SMALL, Sample, as_batch, captured, model_folder, policy_loss, rollout, single, trolled
 from tests.verl.reference import Settings, check, divided
 from tests.verl.worker import CASES, trained
 from troll import SparsePolicy
@@ -107,6 +108,26 @@ def test_fused_kernels_of_verl_change_nothing() -> None:
     actor = trolled(True, "actor_rollout_ref.model.use_fused_kernels=true")
     found = trained(actor, as_batch(samples))
     assert actor.engine.reads_head
+    check_captured(found["old_policies"], samples, Settings())
+    check(model_folder(), found["steps"], found["metrics"], divided(samples), Settings())
+
+
+def test_a_reference_with_fused_kernels_may_share_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl patches the class of the model, and so the actor's too."""
+    plain = Qwen3ForCausalLM.forward
+    monkeypatch.setattr(Qwen3ForCausalLM, "forward", plain)  # which is put back afterwards
+    fused = "actor_rollout_ref.model.use_fused_kernels=true"
+    reference_engine = single(fused, "data.train_batch_size=8", plug_in=())
+    assert Qwen3ForCausalLM.forward.__module__.startswith("verl.")
+    actor, samples = single(fused, *policy_loss(*SMALL), "data.train_batch_size=8").reset(), rollout()
+    batch, found = as_batch(samples), trained(actor, as_batch(samples))
+    own = reference_engine.reset().infer(batch, calculate_entropy=False)["log_probs"]
+    got = actor.reset().infer(batch, calculate_entropy=False)["log_probs"]
+    torch.testing.assert_close(responses(got, batch), responses(own, batch), rtol=0, atol=1e-4)
+    monkeypatch.setitem(vars(actor.engine), "reads_head", False)
+    with pytest.raises(ValueError, match=r"TROLL needs logits here.*use_fused_kernels=False"):
+        actor.infer(batch, calculate_entropy=True)
+    monkeypatch.setattr(Qwen3ForCausalLM, "forward", plain)
     check_captured(found["old_policies"], samples, Settings())
     check(model_folder(), found["steps"], found["metrics"], divided(samples), Settings())
 

@@ -239,7 +239,7 @@ def _check_against_logits(
     backbone.forward = given
     try:
         with torch.random.fork_rng(devices):  # a run has the same random numbers with this check as without
-            logits = plain(*args, **kwargs, **last).logits
+            logits = plain(*args, **{**kwargs, "return_dict": True}, **last).logits
     finally:
         del backbone.forward
         if before is not None:

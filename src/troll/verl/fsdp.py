@@ -25,6 +25,7 @@ from troll.verl.seam.training import (
     EngineRegistry,
     FSDPEngineWithLMHead,
     get_ulysses_sequence_parallel_group,
+    gives_logits,
     pad_packed_inputs,
     ulysses_pad_and_slice_inputs,
 )
@@ -52,13 +53,22 @@ class TrollFSDPEngine(TrustRegionEngine, FSDPEngineWithLMHead):
         refuse_head(causal_lm(self.module).get_output_embeddings())
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The parent's, with the request to read the head."""
+        """The parent's, with the request to read the head.
+
+        Raises:
+            ValueError: If neither the head nor its logits can be had.
+        """
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         if self.hook is not None:
             labels = output_args["input_ids_rmpad_rolled"]
             self.hook.begin(labels, self._response_tokens(micro_batch, output_args))
             if self.from_head:
                 inputs[REQUEST] = self._request(self.hook, micro_batch, inputs["input_ids"])
+            elif not gives_logits(causal_lm(self.module)):
+                raise ValueError(
+                    "TROLL needs logits here, and the fused kernels of another engine of this process have taken their "
+                    "place: set actor_rollout_ref.model.use_fused_kernels=False"
+                )
         return inputs, output_args
 
     def _request(self, hook: Hook, micro_batch: TensorDict, input_ids: Tensor) -> ReadingRequest:

@@ -114,8 +114,8 @@ class Captured:
         policies = [policy for policy in found if policy is not None]
         if len(policies) < len(found):
             raise ValueError(
-                f"{len(found) - len(policies)} of {len(found)} sequences of a batch have no old policy in this process: "
-                "it did not score them before their update"
+                f"{len(found) - len(policies)} of {len(found)} sequences of a batch have no old policy in this process"
+                ": it has to score them before their update"
             )
         return PackedPolicy.cat(policies).to(data["responses"].device)
 

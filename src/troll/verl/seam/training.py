@@ -73,6 +73,11 @@ if MegatronEngine is not None:
 check(NEEDED)
 
 
+def gives_logits(model: Any) -> bool:
+    """Whether a transformers model's forward makes logits: verl's fused kernels replace that of the whole class."""
+    return type(model).forward.__name__ not in ("forward_with_torch_backend", "forward_with_triton_backend")
+
+
 def takes_output_processor(model: Any) -> bool:
     """Whether a model of Megatron hands its hidden states to a function of ours (megatron-core from 0.18 on)."""
     return "output_processor" in inspect.signature(type(model).forward).parameters
@@ -87,6 +92,7 @@ __all__ = [
     "PolicyLossConfig",
     "agg_loss",
     "get_ulysses_sequence_parallel_group",
+    "gives_logits",
     "masked_mean",
     "no_padding_2_padding",
     "pad_packed_inputs",
