@@ -149,8 +149,8 @@ def verl_settings(script: str, folder: Path) -> dict[str, str]:
         text=True,
         check=True,
     )
-    settings = (line.lstrip("+").split("=", 1) for line in done.stdout.splitlines() if "=" in line)
-    return {name: value for name, value in settings}
+    settings = (line.lstrip("+").partition("=") for line in done.stdout.splitlines() if "=" in line)
+    return {name: value for name, _, value in settings}
 
 
 def test_verls_scripts_describe_the_same_experiment(tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""Vision-language models on verl's FSDP engine: their forward is another, and so is the place of their head."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from tests.tolerance import within
+from tests.verl.actor import PLUG_IN, SMALL, Actor, as_batch, configuration, free_port, place, policy_loss, rollout
+from tests.verl.reference import compared
+from troll.study.embedded import character_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, tokenizer = tmp_path_factory.mktemp("model"), character_tokenizer()
+    torch.manual_seed(0)
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+        "initializer_range": 0.45,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 1,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }
+    config = Qwen3VLConfig(text_config=text, vision_config=vision, image_token_id=1, tie_word_embeddings=False)
+    Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def trained(actor: Actor) -> tuple[Any, Any]:
+    batch = as_batch(rollout())
+    scored = actor.reset().score(batch)
+    return scored["old_log_probs"].values(), (actor.update(scored), actor.steps[0].gradients)
+
+
+def test_the_head_of_a_vision_language_model_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its updates are those from its logits, and its scores those of verl's own engine."""
+    padded = "actor_rollout_ref.model.use_remove_padding=False"
+    with mock.patch.dict(os.environ, place(0, 1, free_port())):
+        actor = Actor(configuration(folder, padded, *policy_loss(*SMALL), plug_in=PLUG_IN))
+        stock = Actor(configuration(folder, padded, plug_in=()))
+    assert type(actor.engine.module).forward.__module__.startswith("verl.")
+    (head_scores, (head_metrics, head_gradients)) = trained(actor)
+    assert actor.engine.from_head
+    monkeypatch.setitem(vars(actor.engine), "reads_head", False)
+    (scores, (metrics, gradients)) = trained(actor)
+    assert not actor.engine.from_head
+    own = stock.reset().score(as_batch(rollout()))["old_log_probs"].values()
+    for got in (head_scores, scores):
+        torch.testing.assert_close(got, own, rtol=0, atol=within(1e-5))
+    assert metrics["trust_region/projected_fraction"][-1] > 0
+    assert head_metrics["loss"][0] == pytest.approx(metrics["loss"][0], abs=within(1e-5))
+    assert compared(head_gradients, gradients) < within(3e-5)
