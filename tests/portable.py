@@ -56,7 +56,20 @@ TESTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "verl": (
         ".venv-verl",
-        tuple(f"tests/verl/test_{name}.py" for name in ("cpu", "fsdp", "hooks", "loss", "megatron", "vllm_rollout")),
+        tuple(
+            f"tests/verl/test_{name}.py"
+            for name in (
+                "agent_loop",
+                "cpu",
+                "fsdp",
+                "hooks",
+                "loss",
+                "megatron",
+                "reported",
+                "vision",
+                "vllm_rollout",
+            )
+        ),
     ),
 }
 
