@@ -52,9 +52,11 @@ test: setup verl-setup
 test-portable: setup verl-setup
 	$(BIN)/python tests/portable.py
 
-# Older TRL and transformers, each in an environment of its own: tests/compat.py says which. Most of an hour.
-test-compat: setup
+# Other versions of TRL, transformers and verl, each in an environment of its own: tests/compat.py and tests/verl/compat.py
+# say which. More than an hour.
+test-compat: setup verl-setup
 	$(BIN)/python tests/compat.py
+	$(VERL_BIN)/python -m tests.verl.compat
 
 check: setup
 	$(BIN)/ruff check .

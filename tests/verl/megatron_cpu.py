@@ -27,6 +27,7 @@ if importlib.util.find_spec("einops") is None:  # mbridge imports it, for a mode
     sys.modules["einops"] = mock.MagicMock()
 
 from mbridge.core import llm_bridge
+from mbridge.core import util as mbridge_util
 from mbridge.models.qwen3 import Qwen3Bridge
 
 #: What Megatron's own layers call the parameters that Transformer Engine fuses into the next one.
@@ -112,6 +113,8 @@ def on_cpu() -> Iterator[None]:
             mock.patch.object(
                 megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)
             ),
+            # mbridge 0.15.1 asks for it, and megatron-core 0.18 no longer has it.
+            mock.patch.object(mbridge_util.ModelType, "encoder_and_decoder", None, create=True),
             mock.patch.object(LocalSpecProvider, "core_attention", lambda _: CausalAttention),
             mock.patch.object(llm_bridge, "get_gpt_decoder_block_spec", local_spec),
             mock.patch.object(Qwen3Bridge, "_weight_name_mapping_mcore_to_hf", fused),

@@ -139,9 +139,11 @@ def sampled(
     worker = object.__new__(worker_class)
     rewards = Rewards()
     rollout = {"name": "vllm", "response_length": 32}
-    worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": {}})
+    data = {"continuous_token": {"enable": False}}  # of verl 0.9.0
+    worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": data})
     worker.llm_client = client_class(base, server)(worker.config)
     worker.tokenizer, worker.processor, worker.hf_model_type = character_tokenizer(), None, None
+    worker.tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"  # for verl 0.9.0
     worker.dataset_cls, worker.tools, worker.distillation_enabled = None, [], False
     worker.mm_processor_kwargs = {}
     worker.reward_loop_worker_handles = [rewards]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import math
 import subprocess
@@ -165,6 +166,9 @@ def distinct(samples: list[Sample]) -> TensorDict:
 def test_every_response_token_is_where_verl_puts_its_label(
     data_format: str, options: dict[str, int], fp8: str | None, context: int, tensor: int
 ) -> None:
+    pads = "pad_target" in inspect.getsource(preprocess_thd_engine)
+    if data_format == "thd" and context > 1 and (fp8 or options) and not pads:
+        pytest.skip("before 0.9.1, verl cannot spread short sequences that are padded over processes")
     batch = distinct(rollout(7))
     bucket, longest = options.get("bucket"), options.get("longest")
     if longest is not None:

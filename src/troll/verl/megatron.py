@@ -165,8 +165,9 @@ def hidden_states_for_logits(model: GPTModel) -> Iterator[list[Tensor]]:
 
     if takes_output_processor(model):
 
-        def processor(*, hidden_states: Tensor, output_weight: Tensor | None, **_: Any) -> Tensor:
-            return left_out(hidden_states, output_weight).transpose(0, 1).contiguous()
+        def processor(*, hidden_states: Tensor, output_weight: Tensor | None, scale_logits: Any, **_: Any) -> Tensor:
+            # The logits' multiplier goes to what they are linear in, as it does where the head is replaced.
+            return scale_logits(left_out(hidden_states, output_weight)).transpose(0, 1).contiguous()
 
         handle = model.register_forward_pre_hook(
             lambda _, args, kwargs: (args, {**kwargs, "output_processor": processor}), with_kwargs=True

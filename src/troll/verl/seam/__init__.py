@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 #: Versions that the tests ran with.
-VERIFIED = ("0.9.1",)
+VERIFIED = ("0.9.0", "0.9.1")
 
 try:
     _found = version("verl")
