@@ -1,5 +1,7 @@
 """Trains the embedded task with verl's unmodified `main_ppo` on a CPU: its own clip, then TROLL, and compares them.
 
+It ends with a table, and a page of curves, `comparison.html`.
+
     make verl-demo
     python examples/verl/cpu/demo.py --output_dir runs/verl [--methods clip troll] [--steps 80] [verl settings ...]
 
@@ -21,13 +23,15 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from demo_page import HELD_OUT, median_seconds, metric_points, page
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from troll.files import write_atomically
+
 HERE = Path(__file__).resolve().parent
 METHODS = {"clip": (), "troll": ("+troll=fsdp",)}
-_HELD_OUT = "val-core/reasoning_gym:chain_sum/acc/mean@4"
 _POLL_SECONDS = 0.5
 
 
@@ -86,7 +90,7 @@ class Run:
 
     def held_out(self) -> dict[int, float]:
         """Returns the held-out success by step."""
-        return {step: data[_HELD_OUT] for step, data in self.metrics().items() if _HELD_OUT in data}
+        return dict(metric_points(self.metrics(), HELD_OUT))
 
 
 def train(run: Run, data: Path, settings: list[str], console: Console) -> None:
@@ -128,11 +132,9 @@ def summary(runs: list[Run]) -> Table:
     table = Table("method", "held out before", "after", "seconds a step", "log, metrics and checkpoints")
     for run in runs:
         held_out = run.held_out()
-        steps = [data["timing_s/step"] for data in run.metrics().values() if "timing_s/step" in data]
         first, last = held_out[min(held_out)], held_out[max(held_out)]
-        table.add_row(
-            run.method, f"{first:.1%}", f"{last:.1%}", f"{sorted(steps)[len(steps) // 2]:.1f}", str(run.folder)
-        )
+        seconds = f"{median_seconds(run.metrics()):.1f}"
+        table.add_row(run.method, f"{first:.1%}", f"{last:.1%}", seconds, str(run.folder))
     return table
 
 
@@ -158,6 +160,9 @@ def main() -> None:
         if run.steps not in run.held_out():
             train(run, data, settings, console)
     console.print(summary(runs))
+    comparison = folder / "comparison.html"
+    write_atomically(comparison, page({run.method: run.metrics() for run in runs}))
+    console.print(f"comparison  {comparison}")
 
 
 if __name__ == "__main__":
