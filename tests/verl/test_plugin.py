@@ -54,6 +54,24 @@ except ImportError as error:
     assert "troll.verl builds on what verl" in run(program)
 
 
+def test_a_verl_that_lacks_something_has_its_own_servers() -> None:
+    program = """
+import sys
+import verl.workers.rollout.replica as replica
+class Own: ...
+# The loader that ours was put before, without vLLM.
+from troll.verl import plugin
+replica.RolloutReplicaRegistry._registry["vllm"] = lambda: Own
+plugin._report(replica)
+import verl.experimental.agent_loop.agent_loop as loop
+del replica.TokenOutput.model_fields["extra_fields"]
+for name in [name for name in sys.modules if name.startswith("troll.verl") and name != "troll.verl.plugin"]:
+    del sys.modules[name]
+print(replica.RolloutReplicaRegistry.get("vllm") is Own)
+"""
+    assert run(program) == "True"
+
+
 @pytest.mark.parametrize("policy", ["none", "another"])
 def test_switched_off_it_is_not_loaded(policy: str) -> None:
     program = "import sys, verl; print('troll.verl.plugin' in sys.modules)"

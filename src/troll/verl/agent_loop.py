@@ -49,13 +49,10 @@ def _beginning(init: Callable[..., None]) -> Callable[..., None]:
 def _taking(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     @wraps(generate)
     async def taking(self: Any, request_id: str, *, prompt_ids: Any, **inputs: Any) -> Any:
-        prompt = normalize_token_ids(prompt_ids)
         output = await generate(self, request_id, prompt_ids=prompt_ids, **inputs)
-        record = output.extra_fields.pop(OLD_POLICIES, None)
-        if _turns.get(None) is None:
-            _turns.set([])
-        if output.token_ids:
-            _turns.get().append(Turn(prompt, list(output.token_ids), record))
+        record, turns = output.extra_fields.pop(OLD_POLICIES, None), _turns.get(None)
+        if record is not None and turns is not None:
+            turns.append(Turn(normalize_token_ids(prompt_ids), list(output.token_ids), record))
         return output
 
     return taking
@@ -67,7 +64,7 @@ def _with_field(as_dict: Callable[[AgentLoopOutput], dict[str, Any]]) -> Callabl
         fields = as_dict(self)
         turns = _turns.get([])
         # A rollout that does not report leaves the field out, which the update refuses if it needs it.
-        if turns and all(turn.record is not None for turn in turns):
+        if turns:
             fields[OLD_POLICIES] = response_record(self.prompt_ids, self.response_ids, turns)
         return fields
 

@@ -54,7 +54,7 @@ class TrustRegionEngine:
                 "hydra.searchpath=[pkg://troll.verl.config] +troll=fsdp (or megatron)"
             )
         self.trust_region = settings
-        # The parent knows itself by its own name.
+        # verl's engine compares it with its own names.
         object.__setattr__(engine_config, "strategy", engine_config.strategy.removeprefix(BACKEND_PREFIX))
         # verl's fused kernels would take the place of the forward that the head is read in. The reference and the
         # critic share the configuration of the model, and go on with them.

@@ -221,7 +221,7 @@ class Update(Hook):
 
     @property
     def observed(self) -> bool:
-        """Whether this process read a head: a pipeline's last stage alone does."""
+        """Whether this process read a head: only a pipeline's last stage does."""
         return bool(self._sums)
 
     def metrics(self) -> dict[str, float]:

@@ -62,7 +62,7 @@ def trust_region_policy_loss(
         response_mask: True where a token counts.
         loss_agg_mode: verl's.
         config: The actor's configuration.
-        rollout_is_weights: w, of rollout correction. They correct the policy term, and leave the regression alone.
+        rollout_is_weights: w, of rollout correction. They correct the policy term, and leave the regression unchanged.
 
     Raises:
         RuntimeError: If the engine is not one of troll.verl, so that nothing was projected.
@@ -73,7 +73,7 @@ def trust_region_policy_loss(
             "loss_mode=troll without an engine that projects: select both with "
             "hydra.searchpath=[pkg://troll.verl.config] +troll=fsdp"
         )
-    # Whatever stands at a masked token never matters, infinities included.
+    # What stands at a masked token never matters, infinities included.
     mask = response_mask.bool()
     log_ratio = torch.where(mask, tokens.log_ratio, 0.0)
     if config.policy_loss.ratio_level == "sequence":

@@ -24,7 +24,6 @@ from troll.verl.seam.training import (
     MegatronEngineWithLMHead,
     preprocess_bshd_engine,
     preprocess_thd_engine,
-    takes_output_processor,
     unwrap_model,
 )
 from troll.verl.settings import BACKEND_PREFIX
@@ -42,12 +41,14 @@ class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
         """See the parent."""
         if self.model_config.mtp.enable:
             raise ValueError("multi-token prediction goes through the LM head as well")
+        if getattr(self.engine_config, "use_megatron_fsdp", False):
+            raise ValueError("Megatron-FSDP gathers the LM head for its own call only")
         head: Any = getattr(language_model(self.module[-1]), "output_layer", None)
-        if not (head is None or isinstance(head, ColumnParallelLinear)):
+        if not (head is None or type(head) is ColumnParallelLinear):
             raise ValueError(f"the LM head is not Megatron's own column-parallel layer, but {type(head).__name__}")
 
     def agreed(self, flag: bool) -> bool:
-        """See the parent: of a pipeline, the last stage alone knows."""
+        """See the parent: of a pipeline, only the last stage knows."""
         if mpu.get_pipeline_model_parallel_world_size() == 1:
             return flag
         flags = torch.tensor(float(flag), device=next(self.module[0].parameters()).device)
@@ -145,46 +146,30 @@ def language_model(model: Any) -> GPTModel:
 def hidden_states_for_logits(model: GPTModel) -> Iterator[list[Tensor]]:
     """Within this, a model returns its last hidden states, (B, L, H), where it would return logits.
 
-    Its head is left out by the hook that Megatron has for it (megatron-core from 0.18 on), or is replaced. Sequence-
-    parallel hidden states are gathered without adding up their gradient: a head that is read adds it up itself.
+    Its head is called, so that what waits for its weight does, and hands back what it is given. A multiplier of the
+    logits then multiplies hidden states, which they are linear in. Sequence-parallel ones are gathered without adding
+    up their gradient: a head that is read adds it up itself. (The `output_processor` of megatron-core 0.18 goes around
+    the head, and so around the wait for its weight under `overlap_param_gather`.)
 
     Yields:
         After the forward, the weight of the head, (V/n, H); empty on a stage without one.
     """
-    weight: list[Tensor] = []
+    found: list[Tensor] = []
     head: Any = getattr(model, "output_layer", None)
     if head is None:
-        yield weight
-        return
-
-    def left_out(hidden: Tensor, own_weight: Tensor | None) -> Tensor:
-        weight[:] = [head.weight if own_weight is None else own_weight]
-        if head.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return hidden
-
-    if takes_output_processor(model):
-
-        def processor(*, hidden_states: Tensor, output_weight: Tensor | None, scale_logits: Any, **_: Any) -> Tensor:
-            # The logits' multiplier goes to what they are linear in, as it does where the head is replaced.
-            return scale_logits(left_out(hidden_states, output_weight)).transpose(0, 1).contiguous()
-
-        handle = model.register_forward_pre_hook(
-            lambda _, args, kwargs: (args, {**kwargs, "output_processor": processor}), with_kwargs=True
-        )
-        try:
-            yield weight
-        finally:
-            handle.remove()
+        yield found
         return
 
     def forward(input_: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
-        return left_out(input_, weight), None
+        found[:] = [head.weight if weight is None else weight]
+        if head.sequence_parallel:
+            input_ = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False)
+        return input_, None
 
     before = vars(head).get("forward")
     head.forward = forward
     try:
-        yield weight
+        yield found
     finally:
         del head.forward
         if before is not None:

@@ -14,17 +14,24 @@ from wrapt import when_imported
 
 @when_imported("verl.workers.rollout.replica")
 def _report(module: Any) -> None:
+    registry = getattr(module, "RolloutReplicaRegistry", None)
+    own = getattr(registry, "_registry", {}).get("vllm")
+    if registry is None or own is None:  # another verl, as the configuration says where TROLL is asked for
+        return
+
     def load() -> Any:
-        from troll.verl.vllm_rollout import replica_class
+        try:
+            from troll.verl.vllm_rollout import replica_class
+        except Exception:  # of a verl that lacks something: with TROLL the driver has raised before
+            return own()
+        return replica_class(own())
 
-        return replica_class()
-
-    module.RolloutReplicaRegistry.register("vllm", load)
+    registry.register("vllm", load)
 
 
 @when_imported("verl.experimental.agent_loop.agent_loop")
 def _carry(_: Any) -> None:
-    with suppress(ImportError):  # of something that verl lacks: a run without TROLL has to go on
+    with suppress(Exception):  # likewise
         from troll.verl.agent_loop import carry_old_policies
 
         carry_old_policies()

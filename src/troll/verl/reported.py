@@ -122,12 +122,12 @@ class Turn:
     Attributes:
         prompt_ids: What it was given: the prompt, and everything after it so far.
         token_ids: What it sampled.
-        record: Their old policies; None if it reported none.
+        record: Their old policies.
     """
 
     prompt_ids: list[int]
     token_ids: list[int]
-    record: Tensor | None
+    record: Tensor
 
 
 #: In the place of the record of a response of which no token was reported: buffers do not like empty tensors.
@@ -143,7 +143,7 @@ def response_record(prompt_ids: Sequence[int], response_ids: Sequence[int], turn
     Args:
         prompt_ids: The sample's prompt.
         response_ids: Its response, T tokens.
-        turns: Calls whose records are there.
+        turns: The calls that reported.
 
     Returns:
         A record of T positions; `NO_RECORD` where nothing was reported.
@@ -153,7 +153,7 @@ def response_record(prompt_ids: Sequence[int], response_ids: Sequence[int], turn
     for turn in turns:
         start = len(turn.prompt_ids)
         length = _common(turn.token_ids, sequence[start:]) if sequence[:start] == turn.prompt_ids else 0
-        if turn.record is not None and start >= edge and length:
+        if start >= edge and length:
             matches.append((start - edge, -length, turn.record))
     matches.sort(key=lambda match: match[:2])
     taken: list[tuple[int, int, Tensor]] = []

@@ -51,7 +51,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
         rollout_logprobs_mode: verl's ``actor_rollout_ref.rollout.logprobs_mode``, likewise.
 
     Raises:
-        ValueError: On a value out of its range, or a trainer that cannot carry old policies.
+        ValueError: On a value out of its range, or a trainer with which TROLL cannot work.
     """
 
     loss_mode: str = "troll"
@@ -98,10 +98,10 @@ class TrollPolicyLossConfig(PolicyLossConfig):
 
     def _check_trainer(self) -> None:
         if not self.uses_v1_trainer:
-            raise ValueError("verl's legacy trainer drops the old policies from the batch: set trainer.use_v1=True")
+            raise ValueError("verl's legacy trainer drops fields that TROLL needs: set trainer.use_v1=True")
         if self.experimental_rollout is not None:
             raise ValueError(
-                "verl's fully_async_policy and one_step_off_policy drop the old policies from the batch: use "
+                "verl's fully_async_policy and one_step_off_policy drop fields of the batch that TROLL needs: use "
                 "verl.trainer.main_ppo with trainer.v1.trainer_mode=separate_async"
             )
         if self.distills:

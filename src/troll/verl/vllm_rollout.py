@@ -148,16 +148,21 @@ def reporting(server_class: type) -> type:
     return ReportingServer
 
 
-def replica_class() -> type[RolloutReplica]:
-    """Verl's replica of vLLM, with a server that reports where ``anchor=rollout`` asks for it."""
-    import ray
-    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+def replica_class(own: type[RolloutReplica]) -> type[RolloutReplica]:
+    """A replica of vLLM whose server reports where ``anchor=rollout`` asks for it.
 
-    class ReportingReplica(vLLMReplica):
+    Args:
+        own: verl's, which does everything else.
+    """
+
+    class ReportingReplica(own):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            custom = self.config.custom or {}
+            custom = getattr(self.config, "custom", None) or {}
             if custom.get(CUSTOM, {}).get("anchor") == "rollout":
+                import ray
+                from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
                 self.server_class = ray.remote(reporting(vLLMHttpServer))
 
     return ReportingReplica

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from troll.verl.seam import Needed, check, lacking
@@ -78,11 +77,6 @@ def gives_logits(model: Any) -> bool:
     return type(model).forward.__name__ not in ("forward_with_torch_backend", "forward_with_triton_backend")
 
 
-def takes_output_processor(model: Any) -> bool:
-    """Whether a model of Megatron hands its hidden states to a function of ours (megatron-core from 0.18 on)."""
-    return "output_processor" in inspect.signature(type(model).forward).parameters
-
-
 __all__ = [
     "EngineRegistry",
     "FSDPActorConfig",
@@ -97,7 +91,6 @@ __all__ = [
     "no_padding_2_padding",
     "pad_packed_inputs",
     "register_policy_loss",
-    "takes_output_processor",
     "ulysses_pad_and_slice_inputs",
 ]
 if MegatronEngine is not None:
