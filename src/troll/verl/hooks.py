@@ -19,6 +19,7 @@ from troll import Constraint, Logits, capture, trust_region_step
 from troll.trust_region.coverage import SUPPORT_STATISTICS, support_statistics
 from troll.trust_region.metrics import trust_region_metrics, trust_region_statistics
 from troll.trust_region.reading.capture import capture_with_entropy
+from troll.trust_region.reading.logits import is_whole
 from troll.trust_region.reading.read import read
 from troll.trust_region.reading.source import Source
 from troll.verl.loss import ProjectedTokens, projected
@@ -88,8 +89,7 @@ class Hook:
 
     def _source(self, logits: Tensor) -> Logits:
         """This process's logits, (n', V), at its n response tokens. Nobody needs them but this hook."""
-        whole = logits.is_contiguous() and logits.untyped_storage().nbytes() == logits.nbytes
-        return Logits(logits, rows=self.tokens.rows, vocab_group=self.vocab_group, donate=whole)
+        return Logits(logits, rows=self.tokens.rows, vocab_group=self.vocab_group, donate=is_whole(logits))
 
     def loss(
         self, model_output: dict[str, Any], data: TensorDict, dp_group: ProcessGroup | None
@@ -168,12 +168,12 @@ class Update(Hook):
     def read(self, source: Source, data: TensorDict) -> dict[str, Tensor]:
         """See the parent: the sampled tokens' log p̃ and log q/p, the regression towards q, and the entropy."""
         settings, tokens = self.settings, self.tokens
-        anchored_at_rollout = settings.anchor == "rollout"
-        packed = reported(data, source.vocabulary.size) if anchored_at_rollout else self._captured.of(data)
+        at_rollout = settings.anchor == "rollout"
+        packed = reported(data, source.vocabulary.size) if at_rollout else self._captured.of(data)
         old = packed.unpack() if tokens.group is None else packed.unpack()[tokens.numbers]
         mask = data["response_mask"].values().bool()[tokens.numbers]
         unreported = packed.counts == 0  # of the whole micro-batch, so that processes that share it agree
-        if anchored_at_rollout and bool(unreported.any()):
+        if at_rollout and bool(unreported.any()):
             own = capture(source, self.sampled, top_k=settings.top_k, mass_threshold=settings.mass_threshold)
             old = fill_unreported(old, own)
         step = trust_region_step(
@@ -186,7 +186,8 @@ class Update(Hook):
         )
         sums, maxima = trust_region_statistics(step, mask)
         sums |= support_statistics(old, mask)
-        sums["unreported"] = (unreported[tokens.numbers] & mask).sum().to(sums["tokens"].dtype)
+        if at_rollout:
+            sums["unreported"] = (unreported[tokens.numbers] & mask).sum().to(sums["tokens"].dtype)
         sums["bytes"] = sums["tokens"].new_tensor(packed.nbytes * len(tokens.rows) / max(tokens.total, 1))
         self._sums = {name: value + self._sums.get(name, 0) for name, value in sums.items()}
         self._maxima = {name: value.maximum(self._maxima.get(name, value)) for name, value in maxima.items()}
@@ -235,6 +236,6 @@ class Update(Hook):
         metrics = trust_region_metrics(total, dict(zip(self._maxima, maxima.cpu(), strict=True)))
         metrics |= {name: total[name] / tokens for name in SUPPORT_STATISTICS if name in total}
         metrics["old_policy_bytes"] = total["bytes"] / tokens
-        if self.settings.anchor == "rollout":
+        if "unreported" in total:
             metrics["unreported_fraction"] = total["unreported"] / tokens
         return {f"trust_region/{name}": value.item() for name, value in metrics.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -100,8 +101,8 @@ class Captured:
             data: The micro-batch.
         """
         packed = PackedPolicy.of(policy).to("cpu")
-        ends = data["responses"].offsets()[1:].tolist()
-        for key, start, end in zip(_sequences(data), [0, *ends], ends, strict=False):
+        edges = pairwise(data["responses"].offsets().tolist())
+        for key, (start, end) in zip(_sequences(data), edges, strict=True):
             self._policies[key] = packed[start:end]
 
     def of(self, data: TensorDict) -> PackedPolicy:
@@ -169,19 +170,19 @@ def fill_unreported(old: SparsePolicy, own: SparsePolicy) -> SparsePolicy:
         old: (n,), without slots where nothing was reported.
         own: (n,), captured of the logits that are updated.
     """
-    reported = old.used.any(-1)
+    known = old.used.any(-1)
     width = max(old.top_k, own.top_k)
 
     def slots(of_old: Tensor, of_own: Tensor, empty: float) -> Tensor:
         ours, theirs = (torch.nn.functional.pad(x, (0, width - x.shape[-1]), value=empty) for x in (of_own, of_old))
-        return torch.where(reported.unsqueeze(-1), theirs, ours)
+        return torch.where(known.unsqueeze(-1), theirs, ours)
 
     return dataclasses.replace(
         old,
         token_ids=slots(old.token_ids, own.token_ids, -1),
         log_probs=slots(old.log_probs, own.log_probs, -torch.inf),
-        tail_log_prob=torch.where(reported, old.tail_log_prob, own.tail_log_prob),
-        slot=torch.where(reported, old.slot, own.slot),
+        tail_log_prob=torch.where(known, old.tail_log_prob, own.tail_log_prob),
+        slot=torch.where(known, old.slot, own.slot),
     )
 
 

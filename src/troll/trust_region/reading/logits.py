@@ -63,8 +63,7 @@ class Logits(Source):
             return
         if self.temperature != 1.0 or self.scale != 1.0 or self.softcap is not None:
             raise ValueError("donate=True takes logits as they are: temperature and scale 1, no softcap")
-        whole = self.logits.untyped_storage().nbytes() == self.logits.nbytes
-        if not (whole and self.logits.is_contiguous()):
+        if not is_whole(self.logits):
             raise ValueError("donate=True takes a whole tensor of logits, got a view of a part: the rest would be lost")
 
     @property
@@ -91,6 +90,11 @@ class Logits(Source):
     def opened(self, slots: int, most: int = MAX_OUTCOMES, dtype: torch.dtype | None = None) -> PassContext:
         """See the parent."""
         return nullcontext(_LogitsPass(self, slots, most))
+
+
+def is_whole(logits: Tensor) -> bool:
+    """Whether logits fill their memory, so that they can be donated."""
+    return logits.is_contiguous() and logits.untyped_storage().nbytes() == logits.nbytes
 
 
 class _LogitsPass(Pass):
