@@ -393,11 +393,12 @@ def test_models_inside_of_wrappers_are_found():
             causal_lm(other)
 
 
+# The backend compiles nothing, so it works where compilers were switched off. The setting is undone by torch: pytest's
+# monkeypatch would delete it, as an object's `__dict__` does not hold it.
+@torch._dynamo.config.patch(disable=False)
 def test_a_compiled_model_is_read(monkeypatch):
     """The backbone is compiled, the tiles are not."""
-    # The backend compiles nothing, so it works where compilers were switched off.
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)
     model, inputs = tiny.make_model("llama"), batch()
     graphs: list[Any] = []
 
