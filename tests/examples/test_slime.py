@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.examples import slime
 from tests.tolerance import within
-from troll.testing import Case, _case, check_adapter
+from troll.testing import Case, check_adapter, make_case
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def example() -> Any:
 
 @pytest.fixture
 def case() -> Case:
-    return dataclasses.replace(_case("packed", torch.float32), micro_batches=((2, 0), (3, 1)))
+    return dataclasses.replace(make_case("packed", torch.float32), micro_batches=((2, 0), (3, 1)))
 
 
 @pytest.mark.parametrize(("per_token", "aggregation"), [(False, "sequence_mean"), (True, "token_mean")])

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from tests.tolerance import within
 from troll import Logits, PackedPolicy, TrustRegionStep, capture, trust_region_step
-from troll.testing import IGNORED, METRICS, VOCAB_SIZE, Case, Update, _case, _mistakes, _reference, _tolerance
+from troll.testing import IGNORED, METRICS, VOCAB_SIZE, Case, Update, make_case
 from troll.testing import check_adapter as check
+from troll.testing.reference import mistakes, reference, tolerance_of
 
 SEQUENCE_MEAN = {"aggregation": "sequence_mean", "max_length": None}
 
@@ -260,9 +261,9 @@ def test_what_cannot_be_checked_is_refused() -> None:
 
 def test_the_case_tells_every_mistake_from_rounding() -> None:
     """Ten times the tolerance lies between what is right and each mistake that can show in the case."""
-    case = dataclasses.replace(_case("packed", torch.float32), micro_batches=((2, 0), (3, 1)))
-    right, tolerance = _reference(case, SEQUENCE_MEAN), _tolerance(case, torch.float32)
-    for text, wrong in _mistakes(case, SEQUENCE_MEAN):
+    case = dataclasses.replace(make_case("packed", torch.float32), micro_batches=((2, 0), (3, 1)))
+    right, tolerance = reference(case, SEQUENCE_MEAN), tolerance_of(case, torch.float32)
+    for text, wrong in mistakes(case, SEQUENCE_MEAN):
         if text.endswith("averaged"):
             continue  # which is right for sequence means and micro-batches of one size
         off = (wrong().gradient - right.gradient).abs().max() / right.gradient.abs().max()
@@ -273,14 +274,14 @@ def test_the_case_tells_every_mistake_from_rounding() -> None:
 
 
 def test_the_case_has_tokens_on_both_sides_of_the_bound() -> None:
-    case = _case("packed", torch.float32)
-    expected = _reference(case, SEQUENCE_MEAN)
+    case = make_case("packed", torch.float32)
+    expected = reference(case, SEQUENCE_MEAN)
     kl = expected.step.kl_before[expected.mask] / case.kl_bound
     assert (kl > 1).sum() >= 5 and (kl < 1).sum() >= 5
     # No rounding moves one across.
     assert ((kl - 1).abs() > within(0.01)).all()
     # With advantages of both signs, a token that the clip would stop.
-    free = _reference(dataclasses.replace(case, kl_bound=1e6), SEQUENCE_MEAN).step.log_ratio
+    free = reference(dataclasses.replace(case, kl_bound=1e6), SEQUENCE_MEAN).step.log_ratio
     rising = torch.tensor([sample.advantage > 0 for sample in case.samples]).unsqueeze(-1)
     stopped = torch.where(rising, free.exp() > 1.3, free.exp() < 0.7) & expected.mask
     assert stopped[rising.flatten()].any() and stopped[~rising.flatten()].any()

@@ -1,0 +1,124 @@
+"""The cases of the conformance test, and what an adapter makes of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Layout = Literal["padded", "packed"]
+
+#: Of the vocabulary: the first are left to the trainer (padding, end of sequence) and stand in no sample. Rows of the
+#: others are read at positions that do not count (`IGNORED`), or at positions that do (`COUNTED`), and never at both.
+VOCAB_SIZE, IGNORED, COUNTED = 48, range(8, 24), range(24, 48)
+
+#: A divergence that no policy of a case reaches.
+UNREACHABLE = 1e6
+
+#: Means over the tokens that count, which every adapter reports.
+METRICS = ("kl_before", "kl_after", "projected_fraction", "regression")
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A prompt and a response to it.
+
+    Attributes:
+        prompt: (P,) int64.
+        response: (R,) int64.
+        counts: (R,) bool, which tokens of the response count. The others were not sampled by the policy.
+        advantage: Of every token of the response.
+    """
+
+    prompt: Tensor
+    response: Tensor
+    counts: Tensor
+    advantage: float
+
+    @property
+    def token_ids(self) -> Tensor:
+        """The whole sequence, (P + R,)."""
+        return torch.cat([self.prompt, self.response])
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A mini-batch for one update: score it with the old network, then update the new one with it.
+
+    Attributes:
+        samples: In the order in which the rollout made them.
+        old_table: (V, V); the logits at a position that holds token a are row a, not yet divided by the temperature.
+        new_table: (V, V), the same of the network that is updated. Both are the adapter's own, and may be overwritten.
+        layout: How the trainer lays out a micro-batch: "padded", a row a sample; "packed", one sample after the other.
+        micro_batches: The samples of each micro-batch of the update, by number. The rollout may be scored in any other
+            order.
+        temperature: The samples were drawn at it.
+        kl_bound: ε.
+        regression_weight: α.
+        top_k: K, the whole vocabulary.
+        mass_threshold: δ, 0.
+    """
+
+    samples: tuple[Sample, ...]
+    old_table: Tensor
+    new_table: Tensor
+    layout: Layout
+    micro_batches: tuple[tuple[int, ...], ...]
+    temperature: float = 0.7
+    kl_bound: float = 0.05
+    regression_weight: float = 1.5
+    top_k: int = VOCAB_SIZE
+    mass_threshold: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """What an adapter made of a case, over all micro-batches, before the gradient is clipped.
+
+    Attributes:
+        loss: The loss of the mini-batch.
+        gradient: Its gradient with regard to the new table, (V, V).
+        metrics: `METRICS`, under these names: means over the tokens that count, or aggregated as the loss is.
+    """
+
+    loss: float | Tensor
+    gradient: Tensor
+    metrics: Mapping[str, float | Tensor]
+
+
+class Adapter(Protocol):
+    """One call: the trainer's own capture and update, on a network that is a table."""
+
+    def __call__(self, case: Case, /) -> Update:
+        """The update of a case."""
+        ...
+
+
+def make_case(layout: Layout, dtype: torch.dtype) -> Case:
+    """Four samples of different lengths, two of them with tokens that do not count; both sides of the bound."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(tokens: range) -> int:
+        return tokens[int(torch.randint(len(tokens), (), generator=generator))]
+
+    samples = []
+    for prompt_length, response_length, others, advantage in (
+        (2, 7, (2, 3), 1.3),
+        (5, 3, (), -0.8),
+        (3, 9, (0, 5), 0.6),
+        (4, 5, (), -1.7),
+    ):
+        counts = torch.ones(response_length, dtype=torch.bool)
+        counts[list(others)] = False
+        # Of a sequence, which tokens' rows predict one that counts.
+        reads = [False] * (prompt_length - 1) + counts.tolist() + [False]
+        token_ids = torch.tensor([draw(COUNTED if read else IGNORED) for read in reads])
+        samples.append(Sample(token_ids[:prompt_length], token_ids[prompt_length:], counts, advantage))
+    old = 2 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=generator, dtype=torch.float64)
+    # Every third row moves little: its tokens stay within the bound.
+    moved = torch.where(torch.arange(VOCAB_SIZE) % 3 == 0, 0.1, 0.5).unsqueeze(-1)
+    new = old + moved * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=generator, dtype=torch.float64)
+    return Case(tuple(samples), old.to(dtype), new.to(dtype), layout, (tuple(range(len(samples))),))
