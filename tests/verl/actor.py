@@ -9,7 +9,8 @@ import shutil
 import socket
 import tempfile
 from atexit import register as at_exit
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
@@ -246,13 +248,24 @@ class Actor:
         return self
 
     def _recorded_step(self) -> float:
-        gradients = {name: _whole(p.grad) for name, p in self.engine.module.named_parameters() if p.grad is not None}
+        with self._whole_parameters():
+            gradients = {name: _whole(p.grad) for name, p in self._named_parameters() if p.grad is not None}
         self.steps.append(Step(self.parameters(), gradients))
         return self._optimizer_step()
 
     def parameters(self) -> dict[str, Tensor]:
         """The whole parameters."""
-        return {name: _whole(value) for name, value in self.engine.module.named_parameters()}
+        with self._whole_parameters():
+            return {name: _whole(value) for name, value in self._named_parameters()}
+
+    def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for name, parameter in self.engine.module.named_parameters():
+            yield name.replace("_fsdp_wrapped_module.", ""), parameter
+
+    def _whole_parameters(self) -> AbstractContextManager[None]:
+        """FSDP 1 shards parameters without a trace in their type."""
+        module = self.engine.module
+        return FSDP.summon_full_params(module, with_grads=True) if isinstance(module, FSDP) else nullcontext()
 
     def infer(self, batch: TensorDict, **options: Any) -> TensorDict:
         """A pass without gradient; None where another process of the model's returns it."""

@@ -153,6 +153,13 @@ def test_two_processes_equal_the_core(case: str, two_processes: dict[str, Any]) 
     check(model_folder(), found["steps"], found["metrics"], divided(samples, world=2), settings)
 
 
+def test_two_processes_of_fsdp_1_equal_the_core(two_processes: dict[str, Any]) -> None:
+    found, samples = two_processes["FSDP 1"], rollout()
+    assert found["reads_head"]
+    check_captured(found["old_policies"], samples[::2], Settings())
+    check(model_folder(), found["steps"], found["metrics"], divided(samples, world=2), Settings())
+
+
 def test_two_processes_equal_the_core_with_padding(two_processes: dict[str, Any]) -> None:
     settings, samples, found = settings_of(CASES["sequence"]), rollout(), two_processes["padded"]
     check_captured(found["old_policies"], samples[::2], settings)

@@ -7,21 +7,25 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.fsdp import _init_utils
 from torch.multiprocessing import spawn
 from transformers import AttentionInterface
 from verl.utils import tensordict_utils as tu
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group
+from verl.workers.engine.fsdp import transformer_impl
 
 from tests.verl.actor import (
     ACTOR,
     SMALL,
     Actor,
+    Sample,
     as_batch,
     captured,
     configuration,
@@ -83,7 +87,7 @@ def _found(actor: Actor, old_policies: Sequence[Tensor], metrics: Mapping[str, A
 
 
 def two_processes(rank: int, world: int, model: Path) -> dict[str, Any]:
-    """Every case, packed; and one padded. Then logits of which one process holds NaN; then sequence parallelism."""
+    """Every case, packed; one padded; logits of which one process holds NaN; sequence parallelism; FSDP 1."""
     samples = rollout()[rank::world]
     found = {}
     for packed in (True, False):
@@ -94,7 +98,22 @@ def two_processes(rank: int, world: int, model: Path) -> dict[str, Any]:
     found["dynamic"] = trained(actor.reset(), as_batch(samples), use_dynamic_bsz=True, max_token_len_per_gpu=24)
     found["nan"] = _with_nan(actor.reset(), as_batch(samples), rank)
     found["sequence parallel"] = _sequence_parallel(model)
+    found["FSDP 1"] = _fsdp1(model, samples)
     return found
+
+
+def _fsdp1(model: Path, samples: list[Sample]) -> dict[str, Any]:
+    """verl's default strategy, whose head is a part of a flat parameter outside of the forward."""
+    overrides = [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.use_orig_params=true", *policy_loss(*SMALL)]
+    # On a CPU, verl names the device by a text, which FSDP 1 does not take; and FSDP 1 sends weights to the others on
+    # GPUs only.
+    with (
+        mock.patch.object(transformer_impl, "get_device_id", lambda: torch.device("cpu")),
+        mock.patch.object(_init_utils, "_check_module_states_for_sync_module_states"),
+    ):
+        actor = Actor(configuration(model, *overrides, "trainer.n_gpus_per_node=2"))
+        found = trained(actor, as_batch(samples))
+    return {**found, "reads_head": actor.engine.reads_head}
 
 
 def _with_nan(actor: Actor, batch: TensorDict, rank: int) -> dict[str, Any]:
