@@ -23,6 +23,7 @@ from verl.experimental.agent_loop.agent_loop import (
 )
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 from verl.trainer.ppo.v1 import agent_loop_tq
+from verl.utils import rollout_trace
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
@@ -127,6 +128,7 @@ def sampled(
     *,
     base: type[LLMServerClient] = LLMServerClient,
     samples: int = 1,
+    trace: bool = False,
 ) -> tuple[list[TensorDict], Rewards]:
     """The rows that verl's agent-loop worker puts into the transfer queue for samples at the same time."""
     put: list[TensorDict] = []
@@ -159,7 +161,7 @@ def sampled(
 
     async def run() -> None:
         tasks = (
-            worker._run_agent_loop({}, trajectory, agent_name="loop", trace=False, **sample) for _ in range(samples)
+            worker._run_agent_loop({}, trajectory, agent_name="loop", trace=trace, **sample) for _ in range(samples)
         )
         await asyncio.gather(*tasks)
 
@@ -251,3 +253,16 @@ def test_numpy_prompts_are_the_same_prompts(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Loop, "run", run)
     (row,), _ = sampled(monkeypatch, server)
     assert torch.equal(field(row), server.records[0])
+
+
+def test_a_trace_of_verls_sees_what_an_agent_loop_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[list[str]] = []
+    monkeypatch.setattr(rollout_trace.RolloutTraceConfig, "get_backend", lambda: "trackio")
+    monkeypatch.setattr(
+        rollout_trace, "_log_trackio_trace", lambda op, inputs, output: logged.append(sorted(output.extra_fields))
+    )
+    (row,), _ = sampled(monkeypatch, Server(), trace=True)
+    assert OLD_POLICIES in row
+    assert len(logged) == 1
+    assert "global_steps" in logged[0]
+    assert OLD_POLICIES not in logged[0]

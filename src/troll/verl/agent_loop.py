@@ -8,6 +8,7 @@ tensor of its own, which only those fetch who ask for it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from functools import wraps
@@ -15,7 +16,13 @@ from typing import Any
 
 from troll.verl.old_policies import OLD_POLICIES
 from troll.verl.reported import Turn, response_record
-from troll.verl.seam.rollout import AgentLoopBase, AgentLoopOutput, LLMServerClient, normalize_token_ids
+from troll.verl.seam.rollout import (
+    AgentLoopBase,
+    AgentLoopOutput,
+    LLMServerClient,
+    normalize_token_ids,
+    rollout_trace_op,
+)
 
 #: The engine's answers for the sample at hand: verl runs a task for each sample, whose own tasks share the list.
 _turns: ContextVar[list[Turn]] = ContextVar("turns")
@@ -32,7 +39,8 @@ def carry_old_policies() -> None:
     if getattr(LLMServerClient, _INSTALLED, False):
         return
     AgentLoopBase.__init__ = _beginning(AgentLoopBase.__init__)
-    LLMServerClient.generate = _taking(LLMServerClient.generate)
+    # Below verl's trace of it, which would log the records.
+    LLMServerClient.generate = rollout_trace_op(_taking(inspect.unwrap(LLMServerClient.generate)))
     AgentLoopOutput.as_dict = _with_field(AgentLoopOutput.as_dict)
     setattr(LLMServerClient, _INSTALLED, True)
 

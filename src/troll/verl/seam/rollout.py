@@ -6,6 +6,7 @@ from troll.verl.seam import Needed, check, lacking
 
 try:
     from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+    from verl.utils.rollout_trace import rollout_trace_op
     from verl.utils.tokenizer import normalize_token_ids
     from verl.workers.rollout.llm_server import LLMServerClient
     from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
@@ -31,4 +32,5 @@ __all__ = [
     "RolloutReplica",
     "RolloutReplicaRegistry",
     "normalize_token_ids",
+    "rollout_trace_op",
 ]
