@@ -240,7 +240,7 @@ def test_megatron_is_asked_for_where_it_is_missing(model: Path, monkeypatch: pyt
 def test_fsdp_needs_no_megatron() -> None:
     code = (
         "import sys; sys.modules['megatron'] = None\n"
-        "import troll.verl\n"
+        "from troll.verl import TrollFSDPActorConfig\n"
         "from verl.workers.engine.base import EngineRegistry\n"
         "assert 'troll_fsdp2' in EngineRegistry._engines['language_model']\n"
         "assert 'troll_megatron' not in EngineRegistry._engines['language_model']\n"
