@@ -1,4 +1,4 @@
-"""Programs per second in the sandbox, against plain subprocesses, and what a start consists of; all on the CPU."""
+"""Programs per second in the sandbox, what a start consists of, and programs next to others that attack; on the CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +18,11 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks import measure
+from tests.rewards.sandbox.hostile import HOSTILE, ON_THE_MACHINE, ON_THE_USER
 from troll.rewards.program import parse_tests
-from troll.rewards.sandbox.bubblewrap import INTERPRETER_FLAGS, Sandbox
+from troll.rewards.sandbox.bubblewrap import INTERPRETER_FLAGS, Bubblewrap
 from troll.rewards.sandbox.limits import Limits
+from troll.rewards.sandbox.local import LocalSandbox, StoppableBubblewrap
 from troll.rewards.sandbox.pool import Pool
 from troll.rewards.sandbox.stdio import run_stdio
 
@@ -28,15 +31,19 @@ PROGRAM = "a, b = map(int, input().split())\nprint(a + b)\n"
 FUNCTION = "def add(a, b):\n    return a + b\n"
 STARTS = 100
 
+#: Right programs next to each kind of attack, and how many kinds the table shows.
+NEIGHBOURS, SHOWN = 20, 12
+
 #: Runs one program on a number of tests.
 Runner = Callable[[int], None]
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
-    """A table of throughput, and one of what a start consists of."""
-    sandbox = Sandbox()
+    """Tables of throughput, of what a start consists of, and of latency next to attacks."""
+    sandbox = StoppableBubblewrap()
     workers = len(os.sched_getaffinity(0))
-    pool = Pool(sandbox, Limits(), workers)
+    local = LocalSandbox(sandbox)
+    pool = Pool(local, Limits(), workers, local.close)
     contenders: dict[str, Runner] = {
         "python -c": _plain,
         "sandbox, input and output": lambda tests: _sandboxed(sandbox, tests),
@@ -45,8 +52,9 @@ def main(device: str, repeats: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for tests in (1, 5):
         rows += _throughput(contenders, tests, workers, repeats)
+    rows += _starts(sandbox, repeats) + _neighbours(sandbox, workers)
     pool.close()
-    return rows + _starts(sandbox, repeats)
+    return rows
 
 
 def _plain(tests: int) -> None:
@@ -57,7 +65,7 @@ def _plain(tests: int) -> None:
             raise RuntimeError(f"python -c printed {done.stdout!r}")
 
 
-def _sandboxed(sandbox: Sandbox, tests: int) -> None:
+def _sandboxed(sandbox: Bubblewrap, tests: int) -> None:
     inputs, outputs = zip(*((f"{number} 1", f"{number + 1}") for number in range(tests)), strict=True)
     outcomes = run_stdio(sandbox, PROGRAM, inputs, outputs, Limits())
     if not all(outcome.passed for outcome in outcomes):
@@ -66,7 +74,7 @@ def _sandboxed(sandbox: Sandbox, tests: int) -> None:
 
 def _called(pool: Pool, tests: int) -> None:
     asserts = [f"assert add({number}, 1) == {number + 1}" for number in range(tests)]
-    outcomes = pool.submit(FUNCTION, parse_tests(json.dumps({"asserts": asserts}))).result()
+    outcomes = pool.submit(FUNCTION, parse_tests(json.dumps({"asserts": asserts})), False).result()
     if not all(outcome.passed for outcome in outcomes):
         raise RuntimeError(f"in the sandbox, by function calls: {outcomes}")
 
@@ -115,13 +123,13 @@ def _percentiles(values: list[float]) -> tuple[float, float]:
     return cuts[9], cuts[18]
 
 
-def _starts(sandbox: Sandbox, repeats: int) -> list[dict[str, Any]]:
+def _starts(sandbox: Bubblewrap, repeats: int) -> list[dict[str, Any]]:
     python = [os.path.realpath(sys._base_executable), *INTERPRETER_FLAGS]  # type: ignore[attr-defined]
-    bwrap = sandbox.command(Limits())
+    bwrap = [*sandbox.command(), "--"]
     steps: dict[str, Callable[[], object]] = {
         "a process": lambda: subprocess.run(["/bin/true"], check=True),
         "the interpreter": lambda: subprocess.run([*python, "-c", "pass"], check=True),
-        "bubblewrap, empty program": lambda: subprocess.run([*bwrap, "/usr/bin/true"], check=True),
+        "bubblewrap, python -V": lambda: subprocess.run([*bwrap, python[0], "-V"], check=True, capture_output=True),
         "bubblewrap, interpreter": lambda: subprocess.run([*bwrap, *python, "-c", "pass"], check=True),
         "… limits and filter": lambda: _ready(sandbox),
         "… program and 1 test": lambda: _sandboxed(sandbox, 1),
@@ -136,8 +144,48 @@ def _starts(sandbox: Sandbox, repeats: int) -> list[dict[str, Any]]:
     return measure.show("what a start consists of, one at a time", taken)
 
 
-def _ready(sandbox: Sandbox) -> None:
+def _ready(sandbox: Bubblewrap) -> None:
     limits = Limits()
     process = sandbox.start("ready", limits=limits, stdin=None, stdout=None)
     if process.wait() != 0:
         raise RuntimeError("the sandbox did not start")
+
+
+def _neighbours(sandbox: Bubblewrap, workers: int) -> list[dict[str, Any]]:
+    """Latency of right programs, one at a time, while the other workers run one kind of attack again and again."""
+    names = [*ON_THE_MACHINE, *(name for name in ON_THE_USER if "$" not in HOSTILE[name])]
+    _latencies(sandbox, NEIGHBOURS)
+    rows: list[dict[str, Any]] = []
+    for name in track(names[:3] if measure.small else names, description="measuring", transient=True):
+        alone, stop = _latencies(sandbox, NEIGHBOURS), threading.Event()
+        with ThreadPoolExecutor(max(1, workers - 1)) as pool:
+            for _ in range(max(1, workers - 1)):
+                pool.submit(_attack, sandbox, HOSTILE[name], stop)
+            time.sleep(0.2)  # until it has begun
+            beside = _latencies(sandbox, NEIGHBOURS)
+            stop.set()
+        p50 = statistics.median(alone), statistics.median(beside)
+        rows.append({"attack": name, "alone": p50[0], "beside": p50[1], "ratio": p50[1] / p50[0]})
+
+    rows.sort(key=lambda row: -row["ratio"])
+    table = Table()
+    for column in ("next to", "alone", "p50", "ratio"):
+        table.add_column(column, justify="left" if column == "next to" else "right")
+    for row in rows[:SHOWN]:
+        times = (measure.duration(row[key]) for key in ("alone", "beside"))
+        table.add_row(row["attack"], *times, f"{row['ratio']:.2f}")
+    middle = statistics.median(row["ratio"] for row in rows)
+    title = f"Right programs next to {len(rows)} kinds of attacks: the {SHOWN} slowest; median ratio {middle:.2f}"
+    Console(width=110).print(title, table)
+    return rows
+
+
+def _latencies(sandbox: Bubblewrap, count: int) -> list[float]:
+    """Seconds of each of some right programs; one that fails is an error."""
+    return [_seconds(lambda tests: _sandboxed(sandbox, tests), 1) for _ in range(count)]
+
+
+def _attack(sandbox: Bubblewrap, program: str, stop: threading.Event) -> None:
+    while not stop.is_set():
+        if run_stdio(sandbox, program, [""], ["breach"], Limits(cpu_seconds=2, idle_seconds=2))[0].passed:
+            raise RuntimeError(f"an attack got through: {program}")

@@ -36,6 +36,10 @@ from troll import cli
         (["eval", "m", "--task", "gsm8k", "gsm8k"], "task gsm8k is named 2 times"),
         (["eval", "m", "--task", "gsm8k", "math", "--dataset_path", "x"], "write --dataset_path gsm8k=... math=..."),
         (["eval", "m", "--task", "gsm8k", "--task_options", "{"], "not valid JSON"),
+        (["tasks", "check", "gsm9k"], "unknown task 'gsm9k'; known tasks: aime24"),
+        (["tasks", "check", "gsm8k", "--limit", "0"], "limit must be at least 1, got 0"),
+        (["tasks", "check", "gsm8k", "--dataset_path", "/nonexistent.jsonl"], "no such file or folder"),
+        (["tasks", "check", "reasoning_gym:chain_sum"], "has a reward of its own; mathematics and code can be checked"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(
@@ -54,6 +58,7 @@ def test_mistakes_are_one_line_and_exit_code_2(
     [
         (["eval", "m", "--task", "gsm8k", "--samples", "two"], "argument --samples: invalid int value: 'two'"),
         (["evaluate"], "invalid choice: 'evaluate'"),
+        (["tasks", "chek", "gsm8k"], "invalid choice: 'chek'"),
     ],
 )
 def test_so_are_mistakes_that_argparse_finds(
@@ -148,6 +153,29 @@ def test_eval_tells_a_mistake_in_local_data_alone(
     assert result.returncode == 2
     assert result.stderr.startswith("troll: error: the test rows of ")
     assert result.stderr.count("\n") == 1
+
+
+def test_tasks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tasks"]) == 0
+    shown = capsys.readouterr().out
+    assert "reasoning_gym:<data set>" in shown
+    assert "prompts[:<hub data set>]" in shown
+    assert re.search(r"aime24\W+a benchmark", shown)
+
+
+def test_tasks_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    golds = tmp_path / "golds.jsonl"
+    command = ["tasks", "check", "math500", "--dataset_path", str(golds)]
+    rows = [{"problem": f"Question {gold}?", "answer": gold} for gold in ("72", r"\sqrt{2}", "{1, 2")]
+    golds.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    assert cli.main(command) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"the gold answer itself\W+right\W+2\W+0\W+0", shown)
+    golds.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.main(command) == 1
+    assert "{1, 2" in capsys.readouterr().out
+    assert cli.main([*command, "--limit", "2"]) == 0
+    assert cli.main([*command, "--task_options", '{"answer_format": "tag"}']) == 0
 
 
 def test_ctrl_c_has_its_own_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

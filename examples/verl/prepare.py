@@ -2,7 +2,8 @@
 
     python examples/verl/prepare.py gsm8k data/gsm8k
 
-For tasks whose answers `troll.rewards.math` or `troll.rewards.code` judges: gsm8k, math, mbpp, ... (docs/tasks.md).
+For tasks whose answers `troll.rewards.mathematics` or `troll.rewards.code` judges: gsm8k, math, mbpp, ...
+(docs/tasks.md).
 """
 
 from __future__ import annotations

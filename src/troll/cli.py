@@ -1,4 +1,4 @@
-"""The command line: `troll train | plan | compare | eval | report`."""
+"""The command line: `troll train | plan | compare | eval | tasks | report`."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     compare.add_argument("recipes", metavar="RECIPE", nargs="+")
     _add_eval(commands.add_parser("eval", help="evaluate a model on tasks"))
+    _add_tasks(commands.add_parser("tasks", help="list the tasks, or check the answers of one"))
     report = commands.add_parser("report", help="write the page about a run anew, or about several runs together")
     report.add_argument("folders", metavar="RUN", type=Path, nargs="+", help="a folder of troll train or troll compare")
     report.add_argument(
@@ -72,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _compare(arguments.recipes, fields)
         if arguments.command == "eval":
             return _eval(arguments)
+        if arguments.command == "tasks":
+            return _check(arguments) if arguments.action == "check" else _tasks()
         return _report(arguments.folders, arguments.output_dir)
     except KeyboardInterrupt:
         print("troll: interrupted", file=sys.stderr)
@@ -134,6 +137,74 @@ def _eval(arguments: argparse.Namespace) -> int:
             return 0 if evaluate(config, console) else INTERRUPTED
         except (EvaluationError, TaskError) as error:
             return _fail(error)
+
+    return _with_packages(run)
+
+
+def _add_tasks(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "List the names of tasks; with `check`, find out whether the reward of one agrees with its data."
+    )
+    actions = parser.add_subparsers(dest="action", metavar="check")
+    check = actions.add_parser(
+        "check",
+        help="grade the gold answers of a task",
+        description="Grade every gold answer (of code: every reference solution) of a task against itself, restated "
+        "and spoiled, and print where the reward disagrees.",
+        epilog="Exit code 1 if a gold answer is not right against itself.",
+    )
+    check.add_argument("task", metavar="TASK", help="a name such as gsm8k, or the path of a YAML or Python file")
+    check.add_argument("--dataset_path", metavar="PATH", help="local data of the task")
+    check.add_argument("--task_options", metavar="JSON", help="options of the task")
+    check.add_argument("--eval_size", type=int, help="rows to hold out, of a file that is not divided (default: 256)")
+    check.add_argument("--limit", type=int, metavar="N", help="check the first N rows only")
+
+
+def _tasks() -> int:
+    def run() -> int:
+        from rich.console import Console
+        from rich.table import Table
+
+        from troll.tasks.registry import known_tasks
+
+        table = Table("task", "", caption="docs/tasks.md says where their data is from.")
+        for pattern, trains in known_tasks().items():
+            table.add_row(pattern.replace("[", r"\["), "" if trains else "a benchmark: to evaluate on only")
+        Console().print(table)
+        return 0
+
+    return _with_packages(run)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    if arguments.limit is not None and arguments.limit < 1:
+        return _fail(ValueError(f"limit must be at least 1, got {arguments.limit}"))
+
+    def run() -> int:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        from troll.tasks import TaskConfig, TaskError, load_task
+        from troll.tasks.check import check, show, size
+
+        _hush()
+        try:
+            task = load_task(
+                TaskConfig(
+                    arguments.task,
+                    dataset_path=arguments.dataset_path,
+                    task_options=arguments.task_options,
+                    eval_size=arguments.eval_size,
+                )
+            )
+            console = Console()
+            with Progress(console=console, transient=True) as progress:
+                bar = progress.add_task("grading", total=size(task, arguments.limit))
+                report = check(task, arguments.limit, advance=lambda rows: progress.advance(bar, rows))
+        except TaskError as error:
+            return _fail(error)
+        show(report, console)
+        return 0 if report.passed else FAILED
 
     return _with_packages(run)
 

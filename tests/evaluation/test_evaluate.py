@@ -20,6 +20,8 @@ from troll.evaluation.errors import EvaluationError
 from troll.evaluation.estimators import clustered_interval
 from troll.evaluation.evaluate import completion_order, evaluate
 from troll.evaluation.generate import Generation, Sampling, TransformersGenerator
+from troll.evaluation.problems import Problems
+from troll.rewards.grading import Verdict
 from troll.tasks import TaskConfig
 
 Settings = Callable[..., EvaluationConfig]
@@ -93,6 +95,33 @@ def test_the_numbers_are_those_of_the_verdicts(
     shown = console.export_text()
     for cell in ("33.3", "58.3", "75.0", "37.5", "maj@3", "100.0%"):
         assert cell in shown
+
+
+def test_what_could_not_be_judged_is_counted_and_said(
+    settings: Settings, letters: TaskConfig, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = Problems.judge
+
+    def troubled(self: Problems, rows: Sequence[int], completions: Sequence[str]) -> list[Verdict]:
+        verdicts = judge(self, rows, completions)
+        return [
+            Verdict(None, text, "unscored: no process is left") if text == "?" else verdict
+            for text, verdict in zip(completions, verdicts, strict=True)
+        ]
+
+    monkeypatch.setattr(Problems, "judge", troubled)
+    texts = ["a", "?", "?", "b", "b", "", "?", "?", "?", "d", "?", ""]
+    monkeypatch.setattr(module, "_generator", lambda plan: Scripted(texts))
+    config = settings(tasks=[letters], ks=[1, 3])
+    assert evaluate(config, console)
+    one = results_of(config.folder)["tasks"]["letters"]
+    assert one["metrics"]["pass@1"] == pytest.approx((1 + 2 / 3 + 1 / 2) / 3)
+    assert one["metrics"]["pass@3"] == 1.0
+    assert one["unscored"] == one["reasons"]["unscored"] == 6
+    assert [record["score"] for record in read_lines(config.folder / one["generations"])].count(None) == 6
+    assert "letters: 6 of 12 completions could not be judged" in console.export_text(clear=False)
+    assert evaluate(config, console)  # which reads them from the file
+    assert results_of(config.folder)["tasks"]["letters"]["metrics"] == one["metrics"]
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 3])

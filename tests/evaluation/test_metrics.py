@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from troll.evaluation.estimators import wilson_interval
+from troll.evaluation.estimators import clustered_interval, wilson_interval
 from troll.evaluation.metrics import task_estimates, task_metrics
 from troll.rewards.grading import Verdict
 
 
-def verdict(score: float, answer: str | None = None) -> Verdict:
+def verdict(score: float | None, answer: str | None = None) -> Verdict:
     return Verdict(score, answer, "")
 
 
@@ -46,6 +46,29 @@ def test_intervals_are_over_problems() -> None:
     copied = [problem * 8 for problem in alone]
     # Copies of a completion say nothing new about the model.
     assert task_estimates(copied)["pass@1"].interval == pytest.approx(wilson_interval(0.25, 40))
+
+
+def test_what_could_not_be_judged_is_left_out() -> None:
+    unscored = verdict(None, "4")
+    problems = [
+        [verdict(1.0, "4"), unscored, verdict(0.0, "5"), unscored],
+        [unscored, unscored, unscored, verdict(0.5)],
+        [unscored] * 4,
+        PROBLEMS[1],
+    ]
+    metrics = task_metrics(problems, [1, 2, 4], same=equal)
+    assert metrics["pass@1"] == pytest.approx((1 / 2 + 0 + 1 / 4) / 3)
+    assert metrics["pass@2"] == pytest.approx((1 + 3 / 6) / 2)  # of one completion there are no two
+    assert metrics["pass@4"] == 1.0
+    assert metrics["mean@4"] == pytest.approx((1 / 2 + 1 / 2 + 1 / 4) / 3)
+    assert metrics["maj@4"] == pytest.approx((1 / 2 + 0 + 0) / 3)
+    estimate = task_estimates(problems, [1])["pass@1"]
+    assert estimate.interval == clustered_interval([1 / 2, 0, 1 / 4], 1)
+    assert task_metrics([[unscored] * 4], same=equal) == task_estimates([[unscored] * 4]) == {}
+    without = [[each for each in problem if each.score is not None] for problem in problems[:1]]
+    assert task_metrics(problems[:1], [1, 2]) == pytest.approx(
+        {"mean@4" if name == "mean@2" else name: value for name, value in task_metrics(without, [1, 2]).items()}
+    )
 
 
 @pytest.mark.parametrize(

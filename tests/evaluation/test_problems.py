@@ -59,6 +59,19 @@ def test_a_plain_reward_is_called_as_trl_calls_it(monkeypatch: pytest.MonkeyPatc
     assert seen["answer"] == ["2", "2"]
 
 
+def test_a_function_may_leave_a_completion_without_a_score(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+    def success(prompts: list[Any], **columns: Any) -> list[float | None]:
+        return [None, 0.0, 1][: len(prompts)]
+
+    problems = load_problems(task(monkeypatch, [success], answer=["1", "2"]), tokenizer, {})
+    verdicts = problems.judge([0, 1, 0], ["a", "b", "c"])
+    assert [(verdict.score, verdict.reason.partition(":")[0]) for verdict in verdicts] == [
+        (None, "unscored"),
+        (0.0, "wrong"),
+        (1.0, "correct"),
+    ]
+
+
 def test_the_fingerprint_changes_with_prompts_and_answers(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
     def success(**columns: Any) -> list[float]:
         return []

@@ -45,6 +45,21 @@ def test_a_row_for_each_task_and_only_columns_that_say_something(settings: Calla
     assert "–" in text
 
 
+def test_a_task_without_a_verdict_has_a_row_without_numbers(settings: Callable[..., EvaluationConfig]) -> None:
+    text = shown(settings, mbpp=result(), gsm8k=result(pass_at_1=0.25, mean_at_3=0.25))
+    assert "25.0" in text and "–" in text and "mbpp" in text
+
+
+def test_progress_counts_what_was_judged() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    progress = CompletionProgress(console, "task", 10, [{"score": None}])
+    progress.advance([{"score": None}])
+    progress.advance([{"score": 1.0}, {"score": None}, {"score": 0.0}])
+    progress.stop()
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines() == ["task  2/10  ", "task  5/10  success 50.0%"]
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_in_a_file_the_table_is_as_wide_as_it_needs(settings: Callable[..., EvaluationConfig], terminal: bool) -> None:
     name = "a-task-with-a-long-name" * 3

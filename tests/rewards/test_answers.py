@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from troll.rewards.answers import INSTRUCTIONS, final_answer
+from troll.rewards.answers import INSTRUCTIONS, final_answer, marked
 
 
 @pytest.mark.parametrize(
@@ -119,3 +119,9 @@ def test_instructions_show_the_format():
 def test_an_unknown_format():
     with pytest.raises(ValueError, match=r"boxed, hash, tag, got 'xml'"):
         final_answer("72", "xml")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("answer_format", INSTRUCTIONS)
+def test_a_marked_answer_is_read(answer_format):
+    for answer in ("18", r"\frac{1}{2}", r"\{1, 2\}", r"50\%", "%s"):
+        assert final_answer(f"So it is {marked(answer, answer_format)}", answer_format) == answer

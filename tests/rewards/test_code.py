@@ -1,10 +1,17 @@
+import contextlib
 import json
+import math
 import pickle
 import random
+import signal
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +22,8 @@ from tests.rewards.sandbox.processes import needs_bubblewrap
 from troll.rewards.code import CodeGrader, compute_score, passed_fraction
 from troll.rewards.grading import Verdict
 from troll.rewards.program import CodeTests, parse_tests
-from troll.rewards.sandbox.limits import Limits
+from troll.rewards.sandbox.bubblewrap import SandboxError
+from troll.rewards.sandbox.limits import Limits, Outcome
 
 pytestmark = needs_bubblewrap
 
@@ -25,6 +33,13 @@ DOUBLE = json.dumps({"asserts": ["assert double(2) == 4", "assert double(3) == 6
 @pytest.fixture(scope="module")
 def grader() -> Iterator[CodeGrader]:
     grader = CodeGrader(limits=Limits(cpu_seconds=2.0, idle_seconds=2.0))
+    yield grader
+    grader.close()
+
+
+@pytest.fixture(scope="module")
+def partial_grader() -> Iterator[CodeGrader]:
+    grader = CodeGrader(limits=Limits(cpu_seconds=2.0, idle_seconds=2.0), partial_credit=True)
     yield grader
     grader.close()
 
@@ -100,18 +115,27 @@ def test_mutants_get_the_verdict_of_a_plain_run(grader, source):
     assert different == []
 
 
-def test_the_score_is_the_share_of_passed_tests_and_the_reward_is_all_or_nothing(grader):
+def test_the_score_is_the_share_of_passed_tests_and_the_reward_is_all_or_nothing(partial_grader):
     completions = ["def double(x): return x * 2", "def double(x): return 4 if x == 2 else 0", "def double(x): return 1"]
-    verdicts = grader.grade(completions, tests=[DOUBLE] * 3)
+    verdicts = partial_grader.grade(completions, tests=[DOUBLE] * 3)
     assert [verdict.score for verdict in verdicts] == pytest.approx([1, 2 / 3, 0])
     assert verdicts[0] == Verdict(1.0, completions[0], "correct")
     assert [verdict.reason for verdict in verdicts[1:]] == ["wrong answer", "wrong answer"]
+    assert partial_grader(["p"] * 3, completions, tests=[DOUBLE] * 3) == [1.0, 0.0, 0.0]
+
+
+def test_without_partial_credit_the_score_is_all_or_nothing(grader):
+    completions = ["def double(x): return x * 2", "def double(x): return 4 if x == 2 else 0", "def double(x): return 1"]
+    verdicts = grader.grade(completions, tests=[DOUBLE] * 3)
+    assert [verdict.score for verdict in verdicts] == [1.0, 0.0, 0.0]
+    assert [verdict.reason for verdict in verdicts] == ["correct", "wrong answer", "wrong answer"]
     assert grader(["p"] * 3, completions, tests=[DOUBLE] * 3) == [1.0, 0.0, 0.0]
     chats = [[{"role": "assistant", "content": fenced(text)}] for text in completions]
     assert grader(["p"] * 3, chats, tests=[DOUBLE] * 3) == [1.0, 0.0, 0.0]
 
 
-def test_the_fraction_of_a_graded_batch_runs_nothing_again(grader, monkeypatch):
+def test_the_fraction_of_a_graded_batch_runs_nothing_again(monkeypatch):
+    grader = CodeGrader(workers=1)
     reward = passed_fraction(grader)
     assert (grader.__name__, reward.__name__) == ("success", "passed_fraction")
     completions = [f"# {time.time_ns()}\ndef double(x): return 4", "def double(x): return 2 * x"]
@@ -120,6 +144,7 @@ def test_the_fraction_of_a_graded_batch_runs_nothing_again(grader, monkeypatch):
     assert reward(["p"] * 2, completions, tests=[DOUBLE] * 2) == pytest.approx([1 / 3, 1.0])
     with pytest.raises(TypeError):  # other completions do run
         reward(["p"], ["def double(x): return x"], tests=[DOUBLE])
+    grader.close()
 
 
 def test_equal_programs_run_once(grader, monkeypatch):
@@ -144,10 +169,10 @@ def test_a_completion_may_continue_the_prefix(grader):
     assert [verdict.success for verdict in verdicts] == [True, True, False]
 
 
-def test_tests_by_standard_input(grader):
+def test_tests_by_standard_input(partial_grader):
     tests = json.dumps({"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"]})
     completions = ["print(2 * int(input()))", "print(2)", "if __name__ == '__main__': print(int(input()) * 2)"]
-    verdicts = grader.grade(completions, tests=[tests] * 3)
+    verdicts = partial_grader.grade(completions, tests=[tests] * 3)
     assert [verdict.score for verdict in verdicts] == [1.0, 0.5, 1.0]
 
 
@@ -231,11 +256,190 @@ def test_a_forked_process_makes_judges_of_its_own(grader):
 
 def test_a_judge_that_ends_is_replaced(grader):
     grader(["p"], ["def double(x): return 2 * x"], tests=[DOUBLE])
-    for judge in grader._pool._judges:
+    for judge in grader._pool._sandbox._judges:
         judge.process.kill()
         judge.process.wait()
     program = f"# {time.time_ns()}\ndef double(x): return 2 * x"
     assert grader(["p"], [program], tests=[DOUBLE]) == [1.0]
+
+
+class Trouble:
+    """A sandbox on a machine that comes to its senses after some calls; it remembers what it was given."""
+
+    def __init__(self, calls: float = math.inf, error: str = "no process is left", only: str = "") -> None:
+        self.calls, self.error, self.only = calls, error, only
+        self.programs: list[str] = []
+        self.options: list[dict[str, Any]] = []
+
+    def __call__(self, program: str, tests: Any, **options: Any) -> list[Outcome]:
+        self.programs.append(program)
+        self.options.append(options)
+        if self.only in program and self.calls > 0:
+            self.calls -= 1
+            time.sleep(0.01)
+            raise SandboxError(self.error)
+        return [Outcome("2 * x" in program, "passed" if "2 * x" in program else "wrong answer")] * 3
+
+
+RIGHT, WRONG = "def double(x): return 2 * x", "def double(x): return x"
+
+
+def troubled(sandbox: Any, wall_seconds: float = 3.0, **options: Any) -> CodeGrader:
+    return CodeGrader(limits=Limits(wall_seconds=wall_seconds), workers=2, sandbox=sandbox, **options)
+
+
+def test_what_could_not_be_tested_is_tested_again():
+    sandbox = Trouble(calls=3)
+    verdicts = troubled(sandbox).grade([RIGHT, WRONG], tests=[DOUBLE] * 2)
+    assert [verdict.score for verdict in verdicts] == [1.0, 0.0]
+    assert len(sandbox.programs) == 5
+
+
+def test_one_program_that_cannot_be_tested_costs_its_neighbours_nothing():
+    grader = troubled(Trouble(only="pass", error="bwrap\x1b[31m is \ud800 gone"), wall_seconds=0.6)
+    completions = [f"{RIGHT}\n\ndef other(): pass", RIGHT, WRONG, ""]
+    verdicts = grader.grade(completions, tests=[DOUBLE] * 4)
+    assert [verdict.score for verdict in verdicts] == [None, 1.0, 0.0, 0.0]
+    assert [verdict.success for verdict in verdicts] == [False, True, False, False]
+    assert verdicts[0].reason.startswith("unscored: bwrap") and verdicts[0].reason.isprintable()
+    assert verdicts[0].answer == completions[0]
+    assert grader(["p"] * 4, completions, tests=[DOUBLE] * 4) == [None, 1.0, 0.0, 0.0]
+    assert passed_fraction(grader)(["p"] * 4, completions, tests=[DOUBLE] * 4) == [None, 1.0, 0.0, 0.0]
+
+
+def test_a_run_that_can_never_score_again_ends():
+    sandbox = Trouble(only="pass")
+    grader = troubled(sandbox, wall_seconds=0.1)
+    stuck = [f"# {number}\npass" for number in range(4)]
+
+    def scores(*completions: str) -> list[float | None]:
+        return [verdict.score for verdict in grader.grade(completions, tests=[DOUBLE] * len(completions))]
+
+    for _ in range(2):
+        assert scores(stuck[0]) == [None]
+        assert scores(stuck[1]) == [None]
+        assert scores(stuck[0], RIGHT) == [None, 1.0]  # as long as something is judged, it goes on
+        assert scores("") == [0.0]
+    assert scores(stuck[0]) == [None]
+    assert scores(stuck[2]) == [None]
+    with pytest.raises(SandboxError, match="no program of 3 batches in a row could be tested: no process is left"):
+        scores(stuck[3])
+
+
+def test_a_machine_that_can_test_nothing_is_not_asked_for_every_program_again():
+    sandbox = Trouble()
+    completions = [f"# {number}\n{RIGHT}" for number in range(50)]
+    verdicts = troubled(sandbox, wall_seconds=1.0).grade(completions, tests=[DOUBLE] * 50)
+    assert {verdict.score for verdict in verdicts} == {None}
+    assert 4 <= len(sandbox.programs) < 20
+    assert {verdict.reason for verdict in verdicts} == {"unscored: no process is left"}
+
+
+def test_a_grader_that_cannot_start_again_leaves_its_batch_unscored(monkeypatch):
+    grader = CodeGrader(workers=1, limits=Limits(wall_seconds=0.2))
+    grader.close()
+    failures = [SandboxError("no process is left")] * 10
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise failures.pop()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("troll.rewards.code.StoppableBubblewrap", fail)
+        assert grader(["p"], [RIGHT], tests=[DOUBLE]) == [None]
+    assert len(failures) < 10
+    assert grader(["p"], [RIGHT + " "], tests=[DOUBLE]) == [1.0]
+    grader.close()
+
+
+def test_all_tests_are_run_only_where_the_share_is_asked_for():
+    sandbox = Trouble(calls=0)
+    limits = Limits(cpu_seconds=1.0)
+    grader = CodeGrader(limits=limits, workers=1, sandbox=sandbox)
+    grader.grade([RIGHT], tests=[DOUBLE])
+    copy = pickle.loads(pickle.dumps(grader))
+    passed_fraction(grader)
+    grader.grade([RIGHT], tests=[DOUBLE])
+    assert sandbox.options == [{"limits": limits, "stop_at_failure": stop} for stop in (True, False)]
+    assert grader.partial_credit and not copy.partial_credit
+    assert pickle.loads(pickle.dumps(grader)).partial_credit
+
+
+def test_a_function_is_a_sandbox_and_options_of_bubblewrap_are_none_of_its():
+    def sandbox(program: str, tests: Any, *, limits: Limits, stop_at_failure: bool) -> list[Outcome]:
+        return [Outcome("2" in program, "passed")] * len(tests.tests)
+
+    grader = CodeGrader(sandbox=sandbox)
+    assert grader(["p"] * 2, [RIGHT, WRONG], tests=[DOUBLE] * 2) == [1.0, 0.0]
+    for options in ({"packages": ["."]}, {"run_without_isolation": True}):
+        with pytest.raises(ValueError, match="options of bubblewrap"):
+            CodeGrader(sandbox=sandbox, **options)
+
+
+def descendants(process: int) -> list[int]:
+    found = []
+    for children in Path(f"/proc/{process}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def started(process: int) -> str | None:
+    """When it was, which tells it from another one of that number; None if it has ended."""
+    with contextlib.suppress(OSError):
+        state, *_, start = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:20]
+        return None if state == "Z" else start
+    return None
+
+
+@pytest.mark.parametrize("kind", ["input", "function"])
+def test_ctrl_c_ends_within_two_seconds(kind):
+    program = r"""
+import json, sys, time
+from troll.rewards.code import CodeGrader
+from troll.rewards.sandbox.limits import Limits
+tests = {"inputs": [""], "outputs": [""]} if sys.argv[1] == "input" else {"asserts": ["assert f() == 1"]}
+sleeping = "import time\nprint('x', flush=True)\ntime.sleep(100)\ndef f(): return 1"
+grader = CodeGrader(limits=Limits(idle_seconds=100.0, wall_seconds=100.0), workers=2)
+print("ready", flush=True)
+try:
+    grader.grade([f"# {n}\n{sleeping}" for n in range(4)], tests=[json.dumps(tests)] * 4)
+except KeyboardInterrupt:
+    print(time.monotonic())
+"""
+    command = [sys.executable, "-c", program, kind]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(2.0)
+        assert process.poll() is None
+        children = [(child, started(child)) for child in descendants(process.pid)]
+        begin = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=10)  # the interpreter's own end takes its time on a busy machine
+    assert not errors
+    assert 0 <= float(output) - begin < 2
+    assert len(children) >= 2
+    end = time.monotonic() + 5
+    while left := [child for child, start in children if started(child) == start]:
+        assert time.monotonic() < end, f"processes {left} are left"
+        time.sleep(0.01)
+
+
+def test_a_program_that_was_interrupted_has_no_verdict_and_the_grader_goes_on(grader, monkeypatch):
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    program = f"# {time.time_ns()}\n{RIGHT}"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Future, "result", interrupt)
+        grader.grade([program], tests=[DOUBLE])
+    assert grader(["p"], [program], tests=[DOUBLE]) == [1.0]
+
+
+def test_verl_is_told_what_kept_a_completion_from_being_judged(monkeypatch):
+    grader = troubled(Trouble(), wall_seconds=0.1)
+    monkeypatch.setattr("troll.rewards.code._default_grader", lambda *_: grader)
+    with pytest.raises(SandboxError, match="a completion is unscored: no process is left"):
+        compute_score("mbpp", RIGHT, DOUBLE)
 
 
 def test_the_signature_of_verl():

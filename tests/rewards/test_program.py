@@ -64,8 +64,9 @@ PREFIX = 'import math\n\ndef f(x):\n    """Adds one."""\n'
         ("    return x + 1", PREFIX + "    return x + 1"),
         ("    y = x\n\n    return y\n\nprint(f(1))\ndef g(): pass", PREFIX + "    y = x\n\n    return y\n"),
         ("```python\n    return x + 1\n```", PREFIX + "    return x + 1\n"),
-        (f"```python\n{F}```", F),
-        (F, F),
+        (f"```python\n{F}```", f"import math\n\n{F}"),
+        (F, f"import math\n\n{F}"),
+        (PREFIX + "    return x + 1", PREFIX + "    return x + 1"),
         ("", None),
     ],
 )
@@ -74,9 +75,33 @@ def test_a_completion_may_continue_a_prefix(completion, program):
 
 
 @pytest.mark.parametrize(
+    ("prefix", "completion", "program"),
+    [
+        ("def f(x):\n", F, F),
+        ("class A:\n    def f(self): pass\n\n\ndef f(x):\n", F, f"class A:\n    def f(self): pass\n\n{F}"),
+        ("import a\n\n@a.b\n@a.c\ndef f(x):\n", F, f"import a\n\n{F}"),
+        ("import a\r\ndef f(x):\r\n", F, f"import a\n\n{F}"),
+        ("import a\ndef f(x):\n", f"from __future__ import annotations\n{F}", None),
+        ("import a\ndef f(x):\n", f'"Text."\nfrom __future__ import (\n  annotations,\n)\nimport b\n\n{F}', None),
+        ("import a\n", F, F),  # no signature, so nothing says where the head would end
+    ],
+)
+def test_a_function_may_use_what_stands_before_it_in_the_prefix(prefix, completion, program):
+    found = read_program(completion, TESTS, prefix)
+    assert found is not None
+    compile(found, "program", "exec")
+    if program is None:  # the future stays in front
+        assert found.index("__future__") < found.index("import a\n") < found.index("def f")
+        assert sorted(found.split()) == sorted(f"{completion} import a".split())
+    else:
+        assert found == program
+
+
+@pytest.mark.parametrize(
     "text",
     ["```" * 300000, "```\n" * 250000, "`" * 10**6, "\n" * 10**6, " " * 10**6, "def " * 250000, "</think>" * 130000,
-     " \t" * 500000 + "x", "```python\n" * 100000, "    \n" * 200000, "\r" * 10**6],
+     " \t" * 500000 + "x", "```python\n" * 100000, "    \n" * 200000, "\r" * 10**6,
+     "from __future__ import (\n" * 40000 + F, "from __future__ import " * 40000 + F],
 )  # fmt: skip
 def test_reading_takes_linear_time(text):
     start = time.process_time()
@@ -96,6 +121,10 @@ def test_the_forms_of_tests():
     calls = parse_tests('{"function": "f", "inputs": [[1], [2, {"a": null}]], "outputs": [1, [2]]}')
     assert calls == FunctionTests("f", ([1], [2, {"a": None}]), (1, [2]))
     assert parse_tests('{"inputs": ["1\\n"], "outputs": ["2"]}') == StreamTests(("1\n",), ("2",))
+    numbers = parse_tests('{"inputs": ["1\\n"], "outputs": ["2"], "compare": "numbers"}')
+    assert numbers == StreamTests(("1\n",), ("2",), "numbers")
+    plain = parse_tests('{"asserts": ["assert f()"], "plain": true}')
+    assert plain == CodeTests(("assert f()",), "", (), ("f",), (), plain=True)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +170,11 @@ def test_names_that_tests_take_from_the_program(source, inferred, modules):
         ('{"function": "f", "inputs": [[1]], "outputs": []}', "outputs takes a list with a value per test"),
         ('{"inputs": ["1"], "outputs": ["1", "2"]}', "differ in length: 1 and 2"),
         ('{"inputs": [1], "outputs": ["1"]}', "inputs takes a list of str"),
+        (
+            '{"inputs": ["1"], "outputs": ["1"], "compare": "words"}',
+            "compare takes one of tokens, numbers, got 'words'",
+        ),
+        ('{"asserts": ["assert f()"], "plain": "yes"}', "plain takes true or false, got 'yes'"),
     ],
 )
 def test_what_is_wrong_with_tests_is_said(text, message):

@@ -6,7 +6,9 @@ import pytest
 
 from tests.tasks.conftest import DATA
 from troll.tasks import TaskConfig, TaskError, load_task
-from troll.tasks.code import eurus_tests, names_under_test
+from troll.tasks.code import eurus_tests, load_tested, names_under_test
+from troll.tasks.row import Column
+from troll.tasks.splits import Source
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap on this machine")
 
@@ -43,6 +45,7 @@ def test_mbpp_asks_with_its_tests(write):
     question = f"Write a function to add 1.\nYour code should pass these tests:\n\n{tests}"
     plain = load_task(mbpp(write, [1, 2], eval_size=1))
     assert plain.train_dataset["prompt"] == [f'"""\n{question}\n"""\n']
+    assert list(plain.references) == [mbpp_row(number)["code"] for number in (1, 2)]
     assert json.loads(plain.train_dataset[0]["tests"]) == {
         "asserts": tests.splitlines(),
         "setup": "",
@@ -129,6 +132,7 @@ def test_humaneval_is_continued_or_asked_for(hub):
     hub(("openai/openai_humaneval", None), test=[row | {"test": check, "entry_point": "half"}])
     plain, chat = (load_task(TaskConfig("humaneval"), conversational=each) for each in (False, True))
     assert (len(plain.train_dataset), plain.eval_dataset["prompt"]) == (0, [prompt])
+    assert list(plain.references) == ["    return x / 2\n"]
     (message,) = chat.eval_dataset[0]["prompt"]
     assert message["content"] == (
         f"Complete this function.\n\n```python\n{prompt}```\n\nWrite the whole program in one ```python block."
@@ -183,6 +187,51 @@ def test_forms_of_eurus_tests():
     assert eurus_tests(text) == {"function": "f", "inputs": [["a"]], "outputs": ["b"]}
 
 
+def with_tests(write, tests, **options):
+    rows = [{"prompt": f"Write {number}.", "tests": each} for number, each in enumerate([*tests, tests[-1]])]
+    config = TaskConfig("mine", write("rows.jsonl", rows), eval_size=1, task_options=options)
+    return load_tested(config, Source("mine"), columns={name: Column((name,)) for name in ("prompt", "tests")})
+
+
+def test_numbers_are_compared_as_the_data_or_the_option_says(write):
+    streams = {"inputs": [""], "outputs": ["3"]}
+    tests = [json.dumps(streams), json.dumps(streams | {"compare": "tokens"}), json.dumps({"asserts": ["assert f()"]})]
+    task = with_tests(write, tests)
+    assert task.train_dataset["tests"] == tests
+    task = with_tests(write, tests, compare="numbers")
+    rows = task.train_dataset
+    assert [json.loads(each).get("compare") for each in rows["tests"]] == ["numbers", "tokens", None]
+    assert scores(task, ["print(3.0)", "print(3.0)", "def f(): return 1"], rows) == [[1.0, 0.0, 1.0]]
+    with pytest.raises(TaskError, match="compare must be one of tokens, numbers"):
+        with_tests(write, tests, compare="words")
+
+
+INSIDE = json.dumps({"asserts": ["class A(B): pass", "assert A().f() == 1"]})
+
+
+def test_tests_that_need_the_programs_process_run_there_only_on_demand(write):
+    tests = [INSIDE, json.dumps({"asserts": ["assert f() == 1"]})]
+    program = "class B:\n    def f(self): return 1\nf = B().f"
+    with pytest.warns(
+        UserWarning, match=r"tests of 1 row, .* row 0 .*cannot be passed from outside .*program's B"
+    ) as said:
+        task = with_tests(write, tests)
+    assert len(said) == 1
+    assert scores(task, [program] * 2, task.train_dataset) == [[0.0, 1.0]]
+    for option, plain in [("needed", [True, False]), ("always", [True, True])]:
+        with pytest.warns(UserWarning, match="run in the program's own process, where it can fake its verdict") as said:
+            task = with_tests(write, tests, plain_tests=option)
+        assert len(said) == 1
+        assert [json.loads(each).get("plain", False) for each in task.train_dataset["tests"]] == plain
+        assert scores(task, [program] * 2, task.train_dataset) == [[1.0, 1.0]]
+
+
+def test_a_package_that_the_program_would_bring_is_warned_of(write):
+    tests = [json.dumps({"asserts": ["assert np.allclose(f(1), 2)"]}), json.dumps({"asserts": ["assert f(1)"]})]
+    with pytest.warns(UserWarning, match=r"use np without importing it, .*put `import numpy as np` into their setup"):
+        with_tests(write, tests)
+
+
 def test_names_that_are_the_programs():
     reference = "import math\nR = 3\nclass Pair: pass\ndef sum(xs):\n    total = 0\n    return total\ndef other(): pass"
     tests = ["assert sum([R]) == len(total)", "assert Pair() and math.pi"]
@@ -217,6 +266,14 @@ def humaneval_solutions():
     return [(each, f"```python\n{row['prompt']}{each}```") for row, each in zip(rows, body, strict=True)]
 
 
+def humaneval_functions():
+    """Only the function, without the imports and helpers that its prompt begins with."""
+    rows = [json.loads(line) for line in HUMANEVAL.read_text().splitlines()]
+    starts = [row["prompt"].rindex(f"def {row['entry_point']}") for row in rows]
+    texts = [row["prompt"][at:] + row["canonical_solution"] for row, at in zip(rows, starts, strict=True)]
+    return [(text, f"Here it is.\n\n```python\n{text}```\n") for text in texts]
+
+
 def mbpp_solutions():
     rows = [json.loads(line) for line in MBPP.read_text().splitlines()]
     assert len(rows) == 500
@@ -228,6 +285,14 @@ def test_real_solutions_of_humaneval_pass():
     check_solutions("humaneval", HUMANEVAL, humaneval_solutions(), sample=16)
 
 
+@needs_humaneval
+def test_functions_of_humaneval_need_not_repeat_what_the_prompt_begins_with():
+    functions = humaneval_functions()
+    used = [index for index, (text, _) in enumerate(functions) if "List[" in text or "poly(" in text]
+    assert len(used) > 10
+    check_solutions("humaneval", HUMANEVAL, functions, sample=16)
+
+
 @needs_mbpp
 def test_real_solutions_of_mbpp_pass(tmp_path):
     shutil.copy(MBPP, tmp_path / "test.jsonl")
@@ -236,8 +301,9 @@ def test_real_solutions_of_mbpp_pass(tmp_path):
 
 @needs_humaneval
 @pytest.mark.slow
-def test_all_real_solutions_of_humaneval_pass():
-    check_solutions("humaneval", HUMANEVAL, humaneval_solutions(), sample=1000)
+@pytest.mark.parametrize("solutions", [humaneval_solutions, humaneval_functions])
+def test_all_real_solutions_of_humaneval_pass(solutions):
+    check_solutions("humaneval", HUMANEVAL, solutions(), sample=1000)
 
 
 @needs_mbpp

@@ -71,7 +71,7 @@ def test_the_script_for_trl(monkeypatch):
 
 
 def test_the_script_for_verl(hub, tmp_path, monkeypatch):
-    from troll.rewards.math import compute_score
+    from troll.rewards.mathematics import compute_score
 
     monkeypatch.chdir(tmp_path)
     train, test = [{"question": "a?", "answer": "#### 1"}], [{"question": "b?", "answer": "#### 2"}]

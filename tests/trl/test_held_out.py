@@ -13,7 +13,7 @@ from tests.trl import tiny
 from troll.rewards.grading import Grader, Verdict
 from troll.trl.held_out import HeldOut, judged_by, sampling_temperature
 
-REWARD_MEAN = "rewards/success/mean"
+REWARD_MEAN, UNSCORED = "rewards/success/mean", "rewards/unscored"
 
 
 class LastLetter(Grader):
@@ -29,7 +29,8 @@ class LastLetter(Grader):
 def observed(grader: Any, batches: list[list[str]]) -> HeldOut:
     held_out = HeldOut([tiny.reward, grader], ["reward", "success"])
     for texts in batches:
-        scores = torch.tensor(grader(prompts=texts, completions=texts))
+        rewards = grader(prompts=texts, completions=texts)
+        scores = torch.tensor([torch.nan if reward is None else reward for reward in rewards])
         held_out.observe(torch.stack([torch.full_like(scores, 9.0), scores], 1))
     return held_out
 
@@ -39,7 +40,7 @@ def test_problems_are_the_groups_of_completions():
     metrics = held_out.metrics(4, 2)
     # 2 of 4 and 1 of 4; the first problem's vote is a tie, the second's is lost.
     shares = {"pass@1": 0.375, "pass@4": 1.0, "mean@4": 0.375, "maj@4": 0.25}
-    assert metrics == pytest.approx(shares | {REWARD_MEAN: 0.375})
+    assert metrics == pytest.approx(shares | {REWARD_MEAN: 0.375, UNSCORED: 0.0})
     held_out.start()
     assert held_out.metrics(4, 2) == {}
 
@@ -70,7 +71,26 @@ class HalfRight(Grader):
 
 def test_partial_credit_counts_in_the_mean():
     metrics = observed(HalfRight(), [["a", "b"]]).metrics(2, 1)
-    assert metrics == {"pass@1": 0.0, "pass@2": 0.0, "mean@2": 0.5, REWARD_MEAN: 0.0}
+    assert metrics == {"pass@1": 0.0, "pass@2": 0.0, "mean@2": 0.5, REWARD_MEAN: 0.0, UNSCORED: 0.0}
+
+
+class Stuck(LastLetter):
+    """What ends with a "?" cannot be judged."""
+
+    def grade(self, completions, **columns: Any):
+        verdicts = super().grade(completions)
+        return [Verdict(None, "?", "") if each.answer == "?" else each for each in verdicts]
+
+
+def test_what_could_not_be_judged_is_left_out_and_counted():
+    held_out = observed(Stuck(), [["a", "?", "z", "?"], ["?", "?", "a", "a"], ["?", "?", "?", "?"]])
+    metrics = held_out.metrics(2, 5)
+    # 1 of 1, 0 of 1, none, 2 of 2, none; and what fills up the last batch.
+    rates = {"pass@1": 2 / 3, "pass@2": 1.0, "mean@2": 2 / 3, "maj@2": 2 / 3}
+    assert metrics == pytest.approx(rates | {REWARD_MEAN: 3 / 4, UNSCORED: 0.6})
+    assert held_out.successes[:4] == [1.0, None, 0.0, None]
+    held_out = observed(Stuck(), [["?", "?"]])
+    assert held_out.metrics(2, 1) == {UNSCORED: 1.0}
 
 
 def test_the_mean_of_a_reward_with_shares_is_its_own():

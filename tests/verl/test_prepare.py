@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas
 import pytest
 
-from troll.rewards.math import compute_score
+from troll.rewards.mathematics import compute_score
 
 ROOT = Path(__file__).parents[2]
 

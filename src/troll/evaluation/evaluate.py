@@ -145,6 +145,10 @@ class _Run:
         if done:
             table = results_table({name: self.results[name] for name in done}, self.plan.config)
             print_table(self.console, table)
+        for name in done:
+            if unscored := self.results[name].get("unscored"):
+                total = self.results[name]["completions"]
+                say(self.console, f"{name}: {unscored} of {total} completions could not be judged, and count nowhere")
         say(self.console, f"results {self.folder / RESULTS}")
         if status == "interrupted":
             say(self.console, "interrupted; the same command goes on")
@@ -197,6 +201,7 @@ class _Run:
             "intervals": {name: list(estimate.interval) for name, estimate in estimates.items()},
             "finished": fmean(record["finished"] for record in records),
             "tokens": fmean(record["tokens"] for record in records),
+            "unscored": sum(record["score"] is None for record in records),
             "reasons": dict(reasons.most_common()),
         }
 

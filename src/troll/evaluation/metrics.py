@@ -28,6 +28,9 @@ def task_estimates(
 ) -> dict[str, Estimate]:
     """What n completions of each of N problems say about a model on a task.
 
+    Completions that could not be judged are left out: a problem counts with those that are left, and not at all in a
+    pass@k for more completions than these. A number for which no problem has enough is missing.
+
     Args:
         verdicts: For each of N problems, the verdicts of its n completions.
         ks: Sizes k ≤ n for pass@k, in any order; 1 and n by default.
@@ -44,7 +47,7 @@ def task_estimates(
             below 1 or above n.
     """
     found = _by_problem(verdicts, ks, same)
-    samples = len(verdicts[0])
+    samples = min((count for problem in verdicts if (count := len(_scored(problem)))), default=0)
     return {name: Estimate(fmean(values), clustered_interval(values, samples)) for name, values in found.items()}
 
 
@@ -70,18 +73,32 @@ def task_metrics(
 def _by_problem(
     verdicts: Sequence[Sequence[Verdict]], ks: Iterable[int] | None, same: SameAnswer | None
 ) -> dict[str, list[float]]:
-    """The values of every metric, one for each problem."""
+    """The values of every metric, one for each problem that has any."""
     samples = _samples(verdicts)
-    successes = [[verdict.success for verdict in problem] for problem in verdicts]
     sizes = sorted({1, samples} if ks is None else set(ks))
-    by_problem = {f"pass@{k}": [pass_at_k(samples, sum(problem), k) for problem in successes] for k in sizes}
-    by_problem[f"mean@{samples}"] = [fmean(verdict.score for verdict in problem) for problem in verdicts]
+    if wrong := [k for k in sizes if not 1 <= k <= samples]:
+        raise ValueError(f"k must be between 1 and samples={samples}, got {wrong[0]}")
+    judged = [judged for problem in verdicts if (judged := _scored(problem))]
+    by_problem = {
+        f"pass@{k}": [
+            pass_at_k(len(problem), sum(verdict.success for verdict, _ in problem), k)
+            for problem in judged
+            if len(problem) >= k
+        ]
+        for k in sizes
+    }
+    by_problem[f"mean@{samples}"] = [fmean(score for _, score in problem) for problem in judged]
     if same is not None and samples > 1:
         by_problem[f"maj@{samples}"] = [
-            majority_vote([verdict.answer for verdict in problem], right, same)
-            for problem, right in zip(verdicts, successes, strict=True)
+            majority_vote([verdict.answer for verdict, _ in problem], [verdict.success for verdict, _ in problem], same)
+            for problem in judged
         ]
-    return by_problem
+    return {name: values for name, values in by_problem.items() if values}
+
+
+def _scored(problem: Sequence[Verdict]) -> list[tuple[Verdict, float]]:
+    """The verdicts that have a score, with it."""
+    return [(verdict, verdict.score) for verdict in problem if verdict.score is not None]
 
 
 def _samples(verdicts: Sequence[Sequence[Verdict]]) -> int:

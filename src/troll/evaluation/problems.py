@@ -33,7 +33,7 @@ class Problems:
     texts: Sequence[str]
     ids: Sequence[Sequence[int]]
     columns: Mapping[str, Sequence[Any]]
-    reward: Callable[..., list[float]]
+    reward: Callable[..., list[float | None]]
     fingerprint: str
 
     def __len__(self) -> int:
@@ -55,7 +55,13 @@ class Problems:
             for prompt, text in zip(prompts, completions, strict=True)
         ]
         scores = self.reward(prompts=prompts, completions=written, **columns)
-        return [Verdict(float(score), None, "correct" if score == 1 else "wrong") for score in scores]
+        return [_verdict(score) for score in scores]
+
+
+def _verdict(score: float | None) -> Verdict:
+    if score is None:
+        return Verdict(None, None, "unscored: the reward function returned None")
+    return Verdict(float(score), None, "correct" if score == 1 else "wrong")
 
 
 def load_problems(config: TaskConfig, tokenizer: Any, template_options: Mapping[str, Any]) -> Problems:
@@ -86,7 +92,7 @@ def load_problems(config: TaskConfig, tokenizer: Any, template_options: Mapping[
     return Problems(task.name, prompts, texts, ids, columns, reward, fingerprint([ids, columns, files]))
 
 
-def _success(task: Task) -> Callable[..., list[float]]:
+def _success(task: Task) -> Callable[..., list[float | None]]:
     reward = task.reward_funcs[0] if task.reward_funcs else None
     if not isinstance(reward, Grader) and getattr(reward, "__name__", None) != "success":
         raise EvaluationError(f"task {task.name!r} cannot tell success from failure, so there is nothing to evaluate")

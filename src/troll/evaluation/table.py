@@ -25,7 +25,7 @@ def results_table(results: Mapping[str, Mapping[str, Any]], config: EvaluationCo
     """
     mean, majority = f"mean@{config.samples}", f"maj@{config.samples}"
     names = [f"pass@{k}" for k in config.resolved_ks]
-    if any(_differs(one["metrics"].get("pass@1"), one["metrics"][mean]) for one in results.values()):
+    if any(_differs(one["metrics"].get("pass@1"), one["metrics"].get(mean)) for one in results.values()):
         names.append(mean)
     if any(majority in one["metrics"] for one in results.values()):
         names.append(majority)
@@ -44,9 +44,9 @@ def results_table(results: Mapping[str, Mapping[str, Any]], config: EvaluationCo
     return table
 
 
-def _differs(success: float | None, score: float) -> bool:
+def _differs(success: float | None, score: float | None) -> bool:
     """Whether a task gives partial credit, so that its mean score says more than its success."""
-    return success is None or not math.isclose(success, score, abs_tol=1e-9)
+    return success is None or score is None or not math.isclose(success, score, abs_tol=1e-9)
 
 
 def print_table(console: Console, table: Table) -> None:
@@ -76,7 +76,7 @@ class CompletionProgress:
 
     def __init__(self, console: Console, name: str, total: int, records: Sequence[Record]) -> None:
         self.console, self.name, self.total = console, name, total
-        self.done = self.successes = 0
+        self.done = self.judged = self.successes = 0
         columns = (TextColumn(name, markup=False), BarColumn(bar_width=20), MofNCompleteColumn())
         more = (TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
         self.progress = Progress(*columns, *more, console=console)
@@ -100,7 +100,8 @@ class CompletionProgress:
 
     def _count(self, records: Sequence[Record]) -> None:
         self.done += len(records)
+        self.judged += sum(record["score"] is not None for record in records)
         self.successes += sum(record["score"] == 1 for record in records)
 
     def _success(self) -> str:
-        return f"success {self.successes / self.done:.1%}" if self.done else ""
+        return f"success {self.successes / self.judged:.1%}" if self.judged else ""

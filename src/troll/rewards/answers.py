@@ -50,15 +50,18 @@ def _tagged(text: str) -> str | None:
 @dataclass(frozen=True)
 class _Format:
     instruction: str
+    mark: str
     read: Callable[[str], str | None]
 
 
 _FORMATS: dict[AnswerFormat, _Format] = {
-    "boxed": _Format(r"Reason step by step, and put the final answer in \boxed{}.", _boxed),
+    "boxed": _Format(r"Reason step by step, and put the final answer in \boxed{}.", r"\boxed{%s}", _boxed),
     "hash": _Format(
-        'Reason step by step, and end with a line "#### " followed by the final answer alone.', _after_hashes
+        'Reason step by step, and end with a line "#### " followed by the final answer alone.', "#### %s", _after_hashes
     ),
-    "tag": _Format("Reason step by step, and put the final answer in <answer></answer>.", _tagged),
+    "tag": _Format(
+        "Reason step by step, and put the final answer in <answer></answer>.", "<answer>%s</answer>", _tagged
+    ),
 }
 
 #: The sentence that asks for a final answer in each format.
@@ -69,6 +72,12 @@ def check_answer_format(answer_format: str) -> None:
     """Raises ValueError for an unknown format."""
     if answer_format not in _FORMATS:
         raise ValueError(f"answer_format must be one of {', '.join(_FORMATS)}, got {answer_format!r}")
+
+
+def marked(answer: str, answer_format: AnswerFormat = "boxed") -> str:
+    """Returns an answer as a completion marks it, which `final_answer` reads."""
+    check_answer_format(answer_format)
+    return _FORMATS[answer_format].mark % answer
 
 
 def final_answer(text: str, answer_format: AnswerFormat = "boxed") -> str | None:

@@ -11,12 +11,17 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
+
+from troll.rewards.output import Compare
 
 #: Longer texts hold no program: the longest solution of a contest has a tenth of it.
 MAX_PROGRAM = 2**20
 
 _LANGUAGES = {"", "python", "python3", "py", "python 3"}
+
+# The parentheses hold a few names, and a bound keeps the search linear.
+_FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^)]{0,500}\)|[^(\n]*)", re.M)
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class CodeTests:
             would be the program's own.
         modules: Modules of the standard library that the tests use without importing them. As in one file, they have
             them if the program has imported them.
+        plain: Whether the tests run in the program's own process, where everything works that works in one file, and
+            where a program can fake its verdict: see `troll.rewards.sandbox.functions.run_functions`.
     """
 
     tests: tuple[str, ...]
@@ -39,6 +46,7 @@ class CodeTests:
     names: tuple[str, ...]
     inferred: tuple[str, ...]
     modules: tuple[str, ...]
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,8 @@ class FunctionTests:
         function: Its name; a method of that name where the program has a class `Solution` instead.
         inputs: Positional arguments of each call.
         outputs: What each call returns. Tuples count as lists, and a list of one value as that value: the data sets
-            with such tests wrap some of their outputs.
+            with such tests wrap some of their outputs. They come from JSON, whose keys are texts: texts of integers in
+            `inputs` become integers, and in outputs the key `"1"` stands for 1 as well.
     """
 
     function: str
@@ -59,19 +68,26 @@ class FunctionTests:
 
 @dataclass(frozen=True)
 class StreamTests:
-    """Runs of the whole program: standard input and the standard output to expect."""
+    """Runs of the whole program.
+
+    Attributes:
+        inputs: Standard input of each run.
+        outputs: Standard output to expect of each.
+        compare: How outputs are compared; see `troll.rewards.output.same_output`.
+    """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    compare: Compare = "tokens"
 
 
 Tests = CodeTests | FunctionTests | StreamTests
 
 _FIELDS = (
-    ({"asserts"}, {"setup", "names"}),
-    ({"check", "entry_point"}, {"setup"}),
+    ({"asserts"}, {"setup", "names", "plain"}),
+    ({"check", "entry_point"}, {"setup", "plain"}),
     ({"function", "inputs", "outputs"}, set[str]()),
-    ({"inputs", "outputs"}, set[str]()),
+    ({"inputs", "outputs"}, {"compare"}),
 )
 
 
@@ -79,11 +95,11 @@ def parse_tests(text: str) -> Tests:
     r"""Reads the tests of a task from a cell of the column `tests`.
 
     Args:
-        text: A JSON object of one of these forms, `setup` and `names` being optional:
-            `{"asserts": ["assert f(1) == 2"], "setup": "import math", "names": ["f"]}`,
-            `{"check": "def check(candidate): ...", "entry_point": "f", "setup": "..."}`,
+        text: A JSON object of one of these forms, `setup`, `names`, `plain` and `compare` being optional:
+            `{"asserts": ["assert f(1) == 2"], "setup": "import math", "names": ["f"], "plain": false}`,
+            `{"check": "def check(candidate): ...", "entry_point": "f", "setup": "...", "plain": false}`,
             `{"function": "f", "inputs": [[1]], "outputs": [2]}` with a list of arguments per call,
-            `{"inputs": ["1\n"], "outputs": ["2\n"]}` with standard input and standard output.
+            `{"inputs": ["1\n"], "outputs": ["2\n"], "compare": "tokens"}` with standard input and standard output.
 
     Raises:
         ValueError: The text is none of these; the message says what is wrong with it.
@@ -113,7 +129,10 @@ def _parsed_tests(text: str) -> Tests:
         return _check_tests(case)
     if "function" in case:
         return FunctionTests(_text(case, "function"), *_pairs(case, list))
-    return StreamTests(*_pairs(case, str))
+    compare = case.get("compare", "tokens")
+    if compare not in get_args(Compare):
+        raise ValueError(f"compare takes one of {', '.join(get_args(Compare))}, got {str(compare)[:40]!r}")
+    return StreamTests(*_pairs(case, str), compare)
 
 
 def read_program(completion: str, tests: Tests, prefix: str = "") -> str | None:
@@ -121,8 +140,11 @@ def read_program(completion: str, tests: Tests, prefix: str = "") -> str | None:
 
     It is the last fenced block that is marked as Python or not marked, of those that define a name which the tests
     use if there are such blocks; a block that is not closed ends with the text. A text without such blocks is itself
-    the program. Everything up to the last `</think>` is ignored. Where a prefix is given and the program defines none
-    of the names that the tests use, it continues the prefix, up to the first line that is not indented.
+    the program. Everything up to the last `</think>` is ignored.
+
+    Where a prefix is given and the program defines none of the names that the tests use, it continues the prefix, up to
+    the first line that is not indented. Where it defines one, it may use what the prefix holds before that definition:
+    imports and helpers.
 
     Args:
         completion: As the model wrote it.
@@ -141,9 +163,12 @@ def read_program(completion: str, tests: Tests, prefix: str = "") -> str | None:
     program = next((block for block in reversed(blocks) if _defines(block, names)), blocks[-1] if blocks else None)
     if program is None:
         program = "" if fenced else text
-    if prefix and program.strip() and not _defines(program, names):
-        return prefix.replace("\r\n", "\n") + _indented_part(program)
-    return _dedented(program) if program.strip() else None
+    if not program.strip():
+        return None
+    prefix = prefix.replace("\r\n", "\n")
+    if prefix and not _defines(program, names):
+        return prefix + _indented_part(program)
+    return _after(_head(prefix, names), _dedented(program))
 
 
 def _names(tests: Tests) -> tuple[str, ...]:
@@ -155,6 +180,26 @@ def _names(tests: Tests) -> tuple[str, ...]:
 def _defines(program: str, names: Iterable[str]) -> bool:
     # Not parsed: a parser that runs outside the sandbox would be one more thing to attack.
     return any(re.search(rf"^[ \t]*(?:(?:async +)?def|class)[ \t]+{re.escape(n)}\b", program, re.M) for n in names)
+
+
+def _head(prefix: str, names: Iterable[str]) -> str:
+    """What stands before the first definition, in a prefix, of a name that the tests use, and before its decorators."""
+    lines = prefix.split("\n")
+    for index, line in enumerate(lines):
+        if not line[:1].isspace() and _defines(line, names):
+            while index and lines[index - 1].startswith("@"):
+                index -= 1
+            return "\n".join(lines[:index]).strip("\n")
+    return ""
+
+
+def _after(head: str, program: str) -> str:
+    """A program with a head; imports from the future stay in front, as Python demands."""
+    if not head or program.startswith(head):
+        return program
+    future = [match.end() for match in _FUTURE.finditer(program)]
+    start = future[-1] if future else 0
+    return "\n\n".join(part for part in (program[:start].rstrip("\n"), head, program[start:].lstrip("\n")) if part)
 
 
 def _indented_part(text: str) -> str:
@@ -194,7 +239,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
 def _assert_tests(case: dict[str, Any]) -> CodeTests:
     tests = _texts(case, "asserts")
     names = _texts(case, "names") if case.get("names") else ()
-    return _code_tests(tests, _text(case, "setup", ""), names)
+    return _code_tests(tests, case, names)
 
 
 def _check_tests(case: dict[str, Any]) -> CodeTests:
@@ -202,10 +247,13 @@ def _check_tests(case: dict[str, Any]) -> CodeTests:
     if not entry_point.isidentifier():
         raise ValueError(f"entry_point takes the name of a function, got {entry_point!r}")
     test = f"{_text(case, 'check')}\ncheck({entry_point})\n"
-    return _code_tests((test,), _text(case, "setup", ""), (entry_point,))
+    return _code_tests((test,), case, (entry_point,))
 
 
-def _code_tests(tests: tuple[str, ...], setup: str, names: tuple[str, ...]) -> CodeTests:
+def _code_tests(tests: tuple[str, ...], case: dict[str, Any], names: tuple[str, ...]) -> CodeTests:
+    setup, plain = _text(case, "setup", ""), case.get("plain", False)
+    if not isinstance(plain, bool):
+        raise ValueError(f"plain takes true or false, got {str(plain)[:40]!r}")
     trees = [_parsed(setup, "setup"), *(_parsed(test, f"test {index}") for index, test in enumerate(tests))]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     bound = set(_bound_names(nodes)) | set(names)
@@ -217,7 +265,7 @@ def _code_tests(tests: tuple[str, ...], setup: str, names: tuple[str, ...]) -> C
             inferred[node.id] = inferred.get(node.id, True) and only_module
     modules = tuple(name for name, only_module in inferred.items() if only_module)
     others = tuple(name for name, only_module in inferred.items() if not only_module)
-    return CodeTests(tests, setup, names, others, modules)
+    return CodeTests(tests, setup, names, others, modules, plain)
 
 
 def _bound_names(nodes: Sequence[ast.AST]) -> Iterator[str]:

@@ -390,8 +390,9 @@ def _summary(recipe: Recipe, trainer: TrollTrainer, status: str, seconds: float,
 def _write_verdicts(folder: Path, trainer: TrollTrainer, task: Task) -> None:
     """Writes ``verdicts.json``: of the last evaluation, its step, and of each completion the question and the success.
 
-    A question is the number of the first held-out prompt that reads the same. Nothing is written where the task cannot
-    tell success from failure, or no evaluation was completed.
+    The success is null where the completion could not be judged. A question is the number of the first held-out prompt
+    that reads the same. Nothing is written where the task cannot tell success from failure, or no evaluation was
+    completed.
     """
     steps = [logs["step"] for logs in trainer.state.log_history if f"eval_{SUCCESS}" in logs]
     samples = trainer.num_generations_eval or 1
@@ -404,7 +405,7 @@ def _write_verdicts(folder: Path, trainer: TrollTrainer, task: Task) -> None:
     verdicts = {
         "step": steps[-1],
         "question": [number for number in numbers for _ in range(samples)],
-        "success": [int(success) for success in successes],
+        "success": [None if success is None else int(success) for success in successes],
     }
     write_atomically(folder / "verdicts.json", json.dumps(verdicts) + "\n")
 

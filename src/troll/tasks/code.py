@@ -5,13 +5,16 @@ from __future__ import annotations
 import ast
 import json
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from datasets import Dataset
 
 from troll.rewards.code import CodeGrader, passed_fraction
-from troll.rewards.program import parse_tests
+from troll.rewards.demands import PACKAGES, borrowed_packages, needs_plain
+from troll.rewards.program import CodeTests, StreamTests, parse_tests
 from troll.rewards.sandbox.bubblewrap import SandboxError
 from troll.rewards.sandbox.limits import MEBIBYTE, Limits
 from troll.tasks.dataset_task import Example, PromptStyle, Read, dataset_task, without
@@ -27,6 +30,14 @@ INSTRUCTION = "Write the whole program in one ```python block."
 _ASKED = "{question}\n\n{instruction}"
 # What a model without a chat template has seen most often before a program: a comment that says what it does.
 _COMMENT = '"""\n{question}\n"""\n'
+_BORROWED = (
+    "use {name} without importing it, so whatever a program calls {name} decides: put `{import_}` into their setup"
+)
+_NEEDS_PLAIN = (
+    "cannot be passed from outside the program's process ({need}); task_options {{plain_tests: needed}} runs them "
+    "inside, where a program can fake its verdict"
+)
+_IS_PLAIN = "run in the program's own process, where it can fake its verdict"
 _EURUS = "Write Python code to solve the problem. Present the code in \n```python\nYour code\n```\nat the end."
 
 
@@ -41,8 +52,16 @@ def load_code(
 ) -> Task:
     """Loads a task whose examples have the column `tests` that `troll.rewards.code.CodeGrader` reads.
 
-    Its options are `partial_credit`, `cpu_seconds`, `memory_mb`, `packages` and `run_without_isolation`, `prompt` and
-    `system_prompt`, `columns`, and `overlong` of `troll.tasks.shaping`.
+    Its options are `partial_credit`, `cpu_seconds`, `memory_mb`, `packages`, `run_without_isolation` and
+    `sandbox_fusion_url` (the address of a server that tests the programs instead), `prompt` and `system_prompt`,
+    `columns`, `overlong` of `troll.tasks.shaping`, and two that say how tests are run:
+
+    - `compare`: how printed text is compared where the tests do not say it, "tokens" or "numbers"; see
+      `troll.rewards.output.same_output`.
+    - `plain_tests`: whether tests that are code run in the program's own process, "never", "needed" (where they need
+      it, as far as `troll.rewards.demands.needs_plain` tells) or "always". There a program can fake its verdict.
+
+    Warns of rows whose tests need `plain_tests` or have it, and of those that leave a package to the program.
 
     Returns:
         The task. With `partial_credit` the reward is the fraction of the tests that pass, and `success` is logged.
@@ -58,19 +77,20 @@ def load_code(
     skip_unanswered = options.flag("skip_unanswered")
     partial_credit = options.flag("partial_credit")
     settings = _take_settings(options)
+    running = _Running(options)
     shaping, weights = take_shaping(options, answer_format=None)
     options.finish()
     try:
         grader = CodeGrader(**settings)
-    except SandboxError as error:
+    except (SandboxError, ValueError) as error:
         raise TaskError(str(error)) from error
     partial = [passed_fraction(grader)] if partial_credit else []
     own_weights = [0.0, 1.0] if partial_credit else [1.0]
-    return dataset_task(
+    task = dataset_task(
         config,
         source,
         columns=columns,
-        read=read,
+        read=lambda row: running.example(row, read(row)),
         style=style,
         rewards=[grader, *partial, *shaping],
         skip_unanswered=skip_unanswered,
@@ -78,6 +98,48 @@ def load_code(
         system_prompt=system_prompt,
         divide=divide,
     )
+    running.warn()
+    return task
+
+
+class _Running:
+    """How the tests of a data set are run, by its options, and what is to be said about them."""
+
+    def __init__(self, options: Options) -> None:
+        self._compare = options.choice("compare", ("tokens", "numbers"))
+        self._plain = options.choice("plain_tests", ("never", "needed", "always"))
+        self._noted: dict[str, list[str]] = defaultdict(list)
+
+    def example(self, row: Row, example: Example) -> Example:
+        """Returns the example with what the options say of its tests, and notes what is to be warned of."""
+        text = example.columns["tests"]
+        tests, settings = parse_tests(text), dict[str, Any]()
+        if isinstance(tests, CodeTests):
+            settings = {"plain": self._runs_plain(row, tests)}
+        elif isinstance(tests, StreamTests):
+            settings = {"compare": self._compare}
+        settings = {name: value for name, value in settings.items() if value != getattr(tests, name)}
+        if not settings:
+            return example
+        # What a row says of itself counts more than the option.
+        return replace(example, columns={**example.columns, "tests": json.dumps(settings | json.loads(text))})
+
+    def warn(self) -> None:
+        """Warns once of each thing that was noted."""
+        for problem, places in self._noted.items():
+            rows = f"{len(places)} rows" if len(places) > 1 else "1 row"
+            warnings.warn(f"the tests of {rows}, the first {places[0]}, {problem}", stacklevel=4)
+
+    def _runs_plain(self, row: Row, tests: CodeTests) -> bool:
+        for name in borrowed_packages(tests):
+            self._noted[_BORROWED.format(name=name, import_=PACKAGES[name])].append(row.place)
+        needs = needs_plain(tests)
+        plain = tests.plain or self._plain == "always" or (bool(needs) and self._plain == "needed")
+        if plain:
+            self._noted[_IS_PLAIN].append(row.place)
+        elif needs:
+            self._noted[_NEEDS_PLAIN.format(need=needs[0])].append(row.place)
+        return plain
 
 
 @register_task("humaneval", trains=False)
@@ -91,12 +153,16 @@ def humaneval(config: TaskConfig, argument: str = "") -> Task:
     def read(row: Row) -> Example:
         prompt, entry_point = row.text("prompt"), row.text("entry_point")
         tests = {"check": row.text("test"), "entry_point": entry_point, "setup": prompt}
-        return Example(prompt, {"tests": _checked(row, "test", tests), "prefix": prompt})
+        columns = {"tests": _checked(row, "test", tests), "prefix": prompt}
+        return Example(prompt, columns, reference=row.value("canonical_solution"))
 
     return load_code(
         config,
         Source("openai/openai_humaneval", train=None),
-        columns={name: Column((name,)) for name in ("prompt", "test", "entry_point")},
+        columns={
+            **{name: Column((name,)) for name in ("prompt", "test", "entry_point")},
+            "canonical_solution": Column(("canonical_solution",), required=False),
+        },
         read=read,
         style=PromptStyle(
             "{question}", "Complete this function.\n\n```python\n{question}```\n\n{instruction}", INSTRUCTION
@@ -123,7 +189,7 @@ def mbpp(config: TaskConfig, argument: str = "") -> Task:
         if names:
             tests["names"] = names
         question = "\n".join((row.text("prompt").strip(), "Your code should pass these tests:", "", *asserts))
-        return Example(question, {"tests": _checked(row, "tests", tests)})
+        return Example(question, {"tests": _checked(row, "tests", tests)}, reference=reference or None)
 
     return load_code(
         config,
@@ -259,6 +325,7 @@ def _take_settings(options: Options) -> dict[str, Any]:
         "limits": checked,
         "packages": options.texts("packages"),
         "run_without_isolation": options.flag("run_without_isolation"),
+        "sandbox": options.text("sandbox_fusion_url"),
     }
 
 

@@ -27,10 +27,12 @@ class Example:
     Attributes:
         question: What is asked.
         columns: What the rewards read, by their names for it.
+        reference: A solution, where the data set has one: of code a program, without what the column `prefix` holds.
     """
 
     question: str
     columns: dict[str, str]
+    reference: str | None = None
 
 
 Read = Callable[[Row], Example]
@@ -120,6 +122,7 @@ def dataset_task(
         system_prompt=system_prompt,
         train_questions=[spaced_once(example.question) for example in learned],
         held_out_questions=asked,
+        references=[example.reference for example in (*learned, *held_out[: config.eval_size])],
         hub_dataset=None if config.dataset_path else source.name,
     )
 

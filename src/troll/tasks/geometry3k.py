@@ -6,7 +6,7 @@ from dataclasses import replace
 from datasets import Dataset, Image, List
 
 from troll.rewards.answers import INSTRUCTIONS
-from troll.rewards.math import MathGrader
+from troll.rewards.mathematics import MathGrader
 from troll.tasks.mathematics import check_math_verify
 from troll.tasks.options import Options
 from troll.tasks.registry import Task, TaskConfig, register_task

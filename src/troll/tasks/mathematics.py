@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import cast
 
 from troll.rewards.answers import INSTRUCTIONS, AnswerFormat, final_answer
-from troll.rewards.math import MathGrader
+from troll.rewards.mathematics import MathGrader
 from troll.tasks.dataset_task import Example, PromptStyle, dataset_task, without
 from troll.tasks.options import Options
 from troll.tasks.registry import Task, TaskConfig, TaskError, register_task

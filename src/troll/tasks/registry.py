@@ -133,6 +133,8 @@ class Task:
             default the prompts.
         held_out_questions: Likewise, of all rows that are held out, whether they are evaluated or not; by default the
             prompts of `eval_dataset`.
+        references: Solutions of the rows of `train_dataset` and then of `eval_dataset`, None where the data set has
+            none: of code a program, without what the row's `prefix` holds of it.
         files: The user's own files that decide about it.
         hub_dataset: Name on the hub of the data set that its rows are from; None for local data, or a generator.
     """
@@ -145,6 +147,7 @@ class Task:
     system_prompt: str | None = None
     train_questions: Sequence[str] | None = None
     held_out_questions: Collection[str] | None = None
+    references: Sequence[str | None] = ()
     files: Sequence[Path] = ()
     hub_dataset: str | None = None
 
@@ -260,6 +263,11 @@ def load_task(config: TaskConfig, *, conversational: bool = False, for_training:
     )
 
 
+def known_tasks() -> dict[str, bool]:
+    """Returns the patterns of the registered names, and whether each has rows to train on."""
+    return {entry.pattern: entry.trains for entry in sorted(_LOADERS.values(), key=lambda entry: entry.pattern)}
+
+
 def is_file(task: str) -> bool:
     """Whether a task's name is the path of a file with a task of the user's."""
     return task.partition(":")[0].endswith(tuple(_FILE_LOADERS))
@@ -295,8 +303,9 @@ def _find(task: str) -> tuple[Loader, str, bool]:
         if prefix.endswith(suffix):
             return loader, argument, True
     if prefix not in _LOADERS:
-        known = ", ".join(sorted(registration.pattern for registration in _LOADERS.values()))
-        raise TaskError(f"unknown task {task!r}; known tasks: {known}; or the path of a .yaml or .py file")
+        raise TaskError(
+            f"unknown task {task!r}; known tasks: {', '.join(known_tasks())}; or the path of a .yaml or .py file"
+        )
     pattern = _LOADERS[prefix].pattern
     takes, needs = ":" in pattern, ":" in pattern and "[" not in pattern
     if (argument and not takes) or (needs and not argument) or (colon and not argument):
@@ -306,7 +315,7 @@ def _find(task: str) -> tuple[Loader, str, bool]:
 
 def _nothing_to_train_on(config: TaskConfig, trains: bool) -> TaskError:
     if not trains:
-        others = ", ".join(sorted(each.pattern for each in _LOADERS.values() if each.trains))
+        others = ", ".join(pattern for pattern, trains in known_tasks().items() if trains)
         return TaskError(f"task {config.task!r} is a benchmark, without rows to train on; train on one of {others}")
     return TaskError(f"task {config.task!r} has no train rows left: check its data and train_size")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean
@@ -16,6 +17,7 @@ from transformers import GenerationConfig
 from troll.evaluation.metrics import task_metrics
 from troll.rewards.grading import Grader, Verdict
 from troll.trl.seam import empty_logs, get_callable_name, sampling_config
+from troll.trl.unscored import Unscored
 
 #: The reward that tells success from failure, by its function's name.
 SUCCESS = "success"
@@ -38,28 +40,33 @@ class HeldOut:
     def start(self) -> None:
         """Forgets what was observed: an evaluation that was interrupted has left it."""
         self._verdicts: list[Verdict] = []
-        self._rewards: list[float] = []
+        self._rewards: list[float | None] = []
 
     @property
-    def successes(self) -> list[float]:
-        """The reward ``success`` of each completion of the last evaluation, those that fill up its last batch too."""
+    def successes(self) -> list[float | None]:
+        """The reward ``success`` of each completion of the last evaluation, those that fill up its last batch too.
+
+        None of completions that could not be judged.
+        """
         return self._rewards
 
     def observe(self, rewards: Tensor) -> None:
         """Adds the (N, F) rewards of a batch of all processes, right after the rewards of this one were computed."""
         if self._place is None:
             return
-        self._rewards += rewards[:, self._place].nan_to_num(0.0).tolist()
         if self._grader is not None:  # it knows more than the reward: partial credit, and what was answered
             found = gather_object([(verdict.score, verdict.answer) for verdict in self._grader.latest])
+            self._rewards += [None if math.isnan(each) else each for each in rewards[:, self._place].tolist()]
         else:
-            found = [(score, None) for score in self._rewards[len(self._verdicts) :]]
+            found = [(score, None) for score in rewards[:, self._place].nan_to_num(0.0).tolist()]
+            self._rewards += [score for score, _ in found]
         self._verdicts += [Verdict(score, answer, "") for score, answer in found]
 
     def metrics(self, samples: int | None, problems: int | None) -> dict[str, float]:
         """The metrics of what was observed, by name; empty if there is nothing to measure.
 
         The mean of the reward is among them: TRL's is one of its batches' means, and counts what fills up the last one.
+        Completions that could not be judged are left out; of a grader, their share is ``rewards/unscored``.
 
         Args:
             samples: Completions per problem, one after the other.
@@ -72,7 +79,12 @@ class HeldOut:
         grader = self._grader
         found = task_metrics(groups[:problems], same=grader.same_answer if grader and grader.votes else None)
         counted = self._rewards[: samples * min(len(groups), problems or len(groups))]
-        return found | {f"rewards/{SUCCESS}/mean": fmean(counted)}
+        scored = [reward for reward in counted if reward is not None]
+        if scored:
+            found[f"rewards/{SUCCESS}/mean"] = fmean(scored)
+        if grader is not None:
+            found["rewards/unscored"] = 1 - len(scored) / len(counted)
+        return found
 
 
 @contextmanager
@@ -117,6 +129,7 @@ def judged_by(trainer: Any, reward_funcs: Sequence[Any], reward_weights: Sequenc
         "reward_processing_classes": [None] * len(names),
         "reward_weights": torch.tensor([1.0] * len(names) if reward_weights is None else list(reward_weights)),
         "held_out": HeldOut(reward_funcs, names),
+        "unscored": Unscored(trainer.accelerator, reward_funcs),
         "log_completions": False,
         **empty_logs(),
     }

@@ -59,7 +59,7 @@ class Resampling:
                     break
                 rounds += 1
                 self._replace(found, seam.sample(trainer, others))
-        trainer.advantages.observe(found.rewards, trainer.reward_weights)
+        trainer.observe_rewards(found.rewards)
         with seam.sampled(trainer, found):
             yield found.examples
         equal = float(self._equal(first).float().mean())

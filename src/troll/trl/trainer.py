@@ -36,6 +36,7 @@ from troll.trl.old_policy import OLD_POLICY, OldPolicy
 from troll.trl.resampling import Resampling
 from troll.trl.rollout_weights import RolloutWeights
 from troll.trl.surrogates import SURROGATES, ScoredTokens, Terms
+from troll.trl.unscored import Unscored
 from troll.trl.updates import Updates
 from troll.trust_region.bounds import Bound
 from troll.trust_region.bounds.per_token import by_advantage, entropy_scaled
@@ -109,6 +110,7 @@ class TrollTrainer(GRPOTrainer):
         # Scoring with the weights that sampled says what the tokens were sampled from.
         self.anchor = RolloutAnchor(self) if args.anchor == "rollout" and not self.rollout_weights else None
         self.old_policy = OldPolicy(self.accelerator, args, self.temperature, self.anchor)
+        self.unscored = Unscored(self.accelerator, self.reward_funcs)
         self.advantages = Advantages(self.accelerator, args, self.model, model)
         self.resampling = Resampling(self) if args.resampling_rounds else None
         self.monitor = Monitor(self.accelerator, args)
@@ -157,6 +159,7 @@ class TrollTrainer(GRPOTrainer):
             return rolled_out
         rolled_out, metrics = self.old_policy.add_to(rolled_out)
         seam.add_metrics(self, metrics)
+        rolled_out = self.unscored.without(rolled_out)
         rolled_out, advantages, metrics = self.advantages.of(rolled_out)
         seam.add_metrics(self, metrics)
         if advantages is not None:
@@ -168,12 +171,18 @@ class TrollTrainer(GRPOTrainer):
         return rolled_out
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        rewards = super()._calculate_rewards(*args, **kwargs)
+        rewards = self.unscored.excluded(super()._calculate_rewards(*args, **kwargs))
         if self.model.training:
-            self.advantages.observe(rewards, self.reward_weights)
+            self.observe_rewards(rewards)
+            seam.add_metrics(self, self.unscored.metrics(rewards))
         else:
             self.held_out.observe(rewards)
         return rewards
+
+    def observe_rewards(self, rewards: Tensor) -> None:
+        """Keeps the (N, F) rewards of a rollout of all processes, as it will be trained on."""
+        self.unscored.observe(rewards)
+        self.advantages.observe(rewards, self.reward_weights)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         scores, self._scores = self._scores, None

@@ -183,9 +183,9 @@ def double(x):
     "answers of its own on the channel": """
 import os, sys
 sys.path.insert(0, "/inside")
-import wire
+import messages
 def double(x):
-    value = wire.encode(("value", (99, None)), lambda v: (False, 0))
+    value = messages.encode(("value", (99, None)), lambda v: (False, 0))
     for descriptor in range(64):
         try:
             os.write(descriptor, (len(value).to_bytes(4, "big") + value) * 50)
@@ -222,10 +222,10 @@ def double(x):
 """,
     "a patched encoder": """
 import sys
-wire, peer = sys.modules["wire"], sys.modules["peer"]
+messages, peer = sys.modules["messages"], sys.modules["peer"]
 class Any(bytes):
     __eq__ = lambda *args: True
-peer.encode = wire.encode = lambda value, refer: Any(b"T\\0\\0\\0\\x04exec")
+peer.encode = messages.encode = lambda value, refer: Any(b"T\\0\\0\\0\\x04exec")
 peer.Peer._refer = lambda self, value: (True, 0)
 def double(x):
     return 0
@@ -298,3 +298,100 @@ def double(x):
     "taking the name away": "def double(x):\n    global double\n    del double\n    return 0",
     "garbage": "".join(map(chr, range(1, 128))),
 }
+
+#: An object that answers every operator, too, with itself or with what it was made to answer.
+ANSWERING = """
+class Answering:
+    def __init__(self, *args): pass
+    for name in ("eq ne lt gt le ge bool contains instancecheck subclasscheck exit call").split():
+        locals()[f"__{name}__"] = lambda self, *args: True
+    for name in ("add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod").split():
+        locals()[f"__{name}__"] = locals()[f"__r{name}__"] = lambda self, *args: ANSWER(self)
+    for name in ("neg pos invert abs round int index len hash").split():
+        locals()[f"__{name}__"] = lambda self, *args: 0
+    __float__ = lambda self: 0.0
+    __complex__ = lambda self: 0j
+    __str__ = __repr__ = lambda self: "0"
+    __format__ = lambda self, form: "0"
+    __enter__ = lambda self: self
+    __iter__ = __reversed__ = lambda self: iter([])
+    startswith = endswith = issubset = isdigit = is_zero = lambda self, *args: True
+    __getitem__ = lambda self, key: 0
+    __getattr__ = lambda self, name: 0
+def Double(x): return Answering()
+def double(x): return Answering()
+class Point(Answering): pass
+class Account:
+    def __init__(self, *args): pass
+    def __getattr__(self, name): return lambda *args: self
+    for name in ("add radd sub rsub mul rmul truediv xor and").split():
+        locals()[f"__{name}__"] = Answering.__sub__
+    __abs__ = __round__ = __len__ = Answering.__abs__
+    __float__ = Answering.__float__
+"""
+
+#: Programs whose objects answer everything, by what their operators give.
+ANSWERING_PROGRAMS = {
+    "itself": ANSWERING.replace("ANSWER(self)", "self"),
+    "another": ANSWERING.replace("ANSWER(self)", "Answering()"),
+    "0": ANSWERING.replace("ANSWER(self)", "0"),
+    "0.0": ANSWERING.replace("ANSWER(self)", "0.0"),
+    "nothing": ANSWERING.replace("ANSWER(self)", "set()"),
+    "one of others": ANSWERING.replace("pass\n", "self.made = id(self)\n", 1).replace("ANSWER(self)", "Point()"),
+}
+
+#: Tests that no object which merely answers passes, although it is asked.
+ASKING = [
+    f"{imports}\nassert {test}"
+    for imports in ["import math, unittest\nfrom collections import Counter\nfrom decimal import Decimal"]
+    for test in [
+        "abs(double(1.5) - 3.0) < 1e-6",
+        "abs(Double(1.5) - 3.0) < 1e-6",
+        "abs(3.0 - Double(1.5)) < 1e-6",
+        "abs(Double(1.5) - Decimal(3)) < 1e-6",
+        "abs(Double(1.5) / 3.0 - 1) < 1e-6",
+        "round(Double(1.5) - 3.0, 6) == 0",
+        "math.isclose(Double(1.5) - 3.0, 0, abs_tol=1e-6)",
+        "math.fabs(Double(1.5) - 3.0) < 1e-6",
+        "int(Double(2) - 4) == 0 and float(Double(2) - 4) == 0",
+        "not (Double(2) - 4)",
+        "not (Double(2) ^ 4)",
+        "len(Double({1}) ^ {1, 2}) == 0",
+        "list(Double([1]) - Counter([1])) == []",
+        "str(Double(2) - 4) == '0' and f'{Double(2) - 4}' == '0'",
+        "(Double(2) - 4).real == 0",
+        "(Double([1]) - Counter([1])).total() == 0",
+        "(Double(2) - 4 or 0) == 0",
+        "Double(2) == 4",
+        "4 == Double(2)",
+        "Double(2) in (4, 4.0)",
+        "Double(2) in {4}",
+        "{4: 1}.get(Double(2)) == 1",
+        "[4] == [Double(2)]",
+        "not Double(2) != 4",
+        "Double(2) >= 4 and Double(2) <= 4",
+        "sorted(Double([2, 1])) == [1, 2]",
+        "isinstance(Double([1]), list)",
+        "type(Double([1])) is list",
+        "abs(Account(100).deposit(5) - 105) < 1e-6",
+        "abs(Account(100).balance - 105.0) < 1e-6",
+        "round(Account(1).total() - 5) == 0",
+        "double('a').startswith('aa') and double('a').endswith('aa')",
+        "double({1}).issubset({2})",
+        "double('1').isdigit()",
+        "(Double(Decimal(2)) - 4).is_zero()",
+        "double(2) == Point(1, 2)",
+        "Point(1, 2) == Point(1, 2) and not Point(1, 2) == Point(3, 4)",
+        "Point(1, 2) in [Point(3, 4)]",
+        "[Point(1, 2)] == [Point(3, 4)]",
+        "double(1) < double(2)",
+        "sorted([Point(2, 2), Point(1, 1)])[0].x == 1",
+        "unittest.TestCase().assertEqual(Double(2), 4) is None",
+        "unittest.TestCase().assertAlmostEqual(Double(2), 4.0) is None",
+        "unittest.TestCase().assertCountEqual(Double([1]), [1, 1]) is None",
+    ]
+] + [
+    "with double(1) as found:\n    assert found.x == 5",
+    "with double(1):\n    raise AssertionError",
+    "with double(1):\n    double(2).x.y.z",
+]

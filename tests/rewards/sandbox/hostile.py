@@ -152,6 +152,122 @@ import os
 os.ftruncate(1, 1 << 40)
 breach()
 """,
+    "inode bomb": """
+import os
+count = 0
+def bomb(make):
+    global count
+    try:
+        while True:
+            make(str(count))
+            count += 1
+            if count > 100000:
+                breach()
+    except OSError:
+        pass
+bomb(os.mkdir)
+bomb(lambda name: os.symlink("x" * 1000, name))
+bomb(lambda name: os.link("0", name) if count else open("0", "w").close())
+bomb(lambda name: open(name, "w").close())
+os.abort()
+""",
+    "sync storm": """
+import os
+descriptors = [os.open(path, os.O_RDONLY) for path in (os.__file__, "/inside", "/tmp")]
+while True:
+    os.sync()
+    for descriptor in descriptors:
+        os.fsync(descriptor)
+        os.fdatasync(descriptor)
+""",
+    "dropping what others have cached": """
+import ctypes, mmap, os
+file = os.open(os.__file__, os.O_RDONLY)
+for attempt in (
+    lambda: os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED),
+    lambda: mmap.mmap(file, 0, prot=mmap.PROT_READ).madvise(21),
+    lambda: mmap.mmap(file, 0, prot=mmap.PROT_READ).madvise(20),
+):
+    try:
+        attempt()
+        breach()
+    except OSError:
+        pass
+libc = ctypes.CDLL(None)
+if libc.readahead(file, 0, 1 << 20) >= 0 or libc.mincore(0, 0, 0) == 0:
+    breach()
+""",
+    "pages of a stock for all": """
+import mmap
+for size in (1 << 21, 1 << 30):
+    try:
+        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000)
+        breach()
+    except OSError as error:
+        if error.errno != 1:
+            breach(error)
+""",
+    "big pipes": """
+import fcntl, os
+for _ in range(20):
+    try:
+        fcntl.fcntl(os.pipe()[0], 1031, 1 << 20)
+        breach()
+    except OSError:
+        pass
+""",
+    "queued signals": """
+import ctypes, os, signal, threading
+signal.pthread_sigmask(signal.SIG_BLOCK, range(34, 65))
+sent = 0
+try:
+    while True:
+        signal.pthread_kill(threading.get_ident(), 40)
+        sent += 1
+        if sent > 1000:
+            breach()
+except OSError:
+    pass
+os.abort()
+""",
+    "descriptors in flight": """
+import array, os, socket
+a, b = socket.socketpair()
+try:
+    while True:
+        a.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [b.fileno()] * 50))])
+        breach()
+except OSError:
+    pass
+""",
+    "timers without end": """
+import ctypes
+libc = ctypes.CDLL(None)
+for _ in range(100000):
+    if libc.timer_create(0, None, ctypes.byref(ctypes.c_void_p())) == 0:
+        breach()
+""",
+    "page tables": """
+import mmap
+blocks = []
+try:
+    while True:
+        block = mmap.mmap(-1, 1 << 21)
+        block[0] = 1
+        blocks.append(block)
+except (OSError, MemoryError):
+    pass
+while True:
+    pass
+""",
+    "threads that compute": """
+import hashlib, threading
+def loop():
+    while True:
+        hashlib.sha256(bytes(1 << 20))
+for _ in range(30):
+    threading.Thread(target=loop).start()
+""",
     "busy loop": "while True: pass",
     "endless sleep": "import time\ntime.sleep(10 ** 6)",
     "short sleeps": "import time\nwhile True: time.sleep(0.05)",
@@ -240,6 +356,78 @@ for path in paths:
         except OSError as error:
             if error.errno != errno.EPERM:
                 breach(path, command, error)
+""",
+    "exclusive locks": """
+import errno, fcntl, os, sys
+paths = ["/tmp", "/", "/inside", "/dev/null", os.__file__, os.path.dirname(os.__file__), sys.executable]
+for path in paths:
+    file = os.open(path, os.O_RDONLY)
+    for operation in (fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        try:
+            fcntl.flock(file, operation)
+            breach(path)
+        except OSError as error:
+            if error.errno != errno.EPERM:
+                breach(path, error)
+    for operation in (fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        try:
+            fcntl.lockf(file, operation)
+            breach(path)
+        except OSError:
+            pass
+""",
+    "limits of the parent": """
+import os, resource
+for pid in (1, os.getppid(), os.getpid()):
+    for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_CPU):
+        try:
+            resource.prlimit(pid, limit, (0, 0))
+            breach(pid)
+        except OSError:
+            pass
+for attempt in (
+    lambda: os.sched_setaffinity(1, {0}),
+    lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)),
+    lambda: os.setpriority(os.PRIO_PROCESS, 1, 19),
+    lambda: os.setpriority(os.PRIO_USER, 0, 19),
+):
+    try:
+        attempt()
+        breach()
+    except OSError:
+        pass
+""",
+    "writing to the input": """
+import os
+for attempt in (
+    lambda: open("/dev/stdin", "r+"),
+    lambda: open("/input/input", "ab"),
+    lambda: os.write(0, b"breach"),
+    lambda: os.ftruncate(0, 0),
+    lambda: os.truncate("/input/input", 0),
+    lambda: os.unlink("/input/input"),
+    lambda: os.rename("/input/input", "/input/x"),
+    lambda: os.link("/input/input", "/input/x"),
+    lambda: open("/input/x", "w"),
+    lambda: os.mkdir("/input/x"),
+    lambda: os.unlink("/dev/stdin"),
+):
+    try:
+        attempt()
+        breach()
+    except OSError:
+        pass
+""",
+    "becoming somebody else": """
+import ctypes, os
+for attempt in (lambda: os.setuid(0), lambda: os.setresuid(0, 0, 0), lambda: os.setgid(0), lambda: os.setgroups([0])):
+    try:
+        attempt()
+        breach()
+    except OSError:
+        pass
+if ctypes.CDLL(None).mount(b"none", b"/input", b"tmpfs", 0, None) == 0 or os.getuid() == 0:
+    breach()
 """,
     "reading the environment": """
 import os, ctypes
@@ -399,6 +587,21 @@ ON_THE_CHECKER = {
     "os._exit(0)": "import os\nos._exit(0)",
     "sys.exit(0)": "import sys\nsys.exit(0)",
     "exit in a finaliser": "import atexit, os\natexit.register(os._exit, 0)\nraise ValueError",
+    "ending by SIGKILL": """
+import os, signal, threading
+for attempt in (
+    lambda: os.kill(os.getpid(), signal.SIGKILL),
+    lambda: os.kill(0, signal.SIGKILL),
+    lambda: os.killpg(0, signal.SIGKILL),
+    lambda: signal.pthread_kill(threading.get_ident(), signal.SIGKILL),
+):
+    try:
+        attempt()
+        breach()
+    except OSError:
+        pass
+""",
+    "escapes in a reason": "raise ValueError('\\x1b[2J\\x07\\ud800\\u202e')",
     "success by signal": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
     "catching everything": """
 import signal, time

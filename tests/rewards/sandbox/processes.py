@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from troll.rewards.sandbox.bubblewrap import Sandbox
-from troll.rewards.sandbox.limits import Limits
+from troll.rewards.sandbox.bubblewrap import Bubblewrap
 
 needs_bubblewrap = pytest.mark.skipif(
     shutil.which("bwrap") is None, reason="needs bubblewrap (Debian: apt install bubblewrap)"
@@ -35,14 +34,14 @@ def wait_until_gone(mark: str, seconds: float = 5.0) -> None:
         time.sleep(0.01)
 
 
-def start_at_the_third_attempt_only(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def start_at_the_third_attempt_only(sandbox: Bubblewrap, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all attempts from now on."""
-    monkeypatch.setattr("troll.rewards.sandbox.bubblewrap.PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("troll.rewards.sandbox.bubblewrap.FIRST_PAUSE", 0.01)
     starts: list[str] = []
     command = sandbox.command
 
-    def failing(limits: Limits) -> list[str]:
+    def failing() -> list[str]:
         starts.append("start")
-        return command(limits) if len(starts) == 3 else ["/bin/false"]
+        return command() if len(starts) == 3 else ["/bin/false"]
 
     monkeypatch.setattr(sandbox, "command", failing)

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ import pytest
 from tests.rewards.sandbox.hostile import HOSTILE
 from tests.rewards.sandbox.processes import needs_bubblewrap, running, wait_until_gone
 from troll.rewards.sandbox import bubblewrap
-from troll.rewards.sandbox.bubblewrap import Sandbox, SandboxError
+from troll.rewards.sandbox.bubblewrap import Bubblewrap, Process, SandboxError, insistently
 from troll.rewards.sandbox.limits import Limits
 from troll.rewards.sandbox.stdio import run_stdio
 
@@ -25,25 +28,25 @@ LIMITS = Limits(cpu_seconds=1, wall_seconds=30, idle_seconds=1)
 #: Runs a program that sleeps, in a process that a signal will end.
 PARENT = """
 import signal, sys, warnings
-from troll.rewards.sandbox.bubblewrap import Sandbox
+from troll.rewards.sandbox.bubblewrap import Bubblewrap
 from troll.rewards.sandbox.limits import Limits
 from troll.rewards.sandbox.stdio import run_stdio
 warnings.simplefilter("ignore")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 limits = Limits(idle_seconds=50, output_bytes=int(sys.argv[1]))
-run_stdio(Sandbox(run_without_isolation=sys.argv[2] == "True"), "import time\\ntime.sleep(100)", [""], [""], limits)
+run_stdio(Bubblewrap(run_without_isolation=sys.argv[2] == "True"), "import time\\ntime.sleep(100)", [""], [""], limits)
 """
 
 
 @pytest.fixture(scope="module")
-def sandbox() -> Sandbox:
-    return Sandbox()
+def sandbox() -> Bubblewrap:
+    return Bubblewrap()
 
 
 @pytest.fixture
-def open_sandbox() -> Sandbox:
+def open_sandbox() -> Bubblewrap:
     with pytest.warns(RuntimeWarning, match="as your user"):
-        return Sandbox(run_without_isolation=True)
+        return Bubblewrap(run_without_isolation=True)
 
 
 def fake_bwrap(folder: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,19 +59,19 @@ def fake_bwrap(folder: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_without_bubblewrap_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxError, match="apt install bubblewrap"):
-        Sandbox()
+        Bubblewrap()
 
 
 def test_where_namespaces_are_forbidden_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_bwrap(tmp_path, "bwrap: setting up uid map: Permission denied", monkeypatch)
     with pytest.raises(SandboxError, match=r"uid map: Permission denied\): namespaces may be forbidden.*docs/sandbox"):
-        Sandbox()
+        Bubblewrap()
 
 
 def test_an_old_bubblewrap_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_bwrap(tmp_path, "bwrap: Unknown option --size", monkeypatch)
     with pytest.raises(SandboxError, match=r"0\.7 or later"):
-        Sandbox()
+        Bubblewrap()
 
 
 def test_a_bubblewrap_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,54 +80,42 @@ def test_a_bubblewrap_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(bubblewrap, "TRIAL_SECONDS", 0.2)
     with pytest.raises(SandboxError, match="did not start"):
-        Sandbox()
+        Bubblewrap()
 
 
-def test_where_sigchld_is_ignored_it_says_so(sandbox: Sandbox) -> None:
+def test_where_sigchld_is_ignored_it_says_so(sandbox: Bubblewrap) -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         with pytest.raises(SandboxError, match="SIGCHLD is ignored"):
-            Sandbox()
+            Bubblewrap()
     finally:
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_a_sandbox_that_somebody_else_has_reaped_ends_all_the_same(sandbox: Sandbox) -> None:
+def test_a_sandbox_that_somebody_else_has_reaped_ends_all_the_same(sandbox: Bubblewrap) -> None:
     process = sandbox.start("ready", limits=LIMITS, stdin=None, stdout=None)
     os.waitid(os.P_PID, process.pid, os.WEXITED)
     assert process.end() == 0.0
     assert process.returncode == 255
 
 
-def test_what_runs_inside_is_in_the_group_that_is_killed(sandbox: Sandbox) -> None:
-    read, write = os.pipe()
-    process = sandbox.start("stdio", limits=LIMITS, stdin=read, stdout=subprocess.PIPE)
-    assert process.stdout is not None and process.stdout.read(1) == b"+"
-    (inside,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
-    assert os.getpgid(inside) == process.pid
-    process.end()
-    process.stdout.close()
-    os.close(read)
-    os.close(write)
-
-
 def test_an_unknown_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     with pytest.raises(SandboxError, match="riscv64"):
-        Sandbox()
+        Bubblewrap()
 
 
 def test_packages_can_be_imported_and_not_changed(tmp_path: Path) -> None:
     (tmp_path / "given.py").write_text("three = 3\n")
     program = "import given\nprint(given.three)\nopen(given.__file__, 'w')"
-    (outcome,) = run_stdio(Sandbox(packages=[tmp_path]), program, [""], ["3"], LIMITS)
+    (outcome,) = run_stdio(Bubblewrap(packages=[tmp_path]), program, [""], ["3"], LIMITS)
     assert outcome.reason.startswith("raised OSError: [Errno 30] Read-only file system")
     assert (tmp_path / "given.py").read_text() == "three = 3\n"
     with pytest.raises(SandboxError, match="not a folder"):
-        Sandbox(packages=[tmp_path / "given.py"])
+        Bubblewrap(packages=[tmp_path / "given.py"])
 
 
-def test_no_descriptor_of_the_user_gets_in(sandbox: Sandbox) -> None:
+def test_no_descriptor_of_the_user_gets_in(sandbox: Bubblewrap) -> None:
     program = """
 import os
 found = []
@@ -147,19 +138,156 @@ print(found)
     assert [outcome.reason for outcome in outcomes] == ["passed", "passed"]
 
 
-def test_the_root_shows_nothing_of_the_user(sandbox: Sandbox) -> None:
+def test_the_root_shows_nothing_of_the_user(sandbox: Bubblewrap) -> None:
     program = """
 import os
 print(sorted(set(os.listdir("/")) - {"root", "home", "opt", "work", "lib32", "libx32", "lib64", "libexec"}))
 print(os.listdir("."), sorted(os.listdir("/dev")), os.getuid(), os.getcwd(), os.uname().nodename)
 """
-    expected = "['dev', 'etc', 'inside', 'lib', 'tmp', 'usr']\n[] ['null', 'urandom', 'zero'] 65534 /tmp sandbox"
+    expected = """['dev', 'etc', 'input', 'inside', 'lib', 'packages', 'tmp', 'usr']
+[] ['null', 'stdin', 'urandom', 'zero'] 65534 /tmp sandbox"""
     (outcome,) = run_stdio(sandbox, program, [""], [expected], LIMITS)
     assert outcome.reason == "passed"
 
 
+def test_only_what_a_program_needs_is_there(sandbox: Bubblewrap) -> None:
+    program = """
+import glob, os, sys
+print([path for path in ("/usr/bin/env", "/usr/sbin", "/bin/sh", "/etc/passwd") if os.path.exists(path)])
+found = [os.listdir(folder) for folder in glob.glob(f"{sys.prefix}/lib/python3*/site-packages")]
+print(sum(map(len, found)), os.path.isdir("/usr/share/zoneinfo") == bool(glob.glob("/usr/share/*")))
+"""
+    (outcome,) = run_stdio(sandbox, program, [""], ["[]\n0 True"], LIMITS)
+    assert outcome.reason == "passed"
+
+
+def test_where_that_is_not_enough_all_of_usr_is_shown_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bubblewrap, "NEED_LIBRARIES", ("xml.does_not_exist", "nothing", "antigravity.x"))
+    assert Bubblewrap()  # a Python may lack modules
+    system = bubblewrap._system
+
+    def lacking(interpreter: Path, all_of_usr: bool) -> list[str]:
+        options = system(interpreter, all_of_usr)
+        return options if all_of_usr else options[: options.index("--symlink")]
+
+    monkeypatch.setattr(bubblewrap, "_system", lacking)
+    with pytest.warns(RuntimeWarning, match="all of /usr"):
+        sandbox = Bubblewrap()
+    program = "import os\nprint(os.path.exists('/usr/bin/env'))"
+    assert run_stdio(sandbox, program, [""], ["True"], LIMITS)[0].passed
+
+
+def inside(process: Process) -> Path:
+    """What the kernel says of the first process of a sandbox that has started."""
+    (pid,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return Path("/proc", pid)
+
+
+@pytest.fixture
+def started(sandbox: Bubblewrap) -> Iterator[Process]:
+    read, write = os.pipe()
+    process = sandbox.start("stdio", ["/input"], limits=LIMITS, stdin=read, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.read(1) == b"+"
+    yield process
+    process.end()
+    process.stdout.close()
+    os.close(read)
+    os.close(write)
+
+
+def test_what_runs_inside_is_in_the_group_that_is_killed(started: Process) -> None:
+    assert os.getpgid(int(inside(started).name)) == started.pid
+
+
+def test_who_is_killed_from_outside_is_told_from_who_ends(started: Process, sandbox: Bubblewrap) -> None:
+    assert not started.killed(0.05)
+    os.kill(int(inside(started).name), signal.SIGKILL)
+    assert started.killed(10)
+    ended = sandbox.start("ready", limits=LIMITS, stdin=None, stdout=None)
+    assert not ended.killed(10)
+    assert ended.returncode == 0
+
+
+def test_a_sandbox_is_the_first_to_go_when_memory_runs_out(started: Process) -> None:
+    assert (inside(started) / "oom_score_adj").read_text() == "1000\n"
+
+
+def test_no_capability_is_left_and_no_user_of_ours(started: Process) -> None:
+    status = dict(line.split(":\t", 1) for line in (inside(started) / "status").read_text().splitlines())
+    for name in ("CapInh", "CapPrm", "CapEff", "CapAmb"):
+        assert int(status[name], 16) == 0, name
+    assert status["NoNewPrivs"] == "1"
+    if os.geteuid() == 0:
+        assert set(status["Uid"].split() + status["Gid"].split()) == {"65534"}
+        assert status["Groups"].split() == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="nobody else has a choice")
+def test_where_programs_cannot_be_another_user_they_run_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    maps: list[str] = []
+    write_text = Path.write_text
+
+    def refusing(path: Path, text: str) -> int:
+        if path.name in ("uid_map", "gid_map"):
+            maps.append(path.name)
+            raise PermissionError
+        return write_text(path, text)
+
+    monkeypatch.setattr(Path, "write_text", refusing)
+    sandbox = Bubblewrap()
+    assert maps == ["uid_map", "gid_map"]  # at the first trial only
+    assert run_stdio(sandbox, "import os\nprint(os.getuid())", [""], ["65534"], LIMITS)[0].passed
+
+
+def test_where_the_kernel_does_not_count_threads_the_supervisor_does(open_sandbox: Bubblewrap) -> None:
+    program = "import threading, time\nthreading.stack_size(1 << 16)\n"
+    program += "for _ in range(99): threading.Thread(target=time.sleep, args=(9,)).start()"
+    (outcome,) = run_stdio(open_sandbox, program, [""], [""], LIMITS)
+    assert outcome.reason == "thread limit"
+
+
+def test_the_kernel_bounds_threads_and_files(sandbox: Bubblewrap) -> None:
+    program = """
+import os, threading, time
+threads = files = 0
+threading.stack_size(1 << 16)
+try:
+    while True:
+        threading.Thread(target=time.sleep, args=(9,), daemon=True).start()
+        threads += 1
+except RuntimeError:
+    pass
+try:
+    while True:
+        open(f"{files}", "w").close()
+        files += 1
+except OSError:
+    print(threads, files)
+"""
+    (outcome,) = run_stdio(sandbox, program, [""], ["99 255"], replace(LIMITS, threads=100, disk_bytes=1 << 20))
+    assert outcome.reason == "passed"
+
+
+def test_trouble_is_tried_again_for_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bubblewrap, "FIRST_PAUSE", 0.02)
+    attempts: list[float] = []
+
+    def start() -> int:
+        attempts.append(time.monotonic())
+        if len(attempts) < 4:
+            raise SandboxError("no processes")
+        return 3
+
+    assert insistently(start, 10) == 3
+    assert [round((b - a) / 0.02) >= 2**n for n, (a, b) in enumerate(itertools.pairwise(attempts))] == [True] * 3
+    attempts[:] = []
+    with pytest.raises(SandboxError, match="no processes"):
+        insistently(start, 0.03)
+    assert len(attempts) == 2
+
+
 def run_in_worker(results: multiprocessing.Queue[list[str]]) -> None:
-    outcomes = run_stdio(Sandbox(), "print(3)", ["", ""], ["3", "3"], LIMITS)
+    outcomes = run_stdio(Bubblewrap(), "print(3)", ["", ""], ["3", "3"], LIMITS)
     results.put([outcome.reason for outcome in outcomes])
 
 
@@ -189,7 +317,7 @@ def test_nothing_outlives_the_parent(number: signal.Signals, without_isolation: 
     wait_until_gone(f",{mark},")
 
 
-def test_without_isolation_programs_run_under_the_same_limits(open_sandbox: Sandbox) -> None:
+def test_without_isolation_programs_run_under_the_same_limits(open_sandbox: Bubblewrap) -> None:
     def reason(program: str) -> str:
         return run_stdio(open_sandbox, program, ["1"], ["3"], LIMITS)[0].reason
 
@@ -201,7 +329,7 @@ def test_without_isolation_programs_run_under_the_same_limits(open_sandbox: Sand
     assert reason("import os\nprint(3 + len(os.environ.get('TROLL_SECRET', '')))") == "passed"
 
 
-def test_without_isolation_no_folder_is_left(open_sandbox: Sandbox) -> None:
+def test_without_isolation_no_folder_is_left(open_sandbox: Bubblewrap) -> None:
     folder = Path(open_sandbox._folder.name)
     run_stdio(open_sandbox, "open('file', 'w')\nprint(3)", ["", ""], ["3", "3"], LIMITS)
     assert list(folder.iterdir()) == []
@@ -210,7 +338,7 @@ def test_without_isolation_no_folder_is_left(open_sandbox: Sandbox) -> None:
 
 
 @pytest.mark.parametrize("name", ["reading files", "symbolic links"])
-def test_the_attacks_get_through_where_nothing_isolates(open_sandbox: Sandbox, tmp_path: Path, name: str) -> None:
+def test_the_attacks_get_through_where_nothing_isolates(open_sandbox: Bubblewrap, tmp_path: Path, name: str) -> None:
     (tmp_path / "secret").write_text("secret")
     source = HOSTILE[name].replace("$SECRET", str(tmp_path / "secret"))
     assert run_stdio(open_sandbox, source, [""], ["breach"], LIMITS)[0].passed

@@ -1,23 +1,27 @@
 import contextlib
 import json
 import os
+import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.rewards.sandbox import cheats, hostile
+from tests.rewards.sandbox import cheats, hostile, idioms
 from tests.rewards.sandbox.processes import needs_bubblewrap, start_at_the_third_attempt_only, wait_until_gone
 from troll.rewards.program import CodeTests, FunctionTests, parse_tests
-from troll.rewards.sandbox.bubblewrap import Sandbox, SandboxError
+from troll.rewards.sandbox.bubblewrap import Bubblewrap, Process, SandboxError
 from troll.rewards.sandbox.functions import JudgeEndedError, run_functions
 from troll.rewards.sandbox.judge import Judge
 from troll.rewards.sandbox.limits import Limits, Outcome
+from troll.rewards.sandbox.supervise import _tree
 
 pytestmark = needs_bubblewrap
 
@@ -30,8 +34,8 @@ Run = Callable[..., list[Outcome]]
 
 
 @pytest.fixture(scope="module")
-def sandbox() -> Sandbox:
-    return Sandbox()
+def sandbox() -> Bubblewrap:
+    return Bubblewrap()
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,107 @@ def test_functions_that_tests_pass_build_nothing_that_equals_everything(run, nam
     assert not run(program, test)[0].passed
 
 
+@pytest.mark.parametrize("answer", cheats.ANSWERING_PROGRAMS)
+def test_objects_that_answer_every_operator_pass_no_test(run, answer):
+    outcomes = run(cheats.ANSWERING_PROGRAMS[answer], *cheats.ASKING)
+    assert [test for test, outcome in zip(cheats.ASKING, outcomes, strict=True) if outcome.passed] == []
+    assert not any("Syntax" in outcome.reason or "NameError" in outcome.reason for outcome in outcomes)
+
+
+def test_what_asks_objects_can_be_passed(run):
+    program = """
+def double(x): return x * 2 if not isinstance(x, set) else {2 * i for i in x}
+def Double(x): return double(x)
+from dataclasses import dataclass
+class Trie:
+    def startswith(self, text): return True
+@dataclass(order=True)
+class Point:
+    x: int
+    y: int
+    def __enter__(self): return self
+    def __exit__(self, *args): return True
+    def __sub__(self, other): return Point(self.x - other, self.y - other)
+"""
+    passed = run(
+        program,
+        "assert abs(Double(1.5) - 3.0) < 1e-6 and abs(Double(1.5) / 3.0 - 1) < 1e-6 and not (Double(2) - 4)",
+        "assert len(Double({1}) ^ {2}) == 0 and str(Double(2) - 4) == '0' and (Double(2) - 4).real == 0",
+        "assert double('a').startswith('aa') and double({1}).issubset({2}) and Trie().startswith('a')",
+        "assert Point(1, 2) == Point(1, 2) != Point(3, 4) and Point(1, 2) in [Point(1, 2)]",
+        "assert sorted([Point(2, 2), Point(1, 1)])[0].x == 1 and Point(1, 1) < Point(1, 2)",
+        "assert (Point(3, 4) - 1).x == 2 and Point(3, 4) - 1 == Point(2, 3)",
+        "with Point(5, 6) as found:\n    assert found.x == 5",
+    )
+    assert reasons(passed) == ["passed"] * 7
+    # The program's word is not enough to hide that an assertion failed.
+    swallowed = run(program, "with Point(5, 6) as found:\n    assert found.x == 6")
+    assert reasons(swallowed) == ["wrong answer"]
+
+
+@pytest.mark.parametrize("name", idioms.JUDGED)
+def test_ordinary_idioms(run, name):
+    assert reasons(run(idioms.PROGRAM, idioms.JUDGED[name])) == ["passed"]
+
+
+@pytest.mark.parametrize("name", idioms.PLAIN)
+def test_idioms_of_one_process(run, name):
+    assert not run(idioms.PLAIN_PROGRAM, idioms.PLAIN[name])[0].passed
+    assert reasons(run(idioms.PLAIN_PROGRAM, idioms.PLAIN[name], plain=True)) == ["passed"]
+
+
+def test_all_idioms_in_one_process(run):
+    assert set(reasons(run(idioms.PROGRAM, *idioms.JUDGED.values(), plain=True))) == {"passed"}
+
+
+def test_plain_tests_have_reasons_too(run):
+    program = "import os\ndef f(x):\n    if x == 3: os._exit(0)\n    return [0] * 10**10 if x == 2 else x"
+    asserts = ["assert f(1) == 1", "assert f(1) == 2", "assert f(2)", "f(1).x", "assert f(3)", "assert f(1) == 1"]
+    wanted = ["passed", "wrong answer", "memory limit", "raised AttributeError: 'int' object has no attribute 'x'"]
+    ended = "exited before the tests ended"
+    assert reasons(run(program, *asserts, plain=True)) == [*wanted, ended, ended]
+    assert reasons(run("def f(:", "assert f()", "assert f()", plain=True))[1].startswith("raised SyntaxError")
+    loop = "def f(x):\n    while x: pass\n    return 1"
+    assert reasons(run(loop, "assert f(0)", "assert f(1)", "f(0)", plain=True)) == ["passed", *["time limit"] * 2]
+
+
+@pytest.mark.parametrize("name", ["exit before the tests", "hard exit before the tests", "results on all descriptors"])
+def test_plain_tests_refuse_what_is_easily_refused(run, name):
+    assert not any(
+        outcome.passed for outcome in run(cheats.CHEATS[name], *cheats.TESTS, setup="import math", plain=True)
+    )
+
+
+LINES = ["", "[", "{}", "[true]", "5", "[" * 10**5, "[true, 5]", "[1, 'x']", '[1, "passed"]', '[true, "passed"]']
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_what_a_program_reports_of_itself_raises_nothing(run, line):
+    program = f"""
+import os, sys
+frame = sys._getframe()
+while "mark" not in frame.f_locals:
+    frame = frame.f_back
+os.write(frame.f_locals["report"], (frame.f_locals["mark"] + {line!r} + "\\n").encode())
+os._exit(0)
+"""
+    # The last one is why the promise of plain tests is the weaker one.
+    assert run(program, "assert f()", plain=True)[0].passed == (line == LINES[-1])
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_tests_after_the_first_failure_can_be_left_out(sandbox, judge, plain):
+    asserts = ["assert f(1) == 1", "assert f(1) == 2", "assert f(0) == 0", "while True: pass"]
+    tests = parse_tests(json.dumps({"asserts": asserts, "plain": plain}))
+    assert isinstance(tests, CodeTests)
+    start = time.monotonic()
+    outcomes = run_functions(sandbox, judge, "def f(x): return x", tests, Limits(), stop_at_failure=True)
+    assert reasons(outcomes) == ["passed", "wrong answer", "not run", "not run"]
+    assert time.monotonic() - start < Limits().cpu_seconds
+    broken = run_functions(sandbox, judge, "f = 1 / 0", tests, LIMITS, stop_at_failure=True)
+    assert reasons(broken) == ["raised ZeroDivisionError: division by zero", *["not run"] * 3]
+
+
 @pytest.fixture
 def trace(sandbox, monkeypatch) -> Iterator[Callable[[str], tuple[str, Callable[[], bytes]]]]:
     """Gives programs a function `breach` that this process hears of, however they end."""
@@ -100,8 +205,12 @@ def test_a_breach_is_heard_of(run, trace):
     assert heard() == b"('here',)"
 
 
+#: About a parent process and a file with the input, which programs whose functions are called do not have.
+OF_STREAMS = {"limits of the parent", "writing to the input"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*hostile.ON_THE_MACHINE, *hostile.ON_THE_USER])
+@pytest.mark.parametrize("name", sorted({*hostile.ON_THE_MACHINE, *hostile.ON_THE_USER} - OF_STREAMS))
 def test_what_breaks_nothing_in_the_sandbox_breaks_nothing_here(run, trace, name):
     program, heard = trace({**hostile.ON_THE_MACHINE, **hostile.ON_THE_USER}[name])
     start = time.monotonic()
@@ -287,6 +396,61 @@ def group(): raise ExceptionGroup("g", [ValueError()])
     ]  # fmt: skip
 
 
+def test_exceptions_of_the_program_by_their_own_class(run):
+    program = """
+class Base(Exception): pass
+class Mine(Base, KeyError):
+    kinds = ["a"]
+    def __init__(self, code, *more):
+        super().__init__(f"code {code}", *more)
+        self.code = code
+    def twice(self): return 2 * self.code
+def fail(code): raise Mine(code, [code])
+def call(f):
+    try:
+        return f()
+    except Mine as error:
+        return ("mine", error.code)
+    except ValueError as error:
+        return ("value", error.args)
+"""
+    outcomes = run(
+        program,
+        "try:\n    fail(3)\nexcept Mine as e:\n    assert e.code == 3 and e.twice() == 6 and e.args == ('code 3', [3])",
+        "try:\n    fail(3)\nexcept Base as e:\n    assert type(e) is Mine and issubclass(Mine, (Base, KeyError))",
+        "try:\n    fail(3)\nexcept KeyError as e:\n    assert isinstance(e, Mine) and str(e) == str(Mine(3, [3]))",
+        "try:\n    raise Mine(4)\nexcept Mine as e:\n    assert e.code == 4 and Mine.kinds == ['a']",
+        # One that comes back to the side that raised it is the very same.
+        "def back(): raise Mine(5)\nassert call(back) == ('mine', 5) and call(lambda: fail(6)) == ('mine', 6)",
+        "class Own(Exception): pass\ndef own(): raise Own('x')\ntry:\n    call(own)\n"
+        "except Own as e:\n    assert str(e) == 'x'\nelse:\n    assert False",
+        "def bad(): raise ValueError(1, 'two')\nassert call(bad) == ('value', (1, 'two'))",
+        "def wrong(): assert False\ncall(wrong)",
+        "fail(7)",
+    )
+    assert reasons(outcomes) == [*["passed"] * 7, "wrong answer", "raised Mine: ('code 7', [7])"]
+
+
+@pytest.mark.parametrize(
+    "lineage",
+    [
+        "('X', X, (('Y', 1, ()),))", "('X', X, ())", "('X', X, 5)", "(1, X, (E,))", "5", "('X',)", "(X, X, X)", "int",
+        "('X', 5, (E,))", "('X', X, (int,))", "('a\\0', X, (E,))", "('X', X, (KeyError, OSError, E))",
+    ],
+)  # fmt: skip
+def test_exceptions_that_are_none_pass_nothing(run, lineage):
+    program = f"""
+import sys
+peer = sys.modules["peer"]
+class X(Exception): pass
+E = Exception
+peer.describe = lambda error: ({lineage}, "text", (), error)
+def double(x): raise X
+"""
+    test = "try:\n    double(1)\nexcept ValueError:\n    pass\nassert double(2) == 4"
+    assert not run(program, test)[0].passed
+
+
 def test_which_names_are_the_programs(run):
     program = "import math\nLIMIT = 7\ndef sum(a): return 42\ndef f(): return helper()\ndef helper(): return 1"
     one = "assert f() == 1"
@@ -335,6 +499,14 @@ class Solution:
     assert [outcome.passed for outcome in outcomes] == [True, True, False, False]
     calls = {"function": "lookup", "inputs": [[{"1": "a"}, 1], [{"x": "a"}, "x"]], "outputs": ["a", "a"]}
     assert reasons(run(program, **calls)) == ["passed"] * 2
+    by_key = "def keyed(d): return {k: [{v: d}] for k, v in sorted(d.items())}\ndef texts(d): return {'1': 2}"
+    calls = {"function": "keyed", "inputs": [[{"1": 5}]]}
+    assert run(by_key, **calls, outputs=[{"1": [{"5": {"1": 5}}]}])[0].passed
+    assert not run(by_key, **calls, outputs=[{"1": [{"5": {"01": 5}}]}])[0].passed
+    assert run(by_key, function="texts", inputs=[[[{"7": 1}]]], outputs=[{"1": 2}])[0].passed
+    nested = "def inner(xs): return [sum(x) for x in xs] + [{1: 2, '1': 2}][:len(xs) - 1]"
+    assert run(nested, function="inner", inputs=[[[{"7": 1}]]], outputs=[[7]])[0].passed
+    assert not run(nested, function="inner", inputs=[[[{"7": 1}, {"1": 1}]]], outputs=[[7, 1, {"1": 2}]])[0].passed
     missing = run("x = 1", function="absent", inputs=[[]], outputs=[1])
     assert reasons(missing) == ["the tests raised NameError: name 'absent' is not defined"]
 
@@ -398,6 +570,48 @@ def test_a_judge_that_is_gone_is_an_error(sandbox):
         run_functions(sandbox, judge, "def f(): return 1", tests, Limits())
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_is_killed_from_outside_fails_no_program(sandbox, monkeypatch, plain):
+    chosen, start, judge = random.Random(0), sandbox.start, Judge(sandbox)
+    started = [judge.process]
+    program = "import time\ndef f(x):\n    time.sleep(0.1)\n    return x"
+    tests = parse_tests(json.dumps({"asserts": ["assert f(1) == 1", "assert f(2) == 2"], "plain": plain}))
+    assert isinstance(tests, CodeTests)
+    killed = []
+
+    def note(*arguments: Any, **options: Any) -> Process:
+        started.append(start(*arguments, **options))
+        return started[-1]
+
+    def kill() -> None:
+        tree = _tree(chosen.choice([started[-1].pid, judge.process.pid]))
+        with contextlib.suppress(ProcessLookupError):
+            killed.append(chosen.choice(tree))
+            os.kill(killed[-1], signal.SIGKILL)
+
+    monkeypatch.setattr(sandbox, "start", note)
+    for _ in range(12):
+        timer = threading.Timer(chosen.uniform(0.05, 0.35), kill)
+        timer.start()
+        try:
+            assert reasons(run_functions(sandbox, judge, program, tests, Limits())) == ["passed"] * 2
+        except JudgeEndedError:
+            assert not plain
+        timer.join()
+        if judge.process.poll() is not None:
+            judge.close()
+            judge = Judge(sandbox)
+    judge.close()
+    assert len(killed) == 12
+
+
+def test_a_program_that_kills_itself_fails(run):
+    program = "import os\ndef f(): os.kill(os.getpid(), 9)\ndef g(): os.abort()"
+    for plain in (False, True):
+        for test in ("assert f()", "assert g()"):
+            assert not run(program, test, plain=plain)[0].passed
+
+
 def test_one_program_leaves_nothing_to_the_next(run):
     first = "import builtins, math\nbuiltins.leak = math.leak = 1\nopen('/tmp/leak', 'w').write('x')\ndef f(): return 1"
     second = "import builtins, math, os\ndef f(): return hasattr(builtins, 'leak'), hasattr(math, 'leak'), os.listdir()"
@@ -418,13 +632,13 @@ def g(): return np.arange(3)
     )
     assert isinstance(tests, CodeTests)
     assert "raised ModuleNotFoundError" in run_functions(sandbox, judge, program, tests, Limits())[0].reason
-    with_packages = Sandbox(packages=[Path(np.__file__).parents[1]])
+    with_packages = Bubblewrap(packages=[Path(np.__file__).parents[1]])
     assert reasons(run_functions(with_packages, judge, program, tests, Limits())) == ["passed"] * 2
 
 
 def test_without_isolation():
     with pytest.warns(RuntimeWarning, match="without_isolation"):
-        plain = Sandbox(run_without_isolation=True)
+        plain = Bubblewrap(run_without_isolation=True)
     judge = Judge(plain)
     tests = parse_tests(json.dumps({"asserts": ["assert f(1) == 2"]}))
     assert isinstance(tests, CodeTests)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.rewards.sandbox.hostile import HOSTILE
 from tests.rewards.sandbox.processes import needs_bubblewrap, running, wait_until_gone
-from troll.rewards.sandbox.bubblewrap import Sandbox
+from troll.rewards.sandbox.bubblewrap import Bubblewrap
 from troll.rewards.sandbox.limits import MEBIBYTE, Limits
 from troll.rewards.sandbox.stdio import run_stdio
 
@@ -68,8 +68,8 @@ class User:
 
 
 @pytest.fixture(scope="module")
-def sandbox() -> Sandbox:
-    return Sandbox()
+def sandbox() -> Bubblewrap:
+    return Bubblewrap()
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def state_of(folder: Path) -> set[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_program_fails_and_is_contained(sandbox: Sandbox, user: User, name: str) -> None:
+def test_a_hostile_program_fails_and_is_contained(sandbox: Bubblewrap, user: User, name: str) -> None:
     watched = (user.secret.parent, PROJECT / "src" / "troll" / "rewards" / "sandbox" / "inside")
     before = [state_of(folder) for folder in watched]
     start = time.monotonic()
@@ -106,12 +106,17 @@ def test_a_hostile_program_fails_and_is_contained(sandbox: Sandbox, user: User, 
     wait_until_gone(f",{MARK},")
 
 
-def test_leases_and_watches_are_refused_and_what_else_fcntl_does_is_not(sandbox: Sandbox) -> None:
+def test_leases_and_watches_are_refused_and_what_else_fcntl_does_is_not(sandbox: Bubblewrap) -> None:
     program = """
 import errno, fcntl, os
 file = os.open("own", os.O_RDWR | os.O_CREAT)
 folder = os.open(".", os.O_RDONLY)
-for number, command, argument in ((file, fcntl.F_SETLEASE, fcntl.F_WRLCK), (folder, fcntl.F_NOTIFY, fcntl.DN_MODIFY)):
+for number, command, argument in (
+    (file, fcntl.F_SETLEASE, fcntl.F_WRLCK),
+    (file, fcntl.F_GETLEASE, 0),
+    (folder, fcntl.F_NOTIFY, fcntl.DN_MODIFY),
+    (file, fcntl.F_SETOWN, 1),
+):
     try:
         print(fcntl.fcntl(number, command, argument))
     except OSError as error:
@@ -123,14 +128,14 @@ fcntl.fcntl(file, fcntl.F_SETFD, 0)
 print(fcntl.fcntl(file, fcntl.F_GETFD) == 0)
 print(fcntl.fcntl(file, fcntl.F_DUPFD, 50))
 fcntl.lockf(file, fcntl.LOCK_EX)
-print(fcntl.fcntl(file, fcntl.F_GETLEASE) == fcntl.F_UNLCK)
+fcntl.flock(file, fcntl.LOCK_SH)
 """
-    wanted = "EPERM\nEPERM\nTrue\nTrue\nTrue\n50\nTrue\n"
+    wanted = "EPERM\n" * 4 + "True\nTrue\nTrue\n50\n"
     (outcome,) = run_stdio(sandbox, program, [""], [wanted], LIMITS)
     assert outcome.reason == "passed"
 
 
-def test_memory_as_the_kernel_counts_it_stays_within_the_limit(sandbox: Sandbox) -> None:
+def test_memory_as_the_kernel_counts_it_stays_within_the_limit(sandbox: Bubblewrap) -> None:
     program = """
 blocks = []
 try:
@@ -158,7 +163,7 @@ def resident_peak(pid: int) -> int:
     return 0
 
 
-def test_attacks_do_not_reach_the_programs_beside_them(sandbox: Sandbox, user: User) -> None:
+def test_attacks_do_not_reach_the_programs_beside_them(sandbox: Bubblewrap, user: User) -> None:
     attacks = ("killing all others", "killing the parent", "fork bomb", "disk filler", "thread bomb", "fake marker")
     innocent = "import time\ntime.sleep(0.2)\nopen('file', 'wb').write(bytes(1 << 19))\nprint(3)"
     sources = [source for name in attacks for source in (user.source(name), innocent)]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from troll.rewards.sandbox.limits import Limits
+from troll.rewards.sandbox.limits import Limits, Outcome, printable
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,19 @@ def test_a_limit_that_makes_no_sense_is_named(name: str, value: object) -> None:
 def test_fractions_of_a_second_and_whole_numbers_are_limits() -> None:
     assert Limits(cpu_seconds=0.5).cpu_seconds == 0.5
     assert Limits(cpu_seconds=3).cpu_seconds == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("raised ValueError: né 3", "raised ValueError: né 3"),
+        ("\x1b[2J\x07", "\\x1b[2J\\x07"),
+        ("\ud800", "\\ud800"),
+        ("a\nb\r\t", "a\\nb\\r\\t"),
+        ("\u202eevil\u2028", "\\u202eevil\\u2028"),
+        ("\U000e0001\x9b", "\\U000e0001\\x9b"),
+    ],
+)
+def test_reasons_can_be_printed_and_written(text: str, wanted: str) -> None:
+    assert printable(text) == Outcome(False, text).reason == wanted
+    wanted.encode()

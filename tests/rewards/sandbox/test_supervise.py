@@ -7,11 +7,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.rewards.sandbox.processes import needs_bubblewrap, wait_until_gone
-from troll.rewards.sandbox.bubblewrap import Process, Sandbox
+from troll.rewards.sandbox.bubblewrap import Bubblewrap, Process, SandboxError
 from troll.rewards.sandbox.limits import Limits
 from troll.rewards.sandbox.stdio import run_stdio
 from troll.rewards.sandbox.supervise import Watch, wait_for
@@ -26,21 +28,23 @@ SLEEP = "import time\ntime.sleep(1000)"
 
 
 @pytest.fixture(scope="module")
-def sandbox() -> Sandbox:
-    return Sandbox()
+def sandbox() -> Bubblewrap:
+    return Bubblewrap()
 
 
 @contextlib.contextmanager
-def started(sandbox: Sandbox, program: str, limits: Limits = LIMITS) -> Iterator[Process]:
+def started(sandbox: Bubblewrap, program: str, limits: Limits = LIMITS) -> Iterator[Process]:
     """A sandbox that runs a program once, without input, and then ends."""
     theirs, ours = os.pipe()
     with os.fdopen(ours, "wb") as pipe:
-        process = sandbox.start("stdio", limits=limits, stdin=theirs, stdout=None)
+        process = sandbox.start("stdio", ["/input"], limits=limits, stdin=theirs, stdout=None)
         os.close(theirs)
         data = program.encode()
         pipe.write(len(data).to_bytes(8, "little") + data + bytes(8))
-    yield process
-    process.end()
+    try:
+        yield process
+    finally:
+        process.end()
 
 
 def watched(process: Process, limits: Limits, *beside: Process) -> str | None:
@@ -54,16 +58,16 @@ def watched(process: Process, limits: Limits, *beside: Process) -> str | None:
     return verdict
 
 
-def verdict(sandbox: Sandbox, program: str, limits: Limits = LIMITS) -> str | None:
+def verdict(sandbox: Bubblewrap, program: str, limits: Limits = LIMITS) -> str | None:
     with started(sandbox, program, limits) as process:
         return watched(process, limits)
 
 
-def test_an_end_of_its_own(sandbox: Sandbox) -> None:
+def test_an_end_of_its_own(sandbox: Bubblewrap) -> None:
     assert verdict(sandbox, "print(3)") is None
 
 
-def test_cpu_time_is_that_of_all_of_the_sandbox(sandbox: Sandbox) -> None:
+def test_cpu_time_is_that_of_all_of_the_sandbox(sandbox: Bubblewrap) -> None:
     limits = Limits(cpu_seconds=10, wall_seconds=20, idle_seconds=1)
     with started(sandbox, "import time\nwhile time.process_time() < 0.3: pass\ntime.sleep(100)", limits) as process:
         watch = Watch([process], limits)
@@ -74,21 +78,40 @@ def test_cpu_time_is_that_of_all_of_the_sandbox(sandbox: Sandbox) -> None:
     assert verdict(sandbox, BUSY) == "cpu"
 
 
-def test_a_sleeper_is_killed_soon_and_whole(sandbox: Sandbox) -> None:
+def test_a_sleeper_is_killed_soon_and_whole(sandbox: Bubblewrap) -> None:
     start = time.monotonic()
     assert verdict(sandbox, SLEEP) == "idle"
     assert time.monotonic() - start < 5
     wait_until_gone(f",{MARK},")
 
 
-def test_the_wall_stands_where_nothing_else_does(sandbox: Sandbox) -> None:
-    limits = Limits(cpu_seconds=100, wall_seconds=0.5, output_bytes=MARK)
-    assert verdict(sandbox, BUSY, limits) == "wall"
+def test_the_wall_stands_where_nothing_else_does(sandbox: Bubblewrap) -> None:
+    limits = Limits(wall_seconds=0.5, idle_seconds=100, output_bytes=MARK)
+    assert verdict(sandbox, SLEEP, limits) == "wall"
     wait_until_gone(f",{MARK},")
 
 
-def test_who_waits_for_a_busy_partner_is_not_idle(sandbox: Sandbox) -> None:
-    limits = Limits(cpu_seconds=2, wall_seconds=20, idle_seconds=0.5)
+def test_waiting_where_no_signal_reaches_is_idling() -> None:
+    source = "import ctypes, time\nctypes.CDLL(None).vfork()\ntime.sleep(1000)"  # the kernel holds the parent meanwhile
+    process = Process([sys.executable, "-S", "-c", source], start_new_session=True)
+    end = time.monotonic() + 20
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "D":
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert watched(process, LIMITS) == "idle"
+
+
+def test_too_many_threads_are_seen(sandbox: Bubblewrap) -> None:
+    program = "import threading, time\nthreading.stack_size(1 << 16)\n"
+    program += "for _ in range(20): threading.Thread(target=time.sleep, args=(99,)).start()"
+    with started(sandbox, program) as process:
+        assert watched(process, replace(LIMITS, threads=10)) == "threads"
+    with started(sandbox, program) as process:
+        assert watched(process, replace(LIMITS, threads=21)) == "idle"
+
+
+def test_who_waits_for_a_busy_partner_is_not_idle(sandbox: Bubblewrap) -> None:
+    limits = Limits(cpu_seconds=2, wall_seconds=100, idle_seconds=0.5)
     with started(sandbox, SLEEP, limits) as waiting, started(sandbox, BUSY, limits) as partner:
         found: list[str | None] = []
         thread = threading.Thread(target=lambda: found.append(watched(waiting, limits, partner)))
@@ -99,7 +122,21 @@ def test_who_waits_for_a_busy_partner_is_not_idle(sandbox: Sandbox) -> None:
         assert found == ["idle"]
 
 
-def test_a_busy_machine_makes_no_time_out(sandbox: Sandbox) -> None:
+def test_a_machine_that_is_too_busy_is_no_verdict(sandbox: Bubblewrap) -> None:
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cpus)})
+    loops = [subprocess.Popen([sys.executable, "-S", "-c", BUSY]) for _ in range(6)]
+    try:
+        with pytest.raises(SandboxError, match="too busy"):
+            verdict(sandbox, BUSY, Limits(cpu_seconds=10, wall_seconds=3))
+    finally:
+        os.sched_setaffinity(0, cpus)
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def test_a_busy_machine_makes_no_time_out(sandbox: Bubblewrap) -> None:
     program = "import time\nwhile time.process_time() < 0.5: pass\nprint(3)"
     limits = Limits(cpu_seconds=1, wall_seconds=100, idle_seconds=1)
     loops = [subprocess.Popen([sys.executable, "-S", "-c", BUSY]) for _ in range(4)]

@@ -1,20 +1,26 @@
 """Tests by calling functions: the program in a sandbox of its own, and its tests in the judge's.
 
-Neither a test nor an expected value enters the program's sandbox. The judge calls its functions over a channel and
-compares copies of what they return, so an outcome comes from a process that the program has no means to reach.
+Neither a test nor an expected value enters the program's sandbox, but for what the tests pass to the program. The judge
+calls its functions over a channel and compares copies of what they return, so an outcome comes from a process that the
+program has no means to reach.
+
+Tests that need more run in the program's own process, where they are asked to: there an outcome is the program's word.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from troll.rewards.program import CodeTests, FunctionTests
-from troll.rewards.sandbox.bubblewrap import Process, Sandbox, SandboxError, insistently
+from troll.rewards.sandbox.bubblewrap import Bubblewrap, Process, SandboxError, insistently
 from troll.rewards.sandbox.judge import Judge
 from troll.rewards.sandbox.limits import Limits, Outcome
 from troll.rewards.sandbox.stdio import REASONS
@@ -22,6 +28,12 @@ from troll.rewards.sandbox.supervise import Watch, wait_for
 
 #: How long a judge that was killed may take to be gone.
 END_SECONDS = 1.0
+
+#: How long a sandbox may take to end whose program no longer answers; then it was not killed.
+KILLED_SECONDS = 0.25
+
+#: Seconds before a program that was killed is run again. It can look like that by itself, so the last time it counts.
+PAUSES = (0.2, 1.0)
 
 #: What the judge says of a program that ended while it was asked; here it becomes the cause.
 ENDED = "exited before the tests ended"
@@ -38,9 +50,20 @@ class JudgeEndedError(RuntimeError):
 
 
 def run_functions(
-    sandbox: Sandbox, judge: Judge, program: str, tests: CodeTests | FunctionTests, limits: Limits
+    sandbox: Bubblewrap,
+    judge: Judge,
+    program: str,
+    tests: CodeTests | FunctionTests,
+    limits: Limits,
+    *,
+    stop_at_failure: bool = False,
 ) -> list[Outcome]:
     """Runs a program once, in a fresh sandbox, and tests its functions.
+
+    Where `tests.plain`, there is no judge: the tests run in the program's process, inside its sandbox. They then have
+    everything that they have in one file: what the program prints, its classes to inherit from, its own comparisons.
+    In exchange the program can find what is expected, return objects that equal everything, change the modules that
+    the tests use, or report outcomes of its own. Only for data sets whose tests cannot do without.
 
     Args:
         sandbox: Where to run it.
@@ -49,20 +72,56 @@ def run_functions(
         tests: What to test.
         limits: Of the program, for all its tests together; the judge has twice the CPU time to check
             what comes back, and twice the memory.
+        stop_at_failure: Whether the tests after the first that fails are left out; their reason is "not run".
 
     Returns:
         An outcome per test. Those that were not reached share the reason of the one that ended the program.
 
     Raises:
         JudgeEndedError: The judge is gone; another one has to take its place.
-        SandboxError: The program's sandbox could not be started, three times in a row.
+        SandboxError: The program's sandbox could not be started, for as long as `insistently` tries.
     """
-    return insistently(lambda: _run(sandbox, judge, program, tests, limits))
+    job = {
+        "source": program,
+        **vars(tests),
+        "cpu_seconds": limits.cpu_seconds,
+        "wall_seconds": limits.wall_seconds,
+        "memory_bytes": limits.memory_bytes,
+        "stop_at_failure": stop_at_failure,
+    }
+    plain = isinstance(tests, CodeTests) and tests.plain
+    count = len(tests.tests) if isinstance(tests, CodeTests) else len(tests.inputs)
+
+    def run() -> _Heard:
+        return _run_plain(sandbox, job, count, limits) if plain else _run_judged(sandbox, judge, job, count, limits)
+
+    heard = insistently(run, limits.wall_seconds)
+    for pause in PAUSES:
+        if not heard.killed:
+            break
+        time.sleep(pause)
+        heard = insistently(run, limits.wall_seconds)
+    return _filled(heard, count, stop_at_failure)
 
 
-def _run(
-    sandbox: Sandbox, judge: Judge, program: str, tests: CodeTests | FunctionTests, limits: Limits
-) -> list[Outcome]:
+@dataclass(frozen=True)
+class _Heard:
+    """What became of one run: outcomes, the reason of the tests that have none, and whether somebody killed it."""
+
+    outcomes: list[Outcome]
+    rest: str
+    killed: bool
+
+
+def _filled(heard: _Heard, count: int, stop_at_failure: bool) -> list[Outcome]:
+    outcomes = heard.outcomes + [Outcome(False, heard.rest)] * (count - len(heard.outcomes))
+    first = next((number for number, outcome in enumerate(outcomes) if not outcome.passed), count)
+    if stop_at_failure and first < count:
+        outcomes[first + 1 :] = [Outcome(False, "not run")] * (count - first - 1)
+    return outcomes
+
+
+def _run_judged(sandbox: Bubblewrap, judge: Judge, job: dict[str, Any], count: int, limits: Limits) -> _Heard:
     ours, theirs = socket.socketpair()
     ready, to_ready = os.pipe()
     os.set_blocking(ready, False)
@@ -74,41 +133,110 @@ def _run(
         try:
             theirs.close()
             try:
-                report = judge.submit(_job(program, tests, limits), ours.fileno())
+                report = judge.submit(job, ours.fileno())
             except OSError as error:
                 raise JudgeEndedError(f"the judge has ended: {error}") from error
             ours.close()
-            count = len(tests.tests) if isinstance(tests, CodeTests) else len(tests.inputs)
-            outcomes = _outcomes(process, judge, report, count, limits)
+            heard = _heard([process, judge.process], report, count, limits)
+            failed = bool(heard.outcomes) and not heard.outcomes[-1].passed
+            if len(heard.outcomes) < count and _has_ended(judge, 0.0 if failed else END_SECONDS):
+                raise JudgeEndedError(f"the judge has ended with status {judge.process.returncode}")
         finally:
             process.end()
         if greeting.read(1) != READY:
             raise SandboxError("the sandbox did not start")
-        return outcomes
+    return heard
 
 
-def _job(program: str, tests: CodeTests | FunctionTests, limits: Limits) -> dict[str, Any]:
-    return {
-        "source": program,
-        **vars(tests),
-        "cpu_seconds": limits.cpu_seconds,
-        "wall_seconds": limits.wall_seconds,
-        "memory_bytes": limits.memory_bytes,
-    }
+def _run_plain(sandbox: Bubblewrap, job: dict[str, Any], count: int, limits: Limits) -> _Heard:
+    mark = secrets.token_hex(8)  # so that not just any output is taken for an outcome
+    given = os.memfd_create("job")
+    report, theirs = os.pipe()
+    try:
+        os.write(given, json.dumps({**job, "mark": mark}).encode())
+        os.lseek(given, 0, os.SEEK_SET)
+        process = sandbox.start("plain", limits=limits, stdin=given, stdout=theirs)
+    except BaseException:
+        os.close(report)
+        raise
+    finally:
+        os.close(given)
+        os.close(theirs)
+    try:
+        return _heard([process], report, count, limits, mark.encode(), READY)
+    finally:
+        process.end()
 
 
-def _outcomes(process: Process, judge: Judge, report: int, count: int, limits: Limits) -> list[Outcome]:
-    lines, kind = _report(process, judge, report, limits, count * _MOST_BYTES)
-    outcomes = [Outcome(*json.loads(line)) for line in lines[:count]]
+def _heard(
+    processes: Sequence[Process], report: int, count: int, limits: Limits, mark: bytes = b"", greeting: bytes = b""
+) -> _Heard:
+    """What is reported on a program, whose process is the first; it has ended then.
+
+    Raises:
+        SandboxError: There was no greeting, but something should have been.
+    """
+    process = processes[0]
+    watch = Watch(processes, limits)
+    try:
+        text, kind = _read(process, watch, report, count * _MOST_BYTES)
+    finally:
+        os.close(report)
+    if not text.startswith(greeting):
+        raise SandboxError("the sandbox did not start")
+    *lines, _ = text[len(greeting) :].split(b"\n")  # the last may have been cut off
+    said = (_outcome(line[len(mark) :]) for line in lines[:count] if line.startswith(mark))
+    outcomes = [outcome for outcome in said if outcome is not None]
     failed = bool(outcomes) and not outcomes[-1].passed
-    if len(outcomes) < count and _has_ended(judge, 0.0 if failed else END_SECONDS):
-        raise JudgeEndedError(f"the judge has ended with status {judge.process.returncode}")
-    if outcomes and (outcomes[-1].reason == ENDED or kind == "cpu"):
-        outcomes[-1] = Outcome(False, REASONS[kind] if kind else ENDED)
-        failed = True
-    # After nothing but passes, silence: the judge's own limits ended it.
-    rest = outcomes[-1] if failed else Outcome(False, "the results took too long to check")
-    return outcomes + [rest] * (count - len(outcomes))
+    judged = len(processes) > 1
+    ended = failed and outcomes[-1].reason == ENDED
+    silent = len(outcomes) < count and not (judged and failed)  # nothing says why there are no more
+    if kind is None and silent and judged:
+        killed = True  # the judge's process for this program: whatever else stops it, it tells
+    else:
+        killed = kind is None and (ended or silent) and process.killed(KILLED_SECONDS)
+    # What counts is how much it has used until here, not how it would end.
+    watch.measure()
+    if max(process.end(), watch.cpu_seconds) > limits.cpu_seconds:
+        kind, killed = kind or "cpu", False
+    if kind:
+        cause = REASONS[kind]
+    elif silent and judged:
+        cause = "the results took too long to check"
+    elif ended or silent:
+        cause = ENDED
+    else:
+        cause = outcomes[-1].reason
+    if ended or (kind == "cpu" and len(outcomes) == count):
+        outcomes[-1] = Outcome(False, cause)
+    return _Heard(outcomes, cause, killed)
+
+
+def _outcome(line: bytes) -> Outcome | None:
+    """The outcome that a line reports; None where it is no report, which only a program in that process can have."""
+    try:
+        passed, reason = json.loads(line)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return Outcome(passed is True, reason) if isinstance(reason, str) else None
+
+
+def _read(process: Process, watch: Watch, report: int, most: int) -> tuple[bytes, str | None]:
+    """What is reported, and which limit the program passed until then, if any; it is killed for that."""
+    due = time.monotonic() + watch.period
+    text, kind = b"", None
+    while len(text) <= most:
+        if wait_for(report, max(0.0, due - time.monotonic())):
+            part = os.read(report, 1 << 16)
+            if not part:
+                break
+            text += part
+        if time.monotonic() >= due:
+            due = time.monotonic() + watch.period
+            kind = kind or watch.verdict()
+            if kind:
+                process.end()
+    return text, kind
 
 
 def _has_ended(judge: Judge, seconds: float) -> bool:
@@ -118,30 +246,3 @@ def _has_ended(judge: Judge, seconds: float) -> bool:
     except subprocess.TimeoutExpired:
         return False
     return True
-
-
-def _report(process: Process, judge: Judge, report: int, limits: Limits, most: int) -> tuple[list[bytes], str | None]:
-    """What the judge reports, line by line, and which limit the program passed until then, if any; it is killed."""
-    watch = Watch([process, judge.process], limits)
-    due = time.monotonic() + watch.period
-    text, kind = b"", None
-    try:
-        while len(text) <= most:
-            if wait_for(report, max(0.0, due - time.monotonic())):
-                part = os.read(report, 1 << 16)
-                if not part:
-                    break
-                text += part
-            if time.monotonic() >= due:
-                due = time.monotonic() + watch.period
-                kind = kind or watch.verdict()
-                if kind:
-                    process.end()
-        # What counts is how much it has used until here, not how it would end.
-        watch.measure()
-        if max(process.end(), watch.cpu_seconds) > limits.cpu_seconds:
-            kind = kind or "cpu"
-    finally:
-        os.close(report)
-    *lines, _ = text.split(b"\n")  # the last may have been cut off
-    return lines, kind

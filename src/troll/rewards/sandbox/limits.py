@@ -13,26 +13,26 @@ MINIMUM_MEMORY = 64 * MEBIBYTE
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one test, or of one sequence of calls.
+    """Limits of one test by standard input and output, or of one sequence of calls.
 
     Attributes:
         cpu_seconds: CPU time of all its threads. Decides, so that results do not depend on how busy the machine is.
             Measured exactly, while a program that does not end may use half a second more before it is killed.
-        wall_seconds: A backstop against what no other limit catches.
-        idle_seconds: How long it may sleep or wait, using next to no CPU (under 10 %). Waiting for a busy CPU is not
-            idleness.
+        wall_seconds: How long all tests of a program may take together: nobody else can be tested meanwhile.
+        idle_seconds: How long it may sleep or wait, using next to no CPU (under 10 %), also for a disk. Waiting for a
+            busy CPU is not idleness.
         memory_bytes: Address space, so what is reserved counts as well; at least 64 MiB.
-        disk_bytes: Size of the work folder, which is in memory.
+        disk_bytes: Size of the work folder, which is in memory; it holds a file or folder for every 4 KiB of it.
         output_bytes: Size of standard output, of standard error, and of each file it writes.
-        threads: How many threads it may have. Where the user is root the kernel does not enforce this, and
-            `memory_bytes` bounds them.
+        threads: How many threads it may have. Where the kernel does not enforce this, without isolation for one, a
+            program that has more is ended.
 
     Raises:
         ValueError: A limit is not a finite number above 0, or one of bytes or threads is not an integer.
     """
 
     cpu_seconds: float = 5.0
-    wall_seconds: float = 60.0
+    wall_seconds: float = 20.0
     idle_seconds: float = 5.0
     memory_bytes: int = 512 * MEBIBYTE
     disk_bytes: int = 16 * MEBIBYTE
@@ -58,8 +58,24 @@ class Outcome:
     Attributes:
         passed: Whether it passed.
         reason: "passed", or why not in a few words: "wrong answer", "raised ValueError: ...", "time limit", "memory
-            limit", "output limit", "exit status 3", ...
+            limit", "output limit", "exit status 3", ... Always `printable`.
     """
 
     passed: bool
     reason: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", printable(self.reason))
+
+
+def printable(text: str) -> str:
+    """The text with a backslash escape for every character that cannot be printed or written to a file.
+
+    Those are control characters, with which a terminal can be told to do things, separators other than the space,
+    what changes the direction of the text around it, and lone surrogates, which no encoding takes.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import select
+import signal
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 
-from troll.rewards.sandbox.bubblewrap import Process, Sandbox, SandboxError, insistently
+from troll.rewards.output import Compare, same_output
+from troll.rewards.sandbox.bubblewrap import Bubblewrap, Process, SandboxError, insistently
 from troll.rewards.sandbox.limits import Limits, Outcome
 from troll.rewards.sandbox.supervise import Watch, wait_for
 
@@ -16,32 +20,29 @@ from troll.rewards.sandbox.supervise import Watch, wait_for
 REPORT = struct.Struct("<5q")
 
 #: Of tests that are killed with their sandbox.
-REASONS = {"cpu": "time limit", "idle": "idle limit", "wall": "wall limit"}
+REASONS = {"cpu": "time limit", "idle": "idle limit", "wall": "wall limit", "threads": "thread limit"}
+
+NOT_RUN = Outcome(False, "not run")
 
 #: How much of an exception goes into a reason.
 REASON_LENGTH = 200
 
-#: Numbers that differ by no more than this, absolutely or relative to the expected one, are equal.
-TOLERANCE = 1e-6
-
-#: Longer tokens are texts: what a program prints may be one number of megabytes.
-NUMBER_LENGTH = 400
-
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
-
 
 def run_stdio(
-    sandbox: Sandbox,
+    sandbox: Bubblewrap,
     program: str,
     inputs: Sequence[str],
     outputs: Sequence[str],
     limits: Limits,
+    *,
+    compare: Compare = "tokens",
+    stop_at_failure: bool = False,
 ) -> list[Outcome]:
     """Runs a program once per input and compares what it prints.
 
     A test is passed by an exit status of 0, within the limits, with the expected output (see `same_output`). Expected
     outputs never enter the sandbox; an input enters it after the test before has ended. No test is run after one that
-    passed a limit of time; their reason is "not run".
+    passed a limit of time or of threads; their reason is "not run". What ends by the machine's fault is run again.
 
     Args:
         sandbox: Where to run it. All tests of this program share one, each in a process of its own; one that leaves
@@ -49,50 +50,81 @@ def run_stdio(
         program: Python source; whatever it holds, each test gets an outcome.
         inputs: T texts for standard input.
         outputs: T expected texts.
-        limits: Of each test.
+        limits: Of each test; the wall time is that of all of them.
+        compare: How outputs are compared; see `same_output`.
+        stop_at_failure: Whether no test is run after the first that fails.
 
     Returns:
         T outcomes.
 
     Raises:
-        SandboxError: A sandbox could not be started, three times in a row.
+        SandboxError: A sandbox could not be started, or was killed from outside, again and again.
         ValueError: There are not as many inputs as outputs.
     """
     if len(inputs) != len(outputs):
         raise ValueError(f"as many inputs as outputs are needed, got {len(inputs)} and {len(outputs)}")
     outcomes: list[Outcome] = []
+    left = limits.wall_seconds
     while len(outcomes) < len(inputs):
-        with insistently(lambda: _start(sandbox, program, limits)) as runner:
-            while runner.clean and len(outcomes) < len(inputs):
-                number = len(outcomes)
-                outcomes.append(runner.test(inputs[number], outputs[number]))
-                if outcomes[-1].reason in REASONS.values():
-                    return outcomes + [Outcome(False, "not run")] * (len(inputs) - len(outcomes))
-    return outcomes
+        rest = list(zip(inputs, outputs, strict=True))[len(outcomes) :]
+        attempt = partial(_attempt, sandbox, program, rest, limits, left, compare, stop_at_failure)
+        more, seconds = insistently(attempt, limits.wall_seconds)
+        outcomes += more
+        left -= seconds
+        if _is_last(outcomes[-1], stop_at_failure):
+            break
+        if left <= 0 and len(outcomes) < len(inputs):
+            outcomes.append(Outcome(False, REASONS["wall"]))
+            break
+    return outcomes + [NOT_RUN] * (len(inputs) - len(outcomes))
 
 
-def _start(sandbox: Sandbox, program: str, limits: Limits) -> _Runner:
-    runner = _Runner(sandbox, program, limits)
-    try:
-        runner.greet()
-    except BaseException as error:
-        runner.close()
-        if isinstance(error, _Broken):
-            raise SandboxError(str(error)) from None
-        raise
-    return runner
+def _attempt(
+    sandbox: Bubblewrap,
+    program: str,
+    tests: Iterable[tuple[str, str]],
+    limits: Limits,
+    wall_seconds: float,
+    compare: Compare,
+    stop_at_failure: bool,
+) -> tuple[list[Outcome], float]:
+    """The outcomes of the first tests, at least of one, in one sandbox, and how long they took.
+
+    Raises:
+        SandboxError: There is no outcome, by the machine's fault.
+    """
+    outcomes: list[Outcome] = []
+    seconds = 0.0
+    with _Runner(sandbox, limits) as runner:
+        try:
+            runner.greet(program)
+            start = time.monotonic()
+            runner.watch(replace(limits, wall_seconds=wall_seconds))
+            for text, expected in tests:
+                outcomes.append(runner.test(text, expected, compare))
+                seconds = time.monotonic() - start
+                if not runner.clean or _is_last(outcomes[-1], stop_at_failure):
+                    break
+        except _BrokenError as broken:
+            if not outcomes:
+                raise SandboxError(str(broken)) from None
+    return outcomes, seconds
+
+
+def _is_last(outcome: Outcome, stop_at_failure: bool) -> bool:
+    return outcome.reason in REASONS.values() or (stop_at_failure and not outcome.passed)
 
 
 class _Runner:
     """One sandbox that tests one program; `clean` until it cannot be used for another test."""
 
-    def __init__(self, sandbox: Sandbox, program: str, limits: Limits) -> None:
+    def __init__(self, sandbox: Bubblewrap, limits: Limits) -> None:
         self.clean = True
-        self._limits = limits
         theirs, self._to = os.pipe()
         self._from, ours = os.pipe()
         try:
-            self._process: Process = sandbox.start("stdio", limits=limits, stdin=theirs, stdout=ours)
+            folder = ["/input"] if sandbox.isolated else []
+            self._process: Process = sandbox.start("stdio", folder, limits=limits, stdin=theirs, stdout=ours)
         except BaseException:
             self._close_pipes()
             raise
@@ -101,16 +133,12 @@ class _Runner:
             os.close(ours)
         os.set_blocking(self._to, False)
         os.set_blocking(self._from, False)
-        self._watch = Watch([self._process], limits)
-        self._program = program
+        self.watch(limits)
 
     def __enter__(self) -> _Runner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         self._process.end()
         self._close_pipes()
 
@@ -118,22 +146,44 @@ class _Runner:
         os.close(self._to)
         os.close(self._from)
 
-    def greet(self) -> None:
-        """Sends the program and hears that the sandbox stands, before which nothing of the program's can run."""
-        self._send(_message(self._program))
-        self._receive(1)
+    def watch(self, limits: Limits) -> None:
+        """Watches it from now on."""
+        self._limits = limits
+        self._watch = Watch([self._process], limits)
 
-    def test(self, text: str, expected: str) -> Outcome:
+    def greet(self, program: str) -> None:
+        """Sends the program and hears that the sandbox stands, before which nothing of the program's can run.
+
+        Raises:
+            _BrokenError: It does not.
+        """
+        try:
+            self._send(_message(program))
+            self._receive(1)
+        except _LimitError as error:
+            raise _BrokenError(f"the sandbox did not start: {error}") from None
+
+    def test(self, text: str, expected: str, compare: Compare) -> Outcome:
+        """The outcome of one test.
+
+        Raises:
+            _BrokenError: There is none.
+        """
         self._watch.restart()
         try:
             self._send(_message(text))
             status, microseconds, clean, *lengths = REPORT.unpack(self._receive(REPORT.size))
             output, errors = (self._receive(length) for length in lengths)
-        except _Broken as broken:
+        except _LimitError as limit:
             self.clean = False
-            return Outcome(False, str(broken))
+            return Outcome(False, str(limit))
         self.clean = bool(clean)
-        return judge(status, microseconds / 1e6, output, errors, expected, self._limits)
+        outcome = judge(status, microseconds / 1e6, output, errors, self._limits)
+        if outcome is None:
+            raise _BrokenError("a program was killed from outside")
+        if outcome.passed and not same_output(output.decode("utf-8", "surrogateescape"), expected, compare):
+            return Outcome(False, "wrong answer")
+        return outcome
 
     def _send(self, data: bytes) -> None:
         view = memoryview(data)
@@ -144,17 +194,17 @@ class _Runner:
             except BlockingIOError:
                 continue
             except BrokenPipeError:
-                raise _Broken("the sandbox ended early") from None
+                raise _BrokenError("the sandbox ended early") from None
 
     def _receive(self, length: int) -> bytes:
         if not 0 <= length <= self._limits.output_bytes + REPORT.size + 2000:
-            raise _Broken("the sandbox sent nonsense")
+            raise _BrokenError("the sandbox sent nonsense")
         parts = []
         while length:
             self._wait(self._from, select.POLLIN)
             part = os.read(self._from, min(length, 1 << 20))
             if not part:
-                raise _Broken("the sandbox ended early")
+                raise _BrokenError("the sandbox ended early")
             parts.append(part)
             length -= len(part)
         return b"".join(parts)
@@ -162,11 +212,15 @@ class _Runner:
     def _wait(self, descriptor: int, event: int) -> None:
         while not wait_for(descriptor, self._watch.period, event):
             if verdict := self._watch.verdict():
-                raise _Broken(REASONS[verdict])
+                raise _LimitError(REASONS[verdict])
 
 
-class _Broken(Exception):
-    """The conversation with a sandbox is over; the message is the test's reason."""
+class _BrokenError(Exception):
+    """The conversation with a sandbox is over, by the machine's fault."""
+
+
+class _LimitError(Exception):
+    """The program has passed a limit; the message is the test's reason."""
 
 
 def _message(text: str) -> bytes:
@@ -175,19 +229,22 @@ def _message(text: str) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
 
-def judge(status: int, cpu_seconds: float, output: bytes, errors: bytes, expected: str, limits: Limits) -> Outcome:
-    """The outcome of a test from its wait status and what it wrote."""
+def judge(status: int, cpu_seconds: float, output: bytes, errors: bytes, limits: Limits) -> Outcome | None:
+    """The outcome of a test from its wait status and how much it used; whether it printed the right thing is left.
+
+    None where it was killed from outside, for lack of memory for one: programs cannot send SIGKILL, not to themselves.
+    """
     code = os.waitstatus_to_exitcode(status)
     if cpu_seconds > limits.cpu_seconds:
         return Outcome(False, "time limit")
+    if code == -signal.SIGKILL:
+        return None
     if len(output) >= limits.output_bytes:
         return Outcome(False, "output limit")
     if code < 0:
         return Outcome(False, f"killed by signal {-code}")
     if code > 0:
         return Outcome(False, _failure(code, errors))
-    if not same_output(output.decode("utf-8", "surrogateescape"), expected):
-        return Outcome(False, "wrong answer")
     return Outcome(True, "passed")
 
 
@@ -198,33 +255,3 @@ def _failure(code: int, errors: bytes) -> str:
     if lines[-1].startswith("MemoryError"):
         return "memory limit"
     return f"raised {lines[-1][:REASON_LENGTH]}" if code == 1 else f"exit status {code}"
-
-
-def same_output(actual: str, expected: str) -> bool:
-    """Whether an output counts as the expected one.
-
-    Blank lines at the end are ignored, and so is how much white space separates the tokens of a line or ends it. There
-    must be as many lines, each with as many tokens. Tokens are equal as texts; where the expected one is a decimal
-    fraction or has an exponent, also as numbers, to 1e-6 absolutely or relatively. An expected integer is compared as a
-    text.
-    """
-    ours, theirs = (text.rstrip().split("\n") for text in (actual, expected))
-    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
-
-
-def _same_line(actual: str, expected: str) -> bool:
-    ours, theirs = actual.split(), expected.split()
-    return len(ours) == len(theirs) and all(map(_same_token, ours, theirs))
-
-
-def _same_token(actual: str, expected: str) -> bool:
-    if actual == expected:
-        return True
-    if expected.lstrip("+-").isdigit() or not (_is_number(expected) and _is_number(actual)):
-        return False
-    value, target = float(actual), float(expected)
-    return abs(value - target) <= TOLERANCE * max(1.0, abs(target))  # False where one of them is infinite
-
-
-def _is_number(token: str) -> bool:
-    return len(token) <= NUMBER_LENGTH and _NUMBER.fullmatch(token) is not None

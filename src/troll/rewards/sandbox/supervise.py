@@ -1,4 +1,4 @@
-"""Watches a sandbox from outside: tells when it computes, idles or lasts too long.
+"""Watches a sandbox from outside: tells when it computes, idles or lasts too long, or has too many threads.
 
 CPU time is read from the processes' clocks. The kernel's own limit on it counts ticks, which on a busy machine can be
 tens of per cent more than what a process had: it is set higher, for when nobody watches.
@@ -14,11 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from troll.rewards.sandbox.bubblewrap import Process
+from troll.rewards.sandbox.bubblewrap import Process, SandboxError
 from troll.rewards.sandbox.limits import Limits
 
 #: Below this share of one CPU, a program that is not waiting for a CPU counts as idle.
 IDLE_SHARE = 0.1
+
+#: Below this share of one CPU, a program that could use more is kept from it by others.
+STARVED_SHARE = 0.5
 
 #: What a sandbox may use to start up. Who ends by himself is judged by his own CPU time, to the microsecond.
 START_SECONDS = 0.25
@@ -29,10 +32,10 @@ LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 
 
 class Watch:
-    """Tells when sandboxes have used too much CPU, idled, or run for too long.
+    """Tells when sandboxes have used too much CPU, idled, run for too long, or started too many threads.
 
     Args:
-        processes: As `Sandbox.start` returned them; the first is the one that is watched. While one of the others
+        processes: As `Bubblewrap.start` returned them; the first is the one that is watched. While one of the others
             works, it is not idle.
         limits: What it was started with.
 
@@ -45,25 +48,37 @@ class Watch:
         self._watched, *self._beside = (process.pid for process in processes)
         self._limits = limits
         self.period = min(0.25, limits.idle_seconds / 4, limits.wall_seconds / 4)
+        self._starved = 0.0
+        self._started = time.monotonic()
         self.restart()
 
     def restart(self) -> None:
-        """Starts counting anew, for the next test in the same sandbox."""
+        """Starts counting anew, for the next test in the same sandbox; wall time goes on."""
         self._before = _cpu_seconds(_tree(self._watched))
         self._seen = self.cpu_seconds = 0.0
-        self._started = self._active = time.monotonic()
+        self._active = self._looked = time.monotonic()
 
-    def verdict(self) -> Literal["cpu", "idle", "wall"] | None:
-        """Which of the limits has been passed, if any."""
+    def verdict(self) -> Literal["cpu", "idle", "wall", "threads"] | None:
+        """Which of the limits has been passed, if any.
+
+        Raises:
+            SandboxError: The wall time is over, and for most of it others had the CPU.
+        """
         now = time.monotonic()
         if now - self._started > self._limits.wall_seconds:
+            if self._starved > self._limits.wall_seconds / 2:
+                raise SandboxError(
+                    "the machine is too busy: programs wait for a CPU most of the time; use fewer workers"
+                )
             return "wall"
         if not LISTS_CHILDREN:
             return None
         self.measure()
         if self.cpu_seconds > self._limits.cpu_seconds + START_SECONDS:
             return "cpu"
-        if self._works():
+        if any(_threads(pid) > self._limits.threads + 1 for pid in _tree(self._watched)):
+            return "threads"
+        if self._works(now):
             self._active = now
         return "idle" if now - self._active > self._limits.idle_seconds else None
 
@@ -71,10 +86,17 @@ class Watch:
         """Reads the CPU time; what a process used that has been reaped since the last time is missing."""
         self.cpu_seconds = max(self.cpu_seconds, _cpu_seconds(_tree(self._watched)) - self._before)
 
-    def _works(self) -> bool:
+    def _works(self, now: float) -> bool:
+        """Whether it has used a CPU since the last time, or could; what it could not use is counted."""
         tree = [pid for root in (self._watched, *self._beside) for pid in _tree(root)]
         seen, self._seen = self._seen, _cpu_seconds(tree)
-        return abs(self._seen - seen) >= IDLE_SHARE * self.period or any(map(_busy, tree))
+        looked, self._looked = self._looked, now
+        share = abs(self._seen - seen) / max(now - looked, 1e-9)
+        if share >= STARVED_SHARE:
+            return True
+        busy = any(map(_busy, tree))
+        self._starved += (now - looked) * busy
+        return busy or share >= IDLE_SHARE
 
 
 def wait_for(descriptor: int, seconds: float, events: int = select.POLLIN) -> bool:
@@ -104,11 +126,16 @@ def _cpu_seconds(pids: list[int]) -> float:
     return seconds
 
 
+def _threads(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return len(os.listdir(f"/proc/{pid}/task"))
+    return 0
+
+
 def _busy(pid: int) -> bool:
-    """Whether a thread of a process runs, waits for a CPU, or for the disk."""
+    """Whether a thread of a process runs or waits for a CPU."""
     for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
         with contextlib.suppress(OSError):
-            state = stat.read_text().rpartition(")")[2].split()[0]
-            if state in "RD":
+            if stat.read_text().rpartition(")")[2].split()[0] == "R":
                 return True
     return False

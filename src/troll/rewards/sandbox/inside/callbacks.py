@@ -12,7 +12,7 @@ import math
 import operator
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType
 
-from peer import Proxy
+from objects import ProgramObject, Type
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ def call(function: Any, args: object, kwargs: object, namespace: dict[str, Any])
     """
     if type(args) is not tuple or type(kwargs) is not dict:  # a proxy could be something else at every look
         raise TypeError("no arguments")
-    if not (_is_own(function, namespace) or (function is type and len(args) == 1 and not kwargs)):
+    asks_type = (function is type or function is Type) and len(args) == 1 and not kwargs
+    if not (_is_own(function, namespace) or asks_type):
         # Functions that call their arguments must not get at others in this way.
         for thing in (function, *args, *kwargs.values()):
             if callable(thing) and not _is_allowed(thing, namespace):
@@ -79,5 +80,5 @@ def _is_allowed(function: Any, namespace: dict[str, Any]) -> bool:
         return function.__name__ in _METHODS[type(function.__self__)]
     if kind is MethodDescriptorType:
         return function.__name__ in _METHODS.get(function.__objclass__, ())
-    known = kind in (Proxy, operator.itemgetter) or id(function) in _PLAIN_IDS
+    known = kind in (ProgramObject, operator.itemgetter) or id(function) in _PLAIN_IDS
     return known or _is_own(function, namespace)

@@ -15,6 +15,16 @@ from _ctypes import POINTER, CFuncPtr, Structure, _SimpleCData, byref, dlopen, d
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 SECCOMP_MODE_FILTER = 2
 SIGKILL = 9
+MS_NOSUID, MS_NODEV = 2, 4
+
+#: The program's folder, and one for what it reads from standard input, which it cannot write to.
+WORK, INPUT = "/tmp", "/input"
+
+#: The user and the group of programs, as they see themselves.
+NOBODY = 65534
+
+#: Of the user's, whom all sandboxes may share: signals that wait to be delivered.
+PENDING_SIGNALS = 128
 
 
 class _Int(_SimpleCData):
@@ -43,13 +53,59 @@ class _Function(CFuncPtr):
     _argtypes_ = (_Int, _Long, POINTER(_Filter), _Long, _Long)
 
 
-_prctl = _Function(dlsym(dlopen(None, 0), "prctl"))  # type: ignore[arg-type]
+class _Mount(CFuncPtr):
+    _flags_ = 1
+    _restype_ = _Int
+    _argtypes_ = (_Bytes, _Bytes, _Bytes, _Long, _Bytes)
+
+
+class _SetCapabilities(CFuncPtr):
+    _flags_ = 1
+    _restype_ = _Int
+    _argtypes_ = (_Bytes, _Bytes)
+
+
+_library = dlopen(None, 0)  # type: ignore[arg-type]
+_prctl = _Function(dlsym(_library, "prctl"))
+_mount = _Mount(dlsym(_library, "mount"))
+_set_capabilities = _SetCapabilities(dlsym(_library, "capset"))
 
 
 def _call(option: int, value: int, lines: bytes | None = None) -> None:
     program = byref(_Filter(len(lines) // 8, lines)) if lines else None
     if _prctl(option, value, program, 0, 0):
         raise OSError(f"prctl({option}, {value}) failed")
+
+
+def settle(disk: int) -> None:
+    """Makes the folders in memory and becomes the user who owns them, without any capability.
+
+    The size and the number of files of the work folder are bounded. Bubblewrap cannot bound the latter, and every empty
+    file takes a kilobyte of the kernel's memory.
+
+    Args:
+        disk: Bytes that the work folder may hold; there may be a file or folder for every 4 KiB of it.
+
+    Raises:
+        OSError: A folder cannot be made, or the capability to make it cannot be given up.
+    """
+    work = f"size={disk},nr_inodes={max(64, disk // 4096)}"
+    if _mount_memory(WORK, work) or _mount_memory(INPUT, "nr_inodes=2"):
+        raise OSError("folders in memory cannot be mounted")
+    if os.getuid() != NOBODY:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    version, nothing = 0x20080522, bytes(24)
+    _set_capabilities(version.to_bytes(4, sys.byteorder) + bytes(4), nothing)
+    if not _mount_memory(WORK, work) or set(os.getresuid() + os.getresgid()) != {NOBODY}:
+        raise OSError("the capability to mount is still there")
+    os.chdir(WORK)
+
+
+def _mount_memory(folder: str, options: str) -> int:
+    owner = f",mode=700,uid={NOBODY},gid={NOBODY}"
+    return _mount(b"memory", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, (options + owner).encode())
 
 
 def die_with_parent() -> None:
@@ -73,6 +129,7 @@ def confine(settings: str) -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, PENDING_SIGNALS),
     ]
     if int(threads):
         limits.append((resource.RLIMIT_NPROC, int(threads)))

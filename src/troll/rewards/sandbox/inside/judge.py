@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -19,9 +20,12 @@ from typing import Any
 
 import callbacks
 import confine
+from objects import CLASS_NAME, ProgramObject, Type, is_object, mark_class
 from peer import Closed, Peer
 
 Outcome = tuple[bool, str]
+
+_INTEGER = re.compile(r"0|-?[1-9]\d{0,300}", re.ASCII)
 
 #: Each character may take 12 bytes, as JSON, of those that the reader takes.
 _REASON_LENGTH = 200
@@ -37,8 +41,8 @@ class Tests:
 
     def __init__(self, job: dict[str, Any], channel: int):
         self._job = job
-        self._peer = Peer(channel, self._serve)
-        self._namespace: dict[str, Any] = {"__name__": "tests"}
+        self._peer = Peer(channel, self._serve, ProgramObject)
+        self._namespace: dict[str, Any] = {"__name__": "tests", "type": Type}
 
     def outcomes(self) -> Iterator[Outcome]:
         """The outcome of every test in order, until there is no more to be had."""
@@ -49,7 +53,7 @@ class Tests:
         for test in self._each():
             failure = self._attempt(test)
             yield (False, failure) if failure else (True, "passed")
-            if self._peer.closed:
+            if self._peer.closed or (failure and self._job["stop_at_failure"]):
                 return
 
     def _attempt(self, action: Any) -> str | None:
@@ -65,6 +69,8 @@ class Tests:
 
     def _prepare(self) -> None:
         self._peer.request("run", self._job["source"])
+        if any("asyncio" in source for source in (self._job.get("setup", ""), *self._job.get("tests", ()))):
+            _run_coroutines_of_programs()
         if "function" not in self._job:
             self._bind()
             exec(self._job["setup"], self._namespace)
@@ -73,10 +79,22 @@ class Tests:
     def _bind(self, declared_only: bool = False) -> None:
         for name in self._job["names"] + ([] if declared_only else self._job["inferred"]):
             if self._peer.request("has", name) is True:
-                self._namespace[name] = self._peer.request("name", name)
+                self._namespace[name] = self._named(name)
         for name in [] if declared_only else self._job["modules"]:
             if self._peer.request("has", name) is True:
                 self._namespace[name] = importlib.import_module(name)
+
+    def _named(self, name: str) -> Any:
+        """What the program calls so: an exception class as its twin, which `except` can name."""
+        answer = self._peer.request("name", name)
+        if type(answer) is not tuple or len(answer) != 2:
+            raise self._peer.close()
+        value, lineage = answer
+        if lineage is not None:
+            return self._peer.twin(lineage)
+        if CLASS_NAME.fullmatch(name):
+            mark_class(value)
+        return value
 
     def _each(self) -> Iterator[Any]:
         if "function" in self._job:
@@ -86,18 +104,18 @@ class Tests:
             yield lambda test=test: exec(test, self._namespace)
 
     def _call(self, arguments: list[Any], expected: Any) -> None:
-        result = _as_lists(self._function()(*map(_integer_keys, arguments)))
-        expected = _integer_keys(expected)
-        wrapped = isinstance(expected, list) and len(expected) == 1 and result == _integer_keys(expected[0])
+        result = _as_json(self._function()(*map(_integer_keys, arguments)))
+        expected = _as_json(expected)
+        wrapped = isinstance(expected, list) and len(expected) == 1 and result == expected[0]
         if not (wrapped or result == expected):
             raise AssertionError
 
     def _function(self) -> Any:
         name = self._job["function"]
         if self._peer.request("has", name) is True:
-            return self._peer.request("name", name)
+            return self._named(name)
         if self._peer.request("has", "Solution") is True:
-            return getattr(self._peer.request("name", "Solution")(), name)
+            return getattr(self._named("Solution")(), name)
         raise NameError(f"name {name!r} is not defined")
 
     def _serve(self, operation: str, *operands: Any) -> Any:
@@ -112,6 +130,21 @@ class Tests:
         return callbacks.call(operands[0], args, kwargs, self._namespace), None
 
 
+def _run_coroutines_of_programs() -> None:
+    """Has `asyncio.run` take the program's coroutines, which are none of this process."""
+    import asyncio
+
+    run: Any = asyncio.run
+
+    async def awaited(thing: Any) -> Any:
+        return await thing
+
+    def patched(main: Any, **options: Any) -> Any:
+        return run(awaited(main) if is_object(main) else main, **options)
+
+    asyncio.run = patched
+
+
 def _reason(error: BaseException) -> str:
     remote = getattr(error, "remote", None)
     if isinstance(remote, str):
@@ -121,27 +154,45 @@ def _reason(error: BaseException) -> str:
     return f"the tests raised {type(error).__name__}: {error}"
 
 
-def _as_lists(value: Any) -> Any:
-    """The value with lists for tuples: what is expected was read from JSON, which has no tuples."""
-    if isinstance(value, list | tuple):
-        return [_as_lists(item) for item in value]
-    return value
+def _as_json(value: Any) -> Any:
+    """The value as JSON has it, down to its parts: lists for tuples, texts for integers that are keys.
+
+    Raises:
+        AssertionError: Two keys of the value are one in JSON.
+    """
+    kind = type(value)  # of a proxy, not what the program calls its class
+    if issubclass(kind, list | tuple):
+        return [_as_json(item) for item in value]
+    if not issubclass(kind, dict):
+        return value
+    found = {str(key) if type(key) is int else key: _as_json(item) for key, item in value.items()}
+    if len(found) != len(value):
+        raise AssertionError
+    return found
 
 
 def _integer_keys(value: Any) -> Any:
-    """The value, with integers for keys that JSON could only write as strings."""
-    try:
-        return {int(key): item for key, item in value.items()} if isinstance(value, dict) else value
-    except ValueError:
+    """The value, with integers for the keys of dictionaries that have only texts of integers, down to its parts."""
+    if isinstance(value, list):
+        return [_integer_keys(item) for item in value]
+    if not isinstance(value, dict):
         return value
+    whole = all(_INTEGER.fullmatch(key) for key in value)
+    return {int(key) if whole else key: _integer_keys(item) for key, item in value.items()}
 
 
 def _judge(job: dict[str, Any], channel: int, report: int) -> None:
+    def too_long(*_: object) -> None:
+        os.write(report, json.dumps((False, "the results took too long to check")).encode() + b"\n")
+        os._exit(0)
+
+    for number in (signal.SIGALRM, signal.SIGXCPU):
+        signal.signal(number, too_long)
     signal.alarm(int(job["wall_seconds"]) + 1)
     # The kernel's count of CPU time is a rough one, hence twice as much as the program has.
     seconds = int(2 * job["cpu_seconds"]) + 1
     memory = 2 * job["memory_bytes"]
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     for outcome in Tests(job, channel).outcomes():
         os.write(report, json.dumps(outcome).encode() + b"\n")

@@ -5,8 +5,10 @@ It may lie in every answer: nothing that is decided here counts as more than an 
 
 from __future__ import annotations
 
+import _operator as operator  # what the other one is made of, which takes longer to import
 import sys
 
+from errors import lineage
 from peer import Peer
 
 TYPE_CHECKING = False
@@ -16,6 +18,11 @@ if TYPE_CHECKING:
 
 #: Not "__main__": the harnesses of the data sets load such programs, they do not run them.
 MODULE = "solution"
+
+_OF_ONE: tuple[Callable[..., object], ...] = (
+    abs, bool, complex, float, format, hash, int, iter, len, next, repr, reversed, round, str,
+    operator.index, operator.invert, operator.neg, operator.pos,
+)  # fmt: skip
 
 
 class Server:
@@ -32,19 +39,23 @@ class Server:
         self._operations: dict[str, Callable[..., object]] = {
             "run": self._run,
             "has": lambda name: name in self._names,
-            "name": lambda name: self._names[name],
+            "name": self._name,
             "call": self._call,
             "get": getattr,
             "set": setattr,
-            "iter": iter,
-            "next": next,
-            "len": len,
-            "bool": bool,
-            "item": lambda container, key: container[key],
-            "set_item": _set_item,
-            "str": str,
-            "repr": repr,
+            "del": delattr,
+            "type": type,
+            "item": operator.getitem,
+            "set_item": operator.setitem,
+            "del_item": operator.delitem,
+            "operate": _operate,
+            "equal": lambda one, other: (one == other, _fields(one), _fields(other)),
             "has_instance": lambda kind, instance: isinstance(instance, kind),
+            "has_subclass": lambda kind, other: issubclass(other, kind),
+            "enter": lambda context: type(context).__enter__(context),
+            "exit": _exit,
+            "await": _await,
+            **{function.__name__: function for function in _OF_ONE},
         }
 
     def _serve(self, operation: str, *operands: object) -> object:
@@ -53,6 +64,11 @@ class Server:
     def _run(self, source: str) -> None:
         exec(compile(source, f"{MODULE}.py", "exec", dont_inherit=True), self._names)
 
+    def _name(self, name: str) -> tuple[object, object]:
+        """What the name is of, and its lineage where that is a class of exceptions."""
+        thing = self._names[name]
+        return thing, lineage(thing) if isinstance(thing, type) and issubclass(thing, BaseException) else None
+
     def _call(self, function: Callable[..., object], packed: bytes) -> tuple[object, bytes | None]:
         args, kwargs = self.peer.unpack(packed)
         result = function(*args, **kwargs)
@@ -60,5 +76,34 @@ class Server:
         return result, after if after != packed else None
 
 
-def _set_item(container: Any, key: object, value: object) -> None:
-    container[key] = value
+def _operate(one: Any, name: str, other: Any) -> object:
+    operation: Callable[[Any, Any], object] = getattr(operator, f"{name}_" if name in ("and", "or") else name)
+    return operation(one, other)
+
+
+def _fields(thing: object) -> dict[str, object]:
+    """What an object holds, as far as a data class compares it."""
+    kind = type(thing)
+    slots = [getattr(base, "__slots__", ()) for base in kind.__mro__]
+    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+    fields = {name: getattr(thing, name) for name in names if hasattr(thing, name)} | getattr(thing, "__dict__", {})
+    declared = getattr(kind, "__dataclass_fields__", {})
+    return {name: value for name, value in fields.items() if name not in declared or declared[name].compare}
+
+
+def _exit(context: Any, error: BaseException | type[BaseException] | None) -> None:
+    if isinstance(error, type):  # raised by the tests; of it there is only the class
+        try:
+            error = error()
+        except TypeError:
+            error = Exception()
+    type(context).__exit__(context, None if error is None else type(error), error, None)
+
+
+def _await(thing: Any) -> object:
+    import asyncio
+
+    async def wait() -> object:
+        return await thing
+
+    return asyncio.run(wait())

@@ -5,9 +5,11 @@ test's process ended, its CPU time, and the files that were its standard output 
 
 The first byte out says that the sandbox stands. Messages in are a length of 8 bytes (little-endian) and so many bytes:
 first the program, then the input of each test, sent when the one before has been reported. A message out is described
-at `report`.
+at `report`. Where there is a second argument, it is a folder for the input that the program cannot write to; the input
+has a name there, to which /dev/stdin points.
 """
 
+import _signal
 import gc
 import os
 import sys
@@ -29,6 +31,17 @@ def _read(length: int) -> bytes:
         parts.append(part)
         length -= len(part)
     return b"".join(parts)
+
+
+def input_file(folder: str | None = None) -> tuple[int, str]:
+    """A file to write the input of each test to, and the path by which a test opens it."""
+    if folder is None:
+        descriptor = os.memfd_create("input")
+        return descriptor, f"/dev/fd/{descriptor}"
+    path = f"{folder}/input"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o400)
+    os.chmod(folder, 0o500)
+    return descriptor, path
 
 
 def report(pid: int, files: tuple[int, int], limit: int) -> None:
@@ -53,16 +66,19 @@ def serve() -> bytes | None:
     settings = sys.argv[1]
     limit = int(settings.split(",")[2])
     program = receive()
+    given, path = input_file(*sys.argv[2:])
     while (text := receive()) is not None:
-        files = [os.memfd_create(name) for name in ("input", "output", "errors")]
+        os.ftruncate(given, 0)
         for start in range(0, len(text), 1 << 20):
-            os.write(files[0], text[start : start + (1 << 20)])
-        os.lseek(files[0], 0, os.SEEK_SET)
+            os.pwrite(given, text[start : start + (1 << 20)], start)
+        files = [os.open(path, os.O_RDONLY), os.memfd_create("output"), os.memfd_create("errors")]
         pid = os.fork()
         if pid == 0:
             for number, file in enumerate(files):
                 os.dup2(file, number)  # the last hold of this process on the pipes of its parent
                 os.close(file)
+            os.close(given)
+            _signal.signal(_signal.SIGINT, _signal.default_int_handler)
             confine.die_with_parent()
             confine.confine(settings)
             return program
@@ -72,6 +88,7 @@ def serve() -> bytes | None:
     return None
 
 
+_signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # which the kernel does not deliver from inside to the first process
 confine.die_with_parent()
 gc.freeze()  # what is here already is no concern of the tests' processes, neither while they run nor at their end
 os.write(1, READY)

@@ -25,7 +25,7 @@ MAX_BYTES = 32 * 2**20
 MAX_DEPTH = 200
 
 
-class WireError(Exception):
+class MessageError(Exception):
     """What should be sent is too large or too deep, or what arrived is no value."""
 
 
@@ -63,14 +63,14 @@ def encode(value: object, refer: Refer) -> bytes:
     """Returns the bytes of a value.
 
     Args:
-        value: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, deque,
-            Counter, OrderedDict, defaultdict, Decimal, Fraction, range, date, naive datetime, timedelta or a NumPy
-            scalar, or an instance of a subclass of one of them, which travels as that base. A builtin type or exception
-            travels by name. Everything else becomes a reference.
+        value: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, named tuple, set, frozenset, dict,
+            deque, Counter, OrderedDict, defaultdict, Decimal, Fraction, range, slice, date, naive datetime and time,
+            timedelta or a NumPy scalar, or an instance of a subclass of one of them, which travels as that base. A
+            builtin type or exception travels by name. Everything else becomes a reference.
         refer: Numbers the references.
 
     Raises:
-        WireError: If the bytes exceed `MAX_BYTES` or containers are nested deeper than `MAX_DEPTH`.
+        MessageError: If the bytes exceed `MAX_BYTES` or containers are nested deeper than `MAX_DEPTH`.
     """
     encoder = _Encoder(refer)
     encoder.put(value, 0)
@@ -81,60 +81,18 @@ def decode(data: bytes, resolve: Resolve) -> Any:
     """Returns the value that the bytes are of.
 
     Raises:
-        WireError: If they are not exactly one value.
+        MessageError: If they are not exactly one value.
     """
     try:
         decoder = _Decoder(data, resolve)
         value = decoder.take(0)
         if decoder.at != len(data):
-            raise WireError("bytes after the value")
-    except WireError:
+            raise MessageError("bytes after the value")
+    except MessageError:
         raise
     except Exception as error:  # whatever the sender chose to send, it is its fault
-        raise WireError(f"no value: {type(error).__name__}") from error
+        raise MessageError(f"no value: {type(error).__name__}") from error
     return value
-
-
-def merge(mine: Any, theirs: Any, changed: set[int] | None = None) -> Any:
-    """Repeats in `mine` what a call did to its copy: mutable containers are changed in place, down to nested ones.
-
-    Args:
-        mine: What the copy was made of.
-        theirs: The copy after the call.
-        changed: Ids of containers that have been changed. One that is at several places of `mine` has a copy at each,
-            of which only one may have been changed; the others must not undo that.
-
-    Returns:
-        `mine` where it could be changed to equal `theirs`, otherwise `theirs`.
-    """
-    changed = set() if changed is None else changed
-    if type(mine) is not type(theirs):
-        return theirs
-    if isinstance(mine, tuple) and len(mine) == len(theirs):
-        parts = tuple(merge(a, b, changed) for a, b in zip(mine, theirs, strict=True))
-        return mine if all(a is b for a, b in zip(mine, parts, strict=True)) else parts
-    if id(mine) in changed:
-        return mine
-    before = mine.copy() if isinstance(mine, list | deque | dict | set | bytearray) else None
-    if isinstance(mine, list | deque):
-        kept = [merge(a, b, changed) for a, b in zip(mine, theirs, strict=False)]
-        rest = list(theirs)[len(kept) :]
-        mine.clear()
-        mine.extend(kept + rest)
-    elif isinstance(mine, dict):
-        items = {key: merge(mine[key], value, changed) if key in mine else value for key, value in theirs.items()}
-        mine.clear()
-        mine.update(items)
-    elif isinstance(mine, set):
-        mine.clear()
-        mine.update(theirs)
-    elif isinstance(mine, bytearray):
-        mine[:] = theirs
-    else:
-        return theirs
-    if mine != before:
-        changed.add(id(mine))
-    return mine
 
 
 class _Encoder:
@@ -145,7 +103,7 @@ class _Encoder:
 
     def put(self, value: Any, depth: int) -> None:
         if depth > MAX_DEPTH:
-            raise WireError(f"a value is nested deeper than {MAX_DEPTH} levels")
+            raise MessageError(f"a value is nested deeper than {MAX_DEPTH} levels")
         writer = _WRITERS.get(type(value))
         if writer is None:
             writer = next((write for kind, write in _WRITERS.items() if isinstance(value, kind)), _put_rare)
@@ -154,7 +112,7 @@ class _Encoder:
     def add(self, part: bytes) -> None:
         self._room -= len(part)
         if self._room < 0:
-            raise WireError(f"a value takes more than {MAX_BYTES} bytes")
+            raise MessageError(f"a value takes more than {MAX_BYTES} bytes")
         self.parts.append(part)
 
     def block(self, tag: bytes, payload: bytes) -> None:
@@ -194,6 +152,18 @@ def _put_list(encoder: _Encoder, value: list[Any], depth: int) -> None:
     encoder.items(b"l", list.__iter__(value), list.__len__(value), depth)
 
 
+def _put_tuple(encoder: _Encoder, value: tuple[Any, ...], depth: int) -> None:
+    kind, items = type(value), list(tuple.__iter__(value))
+    names = None if kind is tuple else getattr(kind, "_fields", None)
+    if type(names) is not tuple or len(names) != len(items) or not all(map(_is_field, names)):
+        return encoder.items(b"t", items, len(items), depth)
+    encoder.items(b"n", (kind, kind.__name__, names, *items), len(items) + 3, depth)
+
+
+def _is_field(name: object) -> bool:
+    return type(name) is str and name.isidentifier() and not name.startswith("_")
+
+
 def _put_defaultdict(encoder: _Encoder, value: Any, depth: int) -> None:
     factory: Any = value.default_factory
     encoder.mapping(b"D" + _FACTORIES.get(factory if isinstance(factory, type) else None, b"\0"), value, depth)
@@ -222,7 +192,7 @@ _WRITERS: dict[type, Callable[[_Encoder, Any, int], None]] = {
     str: lambda encoder, value, depth: encoder.block(b"s", str.encode(value, "utf-8", "surrogatepass")),
     float: lambda encoder, value, depth: encoder.add(b"f" + struct.pack(">d", value)),
     list: _put_list,
-    tuple: lambda encoder, value, depth: encoder.items(b"t", tuple.__iter__(value), tuple.__len__(value), depth),
+    tuple: _put_tuple,
     defaultdict: _put_defaultdict,
     OrderedDict: lambda encoder, value, depth: encoder.mapping(b"o", value, depth),
     dict: _put_dict,
@@ -232,6 +202,7 @@ _WRITERS: dict[type, Callable[[_Encoder, Any, int], None]] = {
     bytearray: lambda encoder, value, depth: encoder.block(b"B", bytes(value)),
     complex: lambda encoder, value, depth: encoder.add(b"c" + struct.pack(">dd", value.real, value.imag)),
     range: lambda encoder, value, depth: encoder.items(b"r", (value.start, value.stop, value.step), 3, depth),
+    slice: lambda encoder, value, depth: encoder.items(b"e", (value.start, value.stop, value.step), 3, depth),
     deque: lambda encoder, value, depth: encoder.items(b"q", (value.maxlen, *value), len(value) + 1, depth),
     type: _put_type,
 }
@@ -252,6 +223,8 @@ def _put_rare(encoder: _Encoder, value: Any, depth: int) -> None:
         encoder.block(b"z", value.isoformat().encode())
     elif is_a("datetime", "date") and not is_a("datetime", "datetime"):
         encoder.block(b"a", value.isoformat().encode())
+    elif is_a("datetime", "time") and value.tzinfo is None:
+        encoder.block(b"w", value.isoformat().encode())
     elif is_a("numpy", "generic"):
         encoder.put(value.item(), depth + 1)
     else:
@@ -266,13 +239,13 @@ class _Decoder:
 
     def take(self, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            raise WireError("nested too deeply")
+            raise MessageError("nested too deeply")
         return _READERS[self.raw(1)](self, depth + 1)
 
     def raw(self, size: int) -> bytes:
         start, self.at = self.at, self.at + size
         if self.at > len(self._data):
-            raise WireError("a value ends early")
+            raise MessageError("a value ends early")
         return self._data[start : self.at]
 
     def count(self) -> int:
@@ -291,7 +264,7 @@ class _Decoder:
     def integers(self, depth: int) -> list[int]:
         items = self.items(depth)
         if any(type(item) is not int for item in items):
-            raise WireError("integers expected")
+            raise MessageError("integers expected")
         return items
 
     def mapping(self, depth: int) -> dict[Any, Any]:
@@ -303,6 +276,30 @@ class _Decoder:
 
 def _take_defaultdict(decoder: _Decoder, depth: int) -> Any:
     return defaultdict(_FACTORY_OF[decoder.raw(1)], decoder.mapping(depth))
+
+
+# Classes made here of the other side's named tuples, by (id of the reference to the class, names of the fields).
+_records: dict[tuple[int, tuple[str, ...]], type[tuple[Any, ...]]] = {}
+
+
+def _take_record(decoder: _Decoder, depth: int) -> Any:
+    origin, name, names, *items = decoder.items(depth)
+    if isinstance(origin, type):  # this side's own comes back
+        if not issubclass(origin, tuple) or getattr(origin, "_fields", None) != names or len(items) != len(names):
+            raise MessageError("no named tuple")
+        return tuple.__new__(origin, items)
+    kind = _records.get((id(origin), names))
+    if kind is None:
+        from collections import namedtuple
+
+        kind = _records[id(origin), names] = namedtuple(name, names)  # which checks the names
+        kind._origin = origin  # type: ignore[attr-defined]
+    return kind._make(items)  # type: ignore[attr-defined]
+
+
+def _take_slice(decoder: _Decoder, depth: int) -> slice:
+    start, stop, step = decoder.items(depth)
+    return slice(start, stop, step)
 
 
 def _take_deque(decoder: _Decoder, depth: int) -> Any:
@@ -342,6 +339,12 @@ def _take_datetime(decoder: _Decoder, depth: int) -> Any:
     return datetime.fromisoformat(decoder.block().decode("ascii"))
 
 
+def _take_time(decoder: _Decoder, depth: int) -> Any:
+    from datetime import time
+
+    return time.fromisoformat(decoder.block().decode("ascii"))
+
+
 def _take_date(decoder: _Decoder, depth: int) -> Any:
     from datetime import date
 
@@ -351,7 +354,7 @@ def _take_date(decoder: _Decoder, depth: int) -> Any:
 def _take_exception_type(decoder: _Decoder, depth: int) -> type[BaseException]:
     kind = exception_type(decoder.block().decode("ascii"))
     if kind is None:
-        raise WireError("no such exception")
+        raise MessageError("no such exception")
     return kind
 
 
@@ -376,12 +379,15 @@ _READERS: dict[bytes, Callable[[_Decoder, int], Any]] = {
     b"B": lambda decoder, depth: bytearray(decoder.block()),
     b"c": lambda decoder, depth: complex(*struct.unpack(">dd", decoder.raw(16))),
     b"r": lambda decoder, depth: range(*decoder.integers(depth)),
+    b"e": _take_slice,
+    b"n": _take_record,
     b"q": _take_deque,
     b"m": _take_decimal,
     b"x": _take_fraction,
     b"y": _take_timedelta,
     b"z": _take_datetime,
     b"a": _take_date,
+    b"w": _take_time,
     b"T": lambda decoder, depth: _SHARED_TYPES[decoder.block().decode("ascii")],
     b"E": _take_exception_type,
     b"O": lambda decoder, depth: decoder.reference(True),

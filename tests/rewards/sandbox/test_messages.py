@@ -12,7 +12,8 @@ import pytest
 
 from tests.rewards.sandbox.inside import load
 
-wire = load("wire")
+messages = load("messages")
+merge = load("proxy").merge
 
 
 def no_reference(*_: object) -> tuple[bool, int]:
@@ -20,10 +21,11 @@ def no_reference(*_: object) -> tuple[bool, int]:
 
 
 def copy_of(value: object) -> object:
-    return wire.decode(wire.encode(value, no_reference), no_reference)
+    return messages.decode(messages.encode(value, no_reference), no_reference)
 
 
 Point = collections.namedtuple("Point", "x y")
+Renamed = collections.namedtuple("Renamed", "x class", rename=True)
 
 
 class Angry(int):
@@ -42,6 +44,7 @@ VALUES = [
     collections.deque([1, 2], 5), collections.deque(), collections.Counter("abca"), collections.Counter({"a": -2}),
     collections.OrderedDict([("b", 1), ("a", 2)]), collections.defaultdict(list, {1: [2]}),
     Decimal("1.10"), Decimal("NaN").copy_abs(), Decimal("-Infinity"), Fraction(-3, 7), range(0), range(5, -5, -2),
+    slice(None), slice(1, -1, 2), datetime.time(1, 2), datetime.time(23, 59, 59, 5),
     datetime.date(2020, 2, 29), datetime.datetime(2020, 1, 2, 3, 4, 5, 6), datetime.timedelta(-1, 2, 3),
     int, dict, type(None), object, ValueError, KeyboardInterrupt,
 ]  # fmt: skip
@@ -63,7 +66,8 @@ def test_nan_arrives():
     ("value", "base"),
     [
         (Angry(3), 3),
-        (Point(1, 2), (1, 2)),
+        (Renamed(1, 2), (1, 2)),
+        (type("Pair", (tuple,), {"_fields": ("a", 1)})((1, 2)), (1, 2)),
         (type("Text", (str,), {"__eq__": lambda *_: True})("a"), "a"),
         (type("List", (list,), {"__iter__": lambda _: iter([9])})([1]), [1]),
         (type("Dict", (dict,), {"items": lambda _: [(9, 9)]})({1: 2}), {1: 2}),
@@ -79,27 +83,52 @@ def test_a_subclass_arrives_as_its_base(value, base):
 
 
 def test_what_cannot_be_copied_becomes_a_reference():
-    things = [object(), len, lambda: 0, iter([]), type("C", (), {}), wire, exec, type]
+    things = [object(), len, lambda: 0, iter([]), type("C", (), {}), messages, exec, type]
     numbers = {id(thing): number for number, thing in enumerate(things)}
-    data = wire.encode([things, (things[3],)], lambda thing: (False, numbers[id(thing)]))
-    seen = wire.decode(data, lambda yours, number: (yours, number))
+    data = messages.encode([things, (things[3],)], lambda thing: (False, numbers[id(thing)]))
+    seen = messages.decode(data, lambda yours, number: (yours, number))
     assert seen == [[(False, number) for number in range(len(things))], ((False, 3),)]
-    assert wire.decode(wire.encode(len, lambda thing: (True, 5)), lambda yours, number: (yours, number)) == (True, 5)
+    assert messages.decode(messages.encode(len, lambda thing: (True, 5)), lambda yours, number: (yours, number)) == (
+        True,
+        5,
+    )
+
+
+def test_a_named_tuple_keeps_its_names():
+    sent: list[object] = []
+
+    def note(thing: object) -> tuple[bool, int]:
+        sent.append(thing)
+        return False, 0
+
+    data = messages.encode([Point(1, 2), (Point([3], 4),)], note)
+    assert sent == [Point, Point]  # the classes, which are not plain data
+    origin = object()
+    first, (second,) = messages.decode(data, lambda yours, number: origin)
+    assert (first, second) == ((1, 2), ([3], 4)) and (second.x, second.y) == ([3], 4)
+    assert type(first) is type(second) is not Point and type(first).__name__ == "Point"
+    assert type(first)._origin is origin
+    back = messages.encode(first, lambda thing: (True, 5))
+    own = messages.decode(back, lambda yours, number: Point)
+    assert type(own) is Point and own == Point(1, 2)
+    for wrong in (object, tuple, collections.namedtuple("Other", "x z")):
+        with pytest.raises(messages.MessageError):
+            messages.decode(back, lambda yours, number, kind=wrong: kind)
 
 
 def test_limits_of_size_and_depth(monkeypatch):
     deep: Any = []
-    for _ in range(wire.MAX_DEPTH):
+    for _ in range(messages.MAX_DEPTH):
         deep = [deep]
     assert copy_of(deep) == deep
     circular: list[Any] = []
     circular.append(circular)
     for value in ([deep], circular):
-        with pytest.raises(wire.WireError, match="deeper"):
+        with pytest.raises(messages.MessageError, match="deeper"):
             copy_of(value)
-    monkeypatch.setattr(wire, "MAX_BYTES", 1000)
+    monkeypatch.setattr(messages, "MAX_BYTES", 1000)
     for large in ("x" * 1001, [None] * 1001, [1] * 200, {k: k for k in range(200)}):
-        with pytest.raises(wire.WireError, match="bytes"):
+        with pytest.raises(messages.MessageError, match="bytes"):
             copy_of(large)
 
 
@@ -111,17 +140,19 @@ def test_limits_of_size_and_depth(monkeypatch):
         b"r\0\0\0\x03NNN", b"r\0\0\0\x02i\0\0\0\x01\x01f" + struct.pack(">d", 1.0),
         b"q\0\0\0\0", b"q\0\0\0\x01s\0\0\0\0",
         b"T\0\0\0\x04exec", b"T\0\0\0\x04type", b"E\0\0\0\x04exec", b"T\0\0\0\x0a__import__", b"f\0", b"I\0\0\0\x01a",
+        b"e\0\0\0\x01N", b"w\0\0\0\x04nope", b"n\0\0\0\x01N", b"n\0\0\0\x03Ns\0\0\0\x01at\0\0\0\x01s\0\0\0\x01_",
+        b"n\0\0\0\x04Ns\0\0\0\x01at\0\0\0\0N", b"n\0\0\0\x03Ns\0\0\0\x01a;t\0\0\0\0",
         b"a\0\0\0\x04nope", b"z\0\0\0\0", b"D\xffN", b"l\0\0\0\x01" * 5000 + b"N", b"R\0", b"O" + b"\xff" * 8,
     ],
 )  # fmt: skip
 def test_junk_is_refused(data):
-    with pytest.raises(wire.WireError):
-        wire.decode(data, [].__getitem__)
+    with pytest.raises(messages.MessageError):
+        messages.decode(data, [].__getitem__)
 
 
 def test_changed_bytes_give_a_plain_value_or_an_error():
     chosen = random.Random(0)
-    data = b"".join(wire.encode(value, no_reference) for value in VALUES)
+    data = b"".join(messages.encode(value, no_reference) for value in VALUES)
     kinds = {type(value) for value in VALUES}
     for _ in range(20000):
         start = chosen.randrange(len(data))
@@ -129,8 +160,8 @@ def test_changed_bytes_give_a_plain_value_or_an_error():
         for _ in range(chosen.randrange(4)):
             sample[chosen.randrange(len(sample))] = chosen.randrange(256)
         try:
-            value = wire.decode(bytes(sample), lambda yours, number: None)
-        except wire.WireError:
+            value = messages.decode(bytes(sample), lambda yours, number: None)
+        except messages.MessageError:
             continue
         assert type(value) in kinds
 
@@ -140,13 +171,13 @@ def test_changes_are_repeated_in_place():
     mine = ([inner, 2], {"k": inner}, {1}, queue, (inner,), 5, bytearray(b"a"))
     kept = list(mine)
     theirs = ([[1, 9], 2, 3], {"k": [4], "n": 1}, {2}, collections.deque([7, 8]), ([5],), 6, bytearray())
-    merged = wire.merge(mine, theirs)
+    merged = merge(mine, theirs)
     assert merged == ([[1, 9], 2, 3], {"k": [1, 9], "n": 1}, {2}, collections.deque([7, 8]), ([1, 9],), 6, bytearray())
     assert all(a is b for a, b in zip(merged, kept, strict=True) if b != 5)
     assert all(a is b for a, b in zip(mine, kept, strict=True))
     assert mine[0][0] is inner and mine[1]["k"] is inner and inner == [1, 9]
     assert queue.maxlen == 3
-    assert wire.merge([1], (1,)) == (1,)
+    assert merge([1], (1,)) == (1,)
 
 
 @pytest.mark.parametrize("place", range(3))
@@ -154,5 +185,5 @@ def test_a_container_at_several_places_is_changed_by_any_of_its_copies(place):
     row = [{"k": 0}]
     mine, theirs = ([row] * 3, row), ([[{"k": 0}] for _ in range(3)], [{"k": 0}])
     theirs[0][place][0]["k"] = 1
-    wire.merge(mine, theirs)
+    merge(mine, theirs)
     assert mine[0][0] is row and row == [{"k": 1}]

@@ -6,18 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from troll.rewards.answers import AnswerFormat, check_answer_format, final_answer
-from troll.rewards.equivalence import check_math_verify, compare
-from troll.rewards.equivalence_pool import Comparison
 from troll.rewards.grading import Grader, Verdict
-
-__all__ = ["MathGrader", "compute_score", "final_answer", "success"]
+from troll.rewards.mathematics.comparison import check_math_verify, compare
+from troll.rewards.mathematics.pool import Comparison
+from troll.rewards.sandbox.limits import printable
 
 
 class MathGrader(Grader):
     r"""Whether the final answer equals the data set's, by math-verify: `72`, `72.00`, `\$72`, `\frac{144}{2}` are one.
 
     Everything before the last answer in the format asked for is ignored: neither a correct intermediate result nor a
-    list of guesses earns anything. `troll.rewards.equivalence` says what counts as equal.
+    list of guesses earns anything. `troll.rewards.mathematics.comparison` says what counts as equal.
 
     Args:
         answer_format: How completions mark the final answer: `boxed`, `hash` or `tag`.
@@ -46,10 +45,12 @@ class MathGrader(Grader):
 
         Returns:
             B verdicts with score 0 or 1; their reasons are "correct", "wrong answer", "no answer", "time limit" and,
-            where math-verify's process crashed over the answer, "cannot be compared".
+            where math-verify's process crashed over the answer, "cannot be compared". Where the process was killed, or
+            could not be started, for half a minute, the score is None and the reason "unscored: ..." with the cause.
 
         Raises:
             ImportError: If math-verify is not installed.
+            RuntimeError: If it is, but cannot be imported.
             ValueError: If the column `answer` is missing, or has not one answer for each completion.
         """
         golds = columns.get("answer")
@@ -72,7 +73,8 @@ class MathGrader(Grader):
 
 
 def _verdict(answer: str, comparison: Comparison) -> Verdict:
-    return Verdict(float(comparison is Comparison.EQUAL), answer, comparison.value)
+    score = None if comparison.is_unscored else float(comparison is Comparison.EQUAL)
+    return Verdict(score, answer, comparison.value)
 
 
 #: The reward for answers in `\boxed{}`, in TRL's signature.
@@ -101,6 +103,12 @@ def compute_score(
     Returns:
         `score` and `acc`, 0 or 1, and `pred`, the answer that was read ("" where there is none), by which verl's
         validation counts majority votes.
+
+    Raises:
+        RuntimeError: If the answer could not be compared, for lack of memory or processes for example; the message
+            names the cause. verl has no row without a score.
     """
     (verdict,) = MathGrader(answer_format).grade([solution_str], answer=[ground_truth])
-    return {"score": verdict.score, "acc": verdict.success, "pred": verdict.answer or ""}
+    if verdict.score is None:
+        raise RuntimeError(f"a completion is {verdict.reason}")
+    return {"score": verdict.score, "acc": verdict.success, "pred": printable(verdict.answer or "")}

@@ -1,4 +1,4 @@
-"""The process in which math-verify works on what a model wrote; started by `troll.rewards.equivalence_pool`.
+"""The process in which math-verify works on what a model wrote; started by `troll.rewards.mathematics.pool`.
 
 It is run as a file, and imports nothing of the project: `import troll` would load torch.
 
@@ -6,6 +6,7 @@ The process that is started imports math-verify and forks a child, which reads q
 verdicts to what was standard output. Before each question the child arms a timer of its own CPU time, whose signal is
 left at its default action: the kernel ends the child even inside one long operation on integers, where no Python
 signal handler runs. Its parent then reports the question and forks the next child, which has nothing left to import.
+Where a child ends for a reason that is not the question's, its parent ends as well, and the question is asked again.
 """
 
 import contextlib
@@ -25,13 +26,15 @@ QUESTION = struct.Struct("<QdII")  # number, CPU seconds, bytes of the gold answ
 VERDICT = struct.Struct("<QB")
 DIFFERENT, EQUAL, TIME_LIMIT, FAILED = range(4)
 READY = 0  # the number of the verdict that says that math-verify is imported
+CANNOT_IMPORT = 4  # exit status
 
-_MEMORY = 1 << 30
+MEMORY_BYTES = 1 << 30
 # A child whose memory ever reached this is replaced: what sympy and the parser keep of one answer must not take the
 # room of the next. One that has just been forked has about 80 MiB.
 _REPLACED_FROM_KILOBYTES = 256 << 10
 _NO_MORE_QUESTIONS, _TO_BE_REPLACED = 0, 3
 _IN_HAND = struct.Struct("<Q")
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
 # They make math-verify and sympy build what they build at their first use, once for all children.
 _FIRST_QUESTIONS = [
@@ -50,34 +53,40 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 def main() -> None:
     """Serves questions until standard input ends."""
     logging.disable(logging.CRITICAL)
+    with contextlib.suppress(OSError):  # where memory runs out, a comparison is asked again; a training run is not
+        Path("/proc/self/oom_score_adj").write_text("1000")
     questions, verdicts = os.dup(0), os.dup(1)
     _silence()
     # A blocked or ignored signal would be inherited from the process that trains.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    # By its path: as a module of the project it would bring torch along.
-    equality = runpy.run_path(str(Path(__file__).with_name("equality.py")))
-    is_equal = equality["is_equal"]
+    try:
+        # By its path: as a module of the project it would bring torch along.
+        expressions = runpy.run_path(str(Path(__file__).with_name("expressions.py")))
+    except ImportError:
+        sys.exit(CANNOT_IMPORT)
+    is_equal = expressions["is_equal"]
     for gold, answer in _FIRST_QUESTIONS:
         is_equal(gold, answer)
-    equality["forbid_code"]()
+    expressions["forbid_code"]()
     sys.addaudithook(_forbid)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     in_hand = mmap.mmap(-1, _IN_HAND.size)  # shared with the children: the question that one is working on
     _answer(verdicts, READY, DIFFERENT)
     while True:
         child = os.fork()
         if child == 0:
             _serve(is_equal, questions, verdicts, in_hand)
-        status = os.waitpid(child, 0)[1]
-        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == _NO_MORE_QUESTIONS:
-            return
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         (number,) = _IN_HAND.unpack(in_hand[:])
-        if number:
-            in_hand[:] = _IN_HAND.pack(0)
-            is_out_of_time = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
-            _answer(verdicts, number, TIME_LIMIT if is_out_of_time else FAILED)
+        if number and -status == signal.SIGPROF:
+            _answer(verdicts, number, TIME_LIMIT)
+        elif number and -status in _CRASHES:
+            _answer(verdicts, number, FAILED)
+        elif status != _TO_BE_REPLACED:
+            return  # no more questions, or it was killed: then the question is lost
+        in_hand[:] = _IN_HAND.pack(0)
 
 
 def _silence() -> None:
@@ -98,7 +107,7 @@ def _serve(is_equal: Callable[[str, str], bool], questions: int, verdicts: int, 
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
             try:
                 equal = is_equal(gold, answer)
-            except Exception:  # whatever math-verify or sympy may raise for what a model may write
+            except Exception:  # anything that math-verify or sympy may raise for what a model may write
                 equal = False
             signal.setitimer(signal.ITIMER_PROF, 0)
             in_hand[:] = _IN_HAND.pack(0)
@@ -129,3 +138,4 @@ def _answer(descriptor: int, number: int, verdict: int) -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # sympy would take its time to be taken down, and whoever trains waits for it

@@ -1,31 +1,9 @@
-r"""Whether two mathematical answers are the same: math-verify's judgement, within limits that hold everywhere.
-
-math-verify parses and compares, in processes of its own (`equivalence_pool.py`): its time limits are signals, which
-only a main thread can receive and which no long operation on integers obeys. There, the kernel counts the CPU time of
-every comparison, so a busy machine changes no verdict, and bounds the memory.
-
-Two plain numbers are compared here, exactly and without a process: `72`, `72.00`, `\$72`, `1,000`. That is stricter
-than math-verify, which rounds to six decimals; expressions such as `\frac{1}{3}` and `0.333333` are left to it.
-As with math-verify, a unit is not compared (`18 km` and `18 m` are equal), and a percentage equals its number and its
-fraction (`50\%`, `50`, `0.5`). Times of day are compared as text. Some answers are refused that math-verify would read
-as one number: see `is_ambiguous` here, and `equality.py`.
-
-Known limits, because a guard would need a parser or a dictionary:
-
-- Granted: a letter that may be a multiplier for a unit (`18\text{k}`), a hedge in text (`18\text{, perhaps}`), dots
-  (`18\ldots`), a name before the answer (`f(x) = 18`), a calculation left to do (`20 - 2`).
-- Refused: sentences (`the answer is 18`), numbers in words, also in a unit (`18 \text{ in two hours}`), several words
-  without `\text` (`18 years old`), `yx` for `xy`, `1 < x < 2` for `(1, 2)`, which may be a point.
-"""
+r"""The texts of answers, before anything parses them: their spellings brought to one, and those that are ambiguous."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from decimal import Decimal
-from importlib.util import find_spec
-
-from troll.rewards.equivalence_pool import Comparison, ask
 
 #: Longer answers are no answers: the longest gold answer of the tasks' data sets has a few hundred characters.
 MAX_CHARACTERS = 2000
@@ -46,11 +24,18 @@ _SPACED_THOUSANDS = re.compile(rf"(?<![\w.,^}}])[1-9]\d{{0,2}}(?:{_SPACE}\d{{3}}
 _QUANTITY = re.compile(rf"({_NUMBER.pattern})\s*([a-z]{{4,}}|(?:[ckm]?m|in|ft|yd|mi)\^\{{?[23]\}}?)", re.ASCII)
 _TIME = re.compile(r"0?(\d{1,2}:\d\d)\s*(?:([ap])\.?\s?m\.?)?", re.ASCII)
 _LETTERS = re.compile(r"[A-Za-z\s()]{2,}")
+# Letters that are variables in most mathematics; a word is seldom made of them.
+_PRODUCT = re.compile(r"(?:[a-df-hj-np-tv-z](?:\s|\\cdot(?![a-z]))*){2,5}")
+_BETWEEN_ITEMS = re.compile(r"\s*(?:,\s*and\b|,|;|\band\b)\s*")
+_ITEM = re.compile(r"[A-Za-z]|\([A-Za-z]\)")
+_CAPITAL = re.compile(r"(?<![A-Za-z])[A-Z](?![A-Za-z])")
 _PRIMES = re.compile(r"(?<=[A-Za-z)\]}])'+(?!s)")
+_POINT = re.compile(r"(?<=\d)\.(?=\s*[/*)+-])", re.ASCII)  # of 1./3, which math-verify does not read
 _NUMBER_BASE = re.compile(r"\d\s*_\s*(\{[^{}]*\}|\S)")
 _ARGUMENTS = re.compile(r"\\[a-zA-Z]+\s*(?:\[[^\[\]]*\]\s*)?(?:\{[^{}]*\}\s*)+|[\^_]\s*\{[^{}]*\}")
 _NEIGHBOURS = re.compile(r"(?<![_^\d.])\d[\d.]*(?:[\s(){}]|\\[,;:! %]|\\q?quad|\^\s*\\circ)+\d")
 _WORDS = re.compile(r"\\(?:text|mbox|math(?:rm|it|bf))[a-z]*\s*\{([^{}]*)\}")
+_COMMAND = re.compile(rf"{_WORDS.pattern}|\\[A-Za-z]+")
 _ALTERNATIVE = re.compile(r"\b(?:and|or|nor|not)\b", re.IGNORECASE)
 # Not before a hyphen, as in `two-liter bottles`; `thirds`, but `third graders`; `squared`, but `cm squared`.
 _ARITHMETIC = re.compile(
@@ -62,51 +47,17 @@ _ARITHMETIC = re.compile(
 )
 
 
-def check_math_verify() -> None:
-    """Raises ImportError where math-verify is missing."""
-    if find_spec("math_verify") is None:
-        raise ImportError('math rewards need math-verify: pip install "troll-rl[tasks]"')
-
-
-def compare(pairs: Sequence[tuple[str, str]], cpu_seconds: float = 2.0) -> list[Comparison]:
-    """Compares answers to gold answers; a pair that comes twice is compared once.
-
-    Args:
-        pairs: N pairs of a gold answer and an answer, each without a box around it.
-        cpu_seconds: CPU time that one comparison may take.
-
-    Returns:
-        N comparisons, in the order of the pairs.
-
-    Raises:
-        ImportError: If math-verify is not installed.
-        RuntimeError: If its process cannot be started.
-    """
-    found: dict[tuple[str, str], Comparison] = {}
-    questions: dict[tuple[str, str], tuple[str, str]] = {}
-    for pair in set(pairs):
-        gold, answer = (_tidy(text) if len(text) <= MAX_CHARACTERS else text for text in pair)
-        decided = _at_sight(gold, answer)
-        if decided is None:
-            questions[pair] = (_for_math_verify(gold), _for_math_verify(_with_unit_as_text(answer)))
-        else:
-            found[pair] = decided
-    if questions:
-        check_math_verify()
-        found.update(zip(questions, ask(list(questions.values()), cpu_seconds), strict=True))
-    return [found[pair] for pair in pairs]
-
-
-def _tidy(text: str) -> str:
+def tidy(text: str) -> str:
     """Drops what says nothing of the value, and brings what has many spellings to the one that math-verify reads."""
     text = text.replace(r"\$", "").replace("$", "").replace("{,}", ",").replace("−", "-")
     text = text.replace("{:}", ":").replace("°", r"^\circ").replace(r"\degree", r"^\circ")
+    text = text.replace(r"\varnothing", r"\emptyset").replace("∅", r"\emptyset")
     text = re.sub(r"[\s~]", " ", text).strip().rstrip("\\ ")
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip()
     text = _CURRENCY.sub("", _CHOICE_AND_STOP.sub(r"\1", text.lstrip("€£¥")))
     text = _PRIMES.sub(lambda match: "^{" + r"\prime" * len(match[0]) + "}", text)  # an apostrophe is dropped
-    text = _PERCENT.sub(r"\\%", text)
+    text = _POINT.sub("", _PERCENT.sub(r"\\%", text))
     text = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", _IMAGINARY.sub(" i", text))
     text = _FRACTION.sub(lambda match: rf"\frac{_braced(match[1])}{_braced(match[2])}", text)
     return _SPACED_THOUSANDS.sub(lambda match: re.sub(_SPACE, "", match[0]), text)
@@ -116,28 +67,56 @@ def _braced(argument: str) -> str:
     return argument if argument.startswith("{") else f"{{{argument}}}"
 
 
-def _for_math_verify(text: str) -> str:
+def same_at_sight(gold: str, answer: str) -> bool | None:
+    """Whether two tidy texts are the same answer, where no parser is needed for that; else None."""
+    if not answer or len(answer) > MAX_CHARACTERS or len(gold) > MAX_CHARACTERS:
+        return bool(answer) and answer == gold
+    if answer == gold:
+        return True
+    if _NUMBER.fullmatch(gold) and _NUMBER.fullmatch(answer):
+        return Decimal(gold.replace(",", "")) == Decimal(answer.replace(",", ""))
+    expected, given = (
+        _TIME.fullmatch(_without_groups(text).rpartition("=")[2].strip().lower()) for text in (gold, answer)
+    )
+    if expected:  # math-verify would divide
+        return given is not None and given[1] == expected[1] and {given[2], expected[2]} != {"a", "p"}
+    letters = _letters(gold), _letters(answer)
+    if None not in letters:
+        return letters[0] == letters[1]
+    return False if is_ambiguous(gold, answer) else None
+
+
+def for_math_verify(gold: str, answer: str) -> tuple[str, str]:
+    """Spells two tidy texts in the way in which math-verify reads them."""
+    if _are_products(gold, answer):  # in `a b`, it takes the b for a unit
+        return re.sub(r"\s|\\cdot", "", gold), re.sub(r"\s|\\cdot", "", answer)
+    return _capitals_told_apart(_numbers_spelled_out(gold), _numbers_spelled_out(_with_unit_as_text(answer)))
+
+
+def _numbers_spelled_out(text: str) -> str:
     """Spells out two kinds of numbers that it misreads: the e of 4.5e33 as Euler's number, x = 1,000 as two values."""
     text = _SCIENTIFIC.sub(lambda match: rf"{match[1]} \times 10^{{{int(match[2])}}}", text)
     return _EQUAL_TO_THOUSANDS.sub(lambda match: match[1].replace(",", ""), text)
 
 
-def _at_sight(gold: str, answer: str) -> Comparison | None:
-    """The comparison where no parser is needed for it, else None."""
-    if not answer or len(answer) > MAX_CHARACTERS or len(gold) > MAX_CHARACTERS:
-        return Comparison.EQUAL if answer and answer == gold else Comparison.DIFFERENT
-    if answer == gold:
-        return Comparison.EQUAL
-    if _NUMBER.fullmatch(gold) and _NUMBER.fullmatch(answer):
-        equal = Decimal(gold.replace(",", "")) == Decimal(answer.replace(",", ""))
-        return Comparison.EQUAL if equal else Comparison.DIFFERENT
-    expected, given = (
-        _TIME.fullmatch(_without_groups(text).rpartition("=")[2].strip().lower()) for text in (gold, answer)
-    )
-    if expected:  # math-verify would divide
-        equal = given is not None and given[1] == expected[1] and {given[2], expected[2]} != {"a", "p"}
-        return Comparison.EQUAL if equal else Comparison.DIFFERENT
-    return Comparison.DIFFERENT if is_ambiguous(gold, answer) else None
+def _capitals_told_apart(gold: str, answer: str) -> tuple[str, str]:
+    """Gives capital letters other names where an answer has the small letter as well, as in `N = n`.
+
+    To math-verify they are one variable.
+    """
+    texts = [gold, answer]
+    for text in (_COMMAND.sub(" ", each) for each in (gold, answer)):
+        for capital in sorted(set(_CAPITAL.findall(text))):
+            free = next((name for name in "qwzvuhgkprst" if name not in "".join(texts).lower()), capital)
+            if capital.lower() in text:
+                texts = [_renamed(each, capital, free) for each in texts]
+    return texts[0], texts[1]
+
+
+def _renamed(text: str, symbol: str, name: str) -> str:
+    """Gives a symbol another name, except in words and commands."""
+    pattern = rf"{_COMMAND.pattern}|{symbol}"
+    return re.sub(pattern, lambda found: name if found[0] == symbol else found[0], text)
 
 
 def _with_unit_as_text(answer: str) -> str:
@@ -165,7 +144,7 @@ def is_ambiguous(gold: str, answer: str) -> bool:
     - `10 8`, `10(8)`: it adds numbers side by side, as in `1\frac{1}{2}`. Allowed where the gold answer has some;
     - `18 \text{ or twenty}`, `\text{not } 18`: it takes text for a unit. `1 \text{ or } 2` is a list of two;
     - `18 \text{ million}`, `18 \text{ plus two}`: the same. Allowed where the gold answer has the same words;
-    - `CBA` for `ABC`: letters are factors to it, in any order.
+    - `CBA` for `ABC`: letters are factors to it, in any order, which is right of `xy` and `yx` only.
     """
     if any(command in answer for command in (r"\boxed", r"\fbox", "phantom")) or not _braces_match(answer):
         return True
@@ -191,8 +170,22 @@ def _arithmetic(text: str) -> set[str]:
 def _is_anagram(gold: str, answer: str) -> bool:
     if not _LETTERS.fullmatch(_without_groups(gold)) or _ALTERNATIVE.search(_without_groups(gold)):
         return False
+    if _are_products(gold, answer):
+        return False
     letters = [re.sub(r"\\[a-zA-Z]+|[^a-zA-Z]", "", _without_groups(text)).lower() for text in (gold, answer)]
     return letters[0] != letters[1] and sorted(letters[0]) == sorted(letters[1])
+
+
+def _are_products(*texts: str) -> bool:
+    return all(_PRODUCT.fullmatch(text) for text in texts)
+
+
+def _letters(text: str) -> set[str] | None:
+    r"""The letters of a list or a set of single ones, such as `\text{A and C}`, `(A), (C)` and `\{a, c\}`."""
+    text = _without_groups(text).strip()
+    items = _BETWEEN_ITEMS.split(text.removeprefix(r"\{").removesuffix(r"\}").strip())
+    is_list = len(items) > 1 and all(_ITEM.fullmatch(item) for item in items)
+    return {item.strip("()").lower() for item in items} if is_list else None
 
 
 def _has_neighbours(text: str) -> bool:

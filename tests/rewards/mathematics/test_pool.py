@@ -1,7 +1,10 @@
+import contextlib
+import functools
 import gc
 import json
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from troll.rewards import equivalence_pool
-from troll.rewards.equivalence_pool import Comparison, ask
+from troll.rewards.mathematics import pool as pool_module
+from troll.rewards.mathematics.pool import Comparison, ask
 
 _QUESTIONS = [("9", rf"\frac{{{i}}}{{2}}") for i in range(14, 22)]
 _RIGHT = [Comparison.DIFFERENT] * 4 + [Comparison.EQUAL] + [Comparison.DIFFERENT] * 3
@@ -23,15 +26,15 @@ _ENDLESS = ("9", "9^{9^{9^9}}")
 @pytest.fixture(scope="module")
 def pool():
     """One for all tests: importing math-verify takes a second. A test may leave it stopped, never busy."""
-    pool = equivalence_pool._Pool(2)
+    pool = pool_module._Pool(2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(equivalence_pool, "_pool", pool)
+        patch.setattr(pool_module, "_pool", pool)
         yield pool
     pool.stop()
 
 
 def _processes(pool):
-    return [worker._process.pid for worker in pool._workers if worker._process is not None]
+    return [process._process.pid for process in pool._processes if process._process is not None]
 
 
 def _family(pids):
@@ -125,7 +128,7 @@ def test_a_fork_amid_a_comparison(pool):
         if child == 0:
             status = 1
             try:
-                own = equivalence_pool._pool
+                own = pool_module._pool
                 status = 0 if own is not pool and _is_right() and not set(_processes(own)) & set(before) else 2
                 own.stop()
             finally:
@@ -154,7 +157,7 @@ def test_workers_that_are_killed(pool):
 def test_a_worker_that_is_killed_at_work(pool):
     pool.stop()
     with ThreadPoolExecutor(1) as threads:
-        for expected, kills in ((Comparison.TIME_LIMIT, 1), (Comparison.FAILED, 2)):
+        for expected, kills in ((Comparison.TIME_LIMIT, 2), (Comparison.KILLED, 3)):
             asked = threads.submit(ask, [_ENDLESS], 3.0)
             for _ in range(kills):
                 _wait_until(
@@ -183,11 +186,11 @@ def test_a_child_that_crashes_is_no_time_limit(pool):
 
 def test_a_worker_that_is_stopped_is_given_up(pool, monkeypatch):
     assert _is_right()
-    monkeypatch.setattr(equivalence_pool, "_PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(equivalence_pool, "_PATIENCE_FACTOR", 0.0)
+    monkeypatch.setattr(pool_module, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(pool_module, "_PATIENCE_FACTOR", 0.0)
     for pid in _family(_processes(pool)):
         os.kill(pid, signal.SIGSTOP)
-    assert ask(_QUESTIONS[:2], 2.0) == [Comparison.TIME_LIMIT] * 2
+    assert ask(_QUESTIONS[:2], 2.0) == [Comparison.SILENT] * 2
     monkeypatch.undo()
     assert _is_right()
 
@@ -199,17 +202,92 @@ def test_an_interrupt_leaves_no_verdict_behind(pool, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(equivalence_pool, "_wait", interrupted)
+        patch.setattr(pool_module, "_wait", interrupted)
         ask([("4", "2 + 2"), ("5", "2 + 3")], 2.0)
     assert _is_right()
 
 
-def test_it_cannot_be_started(pool, monkeypatch):
+def test_math_verify_that_cannot_be_imported_is_an_error(pool, monkeypatch, tmp_path):
+    (tmp_path / "math_verify.py").write_text("import a_package_that_is_missing")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    broken = pool_module._Pool(2)
+    with pytest.raises(RuntimeError, match=r"installed but cannot be imported; .* -c 'import math_verify' may say why"):
+        broken.compare(_QUESTIONS, 2.0)
+    assert _processes(broken) == []
+    # Of a process that has worked before, it is the machine's trouble.
+    assert _is_right()
     pool.stop()
-    monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(RuntimeError, match=r"ended before it was ready; .* -c 'import math_verify' may say why"):
-        ask(_QUESTIONS, 2.0)
+    monkeypatch.setattr(pool_module, "_STARTING_SECONDS", 0.0)
+    monkeypatch.setattr(pool_module, "_PAUSE_SECONDS", 0.0)
+    assert ask(_QUESTIONS[:2], 2.0) == [Comparison.NOT_STARTED] * 2
     monkeypatch.undo()
+
+
+class _Starts:
+    """Starts processes, but not at first."""
+
+    def __init__(self, failures):
+        self.failures, self.start = failures, pool_module._start
+
+    def __call__(self):
+        self.failures -= 1
+        if self.failures >= 0:
+            raise BlockingIOError("Resource temporarily unavailable")
+        return self.start()
+
+
+def test_a_machine_without_processes_is_tried_again(pool, monkeypatch):
+    monkeypatch.setattr(pool_module, "_PAUSE_SECONDS", 0.01)
+    pool.stop()
+    monkeypatch.setattr(pool_module, "_start", _Starts(failures=5))
+    assert _is_right()
+    pool.stop()
+    monkeypatch.setattr(pool_module, "_start", _Starts(failures=10**9))
+    monkeypatch.setattr(pool_module, "_STARTING_SECONDS", 0.1)
+    assert ask(_QUESTIONS, 2.0) == [Comparison.NOT_STARTED] * len(_QUESTIONS)
+    monkeypatch.undo()
+    assert _is_right()
+
+
+def test_processes_that_cannot_be_started_leave_the_questions_to_the_others(pool, monkeypatch):
+    pool.stop()
+    assert ask(_QUESTIONS[:1], 2.0) == _RIGHT[:1]
+    assert len(_processes(pool)) == 1
+    monkeypatch.setattr(pool_module, "_start", _Starts(failures=10**9))
+    monkeypatch.setattr(pool_module, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(pool_module, "_STARTING_SECONDS", 0.05)
+    assert ask(_QUESTIONS * 8, 2.0) == _RIGHT * 8
+    assert len(_processes(pool)) == 1
+    monkeypatch.undo()
+    assert _is_right()
+
+
+def test_no_kill_makes_a_verdict_wrong(pool):
+    killed = 0
+    draw = random.Random(0)
+    with ThreadPoolExecutor(1) as threads:
+        for _ in range(10):
+            asked = threads.submit(ask, _QUESTIONS * 2, 2.0)
+            time.sleep(draw.uniform(0, 0.05))
+            with contextlib.suppress(ProcessLookupError, IndexError):  # IndexError: none is left of the last round
+                os.kill(draw.choice(sorted(_family(_processes(pool)))), signal.SIGKILL)
+                killed += 1
+            assert asked.result() == _RIGHT * 2
+    assert killed >= 5
+
+
+def test_processes_are_shared_by_the_local_ranks(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)), raising=False)
+    monkeypatch.setattr(pool_module, "memory_limit", lambda root: 64 << 30)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert pool_module._size() == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert pool_module._size() == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
+    assert pool_module._size() == 1
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setattr(pool_module, "memory_limit", lambda root: 5 << 29)
+    assert pool_module._size() == 2
 
 
 @pytest.mark.slow
@@ -238,13 +316,13 @@ def test_no_process_and_no_descriptor_is_left(pool):
 
 _TRAINER = """
 import json, os, sys, time
-from troll.rewards import equivalence_pool
-equivalence_pool.ask([("9", r"\\\\frac{18}{2}")] * 2, 2.0)
+from troll.rewards.mathematics import pool
+pool.ask([("9", r"\\\\frac{18}{2}")] * 2, 2.0)
 loader = os.fork()  # holds on to the pipes
 if loader == 0:
     time.sleep(60)
     os._exit(0)
-print(json.dumps([loader, [w._process.pid for w in equivalence_pool._pool._workers if w._process]]), flush=True)
+print(json.dumps([loader, [p._process.pid for p in pool._pool._processes if p._process]]), flush=True)
 time.sleep(60)
 """
 
@@ -306,18 +384,21 @@ worker.main()
 @pytest.mark.slow
 def test_a_child_that_took_much_memory_is_replaced(pool, monkeypatch):
     def start():
-        command = [sys.executable, "-c", _SPARING, equivalence_pool.equivalence_worker.__file__]
+        command = [sys.executable, "-c", _SPARING, pool_module.worker.__file__]
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
         )
 
+    def has_grown(before):
+        seen.update(_family(_processes(pool)) - set(_processes(pool)))
+        return len(seen) > before
+
     pool.stop()
-    monkeypatch.setattr(equivalence_pool, "_start", start)
+    monkeypatch.setattr(pool_module, "_start", start)
     seen: set[int] = set()
     for _ in range(5):
         assert ask(_QUESTIONS[4:5], 2.0) == [Comparison.EQUAL]
-        _wait_until(lambda before=frozenset(seen): _family(_processes(pool)) - set(_processes(pool)) - before)
-        seen |= _family(_processes(pool)) - set(_processes(pool))
+        _wait_until(functools.partial(has_grown, len(seen)))
     assert len(seen) >= 5
     assert _is_right()
     pool.stop()

@@ -2,9 +2,10 @@ import time
 
 import pytest
 
-from tests.rewards.hostile_answers import HOSTILE
-from troll.rewards.equivalence import MAX_CHARACTERS, compare
-from troll.rewards.equivalence_pool import Comparison
+from tests.rewards.mathematics.hostile_answers import HOSTILE
+from troll.rewards.mathematics.comparison import compare
+from troll.rewards.mathematics.pool import Comparison
+from troll.rewards.mathematics.texts import MAX_CHARACTERS
 
 
 def _compare(gold, answer, **settings):
@@ -277,6 +278,157 @@ def test_right(gold, answer):
 )
 def test_wrong(gold, answer):
     assert _compare(gold, answer) is not Comparison.EQUAL
+
+
+# A sum, a product, an integral, a limit or a derivative that is left to do, by the number that it is.
+_RESTATED = {
+    "5050": (
+        r"\sum_{n=1}^{100} n",
+        r"\displaystyle\sum_{k=1}^{100} k",
+        r"\left(\sum_{n=1}^{100} n\right)",
+        r"2 \sum_{n=1}^{100} \frac{n}{2}",
+        r"\frac{1}{2}\sum_{n=1}^{100} 2n",
+        r"\sum_{n=1}^{100} n \text{ units}",
+        r"\sum_{n=0}^{99} (n+1)",
+        r"x = \sum_{n=1}^{100} n",
+        r"\sum_{n=1}^{100} n = \sum_{k=1}^{100} k",
+        r"0 + \sum_{i=1}^{100} i",
+        r"\sqrt{(\sum_{i=1}^{100} i)^2}",
+        r"\max(\sum_{i=1}^{100} i, 1)",
+        r"\int_0^{5050} 1 dx",
+    ),
+    r"x = 5050": (r"x = \sum_{n=1}^{100} n", r"\sum_{n=1}^{100} n"),
+    r"5050 \text{ cm}": (r"\sum_{n=1}^{100} n \text{ cm}",),
+    "2": (
+        r"\sum_{n=0}^{\infty} \frac{1}{2^n}",
+        r"\int_0^{\pi} \sin x dx",
+        r"\int_0^{\pi} \sin(x) \, dx",
+        r"\lim_{x \to 1} \frac{x^2-1}{x-1}",
+    ),
+    r"\frac{\pi^2}{6}": (r"\sum_{n=1}^{\infty} \frac{1}{n^2}",),
+    "e": (r"\sum_{n=0}^{\infty} \frac{1}{n!}", r"\lim_{n \to \infty} (1+\frac{1}{n})^n"),
+    r"\ln 2": (
+        r"\sum_{n=1}^{\infty} \frac{(-1)^{n+1}}{n}",
+        r"\int_1^2 \frac{1}{x} dx",
+        r"\int_1^2 \frac{dx}{x}",
+    ),
+    "120": (r"\prod_{i=1}^{5} i", r"\prod_{k=1}^5 k + 0", r"2 \prod_{i=3}^{5} i"),
+    "101": (r"\prod_{k=1}^{100} \frac{k+1}{k}",),
+    r"\frac{1}{2}": (
+        r"\int_0^1 x \, dx",
+        r"\int_{0}^{1} x dx",
+        r"\lim_{x \to 0} \frac{1-\cos x}{x^2}",
+        r"\prod_{k=2}^{2} \frac{1}{k}",
+    ),
+    r"50\%": (r"\int_0^1 x dx",),
+    r"\pi": (r"\int_0^1 \frac{4}{1+x^2} dx", r"4 \int_0^1 \sqrt{1-x^2} dx"),
+    "e-1": (r"\int_0^1 e^x dx",),
+    "1": (r"\int_0^\infty e^{-x} dx", r"\lim_{x \to 0} \frac{\sin x}{x}", r"\sum_{n=1}^{\infty} 2^{-n}"),
+    "0": (r"\lim_{x \to \infty} \frac{1}{x}",),
+    "4": (r"\lim_{h \to 0} \frac{(2+h)^2-4}{h}", r"\frac{d}{dx} (4x)", r"\int_0^1 \int_0^1 16xy dx dy"),
+    "1, 2": (r"\sum_{i=1}^{1} i, 2",),
+    r"\{1, 2\}": (r"\{\int_0^1 2x dx, 2\}",),
+    "x=1, x=2": (r"x=1, x=\int_0^2 x dx",),
+    "(1, 2)": (r"(\int_0^1 2x dx, 2)",),
+    "[0, 55]": (r"[0, \sum_{i=1}^{10} i]",),
+}
+
+
+def test_what_is_left_to_do_is_no_number():
+    pairs = [(gold, answer) for gold, answers in _RESTATED.items() for answer in answers]
+    assert len(pairs) >= 50
+    assert [pair for pair, found in zip(pairs, compare(pairs), strict=True) if found is Comparison.EQUAL] == []
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        (r"\sum_{n=1}^{100} n", r"\sum_{k=1}^{100} k"),
+        (r"\sum_{n=1}^{100} n", "5050"),
+        ("5050", r"\sum_{n=1}^{100} n = 5050"),
+        ("5050", r"x = \sum_{n=1}^{100} n = 5050"),
+        (r"\int_0^1 x^2 dx", r"\int_0^1 x^2 \, dx"),
+        (r"\int_0^1 x^2 dx", r"\frac{1}{3}"),
+        (r"\frac{n(n+1)}{2}", r"\sum_{k=1}^{n} k"),  # not a number
+    ],
+)
+def test_what_may_be_left_to_do(gold, answer):
+    assert _compare(gold, answer) is Comparison.EQUAL
+
+
+# Pairs that a reward has to tell apart, or to take for one.
+_SETS = {
+    r"\emptyset": ([r"\varnothing", "∅", r"\{\}"], [r"\{\emptyset\}", "0", r"\{0\}"]),
+    r"\varnothing": ([r"\emptyset", r"\{\}"], [r"\{0\}", "0", r"\{\varnothing\}"]),
+    r"\{A, B\}": (
+        [r"\{B, A\}", "A, B", r"\{\text{A}, \text{B}\}", r"\text{A and B}", r"\{a, b\}", r"\left\{B, A\right\}"],
+        [r"\{A, C\}", r"\{A, B, C\}", "(A, B)", r"\{AB\}", "A", r"\{A\}"],
+    ),
+    "A, C": (
+        ["C, A", r"\text{A, C}", r"\text{A and C}", "A and C", "(A), (C)", r"\text{(A)} \text{ and } \text{(C)}"],
+        ["A, D", "A", "A, C, D", r"\text{A, D}", "CA"],
+    ),
+    r"\text{A, B, and D}": (["A, B, D", r"D, B, A", r"\{A, B, D\}"], ["A, B", "A, B, C", "ABC"]),
+    "(3, \\infty)": (
+        [
+            r"\{x \mid x > 3\}",
+            r"\{x : x > 3\}",
+            r"\{x | x > 3\}",
+            r"\{x \in \mathbb{R} \mid x > 3\}",
+            r"\{x\in\mathbb R : 3 < x\}",
+            r"\left\{t \,\middle|\, t > 3\right\}",
+            r"\{x \text{ such that } x > 3\}",
+            "x > 3",
+        ],
+        [
+            r"\{x \mid x \ge 3\}",
+            r"\{x \mid x < 3\}",
+            r"\{x \mid y > 3\}",
+            r"\{x \in \mathbb{Z} \mid x > 3\}",
+            r"\{x \in \mathbb{N} : x > 3\}",
+            r"\{x > 3\}",
+            r"\{x \mid x > 3, x < 5\}",
+        ],
+    ),
+    "[1, 2)": (
+        [r"\{x \mid 1 \le x < 2\}", r"\{x \mid x \ge 1 \text{ and } x < 2\}", r"\{x : x \in [1, 2)\}"],
+        [r"\{x \mid 1 \le x \le 2\}", r"\{1, 2\}", r"\{x \mid x \ge 1 \text{ or } x < 2\}"],
+    ),
+    "(1, 2)": ([r"\{x \mid 1 < x < 2\}", r"\{x \in \mathbb{R} : 1 < x < 2\}"], ["1 < x < 2", r"\{1, 2\}"]),
+    r"\{x \mid 1 < x < 2\}": (["(1, 2)", "1 < x < 2", r"\{y : 1 < y < 2\}"], ["[1, 2]", "(1, 3)", r"\{1, 2\}", "1, 2"]),
+    r"(-\infty, 1) \cup (2, \infty)": (
+        [r"\{x \mid x < 1 \text{ or } x > 2\}", r"\{x : x > 2 \lor x < 1\}"],
+        [r"\{x \mid x < 1 \text{ and } x > 2\}", r"\{x \mid 1 < x < 2\}", r"\{x \mid x < 1 \text{ or } x \ge 2\}"],
+    ),
+    r"(-\infty, 3) \cup (3, \infty)": ([r"\{x \mid x \neq 3\}", r"x \neq 3"], [r"\{x \mid x = 3\}"]),
+    r"\{1, 2\}": ([r"\{x \mid x = 1 \text{ or } x = 2\}"], [r"\{x \mid 1 \le x \le 2\}"]),
+    "3": (["x = 3"], [r"\{x \mid x = 3\}"]),
+    r"(-2, 2)": ([r"\{x : |x| < 2\}"], [r"\{x : |x| \le 2\}"]),
+}
+_VARIABLES = {
+    "N = n": (["n = N", "N=n", "n"], ["N = n + 1", "N=n+1", "N = 2n", "N = n^2", "N", "n + 1", "n = n"]),
+    "P = p^2": (["P=p^2", "p^2", r"P = p \cdot p"], ["P = p^2 + 1", "P = p", "P^2", "p = p^2"]),
+    "n": (["N = n"], ["N = n + 1", "n + 1"]),
+    "n + 1": (["N = n + 1"], ["N = n", "N = n + 2"]),
+    "N = 18": (["N=18", "18"], ["N = 19", "N = 18 + 1"]),
+    "AB = 2a": (["2a", "AB = a + a"], ["AB = 2a + 1"]),
+    "xy": (["yx", r"y \cdot x", "y x", r"x \cdot y"], ["x + y", "x y^2", "xz", r"\text{yx}"]),
+    "abc": (["cab", "bca", "a b c"], ["ab", "abd", "abcc"]),
+    "mn": (["nm"], ["m", "mm", "m+n"]),
+    "2xy": (["2yx", r"2 y x", "xy + yx"], ["xy", "3yx"]),
+    "f(x)": ([], ["x(f)"]),
+    "no": ([], ["on"]),
+    "ABC": ([], ["CBA"]),
+}
+
+
+@pytest.mark.parametrize("table", [_SETS, _VARIABLES])
+def test_sets_and_variables(table):
+    right = [(gold, answer) for gold, (answers, _) in table.items() for answer in answers]
+    wrong = [(gold, answer) for gold, (_, answers) in table.items() for answer in answers]
+    found = dict(zip(right + wrong, compare(right + wrong), strict=True))
+    assert [pair for pair in right if found[pair] is not Comparison.EQUAL] == []
+    assert [pair for pair in wrong if found[pair] is Comparison.EQUAL] == []
 
 
 @pytest.mark.parametrize(

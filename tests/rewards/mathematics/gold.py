@@ -12,7 +12,7 @@ import pytest
 
 from troll.rewards.answers import AnswerFormat, final_answer
 
-_DATA = Path(__file__).parents[2].parent / "shared" / "data"
+_DATA = Path(__file__).parents[3].parent / "shared" / "data"
 FILES = {
     "gsm8k-train": _DATA / "gsm8k" / "train.jsonl",
     "gsm8k-test": _DATA / "gsm8k" / "test.jsonl",

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.rewards.gold import FILES, MARKED, ROWS, number, problems, spoiled
-from troll.rewards.equivalence_pool import Comparison, ask
+from tests.rewards.mathematics.gold import FILES, MARKED, ROWS, number, problems, spoiled
 from troll.rewards.grading import Verdict
-from troll.rewards.math import MathGrader, compute_score, success
+from troll.rewards.mathematics import MathGrader, compute_score, success
+from troll.rewards.mathematics.pool import Comparison, ask
 
 
 @pytest.fixture(params=MARKED)
@@ -36,6 +36,22 @@ def test_verdicts():
     assert _verdict("18") == Verdict(0.0, None, "no answer")
     assert _verdict(r"\boxed{}") == Verdict(0.0, None, "no answer")
     assert _verdict(r"\boxed{9^{9^{9^9}}}", cpu_seconds=0.3) == Verdict(0.0, "9^{9^{9^9}}", "time limit")
+
+
+@pytest.mark.parametrize("trouble", [Comparison.KILLED, Comparison.SILENT, Comparison.NOT_STARTED])
+def test_what_the_machine_keeps_from_being_compared_is_unscored(monkeypatch, trouble):
+    monkeypatch.setattr(
+        "troll.rewards.mathematics.comparison.ask", lambda questions, cpu_seconds: [trouble] * len(questions)
+    )
+    texts = [r"\boxed{\frac{36}{2}}", r"\boxed{18}", r"\boxed{19}", "18"]
+    verdicts = MathGrader().grade(texts, answer=["18"] * 4)
+    assert verdicts[0] == Verdict(None, r"\frac{36}{2}", trouble.value)
+    assert verdicts[0].reason.startswith("unscored: ")
+    assert [verdict.score for verdict in verdicts[1:]] == [1.0, 0.0, 0.0]  # for these it is not needed
+    assert MathGrader()([], texts, answer=["18"] * 4) == [None, 1.0, 0.0, 0.0]
+    assert not MathGrader().same_answer(r"\frac{36}{2}", "18")
+    with pytest.raises(RuntimeError, match="a completion is unscored: the process of math-verify"):
+        compute_score("gsm8k", texts[0], "18")
 
 
 def test_trl_calls_it():
@@ -96,7 +112,7 @@ def test_mistakes_of_the_user():
 
 
 def test_without_math_verify(monkeypatch):
-    monkeypatch.setattr("troll.rewards.equivalence.find_spec", lambda name: None)
+    monkeypatch.setattr("troll.rewards.mathematics.comparison.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r'pip install "troll-rl\[tasks\]"'):
         success.grade([r"\boxed{18}"], answer=["18"])
 
@@ -109,9 +125,9 @@ def test_it_travels():
 
 def test_importing_it_starts_and_loads_nothing():
     code = (
-        "import sys, troll.rewards.math as m; m.success.grade([r'\\boxed{18}', '18'], answer=['18'] * 2);"
+        "import sys, troll.rewards.mathematics as m; m.success.grade([r'\\boxed{18}', '18'], answer=['18'] * 2);"
         "assert not {'sympy', 'math_verify'} & set(sys.modules);"
-        "from troll.rewards.equivalence_pool import _pool; assert not any(w._process for w in _pool._workers)"
+        "from troll.rewards.mathematics.pool import _pool; assert not any(p._process for p in _pool._processes)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -120,6 +136,9 @@ def test_verl_calls_it():
     assert compute_score("gsm8k", r"\boxed{\frac{36}{2}}", "18") == {"score": 1.0, "acc": True, "pred": r"\frac{36}{2}"}
     assert compute_score("gsm8k", "18", "18", extra_info={}) == {"score": 0.0, "acc": False, "pred": ""}
     assert compute_score("gsm8k", "#### 18", "18", None, answer_format="hash", sandbox_fusion_url=None)["score"] == 1.0
+    hostile = compute_score("gsm8k", "\\boxed{\x1b[31m\ud800}", "18")["pred"]
+    assert hostile.isprintable()
+    assert hostile.encode("utf-8")
     with ThreadPoolExecutor(8) as threads:
         scores = threads.map(lambda i: compute_score("d", rf"\boxed{{\frac{{{i}}}{{2}}}}", "9")["score"], range(64))
     assert list(scores) == [float(i == 18) for i in range(64)]

@@ -1,16 +1,16 @@
 import subprocess
 import sys
 
-from troll.rewards import equivalence_pool
+from troll.rewards.mathematics import worker
 
 _CODE = """
 import runpy, sys
 import sympy
-equality = runpy.run_path(sys.argv[1])
-equality["forbid_code"]()
+expressions = runpy.run_path(sys.argv[1])
+expressions["forbid_code"]()
 assert sympy.sympify("72") == 72
-assert equality["is_equal"]("72", r"\\\\frac{144}{2}")
-assert equality["is_equal"](r"50\\%", r"50 \\%")  # math-verify passes on the space before the sign
+assert expressions["is_equal"]("72", r"\\\\frac{144}{2}")
+assert expressions["is_equal"](r"50\\%", r"50 \\%")  # math-verify passes on the space before the sign
 for text in ("__import__('os').system('touch pwned')", "print(1)", "[1][0]", "().__class__", "lambda: 0"):
     try:
         sympy.sympify(text)
@@ -21,6 +21,6 @@ for text in ("__import__('os').system('touch pwned')", "print(1)", "[1][0]", "()
 
 
 def test_sympy_evaluates_numbers_and_names_alone(tmp_path):
-    path = equivalence_pool.equivalence_worker.__file__.replace("equivalence_worker", "equality")
+    path = worker.__file__.replace("worker", "expressions")
     subprocess.run([sys.executable, "-c", _CODE, path], check=True, cwd=tmp_path)
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,302 @@
+"""The processes that compare answers, as the process that trains sees them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import IO
+
+from troll.rewards.machine import local_ranks, memory_limit
+from troll.rewards.mathematics import worker
+
+_MOST_PROCESSES = 8
+
+# CPU time decides. Wall time ends what the kernel cannot: a process that was stopped, or a machine on its knees.
+_PATIENCE_SECONDS = 120.0
+_PATIENCE_FACTOR = 30.0
+# A machine that cannot start a process now, for lack of memory or of processes, may be able to soon.
+_STARTING_SECONDS = 30.0
+_PAUSE_SECONDS = 0.5
+_ATTEMPTS = 3
+
+
+class Comparison(Enum):
+    """What became of one comparison; the value says it in words, as the reason of a verdict."""
+
+    EQUAL = "correct"
+    DIFFERENT = "wrong answer"
+    TIME_LIMIT = "time limit"
+    FAILED = "cannot be compared"
+    KILLED = "unscored: the process of math-verify was killed again and again"
+    SILENT = "unscored: the process of math-verify was given no time by the machine"
+    NOT_STARTED = "unscored: the process of math-verify could not be started, for lack of memory or processes"
+
+    @property
+    def is_unscored(self) -> bool:
+        """Whether the machine failed, which says nothing about the answer."""
+        return self in (Comparison.KILLED, Comparison.SILENT, Comparison.NOT_STARTED)
+
+
+_COMPARISONS = {
+    worker.DIFFERENT: Comparison.DIFFERENT,
+    worker.EQUAL: Comparison.EQUAL,
+    worker.TIME_LIMIT: Comparison.TIME_LIMIT,
+    worker.FAILED: Comparison.FAILED,
+}
+
+
+def ask(questions: Sequence[tuple[str, str]], cpu_seconds: float) -> list[Comparison]:
+    """Compares N pairs of a gold answer and an answer, in processes that live on for the next call.
+
+    Raises:
+        RuntimeError: If math-verify is installed, but cannot be imported.
+    """
+    return _pool.compare(questions, cpu_seconds)
+
+
+class _Pool:
+    """Processes that wait for questions. Any number of threads may ask; a question occupies one process."""
+
+    def __init__(self, size: int):
+        self._processes = [_Process() for _ in range(size)]
+        self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
+        for process in self._processes:
+            self._idle.put(process)
+
+    def compare(self, questions: Sequence[tuple[str, str]], cpu_seconds: float) -> list[Comparison]:
+        """Asks as many processes at a time as are idle, at least one."""
+        processes = self._borrow(len(questions))
+        try:
+            return self._ask(processes, questions, cpu_seconds)
+        finally:
+            for process in processes:
+                if process.is_busy:  # after an exception: nobody waits for its verdict any more
+                    process.stop()
+                self._idle.put(process)
+
+    def stop(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.stop()
+
+    def abandon(self) -> None:
+        """Forgets the processes, which are those of the process that this one was forked from."""
+        for process in self._processes:
+            process.abandon()
+
+    def _borrow(self, wanted: int) -> list[_Process]:
+        processes = [self._idle.get()]
+        while len(processes) < min(wanted, len(self._processes)):
+            try:
+                processes.append(self._idle.get_nowait())
+            except queue.Empty:
+                break
+        return processes
+
+    def _ask(
+        self, processes: Sequence[_Process], questions: Sequence[tuple[str, str]], cpu_seconds: float
+    ) -> list[Comparison]:
+        comparisons: dict[int, Comparison] = {}
+        unasked = list(reversed(range(len(questions))))
+        asked: dict[_Process, int] = {}
+        idle = list(processes)
+        while len(comparisons) < len(questions):
+            while unasked and idle:
+                process = idle.pop()
+                asked[process] = unasked.pop()
+                process.ask(questions[asked[process]], cpu_seconds)
+            ready, overdue = _wait(asked)
+            for process in ready + overdue:
+                comparison = process.verdict() if process in ready else process.give_up()
+                if comparison is None:
+                    continue
+                index = asked.pop(process)
+                if comparison is Comparison.NOT_STARTED and (asked or idle):  # the others go on without it
+                    unasked.append(index)
+                else:
+                    comparisons[index] = comparison
+                    idle.append(process)
+        return [comparisons[index] for index in range(len(questions))]
+
+
+def _wait(processes: Iterable[_Process]) -> tuple[list[_Process], list[_Process]]:
+    """Those that have something to say or are to be started again, and those that have been silent for too long."""
+    missing = [process for process in processes if process.verdicts is None]
+    with selectors.DefaultSelector() as selector:
+        for process in processes:
+            if process.verdicts is not None:
+                selector.register(process.verdicts, selectors.EVENT_READ, process)
+        timeout = min((process.seconds_to_start for process in missing), default=1.0)
+        ready = [key.data for key, _ in selector.select(timeout)]
+    ready += [process for process in missing if not process.seconds_to_start]
+    return ready, [process for process in processes if process.is_overdue and process not in ready]
+
+
+class _Process:
+    """One process (see `worker.py`), started at its first question and again whenever it has ended."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_ready = False
+        self._was_ever_ready = False
+        self._fails_since: float | None = None
+        self._start_at = 0.0
+        self._question: tuple[tuple[str, str], float] | None = None
+        self._attempts = 0
+        self._number = 0
+        self._deadline = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        return self._question is not None
+
+    @property
+    def is_overdue(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    @property
+    def seconds_to_start(self) -> float:
+        return max(0.0, self._start_at - time.monotonic())
+
+    @property
+    def verdicts(self) -> IO[bytes] | None:
+        return None if self._process is None else self._process.stdout
+
+    def ask(self, question: tuple[str, str], cpu_seconds: float) -> None:
+        self._question, self._attempts = (question, cpu_seconds), 0
+        self._send()
+
+    def verdict(self) -> Comparison | None:
+        """Reads what the process says: the comparison, or None where it is still to come."""
+        if self.verdicts is None:
+            if self._fails_for_long:
+                self._question = None
+                return Comparison.NOT_STARTED
+            self._send()
+            return None
+        record = self.verdicts.read(worker.VERDICT.size)
+        if not record:
+            return self._ended()
+        number, code = worker.VERDICT.unpack(record)
+        if number == worker.READY:
+            self._is_ready, self._was_ever_ready, self._fails_since = True, True, None
+        if number != self._number:
+            return None
+        self._question = None
+        return _COMPARISONS[code]
+
+    def give_up(self) -> Comparison:
+        self.stop()
+        return Comparison.SILENT
+
+    def stop(self) -> int | None:
+        """Ends the process, and returns its exit status."""
+        if self._process is None:
+            self._question = None
+            return None
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()  # which ends an idle one, and reaps its child
+        try:
+            status = self._process.wait(timeout=0 if self.is_busy else 2)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            status = self._process.wait()
+        self._process.stdout.close()
+        self._process, self._question, self._is_ready = None, None, False
+        return status
+
+    def abandon(self) -> None:
+        if self._process is not None:
+            for pipe in (self._process.stdin, self._process.stdout):
+                assert pipe is not None
+                pipe.close()
+            self._process.returncode = 0  # it is no child of this process, and not to be waited for
+        self._process, self._question = None, None
+
+    @property
+    def _fails_for_long(self) -> bool:
+        return self._fails_since is not None and time.monotonic() - self._fails_since > _STARTING_SECONDS
+
+    def _send(self) -> None:
+        assert self._question is not None
+        (gold, answer), cpu_seconds = self._question
+        self._deadline = time.monotonic() + _PATIENCE_SECONDS + _PATIENCE_FACTOR * cpu_seconds
+        if self._process is None:
+            try:
+                self._process = _start()
+            except OSError:
+                self._start_later()
+                return
+        assert self._process.stdin is not None
+        self._number += 1
+        self._attempts += 1
+        texts = [text.encode("utf-8", "surrogatepass") for text in (gold, answer)]
+        header = worker.QUESTION.pack(self._number, cpu_seconds, *map(len, texts))
+        with contextlib.suppress(BrokenPipeError):  # then the other pipe is at its end, which `verdict` sees
+            self._process.stdin.write(header + b"".join(texts))
+
+    def _start_later(self) -> None:
+        now = time.monotonic()
+        self._fails_since = self._fails_since or now
+        self._start_at = now if self._fails_for_long else now + _PAUSE_SECONDS
+
+    def _ended(self) -> Comparison | None:
+        """Asks again, since the process was killed or could not be started, which is not the answer's doing."""
+        was_ready, question = self._is_ready, self._question
+        status = self.stop()
+        if was_ready and self._attempts >= _ATTEMPTS:
+            return Comparison.KILLED
+        if status == worker.CANNOT_IMPORT and not self._was_ever_ready:
+            raise RuntimeError(
+                f"math-verify is installed but cannot be imported; {sys.executable} -c 'import math_verify' may say why"
+            )
+        self._question = question
+        if was_ready:
+            self._send()
+        else:
+            self._start_later()
+        return None
+
+
+def _start() -> subprocess.Popen[bytes]:
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "0"}  # sympy orders by hash in places
+    return subprocess.Popen(
+        [sys.executable, worker.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+        start_new_session=True,  # an interrupt from the terminal is not for it, and it is killed with its child
+        env={**os.environ, **environment},
+    )
+
+
+def _size() -> int:
+    """How many processes may work at a time: those that the processors and the memory carry, for each local rank."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = memory_limit(Path("/"))
+    most = processors if memory is None else min(processors, memory // worker.MEMORY_BYTES)
+    return max(1, min(_MOST_PROCESSES, most // local_ranks(os.environ)))
+
+
+_pool = _Pool(_size())
+
+
+def _renew() -> None:
+    global _pool
+    _pool.abandon()
+    _pool = _Pool(_size())
+
+
+os.register_at_fork(after_in_child=_renew)
+atexit.register(lambda: _pool.stop())

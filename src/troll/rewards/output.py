@@ -1,0 +1,59 @@
+"""What a program printed, compared with what it should have printed."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+Compare = Literal["tokens", "numbers"]
+
+#: Numbers that differ by no more than this, absolutely or relative to the expected one, are equal.
+TOLERANCE = 1e-6
+
+#: Longer tokens are texts: what a program prints may be one number of megabytes.
+NUMBER_LENGTH = 400
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+
+
+def same_output(actual: str, expected: str, compare: Compare = "tokens") -> bool:
+    """Whether an output counts as the expected one.
+
+    Blank lines at the start and at the end are ignored, and so is how much white space separates the tokens of a line.
+    There must be as many lines, each with as many tokens. Tokens are equal as texts or as numbers, to 1e-6 absolutely
+    or relatively.
+
+    Args:
+        actual: What was printed.
+        expected: What should have been.
+        compare: Which tokens are equal as numbers: with "tokens" where the expected one is a decimal fraction or has an
+            exponent, so that an expected integer is a text; with "numbers" wherever both are numbers, so that `3.0` is
+            `3`. Integers are then compared exactly, however large.
+    """
+    ours, theirs = (text.strip().split("\n") for text in (actual, expected))
+    return len(ours) == len(theirs) and all(_same_line(*lines, compare) for lines in zip(ours, theirs, strict=True))
+
+
+def _same_line(actual: str, expected: str, compare: Compare) -> bool:
+    ours, theirs = actual.split(), expected.split()
+    return len(ours) == len(theirs) and all(_same_token(*pair, compare) for pair in zip(ours, theirs, strict=True))
+
+
+def _same_token(actual: str, expected: str, compare: Compare) -> bool:
+    if actual == expected:
+        return True
+    if not (_is_number(expected) and _is_number(actual)):
+        return False
+    whole = _is_integer(expected)
+    if whole and (compare == "tokens" or _is_integer(actual)):
+        return compare == "numbers" and int(actual) == int(expected)
+    value, target = float(actual), float(expected)
+    return abs(value - target) <= TOLERANCE * max(1.0, abs(target))  # False where one of them is infinite
+
+
+def _is_integer(token: str) -> bool:
+    return token.lstrip("+-").isdigit()
+
+
+def _is_number(token: str) -> bool:
+    return len(token) <= NUMBER_LENGTH and _NUMBER.fullmatch(token) is not None

@@ -1,0 +1,64 @@
+import json
+
+import pytest
+
+from tests.rewards import datasets
+from tests.rewards.sandbox import idioms
+from troll.rewards.demands import borrowed_packages, needs_plain
+from troll.rewards.program import CodeTests, parse_tests
+
+
+def parsed(*asserts: str, **fields: object) -> CodeTests:
+    tests = parse_tests(json.dumps({"asserts": asserts, **fields}))
+    assert isinstance(tests, CodeTests)
+    return tests
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (idioms.PLAIN["a subclass"], "a class inherits from the program's Base"),
+        (idioms.PLAIN["printed text"], "what the program prints or reads is replaced"),
+        (idioms.PLAIN["a replaced input"], "what the program prints or reads is replaced"),
+        (idioms.PLAIN["an object of the tests"], "the program is passed an object of a class of the tests"),
+        (idioms.PLAIN["a signature"], "the program's code is inspected"),
+        (
+            "import sys, io\nsys.stdin = io.StringIO('3')\nassert f() == 3",
+            "what the program prints or reads is replaced",
+        ),
+        ("import io\nassert f(io.StringIO('3')) == 3", "the program is passed an object of a class of the tests"),
+        ("class A: pass\na = A()\nassert f(x=a)", "the program is passed an object of a class of the tests"),
+        ("assert f.__code__.co_argcount == 1", "__code__ of the program's f is read"),
+    ],
+)
+def test_what_only_the_programs_process_has(source, reason):
+    assert needs_plain(parsed("assert f(0)", source)) == [reason]
+    assert needs_plain(parsed("assert f(0)", setup=source)) == [reason]
+
+
+@pytest.mark.parametrize("name", idioms.JUDGED)
+def test_what_a_judge_can_test_needs_no_more(name):
+    assert needs_plain(parsed(idioms.JUDGED[name])) == []
+
+
+def test_the_function_under_test_is_known_by_its_parameter():
+    check = "import io\ndef check(candidate):\n    assert candidate(io.StringIO('x'))"
+    tests = parse_tests(json.dumps({"check": check, "entry_point": "f"}))
+    assert isinstance(tests, CodeTests)
+    assert needs_plain(tests) == ["the program is passed an object of a class of the tests"]
+
+
+def test_the_real_tasks_need_no_more():
+    for problem in datasets.mbpp() + datasets.humaneval():
+        tests = parse_tests(problem.tests)
+        assert isinstance(tests, CodeTests)
+        assert (problem.name, needs_plain(tests), borrowed_packages(tests)) == (problem.name, [], [])
+
+
+def test_packages_that_a_program_could_bring_along():
+    assert borrowed_packages(parsed("assert np.allclose(f(1), 2)", "with pytest.raises(ValueError):\n    f(2)")) == [
+        "np",
+        "pytest",
+    ]
+    assert borrowed_packages(parsed("assert np.allclose(f(1), 2)", setup="import numpy as np")) == []
+    assert borrowed_packages(parsed("assert math.isclose(f(1), 2)")) == []

@@ -1,0 +1,204 @@
+"""Completions that a grader could not judge take no part in a rollout, whatever other rewards say of them."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trl import tiny
+from tests.trl.processes import launch
+from tests.trl.unscored_worker import SETTINGS, Sometimes, form, rolled_out, stuck, success
+from troll.rewards.code import CodeGrader, passed_fraction
+from troll.rewards.grading import Grader, Verdict, leaves_unscored
+from troll.trl.held_out import judged_by
+from troll.trl.unscored import Unscored
+
+NAN = math.nan
+GROUP = SETTINGS["num_generations"]
+
+
+class Never(Grader):
+    """Nothing can be judged."""
+
+    def grade(self, completions: Any, **columns: Any) -> list[Verdict]:
+        return [Verdict(None, text, "unscored: no process is left") for text in completions]
+
+
+def shy(completions: Any, **_: Any) -> list[float | None]:
+    """An ordinary function that says nothing of some texts."""
+    return [None if stuck(text) else success(text) for text in completions]
+
+
+def make_one(make: tiny.Maker, **settings: Any) -> Any:
+    return make(**{"reward_funcs": [Sometimes(), form], **SETTINGS, **settings})
+
+
+def texts(rollout: dict[str, Any]) -> list[str]:
+    rows = zip(rollout["completion_ids"], rollout["completion_mask"].bool(), strict=True)
+    kept = [[token for token in ids[mask].tolist() if token > 2] for ids, mask in rows]
+    return ["".join(tiny.VOCABULARY[token] for token in ids) for ids in kept]
+
+
+def expected_advantages(completions: list[str]) -> torch.Tensor:
+    """GRPO's, over those of a group that were judged, from success and form together."""
+    rewards = torch.tensor([NAN if stuck(text) else success(text) + len(text) / 8 for text in completions])
+    advantages = torch.zeros(len(completions))
+    for start in range(0, len(completions), GROUP):
+        judged = start + (~rewards[start : start + GROUP].isnan()).nonzero().flatten()
+        own = rewards[judged]
+        if len(own) > 1:
+            advantages[judged] = (own - own.mean()) / (own.std() + 1e-4)
+    return advantages
+
+
+def test_whose_none_means_that_a_row_could_not_be_judged():
+    accelerator: Any = SimpleNamespace()
+    assert leaves_unscored(Never()) and not leaves_unscored(shy)
+    share = passed_fraction(CodeGrader(workers=1, sandbox=lambda *_, **__: []))
+    assert leaves_unscored(share)
+    rewards = torch.tensor([[1.0, 0.5, NAN], [NAN, 0.5, 0.0], [0.0, NAN, 1.0]])
+    unscored = Unscored(accelerator, [Never(), shy, form])
+    assert unscored.rows(rewards).tolist() == [False, True, False]
+    assert unscored.excluded(rewards).isnan().tolist() == [[False, False, True], [True] * 3, [False, True, False]]
+    assert unscored.metrics(rewards) == {"rewards/unscored": pytest.approx(1 / 3)}
+    without = Unscored(accelerator, [shy, form])
+    assert torch.equal(without.excluded(rewards[:, 1:]).isnan(), rewards[:, 1:].isnan())
+    assert without.metrics(rewards[:, 1:]) == {}
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_a_row_that_could_not_be_judged_is_in_no_baseline_and_no_loss(make, loss_type):
+    trainer = make_one(make, loss_type=loss_type)
+    rollout = rolled_out(trainer)
+    completions = list(trainer._logs["completion"])
+    rows = torch.tensor([stuck(text) for text in completions])
+    assert 0 < rows.sum() < len(rows) - GROUP, "nothing to leave out, or to keep"
+    torch.testing.assert_close(rollout["advantages"], expected_advantages(completions), rtol=1e-4, atol=1e-4)
+    mask = rollout["completion_mask"] * rollout["tool_mask"]
+    assert not mask[rows].any() and (rollout["tool_mask"][~rows] == 1).all()
+    assert rollout["completion_mask"][rows].any(1).all(), "the model still reads what it has written"
+    assert float(rollout["num_items_in_batch"]) == float(mask.sum())
+    metrics = trainer._metrics["train"]
+    assert metrics["rewards/unscored"] == [pytest.approx(float(rows.float().mean()))]
+    kept = [text for text in completions if not stuck(text)]
+    assert metrics["rewards/success/mean"] == [pytest.approx(sum(map(success, kept)) / len(kept))]
+
+
+def test_none_of_an_ordinary_function_keeps_the_meaning_that_it_has_in_trl(make):
+    trainer, stock = (make_one(maker, reward_funcs=[shy, form]) for maker in (make, make))
+    rollout = rolled_out(trainer)
+    assert any(stuck(text) for text in trainer._logs["completion"])
+    assert "tool_mask" not in rollout and "rewards/unscored" not in trainer._metrics["train"]
+    stock.__class__ = type(stock).__mro__[1]
+    expected = rolled_out(stock)
+    torch.testing.assert_close(rollout["advantages"], expected["advantages"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"beta": 0.1},
+        {"surrogate": "clip"},
+        {"surrogate": "kl_penalty"},
+        {"loss_type": "dapo", "constraint": "sequence"},
+        {"loss_type": "dr_grpo", "constraint": "batch"},
+        {"advantage_estimator": "rloo"},
+        {"advantage_estimator": "reinforce_plus_plus", "num_generations": 6},
+        {"advantage_estimator": "gae"},
+        {"kl_bound_entropy_exponent": 1.0},
+    ],
+    ids=str,
+)
+def test_only_what_was_judged_moves_the_model(make, settings):
+    trainer = make_one(make, kl_bound=0.01, **settings)
+    trainer.current_gradient_accumulation_steps = 1
+    rollout = rolled_out(trainer)
+    tiny.move(trainer.model, 0.1)
+    rows = torch.tensor([stuck(text) for text in trainer._logs["completion"]])
+
+    def part(chosen: torch.Tensor) -> dict[str, Any]:
+        places = chosen.nonzero().flatten().tolist()
+        return {
+            name: value
+            if torch.is_tensor(value) and value.dim() == 0
+            else value[places]
+            if torch.is_tensor(value)
+            else [value[i] for i in places]
+            for name, value in rollout.items()
+        }
+
+    loss, gradients = tiny.loss_and_gradients(trainer, part(rows))
+    assert loss == 0.0
+    assert all(not gradient.any() for gradient in gradients.values())
+    loss, gradients = tiny.loss_and_gradients(trainer, part(~rows))
+    assert math.isfinite(loss) and any(gradient.any() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("estimator", ["group", "rloo", "gae"])
+def test_a_rollout_that_nobody_could_judge_changes_nothing_and_ends_nothing(make, estimator):
+    trainer = make_one(make, reward_funcs=[Never(), form], max_steps=2, advantage_estimator=estimator, beta=0.1)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert tiny.logged(trainer, "rewards/unscored") == [1.0]  # of the one rollout
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+
+
+def test_resampling_counts_the_first_round_and_trains_on_what_was_judged(make):
+    trainer = make_one(make, resampling_rounds=2)
+    rollout = rolled_out(trainer)
+    rows = torch.tensor([stuck(text) for text in trainer._logs["completion"]])
+    assert rows.any() and not (rollout["completion_mask"] * rollout["tool_mask"])[rows].any()
+    assert (rollout["advantages"][rows] == 0).all()
+    (share,) = trainer._metrics["train"]["rewards/unscored"]
+    assert 0 < share < 1
+
+
+def test_evaluation_leaves_them_out_and_counts_them(make):
+    held_out = {"eval_dataset": tiny.make_dataset(4), "do_eval": True, "num_generations_eval": 4}
+    trainer = make_one(make, eval_strategy="steps", eval_steps=2, **held_out)
+    metrics = trainer.evaluate()
+    completions = [verdict.answer for verdict in trainer.held_out._verdicts]
+    kept = [text for text in completions if not stuck(text)]
+    assert 0 < len(kept) < len(completions) == 16
+    assert metrics["eval_rewards/unscored"] == pytest.approx(1 - len(kept) / 16)
+    assert metrics["eval_rewards/success/mean"] == pytest.approx(sum(map(success, kept)) / len(kept))
+    assert trainer.held_out.successes == [None if stuck(text) else success(text) for text in completions]
+    groups = [[text for text in completions[i : i + 4] if not stuck(text)] for i in range(0, 16, 4)]
+    shares = [sum(map(success, group)) / len(group) for group in groups if group]
+    assert metrics["eval_pass@1"] == pytest.approx(sum(shares) / len(shares))
+
+
+def test_another_task_is_judged_by_its_own_functions(make):
+    held_out = {"eval_dataset": tiny.make_dataset(4), "do_eval": True, "num_generations_eval": 4}
+    trainer = make_one(make, reward_funcs=[form, Sometimes()], eval_strategy="steps", eval_steps=2, **held_out)
+    with judged_by(trainer, [shy], None):
+        assert "eval_rewards/unscored" not in trainer.evaluate()
+    with judged_by(trainer, [Never()], None):
+        assert trainer.evaluate()["eval_rewards/unscored"] == 1.0
+    assert 0 < trainer.evaluate()["eval_rewards/unscored"] < 1
+
+
+def test_two_processes_agree_on_what_is_left_out(model_path, tmp_path):
+    found = launch("tests.trl.unscored_worker", "ddp", [str(model_path("llama")), str(tmp_path)], tmp_path)
+    completions = found[0]["logs"]["completion"]
+    rows = torch.tensor([stuck(text) for text in completions])
+    assert rows.any() and not rows.all()
+    mask = torch.cat([(one["rollout"]["completion_mask"] * one["rollout"]["tool_mask"]).any(1) for one in found])
+    assert mask.tolist() == (~rows).tolist()
+    advantages = torch.cat([one["rollout"]["advantages"] for one in found])
+    torch.testing.assert_close(advantages, expected_advantages(completions), rtol=1e-4, atol=1e-4)
+    tokens = sum((one["rollout"]["completion_mask"] * one["rollout"]["tool_mask"]).sum() for one in found)
+    for one in found:
+        assert float(one["rollout"]["num_items_in_batch"]) == float(tokens)
+        assert one["metrics"]["rewards/unscored"] == [pytest.approx(float(rows.float().mean()))]
+        kept = [text for text in one["answers"] if not stuck(text)]
+        assert one["evaluated"]["eval_rewards/unscored"] == pytest.approx(1 - len(kept) / len(one["answers"]))
+        assert one["evaluated"]["eval_rewards/success/mean"] == pytest.approx(sum(map(success, kept)) / len(kept))
+    names = [name for name in found[0]["evaluated"] if "success" in name or "pass@" in name or "unscored" in name]
+    assert len(names) >= 4 and len({tuple(one["evaluated"][name] for name in names) for one in found}) == 1
