@@ -394,9 +394,10 @@ def started(process: int) -> str | None:
 @pytest.mark.parametrize("kind", ["input", "function"])
 def test_ctrl_c_ends_within_two_seconds(kind):
     program = r"""
-import json, sys, time
+import json, signal, sys, time
 from troll.rewards.code import CodeGrader
 from troll.rewards.sandbox.limits import Limits
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
 tests = {"inputs": [""], "outputs": [""]} if sys.argv[1] == "input" else {"asserts": ["assert f() == 1"]}
 sleeping = "import time\nprint('x', flush=True)\ntime.sleep(100)\ndef f(): return 1"
 grader = CodeGrader(limits=Limits(idle_seconds=100.0, wall_seconds=100.0), workers=2)
