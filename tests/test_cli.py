@@ -10,6 +10,8 @@ import pytest
 
 from tests.study.conftest import tiny_model  # noqa: F401  a fixture
 from troll import cli
+from troll.rewards.mathematics import MathGrader
+from troll.rewards.sandbox.bubblewrap import SandboxError
 
 
 @pytest.mark.parametrize(
@@ -176,6 +178,19 @@ def test_tasks_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "{1, 2" in capsys.readouterr().out
     assert cli.main([*command, "--limit", "2"]) == 0
     assert cli.main([*command, "--task_options", '{"answer_format": "tag"}']) == 0
+
+
+def test_a_machine_that_can_grade_nothing_is_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise SandboxError("no program of 3 batches in a row could be tested")
+
+    monkeypatch.setattr(MathGrader, "grade", fail)
+    golds = tmp_path / "golds.jsonl"
+    golds.write_text(json.dumps({"problem": "Question?", "answer": "72"}) + "\n")
+    assert cli.main(["tasks", "check", "math500", "--dataset_path", str(golds)]) == 2
+    assert capsys.readouterr().err == "troll: error: no program of 3 batches in a row could be tested\n"
 
 
 def test_ctrl_c_has_its_own_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,6 +122,7 @@ def _eval(arguments: argparse.Namespace) -> int:
         from troll.evaluation.errors import EvaluationError
         from troll.evaluation.evaluate import evaluate
         from troll.evaluation.training_task import find_training_task
+        from troll.rewards.sandbox.bubblewrap import SandboxError
         from troll.tasks import TaskError
         from troll.terminal import say
 
@@ -135,7 +136,7 @@ def _eval(arguments: argparse.Namespace) -> int:
                 for difference in other_prompts(config, trained):
                     warnings.warn(difference, stacklevel=2)
             return 0 if evaluate(config, console) else INTERRUPTED
-        except (EvaluationError, TaskError) as error:
+        except (EvaluationError, SandboxError, TaskError) as error:
             return _fail(error)
 
     return _with_packages(run)
@@ -184,6 +185,7 @@ def _check(arguments: argparse.Namespace) -> int:
         from rich.console import Console
         from rich.progress import Progress
 
+        from troll.rewards.sandbox.bubblewrap import SandboxError
         from troll.tasks import TaskConfig, TaskError, load_task
         from troll.tasks.check import check, show, size
 
@@ -201,7 +203,7 @@ def _check(arguments: argparse.Namespace) -> int:
             with Progress(console=console, transient=True) as progress:
                 bar = progress.add_task("grading", total=size(task, arguments.limit))
                 report = check(task, arguments.limit, advance=lambda rows: progress.advance(bar, rows))
-        except TaskError as error:
+        except (SandboxError, TaskError) as error:
             return _fail(error)
         show(report, console)
         return 0 if report.passed else FAILED

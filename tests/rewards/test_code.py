@@ -274,9 +274,9 @@ class Trouble:
     def __call__(self, program: str, tests: Any, **options: Any) -> list[Outcome]:
         self.programs.append(program)
         self.options.append(options)
+        time.sleep(0.01)
         if self.only in program and self.calls > 0:
             self.calls -= 1
-            time.sleep(0.01)
             raise SandboxError(self.error)
         return [Outcome("2 * x" in program, "passed" if "2 * x" in program else "wrong answer")] * 3
 
@@ -305,6 +305,15 @@ def test_one_program_that_cannot_be_tested_costs_its_neighbours_nothing():
     assert verdicts[0].answer == completions[0]
     assert grader(["p"] * 4, completions, tests=[DOUBLE] * 4) == [None, 1.0, 0.0, 0.0]
     assert passed_fraction(grader)(["p"] * 4, completions, tests=[DOUBLE] * 4) == [None, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("hopeless", [6, 16])
+def test_many_programs_that_cannot_be_tested_cost_their_neighbours_nothing(hopeless):
+    grader = troubled(Trouble(only="pass"), wall_seconds=2.5)
+    completions = [f"# {number}\npass" for number in range(hopeless)]
+    completions += [f"# {number}\n{RIGHT}" for number in range(16)]
+    scores = [verdict.score for verdict in grader.grade(completions, tests=[DOUBLE] * len(completions))]
+    assert scores == [None] * hopeless + [1.0] * 16
 
 
 def test_a_run_that_can_never_score_again_ends():
@@ -336,7 +345,7 @@ def test_a_machine_that_can_test_nothing_is_not_asked_for_every_program_again():
 
 
 def test_a_grader_that_cannot_start_again_leaves_its_batch_unscored(monkeypatch):
-    grader = CodeGrader(workers=1, limits=Limits(wall_seconds=0.2))
+    grader = CodeGrader(workers=1, limits=Limits(wall_seconds=2.0))
     grader.close()
     failures = [SandboxError("no process is left")] * 10
 

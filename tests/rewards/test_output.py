@@ -49,6 +49,8 @@ def test_outputs_that_count_as_the_same(actual, expected, compare):
         ("nan", "0.5"),
         ("nan", "3"),
         ("1e999", "1.5e999"),
+        ("3", "1e400"),
+        ("5", "9" * 350 + ".5"),
         ("1_0.5", "10.5"),
         ("1_0", "10"),
         ("0.5x", "0.5"),

@@ -83,6 +83,7 @@ def test_a_completion_may_continue_a_prefix(completion, program):
         ("import a\r\ndef f(x):\r\n", F, f"import a\n\n{F}"),
         ("import a\ndef f(x):\n", f"from __future__ import annotations\n{F}", None),
         ("import a\ndef f(x):\n", f'"Text."\nfrom __future__ import (\n  annotations,\n)\nimport b\n\n{F}', None),
+        ("import a\ndef f(x):\n", f"from __future__ import annotations  # late (PEP 563)\n{F}", None),
         ("import a\n", F, F),  # no signature, so nothing says where the head would end
     ],
 )

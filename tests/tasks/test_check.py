@@ -141,8 +141,9 @@ def test_what_cannot_be_checked():
     with pytest.raises(TaskError, match="task 'own' has tests, but no solutions"):
         check(_code([{"asserts": ["assert f() == 1"]}], [None]))
     rows = Dataset.from_dict({"prompt": ["?"]})
-    with pytest.raises(TaskError, match="has a reward of its own"):
-        check(Task("own", rows, rows, [lambda **_: [1.0]]))
+    for rewards in ([lambda **_: [1.0]], []):
+        with pytest.raises(TaskError, match="has a reward of its own"):
+            check(Task("own", rows, rows, rewards))
 
 
 @pytest.mark.parametrize(

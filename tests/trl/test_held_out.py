@@ -56,7 +56,7 @@ def test_a_function_named_success_has_no_votes_and_other_rewards_nothing():
 
     held_out = HeldOut([success], ["success"])
     held_out.observe(torch.tensor([[1.0], [torch.nan]]))
-    assert held_out.metrics(2, 1) == {"pass@1": 0.5, "pass@2": 1.0, "mean@2": 0.5, REWARD_MEAN: 0.5}
+    assert held_out.metrics(2, 1) == {"pass@1": 1.0, "mean@2": 1.0, REWARD_MEAN: 1.0}  # None is no failure
     without = HeldOut([tiny.reward], ["reward"])
     without.observe(torch.ones(2, 1))
     assert without.metrics(2, 1) == {}
@@ -91,6 +91,20 @@ def test_what_could_not_be_judged_is_left_out_and_counted():
     assert held_out.successes[:4] == [1.0, None, 0.0, None]
     held_out = observed(Stuck(), [["?", "?"]])
     assert held_out.metrics(2, 1) == {UNSCORED: 1.0}
+
+
+def test_what_another_grader_could_not_judge_is_left_out():
+    grader = LastLetter()
+    held_out = HeldOut([Stuck(), grader], ["stuck", "success"])
+    grader.latest = grader.grade(["a", "z"])
+    held_out.observe(torch.tensor([[torch.nan, torch.nan], [0.0, 0.0]]))
+    assert held_out.metrics(2, 1) == {
+        "pass@1": 0.0,
+        "mean@2": 0.0,
+        "maj@2": 0.0,
+        REWARD_MEAN: 0.0,
+        UNSCORED: 0.5,
+    }
 
 
 def test_the_mean_of_a_reward_with_shares_is_its_own():

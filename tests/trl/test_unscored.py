@@ -15,6 +15,7 @@ from tests.trl.unscored_worker import SETTINGS, Sometimes, form, rolled_out, stu
 from troll.rewards.code import CodeGrader, passed_fraction
 from troll.rewards.grading import Grader, Verdict, leaves_unscored
 from troll.trl.held_out import judged_by
+from troll.trl.old_policy import OLD_POLICY, _entropies
 from troll.trl.unscored import Unscored
 
 NAN = math.nan
@@ -41,6 +42,19 @@ def texts(rollout: dict[str, Any]) -> list[str]:
     rows = zip(rollout["completion_ids"], rollout["completion_mask"].bool(), strict=True)
     kept = [[token for token in ids[mask].tolist() if token > 2] for ids, mask in rows]
     return ["".join(tiny.VOCABULARY[token] for token in ids) for ids in kept]
+
+
+def part(rollout: dict[str, Any], chosen: torch.Tensor) -> dict[str, Any]:
+    """Some rows of a rollout."""
+    places = chosen.nonzero().flatten().tolist()
+    return {
+        name: value
+        if torch.is_tensor(value) and value.dim() == 0
+        else value[places]
+        if torch.is_tensor(value)
+        else [value[i] for i in places]
+        for name, value in rollout.items()
+    }
 
 
 def expected_advantages(completions: list[str]) -> torch.Tensor:
@@ -121,22 +135,49 @@ def test_only_what_was_judged_moves_the_model(make, settings):
     tiny.move(trainer.model, 0.1)
     rows = torch.tensor([stuck(text) for text in trainer._logs["completion"]])
 
-    def part(chosen: torch.Tensor) -> dict[str, Any]:
-        places = chosen.nonzero().flatten().tolist()
-        return {
-            name: value
-            if torch.is_tensor(value) and value.dim() == 0
-            else value[places]
-            if torch.is_tensor(value)
-            else [value[i] for i in places]
-            for name, value in rollout.items()
-        }
-
-    loss, gradients = tiny.loss_and_gradients(trainer, part(rows))
+    loss, gradients = tiny.loss_and_gradients(trainer, part(rollout, rows))
     assert loss == 0.0
     assert all(not gradient.any() for gradient in gradients.values())
-    loss, gradients = tiny.loss_and_gradients(trainer, part(~rows))
+    loss, gradients = tiny.loss_and_gradients(trainer, part(rollout, ~rows))
     assert math.isfinite(loss) and any(gradient.any() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "dapo", "entropy_coef": 0.1},
+        {"loss_type": "dapo", "importance_sampling_level": "sequence", "beta": 0.1},
+        {"loss_type": "dapo", "advantage_estimator": "gae"},
+        {"loss_type": "dapo", "scale_rewards": "batch", "constraint": "batch"},
+        {"loss_type": "bnpo", "top_entropy_quantile": 0.5},
+        {"loss_type": "grpo", "beta": 0.1},
+        {"loss_type": "dr_grpo", "importance_sampling_level": "sequence"},
+    ],
+    ids=str,
+)
+def test_the_others_are_trained_on_as_without_it(make, settings):
+    trainer = make_one(make, kl_bound=0.01, **settings)
+    trainer.current_gradient_accumulation_steps = 1
+    rollout = rolled_out(trainer)
+    tiny.move(trainer.model, 0.1)
+    judged = ~torch.tensor([stuck(text) for text in trainer._logs["completion"]])
+    _, found = tiny.loss_and_gradients(trainer, rollout)
+    _, expected = tiny.loss_and_gradients(trainer, part(rollout, judged))
+    # These divide by the number of completions, and the others weigh what they always do.
+    share = float(judged.float().mean())
+    assert share < 1
+    share = share if settings["loss_type"] in ("grpo", "dr_grpo") else 1.0
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, share * expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_the_mean_entropy_that_bounds_go_by_is_that_of_what_was_judged(make):
+    trainer = make_one(make, kl_bound_entropy_exponent=1.0)
+    rollout = rolled_out(trainer)
+    total, count = _entropies(rollout[OLD_POLICY], rollout["completion_mask"] * rollout["tool_mask"]).tolist()
+    everything, tokens = _entropies(rollout[OLD_POLICY], rollout["completion_mask"]).tolist()
+    assert trainer.old_policy.mean_entropy == pytest.approx(total / count)
+    assert total / count != pytest.approx(everything / tokens, rel=1e-3)
 
 
 @pytest.mark.parametrize("estimator", ["group", "rloo", "gae"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 import weakref
@@ -185,16 +186,22 @@ class CodeGrader(Grader):
             if pause <= 0:
                 break
             time.sleep(pause)
-            # One first: where nothing can be tested, hundreds of programs need not find out.
-            probe = failed[attempt % len(failed)]
+            # One first: where nothing can be tested, hundreds of programs need not find out. Any one, since some may
+            # always fail; and where one can be tested, these must not keep the others from it.
+            probe = random.Random(attempt).choice(failed)
             found |= self._tested({probe: jobs[probe]})
             if not isinstance(found[probe], SandboxError):
-                found |= self._tested({job: jobs[job] for job in failed if job != probe})
+                found |= self._tested({job: jobs[job] for job in failed if job != probe}, give_up=False)
             attempt += 1
         return found
 
-    def _tested(self, jobs: Mapping[_Job, Tests]) -> dict[_Job, _Found]:
-        """The outcomes of programs, or what kept them from being tested."""
+    def _tested(self, jobs: Mapping[_Job, Tests], *, give_up: bool = True) -> dict[_Job, _Found]:
+        """The outcomes of programs, or what kept them from being tested.
+
+        Args:
+            jobs: The programs.
+            give_up: Whether those that wait are left out once `HOPELESS_PROGRAMS` in a row could not be tested.
+        """
         found: dict[_Job, _Found] = {}
         try:
             # After a fork, threads and judges are in the other process; after `close`, they are gone.
@@ -211,7 +218,8 @@ class CodeGrader(Grader):
                 except SandboxError as error:
                     found[job] = error
                     failures.append(error)
-                    if len(failures) == HOPELESS_PROGRAMS:  # the machine fails, and not every program need find out
+                    if give_up and len(failures) == HOPELESS_PROGRAMS:
+                        # The machine fails, and not every program need find out.
                         for waiting in running.values():
                             waiting.cancel()
         except SandboxError as error:

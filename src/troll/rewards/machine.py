@@ -23,13 +23,25 @@ def default_workers(limits: Limits) -> int:
         limits: Of each program.
 
     Returns:
-        The CPU cores that this process may use, but no more than its memory carries where every program and its judge
-        use all of theirs. Both are divided among the processes that a launcher has started on this machine. At least 1.
+        As `processes` says, where every program and its judge use all of their memory.
+    """
+    return processes(SHARES * limits.memory_bytes + limits.disk_bytes)
+
+
+def processes(memory_bytes: int) -> int:
+    """How many processes may work for this one at a time.
+
+    Args:
+        memory_bytes: What each may use.
+
+    Returns:
+        The CPU cores that this process may use, but no more than its memory carries. Both are divided among the
+        processes that a launcher has started on this machine. At least 1.
     """
     root = Path("/")
     most, memory = cores(root), memory_limit(root)
     if memory is not None:
-        most = min(most, memory // (SHARES * limits.memory_bytes + limits.disk_bytes))
+        most = min(most, memory // memory_bytes)
     return max(1, most // local_ranks(os.environ))
 
 

@@ -21,7 +21,7 @@ MAX_PROGRAM = 2**20
 _LANGUAGES = {"", "python", "python3", "py", "python 3"}
 
 # The parentheses hold a few names, and a bound keeps the search linear.
-_FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^)]{0,500}\)|[^(\n]*)", re.M)
+_FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^)]{0,500}\))?[^\n]*", re.M)
 
 
 @dataclass(frozen=True)

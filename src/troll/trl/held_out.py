@@ -54,13 +54,16 @@ class HeldOut:
         """Adds the (N, F) rewards of a batch of all processes, right after the rewards of this one were computed."""
         if self._place is None:
             return
+        given = [None if math.isnan(each) else each for each in rewards[:, self._place].tolist()]
+        found: list[tuple[float | None, str | None]] = [(reward, None) for reward in given]
         if self._grader is not None:  # it knows more than the reward: partial credit, and what was answered
             found = gather_object([(verdict.score, verdict.answer) for verdict in self._grader.latest])
-            self._rewards += [None if math.isnan(each) else each for each in rewards[:, self._place].tolist()]
-        else:
-            found = [(score, None) for score in rewards[:, self._place].nan_to_num(0.0).tolist()]
-            self._rewards += [score for score, _ in found]
-        self._verdicts += [Verdict(score, answer, "") for score, answer in found]
+        self._rewards += given
+        self._verdicts += [
+            # Another grader may not have been able to judge it.
+            Verdict(None if reward is None else score, answer, "")
+            for reward, (score, answer) in zip(given, found, strict=True)
+        ]
 
     def metrics(self, samples: int | None, problems: int | None) -> dict[str, float]:
         """The metrics of what was observed, by name; empty if there is nothing to measure.

@@ -157,9 +157,8 @@ class TrollTrainer(GRPOTrainer):
             rolled_out = self.anchor.read(rolled_out)
         if not training:
             return rolled_out
-        rolled_out, metrics = self.old_policy.add_to(rolled_out)
+        rolled_out, metrics = self.old_policy.add_to(self.unscored.without(rolled_out))
         seam.add_metrics(self, metrics)
-        rolled_out = self.unscored.without(rolled_out)
         rolled_out, advantages, metrics = self.advantages.of(rolled_out)
         seam.add_metrics(self, metrics)
         if advantages is not None:

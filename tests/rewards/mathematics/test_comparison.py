@@ -410,6 +410,8 @@ _VARIABLES = {
     "P = p^2": (["P=p^2", "p^2", r"P = p \cdot p"], ["P = p^2 + 1", "P = p", "P^2", "p = p^2"]),
     "n": (["N = n"], ["N = n + 1", "n + 1"]),
     "n + 1": (["N = n + 1"], ["N = n", "N = n + 2"]),
+    r"\frac{GMm}{r}": ([r"\frac{GmM}{r}", r"G \frac{Mm}{r}"], [r"\frac{Gm^2}{r}", r"\frac{GM^2}{r}"]),
+    r"\pi Rr": ([r"\pi rR"], [r"\pi r^2", r"\pi R^2"]),
     "N = 18": (["N=18", "18"], ["N = 19", "N = 18 + 1"]),
     "AB = 2a": (["2a", "AB = a + a"], ["AB = 2a + 1"]),
     "xy": (["yx", r"y \cdot x", "y x", r"x \cdot y"], ["x + y", "x y^2", "xz", r"\text{yx}"]),

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from troll.rewards import machine
 from troll.rewards.mathematics import pool as pool_module
 from troll.rewards.mathematics.pool import Comparison, ask
 
@@ -277,8 +278,8 @@ def test_no_kill_makes_a_verdict_wrong(pool):
 
 
 def test_processes_are_shared_by_the_local_ranks(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)), raising=False)
-    monkeypatch.setattr(pool_module, "memory_limit", lambda root: 64 << 30)
+    monkeypatch.setattr(machine, "cores", lambda root: 12)
+    monkeypatch.setattr(machine, "memory_limit", lambda root: 64 << 30)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert pool_module._size() == 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -286,7 +287,7 @@ def test_processes_are_shared_by_the_local_ranks(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
     assert pool_module._size() == 1
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    monkeypatch.setattr(pool_module, "memory_limit", lambda root: 5 << 29)
+    monkeypatch.setattr(machine, "memory_limit", lambda root: 5 << 29)
     assert pool_module._size() == 2
 
 

@@ -530,7 +530,10 @@ for pid in (os.getppid(), 1, os.getpid()):
     "raising limits": """
 import resource
 for name in ("RLIMIT_CPU", "RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_CORE"):
-    hard = resource.getrlimit(getattr(resource, name))[1]
+    try:
+        hard = resource.getrlimit(getattr(resource, name))[1]
+    except OSError:
+        hard = 1000  # of CPU time, which is kept from programs
     for value in (hard + 1, resource.RLIM_INFINITY):
         try:
             resource.setrlimit(getattr(resource, name), (value, value))
@@ -599,6 +602,22 @@ for attempt in (
         attempt()
         breach()
     except OSError:
+        pass
+""",
+    "ending by its limit on CPU time": """
+import ctypes, resource
+def system_call():
+    if ctypes.CDLL(None).setrlimit(0, (ctypes.c_ulong * 2)(1, 1)):
+        raise OSError
+for attempt in (
+    lambda: resource.setrlimit(resource.RLIMIT_CPU, (1, 1)),
+    lambda: resource.prlimit(0, resource.RLIMIT_CPU, (1, 1)),
+    system_call,
+):
+    try:
+        attempt()
+        breach()
+    except (OSError, ValueError):
         pass
 """,
     "escapes in a reason": "raise ValueError('\\x1b[2J\\x07\\ud800\\u202e')",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 from tests.rewards.sandbox import cheats, hostile, idioms
 from tests.rewards.sandbox.processes import needs_bubblewrap, start_at_the_third_attempt_only, wait_until_gone
 from troll.rewards.program import CodeTests, FunctionTests, parse_tests
+from troll.rewards.sandbox import functions
 from troll.rewards.sandbox.bubblewrap import Bubblewrap, Process, SandboxError
 from troll.rewards.sandbox.functions import JudgeEndedError, run_functions
 from troll.rewards.sandbox.judge import Judge
@@ -82,6 +84,21 @@ def test_objects_that_answer_every_operator_pass_no_test(run, answer):
     outcomes = run(cheats.ANSWERING_PROGRAMS[answer], *cheats.ASKING)
     assert [test for test, outcome in zip(cheats.ASKING, outcomes, strict=True) if outcome.passed] == []
     assert not any("Syntax" in outcome.reason or "NameError" in outcome.reason for outcome in outcomes)
+
+
+def test_no_object_is_asked_whether_it_is_what_is_expected(run):
+    program = """
+class Yes:
+    def __getattr__(self, name): return lambda *others: True
+def double(x): return Yes()
+class Point:
+    def __init__(self, x): self.x = x
+    def equals(self, other): return self.x == other.x
+"""
+    questions = ["equals", "equal", "allclose", "isclose", "identical", "issubset", "startswith"]
+    found = reasons(run(program, *(f"assert double(2).{name}([4])" for name in questions)))
+    assert all("is a question" in reason for reason in found)
+    assert reasons(run(program, "assert Point(1).equals(Point(1))")) == ["passed"]
 
 
 def test_what_asks_objects_can_be_passed(run):
@@ -531,6 +548,30 @@ def test_tests_that_never_end_are_ended(run):
     assert reasons(outcomes) == ["passed", *["the results took too long to check"] * 2]
 
 
+def test_a_long_call_in_the_judge_is_not_repeated(run, monkeypatch):
+    runs, run_judged = [], functions._run_judged
+
+    def noted(*arguments: Any) -> Any:
+        runs.append(arguments)
+        return run_judged(*arguments)
+
+    monkeypatch.setattr(functions, "_run_judged", noted)
+    limits = Limits(cpu_seconds=0.25, wall_seconds=60)
+    program = "def f(): return range(10 ** 15)"  # no handler of a signal runs amid its sum
+    assert reasons(run(program, "assert sum(f()) == 1", limits=limits)) == ["the results took too long to check"]
+    assert len(runs) == 1
+
+
+def test_a_judge_in_a_long_call_is_not_waited_for(monkeypatch):
+    ended: Any = SimpleNamespace(period=0.01, verdict=lambda: "wall", end=lambda: 0.0)
+    monkeypatch.setattr(functions, "END_SECONDS", 0.1)
+    report, theirs = os.pipe()
+    os.write(theirs, b"text")
+    assert functions._read(ended, ended, report, 1000) == (b"text", "wall")
+    os.close(report)
+    os.close(theirs)
+
+
 def test_judges_of_several_threads_do_not_disturb_each_other(sandbox):
     passed: dict[int, list[bool]] = {}
 
@@ -568,6 +609,17 @@ def test_a_judge_that_is_gone_is_an_error(sandbox):
     assert isinstance(tests, CodeTests)
     with pytest.raises(JudgeEndedError):
         run_functions(sandbox, judge, "def f(): return 1", tests, Limits())
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_annotations_of_the_tests(run, plain):
+    program = "class Node: pass\ndef f(n): return n"
+    annotated = "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
+    annotated += "def g(node: Node | None, kind: type[int] = int) -> list[Node]: pass\n"
+    test = "assert f(P(1).x) == 1 and P(2) == P(2)"
+    for setup in (annotated, f"from __future__ import annotations\n{annotated}"):
+        assert reasons(run(program, test, setup=setup, plain=plain)) == ["passed"]
+    assert reasons(run(program, f"{annotated}{test}", plain=plain)) == ["passed"]
 
 
 @pytest.mark.parametrize("plain", [False, True])

@@ -179,6 +179,10 @@ def test_programs_whose_functions_are_called(server, sandbox):
         True,
         "wrong answer",
     ]
+    nested = {"function": "f", "inputs": [[[{"1": 2}]]], "outputs": [[{"a": {"3": [4]}}]]}
+    assert outcomes_of(sandbox, "def f(x): return [{'a': {3: (x[0][1] + 2,)}}]", nested) == [True]
+    future = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n"
+    assert outcomes_of(sandbox, future + "def double(x): return 2 * A(x).x", DOUBLE) == [True] * 3
     check = {"check": "def check(c): assert c(1) == two", "entry_point": "f", "setup": "two = 2\ndef f(x): ..."}
     assert outcomes_of(sandbox, "def f(x): return x + 1", check) == [True]
     assert outcomes_of(sandbox, "def f(x): return x", {**check, "setup": "1 / 0"}) == [

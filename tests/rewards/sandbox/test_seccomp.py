@@ -101,6 +101,9 @@ def test_what_arguments_decide(machine: str) -> None:
     assert call(machine, "ioctl", 0, 0x5412) == call(machine, "ioctl", 0, 0x40049409) == EPERM  # TIOCSTI, FICLONE
     assert call(machine, "prlimit64", 0, 3) == ALLOW
     assert call(machine, "prlimit64", 1, 3) == EPERM
+    assert call(machine, "setrlimit", 3) == ALLOW
+    assert call(machine, "setrlimit", 0) == call(machine, "prlimit64", 0, 0) == EPERM  # the kernel would send SIGKILL
+    assert call(machine, "setrlimit", 1 << 32) == call(machine, "prlimit64", 1 << 32, 1 << 32) == EPERM
     assert call(machine, "mmap", 0, 4096, 3, 0x22) == ALLOW
     assert call(machine, "mmap", 0, 4096, 3, 0x40022) == EPERM
     assert call(machine, "madvise", 0, 4096, 4) == ALLOW

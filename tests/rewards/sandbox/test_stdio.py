@@ -218,6 +218,14 @@ def test_whatever_is_killed_there_is_no_wrong_verdict(sandbox: Bubblewrap) -> No
     assert all(outcome.passed for run in runs for outcome in run.result())
 
 
+def test_a_signal_to_its_group_reaches_the_program_only(sandbox: Bubblewrap) -> None:
+    program = (
+        "import os, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.kill(0, signal.SIGTERM)\n"
+        "print(os.getpgrp() == os.getpid())"
+    )
+    assert reason(sandbox, program, expected="True", limits=Limits(wall_seconds=2)) == "passed"
+
+
 def test_as_many_inputs_as_outputs(sandbox: Bubblewrap) -> None:
     assert run_stdio(sandbox, ADD, [], [], LIMITS) == []
     with pytest.raises(ValueError, match="1 and 2"):

@@ -78,6 +78,14 @@ def test_cpu_time_is_that_of_all_of_the_sandbox(sandbox: Bubblewrap) -> None:
     assert verdict(sandbox, BUSY) == "cpu"
 
 
+def test_nobody_knows_when_it_is_looked_at(sandbox: Bubblewrap) -> None:
+    with started(sandbox, SLEEP) as process:
+        watch = Watch([process], Limits())
+        periods = [watch.period for _ in range(100)]
+    assert len(set(periods)) > 90
+    assert 0.1 < min(periods) < 0.15 < 0.2 < max(periods) <= 0.25
+
+
 def test_a_sleeper_is_killed_soon_and_whole(sandbox: Bubblewrap) -> None:
     start = time.monotonic()
     assert verdict(sandbox, SLEEP) == "idle"

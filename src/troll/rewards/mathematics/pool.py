@@ -13,10 +13,9 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from pathlib import Path
 from typing import IO
 
-from troll.rewards.machine import local_ranks, memory_limit
+from troll.rewards.machine import processes
 from troll.rewards.mathematics import worker
 
 _MOST_PROCESSES = 8
@@ -282,11 +281,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _size() -> int:
-    """How many processes may work at a time: those that the processors and the memory carry, for each local rank."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = memory_limit(Path("/"))
-    most = processors if memory is None else min(processors, memory // worker.MEMORY_BYTES)
-    return max(1, min(_MOST_PROCESSES, most // local_ranks(os.environ)))
+    return min(_MOST_PROCESSES, processes(worker.MEMORY_BYTES))
 
 
 _pool = _Pool(_size())

@@ -28,7 +28,8 @@ _LETTERS = re.compile(r"[A-Za-z\s()]{2,}")
 _PRODUCT = re.compile(r"(?:[a-df-hj-np-tv-z](?:\s|\\cdot(?![a-z]))*){2,5}")
 _BETWEEN_ITEMS = re.compile(r"\s*(?:,\s*and\b|,|;|\band\b)\s*")
 _ITEM = re.compile(r"[A-Za-z]|\([A-Za-z]\)")
-_CAPITAL = re.compile(r"(?<![A-Za-z])[A-Z](?![A-Za-z])")
+# One, or a product of variables such as GMm.
+_VARIABLES = re.compile(r"(?<![A-Za-z])(?:[A-Z]|(?i:[b-df-hj-np-tv-z]{2,5}))(?![A-Za-z])")
 _PRIMES = re.compile(r"(?<=[A-Za-z)\]}])'+(?!s)")
 _POINT = re.compile(r"(?<=\d)\.(?=\s*[/*)+-])", re.ASCII)  # of 1./3, which math-verify does not read
 _NUMBER_BASE = re.compile(r"\d\s*_\s*(\{[^{}]*\}|\S)")
@@ -100,13 +101,13 @@ def _numbers_spelled_out(text: str) -> str:
 
 
 def _capitals_told_apart(gold: str, answer: str) -> tuple[str, str]:
-    """Gives capital letters other names where an answer has the small letter as well, as in `N = n`.
+    """Gives capital letters other names where a text has the small letter as well, as in `N = n` and `GMm`.
 
     To math-verify they are one variable.
     """
     texts = [gold, answer]
     for text in (_COMMAND.sub(" ", each) for each in (gold, answer)):
-        for capital in sorted(set(_CAPITAL.findall(text))):
+        for capital in sorted(filter(str.isupper, set("".join(_VARIABLES.findall(text))))):
             free = next((name for name in "qwzvuhgkprst" if name not in "".join(texts).lower()), capital)
             if capital.lower() in text:
                 texts = [_renamed(each, capital, free) for each in texts]

@@ -10,6 +10,7 @@ Tests that need more run in the program's own process, where they are asked to: 
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import socket
@@ -26,7 +27,7 @@ from troll.rewards.sandbox.limits import Limits, Outcome
 from troll.rewards.sandbox.stdio import REASONS
 from troll.rewards.sandbox.supervise import Watch, wait_for
 
-#: How long a judge that was killed may take to be gone.
+#: How long a judge that was killed may take to be gone, and one whose program was ended to say what it has found.
 END_SECONDS = 1.0
 
 #: How long a sandbox may take to end whose program no longer answers; then it was not killed.
@@ -192,7 +193,8 @@ def _heard(
     ended = failed and outcomes[-1].reason == ENDED
     silent = len(outcomes) < count and not (judged and failed)  # nothing says why there are no more
     if kind is None and silent and judged:
-        killed = True  # the judge's process for this program: whatever else stops it, it tells
+        # The judge's process for this program is gone. It says why, unless it is killed or amid one long call of C.
+        killed = watch.beside_seconds <= limits.cpu_seconds
     else:
         killed = kind is None and (ended or silent) and process.killed(KILLED_SECONDS)
     # What counts is how much it has used until here, not how it would end.
@@ -224,8 +226,8 @@ def _outcome(line: bytes) -> Outcome | None:
 def _read(process: Process, watch: Watch, report: int, most: int) -> tuple[bytes, str | None]:
     """What is reported, and which limit the program passed until then, if any; it is killed for that."""
     due = time.monotonic() + watch.period
-    text, kind = b"", None
-    while len(text) <= most:
+    text, kind, end = b"", None, math.inf
+    while len(text) <= most and time.monotonic() < end:
         if wait_for(report, max(0.0, due - time.monotonic())):
             part = os.read(report, 1 << 16)
             if not part:
@@ -233,9 +235,9 @@ def _read(process: Process, watch: Watch, report: int, most: int) -> tuple[bytes
             text += part
         if time.monotonic() >= due:
             due = time.monotonic() + watch.period
-            kind = kind or watch.verdict()
-            if kind:
+            if kind is None and (kind := watch.verdict()):
                 process.end()
+                end = time.monotonic() + END_SECONDS
     return text, kind
 
 

@@ -2,15 +2,21 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType
 from typing import Any
+
+_INTEGER = re.compile(r"0|-?[1-9]\d{0,300}", re.ASCII)
 
 
 def main(job: dict[str, Any], report: Callable[[bool, str], object]) -> None:
     """Reports whether each test is passed, and why not."""
-    program: dict[str, Any] = {"__name__": "program"}
+    # Dataclasses look for their module by its name.
+    sys.modules["program"] = ModuleType("program")
+    program = vars(sys.modules["program"])
     broken = _attempt(lambda: exec(compile(job["program"], "program", "exec"), program))
     for test in _calls(job, program) if "function" in job else _sources(job, program):
         failure = broken or _attempt(test)
@@ -25,8 +31,8 @@ def _calls(job: dict[str, Any], program: dict[str, Any]) -> Iterator[Callable[[]
 
     def check(arguments: list[Any], expected: Any) -> None:
         function = program[name] if name in program else getattr(program["Solution"](), name)
-        result, expected = _as_lists(function(*map(_integer_keys, arguments))), _integer_keys(expected)
-        wrapped = isinstance(expected, list) and len(expected) == 1 and result == _integer_keys(expected[0])
+        result, expected = _as_json(function(*map(_integer_keys, arguments))), _as_json(expected)
+        wrapped = isinstance(expected, list) and len(expected) == 1 and result == expected[0]
         if not (wrapped or result == expected):
             raise AssertionError
 
@@ -66,17 +72,26 @@ def _attempt(action: Callable[[], object]) -> str | None:
     return None
 
 
-def _as_lists(value: Any) -> Any:
-    """The value with lists for tuples: what is expected was read from JSON, which has no tuples."""
-    return [_as_lists(item) for item in value] if isinstance(value, list | tuple) else value
+def _as_json(value: Any) -> Any:
+    """The value as JSON has it, down to its parts; as `inside/judge.py` has it, which cannot be imported here."""
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    found = {str(key) if type(key) is int else key: _as_json(item) for key, item in value.items()}
+    if len(found) != len(value):
+        raise AssertionError
+    return found
 
 
 def _integer_keys(value: Any) -> Any:
-    """The value, with integers for keys that JSON could only write as strings."""
-    try:
-        return {int(key): item for key, item in value.items()} if isinstance(value, dict) else value
-    except ValueError:
+    """The value, with integers for the keys of dictionaries that have only texts of integers, down to its parts."""
+    if isinstance(value, list):
+        return [_integer_keys(item) for item in value]
+    if not isinstance(value, dict):
         return value
+    whole = all(_INTEGER.fullmatch(key) for key in value)
+    return {int(key) if whole else key: _integer_keys(item) for key, item in value.items()}
 
 
 def start() -> None:

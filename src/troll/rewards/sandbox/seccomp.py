@@ -5,7 +5,8 @@ is refused too. Programs may start threads and no processes: with one process, t
 memory hold for the program as a whole. They may open, read and write files, wait, and ask what time it is. They get
 nothing by which they could hold up somebody else who uses the same files (leases, watches, exclusive locks, writing
 to the disk, dropping caches), reach another process, change what belongs to a file, or have memory that no limit
-counts. Nor can they send SIGKILL: what is ended by it was ended by the machine or by whoever watches.
+counts. Nor can they send SIGKILL, or lower the limit on CPU time at which the kernel sends it: what is ended by it was
+ended by the machine or by whoever watches.
 """
 
 from __future__ import annotations
@@ -160,7 +161,6 @@ ALLOWED: dict[str, Numbers] = {
     "getgroups": (115, 158),
     "getpriority": (140, 141),
     "getrlimit": (97, 163),
-    "setrlimit": (160, 164),
     "getrusage": (98, 165),
     "uname": (63, 160),
     "sysinfo": (99, 179),
@@ -189,6 +189,7 @@ class Rule:
         test: `EQUAL` or `ANY_BIT`.
         operands: With what it is tested, one after the other.
         allows: Whether the call is allowed where one of them holds, and refused where none does; or the reverse.
+        then: What becomes of a call that this rule allows: "allow", or the name of a further rule below this one.
     """
 
     numbers: Numbers
@@ -196,6 +197,7 @@ class Rule:
     test: int
     operands: tuple[int, ...]
     allows: bool = True
+    then: str = "allow"
 
 
 SIGKILL = 9
@@ -203,6 +205,7 @@ CLONE_THREAD = 0x00010000
 MAP_HUGETLB = 0x40000  # memory from a stock that all of the machine shares
 LOCK_EX = 2  # which needs no right to write, so that one program could hold up all readers
 AF_UNIX = 1
+RLIMIT_CPU = 0
 
 CHECKED: dict[str, Rule] = {
     "clone": Rule((56, 220), 0, ANY_BIT, (CLONE_THREAD,)),
@@ -218,7 +221,9 @@ CHECKED: dict[str, Rule] = {
     "mmap": Rule((9, 222), 3, ANY_BIT, (MAP_HUGETLB,), allows=False),
     # PR_GET_PDEATHSIG, PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME
     "prctl": Rule((157, 167), 0, EQUAL, (2, 3, 15, 16)),
-    "prlimit64": Rule((302, 261), 0, EQUAL, (0,)),  # its own limits, not those of the process that tests it
+    "prlimit64": Rule((302, 261), 0, EQUAL, (0,), then="limit"),  # its own, not those of the process that tests it
+    "limit": Rule((None, None), 1, EQUAL, (RLIMIT_CPU,), allows=False),
+    "setrlimit": Rule((160, 164), 0, EQUAL, (RLIMIT_CPU,), allows=False),
     "socketpair": Rule((53, 199), 0, EQUAL, (AF_UNIX,)),
 }
 
@@ -265,7 +270,7 @@ def filter_program(machine: str | None = None) -> bytes:
     for name, rule in CHECKED.items():
         places[name] = len(lines)
         lines.append((LOAD, ARGUMENTS + 8 * rule.argument, "", ""))
-        found, other = ("allow", "refuse") if rule.allows else ("refuse", "allow")
+        found, other = (rule.then, "refuse") if rule.allows else ("refuse", rule.then)
         lines += [(rule.test, operand, found, "") for operand in rule.operands[:-1]]
         lines.append((rule.test, rule.operands[-1], found, other))
     for label, value in ENDS.items():

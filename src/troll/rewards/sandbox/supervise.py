@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import select
 import time
 from collections.abc import Sequence
@@ -40,22 +41,28 @@ class Watch:
         limits: What it was started with.
 
     Attributes:
-        period: Seconds between two calls of `verdict`.
         cpu_seconds: CPU time since the start or the last restart, as last seen.
+        beside_seconds: CPU time of the others since then, as last seen.
     """
 
     def __init__(self, processes: Sequence[Process], limits: Limits) -> None:
         self._watched, *self._beside = (process.pid for process in processes)
         self._limits = limits
-        self.period = min(0.25, limits.idle_seconds / 4, limits.wall_seconds / 4)
+        self._period = min(0.25, limits.idle_seconds / 4, limits.wall_seconds / 4)
+        self._random = random.Random()
         self._starved = 0.0
         self._started = time.monotonic()
         self.restart()
 
+    @property
+    def period(self) -> float:
+        """Seconds until the next call of `verdict`: random, so that no program can be busy at just these moments."""
+        return self._period * self._random.uniform(0.5, 1.0)
+
     def restart(self) -> None:
         """Starts counting anew, for the next test in the same sandbox; wall time goes on."""
-        self._before = _cpu_seconds(_tree(self._watched))
-        self._seen = self.cpu_seconds = 0.0
+        self._before, self._before_beside = _cpu_seconds(_tree(self._watched)), self._cpu_beside()
+        self._seen = self.cpu_seconds = self.beside_seconds = 0.0
         self._active = self._looked = time.monotonic()
 
     def verdict(self) -> Literal["cpu", "idle", "wall", "threads"] | None:
@@ -85,6 +92,10 @@ class Watch:
     def measure(self) -> None:
         """Reads the CPU time; what a process used that has been reaped since the last time is missing."""
         self.cpu_seconds = max(self.cpu_seconds, _cpu_seconds(_tree(self._watched)) - self._before)
+        self.beside_seconds = max(self.beside_seconds, self._cpu_beside() - self._before_beside)
+
+    def _cpu_beside(self) -> float:
+        return sum(_cpu_seconds(_tree(pid)) for pid in self._beside)
 
     def _works(self, now: float) -> bool:
         """Whether it has used a CPU since the last time, or could; what it could not use is counted."""

@@ -42,7 +42,9 @@ class Tests:
     def __init__(self, job: dict[str, Any], channel: int):
         self._job = job
         self._peer = Peer(channel, self._serve, ProgramObject)
-        self._namespace: dict[str, Any] = {"__name__": "tests", "type": Type}
+        module = sys.modules["tests"] = type(sys)("tests")  # where data classes look for what their annotations name
+        self._namespace: dict[str, Any] = vars(module)
+        self._namespace["type"] = Type
 
     def outcomes(self) -> Iterator[Outcome]:
         """The outcome of every test in order, until there is no more to be had."""
@@ -73,6 +75,7 @@ class Tests:
             _run_coroutines_of_programs()
         if "function" not in self._job:
             self._bind()
+            # With this file's imports from the future: `Node | None` as an annotation must not ask the program's class.
             exec(self._job["setup"], self._namespace)
             self._bind(declared_only=True)  # the setup may define the same name: a prompt holds the signature
 

@@ -36,8 +36,9 @@ _PLAIN = (int, float, complex, str, bytes, list, tuple, set, dict, Counter, Deci
 _PLAIN_NAMES = {name for kind in _PLAIN for name in dir(kind)}
 _PLAIN_NAMES |= {"all", "any", "item", "max", "mean", "min", "norm", "sum", "tolist"}  # of an array
 
-#: What tests may ask of a text or a set with a value that they expect, to hear yes or no.
+#: What tests may ask of a text, a set, a table or an array with a value that they expect, to hear yes or no.
 _QUESTIONS = {name for name in _PLAIN_NAMES if name.startswith("is")} | {"startswith", "endswith"}
+_QUESTIONS |= {"allclose", "equal", "equals", "identical", "isclose"}
 
 _NOTHING, _CLASS, _INSTANCE, _MIXED = range(4)
 
@@ -57,7 +58,7 @@ class ProgramObject(Proxy):
         if name in _PLAIN_NAMES:
             _refuse_mixed(self)
         if name in _QUESTIONS and _role(self) == _NOTHING:
-            raise TypeError(f"{name} is a question about plain data, and the program returned an object of its own")
+            raise TypeError(f"{name} is a question about data, and the program returned an object of its own")
         return super().__getattr__(name)
 
     def __delattr__(self, name: str) -> None:

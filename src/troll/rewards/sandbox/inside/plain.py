@@ -23,17 +23,19 @@ end, write = os._exit, os.write  # which the program may overwrite
 def outcomes(job: dict[str, Any]) -> Iterator[tuple[bool, str]]:
     """Yields for each test, as far as they are reached, whether it passed and why not."""
     module = sys.modules["solution"] = type(sys)("solution")  # as the harnesses of the data sets load programs
+    tests = sys.modules["tests"] = type(sys)("tests")
+    space = vars(tests)
     try:
         exec(compile(job["source"], "solution.py", "exec", dont_inherit=True), vars(module))
-        space = {**vars(module), "__name__": "tests"}
-        exec(job["setup"], space)
+        space.update({**vars(module), "__name__": "tests"})
+        exec(compile(job["setup"], "tests.py", "exec", dont_inherit=True), space)
         space.update({name: vars(module)[name] for name in job["names"] if name in vars(module)})
     except BaseException as error:
         yield from [(False, reason(error))] * len(job["tests"])
         return
     for test in job["tests"]:
         try:
-            exec(test, space)
+            exec(compile(test, "tests.py", "exec", dont_inherit=True), space)
             yield True, "passed"
         except BaseException as error:
             yield False, reason(error)

@@ -79,6 +79,7 @@ def serve() -> bytes | None:
                 os.close(file)
             os.close(given)
             _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+            os.setpgid(0, 0)  # out of bubblewrap's group, which a signal to the group could end
             confine.die_with_parent()
             confine.confine(settings)
             return program
