@@ -34,14 +34,6 @@ def reward(completion_ids: Sequence[list[int]], solved: Sequence[bool], log_extr
     return [1.0 if always else each for always, each in zip(solved, tiny.reward(list(completion_ids)), strict=True)]
 
 
-def rolled_out(trainer: Any) -> dict[str, Any]:
-    """A rollout of this process as the trainer makes it, before TRL shuffles its rows."""
-    trainer.model.train()
-    torch.manual_seed(trainer.accelerator.process_index)
-    result: dict[str, Any] = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
-    return result
-
-
 def main() -> None:
     torch.set_num_threads(1)
     model, folder = map(Path, sys.argv[1:])
@@ -49,7 +41,7 @@ def main() -> None:
     halves = {"per_device_train_batch_size": SETTINGS["per_device_train_batch_size"] // 2, "ddp_backend": "gloo"}
     trainer = make(reward_funcs=reward, train_dataset=dataset(), **SETTINGS | halves)
     assert trainer.accelerator.num_processes == 2
-    rollout = rolled_out(trainer)
+    rollout = tiny.rolled_out(trainer)
     rank = trainer.accelerator.process_index
     kept = {name: value for name, value in rollout.items() if isinstance(value, torch.Tensor)}
     logs = {name: list(trainer._logs[name]) for name in ("prompt", "advantages")}

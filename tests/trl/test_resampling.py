@@ -14,7 +14,7 @@ from tests.tolerance import within
 from tests.trl import tiny
 from tests.trl.engine import Engine, EngineGeneration, RolloutFunc
 from tests.trl.processes import launch
-from tests.trl.resampling_worker import SETTINGS, dataset, reward, rolled_out
+from tests.trl.resampling_worker import SETTINGS, dataset, reward
 from tests.trl.resuming import interrupted
 from troll.huggingface.policies import capture
 from troll.trl import TrollConfig, TrollTrainer
@@ -87,9 +87,9 @@ def test_no_number_is_drawn_again_before_all_have_been():
 
 
 def test_groups_with_equal_rewards_are_replaced(make):
-    plain = rolled_out(make_one(make, resampling_rounds=0))
+    plain = tiny.rolled_out(make_one(make, resampling_rounds=0))
     trainer = make_one(make)
-    rollout = rolled_out(trainer)
+    rollout = tiny.rolled_out(trainer)
     equal = [len(set(rewards)) == 1 for rewards in rewards_of(plain).view(-1, GROUP).tolist()]
     assert any(equal) and not all(equal), "nothing to replace, or to keep"
     for row, was_equal in enumerate(equal):
@@ -106,7 +106,7 @@ def test_groups_with_equal_rewards_are_replaced(make):
 
 def test_the_old_policy_is_that_of_the_merged_rows(make):
     trainer = make_one(make)
-    rollout = rolled_out(trainer)
+    rollout = tiny.rolled_out(trainer)
     lengths = rollout["completion_mask"].sum(1)
     assert len(lengths.unique()) > 1 and len(rollout["prompt_mask"].sum(1).unique()) > 1
     for row, policy in enumerate(rollout[OLD_POLICY]):
@@ -127,9 +127,9 @@ def test_the_old_policy_is_that_of_the_merged_rows(make):
 def test_what_cannot_be_replaced_stays(make):
     """Every problem is solved: two rounds find nothing, and the rollout is that of no rounds."""
     always = {"train_dataset": dataset().remove_columns("solved").add_column("solved", [True] * 16)}
-    plain = rolled_out(make_one(make, resampling_rounds=0, **always))
+    plain = tiny.rolled_out(make_one(make, resampling_rounds=0, **always))
     trainer = make_one(make, resampling_rounds=2, **always)
-    rollout = rolled_out(trainer)
+    rollout = tiny.rolled_out(trainer)
     for name in ("prompt_ids", "completion_ids", "advantages", "old_per_token_logps"):
         assert torch.equal(rollout[name], plain[name]), name
     metrics = trainer._metrics["train"]
@@ -139,8 +139,8 @@ def test_what_cannot_be_replaced_stays(make):
 
 def test_the_log_is_of_the_first_round_and_counts_all_tokens(make):
     plain, trainer = make_one(make, resampling_rounds=0), make_one(make)
-    rolled_out(plain)
-    rolled_out(trainer)
+    tiny.rolled_out(plain)
+    tiny.rolled_out(trainer)
     expected, metrics = plain._metrics["train"], trainer._metrics["train"]
     added = {f"resampling/{name}" for name in ("rounds", "equal_groups", "equal_groups_left")}
     assert metrics.keys() == expected.keys() | added
@@ -154,7 +154,7 @@ def test_the_log_is_of_the_first_round_and_counts_all_tokens(make):
 
 def test_the_table_of_completions_is_of_the_rollout(make):
     trainer = make_one(make)
-    rollout = rolled_out(trainer)
+    rollout = tiny.rolled_out(trainer)
     logs: Any = trainer._logs
     assert list(logs["prompt"]) == texts(rollout, "prompt")
     assert list(logs["rewards"]["reward"]) == rewards_of(rollout).tolist()
@@ -163,7 +163,7 @@ def test_the_table_of_completions_is_of_the_rollout(make):
 
 
 def test_other_estimators_see_the_rewards_of_the_rollout(make):
-    rollout = rolled_out(make_one(make, advantage_estimator="rloo"))
+    rollout = tiny.rolled_out(make_one(make, advantage_estimator="rloo"))
     rewards = rewards_of(rollout).view(-1, GROUP)
     others = (rewards.sum(1, keepdim=True) - rewards) / (GROUP - 1)
     torch.testing.assert_close(rollout["advantages"], (rewards - others).flatten())
@@ -206,9 +206,9 @@ def test_a_resumed_run_samples_the_same_groups(make, tmp_path):
 
 def test_rollouts_of_one_run_draw_different_prompts(make):
     trainer = make_one(make)
-    first, again = (texts(rolled_out(trainer), "prompt") for _ in range(2))
+    first, again = (texts(tiny.rolled_out(trainer), "prompt") for _ in range(2))
     trainer.state.global_step += 2
-    assert first == again != texts(rolled_out(trainer), "prompt")
+    assert first == again != texts(tiny.rolled_out(trainer), "prompt")
 
 
 def test_vllm_generates_the_rounds(make, monkeypatch):
@@ -217,7 +217,7 @@ def test_vllm_generates_the_rounds(make, monkeypatch):
         trl.trainer.grpo_trainer, "VLLMGeneration", lambda **keywords: EngineGeneration(engine, **keywords)
     )
     trainer = make_one(make, use_vllm=True, vllm_mode="colocate")
-    rollout = rolled_out(trainer)
+    rollout = tiny.rolled_out(trainer)
     assert trainer._metrics["train"]["resampling/rounds"][0] >= 1
     mask = rollout["completion_mask"].bool()
     sampled, scored = rollout["sampling_per_token_logps"][mask], rollout["old_per_token_logps"][mask]

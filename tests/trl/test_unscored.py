@@ -11,7 +11,7 @@ import torch
 
 from tests.trl import tiny
 from tests.trl.processes import launch
-from tests.trl.unscored_worker import SETTINGS, Sometimes, form, rolled_out, stuck, success
+from tests.trl.unscored_worker import SETTINGS, Sometimes, form, stuck, success
 from troll.rewards.code import CodeGrader, passed_fraction
 from troll.rewards.grading import Grader, Verdict, leaves_unscored
 from troll.trl.held_out import judged_by
@@ -87,7 +87,7 @@ def test_whose_none_means_that_a_row_could_not_be_judged():
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_a_row_that_could_not_be_judged_is_in_no_baseline_and_no_loss(make, loss_type):
     trainer = make_one(make, loss_type=loss_type)
-    rollout = rolled_out(trainer)
+    rollout = tiny.rolled_out(trainer)
     completions = list(trainer._logs["completion"])
     rows = torch.tensor([stuck(text) for text in completions])
     assert 0 < rows.sum() < len(rows) - GROUP, "nothing to leave out, or to keep"
@@ -104,11 +104,11 @@ def test_a_row_that_could_not_be_judged_is_in_no_baseline_and_no_loss(make, loss
 
 def test_none_of_an_ordinary_function_keeps_the_meaning_that_it_has_in_trl(make):
     trainer, stock = (make_one(maker, reward_funcs=[shy, form]) for maker in (make, make))
-    rollout = rolled_out(trainer)
+    rollout = tiny.rolled_out(trainer)
     assert any(stuck(text) for text in trainer._logs["completion"])
     assert "tool_mask" not in rollout and "rewards/unscored" not in trainer._metrics["train"]
     stock.__class__ = type(stock).__mro__[1]
-    expected = rolled_out(stock)
+    expected = tiny.rolled_out(stock)
     torch.testing.assert_close(rollout["advantages"], expected["advantages"])
 
 
@@ -131,7 +131,7 @@ def test_none_of_an_ordinary_function_keeps_the_meaning_that_it_has_in_trl(make)
 def test_only_what_was_judged_moves_the_model(make, settings):
     trainer = make_one(make, kl_bound=0.01, **settings)
     trainer.current_gradient_accumulation_steps = 1
-    rollout = rolled_out(trainer)
+    rollout = tiny.rolled_out(trainer)
     tiny.move(trainer.model, 0.1)
     rows = torch.tensor([stuck(text) for text in trainer._logs["completion"]])
 
@@ -158,7 +158,7 @@ def test_only_what_was_judged_moves_the_model(make, settings):
 def test_the_others_are_trained_on_as_without_it(make, settings):
     trainer = make_one(make, kl_bound=0.01, **settings)
     trainer.current_gradient_accumulation_steps = 1
-    rollout = rolled_out(trainer)
+    rollout = tiny.rolled_out(trainer)
     tiny.move(trainer.model, 0.1)
     judged = ~torch.tensor([stuck(text) for text in trainer._logs["completion"]])
     _, found = tiny.loss_and_gradients(trainer, rollout)
@@ -173,7 +173,7 @@ def test_the_others_are_trained_on_as_without_it(make, settings):
 
 def test_the_mean_entropy_that_bounds_go_by_is_that_of_what_was_judged(make):
     trainer = make_one(make, kl_bound_entropy_exponent=1.0)
-    rollout = rolled_out(trainer)
+    rollout = tiny.rolled_out(trainer)
     total, count = _entropies(rollout[OLD_POLICY], rollout["completion_mask"] * rollout["tool_mask"]).tolist()
     everything, tokens = _entropies(rollout[OLD_POLICY], rollout["completion_mask"]).tolist()
     assert trainer.old_policy.mean_entropy == pytest.approx(total / count)
@@ -192,7 +192,7 @@ def test_a_rollout_that_nobody_could_judge_changes_nothing_and_ends_nothing(make
 
 def test_resampling_counts_the_first_round_and_trains_on_what_was_judged(make):
     trainer = make_one(make, resampling_rounds=2)
-    rollout = rolled_out(trainer)
+    rollout = tiny.rolled_out(trainer)
     rows = torch.tensor([stuck(text) for text in trainer._logs["completion"]])
     assert rows.any() and not (rollout["completion_mask"] * rollout["tool_mask"])[rows].any()
     assert (rollout["advantages"][rows] == 0).all()

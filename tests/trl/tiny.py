@@ -187,6 +187,14 @@ def rollout(trainer: Any) -> list[dict[str, Any]]:
     return trainer._buffered_inputs
 
 
+def rolled_out(trainer: Any) -> dict[str, Any]:
+    """A rollout of this process as the trainer makes it, before TRL shuffles its rows."""
+    trainer.model.train()
+    torch.manual_seed(trainer.accelerator.process_index)
+    result: dict[str, Any] = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
+    return result
+
+
 def move(model: torch.nn.Module, scale: float, seed: int = 1) -> None:
     """Moves every weight by `scale` of its own size, as updates would."""
     generator = torch.Generator().manual_seed(seed)

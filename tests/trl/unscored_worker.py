@@ -37,14 +37,6 @@ def form(completions: Any, **_: Any) -> list[float]:
     return [len(text) / 8 for text in completions]
 
 
-def rolled_out(trainer: Any) -> dict[str, Any]:
-    """A rollout of this process as the trainer makes it, before TRL shuffles its rows."""
-    trainer.model.train()
-    torch.manual_seed(trainer.accelerator.process_index)
-    result: dict[str, Any] = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
-    return result
-
-
 def main() -> None:
     torch.set_num_threads(1)
     model, folder = map(Path, sys.argv[1:])
@@ -58,7 +50,7 @@ def main() -> None:
     }
     trainer = make(reward_funcs=[Sometimes(), form], **SETTINGS | halves | evaluation)
     assert trainer.accelerator.num_processes == 2
-    rollout = rolled_out(trainer)
+    rollout = tiny.rolled_out(trainer)
     logs = {name: list(trainer._logs[name]) for name in ("completion", "advantages")}
     metrics = dict(trainer._metrics["train"])
     evaluated = trainer.evaluate()

@@ -9,18 +9,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from troll.rewards.output import same_output
 from troll.rewards.program import CodeTests, FunctionTests, StreamTests, Tests
-from troll.rewards.sandbox.bubblewrap import SandboxError
+from troll.rewards.sandbox.bubblewrap import INSIDE, SandboxError
 from troll.rewards.sandbox.limits import MEBIBYTE, Limits, Outcome
 from troll.rewards.sandbox.protocol import number_of
 from troll.rewards.sandbox.stdio import NOT_RUN, REASON_LENGTH
 
 #: What the server runs where functions are tested; the program and its tests are its standard input.
-SCRIPT = (Path(__file__).parent / "fusion_script.py").read_text()
+SCRIPT = (INSIDE / "values.py").read_text() + (INSIDE.parent / "fusion_script.py").read_text()
 
 #: What a request may take beyond the time that the program has: the network, and the server's queue.
 REQUEST_SECONDS = 30.0

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 import resource
 import signal
 import socket
@@ -20,12 +19,11 @@ from typing import Any
 
 import callbacks
 import confine
+import values
 from objects import CLASS_NAME, ProgramObject, Type, is_object, mark_class
 from peer import Closed, Peer
 
 Outcome = tuple[bool, str]
-
-_INTEGER = re.compile(r"0|-?[1-9]\d{0,300}", re.ASCII)
 
 #: Each character may take 12 bytes, as JSON, of those that the reader takes.
 _REASON_LENGTH = 200
@@ -107,11 +105,7 @@ class Tests:
             yield lambda test=test: exec(test, self._namespace)
 
     def _call(self, arguments: list[Any], expected: Any) -> None:
-        result = _as_json(self._function()(*map(_integer_keys, arguments)))
-        expected = _as_json(expected)
-        wrapped = isinstance(expected, list) and len(expected) == 1 and result == expected[0]
-        if not (wrapped or result == expected):
-            raise AssertionError
+        values.check(self._function()(*map(values.integer_keys, arguments)), expected)
 
     def _function(self) -> Any:
         name = self._job["function"]
@@ -155,33 +149,6 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, AssertionError):
         return "wrong answer"
     return f"the tests raised {type(error).__name__}: {error}"
-
-
-def _as_json(value: Any) -> Any:
-    """The value as JSON has it, down to its parts: lists for tuples, texts for integers that are keys.
-
-    Raises:
-        AssertionError: Two keys of the value are one in JSON.
-    """
-    kind = type(value)  # of a proxy, not what the program calls its class
-    if issubclass(kind, list | tuple):
-        return [_as_json(item) for item in value]
-    if not issubclass(kind, dict):
-        return value
-    found = {str(key) if type(key) is int else key: _as_json(item) for key, item in value.items()}
-    if len(found) != len(value):
-        raise AssertionError
-    return found
-
-
-def _integer_keys(value: Any) -> Any:
-    """The value, with integers for the keys of dictionaries that have only texts of integers, down to its parts."""
-    if isinstance(value, list):
-        return [_integer_keys(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    whole = all(_INTEGER.fullmatch(key) for key in value)
-    return {int(key) if whole else key: _integer_keys(item) for key, item in value.items()}
 
 
 def _judge(job: dict[str, Any], channel: int, report: int) -> None:
