@@ -1,4 +1,4 @@
-r"""The texts of answers, before anything parses them: their spellings brought to one, and those that are ambiguous."""
+"""The texts of answers, before anything parses them: their spellings brought to one, and those that are ambiguous."""
 
 from __future__ import annotations
 

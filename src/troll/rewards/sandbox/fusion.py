@@ -16,7 +16,7 @@ from troll.rewards.program import CodeTests, FunctionTests, StreamTests, Tests
 from troll.rewards.sandbox.bubblewrap import INSIDE, SandboxError
 from troll.rewards.sandbox.limits import MEBIBYTE, Limits, Outcome
 from troll.rewards.sandbox.protocol import number_of
-from troll.rewards.sandbox.stdio import NOT_RUN, REASON_LENGTH
+from troll.rewards.sandbox.stdio import NOT_RUN, REASON_LENGTH, failure
 
 #: What the server runs where functions are tested; the program and its tests are its standard input.
 SCRIPT = (INSIDE / "values.py").read_text() + (INSIDE.parent / "fusion_script.py").read_text()
@@ -153,14 +153,5 @@ def _failure(response: dict[str, Any]) -> Outcome | None:
         if part["status"] == "TimeLimitExceeded":
             return TIME_LIMIT
         if code := part.get("return_code"):
-            lines = (part.get("stderr") or "").strip().splitlines()
-            return Outcome(False, kind or _reason(code, lines[-1] if lines else ""))
+            return Outcome(False, kind or failure(code, part.get("stderr") or ""))
     return None
-
-
-def _reason(code: int, error: str) -> str:
-    if code < 0:
-        return f"killed by signal {-code}"
-    if error.startswith("MemoryError"):
-        return "memory limit"
-    return f"raised {error[:REASON_LENGTH]}" if code == 1 and error else f"exit status {code}"

@@ -241,17 +241,16 @@ def judge(status: int, cpu_seconds: float, output: bytes, errors: bytes, limits:
         return None
     if len(output) >= limits.output_bytes:
         return Outcome(False, "output limit")
-    if code < 0:
-        return Outcome(False, f"killed by signal {-code}")
-    if code > 0:
-        return Outcome(False, _failure(code, errors))
+    if code:
+        return Outcome(False, failure(code, errors.decode("utf-8", "replace")))
     return Outcome(True, "passed")
 
 
-def _failure(code: int, errors: bytes) -> str:
-    lines = errors.decode("utf-8", "replace").strip().splitlines()
-    if not lines:
-        return f"exit status {code}"
-    if lines[-1].startswith("MemoryError"):
+def failure(code: int, errors: str) -> str:
+    """Why a program failed, by its exit status, negative for a signal, and what it wrote to standard error."""
+    if code < 0:
+        return f"killed by signal {-code}"
+    last = (errors.strip().splitlines() or [""])[-1]
+    if last.startswith("MemoryError"):
         return "memory limit"
-    return f"raised {lines[-1][:REASON_LENGTH]}" if code == 1 else f"exit status {code}"
+    return f"raised {last[:REASON_LENGTH]}" if code == 1 and last else f"exit status {code}"
