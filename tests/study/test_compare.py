@@ -235,7 +235,7 @@ def test_each_run_has_a_gpu_of_its_own(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7,9")
     how["quickstart-seed=0"] = how["quickstart-seed=1"] = "wait"
-    thread = interrupt_when(tmp_path / "all" / "quickstart-seed=1" / "waiting")
+    thread = interrupt_when([tmp_path / "all" / f"quickstart-seed={seed}" / "waiting" for seed in (0, 1)])
     assert compare(grid(seed=["0", "1", "2"]), tmp_path / "all", console) == "interrupted"
     thread.join()
     assert "3 runs, 0 finished already, 2 at once" in text_of(console), "as many as GPUs"
@@ -297,10 +297,13 @@ def wait_for_end(pid: int) -> None:
     raise AssertionError(f"{pid} is still there")
 
 
-def interrupt_when(*paths: Path) -> threading.Thread:
+def interrupt_when(*moments: list[Path]) -> threading.Thread:
+    """Ctrl-C at each of some moments: when there are all of its files."""
+
     def wait() -> None:
-        for path in paths:
-            wait_for(path)
+        for files in moments:
+            for path in files:
+                wait_for(path)
             os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=wait)
@@ -312,7 +315,7 @@ def test_ctrl_c_ends_the_runs_in_order_and_they_resume(tmp_path: Path, how: dict
     how["quickstart-seed=0"] = "wait"
     folder = tmp_path / "all"
     handler = signal.getsignal(signal.SIGINT)
-    thread = interrupt_when(folder / "quickstart-seed=0" / "waiting")
+    thread = interrupt_when([folder / "quickstart-seed=0" / "waiting"])
     assert compare(grid(), folder, console, jobs=1) == "interrupted"
     thread.join()
     assert signal.getsignal(signal.SIGINT) == handler
@@ -329,7 +332,7 @@ def test_ctrl_c_ends_the_runs_in_order_and_they_resume(tmp_path: Path, how: dict
 def test_the_second_ctrl_c_kills(tmp_path: Path, how: dict[str, str], console: Console) -> None:
     how["quickstart-seed=0"] = "deaf"
     run = tmp_path / "all" / "quickstart-seed=0"
-    thread = interrupt_when(run / "waiting", run / "asked")
+    thread = interrupt_when([run / "waiting"], [run / "asked"])
     assert compare(grid(), tmp_path / "all", console, jobs=1) == "interrupted"
     thread.join()
     wait_for_end(int((run / "waiting").read_text()))
