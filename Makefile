@@ -6,11 +6,13 @@ BIN := $(VENV)/bin
 VERL_VENV := .venv-verl
 VERL_BIN := $(VERL_VENV)/bin
 TORCH := 2.13.0
+KATEX_VERSION := 0.16.47
+KATEX := docs/assets/katex
 RESULTS ?= benchmarks/results
 DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 VERL_DEMO_OUTPUT ?= runs/verl-demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: setup verl-setup demo verl-demo test test-portable test-compat check bench bench-gpu results format clean
+.PHONY: setup verl-setup demo verl-demo test test-portable test-compat check bench bench-gpu results docs docs-serve format clean
 
 setup: $(VENV)/installed
 verl-setup: $(VERL_VENV)/installed
@@ -79,9 +81,24 @@ bench-gpu:
 results: setup
 	$(BIN)/python -m benchmarks.study page
 
+# The site, in site/. Formulas are drawn by a KaTeX that the site serves itself, which npm brings.
+docs: setup $(KATEX)
+	$(BIN)/python -m zensical build --strict --clean
+
+docs-serve: setup $(KATEX)
+	$(BIN)/python -m zensical serve
+
+$(KATEX):
+	@command -v npm >/dev/null || { echo "npm is missing, which brings KaTeX (Debian: apt-get install npm)" >&2; exit 1; }
+	rm -rf $(KATEX).new && mkdir -p $(KATEX).new
+	cd $(KATEX).new && npm pack --silent katex@$(KATEX_VERSION) >/dev/null && tar -xzf *.tgz --strip-components=2 \
+		package/dist/katex.min.css package/dist/katex.min.js package/dist/fonts package/dist/contrib/auto-render.min.js \
+		&& mv contrib/*.js . && rm -r contrib *.tgz
+	mv $(KATEX).new $(KATEX)
+
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VERL_VENV) .venv-compat .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VERL_VENV) .venv-compat site $(KATEX) .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,3 +1,5 @@
+"""Tasks: a data set, its prompts and its rewards under one name."""
+
 # Each import registers its tasks.
 import troll.tasks.code
 import troll.tasks.free_text

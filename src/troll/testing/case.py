@@ -10,16 +10,22 @@ import torch
 from torch import Tensor
 
 Layout = Literal["padded", "packed"]
+"""How a trainer holds a batch: rows padded to one length, or tokens of all samples one after another."""
 
-#: Of the vocabulary: the first are left to the trainer (padding, end of sequence) and stand in no sample. Rows of the
-#: others are read at positions that do not count (`IGNORED`), or at positions that do (`COUNTED`), and never at both.
-VOCAB_SIZE, IGNORED, COUNTED = 48, range(8, 24), range(24, 48)
+VOCAB_SIZE = 48
+"""Tokens of a case. The first eight are left to the trainer (padding, end of sequence) and stand in no sample."""
 
-#: A divergence that no policy of a case reaches.
+IGNORED = range(8, 24)
+"""Tokens whose rows are read only at positions that do not count."""
+
+COUNTED = range(24, 48)
+"""Tokens whose rows are read only at positions that count."""
+
 UNREACHABLE = 1e6
+"""A divergence that no policy of a case reaches."""
 
-#: Means over the tokens that count, which every adapter reports.
 METRICS = ("kl_before", "kl_after", "projected_fraction", "regression")
+"""Means over the tokens that count, which every adapter reports."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,102 @@
+"""The documentation builds without a warning, and its reference has every public name."""
+
+import re
+import shutil
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import griffe
+import pytest
+import tomllib
+
+ROOT = Path(__file__).parents[1]
+CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
+
+#: The packages whose `__all__` is public.
+PUBLIC = ("troll", "troll.huggingface", "troll.trl", "troll.verl", "troll.tasks", "troll.testing")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("documentation")
+    shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("katex"))
+    shutil.copy(ROOT / "zensical.toml", folder)
+    for name in ("src", "examples"):
+        (folder / name).symlink_to(ROOT / name)
+    command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
+    built = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert "ERROR" not in built.stdout + built.stderr, "of what strictness does not count"
+    return folder / "site"
+
+
+@pytest.fixture(scope="module")
+def package() -> griffe.Module:
+    package = griffe.load("troll", search_paths=[ROOT / "src"])
+    assert isinstance(package, griffe.Module)
+    return package
+
+
+def pages(site: Path) -> dict[str, str]:
+    return {str(path.relative_to(site).parent): path.read_text() for path in site.rglob("index.html")}
+
+
+def linked(nav: list[dict[str, object]]) -> Iterator[str]:
+    for entry in nav:
+        for value in entry.values():
+            if isinstance(value, str):
+                yield value
+            else:
+                assert isinstance(value, list)
+                yield from linked(value)
+
+
+def test_every_page_can_be_reached() -> None:
+    written = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert sorted(linked(CONFIG["nav"])) == sorted(written)
+
+
+def test_the_reference_has_every_public_name(site: Path, package: griffe.Module) -> None:
+    header, compressed = (site / "objects.inv").read_bytes().split(b"zlib.\n", 1)
+    assert b"inventory version 2" in header
+    known = {line.split()[0] for line in zlib.decompress(compressed).decode().splitlines()}
+    for module in PUBLIC:
+        exports = package[module.removeprefix("troll.")].exports if module != "troll" else package.exports
+        missing = {f"{module}.{name}" for name in map(str, exports or ())} - known
+        assert exports and not missing
+
+
+def test_every_public_name_is_documented(package: griffe.Module) -> None:
+    for module in PUBLIC:
+        owner = package[module.removeprefix("troll.")] if module != "troll" else package
+        assert owner.has_docstring, module
+        for name in owner.exports or ():
+            found = owner.members[str(name)]
+            assert found.has_docstring, f"{module}.{name}"
+
+
+def test_nothing_is_left_as_it_was_written(site: Path) -> None:
+    for name, text in pages(site).items():
+        assert "<autoref" not in text, name
+        assert not re.search(r":(func|class|meth|mod):", text), name
+        outside = re.sub(r"<(pre|code|span class=\"arithmatex|div class=\"arithmatex).*?</\1?", "", text, flags=re.S)
+        assert "$$" not in outside, name
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    for name, text in pages(site).items():
+        loaded = re.findall(r'<(?:script|img|source|iframe)[^>]*\ssrc="([^"]+)"', text)
+        loaded += re.findall(r'<link[^>]*rel="(?:stylesheet|preload|icon|preconnect)"[^>]*href="([^"]+)"', text)
+        loaded += re.findall(r'<link[^>]*href="([^"]+)"[^>]*rel="(?:stylesheet|preload|icon|preconnect)"', text)
+        assert len(loaded) > 3, name
+        assert not [address for address in loaded if "//" in address], name
+
+
+def test_every_recipe_is_shown() -> None:
+    text = (ROOT / "docs" / "reference" / "recipes.md").read_text()
+    recipes = {path.stem for path in (ROOT / "src" / "troll" / "recipes").glob("*.yaml")}
+    assert set(re.findall(r"^### (\S+)$", text, re.M)) == recipes
+    assert set(re.findall(r'"src/troll/recipes/(\S+)\.yaml"', text)) == recipes
