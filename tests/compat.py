@@ -7,7 +7,8 @@ that `pyproject.toml` does not allow are an error. An environment is made again 
 
 TRL before 1.15 has no fused LM head in the forward; there, `import troll.trl` has to say so.
 
-An environment takes about a quarter of an hour on two cores; name some to have a part of it.
+An environment takes about a quarter of an hour on two cores; name some to have a part of it. Where `TRL_SOURCES`
+names a checkout of TRL, the tests can run with that too: `--environments trl-sources`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -41,6 +43,9 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "newest": (),
 }
 
+#: The environment with the checkout, whose version `pyproject.toml` need not allow.
+SOURCES = "trl-sources"
+
 #: The newest TRL that is refused.
 REFUSED = "trl==1.14.*"
 
@@ -65,6 +70,20 @@ class Outcome:
     def failed(self) -> int:
         """Failed tests and errors."""
         return sum(number for word, number in self.counts.items() if word in ("failed", "error"))
+
+
+def sources(variables: Mapping[str, str], variable: str, file: str) -> tuple[str, ...] | None:
+    """What `pip install` takes for the checkout that an environment variable names; None where there is none.
+
+    Raises:
+        ValueError: If the folder does not hold `file`.
+    """
+    if not variables.get(variable):
+        return None
+    folder = Path(variables[variable]).resolve()
+    if not (folder / file).is_file():
+        raise ValueError(f"{variable} must name a checkout, and {folder} has no {file}")
+    return "--no-deps", str(folder)
 
 
 def make(name: str, *install: str) -> Path:
@@ -130,7 +149,9 @@ def outcome(log: str, status: int, minutes: float = 0.0) -> Outcome:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the tests in every environment and prints a table; 1 if a test failed anywhere."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--environments", nargs="+", choices=ENVIRONMENTS, default=list(ENVIRONMENTS))
+    checkout = sources(os.environ, "TRL_SOURCES", "trl/trainer/grpo_trainer.py")
+    known = ENVIRONMENTS if checkout is None else {**ENVIRONMENTS, SOURCES: checkout}
+    parser.add_argument("--environments", nargs="+", choices=known, default=list(ENVIRONMENTS))
     parser.add_argument("--tests", nargs="+", default=TESTS, metavar="PATH")
     parser.add_argument("--workers", type=int, default=2)
     chosen = parser.parse_args(arguments)
@@ -140,8 +161,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = Table("environment", "TRL", "transformers", "passed", "failed", "skipped", "minutes", box=None)
     failed = 0
     for name in chosen.environments:
-        install = ENVIRONMENTS[name]
-        python = make(name, "--editable", ".[dev]", *install) if install else Path(sys.executable)
+        if name == SOURCES:  # which may have changed
+            shutil.rmtree(FOLDER / name, ignore_errors=True)
+            python = make(name, *known[name])
+        else:
+            python = make(name, "--editable", ".[dev]", *known[name]) if known[name] else Path(sys.executable)
         ended = run(python, chosen.tests, chosen.workers, logs / f"{name}.log")
         console.print(name, *ended.lines, sep="\n    ", markup=False, highlight=False)
         failed += ended.failed

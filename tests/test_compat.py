@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compat import outcome
+from tests.compat import outcome, sources
 
 SOURCES = {
     "all four": (
@@ -38,3 +38,12 @@ def test_failures_errors_and_skips_are_counted(tmp_path: Path, name: str) -> Non
     ended = outcome(done.stdout, done.returncode)
     assert (ended.counts, ended.failed) == (counts, failed)
     assert [line.split()[0] for line in ended.lines] == (["SKIPPED", "ERROR", "FAILED"] if failed == 2 else [])
+
+
+def test_sources_are_a_checkout(tmp_path: Path) -> None:
+    assert sources({}, "TRL_SOURCES", "a/file") is sources({"TRL_SOURCES": ""}, "TRL_SOURCES", "a/file") is None
+    with pytest.raises(ValueError, match="TRL_SOURCES must name a checkout"):
+        sources({"TRL_SOURCES": str(tmp_path)}, "TRL_SOURCES", "a/file")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").touch()
+    assert sources({"TRL_SOURCES": str(tmp_path)}, "TRL_SOURCES", "a/file") == ("--no-deps", str(tmp_path))
