@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -20,9 +21,11 @@ from rich.table import Table
 from benchmarks import measure
 from tests.rewards.sandbox.hostile import HOSTILE, ON_THE_MACHINE, ON_THE_USER
 from troll.rewards.program import parse_tests
-from troll.rewards.sandbox.bubblewrap import INTERPRETER_FLAGS, Bubblewrap
+from troll.rewards.sandbox.bubblewrap import Bubblewrap
+from troll.rewards.sandbox.gvisor import GVisor
+from troll.rewards.sandbox.launch import INTERPRETER_FLAGS, Launcher, SandboxError
 from troll.rewards.sandbox.limits import Limits
-from troll.rewards.sandbox.local import LocalSandbox, StoppableBubblewrap
+from troll.rewards.sandbox.local import LocalSandbox
 from troll.rewards.sandbox.pool import Pool
 from troll.rewards.sandbox.stdio import run_stdio
 
@@ -40,9 +43,9 @@ Runner = Callable[[int], None]
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
     """Tables of throughput, of what a start consists of, and of latency next to attacks."""
-    sandbox = StoppableBubblewrap()
+    sandbox = Bubblewrap()
     workers = len(os.sched_getaffinity(0))
-    local = LocalSandbox(sandbox)
+    local = LocalSandbox(sandbox, sandbox)
     pool = Pool(local, Limits(), workers, local.close)
     contenders: dict[str, Runner] = {
         "python -c": _plain,
@@ -65,7 +68,7 @@ def _plain(tests: int) -> None:
             raise RuntimeError(f"python -c printed {done.stdout!r}")
 
 
-def _sandboxed(sandbox: Bubblewrap, tests: int) -> None:
+def _sandboxed(sandbox: Launcher, tests: int) -> None:
     inputs, outputs = zip(*((f"{number} 1", f"{number + 1}") for number in range(tests)), strict=True)
     outcomes = run_stdio(sandbox, PROGRAM, inputs, outputs, Limits())
     if not all(outcome.passed for outcome in outcomes):
@@ -135,6 +138,10 @@ def _starts(sandbox: Bubblewrap, repeats: int) -> list[dict[str, Any]]:
         "… program and 1 test": lambda: _sandboxed(sandbox, 1),
         "… program and 5 tests": lambda: _sandboxed(sandbox, 5),
     }
+    with contextlib.suppress(SandboxError):
+        gvisor = GVisor()
+        steps["gVisor, program and 1 test"] = lambda: _sandboxed(gvisor, 1)
+        steps["gVisor, program and 5 tests"] = lambda: _sandboxed(gvisor, 5)
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for _ in track(range(STARTS * repeats // 5 or 1), description="measuring", transient=True):
         for name, step in steps.items():

@@ -31,7 +31,7 @@ def in_new_process(function: Callable[..., None], *arguments: Any) -> int | None
     """Calls a function in a process of its own, and returns how that ended: 0, or −9 where it was killed."""
     process = FORKS.Process(target=function, args=arguments)
     process.start()
-    process.join(120)
+    process.join(600)
     return process.exitcode
 
 

@@ -122,7 +122,7 @@ def _eval(arguments: argparse.Namespace) -> int:
         from troll.evaluation.errors import EvaluationError
         from troll.evaluation.evaluate import evaluate
         from troll.evaluation.training_task import find_training_task
-        from troll.rewards.sandbox.bubblewrap import SandboxError
+        from troll.rewards.sandbox.launch import SandboxError
         from troll.tasks import TaskError
         from troll.terminal import say
 
@@ -185,7 +185,7 @@ def _check(arguments: argparse.Namespace) -> int:
         from rich.console import Console
         from rich.progress import Progress
 
-        from troll.rewards.sandbox.bubblewrap import SandboxError
+        from troll.rewards.sandbox.launch import SandboxError
         from troll.tasks import TaskConfig, TaskError, load_task
         from troll.tasks.check import check, show, size
 

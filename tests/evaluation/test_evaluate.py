@@ -97,31 +97,51 @@ def test_the_numbers_are_those_of_the_verdicts(
         assert cell in shown
 
 
-def test_what_could_not_be_judged_is_counted_and_said(
+def test_what_could_not_be_judged_is_counted_and_judged_again(
     settings: Settings, letters: TaskConfig, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge = Problems.judge
+    judge, asked = Problems.judge, list[tuple[list[int], list[str]]]()
 
     def troubled(self: Problems, rows: Sequence[int], completions: Sequence[str]) -> list[Verdict]:
+        asked.append((list(rows), list(completions)))
         verdicts = judge(self, rows, completions)
         return [
             Verdict(None, text, "unscored: no process is left") if text == "?" else verdict
             for text, verdict in zip(completions, verdicts, strict=True)
         ]
 
-    monkeypatch.setattr(Problems, "judge", troubled)
     texts = ["a", "?", "?", "b", "b", "", "?", "?", "?", "d", "?", ""]
     monkeypatch.setattr(module, "_generator", lambda plan: Scripted(texts))
     config = settings(tasks=[letters], ks=[1, 3])
+    with monkeypatch.context() as patched:
+        patched.setattr(Problems, "judge", troubled)
+        assert evaluate(config, console)
+        one = results_of(config.folder)["tasks"]["letters"]
+        assert one["metrics"]["pass@1"] == pytest.approx((1 + 2 / 3 + 1 / 2) / 3)
+        assert one["metrics"]["pass@3"] == 1.0
+        assert one["unscored"] == one["reasons"]["unscored"] == 6
+        path = config.folder / one["generations"]
+        records = read_lines(path)
+        assert [record["score"] for record in records].count(None) == 6
+        said = console.export_text(clear=False)
+        assert "letters: 6 of 12 completions could not be judged, and count nowhere; the same command" in said
+
+        asked.clear()
+        assert evaluate(config, console)  # the machine is still in trouble
+        assert asked == [([0, 0, 2, 2, 2, 3], ["?"] * 6)], "and what has a verdict is not judged again"
+        assert read_lines(path) == records
+        assert results_of(config.folder)["tasks"]["letters"]["metrics"] == one["metrics"]
+
     assert evaluate(config, console)
+    judged = read_lines(path)
+    assert [record["score"] for record in judged] == [record["score"] or 0.0 for record in records]
+    verdict = {"answer", "score", "reason"}
+    for before, after in zip(records, judged, strict=True):
+        assert [value for name, value in before.items() if name not in verdict] == [
+            value for name, value in after.items() if name not in verdict
+        ]
     one = results_of(config.folder)["tasks"]["letters"]
-    assert one["metrics"]["pass@1"] == pytest.approx((1 + 2 / 3 + 1 / 2) / 3)
-    assert one["metrics"]["pass@3"] == 1.0
-    assert one["unscored"] == one["reasons"]["unscored"] == 6
-    assert [record["score"] for record in read_lines(config.folder / one["generations"])].count(None) == 6
-    assert "letters: 6 of 12 completions could not be judged" in console.export_text(clear=False)
-    assert evaluate(config, console)  # which reads them from the file
-    assert results_of(config.folder)["tasks"]["letters"]["metrics"] == one["metrics"]
+    assert (one["unscored"], one["metrics"]["pass@1"]) == (0, pytest.approx((1 / 3 + 2 / 3 + 0 + 1 / 3) / 4))
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 3])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from troll.evaluation.errors import EvaluationError
-from troll.evaluation.records import append_records, read_records, verdict_of
+from troll.evaluation.records import append_records, read_records, replace_records, verdict_of, with_verdict
 from troll.rewards.grading import Verdict
 
 ORDER = [(problem, sample) for problem in (2, 0, 1) for sample in (0, 1)]
@@ -61,7 +61,10 @@ def test_a_last_line_cut_short_is_dropped(tmp_path: Path, cut: int) -> None:
 def test_any_text_comes_back(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.jsonl"
     append_records(path, [record(0, 0, text), record(0, 1)])
-    assert [one["completion"] for one in read_records(path, [(0, 0), (0, 1)], 1)] == [text, "4"]
+    records = read_records(path, [(0, 0), (0, 1)], 1)
+    assert [one["completion"] for one in records] == [text, "4"]
+    replace_records(path, records)
+    assert read_records(path, [(0, 0), (0, 1)], 1) == records
 
 
 @pytest.mark.parametrize(
@@ -89,3 +92,5 @@ def test_records_of_other_problems_are_refused(tmp_path: Path) -> None:
 
 def test_the_verdict_in_a_record() -> None:
     assert verdict_of(record(0, 0)) == Verdict(0.0, None, "wrong")
+    judged = with_verdict(record(0, 0), Verdict(1.0, "4", "correct"))
+    assert verdict_of(judged) == Verdict(1.0, "4", "correct") and list(judged) == list(record(0, 0))

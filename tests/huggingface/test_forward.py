@@ -14,6 +14,7 @@ import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.utils import ModelOutput
 from trl.data_utils import prepare_multimodal_messages
 
 from tests.huggingface.heads import MODELS, batch, captured, of_logits, pull, read, scored
@@ -343,6 +344,34 @@ def test_the_first_reading_finds_a_vocabulary_that_the_model_masks():
     model.__class__ = Masked
     with pytest.raises(RuntimeError, match="logits of Masked are not those of its head"):
         captured(model, batch())
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["logits_to_keep", "without"])
+@pytest.mark.parametrize("around", [False, True], ids=["backbone", "around it"])
+def test_the_first_reading_makes_the_last_logits_only(keeps, around):
+    lengths: list[int] = []
+    llama: Any = type(tiny.make_model("llama"))
+
+    class Plain(llama):
+        def forward(self, input_ids: Tensor, attention_mask: Any = None, logits_to_keep: int = 0, **kwargs: Any) -> Any:
+            if around:
+                hidden = self.model.__class__.forward(self.model, input_ids).last_hidden_state
+            else:
+                hidden = self.model(input_ids).last_hidden_state
+            logits = self.lm_head(hidden[:, -logits_to_keep if keeps else 0 :])
+            lengths.append(logits.shape[1])
+            return ModelOutput(logits=logits)
+
+    if not keeps:
+        signature = inspect.signature(Plain.forward)
+        parameters = [x for name, x in signature.parameters.items() if name != "logits_to_keep"]
+        Plain.forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    model = tiny.make_model("llama")
+    expected = captured(tiny.make_model("llama"), batch())
+    model.__class__ = Plain
+    assert torch.equal(captured(model, batch()).log_probs, expected.log_probs)
+    assert lengths == [1]
+    assert model(batch()["input_ids"]).logits.shape[1] == batch()["input_ids"].shape[1]  # afterwards as before
 
 
 def test_a_forward_that_was_replaced_is_wrapped_again():

@@ -22,7 +22,7 @@ from tests.rewards.sandbox.processes import needs_bubblewrap
 from troll.rewards.code import CodeGrader, compute_score, passed_fraction
 from troll.rewards.grading import Verdict
 from troll.rewards.program import CodeTests, parse_tests
-from troll.rewards.sandbox.bubblewrap import SandboxError
+from troll.rewards.sandbox.launch import SandboxError, StarvedError
 from troll.rewards.sandbox.limits import Limits, Outcome
 
 pytestmark = needs_bubblewrap
@@ -85,7 +85,7 @@ def default_grader() -> Iterator[CodeGrader]:
 
 def test_a_sample_of_the_real_solutions_passes(default_grader):
     chosen = random.Random(0)
-    problems = chosen.sample(datasets.humaneval(), 25) + chosen.sample(datasets.mbpp(), 50)
+    problems = chosen.sample(datasets.humaneval(), 10) + chosen.sample(datasets.mbpp(), 20)
     assert failures(default_grader, problems) == []
 
 
@@ -101,8 +101,8 @@ def test_all_real_solutions_pass(default_grader, source):
 
 def test_a_sample_of_mutants_gets_the_verdict_of_a_plain_run(grader):
     chosen = random.Random(1)
-    problems = chosen.sample(datasets.humaneval(), 8) + chosen.sample(datasets.mbpp(), 16)
-    different, rejected, count = disagreements(grader, problems, per_program=2)
+    problems = chosen.sample(datasets.humaneval(), 6) + chosen.sample(datasets.mbpp(), 10)
+    different, rejected, count = disagreements(grader, problems, per_program=1)
     assert different == []
     assert rejected > count / 2
 
@@ -197,19 +197,12 @@ def test_whatever_a_completion_holds_it_gets_a_verdict(grader):
         "```" * 10000,
         "def f(" * 10000,
         "x" * 2**21,
+        "def double(x):\n    while True: pass",
     ]
-    verdicts = grader.grade(completions, tests=[DOUBLE] * len(completions))
-    assert not any(verdict.score for verdict in verdicts)
+    verdicts = grader.grade([*completions, RIGHT], tests=[DOUBLE] * (len(completions) + 1))
+    assert [verdict.score for verdict in verdicts] == [0.0] * len(completions) + [1.0]
     assert [verdict.reason for verdict in verdicts[:2]] == ["no program", "no program"]
-
-
-def test_programs_that_loop_cost_their_limit_once_each(grader):
-    programs = [f"# {number}\ndef double(x):\n    while True: pass" for number in range(2)]
-    with_others = programs + [f"# {number}\ndef double(x): return 2 * x" for number in range(4)]
-    start = time.monotonic()
-    verdicts = grader.grade(with_others, tests=[DOUBLE] * 6)
-    assert time.monotonic() - start < 30  # of 2 s of CPU each, however many tests
-    assert [verdict.reason for verdict in verdicts] == ["time limit"] * 2 + ["correct"] * 4
+    assert verdicts[-2].reason == "time limit"
 
 
 def test_a_copy_of_a_grader_works(grader):
@@ -316,25 +309,6 @@ def test_many_programs_that_cannot_be_tested_cost_their_neighbours_nothing(hopel
     assert scores == [None] * hopeless + [1.0] * 16
 
 
-def test_a_run_that_can_never_score_again_ends():
-    sandbox = Trouble(only="pass")
-    grader = troubled(sandbox, wall_seconds=0.1)
-    stuck = [f"# {number}\npass" for number in range(4)]
-
-    def scores(*completions: str) -> list[float | None]:
-        return [verdict.score for verdict in grader.grade(completions, tests=[DOUBLE] * len(completions))]
-
-    for _ in range(2):
-        assert scores(stuck[0]) == [None]
-        assert scores(stuck[1]) == [None]
-        assert scores(stuck[0], RIGHT) == [None, 1.0]  # as long as something is judged, it goes on
-        assert scores("") == [0.0]
-    assert scores(stuck[0]) == [None]
-    assert scores(stuck[2]) == [None]
-    with pytest.raises(SandboxError, match="no program of 3 batches in a row could be tested: no process is left"):
-        scores(stuck[3])
-
-
 def test_a_machine_that_can_test_nothing_is_not_asked_for_every_program_again():
     sandbox = Trouble()
     completions = [f"# {number}\n{RIGHT}" for number in range(50)]
@@ -342,6 +316,21 @@ def test_a_machine_that_can_test_nothing_is_not_asked_for_every_program_again():
     assert {verdict.score for verdict in verdicts} == {None}
     assert 4 <= len(sandbox.programs) < 20
     assert {verdict.reason for verdict in verdicts} == {"unscored: no process is left"}
+
+
+def test_a_program_that_never_ends_is_judged_however_busy_the_machine_is():
+    calls = []
+
+    def starved(program: str, tests: Any, *, limits: Limits, stop_at_failure: bool) -> list[Outcome]:
+        calls.append(program)
+        raise StarvedError("the machine is too busy")
+
+    grader = CodeGrader(limits=Limits(wall_seconds=0.1), workers=1, sandbox=starved)
+    programs = [f"{RIGHT} # {number}" for number in range(9)]
+    verdicts = grader.grade(programs, tests=[DOUBLE] * 9)
+    assert {(verdict.score, verdict.reason) for verdict in verdicts} == {(0.0, "time limit")}
+    assert len(set(calls)) == 9
+    assert len(calls) > 9  # the first time, others of the batch may have had the CPU
 
 
 def test_a_grader_that_cannot_start_again_leaves_its_batch_unscored(monkeypatch):
@@ -353,7 +342,7 @@ def test_a_grader_that_cannot_start_again_leaves_its_batch_unscored(monkeypatch)
         raise failures.pop()
 
     with monkeypatch.context() as patch:
-        patch.setattr("troll.rewards.code.StoppableBubblewrap", fail)
+        patch.setattr("troll.rewards.code.Bubblewrap", fail)
         assert grader(["p"], [RIGHT], tests=[DOUBLE]) == [None]
     assert len(failures) < 10
     assert grader(["p"], [RIGHT + " "], tests=[DOUBLE]) == [1.0]
@@ -400,26 +389,27 @@ def started(process: int) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("kind", ["input", "function"])
-def test_ctrl_c_ends_within_two_seconds(kind):
+def test_ctrl_c_ends_within_two_seconds():
     program = r"""
-import json, signal, sys, time
+import json, signal, time
 from troll.rewards.code import CodeGrader
 from troll.rewards.sandbox.limits import Limits
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
-tests = {"inputs": [""], "outputs": [""]} if sys.argv[1] == "input" else {"asserts": ["assert f() == 1"]}
+tests = [{"inputs": [""], "outputs": [""]}, {"asserts": ["assert f() == 1"]}]
 sleeping = "import time\nprint('x', flush=True)\ntime.sleep(100)\ndef f(): return 1"
 grader = CodeGrader(limits=Limits(idle_seconds=100.0, wall_seconds=100.0), workers=2)
 print("ready", flush=True)
 try:
-    grader.grade([f"# {n}\n{sleeping}" for n in range(4)], tests=[json.dumps(tests)] * 4)
+    grader.grade([f"# {n}\n{sleeping}" for n in range(4)], tests=list(map(json.dumps, 2 * tests)))
 except KeyboardInterrupt:
     print(time.monotonic())
 """
-    command = [sys.executable, "-c", program, kind]
+    command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        time.sleep(2.0)
+        end = time.monotonic() + 10
+        while len(descendants(process.pid)) < 8 and time.monotonic() < end:  # two programs and a judge, in sandboxes
+            time.sleep(0.01)
         assert process.poll() is None
         children = [(child, started(child)) for child in descendants(process.pid)]
         begin = time.monotonic()

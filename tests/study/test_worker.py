@@ -32,7 +32,7 @@ def test_forked_runs_are_those_of_fresh_processes_to_the_last_bit(short_run: lis
         finally:
             slot.close()
             slot.wait()
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     assert len(metrics(fresh)) > 4
     assert metrics(first) == metrics(second) == metrics(fresh)

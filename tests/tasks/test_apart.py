@@ -33,6 +33,12 @@ def test_what_another_task_holds_out_is_not_trained_on():
         keep_apart(make("a", train=("p",)), [make("b", held_out=("p", "q"))])
 
 
+def test_references_stay_with_their_rows():
+    task = replace(make("a", train=("p", "q", "r"), held_out=("x", "y")), references=("P", None, "R", "X", None))
+    assert list(keep_apart(task, [make("b", held_out=("q",))]).references) == ["P", "R", "X", None]
+    assert list(keep_apart(task, [make("b", held_out=("p",))]).references) == [None, "R", "X", None]
+
+
 @pytest.mark.parametrize(
     ("others", "message"),
     [

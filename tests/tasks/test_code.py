@@ -1,6 +1,8 @@
 import json
 import random
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -224,6 +226,44 @@ def test_tests_that_need_the_programs_process_run_there_only_on_demand(write):
         assert len(said) == 1
         assert [json.loads(each).get("plain", False) for each in task.train_dataset["tests"]] == plain
         assert scores(task, [program] * 2, task.train_dataset) == [[1.0, 1.0]]
+
+
+@pytest.mark.filterwarnings("ignore:the tests of")
+def test_an_option_for_all_tests_wins_over_what_they_say_and_that_over_need(write):
+    tests = [json.dumps({**json.loads(INSIDE), **said}) for said in ({}, {"plain": True}, {"plain": False})]
+    for option, plain in [
+        ({}, [False, True, False]),
+        ({"plain_tests": "needed"}, [True, True, False]),
+        ({"plain_tests": "always"}, [True] * 3),
+        ({"plain_tests": "never"}, [False] * 3),
+    ]:
+        rows = with_tests(write, tests, **option).train_dataset["tests"]
+        assert [json.loads(each).get("plain", False) for each in rows] == plain, option
+    with pytest.warns(UserWarning, match=r"row 1 .*cannot be passed from outside .*\(they say so\)"):
+        with_tests(write, tests[1:2], plain_tests="never")
+
+
+def test_on_a_server_all_tests_of_functions_run_in_the_programs_process(write):
+    class Answer(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"status": "Success", "run_result": {"status": "Finished", "return_code": 0}}')
+
+        def log_message(self, *_): ...
+
+    function = json.dumps({"function": "f", "inputs": [[1]], "outputs": [1]})
+    stream = json.dumps({"inputs": [""], "outputs": ["3"]})
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/run_code"
+        with pytest.warns(UserWarning, match="tests of 2 rows, .*run in the program's own process") as said:
+            task = with_tests(write, [INSIDE, function, stream], sandbox=url)
+        assert len(said) == 1  # and no advice of what happens anyway
+        assert task.train_dataset["tests"] == [INSIDE, function, stream]
+        with pytest.raises(TaskError, match="leave out plain_tests: on a server"):
+            with_tests(write, [INSIDE], sandbox=url, plain_tests="needed")
+        server.shutdown()
 
 
 def test_a_package_that_the_program_would_bring_is_warned_of(write):

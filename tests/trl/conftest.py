@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 
-from tests.trl import tiny
+from tests.trl import processes, tiny
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +27,29 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return paths[architecture]
 
     return path
+
+
+#: What two processes train.
+MODELS = ("llama", "gemma2")
+
+
+@pytest.fixture(scope="session")
+def left_by_two(
+    model_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., list[dict[str, Any]]]:
+    """What either of two processes left for a test file, by back end: ``left_by_two("fsdp", "critic")``.
+
+    They are launched once in a session, for whichever of pytest-xdist's processes asks first.
+    """
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def left(mode: str, name: str, part: str = "updates") -> list[dict[str, Any]]:
+        folder = base / f"{mode} {part}"
+        results = processes.launch_once(mode, part, folder, {model: model_path(model) for model in MODELS})
+        return [{**result[name], "mode": mode, "folder": folder / name} for result in results]
+
+    return left
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
-"""One process of test_critic: ``accelerate launch -m tests.trl.critic_worker MODE MODEL FOLDER``."""
+"""What either of two processes does for test_critic: see `tests.trl.worker`."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from peft import LoraConfig
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.trl.sharding import fsdp_on_cpu, whole
+from tests.trl.sharding import whole
 from troll.trl.advantages.critic import Critic, CriticSettings
 from troll.trl.advantages.estimators import whiten
 
@@ -115,19 +115,10 @@ def whitened(accelerator: Accelerator) -> Tensor:
     return whiten(own.returns, own.mask, accelerator.reduce)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    mode, model, folder = sys.argv[1:]
-    if mode == "fsdp":
-        fsdp_on_cpu()
+def work(mode: str, models: Callable[[str], Path], folder: Path) -> dict[str, Any]:
+    """Updates of two critics, and what is whitened."""
     PartialState(cpu=True, backend="gloo")  # as TRL's configuration does, before the accelerator
     accelerator = Accelerator()
     assert accelerator.num_processes == 2
-    results: dict[str, Any] = {adapter: run(accelerator, model, adapter, Path(folder, adapter)) for adapter in ADAPTERS}
-    results["whitened"] = whitened(accelerator)
-    torch.save(results, Path(folder, f"{accelerator.process_index}.pt"))
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    results = {adapter: run(accelerator, str(models("llama")), adapter, folder / adapter) for adapter in ADAPTERS}
+    return {**results, "whitened": whitened(accelerator)}

@@ -1,26 +1,21 @@
-"""One process of test_distributed and test_accelerate.
-
-``accelerate launch -m tests.trl.distributed_worker MODE PART FOLDER MODEL=PATH...``
-"""
+"""What either of two processes does for test_distributed, and slowly for test_accelerate: see `tests.trl.worker`."""
 
 from __future__ import annotations
 
 import copy
 import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.serialization import register_package
 from transformers import TrainerCallback
 
 from tests.trl import tiny
 from tests.trl.resuming import SHARDS_ALONE, interrupted
-from tests.trl.sharding import LORA, KeepGradients, fsdp_on_cpu, is_sharded, through_heads, zero_on_cpu
+from tests.trl.sharding import LORA, KeepGradients, is_sharded, through_heads
 from troll.rewards.grading import Grader, Verdict
 from troll.trl import TrollTrainer
 from troll.trl.trainer import OLD_POLICY
@@ -222,8 +217,14 @@ class ByPath(tiny.Maker):
         return str(self.model_path(architecture))
 
 
-def updates(make: tiny.Maker, mode: str, folder: Path) -> dict[str, Any]:
+def maker(mode: str, models: Callable[[str], Path], folder: Path) -> tiny.Maker:
+    """Builds trainers of a back end."""
+    return (tiny.Maker if mode == "ddp" else ByPath)(models, folder / "out")
+
+
+def updates(mode: str, models: Callable[[str], Path], folder: Path) -> dict[str, Any]:
     """What every back end is tested for."""
+    make = maker(mode, models, folder)
     resumed = {"whole": interrupted(make, folder / "whole")}
     if mode == "ddp":
         results: dict[str, Any] = {name: train(make, name, processes=2) for name in CASES}
@@ -235,39 +236,11 @@ def updates(make: tiny.Maker, mode: str, folder: Path) -> dict[str, Any]:
     return results | {f"{name} LM head": through_heads(name, mode) for name in HEADS} | {"interrupted": resumed}
 
 
-def the_rest(make: tiny.Maker, mode: str, folder: Path) -> dict[str, Any]:
+def the_rest(mode: str, models: Callable[[str], Path], folder: Path) -> dict[str, Any]:
     """What takes longer: adapters, other losses, and checkpoints that are shards alone."""
+    make = maker(mode, models, folder)
     resumed = {"LoRA": interrupted(make, folder / "LoRA", peft_config=LORA, learning_rate=1e-2)}
     if mode in SHARDS_ALONE:
         with mock.patch.dict(os.environ, SHARDS_ALONE[mode]):
             resumed["shards"] = interrupted(make, folder / "shards")
     return {name: train(make, case, 2, model) for name, (case, model) in OTHERS.items()} | {"interrupted": resumed}
-
-
-PARTS = {"updates": updates, "the rest": the_rest}
-
-
-def restore_to_indexed_cpu() -> None:
-    """Before transformers 5.18, Trainer resumes to "cpu:0" where processes share a CPU, which torch does not know."""
-    register_package(0, lambda storage: None, lambda storage, place: storage if place.startswith("cpu:") else None)
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    restore_to_indexed_cpu()
-    mode, part, folder, *models = sys.argv[1:]
-    paths = dict(model.split("=", 1) for model in models)
-    make = (tiny.Maker if mode == "ddp" else ByPath)(
-        lambda architecture: Path(paths[architecture]), Path(folder, "out")
-    )
-    if mode == "fsdp":
-        fsdp_on_cpu()
-    elif mode == "zero3":
-        zero_on_cpu()
-        tiny.DEFAULTS["use_cpu"] = False  # DeepSpeed is on its device, and that is the CPU
-    torch.save(PARTS[part](make, mode, Path(folder)), Path(folder, f"{torch.distributed.get_rank()}.pt"))
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

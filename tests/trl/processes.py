@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import importlib.util
 import os
 import socket
 import subprocess
@@ -9,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from troll.recipes import accelerate
@@ -54,15 +57,38 @@ def run(mode: str, module: str, arguments: list[str]) -> subprocess.CompletedPro
             env=environment(mode),
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=1200,
         )
         if done.returncode == 0 or "EADDRINUSE" not in done.stderr:
             break
     return done
 
 
+def launch_once(mode: str, part: str, folder: Path, models: dict[str, Path]) -> list[dict[str, Any]]:
+    """Runs a part of `tests.trl.worker`, and loads what either process left; from a second call on, only that.
+
+    The test is skipped where DeepSpeed is needed and not installed.
+    """
+    if mode == "zero3" and not importlib.util.find_spec("deepspeed"):
+        pytest.skip("DeepSpeed is not installed")
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / "done").exists():
+            return loaded(folder)
+        arguments = [mode, part, str(folder), *(f"{name}={path}" for name, path in models.items())]
+        results = launch("tests.trl.worker", mode, arguments, folder)
+        (folder / "done").touch()
+        return results
+
+
 def launch(worker: str, mode: str, arguments: list[str], folder: Path) -> list[dict[str, Any]]:
     """Runs ``-m worker arguments`` in two processes, and loads ``folder/RANK.pt``, what either left."""
     done = run(mode, worker, arguments)
     assert done.returncode == 0, done.stdout + done.stderr
+    return loaded(folder)
+
+
+def loaded(folder: Path) -> list[dict[str, Any]]:
+    """``RANK.pt`` of both processes."""
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]

@@ -1,9 +1,8 @@
-"""One process of test_resampling: ``accelerate launch -m tests.trl.resampling_worker MODEL FOLDER``."""
+"""What either of two processes does for test_resampling: see `tests.trl.worker`."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,25 +33,17 @@ def reward(completion_ids: Sequence[list[int]], solved: Sequence[bool], log_extr
     return [1.0 if always else each for always, each in zip(solved, tiny.reward(list(completion_ids)), strict=True)]
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    model, folder = map(Path, sys.argv[1:])
-    make = tiny.Maker(lambda architecture: model, folder / "out")
+def work(mode: str, models: Callable[[str], Path], folder: Path) -> dict[str, Any]:
+    """A rollout with its metrics, and a run that is resumed."""
+    make = tiny.Maker(models, folder / "out")
     halves = {"per_device_train_batch_size": SETTINGS["per_device_train_batch_size"] // 2, "ddp_backend": "gloo"}
     trainer = make(reward_funcs=reward, train_dataset=dataset(), **SETTINGS | halves)
     assert trainer.accelerator.num_processes == 2
     rollout = tiny.rolled_out(trainer)
-    rank = trainer.accelerator.process_index
     kept = {name: value for name, value in rollout.items() if isinstance(value, torch.Tensor)}
     logs = {name: list(trainer._logs[name]) for name in ("prompt", "advantages")}
     logs |= {"length": list(trainer._logs["extra"]["length"])}
     metrics = dict(trainer._metrics["train"])
     both = {"resampling_rounds": 4, "rollout_delay": 1, "num_generations": 2}
     resumed = interrupted(make, folder / "run", reward_funcs=reward, train_dataset=dataset(), **both)
-    found = {"rollout": kept, "metrics": metrics, "logs": logs, "interrupted": resumed}
-    torch.save(found, folder / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return {"rollout": kept, "metrics": metrics, "logs": logs, "interrupted": resumed}

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.trl.distributed_worker import OTHERS, train
 from tests.trl.processes import ROOT, command, environment, free_port
-from tests.trl.test_distributed import assert_exact_resume, assert_same_metrics, assert_same_updates, trained
+from tests.trl.test_distributed import assert_exact_resume, assert_same_metrics, assert_same_updates
 from tests.trl.tiny import assert_same_gradients
 from troll.trl.checks import refuse_an_empty_reference, refuse_model_parallelism, warn_about_saving
 
@@ -98,9 +98,10 @@ def test_a_back_end_that_saves_shards_alone_is_warned_about(recwarn, plugins, mo
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp", "zero3"])
-def the_rest(request: pytest.FixtureRequest, model_path: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
+def the_rest(request: pytest.FixtureRequest, left_by_two: Any) -> list[dict[str, Any]]:
     """What either process returned."""
-    return trained(request.param, "the rest", model_path, tmp_path_factory.mktemp(request.param))
+    results: list[dict[str, Any]] = left_by_two(request.param, "distributed", "the rest")
+    return results
 
 
 @pytest.mark.slow

@@ -342,6 +342,6 @@ def test_a_yaml_file_sets_fields_and_the_command_line_wins(tmp_path):
 def test_a_missing_trl_is_named_with_what_to_install():
     script = "import sys; sys.modules['trl'] = None; import troll.trl"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == 'ImportError: troll.trl needs TRL: pip install "troll-rl[trl]"'

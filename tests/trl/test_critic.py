@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +27,6 @@ from tests.trl.critic_worker import (
     update,
     whitened,
 )
-from tests.trl.processes import launch
 from troll.trl.advantages.critic import CRITIC_FILE, Critic, CriticSettings, value_loss
 
 
@@ -393,11 +391,9 @@ def test_settings_out_of_their_range(name, value):
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
-def two_processes(request: pytest.FixtureRequest, model_path: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
+def two_processes(request: pytest.FixtureRequest, left_by_two: Any) -> list[dict[str, Any]]:
     """What either process returned."""
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    arguments = [request.param, str(model_path("llama")), str(folder)]
-    results = launch("tests.trl.critic_worker", request.param, arguments, folder)
+    results: list[dict[str, Any]] = left_by_two(request.param, "critic")
     assert all(result[adapter]["sharded"] == (request.param == "fsdp") for result in results for adapter in ADAPTERS)
     return results
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,34 +11,22 @@ from transformers import AutoModelForCausalLM
 
 from tests.tolerance import within
 from tests.trl.distributed_worker import CASES, EVALUATIONS, HEADS, KL_BOUND, SHARDED, train
-from tests.trl.processes import launch
 from tests.trl.sharding import through_heads
 from tests.trl.tiny import LOG_PROB_ERROR, MEAN_ERROR, assert_same_gradients
 
-MODELS = ("llama", "gemma2")
-
-
-def trained(mode: str, part: str, model_path: Any, folder: Path) -> list[dict[str, Any]]:
-    """What either process returned, with what it saved in a folder."""
-    if mode == "zero3" and not importlib.util.find_spec("deepspeed"):
-        pytest.skip("DeepSpeed is not installed")
-    arguments = [mode, part, str(folder), *(f"{name}={model_path(name)}" for name in MODELS)]
-    results = launch("tests.trl.distributed_worker", mode, arguments, folder)
-    return [{**result, "mode": mode, "folder": folder} for result in results]
-
 
 @pytest.fixture(scope="module")
-def two_processes(model_path: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def two_processes(left_by_two: Any) -> list[dict[str, Any]]:
     """What either process returned."""
-    return trained("ddp", "updates", model_path, tmp_path_factory.mktemp("ddp"))
+    results: list[dict[str, Any]] = left_by_two("ddp", "distributed")
+    return results
 
 
 @pytest.fixture(scope="module", params=["fsdp", "zero3"])
-def two_shards(
-    request: pytest.FixtureRequest, model_path: Any, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
+def two_shards(request: pytest.FixtureRequest, left_by_two: Any) -> list[dict[str, Any]]:
     """What either process returned, each of which holds half of every weight."""
-    return trained(request.param, "updates", model_path, tmp_path_factory.mktemp(request.param))
+    results: list[dict[str, Any]] = left_by_two(request.param, "distributed")
+    return results
 
 
 def assert_same_updates(results: list[dict[str, Any]], one: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ from datasets import IterableDataset
 from tests.tolerance import within
 from tests.trl import tiny
 from tests.trl.engine import Engine, EngineGeneration, RolloutFunc
-from tests.trl.processes import launch
 from tests.trl.resampling_worker import SETTINGS, dataset, reward
 from tests.trl.resuming import interrupted
 from troll.huggingface.policies import capture
@@ -226,10 +225,10 @@ def test_vllm_generates_the_rounds(make, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def two_processes(model_path: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def two_processes(left_by_two: Any) -> list[dict[str, Any]]:
     """What either process left."""
-    folder = tmp_path_factory.mktemp("resampling")
-    return launch("tests.trl.resampling_worker", "ddp", [str(model_path("llama")), str(folder)], folder)
+    results: list[dict[str, Any]] = left_by_two("ddp", "resampling")
+    return results
 
 
 def test_two_processes_resume_exactly(two_processes):

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from tests.trl import tiny
-from tests.trl.processes import launch
 from tests.trl.unscored_worker import SETTINGS, Sometimes, form, stuck, success
 from troll.rewards.code import CodeGrader, passed_fraction
 from troll.rewards.grading import Grader, Verdict, leaves_unscored
 from troll.trl.held_out import judged_by
 from troll.trl.old_policy import OLD_POLICY, _entropies
-from troll.trl.unscored import Unscored
+from troll.trl.unscored import NothingJudgedError, Unscored
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(could not be judged|is on-policy)")
 
 NAN = math.nan
 GROUP = SETTINGS["num_generations"]
@@ -27,6 +32,17 @@ class Never(Grader):
 
     def grade(self, completions: Any, **columns: Any) -> list[Verdict]:
         return [Verdict(None, text, "unscored: no process is left") for text in completions]
+
+
+class InTurn(Grader):
+    """Judges a rollout or not, one after the other, by a pattern."""
+
+    def __init__(self, *judges: bool) -> None:
+        self._judges = list(judges)
+
+    def grade(self, completions: Any, **columns: Any) -> list[Verdict]:
+        judges = self._judges.pop(0)
+        return [Verdict(success(text) if judges else None, text, "unscored: no process") for text in completions]
 
 
 def shy(completions: Any, **_: Any) -> list[float | None]:
@@ -190,6 +206,113 @@ def test_a_rollout_that_nobody_could_judge_changes_nothing_and_ends_nothing(make
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("settings", "judged", "moved"),
+    [
+        ({}, [True, False, True], [True, True, False, False, True, True]),
+        ({"advantage_estimator": "gae"}, [True, False, True], [True, True, False, False, True, True]),
+        # An update of one rollout that was judged and one that was not.
+        ({"gradient_accumulation_steps": 4}, [True, False, False, True], [True, True]),
+    ],
+    ids=["group", "gae", "accumulated"],
+)
+def test_an_update_of_nothing_judged_leaves_weights_and_momentum_as_they_are(make, settings, judged, moved):
+    weights: list[dict[str, torch.Tensor]] = []
+
+    class Keep(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            weights.append(state())
+
+    def state() -> dict[str, torch.Tensor]:
+        critic = {} if trainer.advantages.critic is None else trainer.advantages.critic.model.state_dict()
+        momenta = {
+            f"{name} {place}": value
+            for place, entry in enumerate(trainer.optimizer.state_dict()["state"].values())
+            for name, value in entry.items()
+        }
+        found = {**trainer.model.state_dict(), **{f"critic {name}": value for name, value in critic.items()}, **momenta}
+        return {name: value.clone() for name, value in found.items()}
+
+    steps = {"steps_per_generation": 2, "max_steps": len(moved), "weight_decay": 0.1}
+    trainer = make(reward_funcs=[InTurn(*judged)], callbacks=[Keep()], **steps, **settings)
+    trainer.create_optimizer()
+    weights.append(state())
+    trainer.train()
+    changes = [
+        any(name not in old or not torch.equal(old[name], new[name]) for name in new) for old, new in pairwise(weights)
+    ]
+    assert changes == moved
+
+
+def test_where_nothing_can_be_judged_any_more_training_ends(make):
+    trainer = make(reward_funcs=[Never(), form], max_steps=8)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    message = "nothing could be judged in 3 rollouts in a row, most often because of: no process is left"
+    with pytest.raises(NothingJudgedError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 4  # of two rollouts
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+
+
+JUDGED, WRONG = Verdict(0.0, "program", "wrong answer"), Verdict(0.0, None, "no program")
+STUCK, OTHER = (Verdict(None, "program", f"unscored: {reason}") for reason in ("no memory", "no process"))
+
+
+def roll_out(unscored: Unscored, *verdicts: Sequence[Verdict]) -> None:
+    """A rollout, judged by one grader after the other."""
+    for grader, own in zip(unscored._graders, verdicts, strict=True):
+        grader.latest = own
+    rewards = [[NAN if each.score is None else each.score for each in row] for row in zip(*verdicts, strict=True)]
+    unscored.observe(torch.tensor(rewards))
+    rows = len(rewards)
+    unscored.without({"completion_mask": torch.ones(rows, 2), "num_items_in_batch": torch.tensor(2.0 * rows)})
+
+
+ACCELERATOR: Any = SimpleNamespace(process_index=0, is_main_process=True, reduce=lambda tensor, **_: tensor)
+
+
+@pytest.mark.parametrize(
+    "hopeless",
+    [
+        ([STUCK, OTHER, STUCK],),
+        # What has no program is wrong, and says nothing about the machine.
+        ([WRONG, STUCK, WRONG, OTHER, STUCK],),
+        # Of no use if another grader still works.
+        ([JUDGED, JUDGED, WRONG], [STUCK, STUCK, WRONG]),
+    ],
+    ids=["all", "all with a program", "by one of two"],
+)
+def test_three_rollouts_in_a_row_without_a_verdict_end_a_run(hopeless):
+    unscored = Unscored(ACCELERATOR, [Never() for _ in hopeless])
+    better = tuple([*verdicts[:-1], JUDGED] for verdicts in hopeless)
+    for rollout in [hopeless, hopeless, better, hopeless, hopeless]:
+        roll_out(unscored, *rollout)
+    with pytest.raises(NothingJudgedError, match="because of: no memory"):
+        roll_out(unscored, *hopeless)
+
+
+def test_a_function_that_keeps_no_verdicts_ends_a_run_too(make):
+    def share(completions: Any, **_: Any) -> list[None]:
+        return [None for _ in completions]
+
+    vars(share)["grader"] = Never()
+    trainer = make(reward_funcs=[share], max_steps=8)
+    with pytest.warns(UserWarning, match="8 of 8"), pytest.raises(NothingJudgedError, match="does not say why"):
+        trainer.train()
+
+
+def test_some_completions_without_a_verdict_are_warned_of_more_and_more_rarely():
+    unscored = Unscored(ACCELERATOR, [Never()])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(9):
+            roll_out(unscored, [JUDGED, STUCK, WRONG, STUCK])
+            roll_out(unscored, [JUDGED, WRONG])
+    text = "2 of 4 completions of a rollout could not be judged and are left out, most often because of: no memory."
+    assert [str(each.message).startswith(text) for each in said] == [True] * 4
+    assert [str(each.message).rpartition(" ")[2] for each in said] == ["1", "2", "4", "8"]
+
+
 def test_resampling_counts_the_first_round_and_trains_on_what_was_judged(make):
     trainer = make_one(make, resampling_rounds=2)
     rollout = tiny.rolled_out(trainer)
@@ -225,8 +348,8 @@ def test_another_task_is_judged_by_its_own_functions(make):
     assert 0 < trainer.evaluate()["eval_rewards/unscored"] < 1
 
 
-def test_two_processes_agree_on_what_is_left_out(model_path, tmp_path):
-    found = launch("tests.trl.unscored_worker", "ddp", [str(model_path("llama")), str(tmp_path)], tmp_path)
+def test_two_processes_agree_on_what_is_left_out(left_by_two):
+    found = left_by_two("ddp", "unscored")
     completions = found[0]["logs"]["completion"]
     rows = torch.tensor([stuck(text) for text in completions])
     assert rows.any() and not rows.all()
@@ -241,5 +364,8 @@ def test_two_processes_agree_on_what_is_left_out(model_path, tmp_path):
         kept = [text for text in one["answers"] if not stuck(text)]
         assert one["evaluated"]["eval_rewards/unscored"] == pytest.approx(1 - len(kept) / len(one["answers"]))
         assert one["evaluated"]["eval_rewards/success/mean"] == pytest.approx(sum(map(success, kept)) / len(kept))
+    assert [one["left_nothing"] for one in found] == [[False, True]] * 2
+    for one in found:
+        assert "3 rollouts in a row, most often because of: no memory" in one["ended"]
     names = [name for name in found[0]["evaluated"] if "success" in name or "pass@" in name or "unscored" in name]
     assert len(names) >= 4 and len({tuple(one["evaluated"][name] for name in names) for one in found}) == 1

@@ -1,8 +1,8 @@
-"""One process of test_unscored: ``accelerate launch -m tests.trl.unscored_worker MODEL FOLDER``."""
+"""What either of two processes does for test_unscored: see `tests.trl.worker`."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from tests.trl import tiny
 from troll.rewards.grading import Grader, Verdict
+from troll.trl.unscored import NothingJudgedError, Unscored
 
 #: Three groups, of which the middle one lies on both of two processes.
 SETTINGS: dict[str, Any] = {"num_generations": 4, "per_device_train_batch_size": 6, "steps_per_generation": 2}
@@ -29,7 +30,7 @@ class Sometimes(Grader):
     """A third of the texts cannot be judged."""
 
     def grade(self, completions: Any, **columns: Any) -> list[Verdict]:
-        return [Verdict(None if stuck(text) else success(text), text, "") for text in completions]
+        return [Verdict(None if stuck(text) else success(text), text, "unscored: no process") for text in completions]
 
 
 def form(completions: Any, **_: Any) -> list[float]:
@@ -37,10 +38,25 @@ def form(completions: Any, **_: Any) -> list[float]:
     return [len(text) / 8 for text in completions]
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    model, folder = map(Path, sys.argv[1:])
-    make = tiny.Maker(lambda architecture: model, folder / "out")
+def ended(accelerator: Any) -> str:
+    """With what a run ends in which nothing can be judged; two of three times for lack of memory."""
+    grader = Sometimes()
+    unscored = Unscored(accelerator, [grader])
+    reasons = ["no process"] if accelerator.process_index == 0 else ["no memory"] * 2
+    grader.latest = [Verdict(None, "program", f"unscored: {reason}") for reason in reasons]
+    batch = {"completion_mask": torch.ones(2, 2), "num_items_in_batch": torch.tensor(8.0)}
+    try:
+        for _ in range(3):
+            unscored.observe(torch.full((4, 1), torch.nan))
+            unscored.without(batch)
+    except NothingJudgedError as error:
+        return str(error)
+    return ""
+
+
+def work(mode: str, models: Callable[[str], Path], folder: Path) -> dict[str, Any]:
+    """A rollout and an evaluation in which some completions cannot be judged, and runs in which none can."""
+    make = tiny.Maker(models, folder / "out")
     halves = {"per_device_train_batch_size": SETTINGS["per_device_train_batch_size"] // 2, "ddp_backend": "gloo"}
     evaluation = {
         "eval_dataset": tiny.make_dataset(4),
@@ -54,17 +70,17 @@ def main() -> None:
     logs = {name: list(trainer._logs[name]) for name in ("completion", "advantages")}
     metrics = dict(trainer._metrics["train"])
     evaluated = trainer.evaluate()
+    left_nothing = []
+    for tokens in (trainer.accelerator.process_index, 0):  # of another process, and of none
+        trainer.unscored.count({"completion_mask": torch.tensor([tokens])})
+        left_nothing.append(trainer.unscored.left_nothing())
     kept = {name: value for name, value in rollout.items() if isinstance(value, torch.Tensor)}
-    found = {
+    return {
         "rollout": kept,
         "metrics": metrics,
         "logs": logs,
         "evaluated": {name: value for name, value in evaluated.items() if isinstance(value, float)},
+        "left_nothing": left_nothing,
+        "ended": ended(trainer.accelerator),
         "answers": [verdict.answer for verdict in trainer.held_out._verdicts],
     }
-    torch.save(found, folder / f"{trainer.accelerator.process_index}.pt")
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from wrapt import when_imported
 
 PLACE, _, NUMBER = os.environ.get("DYING", "").partition(" ")
 
@@ -39,7 +40,8 @@ def note(kind: str, manager: Any, path: str) -> None:
         file.write(f"{kind} {step} {manager.rank} {fingerprint(manager)}\n")
 
 
-def install() -> None:
+@when_imported("verl.workers.engine.fsdp.transformer_impl")
+def install(_: Any) -> None:
     """Puts deaths and notes into verl's engine and checkpoints."""
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as Manager
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
@@ -72,8 +74,3 @@ def install() -> None:
 
     FSDPEngine.optimizer_step = optimizer_step
     Manager.save_checkpoint, Manager.load_checkpoint = save_checkpoint, load_checkpoint
-
-
-# A rollout's process imports verl_cpu before verl, which imports this while there is no platform yet: no worker does.
-if hasattr(sys.modules["verl_cpu"], "engine"):
-    install()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +98,12 @@ def test_verl_runs_its_own_engines_on_this_platform() -> None:
     assert get_platform().communication_backend_name() == "gloo"
     assert EngineRegistry.get_engine_cls("language_model", "fsdp2") is FSDPEngineWithLMHead
     assert EngineRegistry.get_engine_cls("value_model", "fsdp2") is FSDPEngineWithValueHead
+
+
+def test_a_process_that_only_imports_verl_waits_for_neither_engines_nor_rollouts() -> None:
+    code = "import sys, verl; print(*(name for name in sys.modules if name.startswith(('verl_cpu', 'verl.workers'))))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert set(done.stdout.splitlines()[-1].split()) == {"verl_cpu", "verl_cpu.platform"}
 
 
 def test_verl_finds_the_rollout_by_its_name() -> None:

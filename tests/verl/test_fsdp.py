@@ -243,7 +243,8 @@ def test_old_policies_follow_their_sequences_through_shuffled_epochs() -> None:
 
 def test_lora_trains_and_its_reference_pass_captures_nothing() -> None:
     lora = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=all-linear"]
-    actor, samples = trolled(True, *lora), rollout()
+    # A bound that any update of the adapter passes, which starts at random.
+    actor, samples = trolled(True, *lora, *policy_loss("kl_bound=1e-9")), rollout()
     scored = actor.score(as_batch(samples))
     before_reference = actor.engine.captured
     reference_pass = actor.infer(scored, calculate_entropy=False, no_lora_adapter=True)

@@ -80,6 +80,10 @@ class Run:
             "OMP_NUM_THREADS": "1",
             "TQ_NUM_THREADS": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
+            # Nobody reads them here, and every process of Ray's would send them from a thread of its own.
+            "RAY_enable_metrics_collection": "0",
+            # Ray's default is 15, with which anything else that computes leaves its workers next to nothing.
+            "RAY_worker_niceness": "0",
         }
 
     def metrics(self) -> dict[int, dict[str, float]]:

@@ -21,7 +21,7 @@ from troll.evaluation.generate import Generation, Generator, Sampling, Transform
 from troll.evaluation.metrics import task_estimates
 from troll.evaluation.model import ModelSource, find_model, load_model, load_tokenizer
 from troll.evaluation.problems import Problems, load_problems
-from troll.evaluation.records import Record, append_records, read_records, verdict_of
+from troll.evaluation.records import Record, append_records, read_records, replace_records, verdict_of, with_verdict
 from troll.evaluation.table import CompletionProgress, print_table, results_table
 from troll.evaluation.vllm import VllmGenerator, vllm_is_usable
 from troll.files import write_atomically
@@ -148,7 +148,11 @@ class _Run:
         for name in done:
             if unscored := self.results[name].get("unscored"):
                 total = self.results[name]["completions"]
-                say(self.console, f"{name}: {unscored} of {total} completions could not be judged, and count nowhere")
+                say(
+                    self.console,
+                    f"{name}: {unscored} of {total} completions could not be judged, and count nowhere; the same "
+                    "command judges them again",
+                )
         say(self.console, f"results {self.folder / RESULTS}")
         if status == "interrupted":
             say(self.console, "interrupted; the same command goes on")
@@ -160,6 +164,12 @@ class _Run:
         records = read_records(path, order, self.plan.batch_size)
         spent = float(self.results.get(problems.name, {}).get("seconds", 0.0))
         start = time.monotonic()
+        if unscored := [place for place, record in enumerate(records) if record["score"] is None]:
+            again = [records[place] for place in unscored]
+            verdicts = problems.judge([one["problem"] for one in again], [one["completion"] for one in again])
+            for place, verdict in zip(unscored, verdicts, strict=True):
+                records[place] = with_verdict(records[place], verdict)
+            replace_records(path, records)
         self.results[problems.name] = {"problems": len(problems), "generations": str(path.relative_to(self.folder))}
         progress = CompletionProgress(self.console, problems.name, len(order), records)
         try:
@@ -247,17 +257,15 @@ def _generator(plan: _Plan) -> Generator:
 
 
 def _record(problem: int, sample: int, prompt: str, generation: Generation, verdict: Verdict) -> Record:
-    return {
+    made = {
         "problem": problem,
         "sample": sample,
         "prompt": prompt,
         "completion": generation.text,
         "tokens": generation.tokens,
         "finished": generation.finished,
-        "answer": verdict.answer,
-        "score": verdict.score,
-        "reason": verdict.reason,
     }
+    return with_verdict(made, verdict)
 
 
 def _versions() -> dict[str, str]:

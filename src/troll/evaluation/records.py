@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from troll.evaluation.errors import EvaluationError
+from troll.files import write_atomically
 from troll.rewards.grading import Verdict
 
 Record = dict[str, Any]
@@ -57,15 +58,29 @@ def read_records(path: Path, expected: Sequence[tuple[int, int]], batch_size: in
 
 def append_records(path: Path, records: Sequence[Record]) -> None:
     """Appends a batch."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_lines(records))
+
+
+def replace_records(path: Path, records: Sequence[Record]) -> None:
+    """Writes the whole file anew; one that is interrupted leaves it as it was."""
+    write_atomically(path, _lines(records))
+
+
+def _lines(records: Sequence[Record]) -> str:
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    with path.open("ab") as file:
-        # UTF-8 cannot hold half of a surrogate pair; as a backslash and a number, it is JSON of the same string.
-        file.write(text.encode("utf-8", errors="backslashreplace"))
+    # UTF-8 cannot hold half of a surrogate pair; as a backslash and a number, it is JSON of the same string.
+    return text.encode("utf-8", errors="backslashreplace").decode()
 
 
 def verdict_of(record: Record) -> Verdict:
     """The verdict that a record holds."""
     return Verdict(record["score"], record["answer"], record["reason"])
+
+
+def with_verdict(record: Record, verdict: Verdict) -> Record:
+    """A completion's record, with this verdict in place of any other."""
+    return record | {"answer": verdict.answer, "score": verdict.score, "reason": verdict.reason}
 
 
 def _parse(line: bytes) -> Record | None:

@@ -231,8 +231,12 @@ def _check_against_logits(
         used.append(True)
         return outputs
 
-    # Logits of all tokens may not fit into memory.
+    # Logits of all tokens may not fit into memory: the head gets the last hidden states only, also where a model's
+    # forward does not take `logits_to_keep`. Some multiply by the head's weight without calling the head.
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(model).forward).parameters else {}
+    trimmed = model.get_output_embeddings().register_forward_pre_hook(
+        lambda _, inputs: (inputs[0][:, -1:], *inputs[1:])
+    )
     devices = [request.token_ids.device] if request.token_ids.is_cuda else []
     backbone = model.base_model
     before = vars(backbone).get("forward")  # accelerate's hooks
@@ -241,6 +245,7 @@ def _check_against_logits(
         with torch.random.fork_rng(devices):  # a run has the same random numbers with this check as without
             logits = plain(*args, **{**kwargs, "return_dict": True}, **last).logits
     finally:
+        trimmed.remove()
         del backbone.forward
         if before is not None:
             backbone.forward = before
@@ -250,9 +255,9 @@ def _check_against_logits(
         return False
     logits = logits[:, -1]
     hidden = outputs.last_hidden_state[:, -1]
-    with opened_head(model, hidden, 1.0, request.head_in_float32) as head:
-        product = nn.functional.linear(head.hidden, head.weight, head.bias)
-        own = head.transform(product.to(torch.promote_types(product.dtype, torch.float32)))
+    with opened_head(model, hidden, 1.0, request.head_in_float32) as read:
+        product = nn.functional.linear(read.hidden, read.weight, read.bias)
+        own = read.transform(product.to(torch.promote_types(product.dtype, torch.float32)))
     logits = logits.to(own)
     if bool(logits.isnan().any() | (logits == torch.inf).any()):
         return False

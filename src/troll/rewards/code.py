@@ -17,10 +17,12 @@ from troll.rewards.completion import Completion, completion_text
 from troll.rewards.grading import Grader, Verdict
 from troll.rewards.machine import default_workers
 from troll.rewards.program import Tests, parse_tests, read_program
-from troll.rewards.sandbox.bubblewrap import SandboxError
-from troll.rewards.sandbox.fusion import SandboxFusion
+from troll.rewards.sandbox.bubblewrap import Bubblewrap
+from troll.rewards.sandbox.fusion import TIME_LIMIT, SandboxFusion
+from troll.rewards.sandbox.gvisor import GVisor
+from troll.rewards.sandbox.launch import SandboxError, StarvedError
 from troll.rewards.sandbox.limits import Limits, Outcome, printable
-from troll.rewards.sandbox.local import LocalSandbox, StoppableBubblewrap
+from troll.rewards.sandbox.local import LocalSandbox
 from troll.rewards.sandbox.pool import Pool
 from troll.rewards.sandbox.protocol import Sandbox
 
@@ -32,14 +34,14 @@ _Job = tuple[str, str, bool]
 #: An outcome per test, or what kept the program from being tested.
 _Found = list[Outcome] | SandboxError
 
-#: Batches in a row of which not one program could be judged, after which a run is ended.
-HOPELESS_BATCHES = 3
-
 #: Programs in a row that could not be tested, after which those that wait are not tried.
 HOPELESS_PROGRAMS = 4
 
 #: Seconds before the first retry; each further one waits twice as long.
 PAUSE = 0.5
+
+#: The name of the sandbox that `gvisor.py` makes.
+GVISOR = "gvisor"
 
 #: Programs that run at a time on a server, where nobody says: verl's number.
 REMOTE_WORKERS = 64
@@ -54,8 +56,8 @@ class CodeGrader(Grader):
 
     Trouble of the machine (no memory, no process, a server that is gone) is never a verdict: the programs it hits are
     tried again after the others, for as long as a program of someone else's may keep the machine busy
-    (`Limits.wall_seconds`), and are then unscored. Only where three batches in a row have no verdict at all does the
-    grader raise: such a run could go on for days and learn nothing.
+    (`Limits.wall_seconds`), and are then unscored. Only a program that would not end, in all that time, for want of a
+    CPU is judged as if it had used up its own: whoever writes `while True` must not end a run.
 
     It can be pickled and survives a fork: the processes of a pool make their own sandboxes.
 
@@ -67,8 +69,8 @@ class CodeGrader(Grader):
         partial_credit: Whether all tests of a program are run, so that a verdict's score is the share that are passed.
             Otherwise testing stops at the first failure, and the score is 0.0 or 1.0.
         run_without_isolation: Run programs without a sandbox, as plain processes that can do whatever the user can.
-        sandbox: What tests programs instead of bubblewrap: the address of a SandboxFusion server, or any function as
-            `troll.rewards.sandbox.protocol.Sandbox` describes it.
+        sandbox: What tests programs instead of bubblewrap: "gvisor", the address of a SandboxFusion server, or any
+            function as `troll.rewards.sandbox.protocol.Sandbox` describes it.
 
     Raises:
         SandboxError: There can be no sandbox here; the message says what to install or to allow.
@@ -87,29 +89,30 @@ class CodeGrader(Grader):
     ) -> None:
         if workers is not None and workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
-        if sandbox is not None and (packages or run_without_isolation):
+        if (packages and sandbox not in (None, GVISOR)) or (run_without_isolation and sandbox is not None):
             raise ValueError(
-                "packages and run_without_isolation are options of bubblewrap: leave them out with sandbox"
+                "packages and run_without_isolation are options of bubblewrap, packages also of gVisor: "
+                "leave them out with this sandbox"
             )
         self.partial_credit = partial_credit
         self._limits = limits or Limits()
         self._workers = workers
         self._packages = [Path(folder) for folder in packages]
         self._isolated = not run_without_isolation
-        self._sandbox = SandboxFusion(sandbox) if isinstance(sandbox, str) else sandbox
-        self._hopeless = 0
+        self._sandbox = SandboxFusion(sandbox) if isinstance(sandbox, str) and sandbox != GVISOR else sandbox
         self._start()
 
     def _start(self) -> None:
         workers = self._workers or (
             REMOTE_WORKERS if isinstance(self._sandbox, SandboxFusion) else default_workers(self._limits)
         )
-        if self._sandbox is not None:
-            pool = Pool(self._sandbox, self._limits, workers)
-        else:
-            own = StoppableBubblewrap(packages=self._packages, run_without_isolation=not self._isolated)
-            local = LocalSandbox(own)
+        if self._sandbox is None or isinstance(self._sandbox, str):
+            programs = GVisor(packages=self._packages) if self._sandbox == GVISOR else None
+            own = Bubblewrap(packages=self._packages, run_without_isolation=not self._isolated)
+            local = LocalSandbox(programs or own, own)
             pool = Pool(local, self._limits, workers, local.close)
+        else:
+            pool = Pool(self._sandbox, self._limits, workers)
         self._pool, self._process = pool, os.getpid()
         self._last: tuple[Any, list[Verdict]] | None = None
         self._finalizer = weakref.finalize(self, Pool.close, pool)
@@ -137,7 +140,6 @@ class CodeGrader(Grader):
 
         Raises:
             ValueError: `tests` does not fit; the message names the row.
-            SandboxError: Not one program of this batch and the two before could be tested.
         """
         if len(tests) != len(completions):
             raise ValueError(f"the column tests has {len(tests)} values for {len(completions)} completions")
@@ -154,7 +156,7 @@ class CodeGrader(Grader):
         self._finalizer()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("partial_credit", "_limits", "_workers", "_packages", "_isolated", "_sandbox", "_hopeless")
+        kept = ("partial_credit", "_limits", "_workers", "_packages", "_isolated", "_sandbox")
         return {name: vars(self)[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -174,7 +176,7 @@ class CodeGrader(Grader):
             if jobs[-1] is not None:
                 parsed[jobs[-1]] = tests
         found = self._insistently(parsed)
-        self._give_up_where_hopeless(found)
+        found = {job: [TIME_LIMIT] if isinstance(result, StarvedError) else result for job, result in found.items()}
         return [Verdict(0.0, None, "no program") if job is None else _verdict(job, found[job]) for job in jobs]
 
     def _insistently(self, jobs: Mapping[_Job, Tests]) -> dict[_Job, _Found]:
@@ -215,6 +217,8 @@ class CodeGrader(Grader):
                     failures.clear()
                 except CancelledError:
                     found[job] = failures[-1] if failures else SandboxError("the grader was closed")
+                except StarvedError as error:  # which says more about the program than about the machine
+                    found[job] = error
                 except SandboxError as error:
                     found[job] = error
                     failures.append(error)
@@ -228,15 +232,6 @@ class CodeGrader(Grader):
             self.close()
             raise
         return found
-
-    def _give_up_where_hopeless(self, found: Mapping[_Job, _Found]) -> None:
-        errors = [result for result in found.values() if isinstance(result, SandboxError)]
-        if len(errors) < len(found):
-            self._hopeless = 0
-        elif errors:
-            self._hopeless += 1
-        if self._hopeless >= HOPELESS_BATCHES:
-            raise SandboxError(f"no program of {self._hopeless} batches in a row could be tested: {errors[-1]}")
 
 
 def _verdict(job: _Job, found: _Found) -> Verdict:
@@ -269,8 +264,8 @@ _making_default = threading.Lock()
 
 
 @lru_cache(maxsize=4)
-def _default_grader(partial_credit: bool, sandbox_fusion_url: str | None) -> CodeGrader:
-    return CodeGrader(partial_credit=partial_credit, sandbox=sandbox_fusion_url)
+def _default_grader(partial_credit: bool, sandbox: str | None) -> CodeGrader:
+    return CodeGrader(partial_credit=partial_credit, sandbox=sandbox)
 
 
 def compute_score(
@@ -280,7 +275,7 @@ def compute_score(
     extra_info: dict[str, Any] | None = None,
     *,
     partial: bool = False,
-    sandbox_fusion_url: str | None = None,
+    sandbox: str | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
     """Reward in verl's signature; may be called from several threads.
@@ -291,8 +286,8 @@ def compute_score(
         ground_truth: The tests, as `parse_tests` takes them.
         extra_info: Of which `prefix`, if it is there, is what the completion may continue.
         partial: Whether the score is the share of passed tests instead of all or nothing.
-        sandbox_fusion_url: Address of a SandboxFusion server to run programs on, as in verl's `sandbox_fusion.url`;
-            verl passes it on from `custom_reward_function.reward_kwargs`. None for bubblewrap.
+        sandbox: What tests programs instead of bubblewrap: "gvisor", or the address of a SandboxFusion server, as in
+            verl's `sandbox_fusion.url`. verl passes it on from `custom_reward_function.reward_kwargs`.
         **kwargs: Unused; verl passes more in some configurations.
 
     Returns:
@@ -305,7 +300,7 @@ def compute_score(
     """
     prefix = (extra_info or {}).get("prefix")
     with _making_default:
-        grader = _default_grader(partial, sandbox_fusion_url)
+        grader = _default_grader(partial, sandbox)
     [verdict] = grader.grade([solution_str], tests=[ground_truth], prefix=[prefix])
     if verdict.score is None:
         raise SandboxError(f"a completion is {verdict.reason}")

@@ -65,7 +65,7 @@ class Grader(ABC):
 
         Returns:
             B verdicts. Any completion gets one, with score None if the machine failed: a grader raises for mistakes of
-            its user, and where it can judge nothing any more.
+            its user only.
         """
 
     def same_answer(self, first: str, second: str) -> bool:

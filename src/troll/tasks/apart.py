@@ -34,6 +34,13 @@ def keep_apart(task: Task, others: Sequence[Task]) -> Task:
     kept = [row for row, question in enumerate(questions) if question not in asked]
     if not kept:
         raise TaskError(f"task {task.name!r} has no train rows left: eval_tasks hold all of them out")
+    references = task.references and [
+        *(task.references[row] for row in kept),
+        *task.references[len(task.train_dataset) :],
+    ]
     return replace(
-        task, train_dataset=task.train_dataset.select(kept), train_questions=[questions[row] for row in kept]
+        task,
+        train_dataset=task.train_dataset.select(kept),
+        train_questions=[questions[row] for row in kept],
+        references=references,
     )

@@ -12,10 +12,10 @@ from typing import Any
 
 from datasets import Dataset
 
-from troll.rewards.code import CodeGrader, passed_fraction
+from troll.rewards.code import GVISOR, CodeGrader, passed_fraction
 from troll.rewards.demands import PACKAGES, borrowed_packages, needs_plain
-from troll.rewards.program import CodeTests, StreamTests, parse_tests
-from troll.rewards.sandbox.bubblewrap import SandboxError
+from troll.rewards.program import CodeTests, StreamTests, Tests, parse_tests
+from troll.rewards.sandbox.launch import SandboxError
 from troll.rewards.sandbox.limits import MEBIBYTE, Limits
 from troll.tasks.dataset_task import Example, PromptStyle, Read, dataset_task, without
 from troll.tasks.options import Options
@@ -53,15 +53,16 @@ def load_code(
     """Loads a task whose examples have the column `tests` that `troll.rewards.code.CodeGrader` reads.
 
     Its options are `partial_credit`, `cpu_seconds`, `memory_mb`, `packages`, `run_without_isolation` and
-    `sandbox_fusion_url` (the address of a server that tests the programs instead), `prompt` and `system_prompt`,
+    `sandbox` ("gvisor", or the address of a server, to test the programs instead), `prompt` and `system_prompt`,
     `columns`, `overlong` of `troll.tasks.shaping`, and two that say how tests are run:
 
     - `compare`: how printed text is compared where the tests do not say it, "tokens" or "numbers"; see
       `troll.rewards.output.same_output`.
-    - `plain_tests`: whether tests that are code run in the program's own process, "never", "needed" (where they need
-      it, as far as `troll.rewards.demands.needs_plain` tells) or "always". There a program can fake its verdict.
+    - `plain_tests`: which tests that are code run in the program's own process, where a program can fake its verdict:
+      those that say so ("stated"), besides those that say nothing and need it as far as
+      `troll.rewards.demands.needs_plain` tells ("needed"), all ("always") or none ("never"), whatever they say.
 
-    Warns of rows whose tests need `plain_tests` or have it, and of those that leave a package to the program.
+    Warns of rows whose tests need the program's process or run there, and of those that leave a package to the program.
 
     Returns:
         The task. With `partial_credit` the reward is the fraction of the tests that pass, and `success` is logged.
@@ -77,7 +78,7 @@ def load_code(
     skip_unanswered = options.flag("skip_unanswered")
     partial_credit = options.flag("partial_credit")
     settings = _take_settings(options)
-    running = _Running(options)
+    running = _Running(options, on_server=config.options.get("sandbox") not in (None, GVISOR))
     shaping, weights = take_shaping(options, answer_format=None)
     options.finish()
     try:
@@ -105,24 +106,22 @@ def load_code(
 class _Running:
     """How the tests of a data set are run, by its options, and what is to be said about them."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, on_server: bool) -> None:
         self._compare = options.choice("compare", ("tokens", "numbers"))
-        self._plain = options.choice("plain_tests", ("never", "needed", "always"))
+        self._plain = options.choice("plain_tests", ("stated", "never", "needed", "always"))
+        if on_server and self._plain != "stated":
+            raise TaskError("leave out plain_tests: on a server all tests of functions run in the program's process")
+        self._on_server = on_server
         self._noted: dict[str, list[str]] = defaultdict(list)
 
     def example(self, row: Row, example: Example) -> Example:
         """Returns the example with what the options say of its tests, and notes what is to be warned of."""
         text = example.columns["tests"]
-        tests, settings = parse_tests(text), dict[str, Any]()
-        if isinstance(tests, CodeTests):
-            settings = {"plain": self._runs_plain(row, tests)}
-        elif isinstance(tests, StreamTests):
-            settings = {"compare": self._compare}
-        settings = {name: value for name, value in settings.items() if value != getattr(tests, name)}
-        if not settings:
+        tests, said = parse_tests(text), json.loads(text)
+        settings = self._settings(row, tests, said)
+        if all(getattr(tests, name) == value for name, value in settings.items()):
             return example
-        # What a row says of itself counts more than the option.
-        return replace(example, columns={**example.columns, "tests": json.dumps(settings | json.loads(text))})
+        return replace(example, columns={**example.columns, "tests": json.dumps(said | settings)})
 
     def warn(self) -> None:
         """Warns once of each thing that was noted."""
@@ -130,11 +129,20 @@ class _Running:
             rows = f"{len(places)} rows" if len(places) > 1 else "1 row"
             warnings.warn(f"the tests of {rows}, the first {places[0]}, {problem}", stacklevel=4)
 
-    def _runs_plain(self, row: Row, tests: CodeTests) -> bool:
-        for name in borrowed_packages(tests):
-            self._noted[_BORROWED.format(name=name, import_=PACKAGES[name])].append(row.place)
-        needs = needs_plain(tests)
-        plain = tests.plain or self._plain == "always" or (bool(needs) and self._plain == "needed")
+    def _settings(self, row: Row, tests: Tests, said: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(tests, StreamTests):
+            return {"compare": said.get("compare", self._compare)}
+        if isinstance(tests, CodeTests):
+            for name in borrowed_packages(tests):
+                self._noted[_BORROWED.format(name=name, import_=PACKAGES[name])].append(row.place)
+        if self._on_server:
+            self._noted[_IS_PLAIN].append(row.place)
+            return {}
+        return {"plain": self._runs_plain(row, tests, said.get("plain"))} if isinstance(tests, CodeTests) else {}
+
+    def _runs_plain(self, row: Row, tests: CodeTests, said: bool | None) -> bool:
+        needs = needs_plain(tests) if said is None else ["they say so"] * said
+        plain = {"stated": bool(said), "needed": bool(needs), "always": True, "never": False}[self._plain]
         if plain:
             self._noted[_IS_PLAIN].append(row.place)
         elif needs:
@@ -325,7 +333,7 @@ def _take_settings(options: Options) -> dict[str, Any]:
         "limits": checked,
         "packages": options.texts("packages"),
         "run_without_isolation": options.flag("run_without_isolation"),
-        "sandbox": options.text("sandbox_fusion_url"),
+        "sandbox": options.text("sandbox"),
     }
 
 

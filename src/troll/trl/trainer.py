@@ -65,6 +65,7 @@ class TrollTrainer(GRPOTrainer):
         ValueError: Under tensor, context or sequence parallelism.
         FloatingPointError: In training, if logits or the loss are NaN or infinite, before the optimiser sees them.
         RuntimeError: In training, if TRL's loss does not use the trust region, before the optimiser makes a step.
+        NothingJudgedError: In training, if a grader could judge nothing in three rollouts in a row.
     """
 
     args: TrollConfig
@@ -213,6 +214,7 @@ class TrollTrainer(GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         training = self.model.training
         if training:
+            self.unscored.count(inputs)
             self.advantages.train_critic(inputs)
         # vLLM's importance correction brings old log-probabilities for on-policy updates too.
         off_policy = training and "old_per_token_logps" in inputs and not self.args.always_on_policy

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 
-from troll.rewards.grading import leaves_unscored
+from troll.rewards.grading import Grader, leaves_unscored
 from troll.trl.seam import loss_mask
+
+#: Rollouts in a row in which a grader could judge nothing, after which training ends.
+HOPELESS_ROLLOUTS = 3
+
+
+class NothingJudgedError(RuntimeError):
+    """A training in which nothing can be judged any more; the message names the most frequent cause."""
 
 
 class Unscored:
-    """Knows the completions of a rollout that could not be judged.
+    """Knows the completions of a rollout that could not be judged; every method runs on every process.
 
     To TRL, None from a reward function means that the function has nothing to say, and the other functions' rewards
     count: a completion that no sandbox could test would be paid for its format alone. None from a `Grader` means that
@@ -29,7 +39,18 @@ class Unscored:
     def __init__(self, accelerator: Accelerator, reward_funcs: Sequence[Any]) -> None:
         self._accelerator = accelerator
         self._columns = [place for place, reward in enumerate(reward_funcs) if leaves_unscored(reward)]
-        self._rows = torch.empty(0, dtype=torch.bool)
+        found: list[Grader] = [getattr(reward_funcs[place], "grader", reward_funcs[place]) for place in self._columns]
+        self._graders = list(dict.fromkeys(found))
+        self._rows, self._trouble = torch.empty(0, dtype=torch.bool), False
+        self._verdicts = Counter[tuple[int, bool, bool]]()  # by grader, whether there was an answer, and a score
+        self._reasons = Counter[str]()
+        self._troubled_rollouts = self._hopeless_rollouts = 0
+        self.start()
+
+    def start(self) -> None:
+        """Forgets what an interrupted update has left."""
+        self._tokens: Tensor | int = 0
+        self._in_doubt = False
 
     def rows(self, rewards: Tensor) -> Tensor:
         """Which rows of (N, F) rewards could not be judged, (N,) bool; NaN stands for None."""
@@ -43,13 +64,28 @@ class Unscored:
         """``rewards/unscored``, the share of rows that could not be judged; nothing where no function is a grader."""
         return {"rewards/unscored": float(self.rows(rewards).float().mean())} if self._columns else {}
 
+    # The rollout
+
     def observe(self, rewards: Tensor) -> None:
-        """Keeps which rows of a rollout of all processes could not be judged."""
+        """Keeps which rows of a rollout of all processes could not be judged, right after this one's were graded."""
         self._rows = self.rows(rewards)
+        for place, grader in enumerate(self._graders):
+            for verdict in grader.latest:
+                self._verdicts[place, verdict.answer is not None, verdict.score is not None] += 1
+                if verdict.score is None:
+                    self._reasons[verdict.reason.removeprefix("unscored: ")] += 1
 
     def without(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
-        """This process's part of the rollout, in which these rows have no token in the loss."""
-        if not self._rows.any():
+        """This process's part of the rollout, in which these rows have no token in the loss.
+
+        Warns of such rows, more and more rarely.
+
+        Raises:
+            NothingJudgedError: If a grader could judge nothing in this rollout and the two before.
+        """
+        self._trouble = bool(self._rows.any())
+        self._count_rollout()
+        if not self._trouble:
             return rolled_out
         mask: Tensor = rolled_out["completion_mask"]
         first = self._accelerator.process_index * len(mask)
@@ -57,3 +93,50 @@ class Unscored:
         rolled_out = rolled_out | {"tool_mask": rolled_out.get("tool_mask", torch.ones_like(mask)) * scored}
         tokens = self._accelerator.reduce(loss_mask(rolled_out).sum(), reduction="sum")
         return rolled_out | {"num_items_in_batch": tokens.to(rolled_out["num_items_in_batch"])}
+
+    def _count_rollout(self) -> None:
+        verdicts, reasons = self._verdicts, self._reasons
+        self._verdicts, self._reasons = Counter(), Counter()
+        if not self._trouble:
+            self._hopeless_rollouts = 0
+            return
+        found = gather_object([(verdicts, reasons.most_common(1))])
+        commonest = (most for _, top in found for most in top)
+        reason, _ = max(commonest, key=lambda most: most[1], default=("the grader does not say why", 0))
+        total = sum((counts for counts, _ in found), Counter[tuple[int, bool, bool]]())
+        hopeless = self._rows.all() or any(_judges_nothing(total, place) for place in range(len(self._graders)))
+        self._troubled_rollouts += 1
+        self._hopeless_rollouts = self._hopeless_rollouts + 1 if hopeless else 0
+        if self._hopeless_rollouts == HOPELESS_ROLLOUTS:
+            raise NothingJudgedError(
+                f"nothing could be judged in {HOPELESS_ROLLOUTS} rollouts in a row, most often because of: {reason}. "
+                "Mend this, and resume from the last checkpoint"
+            )
+        # The first, the second, the fourth, ...: trouble that stays does not fill the log.
+        if self._accelerator.is_main_process and self._troubled_rollouts.bit_count() == 1:
+            warnings.warn(
+                f"{int(self._rows.sum())} of {len(self._rows)} completions of a rollout could not be judged and are "
+                f"left out, most often because of: {reason}. Rollouts with such completions so far: "
+                f"{self._troubled_rollouts}",
+                stacklevel=2,
+            )
+
+    # The update
+
+    def count(self, inputs: dict[str, Any]) -> None:
+        """Counts the tokens of a micro-batch that the loss is about."""
+        if self._columns:
+            self._tokens = self._tokens + loss_mask(inputs).sum()
+            self._in_doubt |= self._trouble
+
+    def left_nothing(self) -> bool:
+        """Whether all tokens of the update that ends here, in all processes, are of rows that could not be judged."""
+        tokens, in_doubt = self._tokens, self._in_doubt
+        self.start()
+        return in_doubt and not self._accelerator.reduce(tokens, reduction="sum")
+
+
+def _judges_nothing(verdicts: Counter[tuple[int, bool, bool]], grader: int) -> bool:
+    """Whether no completion with an answer could be judged: one without is wrong, also where no program can start."""
+    answered = verdicts[grader, True, True] + verdicts[grader, True, False] > 0
+    return verdicts[grader, answered, False] > 0 and not verdicts[grader, answered, True]

@@ -68,6 +68,7 @@ class Updates(TrainerCallback):
         self._bound, self.penalty_weight = None, self._initial_penalty_weight()
         self._rollouts = self._rollouts_done()
         self._trainer.monitor.start()
+        self._trainer.unscored.start()
         self._trainer.advantages.start()
         if self._trainer.rollout_weights is not None:
             self._trainer.rollout_weights.start()
@@ -93,12 +94,16 @@ class Updates(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """The critic's update, before the policy's: an error in it stops both."""
+        """The critic's update, before the policy's: an error in it stops both. Of nothing that was judged, neither."""
         advantages = self._trainer.advantages
-        self._rests = advantages.policy_rests
+        nothing_judged = self._trainer.unscored.left_nothing()
+        self._rests = nothing_judged or advantages.policy_rests
         if self._rests:
-            model.zero_grad()  # without a gradient, the optimiser leaves a parameter as it is
-        advantages.step_critic()
+            # Without a gradient, the optimiser leaves a parameter as it is; one of zero would go on with its momentum.
+            # DeepSpeed has made its update in the backward pass.
+            model.zero_grad()
+        if not nothing_judged:
+            advantages.step_critic()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """ε adapts to what was seen in the update, and β to what was seen in a rollout's last."""

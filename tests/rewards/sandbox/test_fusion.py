@@ -19,8 +19,8 @@ import pytest
 from troll.rewards.code import CodeGrader, compute_score
 from troll.rewards.program import parse_tests
 from troll.rewards.sandbox import fusion
-from troll.rewards.sandbox.bubblewrap import SandboxError
 from troll.rewards.sandbox.fusion import SandboxFusion
+from troll.rewards.sandbox.launch import SandboxError
 from troll.rewards.sandbox.limits import MEBIBYTE, Limits, Outcome
 
 #: What the server's own model of a request takes, and the defaults of what may be left out.
@@ -323,13 +323,13 @@ def test_a_grader_with_a_server_that_goes(server):
 
 
 def test_the_address_that_verl_passes_on(server):
-    score = compute_score("taco", ADD, json.dumps(SUM), sandbox_fusion_url=server.url, memory_limit_mb=1024)
+    score = compute_score("taco", ADD, json.dumps(SUM), sandbox=server.url, memory_limit_mb=1024)
     assert score == {"score": 1.0, "acc": 1.0, "reason": "correct"}
     assert len(server.requests) == 1 + 3
     server.answers += [(500, b"")] * 400
     compute_score.__globals__["_default_grader"](False, server.url)._limits = Limits(wall_seconds=0.2)
     with pytest.raises(SandboxError, match="HTTP 500"):
-        compute_score("taco", ADD + " ", json.dumps(SUM), sandbox_fusion_url=server.url)
+        compute_score("taco", ADD + " ", json.dumps(SUM), sandbox=server.url)
 
 
 def test_outcomes_are_those_of_every_sandbox(sandbox):

@@ -4,7 +4,7 @@ import time
 import pytest
 
 from troll.rewards.program import StreamTests
-from troll.rewards.sandbox.bubblewrap import SandboxError
+from troll.rewards.sandbox.launch import SandboxError
 from troll.rewards.sandbox.limits import Limits, Outcome
 from troll.rewards.sandbox.pool import Pool
 

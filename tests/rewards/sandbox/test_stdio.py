@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.rewards.sandbox.processes import needs_bubblewrap, running, start_at_the_third_attempt_only
-from troll.rewards.sandbox.bubblewrap import Bubblewrap, SandboxError
+from troll.rewards.sandbox.bubblewrap import Bubblewrap
+from troll.rewards.sandbox.launch import SandboxError
 from troll.rewards.sandbox.limits import MEBIBYTE, Limits, Outcome
 from troll.rewards.sandbox.stdio import run_stdio
 

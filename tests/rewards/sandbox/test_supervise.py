@@ -9,11 +9,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from tests.rewards.sandbox.processes import needs_bubblewrap, wait_until_gone
-from troll.rewards.sandbox.bubblewrap import Bubblewrap, Process, SandboxError
+from troll.rewards.sandbox import supervise
+from troll.rewards.sandbox.bubblewrap import Bubblewrap
+from troll.rewards.sandbox.launch import Process, StarvedError
 from troll.rewards.sandbox.limits import Limits
 from troll.rewards.sandbox.stdio import run_stdio
 from troll.rewards.sandbox.supervise import Watch, wait_for
@@ -136,13 +140,45 @@ def test_a_machine_that_is_too_busy_is_no_verdict(sandbox: Bubblewrap) -> None:
     # In sessions of their own, as the sandbox is: the kernel may divide a CPU among sessions.
     loops = [subprocess.Popen([sys.executable, "-S", "-c", BUSY], start_new_session=True) for _ in range(6)]
     try:
-        with pytest.raises(SandboxError, match="too busy"):
-            verdict(sandbox, BUSY, Limits(cpu_seconds=10, wall_seconds=3))
+        with pytest.raises(StarvedError, match="too busy"):
+            verdict(sandbox, BUSY, Limits(cpu_seconds=10, wall_seconds=1))
     finally:
         os.sched_setaffinity(0, cpus)
         for loop in loops:
             loop.kill()
             loop.wait()
+
+
+@pytest.mark.parametrize(
+    ("share", "busy", "idle_seconds", "found", "seconds"),
+    [
+        (1.0, True, 5.0, "cpu", 5.25),
+        (0.2, True, 5.0, "cpu", 26.25),  # what it waits for a CPU does not count
+        (0.05, True, 5.0, "starved", 60.0),
+        (0.05, False, 5.0, "idle", 5.0),
+        (0.2, False, 5.0, "wall", 20.0),
+        (0.0, False, 99.0, "wall", 20.0),
+    ],
+)
+def test_waiting_for_a_cpu_is_no_wall_time(
+    monkeypatch: pytest.MonkeyPatch, share: float, busy: bool, idle_seconds: float, found: str, seconds: float
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(supervise, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(supervise, "_cpu_seconds", lambda pids: share * now * len(pids))
+    monkeypatch.setattr(supervise, "_tree", lambda pid: [pid])
+    monkeypatch.setattr(supervise, "_busy", lambda pid: busy)
+    monkeypatch.setattr(supervise, "_threads", lambda pid: ["1"])
+    process = SimpleNamespace(pid=1, own_threads=1)
+    watch = Watch([cast(Process, process)], Limits(cpu_seconds=5, wall_seconds=20, idle_seconds=idle_seconds))
+    verdict: str | None = None
+    while verdict is None:
+        now += 0.125
+        try:
+            verdict = watch.verdict()
+        except StarvedError:
+            verdict = "starved"
+    assert (verdict, now) == (found, pytest.approx(seconds, abs=0.3))
 
 
 def test_a_busy_machine_makes_no_time_out(sandbox: Bubblewrap) -> None:

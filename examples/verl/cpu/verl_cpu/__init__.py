@@ -8,13 +8,45 @@
     OMP_NUM_THREADS=1                   where workers are as many as cores
 
 Ray's workers inherit it. What is registered: the platform `cpu`, with gloo between processes; verl's own FSDP engines
-for that platform (`strategy: fsdp2`); and the rollout `transformers`. `embedded.yaml` beside this package has settings
+for that platform (`strategy: fsdp2`); and the rollout `transformers`. `embedded.yaml` in the folder above has settings
 that go with it.
+
+All but the platform waits for the module of verl that it changes: of a dozen processes, most need neither an engine nor
+a rollout, and imports are most of what a start takes.
 """
 
-# In this order: verl asks for its platform, and binds what makes process groups, while its engines are imported.
-# isort: off
-import verl_cpu.platform
-import verl_cpu.process_group
-import verl_cpu.engine
-import verl_cpu.rollout  # noqa: F401
+from types import ModuleType
+
+from wrapt import when_imported
+
+import verl_cpu.platform  # noqa: F401
+
+ROLLOUT = "transformers"
+
+
+@when_imported("verl.utils.distributed")
+def _connect(_: ModuleType) -> None:
+    # Before anyone binds the function that it exchanges.
+    import verl_cpu.process_group  # noqa: F401
+
+
+@when_imported("verl.workers.engine.fsdp.transformer_impl")
+def _add_engines(engines: ModuleType) -> None:
+    register = engines.EngineRegistry.register
+    register(model_type="language_model", backend="fsdp2", device="cpu")(engines.FSDPEngineWithLMHead)
+    register(model_type="value_model", backend="fsdp2", device="cpu")(engines.FSDPEngineWithValueHead)
+
+
+@when_imported("verl.workers.rollout.base")
+def _add_rollout(rollouts: ModuleType) -> None:
+    rollouts._ROLLOUT_REGISTRY[ROLLOUT, "async"] = "verl_cpu.rollout.TransformersRollout"
+
+
+@when_imported("verl.workers.rollout.replica")
+def _add_replica(replicas: ModuleType) -> None:
+    def load() -> type:
+        from verl_cpu.rollout import TransformersReplica
+
+        return TransformersReplica
+
+    replicas.RolloutReplicaRegistry.register(ROLLOUT, load)

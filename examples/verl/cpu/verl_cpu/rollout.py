@@ -19,13 +19,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transformers import AutoModelForCausalLM, GenerationConfig
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig, RolloutConfig
-from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
-from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from troll import PackedPolicy, capture
 from troll.trust_region.policy.wire import to_records
-
-NAME = "transformers"
+from verl_cpu import ROLLOUT
 
 # How long a batch waits for more: requests come one by one, and many in one forward pass cost little more than one.
 _GATHERING_SECONDS = 0.02
@@ -215,8 +214,4 @@ class TransformersRollout(BaseRollout):
 
 
 def _server_name(replica_rank: int) -> str:
-    return f"{NAME}_server_{replica_rank}"
-
-
-_ROLLOUT_REGISTRY[NAME, "async"] = f"{__name__}.{TransformersRollout.__name__}"
-RolloutReplicaRegistry.register(NAME, lambda: TransformersReplica)
+    return f"{ROLLOUT}_server_{replica_rank}"

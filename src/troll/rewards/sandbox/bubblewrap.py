@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import compileall
 import contextlib
 import json
 import math
@@ -10,124 +9,33 @@ import os
 import select
 import shutil
 import signal
-import subprocess
 import sys
-import sysconfig
 import tempfile
-import time
 import warnings
-import zoneinfo
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
+from troll.rewards.sandbox.launch import (
+    ENVIRONMENT,
+    INSIDE,
+    INTERPRETER_FLAGS,
+    NO_START,
+    TRIAL_SECONDS,
+    Launcher,
+    Process,
+    SandboxError,
+)
 from troll.rewards.sandbox.limits import Limits
-from troll.rewards.sandbox.seccomp import filter_program
-
-INSIDE = Path(__file__).parent / "inside"
-
-#: What a program finds in its environment. Hashes are fixed, so that verdicts can be repeated; libraries of linear
-#: algebra use one thread, and the allocator one arena, because both reserve address space for each.
-ENVIRONMENT = {
-    "HOME": "/tmp",
-    "LANG": "C.UTF-8",
-    "MALLOC_ARENA_MAX": "1",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "PYTHONHASHSEED": "0",
-    "PYTHONUTF8": "1",
-}
-
-#: Neither the user's packages nor the site module; PYTHONPATH is ours.
-INTERPRETER_FLAGS = ("-s", "-S", "-B")
-
-#: Long enough for the busiest machine: it bounds a hanging start, not a slow one.
-TRIAL_SECONDS = 60.0
-NO_START = "the sandbox did not start in time"
-
-#: Seconds after the first failed start; each further pause is twice as long.
-FIRST_PAUSE = 0.1
+from troll.rewards.sandbox.system import NEED_LIBRARIES, System, system
 
 #: Outside, the user that programs are where this process is root: the kernel does not count the threads of root.
 NOBODY = 65534
-
-#: What a sandbox is to the kernel when memory runs out: the first to go.
-OUT_OF_MEMORY_SCORE = 1000
-
-#: Modules of the standard library that need libraries of the system.
-NEED_LIBRARIES = ("_bz2", "_ctypes", "_curses", "_decimal", "_hashlib", "_lzma", "_sqlite3", "_ssl", "_uuid", "zlib")
 
 INSTALL = "install it (Debian, Ubuntu: apt install bubblewrap; Fedora: dnf install bubblewrap)"
 ALLOW = "see docs/sandbox.md for what to allow, on Ubuntu and in containers above all"
 
 
-class SandboxError(RuntimeError):
-    """There can be no sandbox here, or the machine kept a program from being tested; the message says why."""
-
-
-T = TypeVar("T")
-
-
-def insistently(start: Callable[[], T], seconds: float = Limits().wall_seconds) -> T:
-    """Starts something until it succeeds: a machine may be short of processes or memory for as long as a program lasts.
-
-    Args:
-        start: Raises `SandboxError` where it should be tried again.
-        seconds: For how long, counted from the first attempt: what has failed after a long time is not tried again.
-
-    Raises:
-        SandboxError: The last attempt's.
-    """
-    pause, end = FIRST_PAUSE, time.monotonic() + seconds
-    while True:
-        try:
-            return start()
-        except SandboxError as error:
-            if time.monotonic() + pause > end:
-                raise SandboxError(f"the sandbox no longer starts, or is killed: {error}") from error
-        time.sleep(pause)
-        pause *= 2
-
-
-class Process(subprocess.Popen[bytes]):
-    """A running sandbox.
-
-    Attributes:
-        work_folder: The folder that is the program's own where there is no isolation; to be removed after it has ended.
-    """
-
-    work_folder: str | None = None
-
-    def killed(self, seconds: float = 0.0) -> bool:
-        """Whether it ends within some seconds by a SIGKILL that is not this process's.
-
-        To be asked before `end`. A program that is the first process of its sandbox can look like that by its exit
-        status, so what is killed twice is not the machine's fault.
-        """
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.wait(seconds) in (-signal.SIGKILL, 128 + signal.SIGKILL)
-        return False
-
-    def end(self) -> float:
-        """Kills whatever is left of it and reaps it; returns the CPU seconds of what ended by itself."""
-        cpu_seconds = 0.0
-        if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-            try:
-                _, status, usage = os.wait4(self.pid, 0)
-            except ChildProcessError:  # the caller reaps whatever child has ended
-                self.returncode = 255
-            else:
-                self.returncode = os.waitstatus_to_exitcode(status)
-                cpu_seconds = usage.ru_utime + usage.ru_stime
-        if self.work_folder is not None:
-            with contextlib.suppress(RecursionError):  # a program can nest folders without end
-                shutil.rmtree(self.work_folder, ignore_errors=True)
-        return cpu_seconds
-
-
-class Bubblewrap:
+class Bubblewrap(Launcher):
     """Starts scripts of `inside/`, each isolated from the user, the network and every other.
 
     Inside are, read-only: the interpreter with its standard library, the folders of the system's libraries, the time
@@ -150,18 +58,8 @@ class Bubblewrap:
     """
 
     def __init__(self, *, packages: Sequence[Path] = (), run_without_isolation: bool = False) -> None:
+        super().__init__(packages)
         self.isolated = not run_without_isolation
-        self._packages = tuple(Path(folder).resolve() for folder in packages)
-        for folder in self._packages:
-            if not folder.is_dir():
-                raise SandboxError(f"packages: {folder} is not a folder")
-        # What scripts import is not compiled again in every sandbox; an installed package has this done already.
-        compileall.compile_dir(INSIDE, quiet=2)
-        self._interpreter = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
-        try:
-            self._filter = filter_program().hex()
-        except ValueError as error:
-            raise SandboxError(f"the sandbox cannot run here: {error}") from None
         if run_without_isolation:
             warnings.warn(
                 "run_without_isolation=True: programs written by a model now run as your user, without a sandbox; "
@@ -172,59 +70,38 @@ class Bubblewrap:
             self._folder = tempfile.TemporaryDirectory(prefix="troll-programs-")
         self._try()
 
-    def start(
-        self,
-        script: str,
-        arguments: Sequence[str] = (),
-        *,
-        limits: Limits,
-        stdin: int | None,
-        stdout: int | None,
-        stderr: int | None = None,
-        pass_fds: Sequence[int] = (),
+    def _launch(
+        self, script: str, arguments: Sequence[str], limits: Limits, streams: tuple[int, ...], pass_fds: Sequence[int]
     ) -> Process:
-        """Starts a script in a fresh sandbox.
-
-        The script's first argument is for `confine.confine`, which it calls before it runs anything of the program's.
-        The sandbox lives no longer than the thread that starts it, which should therefore see it to its `end`.
-
-        Args:
-            script: Name of a file in `inside/`, without ".py".
-            arguments: Further arguments of the script.
-            limits: What the program may use.
-            stdin: File descriptor, or a constant of `subprocess`; None is an empty one.
-            stdout: The same; None discards.
-            stderr: The same.
-            pass_fds: File descriptors that stay open inside, under the same numbers.
-
-        Raises:
-            SandboxError: The sandbox could not be started.
-        """
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # bubblewrap inherits it, and would wait for ever
             raise SandboxError("the sandbox cannot run while SIGCHLD is ignored: set it to SIG_DFL")
-        command = [self._interpreter, *INTERPRETER_FLAGS]
+        command = [str(self.interpreter), *INTERPRETER_FLAGS]
         environment = dict(ENVIRONMENT)
         folder = None
         if self.isolated:
-            scripts, packages = "/inside", [f"/packages/{index}" for index in range(len(self._packages))]
+            scripts, packages = "/inside", [f"/packages/{index}" for index in range(len(self.packages))]
         else:
             folder = environment["HOME"] = environment["TMPDIR"] = tempfile.mkdtemp(dir=self._folder.name)
-            scripts, packages = str(INSIDE), [str(path) for path in self._packages]
+            scripts, packages = str(INSIDE), [str(path) for path in self.packages]
         if packages:
             environment["PYTHONPATH"] = os.pathsep.join(packages)
         disk = limits.disk_bytes if self.isolated else 0
+        # Outside a user namespace of its own, the kernel would count everything that the user runs. The process that
+        # starts a test counts as one. The limit on CPU time is for when nobody watches: see supervise.py.
+        threads, cpu_seconds = limits.threads + 1 if self.isolated else 0, math.ceil(2 * limits.cpu_seconds) + 1
+        settings = self._settings(limits, cpu_seconds=cpu_seconds, threads=threads)
         with contextlib.ExitStack() as stack:
             starting = stack.enter_context(_Starting(self._as_nobody)) if self.isolated else None
             left = starting.left_open if starting else -1
-            command += [f"{scripts}/enter.py", script, str(disk), str(left), self._settings(limits), *arguments]
+            command += [f"{scripts}/enter.py", script, str(disk), str(left), settings, *arguments]
             if starting is not None:
                 command = [*self.command(), *starting.options, "--", *command]
             try:
                 process = Process(
                     command,
-                    stdin=subprocess.DEVNULL if stdin is None else stdin,
-                    stdout=subprocess.DEVNULL if stdout is None else stdout,
-                    stderr=subprocess.DEVNULL if stderr is None else stderr,
+                    stdin=streams[0],
+                    stdout=streams[1],
+                    stderr=streams[2],
                     pass_fds=(*pass_fds, *(starting.theirs if starting else ())),
                     cwd=folder or "/",
                     env=environment,
@@ -232,21 +109,13 @@ class Bubblewrap:
                 )
             except OSError as error:
                 raise SandboxError(f"cannot start {command[0]}: {error.strerror}") from error
-            process.work_folder = folder
+            process.folder = folder
             try:
-                _offer_to_the_killer(starting.inside() if starting else process.pid)
+                self._bound(process, starting.inside() if starting else process.pid, script, limits)
             except BaseException:
                 process.end()
                 raise
         return process
-
-    def _settings(self, limits: Limits) -> str:
-        # Outside a user namespace of its own, the kernel would count everything that the user runs. The process that
-        # starts a test counts as one.
-        threads = limits.threads + 1 if self.isolated else 0
-        cpu_seconds = math.ceil(2 * limits.cpu_seconds) + 1  # for when nobody watches: see supervise.py
-        numbers = (cpu_seconds, limits.memory_bytes, limits.output_bytes, threads)
-        return ",".join((*map(str, numbers), self._filter))
 
     def command(self) -> list[str]:
         """Bubblewrap's command line, to which "--" and a program's is appended."""
@@ -260,9 +129,9 @@ class Bubblewrap:
         command += ["--hostname", "sandbox", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
         if self._as_nobody:
             command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        command += _system(Path(self._interpreter), self._all_of_usr)
+        command += _binds(system(self.interpreter, self._all_of_usr))
         command += ["--ro-bind", str(INSIDE), "/inside", "--dir", "/packages"]
-        for index, folder in enumerate(self._packages):
+        for index, folder in enumerate(self.packages):
             command += ["--ro-bind", str(folder), f"/packages/{index}"]
         return [*command, "--dir", "/tmp", "--dir", "/input", "--remount-ro", "/", "--chdir", "/"]
 
@@ -288,22 +157,12 @@ class Bubblewrap:
                 refusals.append(refusal)
         raise SandboxError(refusals[-1])
 
-    def _trial(self, modules: Sequence[str] = ()) -> str | None:
-        """Why a sandbox does not start or lacks what modules need, None where all is well."""
-        pipe = subprocess.PIPE
-        process = self.start("ready", modules, limits=Limits(), stdin=None, stdout=pipe, stderr=pipe)
-        try:
-            output, errors = process.communicate(timeout=TRIAL_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise SandboxError(NO_START) from None
-        finally:
-            process.end()
-            for stream in (process.stdout, process.stderr):
-                if stream is not None:
-                    stream.close()
-        if output == b"ready":
-            return None
-        return _refusal(errors.decode(errors="replace"), process.returncode)
+    def _refusal(self, errors: list[str]) -> str:
+        if "Unknown option" in errors[0]:
+            return f"the sandbox needs bubblewrap 0.7 or later ({errors[0]}): update it"
+        if "ModuleNotFoundError" in errors[-1]:
+            return f"the sandbox needs a complete Python ({errors[-1]}): {sys.base_prefix} lacks a standard module"
+        return f"the sandbox does not start ({errors[-1]}): namespaces may be forbidden here; {ALLOW}"
 
 
 class _Starting:
@@ -364,55 +223,16 @@ class _Starting:
         return pid
 
 
-def _offer_to_the_killer(pid: int | None) -> None:
-    """Has the kernel end a process, and those that it starts, before any other when memory runs out."""
-    with contextlib.suppress(OSError):
-        Path(f"/proc/{pid}/oom_score_adj").write_text(str(OUT_OF_MEMORY_SCORE))
-
-
-def _refusal(errors: str, status: int) -> str:
-    lines = errors.strip().splitlines() or [f"exit status {status}"]
-    if "Unknown option" in lines[0]:
-        return f"the sandbox needs bubblewrap 0.7 or later ({lines[0]}): update it"
-    if "ModuleNotFoundError" in lines[-1]:
-        return f"the sandbox needs a complete Python ({lines[-1]}): {sys.base_prefix} lacks a standard module"
-    return f"the sandbox does not start ({lines[-1]}): namespaces may be forbidden here; {ALLOW}"
-
-
-def _system(interpreter: Path, all_of_usr: bool) -> list[str]:
-    """Binds the interpreter, the system's libraries, the time zones and harmless devices; hides installed packages."""
-    prefix = Path(sys.base_prefix).resolve()
-    base = {"base": str(prefix), "platbase": str(prefix), "installed_base": str(prefix)}
-    paths = {name: Path(sysconfig.get_path(name, vars=base)).resolve() for name in sysconfig.get_path_names()}
-    folders = [interpreter, *map(Path, ("/usr/lib64", "/lib64", *zoneinfo.TZPATH))]
-    if prefix in (Path("/"), Path("/usr")):
-        folders += [paths["stdlib"], paths["platstdlib"]]
-    else:
-        folders += [prefix] if all_of_usr else [prefix / "lib", prefix / "lib64"]
-    if architecture := sysconfig.get_config_var("MULTIARCH"):
-        folders += [Path("/usr/lib", architecture), Path("/lib", architecture)]
-    if all_of_usr:
-        folders += [Path("/usr"), Path("/lib")]
-    options = ["--dir", "/dev", "--dir", "/etc", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
-    shown = _outermost(path.resolve() for path in folders if path.exists())
-    for path in shown:
+def _binds(seen: System) -> list[str]:
+    """What programs see of the system, and harmless devices."""
+    options = ["--dir", "/dev"]
+    for path in seen.shown:
         # Without the first, folders around it can be for their owner only.
         options += ["--dir", str(path.parent), "--ro-bind", str(path), str(path)]
-    for path in {paths["purelib"], paths["platlib"], *paths["stdlib"].glob("*-packages")}:
-        if path.is_dir() and any(path.is_relative_to(folder) for folder in shown):
-            options += ["--perms", "0555", "--tmpfs", str(path)]
-    for path in (Path("/lib"), Path("/lib64"), Path("/lib32"), Path("/libx32")):
-        if path.is_symlink():
-            options += ["--symlink", os.readlink(path), str(path)]
+    for path in seen.hidden:
+        options += ["--perms", "0555", "--tmpfs", str(path)]
+    for path, target in seen.links.items():
+        options += ["--symlink", target, str(path)]
     for device in ("null", "zero", "urandom"):
         options += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     return [*options, "--symlink", "/input/input", "/dev/stdin"]
-
-
-def _outermost(paths: Iterable[Path]) -> list[Path]:
-    """Those that are in none of the others, each once."""
-    found: list[Path] = []
-    for path in sorted(set(paths)):  # a folder comes before what is in it
-        if not any(path.is_relative_to(other) for other in found):
-            found.append(path)
-    return found

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from troll.rewards.program import CodeTests, FunctionTests
-from troll.rewards.sandbox.bubblewrap import Bubblewrap, Process, SandboxError, insistently
 from troll.rewards.sandbox.judge import Judge
+from troll.rewards.sandbox.launch import Launcher, Process, SandboxError, insistently
 from troll.rewards.sandbox.limits import Limits, Outcome
-from troll.rewards.sandbox.stdio import REASONS
-from troll.rewards.sandbox.supervise import Watch, wait_for
+from troll.rewards.sandbox.stdio import OUT_OF_MEMORY, REASONS
+from troll.rewards.sandbox.supervise import PATIENCE, Watch, wait_for
 
 #: How long a judge that was killed may take to be gone, and one whose program was ended to say what it has found.
 END_SECONDS = 1.0
@@ -51,7 +51,7 @@ class JudgeEndedError(RuntimeError):
 
 
 def run_functions(
-    sandbox: Bubblewrap,
+    sandbox: Launcher,
     judge: Judge,
     program: str,
     tests: CodeTests | FunctionTests,
@@ -86,7 +86,7 @@ def run_functions(
         "source": program,
         **vars(tests),
         "cpu_seconds": limits.cpu_seconds,
-        "wall_seconds": limits.wall_seconds,
+        "wall_seconds": PATIENCE * limits.wall_seconds,  # for when nobody watches
         "memory_bytes": limits.memory_bytes,
         "stop_at_failure": stop_at_failure,
     }
@@ -122,7 +122,7 @@ def _filled(heard: _Heard, count: int, stop_at_failure: bool) -> list[Outcome]:
     return outcomes
 
 
-def _run_judged(sandbox: Bubblewrap, judge: Judge, job: dict[str, Any], count: int, limits: Limits) -> _Heard:
+def _run_judged(sandbox: Launcher, judge: Judge, job: dict[str, Any], count: int, limits: Limits) -> _Heard:
     ours, theirs = socket.socketpair()
     ready, to_ready = os.pipe()
     os.set_blocking(ready, False)
@@ -149,7 +149,7 @@ def _run_judged(sandbox: Bubblewrap, judge: Judge, job: dict[str, Any], count: i
     return heard
 
 
-def _run_plain(sandbox: Bubblewrap, job: dict[str, Any], count: int, limits: Limits) -> _Heard:
+def _run_plain(sandbox: Launcher, job: dict[str, Any], count: int, limits: Limits) -> _Heard:
     mark = secrets.token_hex(8)  # so that not just any output is taken for an outcome
     given = os.memfd_create("job")
     report, theirs = os.pipe()
@@ -197,12 +197,15 @@ def _heard(
         killed = watch.beside_seconds <= limits.cpu_seconds
     else:
         killed = kind is None and (ended or silent) and process.killed(KILLED_SECONDS)
+    over = process.out_of_memory()
     # What counts is how much it has used until here, not how it would end.
     watch.measure()
     if max(process.end(), watch.cpu_seconds) > limits.cpu_seconds:
         kind, killed = kind or "cpu", False
     if kind:
         cause = REASONS[kind]
+    elif over:
+        cause, killed = OUT_OF_MEMORY.reason, False
     elif silent and judged:
         cause = "the results took too long to check"
     elif ended or silent:

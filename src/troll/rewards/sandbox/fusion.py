@@ -13,7 +13,7 @@ from typing import Any
 
 from troll.rewards.output import same_output
 from troll.rewards.program import CodeTests, FunctionTests, StreamTests, Tests
-from troll.rewards.sandbox.bubblewrap import INSIDE, SandboxError
+from troll.rewards.sandbox.launch import INSIDE, SandboxError
 from troll.rewards.sandbox.limits import MEBIBYTE, Limits, Outcome
 from troll.rewards.sandbox.protocol import number_of
 from troll.rewards.sandbox.stdio import NOT_RUN, REASON_LENGTH, failure

@@ -8,7 +8,7 @@ import os
 import socket
 from typing import Any
 
-from troll.rewards.sandbox.bubblewrap import Bubblewrap
+from troll.rewards.sandbox.launch import Launcher
 from troll.rewards.sandbox.limits import Limits
 
 
@@ -21,13 +21,13 @@ class Judge:
         sandbox: Where it runs.
 
     Attributes:
-        process: As `Bubblewrap.start` returned it.
+        process: As `Launcher.start` returned it.
 
     Raises:
         SandboxError: It could not be started.
     """
 
-    def __init__(self, sandbox: Bubblewrap) -> None:
+    def __init__(self, sandbox: Launcher) -> None:
         self._control, theirs = socket.socketpair()
         try:
             # It does not confine itself: it has to fork, and what it runs is the user's.

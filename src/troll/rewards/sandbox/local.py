@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import threading
-import weakref
-from typing import Any
 
 from troll.rewards.program import StreamTests, Tests
-from troll.rewards.sandbox.bubblewrap import Bubblewrap, Process, SandboxError
 from troll.rewards.sandbox.functions import JudgeEndedError, run_functions
 from troll.rewards.sandbox.judge import Judge
+from troll.rewards.sandbox.launch import Launcher, SandboxError
 from troll.rewards.sandbox.limits import Limits, Outcome
 from troll.rewards.sandbox.stdio import run_stdio
 
@@ -20,59 +15,16 @@ from troll.rewards.sandbox.stdio import run_stdio
 ATTEMPTS = 3
 
 
-class SandboxClosedError(RuntimeError):
-    """Nothing is started any more."""
-
-
-class StoppableBubblewrap(Bubblewrap):
-    """Bubblewrap's sandboxes, all of which can be killed at once."""
-
-    def __init__(self, **options: Any) -> None:
-        self._lock = threading.Lock()
-        self._running = weakref.WeakSet[Process]()
-        self._stopped = False
-        super().__init__(**options)
-
-    def start(self, *arguments: Any, **options: Any) -> Process:
-        """As the parent's.
-
-        Raises:
-            SandboxClosedError: After `stop`.
-        """
-        self._refuse_if_stopped()
-        process = super().start(*arguments, **options)
-        with self._lock:
-            self._running.add(process)
-        try:
-            self._refuse_if_stopped()  # as it may have been meanwhile
-        except SandboxClosedError:
-            process.end()
-            raise
-        return process
-
-    def _refuse_if_stopped(self) -> None:
-        if self._stopped:
-            raise SandboxClosedError("the sandbox was closed")
-
-    def stop(self) -> None:
-        """Kills what runs, for the threads that started it to reap, and starts nothing more."""
-        with self._lock:
-            self._stopped = True
-            running = [process for process in self._running if process.returncode is None]
-        for process in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-
 class LocalSandbox:
     """Tests programs by standard input and output, or by calling their functions; see `protocol.Sandbox`.
 
     Args:
-        sandbox: Where programs and judges run.
+        programs: Where programs run.
+        judges: Where those run that test functions: bubblewrap's sandboxes.
     """
 
-    def __init__(self, sandbox: StoppableBubblewrap) -> None:
-        self._sandbox = sandbox
+    def __init__(self, programs: Launcher, judges: Launcher) -> None:
+        self._programs, self._judged_in = programs, judges
         self._here = threading.local()
         self._judges: list[Judge] = []
 
@@ -80,7 +32,7 @@ class LocalSandbox:
         """Tests a program."""
         if isinstance(tests, StreamTests):
             return run_stdio(
-                self._sandbox,
+                self._programs,
                 program,
                 tests.inputs,
                 tests.outputs,
@@ -91,23 +43,25 @@ class LocalSandbox:
         for _ in range(ATTEMPTS):
             try:
                 return run_functions(
-                    self._sandbox, self._judge(), program, tests, limits, stop_at_failure=stop_at_failure
+                    self._programs, self._judge(), program, tests, limits, stop_at_failure=stop_at_failure
                 )
             except JudgeEndedError as error:
                 cause = error
+                self._judges.remove(self._here.judge)
                 self._here.judge.close()
                 self._here.judge = None
         raise SandboxError(f"programs cannot be judged: {cause}") from cause
 
     def close(self) -> None:
         """Kills programs and judges; those that run have no outcome then."""
-        self._sandbox.stop()
+        self._programs.stop()
+        self._judged_in.stop()
         for judge in self._judges:
             judge.close()
 
     def _judge(self) -> Judge:
         judge: Judge | None = getattr(self._here, "judge", None)
         if judge is None:
-            judge = self._here.judge = Judge(self._sandbox)
+            judge = self._here.judge = Judge(self._judged_in)
             self._judges.append(judge)
         return judge

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 
 from troll.rewards.program import Tests
-from troll.rewards.sandbox.bubblewrap import SandboxError
+from troll.rewards.sandbox.launch import SandboxError
 from troll.rewards.sandbox.limits import Limits, Outcome
 from troll.rewards.sandbox.protocol import Sandbox, number_of
 

@@ -6,13 +6,12 @@ import os
 import select
 import signal
 import struct
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from troll.rewards.output import Compare, same_output
-from troll.rewards.sandbox.bubblewrap import Bubblewrap, Process, SandboxError, insistently
+from troll.rewards.sandbox.launch import Launcher, Process, SandboxError, insistently
 from troll.rewards.sandbox.limits import Limits, Outcome
 from troll.rewards.sandbox.supervise import Watch, wait_for
 
@@ -22,6 +21,7 @@ REPORT = struct.Struct("<5q")
 #: Of tests that are killed with their sandbox.
 REASONS = {"cpu": "time limit", "idle": "idle limit", "wall": "wall limit", "threads": "thread limit"}
 
+OUT_OF_MEMORY = Outcome(False, "memory limit")
 NOT_RUN = Outcome(False, "not run")
 
 #: How much of an exception goes into a reason.
@@ -29,7 +29,7 @@ REASON_LENGTH = 200
 
 
 def run_stdio(
-    sandbox: Bubblewrap,
+    sandbox: Launcher,
     program: str,
     inputs: Sequence[str],
     outputs: Sequence[str],
@@ -80,7 +80,7 @@ def run_stdio(
 
 
 def _attempt(
-    sandbox: Bubblewrap,
+    sandbox: Launcher,
     program: str,
     tests: Iterable[tuple[str, str]],
     limits: Limits,
@@ -98,11 +98,10 @@ def _attempt(
     with _Runner(sandbox, limits) as runner:
         try:
             runner.greet(program)
-            start = time.monotonic()
             runner.watch(replace(limits, wall_seconds=wall_seconds))
             for text, expected in tests:
                 outcomes.append(runner.test(text, expected, compare))
-                seconds = time.monotonic() - start
+                seconds = runner.seconds
                 if not runner.clean or _is_last(outcomes[-1], stop_at_failure):
                     break
         except _BrokenError as broken:
@@ -118,7 +117,7 @@ def _is_last(outcome: Outcome, stop_at_failure: bool) -> bool:
 class _Runner:
     """One sandbox that tests one program; `clean` until it cannot be used for another test."""
 
-    def __init__(self, sandbox: Bubblewrap, limits: Limits) -> None:
+    def __init__(self, sandbox: Launcher, limits: Limits) -> None:
         self.clean = True
         theirs, self._to = os.pipe()
         self._from, ours = os.pipe()
@@ -151,6 +150,11 @@ class _Runner:
         self._limits = limits
         self._watch = Watch([self._process], limits)
 
+    @property
+    def seconds(self) -> float:
+        """Wall time that counts, since it has been watched."""
+        return self._watch.seconds
+
     def greet(self, program: str) -> None:
         """Sends the program and hears that the sandbox stands, before which nothing of the program's can run.
 
@@ -169,6 +173,15 @@ class _Runner:
         Raises:
             _BrokenError: There is none.
         """
+        try:
+            return self._tested(text, expected, compare)
+        except _BrokenError:
+            if self._process.out_of_memory():
+                self.clean = False
+                return OUT_OF_MEMORY
+            raise
+
+    def _tested(self, text: str, expected: str, compare: Compare) -> Outcome:
         self._watch.restart()
         try:
             self._send(_message(text))
@@ -178,7 +191,8 @@ class _Runner:
             self.clean = False
             return Outcome(False, str(limit))
         self.clean = bool(clean)
-        outcome = judge(status, microseconds / 1e6, output, errors, self._limits)
+        seconds = microseconds / 1e6 if self._process.exact else self._watch.cpu_seconds
+        outcome = judge(status, seconds, output, errors, self._limits)
         if outcome is None:
             raise _BrokenError("a program was killed from outside")
         if outcome.passed and not same_output(output.decode("utf-8", "surrogateescape"), expected, compare):
@@ -252,5 +266,5 @@ def failure(code: int, errors: str) -> str:
         return f"killed by signal {-code}"
     last = (errors.strip().splitlines() or [""])[-1]
     if last.startswith("MemoryError"):
-        return "memory limit"
+        return OUT_OF_MEMORY.reason
     return f"raised {last[:REASON_LENGTH]}" if code == 1 and last else f"exit status {code}"

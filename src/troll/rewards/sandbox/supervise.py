@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from troll.rewards.sandbox.bubblewrap import Process, SandboxError
+from troll.rewards.sandbox.launch import Process, StarvedError
 from troll.rewards.sandbox.limits import Limits
 
 #: Below this share of one CPU, a program that is not waiting for a CPU counts as idle.
@@ -23,6 +23,9 @@ IDLE_SHARE = 0.1
 
 #: Below this share of one CPU, a program that could use more is kept from it by others.
 STARVED_SHARE = 0.5
+
+#: Wall budgets for which a program may last while others have the CPU that it wants.
+PATIENCE = 3
 
 #: What a sandbox may use to start up. Who ends by himself is judged by his own CPU time, to the microsecond.
 START_SECONDS = 0.25
@@ -36,9 +39,9 @@ class Watch:
     """Tells when sandboxes have used too much CPU, idled, run for too long, or started too many threads.
 
     Args:
-        processes: As `Bubblewrap.start` returned them; the first is the one that is watched. While one of the others
+        processes: As `Launcher.start` returned them; the first is the one that is watched. While one of the others
             works, it is not idle.
-        limits: What it was started with.
+        limits: What it was started with. What it waits for a CPU is not part of its wall time.
 
     Attributes:
         cpu_seconds: CPU time since the start or the last restart, as last seen.
@@ -47,7 +50,7 @@ class Watch:
 
     def __init__(self, processes: Sequence[Process], limits: Limits) -> None:
         self._watched, *self._beside = (process.pid for process in processes)
-        self._limits = limits
+        self._limits, self._most_threads = limits, limits.threads + processes[0].own_threads
         self._period = min(0.25, limits.idle_seconds / 4, limits.wall_seconds / 4)
         self._random = random.Random()
         self._starved = 0.0
@@ -59,6 +62,11 @@ class Watch:
         """Seconds until the next call of `verdict`: random, so that no program can be busy at just these moments."""
         return self._period * self._random.uniform(0.5, 1.0)
 
+    @property
+    def seconds(self) -> float:
+        """Wall time since the start, as far as it counts: without what it waited for a CPU."""
+        return time.monotonic() - self._started - self._starved
+
     def restart(self) -> None:
         """Starts counting anew, for the next test in the same sandbox; wall time goes on."""
         self._before, self._before_beside = _cpu_seconds(_tree(self._watched)), self._cpu_beside()
@@ -69,21 +77,19 @@ class Watch:
         """Which of the limits has been passed, if any.
 
         Raises:
-            SandboxError: The wall time is over, and for most of it others had the CPU.
+            StarvedError: It has lasted for `PATIENCE` wall budgets, and for most of the time others had the CPU.
         """
         now = time.monotonic()
-        if now - self._started > self._limits.wall_seconds:
-            if self._starved > self._limits.wall_seconds / 2:
-                raise SandboxError(
-                    "the machine is too busy: programs wait for a CPU most of the time; use fewer workers"
-                )
+        if self.seconds > self._limits.wall_seconds:
             return "wall"
+        if now - self._started > PATIENCE * self._limits.wall_seconds:
+            raise StarvedError("the machine is too busy: programs wait for a CPU most of the time; use fewer workers")
         if not LISTS_CHILDREN:
             return None
         self.measure()
         if self.cpu_seconds > self._limits.cpu_seconds + START_SECONDS:
             return "cpu"
-        if any(_threads(pid) > self._limits.threads + 1 for pid in _tree(self._watched)):
+        if any(len(_threads(pid)) > self._most_threads for pid in _tree(self._watched)):
             return "threads"
         if self._works(now):
             self._active = now
@@ -118,13 +124,14 @@ def wait_for(descriptor: int, seconds: float, events: int = select.POLLIN) -> bo
 
 
 def _tree(root: int) -> list[int]:
-    """A process and all below it, as this process numbers them; only first threads start processes in a sandbox."""
+    """A process and all below it, as this process numbers them."""
     found, waiting = [], [root]
     while waiting:
         pid = waiting.pop()
         found.append(pid)
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as children:
-            waiting += map(int, children.read().split())
+        for thread in _threads(pid):  # gVisor starts processes in any
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as children:
+                waiting += map(int, children.read().split())
     return found
 
 
@@ -137,16 +144,17 @@ def _cpu_seconds(pids: list[int]) -> float:
     return seconds
 
 
-def _threads(pid: int) -> int:
+def _threads(pid: int) -> list[str]:
+    """Threads of a process, none of one that has ended."""
     with contextlib.suppress(OSError):
-        return len(os.listdir(f"/proc/{pid}/task"))
-    return 0
+        return os.listdir(f"/proc/{pid}/task")
+    return []
 
 
 def _busy(pid: int) -> bool:
     """Whether a thread of a process runs or waits for a CPU."""
-    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+    for thread in _threads(pid):
         with contextlib.suppress(OSError):
-            if stat.read_text().rpartition(")")[2].split()[0] == "R":
+            if Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0] == "R":
                 return True
     return False

@@ -134,9 +134,10 @@ def confine(settings: str) -> None:
     if int(threads):
         limits.append((resource.RLIMIT_NPROC, int(threads)))
     for limit, value in limits:
-        hard = resource.getrlimit(limit)[1]
+        soft, hard = resource.getrlimit(limit)
         value = value if hard < 0 else min(value, hard)  # the user may be under lower limits already
-        resource.setrlimit(limit, (value, value))
+        if (soft, hard) != (value, value):  # some of gVisor's limits stand from the start and cannot be set
+            resource.setrlimit(limit, (value, value))
     _deepen_stack(int(memory))
     _call(PR_SET_NO_NEW_PRIVS, 1)
     _call(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, bytes.fromhex(lines))

@@ -254,6 +254,9 @@ class _Decoder:
     def block(self) -> bytes:
         return self.raw(self.count())
 
+    def text(self) -> str:
+        return self.block().decode("ascii")
+
     def items(self, depth: int) -> list[Any]:
         return [self.take(depth) for _ in range(self.count())]
 
@@ -272,10 +275,6 @@ class _Decoder:
 
     def reference(self, yours: bool) -> object:
         return self._resolve(yours, int.from_bytes(self.raw(8), "big"))
-
-
-def _take_defaultdict(decoder: _Decoder, depth: int) -> Any:
-    return defaultdict(_FACTORY_OF[decoder.raw(1)], decoder.mapping(depth))
 
 
 # Classes made here of the other side's named tuples, by (id of the reference to the class, names of the fields).
@@ -315,44 +314,8 @@ def _take_counter(decoder: _Decoder, depth: int) -> Any:
     return counter
 
 
-def _take_decimal(decoder: _Decoder, depth: int) -> Any:
-    from decimal import Decimal
-
-    return Decimal(decoder.block().decode("ascii"))
-
-
-def _take_fraction(decoder: _Decoder, depth: int) -> Any:
-    from fractions import Fraction
-
-    return Fraction(*decoder.integers(depth))
-
-
-def _take_timedelta(decoder: _Decoder, depth: int) -> Any:
-    from datetime import timedelta
-
-    return timedelta(*decoder.integers(depth))
-
-
-def _take_datetime(decoder: _Decoder, depth: int) -> Any:
-    from datetime import datetime
-
-    return datetime.fromisoformat(decoder.block().decode("ascii"))
-
-
-def _take_time(decoder: _Decoder, depth: int) -> Any:
-    from datetime import time
-
-    return time.fromisoformat(decoder.block().decode("ascii"))
-
-
-def _take_date(decoder: _Decoder, depth: int) -> Any:
-    from datetime import date
-
-    return date.fromisoformat(decoder.block().decode("ascii"))
-
-
 def _take_exception_type(decoder: _Decoder, depth: int) -> type[BaseException]:
-    kind = exception_type(decoder.block().decode("ascii"))
+    kind = exception_type(decoder.text())
     if kind is None:
         raise MessageError("no such exception")
     return kind
@@ -370,7 +333,7 @@ _READERS: dict[bytes, Callable[[_Decoder, int], Any]] = {
     b"J": lambda decoder, depth: decoder.numbers("d"),
     b"t": lambda decoder, depth: tuple(decoder.items(depth)),
     b"d": _Decoder.mapping,
-    b"D": _take_defaultdict,
+    b"D": lambda decoder, depth: defaultdict(_FACTORY_OF[decoder.raw(1)], decoder.mapping(depth)),
     b"o": lambda decoder, depth: OrderedDict(decoder.mapping(depth)),
     b"C": _take_counter,
     b"S": lambda decoder, depth: set(decoder.items(depth)),
@@ -382,13 +345,14 @@ _READERS: dict[bytes, Callable[[_Decoder, int], Any]] = {
     b"e": _take_slice,
     b"n": _take_record,
     b"q": _take_deque,
-    b"m": _take_decimal,
-    b"x": _take_fraction,
-    b"y": _take_timedelta,
-    b"z": _take_datetime,
-    b"a": _take_date,
-    b"w": _take_time,
-    b"T": lambda decoder, depth: _SHARED_TYPES[decoder.block().decode("ascii")],
+    # Imported where one comes: to import them for every program would cost too much.
+    b"m": lambda decoder, depth: __import__("decimal").Decimal(decoder.text()),
+    b"x": lambda decoder, depth: __import__("fractions").Fraction(*decoder.integers(depth)),
+    b"y": lambda decoder, depth: __import__("datetime").timedelta(*decoder.integers(depth)),
+    b"z": lambda decoder, depth: __import__("datetime").datetime.fromisoformat(decoder.text()),
+    b"a": lambda decoder, depth: __import__("datetime").date.fromisoformat(decoder.text()),
+    b"w": lambda decoder, depth: __import__("datetime").time.fromisoformat(decoder.text()),
+    b"T": lambda decoder, depth: _SHARED_TYPES[decoder.text()],
     b"E": _take_exception_type,
     b"O": lambda decoder, depth: decoder.reference(True),
     b"R": lambda decoder, depth: decoder.reference(False),

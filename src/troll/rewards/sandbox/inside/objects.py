@@ -9,16 +9,19 @@ No object that lies may pass for what a test expects, which is plain data of the
 - An operator that joins an object with plain data tells the program that data, so it could answer "no difference"
   whatever is expected. Therefore the tests must have made the object by calling what is named like a class, and the
   result is *mixed*: it has attributes and equality, but is no number, no text and no container.
+- A method may answer yes to whatever the tests ask it: they chose to ask the program. But it has to be there by its
+  name. What a function returned has no methods where it has an attribute of any name, as `__getattr__` can give it.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from datetime import datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
+from random import SystemRandom
 from typing import Any
 
 from errors import Twin, known_base
@@ -29,6 +32,14 @@ CLASS_NAME = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
 
 _OPERATORS = (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift",
+)  # fmt: skip
+
+_ORDERS = ("lt", "gt", "le", "ge")
+
+#: By which tests make plain data of an object.
+_CONVERSIONS = (
+    "neg", "pos", "invert", "abs", "round", "int", "float", "complex", "index", "bool", "hash",
+    "len", "iter", "next", "reversed", "getitem", "str", "repr", "format", "enter",
 )  # fmt: skip
 
 #: What tests may ask of a number or a container that they take for the result; of mixed objects it is refused.
@@ -42,14 +53,17 @@ _QUESTIONS |= {"allclose", "equal", "equals", "identical", "isclose"}
 
 _NOTHING, _CLASS, _INSTANCE, _MIXED = range(4)
 
+_chance = SystemRandom()  # tests may seed the other one, and all judges' children would draw alike
+
 
 class ProgramObject(Proxy):
     """An object of the program."""
 
-    __slots__ = ("_role",)
+    __slots__ = ("_proxy_probed", "_proxy_role")
 
     def __init__(self, peer: Any, number: int):
         super().__init__(peer, number)
+        object.__setattr__(self, "_proxy_probed", False)
         _mark(self, _NOTHING)
 
     __doc__ = property(lambda self: ask(self, "get", "__doc__"))
@@ -59,7 +73,10 @@ class ProgramObject(Proxy):
             _refuse_mixed(self)
         if name in _QUESTIONS and _role(self) == _NOTHING:
             raise TypeError(f"{name} is a question about data, and the program returned an object of its own")
-        return super().__getattr__(name)
+        value = super().__getattr__(name)
+        if is_object(value) and _role(self) == _NOTHING:
+            _refuse_any_name(self)
+        return value
 
     def __delattr__(self, name: str) -> None:
         ask(self, "del", name)
@@ -75,89 +92,17 @@ class ProgramObject(Proxy):
     def __eq__(self, other: object) -> bool:
         return _same(self, other) if is_object(other) else NotImplemented
 
-    def __hash__(self) -> int:
-        return _plain(self, "hash")
-
-    def __lt__(self, other: object) -> bool:
-        return _ordered("lt", self, other)
-
-    def __gt__(self, other: object) -> bool:
-        return _ordered("gt", self, other)
-
-    def __le__(self, other: object) -> bool:
-        return _ordered("le", self, other)
-
-    def __ge__(self, other: object) -> bool:
-        return _ordered("ge", self, other)
-
-    def __neg__(self) -> Any:
-        return _plain(self, "neg")
-
-    def __pos__(self) -> Any:
-        return _plain(self, "pos")
-
-    def __invert__(self) -> Any:
-        return _plain(self, "invert")
-
-    def __abs__(self) -> Any:
-        return _plain(self, "abs")
-
-    def __round__(self, digits: int | None = None) -> Any:
-        return _plain(self, "round", digits)
-
-    def __int__(self) -> int:
-        return _plain(self, "int")
-
-    def __float__(self) -> float:
-        return _plain(self, "float")
-
-    def __complex__(self) -> complex:
-        return _plain(self, "complex")
-
-    def __index__(self) -> int:
-        return _plain(self, "index")
-
-    def __bool__(self) -> bool:
-        return _plain(self, "bool")
-
-    def __len__(self) -> int:
-        return _plain(self, "len")
-
-    def __iter__(self) -> Any:
-        return _plain(self, "iter")
-
-    def __next__(self) -> Any:
-        return _plain(self, "next")
-
-    def __reversed__(self) -> Any:
-        return _plain(self, "reversed")
-
-    def __getitem__(self, key: object) -> Any:
-        return _plain(self, "item", key)
-
     def __setitem__(self, key: object, value: object) -> None:
-        ask(self, "set_item", key, value)
+        ask(self, "setitem", key, value)
 
     def __delitem__(self, key: object) -> None:
-        ask(self, "del_item", key)
-
-    def __str__(self) -> str:
-        return _plain(self, "str")
-
-    def __repr__(self) -> str:
-        return _plain(self, "repr")
-
-    def __format__(self, form: str) -> str:
-        return _plain(self, "format", form)
+        ask(self, "delitem", key)
 
     def __instancecheck__(self, instance: object) -> Any:
         return ask(self, "has_instance", instance)
 
     def __subclasscheck__(self, kind: object) -> Any:
         return ask(self, "has_subclass", kind)
-
-    def __enter__(self) -> Any:
-        return _plain(self, "enter")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         # Whatever it answers, no exception is swallowed: the program could hide that an assertion failed.
@@ -166,22 +111,6 @@ class ProgramObject(Proxy):
     def __await__(self) -> Generator[Any, None, Any]:
         return _plain(self, "await")
         yield  # which makes it what has to be returned here
-
-
-def _operator(name: str) -> tuple[Any, Any]:
-    def left(self: ProgramObject, other: object) -> Any:
-        return _operated(name, self, other)
-
-    def right(self: ProgramObject, other: object) -> Any:
-        return _operated(name, other, self)
-
-    return left, right
-
-
-for _name in _OPERATORS:
-    _left, _right = _operator(_name)
-    setattr(ProgramObject, f"__{_name}__", _left)
-    setattr(ProgramObject, f"__r{_name}__", _right)
 
 
 def is_object(value: object) -> bool:
@@ -212,6 +141,19 @@ class Type(type, metaclass=_Types):
     """What tests find as `type`: of an object of the program it gives the program's class."""
 
 
+def _refuse_any_name(thing: ProgramObject) -> None:
+    """Asks an object once for an attribute that nobody would define, of a name that looks like others."""
+    if object.__getattribute__(thing, "_proxy_probed"):
+        return
+    name = "".join(_chance.choice(letters) for letters in ("bdfgklmnprstv", "aeiou") * 4)
+    try:
+        ask(thing, "get", name)
+    except Exception:
+        object.__setattr__(thing, "_proxy_probed", True)
+    else:
+        raise TypeError("an object that the program returned has an attribute of any name")
+
+
 def _same(left: Any, right: Any) -> bool:
     """Whether two objects are equal: the program says so, and what they hold agrees.
 
@@ -222,8 +164,8 @@ def _same(left: Any, right: Any) -> bool:
     """
     if left is right:
         return True
-    peer = object.__getattribute__(left, "_peer")
-    pair = (object.__getattribute__(left, "_number"), object.__getattribute__(right, "_number"))
+    peer = object.__getattribute__(left, "_proxy_peer")
+    pair = (object.__getattribute__(left, "_proxy_number"), object.__getattribute__(right, "_proxy_number"))
     if pair in peer.comparing:  # objects that hold each other
         return True
     answer = peer.request("equal", left, right)
@@ -257,7 +199,7 @@ def _operated(name: str, left: Any, right: Any) -> Any:
     mixed = len(objects) == 1 or any(_role(value) == _MIXED for value in objects)
     if len(objects) == 1 and _role(objects[0]) < _INSTANCE:
         return NotImplemented
-    peer = object.__getattribute__(objects[0], "_peer")
+    peer = object.__getattribute__(objects[0], "_proxy_peer")
     result = peer.request("operate", left, name, right)
     if mixed and not is_object(result):
         raise TypeError(f"the program's {name} with a value of the tests has to return an object of its own")
@@ -277,9 +219,22 @@ def _refuse_mixed(*values: Any) -> None:
 
 
 def _role(value: Any) -> int:
-    role: int = object.__getattribute__(value, "_role")
+    role: int = object.__getattribute__(value, "_proxy_role")
     return role
 
 
 def _mark(value: Any, role: int) -> None:
-    object.__setattr__(value, "_role", role)
+    object.__setattr__(value, "_proxy_role", role)
+
+
+def _define(name: str, method: Callable[..., Any]) -> None:
+    setattr(ProgramObject, f"__{name}__", lambda self, *operands: method(name, self, *operands))
+
+
+for _name in _CONVERSIONS:
+    _define(_name, lambda name, self, *operands: _plain(self, name, *operands))
+for _name in _ORDERS:
+    _define(_name, _ordered)
+for _name in _OPERATORS:
+    _define(_name, _operated)
+    _define(f"r{_name}", lambda name, self, other: _operated(name[1:], other, self))

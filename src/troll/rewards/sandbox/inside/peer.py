@@ -82,7 +82,7 @@ class Peer:
         name, origin, bases = lineage
         if not isinstance(origin, Proxy):  # this side's own comes back
             return self.twin(origin)
-        number = object.__getattribute__(origin, "_number")
+        number = object.__getattribute__(origin, "_proxy_number")
         if number not in self._twins:
             parents = tuple(map(self.twin, bases)) if type(bases) is tuple else ()
             if not parents:
@@ -161,7 +161,7 @@ class Peer:
     def _refer(self, value: object) -> tuple[bool, int]:
         value = original_of(value)
         if issubclass(type(value), Proxy):
-            return True, object.__getattribute__(value, "_number")
+            return True, object.__getattribute__(value, "_proxy_number")
         number = self._numbers.get(id(value))
         if number is None:
             number = self._numbers[id(value)] = len(self._mine)

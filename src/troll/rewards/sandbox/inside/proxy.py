@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 class Proxy:
     """Asks the other side for operations. Equality and hash are those of the reference."""
 
-    __slots__ = ("_number", "_peer")
+    __slots__ = ("_proxy_number", "_proxy_peer")  # names that no object of the other side has
 
     def __init__(self, peer: Peer, number: int):
-        object.__setattr__(self, "_peer", peer)
-        object.__setattr__(self, "_number", number)
+        object.__setattr__(self, "_proxy_peer", peer)
+        object.__setattr__(self, "_proxy_number", number)
 
     def __getattr__(self, name: str) -> Any:
         # Protocols of the standard library (copying, pickling, number classes) look for their methods here.
@@ -31,7 +31,7 @@ class Proxy:
 
     def __call__(self, /, *args: object, **kwargs: object) -> Any:
         """Calls it with copies of the arguments, and repeats in the arguments what it did to the copies."""
-        peer: Peer = object.__getattribute__(self, "_peer")
+        peer: Peer = object.__getattribute__(self, "_proxy_peer")
         result, changed = ask(self, "call", peer.pack((args, kwargs)))
         if changed is not None:
             merge((args, kwargs), peer.unpack(changed))
@@ -49,7 +49,7 @@ class Proxy:
 
 def ask(proxy: Proxy, operation: str, *operands: object) -> Any:
     """Returns what an operation on the proxy's object gives there."""
-    peer: Peer = object.__getattribute__(proxy, "_peer")
+    peer: Peer = object.__getattribute__(proxy, "_proxy_peer")
     return peer.request(operation, proxy, *operands)
 
 

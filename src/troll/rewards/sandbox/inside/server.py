@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 #: Not "__main__": the harnesses of the data sets load such programs, they do not run them.
 MODULE = "solution"
 
-_OF_ONE: tuple[Callable[..., object], ...] = (
-    abs, bool, complex, float, format, hash, int, iter, len, next, repr, reversed, round, str,
-    operator.index, operator.invert, operator.neg, operator.pos,
+#: What is asked for by its own name.
+_FUNCTIONS: tuple[Callable[..., object], ...] = (
+    abs, bool, complex, float, format, hash, int, iter, len, next, repr, reversed, round, str, type,
+    operator.delitem, operator.getitem, operator.index, operator.invert, operator.neg, operator.pos, operator.setitem,
 )  # fmt: skip
 
 
@@ -44,10 +45,6 @@ class Server:
             "get": getattr,
             "set": setattr,
             "del": delattr,
-            "type": type,
-            "item": operator.getitem,
-            "set_item": operator.setitem,
-            "del_item": operator.delitem,
             "operate": _operate,
             "equal": lambda one, other: (one == other, _fields(one), _fields(other)),
             "has_instance": lambda kind, instance: isinstance(instance, kind),
@@ -55,7 +52,7 @@ class Server:
             "enter": lambda context: type(context).__enter__(context),
             "exit": _exit,
             "await": _await,
-            **{function.__name__: function for function in _OF_ONE},
+            **{function.__name__: function for function in _FUNCTIONS},
         }
 
     def _serve(self, operation: str, *operands: object) -> object:

@@ -79,6 +79,7 @@ def serve() -> bytes | None:
                 os.close(file)
             os.close(given)
             _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+            _signal.pthread_sigmask(_signal.SIG_UNBLOCK, _signal.valid_signals())
             os.setpgid(0, 0)  # out of bubblewrap's group, which a signal to the group could end
             confine.die_with_parent()
             confine.confine(settings)
@@ -89,7 +90,9 @@ def serve() -> bytes | None:
     return None
 
 
-_signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # which the kernel does not deliver from inside to the first process
+# What the kernel does not deliver from inside to the first process; gVisor's kernel does.
+_signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+_signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
 confine.die_with_parent()
 gc.freeze()  # what is here already is no concern of the tests' processes, neither while they run nor at their end
 os.write(1, READY)
