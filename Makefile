@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# verl's trainers want an older transformers, and no TRL beside them.
+# verl's trainers want an older transformers, and no TRL in the same environment.
 VERL_VENV := .venv-verl
 VERL_BIN := $(VERL_VENV)/bin
 TORCH := 2.13.0

@@ -88,7 +88,7 @@ def learn_by_heart(
     solutions: list[str],
     steps: int,
 ) -> None:
-    """Supervised learning of the solutions alone."""
+    """Supervised learning, only of the solutions."""
     ids, labels = [], []
     for prompt, solution in zip(prompts, solutions, strict=True):
         asked = tokenizer(prompt)["input_ids"]

@@ -288,7 +288,7 @@ def _with_trainer(run: Callable[[], int]) -> int:
 
 
 def _with_packages(run: Callable[[], int]) -> int:
-    """Runs what needs torch and transformers, which `troll --help` shall not wait for, and tells its errors."""
+    """Runs what needs torch and transformers, which `troll --help` must not wait for, and prints its errors."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # between libraries, nothing a user could act on
@@ -302,13 +302,14 @@ def _with_packages(run: Callable[[], int]) -> int:
 def _quietly(run: Callable[[], int]) -> int:
     from troll.recipes import RecipeError
     from troll.tasks import TaskError
+    from troll.trl.unscored import NothingJudgedError
 
     _hush()
     try:
         return run()
     except (RecipeError, TaskError) as error:
         return _fail(error)
-    except FloatingPointError as error:
+    except (FloatingPointError, NothingJudgedError) as error:
         _fail(error)
         return FAILED
 
@@ -332,8 +333,8 @@ def _report(folders: list[Path], output_dir: Path | None) -> int:
         from troll.study.report import write_report
 
         if len(folders) > 1 or is_comparison(folders[0]):
-            alone = len(folders) == 1
-            print(write_comparison(folders, output_dir or (folders[0] if alone else Path())))
+            single = len(folders) == 1
+            print(write_comparison(folders, output_dir or (folders[0] if single else Path())))
         else:
             if output_dir is not None:
                 raise ValueError("--output_dir is for the page about several runs: a run's own stays in its folder")
@@ -346,7 +347,7 @@ def _report(folders: list[Path], output_dir: Path | None) -> int:
 
 
 def recipe_names() -> list[str]:
-    """The names that :func:`troll.recipes.names` lists, for which the help shall not wait for torch."""
+    """As `troll.recipes.names`, which the help cannot ask: it must not wait for torch to import."""
     return sorted(path.stem for path in (Path(__file__).parent / "recipes").glob("*.yaml"))
 
 

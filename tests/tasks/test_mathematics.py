@@ -220,7 +220,7 @@ def test_gold_answers_of_solutions():
             boxed_or_whole(solution)
     for solution in ("It is 2.\n2", "2 #### 2", "2" * 201):
         with pytest.raises(
-            ValueError, match=r"a solution without a \\boxed\{\}, .*; name the column of the answer alone"
+            ValueError, match=r"a solution without a \\boxed\{\}, .*; name the column that holds only the answer"
         ):
             boxed_or_whole(solution)
 

@@ -179,7 +179,7 @@ def test_a_request_that_fails_says_so_and_leaves_the_server_at_work(
     server = launch(model_folder, model.state_dict())
     with pytest.raises(IndexError):
         sampled(server, [[10_000]])
-    with pytest.raises(ValueError, match="takes text alone, got image_data"):
+    with pytest.raises(ValueError, match="takes only text, got image_data"):
         asyncio.run(server.generate([5], {}, "id", image_data=["an image"], video_data=None))
     assert sampled(server, PROMPTS[:1])
 

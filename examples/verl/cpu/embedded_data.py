@@ -21,7 +21,7 @@ from troll.study.embedded import embedded_model
 from troll.tasks.reasoning_gym import DEFAULT_TRAIN_SIZE, Question, questions
 from troll.tasks.registry import DEFAULT_EVAL_SIZE, TaskConfig
 
-# The model reads bare text, and verl applies a chat template to whatever it is asked.
+# The model reads bare text, and verl applies a chat template to all it is asked.
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 

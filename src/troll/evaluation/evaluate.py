@@ -204,7 +204,7 @@ class _Run:
             verdicts[record["problem"]][record["sample"]] = verdict_of(record)
         by_sample = [[one[sample] for sample in sorted(one)] for one in verdicts]
         estimates = task_estimates(by_sample, self.plan.config.resolved_ks, same=problems.same_answer)
-        # What follows a colon is about one completion alone, such as the message of an exception.
+        # What follows a colon is about one completion only, such as the message of an exception.
         reasons = Counter(record["reason"].partition(":")[0] for record in records)
         return {
             "metrics": {name: estimate.value for name, estimate in estimates.items()},

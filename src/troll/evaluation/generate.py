@@ -64,7 +64,7 @@ class Generator(Protocol):
 
         Args:
             prompts: B lists of token ids, each at least one; one that comes several times is completed as often.
-            seeds: B numbers; a completion depends on its prompt and its seed, and on what stands beside it only by the
+            seeds: B numbers; a completion depends on its prompt and its seed, and on the rest of its batch only by the
                 rounding of floating-point numbers.
 
         Returns:
@@ -142,7 +142,7 @@ class TransformersGenerator:
 
 
 def uniform_rows(seeds: Sequence[int], length: int) -> torch.Tensor:
-    """Uniform numbers (B, length) in [0, 1), float64, whose rows depend on their own seed alone."""
+    """Uniform numbers (B, length) in [0, 1), float64, each row of which depends only on its own seed."""
     generator = torch.Generator()
     rows = [torch.rand(length, generator=generator.manual_seed(seed), dtype=torch.float64) for seed in seeds]
     return torch.stack(rows)

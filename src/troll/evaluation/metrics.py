@@ -1,4 +1,4 @@
-"""The numbers of an evaluation, from verdicts alone: neither a model nor a file is needed."""
+"""The numbers of an evaluation, from verdicts only: neither a model nor a file is needed."""
 
 from __future__ import annotations
 

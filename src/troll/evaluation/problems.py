@@ -81,7 +81,7 @@ def load_problems(config: TaskConfig, tokenizer: Any, template_options: Mapping[
     reward = _success(task)
     rows = task.eval_dataset
     if "images" in rows.column_names:
-        raise EvaluationError(f"task {task.name!r} has images, and troll eval reads text alone")
+        raise EvaluationError(f"task {task.name!r} has images, and troll eval reads text only")
     prompts = list(rows["prompt"])
     columns = {name: list(rows[name]) for name in rows.column_names if name != "prompt"}
     texts = prompt_texts(tokenizer, prompts, template_options)

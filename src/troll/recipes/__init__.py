@@ -144,9 +144,9 @@ def _without_rivals(settings: dict[str, Any], above: Collection[str]) -> dict[st
 
 
 def _extended(path: Path, name: object) -> Path:
-    beside = path.parent / str(name)
+    neighbour = path.parent / str(name)
     try:
-        return beside if beside.is_file() else find(str(name))
+        return neighbour if neighbour.is_file() else find(str(name))
     except RecipeError as error:
         raise RecipeError(f"{path}: extends: {error}") from error
 
@@ -263,7 +263,7 @@ class _Parser(TrlParser):
 
 
 def _complete(overrides: Sequence[str]) -> list[str]:
-    # `--resume_from_checkpoint` alone means the last one; TRL's parser wants a value.
+    # `--resume_from_checkpoint` without a value means the last one; TRL's parser wants a value.
     completed = list(overrides)
     for index, argument in enumerate(completed):
         follows = completed[index + 1] if index + 1 < len(completed) else "--"

@@ -68,7 +68,7 @@ class CodeGrader(Grader):
         packages: Folders of Python packages that programs may import, e.g. a site-packages folder.
         partial_credit: Whether all tests of a program are run, so that a verdict's score is the share that are passed.
             Otherwise testing stops at the first failure, and the score is 0.0 or 1.0.
-        run_without_isolation: Run programs without a sandbox, as plain processes that can do whatever the user can.
+        run_without_isolation: Run programs without a sandbox, as plain processes that can do anything the user can.
         sandbox: What tests programs instead of bubblewrap: "gvisor", the address of a SandboxFusion server, or any
             function as `troll.rewards.sandbox.protocol.Sandbox` describes it.
 

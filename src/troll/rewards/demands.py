@@ -35,7 +35,7 @@ def needs_plain(tests: CodeTests) -> list[str]:
 
 
 def borrowed_packages(tests: CodeTests) -> list[str]:
-    """Names of `PACKAGES` that the tests use without importing them: whatever the program calls so would decide."""
+    """Names of `PACKAGES` that the tests use without importing them: what a program calls so would decide."""
     return [name for name in tests.inferred if name in PACKAGES]
 
 

@@ -7,7 +7,7 @@ def load_reward_model(name_or_path: str, *, conversational: bool) -> Any:
     """Loads a sequence classifier with one output as a reward.
 
     Args:
-        name_or_path: A model of the Hugging Face hub, or a folder, with its tokenizer beside it.
+        name_or_path: A model of the Hugging Face hub, or a folder, with its tokenizer in the same place.
         conversational: Whether it will score conversations, which takes a chat template.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Optional rewards beside a task's own: they shape how a model answers, and say nothing of what is right.
+"""Optional rewards, added to a task's own: they shape how a model answers, and say nothing of what is right.
 
 For length, TRL has `trl.rewards.get_soft_overlong_punishment`, DAPO's.
 """

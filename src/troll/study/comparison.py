@@ -1,4 +1,4 @@
-"""What several runs say together: groups of runs that differ in their seed alone, and the differences between them.
+"""What several runs say together: groups of runs that differ only in their seed, and the differences between them.
 
 Reads nothing but the runs' folders, so that it needs neither the trainer nor the recipes.
 """
@@ -95,7 +95,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Group:
-    """The finished runs that differ in their seed alone.
+    """The finished runs that differ only in their seed.
 
     Attributes:
         row: What sets them apart from other groups of their surrogate.
@@ -321,7 +321,7 @@ def _belongs(run: Run, row: Row, surrogate: str) -> bool:
 
 
 def _rows(runs: Sequence[Run]) -> list[Row]:
-    """What sets each run apart, beside its surrogate and seed: the recipe, and the settings that runs differ in.
+    """What sets each run apart, other than its surrogate and seed: the recipe, and the settings that runs differ in.
 
     A setting in which runs of one recipe differ counts for those whose surrogate reads it, or may.
     """

@@ -142,7 +142,7 @@ def expand(
     Args:
         recipe_names: Names or paths.
         axes: From :func:`parse_command`. Fields with one value, or none, are plain overrides.
-        settle: Takes a recipe and the values of a run's fields, and returns those it shall have.
+        settle: Takes a recipe and the values of a run's fields, and returns those that it is to have.
         prefix: Of the runs' names.
 
     Returns:

@@ -186,7 +186,7 @@ _FAMILIES: tuple[tuple[str, str, str, Scale, str], ...] = (
         "nats per sequence",
         "linear",
         "KL(old ‖ new) over whole completions, from the tokens' distributions; k1 and k3 estimate it from the sampled "
-        "tokens alone, with more noise.",
+        "tokens only, with more noise.",
     ),
     (
         r"kept_tokens",
@@ -257,7 +257,7 @@ _FAMILIES: tuple[tuple[str, str, str, Scale, str], ...] = (
 
 
 def diagnostic_curves(names: Iterable[str]) -> list[Curve]:
-    """The curves of the metrics below ``trust_region/diagnostics/`` among ``names``: families first, others alone."""
+    """The curves of the metrics below ``trust_region/diagnostics/`` among ``names``: families first."""
     left = [name.removeprefix(_DIAGNOSTICS) for name in dict.fromkeys(names) if name.startswith(_DIAGNOSTICS)]
     curves = []
     for pattern, title, unit, scale, caption in _FAMILIES:
@@ -269,7 +269,7 @@ def diagnostic_curves(names: Iterable[str]) -> list[Curve]:
 
 
 def evaluation_curves(names: Iterable[str]) -> list[Curve]:
-    """The curves of what evaluations logged beside success: several completions of a problem, and other tasks."""
+    """The curves of what evaluations logged besides success: several completions of a problem, other tasks."""
     lines: dict[str, dict[str, str]] = {}
     for name in dict.fromkeys(names):
         if found := re.fullmatch(r"eval_(?:(.+)_)?(pass|maj)@(\d+)", name):

@@ -40,7 +40,7 @@ from troll.trl import TrollConfig, TrollTrainer
 from troll.trl.checkpoints import check_complete, last_checkpoint, newest_complete
 from troll.trl.surrogates import SURROGATES
 
-# What a resumed run may change, beside what starts like one of these: how long it goes on, and what it leaves behind.
+# What a resumed run may change, with what starts like one of these: how long it goes on, and what it leaves behind.
 _MAY_CHANGE = {"max_steps", "num_train_epochs", "output_dir", "report_to", "run_name"}
 _MAY_CHANGE_PREFIXES = ("save_", "logging_", "eval_")
 _DECIDES_THE_DATA = {"eval_size", "eval_tasks"}  # what is held out is not trained on
@@ -223,7 +223,7 @@ def model_path(recipe: Recipe) -> str:
 
 
 def _tasks(recipe: Recipe, conversational: bool) -> tuple[Task, list[Task]]:
-    """The task to train on, and those to be judged on beside it."""
+    """The task to train on, and the others that the model is judged on."""
     if recipe.task.eval_tasks and recipe.training.dataloader_persistent_workers:
         raise RecipeError(
             "eval_tasks and dataloader_persistent_workers exclude each other: transformers keeps the workers of one "

@@ -22,7 +22,7 @@ class Slot:
 
     Args:
         environment: Of its runs.
-        lock: A file descriptor for the worker and its runs to inherit: whatever is left of them holds the lock.
+        lock: A file descriptor for the worker and its runs to inherit: any of them that is left holds the lock.
     """
 
     def __init__(self, environment: Mapping[str, str], lock: int) -> None:

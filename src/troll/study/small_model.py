@@ -75,7 +75,7 @@ def cached_model(
 
     Args:
         config: The architecture, see :func:`model_config`.
-        tokenizer: Saved beside the model.
+        tokenizer: Saved in the model's folder.
         warm_up: Trains a freshly initialised model in place, and returns what to record of it. It runs with random
             numbers of its own, seeded by `seed`, so that the caller's are not used up.
         determined_by: What the model is warmed up on, and how, as JSON.

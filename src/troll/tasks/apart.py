@@ -13,7 +13,7 @@ def keep_apart(task: Task, others: Sequence[Task]) -> Task:
 
     Args:
         task: The one to train on, from `load_task`.
-        others: Those to be judged on beside it.
+        others: The other tasks that the model is judged on.
 
     Returns:
         The first, without the training rows whose question any of the others holds out, in whatever prompt.
@@ -28,7 +28,7 @@ def keep_apart(task: Task, others: Sequence[Task]) -> Task:
             raise TaskError(f"task {name!r} is there twice: name each of eval_tasks once, without the task itself")
     for other in others:
         if not other.reward_funcs or getattr(other.reward_funcs[0], "__name__", None) != "success":
-            raise TaskError(f"task {other.name!r} cannot be judged beside others: it has no reward named 'success'")
+            raise TaskError(f"task {other.name!r} cannot be judged with others: it has no reward named 'success'")
     asked = {question for other in others for question in other.held_out_questions or ()}
     questions = task.train_questions or ()
     kept = [row for row, question in enumerate(questions) if question not in asked]

@@ -84,7 +84,7 @@ def load_mathematics(
     """Loads a task that `mathematics` describes.
 
     Returns:
-        The task. Its data sets have the columns `prompt` and `answer` (the answer alone).
+        The task. Its data sets have the columns `prompt` and `answer` (nothing but the answer).
 
     Raises:
         TaskError: If math-verify is missing, an option is unknown or unusable, the data cannot be reached or read, or a
@@ -140,8 +140,8 @@ def boxed_or_whole(text: str) -> str:
     if r"\boxed" not in text:
         if "\n" in text or "####" in text or len(text) > _LONGEST_ANSWER:
             raise ValueError(
-                f"it is a solution without a \\boxed{{}}, {text[-60:]!r}; name the column of the answer alone with "
-                "task_options {columns: {answer: NAME}} (what follows #### is read by the task gsm8k)"
+                f"it is a solution without a \\boxed{{}}, {text[-60:]!r}; name the column that holds only the answer, "
+                "by task_options {columns: {answer: NAME}} (what follows #### is read by the task gsm8k)"
             )
         return text
     text = _BARE_BOX.sub(r"\\boxed{\1}", text)

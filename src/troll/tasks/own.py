@@ -93,7 +93,7 @@ def load_yaml(config: TaskConfig, argument: str) -> Task:
 
 
 def _load_rewarded(config: TaskConfig, source: Source, columns: dict[str, Column], reward: RewardFunc) -> Task:
-    """A task whose reward gets the columns beside the prompt under the task's names for them, as text."""
+    """A task whose reward gets the columns other than the prompt under the task's names for them, as text."""
     options = Options(config)
     answer_format = options.choice("answer_format", ["none", *INSTRUCTIONS])
     asked = "{question}" if answer_format == "none" else "{question}\n{instruction}"
@@ -210,7 +210,7 @@ def _import(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the file does
+    except Exception as error:  # a file of the user's can raise anything
         del sys.modules[name]
         reason = " ".join(str(error).split())
         raise TaskError(f"cannot import {path}: {type(error).__name__}: {reason}") from error

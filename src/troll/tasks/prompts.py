@@ -1,4 +1,4 @@
-"""Prompts alone: what is good is for a reward model to say."""
+"""Prompts without answers: a reward model says what is good."""
 
 from troll.tasks.dataset_task import Example, PromptStyle, dataset_task
 from troll.tasks.options import Options

@@ -119,7 +119,7 @@ def questions(data_set: str, options: dict[str, Any], *, split: Split, size: int
 
     Every question belongs to exactly one split, by the SHA-256 of its text: two sixteenths of all questions are held
     out for evaluation, four are for the supervised warm-up, ten for reinforcement learning. So no two splits share a
-    question, whatever the sizes, and all have the distribution of the generator: within a split, a question comes as
+    question, for all sizes, and all have the distribution of the generator: within a split, a question comes as
     often as the generator draws it.
 
     Args:
@@ -254,7 +254,7 @@ def is_correct(verifier: Any, answer: str, question: Question) -> bool:
     try:
         return bool(verifier.score_answer(answer, question.entry) >= 1.0)
     except Exception:
-        # Several verifiers evaluate or index what the model wrote and raise whatever comes of it.
+        # Several verifiers evaluate or index what the model wrote and raise anything.
         return False
 
 

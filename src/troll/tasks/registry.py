@@ -77,7 +77,7 @@ class TaskConfig:
     eval_tasks: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Other tasks to evaluate on beside this one, each a name, or `name=path` for local data, e.g. "
+            "help": "Other tasks to evaluate on as well, each a name, or `name=path` for local data, e.g. "
             "`aime24 amc23=data/amc23.jsonl`. In YAML, an entry may be a mapping with `task`, `dataset_path` and "
             "`task_options`."
         },
@@ -125,7 +125,7 @@ class Task:
         eval_dataset: Held-out rows with the same columns; shares no prompt with `train_dataset`.
         reward_funcs: Rewards in TRL's signature `(prompts, completions, **columns) -> list[float]`. Where the task can
             tell success from failure, the first is named `success` and returns exactly 0.0 or 1.0. A reward model
-            cannot: where it is alone, the mean held-out reward is what training improves.
+            cannot: where it is the only one, the mean held-out reward is what training improves.
         reward_weights: TRL's `reward_weights`, one for each reward: with 0.0 it is logged and not trained on. None:
             1.0 each.
         system_prompt: What precedes every prompt: a message of its own in a conversation, a paragraph in plain text.
@@ -159,7 +159,7 @@ class Task:
 
 
 def spaced_once(text: str) -> str:
-    """A text with single spaces: questions that differ in their spacing alone are one."""
+    """A text with single spaces: questions that differ only in their spacing are one."""
     return " ".join(text.split())
 
 
@@ -274,7 +274,7 @@ def is_file(task: str) -> bool:
 
 
 def least_train_size(task: str) -> int | None:
-    """The `train_size` where a task is evaluated alone: rows to train on would be read, or generated, for nothing.
+    """The `train_size` where a task is only evaluated: rows to train on would be read, or generated, for nothing.
 
     A file is loaded as for training: what it holds out may depend on it.
     """
@@ -336,7 +336,7 @@ def _conversational(dataset: Dataset, system_prompt: str | None) -> Dataset:
 
 
 def _with_prompts(dataset: Dataset, prompts: list[Any]) -> Dataset:
-    # One column alone is exchanged: images in the others would be decoded.
+    # Only one column is exchanged: images in the others would be decoded.
     return dataset.add_column("new_prompt", prompts).remove_columns("prompt").rename_column("new_prompt", "prompt")
 
 

@@ -1,4 +1,4 @@
-"""Rewards beside the one that says what is right: off by default."""
+"""Rewards added to the one that says what is right: off by default."""
 
 from __future__ import annotations
 

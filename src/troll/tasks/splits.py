@@ -24,7 +24,7 @@ class Source:
         train: The split to train on; None for a benchmark.
         held_out: The split to evaluate on; where there is none, the last `eval_size` rows of `train`.
         only: A column and the value of the rows that belong to the task; a column that is not there is ignored.
-        held_out_file: A local file with the rows to evaluate on, beside another one with those to train on.
+        held_out_file: A local file with the rows to evaluate on, where another file has those to train on.
     """
 
     name: str
@@ -91,7 +91,7 @@ def read_splits(config: TaskConfig, source: Source, divide: Divide | None = None
 
     From `config.dataset_path`: a folder with a train and a test file (`train.jsonl`, `test-00000-of-00001.parquet`,
     ...), or one file, whose last `eval_size` rows are then held out. Without it, from the hub. Of a benchmark, all rows
-    of one file are held out. A folder without a train file has rows to evaluate on alone.
+    of one file are held out. A folder without a train file has only rows to evaluate on.
 
     Args:
         config: The path, and how many rows of one file are held out: for an `eval_size` of None, as many as a run

@@ -135,7 +135,7 @@ def warn_about_precision(accelerator: Accelerator, args: TrollConfig, model: tor
     """Warns where the trained weights have too few bits for the learning rate."""
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     if sharded and accelerator.mixed_precision != "no":
-        return  # these keep float32 copies to train, whatever the model was loaded in
+        return  # these keep float32 copies to train, in any dtype that the model was loaded in
     share = unresolved_share(model, args.learning_rate)
     if share > MAX_UNRESOLVED:
         warnings.warn(

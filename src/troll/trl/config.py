@@ -276,7 +276,7 @@ class TrollConfig(GRPOConfig):
     critic_max_grad_norm: float = field(default=1.0, metadata={"help": "The critic's largest gradient norm."})
     critic_warmup_steps: int = field(
         default=0,
-        metadata={"help": "Optimiser steps in which the critic alone is trained."},
+        metadata={"help": "Optimiser steps in which only the critic is trained."},
     )
     value_clip: float = field(
         default=0.2,

@@ -27,7 +27,7 @@ class Unscored:
     """Knows the completions of a rollout that could not be judged; every method runs on every process.
 
     To TRL, None from a reward function means that the function has nothing to say, and the other functions' rewards
-    count: a completion that no sandbox could test would be paid for its format alone. None from a `Grader` means that
+    count: a completion that no sandbox could test would be paid only for its format. None from a `Grader` means that
     nobody knows what the completion is worth. Such a row has no reward at all, so that no baseline counts it, and no
     token in the loss.
 

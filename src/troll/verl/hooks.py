@@ -148,7 +148,7 @@ class Update(Hook):
         entropy: As for every hook.
         captured: The old policies, unless the inference engine reports them.
         loss_function: verl's, which calls the policy loss.
-        processes: Those that hold the batch's tokens between them; None for this one alone.
+        processes: Those that hold the batch's tokens between them; None for this one only.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A rollout of verl's, `rollout.name=transformers`: one server process beside every worker.
+"""A rollout of verl's, `rollout.name=transformers`: one server process for every worker.
 
 Requests that wait are generated as one batch. Weights are sent whole after every update (verl's naive checkpoint
 engine), and log-probabilities are those of the distribution that was sampled from, as verl's `processed_logprobs`. With
@@ -74,10 +74,10 @@ class TransformersServer:
             **inputs: Images, audio and video, none of which this rollout takes.
 
         Raises:
-            ValueError: If there is an input beside text.
+            ValueError: If there is an input that is not text.
         """
         if any(value is not None for value in inputs.values()):
-            raise ValueError(f"the transformers rollout takes text alone, got {', '.join(inputs)}")
+            raise ValueError(f"the transformers rollout takes only text, got {', '.join(inputs)}")
         answer: asyncio.Future[TokenOutput] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Request(list(prompt_ids), sampling_params, answer))
         if self._serving is None or self._serving.done():
@@ -203,7 +203,7 @@ class TransformersRollout(BaseRollout):
         """Sends all weights to the server.
 
         Raises:
-            ValueError: If they are those of a LoRA adapter alone.
+            ValueError: If they are only a LoRA adapter's.
         """
         if peft_config is not None or wire_format != "named_tensors":
             raise ValueError(

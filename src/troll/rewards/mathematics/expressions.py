@@ -30,7 +30,7 @@ from sympy import (
 from sympy.core.relational import Relational
 from sympy.parsing import sympy_parser
 
-# Boxes alone: an answer's text is not searched for phrases or numbers.
+# Only boxes: an answer's text is not searched for phrases or numbers.
 _EXTRACTION = [LatexExtractionConfig(boxed_match_priority=0)]
 
 _EXPONENT = re.compile(r"\^\s*(?:\{\s*-?\d+\s*\}|\d)")
@@ -86,7 +86,7 @@ def is_equal(gold: str, answer: str) -> bool:
 def forbid_code() -> None:
     """Bounds what sympy may evaluate as Python to numbers and names, for the rest of the process.
 
-    sympy turns strings into expressions with `eval`. math-verify hands it the number tokens of its LaTeX lexer alone;
+    sympy turns strings into expressions with `eval`. math-verify hands it only the number tokens of its LaTeX lexer;
     this keeps it so.
     """
     parse_expr = sympy_parser.parse_expr
@@ -174,7 +174,7 @@ def _is_a_set_instead(gold: _Side, answer: _Side) -> bool:
 
 
 def _contradicts(gold: Any, answer: Any) -> bool:
-    """Whether an answer such as `17 = 18` or `x = 17 = 18` names a second number: math-verify reads the last alone."""
+    """Whether an answer such as `17 = 18` or `x = 17 = 18` names a second number: math-verify reads only the last."""
     if not is_equation(answer) or is_equation(gold):
         return False
     relations = answer.args if isinstance(answer, And) else [answer]

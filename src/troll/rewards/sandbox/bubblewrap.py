@@ -50,7 +50,7 @@ class Bubblewrap(Launcher):
     Args:
         packages: Folders of Python packages that programs may import, e.g. a site-packages folder; read-only.
         run_without_isolation: Run programs as plain processes of the user in a temporary folder, with the same
-            limits and system call filter. They can then read and change whatever the user can.
+            limits and system call filter. They can then read and change anything that the user can.
 
     Raises:
         SandboxError: bubblewrap is missing or too old, namespaces are forbidden, or this is not Linux on x86_64 or

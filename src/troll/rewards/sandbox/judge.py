@@ -1,4 +1,4 @@
-"""The judge: a warm process beside the programs' sandboxes, in one of its own, that runs their tests."""
+"""The judge: a warm process that runs the programs' tests, in a sandbox of its own."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Judge:
         return report
 
     def close(self) -> None:
-        """Ends it, whatever it is doing."""
+        """Ends it at once, also in the middle of a test."""
         with contextlib.suppress(OSError):
             self._control.close()
         self.process.end()

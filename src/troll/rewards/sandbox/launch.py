@@ -125,7 +125,7 @@ class Process(subprocess.Popen[bytes]):
         return self.returncode in KILLED
 
     def end(self) -> float:
-        """Kills whatever is left of it and reaps it; returns the CPU seconds of what ended by itself."""
+        """Kills what is left of it and reaps it; returns the CPU seconds of what ended by itself."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -141,7 +141,7 @@ class Process(subprocess.Popen[bytes]):
         """Whether it has ended; its exit status and CPU time are kept then."""
         try:
             pid, status, usage = os.wait4(self.pid, options)
-        except ChildProcessError:  # the caller reaps whatever child has ended
+        except ChildProcessError:  # the caller reaps any child that has ended
             self.returncode = 255
             return True
         if pid:

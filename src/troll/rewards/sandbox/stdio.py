@@ -47,7 +47,7 @@ def run_stdio(
     Args:
         sandbox: Where to run it. All tests of this program share one, each in a process of its own; one that leaves
             files in the work folder, or that had to be killed with its sandbox, gets the next test a fresh sandbox.
-        program: Python source; whatever it holds, each test gets an outcome.
+        program: Python source; each test gets an outcome, even if this is no program.
         inputs: T texts for standard input.
         outputs: T expected texts.
         limits: Of each test; the wall time is that of all of them.

@@ -321,7 +321,7 @@ class Critic:
 
 
 def _options() -> StateDictOptions:
-    """The whole state on the CPU of the main process, of trained weights alone."""
+    """The whole state on the CPU of the main process, of trained weights only."""
     return StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
 
@@ -335,7 +335,7 @@ def _refuse(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(
-            f"a critic cannot be trained with {kind.value}, of which accelerate prepares one model alone: use DDP or "
+            f"a critic cannot be trained with {kind.value}, of which accelerate prepares only one model: use DDP or "
             "FSDP with fsdp_version=2"
         )
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:

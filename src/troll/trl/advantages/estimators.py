@@ -63,7 +63,7 @@ def whiten(values: Tensor, mask: Tensor, reduce: Reduce | None = None, shift_mea
     reduce = reduce or _keep
     weights = mask.to(values.dtype)
     values = values.masked_fill(weights == 0, 0.0)
-    # Two passes, since E[x²] − E[x]² loses a small variance beside a large mean.
+    # Two passes, since E[x²] − E[x]² loses a variance that is small against the mean.
     total, weight = reduce(torch.stack([(weights * values).sum(), weights.sum()]))
     weight = torch.where(weight > 0, weight, 1.0)
     mean = total / weight

@@ -117,7 +117,7 @@ class Surrogate:
         sets: Fields of TRL's `GRPOConfig` that have to have these values with this surrogate.
         clips: Whether TRL's clip stays on.
         projects: Whether there is a projection within ε, to be measured and logged.
-        reads_policies: Whether the distributions are needed beside the sampled tokens' log-probabilities.
+        reads_policies: Whether the distributions are needed in addition to the sampled tokens' log-probabilities.
     """
 
     settings: tuple[str, ...] = ()

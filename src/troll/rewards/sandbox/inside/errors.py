@@ -31,7 +31,7 @@ def describe(error: BaseException) -> tuple[object, str, tuple[object, ...], Bas
         text = str(error)[:_TEXT]
     except Exception:
         text = ""
-    error.__traceback__ = None  # the other side may hold it for long, and with it whatever it was raised among
+    error.__traceback__ = None  # the other side may hold it for long, and with it all that its frames hold
     return lineage(type(error)), text, tuple(error.args), error
 
 

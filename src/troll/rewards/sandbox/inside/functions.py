@@ -19,4 +19,4 @@ null = os.open(os.devnull, os.O_RDWR)
 for stream in range(3):
     os.dup2(null, stream)
 Server(channel).peer.serve()
-end(0)  # whatever threads the program left
+end(0)  # although threads of the program may be left

@@ -90,7 +90,7 @@ def decode(data: bytes, resolve: Resolve) -> Any:
             raise MessageError("bytes after the value")
     except MessageError:
         raise
-    except Exception as error:  # whatever the sender chose to send, it is its fault
+    except Exception as error:  # any failure here is the sender's fault
         raise MessageError(f"no value: {type(error).__name__}") from error
     return value
 
