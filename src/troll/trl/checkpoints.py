@@ -76,7 +76,7 @@ def check_complete(checkpoint: Path) -> None:
     if not (checkpoint / MARKER).exists() and not (checkpoint / _STATE).exists():
         raise ValueError(f"{checkpoint} is not the folder of a checkpoint: {lacks}")
     other, _ = newest_complete(checkpoint.parent)
-    instead = "there is no other that is complete" if other is None else f"resume from {other}"
+    instead = "there is no complete one next to it" if other is None else f"resume from {other}"
     on_purpose = f"; if you changed it on purpose, delete its {MARKER}" if was_complete else ""
     raise ValueError(f"{checkpoint} is an incomplete checkpoint: {lacks}; {instead}{on_purpose}")
 
