@@ -204,7 +204,7 @@ def test_what_was_changed_on_purpose_counts_without_its_marker(tmp_path):
         (None, "trainer_state.json is missing"),
     ):
         (changed / "trainer_state.json").write_text(content) if content else (changed / "trainer_state.json").unlink()
-        says = f"{lacks}; there is no complete one next to it; if you changed it on purpose, delete its checkpoint.json$"
+        says = f"{lacks}; there is no complete one next to it; if you changed it on purpose, delete its checkpoint"
         with pytest.raises(ValueError, match=says):
             check_complete(changed)
     (changed / "trainer_state.json").write_text("{ }")
