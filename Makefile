@@ -14,7 +14,8 @@ DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 VERL_DEMO_OUTPUT ?= runs/verl-demo-$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: setup verl-setup demo verl-demo test test-trl test-verl test-portable test-compat test-compat-trl \
-	test-compat-verl check check-workflows bench bench-gpu results docs docs-serve dist format clean
+	test-compat-torch test-compat-verl test-release check check-workflows bench bench-gpu results picture docs docs-serve \
+	dist format clean
 
 setup: $(VENV)/installed
 verl-setup: $(VERL_VENV)/installed
@@ -67,8 +68,17 @@ test-compat: test-compat-trl test-compat-verl
 test-compat-trl: setup
 	$(BIN)/python tests/compat.py $(OPTIONS)
 
+# The oldest and the newest torch. Gigabytes of CUDA packages where pip finds no CPU build.
+test-compat-torch: setup
+	$(BIN)/python tests/compat.py --environments oldest-torch newest-torch \
+		--tests tests/trust_region tests/huggingface tests/trl $(OPTIONS)
+
 test-compat-verl: verl-setup
 	$(VERL_BIN)/python -m tests.verl.compat $(OPTIONS)
+
+# The wheel away from the checkout, with each extra in an environment of its own, and the notebook: 20 minutes.
+test-release: setup
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow -s tests/test_release.py tests/examples/test_notebook.py
 
 check: setup
 	$(BIN)/ruff check .
@@ -103,6 +113,10 @@ dist: setup
 # docs/results.md and its figures, from the runs in docs/results/*.csv.
 results: setup
 	$(BIN)/python -m benchmarks.study page
+
+# The picture of a projection in docs/method.md.
+picture: setup
+	$(BIN)/python -m benchmarks.picture
 
 # The site, in site/. Formulas are drawn by a KaTeX that the site serves itself, which npm brings.
 docs: setup $(KATEX)

@@ -1,1 +1,1 @@
-"""Measurements, run from the repository's root: ``python -m benchmarks NAME``."""
+"""Measurements, run from the repository's root: `python -m benchmarks NAME`."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks NAME [NAME ...] [--device cuda] [--repeats 7] [--small] [--output FOLDER]``."""
+"""`python -m benchmarks NAME [NAME ...] [--device cuda] [--repeats 7] [--small] [--output FOLDER]`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from benchmarks import measure
 
 NAMES = ("head", "capture", "projection", "ratio", "step", "scaling", "packed", "anchor", "count", "sandbox")
-#: Not among "all": they answer other questions, take longer, or need verl's environment; `gpu` runs others.
+#: Benchmarks that "all" leaves out: they answer other questions, take longer, or need verl's environment.
 OTHERS = ("compile", "gpu", "simulate", "transfer", "tabular", "rollout_anchor", "verl_update")
 
 
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=5, help="rounds; the tables show medians and ranges")
     parser.add_argument("--small", action="store_true", help="shapes that only try whether everything runs")
-    parser.add_argument("--minutes", type=float, default=20, help="of gpu: what does not fit is named (default: 20)")
+    parser.add_argument("--minutes", type=float, default=20, help="time for gpu, which skips what does not fit")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), help="folder of the JSON files")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():

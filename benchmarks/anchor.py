@@ -1,7 +1,7 @@
-"""The rollout as anchor: how far an engine that is rounded, or behind, is from the network, and that the bound holds.
+"""The rollout as anchor: how far a rounded or older engine is from the network, and whether the bound holds.
 
-No times: what is measured is KL(p̃ ‖ p) at the first update of a rollout, where the network has not moved yet, so that
-all of it is the engine's. The model is tiny and random, and the engine a stand-in for vLLM with its output format.
+It measures no times, but KL(p̃ ‖ p) at the first update of a rollout: the network has not moved yet, so all of the KL is
+the engine's. The model is tiny and random, and the engine a stand-in for vLLM with its output format.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ENGINES: dict[str, tuple[Engine, float]] = {
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
-    """Prints the table, on the CPU whatever the device, of one run for each engine; returns its rows."""
+    """Prints the table with one run for each engine, always on the CPU, and returns its rows."""
     table = Table("engine", "KL before, first updates", "largest KL after / bound", title="anchor='rollout'")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +67,7 @@ def _train(model: Path, folder: str, engine: Engine, kl_bound: float) -> dict[st
     trainer.train()
     before = tiny.logged(trainer, "trust_region/kl_before_mean")
     after = tiny.logged(trainer, "trust_region/kl_after_max")
-    # The mean over the last rollouts, when even the oldest weights are as old as they shall be.
+    # The mean over the last rollouts, when the engine's weights are as old as intended.
     return {
         "kl_before": mean(before[::UPDATES][-ROLLOUTS // 2 :]),
         "kl_after_over_bound": max(after) / kl_bound,

@@ -1,4 +1,4 @@
-"""Capturing the old policy, without gradient: against log-probability passes of others, and softmax and top-K."""
+"""Capturing the old policy, without gradient: against other log-probability passes, and softmax with top-K."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks import head, measure
 
 
 def contenders(tokens: int, vocabulary: int, width: int, top_k: int = 64, *, device: str) -> measure.Contenders:
-    """The passes of others give the sampled tokens' log-probabilities only; ours and the last one the K largest too."""
+    """Passes without gradient. Ours and the last one also give the K largest log-probabilities of each token."""
     hidden, weight, token_ids = head.problem(tokens, vocabulary, width, device)
 
     @torch.no_grad()
@@ -31,7 +31,7 @@ def contenders(tokens: int, vocabulary: int, width: int, top_k: int = 64, *, dev
         "TRL's log-probs": measure.foreign(trl_pass),
         "Liger's log-probs": measure.foreign(liger_pass),
         head.FUSED: lambda: troll.capture(troll.LMHead(hidden, weight), token_ids, top_k=top_k),
-        "log_softmax + topk": measure.foreign(softmax_and_top_k),  # whose memory may not suffice
+        "log_softmax + topk": measure.foreign(softmax_and_top_k),  # may run out of memory
     }
 
 

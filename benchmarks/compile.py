@@ -1,4 +1,4 @@
-"""What the Triton kernels compile to for an H100 or H200, which need not be there: nothing is timed."""
+"""Registers and shared memory of the Triton kernels, compiled for an H100 or H200; this needs no GPU."""
 
 from __future__ import annotations
 
@@ -6,27 +6,25 @@ import dataclasses
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks import measure
 from tests.trust_region.ahead_of_time import compiled
 
-#: Of a multiprocessor of compute capability 9.0: registers, bytes of shared memory, warps, programs.
+#: Limits of a multiprocessor of compute capability 9.0: registers, bytes of shared memory, warps, programs.
 REGISTERS, SHARED, WARPS, PROGRAMS = 65536, 227 * 1024, 64, 32
 
 
 def programs(registers: int, shared: int, warps: int) -> int:
-    """How many programs of a kernel one multiprocessor runs at a time."""
+    """The number of programs of a kernel that one multiprocessor runs at a time."""
     per_warp = -(-registers // 8) * 8 * 32  # registers are given out by 8 a thread
     limits = [WARPS // warps, PROGRAMS, REGISTERS // (per_warp * warps)]
     return min([*limits, SHARED // (shared + 1024)])  # 1 KB of shared memory is the system's
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
-    """Registers, spills and shared memory of each kernel in each variant; `device` and `repeats` do not matter."""
-    table = Table()
+    """Prints registers, spills and shared memory of each kernel in each variant; its arguments are not used."""
     columns = ("kernel", "variant", "warps", "registers", "stack, B", "shared, B", "programs", "widest load, B")
-    for column in columns:
-        table.add_column(column, justify="left" if column in columns[:2] else "right")
+    table = measure.numbers(*columns, names=2)
     rows = []
     for kernel in compiled("cuda"):
         assert kernel.registers is not None

@@ -1,7 +1,7 @@
 """Launches, waits for the device, the longest sort, and bytes a logit, for each way to a policy; no GPU is needed.
 
-Each figure stands next to the bar that it must hold on a GPU with Triton (docs/performance.md); the torch code, which a
-CPU takes, has none. `counting` says what counts as a launch and as a wait.
+Each figure is next to its limit on a GPU with Triton (docs/performance.md); the torch code, which runs on a CPU, has
+none. `counting` defines launches and waits.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from unittest import mock
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import troll
+from benchmarks import measure
 from benchmarks.counting import Passes, figures
 from troll.trust_region import kernels
 from troll.trust_region.reading import head, logits
 
-#: A further token and a further logit cost the same at any number, so that a few tell; and these fit one tile. From
-#: more than 2 · 64 · TOP_K logits on, selection looks at blocks first.
+#: Numbers of tokens and of logits. A further one of either costs the same at any number, so that a few suffice; and
+#: these fit one tile. With more than 2 · 64 · TOP_K logits, selection looks at blocks first.
 TOKENS, VOCABULARY = (2, 4), (16_384, 32_768)
-#: Of the hidden states; matrix products count as one launch each, however wide.
+#: The width of the hidden states. It does not matter, since a matrix product counts as one launch.
 WIDTH = 8
 TOP_K = 64
 
-#: What must hold with Triton: launches of a capture with one row tile, and of a step after the reading, back included;
-#: numbers of a row that are sorted; waits; bytes a logit that a step from bf16 logits takes, forward or back.
+#: The limits with Triton: launches of a capture with one row tile, and of a step after the reading, with its backward
+#: pass; sorted numbers of a row; waits; bytes a logit of a step from bf16 logits, forward or backward.
 MOST_LAUNCHES, MOST_SORTED, MOST_WAITS, MOST_BYTES = 12, 4096, 0, 4.0
 
 CAPTURE, FORWARD, BACKWARD = "capture", "reading, forward", "reading, backward"
 STEP = "step after the reading, forward and backward"
 
-#: What is one tile on a GPU.
+#: The size of a tile on a GPU.
 TILES = {
     "torch": "2^24 logits; 4096 tokens by 32,768 entries of an LM head, 2^27 logits for its capture",
     "triton": "any logits; 4096 tokens by 32,768 entries of an LM head, 2^27 logits for its capture",
@@ -52,7 +52,7 @@ OUTCOMES = "K + 1 outcomes"
 
 
 def source(name: str, tokens: int, vocabulary: int) -> tuple[troll.Logits | troll.LMHead, list[Tensor]]:
-    """So many positions, and what gradients go to."""
+    """A source with this many positions, and the tensors that get gradients."""
     dtype = torch.bfloat16 if "bf16" in name else torch.float32
     if name in HEADS:
         hidden, weight = (torch.randn(x, WIDTH, dtype=dtype).requires_grad_() for x in (tokens, vocabulary))
@@ -61,7 +61,7 @@ def source(name: str, tokens: int, vocabulary: int) -> tuple[troll.Logits | trol
     shape = (2, tokens // 2 + 1, vocabulary) if view else (tokens + rows, vocabulary)
     leaf = torch.randn(shape, dtype=dtype).requires_grad_()
     read = leaf[:, :-1] if view else leaf
-    # Donated, a leaf would be written to.
+    # If a leaf were donated, the backward pass would write to it.
     read = read.view_as(read) if "donate" in name else read
     at = torch.arange(1, tokens + 1) if rows else None
     return troll.Logits(read, rows=at, donate="donate" in name), [read]
@@ -156,7 +156,7 @@ def bars_of(path: str, name: str) -> dict[str, float]:
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
-    """Counts in a process of its own, where kernels are interpreted. Device and repeats make no difference."""
+    """Counts in a separate process, where kernels are interpreted. Device and repeats are not used."""
     found = []
     for kernels_of in ("torch", "triton"):
         if kernels_of == "triton" and importlib.util.find_spec("triton") is None:
@@ -176,9 +176,7 @@ def main(device: str, repeats: int) -> list[dict[str, Any]]:
 def show(title: str, found: list[dict[str, Any]]) -> None:
     """Prints figures next to their bars."""
     columns = ("launches", "of a further tile", "waits", "longest sort", "bytes a logit", "issued a logit")
-    table = Table("from", "pass", title=title)
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = measure.numbers("from", "pass", *columns, names=2, title=title)
     for row in found:
         table.add_row(row["path"], row["pass"], *(_cell(row, column) for column in columns))
     Console(width=150).print(table)

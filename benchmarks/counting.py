@@ -1,9 +1,8 @@
-"""What a call would cost on a GPU, counted without one: launches, waits for the device, bytes, lengths of sorts.
+"""Counts the cost of a call on a GPU without one: launches, waits for the device, bytes, lengths of sorts.
 
-Tensors stay on the CPU and say that they are on a GPU, so that the code takes the branches it takes there. A launch is
-an operator that torch dispatches, or a Triton kernel that the interpreter runs, which needs ``TRITON_INTERPRET=1`` when
-kernels are defined. An operator that is made of others counts as these; a sort counts as one, and takes more on a GPU.
-Nothing here knows what is counted.
+Tensors stay on the CPU but claim to be on a GPU, so that the code takes the branches for a GPU. A launch is an operator
+that torch dispatches, or a Triton kernel that the interpreter runs, which needs `TRITON_INTERPRET=1` when kernels are
+defined. A composite operator counts as its parts; a sort counts as one launch, and takes more on a GPU.
 """
 
 from __future__ import annotations
@@ -22,23 +21,24 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 Passes = Callable[[int, int], Mapping[str, Callable[[], object]]]
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
-#: Make no launch: they give memory, or a tensor that shares some.
+#: Operators without a launch: they only give memory, or a tensor that shares some.
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_", "_unsafe_view"}
 FREE |= {"lift", "lift_fresh", "detach"}
 
-#: Wait for the device: something on the host depends on their result, if only its shape.
+#: Operators that wait for the device: the host needs their result, or at least its shape.
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive"}
 WAITING |= {"bincount"}
 
-#: Write their first argument without reading it.
+#: Operators that write their first argument without reading it.
 WRITING = {"copy_", "fill_", "zero_"}
 
-#: Read or write only as much of their first argument as there are entries in the index.
+#: Operators that read or write only the entries of their first argument that are in the index.
 READING_SOME = {"index", "gather", "index_select"}
 WRITING_SOME = {"index_put_", "_index_put_impl_", "scatter_", "index_fill_", "index_copy_"}
 
@@ -50,11 +50,11 @@ TO_HOST = {Tensor.tolist, Tensor.cpu, Tensor.numpy}
 
 @dataclass
 class Count:
-    """What a call does."""
+    """The counts of a call."""
 
     launches: int = 0
     waits: int = 0
-    #: Bytes that launches read and write, each address once a launch: a cache has what is read again.
+    #: Bytes that launches read and write, each address once a launch: a cache holds what is read again.
     moved: int = 0
     #: The same, but a kernel's loads and stores as often as they are made.
     issued: int = 0
@@ -63,14 +63,14 @@ class Count:
     names: Counter[str] = field(default_factory=Counter)
 
     def launch(self, name: str, moved: int, issued: int | None = None) -> None:
-        """Adds one."""
+        """Adds one launch."""
         self.launches += 1
         self.moved += moved
         self.issued += moved if issued is None else issued
         self.names[name] += 1
 
     def wait(self, name: str) -> None:
-        """Adds one."""
+        """Adds one wait."""
         self.waits += 1
         self.names[f"wait: {name}"] += 1
 
@@ -93,14 +93,14 @@ def figures(
     tokens: tuple[int, int],
     vocabulary: tuple[int, int],
 ) -> dict[str, dict[str, Any]]:
-    """Figures of each pass.
+    """The figures of each pass, by name.
 
     Args:
-        passes: From numbers of tokens and of vocabulary entries to what is counted, in this order: one may need what
-            another made.
-        two_tiles: Cuts so many tokens and entries, which are one row tile otherwise, into two.
-        tokens: A few, and more.
-        vocabulary: Entries, and more.
+        passes: Makes the passes for a number of tokens and of vocabulary entries. They run in this order, since one may
+            need the result of another.
+        two_tiles: A context in which this many tokens and entries take two row tiles instead of one.
+        tokens: Two numbers of tokens, the smaller one first.
+        vocabulary: Two numbers of vocabulary entries, the smaller one first.
     """
     counts = {(n, v): _counts(passes, n, v) for n in tokens for v in vocabulary}
     (few, many), (narrow, wide) = tokens, vocabulary
@@ -117,7 +117,7 @@ def figures(
         }
         for figure, field_name in (("bytes a logit", "moved"), ("issued a logit", "issued")):
             corners = {at: getattr(found_at[name], field_name) for at, found_at in counts.items()}
-            # What tokens and weights take by themselves drops out.
+            # In the difference, the bytes of tokens and weights cancel.
             more = corners[many, wide] - corners[few, wide] - corners[many, narrow] + corners[few, narrow]
             found[name][figure] = more / logits_more
         found[name]["names"] = dict(one.names)
@@ -130,7 +130,7 @@ def _counts(passes: Passes, tokens: int, vocabulary: int) -> dict[str, Count]:
 
 
 class _AsOnGPU(TorchFunctionMode):
-    """Tensors say that they are on a GPU, but for those that are made on the host."""
+    """Makes tensors claim to be on a GPU, except for those that are made on the host."""
 
     def __init__(self, counted: Count) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class _AsOnGPU(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = [x for x in _flat((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = _tensors((args, kwargs))
         devices = [torch.device(x) for x in (*args, kwargs.get("device")) if isinstance(x, torch.device | str)]
         on_host = all(hasattr(x, "is_on_host") for x in tensors) and GPU not in devices
         if func == Tensor.device.__get__:
@@ -177,7 +177,7 @@ def _backward(outputs: Any, inputs: Any, grad_outputs: Any, **_: Any) -> tuple[T
 
 
 class _Operators(TorchDispatchMode):
-    """Counts what torch dispatches; what is made of other operators on a GPU too, as these."""
+    """Counts the operators that torch dispatches; one that is composite on a GPU too counts as its parts."""
 
     def __init__(self, counted: Count) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class _Operators(TorchDispatchMode):
             result = func(*args, **kwargs)
         if self._counted.launches > before:
             return result
-        outputs = [x for x in _flat(result) if isinstance(x, Tensor)]
+        outputs = _tensors(result)
         if name in WAITING or _waits_for_index(name, args, kwargs):
             self._counted.wait(name)
         if any(x.numel() for x in outputs):
@@ -224,9 +224,7 @@ def _waits_for_index(name: str, args: Any, kwargs: Any) -> bool:
 
 def _moved(func: Any, name: str, args: Any, kwargs: Any, outputs: list[Tensor]) -> int:
     first: Any = args[0] if args else None
-    inputs = [
-        x for x in _flat((args[1:], {key: x for key, x in kwargs.items() if key != "out"})) if isinstance(x, Tensor)
-    ]
+    inputs = _tensors((args[1:], {key: x for key, x in kwargs.items() if key != "out"}))
     moved = sum(map(_bytes, inputs))
     if name in WRITING_SOME:
         entries = max(x.numel() for x in inputs)
@@ -234,22 +232,16 @@ def _moved(func: Any, name: str, args: Any, kwargs: Any, outputs: list[Tensor]) 
     moved += sum(map(_bytes, outputs))
     if name in READING_SOME:
         return moved + sum(map(_bytes, outputs))
-    return moved + (0 if name in WRITING else sum(_bytes(x) for x in _flat(first) if isinstance(x, Tensor)))
+    return moved + (0 if name in WRITING else sum(map(_bytes, _tensors(first))))
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Those of its elements; of an expanded tensor, of what is there."""
+    """The bytes of a tensor's elements; for an expanded tensor, only those in memory."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
-
-
-def _flat(values: Any) -> Iterator[Any]:
-    if isinstance(values, dict):
-        values = tuple(values.values())
-    if isinstance(values, tuple | list):
-        for value in values:
-            yield from _flat(value)
-    else:
-        yield values
 
 
 @contextmanager
@@ -266,7 +258,7 @@ def _kernels(counted: Count) -> Iterator[None]:
         InterpreterBuilder.create_masked_store,
     )
 
-    #: Addresses by whether they are written to and the bytes of an element; of the launch that runs.
+    #: The current launch's addresses, by whether they are written to and by the bytes of an element.
     touched: dict[tuple[bool, int], list[Any]] = {}
 
     def counting_run(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 """Everything that needs a GPU, in at most 20 minutes: kernel tests, benchmarks at real shapes, a short training.
 
-Takes the packages that it finds, names what it skips and what does not fit in time, and needs no network. Writes one
-JSON file and one Markdown page under the name of the GPU. ``make bench-gpu`` is this with the right Python.
+It uses the packages that are installed, names the parts that it skips or that do not fit in time, and needs no network.
+It writes one JSON file and one Markdown page under the name of the GPU. `make bench-gpu` runs it with the right Python.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.console import Console
 
 from benchmarks import measure
 
-#: Of `troll compare`: what it imports, and the model of its runs, which is not trained: 0.1 billion parameters.
+#: The packages that `troll compare` imports. Below, the model of its runs, untrained, with 0.1 billion parameters.
 TRAINING_NEEDS = ("trl", "transformers", "accelerate", "datasets", "peft", "reasoning_gym", "yaml", "rich")
 MODEL = {"vocab_size": 151_936, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
 SMALL_MODEL = {"vocab_size": 512, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -33,20 +33,25 @@ SMALL_TRAINING = TRAINING | {"max_steps": 4, "per_device_train_batch_size": 8, "
 
 
 class Part(NamedTuple):
-    """One part: its name, the seconds that it may take, and what does it."""
+    """One part of the run.
+
+    Attributes:
+        name: The name of the part.
+        seconds: The seconds that it may take.
+        run: Takes the device, the repeats, a folder and the seconds that are left, and returns the rows of its table.
+    """
 
     name: str
     seconds: float
     run: Callable[[str, int, Path, float], list[dict[str, Any]]]
-    """From device, repeats, a folder, and seconds to rows."""
 
 
 class Skipped(Exception):
-    """What cannot run here, and why."""
+    """Raised when a part cannot run here, with the reason."""
 
 
 def benchmark(name: str) -> Callable[[str, int, Path, float], list[dict[str, Any]]]:
-    """One of the other benchmarks, in a process of its own."""
+    """Makes a part of another benchmark, which runs in a separate process."""
 
     def run(device: str, repeats: int, folder: Path, seconds: float) -> list[dict[str, Any]]:
         options = ["--device", device, "--repeats", str(repeats), "--output", str(folder)]
@@ -59,7 +64,7 @@ def benchmark(name: str) -> Callable[[str, int, Path, float], list[dict[str, Any
 
 
 def kernel_tests(device: str, repeats: int, folder: Path, seconds: float) -> list[dict[str, Any]]:
-    """Triton's kernels against the torch code and float64, on this GPU; interpreted where there is none."""
+    """Tests the Triton kernels against the torch code and float64, on this GPU, or interpreted without one."""
     if missing := _missing("pytest", "triton", "hypothesis", "scipy"):
         raise Skipped(missing)
     files = sorted(map(str, Path("tests/trust_region").rglob("test_*_triton.py")))
@@ -75,7 +80,7 @@ def kernel_tests(device: str, repeats: int, folder: Path, seconds: float) -> lis
 
 
 def training(device: str, repeats: int, folder: Path, seconds: float) -> list[dict[str, Any]]:
-    """A few steps of TROLL and of the clip, by `troll compare`, of an untrained model: only their time counts."""
+    """Times a few steps of TROLL and of the clip on an untrained model, by `troll compare`."""
     if missing := _missing(*TRAINING_NEEDS):
         raise Skipped(missing)
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -84,13 +89,17 @@ def training(device: str, repeats: int, folder: Path, seconds: float) -> list[di
 
     tokenizer = character_tokenizer()
     size: dict[str, Any] = SMALL_MODEL if measure.small else MODEL
-    heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": size["hidden_size"] // 8}
-    special: dict[str, Any] = {
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": None,
-    }
-    model = Qwen3ForCausalLM(Qwen3Config(**size, **heads, **special, tie_word_embeddings=True))
+    config = Qwen3Config(
+        **size,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=size["hidden_size"] // 8,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     settings = (SMALL_TRAINING if measure.small else TRAINING) | {
@@ -115,7 +124,7 @@ def training(device: str, repeats: int, folder: Path, seconds: float) -> list[di
     return [{"run": name, "parameters": parameters} | {key: x[key] for key in keys} for name, x in summaries.items()]
 
 
-#: In this order; what is left of the budget is for those that follow.
+#: The parts in their order; each may use the time that is left.
 PARTS = (
     Part("tests", 240, kernel_tests),
     Part("head", 240, benchmark("head")),
@@ -129,7 +138,7 @@ PARTS = (
 
 
 def main(device: str, repeats: int, output: Path, minutes: float) -> bool:
-    """Runs all parts, writes what they found to the folder after each, and returns whether none failed."""
+    """Runs all parts, writes the results to the folder after each, and returns whether none failed."""
     environment = measure.environment(device)
     name = "-".join("".join(x if x.isalnum() else " " for x in environment["device"]).lower().split())
     end = time.monotonic() + 60 * minutes
@@ -188,7 +197,7 @@ def _missing(*modules: str) -> str:
 
 
 def _call(command: list[str], seconds: float, accepted: tuple[int, ...] = (0,)) -> None:
-    """Runs a command, whose output goes on to the terminal; it is ended, and what it started, once its time is up."""
+    """Runs a command with its output on the terminal, and kills it and its children once its time is up."""
     offline = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     process = subprocess.Popen(command, env=os.environ | offline, start_new_session=True)
     try:

@@ -1,6 +1,6 @@
 """The LM head, forward and backward: TROLL's against TRL's, which the clip uses, other fused heads, and full logits.
 
-All give log-probabilities and the entropy, as GRPO asks for them, where they can; the loss is made of the former.
+All give log-probabilities and, if they can, the entropy, as GRPO needs them; the loss uses only the former.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 import troll
 from benchmarks import measure
 
-#: TRL's tile; ours is as wide.
+#: The width of TRL's tile, and of ours.
 TRL_CHUNK = 32768
-#: Without TRL the first that is installed.
+#: Names of contenders. The first one that is installed is the baseline.
 BASELINE, LIGER, FULL = "TRL's head (clip)", "Liger's scaled cross-entropy", "full logits (clip)"
 FUSED, OWN_FULL = "TROLL, fused", "TROLL, full logits"
-#: What has to run; all others are skipped where they do not.
+#: Contenders that must run; all others are skipped if they cannot.
 OWN = FUSED, OWN_FULL
 
-#: Vocabulary and width of real heads. On a CPU a quarter of the width, and fewer tokens.
+#: The vocabulary and the width of real heads. A CPU gets a quarter of the width, and fewer tokens.
 MODELS = {
     "Qwen3-0.6B": {"vocabulary": 151_936, "width": 1024},
     "Qwen3-4B": {"vocabulary": 151_936, "width": 2560},
@@ -54,7 +54,7 @@ def problem(tokens: int, vocabulary: int, width: int, device: str) -> tuple[Tens
     hidden = torch.randn(tokens, width, device=device, dtype=dtype)
     # Logits of standard deviation 4, a distribution of a few likely tokens.
     weight = torch.randn(vocabulary, width, device=device, dtype=dtype) * (4 * width**-0.5)
-    # By the Gumbel trick, in slices.
+    # Sampled by the Gumbel trick, in slices.
     token_ids = torch.cat(
         [
             (logits - torch.empty_like(logits).exponential_().log_()).argmax(-1)
@@ -70,7 +70,7 @@ def moved(hidden: Tensor) -> Tensor:
 
 
 def projected_fraction(tokens: int, vocabulary: int, width: int, *, device: str) -> float:
-    """How many tokens the contenders have to project."""
+    """The fraction of tokens that the contenders have to project."""
     hidden, weight, token_ids = problem(tokens, vocabulary, width, device)
     old = troll.capture(troll.LMHead(hidden, weight), token_ids)
     with torch.no_grad():
@@ -109,7 +109,7 @@ def quack_log_probs(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> Tensor
 
 
 def full_log_probs(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> Tensor:
-    """What a trainer without a fused head computes."""
+    """The log-probabilities as a trainer without a fused head computes them."""
     log_probs = torch.log_softmax((hidden @ weight.t()).float(), -1)
     with torch.no_grad():
         torch.special.entr(log_probs.exp()).sum(-1)
@@ -117,7 +117,7 @@ def full_log_probs(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def contenders(tokens: int, vocabulary: int, width: int, top_k: int = 64, *, device: str) -> measure.Contenders:
-    """One forward and backward each, on an old policy that differs a little from the new one."""
+    """One forward and backward pass of each, with an old policy that differs a little from the new one."""
     hidden, weight, token_ids = problem(tokens, vocabulary, width, device)
     old = troll.capture(troll.LMHead(hidden, weight), token_ids, top_k=top_k)
     leaves = moved(hidden).requires_grad_(), weight.requires_grad_()

@@ -1,4 +1,4 @@
-"""How everything here is measured: contenders in turn, ratios to the first, memory in a process of its own."""
+"""Measures contenders: times in turn, ratios to the first one, and memory in separate processes."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from rich.progress import track
 from rich.table import Table
 
 Contenders = Mapping[str, Callable[[], object]]
-#: From a case and a device to what is measured. Named by its module, so that another process can make it again.
+#: Makes contenders from a case and a device. It is a module's function, so that another process can call it too.
 Maker = Callable[..., Contenders]
 
 MEGABYTE = 1 << 20
 
-#: Whether shapes are so small that they only try whether everything runs: ``--small``.
+#: `--small`: whether shapes are so small that they only show whether everything runs.
 small = False
 
-#: Run before peak memory is measured: what libraries load and set up at their first call does not count.
+#: The case that runs before peak memory is measured, since libraries load and set up much at their first call.
 WARM_UP = {"tokens": 8, "vocabulary": 1024}
 
 
 def shapes(device: str) -> str:
-    """Which shapes are measured: a device's, or "small"."""
+    """The name of the shapes to measure: the device's, or "small"."""
     return "small" if small else device
 
 
@@ -46,7 +46,7 @@ def seconds(
 ) -> dict[str, list[float]]:
     """Times of each contender, all of them in turn in every round, after one round to warm up.
 
-    What turns out there to be `Unusable` is left out, with a line that says why; `skipped` receives that by name.
+    A contender that is `Unusable` in that round is left out; a line says why, and `skipped` receives the reason.
     """
     taken: dict[str, list[float]] = {}
     for name, contender in contenders.items():
@@ -60,12 +60,12 @@ def seconds(
     for _ in track(range(repeats), description="measuring", transient=True):
         for name, times in taken.items():
             gc.collect()
-            times.append((_on_gpu if device == "cuda" else _on_cpu)(contenders[name]))
+            times.append((_on_gpu if device == "cuda" else elapsed)(contenders[name]))
     return taken
 
 
 def foreign(contender: Callable[[], object]) -> Callable[[], None]:
-    """A contender from another package: raises `Unusable` whatever goes wrong there."""
+    """Wraps a contender from another package: any error in it becomes `Unusable`."""
 
     def run() -> None:
         try:
@@ -94,7 +94,8 @@ def compare(
     return rows
 
 
-def _on_cpu(contender: Callable[[], object]) -> float:
+def elapsed(contender: Callable[[], object]) -> float:
+    """The seconds of a call on the CPU."""
     start = time.perf_counter()
     contender()
     return time.perf_counter() - start
@@ -113,7 +114,7 @@ def _on_gpu(contender: Callable[[], object]) -> float:
 def peak_memory(maker: Maker, case: Mapping[str, Any], names: list[str], device: str) -> dict[str, float]:
     """Peak bytes of one call of each contender, inputs included; on a CPU each in a fresh process."""
     peaks = {}
-    if device == "cuda":  # where only what torch allocates counts, and a process takes seconds to start
+    if device == "cuda":  # only torch's allocations count there, and a process takes seconds to start
         return {name: _peak_on_gpu(maker(device=device, **case)[name]) for name in names}
     for name in track(names, description="memory", transient=True):
         request = json.dumps([maker.__module__, maker.__name__, dict(case), name, device])
@@ -128,7 +129,7 @@ def peak_memory(maker: Maker, case: Mapping[str, Any], names: list[str], device:
 
 def _peak_on_gpu(contender: Callable[[], object]) -> float:
     gc.collect()
-    contender()  # what is set up at the first call does not count
+    contender()  # setting up at the first call does not count
     torch.cuda.reset_peak_memory_stats()
     contender()
     return torch.cuda.max_memory_allocated()
@@ -141,7 +142,7 @@ def _peak_of(module: str, function: str, case: dict[str, Any], name: str, device
         maker(device=device, **first)[name]()
     before = _resident("VmRSS")
     contender = maker(device=device, **case)[name]
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of making the inputs
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, which making the inputs has raised
     contender()
     return _resident("VmHWM") - before
 
@@ -158,9 +159,7 @@ def show(
 ) -> list[dict[str, float | str]]:
     """Prints times and peaks with their ratios to the first contender's, and returns the rows."""
     baseline, *_ = taken
-    table = Table()
-    for column in ("contender", "median", "ratio (min–max)", *(("peak MB", "ratio") if peaks else ())):
-        table.add_column(column, justify="left" if column == "contender" else "right")
+    table = numbers("contender", "median", "ratio (min–max)", *(("peak MB", "ratio") if peaks else ()))
     rows: list[dict[str, float | str]] = []
     for name, times in taken.items():
         ratios = [time / base for time, base in zip(times, taken[baseline], strict=True)]
@@ -181,8 +180,22 @@ def show(
     return rows
 
 
+def numbers(*columns: str, names: int = 1, **options: Any) -> Table:
+    """An empty table of numbers.
+
+    Args:
+        *columns: The headings.
+        names: How many columns, the first ones, have text, and are left-justified.
+        **options: Those of `rich.table.Table`.
+    """
+    table = Table(*columns, **options)
+    for column in table.columns[names:]:
+        column.justify = "right"
+    return table
+
+
 def ratio_text(ratios: list[float]) -> str:
-    """Median and range."""
+    """The median of ratios and their range, as text."""
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
 
 
@@ -192,7 +205,7 @@ def duration(value: float) -> str:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """The hardware and the versions that a figure stands for."""
+    """The hardware and the versions with which a figure was measured."""
     versions = {}
     for package in ("torch", "triton", "trl", "transformers"):
         try:

@@ -1,6 +1,6 @@
-"""The packed old policy: bytes a token against the padded one, and what a rollout buffer does with both.
+"""The packed old policy against the padded one: bytes a token, and times of a rollout buffer's operations.
 
-The logits are made up: Zipf's law, ``−s log rank``, with an exponent s for each position whose spread is chosen so that
+The logits are made up: Zipf's law, `−s log rank`, with an exponent s for each position whose spread is chosen so that
 some positions are nearly certain, some wide open, and 5 to 10 of 64 tokens carry 99.999 % of the mass on average. The
 packed form takes 8 bytes for each of them and 12 for the position, so the ratio follows from that average only.
 """
@@ -19,11 +19,11 @@ import troll
 from benchmarks import measure
 
 VOCABULARY, SEQUENCES, LENGTH, MINIBATCH = 151_936, 64, 256, 8
-#: So many different sequences are captured; the buffer repeats them.
+#: The number of different sequences that are captured; the buffer repeats them.
 CAPTURED = {"cpu": 4, "cuda": 64, "small": 1}
 #: The median of the exponents, and the standard deviation of their logarithms.
 EXPONENT, SPREAD = 11.0, 0.6
-#: Kept tokens, up to and including.
+#: The upper ends of the bins of kept tokens, inclusive.
 BINS = (1, 2, 4, 8, 16, 32, 63, 64)
 
 
@@ -44,7 +44,7 @@ def _capture(log_rank: Tensor) -> troll.SparsePolicy:
 
 
 def contenders(padded: troll.SparsePolicy, packed: troll.PackedPolicy) -> dict[str, measure.Contenders]:
-    """What a buffer does, in the forms that can do it."""
+    """The operations of a buffer, for the forms that support them."""
     device = packed.counts.device
     rows = torch.randperm(SEQUENCES).tolist()
     order, part = torch.tensor(rows, device=device), slice(MINIBATCH, 2 * MINIBATCH)
@@ -62,7 +62,7 @@ def contenders(padded: troll.SparsePolicy, packed: troll.PackedPolicy) -> dict[s
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
-    """Bytes per token, what they depend on, and times."""
+    """Prints kept tokens, bytes per token, and times."""
     padded = rollout(device)
     packed = troll.PackedPolicy.of(padded)
     Console().print(
@@ -72,12 +72,12 @@ def main(device: str, repeats: int) -> list[dict[str, Any]]:
 
 
 def _kept(counts: Tensor) -> list[dict[str, Any]]:
-    table = Table(title=f"kept tokens: mean {counts.double().mean():.1f}, median {counts.median().item()}")
     shares = {}
     for low, high in zip((0, *BINS), BINS, strict=False):
         name = str(high) if high == low + 1 else f"{low + 1}–{high}"
         shares[name] = ((counts > low) & (counts <= high)).double().mean().item()
-        table.add_column(name, justify="right")
+    title = f"kept tokens: mean {counts.double().mean():.1f}, median {counts.median().item()}"
+    table = measure.numbers(*shares, names=0, title=title)
     table.add_row(*(f"{share:.1%}" for share in shares.values()))
     Console(width=110).print(table)
     return [{"kept": name, "share": share} for name, share in shares.items()]

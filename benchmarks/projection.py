@@ -1,4 +1,4 @@
-"""The solvers: time, evaluations of KL(τ), worst error of the bound; and of the gradient where tokens share a bound."""
+"""The solvers: times, evaluations of KL(τ), errors of the bound; and errors of the gradient if tokens share a bound."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BOUND_RANGE = {"newton": (1e-3, 1.0), "bracket": (1e-2, 1.0)}  # the paper's mul
 
 
 def bisection(old: Tensor, s: Tensor, kl_bound: Tensor) -> Tensor:
-    """τ by the plainest means: in float64, KL from its definition, the interval halved until nothing is left of it."""
+    """τ by plain bisection in float64, with KL from its definition, until the interval cannot shrink."""
     old, s, kl_bound = (x.double() for x in (old, s, kl_bound))
     low, high = torch.zeros_like(kl_bound), torch.ones_like(kl_bound)
     for _ in range(BISECTIONS):
@@ -49,7 +49,7 @@ def contenders(tokens: int, outcomes: int, *, device: str) -> measure.Contenders
     present = torch.ones(drawn, outcomes, dtype=torch.bool, device=device)
     old = floored(torch.log_softmax(4 * torch.randn(drawn, outcomes, device=device), -1), present)
     new = floored(torch.log_softmax(old + 2 * torch.randn_like(old), -1), present)
-    # The searches have an end only where there is something to find.
+    # The searches end only if there is a root.
     outside = troll.project(new, old, KL_BOUND).projected.nonzero().squeeze(-1)[:tokens]
     old, new = old[outside], new[outside]
     assert len(old) == tokens
@@ -63,7 +63,7 @@ def contenders(tokens: int, outcomes: int, *, device: str) -> measure.Contenders
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
-    """Times, then the errors over the families of pairs that the tests use."""
+    """Prints times, then errors over the families of pairs that the tests use."""
     results = []
     for tokens, outcomes in SHAPES[measure.shapes(device)]:
         made = contenders(tokens, outcomes, device=device)
@@ -74,10 +74,9 @@ def main(device: str, repeats: int) -> list[dict[str, Any]]:
 
 
 def _errors() -> list[dict[str, Any]]:
-    table = Table(title=f"errors: {ROWS} pairs of each size {SIZES}, bounds log-uniform, judged in float64")
+    title = f"errors: {ROWS} pairs of each size {SIZES}, bounds log-uniform, judged in float64"
     columns = ("solver", "dtype", "family", "projected", "median", "worst", "|KL − ε|", "|KL − ε|/ε", "KL/ε − 1")
-    for name in columns:
-        table.add_column(name, justify="left" if name in columns[:3] else "right")
+    table = measure.numbers(*columns, names=3, title=title)
     rows = []
     for solver in SOLVERS:
         for dtype in (torch.float32, torch.float64):
@@ -93,7 +92,7 @@ def _errors() -> list[dict[str, Any]]:
 def _measure(solver: str, dtype: torch.dtype, family: str) -> tuple[str, ...]:
     evaluations, errors, kl_bounds = [], [], []
     for size in SIZES:
-        # The solver is judged on the distributions that it gets, not on their rounding to its precision.
+        # The solver is judged on the rounded distributions that it gets.
         old, new = (torch.as_tensor(logits).to(dtype) for logits in pairs(family, ROWS, size))
         kl_bound = torch.as_tensor(bounds(ROWS, *BOUND_RANGE[solver])).to(dtype)
         projection = troll.project(new, old, kl_bound, solver)
@@ -114,7 +113,7 @@ def _measure(solver: str, dtype: torch.dtype, family: str) -> tuple[str, ...]:
 
 
 def _gradient_errors() -> list[dict[str, Any]]:
-    """Against finite differences of an independent float64 solution, at the tokens that share a multiplier."""
+    """Errors against finite differences of an independent float64 solution, for tokens that share a multiplier."""
     table = Table("constraint", "largest error", "relative error (2-norm)", "largest entry", title="gradients, float64")
     rows = []
     for scope in ("sequence", "batch"):

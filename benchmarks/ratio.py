@@ -1,4 +1,4 @@
-"""The ratio of a sampled token, however small its probability: before, in each tail, and the truth in float64."""
+"""The ratio of a sampled token down to tiny probabilities: both tails, and the truth in float64."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import troll
+from benchmarks import measure
 from tests.trust_region import reference
 from troll.trust_region.policy.sparse import TAILS
 
@@ -18,42 +18,25 @@ LOG_PROBS = (0.0, -5.0, -20.0, -27.0, -30.0, -35.0, -60.0, -100.0)
 
 KL_BOUND = 0.05
 
-#: Those of equal policies are log ratios. "true" and "before" are computed in float64.
-COLUMNS = (
-    *("log p(o)", "projected", "true", "before", "bucket", "floor"),
-    *("equals: floor, before", "equals: bucket", "equals: floor", "bound"),
-)
+#: The columns; those of equal policies are log ratios. "true" is computed in float64.
+COLUMNS = ("log p(o)", "projected", "true", "bucket", "floor", "equals: bucket", "equals: floor", "bound")
 
 #: Logits of two other tokens before and after, which move far out of the ball; and how much less likely o becomes.
 OTHERS, MOVED, LOSS = (0.0, -3.0), (0.0, 2.0), 1.6
 
 
 def logits_of(log_p: float) -> tuple[np.ndarray, np.ndarray]:
-    """Old and new ones; the sampled token is the last, with this log-probability in the old policy."""
+    """Old and new logits; the sampled token is the last, with log-probability `log_p` in the old policy."""
     rest = reference.log_sum_exp(OTHERS)
-    # log p = z − log(e^z + e^rest); one at 0 to the last digit of float32 is far above the rest.
+    # log p = z − log(e^z + e^rest); if log p is 0 in float32, z is far above the rest.
     z = rest + (30.0 if log_p == 0 else log_p - math.log(-math.expm1(log_p)))
     return np.array([*OTHERS, z]), np.array([*MOVED, z - LOSS])
 
 
-def floored_over_raw(new: np.ndarray, row: reference.OldRow) -> float:
-    """The ratio as it was in "bucket": q(o) of the floored outcomes over p(o) of the raw ones."""
-    outcomes = reference.bucket_outcomes(new, row)
-    solution = reference.solve(outcomes.log_old, outcomes.log_new, KL_BOUND)
-    log_q = solution.log_q[row.slot] if solution.projected else reference.log_softmax(new)[row.token]
-    return math.exp(log_q - row.log_prob)
-
-
-def raw_over_floored(row: reference.OldRow, logits: np.ndarray) -> float:
-    """The log of p(o)/p(o) as it was in "floor": of a network's raw outcomes and a capture's floored ones."""
-    return row.log_prob - float(reference.floor_outcomes(logits, row).log_old[row.slot])
-
-
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
-    """Prints one row for each log-probability; nothing is timed, so that `repeats` has no use."""
-    table = Table(title=f"q(o)/p(o) at ε = {KL_BOUND}, and log p(o)/p(o) of a policy and itself")
-    for name in COLUMNS:
-        table.add_column(name, justify="right")
+    """Prints one row for each log-probability; nothing is timed, and `repeats` is not used."""
+    title = f"q(o)/p(o) at ε = {KL_BOUND}, and log p(o)/p(o) of a policy and itself"
+    table = measure.numbers(*COLUMNS, names=0, title=title)
     rows = []
     for log_p in LOG_PROBS:
         old_logits, new_logits = logits_of(log_p)
@@ -66,8 +49,8 @@ def main(device: str, repeats: int) -> list[dict[str, Any]]:
             for z in (after, before)
         )
         largest = max(1.0, abs(reference.log_sum_exp(old_logits)), abs(row.log_prob))
-        ratios = (math.exp(truth.log_ratio), floored_over_raw(new_logits, row), *map(math.exp, moved))
-        of_equals = (raw_over_floored(row, old_logits), *equal, 4 * 2.0**-23 * largest)
+        ratios = [math.exp(x) for x in (truth.log_ratio, *moved)]
+        of_equals = (*equal, 4 * 2.0**-23 * largest)
         rows.append(dict(zip(COLUMNS, (row.log_prob, truth.projected, *ratios, *of_equals), strict=True)))
         cells = (f"{log_p:g}", "yes" if truth.projected else "no", *(f"{x:.4g}" for x in ratios))
         table.add_row(*cells, *(f"{x:.1e}" for x in of_equals))

@@ -1,8 +1,8 @@
-"""What verl's vLLM server pays on the CPU for each sampled token that brings its old policy along, at K = 64.
+"""The CPU time of verl's vLLM server for reporting the old policy of each sampled token, at K = 64.
 
-In verl's environment: ``OMP_NUM_THREADS=1 .venv-verl/bin/python -m benchmarks rollout_anchor``. vLLM itself is not run:
-`tests/verl/vllm_engine.py` has its types, and does with log-probabilities what vLLM 0.24.0 does. One server process
-does all of this for all of its requests, so the times are CPU times of one thread.
+In verl's environment: `OMP_NUM_THREADS=1 .venv-verl/bin/python -m benchmarks rollout_anchor`. vLLM itself does not run:
+`tests/verl/vllm_engine.py` has its types, and treats log-probabilities as vLLM 0.24.0 does. One server process does all
+of this for all its requests, so the times are CPU times of one thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from troll.verl.vllm_rollout import TopLogProbs
 
 VOCABULARY, TOP_K, MASS_THRESHOLD = 150_000, 64, 1e-5
 
-#: Requests that one step of the engine serves, and tokens of each.
+#: The requests that one step of the engine serves, and the tokens of each.
 CASES = {"cpu": (16, 1024), "cuda": (16, 1024), "small": (2, 64)}
 
 
@@ -49,7 +49,7 @@ def decoder() -> Decode:
 
 
 def reports(tokens: int, seed: int) -> LogprobsLists:
-    """An engine's rows of so many tokens: about six of them carry all but 1e-5 of the mass."""
+    """An engine's rows for `tokens` tokens; about six entries of each carry all but 1e-5 of the mass."""
     generator = np.random.default_rng(seed)
     steepness = generator.uniform(1.2, 4.0, (tokens, 1))
     logits = -steepness * np.arange(TOP_K) ** 0.9 - generator.exponential(0.05, (tokens, TOP_K))
@@ -65,7 +65,7 @@ def reports(tokens: int, seed: int) -> LogprobsLists:
 
 
 class Rollout:
-    """Requests that an engine's process has answered, as its frontend gets them: a token of each at a time."""
+    """Answered requests as the frontend gets them from the engine's process: one token of each at a time."""
 
     def __init__(self, requests: int, tokens: int, decode: Decode) -> None:
         self.reports = [reports(tokens, seed) for seed in range(requests)]
@@ -74,7 +74,7 @@ class Rollout:
     def frontend(
         self, number: int, detokenize: bool, wrap: Callable[[OutputProcessor], None] = lambda _: None
     ) -> tuple[float, list[RequestOutput]]:
-        """CPU seconds of vLLM's frontend with so many log-probabilities a token, and what verl's server gets."""
+        """CPU seconds of vLLM's frontend with `number` log-probabilities a token, and the output for verl's server."""
         processor = OutputProcessor(self._decode)
         wrap(processor)
         states: list[RequestState] = []
@@ -98,13 +98,13 @@ class Rollout:
 
 
 def stock(rollout: Rollout) -> dict[str, float]:
-    """The server of verl itself, which asks for the sampled token's log-probability."""
+    """The server of verl itself, which asks for the sampled token's log-probability only."""
     frontend, _ = rollout.frontend(0, detokenize=True)
     return {"frontend": frontend}
 
 
 def as_objects(rollout: Rollout) -> dict[str, float]:
-    """All log-probabilities by vLLM's own interface: text, a dictionary a token, and records from these."""
+    """All log-probabilities through vLLM's own interface: text, a dictionary for each token, and records from these."""
     frontend, outputs = rollout.frontend(TOP_K, detokenize=True)
     without_text, _ = rollout.frontend(TOP_K, detokenize=False)
     start = time.thread_time()
@@ -123,7 +123,7 @@ def as_objects(rollout: Rollout) -> dict[str, float]:
 
 
 def as_arrays(rollout: Rollout) -> dict[str, float]:
-    """As `troll.verl.vllm_rollout` does: the engine's arrays, and records from these."""
+    """As in `troll.verl.vllm_rollout`: the engine's arrays, and records from these."""
     taking: list[TopLogProbs] = []
 
     def wrap(processor: OutputProcessor) -> None:
@@ -141,7 +141,7 @@ def as_arrays(rollout: Rollout) -> dict[str, float]:
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
-    """Prints µs of CPU time a token, the least of the rounds, and what they are more than verl's own server takes."""
+    """Prints µs of CPU time a token, the least of the rounds, and the difference from verl's own server."""
     requests, tokens = CASES[shapes(device)]
     rollout = Rollout(requests, tokens, decoder())
     rows = []

@@ -1,8 +1,9 @@
-"""Programs per second in the sandbox, what a start consists of, and programs next to others that attack; on the CPU."""
+"""The sandbox on the CPU: programs per second, the parts of a start, and latencies next to programs that attack."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -16,7 +17,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from benchmarks import measure
 from tests.rewards.sandbox.hostile import HOSTILE, ON_THE_MACHINE, ON_THE_USER
@@ -34,7 +34,7 @@ PROGRAM = "a, b = map(int, input().split())\nprint(a + b)\n"
 FUNCTION = "def add(a, b):\n    return a + b\n"
 STARTS = 100
 
-#: Right programs next to each kind of attack, and how many kinds the table shows.
+#: The number of right programs next to each kind of attack, and of kinds that the table shows.
 NEIGHBOURS, SHOWN = 20, 12
 
 #: Runs one program on a number of tests.
@@ -42,7 +42,7 @@ Runner = Callable[[int], None]
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
-    """Tables of throughput, of what a start consists of, and of latency next to attacks."""
+    """Prints tables of throughput, of the parts of a start, and of latency next to attacks."""
     sandbox = Bubblewrap()
     workers = len(os.sched_getaffinity(0))
     local = LocalSandbox(sandbox, sandbox)
@@ -89,12 +89,10 @@ def _throughput(contenders: dict[str, Runner], tests: int, workers: int, repeats
         for name, runner in contenders.items():
             start = time.perf_counter()
             with ThreadPoolExecutor(workers) as pool:
-                latencies[name] += pool.map(lambda _, runner=runner: _seconds(runner, tests), range(PROGRAMS))
+                latencies[name] += pool.map(measure.elapsed, [functools.partial(runner, tests)] * PROGRAMS)
             walls[name].append(time.perf_counter() - start)
 
-    table = Table()
-    for column in ("contender", f"{PROGRAMS} programs", "ratio (min–max)", "programs/s", "p50", "p95"):
-        table.add_column(column, justify="left" if column == "contender" else "right")
+    table = measure.numbers("contender", f"{PROGRAMS} programs", "ratio (min–max)", "programs/s", "p50", "p95")
     rows = []
     baseline, *_ = walls.values()
     for name, taken in walls.items():
@@ -113,12 +111,6 @@ def _throughput(contenders: dict[str, Runner], tests: int, workers: int, repeats
         rows.append(row | {"ratio": statistics.median(ratios), "p50": p50, "p95": p95})
     Console(width=110).print(f"{tests} test{'s' * (tests > 1)} per program, {workers} workers", table)
     return rows
-
-
-def _seconds(runner: Runner, tests: int) -> float:
-    start = time.perf_counter()
-    runner(tests)
-    return time.perf_counter() - start
 
 
 def _percentiles(values: list[float]) -> tuple[float, float]:
@@ -145,9 +137,7 @@ def _starts(sandbox: Bubblewrap, repeats: int) -> list[dict[str, Any]]:
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for _ in track(range(STARTS * repeats // 5 or 1), description="measuring", transient=True):
         for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            taken[name].append(time.perf_counter() - start)
+            taken[name].append(measure.elapsed(step))
     return measure.show("what a start consists of, one at a time", taken)
 
 
@@ -175,9 +165,7 @@ def _neighbours(sandbox: Bubblewrap, workers: int) -> list[dict[str, Any]]:
         rows.append({"attack": name, "alone": p50[0], "beside": p50[1], "ratio": p50[1] / p50[0]})
 
     rows.sort(key=lambda row: -row["ratio"])
-    table = Table()
-    for column in ("next to", "alone", "p50", "ratio"):
-        table.add_column(column, justify="left" if column == "next to" else "right")
+    table = measure.numbers("next to", "alone", "p50", "ratio")
     for row in rows[:SHOWN]:
         times = (measure.duration(row[key]) for key in ("alone", "beside"))
         table.add_row(row["attack"], *times, f"{row['ratio']:.2f}")
@@ -188,8 +176,8 @@ def _neighbours(sandbox: Bubblewrap, workers: int) -> list[dict[str, Any]]:
 
 
 def _latencies(sandbox: Bubblewrap, count: int) -> list[float]:
-    """Seconds of each of some right programs; one that fails is an error."""
-    return [_seconds(lambda tests: _sandboxed(sandbox, tests), 1) for _ in range(count)]
+    """The seconds of each of `count` right programs; raises if one fails."""
+    return [measure.elapsed(lambda: _sandboxed(sandbox, 1)) for _ in range(count)]
 
 
 def _attack(sandbox: Bubblewrap, program: str, stop: threading.Event) -> None:

@@ -6,13 +6,12 @@ import statistics
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks import capture, head, measure
 
 PASSES: dict[str, measure.Maker] = {"forward and backward": head.contenders, "capture": capture.contenders}
 
-#: What the others are while one grows.
+#: The values of the others while one grows.
 BASE: dict[str, dict[str, int]] = {
     "cpu": {"tokens": 128, "vocabulary": 32_768, "width": 256, "top_k": 64},
     "cuda": {"tokens": 8192, "vocabulary": 131_072, "width": 2560, "top_k": 64},
@@ -31,9 +30,7 @@ def main(device: str, repeats: int) -> list[dict[str, Any]]:
     shapes = measure.shapes(device)
     peaks: dict[str, float] = {}
     for grows, values in GROWTH[shapes].items():
-        table = Table()
-        for column in (grows, *(name for each in PASSES for name in (each, "ratio", "peak MB"))):
-            table.add_column(column, justify="right")
+        table = measure.numbers(grows, *(name for each in PASSES for name in (each, "ratio", "peak MB")), names=0)
         base: dict[str, float] = {}
         for value in values:
             case = BASE[shapes] | {grows: value}
@@ -45,7 +42,7 @@ def main(device: str, repeats: int) -> list[dict[str, Any]]:
                 median = statistics.median(times)
                 ratio = median / base.setdefault(name, median)
                 shape = f"{name} {case}"
-                if shape not in peaks:  # the smallest stands in every table
+                if shape not in peaks:  # the smallest is in every table
                     peaks[shape] = measure.peak_memory(PASSES[name], case, [head.FUSED], device)[head.FUSED]
                 peak = peaks[shape]
                 cells += [measure.duration(median), f"{ratio:.2f}", f"{peak / measure.MEGABYTE:.0f}"]

@@ -1,6 +1,6 @@
-"""Tables for docs/scaling.md: what TROLL adds to a step of GRPO in verl, by model and by route. Arithmetic; a second.
+"""Tables for docs/scaling.md: what TROLL adds to a step of GRPO in verl, by model and by route.
 
-The arithmetic and its assumptions are `benchmarks.step_model`'s.
+It is only arithmetic, with the assumptions of `benchmarks.step_model`, and takes a second.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import dataclasses
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks import step_model
+from benchmarks import measure, step_model
 from benchmarks.step_model import (
     FUSED,
     MOVED,
@@ -26,29 +25,27 @@ from benchmarks.step_model import (
 )
 
 GPUS = (8, 64, 256, 1024)
-#: What the queue's tables show: few readers, and many.
+#: The models and numbers of GPUs in the queue's tables: few readers, and many.
 QUEUED = ((SHAPES[3], 1024), (SHAPES[-1], 64), (SHAPES[-1], 1024))
 #: Slots of a token: few, some, and the most of K = 64.
 KEPT = (6, 16, 64)
-#: Of memory bandwidth, if the operations on logits are much slower than assumed.
+#: The share of memory bandwidth if the operations on logits are much slower than assumed.
 POOR_EFFICIENCY = 0.1
-#: Storage units: verl's default, and as many a node as verl recommends.
+#: The number of storage units: verl's default, and the number for each node that verl recommends.
 UNITS, UNITS_A_NODE = 8, 2
 
 Rows = list[dict[str, Any]]
 
 
 def main(device: str, repeats: int) -> Rows:
-    """Prints the tables, whatever the device, and returns their rows."""
+    """Prints the tables, which do not depend on the device, and returns their rows."""
     a = Assumptions()
     return [*_assumptions(a), *_shares(a), *_replaced(a), *_policies(a), *_queue(a), *_slots(a)]
 
 
 def _show(title: str, rows: Rows) -> Rows:
     """Prints rows as a table, columns by their keys, and marks them with its title."""
-    table = Table(*rows[0], title=title, title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = measure.numbers(*rows[0], title=title, title_justify="left")
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
     Console(width=170).print(table)
@@ -89,12 +86,12 @@ def _assumptions(a: Assumptions) -> Rows:
 
 
 def _added(shape: Shape, way: str, a: Assumptions) -> float:
-    """GPU-seconds of a token, beyond those of a step that does nothing with logits but make them."""
+    """GPU-seconds of a token beyond those of a step that only computes logits."""
     return step_model.moved_seconds(shape, MOVED[way], a) + step_model.exchange_seconds(shape, a)
 
 
 def _shares(a: Assumptions) -> Rows:
-    """All that TROLL moves; nothing is taken off for what verl's log-probabilities would have moved."""
+    """The shares of everything that TROLL moves, without subtracting what verl's log-probabilities would have moved."""
     poor = dataclasses.replace(a, kernel_efficiency=POOR_EFFICIENCY)
     rows: Rows = []
     for shape in SHAPES:
@@ -108,7 +105,7 @@ def _shares(a: Assumptions) -> Rows:
 
 
 def _replaced(a: Assumptions) -> Rows:
-    """Whole steps; a fused head in the place of one that keeps its logits also makes one more product."""
+    """Ratios of whole steps; a fused head in place of one that keeps its logits computes one more product."""
     rows: Rows = []
     for shape in SHAPES:
         row: dict[str, Any] = {"model": shape.name}
@@ -132,7 +129,7 @@ def _policies(a: Assumptions) -> Rows:
 
 
 def routes(shape: Shape, gpus: int, a: Assumptions) -> dict[str, Route]:
-    """From what verl does by itself to nothing on the wire; the first has a reference pass and a critic's two."""
+    """Routes from verl's default to nothing on the wire; the first has a reference pass and two of a critic."""
     units = max(UNITS, round(UNITS_A_NODE * gpus / a.gpus_per_node))
     return {
         "all passes read": Route(shape.readers, UNITS, passes=4),

@@ -1,8 +1,7 @@
 """Whole training: `TrollTrainer` against `GRPOTrainer`, same model, same completions, four updates per rollout.
 
 The model samples its completions once, in advance, since generation is the same on both sides and would hide the
-difference. What is timed is all the rest of `trainer.train()`: the old policy's pass, the updates, the optimiser, the
-metrics.
+difference. The rest of `trainer.train()` is timed: the old policy's pass, the updates, the optimiser, the metrics.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "Qwen3-1.7B": {"width": 2048, "layers": 28, "sequences": 8, "length": 1024},
     },
 }
-#: Prompts of a single token: on a CPU TRL scores them too, and TROLL does not.
+#: Prompts have a single token, since on a CPU TRL scores prompts too, and TROLL does not.
 VOCABULARY, PROMPT, UPDATES = 151_936, 1, 4
 
-#: So large that the trust region binds within a rollout.
+#: A rate so large that the trust region binds within a rollout.
 LEARNING_RATE = 1e-4
 
 
 def contenders(width: int, layers: int, sequences: int, length: int, *, device: str) -> measure.Contenders:
-    """One rollout's training each, made when it is called: the memory of one holds no other."""
+    """The training on one rollout, set up when it is called, so that no other contender's memory counts."""
 
     def train(name: str) -> object:
         return _trainer(name, width, layers, sequences, length, device).train()
@@ -121,10 +120,10 @@ def _reward(completion_ids: list[list[int]], **_: object) -> list[float | None]:
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
-    """Times and peak memory of one rollout's updates."""
+    """Prints times and peak memory of one rollout's updates."""
     results = []
     for name, case in CASES[device].items():
-        # A repeated call of `train` goes on from where the last one left the weights.
+        # A repeated call of `train` starts with the weights of the last one.
         trainers = {trainer: _trainer(trainer, device=device, **case) for trainer in TRAINERS}
         taken = measure.seconds({name: trainer.train for name, trainer in trainers.items()}, repeats, device)
         peaks = measure.peak_memory(contenders, case, list(trainers), device)

@@ -1,7 +1,7 @@
-"""What a step of GRPO costs on many GPUs, from shapes of models and named assumptions; nothing here is measured.
+"""A model of the cost of a GRPO step on many GPUs, from shapes of models and named assumptions; it measures nothing.
 
 One rollout is generated, scored once by the old-policy pass, and used for its updates, every token in one of them.
-Times are GPU-seconds of one response token, bytes those of one response token, unless a name says otherwise.
+Times are GPU-seconds and sizes are bytes of one response token, unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-#: Of a number in a record or an exchange: float32 and int32.
+#: The bytes of a number in a record or an exchange: float32 or int32.
 WORD = 4
 
 
@@ -19,10 +19,11 @@ class Moved:
     """Bytes of GPU memory that a way to read a policy moves, as `python -m benchmarks count` counts them.
 
     Attributes:
-        capture: Of each logit, in the old-policy pass.
-        update: Of each logit, forward and backward.
-        capture_token: Of each token and slice of the vocabulary, however many logits: candidates of the top K.
-        update_token: Likewise, the support.
+        capture: The bytes for each logit in the old-policy pass.
+        update: The bytes for each logit in an update, forward and backward.
+        capture_token: The bytes for each token and slice of the vocabulary in the old-policy pass: candidates of the
+            top K.
+        update_token: The bytes for each token and slice of the vocabulary in an update: the support.
     """
 
     capture: float
@@ -38,32 +39,32 @@ MOVED = {
     TRITON: Moved(4.1, 6.0, 13_984, 11_004),
     FUSED: Moved(6.1, 14.0, 16_260, 13_129),
 }
-#: What verl's log-probabilities move, which they need not where TROLL has read them. Counted likewise for verl's fused
-#: kernels in torch, with the entropy that they always make, and without flash-attn. Read in the source for the others:
-#: flash-attn's cross-entropy reads logits, and reads and overwrites them in the backward; verl's Triton kernels keep
-#: logits in registers, and write their gradient once and read it twice.
+#: The bytes that verl's log-probabilities move, and need not move where TROLL has read them. They are counted for
+#: verl's fused kernels in torch, with the entropy that these always compute, and without flash-attn. For the others,
+#: the source says: flash-attn's cross-entropy reads logits, and reads and overwrites them in the backward pass; verl's
+#: Triton kernels keep logits in registers, and write their gradient once and read it twice.
 VERL_LOGITS, VERL_TORCH, VERL_TRITON = "verl, logits", "verl, fused in torch", "verl, fused in Triton"
 VERL_MOVED = {VERL_LOGITS: Moved(2, 6), VERL_TORCH: Moved(48, 114), VERL_TRITON: Moved(0, 6)}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder-only transformer; `experts` is 1 for a dense one.
+    """The shape of a decoder-only transformer, and how it is usually parallelised.
 
     Attributes:
-        name: Of the model.
-        layers: Transformer blocks.
-        width: Of the hidden states.
-        heads: Query heads.
-        kv_heads: Key and value heads.
-        head_width: Of a head.
-        feed_forward: Width of an expert's three matrices.
-        experts: In every layer.
-        active_experts: For one token.
-        vocabulary: Its size.
+        name: The name of the model.
+        layers: The number of transformer blocks.
+        width: The width of the hidden states.
+        heads: The number of query heads.
+        kv_heads: The number of key and value heads.
+        head_width: The width of a query, key or value head.
+        feed_forward: The width of an expert's three matrices.
+        experts: The experts of every layer; 1 for a dense model.
+        active_experts: The experts that read one token.
+        vocabulary: The number of tokens in the vocabulary.
         tied: Whether the LM head is the embedding.
-        tensor_parallel: Processes that share a head, as one would set it.
-        pipeline_parallel: Stages, likewise.
+        tensor_parallel: The processes that share a matrix.
+        pipeline_parallel: The stages of the pipeline.
     """
 
     name: str
@@ -81,24 +82,24 @@ class Shape:
     pipeline_parallel: int = 1
 
     def body(self, experts: int) -> int:
-        """Parameters of all layers, with so many experts counted."""
+        """The parameters of all layers, with this many experts counted."""
         attention = 2 * self.width * self.head_width * (self.heads + self.kv_heads)
         router = self.width * self.experts if self.experts > 1 else 0
         return self.layers * (attention + router + 3 * self.width * self.feed_forward * experts)
 
     @property
     def head(self) -> int:
-        """Parameters of the LM head."""
+        """The parameters of the LM head."""
         return self.width * self.vocabulary
 
     @property
     def parameters(self) -> int:
-        """All, embeddings included."""
+        """All parameters, embeddings included."""
         return self.body(self.experts) + (1 if self.tied else 2) * self.head
 
     @property
     def readers(self) -> int:
-        """Ranks that each fetch the same part of a batch: all of one data-parallel replica, in verl."""
+        """The ranks that each fetch the same part of a batch: in verl, all of one data-parallel replica."""
         return self.tensor_parallel * self.pipeline_parallel
 
 
@@ -117,13 +118,13 @@ SHAPES = (
 
 
 def given(value: float, source: str) -> Any:
-    """A field with where its value is from."""
+    """A field with its value and the source of it."""
     return dataclasses.field(default=value, metadata={"source": source})
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Everything that is not the model's shape; ``python -m benchmarks simulate`` prints each with its source."""
+    """Everything that is not the model's shape; `python -m benchmarks simulate` prints each with its source."""
 
     peak_flops: float = given(989e12, "H100 SXM data sheet, bf16, dense")
     memory_bandwidth: float = given(3.35e12, "H100 SXM data sheet, bytes/s")
@@ -162,9 +163,9 @@ def policy_bytes(a: Assumptions) -> float:
 
 
 def clip_seconds(shape: Shape, a: Assumptions, *, fused: bool) -> dict[str, float]:
-    """GPU-seconds of a response token without TROLL, by part, without what log-probabilities move; prompts included.
+    """GPU-seconds of a response token without TROLL, by part, with prompts, without what log-probabilities move.
 
-    A fused head makes its logits again in the backward.
+    A fused head computes its logits again in the backward pass.
     """
     with_prompt = 1 + a.prompt_tokens / a.response_tokens
     context = (a.prompt_tokens + a.response_tokens) / 2
@@ -180,14 +181,14 @@ def clip_seconds(shape: Shape, a: Assumptions, *, fused: bool) -> dict[str, floa
 
 
 def moved_seconds(shape: Shape, moved: Moved, a: Assumptions) -> float:
-    """GPU-seconds of what is moved, on all GPUs that share the vocabulary together: a roofline."""
+    """GPU-seconds of moving bytes, over all GPUs that share the vocabulary, by a roofline."""
     tokens = shape.tensor_parallel * (moved.capture_token + moved.update_token)
     size = shape.vocabulary * (moved.capture + moved.update) + tokens
     return size / (a.kernel_efficiency * a.memory_bandwidth)
 
 
 def exchange_seconds(shape: Shape, a: Assumptions) -> float:
-    """GPU-seconds of exchanges over NVLink, of all processes that share the vocabulary: a capture's and an update's."""
+    """GPU-seconds of a capture's and an update's exchanges over NVLink, over all GPUs that share the vocabulary."""
     processes, top_k = shape.tensor_parallel, a.top_k
     if processes == 1:
         return 0.0
@@ -207,9 +208,9 @@ class Route:
     """How old policies travel through verl's transfer queue.
 
     Attributes:
-        readers: Ranks of a replica that fetch its old policies; 0 where they never leave the ranks that captured them.
-        units: Storage units.
-        passes: How often each reads them in a step: in the actor's update, and in others that have no use for them.
+        readers: The ranks of a replica that fetch its old policies; 0 if they never leave the ranks that captured them.
+        units: The number of storage units.
+        passes: How often each rank reads them in a step: in the actor's update, and in passes that do not use them.
     """
 
     readers: int
@@ -218,7 +219,7 @@ class Route:
 
 
 def queue_seconds(route: Route, shape: Shape, gpus: int, a: Assumptions) -> dict[str, float]:
-    """Seconds of a step for which old policies keep busy a storage unit's CPU, its node's link, and a reader's CPU."""
+    """Seconds of a step in which old policies occupy a storage unit's CPU, its node's link, and a reader's CPU."""
     if not route.readers:
         return {"unit": 0.0, "link": 0.0, "reader": 0.0}
     record = policy_bytes(a) * a.response_tokens

@@ -1,8 +1,8 @@
 """One softmax over 100 actions, of which a rare one is rewarded: rollouts until its probability passes ½.
 
-What a rollout's bound allows has a closed form: the clip lets a probability p grow to 1.2 p, and the KL bound to the
-largest q with q log(q/p) + (1 − q) log((1 − q)/(1 − p)) ≤ ε. Neither holds for the logits themselves: the clip
-only ends a token's gradient, and Adam's momentum goes on. Float64, no times. Two minutes.
+The most that a rollout may change has a closed form: the clip lets a probability p grow to 1.2 p, and the KL bound to
+the largest q with q log(q/p) + (1 − q) log((1 − q)/(1 − p)) ≤ ε. Neither holds for the logits themselves: the clip only
+ends a token's gradient, while Adam's momentum goes on. All in float64, without times; two minutes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Settings:
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
-    """Prints the table, on the CPU whatever the device, and returns its rows: rollouts of each seed."""
+    """Prints the table, always on the CPU, and returns its rows: the rollouts of each seed."""
     table = Table("p at first", "step of a logit", *METHODS, "1.2 a rollout", "KL ≤ 0.05 a rollout")
     rows = []
     for start in START:

@@ -1,7 +1,8 @@
-"""Old policies through verl's transfer queue: CPU seconds that a record costs its storage unit, and who reads it.
+"""Old policies through verl's transfer queue: the CPU seconds of a record for its storage unit and for a reader.
 
-Needs verl's environment. One storage unit, on the loopback of one machine: no network card, and no contention. A record
-is one int32 tensor a sequence. Each cost is fitted as ``seconds = a record + bytes · a byte`` over `SIZES`.
+It needs verl's environment. There is one storage unit, on the loopback of one machine: no network card, and no
+contention. A record is one int32 tensor for each sequence. Each cost is fitted as `seconds = a record + bytes · a byte`
+over `SIZES`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
-#: Bytes of a record: 4096 response tokens with 6 and with 64 slots each, and shorter ones.
+#: The bytes of a record: 4096 response tokens with 6 and with 64 slots each, and a shorter one.
 SIZES = (16 << 10, 240 << 10, 2 << 20)
 RECORDS = 32
 #: Calls of a round last about as long: the system counts CPU time in hundredths of a second.
@@ -27,7 +29,7 @@ PARTITION, FIELD = "benchmark", "old_policies"
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
-    """Prints the tables, on the CPU whatever the device, and returns a row for each operation and process.
+    """Prints the tables, always on the CPU, and returns a row for each operation and process.
 
     Raises:
         SystemExit: If the transfer queue is missing.
@@ -66,11 +68,9 @@ def main(device: str, repeats: int) -> list[dict[str, Any]]:
 
 def line(seconds: dict[int, float]) -> tuple[float, float]:
     """Seconds of a record and of a byte, by least squares of the relative errors: sizes differ by a factor of 100."""
-    sizes = torch.tensor(list(seconds), dtype=torch.float64)
-    times = torch.tensor(list(seconds.values()), dtype=torch.float64)
-    columns = torch.stack((1 / times, sizes / times), 1)
-    a_record, a_byte = torch.linalg.lstsq(columns, torch.ones(len(sizes), 1, dtype=torch.float64)).solution.flatten()
-    return a_record.item(), a_byte.item()
+    times = np.array(list(seconds.values()))
+    a_byte, a_record = np.polyfit(list(seconds), times, 1, w=1 / times)
+    return float(a_record), float(a_byte)
 
 
 def _of_size(size: int, repeats: int, transfer_queue: Any) -> dict[tuple[str, str], float]:

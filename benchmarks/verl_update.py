@@ -1,7 +1,7 @@
 """An update of verl's FSDP engine, in time and peak memory: verl's clip and TROLL, from logits and from fused heads.
 
-Needs verl's environment. The rollout is made up; what is measured is the pass that computes old log-probabilities and
-one update, of a model with the vocabulary of Qwen3.
+It needs verl's environment. The rollout is made up. The pass that computes old log-probabilities and one update are
+measured, for a model with the vocabulary of Qwen3.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VOCABULARY, PROMPT = 151_936, 8
 
 
 def contenders(width: int, layers: int, sequences: int, length: int, *, device: str) -> measure.Contenders:
-    """One rollout's scoring and update each; the engine is made when it is first called."""
+    """The scoring and the update of one rollout; the engine is made when it is first called."""
 
     @functools.cache
     def engine(name: str) -> tuple[Any, Any]:
@@ -56,8 +56,7 @@ def _engine(name: str, width: int, layers: int, device: str) -> Any:
         on_cpu = str(Path(__file__).resolve().parents[1] / "examples" / "verl" / "cpu")
         sys.path.append(on_cpu)
         os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu", "VERL_LOGGING_LEVEL": "ERROR"}
-    from tests.verl.actor import PLUG_IN, Actor, configuration, free_port, place
-    from troll.study.embedded import character_tokenizer
+    from tests.verl.actor import PLUG_IN, configuration, in_this_process, saved
 
     plugged_in, fused, reads_head = CONTENDERS[name]
     torch.manual_seed(0)
@@ -73,16 +72,13 @@ def _engine(name: str, width: int, layers: int, device: str) -> Any:
         initializer_range=0.2,
         max_position_embeddings=4096,
     )
-    folder = Path(tempfile.mkdtemp())
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    character_tokenizer().save_pretrained(folder)
+    folder = saved(Qwen3ForCausalLM(config), Path(tempfile.mkdtemp()))
     overrides = [
         f"trainer.device={device}",
         f"actor_rollout_ref.model.use_fused_kernels={fused}",
         "actor_rollout_ref.actor.optim.lr=1e-4",
     ]
-    with mock.patch.dict(os.environ, place(0, 1, free_port())):
-        actor = Actor(configuration(folder, *overrides, plug_in=PLUG_IN if plugged_in else ()))
+    actor = in_this_process(configuration(folder, *overrides, plug_in=PLUG_IN if plugged_in else ()))
     actor.engine.optimizer_step = actor._optimizer_step  # without a record of the step
     if plugged_in and not reads_head:
         vars(actor.engine)["reads_head"] = False
@@ -99,12 +95,6 @@ def _batch(sequences: int, length: int) -> Any:
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
-    """Times and peak memory."""
-    results = []
-    for name, case in CASES[device].items():
-        taken = measure.seconds(contenders(**case, device=device), repeats, device)
-        peaks = measure.peak_memory(contenders, case, list(CONTENDERS), device)
-        tokens = case["sequences"] * case["length"]
-        title = f"verl, FSDP2: {name}, vocabulary {VOCABULARY}, old log-probabilities and one update of {tokens} tokens"
-        results += [{"case": name, **case, **row} for row in measure.show(title, taken, peaks)]
-    return results
+    """Prints times and peak memory."""
+    title = f"verl, FSDP2, vocabulary {VOCABULARY}, old log-probabilities and one update"
+    return measure.compare(title, CASES[device], contenders, repeats, device)

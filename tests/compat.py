@@ -1,9 +1,10 @@
-"""The tests of the TRL side on other versions of TRL and transformers: `make test-compat`.
+"""The tests of the TRL side on other versions of TRL and transformers (`make test-compat`) and of torch.
 
 Each combination of versions has an environment of its own below `.venv-compat/`: pip installs the versions that differ
 there, and all other packages are those of the environment that runs this file. So it takes half a minute and 150 MB,
-not gigabytes of torch, and rows differ only in what is named. pip installs this checkout there as well, so versions
-that `pyproject.toml` does not allow are an error. An environment is made again when `pyproject.toml` changes.
+and rows differ only in what is named. Other versions of torch (`make test-compat-torch`) are the exception: gigabytes,
+where pip finds no CPU build. pip installs this checkout there as well, so versions that `pyproject.toml` does not allow
+are an error. An environment is made again when `pyproject.toml` changes.
 
 TRL before 1.15 has no fused LM head in the forward; there, `import troll.trl` has to say so.
 
@@ -41,6 +42,12 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "oldest-transformers": ("trl==1.16.*", "transformers==5.10.4"),
     "newest-for-vllm": ("trl==1.16.*", "transformers==5.17.*"),
     "newest": (),
+}
+
+#: The ends of the range of torch. Triton's interpreter of that time does not work with numpy 2.4.
+TORCH: dict[str, tuple[str, ...]] = {
+    "oldest-torch": ("torch==2.8.*", "numpy<2.4"),
+    "newest-torch": ("--upgrade", "torch"),
 }
 
 #: The environment with the checkout, whose version `pyproject.toml` need not allow.
@@ -82,7 +89,7 @@ def sources(variables: Mapping[str, str], variable: str, file: str) -> tuple[str
         return None
     folder = Path(variables[variable]).resolve()
     if not (folder / file).is_file():
-        raise ValueError(f"{variable} must name a checkout, and {folder} has no {file}")
+        raise ValueError(f"{variable} must be a checkout of {file.partition('/')[0]}, and {folder} has no {file}")
     return "--no-deps", str(folder)
 
 
@@ -110,8 +117,8 @@ _PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 
 def versions(python: Path) -> list[str]:
-    """Those of TRL and transformers."""
-    code = "from importlib.metadata import version as v; print(v('trl'), v('transformers'))"
+    """Those of torch, TRL and transformers."""
+    code = "from importlib.metadata import version as v; print(v('torch'), v('trl'), v('transformers'))"
     return subprocess.check_output([python, "-c", code], text=True).split()
 
 
@@ -150,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the tests in every environment and prints a table; 1 if a test failed anywhere."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     checkout = sources(os.environ, "TRL_SOURCES", "trl/trainer/grpo_trainer.py")
-    known = ENVIRONMENTS if checkout is None else {**ENVIRONMENTS, SOURCES: checkout}
+    known = ENVIRONMENTS | TORCH | ({} if checkout is None else {SOURCES: checkout})
     parser.add_argument("--environments", nargs="+", choices=known, default=list(ENVIRONMENTS))
     parser.add_argument("--tests", nargs="+", default=TESTS, metavar="PATH")
     parser.add_argument("--workers", type=int, default=2)
@@ -158,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs = Path(tempfile.mkdtemp(prefix="troll-compat-"))
     console = Console(soft_wrap=True)
     console.print(f"logs in {logs}")
-    table = Table("environment", "TRL", "transformers", "passed", "failed", "skipped", "minutes", box=None)
+    table = Table("environment", "torch", "TRL", "transformers", "passed", "failed", "skipped", "minutes", box=None)
     failed = 0
     for name in chosen.environments:
         if name == SOURCES:  # which may have changed
@@ -172,9 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         counts = ended.counts.get("passed", 0), ended.failed, ended.counts.get("skipped", 0)
         table.add_row(name, *versions(python), *map(str, counts), f"{ended.minutes:.0f}")
     python = make("refused", "--no-deps", REFUSED)
-    said, (trl, transformers) = refusal(python), versions(python)
+    said, (torch, trl, transformers) = refusal(python), versions(python)
     is_refused = said.startswith("ImportError: ") and f"TRL {trl}" in said
-    table.add_row("refused", trl, transformers, "refused" if is_refused else "NOT REFUSED")
+    table.add_row("refused", torch, trl, transformers, "refused" if is_refused else "NOT REFUSED")
     console.print(table)
     console.print(said or "import troll.trl did not fail", markup=False, highlight=False)
     return int(failed > 0 or not is_refused)

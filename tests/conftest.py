@@ -10,6 +10,9 @@ import torch
 
 from tests.tolerance import MARGIN, tighten
 
+# No network, and no warning of the tokenizers in every process.
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
 # Kernels decide when they are defined whether they are compiled or interpreted, so this stands before any import.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

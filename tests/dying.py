@@ -48,7 +48,7 @@ class DieInUpdate(TrainerCallback):
 
 @contextlib.contextmanager
 def dying_in_checkpoint(step: int, file: str) -> Iterator[None]:
-    """Dies with half of a file of ``checkpoint-step`` written; of the marker, before it says that all is there."""
+    """Dies with half of a file of `checkpoint-step` written; of the marker, before it says that all is there."""
     folder = f"checkpoint-{step}"
 
     def half(path: Path, content: bytes) -> None:
@@ -92,7 +92,7 @@ def dying_in_checkpoint(step: int, file: str) -> Iterator[None]:
 
 
 def dying(place: str) -> tuple[list[TrainerCallback], contextlib.AbstractContextManager[None]]:
-    """Callbacks and a context for a place: ``update 3`` or ``checkpoint-2/optimizer.pt``; empty for nowhere."""
+    """Callbacks and a context for a place: `update 3` or `checkpoint-2/optimizer.pt`; empty for nowhere."""
     if place.startswith("update "):
         return [DieInUpdate(int(place.removeprefix("update ")))], contextlib.nullcontext()
     if place:

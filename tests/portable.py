@@ -42,7 +42,7 @@ TESTS: dict[str, tuple[str, tuple[str, ...]]] = {
                     "architectures",
                     "bounds",
                     "critic",
-                    "diagnosis",
+                    "diagnostics",
                     "distributed",
                     "estimators",
                     "loss",

@@ -81,7 +81,7 @@ def test_eval_goes_on_where_it_was_stopped(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from troll.evaluation import evaluate
+    from troll.evaluation import run
 
     command = [
         "eval",
@@ -99,9 +99,9 @@ def test_eval_goes_on_where_it_was_stopped(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(evaluate, "load_model", interrupted)
+        patched.setattr(run, "load_model", interrupted)
         assert cli.main(command) == 130
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "the same command resumes" in capsys.readouterr().out
     assert cli.main(command) == 0
     shown = capsys.readouterr().out
     assert "reasoning_gym:chain_sum" in shown

@@ -42,7 +42,7 @@ def test_failures_errors_and_skips_are_counted(tmp_path: Path, name: str) -> Non
 
 def test_sources_are_a_checkout(tmp_path: Path) -> None:
     assert sources({}, "TRL_SOURCES", "a/file") is sources({"TRL_SOURCES": ""}, "TRL_SOURCES", "a/file") is None
-    with pytest.raises(ValueError, match="TRL_SOURCES must name a checkout"):
+    with pytest.raises(ValueError, match=r"TRL_SOURCES must be a checkout of a, and .* has no a/file"):
         sources({"TRL_SOURCES": str(tmp_path)}, "TRL_SOURCES", "a/file")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "file").touch()

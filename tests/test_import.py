@@ -1,9 +1,12 @@
-"""The core depends on torch alone."""
+"""What an import takes with it, and which names are public."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+
+import pytest
 
 import troll
 
@@ -11,20 +14,28 @@ PROBE = """
 import sys
 import torch
 before = set(sys.modules)  # what torch itself takes is not ours to answer for
-import troll
-print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
+import {}
+print(*sorted({{name.split(".")[0] for name in set(sys.modules) - before}}))
 """
 
+HEAVY = {
+    *("trl", "transformers", "triton", "accelerate", "datasets", "peft", "verl", "numpy", "scipy"),
+    *("math_verify", "sympy", "reasoning_gym", "rich"),
+}
 
-def test_import_takes_no_heavy_dependency():
-    result = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
+
+@pytest.mark.parametrize("package", ["troll", "troll.rewards", "troll.evaluation"])
+def test_import_takes_no_heavy_dependency(package: str) -> None:
+    result = subprocess.run([sys.executable, "-c", PROBE.format(package)], capture_output=True, text=True, check=True)
     taken = set(result.stdout.split())
     assert "troll" in taken
-    assert not taken & {"trl", "transformers", "triton", "accelerate", "datasets", "peft", "verl", "numpy", "scipy"}
+    assert not taken & HEAVY
 
 
-def test_public_names():
+def test_public_names() -> None:
     assert set(troll.__all__) == {
+        "Bound",
+        "BoundStatistics",
         "Constraint",
         "LMHead",
         "Logits",
@@ -32,14 +43,45 @@ def test_public_names():
         "PackedPolicy",
         "Projection",
         "SparsePolicy",
+        "Tally",
         "TrustRegionStep",
+        "by_advantage",
         "capture",
         "capture_top",
+        "coverage",
+        "dual_report",
+        "entropy_scaled",
         "log_probs_at",
+        "make_bound",
+        "old_to_new_kl",
         "project",
+        "ratio_report",
+        "sequence_report",
+        "sparse_entropy",
         "sparse_kl",
+        "support_too_small",
+        "tail_gap",
+        "tail_report",
         "troll_loss",
         "trust_region_step",
     }
-    for name in troll.__all__:
-        assert hasattr(troll, name)
+
+
+# troll.trl and troll.verl are imported where their trainers are: tests/trl and tests/verl.
+@pytest.mark.parametrize("package", ["troll", "troll.rewards", "troll.testing"])
+def test_every_public_name_is_there(package: str) -> None:
+    module = importlib.import_module(package)
+    for name in module.__all__:
+        assert hasattr(module, name), name
+
+
+def test_evaluation_is_imported_when_it_is_named() -> None:
+    pytest.importorskip("transformers")
+    import troll.evaluation
+    import troll.evaluation.run  # importing the module must not hide the function
+
+    for name in troll.evaluation.__all__:
+        assert hasattr(troll.evaluation, name), name
+    assert callable(troll.evaluation.evaluate)
+    with pytest.raises(AttributeError, match=r"module 'troll.evaluation' has no attribute 'evaluation'"):
+        troll.evaluation.evaluation  # noqa: B018

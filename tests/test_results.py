@@ -19,7 +19,8 @@ from benchmarks.study import analysis, figures, page, table, tables
 from benchmarks.study.collect import _recipe, collect
 from benchmarks.study.protocol import LEARNING_RATES, METHODS, REGIMES, TUNING_RATES, TUNING_SEEDS
 from benchmarks.study.table import Phase, Result
-from troll.study.statistics import crossed_bootstrap_interval
+from troll.study.contest import rate_text
+from troll.study.statistics import Estimate, crossed_bootstrap_interval
 
 DOCS = Path(__file__).parents[1] / "docs"
 REGIME = "sparse-signal"
@@ -111,6 +112,33 @@ def test_new_rows_replace_old_ones_of_the_same_run() -> None:
     old, other = result("troll", 1e-4, 0, 0.5), result("troll", 1e-4, 1, 0.5)
     new = replace(old, success_after=0.75)
     assert table.merge([other, old], [new]) == [new, other]
+
+
+RISING = (0, 20, 40, 60, 80, 80)
+
+
+def test_rollouts_to_a_half_of_the_running_mean() -> None:
+    reached = [
+        result("troll", 1e-4, 0, 0.5, completions=100, curve=curve).rollouts_to_half
+        for curve in (RISING, (50, 50, 50, 50, 50, 50), (60, 60), (100, 40, 40, 40, 20))
+    ]
+    assert reached == [6, 5, 2, None], "of two rollouts, the running mean has both"
+
+
+@pytest.mark.parametrize(
+    ("final", "curve", "expected"),
+    [
+        (0.27, RISING, True),  # the best five have a mean of .56
+        (0.29, RISING, False),
+        (0.1, (*RISING, 0, 0, 0), True),
+        (0.0, (4,) * 10, False),  # there was nothing to lose
+        (0.0, (6,) * 10, True),
+        (0.1, (50, 10, 10, 10, 10), False),  # one lucky rollout is no learning
+    ],
+)
+def test_a_run_collapses_that_loses_half_of_its_best(final: float, curve: tuple[int, ...], expected: bool) -> None:
+    run = result("troll", 1e-4, 0, 0.5, completions=100, curve=curve, success_after=final)
+    assert run.collapsed is expected
 
 
 @pytest.mark.parametrize("verdicts", [[1], [0, 1, 1, 0, 1, 0, 0, 0], [0, 0, 1] * 7])
@@ -329,9 +357,9 @@ def test_counted_runs_of_a_method_have_one_setting_and_are_counted_once(tmp_path
     ],
 )
 def test_verdicts(mean: float, corrected: float | None, equivalence: float | None, verdict: str) -> None:
-    estimate = analysis.Estimate(mean, 0.1, 20, None, "t")
+    estimate = Estimate(mean, 0.1, 20, None, "t")
     method = analysis.Method("troll", (), "TROLL", {})
-    found = analysis.Contrast(method, method, estimate, None, 0.5, equivalence, corrected)
+    found = analysis.Contrast(method, method, estimate, 0.5, equivalence, corrected)
     assert found.verdict == verdict
 
 
@@ -358,7 +386,7 @@ def test_seeds_are_those_that_all_methods_have(tmp_path: Path) -> None:
 
 
 def test_learning_rates_are_written_as_people_do() -> None:
-    assert [analysis.rate_text(rate) for rate in (3e-5, 1e-4, 0.003, 2.5e-4)] == ["3e-5", "1e-4", "3e-3", "2.5e-4"]
+    assert [rate_text(rate) for rate in (3e-5, 1e-4, 0.003, 2.5e-4)] == ["3e-5", "1e-4", "3e-3", "2.5e-4"]
 
 
 # The page.
@@ -405,32 +433,32 @@ def test_one_changed_run_changes_the_page(tmp_path: Path) -> None:
     assert len(texts) == 2
 
 
-def test_a_regime_is_complete_with_all_methods_rates_and_seeds(tmp_path: Path) -> None:
-    rows = [
-        result(name, rate, seed, 0.5 if rate == 1e-4 else 0.25)
+def whole_regime(best_of_clip: float) -> list[Result]:
+    """All planned runs of a regime, in which every method but the clip is best at 1e-4."""
+    return [
+        result(name, rate, seed, 0.5 if rate == (best_of_clip if name == "clip" else 1e-4) else 0.25)
         for name in METHODS
         for rate in LEARNING_RATES
         for seed in range(20)
     ]
-    template = "{{regime sparse-signal}} {{contrasts}} {{sparse-signal troll - clip}}."
-    text = page.build({"one": rows}, tmp_path, template).text
+
+
+REGIME_TEMPLATE = "{{regime sparse-signal}} {{contrasts}} {{sparse-signal troll - clip}}."
+
+
+def test_a_regime_is_complete_with_all_methods_rates_and_seeds(tmp_path: Path) -> None:
+    rows = whole_regime(best_of_clip=1e-4)
+    text = page.build({"one": rows}, tmp_path, REGIME_TEMPLATE).text
     assert "*All 400 counted runs. The bounds of TROLL, KL penalty, pull only, clip were not chosen by" in text
     assert "| equivalent within 5 points |" in text and "interim" not in text
     assert "| no bound | +0.0 | [+0.0, +0.0] | – | – | – | – | 20 | not tested |" in text
     # Another rate for one method is another rate for all.
-    text = page.build({"one": [*rows, result("clip", 1e-5, 0, 0.25)]}, tmp_path, template).text
+    text = page.build({"one": [*rows, result("clip", 1e-5, 0, 0.25)]}, tmp_path, REGIME_TEMPLATE).text
     assert "*Interim: 401 of 500 counted runs; 0 of 20 seeds" in text
 
 
 def test_a_method_that_is_best_at_an_end_adds_a_rate_for_all(tmp_path: Path) -> None:
-    rows = [
-        result(name, rate, seed, 0.5 if rate == (1e-3 if name == "clip" else 1e-4) else 0.25)
-        for name in METHODS
-        for rate in LEARNING_RATES
-        for seed in range(20)
-    ]
-    template = "{{regime sparse-signal}} {{contrasts}} {{sparse-signal troll - clip}}."
-    text = page.build({"one": rows}, tmp_path, template).text
+    text = page.build({"one": whole_regime(best_of_clip=1e-3)}, tmp_path, REGIME_TEMPLATE).text
     assert "*Interim: 400 of 500 counted runs; 20 of 20 seeds" in text and "so 3e-3 belongs to it too.*" in text
     assert "equivalent" not in text and "| interim |" in text and text.endswith("points [+0.0, +0.0] (interim).")
 

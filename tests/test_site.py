@@ -16,7 +16,16 @@ ROOT = Path(__file__).parents[1]
 CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
 
 #: The packages whose `__all__` is public.
-PUBLIC = ("troll", "troll.huggingface", "troll.trl", "troll.verl", "troll.tasks", "troll.testing")
+PUBLIC = (
+    "troll",
+    "troll.huggingface",
+    "troll.trl",
+    "troll.verl",
+    "troll.rewards",
+    "troll.tasks",
+    "troll.evaluation",
+    "troll.testing",
+)
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +73,38 @@ def test_the_reference_has_every_public_name(site: Path, package: griffe.Module)
     assert b"inventory version 2" in header
     known = {line.split()[0] for line in zlib.decompress(compressed).decode().splitlines()}
     for module in PUBLIC:
-        exports = package[module.removeprefix("troll.")].exports if module != "troll" else package.exports
+        exports = package.modules_collection[module].exports
         missing = {f"{module}.{name}" for name in map(str, exports or ())} - known
         assert exports and not missing
 
 
 def test_every_public_name_is_documented(package: griffe.Module) -> None:
     for module in PUBLIC:
-        owner = package[module.removeprefix("troll.")] if module != "troll" else package
+        owner = package.modules_collection[module]
         assert owner.has_docstring, module
         for name in owner.exports or ():
             found = owner.members[str(name)]
             assert found.has_docstring, f"{module}.{name}"
+
+
+def test_the_documentation_imports_public_names_only(package: griffe.Module) -> None:
+    # examples/verl/cpu stands in for a cluster, and small_model.py makes a model from parts of the study.
+    internal = [*(ROOT / "examples" / "verl" / "cpu").rglob("*.py"), ROOT / "examples" / "small_model.py"]
+    documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]
+    imports = [
+        (path, module, name.strip())
+        for path in documents
+        if path not in internal
+        for module, names in re.findall(r"^[+ ]*from (troll[\w.]*) import ([\w, ]+)", path.read_text(), re.M)
+        for name in names.split(",")
+    ]
+    assert len(imports) > 10
+    for path, module, name in imports:
+        assert module in PUBLIC, path
+        owner = package.modules_collection[module]
+        assert name in map(str, owner.exports or ()), (path, name)
+    for path in (*documents[:1], *(ROOT / "docs").rglob("*.md")):
+        assert "troll.trust_region." not in path.read_text(), path
 
 
 def test_nothing_is_left_as_it_was_written(site: Path) -> None:
@@ -84,6 +113,15 @@ def test_nothing_is_left_as_it_was_written(site: Path) -> None:
         assert not re.search(r":(func|class|meth|mod):", text), name
         outside = re.sub(r"<(pre|code|span class=\"arithmatex|div class=\"arithmatex).*?</\1?", "", text, flags=re.S)
         assert "$$" not in outside, name
+
+
+def test_what_a_function_returns_is_one_item(site: Path) -> None:
+    """Lines of one description would be items of a list, if mkdocstrings were asked for several."""
+    sections = [part for text in pages(site).values() for part in text.split(">Returns:</span>")[1:]]
+    assert len(sections) > 20
+    for section in sections:
+        (items,) = re.findall(r"^.*?<ul>(.*?)</ul>", section, re.S)
+        assert items.count("<li") == 1, items
 
 
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:

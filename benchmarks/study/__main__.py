@@ -1,4 +1,4 @@
-"""``python -m benchmarks.study collect RUNS... --output docs/results/NAME.csv``, then ``... page``."""
+"""`python -m benchmarks.study collect RUNS... --output docs/results/NAME.csv`, then `... page`."""
 
 from __future__ import annotations
 

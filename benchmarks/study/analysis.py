@@ -1,6 +1,6 @@
-"""What the tables of runs say: methods at their own best rates, and TROLL against each rival.
+"""The analysis of the tables of runs: methods at their own best rates, and TROLL against each rival.
 
-Nothing here writes; the page and its figures show what these classes hold.
+Nothing is written here; the page and its figures show these classes.
 """
 
 from __future__ import annotations
@@ -28,18 +28,13 @@ from benchmarks.study.protocol import (
 )
 from benchmarks.study.table import Result, read_questions
 from troll.evaluation.estimators import Interval
-from troll.study.contest import rate_text
+from troll.study import contest
 from troll.study.statistics import (
     Estimate,
     crossed_bootstrap_interval,
-    equivalence_p_value,
     holm,
     leave_one_out_choice,
-    paired_difference,
-    range_within,
-    seed_differences,
-    sign_flip_p_value,
-    success_estimate,
+    mean_estimate,
 )
 
 Settings = tuple[tuple[str, str], ...]
@@ -50,10 +45,10 @@ class Method:
     """The runs of one surrogate with one group of settings, at all rates and seeds.
 
     Attributes:
-        surrogate: Its name on `--surrogate`.
-        settings: Besides the learning rate.
-        label: On the page.
-        runs: Rate to seed to run.
+        surrogate: The value of `--surrogate`.
+        settings: The settings other than the learning rate.
+        label: The method's name on the page.
+        runs: The runs by learning rate and then by seed.
     """
 
     surrogate: str
@@ -63,7 +58,7 @@ class Method:
 
     @property
     def every_run(self) -> list[Result]:
-        """Its runs, by rate and seed."""
+        """All runs, in the order of rates and seeds."""
         return [run for runs in self.runs.values() for run in runs.values()]
 
     @property
@@ -72,7 +67,7 @@ class Method:
         return len(self.every_run)
 
     @property
-    def finals(self) -> dict[float, dict[int, float]]:
+    def by_rate(self) -> dict[float, dict[int, float]]:
         """Held-out success after training, by rate and seed."""
         return {rate: {seed: run.success_after for seed, run in runs.items()} for rate, runs in self.runs.items()}
 
@@ -83,65 +78,48 @@ class Method:
 
     @property
     def means(self) -> dict[float, float]:
-        """Its mean over seeds, by rate."""
-        return {rate: fmean(finals.values()) for rate, finals in self.finals.items()}
+        """Held-out success after training, the mean over seeds, by rate."""
+        return {rate: fmean(finals.values()) for rate, finals in self.by_rate.items()}
 
     @property
     def bound(self) -> float:
-        """Its bound, of a method that has one."""
+        """The bound of the method, which must have one."""
         return float(dict(self.settings)[BOUNDS[self.surrogate][0]])
 
     @cached_property
     def tuned(self) -> dict[int, Result]:
         """Each seed's run at the rate that is best for the other seeds."""
-        return {seed: self.runs[rate][seed] for seed, rate in leave_one_out_choice(self.finals).items()}
+        return {seed: self.runs[rate][seed] for seed, rate in leave_one_out_choice(self.by_rate).items()}
 
     @property
-    def tuned_finals(self) -> dict[int, float]:
-        """Held-out success of these, by seed."""
+    def finals(self) -> dict[int, float]:
+        """Held-out success of the tuned runs, by seed."""
         return {seed: run.success_after for seed, run in self.tuned.items()}
 
     @property
     def success(self) -> Estimate | None:
         """Held-out success at the chosen rates; None for fewer than two seeds."""
-        return success_estimate(list(self.tuned_finals.values()), None) if self.tuned else None
-
-    @property
-    def usable_rates(self) -> tuple[float, float]:
-        """The range of rates with at least 90 % of the best rate's success."""
-        return range_within(self.means)
+        return mean_estimate(list(self.finals.values())) if self.tuned else None
 
 
 @dataclass(frozen=True)
-class Contrast:
-    """One method minus another, paired by seed, each at its own rates.
+class Contrast(contest.Contrast[Method]):
+    """One method, usually TROLL, minus a rival, paired by seed, each at its own rates.
 
     Attributes:
-        first: Mostly TROLL.
-        second: The rival.
-        estimate: The mean difference of success with its t interval.
-        bootstrap: Its interval over seeds and questions; None where verdicts are missing.
-        p_value: Of the sign-flip test.
-        equivalence: The p-value against a difference of the margin or more.
-        corrected: The sign-flip test's p-value by Holm; None where it is not one of the tests.
+        bootstrap: The interval of the mean difference over seeds and questions; None if verdicts are missing.
     """
 
-    first: Method
-    second: Method
-    estimate: Estimate
-    bootstrap: Interval | None
-    p_value: float
-    equivalence: float | None
-    corrected: float | None = None
+    bootstrap: Interval | None = None
 
     @property
     def p_values(self) -> tuple[float | None, ...]:
-        """Of the sign-flip test, the same by Holm, and of equivalence; None where it is not one of the tests."""
+        """The p-values of the sign-flip test, the same by Holm, and of equivalence; None for what is not a test."""
         return (None,) * 3 if self.corrected is None else (self.p_value, self.corrected, self.equivalence)
 
     @property
     def verdict(self) -> str:
-        """What the tests say, in words."""
+        """The outcome of the tests, in words."""
         differs = self.corrected is not None and self.corrected < LEVEL
         equivalent = self.equivalence is not None and self.equivalence < LEVEL
         order = "better" if self.estimate.mean > 0 else "worse"
@@ -155,10 +133,10 @@ class Section:
     """The runs of one regime that are shown together.
 
     Attributes:
-        regime: The recipe.
-        methods: In the order of the page.
-        tuning: Those of the tuning seeds.
-        contrasts: TROLL minus each rival; all of primary regimes with two seeds, and of others where a base was named.
+        regime: The name of the recipe.
+        methods: The methods in the order of the page.
+        tuning: The methods on the tuning seeds.
+        contrasts: TROLL minus each rival that shares two seeds; in other regimes, a named base minus each other method.
     """
 
     regime: str
@@ -173,7 +151,7 @@ class Section:
 
     @property
     def seeds(self) -> int:
-        """How many seeds all methods have at all of their rates; a method with one seed has no rate chosen for it."""
+        """The number of seeds that all methods have at all their rates. With one seed, no rate can be chosen."""
         return len(set.intersection(*(set(method.tuned) for method in self.methods))) if self.methods else 0
 
     @property
@@ -183,7 +161,7 @@ class Section:
 
     @cached_property
     def chosen(self) -> dict[str, Method]:
-        """The best method of each surrogate in tuning, if that is complete; of equal ones that of the smaller bound."""
+        """The best method of each surrogate in a complete tuning; of equal ones, the one with the smaller bound."""
         found = {}
         for surrogate, (_, values) in BOUNDS.items():
             tried = {method.bound: method for method in self.tuning if method.surrogate == surrogate}
@@ -193,14 +171,14 @@ class Section:
 
     @property
     def added_rates(self) -> set[float]:
-        """What the protocol adds for all methods, because one with all of its runs is best at an end of the range."""
+        """The rates that the protocol adds for all methods, since a complete method is best at an end of the range."""
         full = [m for m in self.methods if all(len(m.runs.get(rate, ())) >= SEEDS for rate in LEARNING_RATES)]
         best = {max(LEARNING_RATES, key=method.means.__getitem__) for method in full}
         return {ADDED_RATES[rate] for rate in best & ADDED_RATES.keys()}
 
     @property
     def planned_rates(self) -> set[float]:
-        """All rates that a primary regime is to have."""
+        """All rates that a primary regime must have."""
         return {*LEARNING_RATES, *self.rates, *self.added_rates}
 
     @property
@@ -225,17 +203,17 @@ class Section:
 
 
 def primary_sections(tables: Mapping[str, Sequence[Result]], folder: Path) -> dict[str, Section]:
-    """The primary regimes by name, with what there is of each.
+    """The primary regimes by name, as far as there are runs.
 
     Holm's correction is over the tests of all of them; a test without data yet counts with 1.
 
     Args:
-        tables: Rows by the name of their table.
-        folder: Of the lists of questions.
+        tables: The rows of each table, by its name.
+        folder: The folder with the lists of questions.
 
     Raises:
-        ValueError: A method has counted runs with several settings or with another bound than the tuning chose, or the
-            verdicts of a regime answer different questions.
+        ValueError: If a method has counted runs with several settings, or with another bound than the tuning chose, or
+            if the verdicts of a regime answer different questions.
     """
     rows = [row for table in tables.values() for row in table]
     found = {name: _primary(name, [row for row in rows if row.regime == name], folder) for name in REGIMES}
@@ -248,11 +226,11 @@ def primary_sections(tables: Mapping[str, Sequence[Result]], folder: Path) -> di
 def exploratory_sections(
     tables: Mapping[str, Sequence[Result]], folder: Path, bases: Mapping[str, str]
 ) -> dict[str, list[Section]]:
-    """The exploratory runs of each table, a section for each regime.
+    """The exploratory runs of each table, with one section for each regime.
 
     Args:
-        tables: Rows by the name of their table.
-        folder: Of the lists of questions.
+        tables: The rows of each table, by its name.
+        folder: The folder with the lists of questions.
         bases: For some tables, the label of the method that the others are subtracted from. The default is "TROLL".
     """
     sections: dict[str, list[Section]] = {}
@@ -267,16 +245,16 @@ def exploratory_sections(
 
 
 def group(rows: Sequence[Result]) -> list[Method]:
-    """Runs by surrogate and settings, in the order of the page; labels say what differs within a surrogate.
+    """Groups runs by surrogate and settings, in the order of the page; labels name the differences in a surrogate.
 
     Raises:
-        ValueError: A run is there twice.
+        ValueError: If a run occurs twice.
     """
     runs: dict[tuple[str, Settings], dict[float, dict[int, Result]]] = {}
     for row in rows:
         seeds = runs.setdefault((row.surrogate, row.settings), {}).setdefault(row.learning_rate, {})
         if row.seed in seeds:
-            rate = rate_text(row.learning_rate)
+            rate = contest.rate_text(row.learning_rate)
             raise ValueError(f"{row.regime}: {row.surrogate} at {rate} with seed {row.seed} is in two tables")
         seeds[row.seed] = row
     order = list(METHODS)
@@ -313,27 +291,12 @@ def _primary(regime: str, rows: Sequence[Result], folder: Path) -> Section:
 
 
 def _contrasts(base: Method, methods: Sequence[Method], folder: Path) -> list[Contrast]:
-    found = [_contrast(base, method, folder) for method in methods if method is not base]
-    return [contrast for contrast in found if contrast is not None]
-
-
-def _contrast(first: Method, second: Method, folder: Path) -> Contrast | None:
-    estimate = paired_difference(first.tuned_finals, second.tuned_finals)
-    if estimate is None:
-        return None
-    differences = seed_differences(first.tuned_finals, second.tuned_finals)
-    return Contrast(
-        first,
-        second,
-        estimate,
-        bootstrap=_bootstrap(first, second, folder),
-        p_value=sign_flip_p_value(differences),
-        equivalence=equivalence_p_value(differences, MARGIN),
-    )
+    found = contest.contrasts_of([(base, method) for method in methods if method is not base], MARGIN)
+    return [Contrast(**vars(one), bootstrap=_bootstrap(one.first, one.second, folder)) for one in found]
 
 
 def _bootstrap(first: Method, second: Method, folder: Path) -> Interval | None:
-    pairs = [(first.tuned[seed], second.tuned[seed]) for seed in _common(first, second)]
+    pairs = [(first.tuned[seed], second.tuned[seed]) for seed in sorted(first.tuned.keys() & second.tuned.keys())]
     names = {run.questions for pair in pairs for run in pair}
     if len(pairs) < 2 or "" in names:
         return None
@@ -341,10 +304,6 @@ def _bootstrap(first: Method, second: Method, folder: Path) -> Interval | None:
         raise ValueError(f"{pairs[0][0].regime}: runs answer different questions ({', '.join(sorted(names))})")
     differences = np.stack([one.right.astype(int) - other.right for one, other in pairs])
     return crossed_bootstrap_interval(differences, read_questions(folder, names.pop()))
-
-
-def _common(first: Method, second: Method) -> list[int]:
-    return sorted(first.tuned.keys() & second.tuned.keys())
 
 
 def _with_corrections(section: Section, corrected: Mapping[tuple[str, str], float]) -> Section:

@@ -20,27 +20,28 @@ from troll.study.curves import metric_points, number
 from troll.study.metrics import SUCCESS, TRUST
 from troll.trl.surrogates import SURROGATES
 
-# Settings with a column of their own, or that say what a run leaves behind and not what it does.
+# Settings with their own column, and settings of a run's output only.
 _APART = {"surrogate", "learning_rate", "seed", "eval_size", "output_dir", "resume_from_checkpoint", "use_cpu"}
 _LEFT_BEHIND = ("save_", "logging_", "report_to", "run_name")
 
 
 def collect(folders: Iterable[Path], table: Path, exploratory: bool) -> tuple[int, int]:
-    """Adds the finished runs to a table; a run that is in it already is replaced. Their commands go next to it.
+    """Adds finished runs to a table, and replaces those that are in it already.
 
     Args:
         folders: Run folders, or folders of `troll compare`.
-        table: A CSV file, made if need be; lists of questions are written next to it, and the commands, as NAME.txt.
-        exploratory: Whether the runs only explore; else they must be runs of the protocol.
+        table: A CSV file, made if it does not exist. Lists of questions are written next to it, and the commands, as
+            NAME.txt.
+        exploratory: Whether the runs only explore; otherwise they must be runs of the protocol.
 
     Returns:
-        How many runs were added or replaced, and how many are not finished.
+        The number of runs that were added or replaced, and the number of unfinished ones.
 
     Raises:
-        FileNotFoundError: A folder has no runs.
-        ValueError: A file is malformed, or a run is not what the table holds: its recipe is not the package's, it did
-            not log once a rollout, its verdicts are not those of its last evaluation, or it is none of the protocol's
-            and not called exploratory; or one run is there twice, or in the table with another phase.
+        FileNotFoundError: If a folder has no runs.
+        ValueError: If a file is malformed; if a run does not fit the table (its recipe is not the package's, it did not
+            log once a rollout, its verdicts are not those of its last evaluation, or it is neither the protocol's nor
+            exploratory); or if a run occurs twice, or is in the table with another phase.
     """
     read = read_comparison(list(folders))
     runs, commands = read.runs, table.with_suffix(".txt")
@@ -56,13 +57,13 @@ def collect(folders: Iterable[Path], table: Path, exploratory: bool) -> tuple[in
             raise ValueError(f"{other} and {run.folder} are the same run: name one of them only")
     write_atomically(table, to_csv(merge(former, found)))
     known = commands.read_text(encoding="utf-8").splitlines() if commands.exists() else []
-    new = [command.replace(f"{Path.cwd()}/", "") for command in read.commands]  # where it ran is nobody's business
+    new = [command.replace(f"{Path.cwd()}/", "") for command in read.commands]  # published without the local path
     write_atomically(commands, "".join(f"{line}\n" for line in dict.fromkeys([*known, *new])))
     return len(found), len(runs) - len(found)
 
 
 def _phase(run: Run) -> Phase:
-    """What a run of the protocol counts for: it is as its recipe but for the method, its bound, rate and seed."""
+    """The phase of a run of the protocol, which differs from its recipe only in method, bound, rate and seed."""
     bound, _ = protocol.BOUNDS.get(run.surrogate, (None, ()))
     free = _APART - {"eval_size"} | _foreign(run) | {bound}
     changed = recipes.differences(
@@ -111,7 +112,7 @@ def _setting(run: Run, name: str) -> Any:
 
 
 def _settings(run: Run) -> dict[str, str]:
-    """What its surrogate reads, and what the run has otherwise than its recipe."""
+    """The settings that a run's surrogate reads, and those in which the run differs from its recipe."""
     foreign, (plain, varied) = _foreign(run), _recipe(run.recipe)
     others = {
         name: value
@@ -147,7 +148,7 @@ def _recipe(name: str) -> tuple[Mapping[str, Any], Collection[str]]:
 
 
 def _curve(run: Run) -> tuple[int, tuple[int, ...]]:
-    """Completions in a rollout, and how many were right in each."""
+    """The number of completions in a rollout, and the number of right ones in each rollout."""
     updates = int(run.summary["updates_per_rollout"]) * int(run.settings.get("gradient_accumulation_steps", 1))
     completions = updates * int(_setting(run, "per_device_train_batch_size"))
     shares = [share for _, share in metric_points(run.rows, SUCCESS)]
@@ -163,7 +164,7 @@ def _curve(run: Run) -> tuple[int, tuple[int, ...]]:
 
 
 def _verdicts(run: Run, success: float, folder: Path) -> tuple[int, str, str]:
-    """How many draws were judged, the name of their list of questions, and the verdicts; empty without a file."""
+    """The number of judged draws, the name of their list of questions, and the verdicts; empty without a file."""
     path = run.folder / "verdicts.json"
     if not path.is_file():
         return int(run.summary["eval_size"]), "", ""

@@ -1,4 +1,4 @@
-"""The figures of the page. What a figure shows is plain data, which its files carry in their metadata."""
+"""The figures of the page. Each shows plain data, which its files carry in their metadata."""
 
 from __future__ import annotations
 
@@ -17,31 +17,20 @@ from benchmarks.study.analysis import Section
 from benchmarks.study.protocol import MARGIN, METHODS, REGIMES
 from troll.files import write_atomically
 from troll.study.contest import rate_text
-from troll.study.plot import COLOURS, LIGHT
+from troll.study.plot import COLOURS, LIGHT, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: What is drawn, in numbers and words that JSON can hold.
+#: The data of a figure, in numbers and words that JSON can hold.
 Data = dict[str, Any]
 
 _MARKERS, _DASHES = "osD^vP", ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1.5, 2)), (0, (1, 1.5)))
-_STYLE = {
-    "svg.fonttype": "none",
-    "font.size": 9.5,
+_STYLE = STYLE | {
     "figure.facecolor": LIGHT["card"],  # a page may be dark
     "axes.facecolor": LIGHT["card"],
     "text.color": LIGHT["ink"],
-    "axes.edgecolor": LIGHT["soft"],
-    "axes.labelcolor": LIGHT["soft"],
-    "xtick.color": LIGHT["soft"],
-    "ytick.color": LIGHT["soft"],
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "grid.color": LIGHT["rule"],
-    "grid.linewidth": 0.6,
     "axes.titlesize": 10.5,
     "axes.titlelocation": "left",
 }
@@ -51,9 +40,9 @@ def rate_data(section: Section) -> Data:
     """Success over the learning rate: for each method its mean, and the quartiles over seeds, by rate."""
     lines = {}
     for method in section.methods:
-        quartiles = [np.quantile(list(finals.values()), [0.25, 0.75]) for finals in method.finals.values()]
+        quartiles = [np.quantile(list(finals.values()), [0.25, 0.75]) for finals in method.by_rate.values()]
         lines[method.label] = {
-            "rate": list(method.finals),
+            "rate": list(method.by_rate),
             "mean": [_rounded(mean) for mean in method.means.values()],
             "low": [_rounded(low) for low, _ in quartiles],
             "high": [_rounded(high) for _, high in quartiles],
@@ -62,7 +51,7 @@ def rate_data(section: Section) -> Data:
 
 
 def contrast_data(sections: Sequence[Section]) -> Data:
-    """TROLL minus each rival in each regime, in points, with t intervals, where there are two seeds."""
+    """TROLL minus each rival in each regime, in points, with t intervals if there are two seeds."""
     rows = []
     for section in sections:
         for contrast in section.contrasts:
@@ -75,12 +64,12 @@ def contrast_data(sections: Sequence[Section]) -> Data:
 
 
 def _name(section: Section) -> str:
-    """The regime's; a figure may be seen without the page, so it says itself that runs are missing."""
+    """The regime's name, with a note if runs are missing, since a figure may be seen without the page."""
     return REGIMES.get(section.regime, section.regime) + (" (interim)" if section.interim else "")
 
 
 def draw_rates(panels: Sequence[Data]) -> Figure:
-    """Success over the learning rate, a panel for each of the data of `rate_data`."""
+    """Draws success over the learning rate, with one panel for each of the data from `rate_data`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6 * len(panels) + 0.7, 3.7), layout="constrained")

@@ -30,8 +30,8 @@ class Page:
     """The page, not written yet.
 
     Attributes:
-        text: Markdown.
-        figures: What each figure shows, by name: a list of panels, or the differences.
+        text: The text in Markdown.
+        figures: The data of each figure by name: a list of panels, or the differences.
     """
 
     text: str
@@ -42,8 +42,8 @@ def write_page(folder: Path, output: Path) -> Path:
     """Writes `results.md` and the figures in `results/`.
 
     Args:
-        folder: Of the tables.
-        output: Where the page goes, and its figures in a folder.
+        folder: The folder of the tables.
+        output: The folder of the page; its figures go into a folder there.
 
     Returns:
         The page's path.
@@ -72,9 +72,9 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
     """Fills in the template.
 
     Args:
-        rows: By table.
-        folder: Of the tables, for the lists of questions.
-        template: See the module.
+        rows: The rows of each table, by its name.
+        folder: The folder of the tables, for the lists of questions.
+        template: The page with placeholders, as the module's docstring describes them.
 
     Raises:
         ValueError: A placeholder is unknown, or the data contradict the protocol.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from benchmarks.study.table import Phase
 
-#: Recipe to its name on the page; all other regimes only explore.
+#: The names of the primary regimes on the page, by recipe; all other regimes only explore.
 REGIMES = {
     "sparse-signal": "Sparse signal, 8 updates a rollout",
     "sparse-signal-32-updates": "Sparse signal, 32 updates a rollout",
     "sparse-signal-resampled": "Sparse signal, groups of equal rewards sampled again",
 }
 
-#: Surrogate to its name on the page, in the order of tables and colours.
+#: The names of the methods on the page, by surrogate, in the order of tables and colours.
 METHODS = {
     "troll": "TROLL",
     "kl_penalty": "KL penalty",
@@ -20,7 +20,7 @@ METHODS = {
     "none": "no bound",
 }
 
-#: Surrogate to its bound, and the values that are tried.
+#: The bound of each surrogate, and the values that are tried.
 BOUNDS = {
     "troll": ("kl_bound", (0.01, 0.05, 0.2)),
     "kl_penalty": ("kl_penalty_weight", (0.3, 1.0, 3.0)),
@@ -31,11 +31,11 @@ TUNING_RATES = (1e-4, 3e-4)
 TUNING_SEEDS = (100, 101, 102, 103)
 
 LEARNING_RATES = (3e-5, 1e-4, 3e-4, 1e-3)
-#: What is added where a method is best at the end of these, by that end.
+#: The rates that are added if a method is best at an end of these, by that end.
 ADDED_RATES = {3e-5: 1e-5, 1e-3: 3e-3}
 SEEDS = 20
 
-#: The rivals of the tests; the other differences are shown without one.
+#: The rivals in the tests; other differences are shown without a test.
 TESTED = ("kl_penalty", "regression", "clip")
 
 #: Differences of success within this are equivalent.
@@ -44,10 +44,10 @@ LEVEL = 0.05
 
 
 def phase(regime: str, surrogate: str, rate: float, seed: int) -> Phase:
-    """What a run counts for.
+    """The phase of a run.
 
     Raises:
-        ValueError: The protocol has no such run.
+        ValueError: If the protocol has no such run.
     """
     if regime in REGIMES:
         if surrogate in BOUNDS and rate in TUNING_RATES and seed in TUNING_SEEDS:

@@ -1,7 +1,7 @@
-"""The published table of runs: one row of CSV a finished run, and the questions that its verdicts answer.
+"""The published table of runs: one row of CSV for each finished run, and the questions that its verdicts answer.
 
-The columns are those of `Result`; every setting has one of its own, empty in rows that do not have it. `collapsed` and
-`rollouts_to_half` follow from the others and are there for readers.
+The columns are those of `Result`; every setting has its own column, empty in rows without it. `collapsed` and
+`rollouts_to_half` follow from other columns and are there for readers.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from troll.files import write_atomically
-from troll.study.measures import collapsed, rollouts_to
 
 #: Runs of the tuning seeds chose each method's bound; counted runs decide the hypotheses; the others only explore.
 Phase = Literal["tuning", "counted", "exploratory"]
 
-_IDENTITY = ("regime", "surrogate", "learning_rate")  # the settings stand behind them
+#: Rollouts in a running mean, since a single rollout is too noisy to judge a run.
+WINDOW = 5
+
+_IDENTITY = ("regime", "surrogate", "learning_rate")  # the settings follow them
 _REST = (
     *("seed", "phase", "success_before", "success_after", "eval_size", "collapsed", "rollouts_to_half"),
     *(
@@ -46,26 +49,27 @@ class Result:
     """A finished run.
 
     Attributes:
-        regime: The recipe's name.
-        surrogate: What kept the updates near the old policy.
-        learning_rate: The optimiser's.
-        settings: What else its surrogate reads, or the run has otherwise than its recipe; (field, value) by field.
-        seed: The run's.
+        regime: The name of the recipe.
+        surrogate: The surrogate, which kept the updates near the old policy.
+        learning_rate: The learning rate of the optimiser.
+        settings: The other settings that its surrogate reads, and those in which the run differs from its recipe, as
+            (field, value) in the order of the fields.
+        seed: The seed of the run.
         phase: What the run counts for.
-        success_before: Held-out success before training; None if it was not measured.
-        success_after: After training.
-        eval_size: Draws behind these.
+        success_before: Held-out success before training, in [0, 1]; None if it was not measured.
+        success_after: Held-out success after training, in [0, 1].
+        eval_size: The number of draws behind both.
         token_kl: KL of the mean token to the old policy, in nats, mean over the updates that logged it; None without.
             TROLL logs it at every update and the clip only with diagnostics, so the two do not compare.
         sequence_kl: KL(old ‖ new) of whole completions, in nats, mean over the updates at which it was measured: the
             last ones of a rollout; None if it was not.
-        completions: In a rollout.
-        curve: How many of them were right in each rollout.
-        entropy: Of the policy in each rollout, in nats a token.
-        questions: The name of the list of questions that `read_questions` takes; empty without verdicts.
-        verdicts: Whether each held-out draw was right after training, as hexadecimal bits; empty if it is not known.
-        machine: What it ran on.
-        versions: Of Python and the packages.
+        completions: The number of completions in a rollout.
+        curve: The number of right completions in each rollout.
+        entropy: The entropy of the policy in each rollout, in nats a token.
+        questions: The name of the list of questions, for `read_questions`; empty without verdicts.
+        verdicts: Whether each held-out draw was right after training, as hexadecimal bits; empty if unknown.
+        machine: The machine on which it ran.
+        versions: The versions of Python and the packages.
     """
 
     regime: str
@@ -89,7 +93,7 @@ class Result:
 
     @property
     def identity(self) -> tuple[str, str, float, tuple[tuple[str, str], ...], int]:
-        """What no other run of a table shares."""
+        """The key of the run in a table."""
         return self.regime, self.surrogate, self.learning_rate, self.settings, self.seed
 
     @property
@@ -98,14 +102,21 @@ class Result:
         return [right / self.completions for right in self.curve]
 
     @property
+    def running_means(self) -> dict[int, float]:
+        """The mean training success of each five rollouts in a row (of all, if there are fewer), by their end."""
+        width = min(WINDOW, len(self.learning))
+        return {end: fmean(self.learning[end - width : end]) for end in range(width, len(self.learning) + 1)}
+
+    @property
     def collapsed(self) -> bool:
-        """Whether it lost more than half of what it had learned."""
-        return collapsed(self.success_after, self.learning)
+        """Whether the run lost more than half of what it had learned (its best running mean, of at least 5 %)."""
+        best = max(self.running_means.values())
+        return best >= 0.05 and self.success_after < best / 2
 
     @property
     def rollouts_to_half(self) -> int | None:
-        """After how many rollouts half of the completions were right."""
-        return rollouts_to(self.learning, 0.5)
+        """The number of rollouts until the running mean was at least a half; None if it never was."""
+        return next((end for end, mean in self.running_means.items() if mean >= 0.5), None)
 
     @property
     def right(self) -> NDArray[np.bool_]:
@@ -119,16 +130,16 @@ def pack(verdicts: Sequence[int]) -> str:
 
 
 def unpack(text: str, size: int) -> NDArray[np.bool_]:
-    """What `pack` packed."""
+    """Undoes `pack`: the verdicts of `size` draws."""
     return np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8), count=size).astype(bool)
 
 
 def write_questions(folder: Path, questions: Sequence[int]) -> str:
-    """Writes which draw asks which question, and returns the name of the list: equal lists have one name.
+    """Writes the question of each draw, and returns the name of the list; equal lists have the same name.
 
     Args:
-        folder: Of the tables.
-        questions: A number for each held-out draw; equal for equal questions.
+        folder: The folder of the tables.
+        questions: One number for each held-out draw, equal for equal questions.
     """
     numbers = {question: number for number, question in enumerate(dict.fromkeys(questions))}
     text = json.dumps([numbers[question] for question in questions], separators=(",", ":")) + "\n"
@@ -147,13 +158,13 @@ def _questions_file(folder: Path, name: str) -> Path:
 
 
 def merge(old: Iterable[Result], new: Iterable[Result]) -> list[Result]:
-    """Both, in which a new row replaces the old one of the same run; sorted."""
+    """Merges rows, sorted; a new row replaces the old one of the same run."""
     rows = {row.identity: row for row in (*old, *new)}
     return [rows[identity] for identity in sorted(rows)]
 
 
 def to_csv(results: Sequence[Result]) -> str:
-    """The table, in the order of the rows."""
+    """The table as CSV, in the order of the rows."""
     settings = sorted({name for row in results for name, _ in row.settings})
     written = io.StringIO()
     writer = csv.DictWriter(written, [*_IDENTITY, *settings, *_REST], restval="", lineterminator="\n")
@@ -168,7 +179,7 @@ def read_csv(path: Path) -> list[Result]:
     """Reads what `to_csv` wrote.
 
     Raises:
-        ValueError: The file is no such table.
+        ValueError: If the file is no such table.
     """
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)

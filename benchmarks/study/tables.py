@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, median
 
@@ -11,15 +10,15 @@ from benchmarks.study.analysis import Contrast, Method, Section
 from benchmarks.study.protocol import BOUNDS, MARGIN, METHODS, REGIMES, SEEDS
 from benchmarks.study.table import Result
 from troll.evaluation.estimators import Interval
-from troll.study.contest import rate_text
-from troll.study.measures import area_under_curve
-from troll.study.statistics import Estimate, paired_difference, success_estimate
+from troll.study.comparison_tables import estimate_text, markdown_table
+from troll.study.contest import counts_text, range_text, rate_text
+from troll.study.statistics import Estimate, mean_estimate, paired_difference, range_within
 
 NOTHING = "–"
 
 
 def status(section: Section) -> str:
-    """How much of a primary regime there is; a rate that is added is added for all methods."""
+    """A sentence on how complete a primary regime is. Added rates are added for all methods."""
     untuned = [METHODS[name] for name in BOUNDS if name not in section.chosen]
     notes = [f" The bounds of {', '.join(untuned)} were not chosen by complete tuning runs."] if untuned else []
     if added := sorted(section.added_rates):
@@ -73,22 +72,20 @@ def exploratory_contrasts(found: Sequence[Contrast]) -> str:
 def by_rate(section: Section) -> str:
     """Success of each method at each rate, and at the rate that its other seeds chose."""
     head = ["", *map(rate_text, section.rates), "at the chosen rate", "rates chosen"]
-    rows = []
-    for method in section.methods:
-        chosen = Counter(run.learning_rate for run in method.tuned.values())
-        rows.append(
-            [
-                method.label,
-                *(_cell(list(method.runs.get(rate, {}).values())) for rate in section.rates),
-                success(method.success),
-                ", ".join(f"{rate_text(rate)} ({count})" for rate, count in sorted(chosen.items())) or NOTHING,
-            ]
-        )
+    rows = [
+        [
+            method.label,
+            *(_cell(list(method.runs.get(rate, {}).values())) for rate in section.rates),
+            success(method.success),
+            counts_text(run.learning_rate for run in method.tuned.values()) or NOTHING,
+        ]
+        for method in section.methods
+    ]
     return table(head, rows)
 
 
 def secondary(section: Section) -> str:
-    """What else was measured of the runs at the chosen rates; the range of rates is over all runs."""
+    """Other measures of the runs at the chosen rates, and the range of rates over all runs."""
     head = ["", "rates within 90 % of the best", "decades", "collapsed", "area under the curve"]
     head += ["rollouts to ½", "KL of sequences", "entropy at the end"]
     return table(head, [[method.label, *_rates(method), *_measures(method)] for method in section.methods])
@@ -101,7 +98,7 @@ def fast(sections: Sequence[Section]) -> str:
         troll, clip, rate = section.method("troll"), section.method("clip"), section.fast_rate
         if troll is None or clip is None or rate is None or rate not in troll.runs or rate not in clip.runs:
             continue
-        first, second = troll.finals[rate], clip.finals[rate]
+        first, second = troll.by_rate[rate], clip.by_rate[rate]
         leads[section.regime] = {seed: first[seed] - second[seed] for seed in first.keys() & second.keys()}
         cells = [_cell(list(method.runs[rate].values())) for method in (troll, clip)]
         difference = _difference(paired_difference(first, second))
@@ -125,8 +122,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown; a sentence if it has no rows."""
     if not rows:
         return "Nothing to show yet."
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return markdown_table(head, rows)
 
 
 def percent(share: float) -> str:
@@ -153,7 +149,7 @@ def success(estimate: Estimate | None) -> str:
 
 
 def p_value(p: float | None) -> str:
-    """A p-value, as exact as anyone needs it."""
+    """A p-value with a sensible number of digits."""
     if p is None:
         return NOTHING
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
@@ -163,21 +159,18 @@ def _cell(runs: Sequence[Result]) -> str:
     """Mean ± standard deviation over seeds, their number, and how many of them collapsed."""
     if not runs:
         return NOTHING
-    estimate = success_estimate([run.success_after for run in runs], None)
-    spread = "" if estimate.spread is None else f" ± {percent(estimate.spread)}"
+    text = estimate_text(mean_estimate([run.success_after for run in runs]), "success")
     lost = sum(run.collapsed for run in runs)
-    return f"{percent(estimate.mean)}{spread} ({len(runs)})" + (f", {lost} collapsed" if lost else "")
+    return text + (f", {lost} collapsed" if lost else "")
 
 
 def _rates(method: Method) -> list[str]:
-    """The range, and its width; where it ends with the data, it may be wider. What never succeeded has none."""
+    """The rates within 90 % of the best, and their range in decades, at least if the data end there; or no success."""
     if not any(method.means.values()):
         return [NOTHING, NOTHING]
-    low, high = method.usable_rates
-    open_ends = ("≤ " if low == min(method.runs) else "", "≥ " if high == max(method.runs) else "")
-    shown = [rate_text(rate, 2) for rate in (low, high)]
-    wider = "≥ " if any(open_ends) else ""
-    return [f"{open_ends[0]}{shown[0]} to {open_ends[1]}{shown[1]}", f"{wider}{math.log10(high / low):.2f}"]
+    low, high = range_within(method.means)
+    open_end = low == min(method.runs) or high == max(method.runs)
+    return [range_text((low, high), method.runs), f"{'≥ ' if open_end else ''}{math.log10(high / low):.2f}"]
 
 
 def _measures(method: Method) -> list[str]:
@@ -188,7 +181,7 @@ def _measures(method: Method) -> list[str]:
     half = f"{median(reached):g} ({len(reached)} of {len(runs)})" if reached else f"never (0 of {len(runs)})"
     return [
         f"{sum(run.collapsed for run in runs)} of {len(runs)}",
-        percent(fmean(area_under_curve(run.learning) for run in runs)),
+        percent(fmean(fmean(run.learning) for run in runs)),
         half,
         _mean([run.sequence_kl for run in runs]),
         _mean([run.entropy[-1] if run.entropy else None for run in runs]),

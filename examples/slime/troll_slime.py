@@ -40,7 +40,7 @@ LOG_PROB_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Settings:
-    """The trust region's, from ``--custom-config-path``, where their names start with ``troll_``.
+    """The trust region's, from `--custom-config-path`, where their names start with `troll_`.
 
     Attributes:
         kl_bound: ε, in nats.
@@ -77,7 +77,7 @@ _hook: RemovableHandle | None = None
 
 
 def before_log_prob(args: Namespace, model: Sequence[torch.nn.Module], store_prefix: str) -> None:
-    """``--custom-megatron-before-log-prob-hook-path``: the next pass without gradient is the old policy's.
+    """`--custom-megatron-before-log-prob-hook-path`: the next pass without gradient is the old policy's.
 
     Args:
         args: slime's.
@@ -159,7 +159,7 @@ def loss_function(
     logits: Tensor,
     sum_of_sample_mean: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """``--custom-loss-function-path``, with ``--loss-type custom_loss``.
+    """`--custom-loss-function-path`, with `--loss-type custom_loss`.
 
     As slime's own policy loss, but for the projected ratio, no clip, and the regression in its place.
 

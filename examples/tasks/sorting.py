@@ -6,8 +6,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from troll.rewards.answers import final_answer
-from troll.rewards.completion import completion_text
+from troll.rewards import completion_text, final_answer
 from troll.tasks import Task, TaskConfig
 
 
@@ -21,7 +20,7 @@ def load(config: TaskConfig, argument: str) -> Task:
     """The task; what stands after the colon in its name is the length of the lists."""
     draw = random.Random(0)
     lists = dict.fromkeys(tuple(draw.sample(range(100), k=int(argument or 5))) for _ in range(10_000))
-    # A list says itself which side it is on: what is held out stays so, whatever the sizes.
+    # A list says itself which side it is on: what is held out stays so, for any sizes.
     held_out = [each for each in lists if zlib.crc32(bytes(each)) % 8 == 0]
     learned = [each for each in lists if zlib.crc32(bytes(each)) % 8 != 0]
     return Task(

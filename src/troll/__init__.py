@@ -5,8 +5,19 @@ from types import ModuleType
 
 from torch.serialization import add_safe_globals
 
+from troll.trust_region.bounds import BOUNDS, Bound, BoundStatistics, make_bound
+from troll.trust_region.bounds.per_token import by_advantage, entropy_scaled
+from troll.trust_region.coverage import coverage, support_too_small
+from troll.trust_region.diagnostics import (
+    dual_report,
+    old_to_new_kl,
+    ratio_report,
+    sequence_report,
+    tail_gap,
+    tail_report,
+)
 from troll.trust_region.objective import troll_loss, trust_region_step
-from troll.trust_region.policy.outcomes import Outcomes, sparse_kl
+from troll.trust_region.policy.outcomes import Outcomes, sparse_entropy, sparse_kl
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.policy.top import capture_top
@@ -17,8 +28,11 @@ from troll.trust_region.reading.capture import capture
 from troll.trust_region.reading.head import LMHead
 from troll.trust_region.reading.logits import Logits
 from troll.trust_region.reading.read import log_probs_at
+from troll.trust_region.tally import Tally
 
 __all__ = [
+    "Bound",
+    "BoundStatistics",
     "Constraint",
     "LMHead",
     "Logits",
@@ -26,18 +40,32 @@ __all__ = [
     "PackedPolicy",
     "Projection",
     "SparsePolicy",
+    "Tally",
     "TrustRegionStep",
+    "by_advantage",
     "capture",
     "capture_top",
+    "coverage",
+    "dual_report",
+    "entropy_scaled",
     "log_probs_at",
+    "make_bound",
+    "old_to_new_kl",
     "project",
+    "ratio_report",
+    "sequence_report",
+    "sparse_entropy",
     "sparse_kl",
+    "support_too_small",
+    "tail_gap",
+    "tail_report",
     "troll_loss",
     "trust_region_step",
 ]
 
 # `torch.load` with its default arguments reads what `torch.save` wrote of these.
 add_safe_globals([Constraint, LMHead, Logits, Outcomes, PackedPolicy, Projection, SparsePolicy, TrustRegionStep])
+add_safe_globals([BoundStatistics, Tally, *BOUNDS.values()])
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import sys
 import warnings
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-#: Exit codes: training broke down (in one of the runs), a mistake in the command, and Ctrl-C.
+#: Exit codes: training failed (in one of the runs), a mistake in the command, and Ctrl-C.
 FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
 
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="Fields are those of `troll train`; each may have several values: --surrogate troll clip none. "
         "--seeds N: the seeds 0 to N - 1. --tune FIELD=VALUE,VALUE ... --tuning_seeds SEED ...: choose the values of "
         "these fields first, for each method. --jobs N: how many runs at once (default: one for each GPU, else core). "
-        "--output_dir DIR: where to; the same command again, or one with more values, goes on there.",
+        "--output_dir DIR: the folder; the same command again, or one with more values, continues there.",
     )
     compare.add_argument("recipes", metavar="RECIPE", nargs="+")
     _add_eval(commands.add_parser("eval", help="evaluate a model on tasks"))
@@ -64,18 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         first = next((index for index, argument in enumerate(argv) if argument.startswith("--")), len(argv))
         argv, fields = argv[:first], argv[first:]
     arguments = parser.parse_args(argv)
+    run: dict[str, Callable[[], int]] = {
+        "train": lambda: _with_trainer(lambda: _train(arguments.recipe, fields)),
+        "plan": lambda: _plan(arguments.recipe, fields),
+        "compare": lambda: _with_trainer(lambda: _compare(arguments.recipes, fields)),
+        "eval": lambda: _with_tasks(lambda: _eval(arguments)),
+        "tasks": lambda: _check(arguments) if arguments.action == "check" else _tasks(),
+        "report": lambda: _report(arguments.folders, arguments.output_dir),
+    }
     try:
-        if arguments.command == "train":
-            return _train(arguments.recipe, fields)
-        if arguments.command == "plan":
-            return _plan(arguments.recipe, fields)
-        if arguments.command == "compare":
-            return _compare(arguments.recipes, fields)
-        if arguments.command == "eval":
-            return _eval(arguments)
-        if arguments.command == "tasks":
-            return _check(arguments) if arguments.action == "check" else _tasks()
-        return _report(arguments.folders, arguments.output_dir)
+        return _with_packages(run[arguments.command])
     except KeyboardInterrupt:
         print("troll: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -88,9 +87,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.description = "Generate completions of every problem of the tasks, grade them, and print a table."
-    parser.epilog = "The same command again goes on where it was stopped. With several tasks, --dataset_path and "
+    parser.epilog = "The same command again resumes where it was stopped. With several tasks, --dataset_path and "
     parser.epilog += "--task_options take TASK=VALUE for each. A model that troll train has saved brings the settings "
-    parser.epilog += "of its own task; an option overrides them, and null in a JSON object takes one out."
+    parser.epilog += "of its own task; an option overrides them, and null in a JSON object removes one."
     parser.add_argument("model", metavar="MODEL", help="a name on the hub, or the folder of a model or a run")
     parser.add_argument(
         "--task", nargs="+", help="names such as gsm8k, reasoning_gym:chain_sum (default: the one it was trained on)"
@@ -99,14 +98,14 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task_options", nargs="+", default=[], metavar="JSON", help="options of the task")
     parser.add_argument("--eval_size", type=int, help="problems of each task at most (default: all, or as in the run)")
     parser.add_argument("--samples", type=int, default=1, help="completions of each problem (default: 1)")
-    parser.add_argument("--k", type=int, nargs="+", help="of pass@k (default: 1 and all samples)")
+    parser.add_argument("--k", type=int, nargs="+", help="each k of pass@k (default: 1 and all samples)")
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: 0 for one sample, 1 for several)")
-    parser.add_argument("--top_p", type=float, default=1.0, help="mass of the tokens that are kept (default: 1)")
-    parser.add_argument("--top_k", type=int, default=0, help="number of tokens that are kept (default: 0, all)")
+    parser.add_argument("--top_p", type=float, default=1.0, help="sample from the tokens of this mass (default: 1)")
+    parser.add_argument("--top_k", type=int, default=0, help="sample from this many tokens (default: 0, all)")
     parser.add_argument("--max_new_tokens", type=int, help="default: 2048, or what the model's context leaves")
     parser.add_argument("--batch_size", type=int, help="completions at once (default: 16, with vLLM 1024)")
     parser.add_argument("--backend", default="auto", help="auto (vLLM where it can run), vllm or transformers")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of sampling (default: 0)")
     parser.add_argument("--dtype", default="auto", help="auto (as stored), float32, bfloat16 or float16")
     parser.add_argument("--chat_template_kwargs", metavar="JSON", help="variables of the chat template")
     parser.add_argument("--model_revision", help="branch, tag or commit of a model on the hub")
@@ -115,37 +114,25 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    def run() -> int:
-        from rich.console import Console
+    from rich.console import Console
 
-        from troll.evaluation.command import as_in_training, configuration, other_prompts
-        from troll.evaluation.errors import EvaluationError
-        from troll.evaluation.evaluate import evaluate
-        from troll.evaluation.training_task import find_training_task
-        from troll.rewards.sandbox.launch import SandboxError
-        from troll.tasks import TaskError
-        from troll.terminal import say
+    from troll.evaluation.command import as_in_training, configuration, other_prompts
+    from troll.evaluation.run import evaluate
+    from troll.evaluation.training_task import find_training_task
+    from troll.terminal import say
 
-        _hush()
-        try:
-            console, trained = Console(), find_training_task(arguments.model, arguments.model_revision)
-            config = configuration(arguments, trained)
-            if trained is not None:
-                if line := as_in_training(config, trained):
-                    say(console, line)
-                for difference in other_prompts(config, trained):
-                    warnings.warn(difference, stacklevel=2)
-            return 0 if evaluate(config, console) else INTERRUPTED
-        except (EvaluationError, SandboxError, TaskError) as error:
-            return _fail(error)
-
-    return _with_packages(run)
+    console, trained = Console(), find_training_task(arguments.model, arguments.model_revision)
+    config = configuration(arguments, trained)
+    if trained is not None:
+        if line := as_in_training(config, trained):
+            say(console, line)
+        for difference in other_prompts(config, trained):
+            warnings.warn(difference, stacklevel=2)
+    return 0 if evaluate(config, console) else INTERRUPTED
 
 
 def _add_tasks(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "List the names of tasks; with `check`, find out whether the reward of one agrees with its data."
-    )
+    parser.description = "List the names of tasks; with `check`, find out whether a task's reward agrees with its data."
     actions = parser.add_subparsers(dest="action", metavar="check")
     check = actions.add_parser(
         "check",
@@ -162,19 +149,16 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
 
 
 def _tasks() -> int:
-    def run() -> int:
-        from rich.console import Console
-        from rich.table import Table
+    from rich.console import Console
+    from rich.table import Table
 
-        from troll.tasks.registry import known_tasks
+    from troll.tasks.registry import known_tasks
 
-        table = Table("task", "", caption="docs/tasks.md says where their data is from.")
-        for pattern, trains in known_tasks().items():
-            table.add_row(pattern.replace("[", r"\["), "" if trains else "a benchmark: to evaluate on only")
-        Console().print(table)
-        return 0
-
-    return _with_packages(run)
+    table = Table("task", "", caption="docs/tasks.md says where their data is from.")
+    for pattern, trains in known_tasks().items():
+        table.add_row(pattern.replace("[", r"\["), "" if trains else "a benchmark: to evaluate on only")
+    Console().print(table)
+    return 0
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -185,49 +169,41 @@ def _check(arguments: argparse.Namespace) -> int:
         from rich.console import Console
         from rich.progress import Progress
 
-        from troll.rewards.sandbox.launch import SandboxError
-        from troll.tasks import TaskConfig, TaskError, load_task
+        from troll.tasks import TaskConfig, load_task
         from troll.tasks.check import check, show, size
 
-        _hush()
-        try:
-            task = load_task(
-                TaskConfig(
-                    arguments.task,
-                    dataset_path=arguments.dataset_path,
-                    task_options=arguments.task_options,
-                    eval_size=arguments.eval_size,
-                )
+        task = load_task(
+            TaskConfig(
+                arguments.task,
+                dataset_path=arguments.dataset_path,
+                task_options=arguments.task_options,
+                eval_size=arguments.eval_size,
             )
-            console = Console()
-            with Progress(console=console, transient=True) as progress:
-                bar = progress.add_task("grading", total=size(task, arguments.limit))
-                report = check(task, arguments.limit, advance=lambda rows: progress.advance(bar, rows))
-        except (SandboxError, TaskError) as error:
-            return _fail(error)
+        )
+        console = Console()
+        with Progress(console=console, transient=True) as progress:
+            bar = progress.add_task("grading", total=size(task, arguments.limit))
+            report = check(task, arguments.limit, advance=lambda rows: progress.advance(bar, rows))
         show(report, console)
         return 0 if report.passed else FAILED
 
-    return _with_packages(run)
+    return _with_tasks(run)
 
 
 def _train(recipe_name: str, overrides: list[str]) -> int:
-    def run() -> int:
-        from rich.console import Console
+    from rich.console import Console
 
-        from troll import recipes
-        from troll.study.run import train
+    from troll import recipes
+    from troll.study.run import train
 
-        return 0 if train(recipes.load(recipe_name, overrides), Console()) else INTERRUPTED
-
-    return _with_trainer(run)
+    return 0 if train(recipes.load(recipe_name, overrides), Console()) else INTERRUPTED
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpu_memory", type=float, metavar="GIB", help="of each GPU (default: as on this machine)")
-    parser.add_argument("--gpus", type=int, default=1, help="that share the model out, by FSDP2 or ZeRO-3 (default: 1)")
+    parser.add_argument("--gpu_memory", type=float, metavar="GIB", help="memory of each GPU (default: this machine's)")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that share a model, by FSDP2 or ZeRO-3 (default: 1)")
     parser.add_argument(
-        "--prompt_tokens", type=int, help="of the longest prompt (default: by vllm_max_model_length, or 512)"
+        "--prompt_tokens", type=int, help="tokens of the longest prompt (default: by vllm_max_model_length, or 512)"
     )
 
 
@@ -245,10 +221,10 @@ def _plan(recipe_name: str, fields: list[str]) -> int:
         from rich.console import Console
 
         from troll import recipes
-        from troll.study.memory import UnknownMemory
         from troll.study.plan import plan, show, this_machine
+        from troll.study.without_data import UnknownMemory
 
-        # transformers refuses bf16 where there is no GPU, and on another machine vLLM is taken to be installed.
+        # transformers refuses bf16 without a GPU, and vLLM is assumed to be installed on another machine.
         cpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
         recipe = recipes.load(recipe_name, [*overrides, *cpu], vllm=None if options.gpu_memory is None else True)
         machine = this_machine(options.gpu_memory, options.gpus, options.gpus > 1, recipe.training.use_cpu)
@@ -263,35 +239,28 @@ def _plan(recipe_name: str, fields: list[str]) -> int:
 
 
 def _compare(recipe_names: list[str], fields: list[str]) -> int:
-    def run() -> int:
-        from rich.console import Console
+    from rich.console import Console
 
-        from troll.study.compare import compare
-        from troll.study.grid import expand, parse_command
-        from troll.study.tuning import Tuning
+    from troll.study.compare import compare
+    from troll.study.grid import expand, parse_command
+    from troll.study.tuning import Tuning
 
-        command = parse_command(recipe_names, fields)
-        study = (
-            Tuning(recipe_names, command.axes, command.tuned, command.tuning_seeds)
-            if command.tuned
-            else expand(recipe_names, command.axes)
-        )
-        given = shlex.join(["troll", "compare", *recipe_names, *fields])
-        outcome = compare(study, Path(command.output_dir), Console(), command.jobs, given)
-        return {"finished": 0, "failed": FAILED, "interrupted": INTERRUPTED}[outcome]
-
-    return _with_trainer(run)
-
-
-def _with_trainer(run: Callable[[], int]) -> int:
-    return _with_packages(lambda: _quietly(run))
+    command = parse_command(recipe_names, fields)
+    study = (
+        Tuning(recipe_names, command.axes, command.tuned, command.tuning_seeds)
+        if command.tuned
+        else expand(recipe_names, command.axes)
+    )
+    given = shlex.join(["troll", "compare", *recipe_names, *fields])
+    outcome = compare(study, Path(command.output_dir), Console(), command.jobs, given)
+    return {"finished": 0, "failed": FAILED, "interrupted": INTERRUPTED}[outcome]
 
 
 def _with_packages(run: Callable[[], int]) -> int:
-    """Runs what needs torch and transformers, which `troll --help` must not wait for, and prints its errors."""
+    """Runs a command, which may need packages that are missing."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # between libraries, nothing a user could act on
+            warnings.simplefilter("ignore", FutureWarning)  # between libraries: a user can do nothing about them
             return run()
     except ModuleNotFoundError as error:
         return _fail(ImportError(f'{error}: pip install "troll-rl[trl,tasks,report]"'))
@@ -299,12 +268,26 @@ def _with_packages(run: Callable[[], int]) -> int:
         return _fail(error)
 
 
-def _quietly(run: Callable[[], int]) -> int:
+def _with_tasks(run: Callable[[], int]) -> int:
+    """Runs what grades completions, and prints its errors."""
+    from troll.evaluation import EvaluationError
+    from troll.rewards.sandbox.launch import SandboxError
+    from troll.tasks import TaskError
+
+    _silence_libraries()
+    try:
+        return run()
+    except (EvaluationError, SandboxError, TaskError) as error:
+        return _fail(error)
+
+
+def _with_trainer(run: Callable[[], int]) -> int:
+    """Runs what reads recipes, and prints its errors."""
     from troll.recipes import RecipeError
     from troll.tasks import TaskError
     from troll.trl.unscored import NothingJudgedError
 
-    _hush()
+    _silence_libraries()
     try:
         return run()
     except (RecipeError, TaskError) as error:
@@ -314,16 +297,18 @@ def _quietly(run: Callable[[], int]) -> int:
         return FAILED
 
 
-def _hush() -> None:
+def _silence_libraries() -> None:
     import datasets
     import huggingface_hub
-    import transformers
 
     warnings.showwarning = _show_warning
     huggingface_hub.logging.set_verbosity_error()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
+    with contextlib.suppress(ModuleNotFoundError):  # rewards need none
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
 
 
 def _report(folders: list[Path], output_dir: Path | None) -> int:
@@ -347,7 +332,7 @@ def _report(folders: list[Path], output_dir: Path | None) -> int:
 
 
 def recipe_names() -> list[str]:
-    """As `troll.recipes.names`, which the help cannot ask: it must not wait for torch to import."""
+    """As `troll.recipes.names`, which the help cannot call: it must not wait for torch to import."""
     return sorted(path.stem for path in (Path(__file__).parent / "recipes").glob("*.yaml"))
 
 

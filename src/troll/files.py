@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, and folders that one process works in."""
+"""Files that are written as a whole or not at all, and folders that only one process uses at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that a crash leaves the old one or the new one."""
+    """Writes a file so that a crash leaves either the old one or the new one."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         unfinished.write_text(text, encoding="utf-8")
@@ -21,15 +21,18 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, lock: str, *, marker: str, content: str, holder: str, error: type[Exception]) -> Iterator[int]:
-    """Makes a folder, and holds its lock: a file, whose descriptor child processes may inherit to keep it.
+    """Makes a folder and holds its lock, a file; child processes may inherit its descriptor to keep it locked.
 
     Args:
-        folder: New, empty, or with a marker.
-        lock: The lock's name in it.
-        marker: The file by which the folder is known to be of its kind.
-        content: What such a folder holds, in words.
-        holder: Who else may hold the lock, in words.
-        error: Raised, with one line, where the folder cannot be used, holds something else or is in use.
+        folder: The folder: new, empty, or with a marker.
+        lock: The name of the lock file in the folder.
+        marker: The file that shows of which kind the folder is.
+        content: What such a folder holds, in words, for errors.
+        holder: Who else may hold the lock, in words, for errors.
+        error: The exception to raise if the folder cannot be used, holds something else or is in use.
+
+    Yields:
+        The descriptor of the lock file.
     """
     choose = "choose another folder with --output_dir"
     try:

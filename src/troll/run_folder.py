@@ -1,4 +1,4 @@
-"""The files of a run folder, read with errors that name them."""
+"""Files of settings and of a run's folder, read with errors that name them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 
 import yaml
 
+from troll.terminal import one_line
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object.
 
     Raises:
-        ValueError: The file is not one.
+        ValueError: If the file does not hold one.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -25,31 +27,31 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """Reads ``config.yaml``.
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Reads a file of settings: a recipe, a task, or a run's `config.yaml`.
 
     Raises:
-        ValueError: The file does not hold "field: value" lines.
+        ValueError: If the file does not hold "field: value" lines.
     """
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
+        raise ValueError(f"{path}: not YAML ({one_line(error)})") from None
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: expected 'field: value' lines")
     return settings
 
 
 def is_finished(summary: Mapping[str, Any]) -> bool:
-    """Whether training reached its end, by ``summary.json``."""
+    """Whether training reached its end, according to `summary.json`."""
     return summary.get("status") == "finished"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads ``metrics.jsonl``: objects with an integer ``step``.
+    """Reads `metrics.jsonl`: objects with an integer `step`.
 
     Raises:
-        ValueError: A line is not one. A last line cut short by a crash is left out instead.
+        ValueError: If a line is not one. A last line that a crash cut short is left out instead.
     """
     rows = []
     lines = path.read_bytes().splitlines(keepends=True)

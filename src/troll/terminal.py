@@ -1,4 +1,4 @@
-"""What commands print."""
+"""Printing lines and errors of commands."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from rich.console import Console
 
 
 def say(console: Console, line: str) -> None:
-    """Prints a line as it is: unbroken, and with its square brackets, which rich would take for markup."""
+    """Prints a line unchanged: rich would break it, and take its square brackets for markup."""
     console.print(line, soft_wrap=True, markup=False)
 
 
 def one_line(message: object, most: int | None = None) -> str:
-    """An error's message without its line breaks, and at most so many characters of it."""
+    """An error's message without its line breaks, cut to at most `most` characters."""
     return " ".join(str(message).split())[:most]

@@ -14,8 +14,6 @@ from troll.evaluation.config import EvaluationConfig
 from troll.rewards.grading import Grader, Verdict
 from troll.tasks import Task, TaskConfig, registry
 
-GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
-
 
 @pytest.fixture
 def console() -> Console:
@@ -24,7 +22,7 @@ def console() -> Console:
 
 @pytest.fixture
 def settings(tiny_model: Path, tmp_path: Path) -> Callable[..., EvaluationConfig]:  # noqa: F811
-    """Settings of an evaluation of seconds into ``tmp_path / "out"``, of which any can be changed."""
+    """Settings of an evaluation of seconds into `tmp_path / "out"`, of which any can be changed."""
 
     def make(**changed: Any) -> EvaluationConfig:
         chain_sum = TaskConfig(task="reasoning_gym:chain_sum", train_size=1, eval_size=5)
@@ -54,10 +52,16 @@ class LastCharacter(Grader):
         return first.lower() == second.lower()
 
 
+def register(monkeypatch: pytest.MonkeyPatch, name: str, rewards: list[Any], **columns: list[Any]) -> TaskConfig:
+    """A task with these rows, in place of one of that name."""
+    rows = Dataset.from_dict(columns)
+    entry = registry._Registration(name, lambda config, argument: Task(name, rows, rows, rewards), trains=True)
+    monkeypatch.setitem(registry._LOADERS, name, entry)
+    return TaskConfig(name)
+
+
 @pytest.fixture
 def letters(monkeypatch: pytest.MonkeyPatch) -> TaskConfig:
     """A task whose answers can be compared."""
-    monkeypatch.setattr(registry, "_LOADERS", dict(registry._LOADERS))
-    rows = Dataset.from_dict({"prompt": [f"letter {index}:" for index in range(4)], "letter": list("abcd")})
-    registry.register_task("letters")(lambda config, argument: Task("letters", rows, rows, [LastCharacter()]))
-    return TaskConfig(task="letters")
+    prompts = [f"letter {index}:" for index in range(4)]
+    return register(monkeypatch, "letters", [LastCharacter()], prompt=prompts, letter=list("abcd"))

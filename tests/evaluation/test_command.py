@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from troll.evaluation.command import as_in_training, by_task, configuration, other_prompts
-from troll.evaluation.errors import EvaluationError
+from troll.evaluation.config import EvaluationError
 from troll.evaluation.training_task import TrainingTask
 from troll.tasks import TaskConfig, TaskError
 
@@ -48,11 +48,11 @@ def test_several_tasks_take_a_value_each() -> None:
     tasks = ["gsm8k", "reasoning_gym:chain_sum", "math"]
     values = ["math=a", 'reasoning_gym:chain_sum={"max_terms": 3}']
     assert by_task("x", values, tasks) == {"math": "a", "reasoning_gym:chain_sum": '{"max_terms": 3}'}
-    with pytest.raises(EvaluationError, match=r"x data is of no task: write --x gsm8k=\.\.\. reasoning_gym"):
+    with pytest.raises(EvaluationError, match=r"x data belongs to no task: write --x gsm8k=\.\.\. reasoning_gym"):
         by_task("x", ["data"], tasks)
     with pytest.raises(EvaluationError, match="given twice for math"):
         by_task("x", ["math=a", "math=b"], tasks)
-    with pytest.raises(EvaluationError, match="is of no task"):
+    with pytest.raises(EvaluationError, match="belongs to no task"):
         by_task("x", ["a", "b"], ["math"])
 
 
@@ -179,7 +179,7 @@ def test_files_are_loaded_as_for_training() -> None:
 
 @pytest.mark.parametrize("text", ["[1]", "{", "1"])
 def test_variables_of_the_chat_template_are_an_object(text: str) -> None:
-    with pytest.raises(EvaluationError, match="chat_template_kwargs must be a JSON object"):
+    with pytest.raises(TaskError, match=r"chat_template_kwargs (must be a JSON object|is not valid JSON)"):
         configuration(typed(chat_template_kwargs=text), None)
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from troll.evaluation.config import EvaluationConfig, slug
-from troll.evaluation.errors import EvaluationError
+from troll.evaluation.config import EvaluationConfig, EvaluationError, slug
 from troll.tasks import TaskConfig
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from troll.evaluation.errors import EvaluationError
+from troll.evaluation.config import EvaluationError
 from troll.evaluation.folder import claimed, read_object
 
 SETTINGS = {"model": "m", "seed": 0}
@@ -54,6 +54,9 @@ def test_two_commands_cannot_share_a_folder(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text("[]")
-    with pytest.raises(EvaluationError, match=r"settings\.json is not a JSON object"), claimed(tmp_path, SETTINGS, {}):
+    with (
+        pytest.raises(EvaluationError, match=r"settings\.json: expected a JSON object.*: choose"),
+        claimed(tmp_path, SETTINGS, {}),
+    ):
         pass
     assert read_object(tmp_path / "missing.json") == {}

@@ -2,16 +2,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from troll.evaluation.estimators import clustered_interval, wilson_interval
-from troll.evaluation.metrics import task_estimates, task_metrics
+from troll.evaluation.metrics import task_estimates
 from troll.rewards.grading import Verdict
 
 
 def verdict(score: float | None, answer: str | None = None) -> Verdict:
     return Verdict(score, answer, "")
+
+
+def values(problems: list[list[Verdict]], ks: list[int] | None = None, **more: Any) -> dict[str, float]:
+    return {name: estimate.value for name, estimate in task_estimates(problems, ks, **more).items()}
 
 
 PROBLEMS = [
@@ -25,7 +30,7 @@ def equal(first: str, second: str) -> bool:
 
 
 def test_every_number() -> None:
-    metrics = task_metrics(PROBLEMS, [4, 2, 2, 1], same=equal)
+    metrics = values(PROBLEMS, [4, 2, 2, 1], same=equal)
     assert list(metrics) == ["pass@1", "pass@2", "pass@4", "mean@4", "maj@4"]
     assert metrics["pass@1"] == pytest.approx((2 / 4 + 1 / 4) / 2)
     assert metrics["pass@2"] == pytest.approx((5 / 6 + 3 / 6) / 2)
@@ -35,9 +40,9 @@ def test_every_number() -> None:
 
 
 def test_what_is_measured_by_default() -> None:
-    assert list(task_metrics(PROBLEMS)) == ["pass@1", "pass@4", "mean@4"]
+    assert list(values(PROBLEMS)) == ["pass@1", "pass@4", "mean@4"]
     alone = [[verdict(1.0, "1")], [verdict(0.0, "2")]]
-    assert task_metrics(alone, same=equal) == {"pass@1": 0.5, "mean@1": 0.5}
+    assert values(alone, same=equal) == {"pass@1": 0.5, "mean@1": 0.5}
 
 
 def test_intervals_are_over_problems() -> None:
@@ -56,7 +61,7 @@ def test_what_could_not_be_judged_is_left_out() -> None:
         [unscored] * 4,
         PROBLEMS[1],
     ]
-    metrics = task_metrics(problems, [1, 2, 4], same=equal)
+    metrics = values(problems, [1, 2, 4], same=equal)
     assert metrics["pass@1"] == pytest.approx((1 / 2 + 0 + 1 / 4) / 3)
     assert metrics["pass@2"] == pytest.approx((1 + 3 / 6) / 2)  # of one completion there are no two
     assert metrics["pass@4"] == 1.0
@@ -64,10 +69,10 @@ def test_what_could_not_be_judged_is_left_out() -> None:
     assert metrics["maj@4"] == pytest.approx((1 / 2 + 0 + 0) / 3)
     estimate = task_estimates(problems, [1])["pass@1"]
     assert estimate.interval == clustered_interval([1 / 2, 0, 1 / 4], 1)
-    assert task_metrics([[unscored] * 4], same=equal) == task_estimates([[unscored] * 4]) == {}
+    assert task_estimates([[unscored] * 4], same=equal) == {}
     without = [[each for each in problem if each.score is not None] for problem in problems[:1]]
-    assert task_metrics(problems[:1], [1, 2]) == pytest.approx(
-        {"mean@4" if name == "mean@2" else name: value for name, value in task_metrics(without, [1, 2]).items()}
+    assert values(problems[:1], [1, 2]) == pytest.approx(
+        {"mean@4" if name == "mean@2" else name: value for name, value in values(without, [1, 2]).items()}
     )
 
 
@@ -83,7 +88,7 @@ def test_what_could_not_be_judged_is_left_out() -> None:
 )
 def test_mistakes(problems: list[list[Verdict]], ks: list[int] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        task_metrics(problems, ks)
+        task_estimates(problems, ks)
 
 
 def test_metrics_take_neither_torch_nor_transformers() -> None:

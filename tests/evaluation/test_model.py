@@ -12,8 +12,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from troll.evaluation.errors import EvaluationError
-from troll.evaluation.model import encode, find_model, load_model, load_tokenizer, prompt_texts
+from troll.evaluation.config import EvaluationError
+from troll.evaluation.model import find_model, load_model, load_tokenizer, prompt_texts
 
 TEMPLATE = (
     "{% if shout is defined %}LOUD {% endif %}{% for message in messages %}<{{ message.role }}>{{ message.content }}"
@@ -103,7 +103,7 @@ def test_code_of_its_own_has_to_be_allowed(tmp_path: Path) -> None:
         "from transformers import PretrainedConfig\n\n\nclass Own(PretrainedConfig):\n    model_type = 'own'\n"
     )
     (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.Own"}}')
-    with pytest.raises(EvaluationError, match="brings code of its own: let it run with --trust_remote_code"):
+    with pytest.raises(EvaluationError, match="comes with its own code: let it run with --trust_remote_code"):
         find_model(str(tmp_path))
     assert find_model(str(tmp_path), trust_remote_code=True).trust_remote_code
 
@@ -137,15 +137,3 @@ def test_conversations_go_through_the_chat_template(tiny_model: Path) -> None:
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(EvaluationError, match=r"prompts: System role not supported; .* option system_prompt"):
         prompt_texts(tokenizer, [conversation], {})
-
-
-@pytest.mark.parametrize("conversational", [True, False])
-def test_special_tokens_are_written_once(tiny_model: Path, conversational: bool) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    text = "<|eos|>1" if conversational else "1"
-    ids = encode(tokenizer, [text], conversational=conversational)[0]
-    assert ids == tokenizer.apply_chat_template(
-        [{"role": "user", "content": "1"}],
-        chat_template="<|eos|>{{ messages[0].content }}" if conversational else "{{ messages[0].content }}",
-        return_dict=False,
-    )

@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from troll.evaluation.errors import EvaluationError
+from tests.evaluation.conftest import register
+from troll.evaluation.config import EvaluationError
 from troll.evaluation.problems import load_problems
 from troll.rewards.grading import Verdict
-from troll.tasks import Task, TaskConfig, TaskError, registry
+from troll.tasks import TaskConfig, TaskError
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
 
@@ -21,11 +22,11 @@ def tokenizer(tiny_model: Path) -> Any:
 
 
 def task(monkeypatch: pytest.MonkeyPatch, rewards: list[Any], **columns: list[Any]) -> TaskConfig:
-    others = {name: loader for name, loader in registry._LOADERS.items() if name != "made_up"}
-    monkeypatch.setattr(registry, "_LOADERS", others)
-    rows = Dataset.from_dict({"prompt": ["p", "q"], **columns})
-    registry.register_task("made_up")(lambda config, argument: Task("made_up", rows, rows, rewards))
-    return TaskConfig(task="made_up")
+    return register(monkeypatch, "made_up", rewards, prompt=["p", "q"], **columns)
+
+
+def success(**columns: Any) -> list[float]:
+    return []
 
 
 def test_a_grader_says_why(letters: TaskConfig, tokenizer: Any) -> None:
@@ -59,6 +60,15 @@ def test_a_plain_reward_is_called_as_trl_calls_it(monkeypatch: pytest.MonkeyPatc
     assert seen["answer"] == ["2", "2"]
 
 
+@pytest.mark.parametrize("conversational", [True, False])
+def test_special_tokens_are_written_once(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, conversational: bool) -> None:
+    special = ("<|eos|>", tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|eos|> $A", special_tokens=[special])
+    tokenizer.chat_template = "<|eos|>{{ messages[0].content }}" if conversational else None
+    (ids,) = load_problems(register(monkeypatch, "one", [success], prompt=["1"]), tokenizer, {}).ids
+    assert ids == [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("1")]
+
+
 def test_a_function_may_leave_a_completion_without_a_score(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
     def success(prompts: list[Any], **columns: Any) -> list[float | None]:
         return [None, 0.0, 1][: len(prompts)]
@@ -73,9 +83,6 @@ def test_a_function_may_leave_a_completion_without_a_score(monkeypatch: pytest.M
 
 
 def test_the_fingerprint_changes_with_prompts_and_answers(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
-    def success(**columns: Any) -> list[float]:
-        return []
-
     prints = []
     for answers in (["1", "2"], ["1", "3"], ["1", "2"]):
         prints.append(load_problems(task(monkeypatch, [success], answer=answers), tokenizer, {}).fingerprint)
@@ -100,9 +107,6 @@ def test_the_fingerprint_changes_with_a_reward_of_the_users(tmp_path: Path, toke
 
 def test_tasks_that_cannot_be_evaluated(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
     def reward(**columns: Any) -> list[float]:
-        return []
-
-    def success(**columns: Any) -> list[float]:
         return []
 
     for rewards in ([], [reward], [object()]):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from troll.evaluation.errors import EvaluationError
+from troll.evaluation.config import EvaluationError
 from troll.evaluation.records import append_records, read_records, replace_records, verdict_of, with_verdict
 from troll.rewards.grading import Verdict
 

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from troll.evaluation import training_task as module
-from troll.evaluation.errors import EvaluationError
+from troll.evaluation.config import EvaluationError
 from troll.evaluation.training_task import TASK_FILE, TrainingTask, find_training_task, from_here
 from troll.tasks import TaskConfig
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from troll.evaluation import vllm
-from troll.evaluation.errors import EvaluationError
+from troll.evaluation.config import EvaluationError
 from troll.evaluation.generate import Generation, Sampling
 
 

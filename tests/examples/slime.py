@@ -178,7 +178,7 @@ def forward_only(
     before_log_prob: Callable[..., None],
     store_prefix: str = "",
 ) -> dict[str, list[Tensor]]:
-    """The pass that computes log-probabilities, with the hook of ``--custom-megatron-before-log-prob-hook-path``."""
+    """The pass that computes log-probabilities, with the hook of `--custom-megatron-before-log-prob-hook-path`."""
     for iterator in data_iterator:
         iterator.reset()
     for module in model:

@@ -141,24 +141,16 @@ def test_a_sample_without_tokens_that_count_takes_part(example: Any, case: Case)
     assert metrics == pytest.approx(own, rel=1e-5)
 
 
-class Swapped(slime.DataIterator):
-    """Gives out the first update's micro-batches in another order than the pass before it."""
-
-    def get_next(self, keys: Any) -> Any:
-        numbers, self.micro_batch_indices = self.micro_batch_indices, self.micro_batch_indices[::-1]
-        try:
-            return super().get_next(keys) if keys is slime.TRAINING_KEYS else self.plain(keys, numbers)
-        finally:
-            self.micro_batch_indices = numbers
-
-    def plain(self, keys: Any, numbers: Any) -> Any:
-        self.micro_batch_indices = numbers
-        return super().get_next(keys)
-
-
 def test_another_order_is_refused(example: Any, case: Case) -> None:
+    """The update's micro-batches come in another order than those of the pass before it."""
+
+    def swapped(args: Any, data_iterator: Any, *others: Any) -> dict[str, float]:
+        data_iterator[0].micro_batch_indices = data_iterator[0].micro_batch_indices[::-1]
+        return train_one_step(args, data_iterator, *others)
+
+    train_one_step = slime.train_one_step
     with (
-        mock.patch.object(slime, "DataIterator", Swapped),
+        mock.patch.object(slime, "train_one_step", swapped),
         pytest.raises(RuntimeError, match="that of other tokens: slime updates in another order than it scores"),
     ):
         slime.run(case, example)

@@ -8,6 +8,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tests.huggingface.heads import MODELS, batch, captured, of_logits, pull, re
 from tests.tolerance import rounding, within
 from tests.trl import tiny, vision
 from tests.trl.tiny import assert_same_gradients, gradients
-from troll import huggingface
+from troll import SparsePolicy, huggingface
 from troll.huggingface import forward as forward_module
 from troll.huggingface import head as head_of_model
 from troll.huggingface import policies
@@ -37,25 +38,37 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_module, "VOCABULARY_TILE", 20)
 
 
-@pytest.mark.parametrize("tail", ["bucket", "floor"])
-@pytest.mark.parametrize("model", [*MODELS, *tiny.ARCHITECTURES])
-def test_numbers_are_those_of_the_models_own_logits(model, tail):
-    make = MODELS.get(model, lambda: tiny.make_model(model))
-    model, inputs = make(), batch()
-    log_probs, entropy = of_logits(model, inputs, temperature=0.7)
+def assert_read_as_its_logits(
+    model: Any,
+    inputs: dict[str, Any],
+    *,
+    atol: float,
+    gradient: float = tiny.GRADIENT_ERROR,
+    temperature: float = 1.0,
+    tail: Any = "bucket",
+) -> SparsePolicy:
+    """What is read of a model, and its gradients, are what its own logits give; returns what is captured."""
+    log_probs, entropy = of_logits(model, inputs, temperature)
     pull(log_probs, entropy).backward()
     expected = gradients(model)
     model.zero_grad()
-
-    old = captured(model, inputs, temperature=0.7)
-    step = read(model, inputs, old, tail=tail, temperature=0.7)
-    tolerance: Any = {"rtol": 0.0, "atol": within(rounding(tiny.COMMON["hidden_size"], 30))}
-    torch.testing.assert_close(step.log_probs, log_probs, **tolerance)
-    torch.testing.assert_close(step.entropy, entropy, **tolerance)
-    torch.testing.assert_close(old.log_prob, log_probs.detach(), **tolerance)
-    assert old.vocab_size == model.config.vocab_size
+    old = captured(model, inputs, temperature)
+    step = read(model, inputs, old, tail=tail, temperature=temperature)
+    assert step.log_probs.dtype == torch.float32
+    for actual, wanted in ((step.log_probs, log_probs), (step.entropy, entropy), (old.log_prob, log_probs)):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=atol)
     pull(step.log_probs, step.entropy).backward()
-    assert_same_gradients(gradients(model), expected)
+    assert_same_gradients(gradients(model), expected, gradient)
+    return old
+
+
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+@pytest.mark.parametrize("model", [*MODELS, *tiny.ARCHITECTURES])
+def test_numbers_are_those_of_the_models_own_logits(model, tail):
+    model = MODELS.get(model, lambda: tiny.make_model(model))()
+    atol = within(rounding(tiny.COMMON["hidden_size"], 30))
+    old = assert_read_as_its_logits(model, batch(), atol=atol, temperature=0.7, tail=tail)
+    assert old.vocab_size == model.config.vocab_size
 
 
 @pytest.mark.parametrize("family", vision.FAMILIES)
@@ -90,37 +103,22 @@ def test_a_vision_language_model_is_read_with_its_images(family):
 )
 def test_half_precision_is_that_of_the_models_own_logits(model, weights, autocast):
     """Up to the rounding of the logits, of which the reading makes those of the support in float32."""
-    model, inputs = MODELS[model]().to(weights), batch()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        log_probs, entropy = of_logits(model, inputs)
-        pull(log_probs, entropy).backward()
-        expected = gradients(model)
-        model.zero_grad()
-        step = read(model, inputs, captured(model, inputs))
-        pull(step.log_probs, step.entropy).backward()
-    assert step.log_probs.dtype == torch.float32
-    torch.testing.assert_close(step.log_probs, log_probs, rtol=0, atol=5e-2)
-    torch.testing.assert_close(step.entropy, entropy, rtol=0, atol=5e-2)
     # Every product between the logits and the first layer's weights rounds the gradient to half the spacing of bf16.
-    assert_same_gradients(gradients(model), expected, 16 * torch.finfo(torch.bfloat16).eps / 2)
+    gradient = 16 * torch.finfo(torch.bfloat16).eps / 2
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert_read_as_its_logits(MODELS[model]().to(weights), batch(), atol=5e-2, gradient=gradient)
 
 
 @pytest.mark.parametrize("tail", ["bucket", "floor"])
 def test_only_scored_positions_reach_the_head(monkeypatch, tail):
     model, inputs = tiny.make_model("llama"), batch()
-    lengths: list[int] = []
-    for name in ("capture_of_source", "read"):
-        monkeypatch.setattr(policies, name, spy(getattr(policies, name), lengths))
+    spies = [mock.Mock(wraps=getattr(policies, name)) for name in ("capture_of_source", "read")]
+    monkeypatch.setattr(policies, "capture_of_source", spies[0])
+    monkeypatch.setattr(policies, "read", spies[1])
     read(model, inputs, captured(model, inputs), tail=tail)
-    assert lengths == [int(scored(inputs).sum())] * 2
-
-
-def spy(function: Any, lengths: list[int]) -> Any:
-    def spied(source: Any, *args: Any, **kwargs: Any) -> Any:
-        lengths.append(source.shape.numel())
-        return function(source, *args, **kwargs)
-
-    return spied
+    for spy in spies:
+        (((source, *_), _),) = spy.call_args_list
+        assert source.shape.numel() == int(scored(inputs).sum())
 
 
 def test_nothing_scored_is_a_differentiable_zero():
@@ -237,14 +235,7 @@ def test_adapters_are_part_of_what_is_read(settings):
     inputs = batch()
     with torch.no_grad():  # of modules_to_save, the copy is what is trained
         model.get_base_model().get_output_embeddings().weight.mul_(0.9)
-    log_probs, entropy = of_logits(model, inputs)
-    pull(log_probs, entropy).backward()
-    expected = gradients(model)
-    model.zero_grad()
-    step = read(model, inputs, captured(model, inputs))
-    torch.testing.assert_close(step.log_probs, log_probs, rtol=0, atol=within(1e-5))
-    pull(step.log_probs, step.entropy).backward()
-    assert_same_gradients(gradients(model), expected)
+    assert_read_as_its_logits(model, inputs, atol=within(1e-5))
     with model.disable_adapter():
         torch.testing.assert_close(
             captured(model, inputs).log_prob, of_logits(model, inputs)[0].detach(), rtol=0, atol=within(1e-5)
@@ -311,16 +302,21 @@ def test_a_head_that_cannot_be_read_is_refused():
 # What is noticed
 
 
-def test_the_first_reading_finds_logits_that_are_not_the_heads():
-    class Doubled(type(tiny.make_model("llama"))):  # type: ignore[misc]
+@pytest.mark.parametrize("change", ["doubled", "masked"])
+def test_the_first_reading_finds_logits_that_are_not_the_heads(change):
+    model = tiny.make_model("llama")
+
+    class Changed(type(model)):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             output = super().forward(*args, **kwargs)
-            output.logits = 2 * output.logits
+            if change == "doubled":
+                output.logits = 2 * output.logits
+            else:
+                output.logits[..., 10:] = -torch.inf
             return output
 
-    model = tiny.make_model("llama")
-    model.__class__ = Doubled
-    with pytest.raises(RuntimeError, match=r"logits of Doubled are not those of its head: they differ by"):
+    model.__class__ = Changed
+    with pytest.raises(RuntimeError, match=r"logits of Changed are not those of its head: they differ by"):
         captured(model, batch())
 
 
@@ -329,20 +325,6 @@ def test_the_first_reading_finds_a_setting_that_the_model_ignores(name):
     model = tiny.make_model("llama")
     setattr(model.config, name, 0.5)
     with pytest.raises(RuntimeError, match="not those of its head"):
-        captured(model, batch())
-
-
-def test_the_first_reading_finds_a_vocabulary_that_the_model_masks():
-    model = tiny.make_model("llama")
-
-    class Masked(type(model)):  # type: ignore[misc]
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            output = super().forward(*args, **kwargs)
-            output.logits[..., 10:] = -torch.inf
-            return output
-
-    model.__class__ = Masked
-    with pytest.raises(RuntimeError, match="logits of Masked are not those of its head"):
         captured(model, batch())
 
 

@@ -163,8 +163,8 @@ def test_mistakes_are_named_in_one_line(name: str, overrides: list[str], message
     ("text", "message"),
     [
         ("kl_bond: 1", "unknown field 'kl_bond', did you mean kl_bound"),
-        ("a: [", "not valid YAML"),
-        ("- a", "must hold 'field: value' lines"),
+        ("a: [", "not YAML"),
+        ("- a", "expected 'field: value' lines"),
         ("extends: quikstart", "extends: no recipe .* did you mean quickstart"),
         ("extends: broken.yaml", "extends itself"),
         ("grid: {kl_bound: 0.1}", r"grid must hold 'field: \[value, value, ...\]' lines"),

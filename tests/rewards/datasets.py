@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import pytest
 
+from troll.rewards.program import CodeTests, parse_tests
+
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 
 
@@ -15,10 +17,17 @@ class Problem(NamedTuple):
     tests: str
 
 
-def _rows(path: Path) -> list[dict]:
+def code_tests(text: str) -> CodeTests:
+    """Tests that are code, as the column `tests` holds them."""
+    tests = parse_tests(text)
+    assert isinstance(tests, CodeTests)
+    return tests
+
+
+def rows(path: Path) -> list[dict]:
     if not path.exists():
         pytest.skip(f"{path} is missing")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def humaneval() -> list[Problem]:
@@ -28,7 +37,7 @@ def humaneval() -> list[Problem]:
             row["prompt"] + row["canonical_solution"],
             json.dumps({"check": row["test"], "entry_point": row["entry_point"], "setup": row["prompt"]}),
         )
-        for row in _rows(DATA / "humaneval" / "HumanEval.jsonl")
+        for row in rows(DATA / "humaneval" / "HumanEval.jsonl")
     ]
 
 
@@ -45,5 +54,5 @@ def mbpp() -> list[Problem]:
                 }
             ),
         )
-        for row in _rows(DATA / "mbpp" / "mbpp.jsonl")
+        for row in rows(DATA / "mbpp" / "mbpp.jsonl")
     ]

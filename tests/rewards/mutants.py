@@ -54,13 +54,11 @@ class _Replace(ast.NodeTransformer):
         return self.variant if self.count == self.number else self.generic_visit(node)
 
 
-class _Order(ast.NodeVisitor):
-    def __init__(self) -> None:
-        self.nodes: list[ast.AST] = []
-
-    def visit(self, node: ast.AST) -> None:
-        self.nodes.append(node)
-        self.generic_visit(node)
+def _in_order(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all below it, as `_Replace` visits them."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _in_order(child)
 
 
 def mutants(source: str, count: int, seed: int) -> list[str]:
@@ -68,9 +66,7 @@ def mutants(source: str, count: int, seed: int) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tree = ast.parse(source)
-    order = _Order()
-    order.visit(tree)
-    changes = [(number, variant) for number, node in enumerate(order.nodes) for variant in _variants(node)]
+    changes = [(number, variant) for number, node in enumerate(_in_order(tree)) for variant in _variants(node)]
     chosen = random.Random(seed).sample(changes, min(count, len(changes)))
     return [
         ast.unparse(ast.fix_missing_locations(_Replace(number, variant).visit(copy.deepcopy(tree))))

@@ -1,8 +1,10 @@
+import copy
+import pickle
 import time
 
 import pytest
 
-from troll.rewards.answers import INSTRUCTIONS, final_answer, marked
+from troll.rewards.answers import INSTRUCTIONS, FormatReward, final_answer, marked
 
 
 @pytest.mark.parametrize(
@@ -116,12 +118,26 @@ def test_instructions_show_the_format():
     assert "<answer></answer>" in INSTRUCTIONS["tag"]
 
 
-def test_an_unknown_format():
-    with pytest.raises(ValueError, match=r"boxed, hash, tag, got 'xml'"):
-        final_answer("72", "xml")  # type: ignore[arg-type]
+@pytest.mark.parametrize("use", [lambda name: final_answer("72", name), FormatReward])
+def test_an_unknown_format(use):
+    with pytest.raises(ValueError, match=r"answer_format must be one of boxed, hash, tag, got 'xml'"):
+        use("xml")
 
 
 @pytest.mark.parametrize("answer_format", INSTRUCTIONS)
 def test_a_marked_answer_is_read(answer_format):
     for answer in ("18", r"\frac{1}{2}", r"\{1, 2\}", r"50\%", "%s"):
         assert final_answer(f"So it is {marked(answer, answer_format)}", answer_format) == answer
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "rewards"), [("boxed", [1, 0, 0, 0, 0]), ("hash", [0, 0, 0, 1, 0]), ("tag", [0, 0, 0, 0, 1])]
+)
+def test_the_format_alone_is_rewarded(answer_format, rewards):
+    texts = [r"\boxed{1}", r"\boxed{}", "1", "#### 1", "<answer>1</answer>"]
+    chats = [[{"role": "assistant", "content": text}] for text in texts]
+    reward = FormatReward(answer_format)
+    assert reward.__name__ == "format"
+    for each in (reward, copy.deepcopy(reward), pickle.loads(pickle.dumps(reward))):
+        assert each(prompts=["?"] * 5, completions=texts, answer=["2"] * 5) == rewards
+        assert each(prompts=["?"] * 5, completions=chats) == rewards

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ import pytest
 from tests.rewards import datasets
 from tests.rewards.datasets import Problem
 from tests.rewards.mutants import mutants, plain_run_passes
-from tests.rewards.sandbox.processes import needs_bubblewrap
+from tests.rewards.sandbox.processes import needs_bubblewrap, wait_until
 from troll.rewards.code import CodeGrader, compute_score, passed_fraction
 from troll.rewards.grading import Verdict
-from troll.rewards.program import CodeTests, parse_tests
 from troll.rewards.sandbox.launch import SandboxError, StarvedError
 from troll.rewards.sandbox.limits import Limits, Outcome
+from troll.rewards.sandbox.supervise import _tree
 
 pytestmark = needs_bubblewrap
 
@@ -32,16 +33,14 @@ DOUBLE = json.dumps({"asserts": ["assert double(2) == 4", "assert double(3) == 6
 
 @pytest.fixture(scope="module")
 def grader() -> Iterator[CodeGrader]:
-    grader = CodeGrader(limits=Limits(cpu_seconds=2.0, idle_seconds=2.0))
-    yield grader
-    grader.close()
+    with closing(CodeGrader(limits=Limits(cpu_seconds=2.0, idle_seconds=2.0))) as grader:
+        yield grader
 
 
 @pytest.fixture(scope="module")
 def partial_grader() -> Iterator[CodeGrader]:
-    grader = CodeGrader(limits=Limits(cpu_seconds=2.0, idle_seconds=2.0), partial_credit=True)
-    yield grader
-    grader.close()
+    with closing(CodeGrader(limits=Limits(cpu_seconds=2.0, idle_seconds=2.0), partial_credit=True)) as grader:
+        yield grader
 
 
 def fenced(program: str) -> str:
@@ -67,8 +66,7 @@ def disagreements(grader: CodeGrader, problems: list[Problem], per_program: int)
     verdicts = grader.grade([fenced(mutant) for _, mutant in cases], tests=[p.tests for p, _ in cases])
     different, rejected = [], 0
     for (problem, mutant), verdict in zip(cases, verdicts, strict=True):
-        tests = parse_tests(problem.tests)
-        assert isinstance(tests, CodeTests)
+        tests = datasets.code_tests(problem.tests)
         passes = plain_run_passes(mutant, tests.setup, tests.names, tests.tests)
         rejected += not passes and not verdict.success
         if passes != verdict.success:
@@ -78,9 +76,8 @@ def disagreements(grader: CodeGrader, problems: list[Problem], per_program: int)
 
 @pytest.fixture(scope="module")
 def default_grader() -> Iterator[CodeGrader]:
-    grader = CodeGrader()
-    yield grader
-    grader.close()
+    with closing(CodeGrader()) as grader:
+        yield grader
 
 
 def test_a_sample_of_the_real_solutions_passes(default_grader):
@@ -368,17 +365,13 @@ def test_a_function_is_a_sandbox_and_options_of_bubblewrap_are_none_of_its():
 
     grader = CodeGrader(sandbox=sandbox)
     assert grader(["p"] * 2, [RIGHT, WRONG], tests=[DOUBLE] * 2) == [1.0, 0.0]
-    for options in ({"packages": ["."]}, {"run_without_isolation": True}):
+    for other, options in (
+        (sandbox, {"packages": ["."]}),
+        (sandbox, {"run_without_isolation": True}),
+        ("gvisor", {"run_without_isolation": True}),
+    ):
         with pytest.raises(ValueError, match="options of bubblewrap"):
-            CodeGrader(sandbox=sandbox, **options)
-
-
-def descendants(process: int) -> list[int]:
-    found = []
-    for children in Path(f"/proc/{process}/task").glob("*/children"):
-        for child in map(int, children.read_text().split()):
-            found += [child, *descendants(child)]
-    return found
+            CodeGrader(sandbox=other, **options)
 
 
 def started(process: int) -> str | None:
@@ -407,21 +400,15 @@ except KeyboardInterrupt:
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        end = time.monotonic() + 10
-        while len(descendants(process.pid)) < 8 and time.monotonic() < end:  # two programs and a judge, in sandboxes
-            time.sleep(0.01)
+        wait_until(lambda: len(_tree(process.pid)) > 8)  # two programs and a judge, in sandboxes
         assert process.poll() is None
-        children = [(child, started(child)) for child in descendants(process.pid)]
+        children = [(child, started(child)) for child in _tree(process.pid)[1:]]
         begin = time.monotonic()
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=10)  # the interpreter's own end takes its time on a busy machine
     assert not errors
     assert 0 <= float(output) - begin < 2
-    assert len(children) >= 2
-    end = time.monotonic() + 5
-    while left := [child for child, start in children if started(child) == start]:
-        assert time.monotonic() < end, f"processes {left} are left"
-        time.sleep(0.01)
+    wait_until(lambda: not [child for child, start in children if started(child) == start], 5)
 
 
 def test_a_program_that_was_interrupted_has_no_verdict_and_the_grader_goes_on(grader, monkeypatch):

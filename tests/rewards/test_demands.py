@@ -5,13 +5,11 @@ import pytest
 from tests.rewards import datasets
 from tests.rewards.sandbox import idioms
 from troll.rewards.demands import borrowed_packages, needs_plain
-from troll.rewards.program import CodeTests, parse_tests
+from troll.rewards.program import CodeTests
 
 
 def parsed(*asserts: str, **fields: object) -> CodeTests:
-    tests = parse_tests(json.dumps({"asserts": asserts, **fields}))
-    assert isinstance(tests, CodeTests)
-    return tests
+    return datasets.code_tests(json.dumps({"asserts": asserts, **fields}))
 
 
 @pytest.mark.parametrize(
@@ -43,15 +41,13 @@ def test_what_a_judge_can_test_needs_no_more(name):
 
 def test_the_function_under_test_is_known_by_its_parameter():
     check = "import io\ndef check(candidate):\n    assert candidate(io.StringIO('x'))"
-    tests = parse_tests(json.dumps({"check": check, "entry_point": "f"}))
-    assert isinstance(tests, CodeTests)
+    tests = datasets.code_tests(json.dumps({"check": check, "entry_point": "f"}))
     assert needs_plain(tests) == ["the program is passed an object of a class of the tests"]
 
 
 def test_the_real_tasks_need_no_more():
     for problem in datasets.mbpp() + datasets.humaneval():
-        tests = parse_tests(problem.tests)
-        assert isinstance(tests, CodeTests)
+        tests = datasets.code_tests(problem.tests)
         assert (problem.name, needs_plain(tests), borrowed_packages(tests)) == (problem.name, [], [])
 
 

@@ -115,8 +115,9 @@ def test_the_forms_of_tests():
     assert parse_tests(
         '{"asserts": ["assert f(1) == g(2)\\r\\n"], "setup": "import re", "names": ["sum"]}'
     ) == CodeTests(("assert f(1) == g(2)\n",), "import re", ("sum",), ("f", "g"), ())
-    check = parse_tests(json.dumps({"check": "def check(c):\n    assert c(1)\n", "entry_point": "f", "setup": "y = 1"}))
-    assert isinstance(check, CodeTests)
+    check = datasets.code_tests(
+        json.dumps({"check": "def check(c):\n    assert c(1)\n", "entry_point": "f", "setup": "y = 1"})
+    )
     assert check.tests == ("def check(c):\n    assert c(1)\n\ncheck(f)\n",)
     assert (check.names, check.inferred, check.modules) == (("f",), (), ())
     calls = parse_tests('{"function": "f", "inputs": [[1], [2, {"a": null}]], "outputs": [1, [2]]}')
@@ -145,8 +146,7 @@ def test_the_forms_of_tests():
     ],
 )
 def test_names_that_tests_take_from_the_program(source, inferred, modules):
-    tests = parse_tests(json.dumps({"asserts": [source]}))
-    assert isinstance(tests, CodeTests)
+    tests = datasets.code_tests(json.dumps({"asserts": [source]}))
     assert (set(tests.inferred), set(tests.modules)) == (inferred, modules)
 
 
@@ -185,11 +185,9 @@ def test_what_is_wrong_with_tests_is_said(text, message):
 
 def test_the_names_of_the_real_tasks():
     for problem in datasets.mbpp():
-        tests = parse_tests(problem.tests)
-        assert isinstance(tests, CodeTests)
+        tests = datasets.code_tests(problem.tests)
         assert len(tests.names + tests.inferred) == (2 if problem.name == "MBPP/367" else 1)
         assert tests.modules == ()
     for problem in datasets.humaneval():
-        tests = parse_tests(problem.tests)
-        assert isinstance(tests, CodeTests)
+        tests = datasets.code_tests(problem.tests)
         assert (len(tests.names), tests.inferred, tests.modules) == (1, (), ())

@@ -1,8 +1,11 @@
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from troll.study.embedded import character_tokenizer, model_config
 
@@ -40,6 +43,28 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def short_run(tiny_model: Path, tmp_path: Path) -> list[str]:
-    """Overrides for a short run of any recipe into ``tmp_path / "run"``."""
+    """Overrides for a short run of any recipe into `tmp_path / "run"`."""
     settings = SHORT | {"model_name_or_path": tiny_model, "output_dir": tmp_path / "run"}
     return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics, without its times."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    times = ("time", "runtime", "per_second")
+    return [{name: value for name, value in line.items() if not name.endswith(times)} for line in lines]
+
+
+def trainer_with(*callbacks: TrainerCallback) -> Callable[..., Any]:
+    """What makes the trainer of a run, in place of `run._trainer`: it has these callbacks too."""
+    from troll.study import run  # slow to import
+
+    make = run._trainer
+
+    def make_with(*arguments: Any) -> Any:
+        trainer = make(*arguments)
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        return trainer
+
+    return make_with

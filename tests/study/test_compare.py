@@ -117,7 +117,7 @@ def test_the_same_grid_again_makes_what_is_missing(tmp_path: Path, how: dict[str
     assert compare(grid(), tmp_path / "all", console, jobs=1) == "finished"
     assert "2 runs, 1 finished already" in text_of(console)
     reason = "it has no complete checkpoint; checkpoint-4: it has no trainer_state.json\n"
-    assert f"deleting  what quickstart-seed=1 left: {reason}" in text_of(console)
+    assert f"deleting  the files of quickstart-seed=1: {reason}" in text_of(console)
     assert len(starts(tmp_path / "all", "quickstart-seed=0")) == 1, "it was finished"
     assert len(starts(tmp_path / "all", "quickstart-seed=1")) == 1, "without a checkpoint it starts anew"
 
@@ -321,7 +321,7 @@ def test_ctrl_c_ends_the_runs_in_order_and_they_resume(tmp_path: Path, how: dict
     assert signal.getsignal(signal.SIGINT) == handler
     assert json.loads((folder / "quickstart-seed=0" / "summary.json").read_text())["status"] == "interrupted"
     assert not (folder / "quickstart-seed=1").exists()
-    assert "interrupted; the same command goes on" in text_of(console)
+    assert "interrupted; the same command resumes" in text_of(console)
 
     del how["quickstart-seed=0"]
     (folder / "quickstart-seed=0" / "checkpoint-4").mkdir()  # killed while it was written
@@ -436,7 +436,7 @@ def test_real_runs_stop_on_ctrl_c_and_go_on(tiny_model: Path, tmp_path: Path) ->
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 130, output
-    assert "interrupted; the same command goes on" in output
+    assert "interrupted; the same command resumes" in output
     assert json.loads((first / "summary.json").read_text())["status"] == "interrupted"
 
     again = subprocess.run(command, capture_output=True, text=True, timeout=1200)

@@ -11,35 +11,22 @@ import torch
 from safetensors.torch import load_file
 
 from tests.dying import dying, in_new_process
+from tests.study.conftest import logged, trainer_with
 from troll import cli
 from troll.study import run
 
 
 def command(overrides: list[str], place: str, output: Path) -> None:
-    """``troll train quickstart``, dying at a place, with all that it prints in a file."""
+    """`troll train quickstart`, dying at a place, with all that it prints in a file."""
     torch.set_num_threads(1)
     with output.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     callbacks, context = dying(place)
-    make_trainer = run._trainer
-
-    def dying_trainer(*arguments):
-        trainer = make_trainer(*arguments)
-        for callback in callbacks:
-            trainer.add_callback(callback)
-        return trainer
-
-    run._trainer = dying_trainer
+    run._trainer = trainer_with(*callbacks)
     with context:
         code = cli.main(["train", "quickstart", *overrides])
     raise SystemExit(code)
-
-
-def logged(folder: Path) -> list[dict]:
-    timing = ("time", "runtime", "per_second")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.endswith(timing)} for line in lines]
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_names_are_folders_and_unique(tmp_path: Path) -> None:
         (["quickstart", "--jobs", "1", "2"], "--jobs takes one whole number above 0, got 1 2"),
         (["quickstart", "--kl_bound", "1", "--kl-bound", "2"], "--kl_bound is given twice"),
         (["quickstart", "--output_dir", "a", "b"], "--output_dir takes one folder, got a b"),
-        (["quickstart", "--resume_from_checkpoint"], "a comparison goes on by itself"),
+        (["quickstart", "--resume_from_checkpoint"], "a comparison resumes by itself"),
         (["quickstart", "--reward_weights", "1.0", "0.5"], "--reward_weights takes a list.* write it in a recipe"),
         (["quickstart", "--tune", "kl_bound=1,2"], "--tune .* and --tuning_seeds .* go together"),
         (["quickstart", "--tuning_seeds", "1"], "--tune .* and --tuning_seeds .* go together"),

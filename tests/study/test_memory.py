@@ -27,7 +27,8 @@ from transformers import (
 
 import troll
 from troll.study import memory
-from troll.study.memory import Micro, Network
+from troll.study.memory import Micro
+from troll.study.without_data import Network, UnknownMemory
 
 ROWS, PROMPT, COMPLETION, TOP_K = 4, 32, 96, 16
 SIZES: dict[str, Any] = {
@@ -190,7 +191,7 @@ def test_a_model_that_needs_data_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         input_ids.sum().item()
 
     monkeypatch.setattr(LlamaModel, "forward", needs_data)
-    with pytest.raises(memory.UnknownMemory, match="memory of a llama model cannot be estimated"):
+    with pytest.raises(UnknownMemory, match="memory of a llama model cannot be estimated"):
         memory.update(Network(LLAMA), batch(False), TOP_K, accumulates=False)
 
 

@@ -17,10 +17,11 @@ from troll.recipes import Recipe, RecipeError
 from troll.study import budget, memory, plan, run
 from troll.study.budget import PHASES, changes, optimiser_bytes, phases, rollout_bytes
 from troll.study.embedded import character_tokenizer
-from troll.study.memory import Network, Parameters
+from troll.study.memory import Parameters
 from troll.study.plan import GIB, Machine, Plan, longest_prompt
 from troll.study.shapes import model_shape, shape_file
 from troll.study.small_model import EMBEDDED, EMBEDDED_MODELS, EMBEDDED_MOE, model_config
+from troll.study.without_data import Network, UnknownMemory
 from troll.tasks import Task, TaskConfig
 
 CPU = ["--use_cpu", "true"]
@@ -216,7 +217,7 @@ def test_where_more_gpus_help_their_number_is_named(monkeypatch: pytest.MonkeyPa
     found = planned()
     monkeypatch.setattr(plan, "changes", lambda settings, limit: ({}, settings))
     monkeypatch.setattr(plan, "phases", lambda settings, limit: (0, 0, 3.5 * GIB / settings.sharded_over))
-    assert found.remedy().endswith("share the model out over 4 such GPUs with FSDP2 or ZeRO-3 (see --gpus 4)")
+    assert found.remedy().endswith("share the model over 4 such GPUs with FSDP2 or ZeRO-3 (see --gpus 4)")
 
 
 @pytest.mark.parametrize("name", [name for name in recipes.names() if not recipes.read(name)[1]])
@@ -264,7 +265,7 @@ def test_a_model_that_cannot_be_estimated_is_trained_all_the_same(
     short_run: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def unknown(*_: Any) -> None:
-        raise memory.UnknownMemory("the memory of a strange model cannot be estimated")
+        raise UnknownMemory("the memory of a strange model cannot be estimated")
 
     monkeypatch.setattr(budget.memory, "parameters", unknown)
     monkeypatch.setattr(run, "_trainer", lambda *_: pytest.skip("reached"))

@@ -150,16 +150,15 @@ def page(tmp_path_factory):
     return Page(path)
 
 
-def test_page_is_self_contained(page):
+def check_page(page):
+    """A page is self-contained, its ids are unique across the plots, and it is for phones and both themes."""
     assert page.references, "the plots refer to their own clip paths"
     assert {reference[0] for reference in page.references} == {"#"}
     assert {reference[1:] for reference in page.references} <= set(page.ids)
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
     assert "http://" not in page.source and "https://" not in page.source
     assert "@import" not in page.source and "url(" not in page.source.split("</style>")[0]
-
-
-def test_page_is_for_phones_and_both_themes(page):
+    assert len(page.ids) == len(set(page.ids))
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page.source
     assert "prefers-color-scheme: dark" in page.source
     plots = "".join(re.findall(r"<svg.*?</svg>", page.source, flags=re.DOTALL))
@@ -168,8 +167,8 @@ def test_page_is_for_phones_and_both_themes(page):
     assert set(re.findall(r"var\(--(\w+)\)", plots)) <= set(re.findall(r"--(\w+):", page.source))
 
 
-def test_ids_are_unique_across_the_plots(page):
-    assert len(page.ids) == len(set(page.ids))
+def test_the_page_is_one_file_for_phones_and_both_themes(page):
+    check_page(page)
 
 
 def test_headline(page):
@@ -225,7 +224,7 @@ def test_kl_cards_show_the_bound(page):
 
 
 def heights(card, colour):
-    """The y coordinates (downwards) of the boldest line in ``colour``."""
+    """The y coordinates (downwards) of the boldest line in `colour`."""
     paths = re.findall(rf'<path d="([^"]*)"[^>]*style="[^"]*stroke: var\(--{colour}\); stroke-width: 1.6', card)
     assert len(paths) == 1, paths
     return [float(y) for _, y in re.findall(r"[ML] (\S+) (\S+)", paths[0])]

@@ -11,6 +11,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.integrations import integration_utils
 
+from tests.study.conftest import logged, trainer_with
 from troll import recipes
 from troll.evaluation.training_task import TrainingTask, find_training_task
 from troll.recipes import Recipe, RecipeError
@@ -130,51 +131,33 @@ def test_an_interrupted_run_is_usable_and_resumes_exactly(
     uninterrupted = [*short_run, "--output_dir", str(tmp_path / "whole")]
     assert train(recipes.load("quickstart", uninterrupted), console)
 
-    make_trainer = run._trainer
     with monkeypatch.context() as patched:
-
-        def interrupted_trainer(*arguments):
-            trainer = make_trainer(*arguments)
-            trainer.add_callback(InterruptAt(3))
-            return trainer
-
-        patched.setattr(run, "_trainer", interrupted_trainer)
+        patched.setattr(run, "_trainer", trainer_with(InterruptAt(3)))
         assert not train(recipes.load("quickstart", short_run), console)
     folder = tmp_path / "run"
     assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
     assert "interrupted" in (folder / "report.html").read_text()
     assert weights(folder)
-    assert "go on with the same command and --resume_from_checkpoint" in console.export_text()
+    assert "resume with the same command and --resume_from_checkpoint" in console.export_text()
 
-    with pytest.raises(RecipeError, match=r"other settings: learning_rate is 0\.01 there and 0\.1 here; go on"):
+    with pytest.raises(RecipeError, match=r"other settings: learning_rate is 0\.01 there and 0\.1 here; use the same"):
         train(recipes.load("quickstart", [*short_run, "--resume_from_checkpoint", "--learning_rate", "0.1"]), console)
 
     assert train(recipes.load("quickstart", [*short_run, "--resume_from_checkpoint"]), console)
     for name, weight in weights(tmp_path / "whole").items():
         torch.testing.assert_close(weights(folder)[name], weight, rtol=0, atol=0)
-    timing = ("time", "runtime", "per_second")
-    comparable = [
-        {key: value for key, value in line.items() if not key.endswith(timing)} for line in lines_of(tmp_path / "whole")
-    ]
-    assert [{k: v for k, v in line.items() if not k.endswith(timing)} for line in lines_of(folder)] == comparable
+    assert logged(folder) == logged(tmp_path / "whole")
 
 
 def test_training_that_breaks_down_leaves_its_folder(
     short_run: list[str], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_trainer = run._trainer
-
     class Poison(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
             with torch.no_grad():
                 next(model.parameters()).fill_(torch.nan)
 
-    def poisoned_trainer(*arguments):
-        trainer = make_trainer(*arguments)
-        trainer.add_callback(Poison())
-        return trainer
-
-    monkeypatch.setattr(run, "_trainer", poisoned_trainer)
+    monkeypatch.setattr(run, "_trainer", trainer_with(Poison()))
     with pytest.raises(FloatingPointError, match="step 2"):
         train(recipes.load("quickstart", short_run), console)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"

@@ -12,10 +12,10 @@ from troll.study.statistics import (
     equivalence_p_value,
     holm,
     leave_one_out_choice,
+    mean_estimate,
     paired_difference,
     range_within,
     sign_flip_p_value,
-    success_estimate,
     t_interval,
 )
 
@@ -43,13 +43,13 @@ def test_an_interval_takes_two_values() -> None:
 
 
 def test_success_of_several_seeds_and_of_one() -> None:
-    several = success_estimate([0.5, 0.7], answers=100)
+    several = mean_estimate([0.5, 0.7], answers=100)
     assert (several.mean, several.size, several.method) == (pytest.approx(0.6), 2, "t")
     assert several.spread == pytest.approx(stats.tstd([0.5, 0.7]))
-    one = success_estimate([0.3], answers=50)
+    one = mean_estimate([0.3], answers=50)
     assert one.interval == pytest.approx(stats.binomtest(15, 50).proportion_ci(0.95, method="wilson"), rel=1e-9)
     assert (one.spread, one.size, one.method) == (None, 1, "wilson")
-    unknown = success_estimate([0.3], answers=None)
+    unknown = mean_estimate([0.3], answers=None)
     assert (unknown.interval, unknown.method) == (None, None)
 
 

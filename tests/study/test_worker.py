@@ -1,18 +1,10 @@
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
+from tests.study.conftest import logged
 from troll.study.slots import Slot
-
-_TIMES = ("time", "seconds", "runtime", "per_second")
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not any(word in name for word in _TIMES)} for row in rows]
 
 
 def test_forked_runs_are_those_of_fresh_processes_to_the_last_bit(short_run: list[str], tmp_path: Path) -> None:
@@ -34,8 +26,8 @@ def test_forked_runs_are_those_of_fresh_processes_to_the_last_bit(short_run: lis
             slot.wait()
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
-    assert len(metrics(fresh)) > 4
-    assert metrics(first) == metrics(second) == metrics(fresh)
+    assert len(logged(fresh)) > 4
+    assert logged(first) == logged(second) == logged(fresh)
     weights = "model/model.safetensors"
     assert (first / weights).read_bytes() == (second / weights).read_bytes() == (fresh / weights).read_bytes()
     assert "held-out success" in (tmp_path / "second.log").read_text()

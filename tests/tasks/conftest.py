@@ -1,12 +1,9 @@
 import json
-from pathlib import Path
 
 import pytest
 from datasets import Dataset, DatasetDict
 
 from troll.tasks import splits as splits_module
-
-DATA = Path(__file__).parents[3] / "shared" / "data"
 
 
 @pytest.fixture(autouse=True)

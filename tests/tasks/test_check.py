@@ -4,7 +4,7 @@ import pytest
 from datasets import Dataset
 from rich.console import Console
 
-from tests.tasks.conftest import DATA
+from tests.rewards.datasets import DATA
 from troll.rewards.code import CodeGrader
 from troll.rewards.grading import Verdict
 from troll.rewards.mathematics import MathGrader

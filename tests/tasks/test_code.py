@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from tests.tasks.conftest import DATA
+from tests.rewards.datasets import DATA
 from troll.tasks import TaskConfig, TaskError, load_task
 from troll.tasks.code import eurus_tests, load_tested, names_under_test
 from troll.tasks.row import Column
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubble
 HUMANEVAL = DATA / "humaneval" / "HumanEval.jsonl"
 MBPP = DATA / "mbpp" / "mbpp.jsonl"
 needs_humaneval = pytest.mark.skipif(not HUMANEVAL.exists(), reason="no HumanEval beside the project, in ../shared")
+ALL = pytest.param(1000, marks=pytest.mark.slow)
 needs_mbpp = pytest.mark.skipif(not MBPP.exists(), reason="no MBPP beside the project, in ../shared")
 
 
@@ -113,7 +114,10 @@ def test_options_are_checked(write):
         ({"memory_mb": 1}, "memory_bytes must be at least"),
         ({"partial_credit": "yes"}, "partial_credit must be true or false"),
         ({"packages": "numpy"}, "packages must be a list of texts"),
-        ({"answer_format": "tag"}, "has no option 'answer_format'; it has prompt, system_prompt, columns"),
+        (
+            {"answer_format": "tag"},
+            "has no option 'answer_format'; it has partial_credit, .*, prompt, system_",
+        ),
     ]:
         with pytest.raises(TaskError, match=message) as error:
             load_task(mbpp(write, [1, 2], eval_size=1, task_options=options))
@@ -311,6 +315,7 @@ def humaneval_functions():
     rows = [json.loads(line) for line in HUMANEVAL.read_text().splitlines()]
     starts = [row["prompt"].rindex(f"def {row['entry_point']}") for row in rows]
     texts = [row["prompt"][at:] + row["canonical_solution"] for row, at in zip(rows, starts, strict=True)]
+    assert sum("List[" in text or "poly(" in text for text in texts) > 10  # which the prompts begin with
     return [(text, f"Here it is.\n\n```python\n{text}```\n") for text in texts]
 
 
@@ -321,36 +326,17 @@ def mbpp_solutions():
 
 
 @needs_humaneval
-def test_real_solutions_of_humaneval_pass():
-    check_solutions("humaneval", HUMANEVAL, humaneval_solutions(), sample=16)
-
-
-@needs_humaneval
-def test_functions_of_humaneval_need_not_repeat_what_the_prompt_begins_with():
-    functions = humaneval_functions()
-    used = [index for index, (text, _) in enumerate(functions) if "List[" in text or "poly(" in text]
-    assert len(used) > 10
-    check_solutions("humaneval", HUMANEVAL, functions, sample=16)
-
-
-@needs_mbpp
-def test_real_solutions_of_mbpp_pass(tmp_path):
-    shutil.copy(MBPP, tmp_path / "test.jsonl")
-    check_solutions("mbpp", tmp_path, mbpp_solutions(), sample=24)
-
-
-@needs_humaneval
-@pytest.mark.slow
 @pytest.mark.parametrize("solutions", [humaneval_solutions, humaneval_functions])
-def test_all_real_solutions_of_humaneval_pass(solutions):
-    check_solutions("humaneval", HUMANEVAL, solutions(), sample=1000)
+@pytest.mark.parametrize("sample", [16, ALL])
+def test_real_solutions_of_humaneval_pass(solutions, sample):
+    check_solutions("humaneval", HUMANEVAL, solutions(), sample)
 
 
 @needs_mbpp
-@pytest.mark.slow
-def test_all_real_solutions_of_mbpp_pass(tmp_path):
+@pytest.mark.parametrize("sample", [24, ALL])
+def test_real_solutions_of_mbpp_pass(tmp_path, sample):
     shutil.copy(MBPP, tmp_path / "test.jsonl")
-    check_solutions("mbpp", tmp_path, mbpp_solutions(), sample=1000)
+    check_solutions("mbpp", tmp_path, mbpp_solutions(), sample)
 
 
 @needs_mbpp

@@ -5,14 +5,13 @@ import runpy
 import sys
 from pathlib import Path
 
-import pandas
 import pytest
 import yaml
 from datasets import load_dataset
 
 from troll.study.embedded import WarmUp
 from troll.tasks import TaskConfig, load_task
-from troll.tasks.registry import _LOADERS
+from troll.tasks.registry import known_tasks
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tasks.md").read_text()
@@ -31,8 +30,8 @@ def test_the_page_shows_the_examples():
 
 
 def test_the_page_names_every_task():
-    for registration in _LOADERS.values():
-        assert f"`{registration.pattern.partition(':')[0].removesuffix('[')}" in PAGE, registration.pattern
+    for pattern in known_tasks():
+        assert f"`{pattern.partition(':')[0].removesuffix('[')}" in PAGE, pattern
 
 
 def test_the_yaml_example():
@@ -71,8 +70,6 @@ def test_the_script_for_trl(monkeypatch):
 
 
 def test_the_script_for_verl(hub, tmp_path, monkeypatch):
-    from troll.rewards.mathematics import compute_score
-
     monkeypatch.chdir(tmp_path)
     train, test = [{"question": "a?", "answer": "#### 1"}], [{"question": "b?", "answer": "#### 2"}]
     hub(("openai/gsm8k", "main"), train=train, test=test)
@@ -82,9 +79,5 @@ def test_the_script_for_verl(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     runpy.run_path(str(ROOT / script), run_name="__main__")
     for name, truth in (("train", "1"), ("test", "2")):
-        (row,) = pandas.read_parquet(f"data/gsm8k/{name}.parquet").to_dict("records")
+        (row,) = load_dataset("parquet", data_files=f"data/gsm8k/{name}.parquet", split="train")
         assert row["reward_model"] == {"style": "rule", "ground_truth": truth}
-        assert [message["role"] for message in row["prompt"]] == ["user"]
-        score = compute_score(row["data_source"], rf"\boxed{{{truth}}}", row["reward_model"]["ground_truth"])
-        assert score["score"] == 1.0
-        assert load_dataset("parquet", data_files=f"data/gsm8k/{name}.parquet", split="train").num_rows == 1

@@ -1,11 +1,9 @@
 import json
-import random
 
 import pytest
 
-from tests.tasks.conftest import DATA
+from tests.rewards.datasets import DATA
 from troll.tasks import TaskConfig, TaskError, load_task
-from troll.tasks import splits as splits_module
 from troll.tasks.mathematics import after_hashes, boxed_or_whole
 
 BOXED = r"Reason step by step, and put the final answer in \boxed{}."
@@ -59,22 +57,6 @@ def test_the_hub_is_named_where_rows_come_from_it(hub, folder):
     assert load_task(TaskConfig(task="gsm8k")).hub_dataset == "openai/gsm8k"
 
 
-def test_conversational_and_sizes(folder):
-    config = TaskConfig(task="gsm8k", dataset_path=folder(rows(5), rows(4, first=50)), train_size=2)
-    task = load_task(config, conversational=True)
-    assert (len(task.train_dataset), len(task.eval_dataset)) == (2, 4)
-    assert task.train_dataset[0]["prompt"] == [{"role": "user", "content": f"How much is 0 + 1000?\n{BOXED}"}]
-
-
-def test_one_file_holds_out_its_end(write):
-    path = write("rows.jsonl", rows(10))
-    task = load_task(TaskConfig(task="gsm8k", dataset_path=path, eval_size=4))
-    assert (len(task.train_dataset), len(task.eval_dataset)) == (6, 4)
-    assert task.eval_dataset["answer"][-1] == "1009"
-    with pytest.raises(TaskError, match="has 10 rows, not enough to hold out eval_size=10"):
-        load_task(TaskConfig(task="gsm8k", dataset_path=path, eval_size=10))
-
-
 def test_held_out_questions_are_dropped_from_training(folder):
     path = folder([*rows(5), rows(5)[4]], [{"question": " How  much is\n0 + 1000?", "answer": "#### 1000"}, *rows(2)])
     for eval_size in (1, 3):  # what is not evaluated today may be tomorrow
@@ -110,47 +92,12 @@ def test_a_row_without_an_answer_is_named_or_left_out(folder, row, message):
         assert load_task(config).train_dataset["answer"] == ["1000"]
 
 
-def test_files_that_cannot_be_used_are_one_line_errors(tmp_path):
-    (tmp_path / "broken.jsonl").write_text("not json\n")
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "notes.txt").write_text("x")
-    (tmp_path / "folder").mkdir()
-    for name, message in [
-        ("missing", "no such file or folder"),
-        ("broken.jsonl", "cannot read .*JSON"),
-        ("empty.jsonl", "cannot read .*: it (is empty|has no rows)"),
-        ("notes.txt", "is not one of .json, .jsonl, .parquet"),
-        ("folder", "must have one test file .*, found none"),
-    ]:
-        with pytest.raises(TaskError, match=message) as error:
-            load_task(TaskConfig(task="gsm8k", dataset_path=str(tmp_path / name)))
-        assert "\n" not in str(error.value)
-
-
-def test_without_a_network_the_local_copy_is_suggested(monkeypatch):
-    def unreachable(*arguments, **options):
-        raise ConnectionError("Couldn't reach the Hub\nover two lines")
-
-    monkeypatch.setattr(splits_module, "load_dataset", unreachable)
-    with pytest.raises(TaskError, match="connect to the network, or give a local copy with --dataset_path") as error:
-        load_task(TaskConfig(task="gsm8k"))
-    assert "\n" not in str(error.value)
-
-
-def test_columns_of_the_user_and_their_mistakes(write):
+def test_columns_of_the_user(write):
     given = [{"q": f"{n}?", "meta": {"result": f"#### {n}"}} for n in range(3)]
     path = write("rows.jsonl", given)
     options = {"columns": {"prompt": "q", "answer": "meta.result"}}
     task = load_task(TaskConfig(task="gsm8k", dataset_path=path, task_options=options, eval_size=1))
     assert task.train_dataset["answer"] == ["0", "1"]
-    for columns, message in [
-        ({}, "have no column 'problem' or 'question', only q, meta; name it with task_options {columns: {prompt: NAME"),
-        ({"prompt": "q", "answer": "meta.answer"}, "have no column 'meta.answer', only q, meta"),
-        ({"question": "q"}, "task 'gsm8k' reads no column 'question'; it reads prompt, answer"),
-    ]:
-        with pytest.raises(TaskError) as error:
-            load_task(TaskConfig(task="gsm8k", dataset_path=path, task_options={"columns": columns}, eval_size=1))
-        assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -314,33 +261,6 @@ def test_the_real_files_load_whole(name):
     for conversational in (False, True):
         task = load_task(TaskConfig(name, real(name), eval_size=None), conversational=conversational)
         assert (len(task.train_dataset), len(task.eval_dataset)) == FILES[name][1:]
-
-
-def check_golds(name, sample):
-    """The task's own answer, written as asked for, is a success for its own reward, and another one is none."""
-    task = load_task(TaskConfig(name, real(name), eval_size=None), conversational=True)
-    (success,) = task.reward_funcs
-    golds = [*task.train_dataset["answer"], *task.eval_dataset["answer"]]
-    golds = random.Random(0).sample(golds, min(sample, len(golds)))
-    for texts, score in (
-        ([rf"First \boxed{{1}}. So it is $\boxed{{{gold}}}$." for gold in golds], 1.0),
-        ([rf"It is {gold}, or \boxed{{{gold} + 1}}." for gold in golds], 0.0),
-        ([f"It is {gold}." for gold in golds], 0.0),
-    ):
-        completions = [[{"role": "assistant", "content": text}] for text in texts]
-        rewards = success(prompts=[""] * len(golds), completions=completions, answer=golds)
-        assert [gold for gold, reward in zip(golds, rewards, strict=True) if reward != score] == []
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_real_golds_score_one_and_others_zero(name):
-    check_golds(name, sample=60)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FILES)
-def test_all_real_golds_score_one_and_others_zero(name):
-    check_golds(name, sample=10_000)
 
 
 def test_solutions_of_gsm8k_count_by_their_end_alone():

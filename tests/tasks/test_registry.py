@@ -132,6 +132,15 @@ def test_config_refuses(arguments, message):
     assert "\n" not in str(error.value)
 
 
+def parsed(tmp_path, text, *arguments):
+    """The configuration that a recipe and the command line after it make."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    parser = TrlParser([TaskConfig])  # type: ignore[list-item]
+    (config,) = parser.parse_args_and_config(["--config", str(recipe), *arguments])
+    return config
+
+
 def test_config_parses_from_the_command_line_beside_trls():
     parser = TrlParser([TaskConfig, ModelConfig])  # type: ignore[list-item]
     config, _ = parser.parse_args_and_config(
@@ -143,35 +152,24 @@ def test_config_parses_from_the_command_line_beside_trls():
 
 
 def test_all_held_out_rows_are_null_in_yaml(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("task: math500\neval_size: null\n")
-    parser = TrlParser([TaskConfig])  # type: ignore[list-item]
-    assert parser.parse_args_and_config(["--config", str(recipe)]) == (TaskConfig("math500", eval_size=None),)
-    parser = TrlParser([TaskConfig])  # type: ignore[list-item]
-    assert parser.parse_args_and_config(["--eval_size", "7"]) == (TaskConfig(eval_size=7),)
+    text = "task: math500\neval_size: null\n"
+    assert parsed(tmp_path, text) == TaskConfig("math500", eval_size=None)
+    assert parsed(tmp_path, text, "--eval_size", "7") == TaskConfig("math500", eval_size=7)
 
 
 def test_config_parses_from_yaml(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("task: gsm8k\ndataset_path: data\ntask_options:\n  max_terms: 3\n")
-    parser = TrlParser([TaskConfig])  # type: ignore[list-item]
-    (config,) = parser.parse_args_and_config(["--config", str(recipe)])
-    assert config == TaskConfig(task="gsm8k", dataset_path="data", task_options={"max_terms": 3})
+    text = "task: gsm8k\ndataset_path: data\ntask_options:\n  max_terms: 3\n"
+    assert parsed(tmp_path, text) == TaskConfig(task="gsm8k", dataset_path="data", task_options={"max_terms": 3})
 
 
 def test_other_tasks_are_names_paths_or_mappings(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("eval_tasks:\n- amc23=a.jsonl\n- {task: math500, task_options: {answer_format: tag}}\n")
-    parser = TrlParser([TaskConfig])  # type: ignore[list-item]
-    (config,) = parser.parse_args_and_config(["--config", str(recipe), "--eval_size", "7"])
-    assert config.other_tasks() == [
+    text = "eval_tasks:\n- amc23=a.jsonl\n- {task: math500, task_options: {answer_format: tag}}\n"
+    assert parsed(tmp_path, text, "--eval_size", "7").other_tasks() == [
         TaskConfig("amc23", "a.jsonl", train_size=1, eval_size=7),
         TaskConfig("math500", task_options={"answer_format": "tag"}, train_size=1, eval_size=7),
     ]
     for given in ("own.yaml", ["own.yaml"]):
-        recipe.write_text(yaml.safe_dump({"eval_tasks": given}))
-        parser = TrlParser([TaskConfig])  # type: ignore[list-item]
-        (config,) = parser.parse_args_and_config(["--config", str(recipe)])
+        config = parsed(tmp_path, yaml.safe_dump({"eval_tasks": given}))
         assert config.other_tasks() == [TaskConfig("own.yaml")]
 
 

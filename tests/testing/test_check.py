@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.tolerance import within
 from troll import Logits, PackedPolicy, TrustRegionStep, capture, trust_region_step
-from troll.testing import IGNORED, METRICS, VOCAB_SIZE, Case, Update, make_case
+from troll.testing import IGNORED, METRICS, Case, Update, make_case
 from troll.testing import check_adapter as check
 from troll.testing.reference import mistakes, reference, tolerance_of
 
@@ -32,7 +32,7 @@ class Plain:
         labels: How far from a position the token is that its logits are taken to be about.
         old_temperature: At which it captures, or None for that of the case.
         prompts_count: Whether the tokens of the prompt do.
-        by_position: Whether old policies are handed out in an order of their own.
+        by_position: Whether micro-batches get the old policies in the order of the rollout.
         share: Of the update that a micro-batch of its own would make; None for the mini-batch's normalisation.
         regression: The aggregation of the regression, or None for that of the policy term.
         aggregation: That of the policy term.
@@ -60,7 +60,7 @@ class Plain:
             policy = capture(source, labels, top_k=case.top_k, mass_threshold=case.mass_threshold)
             kept.append(PackedPolicy.of(policy))
         loss, sums = torch.zeros(()), dict.fromkeys(METRICS, 0.0)
-        arrived = iter(sorted(kept, key=lambda policy: -policy.shape.numel()))
+        arrived = iter(kept)
         for numbers in case.micro_batches:
             terms = [self.terms(case, number, next(arrived) if self.by_position else kept[number], new_table, sums)
                      for number in numbers]  # fmt: skip
@@ -151,7 +151,7 @@ WRONG: dict[str, tuple[Plain, str, str]] = {
     "aggregation": (Plain(aggregation="token_mean"), "equal policies", "the aggregation is token_mean"),
     "raw ratio": (Plain(step_as=raw), "a bound that is reached", "taken from raw log-probabilities"),
     "summed micro-batches": (Plain(share=1.0), "two micro-batches", "one by one and then summed"),
-    "shuffled": (Plain(by_position=True), "equal policies|two micro-batches", "Likely"),
+    "by position": (Plain(by_position=True), "two micro-batches", "Likely, old policies are matched by position"),
     "prompt": (Plain(prompts_count=True), "equal policies", "tokens of the prompt count"),
     "weights": (
         Plain(step_as=lambda step, old, advantages: dataclasses.replace(step, log_ratio=0.9 * step.log_ratio)),
@@ -166,24 +166,6 @@ def test_a_mistake_is_named(name: str) -> None:
     adapter, requirement, mistake = WRONG[name]
     with pytest.raises(AssertionError, match=rf"(?s)({requirement}).*{mistake}"):
         check(adapter)
-
-
-def test_old_policies_matched_by_position_fail_in_two_micro_batches() -> None:
-    """In the order of the rollout they are right."""
-
-    @dataclasses.dataclass(frozen=True)
-    class InOrder(Plain):
-        def __call__(self, case: Case, /) -> Update:
-            if len(case.micro_batches) == 1:
-                return Plain()(case)
-            # The update's samples, with the old policies that the rollout's first ones have.
-            order = [number for numbers in case.micro_batches for number in numbers]
-            at = torch.arange(VOCAB_SIZE)
-            at[list({int(x) for x in case.samples[order[0]].token_ids})] = int(case.samples[0].token_ids[0])
-            return Plain()(dataclasses.replace(case, old_table=case.old_table[at]))
-
-    with pytest.raises(AssertionError, match=r"two micro-batches.*Likely, old policies are matched by position"):
-        check(InOrder())
 
 
 def beyond_the_usual(case: Case) -> Tensor:

@@ -1,4 +1,4 @@
-"""What every test of the TRL adapter shares: no network, tiny models saved once."""
+"""What every test of the TRL adapter shares: tiny models saved once."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 
@@ -37,7 +34,7 @@ MODELS = ("llama", "gemma2")
 def left_by_two(
     model_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., list[dict[str, Any]]]:
-    """What either of two processes left for a test file, by back end: ``left_by_two("fsdp", "critic")``.
+    """What either of two processes left for a test file, by back end: `left_by_two("fsdp", "critic")`.
 
     They are launched once in a session, for whichever of pytest-xdist's processes asks first.
     """
@@ -54,5 +51,5 @@ def left_by_two(
 
 @pytest.fixture
 def make(model_path: Callable[[str], Path], tmp_path: Path) -> tiny.Maker:
-    """Builds a trainer: ``make(TrollTrainer, "llama", kl_bound=0.1)``."""
+    """Builds a trainer: `make(TrollTrainer, "llama", kl_bound=0.1)`."""
     return tiny.Maker(model_path, tmp_path)

@@ -38,6 +38,12 @@ def completion_logits(model: Any, inputs: dict[str, Any], temperature: float) ->
     return logits[:, -inputs["completion_ids"].shape[1] - 1 : -1].double() / temperature
 
 
+def completion_log_probs(model: Any, inputs: dict[str, Any], temperature: float = 1.0) -> Tensor:
+    """(B, T) float64 log-probabilities of the completion's tokens."""
+    log_probs = completion_logits(model, inputs, temperature).log_softmax(-1)
+    return log_probs.gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
+
+
 def support(log_probs: Tensor, sampled: int, top_k: int, mass_threshold: float) -> list[int]:
     """The most likely tokens until they cover the mass, at most top_k; the sampled one in the last place if need be."""
     order = sorted(range(len(log_probs)), key=lambda v: (-float(log_probs[v]), v))
@@ -118,6 +124,13 @@ def tokens(new_logits: Tensor, old_logits: Tensor, inputs: dict[str, Any], args:
         ]
         for b in range(new_logits.shape[0])
     ]
+
+
+def with_tools(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same micro-batch, every third token written by a tool."""
+    tool_mask = torch.ones_like(inputs["completion_mask"])
+    tool_mask[:, 1::3] = 0
+    return inputs | {"tool_mask": tool_mask}
 
 
 def scored_mask(inputs: dict[str, Any]) -> Tensor:

@@ -61,9 +61,6 @@ OTHERS = {
 #: Models by their heads.
 HEADS = ("plain", "tied", "biased")
 
-#: What a packed policy holds.
-TENSORS = ("token_ids", "log_probs", "counts", "tail_log_prob", "slot")
-
 
 class SameRollouts(TrollTrainer):
     """Draws the same completions for the same prompts, in however many processes, and keeps what it captured."""
@@ -129,15 +126,8 @@ def train(make: tiny.Maker, name: str, processes: int, model: str = "llama") -> 
         "gradients": keep.gradients,
         "log": [entry for entry in trainer.state.log_history if "loss" in entry],
         "shards": all(is_sharded(parameter) for parameter in trainer.model.parameters()),
-        "old policies survive": same(trainer.captured, trainer.policies()),
+        "old policies survive": tiny.same_policies(trainer.captured, trainer.policies()),
     }
-
-
-def same(captured: list[Any], now: list[Any]) -> bool:
-    """Whether policies are, bit by bit, what they were."""
-    assert captured
-    pairs = [(getattr(a, f), getattr(b, f)) for a, b in zip(captured, now, strict=True) for f in TENSORS]
-    return all(torch.equal(before, after) for before, after in pairs)
 
 
 class NumberIsAnswer(Grader):

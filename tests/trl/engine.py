@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections import deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+import trl.trainer.grpo_trainer
 
 from tests.trl.tiny import COMMON
 
@@ -91,6 +94,12 @@ class EngineGeneration:
         completions = [self.engine.complete(prompt, self.logprobs) for prompt in prompts]
         ids, log_probs, token_ids = (list(part) for part in zip(*completions, strict=True))
         return prompts, ids, log_probs, token_ids
+
+
+def take_the_place_of_vllm(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+    """Has trainers with `use_vllm` sample from an engine."""
+    make = functools.partial(EngineGeneration, engine)
+    monkeypatch.setattr(trl.trainer.grpo_trainer, "VLLMGeneration", make)
 
 
 @dataclass

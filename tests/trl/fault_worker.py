@@ -1,4 +1,4 @@
-"""Runs of test_faults, each in processes of its own: ``accelerate launch -m tests.trl.fault_worker ...``."""
+"""Runs of test_faults, each in processes of its own: `accelerate launch -m tests.trl.fault_worker ...`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class KeepState(TrainerCallback):
             f"{kind} {name}": value.clone()
             for kind, model in models.items()
             for name, value in accelerator.unwrap_model(model).state_dict().items()
-        } | {"bound": torch.tensor(self.trainer.kl_bound.value)}
+        } | {"bound": torch.tensor(self.trainer.updates.kl_bound.value)}
 
 
 def train(model_path: Path, output_dir: Path, place: str, resume: bool | str | None, **settings: Any) -> dict[str, Any]:

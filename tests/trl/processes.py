@@ -1,11 +1,10 @@
-"""Two processes with gloo on the CPU, as ``accelerate launch`` starts them with the configurations that are shipped."""
+"""Two processes with gloo on the CPU, as `accelerate launch` starts them with the configurations that are shipped."""
 
 from __future__ import annotations
 
 import fcntl
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from troll.recipes import accelerate
 
@@ -25,13 +25,6 @@ CONFIGURATIONS = {"ddp": "ddp", "fsdp": "fsdp2", "zero3": "zero3"}
 ON_CPU = ["--num_processes", "2", "--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def environment(mode: str) -> dict[str, str]:
     """That of the launcher. DeepSpeed, unlike accelerate's other back ends, calls a CPU a device if it is told to."""
     own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -42,15 +35,15 @@ def environment(mode: str) -> dict[str, str]:
 
 
 def command(mode: str, *options: str) -> list[str]:
-    """``accelerate launch`` of two processes; what is to be launched follows."""
+    """`accelerate launch` of two processes; what is to be launched follows."""
     configuration = ["--config_file", str(accelerate.find(CONFIGURATIONS[mode]))]
     return [sys.executable, "-m", "accelerate.commands.launch", *configuration, *ON_CPU, *options]
 
 
 def run(mode: str, module: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs ``-m module arguments`` in two processes, to its end."""
+    """Runs `-m module arguments` in two processes, to its end."""
     for _ in range(2):  # somebody else may have taken the port
-        port = ["--main_process_port", str(free_port())]
+        port = ["--main_process_port", str(get_free_port())]
         done = subprocess.run(
             [*command(mode, *port), "-m", module, *arguments],
             cwd=ROOT,
@@ -83,12 +76,12 @@ def launch_once(mode: str, part: str, folder: Path, models: dict[str, Path]) -> 
 
 
 def launch(worker: str, mode: str, arguments: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Runs ``-m worker arguments`` in two processes, and loads ``folder/RANK.pt``, what either left."""
+    """Runs `-m worker arguments` in two processes, and loads `folder/RANK.pt`, what either left."""
     done = run(mode, worker, arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return loaded(folder)
 
 
 def loaded(folder: Path) -> list[dict[str, Any]]:
-    """``RANK.pt`` of both processes."""
+    """`RANK.pt` of both processes."""
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]

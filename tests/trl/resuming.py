@@ -6,6 +6,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from torch.testing import assert_close
+
 from tests.trl import tiny
 from tests.trl.sharding import weights
 from troll.trl import TrollTrainer
@@ -33,7 +35,7 @@ SHARDS_ALONE = {
 def interrupted(make: tiny.Maker, folder: Path, **settings: Any) -> dict[str, Any]:
     """Weights and log of four updates, and of the last two again from the checkpoint.
 
-    The model that comes out is saved in ``folder/model``.
+    The model that comes out is saved in `folder/model`.
     """
     results: dict[str, Any] = {}
     for name in ("without a break", "resumed"):
@@ -46,3 +48,11 @@ def interrupted(make: tiny.Maker, folder: Path, **settings: Any) -> dict[str, An
         results[name] = {"weights": weights(trainer.accelerator.unwrap_model(trainer.model_wrapped)), "log": log}
     trainer.save_model(str(folder / "model"))
     return results | {"warnings": [str(warning.message) for warning in said]}
+
+
+def resumed_exactly(runs: dict[str, Any]) -> list[dict[str, Any]]:
+    """The log since the interruption, which with the weights is bit by bit that of the run without a break."""
+    expected, resumed = runs["without a break"], runs["resumed"]
+    assert resumed["log"] == expected["log"]
+    assert_close(resumed["weights"], expected["weights"], rtol=0, atol=0)
+    return resumed["log"]

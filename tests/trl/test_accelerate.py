@@ -14,10 +14,11 @@ import transformers
 from accelerate import ParallelismConfig
 from packaging.version import Version
 from safetensors.torch import load_file
+from torch.distributed.elastic.utils.distributed import get_free_port
 from transformers import AutoModelForCausalLM
 
 from tests.trl.distributed_worker import OTHERS, train
-from tests.trl.processes import ROOT, command, environment, free_port
+from tests.trl.processes import ROOT, command, environment
 from tests.trl.test_distributed import assert_exact_resume, assert_same_metrics, assert_same_updates
 from tests.trl.tiny import assert_same_gradients
 from troll.trl.checks import refuse_an_empty_reference, refuse_model_parallelism, warn_about_saving
@@ -100,8 +101,7 @@ def test_a_back_end_that_saves_shards_alone_is_warned_about(recwarn, plugins, mo
 @pytest.fixture(scope="module", params=["ddp", "fsdp", "zero3"])
 def the_rest(request: pytest.FixtureRequest, left_by_two: Any) -> list[dict[str, Any]]:
     """What either process returned."""
-    results: list[dict[str, Any]] = left_by_two(request.param, "distributed", "the rest")
-    return results
+    return left_by_two(request.param, "distributed", "the rest")
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ DEVICE = {"ddp": ["--use_cpu", "true"], "zero3": ["--use_cpu", "false"]}
 
 
 def start(mode: str, folder: Path, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """``troll train quickstart`` in two processes, as docs/trl.md has it."""
+    """`troll train quickstart` in two processes, as docs/trl.md has it."""
     training = ["-m", "troll.cli", "train", "quickstart", *RUN, *DEVICE[mode], "--output_dir", str(folder), *arguments]
     return subprocess.Popen(
         [*command(mode, *options), *training],
@@ -175,7 +175,7 @@ def test_troll_train_resumes_exactly_in_new_processes(mode, tmp_path):
         pytest.importorskip("deepspeed")
     elif Version(transformers.__version__) < Version("5.18"):
         pytest.skip("before transformers 5.18, Trainer loads to cpu:0 where several processes resume on a CPU")
-    ports = [("--main_process_port", str(free_port())) for _ in range(2)]
+    ports = [("--main_process_port", str(get_free_port())) for _ in range(2)]
     finish(start(mode, tmp_path / "whole", options=ports[0]))
     checkpoint = str(tmp_path / "whole" / "checkpoint-2")
     finish(start(mode, tmp_path / "resumed", "--resume_from_checkpoint", checkpoint, options=ports[1]))
@@ -185,8 +185,8 @@ def test_troll_train_resumes_exactly_in_new_processes(mode, tmp_path):
 @pytest.mark.slow
 def test_two_machines_make_the_run_of_one(tmp_path):
     """Two launchers of one process each, which meet at an address, as on two machines."""
-    port = str(free_port())
+    port = str(get_free_port())
     machines = ("--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port)
     finish(*(start("ddp", tmp_path / "two", options=(*machines, "--machine_rank", str(rank))) for rank in range(2)))
-    finish(start("ddp", tmp_path / "one", options=("--main_process_port", str(free_port()))))
+    finish(start("ddp", tmp_path / "one", options=("--main_process_port", str(get_free_port()))))
     assert_same_gradients(model_of(tmp_path / "two"), model_of(tmp_path / "one"), 0)

@@ -82,20 +82,6 @@ def test_a_batch_that_nobody_scored_has_no_advantage(estimator):
     assert advantages.tolist() == [0.0] * 6
 
 
-@pytest.mark.parametrize("estimator", [rloo, reinforce_plus_plus_baseline])
-def test_group_baselines_need_groups(estimator):
-    with pytest.raises(ValueError, match=r"num_generations must be at least 2 .* got 1"):
-        estimator(torch.ones(4), 1, ONES[:4])
-    with pytest.raises(ValueError, match=r"whole groups of num_generations=3, got 4 rewards"):
-        estimator(torch.ones(4), 3, ONES[:4])
-
-
-def test_the_registry_says_what_an_estimator_needs():
-    assert {name for name, estimator in ESTIMATORS.items() if estimator.needs_critic} == {"gae"}
-    assert not ESTIMATORS["reinforce_plus_plus"].needs_group
-    assert ESTIMATORS["group"].of_sequences is None
-
-
 def test_whitened_values_have_mean_zero_and_variance_one():
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(5, 7, generator=generator, dtype=torch.float64) * 3 + 100
@@ -104,8 +90,6 @@ def test_whitened_values_have_mean_zero_and_variance_one():
     close(whitened[mask].mean(), 0)
     close(whitened[mask].var(correction=0), 1)
     assert not whitened[~mask].any()
-    kept = whiten(values, mask, shift_mean=False)
-    close(kept[mask], whitened[mask] + values[mask].mean())
 
 
 def test_whitening_in_float32_keeps_a_small_variance_beside_a_large_mean():
@@ -164,17 +148,6 @@ def test_gae_with_lambda_one_has_the_rewards_to_go_as_returns():
     advantages, returns = gae(rewards, values, mask, 1, 1)
     close(returns, [[6, 5, 3], [10, 0, 6]])
     close(advantages, [[-1, -3, -6], [9, 0, 3]])
-
-
-def test_gae_with_lambda_zero_is_the_temporal_difference():
-    advantages, _ = gae(float64([[0, 0, 2]]), float64([[1, 3, 5]]), torch.ones(1, 3), 0.5, 0)
-    close(advantages, [[0.5 * 3 - 1, 0.5 * 5 - 3, 2 - 5]])
-
-
-@pytest.mark.parametrize(("gamma", "lam", "name"), [(1.1, 1, "gamma"), (1, -0.1, "lam"), (NAN, 1, "gamma")])
-def test_gae_refuses_numbers_out_of_range(gamma, lam, name):
-    with pytest.raises(ValueError, match=rf"{name} must be in \[0, 1\]"):
-        gae(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), gamma, lam)
 
 
 def test_gae_refuses_shapes_that_differ():

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import trl.trainer.grpo_trainer
 from peft import LoraConfig
 from trl import GRPOTrainer
 
 import troll
 from tests.tolerance import rounding, within
 from tests.trl import tiny
-from tests.trl.engine import Engine, EngineGeneration, RolloutFunc
+from tests.trl.engine import Engine, EngineGeneration, RolloutFunc, take_the_place_of_vllm
 from tests.trl.tiny import logged, move
 from troll.trl import TrollConfig, TrollTrainer
 from troll.trl.anchor import (
@@ -27,7 +26,6 @@ from troll.trl.anchor import (
     engine_settings,
     report_top_log_probs,
     reporting_rollout_func,
-    vocabulary_size,
 )
 from troll.trust_region.policy.packed import PackedPolicy
 
@@ -56,6 +54,12 @@ def reporting(number: int = 8, **settings: Any) -> tuple[Any, EngineReports]:
     vllm, reports = generation(**settings), EngineReports()
     report_top_log_probs(vllm, number, reports)
     return vllm, reports
+
+
+def completed(vllm: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Completions, and the rows of their tokens."""
+    _, completion_ids, entries, _ = vllm.generate(prompts, None, 1)
+    return completion_ids, [[entry[0] for entry in completion] for completion in entries]
 
 
 def padded(lists: list[list[int]], length: int) -> torch.Tensor:
@@ -157,9 +161,8 @@ def test_a_rollout_function_may_hand_on_what_vllm_reported():
     vllm, reports = reporting(4)
 
     def function(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        prompt_ids, completion_ids, rows, _ = vllm.generate(prompts, None, 1)
-        first = [[entries[0] for entries in completion] for completion in rows]
-        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": first}
+        completion_ids, rows = completed(vllm, prompts)
+        return {"prompt_ids": prompts, "completion_ids": completion_ids, "logprobs": rows}
 
     output = reporting_rollout_func(function, reports)(PROMPTS, None)
     assert list(chain.from_iterable(output["logprobs"])) == list(range(1, 1 + sum(map(len, output["completion_ids"]))))
@@ -184,8 +187,7 @@ def test_a_rollout_function_that_reports_nothing_is_refused(left_out):
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_the_policies_are_those_that_sampled_the_tokens(temperature):
     vllm, reports = reporting(temperature=temperature)
-    _, completion_ids, entries, _ = vllm.generate(PROMPTS, None, 1)
-    rows = [[entry[0] for entry in completion] for completion in entries]
+    completion_ids, rows = completed(vllm, PROMPTS)
     length = 3 + max(len(ids) for ids in completion_ids)  # TRL pads to a multiple
     policies = policies_of(reports, rows, completion_ids, length)
     log_probs = reports.log_probs(padded(rows, length))
@@ -211,16 +213,12 @@ def test_the_policies_are_those_that_sampled_the_tokens(temperature):
 def test_reports_stay_with_their_tokens_over_tool_calls():
     """TRL joins the turns, with zeros for the tools' tokens, and cuts the last one."""
     vllm, reports = reporting()
-    _, completion_ids, entries, _ = vllm.generate([[1, 5], [1, 9]], None, 1)
-    first = [[entry[0] for entry in completion] for completion in entries]
+    completion_ids, first = completed(vllm, [[1, 5], [1, 9]])
     tool = [20, 21, 22]
-    after = [1, 5, *completion_ids[0], *tool]
-    _, (more_ids,), (more,), _ = vllm.generate([after], None, 1)
+    (more_ids,), (more,) = completed(vllm, [[1, 5, *completion_ids[0], *tool]])
     assert len(more_ids) > 1
-    more_ids, more = more_ids[:-1], [entry[0] for entry in more][:-1]
-
-    tokens = [completion_ids[0] + tool + more_ids, completion_ids[1]]
-    rows = [first[0] + [0] * 3 + more, first[1]]
+    tokens = [completion_ids[0] + tool + more_ids[:-1], completion_ids[1]]
+    rows = [first[0] + [0] * 3 + more[:-1], first[1]]
     policy = policies_of(reports, rows, tokens, 20)[0].unpack()
     with torch.no_grad():
         logits = vllm.engine.model(torch.tensor([[1, 5, *tokens[0]]])).logits[0, 1:-1]
@@ -234,8 +232,7 @@ def test_reports_stay_with_their_tokens_over_tool_calls():
 
 def test_unknown_tokens_have_a_policy_that_says_nothing():
     vllm, reports = reporting(unknown=3)
-    _, completion_ids, entries, _ = vllm.generate(PROMPTS, None, 1)
-    rows = [[entry[0] for entry in completion] for completion in entries]
+    completion_ids, rows = completed(vllm, PROMPTS)
     assert list(chain.from_iterable(rows)).count(0) == sum(map(len, completion_ids)) // 3 > 0
     assert reports.log_probs(padded(rows, 9)).isfinite().all()
     for ids, packed in zip(completion_ids, policies_of(reports, rows, completion_ids, 9), strict=True):
@@ -312,12 +309,6 @@ def test_the_engines_settings_are_read_where_trl_keeps_them(make, mode):
     assert engine_settings(vllm) == {"logprobs_mode": "processed_logprobs", "max_logprobs": 20}
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_the_vocabulary_is_the_language_models(architecture):
-    model = tiny.make_model(architecture)
-    assert vocabulary_size(model) == model.get_output_embeddings().weight.shape[0]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Training
 
@@ -327,30 +318,15 @@ MakeAnchored = Callable[..., TrollTrainer]
 
 
 @pytest.fixture(params=["rollout_func", "vllm"])
-def anchored(request, make, monkeypatch, tmp_path) -> MakeAnchored:
+def anchored(request, make, monkeypatch) -> MakeAnchored:
     """Builds a trainer around an engine, which generates as a rollout function or in vLLM's place."""
 
-    def build(engine: Engine, *, peft: bool = False, **settings: Any) -> TrollTrainer:
-        settings = {"output_dir": str(tmp_path), **tiny.DEFAULTS, "anchor": "rollout", "support_top_k": 8} | settings
-        rollout_func = None
+    def build(engine: Engine, **settings: Any) -> TrollTrainer:
+        settings = {"anchor": "rollout", "support_top_k": 8, "kl_bound": KL_BOUND} | settings
         if request.param == "vllm":
-            settings |= {"use_vllm": True, "vllm_mode": "colocate"}
-            monkeypatch.setattr(
-                trl.trainer.grpo_trainer,
-                "VLLMGeneration",
-                lambda **keywords: EngineGeneration(engine, **keywords),
-            )
-        else:
-            rollout_func = RolloutFunc(engine)
-        return TrollTrainer(
-            model=make.model(),
-            reward_funcs=tiny.reward,
-            args=TrollConfig(**{"kl_bound": KL_BOUND} | settings),
-            train_dataset=tiny.make_dataset(),
-            processing_class=tiny.make_tokenizer(),
-            rollout_func=rollout_func,
-            peft_config=LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM") if peft else None,
-        )
+            take_the_place_of_vllm(monkeypatch, engine)
+            return make(use_vllm=True, vllm_mode="colocate", **settings)
+        return make(rollout_func=RolloutFunc(engine), **settings)
 
     return build
 
@@ -448,7 +424,8 @@ def test_a_reference_is_still_scored(anchored, steps_per_generation):
 
     With LoRA the reference is the trained model with its adapter off.
     """
-    trainer = anchored(Engine(), beta=0.1, steps_per_generation=steps_per_generation, peft=True)
+    peft = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    trainer = anchored(Engine(), beta=0.1, steps_per_generation=steps_per_generation, peft_config=peft)
     forwards = count_forwards(trainer)
     inputs = tiny.rollout(trainer)[0]
     assert forwards == [4] * steps_per_generation, "the reference's alone"

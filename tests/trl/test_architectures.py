@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSe
 
 from tests.tolerance import within
 from tests.trl import tiny, vision
-from tests.trl.tiny import logged, loss_and_gradients, make_tokenizer, rollout
+from tests.trl.tiny import changed, logged, loss_and_gradients, make_tokenizer, parameters, rollout
 from troll.rewards.preference import load_reward_model
 from troll.tasks import TaskConfig, load_task
-from troll.trl import TrollConfig, TrollTrainer
+from troll.trl import TrollTrainer
 from troll.trl.trainer import OLD_POLICY
 
 BOUND = 1e-3
@@ -28,14 +28,6 @@ def assert_the_trust_region_acts_and_bounds(trainer: Any) -> None:
     assert min(logged(trainer, "trust_region/projected_fraction")[1::2]) > 0
     assert max(logged(trainer, "trust_region/kl_after_max")) <= BOUND * (1 + within(1e-3))
     assert max(logged(trainer, "trust_region/nonfinite")) == 0
-
-
-def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def changed(before: dict[str, torch.Tensor], model: torch.nn.Module) -> set[str]:
-    return {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
 
 
 # Mixtures of experts
@@ -87,33 +79,26 @@ def test_the_router_loss_is_part_of_the_loss(make, architecture):
 # Vision-language models
 
 
-def vision_trainer(family: str, output_dir: Path, **settings: Any) -> TrollTrainer:
-    arguments = {**tiny.DEFAULTS, "kl_bound": BOUND, "output_dir": str(output_dir), **settings}
-    return TrollTrainer(
-        vision.make_model(family),
-        tiny.reward,
-        TrollConfig(**arguments),
-        train_dataset=vision.make_dataset(),
-        processing_class=vision.make_processor(family),
-    )
+def vision_trainer(make: tiny.Maker, family: str, **settings: Any) -> TrollTrainer:
+    data = {"train_dataset": vision.make_dataset(), "processing_class": vision.make_processor(family)}
+    return make(model=vision.make_model(family), kl_bound=BOUND, **data, **settings)
 
 
 @pytest.mark.parametrize("family", vision.FAMILIES)
-def test_a_vision_language_model_trains_and_saves(tmp_path, family):
-    trainer = vision_trainer(family, tmp_path, save_strategy="steps", save_steps=2)
+def test_a_vision_language_model_trains_and_saves(make, tmp_path, family):
+    trainer = vision_trainer(make, family, save_strategy="steps", save_steps=2)
     before = parameters(trainer.model)
     trainer.train()
     assert_the_trust_region_acts_and_bounds(trainer)
     assert any(".vision_model." in name or ".visual." in name for name in changed(before, trainer.model))
     saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "checkpoint-4", dtype=torch.float32)
-    for name, parameter in trainer.model.state_dict().items():
-        assert torch.equal(saved.state_dict()[name], parameter), name
+    torch.testing.assert_close(saved.state_dict(), trainer.model.state_dict(), rtol=0, atol=0)
     assert (tmp_path / "checkpoint-4" / "processor_config.json").is_file()
 
 
 @pytest.mark.parametrize("family", vision.FAMILIES)
-def test_images_reach_the_policies_and_gradients_reach_the_vision_tower(tmp_path, family):
-    trainer = vision_trainer(family, tmp_path)
+def test_images_reach_the_policies_and_gradients_reach_the_vision_tower(make, family):
+    trainer = vision_trainer(make, family)
     (micro_batch, _) = rollout(trainer)
     tiny.move(trainer.model, 0.05)
     loss, gradient = loss_and_gradients(trainer, micro_batch)
@@ -125,10 +110,10 @@ def test_images_reach_the_policies_and_gradients_reach_the_vision_tower(tmp_path
 
 
 @pytest.mark.parametrize("family", vision.FAMILIES)
-def test_shuffling_and_splitting_keep_images_and_policies_together(tmp_path, family):
+def test_shuffling_and_splitting_keep_images_and_policies_together(make, family):
     """The policy never moves here, so one beside another one's image would be seen as a divergence."""
     trainer = vision_trainer(
-        family, tmp_path, per_device_train_batch_size=2, steps_per_generation=4, max_steps=8, learning_rate=0.0
+        make, family, per_device_train_batch_size=2, steps_per_generation=4, max_steps=8, learning_rate=0.0
     )
     trainer.train()
     before = logged(trainer, "trust_region/kl_before_max")

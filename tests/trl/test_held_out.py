@@ -226,15 +226,6 @@ def test_a_greedy_evaluation_repeats_itself_and_training_goes_on_sampling(make):
     assert trainer.generation_config.do_sample
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"eval_temperature": -1.0}, "eval_temperature"), ({"eval_temperature": 0.0}, "num_generations_eval=1")],
-)
-def test_wrong_temperatures_are_refused(make, changes, message):
-    with pytest.raises(ValueError, match=message):
-        evaluate(make, **changes)
-
-
 def test_vllm_samples_at_the_temperature_of_the_evaluation():
     trainer = SimpleNamespace(use_vllm=True, vllm_generation=SimpleNamespace(temperature=1.0))
     with sampling_temperature(trainer, 0.0):

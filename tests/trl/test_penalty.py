@@ -99,11 +99,7 @@ ADAPTIVE: dict[str, Any] = {"surrogate": "kl_penalty", "kl_penalty_target": 1e-6
 def test_a_resumed_run_goes_on_with_the_weight(make, tmp_path):
     """Bit for bit, after the weight has changed."""
     results = resuming.interrupted(make, tmp_path, **ADAPTIVE)
-    whole, resumed = results["without a break"], results["resumed"]
-    assert [entry[WEIGHT] for entry in whole["log"]] == [2, 2]
-    assert whole["log"] == resumed["log"]
-    for name, weight in whole["weights"].items():
-        assert torch.equal(weight, resumed["weights"][name]), name
+    assert [entry[WEIGHT] for entry in resuming.resumed_exactly(results)] == [2, 2]
 
 
 def test_a_fixed_weight_is_the_settings_in_a_resumed_run_too(make, tmp_path):

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import trl.trainer.grpo_trainer
 from datasets import IterableDataset
 
 from tests.tolerance import within
 from tests.trl import tiny
-from tests.trl.engine import Engine, EngineGeneration, RolloutFunc
+from tests.trl.engine import Engine, RolloutFunc, take_the_place_of_vllm
 from tests.trl.resampling_worker import SETTINGS, dataset, reward
-from tests.trl.resuming import interrupted
+from tests.trl.resuming import interrupted, resumed_exactly
 from troll.huggingface.policies import capture
-from troll.trl import TrollConfig, TrollTrainer
+from troll.trl import TrollTrainer
 from troll.trl.old_policy import OLD_POLICY
 from troll.trl.resampling import draw, equal_groups
 
@@ -25,8 +24,7 @@ GROUP = SETTINGS["num_generations"]
 
 
 def make_one(make: tiny.Maker, **settings: Any) -> TrollTrainer:
-    trainer: TrollTrainer = make(**{"reward_funcs": reward, "train_dataset": dataset(), **SETTINGS, **settings})
-    return trainer
+    return make(**{"reward_funcs": reward, "train_dataset": dataset(), **SETTINGS, **settings})
 
 
 def texts(rollout: dict[str, Any], name: str) -> list[str]:
@@ -197,10 +195,7 @@ def test_without_equal_rewards_nothing_changes(make):
 def test_a_resumed_run_samples_the_same_groups(make, tmp_path):
     settings = {"resampling_rounds": 4, "num_generations": 2, "ddp_backend": None}
     runs = interrupted(make, tmp_path, reward_funcs=reward, train_dataset=dataset(), **settings)
-    expected, resumed = runs["without a break"], runs["resumed"]
-    assert expected["log"] == resumed["log"]
-    assert max(entry.get("resampling/rounds", 0) for entry in resumed["log"]) > 0
-    assert all(torch.equal(resumed["weights"][name], weight) for name, weight in expected["weights"].items())
+    assert max(entry.get("resampling/rounds", 0) for entry in resumed_exactly(runs)) > 0
 
 
 def test_rollouts_of_one_run_draw_different_prompts(make):
@@ -211,10 +206,7 @@ def test_rollouts_of_one_run_draw_different_prompts(make):
 
 
 def test_vllm_generates_the_rounds(make, monkeypatch):
-    engine = Engine()
-    monkeypatch.setattr(
-        trl.trainer.grpo_trainer, "VLLMGeneration", lambda **keywords: EngineGeneration(engine, **keywords)
-    )
+    take_the_place_of_vllm(monkeypatch, Engine())
     trainer = make_one(make, use_vllm=True, vllm_mode="colocate")
     rollout = tiny.rolled_out(trainer)
     assert trainer._metrics["train"]["resampling/rounds"][0] >= 1
@@ -227,18 +219,15 @@ def test_vllm_generates_the_rounds(make, monkeypatch):
 @pytest.fixture(scope="module")
 def two_processes(left_by_two: Any) -> list[dict[str, Any]]:
     """What either process left."""
-    results: list[dict[str, Any]] = left_by_two("ddp", "resampling")
-    return results
+    return left_by_two("ddp", "resampling")
 
 
 def test_two_processes_resume_exactly(two_processes):
     """With rollouts of older weights too."""
     for result in two_processes:
-        expected, resumed = result["interrupted"]["without a break"], result["interrupted"]["resumed"]
-        assert expected["log"] == resumed["log"]
-        assert max(entry.get("resampling/rounds", 0) for entry in resumed["log"]) > 0
-        assert max(entry.get("sampling/rollouts_behind", 0) for entry in resumed["log"]) == 1
-        assert all(torch.equal(resumed["weights"][name], weight) for name, weight in expected["weights"].items())
+        log = resumed_exactly(result["interrupted"])
+        assert max(entry.get("resampling/rounds", 0) for entry in log) > 0
+        assert max(entry.get("sampling/rollouts_behind", 0) for entry in log) == 1
 
 
 def test_two_processes_share_groups(two_processes):
@@ -262,34 +251,13 @@ def test_two_processes_share_groups(two_processes):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("arguments", "message"),
     [
-        ({"resampling_rounds": -1}, "resampling_rounds must be an integer, at least 0, got -1"),
-        ({"resampling_rounds": 1.5}, r"resampling_rounds must be an integer, at least 0, got 1\.5"),
-        ({"advantage_estimator": "gae"}, "'gae' learns: set it to 0, or use one of group, reinforce_plus_plus_base"),
-        ({"advantage_estimator": "reinforce_plus_plus", "num_generations": 1}, "'reinforce_plus_plus' learns"),
-        ({"multi_objective_aggregation": "normalize_then_sum"}, "must be 'sum_then_normalize', got 'normalize_then"),
-        ({"anchor": "rollout", "use_vllm": True}, "set resampling_rounds to 0, or anchor='old'"),
-    ],
-)
-def test_settings_that_do_not_go_with_it_are_refused(tmp_path, settings, message):
-    settings = {"report_to": "none", "use_cpu": True, "bf16": False, "resampling_rounds": 1} | settings
-    with pytest.raises(ValueError, match=message):
-        TrollConfig(str(tmp_path), **settings)
-
-
-def test_what_it_cannot_merge_is_refused(make, tmp_path):
-    settings: dict[str, Any] = {**tiny.DEFAULTS, "output_dir": str(tmp_path), "resampling_rounds": 1}
-    for arguments, message in (
         ({"rollout_func": RolloutFunc(Engine())}, "cannot be used with a rollout function: set resampling_rounds"),
         ({"train_dataset": IterableDataset.from_generator(lambda: iter(dataset()))}, "by their number, got .*Iterable"),
         ({"train_dataset": dataset().add_column("image", [None] * 16)}, "text only, .* a column 'image': remove it"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            TrollTrainer(
-                model=make.model(),
-                reward_funcs=tiny.reward,
-                args=TrollConfig(**settings),
-                processing_class=tiny.make_tokenizer(),
-                **{"train_dataset": dataset(), **arguments},
-            )
+    ],
+)
+def test_what_it_cannot_merge_is_refused(make, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make(resampling_rounds=1, **{"train_dataset": dataset(), **arguments})

@@ -12,32 +12,21 @@ import torch
 from tests.tolerance import within
 from tests.trl import tiny
 from tests.trl.engine import Engine, RolloutFunc
-from tests.trl.resuming import interrupted
-from tests.trl.tiny import logged, move
-from troll.trl import TrollConfig, TrollTrainer
+from tests.trl.resuming import interrupted, resumed_exactly
+from tests.trl.tiny import logged, move, rolled_out, same_policies
+from troll.trl import seam
 from troll.trl.old_policy import OLD_POLICY
 from troll.trl.rollout_weights import WEIGHTS_STATE
 
 SAMPLED = ("prompt_ids", "completion_ids", "completion_mask", "advantages")
-POLICY = ("token_ids", "log_probs", "counts", "tail_log_prob", "slot")
-
-
-def rolled_out(trainer: Any, seed: int = 0) -> dict[str, Any]:
-    """A rollout as the trainer makes it, before TRL shuffles its rows."""
-    trainer.model.train()
-    torch.manual_seed(seed)
-    result: dict[str, Any] = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
-    return result
 
 
 def assert_same(ours: dict[str, Any], theirs: dict[str, Any], *, policies: bool) -> None:
     """The same completions, bit by bit; and where asked for, the same old policies, or else others."""
     for name in SAMPLED:
         assert torch.equal(ours[name], theirs[name]), name
-    equal = [torch.equal(ours["old_per_token_logps"], theirs["old_per_token_logps"])]
-    for one, other in zip(ours[OLD_POLICY], theirs[OLD_POLICY], strict=True):
-        equal.append(all(torch.equal(getattr(one, name), getattr(other, name)) for name in POLICY))
-    assert equal == [policies] * len(equal)
+    assert torch.equal(ours["old_per_token_logps"], theirs["old_per_token_logps"]) == policies
+    assert same_policies(ours[OLD_POLICY], theirs[OLD_POLICY]) == [policies] * len(ours[OLD_POLICY])
 
 
 @pytest.mark.parametrize("anchor", ["old", "rollout"])
@@ -53,13 +42,10 @@ def test_a_rollout_is_sampled_with_the_weights_of_two_rollouts_ago(make, anchor)
         assert_same(ours, rolled_out(plain, seed=rollout), policies=anchor == "rollout" or rollout == 0)
         if anchor == "old":  # what the network now says of these completions
             plain.model.load_state_dict(now)
-            ids, mask = (torch.cat([ours[f"prompt_{name}"], ours[f"completion_{name}"]], 1) for name in ("ids", "mask"))
             with torch.no_grad():
-                scores = plain._get_per_token_logps_and_entropies(
-                    plain.model, ids, mask, ours["completion_ids"].shape[1]
-                )
+                scores = seam.score(plain, plain.model, ours)
             scored = ours["completion_mask"].bool()
-            found, expected = ours["old_per_token_logps"][scored], scores[0][scored]
+            found, expected = ours["old_per_token_logps"][scored], scores.log_probs[scored]
             torch.testing.assert_close(found, expected, rtol=0, atol=within(tiny.LOG_PROB_ERROR))
         move(trainer.model, 0.05, seed=rollout)
     assert trainer._metrics["train"]["sampling/rollouts_behind"] == [0, 1, 2, 2, 2]
@@ -90,10 +76,8 @@ def test_advantages_are_corrected_by_truncated_importance_weights(make, surrogat
         move(each.model, 0.1)
     ours, theirs = rolled_out(trainer), rolled_out(plain)
     assert torch.equal(ours["completion_ids"], theirs["completion_ids"])
-    ids, mask = (torch.cat([ours[f"prompt_{name}"], ours[f"completion_{name}"]], 1) for name in ("ids", "mask"))
     with torch.no_grad():
-        score = sampler._get_per_token_logps_and_entropies
-        sampled = score(sampler.model, ids, mask, ours["completion_ids"].shape[1])[0]
+        sampled = seam.score(sampler, sampler.model, ours).log_probs
     weights = torch.exp(ours["old_per_token_logps"] - sampled)
     scored = ours["completion_mask"].bool()
     assert (weights[scored] > 1.05).any() and (weights[scored] < 1.05).any()
@@ -176,48 +160,20 @@ def test_it_goes_with_resampling(make, anchor):
 def test_a_resumed_run_goes_on_exactly(make, tmp_path, anchor):
     settings = {"rollout_delay": 1, "anchor": anchor, "ddp_backend": None}
     runs = interrupted(make, tmp_path, **settings)
-    expected, resumed = runs["without a break"], runs["resumed"]
-    assert expected["log"] == resumed["log"]
-    assert all(torch.equal(resumed["weights"][name], weight) for name, weight in expected["weights"].items())
-    assert resumed["log"][0]["sampling/rollouts_behind"] == 1
+    assert resumed_exactly(runs)[0]["sampling/rollouts_behind"] == 1
 
 
 def test_a_checkpoint_of_another_delay_is_refused(make, tmp_path):
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "output_dir": str(tmp_path)}
     make(rollout_delay=2, **settings).train()
     checkpoint = Path(tmp_path, "checkpoint-2")
-    with pytest.raises(ValueError, match="is of a run with rollout_delay=2, and this one has 3: resume with the same"):
+    with pytest.raises(ValueError, match="a run with rollout_delay=2, and this one has 3: resume with the same value"):
         make(rollout_delay=3, **settings).train(resume_from_checkpoint=str(checkpoint))
     make(rollout_delay=0, **settings | {"output_dir": str(tmp_path / "none")}).train()
     with pytest.raises(FileNotFoundError, match=f"has no {WEIGHTS_STATE}: it is no checkpoint of a run with rollout_d"):
         make(rollout_delay=2, **settings).train(resume_from_checkpoint=str(tmp_path / "none" / "checkpoint-2"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rollout_delay": -1}, "rollout_delay must be an integer, at least 0, got -1"),
-        ({"rollout_dtype": "int8"}, "rollout_dtype must be 'bfloat16' or 'float16', got 'int8'"),
-        ({"rollout_correction": 0.0}, "rollout_correction must be finite and above 0, got 0.0"),
-        ({"rollout_correction": 2.0, "anchor": "rollout"}, "set rollout_delay or rollout_dtype, and anchor='old'"),
-        ({"rollout_correction": 2.0, "rollout_delay": 0}, "set rollout_delay or rollout_dtype, and anchor='old'"),
-        ({"use_vllm": True}, "vLLM has weights of its own: set use_vllm=False, or leave them out"),
-        ({"anchor": "rollout", "updates_per_rollout": 1}, "has several updates: set updates_per_rollout to 2 or more"),
-    ],
-)
-def test_settings_that_do_not_go_with_it_are_refused(tmp_path, settings, message):
-    settings = {"report_to": "none", "use_cpu": True, "bf16": False, "rollout_delay": 1} | settings
-    with pytest.raises(ValueError, match=message):
-        TrollConfig(str(tmp_path), **settings)
-
-
-def test_a_rollout_function_is_refused(make, tmp_path):
+def test_a_rollout_function_is_refused(make):
     with pytest.raises(ValueError, match=r"are for transformers.* generation: leave them out, or the rollout function"):
-        TrollTrainer(
-            model=make.model(),
-            reward_funcs=tiny.reward,
-            args=TrollConfig(**{**tiny.DEFAULTS, "output_dir": str(tmp_path), "rollout_delay": 1}),
-            train_dataset=tiny.make_dataset(),
-            processing_class=tiny.make_tokenizer(),
-            rollout_func=RolloutFunc(Engine()),
-        )
+        make(rollout_delay=1, rollout_func=RolloutFunc(Engine()))

@@ -13,16 +13,13 @@ from trl.trainer import utils
 
 from tests.trl import tiny
 from tests.trl.tiny import loss_and_gradients, move, rollout
-from troll.trl import TrollTrainer, seam
-
-
-def test_the_installed_trl_fits():
-    assert list(seam.differences()) == []
+from troll.trl import TrollTrainer
+from troll.trl.seam import needed
 
 
 def trainer_like(**changes: Any) -> type:
     """A class with `GRPOTrainer`'s methods, of which some are changed or, if None, left out."""
-    methods = {needed.name: getattr(GRPOTrainer, needed.name) for needed in (*seam.OVERRIDDEN, *seam.RELIED_ON)}
+    methods = {method.name: getattr(GRPOTrainer, method.name) for method in (*needed.OVERRIDDEN, *needed.RELIED_ON)}
     return type("OtherTrainer", (), {name: value for name, value in (methods | changes).items() if value is not None})
 
 
@@ -31,11 +28,11 @@ def renamed_parameter(self, network, inputs):
 
 
 def test_what_a_trl_lacks_is_named():
-    assert list(seam.differences(trainer_like())) == []
-    (phrase,) = seam.differences(trainer_like(_calculate_rewards=None))
+    assert list(needed.differences(trainer_like())) == []
+    (phrase,) = needed.differences(trainer_like(_calculate_rewards=None))
     assert phrase.startswith("OtherTrainer._calculate_rewards (the rewards of all processes")
     assert phrase.endswith("is missing")
-    first, *others = seam.differences(trainer_like(_compute_loss=renamed_parameter))
+    first, *others = needed.differences(trainer_like(_compute_loss=renamed_parameter))
     assert first.startswith("OtherTrainer._compute_loss") and first.endswith("has no parameter model")
     assert any(phrase.endswith("does not use old_per_token_logps") for phrase in others)
 
@@ -50,16 +47,16 @@ def test_a_model_input_that_the_seam_does_not_know_is_named():
     parameters = [*inspect.signature(original).parameters.values()]
     video = inspect.Parameter("pixel_values_videos", inspect.Parameter.KEYWORD_ONLY, default=None)
     scoring.__signature__ = inspect.Signature([*parameters, video])  # type: ignore[attr-defined]
-    found = list(seam.differences(trainer_like(_get_per_token_logps_and_entropies=scoring)))
+    found = list(needed.differences(trainer_like(_get_per_token_logps_and_entropies=scoring)))
     assert sum(phrase.endswith("has a new parameter pixel_values_videos") for phrase in found) == 1
 
 
 def test_a_trl_without_a_fused_head_is_named():
     """As 1.14 has none, and 1.15 has one only where Triton can be imported."""
-    functions = SimpleNamespace(**{name: print for name in seam.FUNCTIONS if name != "add_fused_lm_head"})
-    assert list(seam.differences(functions=functions)) == ["trl.trainer.utils.add_fused_lm_head is missing"]
-    without_triton = SimpleNamespace(**dict.fromkeys(seam.FUNCTIONS, print), _ChunkedLogProbFunction=None)
-    (phrase,) = seam.differences(functions=without_triton)
+    functions = SimpleNamespace(**{name: print for name in needed.FUNCTIONS if name != "add_fused_lm_head"})
+    assert list(needed.differences(functions=functions)) == ["trl.trainer.utils.add_fused_lm_head is missing"]
+    without_triton = SimpleNamespace(**dict.fromkeys(needed.FUNCTIONS, print), _ChunkedLogProbFunction=None)
+    (phrase,) = needed.differences(functions=without_triton)
     assert "pip install triton" in phrase
 
 
@@ -69,7 +66,7 @@ def test_the_import_says_what_is_wrong(monkeypatch):
     with pytest.raises(
         ImportError, match=r"TRL 1\.1\d\.\d is another: .*_calculate_rewards.* is missing, and 1 more\. Install"
     ):
-        seam.check()
+        needed.check()
 
 
 def test_the_trainer_overrides_at_most_eight_methods():
@@ -78,7 +75,7 @@ def test_the_trainer_overrides_at_most_eight_methods():
     assert len(overridden) <= 8, overridden
     assert TrollTrainer.__bases__ == (GRPOTrainer,)
     private = {name for name in overridden if name.startswith("_")}
-    assert private == {needed.name for needed in seam.OVERRIDDEN}
+    assert private == {method.name for method in needed.OVERRIDDEN}
 
 
 # That the step is used
@@ -117,16 +114,11 @@ def test_a_trl_that_reads_the_old_log_probs_first_trains_right(make, monkeypatch
 
 def test_a_trl_that_does_not_use_the_step_is_stopped_before_the_update(make, monkeypatch):
     trainer = make(kl_bound=0.01, max_steps=4)
-    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    before = tiny.parameters(trainer.model)
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", of_detached(GRPOTrainer._compute_loss))
     with pytest.raises(RuntimeError, match="loss did not use the ratio of the trust region"):
         trainer.train()
-    assert all(torch.equal(parameter, before[name]) for name, parameter in trainer.model.named_parameters())
-
-
-@pytest.mark.parametrize("surrogate", ["dppo_tv", "clip", "none"])
-def test_surrogates_without_a_ratio_of_their_own_are_not_stopped(make, surrogate):
-    make(surrogate=surrogate, diagnostics_steps=1, max_steps=2).train()
+    assert not tiny.changed(before, trainer.model)
 
 
 def test_a_compiled_model_trains_as_it_does_uncompiled(make):
@@ -150,45 +142,16 @@ def test_kl_in_the_reward_is_rloos(make):
     trainer = make(**settings)
     trainer.train()
     move(trainer.model, 0.05)
-    inputs = rollout(trainer)
-    per_row = [name for name, value in inputs[0].items() if torch.is_tensor(value) and value.dim()]
-    rows = {name: torch.cat([batch[name] for batch in inputs]) for name in per_row}
-    mask = rows["completion_mask"].bool()
-    kl = ((rows["old_per_token_logps"] - rows["ref_per_token_logps"]) * mask).sum(-1)
+    inputs = tiny.rolled_out(trainer)
+    mask = inputs["completion_mask"].bool()
+    kl = ((inputs["old_per_token_logps"] - inputs["ref_per_token_logps"]) * mask).sum(-1)
     assert kl.abs().max() > 0.01
-    completions = [ids[own].tolist() for ids, own in zip(rows["completion_ids"], mask, strict=True)]
-    rewards = torch.tensor(tiny.reward(completions))
-    shaped = rewards - 0.3 * kl
-    # TRL shuffles the rollout; a group is found by its prompt.
-    prompts = [tuple(ids.tolist()) for ids in rows["prompt_ids"]]
-    for index, advantage in enumerate(rows["advantages"].tolist()):
-        others = [j for j, prompt in enumerate(prompts) if prompt == prompts[index] and j != index]
-        assert len(others) == 3
-        assert advantage == pytest.approx(float(shaped[index] - shaped[others].mean()), abs=1e-4)
+    completions = [ids[own].tolist() for ids, own in zip(inputs["completion_ids"], mask, strict=True)]
+    shaped = (torch.tensor(tiny.reward(completions)) - 0.3 * kl).view(-1, 4)
+    mean_of_others = (shaped.sum(1, keepdim=True) - shaped) / 3
+    torch.testing.assert_close(inputs["advantages"], (shaped - mean_of_others).flatten(), rtol=0, atol=1e-4)
 
-    loss, _ = loss_and_gradients(trainer, inputs[0])
+    loss, _ = loss_and_gradients(trainer, inputs)
     assert trainer.beta == 0.3
     trainer.beta = 0.0
-    assert loss_and_gradients(trainer, inputs[0])[0] == loss
-
-
-def test_kl_in_the_reward_needs_scores(make):
-    with pytest.raises(ValueError, match="updates_per_rollout"):
-        make(advantage_estimator="rloo", beta=0.3, kl_in_reward=True, steps_per_generation=1)
-
-
-# TRL's other losses
-
-OTHER_LOSSES: list[dict[str, Any]] = [
-    {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-    {"delta": 4.0},
-]
-
-
-@pytest.mark.parametrize("settings", OTHER_LOSSES, ids=str)
-def test_with_the_clip_trls_other_losses_are_trls(make, settings):
-    ours, theirs = make(surrogate="clip", diagnostics_steps=1, **settings), make(GRPOTrainer, **settings)
-    inputs = rollout(ours)[0]
-    move(ours.model, 0.05)
-    tiny.follow(theirs, ours)
-    tiny.assert_same_update(ours, theirs, inputs)
+    assert loss_and_gradients(trainer, inputs)[0] == loss

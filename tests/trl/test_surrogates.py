@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,12 +18,13 @@ from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from tests.trl import dense
 from tests.trl.surrogates.scored import scored_tokens
-from tests.trl.tiny import assert_same_gradients, assert_same_update, follow, loss_and_gradients, move, rollout
+from tests.trl.tiny import assert_same_gradients, loss_and_gradients, move, rollout, same_updates
+from tests.trl.tiny import gradients as gradients_of
 from troll.trl import TrollTrainer
 from troll.trl.old_policy import OLD_POLICY
 from troll.trl.surrogates import SURROGATES, ScoredTokens, Surrogate, Terms
-from troll.trl.surrogates.divergences import troll as troll_terms
-from troll.trl.surrogates.masks import dppo_kl, dppo_tv
+from troll.trl.surrogates.formulas import dppo_kl, dppo_tv
+from troll.trl.surrogates.formulas import troll as troll_terms
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 LEVELS = ("token", "sequence")
@@ -39,25 +41,17 @@ def test_clip_is_grpo_trainers(make, clip, loss_type, level, diagnostics_steps):
     settings = {"loss_type": loss_type, "importance_sampling_level": level, **clip}
     ours = make(TrollTrainer, surrogate="clip", diagnostics_steps=diagnostics_steps, **settings)
     theirs = make(GRPOTrainer, **settings)
-    buffered = rollout(ours)
-    assert (OLD_POLICY in buffered[0]) == bool(diagnostics_steps)
-    move(ours.model, 0.15)
-    follow(theirs, ours)
-    for inputs in buffered:
-        assert_same_update(ours, theirs, inputs)
+    for inputs in same_updates(ours, theirs):
+        assert (OLD_POLICY in inputs) == bool(diagnostics_steps)
         clipped = theirs._metrics["train"]["clip_ratio/region_mean"]
         assert ours._metrics["train"]["clip_ratio/region_mean"] == pytest.approx(clipped)
     assert clipped[0] > 0
 
 
 def test_none_is_an_infinite_clip(make):
-    ours, theirs = make(TrollTrainer, surrogate="none"), make.stock()
-    buffered = rollout(ours)
-    assert OLD_POLICY not in buffered[0]
-    move(ours.model, 0.15)
-    follow(theirs, ours)
-    for inputs in buffered:
-        assert_same_update(ours, theirs, inputs)
+    ours = make(TrollTrainer, surrogate="none")
+    for inputs in same_updates(ours, make.stock()):
+        assert OLD_POLICY not in inputs
         assert not [name for name in ours._metrics["train"] if name.startswith("clip_ratio/")]
 
 
@@ -65,6 +59,7 @@ TRLS_OWN: list[dict[str, Any]] = [
     {"loss_type": "cispo", "epsilon_high": 1.1},
     {"loss_type": "sapo", "sapo_temperature_neg": 2.0},
     {"loss_type": "vespo", "vespo_k_pos": 1.5},
+    {"loss_type": "luspo", "importance_sampling_level": "sequence"},
 ]
 
 
@@ -72,14 +67,12 @@ TRLS_OWN: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", TRLS_OWN, ids=lambda settings: settings["loss_type"])
 def test_trls_own_surrogates_are_trls(make, settings, diagnostics_steps):
     given = {**settings, "loss_type": "grpo", "surrogate": settings["loss_type"]}  # a recipe's, for the clip
+    if settings["loss_type"] == "luspo":
+        given = {**settings, "surrogate": "clip"}
     ours, theirs = make(diagnostics_steps=diagnostics_steps, **given), make(GRPOTrainer, **settings)
-    buffered = rollout(ours)
-    assert (OLD_POLICY in buffered[0]) == bool(diagnostics_steps)
-    move(ours.model, 0.15)
-    follow(theirs, ours)
     clipped = 0.0
-    for inputs in buffered:
-        assert_same_update(ours, theirs, inputs)
+    for inputs in same_updates(ours, theirs):
+        assert (OLD_POLICY in inputs) == bool(diagnostics_steps)
         found, expected = (trainer._metrics["train"].get("cispo_clip_ratio", []) for trainer in (ours, theirs))
         assert found == pytest.approx(expected)
         clipped += sum(found)
@@ -91,12 +84,8 @@ def test_gmpo_is_gmpo_trainers(make, beta):
     # TRL weights the KL to the reference with the ratio, and its GMPOTrainer does not.
     ours = make(surrogate="gmpo", gmpo_range=0.1, beta=beta, use_bias_correction_kl=False)
     theirs = make(GMPOTrainer, epsilon=0.1, beta=beta)
-    buffered = rollout(ours)
-    assert OLD_POLICY not in buffered[0]
-    move(ours.model, 0.15)
-    follow(theirs, ours)
-    for inputs in buffered:
-        assert_same_update(ours, theirs, inputs)
+    for inputs in same_updates(ours, theirs):
+        assert OLD_POLICY not in inputs
         assert theirs._metrics["train"]["clip_ratio/region_mean"][0] > 0
 
 
@@ -131,37 +120,40 @@ RIVALS: list[dict[str, Any]] = [
 ]
 
 
-def network_now(make: Any, trainer: Any, inputs: Any) -> tuple[Any, Tensor]:
-    """A copy of the trainer's network, and its log-probabilities of completions from full logits, differentiable."""
-    model = make.model()
-    model.load_state_dict(trainer.model.state_dict())
-    return model, dense.completion_logits(model, inputs, 1.0).log_softmax(-1)
+def assert_is_formula(make: Any, trainer: Any, of_sequence: Callable[..., list[Tensor]]) -> None:
+    """The loss and its gradients, after the network has moved, are those of a formula on full logits.
 
-
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-@pytest.mark.parametrize("settings", RIVALS, ids=str)
-def test_a_rival_is_its_formula_on_full_logits(make, settings, loss_type):
-    trainer = make(support_top_k=5, loss_type=loss_type, **settings)
+    `of_sequence` takes the new and the old log-probabilities (t, V) of a completion's tokens, their ids and the
+    advantage, and returns the loss of each.
+    """
     inputs = rollout(trainer)[0]
     with torch.no_grad():
         old = dense.completion_logits(make.model(), inputs, 1.0).log_softmax(-1)
     move(trainer.model, 0.1)
     loss, gradients = loss_and_gradients(trainer, inputs)
 
-    model, new = network_now(make, trainer, inputs)
-    mask, rows = dense.scored_mask(inputs), []
-    for row, (ids, advantage) in enumerate(zip(inputs["completion_ids"], inputs["advantages"].tolist(), strict=True)):
-        scored = mask[row].nonzero().flatten().tolist()
-        rows.append(
-            [
-                dense_loss(settings["surrogate"], new[row, t], old[row, t], int(ids[t]), advantage, trainer.args)
-                for t in scored
-            ]
-        )
+    model = make.copied(trainer)
+    new, mask = dense.completion_logits(model, inputs, 1.0).log_softmax(-1), dense.scored_mask(inputs)
+    sequences = zip(new, old, inputs["completion_ids"], inputs["advantages"].tolist(), mask, strict=True)
+    rows = [of_sequence(n[at], o[at], ids[at].tolist(), advantage) for n, o, ids, advantage, at in sequences]
     expected = dense.aggregate(rows, inputs, trainer.args)
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
-    assert_same_gradients(gradients, {name: p.grad for name, p in model.named_parameters()})
+    assert_same_gradients(gradients, gradients_of(model))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+@pytest.mark.parametrize("settings", RIVALS, ids=str)
+def test_a_rival_is_its_formula_on_full_logits(make, settings, loss_type):
+    trainer = make(support_top_k=5, loss_type=loss_type, **settings)
+
+    def of_sequence(new: Tensor, old: Tensor, ids: list[int], advantage: float) -> list[Tensor]:
+        return [
+            dense_loss(settings["surrogate"], *token, advantage, trainer.args)
+            for token in zip(new, old, ids, strict=True)
+        ]
+
+    assert_is_formula(make, trainer, of_sequence)
 
 
 @pytest.mark.parametrize("surrogate", ["kl_penalty", "regression"])
@@ -182,14 +174,10 @@ def divergence(new: Tensor, old: Tensor, sampled: int, kind: str, args: Any) -> 
     """Of two (V,) float64 distributions, on two outcomes or on the support and the rest."""
     ids = [sampled] if args.dppo_outcomes == "binary" else dense.support(old, sampled, args.support_top_k, 1e-5)
     rest = [v for v in range(len(old)) if v not in ids]
-    p_new, p_old = ([*float_list(p[ids].exp()), float(p[rest].exp().sum())] for p in (new, old))
+    p_new, p_old = ([*p[ids].exp().tolist(), float(p[rest].exp().sum())] for p in (new, old))
     if kind == "dppo_tv":
         return 0.5 * sum(abs(a - b) for a, b in zip(p_new, p_old, strict=True))
     return sum(b * float(torch.tensor(b / a).log()) for a, b in zip(p_new, p_old, strict=True) if b > 0)
-
-
-def float_list(values: Tensor) -> list[float]:
-    return [float(value) for value in values]
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -205,33 +193,20 @@ def test_dppo_masks_what_is_far_and_leaving(make, kind, threshold, outcomes, los
         loss_type=loss_type,
         importance_sampling_level=level,
     )
-    inputs = rollout(trainer)[0]
-    with torch.no_grad():
-        old = dense.completion_logits(make.model(), inputs, 1.0).log_softmax(-1)
-    move(trainer.model, 0.1)
-    loss, gradients = loss_and_gradients(trainer, inputs)
+    kept: list[bool] = []
 
-    model, new = network_now(make, trainer, inputs)
-    mask = dense.scored_mask(inputs)
-    rows, kept = [], []
-    for row, (ids, advantage) in enumerate(zip(inputs["completion_ids"], inputs["advantages"], strict=True)):
-        scored = mask[row].nonzero().flatten().tolist()
-        ratios = torch.stack([new[row, t, ids[t]] - old[row, t, ids[t]] for t in scored])
+    def of_sequence(new: Tensor, old: Tensor, ids: list[int], advantage: float) -> list[Tensor]:
+        ratios = torch.stack([n[token] - o[token] for n, o, token in zip(new, old, ids, strict=True)])
         used = ratios.mean().expand_as(ratios) if level == "sequence" else ratios
         keep = [
-            not (
-                divergence(new[row, t].detach(), old[row, t], int(ids[t]), kind, trainer.args) > threshold
-                and float(ratio.detach()) * float(advantage) > 0
-            )
-            for t, ratio in zip(scored, ratios, strict=True)
+            divergence(n.detach(), o, token, kind, trainer.args) <= threshold or float(ratio) * advantage <= 0
+            for n, o, token, ratio in zip(new, old, ids, ratios, strict=True)
         ]
-        rows.append([-ratio * float(advantage) * k for ratio, k in zip(used.exp(), keep, strict=True)])
-        kept += keep
+        kept.extend(keep)
+        return [-ratio * advantage * k for ratio, k in zip(used.exp(), keep, strict=True)]
+
+    assert_is_formula(make, trainer, of_sequence)
     assert 0 < sum(kept) < len(kept)
-    expected = dense.aggregate(rows, inputs, trainer.args)
-    expected.backward()
-    assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
-    assert_same_gradients(gradients, {name: p.grad for name, p in model.named_parameters()})
 
 
 @pytest.mark.parametrize("kind", ["dppo_tv", "dppo_kl"])
@@ -314,8 +289,7 @@ def test_a_new_surrogate_is_one_function_and_one_registration(make, monkeypatch)
     loss, _ = loss_and_gradients(trainer, inputs)
     mask = dense.scored_mask(inputs)
     with torch.no_grad():
-        new = dense.completion_logits(trainer.model, inputs, 1.0).log_softmax(-1)
-    new = new.gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
+        new = dense.completion_log_probs(trainer.model, inputs)
     log_ratio = 0.5 * (new - inputs["old_per_token_logps"].double())
     per_token = -log_ratio.exp() * inputs["advantages"].unsqueeze(-1) + log_ratio.square()
     assert loss == pytest.approx(float(per_token[mask].mean()), rel=1e-5, abs=1e-6)
@@ -327,8 +301,7 @@ def test_on_policy_updates_with_the_log_probabilities_of_vllm(make, surrogate):
     trainer = make(surrogate=surrogate, steps_per_generation=1, dppo_outcomes="top_k", diagnostics_steps=1)
     (inputs,) = rollout(trainer)
     with torch.no_grad():
-        logits = dense.completion_logits(trainer.model, inputs, 1.0).log_softmax(-1)
-    old = logits.gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1).float()
+        old = dense.completion_log_probs(trainer.model, inputs).float()
     loss, gradients = loss_and_gradients(trainer, inputs | {"old_per_token_logps": old})
     expected, expected_gradients = loss_and_gradients(trainer, inputs)
     assert loss == pytest.approx(expected, abs=1e-6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from types import SimpleNamespace
@@ -52,12 +51,6 @@ def shy(completions: Any, **_: Any) -> list[float | None]:
 
 def make_one(make: tiny.Maker, **settings: Any) -> Any:
     return make(**{"reward_funcs": [Sometimes(), form], **SETTINGS, **settings})
-
-
-def texts(rollout: dict[str, Any]) -> list[str]:
-    rows = zip(rollout["completion_ids"], rollout["completion_mask"].bool(), strict=True)
-    kept = [[token for token in ids[mask].tolist() if token > 2] for ids, mask in rows]
-    return ["".join(tiny.VOCABULARY[token] for token in ids) for ids in kept]
 
 
 def part(rollout: dict[str, Any], chosen: torch.Tensor) -> dict[str, Any]:
@@ -128,6 +121,15 @@ def test_none_of_an_ordinary_function_keeps_the_meaning_that_it_has_in_trl(make)
     torch.testing.assert_close(rollout["advantages"], expected["advantages"])
 
 
+def moved_from_rollout(make, **settings):
+    """A trainer whose model has moved since its rollout, the rollout, and which of its rows could not be judged."""
+    trainer = make_one(make, kl_bound=0.01, **settings)
+    trainer.current_gradient_accumulation_steps = 1
+    rollout = tiny.rolled_out(trainer)
+    tiny.move(trainer.model, 0.1)
+    return trainer, rollout, torch.tensor([stuck(text) for text in trainer._logs["completion"]])
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -145,11 +147,7 @@ def test_none_of_an_ordinary_function_keeps_the_meaning_that_it_has_in_trl(make)
     ids=str,
 )
 def test_only_what_was_judged_moves_the_model(make, settings):
-    trainer = make_one(make, kl_bound=0.01, **settings)
-    trainer.current_gradient_accumulation_steps = 1
-    rollout = tiny.rolled_out(trainer)
-    tiny.move(trainer.model, 0.1)
-    rows = torch.tensor([stuck(text) for text in trainer._logs["completion"]])
+    trainer, rollout, rows = moved_from_rollout(make, **settings)
 
     loss, gradients = tiny.loss_and_gradients(trainer, part(rollout, rows))
     assert loss == 0.0
@@ -172,11 +170,8 @@ def test_only_what_was_judged_moves_the_model(make, settings):
     ids=str,
 )
 def test_the_others_are_trained_on_as_without_it(make, settings):
-    trainer = make_one(make, kl_bound=0.01, **settings)
-    trainer.current_gradient_accumulation_steps = 1
-    rollout = tiny.rolled_out(trainer)
-    tiny.move(trainer.model, 0.1)
-    judged = ~torch.tensor([stuck(text) for text in trainer._logs["completion"]])
+    trainer, rollout, unscored = moved_from_rollout(make, **settings)
+    judged = ~unscored
     _, found = tiny.loss_and_gradients(trainer, rollout)
     _, expected = tiny.loss_and_gradients(trainer, part(rollout, judged))
     # These divide by the number of completions, and the others weigh what they always do.
@@ -199,11 +194,11 @@ def test_the_mean_entropy_that_bounds_go_by_is_that_of_what_was_judged(make):
 @pytest.mark.parametrize("estimator", ["group", "rloo", "gae"])
 def test_a_rollout_that_nobody_could_judge_changes_nothing_and_ends_nothing(make, estimator):
     trainer = make_one(make, reward_funcs=[Never(), form], max_steps=2, advantage_estimator=estimator, beta=0.1)
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    before = tiny.parameters(trainer.model)
     trainer.train()
     assert trainer.state.global_step == 2
     assert tiny.logged(trainer, "rewards/unscored") == [1.0]  # of the one rollout
-    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    assert not tiny.changed(before, trainer.model)
 
 
 @pytest.mark.parametrize(
@@ -246,12 +241,12 @@ def test_an_update_of_nothing_judged_leaves_weights_and_momentum_as_they_are(mak
 
 def test_where_nothing_can_be_judged_any_more_training_ends(make):
     trainer = make(reward_funcs=[Never(), form], max_steps=8)
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    before = tiny.parameters(trainer.model)
     message = "nothing could be judged in 3 rollouts in a row, most often because of: no process is left"
     with pytest.raises(NothingJudgedError, match=message):
         trainer.train()
     assert trainer.state.global_step == 4  # of two rollouts
-    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    assert not tiny.changed(before, trainer.model)
 
 
 JUDGED, WRONG = Verdict(0.0, "program", "wrong answer"), Verdict(0.0, None, "no program")
@@ -301,16 +296,15 @@ def test_a_function_that_keeps_no_verdicts_ends_a_run_too(make):
         trainer.train()
 
 
-def test_some_completions_without_a_verdict_are_warned_of_more_and_more_rarely():
+def test_some_completions_without_a_verdict_are_warned_of_more_and_more_rarely(recwarn):
     unscored = Unscored(ACCELERATOR, [Never()])
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for _ in range(9):
-            roll_out(unscored, [JUDGED, STUCK, WRONG, STUCK])
-            roll_out(unscored, [JUDGED, WRONG])
+    for _ in range(9):
+        roll_out(unscored, [JUDGED, STUCK, WRONG, STUCK])
+        roll_out(unscored, [JUDGED, WRONG])
     text = "2 of 4 completions of a rollout could not be judged and are left out, most often because of: no memory."
-    assert [str(each.message).startswith(text) for each in said] == [True] * 4
-    assert [str(each.message).rpartition(" ")[2] for each in said] == ["1", "2", "4", "8"]
+    said = [str(warning.message) for warning in recwarn]
+    assert [each.startswith(text) for each in said] == [True] * 4
+    assert [each.rpartition(" ")[2] for each in said] == ["1", "2", "4", "8"]
 
 
 def test_resampling_counts_the_first_round_and_trains_on_what_was_judged(make):

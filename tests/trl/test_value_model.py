@@ -55,14 +55,19 @@ def test_an_adapter_that_is_not_lora_is_refused(model_path):
         value_model(model_path("llama"), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
 
 
-def test_the_backbone_is_the_policys_and_the_head_zero(model_path, make):
-    policy = make.model("qwen3")
-    for source in (model_path("qwen3"), policy):
-        model: Any = value_model(source)
-        for name, weight in policy.base_model.state_dict().items():
-            torch.testing.assert_close(model.base_model.state_dict()[name], weight, rtol=0, atol=0)
-        assert not model.score.weight.any()
-        assert not model.score.bias.any()
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "llama"])
+@pytest.mark.parametrize("given", ["folder", "model", "with an adapter"])
+def test_the_backbone_is_the_policys_and_the_head_zero(model_path, make, architecture, given):
+    policy = model_path(architecture) if given == "folder" else make.model(architecture)
+    if given == "with an adapter":  # which is not copied
+        policy = get_peft_model(policy, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model: Any = value_model(policy)
+    expected, ids = make.model(architecture).base_model, torch.arange(3, 12).unsqueeze(0)
+    torch.testing.assert_close(model.base_model.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    hidden, expected_hidden = (each(ids).last_hidden_state for each in (model.base_model, expected))
+    torch.testing.assert_close(hidden, expected_hidden, rtol=0, atol=0)
+    assert not model.score.weight.any()
+    assert not model.score.bias.any()
 
 
 def test_a_folder_is_loaded_in_the_dtype_that_is_asked_for(model_path):

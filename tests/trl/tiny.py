@@ -19,6 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tests.tolerance import rounding, within
 from troll.trl import TrollConfig, TrollTrainer
+from troll.trust_region.policy.packed import PackedPolicy
 
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>"]
 VOCABULARY = [*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz0123456789+-*/=?!.,"]
@@ -154,6 +155,8 @@ class Maker:
         peft_config: Any = None,
         eval_dataset: Dataset | None = None,
         reward_funcs: Any = reward,
+        rollout_func: Any = None,
+        processing_class: Any = None,
         **settings: Any,
     ) -> Any:
         """A trainer of the given class; settings of a `TrollConfig` that a `GRPOConfig` lacks are left out for it."""
@@ -166,9 +169,10 @@ class Maker:
             args=config_class(**{name: value for name, value in settings.items() if name in known}),
             train_dataset=train_dataset or make_dataset(),
             eval_dataset=eval_dataset,
-            processing_class=make_tokenizer(),
+            processing_class=processing_class or make_tokenizer(),
             callbacks=callbacks,
             peft_config=peft_config,
+            rollout_func=rollout_func,
         )
 
     def stock(self, model: str | PreTrainedModel = "llama", **settings: Any) -> GRPOTrainer:
@@ -176,6 +180,12 @@ class Maker:
         trainer = self(GRPOTrainer, model, **settings)
         trainer.epsilon_low = trainer.epsilon_high = torch.inf
         return trainer
+
+    def copied(self, trainer: Any, model: str = "llama") -> PreTrainedModel:
+        """A model by itself, with the weights that a trainer's has now."""
+        copied = self.model(model)
+        copied.load_state_dict(trainer.model.state_dict())
+        return copied
 
 
 def rollout(trainer: Any) -> list[dict[str, Any]]:
@@ -187,12 +197,11 @@ def rollout(trainer: Any) -> list[dict[str, Any]]:
     return trainer._buffered_inputs
 
 
-def rolled_out(trainer: Any) -> dict[str, Any]:
+def rolled_out(trainer: Any, seed: int = 0) -> dict[str, Any]:
     """A rollout of this process as the trainer makes it, before TRL shuffles its rows."""
     trainer.model.train()
-    torch.manual_seed(trainer.accelerator.process_index)
-    result: dict[str, Any] = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
-    return result
+    torch.manual_seed(seed + trainer.accelerator.process_index)
+    return trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
 
 
 def move(model: torch.nn.Module, scale: float, seed: int = 1) -> None:
@@ -213,6 +222,24 @@ def loss_and_gradients(trainer: Any, inputs: dict[str, Any]) -> tuple[float, dic
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
     return loss.item(), gradients(trainer.model)
+
+
+def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all, by name."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def changed(before: dict[str, torch.Tensor], model: torch.nn.Module) -> set[str]:
+    """The names of the parameters that are no longer what they were."""
+    return {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+
+
+def same_policies(ours: list[PackedPolicy], theirs: list[PackedPolicy]) -> list[bool]:
+    """Which of the policies are, bit by bit, the others."""
+    return [
+        all(torch.equal(value, vars(other)[part]) for part, value in vars(one).items() if torch.is_tensor(value))
+        for one, other in zip(ours, theirs, strict=True)
+    ]
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -243,6 +270,16 @@ def follow(theirs: Any, ours: Any) -> None:
     """Puts a trainer that has no rollout of its own where another one is."""
     theirs.model.load_state_dict(ours.model.state_dict())
     theirs.current_gradient_accumulation_steps = ours.current_gradient_accumulation_steps
+
+
+def same_updates(ours: Any, theirs: Any, scale: float = 0.15) -> Iterator[dict[str, Any]]:
+    """The micro-batches of a rollout of ours, after each of which both have made the same update of moved weights."""
+    buffered = rollout(ours)
+    move(ours.model, scale)
+    follow(theirs, ours)
+    for inputs in buffered:
+        assert_same_update(ours, theirs, inputs)
+        yield inputs
 
 
 def logged(trainer: Any, key: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""One of two processes: ``accelerate launch -m tests.trl.worker MODE PART FOLDER MODEL=PATH...``.
+"""One of two processes: `accelerate launch -m tests.trl.worker MODE PART FOLDER MODEL=PATH...`.
 
 To start two processes takes longer than most of what is tested in them, so they do all that a back end is tested for.
 """

@@ -1,7 +1,7 @@
 """Compiles every kernel for a GPU that is not there, with the arguments that its own launcher passes.
 
 The interpreter runs Python that the compiler refuses, and knows nothing of registers. Triton brings all it needs to get
-from a kernel to a binary. ``python -m tests.trust_region.ahead_of_time cuda`` prints one line of JSON a kernel.
+from a kernel to a binary. `python -m tests.trust_region.ahead_of_time cuda` prints one line of JSON a kernel.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def has_target(target: str) -> bool:
 
 
 def compiled(target: str, cache: os.PathLike[str] | None = None) -> list[Compiled]:
-    """Everything of :func:`launch_all`, compiled in a process where Triton does not interpret."""
+    """Everything of `launch_all`, compiled in a process where Triton does not interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if cache is not None:
         environment["TRITON_CACHE_DIR"] = os.fspath(cache)
@@ -92,7 +92,7 @@ def _launch_reading(dtype: torch.dtype) -> Iterator[str]:
         logits = torch.zeros(2, slots)
         variant = f"{name}, W {width}, K {slots}" + (", rows apart" if apart else "")
         for entropy in (False, True):
-            fold_triton.fold_support(tile, support, logits, Outside.empty(logits, 2, entropy))
+            fold_triton.fold_support(tile, support, logits, Outside.empty(logits, entropy))
             entropies = (row, row) if entropy else (None, None)
             fold_triton.gradient(tile, support, SupportGradient(row, row, logits, *entropies), tile)
             yield variant + (", entropy" if entropy else "")

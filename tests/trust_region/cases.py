@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from scipy.special import logsumexp
 
 from tests.trust_region import reference
+from troll import Tally, TrustRegionStep
 
 Array = np.ndarray
 Pair = tuple[Array, Array]
+
+#: The numbers of every step.
+TOKEN_FIELDS = ("log_ratio", "regression", "log_probs", "kl_before", "kl_after", "multiplier", "projected")
+
+#: (4, 5), with gaps, and a sequence of which nothing counts.
+MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 1, 0, 1, 0]], dtype=torch.bool)
 
 
 def _peaked(rng: np.random.Generator, rows: int, size: int) -> Pair:
@@ -104,9 +113,15 @@ def root_tolerance(row: reference.ProjectedRow, kl_error: float = 1e-9) -> Array
     if not solution.projected:
         return np.full(len(outcomes.log_new), 1e-9)
     s = outcomes.log_new - outcomes.log_old
-    q = np.exp(solution.log_q)
-    deviation = s - np.sum(q * s)
-    return 1e-9 + kl_error * np.abs(deviation) / (solution.tau * np.sum(q * deviation**2))
+    mean, variance = reference.moments(solution.log_q, s)
+    return 1e-9 + kl_error * np.abs(s - mean) / (solution.tau * variance)
+
+
+def assert_log_probs(got: Array, row: reference.ProjectedRow) -> None:
+    """They are the reference's, as closely as the root is known."""
+    with np.errstate(invalid="ignore"):  # −inf less −inf, which are close
+        near = np.abs(got - row.log_probs) <= root_tolerance(row)
+    assert (near | np.isclose(got, row.log_probs, rtol=1e-12, atol=0)).all()
 
 
 def tensor(array: Array, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -117,7 +132,43 @@ def array(tensor: torch.Tensor) -> Array:
     return tensor.detach().double().numpy() if tensor.is_floating_point() else tensor.detach().numpy()
 
 
+def random_logits(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def capture_rows(logits: Array, tokens: Array, top_k: int, mass_threshold: float) -> list[reference.OldRow]:
     return [
         reference.capture(row, int(token), top_k, mass_threshold) for row, token in zip(logits, tokens, strict=True)
     ]
+
+
+def some(step: TrustRegionStep, index: Any) -> TrustRegionStep:
+    """The step of some token positions."""
+    return dataclasses.replace(step, **{name: x[index] for name, x in vars(step).items() if x is not None})
+
+
+def random_step(garbage: float | None = None) -> TrustRegionStep:
+    """Made-up numbers (4, 5), differentiable where a step's are; `garbage` fills the positions outside `MASK`."""
+    generator = torch.Generator().manual_seed(8)
+
+    def draw() -> torch.Tensor:
+        values = torch.rand(4, 5, generator=generator, dtype=torch.float64)
+        return values if garbage is None else torch.where(MASK, values, garbage)
+
+    values = {name: draw() for name in TOKEN_FIELDS[:-1]}
+    projected = torch.rand(4, 5, generator=generator) < 0.6
+    values["log_ratio"] = 2 * values["log_ratio"] - 1
+    values["multiplier"] = torch.where(projected, values["multiplier"], 0.0)
+    for name in ("log_ratio", "regression", "log_probs"):
+        values[name].requires_grad_()
+    return TrustRegionStep(**values, projected=projected)
+
+
+def numbers(tally: Tally) -> dict[str, float]:
+    return {name: value.item() for name, value in tally.values().items()}
+
+
+def assert_same_numbers(a: dict[str, float], b: dict[str, float], rel: float = 1e-6) -> None:
+    import pytest  # benchmarks, which have no use for it, import this file
+
+    assert a == pytest.approx(b, rel=rel, abs=1e-12, nan_ok=True)

@@ -277,6 +277,13 @@ def solve_shared(
     return SharedSolution(projected, tau, log_q, kl_before, at(tau)[1])
 
 
+def moments(log_q: Array, s: Array) -> tuple[float, float]:
+    """The mean μ and the variance σ² of s under q."""
+    q = np.exp(log_q)
+    mean = float(np.sum(q * s))
+    return mean, float(np.sum(q * (s - mean) ** 2))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Gradients
 
@@ -285,8 +292,7 @@ def projection_gradient(outcomes: Outcomes, solution: Solution, upstream: Array)
     """∂L/∂log p̃ of every outcome, from upstream = ∂L/∂log q, for a projected token (the KKT formula)."""
     s = outcomes.log_new - outcomes.log_old
     q = np.exp(solution.log_q)
-    mean = float(np.sum(q * s))
-    variance = float(np.sum(q * (s - mean) ** 2))
+    mean, variance = moments(solution.log_q, s)
     total = float(np.sum(upstream))
     covariance = float(np.sum(upstream * (s - mean)))
     gradient = solution.tau * (upstream - q * total - covariance * q * (s - mean) / variance)
@@ -394,8 +400,7 @@ def _ratio_of_raw(
     log_ratio = solution.tau * s_sampled - log_sum_exp(outcomes.log_old + solution.tau * s)
     # With q fixed, ∂A/∂s_j = τ q_j; and τ moves by −τ q_j (s_j − μ)/σ², which changes τ s_o − A by s_o − μ as much.
     q = np.exp(solution.log_q)
-    mean = float(np.sum(q * s))
-    variance = float(np.sum(q * (s - mean) ** 2))
+    mean, variance = moments(solution.log_q, s)
     correlation = (s_sampled - mean) if s_sampled > -math.inf else 0.0  # the ratio is 0, whatever else moves
     direct = -solution.tau * q * (1 + correlation * (s - mean) / variance)
     return log_ratio, through_floor(outcomes, direct) + solution.tau * to_sampled

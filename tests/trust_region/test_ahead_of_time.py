@@ -44,5 +44,6 @@ def test_for_cuda(tmp_path: Path):
     assert tiles and all(kernel.widest_load == 16 for kernel in tiles)
 
 
+@pytest.mark.slow
 def test_for_rocm(tmp_path: Path):
     compiled_or_skipped("hip", tmp_path)

@@ -12,31 +12,12 @@ import torch
 
 import troll
 from tests.trust_region import reference
-from tests.trust_region.cases import array
+from tests.trust_region.cases import MASK, array, random_step, some
 from troll import TrustRegionStep, troll_loss
-from troll.trust_region.metrics import trust_region_metrics, trust_region_statistics
-from troll.trust_region.objective import aggregate
+from troll.trust_region.metrics import Totals
 
-TOKEN_FIELDS = ("log_ratio", "regression", "log_probs", "kl_before", "kl_after", "multiplier", "projected")
 LEVELS: tuple[Any, ...] = ("token", "sequence")
 AGGREGATIONS: tuple[Any, ...] = ("sequence_mean", "token_mean", "fixed_length")
-MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 1, 0, 1, 0]], dtype=torch.bool)
-
-
-def random_step(garbage: float | None = None) -> TrustRegionStep:
-    """A step with made-up per-token values (4, 5), differentiable; `garbage` fills the masked positions."""
-    generator = torch.Generator().manual_seed(8)
-
-    def draw() -> torch.Tensor:
-        values = torch.rand(4, 5, generator=generator, dtype=torch.float64)
-        return values if garbage is None else torch.where(MASK, values, garbage)
-
-    values = {name: draw() for name in TOKEN_FIELDS[:-1]}
-    values["log_ratio"] = 2 * values["log_ratio"] - 1
-    projected = torch.rand(4, 5, generator=generator) < 0.6
-    for name in ("log_ratio", "regression"):
-        values[name] = values[name].detach().requires_grad_()
-    return TrustRegionStep(**values, projected=projected)
 
 
 def draw_advantages(per_token: bool = False) -> torch.Tensor:
@@ -106,12 +87,11 @@ def test_the_loss_of_micro_batches_adds_up():
     whole, _ = troll_loss(step, advantages, MASK, aggregation="token_mean")
     tokens = int(MASK.sum())
     for num_tokens in (tokens, float(tokens), torch.tensor(tokens), torch.tensor(float(tokens))):
-        parts = []
-        for rows in (slice(0, 1), slice(1, 4)):
-            part = TrustRegionStep(**{name: getattr(step, name)[rows] for name in TOKEN_FIELDS})
-            parts.append(
-                troll_loss(part, advantages[rows], MASK[rows], aggregation="token_mean", num_tokens=num_tokens)[0]
-            )
+        options: dict[str, Any] = {"aggregation": "token_mean", "num_tokens": num_tokens}
+        parts = [
+            troll_loss(some(step, rows), advantages[rows], MASK[rows], **options)[0]
+            for rows in (slice(0, 1), slice(1, 4))
+        ]
         assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-12)  # type: ignore[union-attr]
 
 
@@ -186,7 +166,7 @@ def test_masks_of_any_type(dtype):
 def test_the_metrics_are_those_of_the_step():
     step = random_step()
     _, metrics = troll_loss(step, draw_advantages(), MASK, aggregation="token_mean", ratio_level="sequence")
-    expected = trust_region_metrics(*trust_region_statistics(step, MASK))
+    expected = Totals.of(step, MASK).metrics()
     assert metrics.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in metrics.items())
 
@@ -209,16 +189,6 @@ def test_a_batch_of_no_sequences_has_loss_zero(aggregation):
     loss.backward()
     assert loss.item() == 0
     assert all(value.item() == 0 for value in metrics.values())
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "expected"),
-    [("sequence_mean", (2.0 + 5.0) / 2), ("token_mean", 9.0 / 3), ("fixed_length", 9.0 / 14)],
-)
-def test_aggregate_by_hand(aggregation, expected):
-    values = torch.tensor([[1.0, 3.0, math.nan], [math.inf, 5.0, math.nan]])
-    mask = torch.tensor([[1, 1, 0], [0, 1, 0]])
-    assert aggregate(values, mask, **settings_of(aggregation)).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +221,5 @@ def test_what_does_not_fit_is_named(message, change):
 
 
 def test_a_step_of_no_batch_is_refused():
-    step = TrustRegionStep(**{name: getattr(random_step(), name)[0] for name in TOKEN_FIELDS})
     with pytest.raises(ValueError, match=re.escape("step must hold (B, T) tokens, got (5)")):
-        troll_loss(step, torch.zeros(5), MASK[0])
+        troll_loss(some(random_step(), 0), torch.zeros(5), MASK[0])

@@ -9,31 +9,13 @@ import pytest
 import torch
 
 import troll
+from tests.trust_region.cases import MASK, TOKEN_FIELDS, random_step, some
 from troll import TrustRegionStep
-from troll.trust_region.metrics import trust_region_metrics, trust_region_statistics
-
-FIELDS = ("log_ratio", "regression", "log_probs", "kl_before", "kl_after", "multiplier")
-MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 1, 0, 1, 0]], dtype=torch.bool)
-
-
-def random_step(garbage: float | None = None) -> TrustRegionStep:
-    """Made-up numbers (4, 5), differentiable where a step's are; `garbage` fills the masked positions."""
-    generator = torch.Generator().manual_seed(8)
-
-    def draw() -> torch.Tensor:
-        values = torch.rand(4, 5, generator=generator, dtype=torch.float64)
-        return values if garbage is None else torch.where(MASK, values, garbage)
-
-    values = {name: draw() for name in FIELDS}
-    projected = torch.rand(4, 5, generator=generator) < 0.6
-    values["multiplier"] = torch.where(projected, values["multiplier"], 0.0)
-    for name in ("log_ratio", "regression", "log_probs"):
-        values[name].requires_grad_()
-    return TrustRegionStep(**values, projected=projected)
+from troll.trust_region.metrics import Totals
 
 
 def metrics_of(step: TrustRegionStep, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    return trust_region_metrics(*trust_region_statistics(step, mask))
+    return Totals.of(step, mask).metrics()
 
 
 @pytest.mark.parametrize("garbage", [None, math.nan, math.inf, -math.inf, 1e6])
@@ -42,7 +24,7 @@ def test_metrics_are_of_the_mask_alone(garbage):
     metrics = metrics_of(step, MASK)
     for name, value in metrics.items():
         assert value.shape == () and not value.requires_grad, name
-    kept = {name: getattr(step, name)[MASK].detach() for name in (*FIELDS, "projected")}
+    kept = {name: getattr(step, name)[MASK].detach() for name in TOKEN_FIELDS}
     expected = {
         "kl_before_mean": kept["kl_before"].mean(),
         "kl_before_max": kept["kl_before"].max(),
@@ -66,16 +48,16 @@ def test_masks_of_any_type(dtype):
 
 def test_statistics_add_up_over_micro_batches():
     step = random_step()
-    whole_sums, whole_maxima = trust_region_statistics(step, MASK)
-    parts = []
-    for rows in (slice(0, 1), slice(1, 4)):
-        values = {name: getattr(step, name)[rows] for name in (*FIELDS, "projected")}
-        parts.append(trust_region_statistics(TrustRegionStep(**values), MASK[rows]))
-    sums = {name: parts[0][0][name] + parts[1][0][name] for name in whole_sums}
-    maxima = {name: torch.maximum(parts[0][1][name], parts[1][1][name]) for name in whole_maxima}
-    assert maxima == whole_maxima
-    for name, value in trust_region_metrics(sums, maxima).items():
-        assert value.item() == pytest.approx(metrics_of(step, MASK)[name].item(), rel=1e-12), name
+    first, second = (Totals.of(some(step, rows), MASK[rows]) for rows in (slice(0, 1), slice(1, 4)))
+    found, expected = Totals() + first + second, Totals.of(step, MASK)
+    assert found.maxima == expected.maxima
+    for name, value in expected.metrics().items():
+        assert found.metrics()[name].item() == pytest.approx(value.item(), rel=1e-12), name
+
+
+def test_other_sums_become_means():
+    totals = Totals.of(random_step(), MASK) + Totals({"bytes": torch.tensor(3.0)})
+    assert totals.metrics()["bytes"].item() == pytest.approx(3.0 / MASK.sum().item(), rel=1e-6)
 
 
 def test_without_a_projected_token():
@@ -88,8 +70,7 @@ def test_without_a_projected_token():
 
 @pytest.mark.parametrize("rows", [0, 4])
 def test_without_a_token(rows):
-    values = {name: getattr(random_step(), name)[:rows] for name in (*FIELDS, "projected")}
-    metrics = metrics_of(TrustRegionStep(**values), torch.zeros(rows, 5))
+    metrics = metrics_of(some(random_step(), slice(rows)), torch.zeros(rows, 5))
     assert len(metrics) == 8 and all(value.item() == 0 for value in metrics.values())
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 import troll
 from tests.tolerance import within
 from tests.trust_region import reference
-from tests.trust_region.cases import FAMILIES, array, pairs, tensor
+from tests.trust_region.cases import FAMILIES, array, pairs, some, tensor
 from tests.trust_region.reading.sources import small_tiles
 from troll import LMHead, Logits, PackedPolicy, SparsePolicy, TrustRegionStep
 from troll.trust_region.objective import support
@@ -143,7 +143,7 @@ def test_equal_policies_have_ratio_one_however_they_were_read(name, dtype):
 
         carried = [PackedPolicy.of(old).unpack(), SparsePolicy.cat([old[:5], old[5:]]), old.view((4, 6)).view((ROWS,))]
         if dtype != torch.float64:
-            records = wire.to_records(PackedPolicy.of(old.view((4, 6))))
+            records = wire.to_records(PackedPolicy.of(old), [6] * 4)
             carried.append(wire.from_records(records).unpack())
         for policy in carried:
             again = troll.trust_region_step(source, policy)
@@ -176,12 +176,7 @@ def test_near_deterministic_and_degenerate_policies_have_ratio_one(family, tail)
             step = troll.trust_region_step(z, old, tail=tail)
             excluded = old.log_prob == -torch.inf  # any token, in "masked": no ratio
             assert not step.log_ratio[excluded].any()
-            assert_ratio_one(_some(step, ~excluded), old[~excluded], z.double().logsumexp(-1)[~excluded])
-
-
-def _some(step: TrustRegionStep, rows: Tensor) -> TrustRegionStep:
-    fields: Any = {name: None if x is None else x[rows] for name, x in vars(step).items()}
-    return TrustRegionStep(**fields)
+            assert_ratio_one(some(step, ~excluded), old[~excluded], z.double().logsumexp(-1)[~excluded])
 
 
 LOGIT = st.one_of(st.floats(-100, 100), st.sampled_from([0.0, 1.0, -27.6, -28.0, -300.0, -math.inf]))
@@ -275,6 +270,15 @@ def at(log_p: float, move: float, others: tuple[float, float], size: int = 6) ->
     return old, new
 
 
+def by(path: str, z: Tensor, old: SparsePolicy) -> tuple[Any, SparsePolicy]:
+    """The logits z of a new policy, and the old one, as they come by one of the paths."""
+    if path == "head":
+        return LMHead(z, torch.eye(z.shape[-1], dtype=z.dtype)), old
+    if path == "outcomes":
+        return troll.log_probs_at(z, old.token_ids), old
+    return z, PackedPolicy.of(old).unpack() if path == "packed" else old
+
+
 def moves(log_p: float) -> list[tuple[float, tuple[float, float]]]:
     """How o and the others move: not far, and out of the ball; or o from or to −100."""
     found = [(0.5, (0.0, 0.1)), (-1.6, (-3.0, 2.0)), (2.0, (0.0, -3.0)), (-100.0 - log_p, (-3.0, 2.0))]
@@ -292,14 +296,7 @@ def test_every_path_is_the_formula_on_dense_outcomes(log_p, kl_bound, path):
         old = troll.capture(tensor(old_row[None]), torch.tensor([0]), mass_threshold=0.0)
         assert old.log_prob.item() == pytest.approx(log_p, abs=1e-12)
         leaf = tensor(new_row[None]).requires_grad_()
-        source: Any = leaf
-        if path == "head":
-            source = LMHead(leaf, torch.eye(6, dtype=torch.float64))
-        if path == "outcomes":
-            source = troll.log_probs_at(leaf, old.token_ids)
-        if path == "packed":
-            old = PackedPolicy.of(old).unpack()
-        step = troll.trust_region_step(source, old, kl_bound)
+        step = troll.trust_region_step(*by(path, leaf, old), kl_bound)
         assert bool(step.projected) == expected.projected
         # τ is known to 1e-11 · KL/(τ σ²) or so; log ratios here are of up to 100.
         assert step.log_ratio.item() == pytest.approx(expected.log_ratio, rel=1e-8, abs=1e-8)
@@ -335,7 +332,7 @@ def test_float32_follows_the_formula(log_p, path):
         expected = reference.step(new_row, row, 0.05, "bucket")
         old = troll.capture(tensor(old_row[None], torch.float32), torch.tensor([0]), mass_threshold=0.0)
         leaf = tensor(new_row[None], torch.float32).requires_grad_()
-        step = troll.trust_region_step(leaf if path == "logits" else LMHead(leaf, torch.eye(6)), old, 0.05)
+        step = troll.trust_region_step(*by(path, leaf, old), 0.05)
         assert bool(step.projected) == expected.projected
         allowed = float32_error(new_row, row, expected)
         assert abs(step.log_ratio.item() - expected.log_ratio) <= within(allowed)
@@ -356,9 +353,7 @@ def float32_error(new_row: np.ndarray, row: reference.OldRow, expected: referenc
         return rounding
     outcomes = reference.bucket_outcomes(new_row, row)
     solution = reference.solve(outcomes.log_old, outcomes.log_new, 0.05)
-    s, q = outcomes.log_new - outcomes.log_old, np.exp(solution.log_q)
-    mean = float(np.sum(q * s))
-    variance = float(np.sum(q * (s - mean) ** 2))
+    mean, variance = reference.moments(solution.log_q, outcomes.log_new - outcomes.log_old)
     slope = abs(expected.log_prob - row.log_prob - mean) / (solution.tau * variance)
     return rounding + slope * 1e-4 * 0.05
 
@@ -378,9 +373,8 @@ def test_the_ratio_is_continuous_at_the_bound(log_p, move, tail):
     z = tensor(new_row[None])
     kl = troll.trust_region_step(z, old, math.inf, tail=tail).kl_before.item()
     outcomes = reference.outcomes_of(new_row, row, tail)
-    s, new = outcomes.log_new - outcomes.log_old, np.exp(outcomes.log_new)
-    mean = float(np.sum(new * s))
-    variance = float(np.sum(new * (s - mean) ** 2))
+    s = outcomes.log_new - outcomes.log_old
+    mean, variance = reference.moments(outcomes.log_new, s)
     for dtype, step_size in ((torch.float64, 1e-6), (torch.float32, 1e-3)):
         policy = old.to(dtype)
         inside = troll.trust_region_step(z.to(dtype), policy, kl * (1 + step_size), tail=tail)
@@ -412,11 +406,7 @@ def test_a_projected_token_with_a_sampled_token_below_the_floor(log_p, wrong, dt
     assert math.exp(solution.log_q[row.slot] - row.log_prob) == pytest.approx(wrong, rel=0.01)
 
     old = troll.capture(tensor(old_row[None], dtype), torch.tensor([2]), mass_threshold=0.0)
-    source: Any = tensor(new_row[None], dtype)
-    if path == "head":
-        source = LMHead(source, torch.eye(3, dtype=dtype))
-    if path == "packed":
-        old = PackedPolicy.of(old).unpack()
+    source, old = by(path, tensor(new_row[None], dtype), old)
     step = troll.trust_region_step(source, old)
     assert bool(step.projected)
     assert 0.6 < step.log_ratio.exp().item() < 0.7
@@ -457,7 +447,7 @@ def outside_mass(mass: float, rows: int) -> tuple[Tensor, SparsePolicy]:
 
 def test_floor_warns_where_more_than_a_thousandth_is_outside():
     logits, old = outside_mass(1.1e-3, 5)
-    message = "tail='floor' sees divergences that are not there: at some tokens more than 0.001 .* its 4 tokens"
+    message = "tail='floor' sees divergences that do not exist: at some tokens more than 0.001 .* its 4 tokens"
     with pytest.warns(UserWarning, match=message) as caught:
         troll.trust_region_step(logits, old, tail="floor")
     assert [warning.filename for warning in caught] == [__file__]

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import os
 import shutil
-import socket
 import tempfile
 from atexit import register as at_exit
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,8 +21,9 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
@@ -46,11 +46,12 @@ def policy_loss(*settings: str) -> list[str]:
     return [f"{ACTOR}.policy_loss.{setting}" for setting in settings]
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+#: The inference engine's own distributions as the anchor, of a rollout that reports them.
+REPORTED = (
+    *policy_loss("anchor=rollout"),
+    "algorithm.rollout_correction.bypass_mode=true",
+    "actor_rollout_ref.rollout.name=transformers",
+)
 
 
 def place(rank: int, world: int, port: int) -> dict[str, str]:
@@ -64,10 +65,18 @@ def place(rank: int, world: int, port: int) -> dict[str, str]:
     }
 
 
-def save_model(folder: Path) -> Path:
-    """A language model of 24,000 parameters whose distributions are peaked, and its tokenizer."""
+def saved(model: PreTrainedModel, folder: Path) -> Path:
+    """The folder, with a model and a tokenizer of characters."""
     tokenizer = character_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def peaked_model() -> PreTrainedModel:
+    """A language model of 24,000 parameters whose distributions are peaked."""
+    tokenizer = character_tokenizer()
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -84,30 +93,21 @@ def save_model(folder: Path) -> Path:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return Qwen3ForCausalLM(config)
 
 
-def configuration(model: Path, *overrides: str, plug_in: Sequence[str] = PLUG_IN) -> DictConfig:
-    """verl's own, of its Hydra files, for a tiny model on a CPU."""
+def composed(model: Path, *overrides: str) -> DictConfig:
+    """verl's own configuration, of its Hydra files, for any engine that trains a tiny model on a CPU."""
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose(
             "ppo_trainer",
             overrides=[
-                "model_engine=dp",
-                *plug_in,
                 "algorithm.adv_estimator=grpo",
                 "trainer.device=cpu",
                 "trainer.n_gpus_per_node=1",
                 "data.train_batch_size=16",
                 f"actor_rollout_ref.model.path={model}",
-                "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
                 "actor_rollout_ref.model.enable_gradient_checkpointing=false",
-                f"{ACTOR}.strategy=fsdp2",
-                f"+{ACTOR}.fsdp_config.mixed_precision={{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}}",
-                f"{ACTOR}.fsdp_config.use_torch_compile=false",
-                f"{ACTOR}.use_torch_compile=false",
                 f"{ACTOR}.optim.lr=3e-3",
                 f"{ACTOR}.optim.total_training_steps=10",
                 f"{ACTOR}.ppo_mini_batch_size=4",
@@ -118,6 +118,21 @@ def configuration(model: Path, *overrides: str, plug_in: Sequence[str] = PLUG_IN
                 *overrides,
             ],
         )
+
+
+def configuration(model: Path, *overrides: str, plug_in: Sequence[str] = PLUG_IN) -> DictConfig:
+    """`composed` for the FSDP engine."""
+    return composed(
+        model,
+        "model_engine=dp",
+        *plug_in,
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        f"{ACTOR}.strategy=fsdp2",
+        f"+{ACTOR}.fsdp_config.mixed_precision={{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}}",
+        f"{ACTOR}.fsdp_config.use_torch_compile=false",
+        f"{ACTOR}.use_torch_compile=false",
+        *overrides,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +218,7 @@ class Actor:
     steps: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+        self.actor = actor = self._settings()
         model = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
         rollout = self.config.actor_rollout_ref.rollout
         actor.model_config = model
@@ -221,22 +236,23 @@ class Actor:
         engine.max_token_len_per_gpu = actor.ppo_max_token_len_per_gpu
         engine.micro_batch_size_per_gpu = actor.ppo_micro_batch_size_per_gpu
         engine.use_remove_padding = model.use_remove_padding
-        self.actor = actor
         self.worker = TrainingWorker(config=worker)
         self.worker.reset()
         self.worker.set_loss_fn(partial(ppo_loss, config=actor))
         self.engine = self.worker.engine
         self._optimizer_step = self.engine.optimizer_step
         self.engine.optimizer_step = self._recorded_step
-        self._initial = [_local(p).clone() for p in self.engine.module.parameters()]
+        self._initial = [_local(p).clone() for p in self._own_parameters()]
         self._configured = {f.name: getattr(actor, f.name) for f in dataclasses.fields(actor)}
 
     def reset(self, **changes: Any) -> Actor:
         """The network and its optimizer as they were built; and other settings, of the actor or of its trust region."""
-        for parameter, value in zip(self.engine.module.parameters(), self._initial, strict=True):
+        for parameter, value in zip(self._own_parameters(), self._initial, strict=True):
             _local(parameter).copy_(value)
-        self.engine.optimizer.state.clear()
-        self.engine.optimizer.zero_grad()
+        optimizer = self.engine.optimizer
+        for each in getattr(optimizer, "chained_optimizers", [optimizer]):  # of Megatron's
+            each.state.clear()
+        optimizer.zero_grad()
         self.steps.clear()
         settings = self._configured["policy_loss"]
         own = {f.name for f in dataclasses.fields(settings)}
@@ -247,11 +263,24 @@ class Actor:
             self.engine.trust_region = settings
         return self
 
+    @property
+    def final_norm(self) -> torch.nn.Module:
+        """The module before the LM head."""
+        return self.engine.module.model.norm
+
+    def _settings(self) -> Any:
+        return omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+
+    def _own_parameters(self) -> list[torch.nn.Parameter]:
+        return list(self.engine.module.parameters())
+
     def _recorded_step(self) -> float:
-        with self._whole_parameters():
-            gradients = {name: _whole(p.grad) for name, p in self._named_parameters() if p.grad is not None}
-        self.steps.append(Step(self.parameters(), gradients))
+        self.steps.append(Step(self.parameters(), self._gradients()))
         return self._optimizer_step()
+
+    def _gradients(self) -> dict[str, Tensor]:
+        with self._whole_parameters():
+            return {name: _whole(p.grad) for name, p in self._named_parameters() if p.grad is not None}
 
     def parameters(self) -> dict[str, Tensor]:
         """The whole parameters."""
@@ -312,22 +341,22 @@ def model_folder() -> Path:
     """The model of all tests in this process."""
     folder = Path(tempfile.mkdtemp())
     at_exit(shutil.rmtree, folder, ignore_errors=True)
-    return save_model(folder)
+    return saved(peaked_model(), folder)
 
 
-@functools.cache
-def _port() -> int:
-    return free_port()
+def in_this_process(config: DictConfig) -> Actor:
+    """An actor that is the only process."""
+    with mock.patch.dict(os.environ, place(0, 1, get_free_port())):
+        return Actor(config)
 
 
 @functools.cache
 def single(*overrides: str, plug_in: Sequence[str] = PLUG_IN) -> Actor:
-    """An actor in this process by itself; :meth:`Actor.reset` it before use, since all tests share it."""
-    with mock.patch.dict(os.environ, place(0, 1, _port())):
-        return Actor(configuration(model_folder(), *overrides, plug_in=plug_in))
+    """An actor in this process by itself; `Actor.reset` it before use, since all tests share it."""
+    return in_this_process(configuration(model_folder(), *overrides, plug_in=plug_in))
 
 
 def trolled(packed: bool = True, *overrides: str) -> Actor:
-    """As :func:`single`, with the plug-in, reset."""
+    """As `single`, with the plug-in, reset."""
     padding = f"actor_rollout_ref.model.use_remove_padding={packed}"
     return single(padding, *policy_loss(*SMALL), *overrides).reset()

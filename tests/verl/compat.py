@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.compat import FOLDER, make, run
+from tests.compat import FOLDER, make, run, sources
 
 #: What pip installs; the last is the environment that runs this file.
 ENVIRONMENTS: dict[str, tuple[str, ...]] = {
@@ -36,13 +36,8 @@ def environments(variables: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     Raises:
         ValueError: If `VERL_SOURCES` is no checkout of verl.
     """
-    sources = variables.get("VERL_SOURCES")
-    if not sources:
-        return ENVIRONMENTS
-    folder = Path(sources).resolve()
-    if not (folder / "verl" / "version" / "version").is_file():
-        raise ValueError(f"VERL_SOURCES must be a checkout of verl, and {folder} has no verl/version/version")
-    return {**ENVIRONMENTS, SOURCES: ("--no-deps", str(folder))}
+    checkout = sources(variables, "VERL_SOURCES", "verl/version/version")
+    return ENVIRONMENTS if checkout is None else {**ENVIRONMENTS, SOURCES: checkout}
 
 
 def verl_of(python: Path) -> tuple[str, Path]:

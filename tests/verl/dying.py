@@ -1,7 +1,7 @@
-"""A module for ``VERL_USE_EXTERNAL_MODULES``: a worker of rank 1 that dies where it is told to, and a record of states.
+"""A module for `VERL_USE_EXTERNAL_MODULES`: a worker of rank 1 that dies where it is told to, and a record of states.
 
-``DYING`` is "update N", in the N-th optimiser step of the process, or "checkpoint N", half-way through writing the
-checkpoint of step N. What a worker saves and loads is noted in the folder ``DYING_FOLDER``.
+`DYING` is "update N", in the N-th optimiser step of the process, or "checkpoint N", half-way through writing the
+checkpoint of step N. What a worker saves and loads is noted in the folder `DYING_FOLDER`.
 """
 
 from __future__ import annotations

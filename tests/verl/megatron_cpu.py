@@ -1,6 +1,6 @@
 """Megatron on a CPU: its own modules and schedules, with an attention in place of Transformer Engine's.
 
-Megatron asks CUDA by name for buffers and random numbers. :func:`on_cpu` answers with the CPU, in tests alone.
+Megatron asks CUDA by name for buffers and random numbers. `on_cpu` answers with the CPU, in tests only.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if importlib.util.find_spec("einops") is None:  # mbridge imports it, for a mode
 from mbridge.core import llm_bridge
 from mbridge.core import util as mbridge_util
 from mbridge.models.qwen3 import Qwen3Bridge
+from verl.workers.engine.megatron import utils as megatron_utils
 
 #: What Megatron's own layers call the parameters that Transformer Engine fuses into the next one.
 UNFUSED = {
@@ -113,6 +114,8 @@ def on_cpu() -> Iterator[None]:
             mock.patch.object(
                 megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)
             ),
+            # verl after 0.9.1 seeds Megatron's random numbers only where it finds CUDA.
+            mock.patch.object(megatron_utils, "is_cuda_available", True, create=True),
             # mbridge 0.15.1 asks for it, and megatron-core 0.18 no longer has it.
             mock.patch.object(mbridge_util.ModelType, "encoder_and_decoder", None, create=True),
             mock.patch.object(LocalSpecProvider, "core_attention", lambda _: CausalAttention),

@@ -18,6 +18,7 @@ from tests.verl.actor import Sample, Step
 from troll import Constraint, SparsePolicy, trust_region_step
 from troll import capture as troll_capture
 from troll.trust_region.policy.sparse import Tail
+from troll.trust_region.policy.wire import from_records
 from troll.trust_region.projecting.dual import tolerance as solver_tolerance
 
 #: Terms of the network's longest sums: its MLPs are as wide.
@@ -26,7 +27,7 @@ LONGEST_SUM = 64
 
 @dataclass(frozen=True)
 class Settings:
-    """As `troll.verl.TrollPolicyLossConfig`, and what verl's loss has besides."""
+    """As `troll.verl.TrollPolicyLossConfig`, and what verl's actor and its batch have besides, by their names."""
 
     kl_bound: float = 0.02
     regression_weight: float = 1.0
@@ -35,10 +36,10 @@ class Settings:
     tail: Tail = "bucket"
     constraint: str = "token"
     ratio_level: str = "token"
-    aggregation: str = "token-mean"
-    scale: int = 6
-    entropy: float = 0.0
-    reference_kl: float = 0.0
+    loss_agg_mode: str = "token-mean"
+    loss_scale_factor: int = 6
+    entropy_coeff: float = 0.0
+    kl_loss_coef: float = 0.0
     temperature: float = 1.0
 
 
@@ -112,7 +113,7 @@ def update(
         old: The network when the rollout was scored.
         micro_batches: All samples of the mini-batch.
         settings: Of the loss.
-        weights: Of rollout correction, by ``id(sample)``.
+        weights: Of rollout correction, by `id(sample)`.
         reference_log_probs: Of the reference policy, likewise.
     """
     new.zero_grad()
@@ -178,27 +179,27 @@ def _terms(
         surrogate = surrogate * weights[id(sample)]
     terms = [surrogate, settings.regression_weight * regression]
     log_p = torch.log_softmax(logits, -1)
-    if settings.entropy:
-        terms.append(settings.entropy * (log_p.exp() * log_p).sum(-1))
+    if settings.entropy_coeff:
+        terms.append(settings.entropy_coeff * (log_p.exp() * log_p).sum(-1))
     if reference_log_probs is not None:
         # The "k3" estimate, verl's low_var_kl, which it bounds.
         difference = reference_log_probs[id(sample)] - log_p.gather(-1, sample.response[:, None])[:, 0]
-        terms.append(settings.reference_kl * (difference.exp() - difference - 1).clamp(-10, 10))
+        terms.append(settings.kl_loss_coef * (difference.exp() - difference - 1).clamp(-10, 10))
     return terms
 
 
 def _aggregate(terms: Tensor, mask: Tensor, tokens: int, sequences: int, settings: Settings) -> Tensor:
     total = (terms * mask).sum()
-    if settings.aggregation == "seq-mean-token-mean":
+    if settings.loss_agg_mode == "seq-mean-token-mean":
         total = total / mask.sum().clamp(min=1)
     divisor = {
         "token-mean": tokens,
         "token-sum": 1,
         "seq-mean-token-sum": sequences,
         "seq-mean-token-mean": sequences,
-        "seq-mean-token-sum-norm": sequences * settings.scale,
+        "seq-mean-token-sum-norm": sequences * settings.loss_scale_factor,
     }
-    return total / divisor[settings.aggregation]
+    return total / divisor[settings.loss_agg_mode]
 
 
 def compared(got: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> float:
@@ -222,6 +223,34 @@ def divided(
         ]
         for start in range(0, len(samples) // world, own)
     ]
+
+
+def check_captured(folder: Path, records: Sequence[Tensor], samples: Sequence[Sample], settings: Settings) -> None:
+    """Asserts that the records are the policies that the core captures of each sequence by itself.
+
+    Args:
+        folder: Of the model as it was when the rollout was scored.
+        records: A record for each of the samples.
+        samples: The rollout.
+        settings: Of the capture.
+    """
+    model = load(folder)
+    for record, sample in zip(records, samples, strict=True):
+        got, wanted = from_records([record]).unpack(), capture(model, sample, settings)
+        assert torch.equal(got.token_ids, wanted.token_ids) and torch.equal(got.slot, wanted.slot)
+        assert (got.vocab_size, got.mass_threshold) == (wanted.vocab_size, wanted.mass_threshold)
+        error = capture_error(model, sample, settings)
+        torch.testing.assert_close(got.log_probs, wanted.log_probs, rtol=0, atol=error)
+        torch.testing.assert_close(got.tail_log_prob, wanted.tail_log_prob, rtol=0, atol=error)
+
+
+def check_left_out(found: Mapping[str, Any]) -> None:
+    """Asserts that what `worker.left_out` found is no update, and then one."""
+    assert found["unchanged"]
+    assert all(count > 0 for count in found["metrics"]["trust_region/nonfinite"])
+    assert all(math.isnan(norm) for norm in found["metrics"]["grad_norm"])
+    assert all(count == 0 for count in found["later"]["trust_region/nonfinite"])
+    assert all(math.isfinite(norm) for norm in found["later"]["grad_norm"])
 
 
 def check(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +48,7 @@ class Server:
         self._reports, self._interrupted = reports, interrupted
 
     async def _generate(self, *, request_id: str, prompt_ids: list[int], **_: Any) -> TokenOutput:
-        ids, log_probs = engine_rows(4, seed=len(prompt_ids))[1:]
+        ids, log_probs = engine_rows(4, seed=len(prompt_ids))
         record = old_policy_record(ids, log_probs, **SETTINGS)
         self.records.append(record)
         extra_fields: dict[str, Any] = {"global_steps": 1}
@@ -69,6 +68,7 @@ class Loop(AgentLoopBase):
 
     turns = 1
     changes = False
+    as_prompt: Any = list
 
     async def run(self, sampling_params: dict[str, Any], **_: Any) -> AgentLoopOutput:
         response: list[int] = []
@@ -77,7 +77,8 @@ class Loop(AgentLoopBase):
         for turn in range(self.turns):
             if turn:
                 response, mask = response + TOOL, mask + [0] * len(TOOL)
-            output = await self.server_manager.generate("a", prompt_ids=PROMPT + response, sampling_params={})
+            prompt_ids = self.as_prompt(PROMPT + response)
+            output = await self.server_manager.generate("a", prompt_ids=prompt_ids, sampling_params={})
             assert OLD_POLICIES not in output.extra_fields
             response, mask = response + output.token_ids, mask + [1] * len(output.token_ids)
             fields = fields or output.extra_fields
@@ -196,15 +197,12 @@ def test_turns_make_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_interrupted_completion_has_the_policies_of_all_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client of verl's asynchronous trainer, which makes one answer of several and drops their extra fields."""
-    monkeypatch.setattr(asyncio, "sleep", _at_once(asyncio.sleep))
+    sleep = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda _: sleep(0))
     server = Server(interrupted=True)
     (row,), _ = sampled(monkeypatch, server, base=FullyAsyncLLMServerClient)
     assert len(server.records) == 2 and row["responses"].numel() == 8
     check_slots(field(row), [from_records([record]) for record in server.records])
-
-
-def _at_once(sleep: Callable[[float], Any]) -> Callable[[float], Any]:
-    return lambda seconds: sleep(0)
 
 
 def test_a_response_that_was_tokenised_anew_has_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,19 +236,8 @@ def test_tasks_of_an_agent_loop_share_its_sample(monkeypatch: pytest.MonkeyPatch
 
 
 def test_numpy_prompts_are_the_same_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loop, "as_prompt", np.array)
     server = Server()
-
-    async def run(self: Any, sampling_params: dict[str, Any], **_: Any) -> AgentLoopOutput:
-        output = await self.server_manager.generate("a", prompt_ids=np.array(PROMPT), sampling_params={})
-        return AgentLoopOutput(
-            prompt_ids=PROMPT,
-            response_ids=output.token_ids,
-            response_mask=[1] * 4,
-            metrics=AgentLoopMetrics(),
-            extra_fields=output.extra_fields,
-        )
-
-    monkeypatch.setattr(Loop, "run", run)
     (row,), _ = sampled(monkeypatch, server)
     assert torch.equal(field(row), server.records[0])
 

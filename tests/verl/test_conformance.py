@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from verl.utils import tensordict_utils as tu
 
 from tests.tables import set_table, table_model
-from tests.verl.actor import Actor, Sample, as_batch, configuration, free_port, place, policy_loss
-from troll.study.embedded import character_tokenizer
+from tests.verl.actor import Actor, Sample, as_batch, configuration, in_this_process, policy_loss, saved
 from troll.testing import METRICS, VOCAB_SIZE, Case, Update, check_adapter
 
 
@@ -23,18 +20,12 @@ def actor_of(folder: Path, packed: bool) -> Actor:
     """An actor whose network is a table."""
     settings = policy_loss(f"top_k={VOCAB_SIZE}", "mass_threshold=0.0")
     padding = f"actor_rollout_ref.model.use_remove_padding={packed}"
-    with mock.patch.dict(os.environ, place(0, 1, free_port())):
-        return Actor(configuration(folder, padding, *settings))
+    return in_this_process(configuration(folder, padding, *settings))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("table")
-    table_model(torch.zeros(VOCAB_SIZE, VOCAB_SIZE)).save_pretrained(folder)
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(folder)
-    return folder
+    return saved(table_model(torch.zeros(VOCAB_SIZE, VOCAB_SIZE)), tmp_path_factory.mktemp("table"))
 
 
 def samples_of(case: Case) -> list[Sample]:

@@ -14,7 +14,8 @@ import pytest
 import torch
 from embedded_data import quickstart_task, write_questions
 from omegaconf import OmegaConf
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from verl.plugin.platform import get_platform
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine import EngineRegistry
@@ -25,7 +26,8 @@ from verl_cpu.reward import compute_score
 from verl_cpu.rollout import TransformersReplica, TransformersRollout, TransformersServer
 
 import troll
-from troll.study.embedded import character_tokenizer
+from tests.verl.actor import model_folder
+from tests.verl.reference import load
 from troll.tasks.reasoning_gym import questions
 from troll.trust_region.policy.wire import from_records
 
@@ -34,46 +36,19 @@ PROMPTS = [[5, 9, 3], [7], [11, 4, 8, 20, 6], [5, 9, 3], [30, 31]]
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = character_tokenizer()
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = Qwen3ForCausalLM(config)
-    # Sharp enough for log-probabilities to differ, with an end that comes now and then.
-    model.lm_head.weight.data.mul_(40)
-    model.lm_head.weight.data[tokenizer.eos_token_id] = model.lm_head.weight.data[40]
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+def model() -> PreTrainedModel:
+    return load(model_folder()).eval()
 
 
-@pytest.fixture(scope="module")
-def model(model_folder: Path) -> Qwen3ForCausalLM:
-    return Qwen3ForCausalLM.from_pretrained(model_folder).eval()
-
-
-def launch(
-    model_folder: Path, weights: dict[str, torch.Tensor], max_num_seqs: int = 256, custom: Any = None
-) -> TransformersServer:
+def launch(model: PreTrainedModel, max_num_seqs: int = 256, custom: Any = None) -> TransformersServer:
     config = SimpleNamespace(
         dtype="float32", seed=0, response_length=RESPONSE_LENGTH, max_num_seqs=max_num_seqs, custom=custom
     )
     model_config = OmegaConf.create(
-        {"path": str(model_folder), "override_config": {"attn_implementation": "sdpa"}, "load_tokenizer": True}
+        {"path": str(model_folder()), "override_config": {"attn_implementation": "sdpa"}, "load_tokenizer": True}
     )
     server = TransformersServer(config, model_config, replica_rank=0)
-    asyncio.run(server.update_weights(weights, global_steps=7))
+    asyncio.run(server.update_weights(model.state_dict(), global_steps=7))
     return server
 
 
@@ -87,9 +62,13 @@ def sampled(server: TransformersServer, prompts: list[list[int]], **params: Any)
 
 
 @torch.no_grad()
-def log_probs(model: Qwen3ForCausalLM, prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:
-    logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(completion)[:, None]).squeeze(-1)
+def logits_of(model: PreTrainedModel, prompt: list[int], completion: list[int]) -> Tensor:
+    return model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+
+
+def log_probs(model: PreTrainedModel, prompt: list[int], completion: list[int], temperature: float) -> Tensor:
+    logits = logits_of(model, prompt, completion) / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None]).squeeze(-1)
 
 
 def test_verl_runs_its_own_engines_on_this_platform() -> None:
@@ -112,10 +91,8 @@ def test_verl_finds_the_rollout_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_are_those_of_the_model_whatever_is_batched(
-    model_folder: Path, model: Qwen3ForCausalLM, temperature: float
-) -> None:
-    server = launch(model_folder, model.state_dict(), max_num_seqs=3)
+def test_log_probs_are_those_of_the_model_whatever_is_batched(model: PreTrainedModel, temperature: float) -> None:
+    server = launch(model, max_num_seqs=3)
     outputs = sampled(server, PROMPTS * 4, temperature=temperature)
     for prompt, output in zip(PROMPTS * 4, outputs, strict=True):
         expected = log_probs(model, prompt, output.token_ids, temperature)
@@ -124,8 +101,8 @@ def test_log_probs_are_those_of_the_model_whatever_is_batched(
     assert len({tuple(output.token_ids) for output in outputs[:: len(PROMPTS)]}) > 1
 
 
-def test_completions_end_with_the_first_end_of_sequence(model_folder: Path, model: Qwen3ForCausalLM) -> None:
-    outputs = sampled(launch(model_folder, model.state_dict()), PROMPTS * 20)
+def test_completions_end_with_the_first_end_of_sequence(model: PreTrainedModel) -> None:
+    outputs = sampled(launch(model), PROMPTS * 20)
     ends = [output.token_ids.index(1) for output in outputs if 1 in output.token_ids]
     assert ends and min(ends) < RESPONSE_LENGTH - 1, "the model should end some of them early"
     for output in outputs:
@@ -134,17 +111,15 @@ def test_completions_end_with_the_first_end_of_sequence(model_folder: Path, mode
         assert output.token_ids[-1] == 1 or len(output.token_ids) == RESPONSE_LENGTH
 
 
-def test_temperature_zero_is_greedy(model_folder: Path, model: Qwen3ForCausalLM) -> None:
-    outputs = sampled(launch(model_folder, model.state_dict()), PROMPTS, temperature=0.0)
+def test_temperature_zero_is_greedy(model: PreTrainedModel) -> None:
+    outputs = sampled(launch(model), PROMPTS, temperature=0.0)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
-        ids = torch.tensor([prompt + output.token_ids])
-        with torch.no_grad():
-            assert output.token_ids == model(ids).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert output.token_ids == logits_of(model, prompt, output.token_ids).argmax(-1).tolist()
 
 
-def test_new_weights_are_used_at_once(model_folder: Path, model: Qwen3ForCausalLM) -> None:
-    server = launch(model_folder, model.state_dict())
-    other = Qwen3ForCausalLM(model.config).eval()
+def test_new_weights_are_used_at_once(model: PreTrainedModel) -> None:
+    server = launch(model)
+    other = AutoModelForCausalLM.from_config(model.config).eval()
     asyncio.run(server.update_weights(other.state_dict(), global_steps=8))
     (output,) = sampled(server, PROMPTS[:1])
     torch.testing.assert_close(
@@ -153,30 +128,23 @@ def test_new_weights_are_used_at_once(model_folder: Path, model: Qwen3ForCausalL
     assert output.extra_fields["global_steps"] == 8
 
 
-def test_as_the_anchor_it_reports_the_distributions_it_sampled_from(
-    model_folder: Path, model: Qwen3ForCausalLM
-) -> None:
+def test_as_the_anchor_it_reports_the_distributions_it_sampled_from(model: PreTrainedModel) -> None:
     settings: dict[str, Any] = {"top_k": 5, "mass_threshold": 1e-3}
     custom = {"trust_region": {"anchor": "rollout"} | settings}
-    server = launch(model_folder, model.state_dict(), custom=custom)
+    server = launch(model, custom=custom)
     for prompt, output in zip(PROMPTS, sampled(server, PROMPTS), strict=True):
         reported = from_records([output.extra_fields["old_policies"]]).unpack()
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1]
         sampled_ids = torch.tensor(output.token_ids)
-        expected = troll.capture(logits, sampled_ids, **settings)
-        # Not all ids: the end of a sequence and token 40 are as likely as each other.
-        assert torch.equal(reported.token_ids.gather(-1, reported.slot[:, None])[:, 0], sampled_ids)
+        expected = troll.capture(logits_of(model, prompt, output.token_ids), sampled_ids, **settings)
+        assert torch.equal(reported.token_ids, expected.token_ids) and torch.equal(reported.slot, expected.slot)
         torch.testing.assert_close(reported.outcomes.exp(), expected.outcomes.exp(), rtol=0, atol=1e-5)
     custom["trust_region"]["anchor"] = "old"
-    (output, *_) = sampled(launch(model_folder, model.state_dict(), custom=custom), PROMPTS)
+    (output, *_) = sampled(launch(model, custom=custom), PROMPTS)
     assert "old_policies" not in output.extra_fields
 
 
-def test_a_request_that_fails_says_so_and_leaves_the_server_at_work(
-    model_folder: Path, model: Qwen3ForCausalLM
-) -> None:
-    server = launch(model_folder, model.state_dict())
+def test_a_request_that_fails_says_so_and_leaves_the_server_at_work(model: PreTrainedModel) -> None:
+    server = launch(model)
     with pytest.raises(IndexError):
         sampled(server, [[10_000]])
     with pytest.raises(ValueError, match="takes only text, got image_data"):

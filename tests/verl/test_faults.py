@@ -118,11 +118,8 @@ def test_updates_on_what_is_no_number_are_left_out(
     actor = trolled()
     monkeypatch.setitem(vars(actor.engine), "reads_head", reads_head)
     scored, before = actor.score(as_batch(rollout())), actor.parameters()
-    hook = actor.engine.module.model.norm.register_forward_hook(lambda _, __, hidden: hidden + value)
-    try:
+    with actor.final_norm.register_forward_hook(lambda _, __, hidden: hidden + value):
         metrics = actor.update(scored)
-    finally:
-        hook.remove()
     assert all(count > 0 for count in metrics["trust_region/nonfinite"])
     assert all(math.isnan(norm) for norm in metrics["grad_norm"])
     assert all(torch.equal(value, before[name]) for name, value in actor.parameters().items())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,11 +14,9 @@ from verl.utils import tensordict_utils as tu
 
 from tests.tolerance import within
 from tests.verl import reference, worker
-from tests.verl.actor import SMALL, Sample, as_batch, captured, model_folder, policy_loss, rollout, single, trolled
-from tests.verl.reference import Settings, check, divided
+from tests.verl.actor import SMALL, as_batch, captured, model_folder, policy_loss, rollout, single, trolled
+from tests.verl.reference import Settings, check, check_captured, check_left_out, divided
 from tests.verl.worker import CASES, trained
-from troll import SparsePolicy
-from troll.trust_region.policy.wire import from_records
 from troll.verl.old_policies import response_places
 
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
@@ -29,46 +27,25 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return worker.run(2, worker.two_processes, model_folder(), tmp_path_factory.mktemp("two") / "found.pt")
 
 
-def settings_of(case: dict[str, Any], **others: Any) -> Settings:
-    """The reference's names."""
-    own = {("aggregation" if name == "loss_agg_mode" else name): value for name, value in case.items()}
-    return Settings(**(own | others))
-
-
-def check_captured(records: list[Tensor], samples: list[Sample], settings: Settings) -> None:
-    """Asserts that the records are the policies that the core captures of each sequence by itself."""
-    model = reference.load(model_folder())
-    assert len(records) == len(samples)
-    for record, sample in zip(records, samples, strict=True):
-        got, wanted = from_records([record]).unpack(), reference.capture(model, sample, settings)
-        assert isinstance(got, SparsePolicy)
-        assert torch.equal(got.token_ids, wanted.token_ids)
-        assert torch.equal(got.slot, wanted.slot)
-        assert (got.vocab_size, got.mass_threshold) == (wanted.vocab_size, wanted.mass_threshold)
-        error = reference.capture_error(model, sample, settings)
-        torch.testing.assert_close(got.log_probs, wanted.log_probs, rtol=0, atol=error)
-        torch.testing.assert_close(got.tail_log_prob, wanted.tail_log_prob, rtol=0, atol=error)
+def check_equals_the_core(found: dict[str, Any], processes: int = 1, **changes: Any) -> None:
+    """Asserts that the rollout was captured and its updates made as by the core, each sequence by itself."""
+    samples, settings = rollout(), Settings(**changes)
+    check_captured(model_folder(), found["old_policies"], samples[::processes], settings)
+    check(model_folder(), found["steps"], found["metrics"], divided(samples, world=processes), settings)
 
 
 @pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("reads_head", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_one_process_equals_the_core(case: str, packed: bool) -> None:
-    settings, samples, actor = settings_of(CASES[case]), rollout(), trolled(packed)
-    found = trained(actor.reset(**CASES[case]), as_batch(samples))
+def test_one_process_equals_the_core(
+    case: str, reads_head: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = trolled(packed)
     assert actor.engine.reads_head
-    check_captured(found["old_policies"], samples, settings)
-    check(model_folder(), found["steps"], found["metrics"], divided(samples), settings)
-
-
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("case", CASES)
-def test_a_head_that_cannot_be_read_gives_logits(case: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings, samples, actor = settings_of(CASES[case]), rollout(), trolled(packed)
-    monkeypatch.setitem(vars(actor.engine), "reads_head", False)
-    found = trained(actor.reset(**CASES[case]), as_batch(samples))
-    assert not actor.engine.from_head
-    check_captured(found["old_policies"], samples, settings)
-    check(model_folder(), found["steps"], found["metrics"], divided(samples), settings)
+    monkeypatch.setitem(vars(actor.engine), "reads_head", reads_head)
+    found = trained(actor.reset(**CASES[case]), as_batch(rollout()))
+    assert actor.engine.from_head is reads_head
+    check_equals_the_core(found, **CASES[case])
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -100,16 +77,13 @@ def test_one_temperature_for_each_sample_is_applied_to_logits() -> None:
     batch["temperature"] = torch.full((len(samples),), 0.7)
     actor.reset().infer(batch, calculate_entropy=True)
     assert not actor.engine.from_head
-    check_captured(captured(actor.engine, batch), samples, Settings(temperature=0.7))
+    check_captured(model_folder(), captured(actor.engine, batch), samples, Settings(temperature=0.7))
 
 
 def test_fused_kernels_of_verl_change_nothing() -> None:
-    samples = rollout()
-    actor = trolled(True, "actor_rollout_ref.model.use_fused_kernels=true")
-    found = trained(actor, as_batch(samples))
-    assert actor.engine.reads_head
-    check_captured(found["old_policies"], samples, Settings())
-    check(model_folder(), found["steps"], found["metrics"], divided(samples), Settings())
+    found = trained(trolled(True, "actor_rollout_ref.model.use_fused_kernels=true"), as_batch(rollout()))
+    assert found["reads_head"]
+    check_equals_the_core(found)
 
 
 def test_a_reference_with_fused_kernels_may_share_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +93,8 @@ def test_a_reference_with_fused_kernels_may_share_the_process(monkeypatch: pytes
     fused = "actor_rollout_ref.model.use_fused_kernels=true"
     reference_engine = single(fused, "data.train_batch_size=8", plug_in=())
     assert Qwen3ForCausalLM.forward.__module__.startswith("verl.")
-    actor, samples = single(fused, *policy_loss(*SMALL), "data.train_batch_size=8").reset(), rollout()
-    batch, found = as_batch(samples), trained(actor, as_batch(samples))
+    actor, batch = single(fused, *policy_loss(*SMALL), "data.train_batch_size=8").reset(), as_batch(rollout())
+    found = trained(actor, batch)
     own = reference_engine.reset().infer(batch, calculate_entropy=False)["log_probs"]
     got = actor.reset().infer(batch, calculate_entropy=False)["log_probs"]
     torch.testing.assert_close(responses(got, batch), responses(own, batch), rtol=0, atol=1e-4)
@@ -128,8 +102,7 @@ def test_a_reference_with_fused_kernels_may_share_the_process(monkeypatch: pytes
     with pytest.raises(ValueError, match=r"TROLL needs logits here.*use_fused_kernels=False"):
         actor.infer(batch, calculate_entropy=True)
     monkeypatch.setattr(Qwen3ForCausalLM, "forward", plain)
-    check_captured(found["old_policies"], samples, Settings())
-    check(model_folder(), found["steps"], found["metrics"], divided(samples), Settings())
+    check_equals_the_core(found)
 
 
 def responses(values: Tensor, batch: Any) -> Tensor:
@@ -140,101 +113,59 @@ def responses(values: Tensor, batch: Any) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False])
 def test_eager_attention_equals_the_core(packed: bool) -> None:
-    samples = rollout()
-    found = trained(trolled(packed, f"{ATTENTION}=eager"), as_batch(samples))
-    check_captured(found["old_policies"], samples, Settings())
-    check(model_folder(), found["steps"], found["metrics"], divided(samples), Settings())
+    check_equals_the_core(trained(trolled(packed, f"{ATTENTION}=eager"), as_batch(rollout())))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_processes_equal_the_core(case: str, two_processes: dict[str, Any]) -> None:
-    settings, samples, found = settings_of(CASES[case]), rollout(), two_processes[case]
-    check_captured(found["old_policies"], samples[::2], settings)
-    check(model_folder(), found["steps"], found["metrics"], divided(samples, world=2), settings)
-
-
-def test_two_processes_of_fsdp_1_equal_the_core(two_processes: dict[str, Any]) -> None:
-    found, samples = two_processes["FSDP 1"], rollout()
-    assert found["reads_head"]
-    check_captured(found["old_policies"], samples[::2], Settings())
-    check(model_folder(), found["steps"], found["metrics"], divided(samples, world=2), Settings())
-
-
-def test_two_processes_equal_the_core_with_padding(two_processes: dict[str, Any]) -> None:
-    settings, samples, found = settings_of(CASES["sequence"]), rollout(), two_processes["padded"]
-    check_captured(found["old_policies"], samples[::2], settings)
-    check(model_folder(), found["steps"], found["metrics"], divided(samples, world=2), settings)
-
-
-def test_two_processes_equal_the_core_with_dynamic_batch_sizes(two_processes: dict[str, Any]) -> None:
-    found = two_processes["dynamic"]
-    check(model_folder(), found["steps"], found["metrics"], divided(rollout(), world=2), Settings())
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [*CASES.items(), ("FSDP 1", {}), ("padded", CASES["sequence"]), ("dynamic", {})],
+    ids=[*CASES, "FSDP 1", "padded", "dynamic batch sizes"],
+)
+def test_two_processes_equal_the_core(name: str, settings: dict[str, Any], two_processes: dict[str, Any]) -> None:
+    assert two_processes[name]["reads_head"]
+    check_equals_the_core(two_processes[name], processes=2, **settings)
 
 
 def test_nan_on_one_process_leaves_out_the_update_on_all(two_processes: dict[str, Any]) -> None:
-    found = two_processes["nan"]
-    assert found["unchanged"]
-    assert all(count > 0 for count in found["metrics"]["trust_region/nonfinite"])
-    assert all(math.isnan(norm) for norm in found["metrics"]["grad_norm"])
-    assert all(count == 0 for count in found["later"]["trust_region/nonfinite"])
-    assert all(math.isfinite(norm) for norm in found["later"]["grad_norm"])
+    check_left_out(two_processes["nan"])
 
 
 @pytest.mark.parametrize("case", ["token", "floor", "sequence", "batch"])
 def test_sequence_parallelism_equals_the_core(case: str, two_processes: dict[str, Any]) -> None:
-    settings, samples, found = settings_of(CASES[case]), rollout(), two_processes["sequence parallel"][case]
-    check_captured(found["old_policies"], samples, settings)
-    check(model_folder(), found["steps"], found["metrics"], divided(samples), settings)
+    check_equals_the_core(two_processes["sequence parallel"][case], **CASES[case])
 
 
-def test_static_pack_sizes_equal_the_core() -> None:
+def test_static_pack_sizes_equal_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
     actor, samples = trolled(), rollout()
-    actor.engine.pad_to_length, actor.engine.pad_to_length_bucket = True, 16
-    try:
-        # A micro-batch that is the whole mini-batch, twice: nothing of the first update may linger in it.
-        found = trained(actor, as_batch(samples), epochs=2, micro_batch_size_per_gpu=4)
-    finally:
-        actor.engine.pad_to_length = False
-    check_captured(found["old_policies"], samples, Settings())
+    monkeypatch.setattr(actor.engine, "pad_to_length", True)
+    monkeypatch.setattr(actor.engine, "pad_to_length_bucket", 16)
+    # A micro-batch that is the whole mini-batch, twice: nothing of the first update may linger in it.
+    found = trained(actor, as_batch(samples), epochs=2, micro_batch_size_per_gpu=4)
+    check_captured(model_folder(), found["old_policies"], samples, Settings())
     check(model_folder(), found["steps"], found["metrics"], divided(samples) * 2, Settings())
 
 
 def test_temperature_divides_the_logits_of_both_policies() -> None:
-    settings, samples = Settings(temperature=0.7), rollout()
-    found = trained(trolled(), as_batch(samples, temperature=0.7))
-    check_captured(found["old_policies"], samples, settings)
-    check(model_folder(), found["steps"], found["metrics"], divided(samples), settings)
-
-
-def test_dynamic_batch_sizes_equal_the_core() -> None:
-    samples = rollout()
-    found = trained(trolled(), as_batch(samples), use_dynamic_bsz=True, max_token_len_per_gpu=24)
-    check(model_folder(), found["steps"], found["metrics"], divided(samples), Settings())
+    found = trained(trolled(), as_batch(rollout(), temperature=0.7))
+    check_equals_the_core(found, temperature=0.7)
 
 
 def test_dynamic_batch_sizes_capture_in_the_order_of_the_batch() -> None:
     samples = rollout()
     batch, actor = as_batch(samples), trolled()
     actor.infer(batch, calculate_entropy=True, use_dynamic_bsz=True, max_token_len_per_gpu=24)
-    check_captured(captured(actor.engine, batch), samples, Settings())
+    check_captured(model_folder(), captured(actor.engine, batch), samples, Settings())
 
 
 def test_old_policies_follow_their_sequences_through_shuffled_epochs() -> None:
-    actor, samples, order = trolled(), rollout(), []
+    actor, samples = trolled(), rollout()
     scored = actor.score(as_batch(samples))
     forward_backward = actor.engine.forward_backward_batch
-
-    def recorded(data: Any, *arguments: Any, **options: Any) -> Any:
-        order.append([row.tolist() for row in data["input_ids"].unbind()])
-        return forward_backward(data, *arguments, **options)
-
-    actor.engine.forward_backward_batch = recorded
-    try:
+    with mock.patch.object(actor.engine, "forward_backward_batch", wraps=forward_backward) as passes:
         metrics = actor.update(
             scored, epochs=2, dataloader_kwargs={"shuffle": True}, use_dynamic_bsz=True, max_token_len_per_gpu=24
         )
-    finally:
-        actor.engine.forward_backward_batch = forward_backward
+    order = [[row.tolist() for row in call.args[0]["input_ids"].unbind()] for call in passes.call_args_list]
     by_ids = {tuple(sample.input_ids.tolist()): sample for sample in samples}
     mini_batches = [[[by_ids[tuple(ids)] for ids in mini_batch]] for mini_batch in order]
     assert len(mini_batches) == 8 and mini_batches[:4] != mini_batches[4:]
@@ -250,7 +181,7 @@ def test_lora_trains_and_its_reference_pass_captures_nothing() -> None:
     reference_pass = actor.infer(scored, calculate_entropy=False, no_lora_adapter=True)
     assert actor.engine.captured is before_reference
     # The adapter starts as zero: the same network, and the same policies.
-    check_captured(captured(actor.engine, scored), samples, Settings())
+    check_captured(model_folder(), captured(actor.engine, scored), samples, Settings())
     before = actor.parameters()
     metrics = actor.update(scored)
     moved = {name for name, value in actor.parameters().items() if not torch.equal(value, before[name])}
@@ -283,10 +214,3 @@ def test_two_processes_resume_after_one_was_killed_within_its_updates(tmp_path: 
     with pytest.raises(Exception, match="SIGKILL"):
         worker.run(2, worker.killed, *places)
     assert same(worker.run(2, worker.resumed, *places), wanted)
-
-
-def test_actors_share_a_process_with_verls_own() -> None:
-    """verl's engine for verl's loss, beside the plug-in's: importing it takes nothing over."""
-    stock = single(plug_in=())
-    assert type(stock.engine).__module__.startswith("verl.")
-    assert not hasattr(stock.reset().engine, "captured")

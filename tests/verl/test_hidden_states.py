@@ -7,6 +7,7 @@ Python 3.12; before, the logits have no multiplier. test_megatron runs the model
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -64,27 +65,16 @@ def test_hidden_states_and_weight_give_the_logits(tied: bool, multiplier: float)
     # As Megatron waits for the weight, where it is gathered while other layers compute.
     model.output_layer.register_forward_pre_hook(lambda *_: waited.append(True))
     head: Any = model.output_layer
-    head.forward = calls = Counting(head.forward)
+    head.forward = calls = mock.Mock(wraps=head.forward)
     ids = torch.randint(VOCABULARY, (2, 5))
     with hidden_states_for_logits(model) as weights:
         hidden = model(ids)
     (weight,) = weights
-    assert hidden.shape == (2, 5, WIDTH) and calls.number == 0 and waited == [True]
+    assert hidden.shape == (2, 5, WIDTH) and calls.call_count == 0 and waited == [True]
     assert weight is (model.embedding.weight if tied else model.output_layer.weight)
     # Afterwards it is the model that it was.
     torch.testing.assert_close(hidden @ weight.T, model(ids))
-    assert calls.number == 1
-
-
-class Counting:
-    """A function that knows how often it was called."""
-
-    def __init__(self, function: Any) -> None:
-        self.function, self.number = function, 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.number += 1
-        return self.function(*args, **kwargs)
+    assert calls.call_count == 1
 
 
 def test_a_stage_without_a_head_is_left_as_it_is() -> None:

@@ -8,12 +8,15 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from verl.utils import tensordict_utils as tu
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
 
+from tests.tolerance import rounding
 from tests.trust_region import reference
-from tests.verl.actor import ACTOR, as_batch, nested, rollout, trolled
-from troll import capture, trust_region_step
+from tests.verl.actor import REPORTED, as_batch, nested, rollout, trolled
+from troll import PackedPolicy, capture, trust_region_step
+from troll.trust_region.policy.wire import to_records
 from troll.verl.hooks import Capture, Update
 from troll.verl.old_policies import ResponseTokens, response_places
 from troll.verl.settings import TrollPolicyLossConfig
@@ -30,24 +33,36 @@ def micro_batch(seed: int = 0) -> tuple[TensorDict, Tensor, Tensor, ResponseToke
     return data, torch.roll(ids, -1), logits, tokens
 
 
+def hooks(settings: TrollPolicyLossConfig) -> tuple[Capture, Update]:
+    """A capture, and an update around what it captures."""
+    capturing = Capture(settings, entropy=True)
+    return capturing, Update(settings, False, capturing.captured, lambda **_: (torch.zeros(()), {}), None)
+
+
+def read(
+    hook: Capture | Update, logits: Tensor, data: TensorDict, labels: Tensor, tokens: ResponseTokens
+) -> dict[str, Tensor]:
+    """What a hook hands out for the response tokens of a micro-batch; an update uses the logits up."""
+    hook.begin(labels, tokens)
+    outputs = hook(student_logits=logits[None], data=data)
+    spread = torch.ones(len(labels)).index_fill(0, tokens.rows, 0)
+    assert all(values.shape == (1, len(labels)) and not (values * spread).any() for values in outputs.values())
+    return {name: values[0, tokens.rows] for name, values in outputs.items()}
+
+
 def stepped(
     settings: TrollPolicyLossConfig, old: Tensor, new: Tensor, data: TensorDict, labels: Tensor, tokens: ResponseTokens
 ) -> dict[str, Tensor]:
     """What an update hands out for the response tokens, after a capture of the old logits."""
-    first = Capture(settings, entropy=True)
-    second = Update(settings, False, first.captured, lambda **_: (torch.zeros(()), {}), None)
-    first.begin(labels, tokens)
-    first(student_logits=old[None], data=data)
-    second.begin(labels, tokens)
-    outputs = second(student_logits=new[None], data=data)
-    return {name: values[0, tokens.rows] for name, values in outputs.items()}
+    first, second = hooks(settings)
+    read(first, old, data, labels, tokens)
+    return read(second, new, data, labels, tokens)
 
 
 def test_a_capture_is_the_cores_to_the_bit() -> None:
     data, labels, logits, tokens = micro_batch()
-    hook = Capture(TrollPolicyLossConfig(top_k=8, mass_threshold=1e-3), entropy=True)
-    hook.begin(labels, tokens)
-    outputs = hook(student_logits=logits[None], data=data)
+    hook, _ = hooks(TrollPolicyLossConfig(top_k=8, mass_threshold=1e-3))
+    outputs = read(hook, logits, data, labels, tokens)
     sampled = data["responses"].values()
     wanted = capture(logits[tokens.rows], sampled, top_k=8, mass_threshold=1e-3)
     got = hook.captured.of(data).unpack()
@@ -55,25 +70,17 @@ def test_a_capture_is_the_cores_to_the_bit() -> None:
         assert torch.equal(getattr(got, name), getattr(wanted, name))
     assert got.vocab_size == VOCABULARY
     log_probs = torch.log_softmax(logits, -1)[tokens.rows].gather(-1, sampled[:, None])[:, 0]
-    torch.testing.assert_close(outputs["log_probs"][0, tokens.rows], log_probs)
-    assert outputs["log_probs"].shape == (1, len(labels))
-    assert int((outputs["log_probs"] != 0).sum()) == len(sampled)
+    torch.testing.assert_close(outputs["log_probs"], log_probs)
+    assert outputs["log_probs"].all()
 
 
 def test_an_update_hands_out_the_cores_tokens() -> None:
     data, labels, logits, tokens = micro_batch()
     settings = TrollPolicyLossConfig(kl_bound=0.1, top_k=8, mass_threshold=1e-3)
-    scoring = Capture(settings, entropy=True)
-    scoring.begin(labels, tokens)
-    scoring(student_logits=logits[None], data=data)
     noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
     leaf = (logits + 0.8 * noise).requires_grad_()
-    new = 1.0 * leaf  # the hook uses it up
-    hook = Update(settings, False, scoring.captured, lambda **_: (torch.zeros(()), {}), None)
-    assert not hook.observed
-    hook.begin(labels, tokens)
-    outputs = hook(student_logits=new[None], data=data)
-    weights = torch.randn(2, len(labels), generator=torch.Generator().manual_seed(2))
+    outputs = stepped(settings, logits, 1.0 * leaf, data, labels, tokens)
+    weights = torch.randn(2, len(tokens.rows), generator=torch.Generator().manual_seed(2))
     pulled = outputs["trust_region_log_ratio"] * weights[0] + outputs["trust_region_regression"] * weights[1]
     (got,) = torch.autograd.grad(pulled.sum(), leaf)
 
@@ -81,14 +88,13 @@ def test_an_update_hands_out_the_cores_tokens() -> None:
     old = capture(logits[tokens.rows], sampled, top_k=8, mass_threshold=1e-3)
     plain = leaf.detach().clone().requires_grad_()
     step = trust_region_step(plain[tokens.rows], old, 0.1)
-    pulled = step.log_ratio * weights[0, tokens.rows] + step.regression * weights[1, tokens.rows]
+    pulled = step.log_ratio * weights[0] + step.regression * weights[1]
     (wanted,) = torch.autograd.grad(pulled.sum(), plain)
     assert 0.2 < step.projected.float().mean() < 1
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
-    assert torch.equal(outputs["trust_region_log_ratio"][0, tokens.rows], step.log_ratio)
+    assert torch.equal(outputs["trust_region_log_ratio"], step.log_ratio)
     raw = torch.log_softmax(plain, -1)[tokens.rows].gather(-1, sampled[:, None])[:, 0]
-    torch.testing.assert_close(outputs["log_probs"][0, tokens.rows], raw)
-    assert hook.observed
+    torch.testing.assert_close(outputs["log_probs"], raw)
 
 
 @pytest.mark.filterwarnings("ignore:tail='floor' sees divergences")
@@ -125,22 +131,43 @@ def test_ratios_of_projected_tokens_below_the_floor_are_the_definitions(tail: st
     assert below > 5
 
 
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+def test_an_inference_engines_policies_fit_a_padded_vocabulary(tail: Any) -> None:
+    """Megatron pads its LM head; what is padded has no mass in an inference engine's policy."""
+    samples = rollout(4)
+    batch = as_batch(samples)
+    generator = torch.Generator().manual_seed(0)
+    sampled = batch["responses"].values()
+    old_logits, new_logits = (3 * torch.randn(len(sampled), VOCABULARY, generator=generator) for _ in range(2))
+    old = capture(old_logits, sampled, top_k=12, mass_threshold=1e-3)
+    records = to_records(PackedPolicy.of(old), [len(sample.response) for sample in samples])
+    tu.assign_non_tensor_stack(batch, "extra_fields", [{"old_policies": record} for record in records])
+    settings = TrollPolicyLossConfig(kl_bound=0.02, tail=tail, anchor="rollout", bypass_mode=True)
+
+    tokens = ResponseTokens(torch.arange(len(sampled)), torch.arange(len(sampled)), len(sampled))
+    padded = torch.nn.functional.pad(new_logits, (0, 5), value=-torch.inf)
+    wanted, found = (read(hooks(settings)[1], logits, batch, sampled, tokens) for logits in (new_logits, padded))
+    for name, values in found.items():
+        # The 99 terms of a normaliser are added up in another order.
+        error = rounding(VOCABULARY, max(1.0, float(wanted[name].abs().max())))
+        torch.testing.assert_close(values, wanted[name], rtol=0, atol=error)
+
+
 def test_metrics_are_means_over_the_tokens_of_all_micro_batches() -> None:
     """Micro-batches of different sizes: a mean of their means would be another number."""
     settings, sums = TrollPolicyLossConfig(kl_bound=0.1, top_k=8), []
-    scoring = Capture(settings, entropy=True)
-    hook = Update(settings, False, scoring.captured, lambda **_: (torch.zeros(()), {}), None)
+    scoring, hook = hooks(settings)
+    assert not hook.observed
     for seed, keep in ((0, 1.0), (1, 0.3)):
         data, labels, logits, tokens = micro_batch(seed)
         old = logits + keep * torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
-        scoring.begin(labels, tokens)
-        scoring(student_logits=old[None], data=data)
-        hook.begin(labels, tokens)
-        hook(student_logits=logits[None], data=data)
+        read(scoring, old, data, labels, tokens)
+        read(hook, logits, data, labels, tokens)
         sampled, mask = data["responses"].values(), data["response_mask"].values().bool()
         step = trust_region_step(logits[tokens.rows], capture(old[tokens.rows], sampled, top_k=8), 0.1)
         sums.append([step.kl_before[mask], step.projected[mask].float(), step.multiplier[mask & step.projected]])
     kl, projected, multiplier = (torch.cat(values) for values in zip(*sums, strict=True))
+    assert hook.observed
     metrics = hook.metrics()
     assert metrics["trust_region/kl_before_mean"] == pytest.approx(kl.mean().item(), rel=1e-5)
     assert metrics["trust_region/kl_before_max"] == pytest.approx(kl.max().item(), rel=1e-6)
@@ -222,10 +249,7 @@ def test_entropy_is_verls_and_asked_for_by_the_capture() -> None:
 
 
 def test_the_reported_anchor_captures_nothing() -> None:
-    bypass = "algorithm.rollout_correction.bypass_mode=true"
-    logs = "actor_rollout_ref.rollout.calculate_log_probs=true"
-    name = "actor_rollout_ref.rollout.name=transformers"
-    actor = trolled(True, f"{ACTOR}.policy_loss.anchor=rollout", bypass, logs, name)
+    actor = trolled(True, *REPORTED)
     before = actor.engine.captured
     actor.infer(as_batch(rollout()), calculate_entropy=True)
     assert actor.engine.captured is before

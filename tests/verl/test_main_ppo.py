@@ -1,4 +1,4 @@
-"""An unmodified ``main_ppo`` with two Ray workers on a CPU: TROLL, its anchors, and runs that die. Minutes each."""
+"""An unmodified `main_ppo` with two Ray workers on a CPU: TROLL, its anchors, and runs that die. Minutes each."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,26 +19,19 @@ import torch
 from hydra.errors import InstantiationException
 from megatron.core import parallel_state as mpu
 from tensordict import TensorDict
-from torch import Tensor
 from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine.base import EngineRegistry
 
-from tests.tolerance import rounding
-from tests.verl import megatron_worker, reference
+from tests.verl import megatron_worker
 from tests.verl.actor import ACTOR, Sample, Step, as_batch, rollout
 from tests.verl.megatron_worker import CASES, LAYOUTS, Layout, configuration, save_divisible_model
-from tests.verl.reference import Settings, check, divided
-from troll import PackedPolicy, capture
-from troll.trust_region.policy.wire import from_records, to_records
+from tests.verl.reference import Settings, check, check_captured, check_left_out, divided
+from troll.verl import TrollMcoreActorConfig
 from troll.verl import settings as settings_module
-from troll.verl.hooks import Update
 from troll.verl.megatron import TrollMegatronEngine
-from troll.verl.old_policies import Captured, ResponseTokens
 from troll.verl.settings import TrollPolicyLossConfig
-
-VOCABULARY = 99
 
 #: Layouts that together have tensors, contexts and stages spread; the others are slow.
 FAST = ("tensor and context", "pipeline and tensor")
@@ -81,15 +73,8 @@ def in_whole_tokens(step: Step, mini_batch: list[list[Sample]], processes: int) 
 
 def check_equals_the_core(layout: Layout, case: str, found: dict[str, Any], model: Path) -> None:
     """Old policies, losses, whole gradients and metrics are those of the core, on one process and one sequence each."""
-    names = {"loss_agg_mode": "aggregation", "entropy_coeff": "entropy"}
-    settings = Settings(**{names.get(name, name): value for name, value in CASES[case].items()})
-    samples, network = rollout(), reference.load(model)
-    for record, sample in zip(found["old_policies"], samples, strict=True):
-        got, wanted = from_records([record]).unpack(), reference.capture(network, sample, settings)
-        assert torch.equal(got.token_ids, wanted.token_ids) and torch.equal(got.slot, wanted.slot)
-        error = reference.capture_error(network, sample, settings)
-        torch.testing.assert_close(got.log_probs, wanted.log_probs, rtol=0, atol=error)
-        torch.testing.assert_close(got.tail_log_prob, wanted.tail_log_prob, rtol=0, atol=error)
+    settings, samples = Settings(**CASES[case]), rollout()
+    check_captured(model, found["old_policies"], samples, settings)
     mini_batches, steps = divided(samples, world=layout.data), found["steps"]
     if layout.per_token:
         steps = [in_whole_tokens(*each, layout.context) for each in zip(steps, mini_batches, strict=True)]
@@ -103,12 +88,7 @@ def test_updates_equal_the_core(layout: Layout, case: str, head: bool, fast: dic
 
 
 def test_nan_on_the_last_stage_leaves_out_the_update_on_all(fast: dict[str, Any]) -> None:
-    found = fast["pipeline and tensor"]["left out"]
-    assert all(found["unchanged"])
-    assert all(count > 0 for count in found["metrics"]["trust_region/nonfinite"])
-    assert all(math.isnan(norm) for norm in found["metrics"]["grad_norm"])
-    assert all(count == 0 for count in found["later"]["trust_region/nonfinite"])
-    assert all(math.isfinite(norm) for norm in found["later"]["grad_norm"])
+    check_left_out(fast["pipeline and tensor"]["left out"])
 
 
 @pytest.mark.slow
@@ -189,35 +169,11 @@ def test_every_response_token_is_where_verl_puts_its_label(
     assert sorted(seen) == list(range(len(responses)))
 
 
-@pytest.mark.parametrize("tail", ["bucket", "floor"])
-def test_an_inference_engines_policies_fit_a_padded_vocabulary(tail: Any) -> None:
-    """Megatron pads its LM head; what is padded has no mass in an inference engine's policy."""
-    samples = rollout(4)
-    batch = as_batch(samples)
-    generator = torch.Generator().manual_seed(0)
-    sampled = batch["responses"].values()
-    old_logits, new_logits = (3 * torch.randn(len(sampled), VOCABULARY, generator=generator) for _ in range(2))
-    old = capture(old_logits, sampled, top_k=12, mass_threshold=1e-3)
-    records = to_records(PackedPolicy.of(old), [len(sample.response) for sample in samples])
-    tu.assign_non_tensor_stack(batch, "extra_fields", [{"old_policies": record} for record in records])
-    settings = TrollPolicyLossConfig(kl_bound=0.02, tail=tail, anchor="rollout", bypass_mode=True)
-
-    def read(logits: Tensor) -> dict[str, Tensor]:
-        hook = Update(settings, False, Captured(), lambda **_: (torch.zeros(()), {}), None)
-        hook.begin(sampled, ResponseTokens(torch.arange(len(sampled)), torch.arange(len(sampled)), len(sampled)))
-        return hook(student_logits=logits, data=batch)
-
-    padded = torch.nn.functional.pad(new_logits, (0, 5), value=-torch.inf)
-    wanted = read(new_logits)
-    for name, values in read(padded).items():
-        # The 99 terms of a normaliser are added up in another order.
-        error = rounding(VOCABULARY, max(1.0, float(wanted[name].abs().max())))
-        torch.testing.assert_close(values, wanted[name], rtol=0, atol=error)
-
-
-def test_the_engine_is_verls_with_the_hook_before_it(model: Path) -> None:
+def test_the_group_selects_the_engine_and_gives_it_the_settings(model: Path) -> None:
     config = omega_conf_to_dataclass(configuration(model).actor_rollout_ref.actor)
+    assert isinstance(config, TrollMcoreActorConfig) and config.engine.strategy == "troll_megatron"
     assert EngineRegistry.get_engine_cls("language_model", config.engine.strategy) is TrollMegatronEngine
+    assert isinstance(config.policy_loss, TrollPolicyLossConfig) and config.engine.trust_region is config.policy_loss
 
 
 def test_dynamic_context_parallelism_is_refused(model: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 import sys
 from pathlib import Path
 
@@ -17,13 +17,9 @@ ROOT = Path(__file__).parents[2]
 def test_rows_have_verls_columns_and_their_gold_answers_score(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = importlib.util.spec_from_file_location("prepare", ROOT / "examples" / "verl" / "prepare.py")
-    assert spec is not None and spec.loader is not None
-    prepare = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(prepare)
     task = ROOT / "examples" / "tasks" / "geometry.yaml"
     monkeypatch.setattr(sys, "argv", ["prepare.py", str(task), str(tmp_path), "--eval_size", "2"])
-    prepare.main()
+    runpy.run_path(str(ROOT / "examples" / "verl" / "prepare.py"), run_name="__main__")
     assert "train.parquet" in capsys.readouterr().out
     for name in ("train", "test"):
         rows = pandas.read_parquet(tmp_path / f"{name}.parquet").to_dict("records")

@@ -9,22 +9,13 @@ import pytest
 from verl.utils.ulysses import ulysses_pad_and_slice_inputs
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from troll.verl.seam import Needed, check, rollout, training
+from troll.verl.seam import Needed, check, training
 
 
 def test_all_that_is_missing_is_said_at_once() -> None:
     first, second = Needed(FSDPEngineWithLMHead, "gone", "one thing"), Needed(FSDPEngineWithLMHead, "lost", "another")
     with pytest.raises(ImportError, match=r"FSDPEngineWithLMHead\.gone \(one thing\); .*\.lost \(another\)"):
         check([first, training.NEEDED[0], second])
-
-
-@pytest.mark.parametrize(
-    "needed", training.NEEDED + rollout.NEEDED, ids=lambda needed: needed.name or needed.owner.__name__
-)
-def test_every_need_is_named_and_can_fail(needed: Needed) -> None:
-    assert needed.purpose
-    renamed = Needed(needed.owner, "no_such_method", needed.purpose)
-    assert renamed.missing() == f"{needed.owner.__name__}.no_such_method ({needed.purpose})"
 
 
 def test_a_parameter_that_is_gone_is_named() -> None:

@@ -10,32 +10,37 @@ from typing import Any
 
 import pytest
 import verl
-from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from tests.verl.actor import ACTOR, PLUG_IN, as_batch, configuration, model_folder, policy_loss, rollout, single
-from troll.verl import TrollFSDPActorConfig, TrollMcoreActorConfig
+from tests.verl.actor import (
+    ACTOR,
+    PLUG_IN,
+    REPORTED,
+    as_batch,
+    composed,
+    configuration,
+    model_folder,
+    policy_loss,
+    rollout,
+    single,
+)
+from troll.verl import TrollFSDPActorConfig
 from troll.verl.fsdp import TrollFSDPEngine
 
-MEGATRON = ("hydra.searchpath=[pkg://troll.verl.config]", "+troll=megatron")
 
-
-def composed(*overrides: str, plug_in: tuple[str, ...] = PLUG_IN) -> DictConfig:
-    return configuration(model_folder(), *overrides, plug_in=plug_in)
-
-
-def actor(*overrides: str) -> Any:
+def actor(*overrides: str, plug_in: tuple[str, ...] = PLUG_IN) -> Any:
     """What verl's workers make of the actor's configuration."""
-    return omega_conf_to_dataclass(composed(*overrides).actor_rollout_ref.actor)
+    config = configuration(model_folder(), *overrides, plug_in=plug_in)
+    return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 
 
 @functools.cache
 def base() -> DictConfig:
-    return composed()
+    return configuration(model_folder())
 
 
 def on_the_driver(*overrides: str) -> None:
@@ -72,16 +77,6 @@ def test_the_command_line_sets_everything() -> None:
     assert {name: getattr(settings, name) for name in values} == values
 
 
-def test_both_of_torchs_fsdp_have_an_engine() -> None:
-    assert actor(f"{ACTOR}.strategy=fsdp").engine.strategy == "troll_fsdp"
-
-
-def test_the_rollout_anchor_goes_with_bypass_mode() -> None:
-    bypass = "algorithm.rollout_correction.bypass_mode=true"
-    settings = (*policy_loss("anchor=rollout"), bypass, "actor_rollout_ref.rollout.name=transformers")
-    assert actor(*settings).policy_loss.anchor == "rollout"
-
-
 @pytest.mark.parametrize(
     ("setting", "remedy"),
     [
@@ -92,17 +87,13 @@ def test_the_rollout_anchor_goes_with_bypass_mode() -> None:
     ],
 )
 def test_a_rollout_that_cannot_be_the_anchor_is_refused(setting: str, remedy: str) -> None:
-    bypass = "algorithm.rollout_correction.bypass_mode=true"
-    settings = (*policy_loss("anchor=rollout"), bypass, "actor_rollout_ref.rollout.name=transformers", setting)
     with pytest.raises(Exception, match=remedy):
-        actor(*settings)
+        actor(*REPORTED, setting)
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
 def test_vllm_is_an_anchor_where_its_server_reports(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bypass = "algorithm.rollout_correction.bypass_mode=true"
-    settings = (*policy_loss("anchor=rollout"), bypass, "actor_rollout_ref.rollout.name=vllm")
-    settings += (f"trainer.v1.trainer_mode={mode}",)
+    settings = (*REPORTED, "actor_rollout_ref.rollout.name=vllm", f"trainer.v1.trainer_mode={mode}")
     assert actor(*settings).policy_loss.rollout_name == "vllm"
     monkeypatch.delitem(sys.modules, "troll.verl.plugin")
     with pytest.raises(Exception, match=r"needs troll\.verl\.plugin, .*VERL_USE_EXTERNAL_PLUGINS at auto"):
@@ -111,45 +102,6 @@ def test_vllm_is_an_anchor_where_its_server_reports(mode: str, monkeypatch: pyte
 
 def test_no_rollout_correction_at_all_is_verls_to_allow() -> None:
     assert actor("algorithm.rollout_correction=null").policy_loss.bypass_mode is False
-
-
-def test_the_group_for_megatron_composes() -> None:
-    config = megatron()
-    settings = config.actor_rollout_ref.actor
-    assert settings._target_ == "troll.verl.TrollMcoreActorConfig"
-    assert settings.policy_loss._target_ == "troll.verl.TrollPolicyLossConfig"
-    actor = omega_conf_to_dataclass(settings)
-    assert isinstance(actor, TrollMcoreActorConfig)
-    assert actor.engine.strategy == "troll_megatron"
-    assert actor.engine.trust_region is actor.policy_loss
-
-
-def test_context_parallelism_of_changing_size_is_refused() -> None:
-    changing = [
-        f"{ACTOR}.megatron.{name}" for name in ("dynamic_context_parallel=true", "max_seqlen_per_dp_cp_rank=64")
-    ]
-    with pytest.raises(Exception, match=r"megatron\.dynamic_context_parallel=False"):
-        omega_conf_to_dataclass(megatron(*changing).actor_rollout_ref.actor)
-
-
-def megatron(*overrides: str) -> DictConfig:
-    return with_engine("megatron", *overrides, plug_in=MEGATRON)
-
-
-def with_engine(engine: str, *overrides: str, plug_in: tuple[str, ...] = PLUG_IN) -> DictConfig:
-    """verl's configuration for another engine than FSDP."""
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose(
-            "ppo_trainer",
-            overrides=[
-                f"model_engine={engine}",
-                *plug_in,
-                f"actor_rollout_ref.model.path={model_folder()}",
-                f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",
-                "actor_rollout_ref.rollout.name=vllm",
-                *overrides,
-            ],
-        )
 
 
 @pytest.mark.parametrize(
@@ -192,8 +144,9 @@ def test_what_cannot_be_trained_is_refused_on_the_driver(overrides: list[str], m
 
 @pytest.mark.parametrize("engine", ["veomni", "torchtitan", "megatron"])
 def test_another_engine_is_refused_with_what_to_set(engine: str) -> None:
+    config = composed(model_folder(), f"model_engine={engine}", *PLUG_IN)
     with pytest.raises(Exception, match=rf"actor\.strategy must be fsdp or fsdp2 .*got '{engine}'.*model_engine=dp"):
-        omega_conf_to_dataclass(with_engine(engine).actor_rollout_ref.actor)
+        omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 
 
 def test_verl_accepts_the_configuration_on_the_driver() -> None:
@@ -214,17 +167,15 @@ def test_a_second_epoch_is_off_policy() -> None:
 
 
 def test_the_plug_ins_actor_needs_its_settings() -> None:
-    config = composed(f"{ACTOR}._target_=troll.verl.TrollFSDPActorConfig", plug_in=())
     with pytest.raises(Exception, match=r"policy_loss\._target_ must be troll\.verl\.TrollPolicyLossConfig.*\+troll="):
-        omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+        actor(f"{ACTOR}._target_=troll.verl.TrollFSDPActorConfig", plug_in=())
 
 
 def test_verls_own_loss_and_engine_stay_what_they_are() -> None:
-    config = composed(plug_in=())
-    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    assert not isinstance(actor, TrollFSDPActorConfig)
-    assert type(actor).__module__.startswith("verl.")
-    assert actor.policy_loss.loss_mode == "vanilla"
+    config = actor(plug_in=())
+    assert not isinstance(config, TrollFSDPActorConfig)
+    assert type(config).__module__.startswith("verl.")
+    assert config.policy_loss.loss_mode == "vanilla"
     assert POLICY_LOSS_REGISTRY["vanilla"].__module__ == "verl.trainer.ppo.core_algos"
     stock = EngineRegistry.get_engine_cls("language_model", "fsdp2")
     assert stock is FSDPEngineWithLMHead and stock.__module__.startswith("verl.")
@@ -247,7 +198,7 @@ def test_the_loss_is_refused_on_verls_own_engine() -> None:
 
 
 def test_the_engine_is_refused_without_the_group() -> None:
-    config = composed(plug_in=())
+    config = configuration(model_folder(), plug_in=())
     built = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     object.__setattr__(built.engine, "strategy", "troll_fsdp2")
     with pytest.raises(ValueError, match=r"troll_fsdp2 gets its settings from the actor's configuration.*\+troll=fsdp"):
@@ -262,7 +213,7 @@ def test_the_engine_is_refused_without_the_group() -> None:
 
 
 def test_the_plug_in_patches_no_class_of_verls() -> None:
-    """What :class:`TrollFSDPEngine` overrides is in its own classes; verl's files and classes are as installed."""
+    """What `TrollFSDPEngine` overrides is in its own classes; verl's files and classes are as installed."""
     installed = Path(verl.__file__).parent
     for name in ("forward_backward_batch", "prepare_model_outputs", "forward_step", "train_batch"):
         code = getattr(FSDPEngineWithLMHead, name).__code__

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from tests.tolerance import within
-from tests.verl.actor import PLUG_IN, SMALL, Actor, as_batch, configuration, free_port, place, policy_loss, rollout
+from tests.verl.actor import SMALL, Actor, as_batch, configuration, in_this_process, policy_loss, rollout, saved
 from tests.verl.reference import compared
 from troll.study.embedded import character_tokenizer
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, tokenizer = tmp_path_factory.mktemp("model"), character_tokenizer()
+    tokenizer = character_tokenizer()
     torch.manual_seed(0)
     text = {
         "vocab_size": len(tokenizer),
@@ -47,10 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "deepstack_visual_indexes": [0],
     }
     config = Qwen3VLConfig(text_config=text, vision_config=vision, image_token_id=1, tie_word_embeddings=False)
-    Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
-    tokenizer.chat_template = "{{ messages }}"
-    tokenizer.save_pretrained(folder)
-    return folder
+    return saved(Qwen3VLForConditionalGeneration(config), tmp_path_factory.mktemp("model"))
 
 
 def trained(actor: Actor) -> tuple[Any, Any]:
@@ -62,9 +57,8 @@ def trained(actor: Actor) -> tuple[Any, Any]:
 def test_the_head_of_a_vision_language_model_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its updates are those from its logits, and its scores those of verl's own engine."""
     padded = "actor_rollout_ref.model.use_remove_padding=False"
-    with mock.patch.dict(os.environ, place(0, 1, free_port())):
-        actor = Actor(configuration(folder, padded, *policy_loss(*SMALL), plug_in=PLUG_IN))
-        stock = Actor(configuration(folder, padded, plug_in=()))
+    actor = in_this_process(configuration(folder, padded, *policy_loss(*SMALL)))
+    stock = in_this_process(configuration(folder, padded, plug_in=()))
     assert type(actor.engine.module).forward.__module__.startswith("verl.")
     (head_scores, (head_metrics, head_gradients)) = trained(actor)
     assert actor.engine.from_head

@@ -62,6 +62,16 @@ class Server:
         return TokenOutput(token_ids=ids, log_probs=log_probs, extra_fields={"global_steps": 4})
 
 
+def outputs(engine: Any, **sampling: Any) -> list[Any]:
+    """What an engine yields for a request."""
+
+    async def run() -> list[Any]:
+        params = SamplingParams(**sampling)
+        return [x async for x in engine.generate(prompt=[1], sampling_params=params, request_id="a")]
+
+    return asyncio.run(run())
+
+
 def server(step: int = 1) -> Any:
     settings = {"anchor": "rollout", "top_k": K, "mass_threshold": 1e-3}
     return reporting(Server)(engine(step), {"trust_region": settings})
@@ -94,15 +104,7 @@ def test_what_verl_gets_is_unchanged() -> None:
 
 def test_the_frontend_makes_one_object_a_token_and_no_text() -> None:
     reporting_server = server()
-    last: list[Any] = []
-
-    async def run() -> None:
-        params = SamplingParams(logprobs=0)
-        async for output in reporting_server.engine.generate(prompt=[1], sampling_params=params, request_id="a"):
-            last.append(output)
-
-    asyncio.run(run())
-    rows = last[-1].outputs[0].logprobs
+    rows = outputs(reporting_server.engine, logprobs=0)[-1].outputs[0].logprobs
     assert [list(row) for row in rows] == [[token] for token in TOKENS]
     assert all(row[token].decoded_token is None for row, token in zip(rows, TOKENS, strict=True))
     ids, log_probs = reporting_server.engine.taken("a")
@@ -131,19 +133,14 @@ def test_arrays_of_the_engines_messages_are_not_kept() -> None:
     taking = TopLogProbs(engine(), K)
     processor = taking.output_processor
     seen: list[np.ndarray] = []
+    process = processor.process_outputs
 
-    async def run() -> None:
-        process = processor.process_outputs
+    def remember(messages: Any) -> None:
+        seen.extend(message.new_logprobs.logprobs for message in messages)
+        process(messages)
 
-        def remember(outputs: Any) -> None:
-            seen.extend(output.new_logprobs.logprobs for output in outputs)
-            process(outputs)
-
-        processor.process_outputs = remember
-        async for _ in taking.generate(prompt=[1], sampling_params=SamplingParams(logprobs=0), request_id="a"):
-            pass
-
-    asyncio.run(run())
+    processor.process_outputs = remember
+    outputs(taking, logprobs=0)
     before = distributions()[torch.arange(len(TOKENS)), TOKENS]
     assert len(seen) == len(TOKENS)
     for array in seen:
@@ -176,12 +173,7 @@ def test_an_aborted_completion_has_no_record() -> None:
 
 def test_an_engine_that_was_not_asked_is_left_alone() -> None:
     taking = TopLogProbs(engine(), K)
-
-    async def run() -> list[Any]:
-        inputs: dict[str, Any] = {"prompt": [1], "sampling_params": SamplingParams(), "request_id": "a"}
-        return [output async for output in taking.generate(**inputs)]
-
-    assert all(output.outputs[0].logprobs is None for output in asyncio.run(run()))
+    assert all(output.outputs[0].logprobs is None for output in outputs(taking))
     assert taking.name == "vllm" and taking.taken("a") is None
 
 

@@ -1,10 +1,11 @@
-"""What tests run in several processes: ``run(world, job, folder)`` starts them, and rank 0 leaves what it found."""
+"""What tests run in several processes: `run(world, job, folder)` starts them, and rank 0 leaves what it found."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import _init_utils
 from torch.multiprocessing import spawn
 from transformers import AttentionInterface
@@ -29,7 +31,6 @@ from tests.verl.actor import (
     as_batch,
     captured,
     configuration,
-    free_port,
     nested,
     place,
     policy_loss,
@@ -54,7 +55,7 @@ def run(world: int, job: Callable[..., Any], model: Path, out: Path, *arguments:
         Exception: If a process failed.
     """
     threads = torch.get_num_threads()
-    spawn(_process, (world, threads, free_port(), job, model, out, arguments), nprocs=world)
+    spawn(_process, (world, threads, get_free_port(), job, model, out, arguments), nprocs=world)
     return torch.load(out, weights_only=False)
 
 
@@ -83,6 +84,7 @@ def _found(actor: Actor, old_policies: Sequence[Tensor], metrics: Mapping[str, A
         "steps": list(actor.steps),
         "metrics": dict(metrics),
         "parameters": actor.parameters(),
+        "reads_head": actor.engine.reads_head,
     }
 
 
@@ -96,7 +98,7 @@ def two_processes(rank: int, world: int, model: Path) -> dict[str, Any]:
         for name, settings in CASES.items() if packed else [("padded", {"constraint": "sequence"})]:
             found[name] = trained(actor.reset(**settings), as_batch(samples))
     found["dynamic"] = trained(actor.reset(), as_batch(samples), use_dynamic_bsz=True, max_token_len_per_gpu=24)
-    found["nan"] = _with_nan(actor.reset(), as_batch(samples), rank)
+    found["nan"] = left_out(actor.reset(), samples)
     found["sequence parallel"] = _sequence_parallel(model)
     found["FSDP 1"] = _fsdp1(model, samples)
     return found
@@ -112,27 +114,19 @@ def _fsdp1(model: Path, samples: list[Sample]) -> dict[str, Any]:
         mock.patch.object(_init_utils, "_check_module_states_for_sync_module_states"),
     ):
         actor = Actor(configuration(model, *overrides, "trainer.n_gpus_per_node=2"))
-        found = trained(actor, as_batch(samples))
-    return {**found, "reads_head": actor.engine.reads_head}
+        return trained(actor, as_batch(samples))
 
 
-def _with_nan(actor: Actor, batch: TensorDict, rank: int) -> dict[str, Any]:
+def left_out(actor: Actor, samples: list[Sample]) -> dict[str, Any]:
     """An update for which the last process computes NaN, and one after it."""
-    scored = actor.score(batch)
-    before = actor.parameters()
-    last = rank == dist.get_world_size() - 1
-    if last:
-        hook = actor.engine.module.model.norm.register_forward_hook(lambda _, __, hidden: hidden * torch.nan)
-    metrics = actor.update(scored)
-    if last:
-        hook.remove()
-    after = actor.parameters()
-    later = actor.update(scored)
-    return {
-        "metrics": dict(metrics),
-        "unchanged": all(bool((after[name] == before[name]).all()) for name in before),
-        "later": dict(later),
-    }
+    scored, before = actor.score(as_batch(samples)), actor.parameters()
+    hook: AbstractContextManager[Any] = nullcontext()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        hook = actor.final_norm.register_forward_hook(lambda _, __, hidden: hidden * torch.nan)
+    with hook:
+        metrics = actor.update(scored)
+    unchanged = all(torch.equal(value, before[name]) for name, value in actor.parameters().items())
+    return {"metrics": dict(metrics), "unchanged": unchanged, "later": dict(actor.update(scored))}
 
 
 def _sequence_parallel(model: Path) -> dict[str, Any]:
@@ -190,7 +184,7 @@ def uninterrupted(actor: Actor, rank: int, world: int, checkpoint: Path) -> dict
 
 
 def uninterrupted_processes(rank: int, world: int, model: Path, checkpoint: Path) -> dict[str, Any]:
-    """:func:`uninterrupted` in processes of its own."""
+    """`uninterrupted` in processes of its own."""
     return uninterrupted(_actor(model), rank, world, checkpoint)
 
 
@@ -202,7 +196,7 @@ def resumed(rank: int, world: int, model: Path, checkpoint: Path) -> dict[str, A
 
 
 def killed(rank: int, world: int, model: Path, checkpoint: Path) -> None:
-    """Like :func:`resumed`, but the process dies once the old policies are captured, and one update made of four."""
+    """Like `resumed`, but the process dies once the old policies are captured, and one update made of four."""
     actor = _actor(model)
     actor.engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
     scored = actor.score(as_batch(rollout(seed=2)[rank::world]))

@@ -3,7 +3,7 @@
 It ends with a table, and a page of curves, `comparison.html`.
 
     make verl-demo
-    python examples/verl/cpu/demo.py --output_dir runs/verl [--methods clip troll] [--steps 80] [verl settings ...]
+    python examples/verl/cpu/demo.py --output_dir runs/verl [--methods clip troll] [--steps 48] [verl settings ...]
 
 An interrupted demo goes on from its last checkpoint when it is started again with the same folder.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -104,28 +103,27 @@ def train(run: Run, data: Path, settings: list[str], console: Console) -> None:
         SystemExit: If verl fails.
     """
     run.folder.mkdir(parents=True, exist_ok=True)
-    # Ray's sockets lie in it, and their names may have 107 characters at most.
-    ray_folder = Path(tempfile.mkdtemp(prefix="troll-ray-"))
     log = run.folder / "log.txt"
     columns = (TextColumn(f"{run.method:5}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    try:
-        with log.open("a") as file, Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-            bar = progress.add_task("starting", total=run.steps)
-            verl = subprocess.Popen(
-                run.command(data, ray_folder, settings), env=run.environment(), stdout=file, stderr=subprocess.STDOUT
-            )
-            try:
-                while verl.poll() is None:
-                    time.sleep(_POLL_SECONDS)
-                    done, held_out = run.metrics(), run.held_out()
-                    if held_out:
-                        last = max(held_out)
-                        progress.update(bar, completed=max(done), description=f"success {held_out[last]:.1%} @ {last}")
-            finally:
-                verl.terminate()
-                verl.wait()
-    finally:
-        shutil.rmtree(ray_folder, ignore_errors=True)
+    with (
+        # Ray's sockets lie in it, and their names may have 107 characters at most.
+        tempfile.TemporaryDirectory(prefix="troll-ray-", ignore_cleanup_errors=True) as ray_folder,
+        log.open("a") as file,
+        Progress(*columns, TimeElapsedColumn(), console=console) as progress,
+    ):
+        bar = progress.add_task("starting", total=run.steps)
+        command = run.command(data, Path(ray_folder), settings)
+        verl = subprocess.Popen(command, env=run.environment(), stdout=file, stderr=subprocess.STDOUT)
+        try:
+            while verl.poll() is None:
+                time.sleep(_POLL_SECONDS)
+                done, held_out = run.metrics(), run.held_out()
+                if held_out:
+                    last = max(held_out)
+                    progress.update(bar, completed=max(done), description=f"success {held_out[last]:.1%} @ {last}")
+        finally:
+            verl.terminate()
+            verl.wait()
     if verl.returncode or run.steps not in run.held_out():
         tail = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-20:])
         sys.exit(f"{tail}\nverl ended with status {verl.returncode} before its last step: all of its log is in {log}")
@@ -138,7 +136,7 @@ def summary(runs: list[Run]) -> Table:
         held_out = run.held_out()
         first, last = held_out[min(held_out)], held_out[max(held_out)]
         seconds = f"{median_seconds(run.metrics()):.1f}"
-        table.add_row(run.method, f"{first:.1%}", f"{last:.1%}", seconds, str(run.folder))
+        table.add_row(run.method, f"{first:.1%}", f"{last:.1%}", seconds, os.path.relpath(run.folder))
     return table
 
 
@@ -147,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--steps", type=int, default=80, help="rollouts, of 8 updates each")
+    parser.add_argument("--steps", type=int, default=48, help="rollouts, of 8 updates each")
     arguments, settings = parser.parse_known_args()
     if find_spec("verl") is None:
         sys.exit("verl is not installed here: `make verl-demo` sets up an environment of its own for it")

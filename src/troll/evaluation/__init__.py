@@ -1,0 +1,32 @@
+"""Evaluating a model on tasks: what `troll eval` runs, and the numbers that it reports.
+
+The numbers need nothing but Python. The other names are imported when they are first used: they need the extras `trl`
+and `tasks`.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from troll.evaluation.estimators import clustered_interval, majority_vote, pass_at_k, wilson_interval
+
+if TYPE_CHECKING:
+    from troll.evaluation.config import EvaluationConfig, EvaluationError
+    from troll.evaluation.run import evaluate
+
+__all__ = [
+    "EvaluationConfig",
+    "EvaluationError",
+    "clustered_interval",
+    "evaluate",
+    "majority_vote",
+    "pass_at_k",
+    "wilson_interval",
+]
+
+_IMPORTED_WHEN_NAMED = {"EvaluationConfig": "config", "EvaluationError": "config", "evaluate": "run"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _IMPORTED_WHEN_NAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_IMPORTED_WHEN_NAMED[name]}"), name)

@@ -8,36 +8,39 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from troll.evaluation.config import EvaluationConfig
-from troll.evaluation.errors import EvaluationError
+from troll.evaluation.config import EvaluationConfig, EvaluationError
 from troll.evaluation.training_task import TrainingTask, from_here
 from troll.tasks import TaskConfig
-from troll.tasks.registry import least_train_size
+from troll.tasks.registry import json_object, least_train_size
 
-#: Task options that say how any task is asked: what a model has learned of them, it needs on other tasks too.
+#: Task options about prompts in general: a model that was trained with them needs them on other tasks too.
 _SHARED_OPTIONS = ("answer_format", "system_prompt")
 
 
 def configuration(arguments: Namespace, trained: TrainingTask | None) -> EvaluationConfig:
-    """Reads what was typed; what was not is as in the model's training.
+    """Reads the command line; settings that are not given are as in the model's training.
 
-    The task that the model was trained on has its data, options and size; every task has its variables of the chat
-    template. Options and variables are overridden one by one; null takes one out.
+    The task that the model was trained on keeps its data, options and size, and every task gets its variables of the
+    chat template. Options and variables are overridden one by one; null removes one.
 
     Args:
-        arguments: Of the command line, by the options' names.
-        trained: What the model was trained on, if that is known.
+        arguments: The arguments of the command line, by the options' names.
+        trained: The task that the model was trained on; None if unknown.
+
+    Returns:
+        The settings of the evaluation.
 
     Raises:
         EvaluationError: If there is no task, options do not fit each other, or a value is out of its range.
-        troll.tasks.TaskError: If options of a task are not a JSON object, or `eval_size` is below one.
+        troll.tasks.TaskError: If options that are JSON objects are something else, or `eval_size` is below one.
     """
     names = arguments.task or ([from_here(trained.task)] if trained is not None and trained.task is not None else [])
     if not names:
         raise EvaluationError("no task: name one with --task (only what troll train has saved brings its own)")
     paths = by_task("dataset_path", arguments.dataset_path, names)
     options = by_task("task_options", arguments.task_options, names)
-    variables = _object("chat_template_kwargs", arguments.chat_template_kwargs)
+    text = arguments.chat_template_kwargs
+    variables = {} if text is None else json_object("chat_template_kwargs", text)
     tasks = []
     for name in names:
         own = trained if trained is not None and trained.is_task(name) else None
@@ -73,11 +76,11 @@ def configuration(arguments: Namespace, trained: TrainingTask | None) -> Evaluat
 
 
 def as_in_training(config: EvaluationConfig, trained: TrainingTask) -> str | None:
-    """What an evaluation shares with the model's training, as a line to print; None where that is nothing.
+    """A line about the settings that an evaluation takes from the model's training; None if there are none.
 
     Args:
-        config: Of the evaluation.
-        trained: What the model was trained on.
+        config: The settings of the evaluation.
+        trained: The task that the model was trained on.
     """
     shared: list[str] = []
     for task in config.tasks:
@@ -95,11 +98,11 @@ def as_in_training(config: EvaluationConfig, trained: TrainingTask) -> str | Non
 
 
 def other_prompts(config: EvaluationConfig, trained: TrainingTask) -> list[str]:
-    """Where an evaluation prompts the model otherwise than its training did, a line for each task.
+    """A line for each task on which the evaluation prompts the model differently from its training.
 
     Args:
-        config: Of the evaluation.
-        trained: What the model was trained on.
+        config: The settings of the evaluation.
+        trained: The task that the model was trained on.
     """
     lines = []
     variables = _differences("chat_template_kwargs", trained.chat_template_kwargs, config.chat_template_kwargs)
@@ -137,11 +140,11 @@ def _json(value: Any) -> str:
 
 
 def by_task(option: str, values: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
-    """Values of an option by task: `TASK=VALUE` each, or just one value where there is one task.
+    """An option's values by task: `TASK=VALUE` for each, or only one value if there is one task.
 
     Args:
-        option: Its name, for errors.
-        values: As typed.
+        option: The option's name, for errors.
+        values: The values on the command line.
         tasks: The names of all tasks.
 
     Raises:
@@ -153,21 +156,9 @@ def by_task(option: str, values: Sequence[str], tasks: Sequence[str]) -> dict[st
         names = sorted((name for name in tasks if value.startswith(f"{name}=")), key=len)
         if not names and (len(tasks) > 1 or len(values) > 1):
             example = " ".join(f"{name}=..." for name in tasks)
-            raise EvaluationError(f"{option} {value} is of no task: write --{option} {example}")
+            raise EvaluationError(f"{option} {value} belongs to no task: write --{option} {example}")
         name, given = (names[-1], value[len(names[-1]) + 1 :]) if names else (tasks[0], value)
         if name in found:
             raise EvaluationError(f"{option} is given twice for {name}: leave one out")
         found[name] = given
     return found
-
-
-def _object(option: str, text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise EvaluationError(f"{option} must be a JSON object such as '{{\"enable_thinking\": false}}', got {text}")
-    return value

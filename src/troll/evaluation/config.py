@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from troll.evaluation.errors import EvaluationError
 from troll.tasks import TaskConfig
 
 BACKENDS = ("auto", "vllm", "transformers")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class EvaluationError(ValueError):
+    """An evaluation that cannot be made; the message is one line that says what is wrong and what to do."""
 
 
 @dataclass(frozen=True)
@@ -21,22 +24,23 @@ class EvaluationConfig:
     """What to evaluate, and how.
 
     Attributes:
-        model: See :func:`troll.evaluation.model.find_model`.
-        tasks: At least one, each once.
-        samples: n, completions per problem.
-        ks: The k of pass@k, each at most n; None for 1 and n.
-        temperature: At least 0, where 0 is greedy, which takes n = 1; None for 0 with n = 1, else 1.
-        top_p: In (0, 1].
-        top_k: At least 0; 0 for no limit.
-        max_new_tokens: At least 1; None for 2048, or less where the model's context ends before.
-        batch_size: Completions at once, at least 1; None for what suits the backend.
-        backend: One of `BACKENDS`; "auto" is vLLM where it is installed and there is a GPU.
-        seed: Of all random numbers.
-        dtype: One of `DTYPES`.
+        model: A name on the Hugging Face hub, or the folder of a model, of a LoRA adapter, or of a `troll train` run.
+        tasks: The tasks, at least one, each once. Their held-out rows are the problems.
+        samples: n, the completions of each problem, at least 1.
+        ks: Each k of pass@k, from 1 to n; None for 1 and n.
+        temperature: The sampling temperature, at least 0. 0 is greedy and needs n = 1. None is 0 for n = 1, else 1.
+        top_p: The mass of the most likely tokens to sample from, in (0, 1].
+        top_k: The number of most likely tokens to sample from; 0 for all.
+        max_new_tokens: The tokens of a completion at most, at least 1; None for 2048, or fewer if the model's context
+            ends before.
+        batch_size: The completions that are generated at once, at least 1; None for the backend's default.
+        backend: "vllm", "transformers" or "auto", which is vLLM if it is installed and there is a GPU.
+        seed: The seed of all random numbers.
+        dtype: "auto" for the dtype in which the weights are stored, "float32", "bfloat16" or "float16".
         chat_template_kwargs: More variables of the chat template.
-        model_revision: Of a model on the hub: a branch, a tag or a commit.
+        model_revision: The branch, tag or commit of a model on the hub.
         trust_remote_code: Whether the model's own code may run.
-        output_dir: None for `runs/eval-` and the model's name.
+        output_dir: The folder of the records and results; None for `runs/eval-` and the model's name.
 
     Raises:
         EvaluationError: If one of them is out of its range.
@@ -93,12 +97,12 @@ class EvaluationConfig:
 
     @property
     def folder(self) -> Path:
-        """Where records and results go; the same command has the same, so that it goes on."""
+        """The folder of the records and results: the same for the same command, so that it resumes there."""
         return self.output_dir or Path("runs") / f"eval-{slug(self.model.strip('/.'))}"
 
 
 def slug(name: str) -> str:
-    """A name as a file may be called."""
+    """A name with only characters that a file's name may have."""
     return re.sub(r"[^\w.-]+", "-", name).strip("-")
 
 

@@ -1,6 +1,6 @@
-"""What n completions of one problem say about a model, and how sure one can be over problems.
+"""Estimates from n completions of one problem, and the confidence interval of their mean over problems.
 
-Pure functions of Python numbers: one problem at a time, and one mean with its interval over problems.
+These are pure functions of Python numbers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 Interval = tuple[float, float]
-#: Whether two answers count as one; symmetric, and asked of different strings only.
+#: Whether two answers count as one; symmetric, and called only for different strings.
 SameAnswer = Callable[[str, str], bool]
 
 _NORMAL_QUANTILE = 1.959963984540054  # the standard normal's 97.5 % quantile
@@ -46,21 +46,21 @@ def pass_at_k(samples: int, successes: int, k: int) -> float:
 def majority_vote(answers: Sequence[str | None], successes: Sequence[bool], same: SameAnswer | None = None) -> float:
     """The probability that the answer given most often is right.
 
-    Answers that are the same string are one class; classes are then joined where `same` says so of their most frequent
-    strings, so that an expensive relation is asked of different strings only. It need not be transitive: strings come
-    by falling frequency, and each joins the first class whose first string takes it.
+    Answers that are the same string are one class. Classes are then joined if `same` holds for their most frequent
+    strings, so that an expensive relation is computed only for different strings. It need not be transitive: strings
+    are taken by falling frequency, and each joins the first class whose first string equals it by `same`.
 
-    Where several classes are the largest, each is chosen with the same probability. Where the members of the chosen
-    class were not all judged alike, the verdict is that of a member drawn at random. Both are taken in expectation, so
-    that no random number decides.
+    If several classes are the largest, each is chosen with the same probability. If the members of the chosen class
+    were not all judged the same, the verdict is that of a random member. The result is the expectation over both
+    choices, so no random number decides.
 
     Args:
-        answers: The final answers of n completions; None, where there is none, does not vote.
+        answers: The final answers of n completions; None, for a completion without an answer, does not vote.
         successes: Whether each completion succeeds.
-        same: The relation; None for equality of strings.
+        same: Whether two different answers count as one; None for equality of strings.
 
     Returns:
-        A value in [0, 1]; 0 where nobody votes.
+        A value in [0, 1]; 0 if nobody votes.
 
     Raises:
         ValueError: If there are not as many answers as successes.
@@ -98,7 +98,7 @@ def wilson_interval(success: float, size: float) -> Interval:
     centre = success + z * z / (2 * size)
     spread = z * math.sqrt(success * (1 - success) / size + z * z / (4 * size * size))
     scale = 1 + z * z / size
-    # The ends are 0 and 1 exactly where the proportion is, which rounding would miss by an ulp.
+    # The ends are exactly 0 and 1 where the proportion is, which rounding would miss by an ulp.
     low = 0.0 if success == 0 else max(0.0, (centre - spread) / scale)
     high = 1.0 if success == 1 else min(1.0, (centre + spread) / scale)
     return low, high
@@ -113,13 +113,13 @@ def clustered_interval(values: Sequence[float], samples: int) -> Interval:
 
         size = m (1 − m) / (σ² / N),    σ² = Σ (x − m)² / N,    N ≤ size ≤ N · samples.
 
-    The upper limit holds because N · n completions say no more than N · n independent ones. Where every value is 0 or
-    1, as with one completion a problem, size = N, and this is Wilson's interval itself. It stays within [0, 1] and has
-    a width also where all values are alike, which a normal interval and the bootstrap have not.
+    The upper limit holds because N · n completions say no more than N · n independent ones. If every value is 0 or 1,
+    as with one completion a problem, then size = N, and this is Wilson's interval itself. Unlike a normal interval and
+    the bootstrap, it stays within [0, 1] and has a width even if all values are equal.
 
     Args:
         values: One estimate for each problem, in [0, 1]; at least one.
-        samples: Completions behind each value.
+        samples: The number of completions behind each value.
 
     Returns:
         The interval's lower and upper end, both in [0, 1].
@@ -132,7 +132,7 @@ def clustered_interval(values: Sequence[float], samples: int) -> Interval:
     problems, mean = len(values), min(1.0, max(0.0, fmean(values)))
     variance = fmean((value - mean) ** 2 for value in values)
     most = problems * samples
-    # A variance of zero also comes with m = 0 or 1: completions of a problem then may be as good as copies.
+    # m = 0 or 1 also has a variance of zero: the completions of a problem may then be as good as copies.
     if mean in (0.0, 1.0):
         return wilson_interval(mean, problems)
     size = most if variance == 0 else min(most, max(problems, mean * (1 - mean) * problems / variance))

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from troll.evaluation.errors import EvaluationError
+from troll.evaluation.config import EvaluationError
 from troll.files import locked, write_atomically
+from troll.run_folder import read_json
 
-#: What decides the generations; written before the first of them.
+#: The settings on which the generations depend; written before the first of them.
 SETTINGS = "settings.json"
 RESULTS = "results.json"
-#: Held as long as a command is at work in the folder.
+#: The lock that a command holds while it uses the folder.
 LOCK = "eval.lock"
 
 _ANOTHER = "choose another folder with --output_dir"
@@ -22,13 +23,13 @@ _ANOTHER = "choose another folder with --output_dir"
 
 @contextlib.contextmanager
 def claimed(folder: Path, settings: Mapping[str, Any], tasks: Mapping[str, Any]) -> Iterator[None]:
-    """Makes the folder and holds its lock; it then has these settings.
+    """Makes the folder of an evaluation, holds its lock, and records the settings.
 
-    Tasks may be added to those that it has, and left out.
+    The tasks need not be those that the folder has: some may be new, and some left out.
 
     Args:
-        folder: New, empty, or of an evaluation with the same settings.
-        settings: What all tasks share, as JSON.
+        folder: The folder: new, empty, or of an evaluation with the same settings.
+        settings: The settings that all tasks share, as JSON.
         tasks: The settings of each task by name, as JSON.
 
     Raises:
@@ -48,7 +49,7 @@ def claimed(folder: Path, settings: Mapping[str, Any], tasks: Mapping[str, Any])
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Reads a JSON object; a missing file holds an empty one.
+    """Reads a JSON object; returns an empty one for a missing file.
 
     Raises:
         EvaluationError: If the file holds something else.
@@ -56,12 +57,9 @@ def read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise EvaluationError(f"{path} is not a JSON object: {_ANOTHER}")
-    return content
+        return read_json(path)
+    except ValueError as error:
+        raise EvaluationError(f"{error}: {_ANOTHER}") from error
 
 
 def _check_same(folder: Path, recorded: Mapping[str, Any], settings: Mapping[str, Any], prefix: str) -> None:
@@ -70,5 +68,5 @@ def _check_same(folder: Path, recorded: Mapping[str, Any], settings: Mapping[str
         if there != here:
             raise EvaluationError(
                 f"{folder} holds an evaluation with other settings: {prefix}{name} is {json.dumps(there)} there and "
-                f"{json.dumps(here)} here; go on with the same, or {_ANOTHER}"
+                f"{json.dumps(here)} here; use the same settings, or {_ANOTHER}"
             )

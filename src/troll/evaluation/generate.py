@@ -1,4 +1,4 @@
-"""Completions of tokenized prompts, each with a random seed of its own."""
+"""Generates completions of tokenized prompts, each with its own random seed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -23,10 +24,10 @@ class Sampling:
     """How completions are drawn.
 
     Attributes:
-        temperature: At least 0; 0 is greedy, and then the seeds and the two fields below do nothing.
-        top_p: Of the most likely tokens, as many as carry this mass are kept, in (0, 1]; 1 keeps all.
-        top_k: As many tokens are kept at most; 0 keeps all.
-        max_new_tokens: Where a completion is cut off, at least 1.
+        temperature: The sampling temperature, at least 0; 0 is greedy, where seeds and the next two fields do nothing.
+        top_p: The mass of the most likely tokens to sample from, in (0, 1]; 1 is all.
+        top_k: The number of most likely tokens to sample from; 0 is all.
+        max_new_tokens: The number of tokens at which a completion is cut off, at least 1.
     """
 
     temperature: float
@@ -40,9 +41,9 @@ class Generation:
     """One completion.
 
     Attributes:
-        text: Without special tokens.
-        tokens: How many were generated, the one that ended it included.
-        finished: Whether the model ended it; False where it was cut off at `max_new_tokens`.
+        text: The text of the completion, without special tokens.
+        tokens: The number of generated tokens, including the one that ended the completion.
+        finished: Whether the model ended it; False if it was cut off at `max_new_tokens`.
     """
 
     text: str
@@ -54,7 +55,7 @@ class Generator(Protocol):
     """Completes prompts.
 
     Attributes:
-        batch_size: How many completions it is best asked for at once, where the user does not say.
+        batch_size: The number of completions to ask for at once by default.
     """
 
     batch_size: int
@@ -63,9 +64,9 @@ class Generator(Protocol):
         """Completes each of B prompts once.
 
         Args:
-            prompts: B lists of token ids, each at least one; one that comes several times is completed as often.
-            seeds: B numbers; a completion depends on its prompt and its seed, and on the rest of its batch only by the
-                rounding of floating-point numbers.
+            prompts: B lists of token ids, none empty; a prompt may occur several times.
+            seeds: B numbers. A completion depends on its prompt and its seed, and on the rest of its batch only by
+                rounding.
 
         Returns:
             B completions.
@@ -74,7 +75,7 @@ class Generator(Protocol):
 
 
 def seed_of(seed: int, task: str, problem: int, sample: int) -> int:
-    """The seed of one completion, in [0, 2³¹): a hash, so that no two streams of random numbers are related."""
+    """The seed of one completion, in [0, 2³¹): a hash, so that streams of random numbers are not related."""
     digest = hashlib.sha256(f"{seed}/{task}/{problem}/{sample}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
@@ -82,12 +83,12 @@ def seed_of(seed: int, task: str, problem: int, sample: int) -> int:
 class TransformersGenerator:
     """Generation by transformers, a batch at a time.
 
-    A token is drawn by inverting its cumulative distribution at a uniform number, and each completion has a row of such
-    numbers of its own, from its seed. `generate` itself draws for a whole batch from one stream.
+    A token is drawn by inverting its cumulative distribution at a uniform number, and each completion has its own row
+    of such numbers, from its seed. The model's `generate` would draw for a whole batch from one stream.
 
     Args:
-        model: A causal language model; of its own generation settings only the tokens that end a text count.
-        tokenizer: Its tokenizer.
+        model: A causal language model; of its generation settings, only the tokens that end a text count.
+        tokenizer: The model's tokenizer.
         sampling: How completions are drawn.
     """
 
@@ -97,7 +98,7 @@ class TransformersGenerator:
         self.model, self.tokenizer, self.sampling = model.eval(), tokenizer, sampling
         self.end_ids = _end_ids(model, tokenizer)
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (self.end_ids or [0])[0]
-        # Else temperature, penalties and the like of the model's own file would fill in what is not set here.
+        # Otherwise the model's own file would set temperature, penalties and the like where they are not set here.
         model.generation_config = GenerationConfig(
             max_new_tokens=sampling.max_new_tokens,
             do_sample=False,
@@ -107,14 +108,11 @@ class TransformersGenerator:
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Generation]:
-        """Completes each of B prompts once, see :meth:`Generator.generate`."""
-        width = max(map(len, prompts))
-        ids = torch.full((len(prompts), width), self.pad_id)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask[row, width - len(prompt) :] = 1
-        device = self.model.device
+        """Completes each of B prompts once, see `Generator.generate`."""
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        ids = pad_sequence(rows, batch_first=True, padding_value=self.pad_id, padding_side="left")
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+        width, device = ids.shape[1], self.model.device
         completed = self.model.generate(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
@@ -142,18 +140,18 @@ class TransformersGenerator:
 
 
 def uniform_rows(seeds: Sequence[int], length: int) -> torch.Tensor:
-    """Uniform numbers (B, length) in [0, 1), float64, each row of which depends only on its own seed."""
+    """Uniform numbers (B, length) in [0, 1), float64; each row depends only on its own seed."""
     generator = torch.Generator()
     rows = [torch.rand(length, generator=generator.manual_seed(seed), dtype=torch.float64) for seed in seeds]
     return torch.stack(rows)
 
 
 class InverseSampling(LogitsProcessor):
-    """Leaves of every row the one token at which its cumulative distribution passes a given number.
+    """Keeps in every row only the token at which its cumulative distribution passes a given number.
 
     Args:
-        uniform: (B, L) in [0, 1): for each row and each generated token.
-        prompt_length: Tokens of the (padded) prompts.
+        uniform: The numbers, (B, L) in [0, 1), one for each row and each generated token.
+        prompt_length: The number of tokens of the (padded) prompts.
     """
 
     def __init__(self, uniform: torch.Tensor, prompt_length: int) -> None:
@@ -164,7 +162,7 @@ class InverseSampling(LogitsProcessor):
         self.uniform = self.uniform.to(scores.device)
         cumulative = scores.double().softmax(dim=-1).cumsum(dim=-1)
         place = self.uniform[:, input_ids.shape[1] - self.prompt_length].unsqueeze(1) * cumulative[:, -1:]
-        # The first entry above it: one that has no probability never is.
+        # The first entry above the number, which is never a token without probability.
         chosen = torch.searchsorted(cumulative, place, right=True).clamp(max=scores.shape[1] - 1)
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)  # type: ignore[return-value]
 

@@ -1,4 +1,4 @@
-"""The numbers of an evaluation, from verdicts only: neither a model nor a file is needed."""
+"""The metrics of an evaluation, computed from verdicts only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Estimate:
 
     Attributes:
         value: The mean, in [0, 1].
-        interval: Its 95 % interval, see :func:`~troll.evaluation.estimators.clustered_interval`.
+        interval: The 95 % interval of the mean, by `troll.evaluation.estimators.clustered_interval`.
     """
 
     value: float
@@ -26,16 +26,16 @@ class Estimate:
 def task_estimates(
     verdicts: Sequence[Sequence[Verdict]], ks: Iterable[int] | None = None, *, same: SameAnswer | None = None
 ) -> dict[str, Estimate]:
-    """What n completions of each of N problems say about a model on a task.
+    """Estimates a model's performance on a task from n completions of each of N problems.
 
-    Completions that could not be judged are left out: a problem counts with those that are left, and not at all in a
-    pass@k for more completions than these. A number for which no problem has enough is missing.
+    Completions that could not be judged are left out. A problem counts with its other completions, and does not count
+    in a pass@k with k above their number. A metric for which no problem has enough completions is missing.
 
     Args:
         verdicts: For each of N problems, the verdicts of its n completions.
         ks: Sizes k ≤ n for pass@k, in any order; 1 and n by default.
-        same: Whether two answers that differ as strings count as one in a majority vote, such as
-            `troll.rewards.grading.Grader.same_answer`; None where answers cannot be compared, so that nothing is voted.
+        same: Whether two different answers count as one in a majority vote, such as
+            `troll.rewards.grading.Grader.same_answer`; None if answers cannot be compared: then there is no vote.
 
     Returns:
         By name: `pass@k` for every k in ascending order, the probability that one of k completions succeeds; `mean@n`,
@@ -46,34 +46,6 @@ def task_estimates(
         ValueError: If there is no problem or no completion, problems have different numbers of completions, or a k is
             below 1 or above n.
     """
-    found = _by_problem(verdicts, ks, same)
-    samples = min((count for problem in verdicts if (count := len(_scored(problem)))), default=0)
-    return {name: Estimate(fmean(values), clustered_interval(values, samples)) for name, values in found.items()}
-
-
-def task_metrics(
-    verdicts: Sequence[Sequence[Verdict]], ks: Iterable[int] | None = None, *, same: SameAnswer | None = None
-) -> dict[str, float]:
-    """The values of :func:`task_estimates`, which says more, without their intervals: what a trainer logs.
-
-    Args:
-        verdicts: For each of N problems, the verdicts of its n completions.
-        ks: Sizes k ≤ n for pass@k; 1 and n by default.
-        same: Whether two answers count as one in a majority vote; None for no vote.
-
-    Returns:
-        By name, such as `pass@1`, `pass@8`, `mean@8`, `maj@8`: the mean over problems.
-
-    Raises:
-        ValueError: If the verdicts or a k cannot be used.
-    """
-    return {name: fmean(values) for name, values in _by_problem(verdicts, ks, same).items()}
-
-
-def _by_problem(
-    verdicts: Sequence[Sequence[Verdict]], ks: Iterable[int] | None, same: SameAnswer | None
-) -> dict[str, list[float]]:
-    """The values of every metric, one for each problem that has any."""
     samples = _samples(verdicts)
     sizes = sorted({1, samples} if ks is None else set(ks))
     if wrong := [k for k in sizes if not 1 <= k <= samples]:
@@ -93,11 +65,16 @@ def _by_problem(
             majority_vote([verdict.answer for verdict, _ in problem], [verdict.success for verdict, _ in problem], same)
             for problem in judged
         ]
-    return {name: values for name, values in by_problem.items() if values}
+    fewest = min(map(len, judged), default=0)
+    return {
+        name: Estimate(fmean(values), clustered_interval(values, fewest))
+        for name, values in by_problem.items()
+        if values
+    }
 
 
 def _scored(problem: Sequence[Verdict]) -> list[tuple[Verdict, float]]:
-    """The verdicts that have a score, with it."""
+    """The verdicts with a score, each with its score."""
     return [(verdict, verdict.score) for verdict in problem if verdict.score is not None]
 
 

@@ -1,4 +1,4 @@
-"""What `troll eval` evaluates: a model by name or folder, its tokenizer, and how its prompts are written."""
+"""The model that `troll eval` evaluates, by name or folder, its tokenizer, and its prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from troll.evaluation.errors import EvaluationError
+from troll.evaluation.config import EvaluationError
+from troll.terminal import one_line
 
 _ADAPTER = "adapter_config.json"
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -22,16 +23,16 @@ _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.jso
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model is.
+    """Where a model is, and what is known of it before its weights are loaded.
 
     Attributes:
-        path: Name on the hub, or a folder.
-        base: Of an adapter: the model it changes; else the same as `path`.
-        adapter_rank: Of a LoRA adapter; None for a whole model.
-        context: Tokens that it takes at once; None where its configuration does not say.
-        fingerprint: Changes where the model does: the commit on the hub, or a hash of the names, sizes and times of the
-            files in the folder, the card left out.
-        revision: On the hub, of the model; of an adapter, that of its base which it names.
+        path: The name on the hub, or the folder.
+        base: For an adapter, the model that it changes; otherwise the same as `path`.
+        adapter_rank: The rank of a LoRA adapter; None for a whole model.
+        context: The number of tokens that the model takes at once; None if its configuration does not say.
+        fingerprint: Changes with the model: the commit on the hub, or a hash of the names, sizes and times of the files
+            in the folder except for the model card.
+        revision: The revision of the model on the hub; for an adapter, the revision of its base.
         trust_remote_code: Whether the model's own code may run.
     """
 
@@ -45,7 +46,7 @@ class ModelSource:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What transformers takes to load any part of it."""
+        """The arguments with which transformers loads any part of the model."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
 
@@ -54,12 +55,12 @@ def find_model(name_or_path: str, revision: str | None = None, trust_remote_code
 
     Args:
         name_or_path: A name on the Hugging Face hub, the folder of a model or of a LoRA adapter, or the folder of a
-            `troll train` run, whose `model` is meant.
-        revision: Of a model on the hub: a branch, a tag or a commit.
+            `troll train` run, for the folder `model` in it.
+        revision: The branch, tag or commit of a model on the hub.
         trust_remote_code: Whether the model's own code may run.
 
     Raises:
-        EvaluationError: If there is none, or a folder is asked for its revision.
+        EvaluationError: If there is no such model, or a revision is given for a folder.
     """
     folder = Path(name_or_path).expanduser()
     if revision is not None and folder.is_dir():
@@ -79,13 +80,11 @@ def find_model(name_or_path: str, revision: str | None = None, trust_remote_code
             adapter = PeftConfig.from_pretrained(path)
             base, rank = str(adapter.base_model_name_or_path), getattr(adapter, "r", None)
             revision = adapter.revision
-            if rank is None:
-                raise EvaluationError(f"{path} is an adapter without a rank: only LoRA and its like can be merged")
         config = AutoConfig.from_pretrained(base, revision=revision, trust_remote_code=trust_remote_code)
-    except EvaluationError:
-        raise
     except (OSError, ValueError) as error:
         raise _unloadable(path, base, error) from error
+    if path != base and rank is None:
+        raise EvaluationError(f"{path} is an adapter without a rank: only LoRA and its like can be merged")
     commit = getattr(config, "_commit_hash", None)
     local = [_folder_fingerprint(Path(place)) for place in sorted({path, base}) if Path(place).is_dir()]
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -94,14 +93,14 @@ def find_model(name_or_path: str, revision: str | None = None, trust_remote_code
 
 
 def load_tokenizer(source: ModelSource) -> Any:
-    """Loads the model's tokenizer; an adapter without one of its own has that of its base.
+    """Loads the model's tokenizer; for an adapter without a tokenizer, that of its base.
 
     Raises:
         EvaluationError: If there is none.
     """
     for path in dict.fromkeys((source.path, source.base)):
         folder = Path(path)
-        # transformers would make up one without a vocabulary.
+        # transformers would make one without a vocabulary.
         if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
             continue
         try:
@@ -112,11 +111,11 @@ def load_tokenizer(source: ModelSource) -> Any:
 
 
 def load_model(source: ModelSource, dtype: str) -> Any:
-    """Loads the weights onto the GPU, or the CPU where there is none; a LoRA adapter is merged into its base.
+    """Loads the weights onto the GPU, or the CPU if there is none; a LoRA adapter is merged into its base.
 
     Args:
-        source: From :func:`find_model`.
-        dtype: "auto" for the one that the weights are stored in, or the name of a torch dtype.
+        source: The model from `find_model`.
+        dtype: "auto" for the dtype in which the weights are stored, or the name of a torch dtype.
 
     Raises:
         EvaluationError: If the weights cannot be loaded.
@@ -140,15 +139,15 @@ def load_model(source: ModelSource, dtype: str) -> Any:
 
 
 def prompt_texts(tokenizer: Any, prompts: Sequence[Any], template_options: Mapping[str, Any]) -> list[str]:
-    """What the model reads: conversations through the chat template, plain prompts as they are.
+    """The texts that the model reads: conversations through the chat template, plain prompts unchanged.
 
     Args:
-        tokenizer: With a chat template, if there are conversations.
+        tokenizer: The model's tokenizer, with a chat template if there are conversations.
         prompts: Strings, or lists of messages.
         template_options: More variables of the chat template.
 
     Raises:
-        EvaluationError: If the template refuses a conversation, or a variable is none.
+        EvaluationError: If the template refuses a conversation or a variable.
     """
     try:
         return [
@@ -158,27 +157,14 @@ def prompt_texts(tokenizer: Any, prompts: Sequence[Any], template_options: Mappi
             for prompt in prompts
         ]
     except (TemplateError, TypeError) as error:
-        reason = " ".join(str(error).split())
         raise EvaluationError(
-            f"the model's chat template does not take the prompts: {reason}; check --chat_template_kwargs, and the "
-            "task option system_prompt"
+            f"the model's chat template does not take the prompts: {one_line(error)}; check --chat_template_kwargs, "
+            "and the task option system_prompt"
         ) from error
 
 
-def encode(tokenizer: Any, texts: Sequence[str], *, conversational: bool) -> list[list[int]]:
-    """Token ids of texts; a chat template has written the special tokens already.
-
-    Args:
-        tokenizer: The model's.
-        texts: From :func:`prompt_texts`.
-        conversational: Whether they went through the chat template.
-    """
-    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=not conversational)["input_ids"]
-    return ids
-
-
 def fingerprint(content: Any) -> str:
-    """A short hash of anything that JSON can hold, dates and the like by their text."""
+    """A short hash of anything that JSON can hold; other values, such as dates, count by their text."""
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -194,7 +180,7 @@ def _folder_fingerprint(folder: Path) -> str:
 
 def _unloadable(path: str, base: str, error: Exception) -> EvaluationError:
     if "trust_remote_code" in str(error):
-        return EvaluationError(f"{base} brings code of its own: let it run with --trust_remote_code, if you trust it")
+        return EvaluationError(f"{base} comes with its own code: let it run with --trust_remote_code, if you trust it")
     if path != base:
         return EvaluationError(f"cannot load the adapter {path}, or the model {base!r} that it changes")
     if Path(path).is_dir():

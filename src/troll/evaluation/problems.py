@@ -1,4 +1,4 @@
-"""A task as an evaluation sees it: prompts as the model reads them, and judgements of completions."""
+"""A task for an evaluation: the prompts as the model reads them, and the judgement of completions."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from troll.evaluation.errors import EvaluationError
+from troll.evaluation.config import EvaluationError
 from troll.evaluation.estimators import SameAnswer
-from troll.evaluation.model import encode, fingerprint, prompt_texts
+from troll.evaluation.model import fingerprint, prompt_texts
 from troll.rewards.grading import Grader, Verdict
 from troll.tasks import Task, TaskConfig, load_task
 
@@ -19,13 +19,13 @@ class Problems:
     """The held-out rows of a task.
 
     Attributes:
-        name: The task's.
-        prompts: As the data set has them: strings or conversations.
-        texts: As the model reads them.
-        ids: As token ids.
+        name: The name of the task.
+        prompts: The prompts in the data set: strings or conversations.
+        texts: The prompts as the model reads them.
+        ids: The token ids of the texts.
         columns: The other columns, which the reward reads.
-        reward: Judges.
-        fingerprint: Changes with any prompt, token or other column, and with the user's files that make the task.
+        reward: The reward that judges completions.
+        fingerprint: A hash of all prompts, tokens and other columns, and of the user's files that define the task.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Problems:
 
     @property
     def same_answer(self) -> SameAnswer | None:
-        """Whether two answers count as one in a majority vote; None where they cannot be compared."""
+        """Whether two answers count as one in a majority vote; None if they cannot be compared."""
         return self.reward.same_answer if isinstance(self.reward, Grader) and self.reward.votes else None
 
     def judge(self, rows: Sequence[int], completions: Sequence[str]) -> list[Verdict]:
@@ -68,13 +68,13 @@ def load_problems(config: TaskConfig, tokenizer: Any, template_options: Mapping[
     """Loads the held-out rows of a task.
 
     Args:
-        config: The task.
-        tokenizer: The model's; with a chat template, prompts are conversations.
+        config: The configuration of the task.
+        tokenizer: The model's tokenizer; if it has a chat template, prompts are conversations.
         template_options: More variables of the chat template.
 
     Raises:
         troll.tasks.TaskError: If the task cannot be loaded.
-        EvaluationError: If it cannot tell success from failure, has images, or a prompt without a token.
+        EvaluationError: If the task cannot tell success from failure, or has images or a prompt without a token.
     """
     conversational = tokenizer.chat_template is not None
     task = load_task(config, conversational=conversational)
@@ -85,7 +85,8 @@ def load_problems(config: TaskConfig, tokenizer: Any, template_options: Mapping[
     prompts = list(rows["prompt"])
     columns = {name: list(rows[name]) for name in rows.column_names if name != "prompt"}
     texts = prompt_texts(tokenizer, prompts, template_options)
-    ids = encode(tokenizer, texts, conversational=conversational)
+    # A chat template has written the special tokens already.
+    ids = tokenizer(texts, add_special_tokens=not conversational)["input_ids"]
     if empty := [row for row, tokens in enumerate(ids) if not tokens]:
         raise EvaluationError(f"task {task.name!r}: the prompt of problem {empty[0]} has no token")
     files = [hashlib.sha256(path.read_bytes()).hexdigest() for path in task.files]

@@ -1,4 +1,4 @@
-"""The file of a task's generations: a line for each completion, appended as they are made."""
+"""The file of a task's generations: one line for each completion, appended batch by batch."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from troll.evaluation.errors import EvaluationError
+from troll.evaluation.config import EvaluationError
 from troll.files import write_atomically
 from troll.rewards.grading import Verdict
 
 Record = dict[str, Any]
-#: What every line holds.
+#: The fields of every line.
 FIELDS = ("problem", "sample", "prompt", "completion", "tokens", "finished", "answer", "score", "reason")
 
 
 def read_records(path: Path, expected: Sequence[tuple[int, int]], batch_size: int) -> list[Record]:
-    """Reads what is there, and cuts the file after its last whole batch.
+    """Reads the records, and cuts the file after its last whole batch.
 
-    A command that goes on then makes the same batches as one that was never interrupted, to the last bit.
+    A command that resumes then generates the same batches as one that was never interrupted, bit for bit.
 
     Args:
         path: The file; it may be missing.
-        expected: Problem and sample of every line of a complete file, in its order.
-        batch_size: Lines that are made together.
+        expected: The problem and the sample of every line of a complete file, in its order.
+        batch_size: The number of lines that are generated together.
 
     Returns:
-        The records that are left in the file.
+        The records that remain in the file.
 
     Raises:
-        EvaluationError: If a line is not the record that belongs there. A last line cut short by a crash is dropped
+        EvaluationError: If a line is not the record that belongs there. A last line that a crash cut short is dropped
             instead.
     """
     if not path.is_file():
@@ -57,13 +57,13 @@ def read_records(path: Path, expected: Sequence[tuple[int, int]], batch_size: in
 
 
 def append_records(path: Path, records: Sequence[Record]) -> None:
-    """Appends a batch."""
+    """Appends the records of a batch."""
     with path.open("a", encoding="utf-8") as file:
         file.write(_lines(records))
 
 
 def replace_records(path: Path, records: Sequence[Record]) -> None:
-    """Writes the whole file anew; one that is interrupted leaves it as it was."""
+    """Replaces the whole file; if interrupted, the old one remains."""
     write_atomically(path, _lines(records))
 
 
@@ -79,7 +79,7 @@ def verdict_of(record: Record) -> Verdict:
 
 
 def with_verdict(record: Record, verdict: Verdict) -> Record:
-    """A completion's record, with this verdict in place of any other."""
+    """A completion's record with another verdict."""
     return record | {"answer": verdict.answer, "score": verdict.score, "reason": verdict.reason}
 
 

@@ -1,4 +1,4 @@
-"""What an evaluation prints."""
+"""The progress and the table that an evaluation prints."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from troll.terminal import say
 
 
 def results_table(results: Mapping[str, Mapping[str, Any]], config: EvaluationConfig) -> Table:
-    """A row for each task, in per cent with 95 % intervals.
+    """A table with one row for each task, in per cent with 95 % intervals.
 
     Args:
-        results: Of each task by name, as in ``results.json``.
-        config: What was asked for.
+        results: The results of each task by name, as in `results.json`.
+        config: The settings of the evaluation.
     """
     mean, majority = f"mean@{config.samples}", f"maj@{config.samples}"
     names = [f"pass@{k}" for k in config.resolved_ks]
@@ -45,12 +45,12 @@ def results_table(results: Mapping[str, Mapping[str, Any]], config: EvaluationCo
 
 
 def _differs(success: float | None, score: float | None) -> bool:
-    """Whether a task gives partial credit, so that its mean score says more than its success."""
+    """Whether a task gives partial credit, so that its mean score differs from its success."""
     return success is None or score is None or not math.isclose(success, score, abs_tol=1e-9)
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Prints a table as wide as it is, unless a terminal is narrower."""
+    """Prints a table in its full width, unless a terminal is narrower."""
     if not console.is_terminal:
         table.width = Measurement.get(console, console.options.update(width=1000), table).maximum
     console.print(table, crop=False)
@@ -60,7 +60,7 @@ def _cell(result: Mapping[str, Any], name: str) -> str:
     if name not in result["metrics"]:
         return "–"
     low, high = result["intervals"][name]
-    # Rich takes square brackets for markup, unless a backslash stands before them.
+    # Rich takes square brackets for markup, unless a backslash is before them.
     return f"{100 * result['metrics'][name]:.1f}\n\\[{100 * low:.1f}, {100 * high:.1f}]"
 
 
@@ -68,10 +68,10 @@ class CompletionProgress:
     """A progress bar with the success so far; on anything but a terminal, a line after every tenth of the task.
 
     Args:
-        console: Where it is shown.
-        name: The task's.
-        total: All completions.
-        records: Those that are there already.
+        console: The console to show it on.
+        name: The name of the task.
+        total: The number of all completions.
+        records: The records that exist already.
     """
 
     def __init__(self, console: Console, name: str, total: int, records: Sequence[Record]) -> None:
@@ -94,7 +94,7 @@ class CompletionProgress:
             say(self.console, f"{self.name}  {self.done}/{self.total}  {self._success()}")
 
     def stop(self) -> None:
-        """Ends the bar, however generation ended."""
+        """Ends the bar."""
         if self.progress.live.is_started:
             self.progress.stop()
 

@@ -1,4 +1,4 @@
-"""`task.json`: what a model was trained on and how it was prompted, kept with its weights."""
+"""`task.json`: the task that a model was trained on and its prompts, kept with the model's weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
-from troll.evaluation.errors import EvaluationError
+from troll.evaluation.config import EvaluationError
 from troll.files import write_atomically
 from troll.run_folder import read_json
 from troll.tasks import TaskConfig
@@ -25,11 +25,11 @@ class TrainingTask:
     """How a model was prompted in training.
 
     Attributes:
-        task: Name of the task; the absolute path of a task of one's own; None for one on another machine.
-        dataset_path: Absolute path of local data; None for the hub's, or where the task generates its problems.
-        task_options: Options of the task: its prompt, system prompt and answer format, among others.
-        eval_size: Number of held-out problems; None for all.
-        chat_template_kwargs: Variables of the chat template.
+        task: The name of the task, or the absolute path of a custom task; None for a custom task on another machine.
+        dataset_path: The absolute path of local data; None for the hub's, or if the task generates its problems.
+        task_options: The options of the task: its prompt, system prompt and answer format, among others.
+        eval_size: The number of held-out problems; None for all.
+        chat_template_kwargs: The variables of the chat template.
 
     Raises:
         ValueError: If a field has another type.
@@ -49,12 +49,12 @@ class TrainingTask:
 
     @classmethod
     def of(cls, config: TaskConfig, chat_template_kwargs: Mapping[str, Any] | None) -> TrainingTask:
-        """The task of a run; its paths become absolute, so that they hold in any folder of this machine."""
+        """The task of a run, with absolute paths, so that they hold in any working directory of this machine."""
         path = None if config.dataset_path is None else str(Path(config.dataset_path).expanduser().resolve())
         return cls(_absolute(config.task), path, config.options, config.eval_size, dict(chat_template_kwargs or {}))
 
     def is_task(self, name: str) -> bool:
-        """Whether a task's name, as typed, means this one."""
+        """Whether a task's name, as typed, means this task."""
         return _absolute(name) == self.task
 
     def write(self, folder: Path) -> None:
@@ -67,26 +67,29 @@ def find_training_task(model: str, revision: str | None = None) -> TrainingTask 
 
     Args:
         model: A folder (of a run, its model, a checkpoint, or a copy of one of them), or a name on the hub.
-        revision: Of a model on the hub: a branch, a tag or a commit.
+        revision: The branch, tag or commit of a model on the hub.
 
     Returns:
-        Its training task; None where `troll train` has not written one. Those on the hub come without local data and
-        without tasks that are files: what somebody else uploaded must not choose which files of this machine are run.
+        Its training task; None if `troll train` has not written one. A training task from the hub has neither local
+        data nor a task that is a file: an upload must not choose which files of this machine run.
 
     Raises:
         EvaluationError: If the file is not what `troll train` writes.
     """
     folder = Path(model).expanduser()
     if not folder.is_dir():
-        path = _from_hub(model, revision)
-        return None if path is None else _without_files(_read(path))
-    # A checkpoint that was cut short has none yet, but its run has.
+        try:
+            path = Path(hf_hub_download(model, TASK_FILE, revision=revision))
+        except (EntryNotFoundError, OSError, ValueError):  # loading the model will raise if it cannot be reached
+            return None
+        return _without_files(_read(path))
+    # An incomplete checkpoint has no task.json yet, but its run has.
     places = (folder, folder / "model", folder.resolve().parent)
     return next((_read(place / TASK_FILE) for place in places if (place / TASK_FILE).is_file()), None)
 
 
 def from_here(path: str) -> str:
-    """An absolute path as seen from the working directory, where it is below that."""
+    """A path relative to the working directory, if it is below that; otherwise the absolute path."""
     try:
         return str(Path(path).relative_to(Path.cwd()))
     except ValueError:
@@ -108,13 +111,6 @@ def _without_files(found: TrainingTask) -> TrainingTask:
     if found.task is not None and is_file(found.task):
         found = replace(found, task=None)
     return replace(found, dataset_path=None)
-
-
-def _from_hub(name: str, revision: str | None) -> Path | None:
-    try:
-        return Path(hf_hub_download(name, TASK_FILE, revision=revision))
-    except (EntryNotFoundError, OSError, ValueError):  # the model itself will say if it cannot be reached
-        return None
 
 
 def _absolute(task: str) -> str:

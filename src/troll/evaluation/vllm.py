@@ -1,4 +1,4 @@
-"""Generation by vLLM, where it is installed. Written against vLLM's documentation, and tested with a stand-in only."""
+"""Generation by vLLM, if it is installed. Written against vLLM's documentation, and tested only with a stand-in."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from troll.evaluation.errors import EvaluationError
+from troll.evaluation.config import EvaluationError
 from troll.evaluation.generate import Generation, Sampling
 
-# What vLLM has kernels for; a smaller adapter runs in the next larger one.
+# The ranks for which vLLM has kernels; a smaller adapter runs with the next larger rank.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -24,17 +24,17 @@ class VllmGenerator:
     """Generation by vLLM, which makes batches itself.
 
     Args:
-        model: Name or folder of the model.
+        model: The name or the folder of the model.
         sampling: How completions are drawn.
-        dtype: As in `vllm.LLM`: "auto", "float32", "bfloat16" or "float16".
-        context: Tokens of the longest prompt with its completion; vLLM keeps room for so many.
-        adapter: Folder of a LoRA adapter of `model`, None if there is none.
-        adapter_rank: Its rank, where there is one.
-        revision: Of the model on the hub.
+        dtype: The dtype for `vllm.LLM`: "auto", "float32", "bfloat16" or "float16".
+        context: The number of tokens of the longest prompt with its completion, for which vLLM keeps memory.
+        adapter: The folder of a LoRA adapter of `model`; None for no adapter.
+        adapter_rank: The rank of its LoRA matrices; None for no adapter.
+        revision: The revision of the model on the hub.
         trust_remote_code: Whether the model's own code may run.
 
     Raises:
-        EvaluationError: If vLLM takes no adapter of this rank.
+        EvaluationError: If vLLM does not take adapters of this rank.
     """
 
     batch_size = 1024
@@ -69,11 +69,11 @@ class VllmGenerator:
         )
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Generation]:
-        """Completes each of B prompts once, see :meth:`troll.evaluation.generate.Generator.generate`."""
+        """Completes each of B prompts once, see `troll.evaluation.generate.Generator.generate`."""
         from vllm import SamplingParams
 
         sampling = self.sampling
-        # One request a completion: n completions of one request would share a seed between commands with other n.
+        # One request for each completion: in a request for n completions, the seeds would depend on n.
         parameters = [
             SamplingParams(
                 temperature=sampling.temperature,

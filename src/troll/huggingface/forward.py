@@ -1,4 +1,4 @@
-"""Reading a causal language model inside its forward pass, where FSDP, ZeRO and autocast have its head at hand."""
+"""Reads a causal language model inside its forward pass, where FSDP and ZeRO have gathered its head."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from transformers.utils import ModelOutput
 from troll.huggingface.head import opened_head
 from troll.trust_region.reading.head import LMHead
 
-#: ``(head of N tokens, their ids (N,)) -> tensors``, of which None stands for one that was not asked for.
+#: `(head of N tokens, their ids (N,)) -> tensors`; None for a tensor that was not asked for.
 Reader = Callable[[LMHead, Tensor], tuple[Tensor | None, ...]]
 
 #: The argument of a model's forward that asks for a reading.
 REQUEST = "troll_reading"
 
-#: Set on a forward that takes it.
+#: An attribute of a forward that takes requests.
 _TAKES_REQUESTS = "_takes_troll_readings"
 
-#: By how many roundings a model's own logits may differ from those that are read at first: it rounds after the product,
-#: after its scale and after each part of a softcap.
+#: The roundings by which a model's own logits may differ from the first ones that are read: a model rounds after the
+#: product, after its scale and after each part of a softcap.
 _CHECKED_ROUNDINGS = 4
 
 HALF = (torch.bfloat16, torch.float16)
@@ -35,14 +35,15 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, eq=False)
 class ReadingRequest:
-    """What a forward pass is asked for. DDP and FSDP hand it on as it is: they look into containers, not into this.
+    """A request to a forward pass. DDP and FSDP pass it on unchanged, since they look only into containers.
 
     Attributes:
-        token_ids: (N,) int64, the tokens that are scored.
-        at: Of each, row and place, (N,) and (N,), of the hidden state that predicts it: among the last L of its row.
-        length: L.
-        reader: What is read of them.
-        temperature: The sampling temperature.
+        token_ids: (N,) int64, the tokens to score.
+        at: The row and the place of the hidden state that predicts each token, (N,) and (N,); a place is among the
+            last L of its row.
+        length: L, the hidden states of each row that are used.
+        reader: Computes the results from the head and the tokens.
+        temperature: The sampling temperature, by which logits are divided.
         head_in_float32: Whether the head's product is computed in float32, outside autocast.
     """
 
@@ -56,47 +57,47 @@ class ReadingRequest:
 
 @dataclass
 class ReadingOutput(ModelOutput):
-    """What was read. All differentiable results are outputs of the forward, where DDP and FSDP look for them.
+    """The results of a request. Differentiable ones are outputs of the forward, where DDP and FSDP look for them.
 
     Attributes:
-        tensors: Those of the reader, one row for each scored token, in the order of `token_ids`.
-        vocab_size: V.
-        aux_loss: The router's load-balancing loss of a mixture of experts, with ``output_router_logits=True``.
+        tensors: The reader's tensors, with one row for each scored token in the order of `token_ids`; None as there.
+        vocab_size: V, the rows of the head's weight.
+        aux_loss: The router's load-balancing loss of a mixture of experts, with `output_router_logits=True`.
     """
 
-    tensors: tuple[Tensor | None, ...] = ()
+    tensors: tuple[Any, ...] = ()
     vocab_size: int | None = None
     aux_loss: Tensor | None = None
 
 
 def forward_and_read(model: nn.Module, request: ReadingRequest, **inputs: Any) -> ReadingOutput:
-    """One forward pass of a model, in which its head is read.
+    """Runs one forward pass of a model, and reads its head in it.
 
     Args:
-        model: As in [accept_requests][], which is called for it.
+        model: A model that `accept_requests` takes; it is called first.
         request: What to read.
-        **inputs: Of the forward: `input_ids` (B, L), `attention_mask`, images.
+        **inputs: Arguments of the forward: `input_ids` (B, L), `attention_mask`, images.
 
     Raises:
         ValueError: If the model's head cannot be read.
-        RuntimeError: If the model's logits are not what its head and its configuration say, or something changes or
-            rounds its outputs on the way out.
+        RuntimeError: If the model's logits are not what its head and its configuration say, or if a wrapper changes or
+            rounds its outputs.
     """
     accept_requests(model)
     return checked_output(model, model(**inputs, **{REQUEST: request}))
 
 
 def accept_requests(model: nn.Module) -> None:
-    """Lets a model's forward take a request, by the name `REQUEST`; without one it goes on as before.
+    """Makes a model's forward take a request, by the name `REQUEST`; without one it works as before.
 
     The first request compares the reading with the model's own logits.
 
     Args:
         model: A causal or vision-language model of transformers, or what PEFT, DDP, FSDP, DeepSpeed or
-            ``torch.compile`` made of one.
+            `torch.compile` made of one.
 
     Raises:
-        ValueError: If it is none, or has no head.
+        ValueError: If it is no such model, or has no head.
     """
     base = causal_lm(model)
     if not hasattr(base.forward, _TAKES_REQUESTS):
@@ -104,10 +105,10 @@ def accept_requests(model: nn.Module) -> None:
 
 
 def checked_output(model: nn.Module, output: Any) -> ReadingOutput:
-    """What a forward that was given a request returned.
+    """Checks the output of a forward that was given a request, and returns it.
 
     Raises:
-        RuntimeError: If something changed or rounded it on the way out.
+        RuntimeError: If a wrapper changed or rounded it.
     """
     name = type(causal_lm(model)).__name__
     if not isinstance(output, ReadingOutput):
@@ -118,14 +119,14 @@ def checked_output(model: nn.Module, output: Any) -> ReadingOutput:
     rounded = [x.dtype for x in output.tensors if x is not None and x.dtype in HALF]
     if rounded:
         raise RuntimeError(
-            f"the outputs of {name} are rounded to {rounded[0]}, which log-probabilities do not bear: with FSDP2, set "
+            f"the outputs of {name} are rounded to {rounded[0]}, too coarse for log-probabilities: with FSDP2, set "
             "output_dtype=None in its MixedPrecisionPolicy"
         )
     return output
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside of PEFT, DDP, FSDP, DeepSpeed and ``torch.compile``.
+    """The transformers model inside of PEFT, DDP, FSDP, DeepSpeed and `torch.compile`.
 
     Raises:
         ValueError: If there is none, or it has no head.
@@ -146,7 +147,7 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
 
 
 def _install(model: PreTrainedModel) -> None:
-    """Lets a model's forward take a request."""
+    """Makes a model's forward take a request."""
     bound: Any = model.forward
     # A copy of the model has a copy of this forward, which must not compute with the weights of the original.
     function = bound.__func__ if getattr(bound, "__self__", None) is model else None
@@ -183,7 +184,7 @@ def _install(model: PreTrainedModel) -> None:
 
 
 def _read(model: Any, outputs: Any, request: ReadingRequest, kwargs: dict[str, Any]) -> ReadingOutput:
-    """What is read of a backbone's outputs."""
+    """Answers a request from a backbone's outputs."""
     # Aligned at the end: prompt-learning PEFT puts virtual tokens in front.
     hidden = outputs.last_hidden_state[:, -request.length :]
     tensors, vocab_size = _read_head(model, hidden[tuple(x.to(hidden.device) for x in request.at)], request)
@@ -200,7 +201,7 @@ def _read(model: Any, outputs: Any, request: ReadingRequest, kwargs: dict[str, A
 
 @torch.compiler.disable
 def _read_head(model: Any, hidden: Tensor, request: ReadingRequest) -> tuple[tuple[Tensor | None, ...], int]:
-    """The tensors of the reader for (N, H) hidden states, and V."""
+    """The reader's tensors for (N, H) hidden states, and V."""
     with opened_head(model, hidden, request.temperature, request.head_in_float32) as head:
         tensors = request.reader(head, request.token_ids.to(head.hidden.device))
         # With a `device_map`, the head may be elsewhere. FSDP2 warns of outputs that are views.
@@ -213,14 +214,14 @@ def _read_head(model: Any, hidden: Tensor, request: ReadingRequest) -> tuple[tup
 def _check_against_logits(
     model: Any, plain: Any, outputs: Any, request: ReadingRequest, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Compares the head with the logits that the model itself makes of a backbone's outputs.
+    """Compares the head's logits with those that the model itself computes from a backbone's outputs.
 
-    They differ on all processes, or on none: an error on one leaves the others waiting.
+    They differ on all processes, or on none, since an error on only one would leave the others waiting.
 
     Returns:
-        Whether this need not be tried again. It could not be compared where a model goes around its backbone, so that
-        with dropout no two passes agree; it never can where a host has replaced the forward of the model's class by one
-        without logits, as verl's fused kernels do.
+        False if the comparison has to be tried again: a model that goes around its backbone cannot be compared while
+        it has dropout, since no two passes agree. True if it was made, or can never be made because a host has replaced
+        the forward of the model's class by one without logits, as verl's fused kernels do.
 
     Raises:
         RuntimeError: If they differ: the model does something to its logits that its configuration does not say.
@@ -231,8 +232,8 @@ def _check_against_logits(
         used.append(True)
         return outputs
 
-    # Logits of all tokens may not fit into memory: the head gets the last hidden states only, also where a model's
-    # forward does not take `logits_to_keep`. Some multiply by the head's weight without calling the head.
+    # Logits of all tokens may not fit into memory: the head gets only the last hidden states, even if the model's
+    # forward does not take `logits_to_keep`. Some models multiply by the head's weight without calling the head.
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(model).forward).parameters else {}
     trimmed = model.get_output_embeddings().register_forward_pre_hook(
         lambda _, inputs: (inputs[0][:, -1:], *inputs[1:])
@@ -242,7 +243,7 @@ def _check_against_logits(
     before = vars(backbone).get("forward")  # accelerate's hooks
     backbone.forward = given
     try:
-        with torch.random.fork_rng(devices):  # a run has the same random numbers with this check as without
+        with torch.random.fork_rng(devices):  # so that this check does not change a run's random numbers
             logits = plain(*args, **{**kwargs, "return_dict": True}, **last).logits
     finally:
         trimmed.remove()

@@ -1,4 +1,4 @@
-"""What a causal language model does to its hidden states: the weight of its head, and what follows the product."""
+"""The head of a causal language model: its weight, and what the model does to the product with hidden states."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from troll.trust_region.reading.head import LMHead
 
 @contextmanager
 def opened_head(model: PreTrainedModel, hidden: Tensor, temperature: float, in_float32: bool) -> Iterator[LMHead]:
-    """The head of a model on some hidden states, while its weights are gathered.
+    """The head of a model on some hidden states, with its weights gathered within the context.
 
-    Under ZeRO-3 they are gathered for as long as this lasts, and again in the backward pass. A weight that FSDP2 holds
-    in shards here, as of a head that is sharded separately, is gathered for the forward and the backward pass together.
+    Under ZeRO-3 the weights are gathered within the context, and again in the backward pass. A weight of which FSDP2
+    still holds shards, as of a head that is sharded separately, is gathered once for the forward and backward pass.
 
     Args:
         model: A causal language model, inside its forward pass.
         hidden: Its last hidden states, (N, H).
-        temperature: The sampling temperature.
+        temperature: The sampling temperature, by which logits are divided.
         in_float32: Whether the product is computed in float32, outside autocast.
 
     Raises:
@@ -61,7 +61,7 @@ def refuse_head(head: Any) -> None:
 
 
 def scale_and_softcap(model: PreTrainedModel) -> tuple[float, float | None]:
-    """What a model multiplies its logits by, and its final softcap, by the names that configurations have for them."""
+    """The scale of a model's logits and its final softcap, under all names that configurations have for them."""
     config = model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere; Muse Glimmer; Falcon-H1
@@ -74,7 +74,7 @@ def scale_and_softcap(model: PreTrainedModel) -> tuple[float, float | None]:
 
 
 def gathered(*parameters: Tensor | None) -> AbstractContextManager[Any]:
-    """Whole parameters where ZeRO-3 holds shards of them; others are whole already."""
+    """A context with whole parameters, if ZeRO-3 holds shards of them; others are whole already."""
     sharded = {id(x): x for x in parameters if x is not None and _is_zero_shard(x)}
     if not sharded:
         return nullcontext()

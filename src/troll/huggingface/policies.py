@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from troll.huggingface.forward import ReadingOutput, ReadingRequest, forward_and_read
-from troll.huggingface.positions import scatter
 from troll.trust_region.objective import support
 from troll.trust_region.objective import trust_region_step as step_of_outcomes
 from troll.trust_region.policy.outcomes import Outcomes
+from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy, Tail
 from troll.trust_region.policy.values import check_shape
 from troll.trust_region.projecting.constraint import Constraint
@@ -37,13 +37,13 @@ def capture(
 
     Args:
         model: A causal or vision-language model of transformers, or what PEFT, DDP, FSDP, DeepSpeed or
-            ``torch.compile`` made of one. Its first reading compares itself with the model's own logits.
-        input_ids: (B, L).
+            `torch.compile` made of one. Its first reading compares itself with the model's own logits.
+        input_ids: The tokens of B sequences, (B, L).
         labels: (B, L) as in transformers: the tokens to score, −100 elsewhere.
         attention_mask: (B, L); None for no padding.
         temperature: The sampling temperature.
-        top_k: As in [capture][troll.capture].
-        mass_threshold: As in [capture][troll.capture].
+        top_k: K, the tokens to keep at most, at least 1.
+        mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
         **model_inputs: More of what the model's forward takes, images for example.
 
     Returns:
@@ -99,22 +99,22 @@ def trust_region_step(
     """The trust region of one optimisation step of a model, without its logits.
 
     Args:
-        model: As in [capture][troll.huggingface.capture].
-        input_ids: (B, L).
+        model: The model, as in [capture][troll.huggingface.capture].
+        input_ids: The tokens of B sequences, (B, L).
         labels: (B, L), −100 where a token does not count.
         old: The old policy, (B, L − 1), of the same labels.
-        kl_bound: As in [trust_region_step][troll.trust_region_step], and so are `tail`, `solver`, `constraint` and
-            `entropy`; a tensor broadcasts to (B, L − 1).
+        kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (B, L − 1). This argument, `tail`, `solver`,
+            `constraint` and `entropy` are those of [trust_region_step][troll.trust_region_step].
         attention_mask: (B, L); None for no padding.
-        temperature: That of the capture.
-        tail: See `kl_bound`.
-        solver: See `kl_bound`.
-        constraint: See `kl_bound`; on (B, L − 1).
-        entropy: See `kl_bound`.
+        temperature: The sampling temperature, as in the capture.
+        tail: "bucket" makes the tail one more outcome with its exact mass; "floor" follows the paper's code.
+        solver: "newton", or "bracket", the paper's search.
+        constraint: Which of the (B, L − 1) tokens share one multiplier; None gives each its own.
+        entropy: Whether the step's `entropy` is computed.
         **model_inputs: More of what the model's forward takes.
 
     Returns:
-        A step of (B, L − 1) positions, for [troll_loss][troll.troll_loss] with the mask ``labels[:, 1:] != -100``; 0
+        A step of (B, L − 1) positions, for [troll_loss][troll.troll_loss] with the mask `labels[:, 1:] != -100`; 0
         where that is false.
 
     Raises:
@@ -143,15 +143,33 @@ def trust_region_step(
     step = step_of_outcomes(
         new, counted, bound, tail=tail, solver=solver, constraint=None if constraint is None else constraint[at]
     )
-    values = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
-    return dataclasses.replace(step, **{name: scatter(x, scored) for name, x in values.items() if x is not None})
+    return dataclasses.replace(step, **{name: scatter(x, scored) for name, x in vars(step).items() if x is not None})
+
+
+def scatter(values: Tensor, mask: Tensor, fill: float = 0) -> Tensor:
+    """Puts (N, ...) values where a mask is true, and `fill` elsewhere; differentiable even if it is true nowhere."""
+    empty = values.new_full((*mask.shape, *values.shape[1:]), fill)
+    return empty.masked_scatter(mask.view(*mask.shape, *(1,) * (values.dim() - 1)), values)
+
+
+def spread(policy: PackedPolicy, mask: Tensor) -> PackedPolicy:
+    """Puts the policies of N tokens where a mask is true; other positions have no slot.
+
+    Args:
+        policy: The policies of N tokens, (N,).
+        mask: (B, T) bool, true N times.
+    """
+    per_position: dict[str, Any] = {
+        name: scatter(getattr(policy, name), mask) for name in ("counts", "tail_log_prob", "slot")
+    }
+    return dataclasses.replace(policy, **per_position)
 
 
 def targets_of(input_ids: Tensor, labels: Tensor) -> Tensor:
-    """The token after each position but the last, (B, L − 1), −100 where it does not count.
+    """The token after each position except for the last, (B, L − 1), −100 where it does not count.
 
     Raises:
-        ValueError: On shapes that do not fit.
+        ValueError: If the shapes do not fit.
     """
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids must be (B, L), got {tuple(input_ids.shape)}")
@@ -170,16 +188,16 @@ def capture_tokens(
     head_in_float32: bool = False,
     **inputs: Any,
 ) -> SparsePolicy:
-    """The policy of the N tokens that the (B, T) targets name, (N,); they are about the last T + 1 positions but one.
+    """Captures the policy of the N target tokens, (N,); the T targets follow the T positions before the last one.
 
     Args:
         model: As in [capture][troll.huggingface.capture].
-        targets: (B, T), −100 where there is none.
-        temperature: The sampling temperature.
-        top_k: K.
-        mass_threshold: δ.
+        targets: The next tokens, (B, T), −100 where there is none.
+        temperature: The sampling temperature, by which logits are divided.
+        top_k: K, at least 1.
+        mass_threshold: δ in [0, 1).
         head_in_float32: Whether the head's product is computed in float32, outside autocast.
-        **inputs: Of the model's forward.
+        **inputs: Arguments of the model's forward.
     """
 
     def read_own(head: LMHead, token_ids: Tensor) -> tuple[Tensor, ...]:
@@ -190,7 +208,6 @@ def capture_tokens(
     request = ReadingRequest(targets[at], at, targets.shape[1] + 1, read_own, temperature, head_in_float32)
     output = forward_and_read(model, request, **inputs)
     token_ids, log_probs, tail_log_prob, slot = output.tensors
-    assert token_ids is not None and log_probs is not None and tail_log_prob is not None and slot is not None
     assert output.vocab_size is not None
     return SparsePolicy(token_ids, log_probs, tail_log_prob, slot, output.vocab_size, mass_threshold)
 
@@ -208,21 +225,22 @@ def read_tokens(
     head_in_float32: bool = False,
     **inputs: Any,
 ) -> tuple[Outcomes, ReadingOutput]:
-    """The new policy of the N tokens where a step takes it, (N,), differentiable; and the forward's output.
+    """The new policy on the outcomes that a step needs, (N,), differentiable; and the forward's output.
 
-    Only integers go in, and the projection stays outside: FSDP casts floating-point arguments to the parameters' dtype.
+    The forward gets only integers, and the projection follows outside of it, since FSDP casts floating-point arguments
+    to the parameters' dtype.
 
     Args:
         model: As in [capture][troll.huggingface.capture].
-        token_ids: (N,).
-        at: Row and place of each among the last T tokens, (N,) and (N,).
-        length: T.
+        token_ids: The sampled tokens, (N,).
+        at: The row of each token and its place among the row's last T, (N,) and (N,).
+        length: T, the tokens of each row in which the sampled ones are.
         old: The old policy of the N tokens, (N,).
-        tail: As in [trust_region_step][troll.trust_region_step].
-        temperature: The sampling temperature.
+        tail: "bucket" or "floor".
+        temperature: The sampling temperature, by which logits are divided.
         entropy: Whether the entropy over the vocabulary is read.
         head_in_float32: Whether the head's product is computed in float32, outside autocast.
-        **inputs: Of the model's forward.
+        **inputs: Arguments of the model's forward.
     """
 
     def read_new(head: LMHead, sampled: Tensor) -> tuple[Tensor | None, ...]:
@@ -233,7 +251,6 @@ def read_tokens(
     request = ReadingRequest(token_ids, at, length + 1, read_new, temperature, head_in_float32)
     output = forward_and_read(model, request, **inputs)
     support_ids, logits, tail_logit, tail_entropy = output.tensors
-    assert support_ids is not None and logits is not None and tail_logit is not None
     if output.vocab_size != old.vocab_size:
         raise ValueError(f"old must be of the model's {output.vocab_size} tokens, got {old.vocab_size}")
     return Outcomes(support_ids, logits, tail_logit, old.vocab_size, tail_entropy), output

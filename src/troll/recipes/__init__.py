@@ -1,12 +1,12 @@
 """Recipes: YAML files with every setting of a run, found by name or by path.
 
-A recipe holds fields of `troll.tasks.TaskConfig`, `troll.trl.TrollConfig` and `trl.ModelConfig`, and what it leaves out
-has their defaults. Two more keys are its own: ``extends: RECIPE`` (a name, or a path as seen from the file) takes
-another recipe's fields where the file has none, and ``grid: {field: [values]}`` makes it an ablation, which ``troll
-compare`` runs. To add a recipe, add a file to this folder.
+A recipe holds fields of `troll.tasks.TaskConfig`, `troll.trl.TrollConfig` and `trl.ModelConfig`; fields that it leaves
+out have their defaults. It may have two more keys: `extends: RECIPE` (a name, or a path as seen from the file) takes
+another recipe's fields where the file has none, and `grid: {field: [values]}` makes it an ablation, which
+`troll compare` runs. To add a recipe, add a file to this folder.
 
-``use_vllm: true`` means: where vLLM can run. Elsewhere transformers generates, `generation_chunk_size` completions at a
-time; the command says so, and the run's own settings hold ``use_vllm: false``.
+`use_vllm: true` applies where vLLM can run. Elsewhere transformers generates, `generation_chunk_size` completions at a
+time; the command says so, and the run's own settings hold `use_vllm: false`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from trl import ModelConfig, TrlParser
 
 from troll.evaluation.vllm import vllm_is_usable
 from troll.files import write_atomically
+from troll.run_folder import read_yaml
 from troll.tasks import TaskConfig
 from troll.terminal import one_line
 from troll.trl import TrollConfig
@@ -36,7 +37,7 @@ FIELDS = frozenset(_FIELDS)
 #: Fields that hold several values at once, so that more than one value is not a choice between them.
 LISTS = frozenset(name for name, field in _FIELDS.items() if re.search(r"\b[Ll]ist\b", str(field.type)))
 
-#: Different words for one thing: how many updates share a rollout. The one that is set last wins.
+#: Different settings of one thing, the number of updates that share a rollout. The one that is set last wins.
 _ROLLOUT = frozenset({"updates_per_rollout", "steps_per_generation", "generation_batch_size"})
 
 #: The file in which a run keeps its resolved settings, itself a recipe.
@@ -52,12 +53,12 @@ class Recipe:
     """A recipe with its overrides, parsed.
 
     Attributes:
-        given: As the user gave it, a name or a path.
-        name: See `name_of`.
-        settings: What the recipe and the command line set, as `save` writes it.
+        given: The name or path that the user gave.
+        name: The name from `name_of`.
+        settings: The fields that the recipe and the command line set, as `save` writes them.
         task: The data set, its prompts and its rewards.
-        training: How to train on it.
-        model: What is trained, and whether by LoRA.
+        training: The trainer's configuration.
+        model: The model to train, and whether by LoRA.
         note: A line for the user about settings that this machine cannot follow.
     """
 
@@ -71,12 +72,12 @@ class Recipe:
 
 
 def names() -> list[str]:
-    """The recipes of this package."""
+    """The names of the recipes in this package."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def name_of(path: Path) -> str:
-    """What a recipe is called: its file without the ending; of a run's own settings, the run's folder."""
+    """A recipe's name: its file without the ending; for a run's own settings, the run's folder."""
     return path.resolve().parent.name if path.name == CONFIG_FILE else path.stem
 
 
@@ -99,13 +100,13 @@ def read(name_or_path: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Reads a recipe with all it extends.
 
     Args:
-        name_or_path: The recipe.
+        name_or_path: The recipe's name, or the path of its file.
 
     Returns:
-        Its fields, and its grid: the values of every field that several runs differ in, empty for a single run.
+        Its fields, and its grid: the values of every field in which several runs differ, empty for a single run.
 
     Raises:
-        RecipeError: On an unknown recipe or field, or a file that is none.
+        RecipeError: If the recipe or a field is unknown, or the file is not a recipe.
     """
     return _read(find(name_or_path), ())
 
@@ -114,11 +115,9 @@ def _read(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
     if path.resolve() in below:
         raise RecipeError(f"{path} extends itself")
     try:
-        own = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not valid YAML: {one_line(error)}") from error
-    if not isinstance(own, dict):
-        raise RecipeError(f"{path} must hold 'field: value' lines")
+        own = read_yaml(path)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
     settings: dict[str, Any] = {}
     grid: dict[str, list[Any]] = {}
     if "extends" in own:
@@ -139,7 +138,7 @@ def _read(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
 
 
 def _without_rivals(settings: dict[str, Any], above: Collection[str]) -> dict[str, Any]:
-    """Leaves out what a layer above says in other words."""
+    """Leaves out settings that a layer above replaces by another setting of the same thing."""
     return {name: value for name, value in settings.items() if name not in _ROLLOUT or not _ROLLOUT & set(above)}
 
 
@@ -152,19 +151,19 @@ def _extended(path: Path, name: object) -> Path:
 
 
 def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = None) -> Recipe:
-    """Reads a recipe and applies ``--field value`` pairs on top.
+    """Reads a recipe and applies `--field value` pairs on top.
 
     Args:
-        name_or_path: The recipe.
+        name_or_path: The recipe's name, or the path of its file.
         overrides: The pairs, as on the command line.
         vllm: Whether vLLM can run where the recipe will be used; by default, whether it can on this machine.
 
     Returns:
-        The recipe, without vLLM where that cannot run.
+        The recipe, with `use_vllm` off where vLLM cannot run.
 
     Raises:
-        RecipeError: On an unknown recipe or field, a value that does not fit its field, or a grid of which the
-            overrides do not pick one point.
+        RecipeError: If the recipe or a field is unknown, a value does not fit its field, or the overrides do not pick
+            one point of a grid.
     """
     path = find(name_or_path)
     settings, grid = read(name_or_path)
@@ -202,7 +201,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
     if _ROLLOUT & (given | set(settings)):
         own -= _ROLLOUT  # what is derived would contradict a later change
     values = {field.name: getattr(config, field.name) for config in (task, training, model) for field in fields(config)}
-    # Where a run was resumed from does not belong to what it is.
+    # The checkpoint that a run was resumed from is not one of its settings.
     names_set = sorted((given | own | set(settings)) - {"resume_from_checkpoint"})
     resolved = {name: values[name] for name in names_set if values.get(name) is not None or name in settings}
     return Recipe(name_or_path, name_of(path), resolved, task, training, model, note)
@@ -216,19 +215,19 @@ def save(recipe: Recipe, path: Path) -> None:
 
 
 def plain(recipe: Recipe) -> dict[str, Any]:
-    """The resolved settings as YAML and JSON hold them."""
+    """The resolved settings, as values that YAML and JSON can hold."""
     return {name: value.value if isinstance(value, Enum) else value for name, value in recipe.settings.items()}
 
 
 def differences(
     recorded: Mapping[str, Any], settings: Mapping[str, Any], ignored: Callable[[str], bool] = lambda name: False
 ) -> list[str]:
-    """What two sets of settings differ in; a field that one of them leaves out has its default there.
+    """The differences of two sets of settings; a field that one of them leaves out has its default there.
 
     Args:
-        recorded: As a file held them.
-        settings: From `plain`.
-        ignored: Of which fields a difference does not count.
+        recorded: The settings that a file held.
+        settings: The settings from `plain`.
+        ignored: Whether differences in a field, given by its name, do not count.
 
     Returns:
         A phrase for each differing field, by name, such as "kl_bound is 0.05 there and 0.1 here".

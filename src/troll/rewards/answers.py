@@ -1,11 +1,13 @@
-"""Reading the final answer of a completion, in the form that its prompt asked for."""
+"""The final answer of a completion, in the form that its prompt asked for."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from troll.rewards.grading import Completion, completion_text
 
 AnswerFormat = Literal["boxed", "hash", "tag"]
 
@@ -84,14 +86,14 @@ def final_answer(text: str, answer_format: AnswerFormat = "boxed") -> str | None
     r"""Reads the last answer of a text that is complete in the format asked for, in time linear in the text.
 
     - `boxed`: the content of `\boxed{...}` with its braces balanced. Of nested boxes the outermost counts.
-    - `hash`: what follows `####` on its line.
-    - `tag`: what stands between `<answer>` and `</answer>`.
+    - `hash`: the text after `####` on its line.
+    - `tag`: the text between `<answer>` and `</answer>`.
 
-    An answer that is nothing but a box, in `$` or not, is what stands in that box, in every format.
+    In every format, an answer that is only a box, in `$` or not, counts as the content of that box.
 
     Args:
-        text: A completion.
-        answer_format: How the answer is marked.
+        text: The text of a completion.
+        answer_format: How the answer is marked: `boxed`, `hash` or `tag`.
 
     Returns:
         The answer without the space around it; None where there is none, or where the last one is empty.
@@ -115,3 +117,26 @@ def _unwrapped(answer: str) -> str:
     if content is not None and re.fullmatch(r"\\boxed\s*\{", box[: len(box) - len(content) - 1]):
         return content.strip()
     return answer
+
+
+class FormatReward:
+    """A reward in TRL's signature: 1.0 for a completion with an answer in the format asked for, else 0.0.
+
+    It is added to a task's own: it shapes how a model answers, and does not say what is right.
+
+    Args:
+        answer_format: How the final answer has to be marked: `boxed`, `hash` or `tag`.
+
+    Raises:
+        ValueError: If the format is unknown.
+    """
+
+    __name__ = "format"
+
+    def __init__(self, answer_format: AnswerFormat = "boxed"):
+        check_answer_format(answer_format)
+        self.answer_format = answer_format
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Completion], **columns: Any) -> list[float]:
+        """Maps B completions, plain or conversations, to B numbers."""
+        return [float(final_answer(completion_text(each), self.answer_format) is not None) for each in completions]

@@ -13,68 +13,68 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from troll.rewards.completion import Completion, completion_text
-from troll.rewards.grading import Grader, Verdict
+from troll.rewards.grading import Completion, Grader, Verdict, completion_text
 from troll.rewards.machine import default_workers
 from troll.rewards.program import Tests, parse_tests, read_program
 from troll.rewards.sandbox.bubblewrap import Bubblewrap
-from troll.rewards.sandbox.fusion import TIME_LIMIT, SandboxFusion
+from troll.rewards.sandbox.fusion import SandboxFusion
 from troll.rewards.sandbox.gvisor import GVisor
 from troll.rewards.sandbox.launch import SandboxError, StarvedError
 from troll.rewards.sandbox.limits import Limits, Outcome, printable
 from troll.rewards.sandbox.local import LocalSandbox
 from troll.rewards.sandbox.pool import Pool
 from troll.rewards.sandbox.protocol import Sandbox
+from troll.rewards.sandbox.stdio import TIME_LIMIT
 
 Reward = Callable[..., list[float | None]]
 
 #: A program, its tests as text, and whether testing stops at its first failure.
 _Job = tuple[str, str, bool]
 
-#: An outcome per test, or what kept the program from being tested.
+#: One outcome for each test, or the error that kept the program from being tested.
 _Found = list[Outcome] | SandboxError
 
-#: Programs in a row that could not be tested, after which those that wait are not tried.
+#: After this many programs in a row that could not be tested, those that wait are not tried.
 HOPELESS_PROGRAMS = 4
 
 #: Seconds before the first retry; each further one waits twice as long.
 PAUSE = 0.5
 
-#: The name of the sandbox that `gvisor.py` makes.
+#: The name that selects the sandbox of `gvisor.py`.
 GVISOR = "gvisor"
 
-#: Programs that run at a time on a server, where nobody says: verl's number.
+#: Programs that a server runs at a time by default: verl's number.
 REMOTE_WORKERS = 64
 
 
 class CodeGrader(Grader):
     """Runs each completion's program against its tests: 1.0 where all are passed, and 0.0 otherwise.
 
-    Every program gets a sandbox of its own, several run at a time, and equal programs with equal tests run once. What
-    it decided last is kept: the reward of all tests and that of their fraction, asked one after the other for one
-    batch, run its programs once.
+    Every program gets its own sandbox, several run at a time, and equal programs with equal tests run once. The last
+    batch's verdicts are kept: if the reward of all tests and that of their fraction are asked one after the other, the
+    programs run once.
 
-    Trouble of the machine (no memory, no process, a server that is gone) is never a verdict: the programs it hits are
-    tried again after the others, for as long as a program of someone else's may keep the machine busy
-    (`Limits.wall_seconds`), and are then unscored. Only a program that would not end, in all that time, for want of a
-    CPU is judged as if it had used up its own: whoever writes `while True` must not end a run.
+    Trouble of the machine (no memory, no process, a server that is gone) is never a verdict: the programs that it hits
+    are tried again after the others, for as long as somebody else's program may keep the machine busy
+    (`Limits.wall_seconds`), and are then unscored. Only a program that gets too little CPU time to end in all that time
+    is judged as if it had used up its own: `while True` in a program must not end a training run.
 
     It can be pickled and survives a fork: the processes of a pool make their own sandboxes.
 
     Args:
-        limits: Of each program, over all its tests.
-        workers: How many programs run at a time; by default what `default_workers` says of this machine, and 64 on a
-            server.
+        limits: The limits of each program; by default `Limits()`.
+        workers: The number of programs that run at a time, at least 1. By default one for each CPU core that this
+            process may use, fewer if its memory is small, and 64 on a server.
         packages: Folders of Python packages that programs may import, e.g. a site-packages folder.
         partial_credit: Whether all tests of a program are run, so that a verdict's score is the share that are passed.
             Otherwise testing stops at the first failure, and the score is 0.0 or 1.0.
         run_without_isolation: Run programs without a sandbox, as plain processes that can do anything the user can.
-        sandbox: What tests programs instead of bubblewrap: "gvisor", the address of a SandboxFusion server, or any
-            function as `troll.rewards.sandbox.protocol.Sandbox` describes it.
+        sandbox: The sandbox to use instead of bubblewrap: "gvisor", the address of a SandboxFusion server, or any
+            function that [Sandbox][troll.rewards.Sandbox] describes.
 
     Raises:
-        SandboxError: There can be no sandbox here; the message says what to install or to allow.
-        ValueError: `workers` is below 1, or `sandbox` comes with options that are bubblewrap's.
+        SandboxError: If no sandbox can start here; the message says what to install or to allow.
+        ValueError: If `workers` is below 1, or `sandbox` comes with options of bubblewrap.
     """
 
     def __init__(
@@ -129,17 +129,18 @@ class CodeGrader(Grader):
         Ctrl-C kills the programs that run.
 
         Args:
-            completions: B texts, as the model wrote them; `read_program` says where a program is in them.
-            tests: B texts, each as `parse_tests` takes it.
+            completions: B texts, as the model wrote them. A program is the last fenced block of Python, or the whole
+                text where there is none.
+            tests: B texts, each as [parse_tests][troll.rewards.parse_tests] takes it.
             prefix: B texts that a completion may continue instead of repeating; None or empty where there is none.
             **columns: Unused; the data set's other columns.
 
         Returns:
-            B verdicts. `score` is 0.0 or 1.0, with `partial_credit` the share of the tests that are passed, and None
-            where the program could not be tested; `reason` is why the first failing test fails.
+            B verdicts. `score` is 0.0 or 1.0, or with `partial_credit` the share of passed tests; it is None if the
+            program could not be tested. `reason` says why the first failing test fails.
 
         Raises:
-            ValueError: `tests` does not fit; the message names the row.
+            ValueError: If `tests` does not fit; the message names the row.
         """
         if len(tests) != len(completions):
             raise ValueError(f"the column tests has {len(tests)} values for {len(completions)} completions")
@@ -175,12 +176,12 @@ class CodeGrader(Grader):
             jobs.append(None if program is None else (program, text, not self.partial_credit))
             if jobs[-1] is not None:
                 parsed[jobs[-1]] = tests
-        found = self._insistently(parsed)
+        found = self._tested_with_retries(parsed)
         found = {job: [TIME_LIMIT] if isinstance(result, StarvedError) else result for job, result in found.items()}
         return [Verdict(0.0, None, "no program") if job is None else _verdict(job, found[job]) for job in jobs]
 
-    def _insistently(self, jobs: Mapping[_Job, Tests]) -> dict[_Job, _Found]:
-        """The outcomes of programs, those that could not be tested tried again once all others have ended."""
+    def _tested_with_retries(self, jobs: Mapping[_Job, Tests]) -> dict[_Job, _Found]:
+        """Tests programs; those that could not be tested are tried again once all others have ended."""
         found = self._tested(jobs)
         end, attempt = time.monotonic() + self._limits.wall_seconds, 0
         while failed := [job for job in jobs if isinstance(found[job], SandboxError)]:
@@ -188,8 +189,8 @@ class CodeGrader(Grader):
             if pause <= 0:
                 break
             time.sleep(pause)
-            # One first: where nothing can be tested, hundreds of programs need not find out. Any one, since some may
-            # always fail; and where one can be tested, these must not keep the others from it.
+            # One first: if nothing can be tested, not hundreds of programs have to find out. It is a random one, since
+            # some programs may always fail, and these must not keep the others from being tested.
             probe = random.Random(attempt).choice(failed)
             found |= self._tested({probe: jobs[probe]})
             if not isinstance(found[probe], SandboxError):
@@ -198,15 +199,15 @@ class CodeGrader(Grader):
         return found
 
     def _tested(self, jobs: Mapping[_Job, Tests], *, give_up: bool = True) -> dict[_Job, _Found]:
-        """The outcomes of programs, or what kept them from being tested.
+        """The outcomes of programs, or the errors that kept them from being tested.
 
         Args:
-            jobs: The programs.
-            give_up: Whether those that wait are left out once `HOPELESS_PROGRAMS` in a row could not be tested.
+            jobs: The programs and their tests.
+            give_up: Whether programs that wait are not tried once `HOPELESS_PROGRAMS` in a row could not be tested.
         """
         found: dict[_Job, _Found] = {}
         try:
-            # After a fork, threads and judges are in the other process; after `close`, they are gone.
+            # After a fork, threads and judges belong to the other process; after `close`, they are gone.
             if self._process != os.getpid() or not self._finalizer.alive:
                 self._start()
             running = {job: self._pool.submit(job[0], tests, job[2]) for job, tests in jobs.items()}
@@ -223,7 +224,7 @@ class CodeGrader(Grader):
                     found[job] = error
                     failures.append(error)
                     if give_up and len(failures) == HOPELESS_PROGRAMS:
-                        # The machine fails, and not every program need find out.
+                        # The machine fails, and not every program has to find out.
                         for waiting in running.values():
                             waiting.cancel()
         except SandboxError as error:
@@ -246,8 +247,13 @@ def _verdict(job: _Job, found: _Found) -> Verdict:
 def passed_fraction(grader: CodeGrader) -> Reward:
     """A reward in TRL's signature that is the share of passed tests instead of all or nothing.
 
-    From then on the grader runs all tests of a program. Next to the grader itself as another reward, it runs no program
-    a second time.
+    Next to the grader itself as another reward, it runs no program a second time.
+
+    Args:
+        grader: What tests the programs. From then on it runs all tests of a program.
+
+    Returns:
+        A function of B completions to B numbers in [0, 1], and None where a program could not be tested.
     """
 
     def reward(prompts: Sequence[Any], completions: Sequence[Completion], **columns: Any) -> list[float | None]:
@@ -283,20 +289,20 @@ def compute_score(
     Args:
         data_source: Unused; part of the signature.
         solution_str: The completion.
-        ground_truth: The tests, as `parse_tests` takes them.
-        extra_info: Of which `prefix`, if it is there, is what the completion may continue.
+        ground_truth: The tests, as [parse_tests][troll.rewards.parse_tests] takes them.
+        extra_info: May have a `prefix`, the code that the completion may continue; the rest is not used.
         partial: Whether the score is the share of passed tests instead of all or nothing.
-        sandbox: What tests programs instead of bubblewrap: "gvisor", or the address of a SandboxFusion server, as in
+        sandbox: The sandbox to use instead of bubblewrap: "gvisor", or the address of a SandboxFusion server, as in
             verl's `sandbox_fusion.url`. verl passes it on from `custom_reward_function.reward_kwargs`.
         **kwargs: Unused; verl passes more in some configurations.
 
     Returns:
-        `score`, which verl trains on, and what it logs: `acc` (all passed, 0.0 or 1.0) and `reason`.
+        `score`, on which verl trains, and for its log `acc` (1.0 if all tests passed, else 0.0) and `reason`.
 
     Raises:
-        SandboxError: There can be no sandbox here, or the program could not be tested; the message names the cause.
+        SandboxError: If no sandbox can start here, or the program could not be tested; the message names the cause.
             verl has no row without a score.
-        ValueError: `ground_truth` is no tests.
+        ValueError: If `ground_truth` does not hold tests.
     """
     prefix = (extra_info or {}).get("prefix")
     with _making_default:

@@ -1,4 +1,4 @@
-"""What tests that are code demand of the place where they run, as far as their text tells."""
+"""What tests that are code need of the place where they run, as far as their text shows it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from troll.rewards.program import CodeTests
 
-#: Names by which tests know packages; where they do not import them, the program may have something of that name.
+#: Names of packages in tests. If the tests do not import one, the program may define something of that name.
 PACKAGES = {
     "mock": "from unittest import mock", "mpmath": "import mpmath", "np": "import numpy as np",
     "numpy": "import numpy", "nx": "import networkx as nx", "pandas": "import pandas", "pd": "import pandas as pd",
@@ -23,10 +23,10 @@ _STAND_INS = {"BytesIO", "MagicMock", "Mock", "StringIO"}
 
 
 def needs_plain(tests: CodeTests) -> list[str]:
-    """Why tests cannot be passed from outside the program's process, in a few words each; empty where nothing says so.
+    """The reasons why tests cannot run outside the program's process, in a few words each; empty if none is found.
 
-    It reads the tests' text, so it misses what depends on the program: objects that equal plain data, or each other
-    without holding the same.
+    It reads only the tests' text, so it misses what depends on the program: objects that equal plain data, or objects
+    that equal each other although their contents differ.
     """
     nodes = _nodes(tests)
     theirs = {*tests.names, *tests.inferred, *_parameters_of_check(nodes)}
@@ -35,7 +35,7 @@ def needs_plain(tests: CodeTests) -> list[str]:
 
 
 def borrowed_packages(tests: CodeTests) -> list[str]:
-    """Names of `PACKAGES` that the tests use without importing them: what a program calls so would decide."""
+    """Names of `PACKAGES` that the tests use without importing them: a program could define them, and decide a test."""
     return [name for name in tests.inferred if name in PACKAGES]
 
 
@@ -46,7 +46,7 @@ def _nodes(tests: CodeTests) -> list[ast.AST]:
 
 
 def _parameters_of_check(nodes: Sequence[ast.AST]) -> Iterator[str]:
-    """By which HumanEval's tests call what they test."""
+    """The parameter names by which HumanEval's tests call the function that they test."""
     for node in nodes:
         if isinstance(node, ast.FunctionDef) and node.name == "check" and node.args.args:
             yield node.args.args[0].arg
@@ -103,7 +103,7 @@ def _named(nodes: Iterable[ast.AST], names: set[str]) -> list[str]:
 
 
 def _root(node: ast.AST) -> str | None:
-    """The name that an expression of attributes and calls begins with."""
+    """The name with which an expression of attributes and calls begins."""
     while isinstance(node, ast.Attribute | ast.Call):
         node = node.value if isinstance(node, ast.Attribute) else node.func
     return node.id if isinstance(node, ast.Name) else None

@@ -1,4 +1,4 @@
-"""What a reward can say about a completion beyond its number."""
+"""Completions, and verdicts on them: what a reward says in addition to its number."""
 
 from __future__ import annotations
 
@@ -7,19 +7,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from troll.rewards.completion import Completion, completion_text
+Completion = str | list[dict[str, str]]
+
+
+def completion_text(completion: Completion) -> str:
+    """Returns the text that the model wrote.
+
+    Args:
+        completion: A completion in either of TRL's forms: a string; or a conversation, a list of messages with
+            `content`, of which the last one counts.
+    """
+    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one completion.
+    """The judgement of one completion.
 
     Attributes:
         score: How much of it is right, in [0, 1]; exactly 1.0 is a success. None where it could not be judged, for lack
             of memory or processes for example, which says nothing about the completion.
-        answer: What was read from it as the final answer, or as its program; None where there is none in the form asked
-            for.
-        reason: Why it scored so, in a few words, e.g. "correct", "wrong answer", "no answer", "time limit", and
+        answer: The final answer or the program that was read from it; None if it has none in the form asked for.
+        reason: The reason for the score, in a few words, e.g. "correct", "wrong answer", "no answer", "time limit", and
             "unscored: ..." with the cause.
     """
 
@@ -29,7 +38,7 @@ class Verdict:
 
     @property
     def success(self) -> bool:
-        """Whether all of it is right."""
+        """Whether all of the completion is right."""
         return self.score == 1.0
 
     @property
@@ -41,18 +50,19 @@ class Verdict:
 class Grader(ABC):
     """A verifiable reward: called as TRL calls a reward function, it returns 1.0 for a success and 0.0 otherwise.
 
-    A completion that could not be judged gets None. `TrollTrainer` leaves it out of the rollout, whatever other reward
-    functions say of it.
+    A completion that could not be judged gets None. `TrollTrainer` leaves it out of the rollout, even if other reward
+    functions score it.
 
-    `grade` says more: the share that is right, the answer that was read, and why.
+    `grade` says more: the share that is right, the answer that was read, and the reason. A grader of your own defines
+    `grade`.
+
+    Attributes:
+        votes: Whether answers can be compared, so that there can be a majority vote; False unless a subclass sets it.
+        latest: The verdicts of the last call, which say more than its numbers.
     """
 
     __name__ = "success"
-
-    #: Whether answers can be compared, so that the most frequent one means something.
     votes = False
-
-    #: The verdicts of the last call, for those who want to know more than its numbers.
     latest: Sequence[Verdict] = ()
 
     @abstractmethod
@@ -61,11 +71,11 @@ class Grader(ABC):
 
         Args:
             completions: B texts, as the model wrote them.
-            **columns: The data set's columns, B values each; more than those read here may come.
+            **columns: The data set's columns, B values each; columns that the grader does not read are ignored.
 
         Returns:
-            B verdicts. Any completion gets one, with score None if the machine failed: a grader raises for mistakes of
-            its user only.
+            B verdicts. Every completion gets one, with score None if the machine failed: a grader raises only for
+            mistakes of its user.
         """
 
     def same_answer(self, first: str, second: str) -> bool:
@@ -73,7 +83,7 @@ class Grader(ABC):
         return first == second
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Completion], **columns: Any) -> list[float | None]:
-        """Rewards in TRL's signature: B completions, plain or conversations, to B of 0.0, 1.0 and None."""
+        """Rewards in TRL's signature: maps B completions, plain or conversations, to 0.0, 1.0 or None each."""
         self.latest = self.grade([completion_text(completion) for completion in completions], **columns)
         return [verdict.reward for verdict in self.latest]
 
@@ -81,7 +91,7 @@ class Grader(ABC):
 def leaves_unscored(reward: object) -> bool:
     """Whether None from a reward function means that a completion could not be judged.
 
-    It does of a `Grader`, and of a function whose attribute `grader` is one. None from any other function has TRL's
-    meaning: the function has nothing to say about the completion.
+    It does for a `Grader`, and for a function whose attribute `grader` is one. None from any other function has TRL's
+    meaning: the function does not apply to the completion.
     """
     return isinstance(getattr(reward, "grader", reward), Grader)

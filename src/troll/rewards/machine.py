@@ -1,4 +1,4 @@
-"""How many programs this machine can carry at a time."""
+"""How many programs this machine can run at a time."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from pathlib import Path
 
 from troll.rewards.sandbox.limits import Limits
 
-#: How many processes a launcher has started on this machine: torchrun's and accelerate's name, then those of MPIs.
+#: Environment variables with the number of processes on this machine: torchrun's and accelerate's, then those of MPIs.
 LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 
-#: A program may use `memory_bytes`, and its judge twice as much.
+#: Memory for one program, in units of `memory_bytes`: the program may use one, and its judge two.
 SHARES = 3
 
 
 def default_workers(limits: Limits) -> int:
-    """How many programs to run at a time.
+    """The programs to run at a time by default.
 
     Args:
-        limits: Of each program.
+        limits: The limits of each program.
 
     Returns:
-        As `processes` says, where every program and its judge use all of their memory.
+        The number from `processes`, if every program and its judge use all of their memory.
     """
     return processes(SHARES * limits.memory_bytes + limits.disk_bytes)
 
 
 def processes(memory_bytes: int) -> int:
-    """How many processes may work for this one at a time.
+    """The processes that may work for this one at a time.
 
     Args:
-        memory_bytes: What each may use.
+        memory_bytes: The memory that each of them may use.
 
     Returns:
-        The CPU cores that this process may use, but no more than its memory carries. Both are divided among the
-        processes that a launcher has started on this machine. At least 1.
+        The CPU cores that this process may use, or fewer if its memory is too small for as many; at least 1. Cores and
+        memory are divided among the processes that a launcher has started on this machine.
     """
     root = Path("/")
     most, memory = cores(root), memory_limit(root)
@@ -46,7 +46,7 @@ def processes(memory_bytes: int) -> int:
 
 
 def local_ranks(environment: Mapping[str, str]) -> int:
-    """The processes of this training on this machine, as its launcher tells; 1 without one."""
+    """The number of this training's processes on this machine, from its launcher; 1 without a launcher."""
     for name in LOCAL_RANKS:
         with contextlib.suppress(ValueError):
             if (ranks := int(environment.get(name, ""))) >= 1:
@@ -55,10 +55,10 @@ def local_ranks(environment: Mapping[str, str]) -> int:
 
 
 def cores(root: Path) -> int:
-    """The CPU cores that this process may use: those it may run on, or less by the quota of its control group.
+    """The CPU cores that this process may use: those it may run on, or fewer by the quota of its control group.
 
     Args:
-        root: Of the file system, with `proc` and `sys/fs/cgroup`.
+        root: The root of the file system, with `proc` and `sys/fs/cgroup`.
     """
     quotas = [tuple(text.split()) for text in _group_files(root, "", "cpu.max")]
     quotas += zip(
@@ -69,7 +69,7 @@ def cores(root: Path) -> int:
     for quota in quotas:
         with contextlib.suppress(ValueError):  # "max"
             microseconds, period = map(int, quota)
-            most += [microseconds // period] if microseconds > 0 else []  # -1 is none
+            most += [microseconds // period] if microseconds > 0 else []  # -1 means no quota
     return max(1, min(most))
 
 
@@ -77,7 +77,7 @@ def memory_limit(root: Path) -> int | None:
     """The memory that this process may use, in bytes: the machine's, or less by its control group.
 
     Args:
-        root: Of the file system, with `proc` and `sys/fs/cgroup`.
+        root: The root of the file system, with `proc` and `sys/fs/cgroup`.
 
     Returns:
         The smallest of the limits; None if none can be read.
@@ -90,23 +90,27 @@ def memory_limit(root: Path) -> int | None:
     return min(found, default=None)
 
 
-def _group_files(root: Path, controller: str, name: str) -> Iterator[str]:
-    """The contents of a file of this process's control group and of those around it, the innermost first.
+def control_groups(root: Path, controller: str) -> list[Path]:
+    """The folders of this process's control group and of those around it, the innermost first; empty if there is none.
+
+    A container may see its own group only as the root, the last one.
 
     Args:
-        root: Of the file system.
-        controller: Of version 1; empty for version 2.
-        name: The file's.
+        root: The root of the file system.
+        controller: The name of the controller, for version 1 of control groups; empty for version 2.
     """
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)
-            if controller not in controllers.split(","):
-                continue
-            hierarchy = root / "sys/fs/cgroup" / controller
-            folder = hierarchy / group.lstrip("/")  # a container may see its own as the root only
-            for path in (folder, *folder.parents):
-                with contextlib.suppress(OSError):
-                    yield (path / name).read_text().strip()
-                if path == hierarchy:
-                    break
+            if controller in controllers.split(","):
+                hierarchy = root / "sys/fs/cgroup" / controller
+                folder = hierarchy / group.lstrip("/")
+                return [path for path in (folder, *folder.parents) if path.is_relative_to(hierarchy)]
+    return []
+
+
+def _group_files(root: Path, controller: str, name: str) -> Iterator[str]:
+    """The contents of a file of that name in each of `control_groups`, where there is one."""
+    for folder in control_groups(root, controller):
+        with contextlib.suppress(OSError):
+            yield (folder / name).read_text().strip()

@@ -1,4 +1,4 @@
-"""What a program printed, compared with what it should have printed."""
+"""Compares a program's output with the expected one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Compare = Literal["tokens", "numbers"]
 #: Numbers that differ by no more than this, absolutely or relative to the expected one, are equal.
 TOLERANCE = 1e-6
 
-#: Longer tokens are texts: what a program prints may be one number of megabytes.
+#: Longer tokens are compared as texts, since a program may print one number of megabytes.
 NUMBER_LENGTH = 400
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -20,16 +20,16 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 def same_output(actual: str, expected: str, compare: Compare = "tokens") -> bool:
     """Whether an output counts as the expected one.
 
-    Blank lines at the start and at the end are ignored, and so is how much white space separates the tokens of a line.
-    There must be as many lines, each with as many tokens. Tokens are equal as texts or as numbers, to 1e-6 absolutely
-    or relatively.
+    Blank lines at the start and at the end are ignored, and so is the amount of white space between the tokens of a
+    line. Both must have the same number of lines, and of tokens in each line. Tokens are equal as texts, or as numbers
+    to 1e-6 absolutely or relatively.
 
     Args:
-        actual: What was printed.
-        expected: What should have been.
-        compare: Which tokens are equal as numbers: with "tokens" where the expected one is a decimal fraction or has an
-            exponent, so that an expected integer is a text; with "numbers" wherever both are numbers, so that `3.0` is
-            `3`. Integers are then compared exactly, however large.
+        actual: The program's output.
+        expected: The expected output.
+        compare: Which tokens are compared as numbers: with "tokens", those where the expected one is a decimal fraction
+            or has an exponent, so that an expected integer is a text; with "numbers", those where both are numbers, so
+            that `3.0` is `3`. Integers are then compared exactly, however large.
     """
     ours, theirs = (text.strip().split("\n") for text in (actual, expected))
     return len(ours) == len(theirs) and all(_same_line(*lines, compare) for lines in zip(ours, theirs, strict=True))
@@ -49,7 +49,7 @@ def _same_token(actual: str, expected: str, compare: Compare) -> bool:
     if whole and (compare == "tokens" or _is_integer(actual)):
         return compare == "numbers" and int(actual) == int(expected)
     value, target = float(actual), float(expected)
-    # What is too large for a float equals no other text: every number is close to infinity, relative to infinity.
+    # A number too large for a float equals no other text: relative to infinity, every number is close to it.
     return math.isfinite(target) and abs(value - target) <= TOLERANCE * max(1.0, abs(target))
 
 

@@ -1,4 +1,4 @@
-"""Reward models: a network, trained on preferences, that says how good a completion is."""
+"""Reward models: networks, trained on preferences, that score completions."""
 
 from typing import Any
 
@@ -8,13 +8,15 @@ def load_reward_model(name_or_path: str, *, conversational: bool) -> Any:
 
     Args:
         name_or_path: A model of the Hugging Face hub, or a folder, with its tokenizer in the same place.
-        conversational: Whether it will score conversations, which takes a chat template.
+        conversational: Whether it will score conversations, which needs a chat template.
 
     Returns:
-        The `PreTrainedModel`, which TRL's trainers take as a reward function: they tokenize, place and call it.
+        The `PreTrainedModel`, which TRL's trainers take as a reward function: they tokenize, place the model and call
+        it.
 
     Raises:
-        ValueError: If it cannot be loaded, is no reward model, or its tokenizer lacks what scoring takes.
+        ValueError: If it cannot be loaded, is no reward model, or its tokenizer lacks a padding token or a chat
+            template.
     """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -27,7 +29,7 @@ def load_reward_model(name_or_path: str, *, conversational: bool) -> Any:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"cannot load the reward model {name_or_path!r}: {reason}") from error
     if loaded["missing_keys"]:
-        # transformers would make up a random head, and training would follow it.
+        # transformers would make a random head, and training would follow it.
         missing = ", ".join(sorted(loaded["missing_keys"]))
         raise ValueError(f"{name_or_path} is not a reward model: it has no weights for {missing}")
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
@@ -36,6 +38,6 @@ def load_reward_model(name_or_path: str, *, conversational: bool) -> Any:
         raise ValueError(
             f"the tokenizer of the reward model {name_or_path} has no chat template, but the prompts are conversations"
         )
-    # It reads a whole rollout at once, and would keep the keys and values of all layers for a generation to come.
+    # It reads a whole rollout at once, and would keep keys and values of all layers for a generation that never comes.
     model.config.use_cache = False
     return model

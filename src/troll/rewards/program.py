@@ -1,4 +1,4 @@
-"""What a code reward starts from: the program in a completion, and the tests of a task."""
+"""The input of a code reward: the program in a completion, and the tests of a task."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from troll.rewards.output import Compare
 
-#: Longer texts hold no program: the longest solution of a contest has a tenth of it.
+#: Longer texts are not programs: the longest solution of a contest has a tenth of this many characters.
 MAX_PROGRAM = 2**20
 
 _LANGUAGES = {"", "python", "python3", "py", "python 3"}
@@ -31,14 +31,14 @@ class CodeTests:
     Attributes:
         tests: Sources, each of them one test.
         setup: Source to run before the first test.
-        names: Names that are the program's, whatever else is called so.
-        inferred: Further names that the tests take from the program: those that neither they nor Python define. What
-            decides over a pass, a comparison of some package for one, is to be imported in the setup: by such a name it
-            would be the program's own.
-        modules: Modules of the standard library that the tests use without importing them. As in one file, they have
-            them if the program has imported them.
-        plain: Whether the tests run in the program's own process, where everything works that works in one file, and
-            where a program can fake its verdict: see `troll.rewards.sandbox.functions.run_functions`.
+        names: Names that the tests take from the program, even if something else has the same name.
+        inferred: Further names that the tests take from the program: those that neither the tests nor Python define.
+            Import everything that decides a test, such as a package's comparison, in the setup: otherwise the program
+            can define it.
+        modules: Modules of the standard library that the tests use without importing them. As in one file, they are
+            available if the program has imported them.
+        plain: Whether the tests run in the program's own process, where everything works as in one file, but a program
+            can fake its verdict.
     """
 
     tests: tuple[str, ...]
@@ -73,7 +73,8 @@ class StreamTests:
     Attributes:
         inputs: Standard input of each run.
         outputs: Standard output to expect of each.
-        compare: How outputs are compared; see `troll.rewards.output.same_output`.
+        compare: Which tokens of a line are equal as numbers, to 1e-6 absolutely or relatively: with "tokens" where the
+            expected one is a decimal fraction or has an exponent, with "numbers" wherever both are numbers.
     """
 
     inputs: tuple[str, ...]
@@ -94,12 +95,19 @@ _FIELDS = (
 def parse_tests(text: str) -> Tests:
     r"""Reads the tests of a task from a cell of the column `tests`.
 
+    They are a JSON object in one of these forms, of which `setup`, `names`, `plain` and `compare` may be left out:
+
+    - `{"asserts": ["assert f(1) == 2"], "setup": "import math", "names": ["f"], "plain": false}`
+    - `{"check": "def check(candidate): ...", "entry_point": "f", "setup": "...", "plain": false}`
+    - `{"function": "f", "inputs": [[1]], "outputs": [2]}`, with a list of arguments per call
+    - `{"inputs": ["1\n"], "outputs": ["2\n"], "compare": "tokens"}`, with standard input and standard output
+
     Args:
-        text: A JSON object of one of these forms, `setup`, `names`, `plain` and `compare` being optional:
-            `{"asserts": ["assert f(1) == 2"], "setup": "import math", "names": ["f"], "plain": false}`,
-            `{"check": "def check(candidate): ...", "entry_point": "f", "setup": "...", "plain": false}`,
-            `{"function": "f", "inputs": [[1]], "outputs": [2]}` with a list of arguments per call,
-            `{"inputs": ["1\n"], "outputs": ["2\n"], "compare": "tokens"}` with standard input and standard output.
+        text: The JSON object.
+
+    Returns:
+        The first two forms as [CodeTests][troll.rewards.CodeTests], the third as
+        [FunctionTests][troll.rewards.FunctionTests], the last as [StreamTests][troll.rewards.StreamTests].
 
     Raises:
         ValueError: The text is none of these; the message says what is wrong with it.
@@ -124,7 +132,7 @@ def _parsed_tests(text: str) -> Tests:
         forms = "; ".join(", ".join(sorted(required)) for required, _ in _FIELDS)
         raise ValueError(f"tests have the fields {sorted(case)}, but must have one of: {forms}")
     if "asserts" in case:
-        return _assert_tests(case)
+        return _code_tests(_texts(case, "asserts"), case, _texts(case, "names") if case.get("names") else ())
     if "check" in case:
         return _check_tests(case)
     if "function" in case:
@@ -138,21 +146,21 @@ def _parsed_tests(text: str) -> Tests:
 def read_program(completion: str, tests: Tests, prefix: str = "") -> str | None:
     """Reads the program from a completion.
 
-    It is the last fenced block that is marked as Python or not marked, of those that define a name which the tests
-    use if there are such blocks; a block that is not closed ends with the text. A text without such blocks is itself
-    the program. Everything up to the last `</think>` is ignored.
+    The program is the last fenced block that is marked as Python or not marked; if some of these blocks define a name
+    that the tests use, it is the last of those. A block that is not closed ends with the text. A text without blocks is
+    itself the program. Everything up to the last `</think>` is ignored.
 
-    Where a prefix is given and the program defines none of the names that the tests use, it continues the prefix, up to
-    the first line that is not indented. Where it defines one, it may use what the prefix holds before that definition:
+    If there is a prefix and the program defines none of the names that the tests use, it continues the prefix, up to
+    the first line that is not indented. If it defines one, it may use what comes before that definition in the prefix:
     imports and helpers.
 
     Args:
-        completion: As the model wrote it.
-        tests: Of the same task.
-        prefix: Code that the prompt ended with.
+        completion: The text of the completion, as the model wrote it.
+        tests: The tests of the task.
+        prefix: The code with which the prompt ended.
 
     Returns:
-        The program, with line feeds for line ends; None where there is none, or more than `MAX_PROGRAM` characters.
+        The program, with line feeds for line ends; None if there is none, or if it is longer than `MAX_PROGRAM`.
     """
     text = completion.rpartition("</think>")[2].replace("\r\n", "\n").replace("\r", "\n")
     if len(text) + len(prefix) > MAX_PROGRAM:
@@ -183,7 +191,7 @@ def _defines(program: str, names: Iterable[str]) -> bool:
 
 
 def _head(prefix: str, names: Iterable[str]) -> str:
-    """What stands before the first definition, in a prefix, of a name that the tests use, and before its decorators."""
+    """The part of a prefix before the first definition, with its decorators, of a name that the tests use."""
     lines = prefix.split("\n")
     for index, line in enumerate(lines):
         if not line[:1].isspace() and _defines(line, names):
@@ -194,7 +202,7 @@ def _head(prefix: str, names: Iterable[str]) -> str:
 
 
 def _after(head: str, program: str) -> str:
-    """A program with a head; imports from the future stay in front, as Python demands."""
+    """Puts a head before a program; imports from the future stay in front, as Python demands."""
     if not head or program.startswith(head):
         return program
     future = [match.end() for match in _FUTURE.finditer(program)]
@@ -211,14 +219,14 @@ def _indented_part(text: str) -> str:
 
 
 def _dedented(text: str) -> str:
-    # Unlike textwrap's, it leaves lines of white space as they are: they may be part of a text.
+    # Unlike textwrap's, it does not change lines of white space, which may be part of a text.
     lines = text.split("\n")
     margin = min(len(line) - len(line.lstrip(" \t")) for line in lines if line.strip())
     return "\n".join(line[margin:] if line.strip() else line for line in lines) if margin else text
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Language and content of the fenced blocks, in one pass over the lines."""
+    """Yields the language and the content of each fenced block, in one pass over the lines."""
     fence, language, block, indent = 0, "", list[str](), 0
     for line in text.split("\n"):
         stripped = line.strip(" \t")
@@ -234,12 +242,6 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
             indent = len(line) - len(line.lstrip(" \t"))
     if fence:
         yield language, "\n".join(block) + "\n"
-
-
-def _assert_tests(case: dict[str, Any]) -> CodeTests:
-    tests = _texts(case, "asserts")
-    names = _texts(case, "names") if case.get("names") else ()
-    return _code_tests(tests, case, names)
 
 
 def _check_tests(case: dict[str, Any]) -> CodeTests:

@@ -1,4 +1,4 @@
-"""Rewards for the form of a text: its length, its variety and its end. They read no meaning."""
+"""Rewards for the form of a text: its length, its variety and its end. They do not read its meaning."""
 
 import re
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Style:
-    """One sentence of about so many words, none of them repeated.
+    """One sentence of a given length, with no word repeated.
 
     Attributes:
-        words: How many words a completion should have, at least 1.
-        tolerance: By how many it may miss and still be a success, at least 0.
+        words: The number of words that a completion should have, at least 1.
+        tolerance: The number of words by which it may miss that and still be a success, at least 0.
 
     Raises:
         ValueError: If one of them is out of its range.
@@ -25,7 +25,7 @@ class Style:
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
     def score(self, text: str) -> float:
-        """The mean of how well length, variety and end are met, in [0, 1]."""
+        """The mean of the scores for length, variety and end, in [0, 1]."""
         return (length_score(text, self.words) + variety(text) + float(is_one_sentence(text))) / 3
 
     def is_met(self, text: str) -> bool:
@@ -39,14 +39,14 @@ def words_of(text: str) -> list[str]:
 
 
 def length_score(text: str, words: int) -> float:
-    """Returns 1 where a text has so many words, falling linearly to 0 at none and at twice as many."""
+    """Returns 1 for a text of `words` words, falling linearly to 0 at no words and at twice as many."""
     return max(0.0, 1 - abs(len(words_of(text)) - words) / words)
 
 
 def variety(text: str) -> float:
-    """Returns the share of different words among those of four letters or more; 1 where there is none.
+    """Returns the share of different words among those of four letters or more; 1 if there are none.
 
-    Shorter ones (articles, prepositions) repeat in any good sentence.
+    Shorter words (articles, prepositions) repeat in any good sentence.
     """
     long_words = [word for word in words_of(text) if len(word) >= 4]
     return len(set(long_words)) / len(long_words) if long_words else 1.0

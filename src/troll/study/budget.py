@@ -1,4 +1,4 @@
-"""The memory of a run's phases on one GPU, and what to change where it does not suffice."""
+"""The memory of a run's phases on one GPU, and the settings to change if it is not enough."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 from trl import ModelConfig, get_peft_config
 
 from troll.study import memory
-from troll.study.memory import Micro, Network
+from troll.study.memory import Micro
+from troll.study.without_data import Network
 
-#: What a run does in turn: completions are generated, then scored by the reward model and the policy, then used.
+#: The phases of a run: completions are generated, then scored by the reward model and the policy, then trained on.
 PHASES = ("generate", "score", "update")
 
-#: Bytes of an optimiser's state for each trained number, where they do not follow the weights' dtype; of all others we
-#: count AdamW's two numbers, which is the most that the usual ones keep.
+#: Bytes of an optimiser's state for each trained number, if they do not follow the weights' dtype. For all others, two
+#: numbers count, as in AdamW: no usual optimiser keeps more.
 _OPTIMISER_BYTES = {
     "sgd": 0.0,
     "adamw_torch_4bit": 1.0,
@@ -38,28 +39,28 @@ Fields = dict[str, int | float | bool]
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides about memory, on one GPU.
+    """The settings on which memory depends, for one GPU.
 
     Attributes:
         policy: The model that is trained.
-        critic: The critic's, or None.
+        critic: The critic's model; None without a critic.
         reference: Whether a frozen copy of the policy is kept.
         kl: Whether completions are scored by a reference: that copy, or the policy without its adapter.
-        reward_model: Or None.
-        autocast: What matrices are multiplied in; None: the weights' dtype.
-        optimiser: transformers' name of it.
-        rows: Completions of a micro-batch.
-        accumulation: Micro-batches of an update.
-        rollout: Completions of a rollout.
-        updates: Of a rollout.
-        prompt: Tokens of a prompt, at most.
-        completion: Tokens of a completion, at most.
-        at_once: Completions that transformers generates in one call, at most.
-        top_k: K of the old policies; 0 where the surrogate reads none.
-        vllm: The part of the GPU that vLLM takes, 0 where it runs elsewhere; None where transformers generates.
-        sleeps: Whether vLLM gives it back for the update.
-        sharded_over: GPUs that share weights, gradients and the optimiser's state.
-        on_gpu: Whether it is one.
+        reward_model: The reward model; None without one.
+        autocast: The dtype in which matrices are multiplied; None for the weights' dtype.
+        optimiser: transformers' name of the optimiser.
+        rows: The completions of a micro-batch.
+        accumulation: The micro-batches of an update.
+        rollout: The completions of a rollout.
+        updates: The updates of a rollout.
+        prompt: The tokens of a prompt, at most.
+        completion: The tokens of a completion, at most.
+        at_once: The completions that transformers generates in one call, at most.
+        top_k: K of the old policies; 0 if the surrogate reads none.
+        vllm: The share of the GPU that vLLM takes, 0 if it runs elsewhere; None if transformers generates.
+        sleeps: Whether vLLM gives its memory back for the update.
+        sharded_over: The GPUs that share weights, gradients and the optimiser's state.
+        on_gpu: Whether the run is on a GPU.
     """
 
     policy: Network
@@ -84,11 +85,11 @@ class Settings:
 
 
 def rows_of(settings: Settings, total_memory: float) -> dict[str, tuple[float, ...]]:
-    """Bytes of one GPU by row and phase (`PHASES`).
+    """The bytes on one GPU, by row of the table and by phase (`PHASES`).
 
     Args:
-        settings: Of the run.
-        total_memory: Of the GPU in bytes, of which vLLM takes a part.
+        settings: The settings of the run.
+        total_memory: The memory of the GPU in bytes, of which vLLM takes a share.
     """
     s, shards = settings, settings.sharded_over
     held = memory.parameters(s.policy)
@@ -106,8 +107,8 @@ def rows_of(settings: Settings, total_memory: float) -> dict[str, tuple[float, .
     if s.reward_model:
         rows["reward model"] = _always(memory.parameters(s.reward_model).weights / shards)
     rows["rollout and old policies"] = _always(s.rollout * rollout_bytes(s.prompt, s.completion, s.top_k))
-    computing = _computing(s)
-    if shards > 1:  # two layers ahead, and what is in none; their gradients too
+    computing = _sharded(s, s.policy)
+    if shards > 1:  # two layers ahead, the weights in no layer, and their gradients
         gathered = held.gathered * (s.autocast or s.policy.dtype).itemsize
         rows["gathered layers"] = (gathered, gathered, 2 * gathered)
     micro = Micro(s.rows, s.prompt, s.completion, s.autocast, s.on_gpu)
@@ -115,7 +116,7 @@ def rows_of(settings: Settings, total_memory: float) -> dict[str, tuple[float, .
     if s.vllm is None:
         generation = memory.generation(computing, calls)
     scored = memory.capture(computing, micro, s.top_k, s.kl)
-    if s.reward_model:  # TRL has it read the whole rollout in one call
+    if s.reward_model:  # with TRL, it reads the whole rollout in one call
         scored = max(scored, memory.forward(s.reward_model, s.rollout, s.prompt + s.completion))
     update = memory.update(computing, micro, s.top_k, accumulates=shards > 1 or s.accumulation > 1)
     activations = update.activations
@@ -135,28 +136,24 @@ def _always(size: float) -> tuple[float, ...]:
     return (size,) * len(PHASES)
 
 
-def _computing(settings: Settings) -> Network:
-    return _sharded(settings, settings.policy)
-
-
 def _sharded(settings: Settings, network: Network) -> Network:
-    """As it computes: FSDP gathers layers in the dtype of their products."""
+    """A network as FSDP computes with it: layers are gathered in the dtype of their products."""
     if settings.sharded_over == 1 or settings.autocast is None or network.dtype == settings.autocast:
         return network
     return _in_dtype(network, settings.autocast)
 
 
-@functools.cache  # what is measured is kept by identity
+@functools.cache  # measurements are kept by the network's identity
 def _in_dtype(network: Network, dtype: torch.dtype) -> Network:
     return replace(network, dtype=dtype)
 
 
 def optimiser_bytes(name: str, trained: memory.Parameters) -> float:
-    """The optimiser's state.
+    """The bytes of the optimiser's state.
 
     Args:
-        name: transformers' `optim`.
-        trained: What is trained.
+        name: transformers' name of the optimiser, as in `optim`.
+        trained: The parameters of the network.
     """
     if name == "adafactor":
         return 4.0 * trained.factored
@@ -166,36 +163,37 @@ def optimiser_bytes(name: str, trained: memory.Parameters) -> float:
 
 
 def rollout_bytes(prompt: int, completion: int, top_k: int) -> int:
-    """What waits for its updates of one completion: ids, masks and log-probabilities, and the packed old policy.
+    """The bytes of one completion that waits for its updates: ids, masks, log-probabilities, and the packed old policy.
 
     Args:
-        prompt: Tokens.
-        completion: Tokens.
-        top_k: K, all kept at every token; 0 without old policies.
+        prompt: The tokens of its prompt.
+        completion: The tokens of the completion.
+        top_k: K, assumed to be kept at every token; 0 without old policies.
     """
     tokens = 16 * (prompt + completion) + 12 * completion
     return tokens + completion * (12 + 8 * top_k) * (top_k > 0)
 
 
 def phases(settings: Settings, total_memory: float) -> tuple[float, ...]:
-    """Bytes of each phase; see `rows_of`."""
+    """The bytes of each phase; see `rows_of`."""
     return totals_of(rows_of(settings, total_memory))
 
 
 def totals_of(rows: dict[str, tuple[float, ...]]) -> tuple[float, ...]:
-    """What the rows come to in each phase."""
+    """The sum of the rows in each phase."""
     return tuple(sum(column) for column in zip(*rows.values(), strict=True))
 
 
 def changes(settings: Settings, total_memory: float) -> tuple[Fields, Settings]:
-    """What to change so that a run fits, the least harmful first.
+    """The settings to change so that a run fits, the least harmful first.
 
     Args:
-        settings: Of a run that does not fit.
-        total_memory: Of the GPU, in bytes.
+        settings: The settings of a run that does not fit.
+        total_memory: The memory of the GPU in bytes.
 
     Returns:
-        The fields to change, and the settings with them; they may still not fit, where nothing more can be changed.
+        The fields to change, and the settings with these changes, which still do not fit if nothing more can be
+        changed.
     """
     fields: Fields = {}
     for move in (_chunks, _sleep, _share, _checkpointing, _rows, _updates, _lora):
@@ -215,7 +213,7 @@ _Move = tuple[Fields, Settings] | None
 def _chunks(s: Settings, total: float, phase: str) -> _Move:
     if s.vllm is not None or phase != "generate" or s.at_once == 1:
         return None
-    # Linear in the rows; the guess is checked.
+    # Memory is linear in the rows; the guess is checked.
     one, two = (phases(replace(s, at_once=rows), total)[0] for rows in (1, 2))
     most = int(max(1, min(s.at_once // 2, 1 + (total - one) / (two - one))))
     rows = 1 << (most.bit_length() - 1)
@@ -235,15 +233,12 @@ def _share(s: Settings, total: float, phase: str) -> _Move:
         return None
     others = phases(replace(s, vllm=0.0), total)[PHASES.index(phase)]
     share = round(int((total - others) / total / _SHARE_STEP) * _SHARE_STEP, 2)
-    # Its own weights, in half precision, and one sequence at least.
-    least = 2 * memory.parameters(s.policy).numbers + memory.generation(s.policy, _one(s)).cache
+    # vLLM needs its own weights, in half precision, and at least one sequence.
+    sequence = Micro(1, s.prompt, s.completion, s.autocast, s.on_gpu)
+    least = 2 * memory.parameters(s.policy).numbers + memory.generation(s.policy, sequence).cache
     if share * total < least:
         return None
     return {"vllm_gpu_memory_utilization": share}, replace(s, vllm=share)
-
-
-def _one(s: Settings) -> Micro:
-    return Micro(1, s.prompt, s.completion, s.autocast, s.on_gpu)
 
 
 def _checkpointing(s: Settings, total: float, phase: str) -> _Move:

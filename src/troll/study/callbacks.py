@@ -1,4 +1,4 @@
-"""What a run shows while it goes on, and what it writes down."""
+"""The progress that a run shows, and the files that it writes meanwhile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from troll.tasks import Task
 from troll.trl import TrollTrainer
 from troll.trl.held_out import judged_by
 
-#: What the progress line shows of the logs: label, key, format.
+#: The figures of the logs in the progress line: label, key, format.
 SHOWN = (
     ("reward", "reward", "{:.2f}"),
     ("success", SUCCESS, "{:.0%}"),
@@ -31,7 +31,7 @@ SHOWN = (
 
 
 class MetricsFile(TrainerCallback):
-    """Writes every log as a line of JSON, as soon as it is there. A resumed run goes on where its checkpoint was."""
+    """Writes every log as a line of JSON at once. A resumed run continues after its checkpoint's logs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,7 +39,7 @@ class MetricsFile(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Starts the file with what the checkpoint had logged: nothing, for a new run."""
+        """Starts the file with the checkpoint's logs; for a new run, it is empty."""
         if state.is_world_process_zero:
             write_atomically(self.path, "".join(_line(logs) for logs in state.log_history))
 
@@ -51,7 +51,7 @@ class MetricsFile(TrainerCallback):
 
 
 class ProgressLine(TrainerCallback):
-    """A progress bar with the figures of :data:`SHOWN`; on anything but a terminal, a line per log."""
+    """A progress bar with the figures of `SHOWN`; on anything but a terminal, a line per log."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -62,7 +62,7 @@ class ProgressLine(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Starts the bar at the step the run starts from."""
+        """Starts the bar at the run's first step."""
         self.bar = self.progress.add_task("", total=state.max_steps, completed=state.global_step)
         if state.is_world_process_zero and self.console.is_terminal:
             self.progress.start()
@@ -77,12 +77,12 @@ class ProgressLine(TrainerCallback):
         shown = {label: shape.format(logs[key]) for label, key, shape in SHOWN if logs.get(key) is not None}
         self.latest |= shown
         self.progress.update(self.bar, description=_figures(self.latest))
-        # Only what is new: a step that is trained and evaluated has two logs, and the second must not repeat the first.
+        # Only new figures: a step with training and evaluation has two logs, and the second must not repeat the first.
         if state.is_world_process_zero and not self.console.is_terminal and shown:
             self.console.print(f"step {state.global_step}/{state.max_steps}  {_figures(shown)}", soft_wrap=True)
 
     def stop(self) -> None:
-        """Ends the bar, however training ended."""
+        """Ends the bar."""
         if self.progress.live.is_started:
             self.progress.stop()
 
@@ -103,15 +103,15 @@ class OtherTasks(TrainerCallback):
     """Evaluates on other tasks, right after every evaluation on the task that is trained on.
 
     Args:
-        trainer: Whose evaluation it is.
-        tasks: The others, of different `short_name`.
+        trainer: The trainer that evaluates.
+        tasks: The other tasks, with different `short_name`.
     """
 
     def __init__(self, trainer: TrollTrainer, tasks: Sequence[Task]) -> None:
         self.trainer, self.tasks = trainer, tasks
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Logs the metrics of each, judged by its own rewards, under ``eval_<short name>_...``."""
+        """Logs the metrics of each, judged by its own rewards, under `eval_<short name>_...`."""
         if "eval_loss" in kwargs["metrics"]:
             for task in self.tasks:
                 with judged_by(self.trainer, task.reward_funcs, task.reward_weights):

@@ -1,8 +1,8 @@
-"""The model card of a run: where the model comes from, what it was trained on and how, and what came of it."""
+"""The model card of a run: the base model, the training, and the results."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from huggingface_hub import ModelCardData
 
 from troll.evaluation.training_task import TASK_FILE, TrainingTask
 from troll.recipes import Recipe, as_argument
+from troll.study.comparison_tables import markdown_table
 from troll.study.page import duration, percent
 from troll.study.small_model import EMBEDDED_MODELS
 from troll.study.statistics import wilson_interval
@@ -23,7 +24,7 @@ _METHODS = {
     "clip": "the clipped ratio of GRPO",
     "none": "neither a trust region nor a clip",
 }
-# Of every run; the surrogate's own follow.
+# The settings of every run; the surrogate's own follow.
 _SETTINGS = (
     "advantage_estimator",
     "loss_type",
@@ -57,11 +58,11 @@ def model_card(recipe: Recipe, task: Task, trained_on: TrainingTask, summary: Ma
     """Writes the card, with the hub's metadata on top.
 
     Args:
-        recipe: Of the run.
-        task: What it trained on.
-        trained_on: Its options, and the variables of the chat template.
-        summary: What came of it, as in `summary.json`.
-        model: Name on the hub, or folder, that the quick start loads.
+        recipe: The recipe of the run.
+        task: The task that it trained on.
+        trained_on: The options of the task, and the variables of the chat template.
+        summary: The results, as in `summary.json`.
+        model: The name on the hub, or the folder, that the quick start loads.
     """
     training, surrogate = recipe.training, summary["surrogate"]
     base, base_on_hub = _base(str(recipe.model.model_name_or_path))
@@ -125,10 +126,11 @@ def _results(recipe: Recipe, summary: Mapping[str, Any]) -> str:
     how = f"{size} held-out problems, {each} of each, at temperature {temperature:g}."
     successes = [("before training", summary["success_before"]), (after, summary["success_after"])]
     if rows := [(when, *_with_interval(share, size)) for when, share in successes if share is not None]:
-        return f"{_table(('', 'success', '95 % interval'), rows)}\n\nMeans over {how} Wilson's intervals over problems."
+        table = markdown_table(("", "success", "95 % interval"), rows)
+        return f"{table}\n\nMeans over {how} Wilson's intervals over problems."
     rewards = [("before training", summary["reward_before"]), (after, summary["reward_after"])]
     if means := [(when, f"{reward:.3f}") for when, reward in rewards if reward is not None]:
-        return f"{_table(('', 'mean reward'), means)}\n\nMeans over {how}"
+        return f"{markdown_table(('', 'mean reward'), means)}\n\nMeans over {how}"
     return "Not measured."
 
 
@@ -164,17 +166,8 @@ def _training(recipe: Recipe, trained_on: TrainingTask, summary: Mapping[str, An
     values = {name: getattr(recipe.training, name) for name in _SETTINGS}
     settings = {"task_options": trained_on.task_options, "reward_model": recipe.task.reward_model}
     settings |= {"surrogate": summary["surrogate"], **summary["surrogate_settings"], **values}
-    rows = [(f"`{name}`", f"`{_plain(value)}`") for name, value in settings.items() if value not in (None, {})]
+    rows = [(f"`{name}`", f"`{as_argument(value)}`") for name, value in settings.items() if value not in (None, {})]
     went = f"{summary['steps']} optimiser steps, {summary['updates_per_rollout']} for each rollout, "
     went += f"in {duration(summary['seconds'])} on {summary['machine']}"
     ended = "" if summary["status"] == "finished" else f" ({summary['status']})"
-    return f"Recipe `{summary['recipe']}`: {went}{ended}.\n\n{_table(('setting', 'value'), rows)}"
-
-
-def _plain(value: Any) -> str:
-    return as_argument(value).replace("|", "\\|")
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"Recipe `{summary['recipe']}`: {went}{ended}.\n\n{markdown_table(('setting', 'value'), rows)}"

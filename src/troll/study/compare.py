@@ -1,4 +1,4 @@
-"""Runs a grid: each point is one ``troll train``, as many at once as there are GPUs or cores."""
+"""Runs a grid: each point is one `troll train`, and as many run at once as there are GPUs or cores."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from troll.study.comparison import MANIFEST, measure_of, read_comparison, read_r
 from troll.study.comparison_page import write_comparison
 from troll.study.comparison_tables import console_table
 from troll.study.grid import PlannedRun
-from troll.study.manifest import claim, claim_counted, claim_tuning
+from troll.study.manifest import claim, claim_tuning
 from troll.study.run import check_same_run, model_path
 from troll.study.slots import Slot, environments, gpus
 from troll.study.tuning import Tuning
 from troll.terminal import say
 from troll.trl.checkpoints import newest_complete
 
-#: Held by a comparison and its runs as long as any of them lives.
+#: The lock that a comparison and its runs hold as long as any of them lives.
 LOCK = "compare.lock"
 _POLL_SECONDS = 0.25
 _LOG_LINES = 5
@@ -44,43 +44,43 @@ def compare(
     jobs: int | None = None,
     command: str | None = None,
 ) -> Outcome:
-    """Makes the runs of a grid that are not finished yet, and writes the comparison of all that are.
+    """Makes the runs of a grid that are not finished yet, and writes the comparison of all finished ones.
 
-    ``folder`` then holds a manifest, a run folder and a log for each run, and the comparison as a page, as JSON and as
-    a Markdown table. The same grid again, or one with more runs, goes on: finished runs stay, interrupted ones resume
-    from their last checkpoint. A run that fails does not keep the others from running.
+    `folder` then holds a manifest, a run folder and a log for each run, and the comparison as a page, as JSON and as a
+    Markdown table. The same grid again, or one with more runs, continues there: finished runs stay, and interrupted
+    ones resume from their last checkpoint. If a run fails, the others still run.
 
     Args:
-        study: Runs from :func:`troll.study.grid.expand`; or a tuning, whose choice is made of its first stage, once all
-            of that is finished, and recorded in the manifest, before the runs of the second start.
-        folder: Made if need be.
-        console: Where progress and results are printed.
-        jobs: Runs at once, at least 1. By default one for each GPU, or for each core where there is none. Each run sees
-            one GPU.
-        command: What the page says of how it was made.
+        study: Runs from `troll.study.grid.expand`; or a tuning. Once the runs of its first stage are all finished, its
+            choice is made and recorded in the manifest, and the runs of the second stage start.
+        folder: The folder of the comparison; made if it does not exist.
+        console: The console for progress and results.
+        jobs: The number of runs at once, at least 1. By default one for each GPU, or for each core if there is no GPU.
+            Each run sees one GPU.
+        command: The command that made the runs, for the page.
 
     Returns:
-        "finished" if every run is; "failed" if one failed; "interrupted" after Ctrl-C, with which the children end in
-        order and can be resumed.
+        "finished" if every run is; "failed" if one failed; "interrupted" after Ctrl-C, which stops the runs so that
+        they can be resumed.
 
     Raises:
-        RecipeError: If ``folder`` holds anything but (a part of) this grid, another comparison or a run that it left
-            behind is at work there, a model cannot be made, or the tuning measured nothing.
+        RecipeError: If `folder` holds anything but (a part of) this grid, another comparison or a run that it left
+            behind uses it, a model cannot be made, or the tuning measured nothing.
         troll.tasks.TaskError: If the embedded model cannot learn a task.
     """
     with _locked(folder) as lock:
         if not isinstance(study, Tuning):
             return _make(claim(folder, command, study), folder, lock, jobs, console)
-        tuned = claim_tuning(folder, command, study.runs(), study.counted(), study.settled)
+        tuned = claim_tuning(folder, command, study)
         outcome = _make(tuned, folder, lock, jobs, console, stage="tuning: ")
         if outcome != "finished":
             if outcome == "failed":
-                say(console, "nothing is chosen: that takes all runs of the tuning")
+                say(console, "nothing is chosen yet: that needs all runs of the tuning")
             return outcome
         choices = study.choose(tuned, _results(folder, tuned))
         for choice in choices:
             say(console, f"chosen    {choice.text}")
-        counted = claim_counted(folder, command, tuned, study.counted(choices), study.settled, choices)
+        counted = claim(folder, command, study.counted(choices), tuned, study.record(tuned, choices))
         return _make(counted, folder, lock, jobs, console)
 
 
@@ -92,7 +92,7 @@ def _make(
     console: Console,
     stage: str = "",
 ) -> Outcome:
-    """Makes what is not finished of some runs, and tells of them."""
+    """Makes those of some runs that are not finished, and prints what became of them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     devices = [] if all(run.recipe.training.use_cpu for run in runs) else gpus()
     jobs = min(len(runs), jobs or len(devices) or cores)
@@ -105,7 +105,7 @@ def _make(
     failed: list[str] = []
     with _stopped_by_signals() as interrupts:
         try:
-            for run in waiting:  # before any of them, or two processes would make the same model
+            for run in waiting:  # before any run starts, or two processes would make the same model
                 model_path(run.recipe)
             slots = [Slot(environment, lock) for environment in environments(jobs, cores, devices)]
             failed = _run_all(waiting, folder, slots, interrupts, console)
@@ -114,12 +114,12 @@ def _make(
             outcome = "interrupted"
     _tell(runs, folder, failed, console)
     if outcome == "interrupted":
-        say(console, "interrupted; the same command goes on")
+        say(console, "interrupted; the same command resumes")
     return outcome
 
 
 def _results(folder: Path, tuned: Sequence[PlannedRun]) -> dict[str, float]:
-    """The final success of each run of a tuning; the final reward, where no run measured success."""
+    """The final success of each run of a tuning; the final reward if no run measured success."""
     names = {run.name for run in tuned}
     runs = [run for run in read_runs([folder]) if run.name in names]
     measure = measure_of(runs)
@@ -133,7 +133,7 @@ def _results(folder: Path, tuned: Sequence[PlannedRun]) -> dict[str, float]:
 
 
 def _locked(folder: Path) -> contextlib.AbstractContextManager[int]:
-    """The folder's lock, whose file descriptor the runs inherit: orphans keep it."""
+    """The folder's lock. The runs inherit its file descriptor, so that orphans keep it."""
     holder = "another troll compare, or a run that it left behind,"
     return locked(folder, LOCK, marker=MANIFEST, content="comparison", holder=holder, error=RecipeError)
 
@@ -156,7 +156,7 @@ class _Interrupts:
 
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:
-        """Raises at the end what comes meanwhile: a process that no variable holds yet would be lost."""
+        """Delays interrupts to the end of the context: a process that no variable holds yet would be lost."""
         self._held = True
         try:
             yield
@@ -168,10 +168,9 @@ class _Interrupts:
 
 @contextlib.contextmanager
 def _stopped_by_signals() -> Iterator[_Interrupts]:
-    """Has every request to stop raise KeyboardInterrupt, so that no child outlives this process.
+    """Makes every request to stop raise KeyboardInterrupt, so that no child outlives this process.
 
-    A handler of Python's own also gives the children the default action, where a shell in the background had SIGINT
-    ignored.
+    A Python handler also gives the children the default action if a background shell had SIGINT ignored.
     """
     interrupts = _Interrupts()
     wanted = [signal.SIGINT, signal.SIGTERM]
@@ -217,17 +216,17 @@ def _run_all(
 
 
 def _checkpoint(output: Path, console: Console) -> Path | None:
-    """Where a run goes on. Where it cannot, what it left is deleted: a run starts in an empty folder."""
+    """The checkpoint from which a run resumes. Without one, its files are deleted: a run starts in an empty folder."""
     checkpoint, passed_over = newest_complete(output)
     if checkpoint is None and output.exists():
         reasons = "".join(f"; {path.name}: {lacks}" for path, lacks in passed_over.items())
-        say(console, f"deleting  what {output.name} left: it has no complete checkpoint{reasons}")
+        say(console, f"deleting  the files of {output.name}: it has no complete checkpoint{reasons}")
         shutil.rmtree(output)
     return checkpoint
 
 
 def _arguments(run: PlannedRun, output: Path, checkpoint: Path | None) -> list[str]:
-    """What follows `troll`."""
+    """The arguments of `troll` for a run."""
     resume = [] if checkpoint is None else ["--resume_from_checkpoint", str(checkpoint)]
     return ["train", run.recipe.given, *run.overrides, "--output_dir", str(output), *resume]
 
@@ -264,7 +263,7 @@ def _log_end(path: Path) -> list[str]:
 
 
 class _Board:
-    """Progress bars of all runs and of the running ones; on anything but a terminal, a line per start and end."""
+    """Progress bars for all runs and for each running one; on anything but a terminal, a line per start and end."""
 
     def __init__(self, console: Console, total: int) -> None:
         self.console, self.total, self.done = console, total, 0
@@ -299,7 +298,7 @@ class _Board:
 def _tell(runs: Sequence[PlannedRun], folder: Path, failed: Sequence[str], console: Console) -> None:
     if any(_is_finished(folder / run.name) for run in runs):
         comparison = read_comparison([folder])
-        if comparison.groups:  # not while it is tuned
+        if comparison.groups:  # there are none while it is tuned
             console.print(console_table(comparison))
         try:
             say(console, f"comparison  {write_comparison([folder], folder)}")

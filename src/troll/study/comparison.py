@@ -1,6 +1,6 @@
-"""What several runs say together: groups of runs that differ only in their seed, and the differences between them.
+"""Several runs together: groups of runs that differ only in their seed, and the differences between groups.
 
-Reads nothing but the runs' folders, so that it needs neither the trainer nor the recipes.
+It reads only the runs' folders, and needs neither the trainer nor the recipes.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from troll.run_folder import is_finished, read_json, read_metrics, read_settings
+from troll.run_folder import is_finished, read_json, read_metrics, read_yaml
 from troll.study.curves import SHARE, number
-from troll.study.statistics import Estimate, paired_difference, success_estimate
+from troll.study.statistics import Estimate, mean_estimate, paired_difference
 
-#: The file that makes a folder a comparison: the settings and the recipes of its runs by name, and its command.
+#: The file that makes a folder a comparison: it holds the settings and the recipe of each run by name, and the command.
 MANIFEST = "compare.json"
 
-#: What runs are compared by: the share of held-out problems solved; the mean held-out reward, where no run measured it.
+#: The measure of runs: the share of held-out problems solved, or the mean held-out reward if no run measured that.
 Measure = Literal["success", "reward"]
 
 _SURROGATE, DEFAULT_SURROGATE = "surrogate", "troll"
-# What a setting of this name differs in is not the method.
+# Settings whose differences do not make another method.
 _OF_THE_FOLDER = {"output_dir", "resume_from_checkpoint"}
 _NO_AXIS = _OF_THE_FOLDER | {"seed", _SURROGATE}
 
-Row = tuple[tuple[str, str], ...]  # the recipe, then (field, value) of what else the runs differ in, without the seed
+Row = tuple[tuple[str, str], ...]  # the recipe, then (field, value) of each other difference of runs, without the seed
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as its folder tells it.
+    """One run, as its folder describes it.
 
     Attributes:
-        name: The folder's.
-        settings: ``config.yaml``; before the run has started, what the comparison's manifest says of it.
-        summary: ``summary.json``, empty if the run did not come to write it.
-        rows: ``metrics.jsonl``.
-        planned_recipe: The recipe by the manifest, for runs without a summary.
-        folder: Where it is.
+        name: The name of the folder.
+        settings: The content of `config.yaml`; before the run has started, its settings in the comparison's manifest.
+        summary: The content of `summary.json`, empty if the run has not written it.
+        rows: The lines of `metrics.jsonl`.
+        planned_recipe: The recipe in the manifest, for runs without a summary.
+        folder: The folder of the run.
         tuning: Whether it only served to choose settings.
         settled: The settings that were chosen for its method, and so belong to the method.
     """
@@ -63,12 +63,12 @@ class Run:
 
     @property
     def surrogate(self) -> str:
-        """What kept the updates near the old policy."""
+        """The surrogate, which kept the updates near the old policy."""
         return str(self.summary.get(_SURROGATE) or self.settings.get(_SURROGATE) or DEFAULT_SURROGATE)
 
     @property
     def seed(self) -> int:
-        """The run's seed."""
+        """The seed of the run."""
         return int(self.settings.get("seed", self.summary.get("seed", 0)))
 
     @property
@@ -78,13 +78,13 @@ class Run:
 
     @property
     def status(self) -> str:
-        """Of a run that is not finished, in words."""
+        """The state of an unfinished run, in words."""
         started = (self.folder / "config.yaml").is_file()
         return str(self.summary.get("status") or ("unfinished" if started else "not started"))
 
     @property
     def settings_read(self) -> set[str] | None:
-        """The settings that its surrogate reads and not all do; None if the run does not say: it may read any."""
+        """The settings that its surrogate reads and some others do not; None if unknown: it may then read any."""
         names = self.summary.get("surrogate_settings")
         return None if names is None else set(names)
 
@@ -94,27 +94,39 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Group:
-    """The finished runs that differ only in their seed.
+class Method:
+    """A method: a surrogate, and the row of the table in which it is.
 
     Attributes:
-        row: What sets them apart from other groups of their surrogate.
-        surrogate: Theirs.
-        runs: At least one, by seed.
-        planned: How many there are with those that did not finish.
-        measure: What they are compared by.
+        row: The recipe and the settings that distinguish it from others with its surrogate.
+        surrogate: What kept the updates near the old policy, which is its column of the table.
     """
 
     row: Row
     surrogate: str
-    runs: Sequence[Run]
-    planned: int
-    measure: Measure
 
     @property
     def label(self) -> str:
-        """The group in words."""
+        """The method in words."""
         return " ".join(filter(None, [row_label(self.row), self.surrogate]))
+
+
+M = TypeVar("M", bound=Method)
+
+
+@dataclass(frozen=True)
+class Group(Method):
+    """The finished runs of a method, which differ only in their seed.
+
+    Attributes:
+        runs: The runs in the order of their seeds, at least one.
+        planned: The number of runs with the unfinished ones.
+        measure: The measure by which they are compared.
+    """
+
+    runs: Sequence[Run]
+    planned: int
+    measure: Measure
 
     @property
     def finals(self) -> dict[int, float]:
@@ -123,10 +135,10 @@ class Group:
 
     @property
     def final(self) -> Estimate | None:
-        """Its mean over seeds."""
+        """The mean of the final measure over seeds; None if no run has it."""
         values = list(self.finals.values())
         size = number(self.runs[0].summary.get("eval_size"), (1, math.inf)) if self.measure == "success" else None
-        return success_estimate(values, None if size is None else int(size)) if values else None
+        return mean_estimate(values, None if size is None else int(size)) if values else None
 
     def mean(self, key: str) -> float | None:
         """The mean of a figure of the summary over the runs that have it."""
@@ -134,12 +146,29 @@ class Group:
         return fmean(values) if values else None
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How much better one group is than another, seed by seed."""
+class Compared(Protocol):
+    """What can be compared seed by seed."""
 
-    first: Group
-    second: Group
+    @property
+    def finals(self) -> dict[int, float]:
+        """The final result of each seed."""
+
+
+C = TypeVar("C", bound=Compared)
+
+
+@dataclass(frozen=True)
+class Difference(Generic[C]):
+    """The difference between two methods, seed by seed.
+
+    Attributes:
+        first: The method from which is subtracted.
+        second: The method that is subtracted.
+        estimate: The mean difference of the final results, over common seeds.
+    """
+
+    first: C
+    second: C
     estimate: Estimate
 
 
@@ -148,9 +177,9 @@ class Comparison:
     """Several runs, ordered.
 
     Attributes:
-        runs: All of them, the unfinished ones too.
-        commands: With which they were made, as far as that is known.
-        choices: What tunings chose, as the manifests have it.
+        runs: All runs, including the unfinished ones.
+        commands: The commands that made them, as far as these are known.
+        choices: The choices of tunings, from the manifests.
     """
 
     runs: Sequence[Run]
@@ -159,17 +188,17 @@ class Comparison:
 
     @cached_property
     def finished(self) -> list[Run]:
-        """The runs that count."""
+        """The finished runs, except for those of tunings."""
         return [run for run in self.runs if run.finished and not run.tuning]
 
     @cached_property
     def measure(self) -> Measure:
-        """What the runs are compared by."""
+        """The measure by which the runs are compared."""
         return measure_of(self.finished)
 
     @cached_property
     def common_settings(self) -> dict[str, Any]:
-        """The settings that all finished runs share, but for their folder."""
+        """The settings that all finished runs share, except for their folder."""
         first, *others = [dict(run.settings) for run in self.finished] or [{}]
         return {
             name: value
@@ -182,13 +211,13 @@ class Comparison:
         """The finished runs by everything but their seed, in the order of the runs.
 
         Raises:
-            ValueError: Two runs differ in nothing, so that neither belongs to a seed of its own.
+            ValueError: If two runs do not differ, not even in their seed.
         """
         members: dict[tuple[Row, str], dict[int, Run]] = {}
         for run, row in zip(self.finished, _rows(self.finished), strict=True):
             runs = members.setdefault((row, run.surrogate), {})
             if run.seed in runs:
-                raise ValueError(f"{runs[run.seed].name} and {run.name} differ in nothing: leave one of them out")
+                raise ValueError(f"{runs[run.seed].name} and {run.name} do not differ: leave one of them out")
             runs[run.seed] = run
         left_out = [run for run in self.runs if not run.finished and not run.tuning]
         return [
@@ -208,52 +237,82 @@ class Comparison:
         return list(dict.fromkeys(group.surrogate for group in self.groups))
 
     @cached_property
-    def rows(self) -> list[Row]:
-        """The table's rows: a row that says less than another one is part of it."""
-        rows = list(dict.fromkeys(group.row for group in self.groups))
-        return [row for row in rows if not any(set(row) < set(other) for other in rows)]
-
-    def group(self, row: Row, surrogate: str) -> Group | None:
-        """The group of a cell; one that does not read all of a row's settings belongs to several rows."""
-        fitting = [group for group in self.groups if group.surrogate == surrogate and set(group.row) <= set(row)]
-        return max(fitting, key=lambda group: len(group.row), default=None)
+    def table(self) -> dict[Row, dict[str, Group]]:
+        """The groups by row and column."""
+        return table_of(self.groups)
 
     @cached_property
-    def differences(self) -> list[Difference]:
+    def differences(self) -> list[Difference[Group]]:
         """TROLL's groups (or the first surrogate's) minus each other's; with one surrogate, each group minus the first.
 
-        Two groups meet if they agree on the settings that both read. Those without a common seed are left out.
+        Two groups are compared if they agree on the settings that both read, and have a common seed.
         """
-        if len(self.surrogates) > 1:
-            base = DEFAULT_SURROGATE if DEFAULT_SURROGATE in self.surrogates else self.surrogates[0]
-            ours = [group for group in self.groups if group.surrogate == base]
-            theirs = [group for group in self.groups if group.surrogate != base]
-            pairs = [(one, other) for one in ours for other in theirs if agree(one.row, other.row)]
-        else:
-            pairs = [(group, self.groups[0]) for group in self.groups[1:]]
+        several = len(self.surrogates) > 1
+        pairs = rivals(self.groups) if several else [(group, self.groups[0]) for group in self.groups[1:]]
         estimates = [(one, other, paired_difference(one.finals, other.finals)) for one, other in pairs]
         return [Difference(first, second, found) for first, second, found in estimates if found is not None]
 
 
 def measure_of(runs: Sequence[Run]) -> Measure:
-    """What finished runs can be compared by."""
+    """The measure by which finished runs can be compared."""
     finals, rewards = [run.final("success") for run in runs], [run.final("reward") for run in runs]
     return "reward" if set(finals) == {None} and set(rewards) != {None} else "success"
 
 
 def row_label(row: Row) -> str:
-    """A row in words: the recipe, and the settings as ``field=value``."""
+    """A row in words: the recipe, and the settings as `field=value`."""
     return " ".join(value if name == "recipe" else f"{name}={value}" for name, value in row)
 
 
-def agree(first: Row, second: Row) -> bool:
-    """Whether two rows have no setting in common that differs."""
+def table_of(methods: Sequence[M]) -> dict[Row, dict[str, M]]:
+    """The methods by row and surrogate.
+
+    A method that does not read all of a row's settings belongs to several rows, if no other with its surrogate reads
+    more of them. A row whose settings are all part of another row's is merged into that one.
+    """
+    rows = dict.fromkeys(method.row for method in methods)
+    table: dict[Row, dict[str, M]] = {row: {} for row in rows if not any(set(row) < set(other) for other in rows)}
+    for method in sorted(methods, key=lambda method: len(method.row), reverse=True):
+        for row, cells in table.items():
+            if set(method.row) <= set(row):
+                cells.setdefault(method.surrogate, method)
+    return table
+
+
+def panels(methods: Sequence[M]) -> list[tuple[str, dict[str, M]]]:
+    """The methods that share a plot, by name: the surrogates of a row; with a single surrogate, the rows."""
+    surrogates = list(dict.fromkeys(method.surrogate for method in methods))
+    if len(surrogates) == 1:
+        return [(surrogates[0], {row_label(method.row): method for method in methods})]
+    return [
+        (row_label(row), {name: cells[name] for name in surrogates if name in cells})
+        for row, cells in table_of(methods).items()
+    ]
+
+
+def rivals(methods: Sequence[M]) -> list[tuple[M, M]]:
+    """TROLL's methods, or else the first surrogate's, each with every other surrogate's that it can be compared to.
+
+    Two methods can be compared if they agree on the settings that both read.
+    """
+    surrogates = [method.surrogate for method in methods]
+    base = DEFAULT_SURROGATE if DEFAULT_SURROGATE in surrogates else next(iter(surrogates), "")
+    return [
+        (one, other)
+        for one in methods
+        for other in methods
+        if one.surrogate == base != other.surrogate and _agree(one.row, other.row)
+    ]
+
+
+def _agree(first: Row, second: Row) -> bool:
+    """Whether two rows have the same values of the settings that both contain."""
     values = dict(second)
     return all(values.get(name, value) == value for name, value in first)
 
 
 def is_comparison(folder: Path) -> bool:
-    """Whether ``troll compare`` made this folder."""
+    """Whether `troll compare` made this folder."""
     return (folder / MANIFEST).is_file()
 
 
@@ -261,8 +320,8 @@ def read_comparison(paths: Sequence[Path]) -> Comparison:
     """Reads run folders and comparison folders.
 
     Raises:
-        FileNotFoundError: A folder is neither, or none has a run.
-        ValueError: A file is malformed.
+        FileNotFoundError: If a folder is neither, or none has a run.
+        ValueError: If a file is malformed.
     """
     manifests = [read_json(path / MANIFEST) for path in paths if is_comparison(path)]
     commands = [manifest.get("command") for manifest in manifests]
@@ -271,11 +330,11 @@ def read_comparison(paths: Sequence[Path]) -> Comparison:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Reads run folders, and the runs of comparison folders, of which those that have not started are empty.
+    """Reads run folders, and the runs of comparison folders; runs that have not started are empty.
 
     Raises:
-        FileNotFoundError: A folder is neither, or none has a run.
-        ValueError: A file is malformed.
+        FileNotFoundError: If a folder is neither, or none has a run.
+        ValueError: If a file is malformed.
     """
     runs = []
     for path in paths:
@@ -302,7 +361,7 @@ def _read_run(folder: Path, planned: Mapping[str, Any] | None = None, planned_re
     config, summary, metrics = (folder / name for name in ("config.yaml", "summary.json", "metrics.jsonl"))
     return Run(
         name=folder.resolve().name,
-        settings=read_settings(config) if config.is_file() else planned or {},
+        settings=read_yaml(config) if config.is_file() else planned or {},
         summary=read_json(summary) if summary.is_file() else {},
         rows=read_metrics(metrics) if metrics.is_file() else [],
         planned_recipe=planned_recipe,
@@ -311,7 +370,7 @@ def _read_run(folder: Path, planned: Mapping[str, Any] | None = None, planned_re
 
 
 def _belongs(run: Run, row: Row, surrogate: str) -> bool:
-    """Whether an unfinished run would be one of a group's."""
+    """Whether an unfinished run would belong to a group."""
     (_, recipe), *settings = row
     return (
         run.surrogate == surrogate
@@ -321,9 +380,9 @@ def _belongs(run: Run, row: Row, surrogate: str) -> bool:
 
 
 def _rows(runs: Sequence[Run]) -> list[Row]:
-    """What sets each run apart, other than its surrogate and seed: the recipe, and the settings that runs differ in.
+    """The row of each run: its recipe, and the settings in which runs differ, without the surrogate and the seed.
 
-    A setting in which runs of one recipe differ counts for those whose surrogate reads it, or may.
+    A setting in which runs of one recipe differ counts for runs whose surrogate reads it, or may read it.
     """
     by_some: set[str] = set().union(*(run.settings_read or () for run in runs))
     own = []

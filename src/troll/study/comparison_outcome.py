@@ -1,24 +1,23 @@
-"""What a comparison's page says first: who won, by how much, and at which learning rates."""
+"""The first part of a comparison's page: the winner, by how much, and the learning rates."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from troll.study.comparison import Comparison, Measure, Row, row_label
+from troll.study.comparison import Comparison, Measure, panels
 from troll.study.comparison_tables import difference, estimate_text, figure, plain_difference
-from troll.study.contest import Contestant, Contrast, contestants, contrasts, rate_text
-from troll.study.page import html_table
-from troll.study.plot import COLOURS, DASHES, LEGEND_STYLES, LIGHT, drawing
+from troll.study.contest import Contestant, Contrast, contestants, contrasts, counts_text, range_text, rate_text
+from troll.study.page import figure_card, html_table
+from troll.study.plot import LIGHT, drawing, line_mark, line_style
 from troll.study.statistics import Estimate, seed_differences
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
 
-_PER_LINE, _MARGINS = 0.42, 0.75  # inches: of a method, and of the axis with its labels
+_PER_LINE, _MARGINS = 0.42, 0.75  # inches for each method, and for the axis with its labels
 _UNIT: dict[Measure, str] = {"success": " %", "reward": ""}
 _POINTS: dict[Measure, str] = {"success": " points", "reward": ""}
 _DOT_NOTE = (
@@ -28,11 +27,11 @@ _DOT_NOTE = (
 _RATE_NOTE = (
     "Each method has the learning rate that suits it: a seed's is the one with the best mean over the other seeds."
 )
-_CHOSEN_NOTE = "Other settings are those that were chosen for each method on seeds of their own, below."
+_CHOSEN_NOTE = "Other settings were chosen for each method on separate seeds, see below."
 _CONTRAST_NOTE = (
     "Each method at its own best settings. The p-value by sign flips is the chance of a difference at least as large "
-    "if the two were alike; Holm's correction allows for all rows of this table. The last column is the p-value of two "
-    "one-sided t tests: below 0.05, the two are equivalent within 5 points."
+    "if the two were equally good; Holm's correction allows for all rows of this table. The last column is the p-value "
+    "of two one-sided t tests: below 0.05, the two are equivalent within 5 points."
 )
 _RANGE_NOTE = (
     "Line: mean over seeds; band: smallest to largest seed. The range holds the learning rates at which a method keeps "
@@ -41,7 +40,7 @@ _RANGE_NOTE = (
 
 
 def outcome(comparison: Comparison) -> str:
-    """What a reader should see first; and where learning rates differ, what each method does with its best one."""
+    """The figures of the outcome; if learning rates differ, also the methods at their best ones."""
     methods = contestants(comparison)
     found = contrasts(methods)
     cards = outcome_figures(methods, found)
@@ -67,7 +66,7 @@ def outcome(comparison: Comparison) -> str:
     return "\n".join(parts)
 
 
-def _contrast_table(found: Sequence[Contrast]) -> str:
+def _contrast_table(found: Sequence[Contrast[Contestant]]) -> str:
     measure = found[0].first.measure
     head = [
         "",
@@ -89,21 +88,16 @@ def _contrast_table(found: Sequence[Contrast]) -> str:
 
 
 def _rate_table(methods: Sequence[Contestant]) -> str:
-    rows = []
-    for method in (method for method in methods if len(method.means) > 1):
-        final, reach, rates = method.final, method.range, list(method.means)
-        chosen = Counter(method.rates.values())
-        below, above = ("≤ " * (reach[0] == rates[0]), "≥ " * (reach[1] == rates[-1])) if reach else ("", "")
-        rows.append(
-            [
-                escape(method.label),
-                "–" if final is None else estimate_text(final, method.measure),
-                "–"
-                if final is None
-                else ", ".join(f"{rate_text(rate, 2)} ({count})" for rate, count in sorted(chosen.items())),
-                f"{below}{rate_text(reach[0], 2)} to {above}{rate_text(reach[1], 2)}" if reach else "–",
-            ]
-        )
+    rows = [
+        [
+            escape(method.label),
+            "–" if method.final is None else estimate_text(method.final, method.measure),
+            counts_text(method.rates.values(), 2) or "–",
+            "–" if method.range is None else range_text(method.range, method.means),
+        ]
+        for method in methods
+        if len(method.means) > 1
+    ]
     measure = methods[0].measure
     return html_table(
         [
@@ -116,22 +110,20 @@ def _rate_table(methods: Sequence[Contestant]) -> str:
     )
 
 
-def outcome_figures(methods: Sequence[Contestant], differences: Sequence[Contrast]) -> list[str]:
-    """Cards with what each method reached, and next to each the paired differences."""
+def outcome_figures(methods: Sequence[Contestant], differences: Sequence[Contrast[Contestant]]) -> list[str]:
+    """Cards with the results of the methods, each followed by the paired differences."""
     cards = []
-    for number, (title, members) in enumerate(_panels(methods), start=1):
-        finals = [
-            (label, place, method.final, list(method.finals.values()))
-            for place, (label, method) in enumerate(members.items())
-            if method.final is not None
-        ]
-        if not finals:
-            continue
+    for number, (title, members) in enumerate(panels(methods), start=1):
         measure = next(iter(members.values())).measure
         lines = [
-            _Line(f"{label}   {figure(final.mean, measure)}{_UNIT[measure]}", place, final, values)
-            for label, place, final, values in finals
+            _Line(
+                f"{label}   {figure(final.mean, measure)}{_UNIT[measure]}", place, final, list(method.finals.values())
+            )
+            for place, (label, method) in enumerate(members.items())
+            if (final := method.final) is not None
         ]
+        if not lines:
+            continue
         cards.append(_dots(f"outcome-{number}", title, f"final held-out {measure}", lines, measure))
         of_panel = [found for found in differences if found.first in members.values()]
         lines = [
@@ -150,20 +142,19 @@ def outcome_figures(methods: Sequence[Contestant], differences: Sequence[Contras
 
 
 def rate_figures(methods: Sequence[Contestant]) -> list[str]:
-    """Cards with the final result over the learning rate, a line for each method that was run with several."""
+    """Cards with the final result over the learning rate, with a line for each method with several rates."""
     cards = []
-    for number, (title, members) in enumerate(_panels([one for one in methods if len(one.means) > 1]), start=1):
+    for number, (title, members) in enumerate(panels([one for one in methods if len(one.means) > 1]), start=1):
         slug = f"learning-rates-{number}"
         measure = next(iter(members.values())).measure
 
         def paint(axes: Axes, members: Mapping[str, Contestant] = members, measure: Measure = measure) -> None:
             for place, method in enumerate(members.values()):
-                colour = LIGHT[COLOURS[place % len(COLOURS)]]
-                finals = [list(method.groups[rate].finals.values()) for rate in method.means]
-                rates = list(method.means)
-                axes.fill_between(rates, [*map(min, finals)], [*map(max, finals)], color=colour, alpha=0.1, linewidth=0)
-                dashes = DASHES[place % len(DASHES)]
-                axes.plot(rates, list(method.means.values()), color=colour, linestyle=dashes, marker=".")
+                style, rates = line_style(place), list(method.means)
+                finals = [list(method.groups[rate].finals.values()) for rate in rates]
+                low, high = [*map(min, finals)], [*map(max, finals)]
+                axes.fill_between(rates, low, high, color=style["color"], alpha=0.1, linewidth=0)
+                axes.plot(rates, list(method.means.values()), **style, marker=".")
             axes.set_xscale("log")
             ticks = sorted({rate for method in members.values() for rate in method.means})
             axes.set_xticks(ticks, [rate_text(rate, 2) for rate in ticks])
@@ -171,31 +162,10 @@ def rate_figures(methods: Sequence[Contestant]) -> list[str]:
             axes.set_xlabel("learning rate")
             _format(axes.yaxis, measure)
 
-        legend = "".join(
-            f'<li><i class="{COLOURS[place % len(COLOURS)]} {LEGEND_STYLES[place % len(COLOURS)]}"></i>'
-            f"{escape(label)}</li>"
-            for place, label in enumerate(members)
-        )
-        cards.append(
-            f'<figure class="card" id="{slug}">\n<h3>{escape(title)}</h3>\n<ul class="legend">{legend}</ul>\n'
-            f"{drawing(slug, escape(f'final held-out {measure} by learning rate, {title}'), paint)}\n</figure>"
-        )
+        plot = drawing(slug, escape(f"final held-out {measure} by learning rate, {title}"), paint)
+        legend = {escape(label): line_mark(place) for place, label in enumerate(members)}
+        cards.append(figure_card(slug, escape(title), plot, legend))
     return cards
-
-
-def _panels(methods: Sequence[Contestant]) -> Iterator[tuple[str, dict[str, Contestant]]]:
-    """What shares a plot, by name: the surrogates of a row; with a single surrogate, the rows."""
-    if len({method.surrogate for method in methods}) == 1:
-        yield methods[0].surrogate, {row_label(method.row): method for method in methods}
-        return
-    rows = list(dict.fromkeys(method.row for method in methods))
-    for row in (row for row in rows if not any(set(row) < set(other) for other in rows)):
-        best: dict[str, Contestant] = {}
-        for method in methods:  # one that does not read all of a row's settings is in several rows
-            known: Row = best[method.surrogate].row if method.surrogate in best else ()
-            if set(method.row) <= set(row) and len(method.row) > len(known):
-                best[method.surrogate] = method
-        yield row_label(row), best
 
 
 def _short(method: Contestant, members: Mapping[str, Contestant]) -> str:
@@ -203,10 +173,10 @@ def _short(method: Contestant, members: Mapping[str, Contestant]) -> str:
 
 
 class _Line:
-    """A line of a dot plot: what it says, the place of its colour, the mean with its interval, and the single seeds."""
+    """A line of a dot plot: its text, the place of its colour, the mean with its interval, and the single seeds."""
 
     def __init__(self, text: str, place: int, estimate: Estimate, seeds: Sequence[float]) -> None:
-        self.text, self.colour = text, LIGHT[COLOURS[place % len(COLOURS)]]
+        self.text, self.colour = text, line_style(place)["color"]
         self.estimate, self.seeds = estimate, seeds
 
 
@@ -231,10 +201,8 @@ def _dots(slug: str, title: str, what: str, lines: Sequence[_Line], measure: Mea
         axes.spines["left"].set_visible(False)
         _format(axes.xaxis, measure, sign=zero)
 
-    name = escape(f"{what}, {title}")
-    height = _MARGINS + _PER_LINE * len(lines)
-    head = f'<figure class="card" id="{slug}">\n<h3>{escape(title)} <span class="unit">{escape(what)}</span></h3>'
-    return f"{head}\n{drawing(slug, name, paint, height)}\n</figure>"
+    plot = drawing(slug, escape(f"{what}, {title}"), paint, _MARGINS + _PER_LINE * len(lines))
+    return figure_card(slug, f'{escape(title)} <span class="unit">{escape(what)}</span>', plot)
 
 
 def _format(axis: Axis, measure: Measure, sign: bool = False) -> None:

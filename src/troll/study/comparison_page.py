@@ -15,20 +15,19 @@ from urllib.parse import quote
 import yaml
 
 from troll.files import write_atomically
-from troll.study.comparison import Comparison, Group, Measure, Run, read_comparison, row_label
+from troll.study.comparison import Comparison, Group, Measure, Run, panels, read_comparison, row_label
 from troll.study.comparison_outcome import outcome
 from troll.study.comparison_tables import as_json, cell, difference, figure, interval_of, markdown
 from troll.study.curves import held_out_success, metric_points
 from troll.study.metrics import HELD_OUT
-from troll.study.page import duration, html_table, render
+from troll.study.page import duration, figure_card, html_table, render
 from troll.study.plot import (
     COLOURS,
-    DASHES,
-    LEGEND_STYLES,
-    LIGHT,
     Points,
     Scale,
     columns,
+    line_mark,
+    line_style,
     running_mean,
     set_scale,
     svg,
@@ -39,9 +38,9 @@ from troll.study.plot import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MOST_POINTS = 100  # of a line: a page has many of them
+_MOST_POINTS = 100  # points of a line: a page has many lines
 _TABLE_NOTE = (
-    "Mean ± standard deviation over seeds, in brackets their number, and of how many where some runs have not "
+    "Mean ± standard deviation over seeds; in brackets the number of seeds, and of planned ones if some runs have not "
     "finished; below it the 95 % interval of the mean, by Student's t over seeds"
 )
 _TABLE_NOTE_ENDS: dict[Measure, str] = {
@@ -55,7 +54,7 @@ _DIFFERENCE_NOTE = (
 )
 _PERCENT: dict[Measure, str] = {"success": ", %", "reward": ""}
 _POINTS: dict[Measure, str] = {"success": ", percentage points", "reward": ""}
-_TUNING_NOTE = "The settings were chosen by these means, on seeds that count nowhere else on this page."
+_TUNING_NOTE = "The settings were chosen by these means, on seeds that are used nowhere else on this page."
 
 
 @dataclass(frozen=True)
@@ -104,21 +103,21 @@ class _Band:
 
 
 def write_comparison(paths: Sequence[Path], folder: Path) -> Path:
-    """Writes ``comparison.json``, ``comparison.md`` and ``comparison.html`` about several runs.
+    """Writes `comparison.json`, `comparison.md` and `comparison.html` about several runs.
 
     The same files give the same bytes. Unfinished runs are named and do not count.
 
     Args:
-        paths: Run folders, and folders of ``troll compare``.
-        folder: Where to; made if need be.
+        paths: Run folders, and folders of `troll compare`.
+        folder: The folder to write to; made if it does not exist.
 
     Returns:
         The path of the page.
 
     Raises:
-        FileNotFoundError: A path holds no runs.
-        ValueError: A file is malformed, or two runs differ in nothing.
-        ImportError: matplotlib is not installed; the other two files are written.
+        FileNotFoundError: If a path holds no runs.
+        ValueError: If a file is malformed, or two runs do not differ.
+        ImportError: If matplotlib is not installed; the other two files are still written.
     """
     comparison = read_comparison(paths)
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +129,7 @@ def write_comparison(paths: Sequence[Path], folder: Path) -> Path:
 
 
 def comparison_html(comparison: Comparison, folder: Path) -> str:
-    """The page, to stand in ``folder``, from which it refers to the runs' own."""
+    """The page; its links to the pages of single runs are relative to `folder`."""
     seeds = {run.seed for run in comparison.finished}
     sections = (outcome, _final_table, _difference_table, _curves, _effort_table)
     body = [section(comparison) for section in sections if comparison.groups]
@@ -152,7 +151,7 @@ def comparison_html(comparison: Comparison, folder: Path) -> str:
 
 
 def _tuning(comparison: Comparison) -> str:
-    """What the first stage chose, and from what."""
+    """The choices of the first stage, and their alternatives."""
     if not comparison.choices:
         return ""
     rows = []
@@ -170,8 +169,8 @@ def _tuning(comparison: Comparison) -> str:
 def _final_table(comparison: Comparison) -> str:
     measure = comparison.measure
     rows = [
-        [escape(row_label(row))] + [_final(comparison.group(row, name)) for name in comparison.surrogates]
-        for row in comparison.rows
+        [escape(row_label(row))] + [_final(cells.get(name)) for name in comparison.surrogates]
+        for row, cells in comparison.table.items()
     ]
     table = html_table(["", *map(escape, comparison.surrogates)], rows)
     note = f'<p class="note">{_TABLE_NOTE}{_TABLE_NOTE_ENDS[measure]}</p>'
@@ -252,43 +251,36 @@ def _how_it_was_made(comparison: Comparison, folder: Path) -> str:
 def _curves(comparison: Comparison) -> str:
     found = []
     for metric in _METRICS:
-        panels = [
+        plots = [
             (title, {label: band for label, group in lines.items() if (band := _band(metric, group)) is not None})
-            for title, lines in _panels(comparison)
+            for title, lines in _plots(comparison)
         ]
-        if panels := [(title, bands) for title, bands in panels if bands]:
-            found.append((metric, panels))
+        if plots := [(title, bands) for title, bands in plots if bands]:
+            found.append((metric, plots))
     how = "Line: mean over seeds; band: smallest to largest seed."
-    if all(len(panels) == 1 for _, panels in found):  # a plot for each metric: they share the width of the page
+    if all(len(plots) == 1 for _, plots in found):  # a plot for each metric: they share the width of the page
         cards = [
             _card(f"{metric.title} 1", metric.title, bands, metric, [bands], metric.caption)
             for metric, ((_, bands),) in found
         ]
         return "\n".join(["<h2>Curves</h2>", '<div class="cards">', *cards, "</div>", f'<p class="note">{how}</p>'])
     parts = []
-    for metric, panels in found:
-        every = [bands for _, bands in panels]
+    for metric, plots in found:
+        every = [bands for _, bands in plots]
         cards = [
             _card(f"{metric.title} {index}", title, bands, metric, every)
-            for index, (title, bands) in enumerate(panels, start=1)
+            for index, (title, bands) in enumerate(plots, start=1)
         ]
         note = f"{metric.caption} {how[:-1]}; one scale in all plots."
         parts += [f"<h2>{metric.title}</h2>", '<div class="cards">', *cards, "</div>", f'<p class="note">{note}</p>']
     return "\n".join(parts)
 
 
-def _panels(comparison: Comparison) -> list[tuple[str, Mapping[str, Group]]]:
-    """What shares a plot: the surrogates of a row, or with a single surrogate the rows; no more than colours."""
-    panels = []
-    if len(comparison.surrogates) > 1:
-        for row in comparison.rows:
-            cells = {name: comparison.group(row, name) for name in comparison.surrogates}
-            panels.append((row_label(row), {name: group for name, group in cells.items() if group is not None}))
-    else:
-        panels.append((comparison.surrogates[0], {row_label(group.row): group for group in comparison.groups}))
+def _plots(comparison: Comparison) -> list[tuple[str, dict[str, Group]]]:
+    """The groups that share a plot, at most one for each colour."""
     return [
         (title, dict(list(lines.items())[start : start + len(COLOURS)]))
-        for title, lines in panels
+        for title, lines in panels(comparison.groups)
         for start in range(0, len(lines), len(COLOURS))
     ]
 
@@ -296,7 +288,7 @@ def _panels(comparison: Comparison) -> list[tuple[str, Mapping[str, Group]]]:
 def _band(metric: _Metric, group: Group) -> _Band | None:
     logged = [dict(points) for run in group.runs if (points := _logged(metric, run))]
     common = sorted(set.intersection(*map(set, logged))) if logged else []
-    # Thinned after they have the same steps: of lines that began at different ones, no two points would meet.
+    # Thinned only once they have the same steps: otherwise lines that began at different steps would share no point.
     smoothed = [_smoothed(metric, [(step, line[step]) for step in common]) for line in logged]
 
     def over_seeds(pick: Callable[[list[float]], float]) -> Points:
@@ -322,29 +314,23 @@ def _card(
     bands: Mapping[str, _Band],
     metric: _Metric,
     every: Sequence[Mapping[str, _Band]],
-    caption: str = "",
+    caption: str | None = None,
 ) -> str:
     """A plot of some bands on the scales of all of them."""
     slug = name.lower().replace(" ", "-")
-    places = {label: place % len(COLOURS) for place, label in enumerate(bands)}
     ends = [value for panel in every for band in panel.values() for _, value in [*band.low, *band.high]]
     margin = 0.05 * ((max(ends) - min(ends)) or 1.0)
     last = max(step for panel in every for band in panel.values() for step, _ in band.mean)
 
     def paint(axes: Axes) -> None:
-        for label, band in bands.items():
-            colour = LIGHT[COLOURS[places[label]]]
-            steps, means = columns(band.mean)
-            axes.fill_between(steps, columns(band.low)[1], columns(band.high)[1], color=colour, alpha=0.15, linewidth=0)
-            marker = "." if len(steps) <= 2 else ""
-            axes.plot(steps, means, color=colour, linestyle=DASHES[places[label]], marker=marker)
+        for place, band in enumerate(bands.values()):
+            style, (steps, means) = line_style(place), columns(band.mean)
+            low, high = columns(band.low)[1], columns(band.high)[1]
+            axes.fill_between(steps, low, high, color=style["color"], alpha=0.15, linewidth=0)
+            axes.plot(steps, means, **style, marker="." if len(steps) <= 2 else "")
         set_scale(axes, metric.scale, [])
         axes.set_ylim(min(ends) - margin, max(ends) + margin)
 
-    legend = "".join(
-        f'<li><i class="{COLOURS[place]} {LEGEND_STYLES[place]}"></i>{escape(label)}</li>'
-        for label, place in places.items()
-    )
-    parts = [f'<figure class="card" id="{slug}">', f"<h3>{escape(title)}</h3>", f'<ul class="legend">{legend}</ul>']
-    parts.append(svg(slug, escape(f"{metric.title}, {title}"), max(1, last), paint))
-    return "\n".join([*parts, *([f"<figcaption>{caption}</figcaption>"] if caption else []), "</figure>"])
+    plot = svg(slug, escape(f"{metric.title}, {title}"), max(1, last), paint)
+    legend = {escape(label): line_mark(place) for place, label in enumerate(bands)}
+    return figure_card(slug, escape(title), plot, legend, caption)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from troll.evaluation.estimators import Interval
-from troll.study.comparison import Comparison, Group, Measure, Row, row_label
+from troll.study.comparison import Comparison, Group, Measure, Method, row_label
 from troll.study.contest import Contestant, Contrast, contestants, contrasts
 from troll.study.statistics import Estimate
 
 _UNITS: dict[Measure, str] = {"success": "in per cent", "reward": "mean of the answers"}
-_ROUNDING = 1e-12  # equal differences of equal seeds differ by as much
+_ROUNDING = 1e-12  # equal differences differ by this much
 _DIFFERENCE_UNITS: dict[Measure, str] = {"success": "in percentage points", "reward": "in units of the reward"}
 
 
 def cell(group: Group | None) -> str:
-    """What a group reached: the mean, the standard deviation over seeds, and their number, of how many planned ones."""
+    """The result of a group: the mean, the standard deviation over seeds, their number, and the number planned."""
     estimate = group.final if group else None
     if group is None or estimate is None:
         return "–"
@@ -27,7 +28,7 @@ def cell(group: Group | None) -> str:
 
 
 def estimate_text(estimate: Estimate, measure: Measure, seeds: str = "") -> str:
-    """A mean, the standard deviation over seeds, and what is said of their number."""
+    """A mean, the standard deviation over seeds, and their number, or `seeds` in its place."""
     spread = "" if estimate.spread is None else f" ± {figure(estimate.spread, measure)}"
     return f"{figure(estimate.mean, measure)}{spread} ({seeds or estimate.size})"
 
@@ -49,26 +50,26 @@ def plain_difference(estimate: Estimate, measure: Measure) -> str:
 
 
 def is_constant(estimate: Estimate) -> bool:
-    """Whether several seeds have one value, from which no interval follows."""
+    """Whether several seeds have the same value, so that there is no interval."""
     return estimate.spread is not None and estimate.spread < _ROUNDING
 
 
 def interval_of(estimate: Estimate) -> Interval | None:
-    """The interval, where there is something that it follows from."""
+    """The interval of an estimate; None if nothing is known about it."""
     return None if is_constant(estimate) else estimate.interval
 
 
 def figure(value: float, measure: Measure, sign: str = "") -> str:
-    """A success in per cent, or a reward as it is; with "+" as the sign, positive ones have theirs."""
+    """A success in per cent, or a reward unchanged; with "+" as the sign, positive ones show it."""
     shown = f"{100 * value:{sign}.1f}" if measure == "success" else f"{value:{sign}.3f}"
     return shown.replace("-", "−")
 
 
-def cells(comparison: Comparison) -> list[tuple[Row, list[str]]]:
-    """The table of what was reached: for each row the cell of every surrogate."""
+def _rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
+    """The table of results: for each row, its name, and the cell of every surrogate."""
     return [
-        (row, [cell(comparison.group(row, surrogate)) for surrogate in comparison.surrogates])
-        for row in comparison.rows
+        (row_label(row), [cell(groups.get(surrogate)) for surrogate in comparison.surrogates])
+        for row, groups in comparison.table.items()
     ]
 
 
@@ -80,8 +81,8 @@ def console_table(comparison: Comparison) -> Table:
     table.add_column("")
     for surrogate in comparison.surrogates:
         table.add_column(surrogate, justify="right")
-    for row, texts in cells(comparison):
-        table.add_row(Text(row_label(row)), *texts)  # as text: a path in square brackets is no markup
+    for name, texts in _rows(comparison):
+        table.add_row(Text(name), *texts)  # as text, since a path in square brackets is no markup
     return table
 
 
@@ -92,9 +93,9 @@ def markdown(comparison: Comparison) -> str:
     lines = [
         f"Final held-out {measure}, {_UNITS[measure]}: mean ± standard deviation over seeds (number of seeds).",
         "",
-        _markdown_row(head),
+        markdown_row(head),
         "|" + "---|" * len(head),
-        *(_markdown_row([row_label(row), *texts]) for row, texts in cells(comparison)),
+        *(markdown_row([name, *texts]) for name, texts in _rows(comparison)),
     ]
     if comparison.differences:
         lines += [
@@ -102,17 +103,23 @@ def markdown(comparison: Comparison) -> str:
             f"Paired differences over common seeds, {_DIFFERENCE_UNITS[measure]}, with 95 % t intervals (number of "
             "seeds).",
             "",
-            _markdown_row(["", "minus", "difference"]),
+            markdown_row(["", "minus", "difference"]),
             "|---|---|---|",
             *(
-                _markdown_row([found.first.label, found.second.label, difference(found.estimate, measure)])
+                markdown_row([found.first.label, found.second.label, difference(found.estimate, measure)])
                 for found in comparison.differences
             ),
         ]
     return "\n".join(lines) + "\n"
 
 
-def _markdown_row(texts: list[str]) -> str:
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Any table in Markdown."""
+    return "\n".join(map(markdown_row, [head, ["---"] * len(head), *rows]))
+
+
+def markdown_row(texts: Sequence[str]) -> str:
+    """A row of a table in Markdown."""
     return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
 
 
@@ -128,8 +135,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "contrasts": [_contrast(found) for found in contrasts(methods)],
         "groups": [
             {
-                "row": dict(group.row),
-                "surrogate": group.surrogate,
+                **_method(group),
                 f"{measure}_by_seed": {str(seed): value for seed, value in group.finals.items()},
                 measure: None if group.final is None else _estimate(group.final),
                 "success_before": group.mean("success_before"),
@@ -145,8 +151,8 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         ],
         "differences": [
             {
-                "first": {"row": dict(found.first.row), "surrogate": found.first.surrogate},
-                "second": {"row": dict(found.second.row), "surrogate": found.second.surrogate},
+                "first": _method(found.first),
+                "second": _method(found.second),
                 measure: _estimate(found.estimate),
             }
             for found in comparison.differences
@@ -155,11 +161,14 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
+def _method(method: Method) -> dict[str, Any]:
+    return {"row": dict(method.row), "surrogate": method.surrogate}
+
+
 def _contestant(method: Contestant) -> dict[str, Any]:
     """A method at its learning rates."""
     return {
-        "row": dict(method.row),
-        "surrogate": method.surrogate,
+        **_method(method),
         f"{method.measure}_by_seed": {str(seed): value for seed, value in method.finals.items()},
         "learning_rate_by_seed": {str(seed): rate for seed, rate in method.rates.items()},
         method.measure: None if method.final is None else _estimate(method.final),
@@ -172,11 +181,11 @@ def _contestant(method: Contestant) -> dict[str, Any]:
     }
 
 
-def _contrast(found: Contrast) -> dict[str, Any]:
+def _contrast(found: Contrast[Contestant]) -> dict[str, Any]:
     measure = found.first.measure
     return {
-        "first": {"row": dict(found.first.row), "surrogate": found.first.surrogate},
-        "second": {"row": dict(found.second.row), "surrogate": found.second.surrogate},
+        "first": _method(found.first),
+        "second": _method(found.second),
         measure: _estimate(found.estimate),
         "sign_flip_p_value": found.p_value,
         "holm_p_value": found.corrected,

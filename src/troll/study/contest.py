@@ -1,22 +1,22 @@
-"""Methods at their best: each with a learning rate of its own where several were run, and what sets them apart then."""
+"""Methods at their best: each at its own learning rate if several were run, and the contrasts between them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from troll.study.comparison import DEFAULT_SURROGATE, Comparison, Group, Measure, Row, agree, row_label
+from troll.study.comparison import C, Comparison, Difference, Group, Measure, Method, Row, rivals
 from troll.study.statistics import (
     Estimate,
     equivalence_p_value,
     holm,
     leave_one_out_choice,
-    paired_difference,
+    mean_estimate,
     range_within,
     seed_differences,
     sign_flip_p_value,
-    success_estimate,
 )
 
 RATE = "learning_rate"
@@ -25,27 +25,18 @@ MARGIN = 0.05
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """A method in a row of the table, with all learning rates that it was run with.
+class Contestant(Method):
+    """A method with all learning rates that it was run with; its row is without them.
 
     Attributes:
-        row: What sets it apart from others of its surrogate, without the learning rate.
-        surrogate: The method.
-        groups: Its runs by learning rate, in ascending order; a single entry where there was no choice.
+        groups: Its runs by learning rate, in ascending order; a single entry if there was no choice.
     """
 
-    row: Row
-    surrogate: str
     groups: Mapping[float, Group]
 
     @property
-    def label(self) -> str:
-        """The method in words."""
-        return " ".join(filter(None, [row_label(self.row), self.surrogate]))
-
-    @property
     def measure(self) -> Measure:
-        """What it is compared by."""
+        """The measure by which it is compared."""
         return next(iter(self.groups.values())).measure
 
     @cached_property
@@ -55,7 +46,7 @@ class Contestant:
 
     @cached_property
     def rates(self) -> dict[int, float]:
-        """The learning rate of each seed, chosen by the mean of the other seeds; empty where there was no choice."""
+        """The learning rate of each seed, chosen by the mean of the other seeds; empty if there was no choice."""
         return leave_one_out_choice(self._finals) if len(self.groups) > 1 else {}
 
     @cached_property
@@ -67,14 +58,14 @@ class Contestant:
 
     @property
     def final(self) -> Estimate | None:
-        """Its mean over seeds."""
+        """The mean of the final results over seeds; None if there are none."""
         if len(self.groups) == 1:
             return next(iter(self.groups.values())).final
-        return success_estimate(list(self.finals.values()), None) if self.finals else None
+        return mean_estimate(list(self.finals.values())) if self.finals else None
 
     @property
     def range(self) -> tuple[float, float] | None:
-        """The learning rates within 90 % of the best one; None where there was no choice, or nothing was reached."""
+        """The learning rates within 90 % of the best result; None without a choice, or if every result is 0."""
         if len(self.means) < 2 or min(self.means.values()) < 0 or max(self.means.values()) == 0:
             return None
         return range_within(self.means)
@@ -85,30 +76,36 @@ class Contestant:
 
 
 @dataclass(frozen=True)
-class Contrast:
-    """How much better one method is than another, seed by seed, each at its learning rate.
+class Contrast(Difference[C]):
+    """The difference between two methods, each at its learning rate, with its tests.
 
     Attributes:
-        first: The one.
-        second: The other.
-        estimate: Of the mean difference.
-        p_value: By flipping signs, two-sided.
-        corrected: The same by Holm's correction over all contrasts of the comparison.
-        equivalence: The p-value of a difference of `MARGIN` or more; None for rewards, and for a single seed.
+        p_value: The two-sided p-value by sign flips.
+        equivalence: The p-value of a difference of the margin or more; None for rewards, and for a single seed.
+        corrected: The p-value by sign flips after Holm's correction; None if it is not one of the tests.
     """
 
-    first: Contestant
-    second: Contestant
-    estimate: Estimate
     p_value: float
-    corrected: float
     equivalence: float | None
+    corrected: float | None = None
 
 
 def rate_text(rate: float, digits: int = 7) -> str:
-    """A learning rate as people write it, with at most so many digits: 3e-5."""
+    """A learning rate as people write it, such as 3e-5, with at most `digits` digits."""
     mantissa, exponent = f"{rate:.{digits - 1}e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def counts_text(rates: Iterable[float], digits: int = 7) -> str:
+    """Learning rates, each followed by how often it occurs, such as 1e-4 (1), 3e-4 (5)."""
+    return ", ".join(f"{rate_text(rate, digits)} ({count})" for rate, count in sorted(Counter(rates).items()))
+
+
+def range_text(found: tuple[float, float], rates: Iterable[float]) -> str:
+    """A range of learning rates, with ≤ and ≥ where the rates that were run end."""
+    (low, high), ends = found, sorted(rates)
+    below, above = "≤ " if low == ends[0] else "", "≥ " if high == ends[-1] else ""
+    return f"{below}{rate_text(low, 2)} to {above}{rate_text(high, 2)}"
 
 
 def contestants(comparison: Comparison) -> list[Contestant]:
@@ -121,30 +118,33 @@ def contestants(comparison: Comparison) -> list[Contestant]:
     return [Contestant(row, name, dict(sorted(groups.items()))) for (row, name), groups in found.items()]
 
 
-def contrasts(methods: Sequence[Contestant]) -> list[Contrast]:
-    """TROLL (or else the first surrogate) minus each other method of its row.
+def contrasts(methods: Sequence[Contestant]) -> list[Contrast[Contestant]]:
+    """TROLL (or else the first surrogate) minus each other method of its row, corrected over all of them.
 
     Returns:
-        Nothing with a single surrogate; methods without a common seed are left out.
+        The contrasts; none with a single surrogate. Methods without a common seed are left out.
     """
-    surrogates = [method.surrogate for method in methods]
-    base = DEFAULT_SURROGATE if DEFAULT_SURROGATE in surrogates else next(iter(surrogates), "")
-    pairs = [
-        (one, other)
-        for one in methods
-        for other in methods
-        if one.surrogate == base != other.surrogate and agree(one.row, other.row)
+    found = contrasts_of(rivals(methods), MARGIN)
+    return [
+        replace(one, corrected=p_value, equivalence=one.equivalence if one.first.measure == "success" else None)
+        for one, p_value in zip(found, holm([one.p_value for one in found]), strict=True)
     ]
-    found = []
-    for one, other in pairs:
-        estimate = paired_difference(one.finals, other.finals)
-        if estimate is not None:
-            found.append((one, other, estimate, seed_differences(one.finals, other.finals)))
-    p_values = [sign_flip_p_value(differences) for *_, differences in found]
+
+
+def contrasts_of(pairs: Sequence[tuple[C, C]], margin: float) -> list[Contrast[C]]:
+    """The first minus the second of each pair that has a common seed.
+
+    Args:
+        pairs: The methods.
+        margin: Differences within this make two methods equivalent.
+    """
+    compared = [(one, other, seed_differences(one.finals, other.finals)) for one, other in pairs]
     return [
         Contrast(
-            *(one, other, estimate, p_value, corrected),
-            equivalence=equivalence_p_value(differences, MARGIN) if one.measure == "success" else None,
+            *(one, other, mean_estimate(differences)),
+            p_value=sign_flip_p_value(differences),
+            equivalence=equivalence_p_value(differences, margin),
         )
-        for (one, other, estimate, differences), p_value, corrected in zip(found, p_values, holm(p_values), strict=True)
+        for one, other, differences in compared
+        if differences
     ]

@@ -19,6 +19,7 @@ from troll.study.metrics import (
     diagnostic_curves,
     evaluation_curves,
 )
+from troll.study.page import figure_card
 from troll.study.plot import COLOURS, LIGHT, Points, columns, running_mean, set_scale, svg, thin, window
 from troll.study.statistics import wilson_interval
 
@@ -28,25 +29,25 @@ if TYPE_CHECKING:
 Range = tuple[float, float]
 Rows = Sequence[Mapping[str, Any]]
 
-_MOST_POINTS = 400  # a line of more points is no more readable, and the page would pass a megabyte
+_MOST_POINTS = 400  # more points do not make a line more readable, and the page would exceed a megabyte
 SHARE: Range = (0.0, 1.0)
 
 
 def number(value: object, within: Range = (-math.inf, math.inf)) -> float | None:
-    """``value`` if it is a finite number in the closed interval ``within``, else None."""
+    """`value` if it is a finite number in the closed interval `within`, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value) if within[0] <= value <= within[1] else None
 
 
 def metric_points(rows: Rows, key: str) -> Points:
-    """What a run logged of a metric, by step; of a step logged twice, after resuming, the later value."""
+    """The values of a metric by step; if a resumed run logged a step twice, the later value."""
     values = {row["step"]: value for row in rows if (value := number(row.get(key))) is not None}
     return sorted(values.items())
 
 
 def held_out_success(rows: Rows, summary: Mapping[str, Any]) -> Points:
-    """Held-out success by step, with the summary's first and last where the metrics lack them."""
+    """Held-out success by step, with the summary's first and last values if the metrics lack them."""
     ends: dict[int, float] = {}
     before, after = (number(summary.get(key), SHARE) for key in ("success_before", "success_after"))
     steps = number(summary.get("success_after_step", summary.get("steps")), (0, math.inf))
@@ -58,15 +59,15 @@ def held_out_success(rows: Rows, summary: Mapping[str, Any]) -> Points:
 
 
 def curves_html(rows: Rows, summary: Mapping[str, Any]) -> str:
-    """The cards of every curve the run has data for, and a sentence for every one it should have and has not.
+    """The cards of all curves with data, and a sentence for each curve that should have data and has none.
 
     Args:
-        rows: the lines of ``metrics.jsonl``, at least one.
-        summary: the run's ``summary.json``; of it ``surrogate``, ``kl_bound``, ``eval_size``, ``steps`` and the
-            successes are read.
+        rows: The lines of `metrics.jsonl`, at least one.
+        summary: The content of `summary.json`: `surrogate`, `kl_bound`, `eval_size`, `steps` and the successes are
+            read.
 
     Returns:
-        HTML to stand inside the page's body.
+        HTML for the page's body.
     """
     bound = metric_points(rows, BOUND)
     fixed = number(summary.get("kl_bound"), (1e-300, math.inf))
@@ -75,7 +76,7 @@ def curves_html(rows: Rows, summary: Mapping[str, Any]) -> str:
         bound = [] if fixed is None else [(0, fixed)]
     answers = number(summary.get("eval_size"), (1, math.inf))
     size = None if answers is None else int(answers)
-    # What a run without a trust region cannot have logged is not missing.
+    # A run without a trust region does not lack what it cannot log.
     without_region = summary.get("surrogate", "troll") != "troll"
     names = dict.fromkeys(name for row in rows for name in row)
     every = [*CURVES, *evaluation_curves(names), *diagnostic_curves(names)]
@@ -105,7 +106,7 @@ def _changes(points: Points) -> bool:
 
 
 def _note(curve: Curve, rows: Rows) -> str:
-    """Whether an ill-conditioned projection shows in the gradient, where the run logged both."""
+    """A note on whether an ill-conditioned projection shows in the gradient, if the run logged both."""
     notes = []
     norm = dict(metric_points(rows, GRADIENT_NORM))
     for key, label in curve.lines.items():
@@ -127,9 +128,8 @@ def _card(curve: Curve, data: Mapping[str, Points], last: int, bound: Points, si
     if trained := [len(data[key]) for key in drawn if not key.startswith("eval_")]:
         caption += _smoothing_note(max(trained))
     caption += [f"Not logged: {label}." for key, label in curve.lines.items() if key not in drawn]
-    legend = [f'<li><i class="{_mark(curve, key)}"></i>{label}</li>' for key, label in drawn.items()]
-    if bound:
-        legend.append(f'<li><i class="bound"></i>bound ε{"" if _changes(bound) else f" = {bound[0][1]:g}"}</li>')
+    legend = {label: _mark(curve, key) for key, label in drawn.items()}
+    legend |= {f"bound ε{'' if _changes(bound) else f' = {bound[0][1]:g}'}": "bound"} if bound else {}
     title = escape(curve.title)
     slug = re.sub(r"\W+", "-", curve.title.lower())
 
@@ -144,12 +144,13 @@ def _card(curve: Curve, data: Mapping[str, Points], last: int, bound: Points, si
         if bound:
             _draw_bound(axes, bound)
 
-    parts = [f'<figure class="card" id="{slug}">', f'<h3>{title} <span class="unit">{curve.unit}</span></h3>']
-    if len(curve.lines) > 1 or bound:
-        parts.append(f'<ul class="legend">{"".join(legend)}</ul>')
-    text = " ".join(filter(None, caption))
-    parts += [svg(slug, title, last, paint), f"<figcaption>{text}</figcaption>", "</figure>"]
-    return "\n".join(parts)
+    return figure_card(
+        slug,
+        f'{title} <span class="unit">{curve.unit}</span>',
+        svg(slug, title, last, paint),
+        legend if len(curve.lines) > 1 or bound else None,
+        " ".join(filter(None, caption)),
+    )
 
 
 def _mark(curve: Curve, key: str) -> str:

@@ -33,7 +33,7 @@ from troll.tasks.registry import TaskConfig, TaskError
 
 logger = logging.getLogger(__name__)
 
-# Of the probability that an answer is in the format: how near it has to come to what is wanted, and within which steps.
+# The probability that an answer is in the format: how close it has to come to the wanted one, and within which steps.
 _CALIBRATION_TOLERANCE, _CALIBRATION_STEPS = 0.05, 500
 
 CHARACTERS = "\n" + "".join(character for character in string.printable if character.isprintable())
@@ -44,18 +44,18 @@ class WarmUp:
     """How the embedded model is prepared by supervised learning.
 
     Attributes:
-        target_success: Warm-up ends once the probability of sampling exactly the correct answer (temperature 1) reaches
-            this, in the mean over `test_size` questions it does not learn from; None: after `max_steps`.
-        max_steps: Warm-up ends here at the latest.
-        batch_size: Questions per step.
-        learning_rate: Constant, after a linear rise over the first `rise_steps`.
-        rise_steps: See `learning_rate`.
-        num_questions: Draws to learn from; they repeat, in a new order, when all are used.
-        test_size: See `target_success`.
-        test_every: Steps between two tests.
-        format_share: Which share of the answers it learns in the task's `answer_format`; the others are plain. Below 1,
-            the model is calibrated: after the steps above, it learns on at a tenth of the learning rate until the
-            probability that an answer begins like the format is within 5 % of this share.
+        target_success: Warm-up ends once the probability of sampling exactly the correct answer (temperature 1), in the
+            mean over `test_size` questions that it does not learn from, reaches this; None for `max_steps` always.
+        max_steps: Warm-up ends after this many steps at the latest.
+        batch_size: The questions of a step.
+        learning_rate: The learning rate, constant after a linear rise over the first `rise_steps`.
+        rise_steps: The steps in which the learning rate rises.
+        num_questions: The draws to learn from; they repeat, in a new order, when all are used.
+        test_size: The questions of a test.
+        test_every: The steps between two tests.
+        format_share: The share of the answers that the model learns in the task's `answer_format`; the others are
+            plain. Below 1, the model is calibrated after the steps above: it goes on learning at a tenth of the
+            learning rate until the probability that an answer begins like the format is within 5 % of this share.
     """
 
     target_success: float | None = 0.3
@@ -80,10 +80,10 @@ class WarmUp:
 
     @classmethod
     def of(cls, config: TaskConfig) -> WarmUp:
-        """The warm-up of a task: the defaults, and what its `warm_up` sets.
+        """The warm-up of a task: the defaults, overridden by its `warm_up`.
 
         Raises:
-            TaskError: If that names a field that does not exist, or sets one to a value that cannot be used.
+            TaskError: If `warm_up` names an unknown field, or a value cannot be used.
         """
         given = dict(config.warm_up) if isinstance(config.warm_up, dict) else {}
         known = [field.name for field in fields(cls)]
@@ -121,25 +121,25 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 def embedded_model(
     task_config: TaskConfig, name: str = EMBEDDED, *, seed: int = 0, cache_dir: str | Path | None = None
 ) -> Path:
-    """Returns a folder with a small language model that can do a little of a task, making it if need be.
+    """Returns the folder of a small language model that can do a little of a task; makes it if the cache lacks it.
 
-    For `free_text` it writes text in word-pieces, see :func:`~troll.study.embedded_text.embedded_text_model`. For
+    For `free_text` it writes text in word-pieces, see `troll.study.embedded_text.embedded_text_model`. For
     `reasoning_gym:<data set>`, it is a Qwen3 of about 0.7 million parameters that reads and writes characters, warmed
     up on questions of the task that are neither in its training nor in its evaluation data. Models are kept in a
-    cache, see :func:`~troll.study.small_model.cached_model`.
+    cache, see `troll.study.small_model.cached_model`.
 
     Args:
         task_config: The task `free_text`, or one of reasoning-gym whose data set gives one answer per question; its
             `warm_up` says how the model learns it.
         name: One of `EMBEDDED_MODELS`.
-        seed: Of the initial weights and the order of what it learns from.
-        cache_dir: Where models are kept. Default: `troll` in `$XDG_CACHE_HOME`, or in `~/.cache`.
+        seed: The seed of the initial weights and of the order of the questions.
+        cache_dir: The folder in which models are kept. Default: `troll` in `$XDG_CACHE_HOME`, or in `~/.cache`.
 
     Returns:
         A folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.
 
     Raises:
-        TaskError: If the task is another one, has no answers to learn from, or a `warm_up` that cannot be used.
+        TaskError: If the task is another one, or it has no answers to learn from or an unusable `warm_up`.
         OSError: If the cache folder cannot be written.
     """
     prefix, _, data_set = task_config.task.partition(":")
@@ -156,8 +156,8 @@ def embedded_model(
 
     def learn_answers(model: PreTrainedModel) -> dict[str, Any]:
         learned = questions(data_set, task_config.options, split="warmup", size=warm_up.num_questions)
-        # Tested on what reinforcement learning starts with, so that small spaces of questions cannot be learned by
-        # heart.
+        # Tested on the questions that reinforcement learning starts with, so that a small space of questions cannot be
+        # learned by heart.
         tested = questions(data_set, task_config.options, split="train", size=warm_up.test_size)
         return _train(model, tokenizer, learned, tested, warm_up)
 
@@ -197,7 +197,7 @@ def _train(
 
     def learn_batch(batch: list[int], format_share: float) -> None:
         drawn = [learned[index] for index in batch]
-        # No number is drawn where there is no choice.
+        # Without a choice, no random number is drawn.
         formatted = [format_share == 1] * len(drawn)
         if 0 < format_share < 1:
             formatted = (torch.rand(len(drawn)) < format_share).tolist()
@@ -223,7 +223,7 @@ def _train(
             for batch in islice(batches, _CALIBRATION_STEPS):
                 if abs(probability - share) <= _CALIBRATION_TOLERANCE * share:
                     break
-                # Twice the share raises a probability that is too low; none at all lowers one that is too high.
+                # Twice the share raises a probability that is too low; no formatted answer lowers one that is too high.
                 learn_batch(batch, min(2 * share, 1.0) if probability < share else 0.0)
                 probability = _mean_probability(model, *beginnings)
             result |= {"success": _mean_probability(model, *test), "format_probability": probability}
@@ -253,7 +253,7 @@ def _mean_probability(model: PreTrainedModel, input_ids: torch.Tensor, labels: t
 def _encode(
     tokenizer: PreTrainedTokenizerFast, asked: list[Question], texts: list[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Questions, each with a text that follows it, as ids and labels, (B, L) each."""
+    """Questions, each followed by a text, as ids and labels, (B, L) each."""
     prompts = tokenizer([question.prompt for question in asked])["input_ids"]
     following = tokenizer(texts)["input_ids"]
     rows = [torch.tensor(prompt + text) for prompt, text in zip(prompts, following, strict=True)]

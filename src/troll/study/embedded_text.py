@@ -32,14 +32,14 @@ class TextWarmUp:
     It ends once the loss on text that the model does not learn from has risen, or after `max_steps`.
 
     Attributes:
-        vocab_size: Word-pieces, at most; the text may not have as many.
-        max_steps: Warm-up ends here at the latest.
-        batch_size: Rows per step. A row begins at a sentence and goes on to the end of its paragraph, or less.
-        max_length: Tokens of a row, at most.
-        learning_rate: Constant, after a linear rise over the first `rise_steps`.
-        rise_steps: See `learning_rate`.
-        test_size: Rows that the loss is tested on, at most.
-        test_every: Steps between two tests of it.
+        vocab_size: The word-pieces at most; the text may have fewer.
+        max_steps: Warm-up ends after this many steps at the latest.
+        batch_size: The rows of a step. A row begins at a sentence and ends with its paragraph, or after `max_length`.
+        max_length: The tokens of a row at most.
+        learning_rate: The learning rate, constant after a linear rise over the first `rise_steps`.
+        rise_steps: The steps in which the learning rate rises.
+        test_size: The rows of a test of the loss, at most.
+        test_every: The steps between two tests.
     """
 
     vocab_size: int = 4096
@@ -55,16 +55,16 @@ class TextWarmUp:
 def embedded_text_model(
     name: str = EMBEDDED, *, seed: int = 0, cache_dir: str | Path | None = None, warm_up: TextWarmUp = TextWarmUp()
 ) -> Path:
-    """Returns a folder with a small language model that continues English prose, making it if need be.
+    """Returns the folder of a small language model that continues English prose; makes it if the cache lacks it.
 
     The model is a Qwen3 of about 1.2 million parameters over 4096 word-pieces. It learns from paragraphs that are
     neither in the training nor in the evaluation data of the task `free_text`.
 
     Args:
         name: One of `EMBEDDED_MODELS`.
-        seed: Of the initial weights and the order of the text.
-        cache_dir: Where models are kept, see :func:`~troll.study.small_model.cached_model`.
-        warm_up: How long, and on how much, it learns.
+        seed: The seed of the initial weights and of the order of the text.
+        cache_dir: The folder in which models are kept, see `troll.study.small_model.cached_model`.
+        warm_up: How the model learns before reinforcement learning.
 
     Returns:
         A folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.
@@ -118,7 +118,7 @@ def word_piece_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokeniz
 
 
 def _rows(tokenizer: PreTrainedTokenizerFast, texts: list[list[str]], max_length: int) -> list[torch.Tensor]:
-    """Each sentence and what follows it in its paragraph, as ids of at most `max_length` tokens."""
+    """Each sentence with the rest of its paragraph, as ids of at most `max_length` tokens."""
     starts = [" ".join(sentences[first:]) + EOS for sentences in texts for first in range(len(sentences))]
     encoded: list[list[int]] = tokenizer(starts)["input_ids"]
     return [torch.tensor(ids[:max_length]) for ids in encoded]

@@ -1,4 +1,4 @@
-"""The grid of a comparison: recipes times the values of any fields, as single runs with readable names."""
+"""The grid of a comparison: recipes times the values of some fields, as single runs with readable names."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from troll.recipes import Recipe, RecipeError
 from troll.trl import TrollConfig
 from troll.trl.surrogates import SURROGATES
 
-#: The values of a field, as the command line gives them; none at all for a flag such as `--use_cpu`.
+#: The values of each field, as on the command line; none for a flag such as `--use_cpu`.
 Axes = Mapping[str, Sequence[str]]
 
-_PER_RUN = ("output_dir", "resume_from_checkpoint")  # the comparison's own business
+_PER_RUN = ("output_dir", "resume_from_checkpoint")  # set by the comparison itself
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class PlannedRun:
     """One run of the grid.
 
     Attributes:
-        name: Of its folder: the recipe and the fields that the grid varies.
-        recipe: Loaded, hence valid, with its overrides.
-        assignment: The value of each field, as the command line gives it; None of a flag such as `--use_cpu`.
+        name: The name of its folder: the recipe and the fields that the grid varies.
+        recipe: The recipe with its overrides, loaded and therefore valid.
+        assignment: The value of each field, as on the command line; None for a flag such as `--use_cpu`.
     """
 
     name: str
@@ -38,25 +38,25 @@ class PlannedRun:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """What follows ``troll train RECIPE``, without the output folder."""
+        """The arguments after `troll train RECIPE`, without the output folder."""
         return _overrides(self.assignment)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The resolved settings, without those of the folder: runs with equal ones do the same."""
+        """The resolved settings, without those of the folder: runs with equal settings are the same run."""
         return {name: value for name, value in recipes.plain(self.recipe).items() if name not in _PER_RUN}
 
 
 @dataclass(frozen=True)
 class Command:
-    """What follows the recipes of ``troll compare``.
+    """The options of `troll compare`.
 
     Attributes:
         axes: The values of every field.
-        output_dir: Where the runs go.
-        jobs: How many at once; None leaves it to the machine.
-        tuned: The values of the fields that are tuned first; empty without ``--tune``.
-        tuning_seeds: On which they are.
+        output_dir: The folder of the comparison.
+        jobs: The number of runs at once; None for the machine's default.
+        tuned: The values of the fields that are tuned first; empty without `--tune`.
+        tuning_seeds: The seeds on which the tuned fields are chosen.
     """
 
     axes: Axes
@@ -67,14 +67,14 @@ class Command:
 
 
 def parse_command(recipe_names: Sequence[str], arguments: Sequence[str]) -> Command:
-    """Reads ``--field value value ...``; ``--seeds N`` becomes the seeds 0 to N − 1.
+    """Reads `--field value value ...`; `--seeds N` becomes the seeds 0 to N − 1.
 
     Args:
-        recipe_names: They name the default output folder.
-        arguments: The first starts with two hyphens.
+        recipe_names: The recipes, from which the default output folder gets its name.
+        arguments: The arguments after the recipes; the first starts with two hyphens.
 
     Raises:
-        RecipeError: On a field that is given twice, or a number of seeds or jobs that is none.
+        RecipeError: If a field is given twice, or the number of seeds or jobs is not a whole number above 0.
     """
     axes: dict[str, list[str]] = {}
     for argument in arguments:
@@ -103,7 +103,7 @@ def parse_command(recipe_names: Sequence[str], arguments: Sequence[str]) -> Comm
 
 
 def _tuned(axes: dict[str, list[str]]) -> Axes:
-    """Takes ``--tune`` out of the axes: FIELD=VALUE,VALUE, or FIELD for one whose own option has the values."""
+    """Takes `--tune` out of the axes: FIELD=VALUE,VALUE, or only FIELD if `--FIELD` gives the values."""
     tuned: dict[str, list[str]] = {}
     for given in axes.pop("tune", []):
         name, equals, values = given.partition("=")
@@ -133,27 +133,27 @@ def expand(
     settle: Callable[[str, Mapping[str, str | None]], Mapping[str, str | None]] = lambda recipe, assignment: assignment,
     prefix: str = "",
 ) -> list[PlannedRun]:
-    """Every run of a grid, all of them valid.
+    """Makes the runs of a grid, all of them valid.
 
-    Recipes, with their own ``grid``, are multiplied with the axes, which win over it. A field that only some surrogates
-    read does not multiply the runs of the others. Runs are in the order in which a comparison should make them: all of
-    the first seed, so that an interrupted one can be read.
+    Recipes, with their own `grid`, are multiplied by the axes, which override it. A field that only some surrogates
+    read does not multiply the runs of the others. The runs are in the order in which a comparison should make them: all
+    runs of the first seed come first, so that an interrupted comparison can be read.
 
     Args:
-        recipe_names: Names or paths.
-        axes: From :func:`parse_command`. Fields with one value, or none, are plain overrides.
-        settle: Takes a recipe and the values of a run's fields, and returns those that it is to have.
-        prefix: Of the runs' names.
+        recipe_names: Names or paths of recipes.
+        axes: The axes from `parse_command`. Fields with one value, or none, are plain overrides.
+        settle: Takes a recipe and the values of a run's fields, and returns the values that it will have.
+        prefix: The beginning of the runs' names.
 
     Returns:
-        At least one run; no two have one name or the same settings.
+        At least one run; no two have the same name or the same settings.
 
     Raises:
-        RecipeError: On anything :func:`troll.recipes.load` refuses, in any of the runs; on two runs that do the same;
-            or on several values of a field that takes a list, which are no choice.
+        RecipeError: If `troll.recipes.load` refuses a run, two runs are the same, or a field that takes a list has
+            several values.
     """
     if "resume_from_checkpoint" in axes:
-        raise RecipeError("--resume_from_checkpoint is for troll train: a comparison goes on by itself")
+        raise RecipeError("--resume_from_checkpoint is for troll train: a comparison resumes by itself")
     for name, values in axes.items():
         if name in recipes.LISTS and len(values) > 1:
             raise RecipeError(f"--{name} takes a list, of which a command has one value at most: write it in a recipe")
@@ -187,7 +187,7 @@ def _points(recipe_name: str, axes: Axes) -> Iterator[_Point]:
     fields, grid = recipes.read(recipe_name)
     own_axes = {name: [recipes.as_argument(value) for value in values] for name, values in grid.items()}
     given_values: dict[str, Sequence[str]] = own_axes | dict(axes)
-    # The surrogate stands first in a name and the seed last, whatever the order of the command.
+    # A name begins with the surrogate and ends with the seed, in any order of the command.
     order = sorted(given_values, key=lambda name: (name != "surrogate", name == "seed", name))
     values = {name: given_values[name] for name in order}
     surrogates = values.get("surrogate") or [str(fields.get("surrogate", TrollConfig.surrogate))]
@@ -195,7 +195,7 @@ def _points(recipe_name: str, axes: Axes) -> Iterator[_Point]:
     for combination in product(*(given or (None,) for given in values.values())):
         assignment = dict(zip(values, combination, strict=True))
         unread = _unread(assignment.get("surrogate") or surrogates[0], surrogates, values)
-        # A field of the recipe's grid needs some value, whether it is read or not.
+        # A field of the recipe's grid needs some value, even if it is not read.
         assignment = {
             name: values[name][0] if name in unread else value
             for name, value in assignment.items()
@@ -210,18 +210,18 @@ def _points(recipe_name: str, axes: Axes) -> Iterator[_Point]:
 
 
 def _overrides(assignment: Mapping[str, str | None]) -> tuple[str, ...]:
-    # In one word: a value such as -1e-3 would be taken for an option.
+    # In one word, since a value such as -1e-3 would be taken for an option.
     return tuple(f"--{name}" if value is None else f"--{name}={value}" for name, value in assignment.items())
 
 
 def _unread(surrogate: str, all_surrogates: Sequence[str], values: Axes) -> set[str]:
-    """The fields among ``values`` in which this surrogate's runs need not differ: others read them, or it sets them."""
+    """The fields in which this surrogate's runs do not differ: it sets them, or only other surrogates read them."""
     if surrogate not in SURROGATES:
         return set()  # loading the recipe says so
     listed = {field for entry in SURROGATES.values() for field in entry.settings}
     present = {field for name in all_surrogates if name in SURROGATES for field in SURROGATES[name].settings}
     foreign = listed - set(SURROGATES[surrogate].settings) | set(SURROGATES[surrogate].sets)
-    # One value that nobody in the grid reads stays: the configuration may have a word to say about it.
+    # A value that nobody in the grid reads stays: the configuration may refuse it.
     return {field for field, given in values.items() if field in foreign and (len(given) > 1 or field in present)}
 
 

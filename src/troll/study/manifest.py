@@ -1,4 +1,4 @@
-"""The manifest of a comparison: its command, the settings of every run, and what its tuning chose."""
+"""The manifest of a comparison: its command, the settings of every run, and the choices of its tuning."""
 
 from __future__ import annotations
 
@@ -13,47 +13,49 @@ from troll.recipes import RecipeError, differences
 from troll.run_folder import read_json
 from troll.study.comparison import MANIFEST
 from troll.study.grid import PlannedRun
-from troll.study.tuning import Choice
+from troll.study.tuning import Tuning
 
 _ANOTHER_FOLDER = "choose another folder with --output_dir"
 
 
-def claim(folder: Path, command: str | None, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Writes the manifest of a comparison without a tuning.
+def claim(
+    folder: Path,
+    command: str | None,
+    runs: Sequence[PlannedRun],
+    tuned: Sequence[PlannedRun] = (),
+    tuning: Mapping[str, Any] | None = None,
+) -> list[PlannedRun]:
+    """Writes the manifest of a comparison of which all runs are known.
 
     Args:
-        folder: The comparison's.
-        command: That made it.
-        runs: All of them.
+        folder: The folder of the comparison.
+        command: The command that made it.
+        runs: All runs of the grid; of a tuning, those of the second stage.
+        tuned: The runs of a tuning's first stage, from `claim_tuning`.
+        tuning: What the manifest holds about the tuning, from `Tuning.record`.
 
     Returns:
-        The runs. One that was recorded keeps its name, which has fewer fields in it in a smaller grid.
+        The runs. A recorded one keeps its name, which has fewer fields if the grid was smaller.
 
     Raises:
-        RecipeError: If the folder holds a run that is not among them.
+        RecipeError: If the folder holds a run that is not in the grid.
     """
     recorded, _ = _read(folder)
-    _check(folder, recorded, runs)
+    _check(folder, recorded, [*tuned, *runs])
     named = _named(folder, recorded, runs)
-    _write(folder, command, named)
+    _write(folder, command, [*tuned, *named], tuning)
     return named
 
 
-def claim_tuning(
-    folder: Path,
-    command: str | None,
-    tuned: Sequence[PlannedRun],
-    counted: Sequence[PlannedRun],
-    settled: Sequence[str],
-) -> list[PlannedRun]:
-    """Writes the manifest of a comparison whose tuning has to choose yet.
+def claim_tuning(folder: Path, command: str | None, tuning: Tuning) -> list[PlannedRun]:
+    """Writes the manifest of a comparison whose tuning has not chosen yet.
+
+    Recorded runs of the second stage stay in it, as far as that stage is known.
 
     Args:
-        folder: The comparison's.
-        command: That made it.
-        tuned: The runs of the first stage.
-        counted: Those of the second, as far as they are known. Recorded ones stay in the manifest.
-        settled: The fields whose values the tuning chooses.
+        folder: The folder of the comparison.
+        command: The command that made it.
+        tuning: The plan of both stages.
 
     Returns:
         The runs of the first stage, with their recorded names.
@@ -61,51 +63,19 @@ def claim_tuning(
     Raises:
         RecipeError: If the folder holds a run that is in neither stage.
     """
-    recorded, tuning = _read(folder)
-    first = {name: settings for name, settings in recorded.items() if name in tuning}
-    second = {name: settings for name, settings in recorded.items() if name not in tuning}
-    _check(folder, first, tuned)
-    _check(folder, second, counted, settled)
-    named = _named(folder, first, tuned)
-    _write(folder, command, named, {"settled": list(settled), "runs": [run.name for run in named]}, second)
-    return named
-
-
-def claim_counted(
-    folder: Path,
-    command: str | None,
-    tuned: Sequence[PlannedRun],
-    counted: Sequence[PlannedRun],
-    settled: Sequence[str],
-    choices: Sequence[Choice],
-) -> list[PlannedRun]:
-    """Writes the manifest of a comparison whose tuning has chosen.
-
-    Args:
-        folder: The comparison's.
-        command: That made it.
-        tuned: From `claim_tuning`.
-        counted: The runs of the second stage.
-        settled: The fields whose values the tuning chose.
-        choices: What it chose.
-
-    Returns:
-        The runs of the second stage, with their recorded names.
-
-    Raises:
-        RecipeError: If the folder holds a run that is in neither stage.
-    """
-    recorded, _ = _read(folder)
-    _check(folder, recorded, [*tuned, *counted])
-    named = _named(folder, recorded, counted)
-    chosen = [choice.as_json() for choice in choices]
-    tuning = {"settled": list(settled), "runs": [run.name for run in tuned], "chosen": chosen}
-    _write(folder, command, [*tuned, *named], tuning)
+    runs, counted = tuning.runs(), tuning.counted()
+    recorded, tuned = _read(folder)
+    first = {name: settings for name, settings in recorded.items() if name in tuned}
+    second = {name: settings for name, settings in recorded.items() if name not in tuned}
+    _check(folder, first, runs)
+    _check(folder, second, counted, tuning.settled)
+    named = _named(folder, first, runs)
+    _write(folder, command, named, tuning.record(named), second)
     return named
 
 
 def _read(folder: Path) -> tuple[dict[str, dict[str, Any]], Collection[str]]:
-    """The settings of the recorded runs by name, and the names of those of a tuning."""
+    """The settings of the recorded runs by name, and the names of the runs of a tuning."""
     manifest = folder / MANIFEST
     try:
         content = read_json(manifest) if manifest.is_file() else {"runs": {}}
@@ -123,7 +93,7 @@ def _check(
     runs: Sequence[PlannedRun],
     open_fields: Collection[str] = (),
 ) -> None:
-    """Refuses a recorded run that is none of `runs`, but for the fields that are not known yet."""
+    """Refuses a recorded run that is none of `runs`, without comparing the fields that are not known yet."""
     by_name = {run.name: run for run in runs}
     for name, settings in recorded.items():
 
@@ -131,7 +101,7 @@ def _check(
             return differences(settings, run.settings, lambda field: field in open_fields)
 
         if name in by_name and not apart(by_name[name]):
-            continue  # as a rule: without a look at every pair
+            continue  # the usual case, without comparing every pair
         closest = min(map(apart, sorted(runs, key=lambda run: run.name != name)), key=len)
         if closest:
             raise RecipeError(
@@ -159,11 +129,11 @@ def _write(
     tuning: Mapping[str, Any] | None = None,
     others: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    content = {
+    content: dict[str, Any] = {
         "command": command,
         "recipes": {run.name: run.recipe.name for run in runs},
         "runs": {run.name: run.settings for run in runs} | dict(others or {}),
     }
     if tuning is not None:
-        content["tuning"] = dict(tuning)
+        content["tuning"] = tuning
     write_atomically(folder / MANIFEST, json.dumps(content, indent=2) + "\n")

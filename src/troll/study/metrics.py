@@ -1,4 +1,4 @@
-"""What a run logs, and how the report draws and explains it."""
+"""The metrics that a run logs, and how the report draws and explains them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Curve:
     """A card of the page about one run.
 
     Attributes:
-        section: The heading it stands under.
-        title: Its own.
-        unit: Of the values.
-        scale: Of the vertical axis.
-        lines: Metric to legend; held-out metrics start with "eval_".
-        caption: What it means, and what to look for.
+        section: The heading of its section.
+        title: The title of the card.
+        unit: The unit of the values.
+        scale: The scale of the vertical axis.
+        lines: The text in the legend by metric; held-out metrics start with "eval_".
+        caption: The meaning of the curve, and what to look for.
         with_bound: Whether ε is drawn too.
-        shown: "always" says so where there is nothing to draw; the others leave the card out in silence.
+        shown: When the card is shown. With "always", a sentence replaces a card without data; the others leave it out.
     """
 
     section: str
@@ -35,18 +35,18 @@ class Curve:
     shown: Literal["always", "if logged", "if it changes"] = "always"
 
 
-#: Where TRL logs the mean of a task's `success`.
+#: The metric in which TRL logs the mean of a task's `success`.
 SUCCESS = "rewards/success/mean"
 HELD_OUT = f"eval_{SUCCESS}"
-#: What the names of the trust region's metrics start with.
+#: The beginning of the names of the trust region's metrics.
 TRUST = "trust_region/"
 #: ε over time.
 BOUND = TRUST + "kl_bound"
 _DIAGNOSTICS = TRUST + "diagnostics/"
-#: How far the projection's multiplier is determined, and the norm of the whole gradient.
+#: The conditioning of the projection's multiplier, and the norm of the whole gradient.
 CONDITIONING, GRADIENT_NORM = _DIAGNOSTICS + "conditioning", "grad_norm"
 
-#: Of a single run, in the order of the page.
+#: The curves of a single run, in the order of the page.
 CURVES = (
     Curve(
         "Learning",
@@ -178,7 +178,7 @@ CURVES = (
     ),
 )
 
-# Diagnostics that belong on one card: what their names start with, and the card's title, unit, scale and caption.
+# Diagnostics that share a card: the beginning of their names, and the card's title, unit, scale and caption.
 _FAMILIES: tuple[tuple[str, str, str, Scale, str], ...] = (
     (
         r"sequence_kl",
@@ -215,7 +215,7 @@ _FAMILIES: tuple[tuple[str, str, str, Scale, str], ...] = (
         "Ratio of new to old probability",
         "of the sampled tokens, log scale",
         "log",
-        "Percentiles over tokens: how far the updates of a rollout have moved the probabilities of what was sampled.",
+        "Percentiles over tokens: how far the updates of a rollout have moved the probabilities of the sampled tokens.",
     ),
     (
         r"clip_fraction",
@@ -250,14 +250,14 @@ _FAMILIES: tuple[tuple[str, str, str, Scale, str], ...] = (
         "Conditioning of the multiplier",
         "log scale",
         "log",
-        "The slope of log KL(τ) over log τ: 2 for small steps. Far below it, a small change of the network is a large "
-        "one of the multiplier.",
+        "The slope of log KL(τ) over log τ: 2 for small steps. Far below 2, a small change of the network makes a "
+        "large change of the multiplier.",
     ),
 )
 
 
 def diagnostic_curves(names: Iterable[str]) -> list[Curve]:
-    """The curves of the metrics below ``trust_region/diagnostics/`` among ``names``: families first."""
+    """The curves of the metrics below `trust_region/diagnostics/` among `names`: families first."""
     left = [name.removeprefix(_DIAGNOSTICS) for name in dict.fromkeys(names) if name.startswith(_DIAGNOSTICS)]
     curves = []
     for pattern, title, unit, scale, caption in _FAMILIES:
@@ -269,7 +269,7 @@ def diagnostic_curves(names: Iterable[str]) -> list[Curve]:
 
 
 def evaluation_curves(names: Iterable[str]) -> list[Curve]:
-    """The curves of what evaluations logged besides success: several completions of a problem, other tasks."""
+    """The curves of other metrics of evaluations than success: several completions of a problem, and other tasks."""
     lines: dict[str, dict[str, str]] = {}
     for name in dict.fromkeys(names):
         if found := re.fullmatch(r"eval_(?:(.+)_)?(pass|maj)@(\d+)", name):

@@ -1,4 +1,4 @@
-"""The frame of the report's pages: one HTML file that needs nothing but itself.
+"""The frame of the report's pages: one HTML file without any other.
 
 Styles and plots are inline, so a page opens offline, by mail and on a phone, in the reader's light or dark theme.
 """
@@ -91,14 +91,14 @@ $body
 
 
 def render(title: str, heading: str, headline: str, body: str, footer: str) -> str:
-    """The page.
+    """Renders a page. All texts except for the title are HTML.
 
     Args:
-        title: Plain text; it is escaped.
-        heading: HTML, as are the rest.
-        headline: Below the heading, in the header.
-        body: Sections.
-        footer: A sentence.
+        title: The title in plain text, which is escaped.
+        heading: The heading, in the header.
+        headline: The headline, below the heading.
+        body: The sections.
+        footer: A sentence below them.
     """
     return _PAGE.substitute(
         title=escape(title),
@@ -110,6 +110,25 @@ def render(title: str, heading: str, headline: str, body: str, footer: str) -> s
         body=body,
         footer=footer,
     )
+
+
+def figure_card(
+    slug: str, title: str, plot: str, legend: Mapping[str, str] | None = None, caption: str | None = None
+) -> str:
+    """A card with a plot. All texts are HTML.
+
+    Args:
+        slug: The card's id, unique on the page.
+        title: The title of the card.
+        plot: The plot, from `troll.study.plot`.
+        legend: The classes of each line's mark by the line's name.
+        caption: A text below the plot.
+    """
+    marks = "".join(f'<li><i class="{classes}"></i>{name}</li>' for name, classes in (legend or {}).items())
+    parts = [f'<figure class="card" id="{slug}">', f"<h3>{title}</h3>"]
+    parts += [f'<ul class="legend">{marks}</ul>'] if marks else []
+    parts += [plot, *([] if caption is None else [f"<figcaption>{caption}</figcaption>"]), "</figure>"]
+    return "\n".join(parts)
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -129,7 +148,7 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time as a reader would say it."""
+    """A time in words, such as 2 h 5 min."""
     whole = round(seconds)
     if whole < 600:
         return f"{whole} s"

@@ -1,4 +1,4 @@
-"""What a recipe takes: memory by phase, and work. Computed before anything is downloaded or loaded."""
+"""What a recipe takes, computed before anything is downloaded or loaded: memory by phase, and work."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from trl import get_peft_config
 from troll import recipes
 from troll.recipes import Recipe, RecipeError
 from troll.study.budget import PHASES, Fields, Settings, changes, phases, rows_of, totals_of
-from troll.study.memory import Network
 from troll.study.shapes import model_shape
+from troll.study.without_data import Network
 from troll.tasks import Task
 from troll.terminal import say
 from troll.trl import TrollConfig
@@ -27,55 +27,55 @@ from troll.trl.surrogates import SURROGATES
 
 GIB = 1 << 30
 
-#: Tokens of a prompt where nothing says how long they are: they are not known before they are downloaded.
+#: Tokens of a prompt, if no setting gives their number: it is not known before they are downloaded.
 ASSUMED_PROMPT = 512
 
-#: Numbers of GPUs that are tried where a run does not fit on one.
+#: Numbers of GPUs that are tried if a run does not fit on one.
 _GPUS = (2, 4, 8, 16, 32, 64)
 
-#: Of so many prompts the tokens are counted, the longest in characters.
+#: Tokens are counted for this many prompts, the longest in characters.
 _LONGEST = 16
 
 
 class Machine(NamedTuple):
-    """What a plan is held against."""
+    """The machine for which a plan is made."""
 
     memory: float
-    """Bytes of each GPU, or of the RAM."""
+    """The bytes of each GPU, or of the RAM."""
     name: str
     on_gpu: bool
     gpus: int
-    """Processes of the run."""
+    """The processes of the run."""
     sharded: bool
-    """Whether they share the model out, by FSDP2 or ZeRO-3."""
+    """Whether they share the model, by FSDP2 or ZeRO-3."""
 
 
 class Work(NamedTuple):
-    """What a run does, over all GPUs."""
+    """The work of a run, over all GPUs."""
 
     updates: int | None
-    """None where the size of the data set decides."""
+    """The updates in all; None if the size of the data set decides."""
     updates_per_rollout: float
     prompts: int
-    """Of a rollout."""
+    """The prompts of a rollout."""
     completions: int
-    """Of a rollout."""
+    """The completions of a rollout."""
     completion: int
-    """Tokens, at most."""
+    """The tokens of a completion at most."""
     batch: int
-    """Completions of an update."""
+    """The completions of an update."""
     evaluations: int | None
-    """None where the size of the data set decides."""
+    """The evaluations in all; None if the size of the data set decides."""
     eval_tasks: int
     eval_problems: int | None
-    """Of each task, at most; None: the whole test set."""
+    """The held-out problems of each task at most; None for the whole test set."""
     eval_samples: int
-    """Completions of each problem."""
+    """The completions of each problem."""
     eval_batch: int
-    """Completions of a call."""
+    """The completions of one call of `generate`."""
 
     def lines(self) -> list[str]:
-        """What is printed."""
+        """The lines to print."""
         per_update = f"{self.updates_per_rollout:g} updates of {self.batch} completions each"
         rollout = f"{self.prompts} prompts, {self.completions} completions, {per_update}"
         if self.updates is None:
@@ -120,21 +120,21 @@ class Plan:
 
     @cached_property
     def table(self) -> dict[str, tuple[float, ...]]:
-        """Bytes of one GPU by row and phase."""
+        """The bytes on one GPU by row and phase."""
         return rows_of(self.settings, self.machine.memory)
 
     @cached_property
     def totals(self) -> tuple[float, ...]:
-        """Bytes of one GPU by phase."""
+        """The bytes on one GPU by phase."""
         return totals_of(self.table)
 
     @property
     def fits(self) -> bool:
-        """Whether the largest phase does."""
+        """Whether the largest phase fits into the memory."""
         return max(self.totals) <= self.machine.memory
 
     def lines(self) -> list[str]:
-        """The last lines: the largest phase, and the work."""
+        """The lines to print below the table: the largest phase, and the work."""
         largest = PHASES[self.totals.index(max(self.totals))]
         assumed = "" if self.prompt_known else " (assumed: --prompt_tokens)"
         each = f" on each of {self.machine.gpus} GPUs" if self.machine.gpus > 1 else ""
@@ -145,7 +145,7 @@ class Plan:
         return [memory, *self.work.lines()]
 
     def remedy(self) -> str:
-        """One line: that it does not fit, and what to change."""
+        """One line that says that the run does not fit, and what to change."""
         limit = self.machine.memory
         fields, changed = changes(self.settings, limit)
         needed = max(self.totals)
@@ -166,18 +166,18 @@ class Plan:
     def _more_gpus(self) -> str:
         for gpus in (gpus for gpus in _GPUS if gpus > self.machine.gpus and self.settings.policy.bits is None):
             if max(phases(replace(self.settings, sharded_over=gpus), self.machine.memory)) <= self.machine.memory:
-                return f"share the model out over {gpus} such GPUs with FSDP2 or ZeRO-3 (see --gpus {gpus})"
+                return f"share the model over {gpus} such GPUs with FSDP2 or ZeRO-3 (see --gpus {gpus})"
         return "take a smaller model, or shorter completions (--max_completion_length)"
 
 
 def plan(recipe: Recipe, machine: Machine, model: str | None = None, prompt_tokens: int | None = None) -> Plan:
-    """What a recipe takes on a machine.
+    """Plans a recipe's memory and work on a machine.
 
     Args:
-        recipe: From `troll.recipes.load`.
-        machine: From `this_machine`, or another one.
-        model: Name or folder of the model; by default the recipe's.
-        prompt_tokens: Of the longest prompt. Default: what `vllm_max_model_length` leaves, or 512.
+        recipe: The recipe from `troll.recipes.load`.
+        machine: The machine, from `this_machine` or another one.
+        model: The name or the folder of the model; by default the recipe's.
+        prompt_tokens: The tokens of the longest prompt. Default: what `vllm_max_model_length` leaves, or 512.
 
     Raises:
         RecipeError: If the configuration of a model cannot be read, or the recipe names no model.
@@ -188,7 +188,7 @@ def plan(recipe: Recipe, machine: Machine, model: str | None = None, prompt_toke
 
 
 def settings_of(recipe: Recipe, machine: Machine, model: str | None, prompt_tokens: int | None) -> Settings:
-    """What of a recipe decides about memory on one GPU; see `plan`."""
+    """The settings of a recipe on which memory depends, for one GPU; see `plan`."""
     args, of_model = recipe.training, recipe.model
     name = model or of_model.model_name_or_path
     if name is None:
@@ -269,11 +269,11 @@ def _vllm_share(args: TrollConfig) -> float | None:
 
 
 def work_of(recipe: Recipe, gpus: int) -> Work:
-    """What a recipe does.
+    """The work of a recipe.
 
     Args:
-        recipe: From `troll.recipes.load`.
-        gpus: Each has the recipe's batches.
+        recipe: The recipe from `troll.recipes.load`.
+        gpus: The number of GPUs, each with the recipe's batches.
     """
     args, task = recipe.training, recipe.task
     assert args.steps_per_generation is not None and args.max_completion_length is not None  # set by the parent
@@ -308,13 +308,13 @@ def _evaluations(args: TrollConfig) -> int | None:
 def this_machine(
     gpu_memory: float | None = None, gpus: int = 1, sharded: bool = False, use_cpu: bool = False
 ) -> Machine:
-    """What a plan is held against: the GPU, or else the RAM.
+    """This machine, by its GPU, or else its RAM.
 
     Args:
-        gpu_memory: GiB of each GPU; None: what this machine has.
-        gpus: Processes of the run.
-        sharded: Whether they share the model out.
-        use_cpu: Whether a GPU of this machine is left unused.
+        gpu_memory: The GiB of each GPU; None for what this machine has.
+        gpus: The processes of the run.
+        sharded: Whether they share the model.
+        use_cpu: Whether a GPU of this machine is not used.
     """
     if gpu_memory is not None:
         return Machine(gpu_memory * GIB, f"a GPU of {gpu_memory:g} GiB", True, gpus, sharded)
@@ -326,7 +326,7 @@ def this_machine(
 
 
 def machine_of_run(args: TrollConfig) -> Machine:
-    """What a run has that has been started already, with as many processes as it was started with."""
+    """This machine for a run that has been started, with the number of its processes."""
     deepspeed = args.deepspeed_plugin
     sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true" or (deepspeed is not None and deepspeed.zero_stage == 3)
     return this_machine(None, args.world_size, sharded and args.world_size > 1, args.use_cpu)
@@ -335,12 +335,12 @@ def machine_of_run(args: TrollConfig) -> Machine:
 def longest_prompt(
     tasks: Sequence[Task], processor: PreTrainedTokenizerBase | ProcessorMixin, variables: dict[str, Any]
 ) -> int | None:
-    """Tokens of the longest prompt of some tasks; None where images are a part of them.
+    """The tokens of the longest prompt of some tasks; None if prompts have images.
 
     Args:
-        tasks: To train and evaluate on.
-        processor: The policy's.
-        variables: Of the chat template.
+        tasks: The tasks to train and evaluate on.
+        processor: The policy's tokenizer or processor.
+        variables: The variables of the chat template.
     """
     found = 0
     for data in (data for task in tasks for data in (task.train_dataset, task.eval_dataset) if len(data)):

@@ -1,6 +1,6 @@
-"""Plots as inline SVG in the page's colours, and how long lines are made readable.
+"""Plots as inline SVG in the page's colours, with long lines made readable.
 
-Colours are the page's CSS variables, which is how the plots follow the reader's light or dark theme.
+Colours are the page's CSS variables, so that the plots follow the reader's light or dark theme.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,43 +28,45 @@ LIGHT |= {"fourth": "#8a3f96", "fifth": "#7a6412", "sixth": "#a8324f"}
 DARK |= {"first": "#7cb5f2", "second": "#f2a065", "third": "#68c79b"}
 DARK |= {"fourth": "#cf94da", "fifth": "#d3bb5c", "sixth": "#f08ca3"}
 
-#: Of lines, in their order.
+#: The colours of lines, in their order.
 COLOURS = ("first", "second", "third", "fourth", "fifth", "sixth")
-#: Likewise, where lines may lie on one another: through the gaps of a later one shows the one below. With the style of
-#: each in a legend.
+#: The dashes of lines that may lie on one another, in their order: the line below shows through the gaps. Below, the
+#: style of each in a legend.
 DASHES = ("-", (0, (5, 2.5)), (0, (1.5, 1.5)), (0, (6, 4, 1.5, 4)), (0, (3, 3)), (0, (1, 3)))
 LEGEND_STYLES = ("solid", "dashed", "dotted", "dashed", "dashed", "dotted")
 
-# Everything a reader's own matplotlibrc could change is set back by the style "default", which comes first.
-_PLOT_STYLE = {
+#: The style of every figure. The style "default", which comes first, undoes all that a user's matplotlibrc changes.
+STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "font.size": 9.5,
-    "text.color": LIGHT["soft"],
     "axes.edgecolor": LIGHT["soft"],
     "axes.labelcolor": LIGHT["soft"],
     "xtick.color": LIGHT["soft"],
     "ytick.color": LIGHT["soft"],
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": LIGHT["rule"],
+    "grid.linewidth": 0.6,
+}
+_CARD_STYLE = STYLE | {
+    "text.color": LIGHT["soft"],
     "axes.linewidth": 0.6,
     "xtick.major.width": 0.6,
     "ytick.major.width": 0.6,
     "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": LIGHT["rule"],
-    "grid.linewidth": 0.6,
     "lines.linewidth": 1.6,
     "lines.solid_joinstyle": "round",
 }
 
 
 def window(count: int) -> int:
-    """Points in the running mean of a line of ``count`` points; 1 leaves a short line as it is."""
+    """The points in the running mean of a line of `count` points; 1 leaves a short line unchanged."""
     return 1 if count < _FEWEST_TO_SMOOTH else max(5, count // 12) | 1
 
 
 def thin(points: Points, most: int, largest: bool = False) -> Points:
-    """At most ``most`` points: the mean of neighbours, or the largest of them."""
+    """Reduces a line to at most `most` points: means of neighbours, or the largest of them."""
     group = max(1, math.ceil(len(points) / most))
     chunks = [points[start : start + group] for start in range(0, len(points), group)]
     # A mean would hide the one step at which a maximum crossed the bound.
@@ -73,10 +75,22 @@ def thin(points: Points, most: int, largest: bool = False) -> Points:
 
 
 def running_mean(points: Points, window: int) -> Points:
-    """Each value replaced by the mean of the ``window`` values around it."""
+    """Each value replaced by the mean of the `window` values around it."""
     values = [value for _, value in points]
     half = window // 2
     return [(step, fmean(values[max(0, i - half) : i + half + 1])) for i, (step, _) in enumerate(points)]
+
+
+def line_style(place: int) -> dict[str, Any]:
+    """The colour and the dashes of the line with this number, as arguments of matplotlib's `plot`."""
+    place %= len(COLOURS)
+    return {"color": LIGHT[COLOURS[place]], "linestyle": DASHES[place]}
+
+
+def line_mark(place: int) -> str:
+    """The same in a legend, as classes of the page."""
+    place %= len(COLOURS)
+    return f"{COLOURS[place]} {LEGEND_STYLES[place]}"
 
 
 def columns(points: Points) -> tuple[list[int], list[float]]:
@@ -89,12 +103,12 @@ def svg(slug: str, title: str, last: int, paint: Callable[[Axes], None]) -> str:
 
     Args:
         slug: The card's id, unique on the page.
-        title: What a screen reader says; HTML.
+        title: The text for screen readers, as HTML.
         last: The last step.
         paint: Draws into the axes and sets the vertical scale.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        ImportError: If matplotlib is not installed.
     """
 
     def over_steps(axes: Axes) -> None:
@@ -113,12 +127,12 @@ def drawing(slug: str, title: str, paint: Callable[[Axes], None], height: float 
 
     Args:
         slug: The card's id, unique on the page.
-        title: What a screen reader says; HTML.
+        title: The text for screen readers, as HTML.
         paint: Draws into the axes, and sets both scales.
-        height: In inches; the width is 4.3.
+        height: The height in inches; the width is 4.3.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        ImportError: If matplotlib is not installed.
     """
     try:
         from matplotlib import style
@@ -126,7 +140,7 @@ def drawing(slug: str, title: str, paint: Callable[[Axes], None], height: float 
     except ImportError as error:
         raise ImportError('the report needs matplotlib: pip install "troll-rl[report]"') from error
 
-    with style.context(["default", {**_PLOT_STYLE, "svg.hashsalt": slug}]):
+    with style.context(["default", {**_CARD_STYLE, "svg.hashsalt": slug}]):
         figure = Figure(figsize=(4.3, height))  # small, so that its text is legible on a phone
         # The same in every card, so that steps line up; below it the labels, above it half a label.
         axes = figure.add_axes((0.14, 0.45 / height, 0.815, 1 - 0.525 / height))
@@ -140,8 +154,8 @@ def set_scale(axes: Axes, scale: Scale, seen: Sequence[float]) -> None:
     """Sets limits and labels of the vertical axis.
 
     Args:
-        axes: With everything drawn.
-        scale: "percent" and "from zero" start at 0.
+        axes: The axes, with everything drawn.
+        scale: The kind of scale; "percent" and "from zero" start at 0.
         seen: The values that a logarithmic axis has to show, at least one of them above 0.
     """
     if scale == "log":
@@ -162,7 +176,7 @@ def set_scale(axes: Axes, scale: Scale, seen: Sequence[float]) -> None:
 
 
 def _inline(svg: str, slug: str, title: str) -> str:
-    """The plot as an element of the page: ids of its own, the page's colours, no reference to anything outside."""
+    """The plot as an element of the page, with unique ids, the page's colours, and no reference to anything outside."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
     view_box = re.search(r'viewBox="[^"]*"', svg)

@@ -1,4 +1,4 @@
-"""Where a run is shown outside its folder: logging back ends, and the Hugging Face hub."""
+"""Publishes a run outside of its folder: logging back ends, and the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from trl import GRPOConfig
 
 from troll.terminal import one_line
 
-# transformers can log to it, and does not say whether it is installed.
+# transformers can log to it, but cannot tell whether it is installed.
 _WITHOUT_A_CHECK = ("flyte",)
 
 
 def check_back_ends(report_to: Sequence[str]) -> None:
-    """Finds out before a model is loaded whether transformers can log to these back ends.
+    """Checks, before a model is loaded, that transformers can log to these back ends.
 
     Args:
         report_to: Names such as `tensorboard`, `trackio` and `wandb`.
 
     Raises:
-        ValueError: If transformers does not know one, or its package is missing; in one line.
+        ValueError: If transformers does not know a back end, or its package is missing; in one line.
     """
     available = get_available_reporting_integrations()
     for name in report_to:
@@ -32,10 +32,10 @@ def check_back_ends(report_to: Sequence[str]) -> None:
 
 
 def check_hub(training: GRPOConfig) -> None:
-    """Finds out before a model is loaded whether the hub takes it.
+    """Checks, before a model is loaded, that it can be pushed to the hub.
 
     Args:
-        training: Its `push_to_hub` says whether it is to be pushed.
+        training: The trainer's configuration; nothing is checked unless its `push_to_hub` is set.
 
     Raises:
         ValueError: If nobody is logged in, or the hub cannot be reached; in one line.
@@ -54,12 +54,12 @@ def push(model_folder: Path, repository: str, training: GRPOConfig) -> str:
     """Uploads a model with its card and its task.
 
     Args:
-        model_folder: Its files become those of the repository.
-        repository: Name on the hub, `owner/name`.
-        training: Has the token and the branch.
+        model_folder: The folder whose files become those of the repository.
+        repository: The name on the hub, `owner/name`.
+        training: The trainer's configuration, with the token and the branch.
 
     Returns:
-        What to tell: where the model is now, or why it is not there and what to do.
+        A line to print: where the model is now, or why it is not there and what to do.
     """
     try:
         HfApi(token=training.hub_token).upload_folder(

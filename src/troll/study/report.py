@@ -16,21 +16,21 @@ from troll.study.statistics import wilson_interval
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write ``report.html`` of a run, finished or not, from the files of its folder.
+    """Writes `report.html` of a run, finished or not, from the files of its folder.
 
-    Reads ``config.yaml`` (shown as it is), ``summary.json`` and ``metrics.jsonl``; each of them, and each of their
-    keys, may be missing. The same files give the same bytes, and an earlier report is replaced in one step.
+    It reads `config.yaml` (which the page shows unchanged), `summary.json` and `metrics.jsonl`. Each file and each key
+    may be missing. The same files give the same bytes, and an earlier report is replaced atomically.
 
     Args:
-        run_folder: the folder that ``troll train`` wrote.
+        run_folder: The folder that `troll train` wrote.
 
     Returns:
         The path of the page.
 
     Raises:
-        FileNotFoundError: the folder holds none of the three files.
-        ValueError: a file is malformed. A last metrics line cut short by a crash is not: it is left out.
-        ImportError: matplotlib is not installed.
+        FileNotFoundError: If the folder holds none of the three files.
+        ValueError: If a file is malformed. A last line of metrics that a crash cut short is left out instead.
+        ImportError: If matplotlib is not installed.
     """
     files = [run_folder / name for name in ("config.yaml", "summary.json", "metrics.jsonl")]
     if not any(path.is_file() for path in files):
@@ -81,7 +81,7 @@ def _headline(summary: Mapping[str, Any]) -> str:
     elif before is not None:
         label, shown = "Held-out success before training", percent(before)
     elif (rewards := [number(summary.get(f"reward_{when}")) for when in ("before", "after")]) != [None, None]:
-        # A task that cannot tell success from failure.
+        # The task cannot tell success from failure.
         shown_rewards = ["not measured" if reward is None else f"{reward:.3g}" for reward in rewards]
         label, shown = "Held-out reward", f"{shown_rewards[0]} → <b>{shown_rewards[1]}</b>"
     else:

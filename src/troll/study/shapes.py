@@ -1,4 +1,4 @@
-"""The configuration of a model, before anything is downloaded where a recipe names it."""
+"""The configuration of a model, which is not downloaded if the model is in a recipe."""
 
 from __future__ import annotations
 
@@ -16,22 +16,13 @@ from troll.study.embedded_text import TextWarmUp
 from troll.study.small_model import EMBEDDED_MODELS, model_config
 from troll.tasks import TaskConfig, free_text
 
-#: Configurations of the models that the recipes name, numbers of the architecture only.
+#: The configurations of the models in the recipes, with only the numbers of their architecture.
 FOLDER = recipes.FOLDER / "shapes"
 
 
 def shape_file(name: str) -> Path:
-    """Where the configuration of a model of the hub is, if it ships with the recipes."""
+    """The file for the configuration of a model of the hub; it exists if it ships with the recipes."""
     return FOLDER / f"{name.replace('/', '--')}.json"
-
-
-def embedded_config(name: str, task: TaskConfig) -> Any:
-    """The configuration of an embedded model for a task."""
-    config = model_config(character_tokenizer(), name)
-    if task.task == free_text.NAME:
-        config.vocab_size = TextWarmUp().vocab_size
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    return config
 
 
 def model_shape(name: str, task: TaskConfig, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -39,15 +30,19 @@ def model_shape(name: str, task: TaskConfig, revision: str | None = None, trust_
 
     Args:
         name: A name on the hub, a folder, or one of `EMBEDDED_MODELS`.
-        task: What an embedded model is for.
-        revision: Branch, tag or commit on the hub.
+        task: The task of an embedded model.
+        revision: The branch, tag or commit on the hub.
         trust_remote_code: Whether the configuration's own code may run.
 
     Raises:
         RecipeError: If it cannot be read.
     """
     if name in EMBEDDED_MODELS:
-        return embedded_config(name, task)
+        config = model_config(character_tokenizer(), name)
+        if task.task == free_text.NAME:
+            config.vocab_size = TextWarmUp().vocab_size
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+        return config
     shipped = shape_file(name)
     if shipped.is_file() and not Path(name).exists():
         return AutoConfig.for_model(**json.loads(shipped.read_text()))

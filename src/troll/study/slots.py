@@ -1,4 +1,4 @@
-"""Where the runs of a comparison are made: slots, each a worker process with its share of the machine."""
+"""Slots for the runs of a comparison, each a worker process with its share of the machine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Slot:
     """Makes one run at a time, in forks of one worker.
 
     Args:
-        environment: Of its runs.
-        lock: A file descriptor for the worker and its runs to inherit: any of them that is left holds the lock.
+        environment: The environment variables of its runs.
+        lock: A file descriptor that the worker and its runs inherit, so that any surviving process holds the lock.
     """
 
     def __init__(self, environment: Mapping[str, str], lock: int) -> None:
@@ -30,15 +30,15 @@ class Slot:
         self._worker: subprocess.Popen[bytes] | None = None
 
     def start(self, arguments: Sequence[str], log: Path) -> None:
-        """Starts a run; the one before has ended.
+        """Starts a run, once the last one has ended.
 
         Args:
-            arguments: What follows `troll` on the command line.
-            log: The file that the run's output is appended to.
+            arguments: The arguments of `troll` on the command line.
+            log: The file to which the run's output is appended.
         """
         if self._worker is None or self._worker.poll() is not None:
             with log.open("ab") as complaints:
-                # In a session of its own: Ctrl-C reaches the comparison only, which passes it on once.
+                # In its own session, so that Ctrl-C reaches only the comparison, which passes it on once.
                 self._worker = subprocess.Popen(
                     WORKER,
                     stdin=subprocess.PIPE,
@@ -50,11 +50,11 @@ class Slot:
                     bufsize=0,
                 )
         assert self._worker.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the worker has died, which its exit code tells
+        with contextlib.suppress(BrokenPipeError):  # the worker has died, as its exit code will show
             self._worker.stdin.write(json.dumps({"arguments": list(arguments), "log": str(log)}).encode() + b"\n")
 
     def fileno(self) -> int:
-        """What becomes readable when the run ends, for `select`."""
+        """The file descriptor that becomes readable when the run ends, for `select`."""
         assert self._worker is not None and self._worker.stdout is not None
         return self._worker.stdout.fileno()
 
@@ -83,8 +83,8 @@ class Slot:
                 pass
 
     def kill(self) -> None:
-        """Kills the worker with all it has started."""
-        if self._worker is not None and self._worker.returncode is None:  # else its number may be another's by now
+        """Kills the worker and everything that it has started."""
+        if self._worker is not None and self._worker.returncode is None:  # else another process may have its number
             os.killpg(self._worker.pid, signal.SIGKILL)
             self._worker.wait()
 
@@ -98,12 +98,12 @@ def gpus() -> list[str]:
 
 
 def environments(jobs: int, cores: int, devices: Sequence[str]) -> list[dict[str, str]]:
-    """What each slot's processes see of the machine: an equal share of the cores, and one of the GPUs.
+    """The environment variables of each slot: an equal share of the cores, and one of the GPUs.
 
     Args:
-        jobs: The number of slots. Where there are more of them than GPUs, several share one.
-        cores: To divide.
-        devices: From :func:`gpus`; empty where no GPU is to be used.
+        jobs: The number of slots. If there are more slots than GPUs, several share one.
+        cores: The number of cores to divide.
+        devices: The GPUs from `gpus`; empty if none is to be used.
     """
     shared = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // jobs))}
     if not devices:

@@ -1,4 +1,4 @@
-"""Small models that this package makes itself: their architecture, and the cache in which they are kept."""
+"""Small models that this package makes by itself: their architecture, and the cache in which they are kept."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from transformers import (
 
 PAD, EOS, UNKNOWN = "<|pad|>", "<|eos|>", "<|unknown|>"
 
-#: The models that this package makes itself, by the name that stands for a path.
+#: The names of the models that this package makes by itself; they replace a path.
 EMBEDDED, EMBEDDED_MOE = "embedded", "embedded-moe"
 EMBEDDED_MODELS = (EMBEDDED, EMBEDDED_MOE)
 
@@ -36,7 +36,7 @@ def model_config(tokenizer: PreTrainedTokenizerFast, name: str = EMBEDDED) -> Qw
     """Returns an embedded model's architecture: 3 layers, and 0.7 million parameters without the embeddings.
 
     Args:
-        tokenizer: Its own.
+        tokenizer: The model's tokenizer.
         name: One of `EMBEDDED_MODELS`: a Qwen3, or a Qwen3-MoE with 8 experts, of which 2 read a token.
     """
     shared = {
@@ -70,17 +70,17 @@ def cached_model(
 ) -> Path:
     """Returns the folder of a small model, warming it up only if the cache does not hold it.
 
-    The folder is named by a hash of everything that determines the model: what the caller says, the architecture, the
-    seed and the versions of the libraries. A cached model whose files are not those that were written is made anew.
+    The folder is named by a hash of everything that determines the model: `determined_by`, the architecture, the seed
+    and the versions of the libraries. A cached model with changed files is made anew.
 
     Args:
-        config: The architecture, see :func:`model_config`.
-        tokenizer: Saved in the model's folder.
-        warm_up: Trains a freshly initialised model in place, and returns what to record of it. It runs with random
-            numbers of its own, seeded by `seed`, so that the caller's are not used up.
-        determined_by: What the model is warmed up on, and how, as JSON.
-        seed: Of the initial weights and of the warm-up.
-        cache_dir: Where models are kept. Default: :func:`default_cache_dir`.
+        config: The architecture, from `model_config`.
+        tokenizer: The model's tokenizer, which is saved in its folder.
+        warm_up: Trains a freshly initialised model in place, and returns what to record about it. It runs with its own
+            random numbers, seeded by `seed`, so that the caller's are not used up.
+        determined_by: The data and the settings of the warm-up, as JSON.
+        seed: The seed of the initial weights and of the warm-up.
+        cache_dir: The folder in which models are kept. Default: `default_cache_dir`.
 
     Returns:
         A folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.
@@ -115,7 +115,7 @@ def default_cache_dir() -> Path:
 
 
 def pad_right(rows: list[torch.Tensor], fill: int) -> torch.Tensor:
-    """Returns B rows of different lengths as (B, L): causal attention never looks to the right, so it needs no mask."""
+    """Returns B rows of different lengths as (B, L). Causal attention does not look to the right, and needs no mask."""
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
 
 
@@ -162,7 +162,7 @@ def _publish(
         try:
             os.replace(temporary, folder)
         except OSError:
-            # Something is there: the same model, if another process was faster, which may be reading it; or damage.
+            # The folder exists: it is the same model if another process was faster and may be reading it; or damage.
             if not _is_intact(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 os.replace(temporary, folder)

@@ -1,6 +1,7 @@
-"""Means over seeds, how sure one can be of them, and the choice of a learning rate that they allow.
+"""Means over seeds, their confidence intervals, tests of differences, and the choice of a learning rate.
 
-SciPy is imported where it is used: training reads this module's neighbours, and must not wait for it or need it.
+SciPy is imported where it is used: training imports modules that import this one, and must neither wait for it nor need
+it.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class Estimate:
     """A mean over seeds.
 
     Attributes:
-        mean: Of the values.
-        spread: Their standard deviation (n − 1); None for a single one.
-        size: How many there are.
-        interval: The 95 % interval of the mean; None where nothing is known about it.
-        method: What the interval is: Student's t over the seeds, Wilson's over the answers of a single seed.
+        mean: The mean of the values.
+        spread: Their standard deviation (n − 1); None for a single value.
+        size: The number of values.
+        interval: The 95 % interval of the mean; None if nothing is known about it.
+        method: How the interval was made: by Student's t over the seeds, or Wilson's over the answers of a single seed.
     """
 
     mean: float
@@ -47,22 +48,22 @@ def t_interval(values: Sequence[float]) -> Interval | None:
     return fmean(values) - half, fmean(values) + half
 
 
-def success_estimate(successes: Sequence[float], answers: int | None) -> Estimate:
-    """The mean success over seeds, in which the answers' noise is part of the spread between seeds.
+def mean_estimate(values: Sequence[float], answers: int | None = None) -> Estimate:
+    """The mean over seeds, in which the answers' noise is part of the spread between seeds.
 
     Args:
-        successes: Of each seed, in [0, 1]; at least one.
-        answers: To how many problems each was measured on; used for a single seed. None if unknown.
+        values: The value of each seed, at least one.
+        answers: The number of answers on which a success was measured, used for a single seed; None for other values.
     """
-    if len(successes) > 1:
-        return Estimate(fmean(successes), stdev(successes), len(successes), t_interval(successes), "t")
+    if len(values) > 1:
+        return Estimate(fmean(values), stdev(values), len(values), t_interval(values), "t")
     if answers is None:
-        return Estimate(successes[0], None, 1, None, None)
-    return Estimate(successes[0], None, 1, wilson_interval(successes[0], answers), "wilson")
+        return Estimate(values[0], None, 1, None, None)
+    return Estimate(values[0], None, 1, wilson_interval(values[0], answers), "wilson")
 
 
 def seed_differences(first: Mapping[int, float], second: Mapping[int, float]) -> list[float]:
-    """First − second of each seed that both have, by seed."""
+    """First − second for each seed that both have, in the order of the seeds."""
     return [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
 
 
@@ -72,26 +73,22 @@ def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -
     What a seed fixes (the initial model, the order of the problems) cancels in each difference.
 
     Args:
-        first: Value by seed.
-        second: Likewise.
+        first: The values by seed.
+        second: The values to subtract, by seed.
     """
     differences = seed_differences(first, second)
-    if not differences:
-        return None
-    interval = t_interval(differences)
-    spread = stdev(differences) if len(differences) > 1 else None
-    return Estimate(fmean(differences), spread, len(differences), interval, "t" if interval else None)
+    return mean_estimate(differences) if differences else None
 
 
 def sign_flip_p_value(differences: Sequence[float]) -> float:
     """The two-sided p-value of the mean paired difference, by flipping signs.
 
-    If two methods are alike, a seed's difference is as likely as its negative. The p-value is the share of all sign
-    patterns whose mean is at least as far from 0 as the one seen: exact for up to 20 differences, so never below
-    2 / 2ⁿ; for more, from a million random patterns with a fixed seed.
+    If two methods are equally good, a seed's difference is as likely as its negative. The p-value is the share of all
+    sign patterns whose mean is at least as far from 0 as the observed one: exact for up to 20 differences, so never
+    below 2 / 2ⁿ; for more, from a million random patterns with a fixed seed.
 
     Args:
-        differences: Of each seed, at least one.
+        differences: The difference of each seed, at least one.
 
     Raises:
         ValueError: If there is no difference.
@@ -120,10 +117,10 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's corrected p-values: below 0.05 they keep the chance of any false finding among them below 0.05.
 
-    The smallest of m is multiplied by m, the next by m − 1, and so on; none becomes smaller than one before it.
+    The smallest of m p-values is multiplied by m, the next by m − 1, and so on; none becomes smaller than the last one.
 
     Args:
-        p_values: Of every test of the family. A test that is still to be made counts with 1.
+        p_values: The p-values of all tests of the family. A test that is not made yet counts with 1.
 
     Returns:
         The corrected values in the same order, at most 1.
@@ -138,10 +135,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def equivalence_p_value(differences: Sequence[float], margin: float) -> float | None:
     """The p-value of two one-sided t tests (TOST); below 0.05 the methods are equivalent within the margin.
 
-    The hypothesis that it speaks against is that the mean difference is at least `margin` away from 0.
+    The null hypothesis is that the mean difference is at least `margin` away from 0.
 
     Args:
-        differences: Of each seed.
+        differences: The difference of each seed.
         margin: Above 0, in the unit of the differences.
 
     Returns:
@@ -154,28 +151,25 @@ def equivalence_p_value(differences: Sequence[float], margin: float) -> float | 
         raise ValueError(f"margin must be above 0, got {margin}")
     if len(differences) < 2:
         return None
-    if stdev(differences) == 0:  # where t is infinite
+    if stdev(differences) == 0:  # then t is infinite
         return 0.0 if abs(differences[0]) < margin else 1.0
     above = _stats().ttest_1samp(differences, -margin, alternative="greater").pvalue
     below = _stats().ttest_1samp(differences, margin, alternative="less").pvalue
     return float(max(above, below))
 
 
-def crossed_bootstrap_interval(
-    differences: ArrayLike, questions: ArrayLike, resamples: int = 10_000, seed: int = 0
-) -> Interval:
-    """The 95 % interval of a mean over seeds and questions, both seen as samples.
+def crossed_bootstrap_interval(differences: ArrayLike, questions: ArrayLike, resamples: int = 10_000) -> Interval:
+    """The 95 % interval of a mean over seeds and questions, both taken as samples.
 
-    Every seed's run answers the same draws, and draws of one question are alike. So seeds and questions are resampled
-    with replacement, independently of each other, and a question brings all its draws and its answers by all seeds
-    (Owen, 2007, "The pigeonhole bootstrap"). The interval is that of the percentiles. It tends to be too wide rather
-    than too narrow, but not with few seeds: below ten, prefer `t_interval`.
+    Every seed's run answers the same draws, and draws of one question are correlated. So seeds and questions are
+    resampled with replacement, independently of each other, and a question is taken with all its draws and its answers
+    by all seeds (Owen, 2007, "The pigeonhole bootstrap"). The ends of the interval are percentiles. It tends to be too
+    wide rather than too narrow, but not with few seeds: below ten, prefer `t_interval`.
 
     Args:
-        differences: (seeds, draws): what is averaged, such as one method's verdict minus another's.
-        questions: (draws,) integers: the question of each draw.
-        resamples: Bootstrap samples.
-        seed: Of their random numbers.
+        differences: The values to average, (seeds, draws), such as one method's verdicts minus another's.
+        questions: The question of each draw, (draws,) integers.
+        resamples: The number of bootstrap samples, whose random numbers are always the same.
 
     Raises:
         ValueError: If the shapes do not fit, or there are fewer than two seeds or questions.
@@ -190,7 +184,7 @@ def crossed_bootstrap_interval(
         raise ValueError(f"at least two seeds and two questions are needed, got {len(values)} and {len(names)}")
     totals = np.stack([np.bincount(place, row, len(names)) for row in values])  # (seeds, questions)
     draws = np.bincount(place)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     means: list[NDArray[np.float64]] = []
     for start in range(0, resamples, _BLOCK):
         size = min(_BLOCK, resamples - start)
@@ -202,7 +196,7 @@ def crossed_bootstrap_interval(
 
 
 def _resampled(items: int, samples: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """How often each item is in each sample of as many with replacement, (samples, items)."""
+    """Counts of each item in samples of `items` items with replacement, (samples, items)."""
     drawn = rng.integers(items, size=(samples, items)) + items * np.arange(samples)[:, None]
     return np.bincount(drawn.ravel(), minlength=samples * items).reshape(samples, items)
 
@@ -210,13 +204,13 @@ def _resampled(items: int, samples: int, rng: np.random.Generator) -> NDArray[np
 def leave_one_out_choice(values: Mapping[float, Mapping[int, float]]) -> dict[int, float]:
     """For each seed, the learning rate with the best mean over the other seeds.
 
-    So a seed's own luck has no part in the choice of its rate. Equal means choose the smaller rate.
+    So a seed's own luck does not affect the choice of its rate. Of equal means, the smaller rate is chosen.
 
     Args:
-        values: Rate to seed to value. Only seeds that have a value at every rate count.
+        values: The values by rate and then by seed. Only seeds that have a value at every rate count.
 
     Returns:
-        The rate of each of these seeds; nothing if there are fewer than two.
+        The rate of each of these seeds; empty if there are fewer than two.
     """
     common = sorted(set.intersection(*(set(by_seed) for by_seed in values.values()))) if values else []
     if len(common) < 2:
@@ -232,14 +226,15 @@ def leave_one_out_choice(values: Mapping[float, Mapping[int, float]]) -> dict[in
 def range_within(means: Mapping[float, float], share: float = 0.9) -> tuple[float, float]:
     """The learning rates around the best one with at least a share of its value.
 
-    Between two rates, the value is taken to be linear in the logarithm of the rate, as a plot draws it.
+    Between two rates, the value is interpolated linearly in the logarithm of the rate, as in a plot.
 
     Args:
-        means: Value by rate, at least one; all at least 0.
-        share: In (0, 1].
+        means: The mean value by rate, at least one; all at least 0.
+        share: The share of the best value, in (0, 1].
 
     Returns:
-        The lowest and the highest rate. One that is the first or the last of `means` is only where the data end.
+        The lowest and the highest rate. If it is the first or the last rate of `means`, the data end there, and the
+        true range may be wider.
     """
     rates = sorted(means)
     best = max(range(len(rates)), key=lambda i: means[rates[i]])

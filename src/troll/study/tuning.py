@@ -10,20 +10,20 @@ from typing import Any
 from troll.recipes import RecipeError
 from troll.study.grid import Axes, PlannedRun, expand
 
-#: What one choice is for: the recipe, and the values of all fields that are neither tuned nor the seed.
+#: The place of one choice: the recipe, and the values of all fields except for the tuned ones and the seed.
 Place = tuple[str, tuple[tuple[str, str | None], ...]]
-Values = dict[str, str]  # of the tuned fields that a method reads
+Values = dict[str, str]  # the values of the tuned fields that a method reads
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What the tuning chose for a method.
+    """The tuning's choice for a method.
 
     Attributes:
-        recipe: The recipe's name.
-        surrogate: Whose settings were tuned.
-        place: What it is for.
-        means: The mean final result over the tuning seeds of every combination, the best one first.
+        recipe: The name of the recipe.
+        surrogate: The surrogate whose settings were tuned.
+        place: The recipe and the other settings for which the choice was made.
+        means: Every combination with its mean final result over the tuning seeds, the best one first.
     """
 
     recipe: str
@@ -44,7 +44,7 @@ class Choice:
         return f"{' '.join(filter(None, [self.recipe, place, self.surrogate]))}: {values} (mean {self.means[0][1]:.3f})"
 
     def as_json(self) -> dict[str, Any]:
-        """For the manifest."""
+        """The choice for the manifest."""
         return {
             "recipe": self.recipe,
             "surrogate": self.surrogate,
@@ -59,11 +59,11 @@ class Tuning:
     """The plan of both stages.
 
     Attributes:
-        recipe_names: As the user gave them.
-        axes: Of the second stage.
-        fields: The tuned fields, and the values to choose from. One that has values in `axes` too keeps those in the
-            second stage: it is tuned only because the best values of the others depend on it.
-        seeds: Of the first stage.
+        recipe_names: The recipes' names or paths, as the user gave them.
+        axes: The values of the fields in the second stage.
+        fields: The tuned fields, and the values to choose from. A field that also has values in `axes` keeps those in
+            the second stage: it is tuned only because the best values of the others depend on it.
+        seeds: The seeds of the first stage.
     """
 
     recipe_names: Sequence[str]
@@ -73,7 +73,7 @@ class Tuning:
 
     @property
     def settled(self) -> list[str]:
-        """The fields of which the second stage has the chosen values."""
+        """The fields that have the chosen values in the second stage."""
         return [name for name in self.fields if name not in self.axes]
 
     def runs(self) -> list[PlannedRun]:
@@ -82,21 +82,21 @@ class Tuning:
         A method without a field to choose for the second stage has no runs.
 
         Raises:
-            RecipeError: As :func:`troll.study.grid.expand`, of both stages; there is nothing to choose; or a seed is in
-                both stages.
+            RecipeError: As `troll.study.grid.expand`, for both stages; or if there is nothing to choose, or a seed is
+                in both stages.
         """
         every = expand(self.recipe_names, {**self.axes, **self.fields, "seed": self.seeds}, prefix="tune-")
         runs = [run for run in every if any(name in run.assignment for name in self.settled)]
         if not runs:
             raise RecipeError(
-                f"--tune {' '.join(self.fields)} chooses nothing: no method reads a tuned field that has no values of "
-                "its own for the second stage"
+                f"--tune {' '.join(self.fields)} chooses nothing: no method reads a tuned field without values for the "
+                "second stage"
             )
         counted = {run.recipe.training.seed for run in self.counted()}
         if both := sorted(counted & {run.recipe.training.seed for run in runs}):
             raise RecipeError(
-                f"seed {both[0]} is a tuning seed and a counted one: what was chosen on it would look better than it "
-                "is; give --tuning_seeds others"
+                f"seed {both[0]} is a tuning seed and a counted one, and settings that were chosen on it would look "
+                "better than they are: give --tuning_seeds other seeds"
             )
         return runs
 
@@ -104,7 +104,7 @@ class Tuning:
         """The second stage.
 
         Args:
-            choices: From `choose`. A method without one has the first value of each field.
+            choices: The choices from `choose`. A method without a choice has the first value of each field.
         """
         chosen = {choice.place: choice.values for choice in choices}
 
@@ -118,11 +118,11 @@ class Tuning:
         return expand(self.recipe_names, {**self.axes, **firsts}, settle)
 
     def choose(self, runs: Sequence[PlannedRun], results: Mapping[str, float]) -> list[Choice]:
-        """For every method the combination with the best mean over the tuning seeds; of equal ones, the smaller values.
+        """Chooses for every method the combination with the best mean over the tuning seeds; of equals, the smaller.
 
         Args:
-            runs: The first stage.
-            results: The final success, or reward, of each of them by its name.
+            runs: The runs of the first stage.
+            results: The final success, or reward, of each run by its name.
         """
         found: dict[Place, dict[tuple[tuple[str, str], ...], list[float]]] = {}
         first: dict[Place, PlannedRun] = {}
@@ -141,6 +141,16 @@ class Tuning:
             for place, combinations in found.items()
         ]
 
+    def record(self, runs: Sequence[PlannedRun], choices: Sequence[Choice] | None = None) -> dict[str, Any]:
+        """What the manifest holds about the tuning.
+
+        Args:
+            runs: The runs of the first stage.
+            choices: The choices from `choose`; None as long as they are open.
+        """
+        chosen = {} if choices is None else {"chosen": [choice.as_json() for choice in choices]}
+        return {"settled": self.settled, "runs": [run.name for run in runs], **chosen}
+
     def _place(self, recipe_name: str, assignment: Mapping[str, str | None]) -> Place:
         apart = {"seed", *self.fields}
         return recipe_name, tuple((name, value) for name, value in assignment.items() if name not in apart)
@@ -152,7 +162,7 @@ def _best_first(means: Mapping[tuple[tuple[str, str], ...], float]) -> list[tupl
 
 
 def _size(value: str) -> tuple[float, str]:
-    """Numbers by their size, and after them words."""
+    """A key that sorts numbers by their size, and words after them."""
     try:
         return float(value), ""
     except ValueError:

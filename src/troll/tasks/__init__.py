@@ -1,13 +1,14 @@
 """Tasks: a data set, its prompts and its rewards under one name."""
 
-# Each import registers its tasks.
-import troll.tasks.code
-import troll.tasks.free_text
-import troll.tasks.geometry3k
-import troll.tasks.mathematics
-import troll.tasks.own
-import troll.tasks.prompts
-import troll.tasks.reasoning_gym  # noqa: F401
+try:
+    import datasets  # noqa: F401 (first: every task is one)
+except ModuleNotFoundError as error:
+    if error.name != "datasets":
+        raise
+    raise ImportError('troll.tasks needs datasets: pip install "troll-rl[tasks]"') from None
+
+# Each module registers its tasks.
+from troll.tasks import code, custom, free_text, geometry3k, mathematics, prompts, reasoning_gym  # noqa: F401
 from troll.tasks.registry import Task, TaskConfig, TaskError, load_task, register_task
 
 __all__ = ["Task", "TaskConfig", "TaskError", "load_task", "register_task"]

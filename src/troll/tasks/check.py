@@ -1,4 +1,4 @@
-"""Whether a task's reward takes the data set's own answers for right, and others for wrong: `troll tasks check`."""
+"""`troll tasks check`: whether a task's reward accepts the data set's own answers, and rejects wrong ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from troll.rewards.mathematics import MathGrader
 from troll.rewards.sandbox.limits import printable
 from troll.tasks.registry import Task, TaskError
 
-#: What is graded against a gold answer, and whether it is right.
+#: The kinds of answers that are graded against a gold answer, and whether they are right.
 KINDS = {"itself": True, "restated": True, "spoiled": False}
 
 _AT_ONCE = 32
@@ -36,12 +36,12 @@ class Trial:
     """A completion that is graded against a gold answer.
 
     Attributes:
-        row: The row in words.
-        kind: One of `KINDS`.
-        gold: The gold answer; of code, the reference solution.
-        given: What the completion answers.
-        completion: The whole completion.
-        columns: The row.
+        row: The place of the row in words, for the report.
+        kind: A key of `KINDS`.
+        gold: The gold answer; for code, the reference solution.
+        given: The answer of the completion.
+        completion: The text of the completion.
+        columns: The row's columns, for the reward.
     """
 
     row: str
@@ -54,12 +54,12 @@ class Trial:
 
 @dataclass
 class Report:
-    """What the reward said.
+    """The result of a check.
 
     Attributes:
-        counts: How many trials there were, by their kind and by whether the reward agreed; None where it could not say.
-        disagreements: The trials in which it did not agree, or could not say, with its verdicts.
-        without: How many rows have no solution to grade.
+        counts: The number of trials by their kind and by whether the reward agreed; None where it could not judge.
+        disagreements: The trials in which the reward disagreed or could not judge, with its verdicts.
+        without: The number of rows without a solution to grade.
     """
 
     counts: Counter[tuple[str, bool | None]] = field(default_factory=Counter)
@@ -68,7 +68,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether every gold answer is right by the reward, as far as it could say."""
+        """Whether the reward accepts every gold answer that it could judge."""
         return not self.counts["itself", False]
 
 
@@ -79,11 +79,14 @@ def check(task: Task, limit: int | None = None, advance: Callable[[int], None] =
 
     Args:
         task: The task, of mathematics or of code.
-        limit: How many rows to take, the first ones; None for all.
+        limit: The number of rows to check, from the first; None for all.
         advance: Called with the number of rows that have been graded since the last call.
 
+    Returns:
+        The trials counted, and those in which the reward disagreed.
+
     Raises:
-        TaskError: If its reward is another one, or its data set has no reference solutions.
+        TaskError: If the task's reward is neither of mathematics nor of code, or its data set has no solutions.
     """
     grader, report = _grader(task), Report()
     trials = _trials(task, grader, limit)
@@ -101,7 +104,7 @@ def check(task: Task, limit: int | None = None, advance: Callable[[int], None] =
 
 
 def size(task: Task, limit: int | None = None) -> int:
-    """Returns how many rows `check` takes."""
+    """Returns the number of rows that `check` takes."""
     rows = len(task.train_dataset) + len(task.eval_dataset)
     return rows if limit is None else min(rows, limit)
 
@@ -117,7 +120,7 @@ def show(report: Report, console: Console) -> None:
         console.print(f"{report.without} rows have no solution to grade.")
     if not report.disagreements:
         return
-    # Those against itself come first.
+    # Gold answers graded against themselves come first.
     found = sorted(report.disagreements, key=lambda each: list(KINDS).index(each[0].kind))
     table = Table("row (from 0)", "graded", "gold answer", "answer", "verdict", show_lines=True)
     for trial, verdict in found[:_SHOWN]:
@@ -129,9 +132,9 @@ def show(report: Report, console: Console) -> None:
 
 
 def restated_answer(gold: str) -> str | None:
-    r"""Returns a gold answer of mathematics in other words: `\frac{144}{2}` of 72, `x = \pi` of `\pi`.
+    r"""Returns a gold answer of mathematics in another form: `\frac{144}{2}` for 72, `x = \pi` for `\pi`.
 
-    None of a relation, a list or words, which cannot be restated without reading them.
+    Returns None for a relation, a list or words, which cannot be restated without parsing them.
     """
     if _NUMBER.fullmatch(gold):
         value = Decimal(gold.replace(",", ""))
@@ -147,7 +150,7 @@ def _is_list(text: str) -> bool:
 
 
 def spoiled_answer(gold: str) -> str:
-    """Returns a wrong answer: a number and one, or a list with a number that the gold answer does not have."""
+    """Returns a wrong answer: the number plus one, or a list with a number that the gold answer does not have."""
     return f"{Decimal(gold.replace(',', '')) + 1:f}" if _NUMBER.fullmatch(gold) else f"{gold}, 1234567"
 
 
@@ -188,7 +191,7 @@ def _grader(task: Task) -> MathGrader | CodeGrader:
 
 
 def _trials(task: Task, grader: Grader, limit: int | None) -> Iterator[list[Trial]]:
-    """The trials of each row; none of a row without a gold answer, or with one that was there before."""
+    """Yields the trials of each row; none for a row without a gold answer, or with one that an earlier row has."""
     rows = islice(_rows(task), limit)
     if isinstance(grader, MathGrader):
         return _of_mathematics(rows, grader)
@@ -230,7 +233,7 @@ def _of_code(rows: Iterable[tuple[str, dict[str, Any]]], references: Sequence[st
 def _rewritten(program: str) -> dict[str, str]:
     try:
         return {"restated": restated_program(program), "spoiled": spoiled_program(program)}
-    except (SyntaxError, ValueError):  # it does not pass then either, which is what the report says
+    except (SyntaxError, ValueError):  # then it does not pass its tests either, and the report shows it
         return {}
 
 

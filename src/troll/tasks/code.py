@@ -17,21 +17,20 @@ from troll.rewards.demands import PACKAGES, borrowed_packages, needs_plain
 from troll.rewards.program import CodeTests, StreamTests, Tests, parse_tests
 from troll.rewards.sandbox.launch import SandboxError
 from troll.rewards.sandbox.limits import MEBIBYTE, Limits
-from troll.tasks.dataset_task import Example, PromptStyle, Read, dataset_task, without
+from troll.tasks.dataset_task import Example, PromptStyle, Read, dataset_task, take_shaping, without
 from troll.tasks.options import Options
 from troll.tasks.registry import Task, TaskConfig, TaskError, register_task
 from troll.tasks.row import Column, Row
-from troll.tasks.shaping import take_shaping
 from troll.tasks.splits import Divide, Source
 
-#: Ends a message that asks for a program.
+#: The end of a message that asks for a program.
 INSTRUCTION = "Write the whole program in one ```python block."
 
 _ASKED = "{question}\n\n{instruction}"
-# What a model without a chat template has seen most often before a program: a comment that says what it does.
+# The text that a model without a chat template has seen most often before a program: a comment that describes it.
 _COMMENT = '"""\n{question}\n"""\n'
 _BORROWED = (
-    "use {name} without importing it, so whatever a program calls {name} decides: put `{import_}` into their setup"
+    "use {name} without importing it, so a program can define {name} and decide them: put `{import_}` into their setup"
 )
 _NEEDS_PLAIN = (
     "cannot be passed from outside the program's process ({need}); task_options {{plain_tests: needed}} runs them "
@@ -50,17 +49,17 @@ def load_code(
     style: PromptStyle,
     divide: Divide | None = None,
 ) -> Task:
-    """Loads a task whose examples have the column `tests` that `troll.rewards.code.CodeGrader` reads.
+    """Loads a task whose examples have the column `tests`, for `troll.rewards.code.CodeGrader`.
 
-    Its options are `partial_credit`, `cpu_seconds`, `memory_mb`, `packages`, `run_without_isolation` and
-    `sandbox` ("gvisor", or the address of a server, to test the programs instead), `prompt` and `system_prompt`,
-    `columns`, `overlong` of `troll.tasks.shaping`, and two that say how tests are run:
+    Its options are `partial_credit`, `cpu_seconds`, `memory_mb`, `packages`, `run_without_isolation` and `sandbox`
+    ("gvisor", or the address of a server, to test the programs instead), `overlong` of `take_shaping`, those of
+    `dataset_task`, and two about running the tests:
 
-    - `compare`: how printed text is compared where the tests do not say it, "tokens" or "numbers"; see
+    - `compare`: how printed text is compared if the tests do not say, "tokens" or "numbers"; see
       `troll.rewards.output.same_output`.
     - `plain_tests`: which tests that are code run in the program's own process, where a program can fake its verdict:
-      those that say so ("stated"), besides those that say nothing and need it as far as
-      `troll.rewards.demands.needs_plain` tells ("needed"), all ("always") or none ("never"), whatever they say.
+      those that say so ("stated"); also those that do not say but need it, as far as
+      `troll.rewards.demands.needs_plain` finds out ("needed"); all of them ("always"); or none ("never").
 
     Warns of rows whose tests need the program's process or run there, and of those that leave a package to the program.
 
@@ -72,15 +71,10 @@ def load_code(
             or a row lacks what is read.
     """
     options = Options(config)
-    style = style.with_options(options)
-    system_prompt = options.text("system_prompt")
-    columns = options.columns(columns)
-    skip_unanswered = options.flag("skip_unanswered")
     partial_credit = options.flag("partial_credit")
     settings = _take_settings(options)
     running = _Running(options, on_server=config.options.get("sandbox") not in (None, GVISOR))
     shaping, weights = take_shaping(options, answer_format=None)
-    options.finish()
     try:
         grader = CodeGrader(**settings)
     except (SandboxError, ValueError) as error:
@@ -90,13 +84,12 @@ def load_code(
     task = dataset_task(
         config,
         source,
+        options,
         columns=columns,
         read=lambda row: running.example(row, read(row)),
         style=style,
         rewards=[grader, *partial, *shaping],
-        skip_unanswered=skip_unanswered,
         reward_weights=[*own_weights, *weights] if partial or shaping else None,
-        system_prompt=system_prompt,
         divide=divide,
     )
     running.warn()
@@ -104,7 +97,7 @@ def load_code(
 
 
 class _Running:
-    """How the tests of a data set are run, by its options, and what is to be said about them."""
+    """How the tests of a data set run, by its options, and the warnings about them."""
 
     def __init__(self, options: Options, on_server: bool) -> None:
         self._compare = options.choice("compare", ("tokens", "numbers"))
@@ -115,7 +108,7 @@ class _Running:
         self._noted: dict[str, list[str]] = defaultdict(list)
 
     def example(self, row: Row, example: Example) -> Example:
-        """Returns the example with what the options say of its tests, and notes what is to be warned of."""
+        """Returns the example with the options applied to its tests, and notes warnings."""
         text = example.columns["tests"]
         tests, said = parse_tests(text), json.loads(text)
         settings = self._settings(row, tests, said)
@@ -124,7 +117,7 @@ class _Running:
         return replace(example, columns={**example.columns, "tests": json.dumps(said | settings)})
 
     def warn(self) -> None:
-        """Warns once of each thing that was noted."""
+        """Gives each noted warning once."""
         for problem, places in self._noted.items():
             rows = f"{len(places)} rows" if len(places) > 1 else "1 row"
             warnings.warn(f"the tests of {rows}, the first {places[0]}, {problem}", stacklevel=4)
@@ -154,8 +147,8 @@ class _Running:
 def humaneval(config: TaskConfig, argument: str = "") -> Task:
     """Loads HumanEval: functions to complete, from their signature and description.
 
-    A plain prompt is the beginning of the function as it stands, and a completion continues it; in a conversation the
-    whole function is asked for.
+    A plain prompt is the unchanged beginning of the function, which a completion continues; a conversation asks for the
+    whole function.
     """
 
     def read(row: Row) -> Example:
@@ -182,8 +175,9 @@ def humaneval(config: TaskConfig, argument: str = "") -> Task:
 def mbpp(config: TaskConfig, argument: str = "") -> Task:
     """Loads MBPP: short functions, each asked for in a sentence and by its tests, which are part of the prompt.
 
-    The hub's `full` configuration, whose split `test` is held out. A local file with tasks beyond 510 is divided as the
-    data set's authors did (11 to 510 held out, 601 to 974 to train on); of another one, the last rows are held out.
+    It reads the hub's `full` configuration, and holds out its split `test`. A local file with tasks beyond number 510
+    is divided as by the data set's authors (11 to 510 held out, 601 to 974 to train on); of another local file, the
+    last rows are held out.
     """
 
     def read(row: Row) -> Example:
@@ -239,15 +233,13 @@ def load_tested(config: TaskConfig, source: Source, *, columns: dict[str, Column
     """Loads a task from the columns `prompt` and `tests`.
 
     Args:
-        config: Of the task.
-        source: Its data.
-        columns: Of `prompt`, and of `tests`: JSON as `troll.rewards.program` reads it, or a list of assert statements.
-
-    Returns:
-        The task.
+        config: The task's configuration.
+        source: The task's data set.
+        columns: The columns of `prompt` and of `tests`: JSON as `troll.rewards.program` reads it, or a list of assert
+            statements.
 
     Raises:
-        TaskError: See `load_code`.
+        TaskError: As `load_code`.
     """
 
     def read(row: Row) -> Example:
@@ -261,7 +253,7 @@ def load_tested(config: TaskConfig, source: Source, *, columns: dict[str, Column
 def names_under_test(reference: str, asserts: Sequence[str]) -> list[str]:
     """Returns the names that a reference solution binds at its top level and its tests use.
 
-    So that where a solution is called `sum`, the tests call the program's.
+    So if a solution is called `sum`, the tests call the program's `sum`.
 
     Raises:
         SyntaxError: If one of them is not Python.
@@ -281,7 +273,7 @@ def names_under_test(reference: str, asserts: Sequence[str]) -> list[str]:
 
 
 def eurus_tests(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns tests of Eurus in the form of `troll.rewards.program`.
+    """Returns tests of Eurus in the form that `troll.rewards.program` reads.
 
     Lines may come as lists, and the arguments and the result of a call as JSON.
 
@@ -298,7 +290,7 @@ def eurus_tests(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(row: Row, field: str, tests: dict[str, Any] | str) -> str:
-    """The column `tests`, which the grader can read."""
+    """The column `tests`, after checking that the grader can read it."""
     text = tests if isinstance(tests, str) else json.dumps(tests)
     try:
         parse_tests(text)

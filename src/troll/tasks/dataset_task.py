@@ -10,6 +10,7 @@ from typing import Any
 
 from datasets import Dataset, concatenate_datasets
 
+from troll.rewards.answers import AnswerFormat, FormatReward
 from troll.tasks.options import Options
 from troll.tasks.registry import CHAT_PROMPT, Reward, Task, TaskConfig, TaskError, spaced_once
 from troll.tasks.row import Column, Row
@@ -22,12 +23,12 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Example:
-    """A row, as a task reads it.
+    """A row of a data set, as a task reads it.
 
     Attributes:
-        question: What is asked.
-        columns: What the rewards read, by their names for it.
-        reference: A solution, where the data set has one: of code a program, without what the column `prefix` holds.
+        question: The text of the question.
+        columns: The columns that the rewards read, by the rewards' names.
+        reference: A solution, if the data set has one: for code, a program without the text of the column `prefix`.
     """
 
     question: str
@@ -43,9 +44,9 @@ class PromptStyle:
     """How a question becomes a prompt.
 
     Attributes:
-        plain: Template of a plain text, with `{question}` and, where one is given, `{instruction}`.
-        chat: Template of a message; the same by default.
-        instruction: How the answer is to be written.
+        plain: The template of a plain text, with `{question}` and optionally `{instruction}`.
+        chat: The template of a message, with the same placeholders.
+        instruction: The sentence that says how to write the answer.
     """
 
     plain: str
@@ -53,7 +54,7 @@ class PromptStyle:
     instruction: str
 
     def with_options(self, options: Options) -> PromptStyle:
-        """Takes the option `prompt`, a template for both.
+        """Takes the option `prompt`, one template for plain texts and messages.
 
         Raises:
             TaskError: If it has no `{question}`.
@@ -66,7 +67,7 @@ class PromptStyle:
         return replace(self, plain=template, chat=template)
 
     def fill(self, template: str, question: str) -> str:
-        """Returns a template with its placeholders filled; all other braces stay, as mathematics is full of them."""
+        """Returns a template with its placeholders filled. All other braces stay, since mathematics has many."""
         values = {"question": question, "instruction": self.instruction}
         return _PLACEHOLDER.sub(lambda found: values[found[1]], template)
 
@@ -74,42 +75,49 @@ class PromptStyle:
 def dataset_task(
     config: TaskConfig,
     source: Source,
+    options: Options,
     *,
     columns: Mapping[str, Column],
     read: Read,
     style: PromptStyle,
     rewards: Sequence[Reward],
     skip_unanswered: bool = False,
-    system_prompt: str | None = None,
     reward_weights: list[float] | None = None,
     divide: Divide | None = None,
 ) -> Task:
-    """Makes a task of a data set.
+    """Makes a task from a data set.
 
-    A question that is held out is dropped from training, however it is spaced, and so is a row that repeats another one
-    in all that is read of it.
+    It takes the options `prompt`, `system_prompt`, `columns` and `skip_unanswered`, and refuses those that are left.
+    Training rows with a held-out question are dropped, regardless of spacing, and so are rows that repeat another one
+    in every column that is read.
 
     Args:
-        config: Path and sizes.
+        config: The path of the data, and the sizes.
         source: The hub's data set.
-        columns: What is read of a row.
-        read: Returns a row's example; raises TaskError where the row lacks something.
-        style: Of the prompts.
-        rewards: The first is named `success`.
-        skip_unanswered: Whether a row that lacks something is left out.
-        system_prompt: See `Task`.
-        reward_weights: See `Task`.
-        divide: See `read_splits`.
+        options: The options of the task, from which it has taken its own.
+        columns: The columns to read, by the task's names for them, if the option does not name others.
+        read: Returns a row's example; raises TaskError if the row lacks something.
+        style: How questions become prompts, if the option `prompt` does not say it.
+        rewards: The rewards; the first is named `success`.
+        skip_unanswered: Whether rows that lack something are left out by default; otherwise they are an error.
+        reward_weights: One weight for each reward, see `Task`; None for 1.0 each.
+        divide: Divides one file as the data set's authors did; None to hold out the last rows.
 
     Returns:
-        The task. Its data sets have the column `prompt`, those of the examples, and `chat_prompt` where it differs.
+        The task. Its data sets have the column `prompt`, the columns of the examples, and `chat_prompt` if it differs.
 
     Raises:
-        TaskError: If the data cannot be reached or read, or a row lacks what is read.
+        TaskError: If an option is unknown or unusable, the data cannot be reached or read, or a row lacks something
+            that is read.
     """
+    style = style.with_options(options)
+    system_prompt = options.text("system_prompt")
+    columns = options.columns(columns)
+    skip_unanswered = options.flag("skip_unanswered", skip_unanswered)
+    options.finish()
     train, test = read_splits(config, source, divide)
     held_out = _examples(test, columns, read, skip_unanswered)
-    # All of it, not only what is evaluated: a larger eval_size must not find what was learned.
+    # All held-out rows, not only those that are evaluated: a larger eval_size must not find training rows.
     asked = {spaced_once(example.question) for example in held_out}
     learned = _examples(train, columns, read, skip_unanswered, config.train_size, exclude=asked)
     eval_dataset = _dataset(held_out[: config.eval_size], style)
@@ -127,8 +135,40 @@ def dataset_task(
     )
 
 
+def take_shaping(options: Options, answer_format: AnswerFormat | None) -> tuple[list[Reward], list[float]]:
+    """Takes the options that shape the form of a completion.
+
+    `format_reward` is the weight of a reward of 1 for an answer in the format asked for. `overlong` is DAPO's soft
+    punishment of long completions, in tokens: 0 up to `length - cache`, falling to -1 at `length`.
+
+    Args:
+        options: The options of the task.
+        answer_format: The format asked for; None for a task without one, which has no `format_reward`.
+
+    Returns:
+        The rewards, and the weight of each.
+
+    Raises:
+        TaskError: If an option is unusable.
+    """
+    rewards: list[Reward] = []
+    weights: list[float] = []
+    if answer_format is not None and (weight := options.number("format_reward")) is not None:
+        rewards.append(FormatReward(answer_format))
+        weights.append(weight)
+    overlong = options.numbers("overlong", ("length", "cache"))
+    if overlong is not None:
+        if overlong["cache"] >= overlong["length"]:
+            raise TaskError(f"task option overlong: cache must be below length, got {overlong}")
+        from trl.rewards import get_soft_overlong_punishment
+
+        rewards.append(get_soft_overlong_punishment(int(overlong["length"]), int(overlong["cache"])))
+        weights.append(1.0)
+    return rewards, weights
+
+
 def without(text: str, *instructions: str) -> str:
-    """Returns a text without instructions at its start or end, however they are spaced."""
+    """Returns a text without instructions at its start or end, regardless of their spacing."""
     for instruction in instructions:
         pattern = r"\s+".join(map(re.escape, instruction.split()))
         text = re.sub(rf"^\s*{pattern}|{pattern}\s*$", "", text)
@@ -143,7 +183,7 @@ def _examples(
     size: int | None = None,
     exclude: set[str] | None = None,
 ) -> list[Example]:
-    """The first examples; with `exclude`, those of other questions, each once."""
+    """The first `size` examples; with `exclude`, without its questions and without repetitions."""
     examples: list[Example] = []
     seen: set[tuple[str, ...]] = set()
     left_out: list[str] = []

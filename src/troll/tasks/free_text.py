@@ -1,4 +1,4 @@
-"""Open-ended text: continue a sentence in a given style. There is no right answer, and many good ones."""
+"""Open-ended text: continue a sentence in a given style. No answer is the right one, and many are good."""
 
 import ast
 import functools
@@ -7,14 +7,14 @@ import pydoc_data.topics
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
 from datasets import Dataset
 
-from troll.rewards.completion import completion_text
+from troll.rewards.grading import completion_text
 from troll.rewards.style import Style
+from troll.tasks.options import Options
 from troll.tasks.registry import RewardFunc, Task, TaskConfig, TaskError, register_task
 
 NAME = "free_text"
@@ -22,7 +22,7 @@ DEFAULT_PROMPT_WORDS = 4
 
 Split = Literal["eval", "warmup", "train"]
 
-# Which sixteenths of the paragraphs belong to which split: a language model needs most of them to learn to write.
+# The sixteenths of the paragraphs in each split: a language model needs most of them to learn to write.
 SIXTEENTHS: dict[Split, range] = {"eval": range(2), "train": range(2, 5), "warmup": range(5, 16)}
 
 # Prose, not a listing, a table or a grammar: it begins like a sentence and ends like one.
@@ -35,13 +35,13 @@ _LEAST_WORDS = 12
 def load(config: TaskConfig, argument: str = "") -> Task:
     """Loads the beginnings of sentences, each to be continued as one sentence in a style.
 
-    The text is what comes with Python: its reference manual (`pydoc_data.topics`) and the docstrings of the standard
-    library's modules. This is half a million characters of English prose on every machine, without a download; it
-    differs a little between versions of Python.
+    The text comes with Python: its reference manual (`pydoc_data.topics`) and the docstrings of the standard library's
+    modules. That is half a million characters of English prose on every machine, without a download; it differs a
+    little between versions of Python.
 
-    Two rewards: `success` is 1.0 where all of the style is met, and `style` grades how much of it is (see
-    `troll.rewards.style.Style`). `config.task_options` holds the fields of `Style`, and `prompt_words`: how many words
-    of a sentence the model is given.
+    There are two rewards: `success` is 1.0 if all of the style is met, and `style` grades how much of it is (see
+    `troll.rewards.style.Style`). `config.task_options` holds the fields of `Style`, and `prompt_words`, the number of
+    words of a sentence that the model is given.
 
     Args:
         config: Options and sizes; all training prompts and at most `eval_size` held-out ones by default.
@@ -54,8 +54,11 @@ def load(config: TaskConfig, argument: str = "") -> Task:
         TaskError: If an option is unknown or out of its range, or `dataset_path` is given.
     """
     if config.dataset_path is not None:
-        raise TaskError(f"task {NAME!r} brings its text: remove dataset_path={config.dataset_path}")
-    style, prompt_words = _options(config.options)
+        raise TaskError(f"task {NAME!r} has its own text: remove dataset_path={config.dataset_path}")
+    options = Options(config)
+    style = Style(options.whole("words", Style.words), options.whole("tolerance", Style.tolerance, least=0))
+    prompt_words = options.whole("prompt_words", DEFAULT_PROMPT_WORDS)
+    options.finish()
     held_out = _beginnings(paragraphs("eval"), prompt_words)[: config.eval_size]
     not_learned = set(held_out)
     train = [prompt for prompt in _beginnings(paragraphs("train"), prompt_words) if prompt not in not_learned]
@@ -80,7 +83,7 @@ def paragraphs(split: Split) -> list[list[str]]:
 
 @functools.cache
 def _prose() -> tuple[str, ...]:
-    """All paragraphs, each once and in one line."""
+    """All paragraphs without repetition, each in one line."""
     found: dict[str, None] = {}  # an ordered set
     for text in (*pydoc_data.topics.topics.values(), *_docstrings()):
         for block in text.split("\n\n"):
@@ -112,17 +115,3 @@ def _rewards(style: Style) -> list[RewardFunc]:
 
     style_score.__name__ = "style"
     return [success, style_score]
-
-
-def _options(options: dict[str, Any]) -> tuple[Style, int]:
-    known = [field.name for field in fields(Style)] + ["prompt_words"]
-    for name in options:
-        if name not in known:
-            raise TaskError(f"task {NAME!r} has no option {name!r}; it has {', '.join(known)}")
-    prompt_words = options.pop("prompt_words", DEFAULT_PROMPT_WORDS)
-    if not isinstance(prompt_words, int) or prompt_words < 1:
-        raise TaskError(f"task option prompt_words must be a whole number of at least 1, got {prompt_words!r}")
-    try:
-        return Style(**options), prompt_words
-    except ValueError as error:
-        raise TaskError(f"task option {error}") from error

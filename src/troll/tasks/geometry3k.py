@@ -17,7 +17,7 @@ HUB_NAME = "hiyouga/geometry3k"
 
 _COLUMNS = {name: Column((name,)) for name in ("images", "problem", "answer")}
 
-#: Where the data set's text says that a diagram comes; TRL puts the images before the text.
+#: The data set's mark for a diagram in a text; TRL puts the images before the text.
 _PLACEHOLDER = "<image>"
 
 
@@ -25,9 +25,9 @@ _PLACEHOLDER = "<image>"
 def load(config: TaskConfig, argument: str = "") -> Task:
     r"""Loads Geometry3K: questions of plane geometry about a diagram, for vision-language models.
 
-    The hub's `hiyouga/geometry3k`, or `config.dataset_path` (see `troll.tasks.splits.read_splits`; parquet keeps the
-    images). Rows have the fields `images`, `problem` and `answer`. A training row with a held-out problem *and* the
-    same answer is dropped: many diagrams share a text such as "Find x."
+    The data is the hub's `hiyouga/geometry3k`, or `config.dataset_path` (see `troll.tasks.splits.read_splits`; parquet
+    keeps the images). Rows have the fields `images`, `problem` and `answer`. A training row is dropped only if a
+    held-out row has the same problem *and* the same answer: many diagrams share a text such as "Find x."
 
     Args:
         config: Path, sizes and the option `columns`; by default all training rows, and at most `eval_size` of the
@@ -57,7 +57,7 @@ def load(config: TaskConfig, argument: str = "") -> Task:
 def _to_prompts(
     rows: Rows, columns: dict[str, Column], exclude: Collection[tuple[str, str]] = ()
 ) -> tuple[Dataset, set[tuple[str, str]]]:
-    """The rows as prompts, and what they ask and expect."""
+    """The rows as prompts, and their pairs of a question and an answer."""
     names = rows.columns(columns)
     images = rows.dataset.select_columns(names["images"])
     # Not decoded: whether they are there is all that matters here.

@@ -9,22 +9,21 @@ from typing import cast
 
 from troll.rewards.answers import INSTRUCTIONS, AnswerFormat, final_answer
 from troll.rewards.mathematics import MathGrader
-from troll.tasks.dataset_task import Example, PromptStyle, dataset_task, without
+from troll.tasks.dataset_task import Example, PromptStyle, dataset_task, take_shaping, without
 from troll.tasks.options import Options
 from troll.tasks.registry import Task, TaskConfig, TaskError, register_task
 from troll.tasks.row import Column, Row
-from troll.tasks.shaping import take_shaping
 from troll.tasks.splits import Source
 
 _TEMPLATE = "{question}\n{instruction}"
 
-# TeX takes one token where there are no braces. What goes on after it would be an answer cut short.
+# Without braces, TeX takes one token: more text after it would mean that the answer is cut short.
 _BARE_BOX = re.compile(r"\\boxed(?![A-Za-z])\s*(\\[A-Za-z]+|[^\s{}\\$])(?=[.,;:!?]*(?:[\s$)}]|\\[\])]|$))")
 _OPEN_BOX = re.compile(r"\\boxed(?![A-Za-z])(?!\s*\{)")
 # A text without a box is an answer, unless it looks like a solution.
 _LONGEST_ANSWER = 200
 
-# As the data sets have them; asked for twice, in two formats, a model has no right answer.
+# Instructions in the data sets' questions. A model that is asked for two formats cannot answer right.
 _DAPO = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.",
@@ -45,17 +44,17 @@ def mathematics(
 ) -> None:
     r"""Registers a task: questions in text, each with one answer that math-verify can compare.
 
-    Its options are `answer_format` (`boxed`, `hash` or `tag`), `prompt` and `system_prompt`, `columns` (of `prompt` and
-    `answer`), `skip_unanswered`, and those of `troll.tasks.shaping`.
+    Its options are `answer_format` (`boxed`, `hash` or `tag`), those of `take_shaping`, and those of `dataset_task`,
+    with the columns `prompt` and `answer`.
 
     Args:
-        name: Of the task.
+        name: The name of the task.
         source: Its data set on the hub.
-        question: Columns of the question, in order of preference.
-        answer: Columns of the answer, likewise.
-        gold: Takes the answer out of its column, and raises ValueError where there is none. By default it is in the
-            last `\boxed{}`, or the whole of a text without a box, unless that is a whole solution.
-        instructions: What questions say about the form of the answer, left out of them.
+        question: The columns of the question, in order of preference.
+        answer: The columns of the answer, in order of preference.
+        gold: Takes the answer from the text of its column, and raises ValueError if there is none. By default, the
+            answer is in the last `\boxed{}`, or the whole text if it has no box and is not a whole solution.
+        instructions: Sentences about the form of the answer, which are removed from questions.
         skip_unanswered: Whether rows without an answer are left out by default; otherwise they are an error.
     """
 
@@ -84,7 +83,7 @@ def load_mathematics(
     """Loads a task that `mathematics` describes.
 
     Returns:
-        The task. Its data sets have the columns `prompt` and `answer` (nothing but the answer).
+        The task. Its data sets have the columns `prompt` and `answer` (only the answer).
 
     Raises:
         TaskError: If math-verify is missing, an option is unknown or unusable, the data cannot be reached or read, or a
@@ -93,12 +92,7 @@ def load_mathematics(
     check_math_verify()
     options = Options(config)
     answer_format = cast(AnswerFormat, options.choice("answer_format", list(INSTRUCTIONS)))
-    style = PromptStyle(_TEMPLATE, _TEMPLATE, INSTRUCTIONS[answer_format]).with_options(options)
-    system_prompt = options.text("system_prompt")
-    columns = options.columns(columns)
-    skip_unanswered = options.flag("skip_unanswered", skip_unanswered)
     shaping, weights = take_shaping(options, answer_format)
-    options.finish()
 
     def read(row: Row) -> Example:
         question, answer = without(row.text("prompt"), *instructions), row.answer("answer")
@@ -110,18 +104,18 @@ def load_mathematics(
     return dataset_task(
         config,
         source,
+        options,
         columns=columns,
         read=read,
-        style=style,
+        style=PromptStyle(_TEMPLATE, _TEMPLATE, INSTRUCTIONS[answer_format]),
         rewards=[MathGrader(answer_format=answer_format), *shaping],
         skip_unanswered=skip_unanswered,
         reward_weights=[1.0, *weights] if shaping else None,
-        system_prompt=system_prompt,
     )
 
 
 def check_math_verify() -> None:
-    """Finds out before training whether answers can be checked.
+    """Checks before training that answers can be compared.
 
     Raises:
         TaskError: If math-verify is not installed.
@@ -131,11 +125,11 @@ def check_math_verify() -> None:
 
 
 def boxed_or_whole(text: str) -> str:
-    r"""Returns what is in the last `\boxed{}` or `\boxed X` of a solution, or all of an answer without a box.
+    r"""Returns the content of the last `\boxed{}` or `\boxed X` of a solution, or the whole of an answer without a box.
 
     Raises:
         ValueError: If the last box is empty, its braces do not balance, or they are missing around more than one token;
-            or if there is no box, and several lines, a `####` or more than 200 characters.
+            or if a text without a box has several lines, a `####` or more than 200 characters.
     """
     if r"\boxed" not in text:
         if "\n" in text or "####" in text or len(text) > _LONGEST_ANSWER:

@@ -1,4 +1,4 @@
-"""The options of a task, taken one by one; what is left over is a mistake."""
+"""The options of a task, taken one by one; options that remain are mistakes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Options:
     """Reads `task_options`; call `finish` after the last one.
 
     Args:
-        config: Of the task.
+        config: The task's configuration, with its `task_options`.
 
     Raises:
-        TaskError: By every method, where an option is not what it must be.
+        TaskError: In every method, if an option has the wrong type or value.
     """
 
     def __init__(self, config: TaskConfig) -> None:
@@ -32,7 +32,7 @@ class Options:
         return value
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
-        """Takes one of some texts, the first by default."""
+        """Takes one of `choices`, the first by default."""
         value = self._take(name, choices[0])
         if value not in choices:
             raise self._wrong(name, f"one of {', '.join(choices)}", value)
@@ -50,6 +50,13 @@ class Options:
         value = self._take(name, None)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
             raise self._wrong(name, "a number above 0", value)
+        return value
+
+    def whole(self, name: str, default: int, least: int = 1) -> int:
+        """Takes a whole number of at least `least`."""
+        value = self._take(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self._wrong(name, f"a whole number of at least {least}", value)
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
@@ -72,7 +79,7 @@ class Options:
         return value
 
     def columns(self, defaults: Mapping[str, Column]) -> dict[str, Column]:
-        """Takes `columns`, the data's own names of the task's fields."""
+        """Takes `columns`, the names of the data's columns for the task's fields."""
         given = self._take("columns", {})
         if not isinstance(given, dict) or not all(isinstance(name, str) for name in given.values()):
             raise self._wrong("columns", "a mapping of names, such as {prompt: question, answer: solution}", given)

@@ -1,25 +1,24 @@
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from itertools import islice
 from typing import Any, Literal
 
 import torch
 from datasets import Dataset
 
-from troll.rewards.completion import completion_text
+from troll.rewards.grading import completion_text
 from troll.tasks.registry import DEFAULT_EVAL_SIZE, RewardFunc, Task, TaskConfig, TaskError, register_task
 
 Split = Literal["eval", "warmup", "train"]
 
 DEFAULT_TRAIN_SIZE = 4096
 
-#: The answer itself, in a template for it.
+#: The placeholder for the answer in a template.
 PLAIN = "{answer}"
 
 # Entry i of a reasoning-gym data set is drawn from seed + i: seeds must lie further apart than any size.
 _SEEDS: dict[Split, int] = {"eval": 0, "warmup": 700_000_000, "train": 1_400_000_000}
-# Which sixteenths of the space of questions belong to which split.
+# The sixteenths of the space of questions in each split.
 _SIXTEENTHS: dict[Split, range] = {"eval": range(2), "warmup": range(2, 6), "train": range(6, 16)}
 # How questions are split, for the keys of what was learned from one of the splits.
 SPLITS = {split: [_SEEDS[split], *_SIXTEENTHS[split]] for split in _SEEDS}
@@ -33,9 +32,9 @@ class Question:
     """One question of a reasoning-gym data set.
 
     Attributes:
-        prompt: What the model reads.
-        entry: What the data set generated; its verifier scores an answer against it.
-        answer_format: How the answer has to be written, with `{answer}` for the answer itself.
+        prompt: The text that the model reads.
+        entry: The entry that the data set generated, against which its verifier scores an answer.
+        answer_format: The template of the answer, with `{answer}` for the answer itself.
     """
 
     prompt: str
@@ -47,7 +46,7 @@ class Question:
         """The data set's own answer, in the form a model should write it.
 
         Raises:
-            TaskError: If the data set has no single answer, as where many solutions are accepted.
+            TaskError: If the data set has no single answer, since it accepts many solutions.
         """
         answer = self.entry["answer"]
         if not isinstance(answer, str):
@@ -56,10 +55,10 @@ class Question:
 
     @property
     def formatted_answer(self) -> str:
-        """The answer as it has to be written to be a success.
+        """The answer in the format that it must have to be a success.
 
         Raises:
-            TaskError: As `answer`.
+            TaskError: If the data set has no single answer.
         """
         return self.answer_format.replace(PLAIN, self.answer)
 
@@ -68,24 +67,26 @@ class Question:
 def load(config: TaskConfig, data_set: str) -> Task:
     """Loads any data set of reasoning-gym, with its own generator and verifier.
 
-    An answer is a success where the data set's verifier gives it the full score. The answer is what stands in the last
-    `<answer>...</answer>` of a completion, or the whole completion where there is no such tag.
+    An answer is a success if the data set's verifier gives it the full score. The answer is the text in the last
+    `<answer>...</answer>` of a completion, or the whole completion if it has no such tag.
 
-    `config.task_options` configures the data set (its fields but `seed` and `size`), and takes three options more:
+    `config.task_options` configures the data set (all its fields except for `seed` and `size`), and takes three more
+    options:
 
-    - `prompt`, a template with the question's text as `{question}` (the default) and everything in its metadata under
+    - `prompt`, a template with the question's text as `{question}` (the default), and everything in its metadata under
       the metadata's own name, e.g. `"{expression} ="` for `chain_sum`.
-    - `answer_format`, a template with `{answer}`, e.g. `"<{answer}>"`: only an answer that is written like this is a
-      success. Two more rewards, of weight 0, then say how many answers are in the format (`formatted`), and how many
-      are right with or without it (`right`).
-    - `random_reward`, a probability: completions are rewarded at random with it, and success has weight 0.
+    - `answer_format`, a template with `{answer}`, e.g. `"<{answer}>"`: only an answer in this format is a success. Two
+      more rewards, of weight 0, then measure how many answers are in the format (`formatted`), and how many are right
+      with or without it (`right`).
+    - `random_reward`, the probability with which completions are rewarded at random; success then has weight 0.
 
-    Training and evaluation are drawn from seeds far apart, and share no question however small the space of questions
-    is: a hash of its text assigns every question to one split (see `questions`).
+    Training and evaluation never share a question, even in a small space of questions: a hash of its text assigns every
+    question to one split (see `questions`).
 
     Args:
-        config: Options and sizes; `train_size` defaults to 4096, and 256 are held out for an `eval_size` of None.
-        data_set: Name of the data set, e.g. `chain_sum`.
+        config: Options and sizes; `train_size` defaults to 4096, and 256 questions are held out for an `eval_size` of
+            None.
+        data_set: The name of the data set, e.g. `chain_sum`.
 
     Returns:
         The task. Its data sets have the columns `prompt` and `question_id`.
@@ -98,10 +99,9 @@ def load(config: TaskConfig, data_set: str) -> Task:
     train = questions(data_set, config.options, split="train", size=config.train_size or DEFAULT_TRAIN_SIZE)
     held_out = questions(data_set, config.options, split="eval", size=config.eval_size or DEFAULT_EVAL_SIZE)
     verifier, asked = _create(data_set, config.options), train + held_out
-    rewards, weights = [_success_of(verifier, asked)], [1.0]
-    if (answer_format := asked[0].answer_format) != PLAIN:
-        rewards += [_formatted(answer_format), _right_of(verifier, asked)]
-        weights += [0.0, 0.0]
+    rewards, weights = _rewards(verifier, asked), [1.0, 0.0, 0.0]
+    if asked[0].answer_format == PLAIN:  # the other two say nothing then
+        rewards, weights = rewards[:1], weights[:1]
     if (probability := config.options.get("random_reward")) is not None:
         rewards.append(_random_reward(probability))
         weights = [0.0] * len(weights) + [1.0]
@@ -118,15 +118,15 @@ def questions(data_set: str, options: dict[str, Any], *, split: Split, size: int
     """Draws questions of one split.
 
     Every question belongs to exactly one split, by the SHA-256 of its text: two sixteenths of all questions are held
-    out for evaluation, four are for the supervised warm-up, ten for reinforcement learning. So no two splits share a
-    question, for all sizes, and all have the distribution of the generator: within a split, a question comes as
-    often as the generator draws it.
+    out for evaluation, four are for the supervised warm-up, and ten for reinforcement learning. So splits of any size
+    share no question, and each has the distribution of the generator: within a split, a question occurs as often as the
+    generator draws it.
 
     Args:
-        data_set: Name of the reasoning-gym data set.
-        options: Its configuration, and those of the task (see `load`).
+        data_set: The name of the reasoning-gym data set.
+        options: The options of the data set and of the task (see `load`).
         split: `"eval"`, `"warmup"` or `"train"`.
-        size: Number of questions.
+        size: The number of questions to draw.
 
     Returns:
         The questions, the same on every call; a longer draw starts with the shorter one.
@@ -134,16 +134,6 @@ def questions(data_set: str, options: dict[str, Any], *, split: Split, size: int
     Raises:
         TaskError: If the data set or an option is unknown or unusable, or the split holds (almost) no question.
     """
-    drawn = list(islice(_draw(data_set, options, split=split, draws=size * _DRAWS_PER_QUESTION), size))
-    if len(drawn) < size:
-        raise TaskError(
-            f"reasoning-gym data set {data_set!r} has too few different questions for its {split} split: "
-            "choose options that make the space of questions larger"
-        )
-    return drawn
-
-
-def _draw(data_set: str, options: dict[str, Any], *, split: Split, draws: int) -> Iterator[Question]:
     template, answer_format = options.get("prompt", "{question}"), options.get("answer_format", PLAIN)
     if not isinstance(template, str):
         raise TaskError(f"task option prompt must be a string, got {template!r}")
@@ -151,13 +141,19 @@ def _draw(data_set: str, options: dict[str, Any], *, split: Split, draws: int) -
         raise TaskError(f"task option answer_format must be a string with {PLAIN} in it, once, got {answer_format!r}")
     if "<answer>" in answer_format:
         raise TaskError(f"task option answer_format is read within <answer> tags: remove them from {answer_format!r}")
+    draws = size * _DRAWS_PER_QUESTION
+    drawn: list[Question] = []
     generator = _create(data_set, options, seed=_SEEDS[split], size=draws)
     for index in range(draws):
         entry = generator[index]
-        digest = hashlib.sha256(entry["question"].encode()).digest()
-        if digest[0] % 16 not in _SIXTEENTHS[split]:
-            continue
-        yield Question(_format(template, data_set, entry), entry, answer_format)
+        if hashlib.sha256(entry["question"].encode()).digest()[0] % 16 in _SIXTEENTHS[split]:
+            drawn.append(Question(_format(template, data_set, entry), entry, answer_format))
+        if len(drawn) == size:
+            return drawn
+    raise TaskError(
+        f"reasoning-gym data set {data_set!r} has too few different questions for its {split} split: "
+        "choose options that make the space of questions larger"
+    )
 
 
 def _format(template: str, data_set: str, entry: dict[str, Any]) -> str:
@@ -192,35 +188,27 @@ def _create(data_set: str, options: dict[str, Any], *, seed: int = 0, size: int 
         ) from error
 
 
-def _success_of(verifier: Any, asked: list[Question]) -> RewardFunc:
+def _rewards(verifier: Any, asked: list[Question]) -> list[RewardFunc]:
+    """For right answers in the format, for any in the format, and for right ones in the format or without it."""
+
+    def in_format(completion: Any) -> str | None:
+        return _unwrapped(_answer(completion), asked[0].answer_format)
+
+    def scores(answers: Iterable[str | None], question_id: list[int]) -> list[float]:
+        pairs = zip(answers, question_id, strict=True)
+        return [float(answer is not None and is_correct(verifier, answer, asked[index])) for answer, index in pairs]
+
     def success(prompts: list[Any], completions: list[Any], question_id: list[int], **columns: Any) -> list[float]:
-        answers = [_unwrapped(_answer(text), asked[0].answer_format) for text in completions]
-        return [
-            float(answer is not None and is_correct(verifier, answer, asked[index]))
-            for answer, index in zip(answers, question_id, strict=True)
-        ]
+        return scores(map(in_format, completions), question_id)
 
-    return success
-
-
-def _right_of(verifier: Any, asked: list[Question]) -> RewardFunc:
-    """Whether an answer is right, in the format or as it is."""
+    def formatted(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        return [float(in_format(completion) is not None) for completion in completions]
 
     def right(prompts: list[Any], completions: list[Any], question_id: list[int], **columns: Any) -> list[float]:
-        rewards = []
-        for text, index in zip(map(_answer, completions), question_id, strict=True):
-            unwrapped = _unwrapped(text, asked[0].answer_format)
-            rewards.append(float(is_correct(verifier, text if unwrapped is None else unwrapped, asked[index])))
-        return rewards
+        pairs = [(in_format(completion), completion) for completion in completions]
+        return scores([_answer(whole) if answer is None else answer for answer, whole in pairs], question_id)
 
-    return right
-
-
-def _formatted(answer_format: str) -> RewardFunc:
-    def formatted(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
-        return [float(_unwrapped(_answer(text), answer_format) is not None) for text in completions]
-
-    return formatted
+    return [success, formatted, right]
 
 
 def _random_reward(probability: Any) -> RewardFunc:
@@ -228,7 +216,7 @@ def _random_reward(probability: Any) -> RewardFunc:
         raise TaskError(f"task option random_reward must be a probability between 0 and 1, got {probability!r}")
 
     def random_reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
-        # By torch's generator, whose state a checkpoint keeps.
+        # Drawn by torch's generator, whose state a checkpoint keeps.
         return (torch.rand(len(completions)) < probability).float().tolist()
 
     return random_reward
@@ -242,7 +230,7 @@ def _answer(completion: Any) -> str:
 
 
 def _unwrapped(text: str, answer_format: str) -> str | None:
-    """The answer in a text that is written in a format; None if it is not."""
+    """The answer in a text that has the format; None if it has not."""
     before, after = answer_format.split(PLAIN)
     if len(text) < len(before) + len(after) or not (text.startswith(before) and text.endswith(after)):
         return None

@@ -12,13 +12,13 @@ from datasets import Dataset
 from troll.rewards.preference import load_reward_model
 
 RewardFunc = Callable[..., list[float]]
-#: What a trainer takes as a reward: a function, or a reward model (`transformers.PreTrainedModel`).
+#: A reward that a trainer takes: a function, or a reward model (`transformers.PreTrainedModel`).
 Reward = RewardFunc | Any
 
 
 DEFAULT_EVAL_SIZE = 256
 
-#: Column of a data set whose prompts read otherwise in a conversation than as plain text.
+#: The column with the prompts for conversations, if they differ from those for plain text.
 CHAT_PROMPT = "chat_prompt"
 
 
@@ -30,6 +30,23 @@ class TaskError(ValueError):
 class TaskConfig:
     """What to train on; every field is an option of the command line.
 
+    Attributes:
+        task: Its name, such as `gsm8k`, or `reasoning_gym:` and one of its data sets; or the path of a YAML or Python
+            file with a task of one's own.
+        dataset_path: Local file (json, jsonl or parquet), or folder with a train and a test file, to use instead of the
+            hub's data set.
+        task_options: Options of the task, as a dictionary or a JSON object: `answer_format` of mathematics, or the
+            configuration of a reasoning-gym data set.
+        reward_model: Name or path of a sequence classifier trained on preferences, whose score is added to the task's
+            rewards.
+        train_size: Number of training prompts, at least 1; None for all rows of a data set, and 4096 of a generator.
+        eval_size: Number of held-out prompts at most, at least 1; None for all, and for 256 of one file, whose last
+            rows are held out.
+        eval_tasks: Other tasks to evaluate on as well: names, `name=path` for local data, or dictionaries with `task`,
+            `dataset_path` and `task_options`.
+        warm_up: How the embedded model learns the task before: fields of
+            [WarmUp][troll.study.embedded.WarmUp]. Other models take none.
+
     Raises:
         TaskError: If `task_options` is a string that is not a JSON object, or a size is below one.
     """
@@ -38,7 +55,7 @@ class TaskConfig:
         default="reasoning_gym:chain_sum",
         metadata={
             "help": "Name of the task, e.g. `gsm8k`, or `reasoning_gym:` and one of its data sets; or the path of a "
-            "YAML or Python file with a task of one's own."
+            "YAML or Python file with a task of your own."
         },
     )
     dataset_path: str | None = field(
@@ -69,8 +86,8 @@ class TaskConfig:
     eval_size: int | None = field(
         default=DEFAULT_EVAL_SIZE,
         metadata={
-            "help": "Number of held-out prompts (at most; a data set may have fewer). In YAML, null is all; of one "
-            "file, whose last rows are held out, 256."
+            "help": "Number of held-out prompts at most; a data set may have fewer. In YAML, null is all of them, or "
+            "256 if the last rows of one file are held out."
         },
     )
 
@@ -86,8 +103,8 @@ class TaskConfig:
     warm_up: dict | str | None = field(
         default=None,
         metadata={
-            "help": "How the embedded model learns the task before, as a JSON object with fields of "
-            "`troll.study.embedded.WarmUp`, e.g. '{\"max_steps\": 500}'. Other models take none."
+            "help": "How the embedded model learns the task before the run, as a JSON object with fields of "
+            "`troll.study.embedded.WarmUp`, e.g. '{\"max_steps\": 500}'. Only for the embedded model."
         },
     )
 
@@ -95,7 +112,7 @@ class TaskConfig:
         for name in ("task_options", "warm_up"):
             value = getattr(self, name)
             if isinstance(value, str):
-                setattr(self, name, _json_object(name, value))
+                setattr(self, name, json_object(name, value))
             elif not isinstance(value, dict | None):
                 raise TaskError(f"{name} must be a JSON object or a YAML mapping, got {value!r}")
         for name, size in (("train_size", self.train_size), ("eval_size", self.eval_size)):
@@ -107,11 +124,11 @@ class TaskConfig:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The task's options as a dictionary, empty where none were given."""
+        """The task's options as a dictionary, empty if none were given."""
         return dict(self.task_options) if isinstance(self.task_options, dict) else {}
 
     def other_tasks(self) -> list[TaskConfig]:
-        """Those of `eval_tasks`, with the same `eval_size`; of the rest of this task they have nothing."""
+        """The configurations of `eval_tasks`, with this task's `eval_size` and nothing else of it."""
         return [_to_evaluate(entry, self.eval_size) for entry in self.eval_tasks or []]
 
 
@@ -120,23 +137,23 @@ class Task:
     """A data set, its prompts and its reward under one name.
 
     Attributes:
-        name: The name it was loaded by.
+        name: The name by which the task was loaded.
         train_dataset: Rows with a column `prompt` and the columns that the rewards read; empty for a benchmark.
         eval_dataset: Held-out rows with the same columns; shares no prompt with `train_dataset`.
-        reward_funcs: Rewards in TRL's signature `(prompts, completions, **columns) -> list[float]`. Where the task can
+        reward_funcs: Rewards in TRL's signature `(prompts, completions, **columns) -> list[float]`. If the task can
             tell success from failure, the first is named `success` and returns exactly 0.0 or 1.0. A reward model
-            cannot: where it is the only one, the mean held-out reward is what training improves.
-        reward_weights: TRL's `reward_weights`, one for each reward: with 0.0 it is logged and not trained on. None:
-            1.0 each.
-        system_prompt: What precedes every prompt: a message of its own in a conversation, a paragraph in plain text.
-        train_questions: What each row of `train_dataset` asks, without what a prompt has around it, spaced once; by
-            default the prompts.
-        held_out_questions: Likewise, of all rows that are held out, whether they are evaluated or not; by default the
-            prompts of `eval_dataset`.
-        references: Solutions of the rows of `train_dataset` and then of `eval_dataset`, None where the data set has
-            none: of code a program, without what the row's `prefix` holds of it.
-        files: The user's own files that decide about it.
-        hub_dataset: Name on the hub of the data set that its rows are from; None for local data, or a generator.
+            cannot: with only a reward model, training improves the mean held-out reward.
+        reward_weights: TRL's `reward_weights`, one for each reward: a reward of weight 0.0 is logged and not trained
+            on. None for 1.0 each.
+        system_prompt: The text before every prompt: a separate message in a conversation, a paragraph in plain text.
+        train_questions: The question of each row of `train_dataset`, with single spaces, without the rest of the
+            prompt; by default the prompts.
+        held_out_questions: The same for all held-out rows, whether they are evaluated or not; by default the prompts of
+            `eval_dataset`.
+        references: Solutions of the rows of `train_dataset` and then of `eval_dataset`, None for a row without one. For
+            code, a solution is a program without the text of the row's `prefix`.
+        files: The user's files that define the task.
+        hub_dataset: The hub's name of the data set with the rows; None for local data, or a generator.
     """
 
     name: str
@@ -159,7 +176,7 @@ class Task:
 
 
 def spaced_once(text: str) -> str:
-    """A text with single spaces: questions that differ only in their spacing are one."""
+    """The text with single spaces, so that questions that differ only in their spacing are equal."""
     return " ".join(text.split())
 
 
@@ -181,16 +198,15 @@ def register_task(pattern: str, *, trains: bool = True) -> Callable[[Loader], Lo
     """Registers a loader of tasks; use it as a decorator.
 
     Args:
-        pattern: The name users type. `"gsm8k"` takes no argument; `"reasoning_gym:<data set>"` takes one, and what
-            stands after the colon in the user's name is handed to the loader; `"prompts[:<hub data set>]"` may do
-            without.
-        trains: Whether it has rows to train on; a benchmark has not.
+        pattern: The name that users type. `"gsm8k"` takes no argument; `"reasoning_gym:<data set>"` takes one, the text
+            after the colon; `"prompts[:<hub data set>]"` takes an optional one.
+        trains: Whether the task has rows to train on; a benchmark has none.
 
     Returns:
-        A decorator for a function `(config, argument) -> Task` whose prompts are plain strings (`load_task` makes them
-        conversations where the model wants them, of the column `chat_prompt` where there is one) and whose `argument`
-        is empty where the name has none. Which rows it holds out must not depend on `config.train_size`: an evaluation
-        asks for one row to train on.
+        A decorator for a function `(config, argument) -> Task`. Its prompts are plain strings: for a chat model,
+        `load_task` makes conversations of them, or of the column `chat_prompt` if there is one. `argument` is the text
+        after the colon, or empty. The rows that it holds out must not depend on `config.train_size`, since an
+        evaluation asks for one row to train on.
 
     Raises:
         ValueError: If the part before the colon is registered already.
@@ -210,7 +226,7 @@ def register_task_file(*suffixes: str) -> Callable[[Loader], Loader]:
     """Registers a loader of tasks that are files, by the ends of their names; its `config.task` is `path[:argument]`.
 
     Args:
-        suffixes: Such as `".yaml"`.
+        *suffixes: The ends of names, such as `".yaml"`.
 
     Returns:
         A decorator for a function like those of `register_task`.
@@ -274,15 +290,15 @@ def is_file(task: str) -> bool:
 
 
 def least_train_size(task: str) -> int | None:
-    """The `train_size` where a task is only evaluated: rows to train on would be read, or generated, for nothing.
+    """The `train_size` for a task that is only evaluated, so that no training rows are read or generated for nothing.
 
-    A file is loaded as for training: what it holds out may depend on it.
+    None for a file, which is loaded as for training: the rows that it holds out may depend on that.
     """
     return None if is_file(task) else 1
 
 
 def _to_evaluate(entry: Any, eval_size: int | None) -> TaskConfig:
-    """An entry of `eval_tasks`."""
+    """The configuration of an entry of `eval_tasks`."""
     if isinstance(entry, str):
         name, _, path = entry.partition("=")
         entry = {"task": name, "dataset_path": path or None}
@@ -297,7 +313,7 @@ def _prompts(dataset: Dataset) -> list[str]:
 
 
 def _find(task: str) -> tuple[Loader, str, bool]:
-    """The loader of a task, what it takes as its argument, and whether it is known to have rows to train on."""
+    """The loader of a task, the loader's argument, and whether the task is known to have rows to train on."""
     prefix, colon, argument = task.partition(":")
     for suffix, loader in _FILE_LOADERS.items():
         if prefix.endswith(suffix):
@@ -336,15 +352,24 @@ def _conversational(dataset: Dataset, system_prompt: str | None) -> Dataset:
 
 
 def _with_prompts(dataset: Dataset, prompts: list[Any]) -> Dataset:
-    # Only one column is exchanged: images in the others would be decoded.
+    # Replaces only one column: images in the others would be decoded.
     return dataset.add_column("new_prompt", prompts).remove_columns("prompt").rename_column("new_prompt", "prompt")
 
 
-def _json_object(name: str, text: str) -> dict[str, Any]:
+def json_object(name: str, text: str) -> dict[str, Any]:
+    """Reads an option of the command line that is a JSON object.
+
+    Args:
+        name: The option's name, for errors.
+        text: The JSON.
+
+    Raises:
+        TaskError: If it is something else.
+    """
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise TaskError(f"{name} is not valid JSON ({error}): {text}") from error
     if not isinstance(value, dict):
-        raise TaskError(f"{name} must be a JSON object such as '{{\"max_terms\": 3}}', got {text}")
+        raise TaskError(f"{name} must be a JSON object such as '{{\"name\": 3}}', got {text}")
     return value

@@ -1,4 +1,4 @@
-"""One row of a data set, read by the names that a task has for its fields."""
+"""One row of a data set, read by a task's names for its fields."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from troll.tasks.registry import TaskError
 
 @dataclass(frozen=True)
 class Column:
-    """Where a field of a task stands in its data.
+    """The column of a task's field.
 
     Attributes:
-        names: Columns in order of preference; dots lead into nested ones, as in `reward_model.ground_truth`.
-        required: Whether one of them must be there.
+        names: Names of columns in order of preference; a dot leads into a nested one, as in
+            `reward_model.ground_truth`.
+        required: Whether the data must have one of them.
     """
 
     names: tuple[str, ...]
@@ -29,15 +30,15 @@ def columns_of(dataset: Dataset, wanted: Mapping[str, Column], rows: str) -> dic
     """Finds the columns of a task's fields.
 
     Args:
-        dataset: The data.
+        dataset: The rows of the data set.
         wanted: The columns by the task's names for them.
-        rows: What the data is called in an error.
+        rows: The name of the rows in an error.
 
     Returns:
-        The column of each field that has one.
+        The name of the column for each field that has one.
 
     Raises:
-        TaskError: If a required one is missing; names it and the columns there are.
+        TaskError: If a required column is missing; names it and the columns of the data.
     """
     found = {}
     for field, column in wanted.items():
@@ -57,9 +58,9 @@ class Row:
     """A row; every error of its methods names it and the column.
 
     Attributes:
-        values: The row as the data set has it.
-        columns: The columns of the task's fields.
-        place: The row in words.
+        values: The values of the row by the data set's columns.
+        columns: The data set's columns for the task's fields.
+        place: The place of the row in words, for errors.
     """
 
     values: Mapping[str, Any]
@@ -67,12 +68,12 @@ class Row:
     place: str
 
     def value(self, field: str) -> Any:
-        """Returns what stands in a field; None where it has no column."""
+        """Returns the value of a field; None if it has no column."""
         column = self.columns.get(field)
         return None if column is None else _at(self.values, column)
 
     def text(self, field: str) -> str:
-        """Returns the text of a field, or of the user's message where it holds a conversation of one.
+        """Returns the text of a field, or of the user's message if the field holds a conversation with only one.
 
         A system message before it is left out.
 
@@ -87,7 +88,7 @@ class Row:
             ]:
                 value = said
         if not isinstance(value, str) or not value.strip():
-            raise self.error(f"has no text in its field {self._name(field)}, got {_short(value)}")
+            raise self.error(f"has no text in its field {self._name(field)}, got {value!r:.80}")
         return value
 
     def answer(self, field: str) -> str:
@@ -102,7 +103,7 @@ class Row:
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return str(value)
         if not isinstance(value, str) or not value.strip():
-            raise self.error(f"has no answer in its field {self._name(field)}, got {_short(value)}")
+            raise self.error(f"has no answer in its field {self._name(field)}, got {value!r:.80}")
         return value.strip()
 
     def error(self, problem: str) -> TaskError:
@@ -127,8 +128,3 @@ def _at(values: Any, name: str) -> Any:
         return values[name]
     first, _, rest = name.partition(".")
     return _at(values.get(first), rest) if rest else None
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

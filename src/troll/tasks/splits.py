@@ -19,12 +19,12 @@ class Source:
     """A data set of the hub.
 
     Attributes:
-        name: Its name, e.g. `openai/gsm8k`.
-        config: Its configuration, where it has several.
+        name: Its name on the hub, e.g. `openai/gsm8k`.
+        config: Its configuration, if it has several.
         train: The split to train on; None for a benchmark.
-        held_out: The split to evaluate on; where there is none, the last `eval_size` rows of `train`.
-        only: A column and the value of the rows that belong to the task; a column that is not there is ignored.
-        held_out_file: A local file with the rows to evaluate on, where another file has those to train on.
+        held_out: The split to evaluate on; without it, the last `eval_size` rows of `train` are held out.
+        only: A column and its value in the rows that belong to the task; ignored if there is no such column.
+        held_out_file: A local file with the rows to evaluate on, if another file has those to train on.
     """
 
     name: str
@@ -37,13 +37,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a file or of a split of the hub.
+    """Some rows of a file, or of a split of the hub.
 
     Attributes:
         dataset: The rows.
-        numbers: Of each row, its place in the file, counted from 0.
+        numbers: The place of each row in the file, counted from 0.
         split: `train` or `test`.
-        origin: The file, or the name on the hub.
+        origin: The path of the file, or the name on the hub.
     """
 
     dataset: Dataset
@@ -60,7 +60,7 @@ class Rows:
         return replace(self, dataset=self.dataset.select(indices), numbers=numbers, split=split or self.split)
 
     def head(self, size: int | None) -> Rows:
-        """Returns the first rows, all for None."""
+        """Returns the first `size` rows; all for None."""
         return self if size is None or size >= len(self) else self.select(range(size))
 
     def columns(self, wanted: Mapping[str, Column]) -> dict[str, str]:
@@ -72,7 +72,7 @@ class Rows:
         return columns_of(self.dataset, wanted, f"the {self.split} rows of {self.origin}")
 
     def read(self, wanted: Mapping[str, Column]) -> Iterator[Row]:
-        """Yields the rows by the task's names of their fields.
+        """Yields the rows, to be read by the task's names for their fields.
 
         Raises:
             TaskError: If a required column is missing.
@@ -82,25 +82,26 @@ class Rows:
             yield Row(values, columns, f"{self.split} row {number} (counted from 0) of {self.origin}")
 
 
-#: Divides the rows of one file into those to train on and those held out, by index; None: hold out the last ones.
+#: Divides the rows of one file, by index, into training and held-out ones; returns None to hold out the last ones.
 Divide = Callable[[Dataset], tuple[Sequence[int], Sequence[int]] | None]
 
 
 def read_splits(config: TaskConfig, source: Source, divide: Divide | None = None) -> tuple[Rows, Rows]:
     """Reads training and held-out rows.
 
-    From `config.dataset_path`: a folder with a train and a test file (`train.jsonl`, `test-00000-of-00001.parquet`,
-    ...), or one file, whose last `eval_size` rows are then held out. Without it, from the hub. Of a benchmark, all rows
-    of one file are held out. A folder without a train file has only rows to evaluate on.
+    They come from `config.dataset_path`: a folder with a train and a test file (`train.jsonl`,
+    `test-00000-of-00001.parquet`, ...), or one file, whose last `eval_size` rows are then held out. Without a path,
+    they come from the hub. For a benchmark, all rows of one file are held out. A folder without a train file has only
+    rows to evaluate on.
 
     Args:
-        config: The path, and how many rows of one file are held out: for an `eval_size` of None, as many as a run
-            holds out by default, so that an evaluation of everything does not find what was learned.
+        config: The path, and the number of rows of one file to hold out. With an `eval_size` of None, these are as many
+            as a run holds out by default, so that an evaluation on all rows does not include training rows.
         source: The hub's data set.
-        divide: How one file is divided, where the data set says it itself.
+        divide: Divides one file as the data set's authors did; None to hold out the last rows.
 
     Returns:
-        The rows to train on, none for a benchmark, and those held out, which may be more than `eval_size`.
+        The rows to train on, none for a benchmark, and the held-out rows, which may be more than `eval_size`.
 
     Raises:
         TaskError: If the data cannot be reached or read, or there are too few rows.
@@ -199,5 +200,5 @@ def _read(path: Path, split: str, field: str = "dataset_path") -> Rows:
 
 
 def _reason(error: Exception) -> str:
-    """One line: the readers of datasets raise many classes, whose cause says more, in a message of any length."""
+    """An error in one line: the readers of `datasets` raise many classes with long messages; the cause says more."""
     return (str(error.__cause__ or error).splitlines() or ["it is empty"])[0]

@@ -33,10 +33,10 @@ class Sample:
     """A prompt and a response to it.
 
     Attributes:
-        prompt: (P,) int64.
-        response: (R,) int64.
-        counts: (R,) bool, which tokens of the response count. The others were not sampled by the policy.
-        advantage: Of every token of the response.
+        prompt: The prompt's tokens, (P,) int64.
+        response: The response's tokens, (R,) int64.
+        counts: (R,) bool, true for tokens of the response that count. The policy did not sample the others.
+        advantage: The advantage of every token of the response.
     """
 
     prompt: Tensor
@@ -55,17 +55,17 @@ class Case:
     """A mini-batch for one update: score it with the old network, then update the new one with it.
 
     Attributes:
-        samples: In the order in which the rollout made them.
+        samples: The samples in the order in which the rollout made them.
         old_table: (V, V); the logits at a position that holds token a are row a, not yet divided by the temperature.
         new_table: (V, V), the same of the network that is updated. Both are the adapter's own, and may be overwritten.
         layout: How the trainer lays out a micro-batch: "padded", a row a sample; "packed", one sample after the other.
         micro_batches: The samples of each micro-batch of the update, by number. The rollout may be scored in any other
             order.
-        temperature: The samples were drawn at it.
-        kl_bound: ε.
-        regression_weight: α.
-        top_k: K, the whole vocabulary.
-        mass_threshold: δ, 0.
+        temperature: The sampling temperature, by which logits have to be divided.
+        kl_bound: ε in nats.
+        regression_weight: α, the weight of the regression term.
+        top_k: K for the capture: the whole vocabulary.
+        mass_threshold: δ for the capture: 0.
     """
 
     samples: tuple[Sample, ...]
@@ -82,11 +82,11 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """What an adapter made of a case, over all micro-batches, before the gradient is clipped.
+    """An adapter's update for a case, over all micro-batches, before the gradient is clipped.
 
     Attributes:
         loss: The loss of the mini-batch.
-        gradient: Its gradient with regard to the new table, (V, V).
+        gradient: Its gradient with respect to the new table, (V, V).
         metrics: `METRICS`, under these names: means over the tokens that count, or aggregated as the loss is.
     """
 
@@ -119,7 +119,7 @@ def make_case(layout: Layout, dtype: torch.dtype) -> Case:
     ):
         counts = torch.ones(response_length, dtype=torch.bool)
         counts[list(others)] = False
-        # Of a sequence, which tokens' rows predict one that counts.
+        # The tokens of a sequence whose rows predict a token that counts.
         reads = [False] * (prompt_length - 1) + counts.tolist() + [False]
         token_ids = torch.tensor([draw(COUNTED if read else IGNORED) for read in reads])
         samples.append(Sample(token_ids[:prompt_length], token_ids[prompt_length:], counts, advantage))

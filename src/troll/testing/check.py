@@ -35,19 +35,19 @@ def check_adapter(
     - Tokens that do not count have no gradient and no influence.
     - The metrics are those of the tokens that count.
 
-    How far an adapter may be off follows from its arithmetic: a log-probability is a sum of V terms, and the solver's
+    The tolerances follow from the adapter's arithmetic: a log-probability is a sum of V terms, and the solver's
     divergence is within 1e-3 · ε in float32.
 
     Args:
-        adapter: See [Adapter][troll.testing.Adapter].
-        aggregation: The trainer's way of aggregating tokens, as in [troll_loss][troll.troll_loss].
-        max_length: For "fixed_length".
-        layouts: Those that the trainer has.
-        dtype: Of the tables, and of the adapter's arithmetic: float32 or float64.
+        adapter: The adapter to test, see [Adapter][troll.testing.Adapter].
+        aggregation: How the trainer aggregates tokens, as in [troll_loss][troll.troll_loss].
+        max_length: Tokens per sequence to divide by, for "fixed_length" only.
+        layouts: The layouts that the trainer has.
+        dtype: The dtype of the tables and of the adapter's arithmetic: float32 or float64.
 
     Raises:
         AssertionError: Names the requirement that is not met, what was found, and the likely mistake.
-        ValueError: On another dtype, or no layout or an unknown one.
+        ValueError: If the dtype is another, or a layout is missing or unknown.
     """
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be float32 or float64, got {dtype}: run the adapter in full precision")

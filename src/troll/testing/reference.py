@@ -1,4 +1,4 @@
-"""What should come out of a case, and what comes out where an adapter makes a mistake that is often made."""
+"""The correct update of a case, and the updates that common mistakes of adapters lead to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOLVER = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """An update, and the size of its loss: with all terms positive, which its rounding is relative to."""
+    """An update, and the size of its loss with all terms positive, to which rounding is relative."""
 
     loss: float
     gradient: Tensor
@@ -41,9 +41,9 @@ def reference(
     ratio_is_raw: bool = False,
     clip: float | None = None,
 ) -> Expected:
-    """The update by the core's public functions, dense and in float64; the keywords are ways to get it wrong."""
+    """The update by the core's public functions, dense and in float64; the keywords make common mistakes."""
     ids = torch.nn.utils.rnn.pad_sequence([x.token_ids for x in case.samples], batch_first=True)
-    # Where a sample's last position is read, there has to be a token after it.
+    # If a sample's last position is read, there has to be a token after it.
     labels = torch.nn.functional.pad(ids, (0, 1))[:, shift : shift + ids.shape[1] - 1]
     parts = [
         torch.cat([torch.full((len(x.prompt) - 1,), prompts_count), x.counts]).to(torch.bool) for x in case.samples
@@ -52,7 +52,7 @@ def reference(
     advantages = torch.tensor([x.advantage for x in case.samples], dtype=torch.float64)
     at = ids[:, :-1]
 
-    old_table, new_table = case.old_table.double(), case.new_table.double().requires_grad_()
+    old_table, new_table = case.old_table.double(), case.new_table.double().clone().requires_grad_()
     old_source = Logits(old_table[at], temperature=old_temperature or case.temperature)
     old = capture(old_source, labels, top_k=case.top_k, mass_threshold=case.mass_threshold)
     step = trust_region_step(Logits(new_table[at], temperature=case.temperature), old, case.kl_bound)
@@ -78,7 +78,7 @@ def reference(
 
 
 def tolerance_of(case: Case, dtype: torch.dtype) -> float:
-    """Relative to the size of the loss and to the largest gradient."""
+    """The largest error that rounding and the solver explain, relative to the loss's size or the largest gradient."""
     largest = float(torch.maximum(case.old_table.abs().max(), case.new_table.abs().max())) / case.temperature
     rounding = torch.finfo(dtype).eps * VOCAB_SIZE * largest
     solver = SOLVER if dtype == torch.float32 else 1e-9 / case.kl_bound
@@ -87,16 +87,16 @@ def tolerance_of(case: Case, dtype: torch.dtype) -> float:
 
 
 def errors_of(update: Update, expected: Expected) -> tuple[float, float]:
-    """Of the loss, relative to its size, and of the gradient, relative to the largest; inf where it is not finite."""
+    """The errors of the loss, relative to its size, and of the gradient, relative to its largest entry; or infinity."""
     gradient = update.gradient.detach().cpu().double()
-    # An update that should be none is compared as it is.
+    # An update that should be zero is compared absolutely.
     loss = abs(float(update.loss) - expected.loss) / (expected.size or 1.0)
     worst = float((gradient - expected.gradient).abs().max()) / (float(expected.gradient.abs().max()) or 1.0)
     return math.inf if math.isnan(loss) else loss, math.inf if math.isnan(worst) else worst
 
 
 def mistakes(case: Case, normalisation: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Expected]]]:
-    """What adapters get wrong, and what then comes out."""
+    """Common mistakes of adapters, in words, and the updates that they lead to."""
     everything = tuple(dataclasses.replace(x, counts=torch.ones_like(x.counts)) for x in case.samples)
     changed: dict[str, dict[str, Any]] = {
         "the temperature is never applied": {"temperature": 1.0},
@@ -139,7 +139,7 @@ def mistakes(case: Case, normalisation: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def _one_by_one(case: Case, normalisation: Mapping[str, Any], share: float) -> Expected:
-    """Micro-batches as if each were a mini-batch, and their updates added up."""
+    """The sum of the updates of micro-batches, each normalised as if it were the mini-batch."""
     parts = [
         reference(dataclasses.replace(case, samples=tuple(case.samples[i] for i in numbers)), normalisation)
         for numbers in case.micro_batches

@@ -1,4 +1,4 @@
-"""TROLL in TRL: change ``GRPOConfig`` to ``TrollConfig`` and ``GRPOTrainer`` to ``TrollTrainer``."""
+"""TROLL in TRL: change `GRPOConfig` to `TrollConfig` and `GRPOTrainer` to `TrollTrainer`."""
 
 try:
     import troll.trl.seam  # noqa: F401 (first: it says what is wrong with TRL)

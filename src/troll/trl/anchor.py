@@ -1,4 +1,4 @@
-"""The rollout's own policy as the centre of the trust region: what the engine that sampled the tokens says of them."""
+"""The sampling engine's policy as the centre of the trust region, from the log-probabilities that it reports."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from troll.huggingface.positions import spread
+from troll.huggingface.policies import spread
 from troll.trl.config import TrollConfig
 from troll.trl.seam import change_generation, engine_settings, loss_mask
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.policy.top import capture_top
 
-#: What a rollout function returns besides TRL's keys, in the format of `VLLMGeneration.generate`.
+#: What a rollout function returns in addition to TRL's keys, in the format of `VLLMGeneration.generate`.
 TOP_LOG_PROBS, TOP_TOKEN_IDS = "top_logprobs", "top_logprob_token_ids"
 
 #: Settings of vLLM's sampling that change the distribution, and the values with which they do not.
@@ -39,10 +40,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "vllm_structured_outputs_regex": (None,),
 }
 
-#: The log-prob of a token of which the engine said nothing: it is masked, so any finite policy serves.
+#: The log-prob of a token without a report: it is masked, so any finite number serves.
 PLACEHOLDER = math.log(0.5)
 
-#: Rows that float32 holds exactly, in which TRL may keep them.
+#: The largest row number: TRL may keep them in float32, which holds integers exactly up to here.
 MOST_ROWS = 2**24
 
 #: [completion][token][entry], as engines return log-probabilities and token ids; None where there are none.
@@ -50,35 +51,35 @@ Entries = Sequence[Sequence[Sequence[Any] | None]]
 
 
 class EngineReports:
-    """What an engine says of the tokens that it samples in one rollout: a row for each.
+    """An engine's reports on the tokens that it samples in one rollout: a row for each.
 
     TRL carries one number for each token, meant for its log-prob, through its dialogues with tools: it cuts and joins
-    them as it does the tokens. While a rollout is made, that number is the token's row here, counted from 1; a token of
-    a tool, one of which the engine does not know all entries, and one that it calls impossible have 0.
+    these numbers as it does the tokens. While a rollout is made, the number is the token's row here, counted from 1.
+    Row 0 stands for a token of a tool, one without all its entries, and one that the engine calls impossible.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets the rollout before."""
-        self._token_ids: list[Tensor] = []
-        self._log_probs: list[Tensor] = []
-        self._sampled: list[Tensor] = []
+        """Drops the reports of the last rollout."""
+        # Blocks of rows, and in the first of them row 0.
+        self._token_ids, self._log_probs = [torch.empty(1, 0, dtype=torch.int32)], [torch.empty(1, 0)]
+        self._sampled = [torch.zeros(1)]
         self._rows = 0
 
     def add(
         self, completion_ids: Sequence[Sequence[int]], top_log_probs: Entries, top_token_ids: Entries
     ) -> list[list[int]]:
-        """Adds sampled tokens, and gives them their rows.
+        """Adds sampled tokens, and numbers their rows.
 
         Args:
-            completion_ids: [completion][token].
+            completion_ids: [completion][token], the sampled tokens.
             top_log_probs: [completion][token][entry], in any order; None or NaN for what the engine does not know.
-            top_token_ids: [completion][token][entry].
+            top_token_ids: [completion][token][entry], the token of each log-probability.
 
         Returns:
-            [completion][token]: the row of each, 0 for one of which nothing is known.
+            [completion][token]: the row of each token, 0 for a token without a report.
 
         Raises:
             ValueError: If the lists do not fit each other, or a sampled token is not among its entries.
@@ -119,32 +120,28 @@ class EngineReports:
         return [row.tolist() for row in np.split(rows, np.cumsum(sizes[0], dtype=np.int64))[:-1]]
 
     def log_probs(self, rows: Tensor) -> Tensor:
-        """Log-probs of the sampled tokens in some rows, any shape, in nats; 0, as TRL has it for tools, for row 0."""
-        sampled = torch.cat([torch.zeros(1), *self._sampled])
-        return sampled[rows.cpu()].to(rows.device)
+        """Log-probs in nats of the sampled tokens in `rows`, of any shape; 0 for row 0, as TRL has it for tools."""
+        return torch.cat(self._sampled)[rows.cpu()].to(rows.device)
 
     def policies(
         self, rows: Tensor, completion_ids: Tensor, mask: Tensor, *, vocab_size: int, top_k: int, mass_threshold: float
     ) -> list[PackedPolicy]:
         """One policy for each completion; positions outside of the mask keep no slot.
 
-        A token in row 0 has a policy that says nothing, for `tool_mask` to leave out.
+        A token in row 0 gets a placeholder, and `tool_mask` has to leave it out.
 
         Args:
-            rows: (B, T).
-            completion_ids: (B, T).
-            mask: (B, T), the tokens of the completions.
+            rows: (B, T), the tokens' rows.
+            completion_ids: (B, T), the tokens.
+            mask: (B, T), 1 for the tokens of the completions.
             vocab_size: V of the model.
-            top_k: K.
-            mass_threshold: δ.
+            top_k: K, the tokens kept at most.
+            mass_threshold: δ: fewer tokens are kept where they already cover 1 − δ of the mass.
         """
-        width = max([1, *(block.shape[-1] for block in self._token_ids)])
+        width = max(1, *(block.shape[-1] for block in self._token_ids))
         table_ids, table = (
-            torch.cat([torch.full((1, width), fill, dtype=dtype), *(_widened(block, width, fill) for block in blocks)])
-            for blocks, fill, dtype in (
-                (self._token_ids, -1, torch.int32),
-                (self._log_probs, -math.inf, torch.float32),
-            )
+            torch.cat([pad(block, (0, width - block.shape[-1]), value=fill) for block in blocks])
+            for blocks, fill in ((self._token_ids, -1), (self._log_probs, -math.inf))
         )
         device = rows.device
         rows, completion_ids, mask = rows.cpu(), completion_ids.cpu(), mask.cpu()
@@ -169,10 +166,6 @@ def _integers(lists: Any) -> Any:
     return np.fromiter(chain.from_iterable(lists), np.int64)
 
 
-def _widened(block: Tensor, width: int, fill: float) -> Tensor:
-    return torch.nn.functional.pad(block, (0, width - block.shape[-1]), value=fill)
-
-
 def _unnamed(sampled: Any, counts: Any, wrong: Any, ids: Sequence[Any]) -> ValueError:
     at = int(wrong.argmax())
     return ValueError(
@@ -182,15 +175,15 @@ def _unnamed(sampled: Any, counts: Any, wrong: Any, ids: Sequence[Any]) -> Value
 
 
 def report_top_log_probs(generation: Any, number: int, reports: EngineReports) -> None:
-    """Lets a `trl.generation.vllm_generation.VLLMGeneration` ask for more log-probs than TRL wants, and report them.
+    """Makes a `trl.generation.vllm_generation.VLLMGeneration` ask for more log-probs than TRL does, and report them.
 
-    `generate` still returns one entry for each token, and now it is the token's row. TRL takes the first entry for the
-    sampled token's; of vLLM's own, it is the likeliest token's.
+    `generate` still returns one entry for each token, which now is the token's row. TRL takes the first entry for the
+    sampled token's, although the first of vLLM's entries is the likeliest token's.
 
     Args:
-        generation: Changed in place.
-        number: N, of the likeliest tokens.
-        reports: Where to.
+        generation: Its `generate` is replaced.
+        number: N: log-probs of the N likeliest tokens are asked for.
+        reports: Collects them.
     """
 
     def with_rows(prompt_ids: Any, completion_ids: Any, log_probs: Any, token_ids: Any) -> tuple[Any, ...]:
@@ -204,10 +197,10 @@ def report_top_log_probs(generation: Any, number: int, reports: EngineReports) -
 def reporting_rollout_func(
     rollout_func: Callable[..., dict[str, Any]], reports: EngineReports
 ) -> Callable[..., dict[str, Any]]:
-    """A TRL rollout function whose `logprobs` are rows, of one that also returns the top log-probs.
+    """Wraps a TRL rollout function that also returns the top log-probs: its `logprobs` become rows.
 
-    They are in `top_logprobs` and `top_logprob_token_ids`, which do not go on to the reward functions, and `logprobs`
-    itself is not needed. A function that hands on the `logprobs` of ``trainer.vllm_generation.generate`` needs neither.
+    The function returns `top_logprobs` and `top_logprob_token_ids`, which the reward functions do not get, and need not
+    return `logprobs`. If it passes on the `logprobs` of `trainer.vllm_generation.generate`, it needs neither of these.
     """
 
     @functools.wraps(rollout_func)
@@ -228,25 +221,25 @@ def reporting_rollout_func(
 
 
 class RolloutAnchor:
-    """The engine's policy as the old one, for ``anchor="rollout"``; every method runs on every process.
+    """The engine's policy as the old one, for `anchor="rollout"`; every method runs on every process.
 
     Args:
-        trainer: A `GRPOTrainer` with a `TrollConfig`, set up. Its rollout function and vLLM's `generate` are wrapped.
+        trainer: The trainer, set up. Its rollout function and vLLM's `generate` are wrapped.
 
     Raises:
-        ValueError: On a configuration that cannot report log-probs, with what to set instead; on every process.
+        ValueError: On every process, if the configuration cannot report log-probs; says what to set instead.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._args, self._accelerator = trainer.args, trainer.accelerator
-        self._vocab_size = vocabulary_size(trainer.model)
+        self._vocab_size = trainer.model.config.get_text_config().vocab_size
         self.reports, self._rows = EngineReports(), torch.empty(0, dtype=torch.int64)
         check_rollout_source(
             trainer.args, has_rollout_func=trainer.rollout_func is not None, has_tools=bool(trainer.tools)
         )
         check_sampling(trainer.args)
         if trainer.args.use_vllm:
-            # A surrogate that does not read policies makes do with the sampled token, which vLLM always returns.
+            # A surrogate that does not read policies needs only the sampled token, which vLLM always returns.
             reads = trainer.surrogate.reads_policies(trainer.args) or trainer.args.diagnostics_steps
             number = min(trainer.args.support_top_k, self._vocab_size) if reads else 0
             check_engine(engine_settings(trainer.vllm_generation), number, trainer.vllm_generation.mode)
@@ -255,15 +248,15 @@ class RolloutAnchor:
             trainer.rollout_func = reporting_rollout_func(trainer.rollout_func, self.reports)
 
     def read(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
-        """A rollout with the sampled tokens' log-probs in place of their rows."""
+        """Replaces the tokens' rows in a rollout by their log-probs."""
         self._rows = rolled_out["sampling_per_token_logps"].nan_to_num(0.0).long()
         return rolled_out | {"sampling_per_token_logps": self.reports.log_probs(self._rows)}
 
     def as_old_policy(self, rolled_out: dict[str, Any]) -> tuple[dict[str, Any], float]:
-        """A rollout that was read, with the engine's log-probs as the old policy's; the loss leaves out other tokens.
+        """Makes the engine's log-probs the old policy's in a rollout from `read`; tokens without a report are masked.
 
         Returns:
-            The rollout, and the share of sampled tokens of all processes that have no report.
+            The rollout, and the share of all processes' sampled tokens that have no report.
         """
         known = (self._rows > 0).to(rolled_out["completion_mask"])
         mask = loss_mask(rolled_out)
@@ -276,7 +269,7 @@ class RolloutAnchor:
         return rolled_out, (sampled - trained) / max(sampled, 1)
 
     def policies(self, rolled_out: dict[str, Any]) -> list[PackedPolicy]:
-        """The engine's policies of a rollout that was read, one for each completion."""
+        """The engine's policies of a rollout from `read`, one for each completion."""
         return self.reports.policies(
             self._rows,
             rolled_out["completion_ids"],
@@ -285,11 +278,6 @@ class RolloutAnchor:
             top_k=self._args.support_top_k,
             mass_threshold=self._args.mass_threshold,
         )
-
-
-def vocabulary_size(model: Any) -> int:
-    """V of the language model in a model."""
-    return int(model.config.get_text_config().vocab_size)
 
 
 def check_rollout_source(args: TrollConfig, *, has_rollout_func: bool, has_tools: bool) -> None:
@@ -309,15 +297,15 @@ def check_rollout_source(args: TrollConfig, *, has_rollout_func: bool, has_tools
 def check_sampling(args: TrollConfig) -> None:
     """Raises ValueError on sampling from anything but the policy at its temperature.
 
-    The engine's log-probs are those of what it samples from, after truncation and penalties, and the trust region would
-    be around that.
+    The engine's log-probs are of the distribution that it samples from, after truncation and penalties, and the trust
+    region would be around that distribution.
     """
     options: dict[str, Any] = dict(args.generation_kwargs or {})  # type: ignore[arg-type]
     settings = {name: getattr(args, name) for name in NEUTRAL if hasattr(args, name)} | options
     for name, value in settings.items():
         if name in NEUTRAL and value not in NEUTRAL[name]:
             raise ValueError(
-                f'anchor="rollout" needs tokens sampled from the policy itself, and {name}={value!r} makes it another '
+                f'anchor="rollout" needs tokens sampled from the policy itself, and {name}={value!r} changes the '
                 f"distribution: set {name}={NEUTRAL[name][0]!r}"
             )
     if options.get("temperature", args.temperature) != args.temperature:
@@ -330,12 +318,12 @@ def check_sampling(args: TrollConfig) -> None:
 
 
 def check_engine(settings: dict[str, Any], number: int, mode: str) -> None:
-    """Raises ValueError unless an engine returns so many log-probs, of what it samples from.
+    """Raises ValueError unless an engine returns enough log-probs, of the distribution that it samples from.
 
     Args:
-        settings: See `engine_settings`.
-        number: N.
-        mode: "server" or "colocate".
+        settings: The engine's settings, from `engine_settings`.
+        number: N, the log-probs needed of each token.
+        mode: TRL's `vllm_mode`, "server" or "colocate".
     """
     if settings["logprobs_mode"] != "processed_logprobs":
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ MARKER = "checkpoint.json"
 #: The file that transformers writes last, and the only sign of completeness in checkpoints without a marker.
 _STATE = "trainer_state.json"
 
-#: What transformers keeps in a checkpoint while it saves one at SIGTERM (``enable_jit_checkpoint``), and then deletes.
+#: A file that transformers keeps in a checkpoint while it writes one at SIGTERM (`enable_jit_checkpoint`).
 _UNDER_WAY = "checkpoint-is-incomplete.txt"
 
 logger = logging.getLogger(__name__)
@@ -34,15 +35,15 @@ logger = logging.getLogger(__name__)
 def defect(checkpoint: Path) -> str | None:
     """What a checkpoint's folder lacks, in words; None if it is complete.
 
-    It is, if its marker says so and every file is there with the size it had. One without a marker was written by a
-    trainer that knows none, such as TRL's own: it counts as complete if it has a readable ``trainer_state.json``, the
-    file that transformers writes last.
+    A checkpoint is complete if its marker says so and every file is there with the size it had. One without a marker
+    was written by a trainer that writes none, such as TRL's own: it counts as complete if it has a readable
+    `trainer_state.json`, the file that transformers writes last.
     """
     return _judge(checkpoint)[0]
 
 
 def newest_complete(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The complete checkpoint of the highest step, if any, and what those of a higher step lack."""
+    """The complete checkpoint of the highest step, if any; and what each checkpoint of a higher step lacks."""
     passed_over: dict[Path, str] = {}
     for checkpoint in sorted(_checkpoints(output_dir), key=_step, reverse=True):
         lacks = defect(checkpoint)
@@ -53,10 +54,10 @@ def newest_complete(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def last_checkpoint(output_dir: Path) -> tuple[Path, dict[Path, str]]:
-    """As `newest_complete`, where there has to be one.
+    """As `newest_complete`, but raises if there is none.
 
     Raises:
-        ValueError: If there is none; names those that are incomplete, and why.
+        ValueError: If no checkpoint is complete; names the incomplete ones, and what they lack.
     """
     checkpoint, passed_over = newest_complete(output_dir)
     if checkpoint is None:
@@ -68,7 +69,7 @@ def check_complete(checkpoint: Path) -> None:
     """Refuses a checkpoint that is incomplete.
 
     Raises:
-        ValueError: Says what is wrong with it, which one to take instead, and what to do if it is meant to be so.
+        ValueError: Says what is wrong with it, which one to take instead, and what to do if it was changed on purpose.
     """
     lacks, was_complete = _judge(checkpoint)
     if lacks is None:
@@ -82,14 +83,15 @@ def check_complete(checkpoint: Path) -> None:
 
 
 def resolved(output_dir: Path, resume_from_checkpoint: str | bool | None) -> tuple[str | None, dict[Path, str]]:
-    """The folder to resume from, by what `Trainer.train` was given, None to start anew; and what newer ones lack.
+    """The checkpoint to resume from, None to start anew; and what each newer one lacks.
 
     Args:
-        output_dir: Of the run.
-        resume_from_checkpoint: A folder; or True for the newest complete one in `output_dir`.
+        output_dir: The run's folder.
+        resume_from_checkpoint: The argument of `Trainer.train`: a checkpoint's folder; or True for the newest complete
+            one in `output_dir`; or None.
 
     Raises:
-        ValueError: If that does not exist or is not the same for all processes, or the given one is incomplete.
+        ValueError: If there is none, the processes see different ones, or the given one is incomplete.
     """
     if not resume_from_checkpoint:
         return None, {}
@@ -106,15 +108,15 @@ def resolved(output_dir: Path, resume_from_checkpoint: str | bool | None) -> tup
 
 @contextlib.contextmanager
 def marked(trainer: Any, checkpoint: Path) -> Iterator[None]:
-    """Marks the checkpoint that is written meanwhile: as incomplete, and then as a whole.
+    """Marks the checkpoint that is written within the context: first as incomplete, then as complete.
 
-    The marker is written twice: before the first file, as incomplete; and as a whole in place of the first, with the
-    size of every file, once every process has written its part. Older checkpoints are deleted (``save_total_limit``)
-    and pushed to the hub after that, so that there always is a complete one.
+    The marker is written twice: as incomplete before the first file, and again with the size of every file once every
+    process has written its part. Only then are older checkpoints deleted (`save_total_limit`) or pushed to the hub, so
+    that there always is a complete one. Every process has to call it.
 
     Args:
-        trainer: A transformers `Trainer`. Every process has to call it.
-        checkpoint: The folder.
+        trainer: A transformers `Trainer`.
+        checkpoint: The folder of the checkpoint.
     """
     args, saves = trainer.args, trainer.args.should_save
     if saves:
@@ -138,9 +140,33 @@ def marked(trainer: Any, checkpoint: Path) -> Iterator[None]:
 
 
 def say_resumed(checkpoint: Path, step: int, max_steps: int, passed_over: dict[Path, str]) -> None:
-    """Tells from where training goes on, and which newer checkpoints are incomplete."""
-    # No warning, but the lowest level that is shown where nobody has set up logging.
+    """Logs which checkpoint training resumes from, and which newer ones are incomplete."""
+    # Not a warning, but the lowest level that is shown if nobody has set up logging.
     logger.warning("resuming from %s (step %d of %d)%s", checkpoint.name, step, max_steps, _why(passed_over))
+
+
+def save_state(state: dict[str, Any], path: Path) -> None:
+    """Writes a file of a checkpoint so that a crash leaves either the old one or the new one."""
+    part = path.with_suffix(".part")
+    torch.save(state, part)
+    os.replace(part, path)
+
+
+def load_state(path: Path, run: str) -> dict[str, Any]:
+    """Reads what `save_state` wrote, to the CPU.
+
+    Args:
+        path: The file of a checkpoint.
+        run: What kind of run writes it, for the error.
+
+    Raises:
+        FileNotFoundError: If the checkpoint has no such file.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path.parent} has no {path.name}: it is no checkpoint of {run}, or save_only_model was set"
+        )
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _judge(checkpoint: Path) -> tuple[str | None, bool]:
@@ -166,7 +192,7 @@ def _judge(checkpoint: Path) -> tuple[str | None, bool]:
 
 
 def _marker(checkpoint: Path) -> dict[str, Any] | None:
-    """None where there is none: a file of that name with other keys was written by something else."""
+    """The marker's content; None without one: a file of that name with other keys was written by something else."""
     if not (checkpoint / MARKER).is_file():
         return None
     marker = read_json(checkpoint / MARKER)
@@ -175,7 +201,7 @@ def _marker(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _check_agreed(checkpoint: Path | None) -> None:
-    """Refuses to resume where processes see other checkpoints: each would load its own."""
+    """Refuses to resume if the processes see different checkpoints, since each would load its own."""
     found = gather_object([checkpoint.name if checkpoint else "none"])
     if len(set(found)) > 1:
         raise ValueError(
@@ -217,11 +243,11 @@ def _complete(checkpoint: Path) -> None:
 
 
 def _delete_older(checkpoint: Path, limit: int | None, best: str | None) -> None:
-    """Keeps as many checkpoints as ``save_total_limit`` says, the one just written among them."""
+    """Keeps as many checkpoints as `save_total_limit` says, the one just written among them."""
     if limit is None or limit <= 0:
         return
     for other in _checkpoints(checkpoint.parent):
-        # It would count, and one of a later step may pass for the newest, in whose place complete ones would go.
+        # An incomplete one would count towards the limit, and complete ones would be deleted in its place.
         if other != checkpoint and defect(other) is not None:
             shutil.rmtree(other, ignore_errors=True)
     rotate_checkpoints(

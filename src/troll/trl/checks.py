@@ -1,4 +1,4 @@
-"""What is worth saying before training starts."""
+"""Refusals and warnings before training starts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from troll.trl.config import TrollConfig
 
-#: Weights with large magnitudes, such as those of norms, are few in every model; a share above this is the model.
+#: Every model has a few weights too large for a step, such as those of norms. A larger share than this is a mistake.
 MAX_UNRESOLVED = 0.1
 
 
@@ -27,16 +26,22 @@ def dropout_rates(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str
                 yield module, name
 
 
+def disable_dropout(model: torch.nn.Module) -> None:
+    """Sets all dropout rates to 0: those of layers, and those that a function reads instead."""
+    for module, name in list(dropout_rates(model)):
+        setattr(module, name, 0.0)
+
+
 def refuse_model_parallelism(*, tensor: int, context: int, sequence: int) -> None:
     """Checks that every process holds whole sequences and whole matrices whenever it computes.
 
     Args:
-        tensor: Processes that share matrices.
-        context: Processes that share sequences, by accelerate's `cp_size`.
-        sequence: The same, by DeepSpeed's `sp_size`.
+        tensor: Processes that share each matrix, accelerate's `tp_size`.
+        context: Processes that share each sequence, accelerate's `cp_size`.
+        sequence: Processes that share each sequence, DeepSpeed's `sp_size`.
 
     Raises:
-        ValueError: If some do not.
+        ValueError: If one of them is above 1.
     """
     for setting, size in (("tp_size", tensor), ("cp_size", context), ("sp_size", sequence)):
         if size > 1:
@@ -53,16 +58,15 @@ def refuse_an_empty_reference(accelerator: Accelerator, reference: Any) -> None:
     first. accelerate sends them the policy's weights, and nobody the reference's. Every process has to call this.
 
     Args:
-        accelerator: That of the trainer.
-        reference: Prepared; None where there is none.
+        accelerator: Compares the trainer's processes.
+        reference: The reference model after `accelerator.prepare`; None for a run without one.
 
     Raises:
         ValueError: If a process has zeros.
     """
     if reference is None or not accelerator.is_fsdp2:
         return
-    weight = reference.get_output_embeddings().weight
-    shard = weight.to_local() if isinstance(weight, DTensor) else weight
+    shard = _local(reference.get_output_embeddings().weight)
     empty = torch.tensor([shard.numel() > 0 and not shard.any()], device=accelerator.device)
     if accelerator.gather(empty).any():
         raise ValueError(
@@ -94,7 +98,7 @@ def warn_about_saving(accelerator: Accelerator, model: torch.nn.Module) -> None:
 
 
 def warn_about(args: TrollConfig, model: torch.nn.Module) -> None:
-    """Warns of settings that train, but not as their user will have meant."""
+    """Warns of settings that train, but probably not as their user meant."""
     if args.always_on_policy and args.surrogate != "none":
         warnings.warn(
             f"every update is on-policy, where surrogate {args.surrogate!r} is the identity: old and new policy are "
@@ -139,8 +143,8 @@ def warn_about_precision(accelerator: Accelerator, args: TrollConfig, model: tor
     share = unresolved_share(model, args.learning_rate)
     if share > MAX_UNRESOLVED:
         warnings.warn(
-            f"{share:.0%} of the trained weights are too large for learning_rate={args.learning_rate:g} in the dtype "
-            'that they have: a step is rounded away, and they never move. Load the model with dtype="float32" (in '
+            f"{share:.0%} of the trained weights are too large for learning_rate={args.learning_rate:g} in their "
+            'dtype: a step is rounded away, and they never move. Load the model with dtype="float32" (in '
             "model_init_kwargs, where the trainer loads it) and compute in bf16 with bf16=True; or train LoRA adapters "
             "in float32",
             stacklevel=3,
@@ -152,15 +156,16 @@ def unresolved_share(model: torch.nn.Module, learning_rate: float) -> float:
 
     AdamW moves a weight by about the learning rate. Around w in [2^e, 2^(e+1)), numbers with b bits are 2^(e + 1 - b)
     apart, and a step below half of that is rounded away. So a weight stays where |w| is above 2^b to 2^(b + 1) times
-    the learning rate, by where in its binade it is; this takes the middle, 2^(b + ½): b is 8 in bf16 and 11 in fp16.
-    Weights of higher precision count as ones that move.
+    the learning rate, depending on where in its binade it is; this takes the middle, 2^(b + ½), where b is 8 in bf16
+    and 11 in fp16. Weights of higher precision count as moving.
 
     Args:
-        model: With weights that may be sharded; every process looks at those that it holds, without communication.
+        model: Its weights may be sharded: each process looks at those that it holds, without communication.
         learning_rate: The largest of the training.
 
     Returns:
-        Of at most 1024 weights of each parameter, evenly spaced, weighted by the parameter's size; 0 without any.
+        A share in [0, 1], estimated from at most 1024 evenly spaced weights of each parameter and weighted by the
+        parameter's size; 0 if nothing is trained.
     """
     total, stays = 0, torch.zeros(())
     for parameter in model.parameters():

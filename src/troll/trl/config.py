@@ -6,12 +6,12 @@ import math
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from trl import GRPOConfig
 
-from troll.trl.advantages import ESTIMATORS
+from troll.trl.advantages.estimators import ESTIMATORS
 from troll.trl.surrogates import SURROGATES
 from troll.trust_region.bounds import BOUNDS, Bound, make_bound
 from troll.trust_region.policy.sparse import TAILS, Tail
@@ -21,113 +21,112 @@ from troll.trust_region.projecting.dual import SOLVERS
 Anchor = Literal["old", "rollout"]
 DppoOutcomes = Literal["binary", "top_k"]
 KlDirection = Literal["old_new", "new_old"]
-ANCHORS: tuple[Anchor, ...] = ("old", "rollout")
-DPPO_OUTCOMES: tuple[DppoOutcomes, ...] = ("binary", "top_k")
-KL_DIRECTIONS: tuple[KlDirection, ...] = ("old_new", "new_old")
 
-#: What the weights of rollouts can be rounded to.
+#: The dtypes to which the weights of rollouts can be rounded.
 ROLLOUT_DTYPES = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 #: How TRL's `loss_type` aggregates over tokens, in the core's names; "dapo" divides by the tokens of the whole
 #: generation batch.
 AGGREGATION = {"grpo": "sequence_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length"}
 LOSS_TYPES = (*AGGREGATION, "dapo")
-#: A loss type of TRL's clip only.
+#: Loss types that only TRL's clip takes.
 CLIP_LOSS_TYPES = ("luspo",)
-#: Loss types that are surrogates themselves, and are set by these.
-SURROGATE_LOSS_TYPES = ("cispo", "sapo", "vespo")
-#: The largest ratio of "cispo" where `epsilon_high` is not set: ScaleRL's (arXiv 2510.13786), which TRL recommends.
+#: The largest ratio of "cispo" if `epsilon_high` is not set: ScaleRL's (arXiv 2510.13786), which TRL recommends.
 CISPO_LARGEST_RATIO = 5.0
 
-#: Updates for which a rollout is used where no setting says otherwise.
+#: Updates for which a rollout is used by default.
 UPDATES_PER_ROLLOUT = 8
-#: Estimators that read one reward for each completion, from which a KL penalty can be subtracted.
-KL_IN_REWARD = ("rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 @dataclass
 class TrollConfig(GRPOConfig):
     r"""`GRPOConfig` with a trust region instead of a clip.
 
-    Everything of `trl.GRPOConfig` keeps its meaning, with two exceptions. A rollout is used for eight updates instead
-    of one (`updates_per_rollout`). And `surrogate` decides on the clip: with any but "clip", `epsilon` and
-    `epsilon_high` are ignored ("cispo" reads the latter), and `delta` and the loss type "luspo" are refused. The loss
-    types "cispo", "sapo" and "vespo" are surrogates. Note that `top_k` remains TRL's sampling parameter; the number of
-    tokens kept of the old policy is `support_top_k`.
+    Every field of `trl.GRPOConfig` keeps its meaning, with two exceptions. A rollout is used for eight updates instead
+    of one (`updates_per_rollout`). And TRL's clip is on only with `surrogate` "clip": any other surrogate ignores
+    `epsilon` and `epsilon_high` (except "cispo", which reads the latter) and refuses `delta` and the loss type "luspo".
+    The loss types "cispo", "sapo" and "vespo" are surrogates. Note that `top_k` remains TRL's sampling parameter; the
+    number of tokens kept of the old policy is `support_top_k`.
 
     Args:
-        updates_per_rollout: Optimiser updates for which a rollout is used. It sets TRL's `steps_per_generation` to
-            ``updates_per_rollout * gradient_accumulation_steps / num_iterations``. Default: 8, unless
-            `steps_per_generation`, `generation_batch_size` or `num_iterations` is set; it then says what follows from
-            those, or is None where an update takes several rollouts or a part of one. With 1, old and new policy are
-            equal in every update.
-        generation_chunk_size: How many completions transformers generates in one call, which bounds the memory of its
-            KV cache; None: all of a rollout. It has no effect on vLLM.
+        updates_per_rollout: Optimiser updates made with each rollout. It sets TRL's `steps_per_generation` to
+            `updates_per_rollout * gradient_accumulation_steps / num_iterations`. Default: 8, unless
+            `steps_per_generation`, `generation_batch_size` or `num_iterations` is set: it then follows from those, and
+            is None where an update takes several rollouts or a part of one. With 1, old and new policy are equal in
+            every update.
+        generation_chunk_size: Completions that transformers generates in one call, which bounds the memory of its KV
+            cache. None generates a whole rollout at once. It has no effect on vLLM.
         resampling_rounds: Groups whose rewards are all equal are replaced by groups of other prompts, in at most this
             many further rounds of generation, each as large as the rollout: the dynamic sampling of DAPO (arXiv
-            2503.14476). What cannot be replaced stays. 0 replaces none.
-        rollout_delay: Every rollout is sampled with the weights of this many rollouts ago, as in asynchronous training:
-            an experiment's tool, for generation by transformers. It keeps one copy of the trained weights for each, and
-            one more. `anchor` "rollout" then needs no engine.
-        rollout_dtype: "bfloat16" or "float16": rollouts are sampled with trained weights that are rounded to it, as an
-            engine's are; an experiment's tool as well, and the anchor likewise. By default they are not rounded.
-        rollout_correction: C: with such weights and `anchor` "old", truncated importance sampling: the advantage of a
-            token is multiplied with min(p(o)/p_s(o), C), where p_s is the policy that sampled, as TRL does for vLLM. By
-            default nothing is corrected.
-        surrogate: What keeps an update near the old policy: "troll"; "regression", its pull with the raw ratio; "clip",
-            TRL's (`epsilon`, `epsilon_high`, `delta` for the dual clip); a rival, "kl_penalty", "dppo_tv", "dppo_kl",
-            "drpo", "ipo", "gmpo", "cispo", "sapo" or "vespo"; or "none". The settings of the others are then ignored.
-            See docs/surrogates.md. "cispo", "sapo", "vespo" and "gmpo" set `loss_type`.
+            2503.14476). Groups that cannot be replaced stay. 0 replaces none.
+        rollout_delay: Samples every rollout with the weights of this many rollouts ago, as asynchronous training does.
+            It is for experiments, with generation by transformers, and keeps `rollout_delay` + 1 copies of the trained
+            weights. `anchor` "rollout" then needs no engine.
+        rollout_dtype: "bfloat16" or "float16": samples rollouts with weights rounded to this dtype, as an engine's are.
+            It is for experiments too, and `anchor` "rollout" then needs no engine. Default: no rounding.
+        rollout_correction: C, the cap of truncated importance sampling with `rollout_delay` or `rollout_dtype` and
+            `anchor` "old": each token's advantage is multiplied by min(p(o)/p_s(o), C), where p_s is the policy that
+            sampled it, as TRL does for vLLM. Default: no correction.
+        surrogate: What keeps an update near the old policy: "troll"; "regression", TROLL's regression term with the
+            raw ratio; "clip", TRL's (`epsilon`, `epsilon_high`, `delta` for the dual clip); one of the rivals
+            "kl_penalty", "dppo_tv", "dppo_kl", "drpo", "ipo", "gmpo", "cispo", "sapo" and "vespo"; or "none". Settings
+            of other surrogates are ignored. "cispo", "sapo", "vespo" and "gmpo" set `loss_type`. See
+            docs/surrogates.md.
         kl_bound: ε, the largest KL divergence (nats) of a token's distribution from the old policy's.
         regression_weight: α, the weight of KL(p̃ ‖ ⌊q⌋), which pulls the network to the projected policy.
         support_top_k: K, how many tokens of the old policy are kept per position.
         mass_threshold: δ: fewer are kept where they already cover 1 − δ of the probability mass.
-        tail: What happens to the rest: "bucket", one more outcome with its exact mass, or "floor", the paper's code.
+        tail: How the other tokens count: "bucket" makes them one more outcome with their exact mass; "floor" gives
+            each the probability 1e-12, as the paper's code does.
         solver: How the multiplier of a token is found: "newton", or "bracket", the paper's search.
-        disable_dropout: Whether all dropout is set to 0. TRL's setting, but true by default: dropout between scoring
-            and update would be projected as if it were learning.
-        constraint: Which tokens share one multiplier: each "token" has its own; all of a "sequence", so that the mean
-            of their KL divergences meets the bound; or all of a "batch", the micro-batches of all processes together.
+        disable_dropout: Whether all dropout is set to 0. TRL's setting, but true by default: the projection would take
+            the noise of dropout between scoring and update for learning.
+        constraint: Which tokens share one multiplier: each "token" has its own; or all tokens of a "sequence" share
+            one, so that the mean of their KL divergences meets the bound; or all tokens of a "batch" do, across the
+            micro-batches of all processes.
         constraint_reduction: "mean", or "sum" of the KL divergences of the tokens that share a multiplier.
         kl_bound_schedule: How ε changes: "fixed"; "linear" or "cosine" to `end`; "hold_projected_fraction" or "hold_kl"
             at a `target`. See `troll.trust_region.bounds`.
-        kl_bound_schedule_kwargs: Options of the schedule, e.g. ``{"end": 0.01}``.
+        kl_bound_schedule_kwargs: Options of the schedule, e.g. `{"end": 0.01}`.
         kl_bound_entropy_exponent: Above 0, ε of each token is scaled by (H/H̄) to this power, within [0.1, 10], where H
             is the old policy's entropy at the token and H̄ its mean over the rollout.
-        kl_bound_negative_ratio: ε is multiplied by this where the advantage is negative.
+        kl_bound_negative_ratio: The factor by which ε is multiplied where the advantage is negative.
         anchor: The centre of the trust region: "old", the training network when the batch was scored; or "rollout", the
-            engine that generated it, whose top-K log-probabilities then replace the scoring pass. It also switches
-            vLLM's importance correction off, which would count the mismatch twice.
-        kl_penalty_weight: β, the weight of the surrogate "kl_penalty"; where it adapts, that of the start.
+            engine that generated it, whose top-K log-probabilities then replace the scoring pass. "rollout" also
+            switches vLLM's importance correction off, which would count the mismatch twice.
+        kl_penalty_weight: β, the weight of the surrogate "kl_penalty"; with `kl_penalty_target`, its initial value.
         kl_penalty_direction: What "kl_penalty" penalises: "old_new", KL(p ‖ p̃), as PPO does; or "new_old", KL(p̃ ‖ p).
-        kl_penalty_target: d: after each rollout β is halved where the mean KL of the rollout's last update was below
-            d/1.5, and doubled where it was above 1.5 d. By default β is fixed.
-        dppo_threshold: δ of the DPPO masks; by default the paper's, 0.15 for "dppo_tv" and 0.05 for "dppo_kl".
-        dppo_outcomes: "binary", the sampled token and the rest; or "top_k", `support_top_k` tokens and the rest.
+        kl_penalty_target: d, the mean KL (nats) to which β adapts: after each rollout it is halved where the mean KL of
+            the rollout's last update was below d/1.5, and doubled where it was above 1.5 d. Default: β is fixed.
+        dppo_threshold: δ of the DPPO masks: a total variation for "dppo_tv", a KL (nats) for "dppo_kl". Default: the
+            paper's, 0.15 and 0.05.
+        dppo_outcomes: The outcomes on which DPPO measures δ: "binary", the sampled token and the rest; or "top_k",
+            `support_top_k` tokens and the rest.
         drpo_threshold: ε of "drpo", which weights a token's gradient by 1 − sign(A)(p̃(o) − p(o))/ε.
-        ipo_threshold: "ipo" drops tokens whose probability has moved further than this.
-        ipo_kl_weight: The weight of (log ratio)² in "ipo".
-        gmpo_range: "gmpo" clips log ratios to ± this.
-        advantage_estimator: "group", TRL's (GRPO, and Dr.GRPO and GSPO by TRL's own settings);
-            "reinforce_plus_plus", whitened over the global batch; "reinforce_plus_plus_baseline", with the group's mean
-            subtracted before; "rloo", leave-one-out; or "gae", PPO's, with a critic. All but those with groups also
-            take ``num_generations=1``.
+        ipo_threshold: The change of a token's probability, in [0, 1], above which "ipo" drops the token.
+        ipo_kl_weight: The weight of (log ratio)² in the loss of "ipo".
+        gmpo_range: "gmpo" clips the log ratio of a token to [−`gmpo_range`, `gmpo_range`].
+        advantage_estimator: How rewards become advantages: "group", TRL's (GRPO, and Dr.GRPO and GSPO by TRL's own
+            settings); "reinforce_plus_plus", whitened over the global batch; "reinforce_plus_plus_baseline", the same
+            after the group's mean is subtracted; "rloo", leave-one-out; or "gae", PPO's, with a critic.
+            "reinforce_plus_plus" and "gae" compare no group and also take `num_generations=1`.
         kl_in_reward: Whether `beta` penalises the reward instead of the loss, as `RLOOTrainer` does: a completion's
             reward is r − β Σ_t (log p(o_t) − log p_ref(o_t)) with the old policy p, and the loss has no KL term. It
             needs `beta` above 0, and "rloo", "reinforce_plus_plus" or "reinforce_plus_plus_baseline".
         gamma: Discount γ of "gae", in [0, 1].
         gae_lambda: λ of "gae", in [0, 1]: 0 trusts the critic's next value, 1 the whole return.
         whiten_advantages: Whether the advantages of "gae" are whitened over the tokens of all processes.
-        critic_model_name_or_path: What the critic of "gae" starts from; by default the policy's model.
-        critic_learning_rate: Constant learning rate of the critic's AdamW.
-        critic_weight_decay: Weight decay of that AdamW, on matrices only.
-        critic_max_grad_norm: The norm to which the critic's gradient is clipped, apart from the policy's.
+        critic_model_name_or_path: The model from which the critic of "gae" starts. Default: the policy's.
+        critic_learning_rate: Learning rate of the critic's own AdamW; it stays constant.
+        critic_weight_decay: Weight decay of the critic's AdamW, which applies to matrices only.
+        critic_max_grad_norm: The norm to which the critic's gradient is clipped, separately from the policy's.
         critic_warmup_steps: Optimiser steps at the start in which only the critic is trained.
-        value_clip: How far a value may move from the rollout's, in units of reward, before its loss is clipped.
-        diagnostics_steps: Every so many optimiser steps, ``trust_region/diagnostics/*`` are measured and logged; 0
-            never. See docs/diagnostics.md.
-        eval_temperature: At which held-out completions are sampled: 0 is greedy, with ``num_generations_eval=1``; by
-            default as in training.
+        value_clip: How far the critic's value may move from the rollout's, in units of reward, before its loss is
+            clipped.
+        diagnostics_steps: Optimiser steps from one measurement of `trust_region/diagnostics/*` to the next; 0 measures
+            none. See docs/diagnostics.md.
+        eval_temperature: Sampling temperature of held-out completions. 0 is greedy and needs
+            `num_generations_eval=1`. Default: as in training.
 
     Raises:
         ValueError: On a value out of its range, or settings that exclude each other; the message names both.
@@ -138,7 +137,7 @@ class TrollConfig(GRPOConfig):
     updates_per_rollout: int | None = field(
         default=None,
         metadata={
-            "help": "Optimiser updates for which a rollout is used; sets steps_per_generation. Default: 8, unless "
+            "help": "Optimiser updates made with each rollout; sets steps_per_generation. Default: 8, unless "
             "steps_per_generation, generation_batch_size or num_iterations is set."
         },
     )
@@ -151,19 +150,22 @@ class TrollConfig(GRPOConfig):
     )
     resampling_rounds: int = field(
         default=0,
-        metadata={"help": "Further rounds of generation to replace groups with equal rewards; 0 keeps them."},
+        metadata={"help": "Most further rounds of generation that replace groups with equal rewards; 0 keeps them."},
     )
     rollout_delay: int = field(
         default=0,
-        metadata={"help": "Sample rollouts with the weights of so many rollouts ago, as in asynchronous training."},
+        metadata={"help": "Sample rollouts with the weights of this many rollouts ago, as in asynchronous training."},
     )
     rollout_dtype: str | None = field(
         default=None,
-        metadata={"help": "Sample rollouts with weights rounded to this, as an engine's are: bfloat16 or float16."},
+        metadata={"help": "Sample rollouts with weights rounded to bfloat16 or float16, as an engine's are."},
     )
     rollout_correction: float | None = field(
         default=None,
-        metadata={"help": "Largest importance weight that corrects for such rollouts. Default: no correction."},
+        metadata={
+            "help": "Cap of the importance weights that correct for rollout_delay or rollout_dtype. Default: no "
+            "correction."
+        },
     )
     surrogate: str = field(
         default="troll",
@@ -187,20 +189,20 @@ class TrollConfig(GRPOConfig):
     )
     tail: Tail = field(
         default="bucket",
-        metadata={"help": "Treatment of the other tokens."},
+        metadata={"help": "How the other tokens count: as one outcome of their exact mass, or as 1e-12 each."},
     )
     solver: str = field(
         default="newton",
-        metadata={"help": "Solver of the dual problem.", "choices": list(SOLVERS)},
+        metadata={"help": "How the multiplier of a token is found.", "choices": list(SOLVERS)},
     )
     disable_dropout: bool = field(
         default=True,
-        metadata={"help": "Dropout changes the policy between scoring and update, which the trust region would see."},
+        metadata={"help": "Set all dropout to 0: the projection would take its noise for learning."},
     )
 
     constraint: Scope = field(
         default="token",
-        metadata={"help": "Which tokens share one multiplier, and with it one bound."},
+        metadata={"help": "Which tokens share one multiplier: none, those of a sequence, or those of a batch."},
     )
     constraint_reduction: Reduction = field(
         default="mean",
@@ -216,11 +218,11 @@ class TrollConfig(GRPOConfig):
     )
     kl_bound_entropy_exponent: float = field(
         default=0.0,
-        metadata={"help": "Scales each token's bound by a power of the old policy's entropy there; 0 does not."},
+        metadata={"help": "Scale each token's bound by this power of the old policy's relative entropy; 0 does not."},
     )
     kl_bound_negative_ratio: float = field(
         default=1.0,
-        metadata={"help": "Multiplies the bound of tokens with a negative advantage."},
+        metadata={"help": "Factor of the bound of tokens with a negative advantage."},
     )
     anchor: Anchor = field(
         default="old",
@@ -228,7 +230,7 @@ class TrollConfig(GRPOConfig):
     )
     kl_penalty_weight: float = field(
         default=1.0,
-        metadata={"help": "Weight of the KL penalty; where it adapts, that of the start."},
+        metadata={"help": "Weight of the KL penalty; with kl_penalty_target, its initial value."},
     )
     kl_penalty_direction: KlDirection = field(
         default="old_new",
@@ -246,13 +248,16 @@ class TrollConfig(GRPOConfig):
         default="binary",
         metadata={"help": "What DPPO measures the divergence on: the sampled token and the rest, or the top K."},
     )
-    drpo_threshold: float = field(default=12.5, metadata={"help": "DRPO's regularisation threshold."})
+    drpo_threshold: float = field(
+        default=12.5,
+        metadata={"help": "DRPO's epsilon: the larger it is, the weaker its pull to the old probability."},
+    )
     ipo_threshold: float = field(
         default=0.3,
         metadata={"help": "Change of a token's probability above which IPO drops it."},
     )
-    ipo_kl_weight: float = field(default=0.0, metadata={"help": "Weight of IPO's squared log ratio."})
-    gmpo_range: float = field(default=0.4, metadata={"help": "Log ratio to which GMPO clips."})
+    ipo_kl_weight: float = field(default=0.0, metadata={"help": "Weight of the squared log ratio in IPO's loss."})
+    gmpo_range: float = field(default=0.4, metadata={"help": "Largest absolute log ratio, to which GMPO clips."})
     advantage_estimator: str = field(
         default="group",
         metadata={"help": "How rewards become advantages.", "choices": list(ESTIMATORS)},
@@ -261,30 +266,39 @@ class TrollConfig(GRPOConfig):
         default=False,
         metadata={"help": "Whether beta penalises the reward, as in RLOOTrainer, instead of the loss."},
     )
-    gamma: float = field(default=1.0, metadata={"help": "Discount of generalised advantage estimation."})
-    gae_lambda: float = field(default=0.95, metadata={"help": "Lambda of generalised advantage estimation."})
+    gamma: float = field(default=1.0, metadata={"help": "Discount of generalised advantage estimation, in [0, 1]."})
+    gae_lambda: float = field(
+        default=0.95,
+        metadata={"help": "Lambda of generalised advantage estimation: 0 trusts the critic, 1 the whole return."},
+    )
     whiten_advantages: bool = field(
         default=True,
         metadata={"help": "Whether the advantages of gae are whitened over the tokens of all processes."},
     )
     critic_model_name_or_path: str | None = field(
         default=None,
-        metadata={"help": "What the critic of gae starts from. Default: the policy's model."},
+        metadata={"help": "Model from which the critic of gae starts. Default: the policy's."},
     )
-    critic_learning_rate: float = field(default=1e-5, metadata={"help": "The critic's learning rate."})
-    critic_weight_decay: float = field(default=0.0, metadata={"help": "The critic's weight decay."})
-    critic_max_grad_norm: float = field(default=1.0, metadata={"help": "The critic's largest gradient norm."})
+    critic_learning_rate: float = field(
+        default=1e-5, metadata={"help": "Learning rate of the critic's own AdamW; it stays constant."}
+    )
+    critic_weight_decay: float = field(
+        default=0.0, metadata={"help": "Weight decay of the critic's AdamW, on matrices only."}
+    )
+    critic_max_grad_norm: float = field(
+        default=1.0, metadata={"help": "Norm to which the critic's gradient is clipped, separately from the policy's."}
+    )
     critic_warmup_steps: int = field(
         default=0,
-        metadata={"help": "Optimiser steps in which only the critic is trained."},
+        metadata={"help": "Optimiser steps at the start in which only the critic is trained."},
     )
     value_clip: float = field(
         default=0.2,
-        metadata={"help": "How far a value may move from the rollout's before its loss is clipped."},
+        metadata={"help": "How far a value may move from the rollout's (units of reward) before its loss is clipped."},
     )
     diagnostics_steps: int = field(
         default=0,
-        metadata={"help": "Measure trust_region/diagnostics/* every so many optimiser steps; 0 never."},
+        metadata={"help": "Optimiser steps between measurements of trust_region/diagnostics/*; 0 measures none."},
     )
     eval_temperature: float | None = field(
         default=None,
@@ -304,7 +318,7 @@ class TrollConfig(GRPOConfig):
         try:
             super().__post_init__()
         except ValueError as error:
-            # TRL asks for two because its own estimator compares them; it does so after everything else that counts.
+            # TRL wants two because its own estimator compares them; it checks this after everything else that matters.
             single = self.num_generations == 1 and not ESTIMATORS[self.advantage_estimator].needs_group
             if not single or "at least 2 generations" not in str(error):
                 raise
@@ -347,20 +361,20 @@ class TrollConfig(GRPOConfig):
             )
 
     def _settle_loss(self) -> None:
-        """Checks that the surrogate and the loss go together, and sets what the surrogate needs of TRL."""
+        """Checks that the surrogate and the loss type go together, and sets the TRL fields that the surrogate needs."""
         surrogate = SURROGATES[self.surrogate]
         known = (*LOSS_TYPES, *CLIP_LOSS_TYPES) if surrogate.clips else LOSS_TYPES
         if self.loss_type not in (*known, surrogate.sets.get("loss_type")):
             remedy = f"use one of {', '.join(known)}"
-            if self.loss_type in SURROGATE_LOSS_TYPES:
+            if self.loss_type in SURROGATES:  # which sets it
                 remedy = f"set surrogate={self.loss_type!r} and leave loss_type out"
             elif self.loss_type in CLIP_LOSS_TYPES:
                 remedy += ", or surrogate='clip'"
             raise ValueError(f"loss_type {self.loss_type!r} does not go with surrogate {self.surrogate!r}: {remedy}")
         if self.delta is not None and not surrogate.clips:
             raise ValueError(
-                f"delta is a part of TRL's clip, which surrogate {self.surrogate!r} is without: leave it unset, or set "
-                "surrogate='clip'"
+                f"delta is a part of TRL's clip, which surrogate {self.surrogate!r} does not use: leave it unset, or "
+                "set surrogate='clip'"
             )
         if self.surrogate == "cispo":
             self.epsilon_high = CISPO_LARGEST_RATIO if self.epsilon_high is None else self.epsilon_high
@@ -379,11 +393,11 @@ class TrollConfig(GRPOConfig):
         ignored = [name for name in unread if getattr(self, name) != default[name]]
         if ignored:
             warnings.warn(
-                f"{' and '.join(ignored)} ignored: surrogate {self.surrogate!r} does not clip so", stacklevel=4
+                f"{' and '.join(ignored)} ignored: surrogate {self.surrogate!r} does not use them", stacklevel=4
             )
 
     def _check_reward(self) -> None:
-        """Checks that the rewards can be put together as the estimator and `kl_in_reward` need them."""
+        """Checks that the rewards can be combined as the estimator and `kl_in_reward` need them."""
         if self.advantage_estimator != "group" and self.multi_objective_aggregation != "sum_then_normalize":
             raise ValueError(
                 f"advantage_estimator {self.advantage_estimator!r} takes the weighted sum of the rewards: "
@@ -393,9 +407,10 @@ class TrollConfig(GRPOConfig):
             self._check_resampling()
         if not self.kl_in_reward:
             return
-        if self.advantage_estimator not in KL_IN_REWARD:
+        if ESTIMATORS[self.advantage_estimator].of_sequences is None:  # no reward of a completion to subtract it from
+            known = [name for name, estimator in ESTIMATORS.items() if estimator.of_sequences is not None]
             raise ValueError(
-                f"kl_in_reward needs advantage_estimator {', '.join(KL_IN_REWARD[:-1])} or {KL_IN_REWARD[-1]}, "
+                f"kl_in_reward needs advantage_estimator {', '.join(known[:-1])} or {known[-1]}, "
                 f"got {self.advantage_estimator!r}"
             )
         if self.always_on_policy:
@@ -409,7 +424,7 @@ class TrollConfig(GRPOConfig):
             )
 
     def _check_resampling(self) -> None:
-        """Refuses to look for equal rewards where they mean something, and to mix what engines report."""
+        """Refuses resampling for estimators that learn from equal rewards, and with an engine's reports."""
         if not ESTIMATORS[self.advantage_estimator].needs_group:
             known = [name for name, estimator in ESTIMATORS.items() if estimator.needs_group]
             raise ValueError(
@@ -421,7 +436,7 @@ class TrollConfig(GRPOConfig):
                 "resampling_rounds compares the weighted sums of the rewards: multi_objective_aggregation must be "
                 f"'sum_then_normalize', got {self.multi_objective_aggregation!r}"
             )
-        # With other weights, the training model samples and scores; nothing is kept of an engine.
+        # With a delay or a dtype, the training model samples and scores: there are no reports of an engine.
         if self.anchor == "rollout" and not (self.rollout_delay or self.rollout_dtype):
             raise ValueError(
                 "resampling_rounds moves completions between processes, and anchor='rollout' keeps what the engine "
@@ -435,22 +450,22 @@ class TrollConfig(GRPOConfig):
             raise ValueError(f"rollout_dtype must be {known}, got {self.rollout_dtype!r}")
         if (self.rollout_delay or self.rollout_dtype) and self.use_vllm:
             raise ValueError(
-                "rollout_delay and rollout_dtype give other weights to transformers' generation, and vLLM has weights "
-                "of its own: set use_vllm=False, or leave them out"
+                "rollout_delay and rollout_dtype change the weights of transformers' generation, and vLLM has its own "
+                "weights: set use_vllm=False, or leave them out"
             )
         if self.rollout_correction is not None:
             if not 0 < self.rollout_correction < math.inf:
                 raise ValueError(f"rollout_correction must be finite and above 0, got {self.rollout_correction}")
             if self.anchor == "rollout" or not (self.rollout_delay or self.rollout_dtype):
                 raise ValueError(
-                    "rollout_correction is for rollouts of other weights than the old policy's: set rollout_delay or "
+                    "rollout_correction is for rollouts with other weights than the old policy's: set rollout_delay or "
                     "rollout_dtype, and anchor='old', or leave it out"
                 )
         needs_scores = self.anchor == "rollout" or self.rollout_correction is not None
         if (self.rollout_delay or self.rollout_dtype) and needs_scores and not self.scores_rollouts:
             raise ValueError(
                 "anchor='rollout' and rollout_correction with rollout_delay or rollout_dtype need scores of the "
-                "rollout, which TRL makes only where it has several updates: set updates_per_rollout to 2 or more"
+                "rollout, which TRL makes only if it has several updates: set updates_per_rollout to 2 or more"
             )
         if self.use_transformers_continuous_batching and (self.bf16 or self.fp16):
             dtype = "bf16" if self.bf16 else "fp16"
@@ -466,9 +481,9 @@ class TrollConfig(GRPOConfig):
             "solver": SOLVERS,
             "constraint": CONSTRAINTS,
             "constraint_reduction": REDUCTIONS,
-            "anchor": ANCHORS,
-            "dppo_outcomes": DPPO_OUTCOMES,
-            "kl_penalty_direction": KL_DIRECTIONS,
+            "anchor": get_args(Anchor),
+            "dppo_outcomes": get_args(DppoOutcomes),
+            "kl_penalty_direction": get_args(KlDirection),
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -520,8 +535,8 @@ class TrollConfig(GRPOConfig):
             raise ValueError(f"mass_threshold must be in [0, 1), got {self.mass_threshold}")
         if self.surrogate == "kl_penalty" and self.kl_penalty_target is not None and self.always_on_policy:
             raise ValueError(
-                "kl_penalty_target adapts to the KL of a rollout's last update, which is 0 where every update is "
-                "on-policy: set updates_per_rollout to 2 or more, or leave it out"
+                "kl_penalty_target adapts the weight to the KL of a rollout's last update, which is 0 where every "
+                "update is on-policy: set updates_per_rollout to 2 or more, or leave it out"
             )
 
     def make_bound(self, total_steps: int) -> Bound:
@@ -545,7 +560,7 @@ class TrollConfig(GRPOConfig):
 
     @property
     def scores_rollouts(self) -> bool:
-        """Whether TRL scores rollouts for their updates; where each update takes whole ones, it does not."""
+        """Whether TRL scores rollouts. It does not if each update takes whole rollouts."""
         return self.gradient_accumulation_steps % self.rollout_steps != 0
 
     @property

@@ -12,21 +12,19 @@ from torch.nn.functional import pad
 
 
 def generate_in_chunks(model: Any, size: int) -> None:
-    """Lets `model.generate` generate few completions at a time.
+    """Makes `model.generate` generate few completions at a time.
 
-    The KV cache then holds `size` sequences. A call goes through as it is if it returns more than token ids, or has
-    tensors that cannot be told apart by prompt, such as several images a prompt in Qwen's models.
+    The KV cache then holds at most `size` sequences. A call is passed on unchanged if it returns more than token ids,
+    or if its tensors cannot be split by prompt, such as several images a prompt in Qwen's models.
 
     Args:
         model: A model of transformers, or a PEFT model; its `generate` is replaced.
-        size: The most completions of one call, at least 1.
+        size: Completions in one call at most; at least 1.
 
     Raises:
-        ValueError: If `size` is below 1; and by `generate`, if chunks have different lengths and neither generation
-            configuration has a `pad_token_id` to fill them with.
+        ValueError: By `generate`, if chunks have different lengths and neither generation configuration has a
+            `pad_token_id` to fill them with.
     """
-    if size < 1:
-        raise ValueError(f"size must be at least 1, got {size}")
     inner = type(model).generate
 
     @functools.wraps(inner)
@@ -50,12 +48,12 @@ def generate_in_chunks(model: Any, size: int) -> None:
 
 
 def split(inputs: dict[str, Any], size: int) -> list[dict[str, Tensor]] | None:
-    """Splits what `generate` is given for a batch of prompts.
+    """Splits the arguments of `generate` for a batch of prompts.
 
     Args:
         inputs: Keyword arguments of `generate`: `input_ids` (B, L), and tensors with one row a prompt. With
             `image_grid_thw` (B, 3), one image a prompt, `pixel_values` holds the patches of all images in a row.
-        size: Prompts in a part.
+        size: Prompts in each part; the last may have fewer.
 
     Returns:
         The tensors of each part; None if B is at most `size`, or some tensor cannot be split.

@@ -1,4 +1,4 @@
-"""What `troll eval` measures, of the completions that TRL samples at every evaluation."""
+"""The metrics of `troll eval`, of the completions that TRL samples at every evaluation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import GenerationConfig
 
-from troll.evaluation.metrics import task_metrics
+from troll.evaluation.metrics import task_estimates
 from troll.rewards.grading import Grader, Verdict
 from troll.trl.seam import empty_logs, get_callable_name, sampling_config
 from troll.trl.unscored import Unscored
@@ -27,8 +27,8 @@ class HeldOut:
     """Collects verdicts of held-out completions; every method runs on every process.
 
     Args:
-        reward_funcs: The trainer's; without one named ``success`` there is nothing to measure.
-        names: Of the rewards, in TRL's order.
+        reward_funcs: The trainer's reward functions; without one named `success` there is nothing to measure.
+        names: The names of the rewards, in TRL's order.
     """
 
     def __init__(self, reward_funcs: Sequence[Any], names: Sequence[str]) -> None:
@@ -38,27 +38,21 @@ class HeldOut:
         self.start()
 
     def start(self) -> None:
-        """Forgets what was observed: an evaluation that was interrupted has left it."""
+        """Drops what an interrupted evaluation has left."""
         self._verdicts: list[Verdict] = []
-        self._rewards: list[float | None] = []
-
-    @property
-    def successes(self) -> list[float | None]:
-        """The reward ``success`` of each completion of the last evaluation, those that fill up its last batch too.
-
-        None of completions that could not be judged.
-        """
-        return self._rewards
+        #: The reward `success` of each completion of the last evaluation; None if it could not be judged. Completions
+        #: that only fill up the last batch are among them.
+        self.successes: list[float | None] = []
 
     def observe(self, rewards: Tensor) -> None:
-        """Adds the (N, F) rewards of a batch of all processes, right after the rewards of this one were computed."""
+        """Adds the (N, F) rewards of a batch of all processes; call it right after this process computed its own."""
         if self._place is None:
             return
         given = [None if math.isnan(each) else each for each in rewards[:, self._place].tolist()]
         found: list[tuple[float | None, str | None]] = [(reward, None) for reward in given]
         if self._grader is not None:  # it knows more than the reward: partial credit, and what was answered
             found = gather_object([(verdict.score, verdict.answer) for verdict in self._grader.latest])
-        self._rewards += given
+        self.successes += given
         self._verdicts += [
             # Another grader may not have been able to judge it.
             Verdict(None if reward is None else score, answer, "")
@@ -68,20 +62,22 @@ class HeldOut:
     def metrics(self, samples: int | None, problems: int | None) -> dict[str, float]:
         """The metrics of what was observed, by name; empty if there is nothing to measure.
 
-        The mean of the reward is among them: TRL's is one of its batches' means, and counts what fills up the last one.
-        Completions that could not be judged are left out; of a grader, their share is ``rewards/unscored``.
+        The mean reward is among them, since TRL averages the means of its batches and counts the completions that fill
+        up the last one. Completions that could not be judged are left out; with a grader, their share is
+        `rewards/unscored`.
 
         Args:
-            samples: Completions per problem, one after the other.
-            problems: How many there are, None if unknown; what comes after them fills up the last batch.
+            samples: Completions per problem; those of one problem follow each other.
+            problems: Number of problems, None if unknown; completions after them only fill up the last batch.
         """
         assert samples is not None  # TRL's default
         groups = [self._verdicts[start : start + samples] for start in range(0, len(self._verdicts), samples)]
         if not groups:
             return {}
         grader = self._grader
-        found = task_metrics(groups[:problems], same=grader.same_answer if grader and grader.votes else None)
-        counted = self._rewards[: samples * min(len(groups), problems or len(groups))]
+        estimates = task_estimates(groups[:problems], same=grader.same_answer if grader and grader.votes else None)
+        found = {name: estimate.value for name, estimate in estimates.items()}
+        counted = self.successes[: samples * min(len(groups), problems or len(groups))]
         scored = [reward for reward in counted if reward is not None]
         if scored:
             found[f"rewards/{SUCCESS}/mean"] = fmean(scored)
@@ -92,11 +88,11 @@ class HeldOut:
 
 @contextmanager
 def sampling_temperature(trainer: Any, temperature: float | None) -> Iterator[None]:
-    """Samples at another temperature for a while, 0 being greedy; None leaves the trainer's.
+    """Samples at another temperature within the context; 0 is greedy, and None keeps the trainer's.
 
     Args:
         trainer: The `GRPOTrainer`, with transformers' generation or vLLM's.
-        temperature: At least 0.
+        temperature: The sampling temperature, at least 0; None to change nothing.
     """
     if temperature is None:
         yield
@@ -116,14 +112,14 @@ def sampling_temperature(trainer: Any, temperature: float | None) -> Iterator[No
 
 @contextmanager
 def judged_by(trainer: Any, reward_funcs: Sequence[Any], reward_weights: Sequence[float] | None) -> Iterator[None]:
-    """Judges by the rewards of another task for a while.
+    """Judges by the rewards of another task within the context.
 
-    The trainer's table of completions, of which a step has one, stays that of its own task.
+    The trainer's table of completions remains that of its own task, since a step has only one.
 
     Args:
         trainer: The `TrollTrainer`.
-        reward_funcs: Functions, no models.
-        reward_weights: One each; None for 1.0.
+        reward_funcs: The other task's reward functions; reward models are not taken.
+        reward_weights: One weight for each; None for 1.0.
     """
     names = [get_callable_name(reward) for reward in reward_funcs]
     others = {

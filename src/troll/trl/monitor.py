@@ -1,4 +1,4 @@
-"""What the trust region did: statistics over micro-batches and processes, for the log and for adaptive bounds."""
+"""What the trust region did in every update, over micro-batches and processes: for the log and for adaptive bounds."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from troll.trl.config import TrollConfig
 from troll.trust_region.bounds import BoundStatistics
-from troll.trust_region.coverage import SUPPORT_STATISTICS, support_statistics, support_too_small
-from troll.trust_region.metrics import trust_region_metrics, trust_region_statistics
+from troll.trust_region.coverage import support_statistics, support_too_small
+from troll.trust_region.metrics import Totals
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.projecting.step import TrustRegionStep
 
-#: What to do about numbers that are none.
+#: What to do about NaN and infinity.
 REMEDY = (
     "and the update was not made. Resume from the last checkpoint with a lower learning_rate or max_grad_norm; in "
     "fp16, use bf16"
 )
-#: More than this fraction of tokens projected, over so many optimiser steps, is worth a warning.
+#: A larger fraction of projected tokens than this, over this many optimiser steps, is worth a warning.
 WATCHED_FRACTION, WATCHED_STEPS = 0.1, 100
 
 
@@ -28,8 +28,8 @@ class Monitor:
     """Collects `TrustRegionStep` of the micro-batches; every method runs on every process.
 
     Args:
-        accelerator: The trainer's.
-        args: The trainer's.
+        accelerator: Adds up what the trainer's processes saw.
+        args: The trainer's configuration.
     """
 
     def __init__(self, accelerator: Accelerator, args: TrollConfig) -> None:
@@ -40,22 +40,28 @@ class Monitor:
         self._warned_of_coverage = False
 
     def start(self) -> None:
-        """Forgets what an interrupted update has left."""
-        self.sums: dict[str, Tensor] = {}
-        self.maxima: dict[str, Tensor] = {}
+        """Drops the sums of an interrupted update."""
+        self.totals = Totals()
         self._update = torch.zeros(3, dtype=torch.float64)
 
     def observe(self, step: TrustRegionStep, old: SparsePolicy, mask: Tensor, global_step: int) -> None:
-        """Adds (N,) tokens of a micro-batch, of which the mask counts.
+        """Adds the N tokens of a micro-batch.
+
+        Args:
+            step: What the trust region did with them, each (N,).
+            old: Their old policies, (N,).
+            mask: (N,), 1 for the tokens that count.
+            global_step: Optimiser steps made so far, for the error.
 
         Raises:
             FloatingPointError: If logits are NaN or infinite, on every process.
         """
-        sums, maxima = trust_region_statistics(step, mask)
+        totals = Totals.of(step, mask)
+        sums = totals.sums
         # Tool tokens are masked by multiplication in the parent, which NaN survives: they are counted too.
         sums["nonfinite"] = (~step.kl_before.isfinite()).sum().to(sums["tokens"])
         # One collective, and one wait for the device, for all that the host has to know now.
-        known = torch.stack([sums[name] for name in ("nonfinite", "tokens", "projected", "kl_before")])
+        known = torch.stack([sums[name] for name in ("nonfinite", "tokens", "projected_fraction", "kl_before_mean")])
         nonfinite, *update = self._accelerator.reduce(known, reduction="sum").cpu().double()
         if nonfinite:
             raise FloatingPointError(
@@ -64,12 +70,10 @@ class Monitor:
         self._update += torch.stack(update)
         if self._watched_since is None:
             self._watched_since = global_step
-        sums |= support_statistics(old, mask)
-        self.sums = {name: value + self.sums.get(name, 0) for name, value in sums.items()}
-        self.maxima = {name: value.maximum(self.maxima.get(name, value)) for name, value in maxima.items()}
+        self.totals += totals + Totals(support_statistics(old, mask))
 
     def check_loss(self, loss: Tensor, global_step: int) -> None:
-        """Looks at the loss of a micro-batch, which shows what is wrong where no distributions were observed.
+        """Checks the loss of a micro-batch, for updates in which no distributions are observed.
 
         Raises:
             FloatingPointError: If it is NaN or infinite in any process, on every process.
@@ -84,19 +88,18 @@ class Monitor:
         return BoundStatistics(projected_fraction=projected / tokens, kl=kl / tokens) if tokens else None
 
     def metrics(self, global_step: int) -> dict[str, float]:
-        """``trust_region/*`` over all tokens since the last call and all processes, and warnings about them."""
-        if not self.sums:
+        """`trust_region/*` over all tokens since the last call and all processes, and warnings about them."""
+        if not self.totals.sums:
             return {}
-        total = self._accelerator.reduce(torch.stack(list(self.sums.values())), reduction="sum")
-        largest = self._accelerator.gather(torch.stack(list(self.maxima.values())).unsqueeze(0)).amax(0)
-        sums = dict(zip(self.sums, total.cpu(), strict=True))
-        maxima = dict(zip(self.maxima, largest.cpu(), strict=True))
-        self.sums, self.maxima = {}, {}
-        metrics = trust_region_metrics(sums, maxima)
-        metrics |= {name: sums[name] / sums["tokens"].clamp(min=1) for name in SUPPORT_STATISTICS}
+        totals = self.totals.reduced(
+            lambda sums: self._accelerator.reduce(sums, reduction="sum").cpu(),
+            lambda maxima: self._accelerator.gather(maxima.unsqueeze(0)).amax(0).cpu(),
+        )
+        self.totals = Totals()
+        sums, metrics = totals.sums, totals.metrics()
         # One multiplier for many tokens projects them all, and a controller projects as many as it was told to.
         if self._args.constraint == "token" and self._args.kl_bound_schedule != "hold_projected_fraction":
-            self._watch_projections(sums["projected"].item(), sums["tokens"].item(), global_step)
+            self._watch_projections(sums["projected_fraction"].item(), sums["tokens"].item(), global_step)
         self._watch_coverage(metrics["uncovered_fraction"].item())
         return {f"trust_region/{name}": value.item() for name, value in metrics.items()}
 

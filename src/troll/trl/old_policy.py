@@ -10,8 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from troll.huggingface.policies import capture_tokens, targets_of
-from troll.huggingface.positions import scatter, spread
+from troll.huggingface.policies import capture_tokens, scatter, spread, targets_of
 from troll.trl.anchor import RolloutAnchor
 from troll.trl.config import TrollConfig
 from troll.trl.seam import Scores, loss_mask, scoring_function
@@ -28,10 +27,10 @@ class OldPolicy:
     Every method runs on every process.
 
     Args:
-        accelerator: The trainer's.
-        args: The trainer's.
-        temperature: The sampling temperature.
-        anchor: The engine's reports, with ``anchor="rollout"``; else None.
+        accelerator: Averages metrics over the trainer's processes.
+        args: The trainer's configuration.
+        temperature: The sampling temperature, by which logits are divided.
+        anchor: The engine's reports with `anchor="rollout"`; None with `anchor="old"`.
     """
 
     def __init__(
@@ -45,11 +44,11 @@ class OldPolicy:
         self.mean_entropy = 0.0
 
     def start(self, *, training: bool, reads_policies: bool) -> None:
-        """Begins a rollout, and forgets what an exception may have left of the one before.
+        """Begins a rollout, and drops what an exception may have left of the one before.
 
         Args:
-            training: Whether it is one to train on.
-            reads_policies: Whether its updates need distributions.
+            training: Whether the rollout is for training, not for evaluation.
+            reads_policies: Whether its updates need distributions, not only log-probabilities of the sampled tokens.
         """
         self._captured, self._reads = None, training and reads_policies
         # The policy's scores are the first that TRL asks for; a reference's, of the same model with PEFT, follow.
@@ -72,16 +71,16 @@ class OldPolicy:
         *rest: Any,
         **named: Any,
     ) -> tuple[Any, ...]:
-        """The scores of a rollout, as TRL's own method returns them, for its policies to be captured on the way.
+        """The scores of a rollout as TRL's own method returns them; its policies are captured on the way.
 
         Args:
             score: TRL's method, which calls a model for some sequences at a time.
-            model: What is scored; passed on to `score`, like everything that follows.
-            ids: (B, P + T).
-            mask: (B, P + T).
-            length: T.
-            *rest: Other positional arguments.
-            **named: Other named arguments.
+            model: The model to score with; passed on to `score`, like all other arguments.
+            ids: Token ids of prompts and completions, (B, P + T).
+            mask: Their attention mask, (B, P + T).
+            length: T, the tokens of a completion.
+            *rest: Further positional arguments of `score`.
+            **named: Further keyword arguments of `score`.
         """
         if self._anchor is not None:  # the engine has scored the completions: no pass
             return Scores(ids.new_zeros((len(ids), length), dtype=torch.float32), None, None)

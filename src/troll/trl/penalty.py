@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-#: β changes where the KL divergence is so many times smaller or larger than its target, and by this factor.
+#: β changes where the KL divergence differs from its target by more than the first factor; it changes by the second.
 TARGET_RATIO, WEIGHT_FACTOR = 1.5, 2.0
 
 
@@ -14,9 +14,12 @@ def adapted(weight: float, kl: float, target: float) -> float:
     """β after a rollout (arXiv 1707.06347, section 4): β/2 where the KL is below d/1.5, and 2β where above 1.5 d.
 
     Args:
-        weight: β.
+        weight: β before the rollout.
         kl: The mean divergence seen, in nats.
-        target: d, in nats.
+        target: d, the divergence to reach, in nats.
+
+    Returns:
+        The new β.
     """
     if kl < target / TARGET_RATIO:
         return weight / WEIGHT_FACTOR
@@ -27,11 +30,11 @@ class PenaltyWeight:
     """β over the training; every method runs on every process.
 
     The paper compares d with the mean KL of a whole rollout after its last update, which would take another pass. Here
-    it is the mean over the tokens of the rollout's last update, of all processes, as read for that update: so with U
-    updates a rollout, after U − 1 of them. It is the divergence that is penalised, in its direction.
+    it is the mean over the tokens of the rollout's last update, over all processes, as read for that update: with U
+    updates a rollout, after U − 1 of them. The divergence is the one that is penalised, in its direction.
 
     Args:
-        accelerator: The trainer's.
+        accelerator: Adds up what the trainer's processes saw.
         weight: β at the start.
         target: d, in nats; None keeps β.
     """
@@ -42,17 +45,17 @@ class PenaltyWeight:
         self.start()
 
     def start(self) -> None:
-        """Forgets what an interrupted update has left."""
+        """Drops the sums of an interrupted update."""
         self._seen: Tensor | None = None
 
     def observe(self, kl: Tensor, mask: Tensor) -> None:
-        """Adds (N,) tokens of a micro-batch, of which the mask counts."""
+        """Adds the KL (N,) of a micro-batch's tokens, in nats; the (N,) mask is 1 for those that count."""
         if self._target is not None:
             seen = torch.stack([(kl * mask).sum(), mask.sum().to(kl)])
             self._seen = seen if self._seen is None else self._seen + seen
 
     def end_update(self, *, adapt: bool) -> None:
-        """Adapts β to what was seen since the last call, if so told."""
+        """Ends an update; with `adapt`, β adapts to what was seen since the last call."""
         seen, self._seen = self._seen, None
         if seen is None or self._target is None or not adapt:
             return
@@ -61,7 +64,7 @@ class PenaltyWeight:
             self.value = adapted(self.value, kl / tokens, self._target)
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint holds."""
+        """β, for a checkpoint."""
         return {"weight": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -21,10 +21,10 @@ class Resampling:
 
     After a rollout's own prompts, further rounds generate completions of others, a whole rollout each time, until every
     such group has been replaced by one with different rewards, or `TrollConfig.resampling_rounds` are over. Only then
-    does TRL score completions and make advantages, so that all it does is about the rollout as it will be trained on.
+    does TRL score completions and compute advantages, so it sees the rollout as it will be trained on.
 
     Args:
-        trainer: The `TrollTrainer`, complete but for its callbacks.
+        trainer: The `TrollTrainer`, set up except for its callbacks.
 
     Raises:
         ValueError: With images, tools, environments, a rollout function or a data set without length.
@@ -36,18 +36,18 @@ class Resampling:
 
     @contextmanager
     def rollout(self, examples: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-        """Samples a rollout of some examples, which TRL then takes where it would generate.
+        """Samples a rollout, which TRL then takes instead of generating one.
 
-        TRL's metrics are left to be those of the first round, as without resampling; ``num_tokens`` counts all rounds.
-        New metrics are ``resampling/rounds``, how many there were after the first; ``resampling/equal_groups``, the
-        share of the first round's groups with equal rewards; and ``resampling/equal_groups_left``, that share in the
-        rollout as it is trained on.
+        TRL's metrics remain those of the first round, as without resampling; only `num_tokens` counts all rounds.
+        Three metrics are new: `resampling/rounds`, the number of rounds after the first; `resampling/equal_groups`,
+        the share of the first round's groups with equal rewards; and `resampling/equal_groups_left`, that share in
+        the rollout that is trained on.
 
         Args:
-            examples: Of this process, for the rollout's own prompts.
+            examples: This process's rows of the data set for the rollout's own prompts.
 
         Yields:
-            The examples of this process, some of them replaced.
+            The same rows, those of replaced groups exchanged.
         """
         trainer = self._trainer
         found = seam.sample(trainer, examples)
@@ -74,7 +74,7 @@ class Resampling:
         return equal_groups(rewards, self._trainer.num_generations)
 
     def _replace(self, found: seam.Completions, more: seam.Completions) -> None:
-        """Puts groups with different rewards in the places of groups with equal ones, as far as there are any."""
+        """Replaces groups with equal rewards by groups with different ones, as far as there are any."""
         size, rows = self._trainer.num_generations, len(found.examples)
         first = self._trainer.accelerator.process_index * rows
         places = _completions(self._equal(found.rewards), size)
@@ -104,14 +104,14 @@ class Resampling:
 
 
 def equal_groups(rewards: Tensor, num_generations: int) -> Tensor:
-    """Which groups have nothing to compare: all of their completions that were scored have the same reward.
+    """Finds the groups with nothing to compare: all of their scored completions have the same reward.
 
     Args:
         rewards: (N,), group by group; NaN where a completion was not scored.
         num_generations: Completions per group.
 
     Returns:
-        (N / num_generations,) bool.
+        (N / num_generations,) bool, true for such groups.
     """
     grouped = rewards.view(-1, num_generations)
     largest = grouped.nan_to_num(nan=-torch.inf).amax(1)
@@ -119,12 +119,12 @@ def equal_groups(rewards: Tensor, num_generations: int) -> Tensor:
 
 
 def draw(size: int, count: int, seed: str) -> list[int]:
-    """Some numbers below `size` in random order, of which none comes again before all have come.
+    """Draws numbers below `size` in random order; none comes again before all have come.
 
     Args:
-        size: At least 1.
-        count: How many; may be above `size`.
-        seed: The same numbers for the same seed, in every version of Python.
+        size: The numbers are 0 to `size` − 1; at least 1.
+        count: How many to draw; may be above `size`.
+        seed: Gives the same numbers in every version of Python.
     """
     generator, drawn = random.Random(seed), list[int]()
     while len(drawn) < count:
@@ -133,12 +133,12 @@ def draw(size: int, count: int, seed: str) -> list[int]:
 
 
 def reward_metrics(rewards_per_function: Tensor, weights: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """What TRL logs of (N, F) rewards: ``rewards/NAME/mean`` and ``/std`` of each function, ``reward``, ``reward_std``.
+    """What TRL logs of (N, F) rewards: `rewards/NAME/mean` and `/std` of each function, `reward`, `reward_std`.
 
     Args:
         rewards_per_function: (N, F), NaN where a function returned None.
-        weights: (F,)
-        names: Of the F functions.
+        weights: (F,), the weights of the functions in `reward`.
+        names: The F names in the metrics.
     """
     by_function = zip(names, rewards_per_function.unbind(1), strict=True)
     total = combine_rewards(rewards_per_function, weights)
@@ -150,12 +150,11 @@ def reward_metrics(rewards_per_function: Tensor, weights: Tensor, names: Sequenc
 
 def _completions(groups: Tensor, size: int) -> list[int]:
     """The places of the completions of the groups that are true."""
-    places: list[int] = groups.repeat_interleave(size).nonzero().flatten().tolist()
-    return places
+    return groups.repeat_interleave(size).nonzero().flatten().tolist()
 
 
 def _refuse(trainer: Any) -> None:
-    """Checks that a completion is what one call of TRL's generation makes of an example's text."""
+    """Refuses what resampling cannot do: a completion must come from one call of TRL's generation and a text."""
     found = {
         "tools": trainer.tools,
         "environments": trainer.environment_factories,

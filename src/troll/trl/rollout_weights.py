@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from troll.trl import seam
+from troll.trl.checkpoints import load_state, save_state
 from troll.trl.config import ROLLOUT_DTYPES
 
 #: The file of a checkpoint that holds the weights that later rollouts are sampled with.
@@ -23,9 +23,9 @@ WEIGHTS_STATE = "rollout_weights.pt"
 class RolloutWeights:
     """Samples every rollout with the trained weights of k rollouts ago, rounded; the first k + 1 with the first ones.
 
-    A rollout is then made and trained on in one place, and still as old as one that waits in a queue of k. With
-    ``anchor="old"``, only generation sees these weights, and the old policy is the network when the rollout is scored.
-    With ``anchor="rollout"``, scoring sees them too, so the old policy is exactly what sampled the tokens.
+    A rollout is made and trained on in one process, and is still as old as one that waited in a queue of k. With
+    `anchor="old"`, only generation sees these weights, and the old policy is the network when the rollout is scored.
+    With `anchor="rollout"`, scoring sees them too, so the old policy is exactly what sampled the tokens.
 
     It keeps k + 1 copies of the trained weights in memory, and k in every checkpoint. Every method runs on every
     process.
@@ -54,7 +54,7 @@ class RolloutWeights:
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """Has TRL sample one rollout with these weights; logs ``sampling/rollouts_behind``, how old they are."""
+        """Has TRL sample one rollout with these weights, and logs their age as `sampling/rollouts_behind`."""
         self._weights.append([parameter.detach().clone() for parameter in self._trained()])
         whole = self._trainer.args.anchor == "rollout"
         with self._sampling() if whole else seam.generating_within(self._trainer, self._sampling):
@@ -79,11 +79,11 @@ class RolloutWeights:
         return [parameter for parameter in self._trainer.model.parameters() if parameter.requires_grad]
 
     def corrected(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
-        """A rollout whose advantages (B, T) correct for these weights by truncated importance sampling.
+        """Corrects a rollout's advantages, (B, T), for these weights by truncated importance sampling.
 
-        The weight of a token is min(p(o)/p_s(o), C) with the old policy p, the policy p_s that sampled and
-        `TrollConfig.rollout_correction` C; None leaves advantages as they are. It is positive, so that it acts on any
-        surrogate's policy term as TRL's ``importance_sampling_ratio`` does for vLLM's rollouts.
+        The weight of a token is min(p(o)/p_s(o), C), with the old policy p, the policy p_s that sampled and C =
+        `TrollConfig.rollout_correction`; None leaves advantages as they are. The weight is positive, so it acts on any
+        surrogate's policy term as TRL's `importance_sampling_ratio` does for vLLM's rollouts.
         """
         largest = self._trainer.args.rollout_correction
         if largest is None:
@@ -103,14 +103,13 @@ class RolloutWeights:
         return total / max(count, 1)
 
     def save(self, checkpoint: Path) -> None:
-        """Writes `WEIGHTS_STATE`, which replaces another as a whole."""
+        """Writes `WEIGHTS_STATE` into a checkpoint's folder, atomically."""
         if self._delay and self._trainer.args.should_save:
-            part = checkpoint / f"{WEIGHTS_STATE}.part"
-            torch.save({"delay": self._delay, "weights": list(self._weights)[-self._delay :]}, part)
-            os.replace(part, checkpoint / WEIGHTS_STATE)
+            state = {"delay": self._delay, "weights": list(self._weights)[-self._delay :]}
+            save_state(state, checkpoint / WEIGHTS_STATE)
 
     def load(self, checkpoint: Path) -> None:
-        """Goes on where `save` was.
+        """Reads what `save` wrote.
 
         Raises:
             FileNotFoundError: If the checkpoint has no `WEIGHTS_STATE`.
@@ -118,16 +117,10 @@ class RolloutWeights:
         """
         if not self._delay:
             return
-        path = checkpoint / WEIGHTS_STATE
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{checkpoint} has no {WEIGHTS_STATE}: it is no checkpoint of a run with "
-                f"rollout_delay={self._delay}, or save_only_model was set"
-            )
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = load_state(checkpoint / WEIGHTS_STATE, f"a run with rollout_delay={self._delay}")
         if state["delay"] != self._delay:
             raise ValueError(
                 f"{checkpoint} is of a run with rollout_delay={state['delay']}, and this one has {self._delay}: "
-                "resume with the same"
+                "resume with the same value"
             )
         self._weights.extend(state["weights"])

@@ -13,14 +13,13 @@ from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from trl import GRPOTrainer
 
-from troll.huggingface.policies import read_tokens
-from troll.huggingface.positions import scatter
+from troll.huggingface.policies import read_tokens, scatter
 from troll.trl import seam
 from troll.trl.advantages.rollouts import Advantages
 from troll.trl.anchor import RolloutAnchor
 from troll.trl.checkpoints import marked, resolved
 from troll.trl.checks import (
-    dropout_rates,
+    disable_dropout,
     refuse_an_empty_reference,
     refuse_model_parallelism,
     warn_about,
@@ -28,7 +27,7 @@ from troll.trl.checks import (
     warn_about_saving,
 )
 from troll.trl.config import AGGREGATION, TrollConfig
-from troll.trl.diagnosis import Diagnosis
+from troll.trl.diagnostics import Diagnostics
 from troll.trl.generation import generate_in_chunks
 from troll.trl.held_out import HeldOut, sampling_temperature
 from troll.trl.monitor import Monitor
@@ -38,7 +37,6 @@ from troll.trl.rollout_weights import RolloutWeights
 from troll.trl.surrogates import SURROGATES, ScoredTokens, Terms
 from troll.trl.unscored import Unscored
 from troll.trl.updates import Updates
-from troll.trust_region.bounds import Bound
 from troll.trust_region.bounds.per_token import by_advantage, entropy_scaled
 from troll.trust_region.objective import aggregate, trust_region_step
 from troll.trust_region.policy.outcomes import Outcomes, sparse_entropy
@@ -48,17 +46,18 @@ from troll.trust_region.projecting.constraint import Constraint
 
 
 class TrollTrainer(GRPOTrainer):
-    """[`~trl.GRPOTrainer`] with TROLL (arXiv 2510.03817) in place of the clip.
+    """`trl.GRPOTrainer` with TROLL (arXiv 2510.03817) in place of the clip.
 
     The policy term uses the projected log-probability of the sampled token where GRPO uses the raw one; the clip is
-    off; and ``regression_weight · KL(p̃ ‖ ⌊q⌋)`` is added with the policy term's normalisation. The regression term is
+    off; and `regression_weight · KL(p̃ ‖ ⌊q⌋)` is added with the policy term's normalisation. The regression term is
     treated as TRL treats its own KL penalty: it acts on every scored token, and neither the high-entropy mask, nor the
     off-policy mask, nor vLLM's importance weights apply to it.
 
     `TrollConfig.surrogate` puts a rival, or TRL's clip, in TROLL's place, and `TrollConfig.advantage_estimator` changes
     how rewards become advantages; a comparison changes exactly one of them.
 
-    Everything else, arguments included, is `GRPOTrainer`'s. What is saved and used for inference is the network p̃.
+    Everything else is as in `GRPOTrainer`, its arguments included. The network p̃ is what is saved and used for
+    inference.
 
     Raises:
         TypeError: If `args` is not a `TrollConfig`.
@@ -103,25 +102,24 @@ class TrollTrainer(GRPOTrainer):
             warn_about_saving(self.accelerator, self.model)
         warn_about_precision(self.accelerator, args, self.model)
         refuse_an_empty_reference(self.accelerator, self.ref_model)
-        if args.disable_dropout:  # TRL silences layers; many models keep numbers that a function reads
-            for module, name in list(dropout_rates(self.model)):
-                setattr(module, name, 0.0)
+        if args.disable_dropout:  # TRL switches only layers off
+            disable_dropout(self.model)
 
         self.rollout_weights = RolloutWeights(self) if args.rollout_delay or args.rollout_dtype else None
-        # Scoring with the weights that sampled says what the tokens were sampled from.
+        # With delayed weights, scoring with the weights that sampled the tokens gives the anchor; no engine reports it.
         self.anchor = RolloutAnchor(self) if args.anchor == "rollout" and not self.rollout_weights else None
         self.old_policy = OldPolicy(self.accelerator, args, self.temperature, self.anchor)
         self.unscored = Unscored(self.accelerator, self.reward_funcs)
         self.advantages = Advantages(self.accelerator, args, self.model, model)
         self.resampling = Resampling(self) if args.resampling_rounds else None
         self.monitor = Monitor(self.accelerator, args)
-        self.diagnosis = Diagnosis(self.accelerator, args, self._full_logits)
+        self.diagnostics = Diagnostics(self.accelerator, args, self._full_logits)
         self.held_out = HeldOut(self.reward_funcs, self.reward_func_names)
         if args.generation_chunk_size and not args.use_vllm:
             generate_in_chunks(self.model, args.generation_chunk_size)
         self.updates = Updates(self)
         self.add_callback(self.updates)
-        # Before those that report and the user's, who see what an update did.
+        # Before the callbacks that report and the user's, which then see what an update did.
         callbacks = self.callback_handler.callbacks
         callbacks.insert(1, callbacks.pop())
         # The scores that the parent's loss will ask for next.
@@ -129,18 +127,13 @@ class TrollTrainer(GRPOTrainer):
         self._use_checked = False
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The parent's, for data parallelism only; with FSDP2, the model's outputs keep their dtype."""
+        """As the parent, for data parallelism only; with FSDP2, the model's outputs keep their dtype."""
         super().create_accelerator_and_postprocess()
         refuse_model_parallelism(tensor=self.get_tp_size(), context=self.get_cp_size(), sequence=self.get_sp_size())
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
-            # accelerate has every output rounded to the parameters' dtype, log-probabilities among them.
+            # accelerate would round every output to the parameters' dtype, log-probabilities among them.
             plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
-
-    @property
-    def kl_bound(self) -> Bound:
-        """ε now, and how it goes on."""
-        return self.updates.kl_bound
 
     # The rollout
 
@@ -167,7 +160,7 @@ class TrollTrainer(GRPOTrainer):
         if self.rollout_weights is not None:
             rolled_out = self.rollout_weights.corrected(rolled_out)
         if OLD_POLICY in rolled_out and self._diagnostics_due(self._updates_of_rollout()):
-            self.diagnosis.probe(rolled_out, seam.loss_mask(rolled_out))
+            self.diagnostics.probe(rolled_out, seam.loss_mask(rolled_out))
         return rolled_out
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -180,7 +173,7 @@ class TrollTrainer(GRPOTrainer):
         return rewards
 
     def observe_rewards(self, rewards: Tensor) -> None:
-        """Keeps the (N, F) rewards of a rollout of all processes, as it will be trained on."""
+        """Keeps the (N, F) rewards of all processes' rollout, as it will be trained on."""
         self.unscored.observe(rewards)
         self.advantages.observe(rewards, self.reward_weights)
 
@@ -194,7 +187,7 @@ class TrollTrainer(GRPOTrainer):
         )
 
     def _reads_policies(self) -> bool:
-        """Whether an update of the rollout that is due needs more of the old policy than log-probabilities."""
+        """Whether an update with the next rollout needs more of the old policy than log-probabilities."""
         return not self.args.always_on_policy and (
             self.surrogate.reads_policies(self.args) or self._diagnostics_due(self._updates_of_rollout())
         )
@@ -205,7 +198,7 @@ class TrollTrainer(GRPOTrainer):
         return every > 0 and (step + updates) // every > step // every
 
     def _updates_of_rollout(self) -> int:
-        """The updates that a rollout made now takes part in: its micro-batches may begin and end within one."""
+        """The updates in which a rollout made now takes part: its micro-batches may begin and end within one."""
         accumulated = self.args.gradient_accumulation_steps
         return -(-(seam.micro_batches_done(self) % accumulated + self.args.rollout_steps) // accumulated)
 
@@ -216,10 +209,10 @@ class TrollTrainer(GRPOTrainer):
         if training:
             self.unscored.count(inputs)
             self.advantages.train_critic(inputs)
-        # vLLM's importance correction brings old log-probabilities for on-policy updates too.
+        # With vLLM's importance correction, on-policy updates have old log-probabilities too.
         off_policy = training and "old_per_token_logps" in inputs and not self.args.always_on_policy
         beta = self.beta
-        if self.args.kl_in_reward:  # the parent needs β for the rollout's reference, and would add the KL to the loss
+        if self.args.kl_in_reward:  # the parent needs β for the rollout's reference, but would add the KL to the loss
             self.beta = 0.0
         try:
             loss = self._surrogate_loss(model, inputs) if off_policy else super()._compute_loss(model, inputs)
@@ -232,7 +225,7 @@ class TrollTrainer(GRPOTrainer):
         return loss
 
     def _surrogate_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """The parent's loss, where the surrogate stands in for the ratio, drops tokens or adds a penalty."""
+        """The parent's loss, in which the surrogate replaces the ratio, drops tokens or adds a penalty."""
         diagnosed = OLD_POLICY in inputs and self._diagnostics_due()
         reads_policies = OLD_POLICY in inputs and (diagnosed or self.surrogate.reads_policies(self.args))
         if self.surrogate.terms is None and not reads_policies:
@@ -260,7 +253,7 @@ class TrollTrainer(GRPOTrainer):
         if terms.penalised_kl is not None:
             self.updates.penalty_weight.observe(terms.penalised_kl, mask[at])
         if diagnosed:
-            self.diagnosis.observe(tokens, scored, mask, self.state.global_step)
+            self.diagnostics.observe(tokens, scored, mask, self.state.global_step)
 
         # The parent takes its ratio from raw − old log-probabilities, and everything else (KL to the reference,
         # off-policy mask, metrics) from the raw ones. Other old ones change that ratio and nothing else.
@@ -283,7 +276,7 @@ class TrollTrainer(GRPOTrainer):
         return loss + self._aggregate(sum(penalties[1:], penalties[0]), mask, inputs) if penalties else loss
 
     def _check_use(self, loss: Tensor, shifted: Tensor) -> None:
-        """Raises unless the loss takes its ratio from the shifted log-probabilities; once in a training."""
+        """Raises unless the loss takes its ratio from the shifted log-probabilities; checked once in a training."""
         if self._use_checked or not loss.requires_grad:
             return
         (gradient,) = torch.autograd.grad(loss, shifted, retain_graph=True, allow_unused=True)
@@ -297,7 +290,7 @@ class TrollTrainer(GRPOTrainer):
     def _score(
         self, model: Any, inputs: dict[str, Any], scored: Tensor, at: tuple[Tensor, ...], old: SparsePolicy | None
     ) -> tuple[Outcomes | None, seam.Scores]:
-        """The new policy at the old one's tokens, (N,), and the scores that the parent would make of a micro-batch."""
+        """The new policy at the old one's tokens, (N,), and the scores that the parent would compute."""
         if old is None:
             return None, seam.score(self, model, inputs)
         with self.accelerator.autocast():
@@ -318,8 +311,8 @@ class TrollTrainer(GRPOTrainer):
         return new, seam.Scores(scatter(sampled, scored), scatter(new.entropy, scored), output.aux_loss)
 
     def _token_bounds(self, old: SparsePolicy | None, advantages: Tensor) -> float | Tensor:
-        """ε of each of (N,) tokens, or of all."""
-        bound: float | Tensor = self.kl_bound.value
+        """ε of the N tokens: (N,), or one number for all."""
+        bound: float | Tensor = self.updates.kl_bound.value
         if self.args.kl_bound_entropy_exponent and old is not None:
             exponent = self.args.kl_bound_entropy_exponent
             bound = entropy_scaled(bound, sparse_entropy(old), self.old_policy.mean_entropy, exponent=exponent)
@@ -338,7 +331,7 @@ class TrollTrainer(GRPOTrainer):
         return Constraint.batch(mask, reduction, processes)[at]
 
     def _observe(self, tokens: ScoredTokens, terms: Terms, mask: Tensor) -> None:
-        """Shows the monitor what the surrogate did with a micro-batch; one that does not project only measures."""
+        """Shows the monitor what the surrogate did with a micro-batch; without a projection, the KL that it reached."""
         if tokens.old is None or tokens.new is None:
             return
         step = terms.step
@@ -350,8 +343,8 @@ class TrollTrainer(GRPOTrainer):
     def _reference_kl_correction(
         self, inputs: dict[str, Any], old_log_probs: Tensor, new_log_probs: Tensor, log_ratio: Tensor
     ) -> Tensor:
-        # The parent weights its KL to the reference, which is about the network p̃, with the ratio of the surrogate.
-        # The weight that makes it unbiased is p̃/p; this adds the difference.
+        # The parent weights its KL to the reference, a KL of the network p̃, by the surrogate's ratio. The weight that
+        # makes it unbiased is p̃/p; this adds the difference.
         mask = seam.loss_mask(inputs)
         ratios = [new_log_probs - old_log_probs, log_ratio]
         if self.importance_sampling_level == "sequence":
@@ -366,14 +359,14 @@ class TrollTrainer(GRPOTrainer):
         if self.loss_type == "dapo":
             tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
             tokens = tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
-            return torch.where(mask.bool(), per_token, 0.0).sum() / tokens
+            return aggregate(per_token, mask, "token_mean", num_tokens=tokens)
         max_length = self.max_completion_length if self.loss_type == "dr_grpo" else None
         aggregated = aggregate(per_token, mask, AGGREGATION[self.loss_type], max_length)  # type: ignore[arg-type]
         return aggregated / self.current_gradient_accumulation_steps
 
     @torch.no_grad()
     def _full_logits(self, input_ids: Tensor, attention_mask: Tensor, positions: Tensor) -> Tensor:
-        """Of the network now, at some positions of a sequence, counted from its end, (n, V)."""
+        """The network's logits now at some positions of a sequence, counted from its end, (n, V)."""
         with self.accelerator.autocast():
             output = self.model(input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=positions)
         return output.logits[0].float() / self.temperature
@@ -388,10 +381,10 @@ class TrollTrainer(GRPOTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """The parent's, with the metrics of ``troll eval`` (docs/evaluate.md) where a reward is named ``success``.
+        """As the parent, and adds the metrics of `troll eval` (docs/evaluate.md) if a reward is named `success`.
 
-        They start with the prefix, which names the data set where there are several: ``eval_pass@1``,
-        ``eval_aime24_pass@1``.
+        Their names start with the prefix, which names the data set if there are several: `eval_pass@1`,
+        `eval_aime24_pass@1`.
         """
         own = seam.evaluation_metrics(self)
         self.held_out.start()
@@ -404,7 +397,7 @@ class TrollTrainer(GRPOTrainer):
         found = self.held_out.metrics(self.num_generations_eval, problems)
         for name in found.keys() & own.keys():
             del own[name]
-        if metric_key_prefix != "eval":  # TRL logs its own of every data set under the same names
+        if metric_key_prefix != "eval":  # TRL logs its metrics of every data set under the same names
             found |= {name: value for name in own if (value := _mean(own[name])) is not None}
             own.clear()
         assert output.metrics is not None
@@ -414,11 +407,10 @@ class TrollTrainer(GRPOTrainer):
     # Checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **kwargs: Any) -> Any:
-        """The parent's; True resumes from the newest complete checkpoint in ``output_dir``.
+        """As the parent; True resumes from the newest complete checkpoint in `output_dir`.
 
         Raises:
-            ValueError: If that does not exist or is not the same for all processes, or the given checkpoint is
-                incomplete.
+            ValueError: If there is none, the processes see different ones, or the given checkpoint is incomplete.
         """
         self._use_checked = False
         self.updates.resumed = resolved(Path(str(self.args.output_dir)), resume_from_checkpoint)
@@ -433,6 +425,6 @@ class TrollTrainer(GRPOTrainer):
 
 
 def _mean(values: list[float]) -> float | None:
-    """Of those that are numbers."""
+    """The mean of the values that are numbers; None if there are none."""
     valid = [value for value in values if not math.isnan(value)]
     return sum(valid) / len(valid) if valid else None

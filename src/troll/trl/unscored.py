@@ -1,4 +1,4 @@
-"""Completions that a grader could not judge: they are left out of a rollout, whatever other rewards say of them."""
+"""Completions that a grader could not judge: a rollout leaves them out, even if other rewards score them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ HOPELESS_ROLLOUTS = 3
 
 
 class NothingJudgedError(RuntimeError):
-    """A training in which nothing can be judged any more; the message names the most frequent cause."""
+    """Raised when a grader can judge nothing any more; the message names the most frequent cause."""
 
 
 class Unscored:
-    """Knows the completions of a rollout that could not be judged; every method runs on every process.
+    """Leaves out the completions of a rollout that could not be judged; every method runs on every process.
 
-    To TRL, None from a reward function means that the function has nothing to say, and the other functions' rewards
-    count: a completion that no sandbox could test would be paid only for its format. None from a `Grader` means that
-    nobody knows what the completion is worth. Such a row has no reward at all, so that no baseline counts it, and no
-    token in the loss.
+    To TRL, None from a reward function means that the function does not apply, and the other functions' rewards count:
+    a completion that no sandbox could test would be rewarded only for its format. None from a `Grader` means that the
+    worth of the completion is unknown. Such a row gets no reward at all, so no baseline counts it, and no token in the
+    loss.
 
     Args:
-        accelerator: The trainer's.
-        reward_funcs: The trainer's.
+        accelerator: Gathers verdicts from the trainer's processes.
+        reward_funcs: The trainer's reward functions, graders among them.
     """
 
     def __init__(self, accelerator: Accelerator, reward_funcs: Sequence[Any]) -> None:
@@ -48,12 +48,12 @@ class Unscored:
         self.start()
 
     def start(self) -> None:
-        """Forgets what an interrupted update has left."""
+        """Drops the counts of an interrupted update."""
         self._tokens: Tensor | int = 0
         self._in_doubt = False
 
     def rows(self, rewards: Tensor) -> Tensor:
-        """Which rows of (N, F) rewards could not be judged, (N,) bool; NaN stands for None."""
+        """(N,) bool: the rows of (N, F) rewards that could not be judged; NaN stands for None."""
         return rewards[:, self._columns].isnan().any(1)
 
     def excluded(self, rewards: Tensor) -> Tensor:
@@ -61,13 +61,13 @@ class Unscored:
         return rewards.masked_fill(self.rows(rewards).unsqueeze(1), torch.nan)
 
     def metrics(self, rewards: Tensor) -> dict[str, float]:
-        """``rewards/unscored``, the share of rows that could not be judged; nothing where no function is a grader."""
+        """`rewards/unscored`, the share of rows that could not be judged; empty if no function is a grader."""
         return {"rewards/unscored": float(self.rows(rewards).float().mean())} if self._columns else {}
 
     # The rollout
 
     def observe(self, rewards: Tensor) -> None:
-        """Keeps which rows of a rollout of all processes could not be judged, right after this one's were graded."""
+        """Notes which rows of all processes' rollout could not be judged; call it right after grading."""
         self._rows = self.rows(rewards)
         for place, grader in enumerate(self._graders):
             for verdict in grader.latest:
@@ -110,9 +110,9 @@ class Unscored:
         if self._hopeless_rollouts == HOPELESS_ROLLOUTS:
             raise NothingJudgedError(
                 f"nothing could be judged in {HOPELESS_ROLLOUTS} rollouts in a row, most often because of: {reason}. "
-                "Mend this, and resume from the last checkpoint"
+                "Fix this, and resume from the last checkpoint"
             )
-        # The first, the second, the fourth, ...: trouble that stays does not fill the log.
+        # The first, the second, the fourth, ...: lasting trouble does not fill the log.
         if self._accelerator.is_main_process and self._troubled_rollouts.bit_count() == 1:
             warnings.warn(
                 f"{int(self._rows.sum())} of {len(self._rows)} completions of a rollout could not be judged and are "
@@ -124,19 +124,19 @@ class Unscored:
     # The update
 
     def count(self, inputs: dict[str, Any]) -> None:
-        """Counts the tokens of a micro-batch that the loss is about."""
+        """Counts the tokens of a micro-batch that are in the loss."""
         if self._columns:
             self._tokens = self._tokens + loss_mask(inputs).sum()
             self._in_doubt |= self._trouble
 
     def left_nothing(self) -> bool:
-        """Whether all tokens of the update that ends here, in all processes, are of rows that could not be judged."""
+        """Whether the update that ends here has no token in the loss, in any process."""
         tokens, in_doubt = self._tokens, self._in_doubt
         self.start()
         return in_doubt and not self._accelerator.reduce(tokens, reduction="sum")
 
 
 def _judges_nothing(verdicts: Counter[tuple[int, bool, bool]], grader: int) -> bool:
-    """Whether no completion with an answer could be judged: one without is wrong, also where no program can start."""
+    """Whether no completion with an answer could be judged; one without an answer is wrong even if nothing starts."""
     answered = verdicts[grader, True, True] + verdicts[grader, True, False] > 0
     return verdicts[grader, answered, False] > 0 and not verdicts[grader, answered, True]

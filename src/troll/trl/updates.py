@@ -1,4 +1,4 @@
-"""What follows an update: the critic's step, ε, β, the log; and what a resumed run goes on with."""
+"""What follows an update: the critic's step, ε, β and the log; and the state that a resumed run needs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from troll.files import write_atomically
 from troll.trl import seam
+from troll.trl.advantages.critic import Critic
 from troll.trl.checkpoints import say_resumed
 from troll.trl.config import TrollConfig
 from troll.trl.penalty import PenaltyWeight
 from troll.trl.surrogates import SURROGATES
 from troll.trust_region.bounds import Bound
 
-#: The file of a checkpoint that holds what ε adapts by.
+#: The file of a checkpoint that holds the state of the bound's schedule or controller.
 BOUND_STATE = "kl_bound.json"
-#: And the file that holds the weight of a KL penalty, β, where it adapts.
+#: The file that holds the weight of a KL penalty, β, if it adapts.
 PENALTY_STATE = "kl_penalty.json"
 
 
@@ -33,6 +34,9 @@ class Updates(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._args: TrollConfig = trainer.args
+        self._critic: Critic | None = trainer.advantages.critic
+        # What has files of its own in a checkpoint.
+        self._saved = [part for part in (self._critic, trainer.rollout_weights) if part is not None]
         self._bound: Bound | None = None
         self._used_bound = self._args.kl_bound
         self._rests = False
@@ -40,12 +44,12 @@ class Updates(TrainerCallback):
         self._penalty_adapts = self._args.surrogate == "kl_penalty" and self._args.kl_penalty_target is not None
         #: β of a KL penalty, for the next update.
         self.penalty_weight = self._initial_penalty_weight()
-        #: The checkpoint to go on from, if any, and what newer ones lack.
+        #: The checkpoint to resume from, if any, and what newer ones lack.
         self.resumed: tuple[str | None, dict[Path, str]] = None, {}
 
     @property
     def kl_bound(self) -> Bound:
-        """ε now, and how it goes on."""
+        """The bound: its value now, and its schedule."""
         if self._bound is None:  # only training knows how long it takes
             self._bound = self._args.make_bound(total_steps=max(1, self._trainer.state.max_steps))
         return self._bound
@@ -54,30 +58,25 @@ class Updates(TrainerCallback):
         return PenaltyWeight(self._trainer.accelerator, self._args.kl_penalty_weight, self._args.kl_penalty_target)
 
     def save(self, checkpoint: Path) -> None:
-        """Writes what `on_train_begin` reads of a checkpoint."""
-        self._trainer.advantages.save(checkpoint)
-        if self._trainer.rollout_weights is not None:
-            self._trainer.rollout_weights.save(checkpoint)
+        """Writes the files of a checkpoint that `on_train_begin` reads."""
+        for part in self._saved:
+            part.save(checkpoint)
         if self._args.should_save:
             write_atomically(checkpoint / BOUND_STATE, json.dumps(self.kl_bound.state_dict()))
             if self._penalty_adapts:
                 write_atomically(checkpoint / PENALTY_STATE, json.dumps(self.penalty_weight.state_dict()))
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Goes on with ε, β and the critic of a checkpoint, without what an interrupted update has left."""
+        """Restores ε, β and the critic from a checkpoint, and drops what an interrupted update has left."""
         self._bound, self.penalty_weight = None, self._initial_penalty_weight()
         self._rollouts = self._rollouts_done()
-        self._trainer.monitor.start()
-        self._trainer.unscored.start()
-        self._trainer.advantages.start()
-        if self._trainer.rollout_weights is not None:
-            self._trainer.rollout_weights.start()
+        for part in (self._trainer.monitor, self._trainer.unscored, *self._saved):
+            part.start()
         checkpoint, passed_over = self.resumed
         if checkpoint is None:
             return
-        self._trainer.advantages.load(Path(checkpoint))
-        if self._trainer.rollout_weights is not None:
-            self._trainer.rollout_weights.load(Path(checkpoint))
+        for part in self._saved:
+            part.load(Path(checkpoint))
         path = Path(checkpoint) / BOUND_STATE
         if path.is_file():
             self.kl_bound.load_state_dict(json.loads(path.read_text()))
@@ -94,19 +93,18 @@ class Updates(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """The critic's update, before the policy's: an error in it stops both. Of nothing that was judged, neither."""
-        advantages = self._trainer.advantages
+        """Updates the critic before the policy, so that an error stops both; without a judged token, neither moves."""
         nothing_judged = self._trainer.unscored.left_nothing()
-        self._rests = nothing_judged or advantages.policy_rests
+        self._rests = nothing_judged or (self._critic is not None and self._critic.warming_up)
         if self._rests:
             # Without a gradient, the optimiser leaves a parameter as it is; one of zero would go on with its momentum.
             # DeepSpeed has made its update in the backward pass.
             model.zero_grad()
-        if not nothing_judged:
-            advantages.step_critic()
+        if self._critic is not None and not nothing_judged:
+            self._critic.step()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """ε adapts to what was seen in the update, and β to what was seen in a rollout's last."""
+        """Adapts ε to what was seen in the update, and β to what was seen in a rollout's last update."""
         rollouts, self._used_penalty_weight = self._rollouts_done(), self.penalty_weight.value
         self.penalty_weight.end_update(adapt=rollouts > self._rollouts and not self._rests)
         self._rollouts = rollouts
@@ -119,16 +117,17 @@ class Updates(TrainerCallback):
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, float] | None = None, **_: Any
     ) -> None:
-        """Adds ``trust_region/*`` and ``critic/*``, over all tokens since the last time, for whoever reports next."""
+        """Adds `trust_region/*` and `critic/*`, over all tokens since the last log, before any callback reports."""
         trainer = self._trainer
         if logs is None or not trainer.model.training:
             return
-        metrics = trainer.monitor.metrics(state.global_step) | trainer.diagnosis.metrics()
+        metrics = trainer.monitor.metrics(state.global_step) | trainer.diagnostics.metrics()
         if metrics and SURROGATES[self._args.surrogate].projects:
             metrics["trust_region/kl_bound"] = self._used_bound
         if metrics and self._args.surrogate == "kl_penalty":
             metrics["trust_region/kl_penalty_weight"] = self._used_penalty_weight
-        metrics |= trainer.advantages.metrics()
+        if self._critic is not None:
+            metrics |= {f"critic/{name}": value for name, value in self._critic.metrics().items()}
         logs.update(metrics)
         state.log_history[-1].update(metrics)
 

@@ -10,16 +10,16 @@ from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.policy.values import as_float
 from troll.trust_region.tally import Tally, check_shapes, distribution, mean
 
-#: δ for verdicts about policies that were captured with ``mass_threshold=0``, which asks for K tokens always.
+#: The δ by which policies are judged that were captured with `mass_threshold=0`, which always keeps K tokens.
 USUAL_MASS_THRESHOLD = 1e-5
 
 
 @torch.no_grad()
 def coverage(old: SparsePolicy, mask: Tensor) -> Tally:
-    """How much of the old policy its support holds.
+    """How much of the old policy's mass its support holds.
 
     Args:
-        old: As captured, at the positions of the mask.
+        old: The old policy as captured, at the positions of the mask.
         mask: (...), true (or 1) where a token counts.
 
     Returns:
@@ -41,15 +41,11 @@ def coverage(old: SparsePolicy, mask: Tensor) -> Tally:
     )
 
 
-#: What `support_statistics` adds up, each of which is a mean once divided by the tokens.
-SUPPORT_STATISTICS = ("support_size", "tail_mass", "uncovered_fraction")
-
-
 def support_statistics(old: SparsePolicy, mask: Tensor) -> dict[str, Tensor]:
-    """Sums over the tokens of the mask, 0-d, of `SUPPORT_STATISTICS`: slots, mass outside, [uncovered][].
+    """Sums over the tokens of the mask, 0-d, by the names of their means: slots, mass outside, [uncovered][].
 
     Args:
-        old: At the positions of the mask.
+        old: The old policy, at the positions of the mask.
         mask: (...), true (or 1) where a token counts.
     """
     counted, dtype = mask.bool(), old.log_probs.dtype
@@ -61,7 +57,7 @@ def support_statistics(old: SparsePolicy, mask: Tensor) -> dict[str, Tensor]:
 
 
 def uncovered(old: SparsePolicy) -> Tensor:
-    """Where all K slots are used and more than δ is left outside, (...) bool."""
+    """(...) bool, true where all K slots are used and more than δ of the mass is outside."""
     threshold = old.mass_threshold or USUAL_MASS_THRESHOLD
     return old.used.all(-1) & (old.tail_log_prob.exp() > threshold)
 
@@ -69,14 +65,17 @@ def uncovered(old: SparsePolicy) -> Tensor:
 def support_too_small(
     uncovered_fraction: float, *, top_k: int, mass_threshold: float, threshold: float = 0.1, setting: str = "top_k"
 ) -> str | None:
-    """A warning for users if K is too small for the distributions, as it may be for flat, creative text; else None.
+    """A warning for users if K is too small for the distributions, as it may be for creative text; else None.
 
     Args:
-        uncovered_fraction: Of [coverage][].
+        uncovered_fraction: From [coverage][troll.coverage], in [0, 1].
         top_k: K of the capture.
         mass_threshold: δ of the capture.
         threshold: The largest fraction that is fine, in [0, 1).
-        setting: What users raise to get a larger K.
+        setting: The name of the setting by which users get a larger K; the warning names it.
+
+    Returns:
+        The warning in a sentence or two; None where the fraction is fine.
 
     Raises:
         ValueError: On a threshold out of its range.
@@ -88,6 +87,6 @@ def support_too_small(
     return (
         f"at {uncovered_fraction:.0%} of the tokens the old policy has more than "
         f"{mass_threshold or USUAL_MASS_THRESHOLD:g} of its mass outside the {top_k} tokens that are kept: it is "
-        "flatter than the support is made for, and the trust region does not see what moves within the tail. Raise "
+        "flatter than the support is made for, and the trust region does not see changes within the tail. Raise "
         f"{setting} (to {2 * top_k}, for a start), and watch tail_gap"
     )

@@ -1,8 +1,8 @@
-"""What the trust region did, beyond the metrics of every step: docs/diagnostics.md says what to make of the numbers.
+"""What the trust region did, beyond the metrics of every step: docs/diagnostics.md explains the numbers.
 
-Pure functions without gradient, for every so many steps. The reports return a `Tally` of 0-d tensors, which adds up
-across micro-batches and processes. No value outside the mask matters, NaN included, and tokens whose logits are no
-distribution are left out.
+These are pure functions without gradient, to be called once in many steps. The reports return a `Tally` of 0-d tensors,
+which adds up across micro-batches and processes. Values outside the mask do not matter, NaN included, and tokens whose
+logits are no distribution are left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from troll.trust_region.policy.outcomes import Outcomes
-from troll.trust_region.policy.sparse import SparsePolicy, Tail
+from troll.trust_region.policy.sparse import SparsePolicy, Tail, check_tail
 from troll.trust_region.policy.values import PROBABILITY_FLOOR, as_float, divergence, floored, shape_text
 from troll.trust_region.projecting.constraint import Constraint
 from troll.trust_region.projecting.dual import SOLVERS
@@ -22,30 +22,24 @@ from troll.trust_region.projecting.step import common_outcomes
 from troll.trust_region.tally import Tally, check_shapes, counted, largest, mean, quantiles
 
 
-class SequenceKL(NamedTuple):
-    """Estimates of KL(old ‖ new) between the two policies' sequences, each (B,), in nats."""
-
-    kl: Tensor
-    """``Σ_t KL(p_t ‖ p̃_t)``: exact over each next token, so that only the prefixes are sampled."""
-    k1: Tensor
-    """``Σ_t (log p − log p̃)(o_t)``."""
-    k3: Tensor
-    """``Σ_t r − 1 − log r`` with ``r = (p̃/p)(o_t)``."""
-
-
 @torch.no_grad()
-def sequence_kl(token_kl: Tensor, log_ratio: Tensor, mask: Tensor) -> SequenceKL:
-    """Three estimates of the divergence between sequences, from sequences that the old policy sampled.
+def sequence_report(token_kl: Tensor, log_ratio: Tensor, mask: Tensor) -> Tally:
+    """How far the update has moved whole sequences: KL(p ‖ p̃), estimated on sequences that the old policy sampled.
 
-    By the chain rule it is ``E[Σ_t KL(p_t ‖ p̃_t)]`` over prefixes sampled from the old policy, so all three are
-    unbiased; `kl` has the least variance, as it is the mean of either k1 or k3 over the next token given the prefix.
-    KL(p̃ ‖ p), the `kl_before` of a step, is the other direction and has no such estimate.
+    By the chain rule it is `E[Σ_t KL(p_t ‖ p̃_t)]` over prefixes sampled from the old policy, so all three estimates
+    are unbiased; `sequence_kl` has the least variance, as it is the mean of either of the others over the next token
+    given the prefix. KL(p̃ ‖ p), the `kl_before` of a step, is the other direction and has no such estimate.
 
     Args:
-        token_kl: KL(p ‖ p̃), (B, T), as [old_to_new_kl][] has it. On K + 1 outcomes it is a lower bound, by the gap of
-            [tail_gap][] with the two policies exchanged.
-        log_ratio: ``log p̃ − log p`` of the sampled tokens, of the network itself, not of its projection, (B, T).
+        token_kl: KL(p ‖ p̃), (B, T), in nats, from [old_to_new_kl][troll.old_to_new_kl]. On K + 1 outcomes it is a lower
+            bound, by the gap of [tail_gap][troll.tail_gap] with the two policies exchanged.
+        log_ratio: `log p̃ − log p` of the sampled tokens, (B, T), of the network itself, not of its projection.
         mask: (B, T), true (or 1) where a token counts.
+
+    Returns:
+        Means over the sequences that have a token: `sequence_kl`, `Σ_t KL(p_t ‖ p̃_t)` over the sampled prefixes; and
+        from the sampled tokens only, with `r = (p̃/p)(o_t)`, `sequence_kl_k1`, `−Σ_t log r`, and `sequence_kl_k3`,
+        `Σ_t r − 1 − log r`.
 
     Raises:
         ValueError: On tensors of different shapes, or that are not (B, T).
@@ -53,25 +47,22 @@ def sequence_kl(token_kl: Tensor, log_ratio: Tensor, mask: Tensor) -> SequenceKL
     if mask.dim() != 2:
         raise ValueError(f"mask must be (B, T), got {shape_text(mask.shape)}")
     check_shapes(mask, token_kl=token_kl, log_ratio=log_ratio)
-    # A row with a token that is no distribution has no divergence, and comes out as NaN.
+    # A row with a token that is no distribution has no divergence: it becomes NaN, and is left out.
     token_kl, log_ratio = (torch.where(mask.bool(), as_float(x), 0.0) for x in (token_kl, log_ratio))
-    return SequenceKL(token_kl.sum(-1), -log_ratio.sum(-1), (torch.expm1(log_ratio) - log_ratio).sum(-1))
-
-
-@torch.no_grad()
-def sequence_report(token_kl: Tensor, log_ratio: Tensor, mask: Tensor) -> Tally:
-    """[sequence_kl][], the mean over the sequences that have a token: `sequence_kl`, and with `_k1` and `_k3`."""
+    estimates = {
+        "sequence_kl": token_kl,
+        "sequence_kl_k1": -log_ratio,
+        "sequence_kl_k3": torch.expm1(log_ratio) - log_ratio,
+    }
     sequences = mask.bool().any(-1)
-    kl, k1, k3 = sequence_kl(token_kl, log_ratio, mask)
-    estimates = {"sequence_kl": kl, "sequence_kl_k1": k1, "sequence_kl_k3": k3}
-    return Tally({name: mean(counted(estimate, sequences)) for name, estimate in estimates.items()})
+    return Tally({name: mean(counted(terms.sum(-1), sequences)) for name, terms in estimates.items()})
 
 
 class TailGap(NamedTuple):
-    """What the K + 1 outcomes do not see of KL(p̃ ‖ p), each (...), in nats."""
+    """The part of KL(p̃ ‖ p) that the K + 1 outcomes do not see, each (...), in nats."""
 
     gap: Tensor
-    """``p̃(T) · KL(p̃(·|T) ‖ p(·|T))`` over the tail T."""
+    """`p̃(T) · KL(p̃(·|T) ‖ p(·|T))` over the tail T."""
     bound: Tensor
     """The largest gap that the two tail masses allow."""
 
@@ -80,20 +71,24 @@ class TailGap(NamedTuple):
 def tail_gap(new_logits: Tensor, old_logits: Tensor, old: SparsePolicy) -> TailGap:
     """By how much KL(p̃ ‖ p) over the vocabulary exceeds that over the K + 1 outcomes, on a sample of tokens.
 
-    By the chain rule, ``KL_full = KL_bucket + p̃(T) · KL(p̃(·|T) ‖ p(·|T))``: the last term is computed itself, since the
-    difference of the other two would cancel. Probabilities are floored at f = 1e-12 over the vocabulary, as ``project``
+    By the chain rule, `KL_full = KL_bucket + p̃(T) · KL(p̃(·|T) ‖ p(·|T))`: the last term is computed itself, since the
+    difference of the other two would cancel. Probabilities are floored at f = 1e-12 over the vocabulary, as `project`
     does for dense policies.
 
     The bound holds for any logits. Let a, b be the tails' masses once floored and normalised by Z. The gap is
-    ``Σ_T p̃ log(p̃/a) + Σ_T p̃ log(b/p)``; no term of the first sum is above 0, and ``p ≥ f/Z`` in the second, so that it
-    is at most ``a log(bZ/f)``. With n tokens in the tail and masses ã, b̃ before flooring, ``a ≤ ã + nf`` and
-    ``bZ ≤ b̃ + nf``, and the gap is at most ``(ã + nf) log(b̃/f + n)``. It comes close where the new policy puts its
+    `Σ_T p̃ log(p̃/a) + Σ_T p̃ log(b/p)`; no term of the first sum is above 0, and `p ≥ f/Z` in the second, so that it
+    is at most `a log(bZ/f)`. With n tokens in the tail and masses ã, b̃ before flooring, `a ≤ ã + nf` and
+    `bZ ≤ b̃ + nf`, and the gap is at most `(ã + nf) log(b̃/f + n)`. It comes close where the new policy puts its
     whole tail on one token that the old one all but excludes.
 
     Args:
-        new_logits: (..., V), of the network now.
-        old_logits: (..., V), those that the policy was captured from; log-probabilities serve as well.
-        old: At the same positions.
+        new_logits: (..., V), the network's logits now.
+        old_logits: (..., V), the logits from which the policy was captured, or their log-probabilities.
+        old: p on its support, at the same positions (...).
+
+    Returns:
+        `gap` and `bound`, each (...), in nats: the last term of the chain rule, and the most that it can be with these
+        two tail masses.
 
     Raises:
         ValueError: On shapes that do not fit.
@@ -121,7 +116,18 @@ def tail_gap(new_logits: Tensor, old_logits: Tensor, old: SparsePolicy) -> TailG
 
 @torch.no_grad()
 def tail_report(gap: TailGap, mask: Tensor) -> Tally:
-    """Of [tail_gap][] over tokens: `tail_gap` and `tail_gap_bound`, the means, and both with `_max`."""
+    """How much of KL(p̃ ‖ p) the K + 1 outcomes do not see.
+
+    Args:
+        gap: From [tail_gap][troll.tail_gap], (...).
+        mask: (...), true (or 1) where a token counts.
+
+    Returns:
+        Over tokens: the means `tail_gap` and `tail_gap_bound`, in nats, and the largest of each under `_max`.
+
+    Raises:
+        ValueError: If the positions are not those of the mask.
+    """
     check_shapes(mask, gap=gap.gap)
     parts = {"tail_gap": counted(gap.gap, mask), "tail_gap_bound": counted(gap.bound, mask)}
     return Tally(
@@ -132,7 +138,20 @@ def tail_report(gap: TailGap, mask: Tensor) -> Tally:
 
 @torch.no_grad()
 def old_to_new_kl(new: Outcomes, old: SparsePolicy, tail: Tail = "bucket") -> Tensor:
-    """KL(p ‖ p̃) over the outcomes that the step compares, (...), in nats; both floored at 1e-12."""
+    """KL(p ‖ p̃) over the outcomes that the step compares, in nats; both policies floored at 1e-12.
+
+    Args:
+        new: p̃ at (...), from [log_probs_at][troll.log_probs_at] of the old policy's tokens.
+        old: p, at the same positions.
+        tail: "bucket" or "floor", as in the step.
+
+    Returns:
+        (...), at least 0.
+
+    Raises:
+        ValueError: If the new policy was read at other tokens, or `tail` is unknown.
+    """
+    check_tail(tail)
     log_new, log_old, present = common_outcomes(new, old, tail)
     return divergence((log_old - log_new).masked_fill(~present, 0.0), log_new)
 
@@ -153,23 +172,24 @@ def dual_report(
     weighted sums.
 
     Args:
-        new: p̃, as the step read it.
-        old: p, at the positions of the mask.
+        new: p̃ at (...), from [log_probs_at][troll.log_probs_at] of the old policy's tokens.
+        old: p, at the same positions.
         mask: (...), true (or 1) where a token counts.
-        kl_bound: As in the step.
-        tail: As in the step.
-        solver: As in the step.
-        constraint: As in the step; where it spans processes, all of them take part.
+        kl_bound: ε, in nats, as in the step.
+        tail: "bucket" or "floor", as in the step.
+        solver: "newton" or "bracket", as in the step.
+        constraint: Which tokens share a multiplier, as in the step; if it spans processes, all of them take part.
 
     Returns:
         Over roots: `solver_evaluations`, mean and `_max`; `bisected_fraction`, the roots for which Newton's method
-        needed help; `variance` (σ²), `curvature` (τ²σ²) and `conditioning` (``d log KL/d log τ = τ²σ²/KL``), each with
+        needed help; `variance` (σ²), `curvature` (τ²σ²) and `conditioning` (`d log KL/d log τ = τ²σ²/KL`), each with
         `_min` and `_p50` (of each call, averaged over calls); and `constraint_error_max`, the largest
-        ``|KL(q ‖ p)/ε − 1|``.
+        `|KL(q ‖ p)/ε − 1|`.
 
     Raises:
-        ValueError: On positions that are not those of the mask, ε ≤ 0, or an unknown solver.
+        ValueError: On positions that are not those of the mask, ε ≤ 0, or an unknown tail or solver.
     """
+    check_tail(tail)
     check_shapes(mask, new=new.tail_logit, old=old.tail_log_prob)
     if solver not in SOLVERS:
         raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
@@ -183,22 +203,14 @@ def dual_report(
 
     outside = outside_ball(kl, bound, constraint)
     log_old, s, bound = log_old[outside.rows], s[outside.rows], outside.bound
-    # Not tokens: a process without any takes part in the sums of the others.
-    if bound.numel() == 0:
-        none = bound.new_zeros(0)
-        return _roots(none, none, none, none, none, none)
-
     root = SOLVERS[solver](outside.curve(log_old, s), bound)
     at_root = outside.curve(log_old, s)
     at_root.at(root.tau)  # the second time, s is centred where rounding is least
     kl, variance = at_root.at(root.tau)
-    return _roots(root.tau, variance, kl, bound, as_float(root.evaluations), as_float(root.bisections))
-
-
-def _roots(tau: Tensor, variance: Tensor, kl: Tensor, bound: Tensor, evaluations: Tensor, bisections: Tensor) -> Tally:
-    curvature = tau.square() * variance
+    evaluations = as_float(root.evaluations)
+    curvature = root.tau.square() * variance
     parts = {"variance": variance, "curvature": curvature, "conditioning": curvature / kl}
-    totals = {"solver_evaluations": mean(evaluations), "bisected_fraction": mean((bisections > 0).to(tau))}
+    totals = {"solver_evaluations": mean(evaluations), "bisected_fraction": mean((root.bisections > 0).to(kl))}
     for name, values in parts.items():
         totals |= quantiles(name, values, (50,))
     return Tally(
@@ -213,18 +225,18 @@ def ratio_report(log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip: floa
     """The ratio r = p̃/p of the sampled tokens, and what PPO's clip would have done to it.
 
     Args:
-        log_ratio: ``log p̃ − log p``, (...), of the network itself, not of its projection.
-        advantages: Broadcast to (...): (B, 1) for one per sequence.
+        log_ratio: `log p̃ − log p`, (...), of the network itself, not of its projection.
+        advantages: A, which broadcasts to (...): (B, 1) is one for each sequence.
         mask: (...), true (or 1) where a token counts.
-        clip: c > 0.
+        clip: c > 0, the half-width of the clip's interval [1 − c, 1 + c].
 
     Returns:
         `ratio_p1`, `ratio_p50`, `ratio_p99` (of each call, averaged over calls), `ratio_max`; and `clip_fraction`, the
-        fraction of tokens whose gradient a clip would have cut: ``A > 0`` and ``r > 1 + c``, or ``A < 0`` and
-        ``r < 1 − c``.
+        fraction of tokens whose gradient a clip would have cut: `A > 0` and `r > 1 + c`, or `A < 0` and
+        `r < 1 − c`.
 
     Raises:
-        ValueError: On shapes that do not fit, or c ≤ 0.
+        ValueError: If the shapes do not fit, or c ≤ 0.
     """
     if not clip > 0:
         raise ValueError(f"clip must be above 0, got {clip}")

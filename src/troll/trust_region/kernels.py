@@ -1,4 +1,4 @@
-"""Which kernels compute: Triton's, in files whose names end in `_triton`, or the torch code next to each."""
+"""Chooses between Triton kernels, in files whose names end in `_triton`, and the torch code next to each."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Forces "torch" or "triton". Unset, tensors on a GPU take Triton where it is installed, all others torch.
+#: The environment variable that forces "torch" or "triton". Unset, GPU tensors take Triton if it is installed.
 VARIABLE = "TROLL_KERNELS"
 
 #: More outcomes of a token than this do not fit the registers of one program.
 MAX_OUTCOMES = 4096
 
-#: Nor do the candidates of more selected tokens than this, 64 for each.
+#: The candidates of more selected tokens than this, 64 for each, do not fit either.
 MAX_SELECTED = 256
 
 
 def use_triton(like: Tensor, outcomes: int, most: int = MAX_OUTCOMES) -> bool:
-    """Whether Triton computes on tensors of this device and dtype, with so many outcomes per token.
+    """Whether Triton computes on tensors with the device and dtype of `like`, with so many outcomes per token.
 
-    Float64, and more outcomes than the `most` that a kernel takes, are left to torch.
+    Torch computes float64, and more outcomes than the `most` that a kernel takes.
 
     Raises:
-        ValueError: If the environment variable ``TROLL_KERNELS`` is neither "torch" nor "triton".
+        ValueError: If the environment variable `TROLL_KERNELS` is neither "torch" nor "triton".
         ImportError: If it asks for Triton, which is not installed.
     """
     forced = os.environ.get(VARIABLE, "")
@@ -43,7 +43,7 @@ def use_triton(like: Tensor, outcomes: int, most: int = MAX_OUTCOMES) -> bool:
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensors' where a model is spread over several."""
+    """Makes a device current: Triton launches there, which need not be where the tensors of a sharded model are."""
     return nullcontext() if device.type == "cpu" else getattr(torch, device.type).device(device)
 
 

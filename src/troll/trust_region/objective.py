@@ -1,14 +1,14 @@
-"""The objective: what the trust region says of the sampled tokens, and the loss made of it."""
+"""The objective: the trust region at the sampled tokens, and the loss computed from it."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from troll.trust_region.metrics import trust_region_metrics, trust_region_statistics
+from troll.trust_region.metrics import Totals
 from troll.trust_region.policy.outcomes import Outcomes
 from troll.trust_region.policy.sparse import SparsePolicy, Tail, check_tail
 from troll.trust_region.policy.values import shape_text
@@ -21,10 +21,10 @@ from troll.trust_region.reading.source import Source
 
 RatioLevel = Literal["token", "sequence"]
 Aggregation = Literal["sequence_mean", "token_mean", "fixed_length"]
-RATIO_LEVELS: tuple[RatioLevel, ...] = ("token", "sequence")
-AGGREGATIONS: tuple[Aggregation, ...] = ("sequence_mean", "token_mean", "fixed_length")
+RATIO_LEVELS: tuple[RatioLevel, ...] = get_args(RatioLevel)
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 
-#: With more mass than this outside its support, a policy is too flat for ``tail="floor"``.
+#: With more mass than this outside its support, a policy is too flat for `tail="floor"`.
 FLOORED_MASS = 1e-3
 
 
@@ -38,25 +38,25 @@ def trust_region_step(
     constraint: Constraint | None = None,
     entropy: bool = False,
 ) -> TrustRegionStep:
-    """The trust region of one optimisation step: the ratio of every sampled token, and the pull of the network to q.
+    """The trust region of one optimisation step: each sampled token's ratio, and the regression term.
 
-    Use ``step.log_ratio`` where a trainer would use the difference of log-probabilities, switch the clip off, and add
-    ``regression_weight * step.regression``; [troll_loss][troll.troll_loss] does all three.
+    Use `step.log_ratio` where a trainer would use the difference of log-probabilities, switch the clip off, and add
+    `regression_weight * step.regression`; [troll_loss][troll.troll_loss] does all three.
 
     Args:
         source: The new policy: logits (..., V), aligned with the tokens and divided by the sampling temperature; or any
             source: [Logits][troll.Logits], [LMHead][troll.LMHead], or outcomes that have been read at the old tokens.
         old: The old policy, (...), as captured.
         kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (...). See [project][troll.project].
-        tail: "bucket": the tail is one more outcome with its exact mass. "floor", as the paper's code has it: every
-            token outside both policies' supports has probability 1e-12. It is there for comparison, waits for the
-            device, and warns where it sees divergences that are not there.
-        solver: "newton", or "bracket", the paper's.
-        constraint: Which of the tokens (...) share one multiplier and one bound; None for one each.
+        tail: "bucket" makes the tail one more outcome with its exact mass. "floor" follows the paper's code: every
+            token outside both policies' supports has probability 1e-12. It is meant for comparisons, waits for the
+            device, and warns where it sees divergences that do not exist.
+        solver: "newton", or "bracket", the paper's search.
+        constraint: Which of the tokens (...) share one multiplier and one bound; None gives each token its own.
         entropy: Whether the step's `entropy` is computed.
 
     Raises:
-        ValueError: On positions or a vocabulary that do not fit, ε ≤ 0, or an unknown name.
+        ValueError: If the positions or the vocabulary do not fit, ε ≤ 0, or a name is unknown.
     """
     check_tail(tail)
     source = Logits(source) if isinstance(source, Tensor) else source
@@ -75,15 +75,16 @@ def trust_region_step(
 
 
 def support(source: Source, old_token_ids: Tensor, sampled: Tensor, tail: Tail, mass_threshold: float) -> Tensor:
-    """At which tokens a step reads the new policy, (..., K'), −1 in unused slots.
+    """The tokens at which a step reads the new policy, (..., K'), −1 in unused slots.
 
-    Those of the old policy; for ``tail="floor"`` followed by those that a capture of the new one would keep as well.
+    These are the old policy's tokens; for `tail="floor"`, the tokens that a capture of the new policy would keep
+    follow.
 
     Args:
         source: The new policy, (...).
-        old_token_ids: (..., K).
+        old_token_ids: The old policy's tokens, (..., K).
         sampled: The sampled tokens, (...).
-        tail: As in [trust_region_step][troll.trust_region_step].
+        tail: "bucket" or "floor".
         mass_threshold: δ of the old policy's capture.
     """
     if tail == "bucket":
@@ -95,9 +96,9 @@ def support(source: Source, old_token_ids: Tensor, sampled: Tensor, tail: Tail, 
 
 def _warn_of_floor(old: SparsePolicy) -> None:
     if bool((old.tail_log_prob.exp() > FLOORED_MASS).any()):
-        # No counts in the text, so that Python shows it once and not in every step.
+        # The text has no counts, so that Python shows it once and not in every step.
         warnings.warn(
-            f"tail='floor' sees divergences that are not there: at some tokens more than {FLOORED_MASS:g} of the old "
+            f"tail='floor' sees divergences that do not exist: at some tokens more than {FLOORED_MASS:g} of the old "
             f"policy's mass is outside its {old.top_k} tokens. Use tail='bucket', or raise top_k",
             stacklevel=3,
         )
@@ -114,26 +115,26 @@ def troll_loss(
     max_length: int | None = None,
     num_tokens: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss to minimise, ``−q(o)/p(o) · A + α KL(p̃ ‖ ⌊q⌋)``, aggregated over the tokens, and metrics.
+    """The loss to minimise, `−q(o)/p(o) · A + α KL(p̃ ‖ ⌊q⌋)`, aggregated over the tokens, and metrics.
 
     Args:
-        step: Of (B, T) tokens.
-        advantages: (B,), one per sequence, or (B, T).
-        mask: (B, T), true (or 1) where a token counts. Elsewhere no value matters, NaN included.
-        regression_weight: α ≥ 0.
+        step: What [trust_region_step][troll.trust_region_step] returned for (B, T) tokens.
+        advantages: A: (B,), one per sequence, or (B, T).
+        mask: (B, T), true (or 1) where a token counts. Values elsewhere do not matter, NaN included.
+        regression_weight: α ≥ 0, the weight of the regression term.
         ratio_level: "token"; or "sequence", the mean of log q/p over the sequence (GSPO).
         aggregation: "sequence_mean", the mean over a sequence's tokens, then over sequences (GRPO); "token_mean", over
-            all tokens (DAPO); "fixed_length", the sum divided by ``B · max_length`` (Dr.GRPO).
+            all tokens (DAPO); "fixed_length", the sum divided by `B · max_length` (Dr.GRPO).
         max_length: Tokens per sequence to divide by, for "fixed_length" only.
-        num_tokens: Tokens to divide by, for "token_mean" only, where a batch is spread over micro-batches or processes;
+        num_tokens: Tokens to divide by, for "token_mean" only, if a batch is spread over micro-batches or processes;
             None for the tokens of the mask.
 
     Returns:
-        The loss, and the metrics of `trust_region_metrics`; neither waits for the device.
+        The loss, a scalar, and metrics of the trust region by name, 0-d tensors. Nothing waits for the device.
 
     Raises:
-        ValueError: On shapes that do not fit, an unknown name, α < 0, or a `max_length` or `num_tokens` that is missing
-            or has no use.
+        ValueError: If shapes do not fit, a name is unknown, α < 0, or `max_length` or `num_tokens` is missing or not
+            used.
     """
     shape = step.log_ratio.shape
     if len(shape) != 2:
@@ -156,7 +157,7 @@ def troll_loss(
     advantages = advantages.unsqueeze(-1) if advantages.dim() == 1 else torch.where(mask, advantages, 0.0)
     per_token = -torch.exp(log_ratio) * advantages + regression_weight * step.regression
     loss = aggregate(per_token, mask, aggregation, max_length, num_tokens)
-    return loss, trust_region_metrics(*trust_region_statistics(step, mask))
+    return loss, Totals.of(step, mask).metrics()
 
 
 def aggregate(

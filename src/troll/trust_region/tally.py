@@ -1,8 +1,8 @@
-"""Numbers that add up: what one micro-batch and one process measured, with what others did."""
+"""Measurements that add up over micro-batches and processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,14 +11,14 @@ from torch import Tensor
 from troll.trust_region.policy.values import as_float, shape_text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tally:
-    """Named numbers over some tokens, sequences or roots, which add up: ``first + second`` covers both.
+    """Named numbers over some tokens, sequences or roots, which add up: `first + second` covers both.
 
     Attributes:
-        totals: Of what is averaged: the sum and the count, (2,).
-        maxima: Of what a maximum is taken, 0-d; −inf for none.
-        minima: Of what a minimum is taken, 0-d; inf for none.
+        totals: For each mean, the sum and the count, (2,).
+        maxima: For each maximum, the largest value so far, 0-d; −inf for none.
+        minima: For each minimum, the smallest value so far, 0-d; inf for none.
     """
 
     totals: dict[str, Tensor] = field(default_factory=dict)
@@ -26,11 +26,6 @@ class Tally:
     minima: dict[str, Tensor] = field(default_factory=dict)
 
     def __add__(self, other: Tally) -> Tally:
-        def combined(
-            ours: dict[str, Tensor], theirs: dict[str, Tensor], how: Callable[[Tensor, Tensor], Tensor]
-        ) -> dict[str, Tensor]:
-            return ours | {name: how(ours[name], value) if name in ours else value for name, value in theirs.items()}
-
         return Tally(
             combined(self.totals, other.totals, torch.add),
             combined(self.maxima, other.maxima, torch.maximum),
@@ -38,29 +33,39 @@ class Tally:
         )
 
     def reduced(self, total: Callable[[Tensor], Tensor], largest: Callable[[Tensor], Tensor]) -> Tally:
-        """Over all processes, each of which holds the same names in the same order: two collective operations.
+        """The tally of all processes, in two collective operations; each must hold the same names in the same order.
 
         Args:
-            total: Adds up a vector over processes.
-            largest: Its element-wise maximum over processes.
+            total: Adds up a tensor over processes.
+            largest: Takes the element-wise maximum of a tensor over processes.
+
+        Returns:
+            The tally of all processes, on each of them.
         """
-        totals, extremes = self.totals, [*self.maxima.values(), *(-value for value in self.minima.values())]
-        if totals:
-            totals = dict(zip(totals, total(torch.cat(list(totals.values()))).view(-1, 2), strict=True))
-        if extremes:
-            extremes = list(largest(torch.stack(extremes)))
-        maxima, minima = extremes[: len(self.maxima)], extremes[len(self.maxima) :]
+        extremes = at_once(self.maxima | {name: -value for name, value in self.minima.items()}, largest)
         return Tally(
-            totals,
-            dict(zip(self.maxima, maxima, strict=True)),
-            dict(zip(self.minima, (-value for value in minima), strict=True)),
+            at_once(self.totals, total),
+            {name: extremes[name] for name in self.maxima},
+            {name: -extremes[name] for name in self.minima},
         )
 
     def values(self) -> dict[str, Tensor]:
-        """The numbers to log, 0-d; NaN where there was nothing to average or compare."""
+        """The numbers to log by name, 0-d; NaN where there was nothing to average or compare."""
         means = {name: total[0] / total[1] for name, total in self.totals.items()}
         extremes = self.maxima | self.minima
         return means | {name: value.masked_fill(value.isinf(), torch.nan) for name, value in extremes.items()}
+
+
+def combined(
+    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], how: Callable[[Tensor, Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """The numbers of both; `how` makes one of two with the same name."""
+    return {**ours, **{name: how(ours[name], value) if name in ours else value for name, value in theirs.items()}}
+
+
+def at_once(values: Mapping[str, Tensor], change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """What `change` makes of values of one shape (...), called once, if there are any, with all of them, (n, ...)."""
+    return dict(zip(values, change(torch.stack(list(values.values()))), strict=True)) if values else {}
 
 
 def check_shapes(mask: Tensor, **tensors: Tensor) -> None:
@@ -76,17 +81,17 @@ def counted(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def mean(values: Tensor) -> Tensor:
-    """Sum and count of (n,) values: a mean that adds up."""
+    """Sum and count of (n,) values, (2,): a mean that adds up."""
     return torch.stack([values.sum(), values.new_tensor(float(len(values)))])
 
 
 def largest(values: Tensor) -> Tensor:
-    """Of (n,) values; −inf of none."""
+    """The largest of (n,) values; −inf if there are none."""
     return values.max() if len(values) else values.new_tensor(-torch.inf)
 
 
 def quantiles(name: str, values: Tensor, percents: Sequence[int]) -> dict[str, Tensor]:
-    """Percentiles of (n,) values; in a mean they count n times."""
+    """Percentiles of (n,) values, each as a sum and a count that weights it n times in a mean."""
     if len(values) == 0:
         return {f"{name}_p{percent}": values.new_zeros(2) for percent in percents}
     fractions = values.new_tensor([percent / 100 for percent in percents])

@@ -1,21 +1,27 @@
 """TROLL in stock verl (Ray, FSDP, Megatron, vLLM): chosen by settings, without a fork. See docs/verl.md.
 
-``hydra.searchpath=[pkg://troll.verl.config] +troll=fsdp`` on verl's command line selects it; `config/troll` names the
-settings. Reading the actor's configuration, which every Ray worker does, takes one of the classes below, and that
-registers the engines and the policy loss with verl. Importing this package does nothing.
+`hydra.searchpath=[pkg://troll.verl.config] +troll=fsdp` on verl's command line selects it; `config/troll` names the
+settings. Every Ray worker reads the actor's configuration and with it one of the classes below, which registers the
+engines and the policy loss with verl. Importing only this package does nothing.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from troll.verl.reported import old_policy_record
     from troll.verl.settings import TrollFSDPActorConfig, TrollMcoreActorConfig, TrollPolicyLossConfig
 
-__all__ = ["TrollFSDPActorConfig", "TrollMcoreActorConfig", "TrollPolicyLossConfig"]
+__all__ = ["TrollFSDPActorConfig", "TrollMcoreActorConfig", "TrollPolicyLossConfig", "old_policy_record"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "old_policy_record":
+        from troll.verl.reported import old_policy_record
+
+        return old_policy_record
+    import troll.verl.seam  # noqa: F401 (first: it says if verl is missing)
     from troll.verl import fsdp, loss, settings  # noqa: F401 (registers)
     from troll.verl.seam.training import MegatronEngine
 

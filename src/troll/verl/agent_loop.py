@@ -1,9 +1,9 @@
-"""From what a rollout reports to the field `OLD_POLICIES` of the batch, without a stop on the way.
+"""Carries a rollout's reports into the field `OLD_POLICIES` of the batch, past everything in between.
 
-What a server of verl puts into a completion's extra fields reaches users' agent loops, reward functions and the JSON of
-reward servers. Of several turns verl keeps the first one's extra fields, and of an interrupted completion none. So the
-records are taken out where a completion arrives, and put into the sample as it leaves for the transfer queue: as a
-tensor of its own, which only those fetch who ask for it.
+A completion's extra fields reach users' agent loops, reward functions and the JSON of reward servers. Of several turns
+verl keeps only the first one's extra fields, and of an interrupted completion none. So the records are taken out where
+a completion arrives, and put into the sample when it leaves for the transfer queue: as a separate tensor, which is
+fetched only where it is asked for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from troll.verl.seam.rollout import (
     rollout_trace_op,
 )
 
-#: The engine's answers for the sample at hand: verl runs a task for each sample, whose own tasks share the list.
+#: The engine's answers for the current sample: verl runs one task for each sample, and its subtasks share the list.
 _turns: ContextVar[list[Turn]] = ContextVar("turns")
 
 _INSTALLED = "_troll_carries_old_policies"
@@ -71,7 +71,7 @@ def _with_field(as_dict: Callable[[AgentLoopOutput], dict[str, Any]]) -> Callabl
     def with_field(self: AgentLoopOutput) -> dict[str, Any]:
         fields = as_dict(self)
         turns = _turns.get([])
-        # A rollout that does not report leaves the field out, which the update refuses if it needs it.
+        # A rollout without reports leaves the field out; an update that needs it refuses the batch.
         if turns:
             fields[OLD_POLICIES] = response_record(self.prompt_ids, self.response_ids, turns)
         return fields

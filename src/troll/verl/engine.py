@@ -1,4 +1,4 @@
-"""What verl's engines have in common once they capture and project."""
+"""The part that verl's FSDP and Megatron engines share when they capture and project."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from troll.verl.settings import BACKEND_PREFIX, TrollPolicyLossConfig
 
 logger = logging.getLogger(__name__)
 
-#: Where torch runs: every device that verl has a platform for, and those that others register.
+#: The devices for which the engines are registered: those for which verl, or a plug-in of it, has a platform.
 DEVICES = ("cuda", "npu", "xpu", "cpu")
 
 
 class TrustRegionEngine:
-    """Stands before one of verl's engines with an LM head among the base classes.
+    """A mixin: it comes before one of verl's engines with an LM head among the base classes.
 
     The pass that computes a rollout's old log-probabilities captures its old policies, an update projects onto the
-    trust region around them, and every other pass reads log-probabilities. All read the LM head in the model's forward,
-    where its logits are never multiplied out; where that cannot be, they read the logits.
+    trust region around them, and every other pass reads log-probabilities. All of them read the LM head in the model's
+    forward, without computing all logits; where that is not possible, they read the logits.
 
     Attributes:
-        hook: What is read of the batch that is under way; None for a pass that is left to verl.
-        from_head: Whether it is read of the head.
+        hook: Reads the current batch; None for a pass that is left to verl.
+        from_head: Whether the hook reads the head, instead of logits.
         captured: The old policies of the last rollout that was scored.
 
     Raises:
@@ -54,10 +54,10 @@ class TrustRegionEngine:
                 "hydra.searchpath=[pkg://troll.verl.config] +troll=fsdp (or megatron)"
             )
         self.trust_region = settings
-        # verl's engine compares it with its own names.
+        # verl's engine compares the strategy with its own names.
         object.__setattr__(engine_config, "strategy", engine_config.strategy.removeprefix(BACKEND_PREFIX))
-        # verl's fused kernels would take the place of the forward that the head is read in. The reference and the
-        # critic share the configuration of the model, and go on with them.
+        # verl's fused kernels would replace the forward in which the head is read. The reference and the critic share
+        # the model's configuration, and keep them.
         model_config = copy.copy(model_config)
         for config in (model_config, engine_config):
             object.__setattr__(config, "use_fused_kernels", False)
@@ -69,10 +69,10 @@ class TrustRegionEngine:
         raise NotImplementedError
 
     def check_head(self) -> None:
-        """Makes the model ready for readings of its head.
+        """Prepares the model for readings of its head.
 
         Raises:
-            ValueError: If its head cannot be read by itself.
+            ValueError: If its head cannot be read.
         """
         raise NotImplementedError
 
@@ -82,7 +82,7 @@ class TrustRegionEngine:
 
     @cached_property
     def reads_head(self) -> bool:
-        """Whether the head can be read by itself."""
+        """Whether the head can be read; otherwise the logits are."""
         try:
             self.check_head()
         except ValueError as error:
@@ -93,11 +93,11 @@ class TrustRegionEngine:
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
-        """The parent's, with a hook in the loss function's place."""
+        """As the parent, with a hook in place of the loss function."""
         self.hook = hook = self._hook(data, loss_function, forward_only)
         if hook is None:
             return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
-        # One temperature for all: those of single samples are applied to logits.
+        # The head takes one temperature for all samples; different ones are applied to logits.
         self.from_head = (
             self.reads_head
             and not isinstance(data["temperature"], torch.Tensor)
@@ -117,11 +117,11 @@ class TrustRegionEngine:
         return output
 
     def optimizer_step(self) -> float:
-        """The parent's; without an update, on all processes, if there were NaN or infinite logits."""
+        """As the parent, but if logits were NaN or infinite, no process makes the update."""
         if not self._skips_update:
             norm: float = super().optimizer_step()  # type: ignore[misc]
             return norm
-        logger.warning("NaN or infinite logits: the update is left out, as verl does if gradients are not finite")
+        logger.warning("NaN or infinite logits: the update is skipped, as verl does if gradients are not finite")
         return float("nan")
 
     def _hook(self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool) -> Hook | None:

@@ -38,13 +38,13 @@ from troll.verl.settings import BACKEND_PREFIX
     device=list(DEVICES),
 )
 class TrollFSDPEngine(TrustRegionEngine, FSDPEngineWithLMHead):
-    """verl's FSDP engine, whose model reads its LM head where FSDP has gathered it.
+    """verl's FSDP engine, with a model that reads its LM head while FSDP has it gathered.
 
-    Where the head cannot be read, its logits go to the trust region where they would go to a distillation loss.
+    If the head cannot be read, the trust region gets the logits through verl's hook for distillation losses.
     """
 
     def processes(self) -> torch.distributed.ProcessGroup | None:
-        """All: FSDP divides batches among data-parallel processes, and Ulysses sequences among the rest."""
+        """All processes: FSDP divides batches among data-parallel ones, and Ulysses sequences among the rest."""
         return torch.distributed.group.WORLD
 
     def check_head(self) -> None:
@@ -53,10 +53,10 @@ class TrollFSDPEngine(TrustRegionEngine, FSDPEngineWithLMHead):
         refuse_head(causal_lm(self.module).get_output_embeddings())
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The parent's, with the request to read the head.
+        """As the parent, with the request to read the head.
 
         Raises:
-            ValueError: If neither the head nor its logits can be had.
+            ValueError: If neither the head nor its logits can be read.
         """
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         if self.hook is not None:
@@ -66,8 +66,8 @@ class TrollFSDPEngine(TrustRegionEngine, FSDPEngineWithLMHead):
                 inputs[REQUEST] = self._request(self.hook, micro_batch, inputs["input_ids"])
             elif not gives_logits(causal_lm(self.module)):
                 raise ValueError(
-                    "TROLL needs logits here, and the fused kernels of another engine of this process have taken their "
-                    "place: set actor_rollout_ref.model.use_fused_kernels=False"
+                    "TROLL needs logits here, and the fused kernels of another engine in this process have replaced "
+                    "them: set actor_rollout_ref.model.use_fused_kernels=False"
                 )
         return inputs, output_args
 
@@ -89,7 +89,7 @@ class TrollFSDPEngine(TrustRegionEngine, FSDPEngineWithLMHead):
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, Any]:
-        """What was read at the response tokens, and 0 elsewhere, in the parent's form."""
+        """The results at the response tokens, and 0 elsewhere, in the parent's form."""
         hook = self.hook
         if hook is None:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
@@ -101,8 +101,8 @@ class TrollFSDPEngine(TrustRegionEngine, FSDPEngineWithLMHead):
             starts = micro_batch["input_ids"].offsets()
             outputs = {name: torch.nested.nested_tensor_from_jagged(x, starts) for name, x in read.items()}
         else:
-            # Only now: with these set earlier the parent would refuse to pad packs. The hook gives the entropy, and may
-            # use the logits up.
+            # Set only now, since the parent would refuse to pad packs with them. The hook gives the entropy, and may
+            # overwrite the logits.
             tu.assign_non_tensor(
                 micro_batch, distillation_use_topk=True, distillation_only=True, calculate_entropy=False
             )

@@ -1,7 +1,7 @@
-"""What an engine of verl reads of a micro-batch's LM head: old policies, the projection of the new one, or scores.
+"""What an engine of verl reads from a micro-batch's LM head: old policies, the projection of the new one, or scores.
 
-A hook stands in the loss function's place. `read` makes per-token outputs of the head, or of logits where the head
-cannot be read by itself, and `loss` a loss of these outputs.
+A hook takes the place of the loss function. `read` computes per-token outputs from the head, or from logits if the head
+cannot be read, and `loss` computes the loss from these outputs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from troll import Constraint, Logits, capture, trust_region_step
-from troll.trust_region.coverage import SUPPORT_STATISTICS, support_statistics
-from troll.trust_region.metrics import trust_region_metrics, trust_region_statistics
+from troll.trust_region.coverage import support_statistics
+from troll.trust_region.metrics import Totals
 from troll.trust_region.reading.capture import capture_with_entropy
 from troll.trust_region.reading.logits import is_whole
 from troll.trust_region.reading.read import read
@@ -29,10 +29,10 @@ from troll.verl.settings import TrollPolicyLossConfig
 
 
 class Hook:
-    """What all hooks share: an engine says with `begin` where a micro-batch's response tokens are.
+    """The base of all hooks: an engine says with `begin` where a micro-batch's response tokens are.
 
     Args:
-        settings: The trust region's.
+        settings: The settings of the trust region.
         entropy: Whether the entropy over the vocabulary is an output too.
     """
 
@@ -44,12 +44,12 @@ class Hook:
         self.settings, self.entropy = settings, entropy
 
     def begin(self, labels: Tensor, tokens: ResponseTokens, vocab_group: ProcessGroup | None = None) -> None:
-        """Before a micro-batch is read.
+        """Begins a micro-batch.
 
         Args:
             labels: The next tokens at this process's positions, (n',).
-            tokens: Which of the positions count.
-            vocab_group: The processes over which the vocabulary is spread.
+            tokens: Which of the positions predict a response token.
+            vocab_group: The processes over which the vocabulary is spread; None if it is not.
         """
         self.labels, self.tokens, self.vocab_group = labels, tokens, vocab_group
 
@@ -80,21 +80,20 @@ class Hook:
         student_logits: Tensor | None = None,
         data_format: str = "thd",
     ) -> Any:
-        """What verl calls: with ``student_logits``, as for top-K distillation, or with ``model_output`` for a loss."""
+        """Called by verl: with `student_logits`, as for top-K distillation, or with `model_output` for a loss."""
         if student_logits is None:
             assert model_output is not None
             return self.loss(model_output, data, dp_group)
-        outputs = self.everywhere(self.read(self._source(student_logits.flatten(0, -2)), data))
+        logits = student_logits.flatten(0, -2)
+        # Donated, since only this hook needs them.
+        source = Logits(logits, rows=self.tokens.rows, vocab_group=self.vocab_group, donate=is_whole(logits))
+        outputs = self.everywhere(self.read(source, data))
         return {name: values.view(student_logits.shape[:-1]) for name, values in outputs.items()}
-
-    def _source(self, logits: Tensor) -> Logits:
-        """This process's logits, (n', V), at its n response tokens. Nobody needs them but this hook."""
-        return Logits(logits, rows=self.tokens.rows, vocab_group=self.vocab_group, donate=is_whole(logits))
 
     def loss(
         self, model_output: dict[str, Any], data: TensorDict, dp_group: ProcessGroup | None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The loss of a micro-batch and its metrics; here, what verl's engines report of a pass without a loss."""
+        """The loss of a micro-batch and its metrics; here those that verl reports for a pass without a loss."""
         return torch.tensor(1.0), {}
 
 
@@ -109,11 +108,11 @@ class Score(Hook):
 
 
 class Capture(Hook):
-    """Takes the old policies of a rollout out of the pass that computes its old log-probabilities.
+    """Captures the old policies of a rollout in the pass that computes its old log-probabilities.
 
     Args:
-        settings: As for every hook.
-        entropy: Likewise.
+        settings: The settings of the trust region.
+        entropy: Whether the entropy over the vocabulary is an output too.
 
     Attributes:
         captured: The old policies so far.
@@ -141,14 +140,14 @@ class Capture(Hook):
 
 
 class Update(Hook):
-    """Projects the new policy of every micro-batch, and measures what that did.
+    """Projects the new policy of every micro-batch, and collects metrics.
 
     Args:
-        settings: The trust region's.
-        entropy: As for every hook.
+        settings: The settings of the trust region.
+        entropy: Whether the entropy over the vocabulary is an output too.
         captured: The old policies, unless the inference engine reports them.
-        loss_function: verl's, which calls the policy loss.
-        processes: Those that hold the batch's tokens between them; None for this one only.
+        loss_function: verl's loss function, which calls the policy loss.
+        processes: The processes that hold the batch's tokens between them; None for this one only.
     """
 
     def __init__(
@@ -162,8 +161,7 @@ class Update(Hook):
         super().__init__(settings, entropy)
         self._captured = captured
         self._loss_function, self._processes = loss_function, processes
-        self._sums: dict[str, Tensor] = {}
-        self._maxima: dict[str, Tensor] = {}
+        self._totals = Totals()
 
     def read(self, source: Source, data: TensorDict) -> dict[str, Tensor]:
         """See the parent: the sampled tokens' log p̃ and log q/p, the regression towards q, and the entropy."""
@@ -172,7 +170,7 @@ class Update(Hook):
         packed = reported(data, source.vocabulary.size) if at_rollout else self._captured.of(data)
         old = packed.unpack() if tokens.group is None else packed.unpack()[tokens.numbers]
         mask = data["response_mask"].values().bool()[tokens.numbers]
-        unreported = packed.counts == 0  # of the whole micro-batch, so that processes that share it agree
+        unreported = packed.counts == 0  # in the whole micro-batch, so that processes that share it agree
         if at_rollout and bool(unreported.any()):
             own = capture(source, self.sampled, top_k=settings.top_k, mass_threshold=settings.mass_threshold)
             old = fill_unreported(old, own)
@@ -184,13 +182,11 @@ class Update(Hook):
             constraint=self._constraint(data["response_mask"]),
             entropy=self.entropy,
         )
-        sums, maxima = trust_region_statistics(step, mask)
-        sums |= support_statistics(old, mask)
+        sums = support_statistics(old, mask)
         if at_rollout:
-            sums["unreported"] = (unreported[tokens.numbers] & mask).sum().to(sums["tokens"].dtype)
-        sums["bytes"] = sums["tokens"].new_tensor(packed.nbytes * len(tokens.rows) / max(tokens.total, 1))
-        self._sums = {name: value + self._sums.get(name, 0) for name, value in sums.items()}
-        self._maxima = {name: value.maximum(self._maxima.get(name, value)) for name, value in maxima.items()}
+            sums["unreported_fraction"] = (unreported[tokens.numbers] & mask).sum().to(step.kl_before.dtype)
+        sums["old_policy_bytes"] = step.kl_before.new_tensor(packed.nbytes * len(tokens.rows) / max(tokens.total, 1))
+        self._totals += Totals.of(step, mask) + Totals(sums)
         outputs = {
             "log_probs": step.log_probs,
             "trust_region_log_ratio": step.log_ratio,
@@ -199,7 +195,7 @@ class Update(Hook):
         return outputs if step.entropy is None else outputs | {"entropy": step.entropy}
 
     def _constraint(self, response_mask: Tensor) -> Constraint | None:
-        """Which of this process's n tokens share a multiplier, by the (B, T) nested mask of those that count."""
+        """Which of this process's n tokens share a multiplier; the (B, T) nested mask is true where a token counts."""
         scope, tokens = self.settings.constraint, self.tokens
         if scope == "token":
             return None
@@ -213,7 +209,7 @@ class Update(Hook):
     def loss(
         self, model_output: dict[str, Any], data: TensorDict, dp_group: ProcessGroup | None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The loss of verl, whose policy term reads the projection."""
+        """The loss of verl, in which the policy term reads the projection."""
         log_ratio, regression = (
             no_padding_2_padding(model_output.pop(f"trust_region_{name}"), data) for name in ("log_ratio", "regression")
         )
@@ -223,19 +219,18 @@ class Update(Hook):
     @property
     def observed(self) -> bool:
         """Whether this process read a head: only a pipeline's last stage does."""
-        return bool(self._sums)
+        return bool(self._totals.sums)
 
     def metrics(self) -> dict[str, float]:
-        """``trust_region/*`` over all tokens of the batch and all processes; every process that observed calls it."""
-        sums, maxima = torch.stack(list(self._sums.values())), torch.stack(list(self._maxima.values()))
-        if torch.distributed.is_initialized():
-            torch.distributed.all_reduce(sums, group=self._processes)
-            torch.distributed.all_reduce(maxima, torch.distributed.ReduceOp.MAX, group=self._processes)
-        total = dict(zip(self._sums, sums.cpu(), strict=True))
-        tokens = total["tokens"].clamp(min=1)
-        metrics = trust_region_metrics(total, dict(zip(self._maxima, maxima.cpu(), strict=True)))
-        metrics |= {name: total[name] / tokens for name in SUPPORT_STATISTICS if name in total}
-        metrics["old_policy_bytes"] = total["bytes"] / tokens
-        if "unreported" in total:
-            metrics["unreported_fraction"] = total["unreported"] / tokens
-        return {f"trust_region/{name}": value.item() for name, value in metrics.items()}
+        """`trust_region/*` over all tokens of the batch and all processes; every process that observed calls it."""
+
+        def everywhere(numbers: Tensor, how: Any) -> Tensor:
+            if torch.distributed.is_initialized():
+                torch.distributed.all_reduce(numbers, how, group=self._processes)
+            return numbers.cpu()
+
+        operation = torch.distributed.ReduceOp
+        totals = self._totals.reduced(
+            lambda sums: everywhere(sums, operation.SUM), lambda maxima: everywhere(maxima, operation.MAX)
+        )
+        return {f"trust_region/{name}": value.item() for name, value in totals.metrics().items()}

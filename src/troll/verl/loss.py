@@ -16,24 +16,24 @@ from troll.verl.seam.training import agg_loss, masked_mean, register_policy_loss
 
 @dataclass(frozen=True)
 class ProjectedTokens:
-    """What the projection made of a micro-batch's response tokens, each (B, T).
+    """The projection of a micro-batch's response tokens, each (B, T).
 
     Attributes:
-        log_ratio: log q(o)/p(o) of the sampled tokens.
-        regression: KL(p̃ ‖ ⌊q⌋).
+        log_ratio: log q(o)/p(o) of the sampled tokens, differentiable.
+        regression: KL(p̃ ‖ ⌊q⌋) in nats, differentiable.
     """
 
     log_ratio: Tensor
     regression: Tensor
 
 
-# verl hands a policy loss log-probabilities and nothing else of the engine's outputs.
+# Of the engine's outputs, verl passes only log-probabilities to a policy loss.
 _projected: ContextVar[ProjectedTokens | None] = ContextVar("projected", default=None)
 
 
 @contextmanager
 def projected(tokens: ProjectedTokens) -> Iterator[None]:
-    """Makes these the tokens that the policy loss reads."""
+    """Makes these the tokens that the policy loss reads within the context."""
     token = _projected.set(tokens)
     try:
         yield
@@ -51,18 +51,21 @@ def trust_region_policy_loss(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """``−q(o)/p(o) · A · w + α KL(p̃ ‖ ⌊q⌋)``, aggregated by verl over the tokens; all tensors (B, T).
+    """`−q(o)/p(o) · A · w + α KL(p̃ ‖ ⌊q⌋)`, aggregated by verl over the tokens; all tensors (B, T).
 
-    verl's entropy bonus and KL to the reference are added outside, and act on the network p̃, as ever.
+    verl adds its entropy bonus and its KL to the reference outside, and they act on the network p̃ as usual.
 
     Args:
         old_log_prob: log p of the sampled tokens, for the metrics.
         log_prob: log p̃ of the sampled tokens, for the metrics.
-        advantages: A.
+        advantages: A of each token.
         response_mask: True where a token counts.
-        loss_agg_mode: verl's.
+        loss_agg_mode: verl's name of the aggregation over tokens.
         config: The actor's configuration.
-        rollout_is_weights: w, of rollout correction. They correct the policy term, and leave the regression unchanged.
+        rollout_is_weights: w, verl's rollout correction. It weights the policy term, and not the regression term.
+
+    Returns:
+        The loss, a scalar, and verl's metrics of the ratio.
 
     Raises:
         RuntimeError: If the engine is not one of troll.verl, so that nothing was projected.
@@ -73,7 +76,7 @@ def trust_region_policy_loss(
             "loss_mode=troll without an engine that projects: select both with "
             "hydra.searchpath=[pkg://troll.verl.config] +troll=fsdp"
         )
-    # What stands at a masked token never matters, infinities included.
+    # Values at masked tokens do not matter, infinities included.
     mask = response_mask.bool()
     log_ratio = torch.where(mask, tokens.log_ratio, 0.0)
     if config.policy_loss.ratio_level == "sequence":

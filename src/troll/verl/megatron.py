@@ -34,7 +34,7 @@ class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
     """verl's Megatron engine, whose last pipeline stage reads this process's slice of the LM head."""
 
     def processes(self) -> ProcessGroup:
-        """Those that hold the same slice of the model, among which batches and sequences are divided."""
+        """The processes with the same slice of the model, among which batches and sequences are divided."""
         return mpu.get_data_parallel_group(with_context_parallel=True)
 
     def check_head(self) -> None:
@@ -48,7 +48,7 @@ class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
             raise ValueError(f"the LM head is not Megatron's own column-parallel layer, but {type(head).__name__}")
 
     def agreed(self, flag: bool) -> bool:
-        """See the parent: of a pipeline, only the last stage knows."""
+        """See the parent: in a pipeline, only the last stage knows the flag."""
         if mpu.get_pipeline_model_parallel_world_size() == 1:
             return flag
         flags = torch.tensor(float(flag), device=next(self.module[0].parameters()).device)
@@ -58,7 +58,7 @@ class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
         return bool(flags)
 
     def forward_step(self, batch_iter: Any, model: Any, logits_processor_func: Any, **options: Any) -> Any:
-        """The parent's, of a model that hands out hidden states where its head is read."""
+        """As the parent, with a model that returns hidden states where its head is read."""
         if not (self.from_head and isinstance(logits_processor_func, Hook)):
             return super().forward_step(batch_iter, model, logits_processor_func=logits_processor_func, **options)
         with hidden_states_for_logits(language_model(model)) as self._weight:
@@ -75,7 +75,7 @@ class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
         data_format: str,
         **options: bool,
     ) -> dict[str, Tensor]:
-        """What the hook reads of the head, or of the logits, in the parent's form."""
+        """What the hook reads from the head, or from the logits, in the parent's form."""
         hook = logits_processor_func
         if isinstance(hook, Hook):
             spread = mpu.get_tensor_model_parallel_world_size() > 1
@@ -83,13 +83,13 @@ class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
             hook.begin(label.flatten(), self._response_tokens(batch, data_format), group)
             if self.from_head:
                 (weight,) = self._weight
-                # Megatron makes its outputs float32, which holds what was bf16 before.
+                # Megatron casts its outputs to float32: the numbers are still bf16.
                 hidden = logits.flatten(0, -2).to(weight.dtype)
                 head = LMHead(
                     hidden, weight, temperature=float(batch["temperature"]), rows=hook.tokens.rows, vocab_group=group
                 )
                 return {name: x.view(label.shape) for name, x in hook.everywhere(hook.read(head, batch)).items()}
-            # The hook gives the entropy, and may use the logits up.
+            # The hook gives the entropy, and may overwrite the logits.
             options |= {"distillation_use_topk": True, "distillation_only": True, "calculate_entropy": False}
         return super()._lm_head_logits_processor(
             logits,
@@ -123,14 +123,14 @@ class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
     def postprocess_micro_batch_func(
         self, output: dict[str, Any], data: TensorDict, forward_only: bool, loss_function: Any, **options: Any
     ) -> Any:
-        """The parent's, to which a hook that only reads is a pass without a loss."""
+        """As the parent, for which a hook that only reads is a pass without a loss."""
         if isinstance(loss_function, Hook) and not isinstance(loss_function, Update):
             loss_function = None
         return super().postprocess_micro_batch_func(output, data, forward_only, loss_function, **options)
 
 
 def language_model(model: Any) -> GPTModel:
-    """The language model within one of Megatron's, or within what wraps it.
+    """The `GPTModel` within a model of Megatron's, or within its wrappers.
 
     Raises:
         ValueError: If there is none.
@@ -144,12 +144,12 @@ def language_model(model: Any) -> GPTModel:
 
 @contextmanager
 def hidden_states_for_logits(model: GPTModel) -> Iterator[list[Tensor]]:
-    """Within this, a model returns its last hidden states, (B, L, H), where it would return logits.
+    """Within this context, a model returns its last hidden states, (B, L, H), in place of logits.
 
-    Its head is called, so that what waits for its weight does, and hands back what it is given. A multiplier of the
-    logits then multiplies hidden states, which they are linear in. Sequence-parallel ones are gathered without adding
-    up their gradient: a head that is read adds it up itself. (The `output_processor` of megatron-core 0.18 goes around
-    the head, and so around the wait for its weight under `overlap_param_gather`.)
+    Its head is still called, so that hooks that wait for its weight run, but it returns its input. A multiplier of the
+    logits then multiplies hidden states, in which logits are linear. Sequence-parallel hidden states are gathered
+    without adding up their gradient, since a head that is read adds it up itself. (The `output_processor` of
+    megatron-core 0.18 would skip the head, and with it the wait for its weight under `overlap_param_gather`.)
 
     Yields:
         After the forward, the weight of the head, (V/n, H); empty on a stage without one.

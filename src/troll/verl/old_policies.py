@@ -1,4 +1,4 @@
-"""The old policies of verl's batches, captured or reported, and where their tokens stand in a pass."""
+"""The old policies of verl's batches, captured or reported, and the places of their tokens in a pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from troll.trust_region.policy.wire import from_records, to_records
 from troll.verl.reported import NO_RECORD, without_slots
 from troll.verl.seam import tu
 
-#: The field of a batch with what an inference engine reported, (B, words) int32: nested, a record for each sequence.
+#: The field of a batch with an inference engine's reports, (B, words) int32: nested, one record for each sequence.
 OLD_POLICIES = "old_policies"
 
 
@@ -27,12 +27,12 @@ class ResponseTokens:
     """The response tokens of a micro-batch among the token positions that this process computed.
 
     A micro-batch has N response tokens, sequence after sequence. Under sequence or context parallelism a process holds
-    n of them, in any order; without, all.
+    n of them, in any order; otherwise all.
 
     Attributes:
         rows: (n,), the positions in this process's logits that predict a response token.
-        numbers: (n,), which of the N tokens each predicts.
-        total: N.
+        numbers: (n,), the number of the token that each predicts, among the N.
+        total: N, the response tokens of the micro-batch.
         group: The processes that share the micro-batch's tokens; None if this one holds all.
     """
 
@@ -43,12 +43,12 @@ class ResponseTokens:
 
     @classmethod
     def of(cls, places: Tensor, total: int, group: ProcessGroup | None = None) -> ResponseTokens:
-        """From `response_places` as this process holds them, flattened; waits for the device once."""
+        """Finds the tokens from this process's part of `response_places`, flattened; waits for the device once."""
         (rows,) = places.nonzero(as_tuple=True)
         return cls(rows, places[rows] - 1, total, group)
 
     def whole(self, values: Tensor) -> Tensor:
-        """(n, ...) values of this process's tokens, to those of all (N, ...); without gradient."""
+        """Collects (n, ...) values of each process's tokens into (N, ...), without gradient."""
         if self.group is None:
             return values
         whole = values.new_zeros(self.total, *values.shape[1:]).index_copy_(0, self.numbers, values)
@@ -56,7 +56,7 @@ class ResponseTokens:
         return whole
 
     def on_all_positions(self, values: Tensor, positions: int) -> Tensor:
-        """(n,) values to (positions,), 0 where no response token is predicted; differentiable."""
+        """Spreads (n,) values to (positions,), 0 where no response token is predicted; differentiable."""
         return values.new_zeros(positions).index_copy(0, self.rows, values)
 
 
@@ -69,7 +69,7 @@ def response_places(data: TensorDict) -> Tensor:
         (positions,) int64. Zeros are what verl pads packs with, so padding predicts nothing either.
 
     Raises:
-        ValueError: If prompts and responses are padded, as verl's legacy trainer has them.
+        ValueError: If prompts and responses are padded, as by verl's legacy trainer.
     """
     if not (data["prompts"].is_nested and data["responses"].is_nested):
         raise ValueError("prompts and responses must be nested tensors, as verl's v1 trainer makes them")
@@ -87,7 +87,7 @@ class Captured:
     """The old policies of the last rollout that this process captured, on the host.
 
     verl balances a batch before it is scored, and sends each sequence to the same processes for its updates. So old
-    policies stay where they were captured, and nothing of them travels.
+    policies stay where they were captured, and none is sent.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Captured:
         """Keeps the policies of a micro-batch.
 
         Args:
-            policy: (N,), of its response tokens.
+            policy: The policies of its response tokens, (N,).
             data: The micro-batch.
         """
         packed = PackedPolicy.of(policy).to("cpu")
@@ -106,7 +106,7 @@ class Captured:
             self._policies[key] = packed[start:end]
 
     def of(self, data: TensorDict) -> PackedPolicy:
-        """The old policies of a micro-batch, (N,), where its tokens are.
+        """The old policies of a micro-batch, (N,), on the device of its tokens.
 
         Raises:
             ValueError: If some of its sequences were not captured here.
@@ -122,7 +122,7 @@ class Captured:
 
 
 def _sequences(data: TensorDict) -> list[Hashable]:
-    """What the sequences of a micro-batch are known by: equal ones answer one prompt with the same tokens."""
+    """The keys of a micro-batch's sequences: two with the same key answer one prompt with the same tokens."""
     responses = data["responses"].cpu().unbind()
     prompts = data["prompts"].cpu().unbind()
     uids = tu.get(data, "uid", default=[None] * len(responses))  # images are part of a prompt, but not of its tokens
@@ -135,17 +135,16 @@ def _sequences(data: TensorDict) -> list[Hashable]:
 def reported(data: TensorDict, vocab_size: int) -> PackedPolicy:
     """The old policies of a micro-batch, (N,), as the inference engine reported them.
 
-    Tokens of which it reported nothing have no slots: `fill_unreported` is for these. Tokens that do not count need no
-    report, and get a policy that is certain of them.
+    Tokens without a report have no slots: `fill_unreported` is for these. Tokens that do not count need no report, and
+    get a policy that is certain of them.
 
     Args:
         data: The micro-batch.
-        vocab_size: V of the LM head. It may be padded with tokens that an inference engine knows nothing of, and that
-            have no mass.
+        vocab_size: V of the LM head. It may be padded with tokens that the inference engine lacks; they have no mass.
 
     Raises:
         CorruptPolicy: If a record is damaged.
-        ValueError: If there are none, or they are not of the response tokens.
+        ValueError: If there are no records, or they are not of the response tokens.
     """
     responses = data["responses"].values()
     policy = from_records([record.to(responses.device) for record in _records(data, vocab_size)])
@@ -163,12 +162,12 @@ def reported(data: TensorDict, vocab_size: int) -> PackedPolicy:
 def fill_unreported(old: SparsePolicy, own: SparsePolicy) -> SparsePolicy:
     """Reported policies, and the network's own where nothing was reported.
 
-    The engine's distribution of such a token is not known, so the trust region is around the network as it is when it
-    updates: the token's ratio is 1, and its gradient the plain policy gradient.
+    The engine's distribution of such a token is not known, so the trust region is around the network at the update: the
+    token's ratio is 1, and its gradient the plain policy gradient.
 
     Args:
-        old: (n,), without slots where nothing was reported.
-        own: (n,), captured of the logits that are updated.
+        old: The reported policies, (n,), without slots where nothing was reported.
+        own: The policies captured from the logits of the update, (n,).
     """
     known = old.used.any(-1)
     width = max(old.top_k, own.top_k)
@@ -187,10 +186,10 @@ def fill_unreported(old: SparsePolicy, own: SparsePolicy) -> SparsePolicy:
 
 
 def _records(data: TensorDict, vocab_size: int) -> list[Tensor]:
-    """The records that came with the completions, without slots where there is none.
+    """The records that came with the completions; a sequence without one gets a record without slots.
 
-    A sequence without a token that counts needs none, and may have another's: verl fills batches up with copies of a
-    sample whose response is one masked token, and completions that were aborted are empty.
+    A sequence without a token that counts needs no record, and may have another's: verl fills batches up with copies of
+    a sample whose response is one masked token, and aborted completions are empty.
     """
     counts = [bool(mask.any()) for mask in data["response_mask"].unbind()]
     found: list[Tensor | None]
@@ -221,7 +220,7 @@ def _records(data: TensorDict, vocab_size: int) -> list[Tensor]:
 
 
 def _certain_of(policy: PackedPolicy, token_ids: Tensor, which: Tensor) -> PackedPolicy:
-    """A policy with one slot more at some positions (N,) without any: all their mass is on the token that is there."""
+    """Gives a policy one slot at some positions (N,) without any: all their mass is on the token there."""
     counts = policy.counts + which.int()
     position = torch.arange(len(counts), device=counts.device)
     old = position.repeat_interleave(policy.counts, output_size=len(policy.token_ids))

@@ -1,7 +1,7 @@
-"""What verl loads of us in every process, by its entry point ``verl.plugins``: hooks that wait for two of its modules.
+"""The plugin that verl loads in every process by its entry point `verl.plugins`: hooks that wait for two modules.
 
-verl logs what goes wrong here at DEBUG, and goes on; runs without TROLL load it too. So nothing is done before it is
-needed, and it is the configuration that asks whether all is there, and raises.
+verl logs errors of plugins only at DEBUG, and runs without TROLL load this one too. So nothing is done before it is
+needed, and the configuration checks whether everything is there, and raises if not.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Old policies that an inference engine reported: from its rows of log-probabilities to the record of a response."""
+"""From an inference engine's rows of log-probabilities to the record of a response's old policies."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from operator import eq
 
 import numpy as np
 import torch
@@ -20,18 +22,21 @@ from troll.trust_region.policy.wire import from_records, to_records
 def old_policy_record(
     token_ids: Tensor, log_probs: Tensor, *, vocab_size: int, top_k: int, mass_threshold: float
 ) -> Tensor:
-    """One completion's old policies as a record, for the extra field `OLD_POLICIES` of a rollout's output.
+    """One completion's old policies as a record, for the extra field `old_policies` of a rollout's output.
 
-    The policies of `troll.capture_top`, without its sort of all entries: they are in order already. Where equal
-    log-probabilities leave a choice of which tokens are kept, the engine's stands.
+    They are the policies of [capture_top][troll.capture_top], without its sort of all entries, which are in order
+    already. Where equal log-probabilities leave a choice of which tokens are kept, the engine's order decides.
 
     Args:
         token_ids: (T, 1 + M) integers, in vLLM's order: the sampled token, then the M most likely ones, most likely
             first. The sampled token may be among those.
-        log_probs: (T, 1 + M) float32, theirs, in nats, of the distribution that was sampled from.
-        vocab_size: V.
-        top_k: K, of which M may be fewer or more.
-        mass_threshold: δ.
+        log_probs: (T, 1 + M) float32, their log-probabilities in nats, under the distribution that was sampled from.
+        vocab_size: V, the size of the vocabulary.
+        top_k: K, the most tokens that are kept; M may be smaller or larger.
+        mass_threshold: δ, in [0, 1): fewer than K tokens are kept where they hold 1 − δ of the mass.
+
+    Returns:
+        The record, (R,) int32: its length depends on how many tokens are kept.
 
     Raises:
         ValueError: If the shapes differ, the numbers are not log-probabilities in descending order, or kept tokens are
@@ -49,7 +54,7 @@ def old_policy_record(
 
 
 def _packed(token_ids: Tensor, log_probs: Tensor, vocab_size: int, top_k: int, mass_threshold: float) -> PackedPolicy:
-    """As `capture_top` of the same entries: tokens until they cover 1 − δ, and the sampled one."""
+    """As `capture_top` of the same entries: keeps tokens until they cover 1 − δ, and the sampled one."""
     sampled, own = token_ids[:, :1], log_probs[:, :1]
     ids, logs = token_ids[:, 1 : 1 + top_k], log_probs[:, 1 : 1 + top_k]
     if bool((logs[:, 1:] > logs[:, :-1]).any()):
@@ -101,10 +106,10 @@ def _ties_by_id(ids: Tensor, logs: Tensor, starts: Tensor, separate: Tensor) -> 
     """Ids of packed slots, in ascending order where log-probabilities of one position are equal.
 
     Args:
-        ids: (S,) int32.
-        logs: (S,), in descending order within a position.
-        starts: (T,), the first slot of each position.
-        separate: (S,), slots that stay where they are.
+        ids: The tokens of the slots, (S,) int32.
+        logs: Their log-probabilities, (S,), in descending order within a position.
+        starts: The first slot of each position, (T,).
+        separate: (S,) bool, slots that stay where they are.
     """
     new = torch.ones_like(separate)
     new[1:] = (logs[1:] != logs[:-1]) | separate[1:]
@@ -120,9 +125,9 @@ class Turn:
     """One call of the inference engine for a sample.
 
     Attributes:
-        prompt_ids: What it was given: the prompt, and everything after it so far.
-        token_ids: What it sampled.
-        record: Their old policies.
+        prompt_ids: The tokens that the engine was given: the prompt, and everything after it so far.
+        token_ids: The tokens that it sampled.
+        record: The old policies of the sampled tokens.
     """
 
     prompt_ids: list[int]
@@ -130,23 +135,23 @@ class Turn:
     record: Tensor
 
 
-#: In the place of the record of a response of which no token was reported: buffers do not like empty tensors.
+#: Replaces the record of a response without a reported token, since buffers do not like empty tensors.
 NO_RECORD = torch.zeros(1, dtype=torch.int32)
 
 
 def response_record(prompt_ids: Sequence[int], response_ids: Sequence[int], turns: Sequence[Turn]) -> Tensor:
-    """The record of a whole response, of which an engine sampled some tokens, in one or more turns.
+    """The record of a whole response, in which an engine sampled some tokens in one or more turns.
 
-    A turn counts as far as its tokens stand in the response as they were sampled, after what the engine was given: what
-    was cut off or tokenised anew since has another policy. Positions of which no turn says anything have no slots.
+    A turn counts as far as the response holds its tokens, as sampled, after the tokens that the engine was given:
+    tokens that were cut off or tokenised anew have another policy. Positions that no turn reports have no slots.
 
     Args:
-        prompt_ids: The sample's prompt.
-        response_ids: Its response, T tokens.
-        turns: The calls that reported.
+        prompt_ids: The tokens of the sample's prompt.
+        response_ids: The tokens of its response, T.
+        turns: The calls of the engine that reported.
 
     Returns:
-        A record of T positions; `NO_RECORD` where nothing was reported.
+        A record of T positions; `NO_RECORD` if nothing was reported.
     """
     sequence, edge = [*prompt_ids, *response_ids], len(prompt_ids)
     matches = []
@@ -175,7 +180,7 @@ def response_record(prompt_ids: Sequence[int], response_ids: Sequence[int], turn
 
 
 def without_slots(positions: int, like: PackedPolicy) -> PackedPolicy:
-    """Policies of (positions,) of which nothing is known, captured as another was."""
+    """Policies without slots for (positions,), with the capture's settings of `like`."""
     none = torch.zeros(positions, dtype=torch.int32)
     return dataclasses.replace(
         like,
@@ -188,7 +193,5 @@ def without_slots(positions: int, like: PackedPolicy) -> PackedPolicy:
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many elements the two begin with in common."""
-    if list(first) == list(second[: len(first)]):
-        return len(first)
-    return next(n for n, (a, b) in enumerate(zip([*first, None], [*second, None], strict=False)) if a != b)
+    """The length of the longest common beginning."""
+    return sum(takewhile(bool, map(eq, first, second)))

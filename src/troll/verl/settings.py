@@ -1,4 +1,4 @@
-"""What a user of verl sets, checked on the driver before a worker starts."""
+"""The settings for verl's users, checked on the driver before a worker starts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from troll.verl.seam.training import FSDPActorConfig, McoreActorConfig, Megatron
 
 ANCHORS = ("old", "rollout")
 
-#: What the engines of this package are called in verl's registry: where it is missing, nothing else takes their place.
+#: How our engines' names begin in verl's registry, so that no other engine takes their place if they are missing.
 BACKEND_PREFIX = "troll_"
 
-#: What verl loads of us in every process, so that its vLLM servers report.
+#: The plugin that verl loads in every process, so that its vLLM servers report.
 PLUGIN = "troll.verl.plugin"
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -27,31 +27,32 @@ _ACTOR = "actor_rollout_ref.actor"
 
 @dataclass
 class TrollPolicyLossConfig(PolicyLossConfig):
-    """verl's policy loss with a trust region in place of the clip; ``actor_rollout_ref.actor.policy_loss``.
+    """verl's policy loss with a trust region in place of the clip; `actor_rollout_ref.actor.policy_loss`.
 
     Args:
-        loss_mode: "troll".
+        loss_mode: verl's name of the policy loss: "troll".
         kl_bound: ε > 0, in nats: the bound on KL(q ‖ p) of every token.
         regression_weight: α ≥ 0, the weight of KL(p̃ ‖ ⌊q⌋).
-        top_k: K, how many tokens of the old policy are kept at most.
-        mass_threshold: δ in [0, 1): fewer are kept where they cover 1 − δ.
+        top_k: K, the tokens of the old policy that are kept at most.
+        mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
         tail: "bucket" or "floor"; see `troll.trust_region_step`.
-        constraint: What shares one multiplier: "token", "sequence", or "batch", a micro-batch of all processes.
+        constraint: Which tokens share one multiplier: each "token" has its own; or those of a "sequence" share one; or
+            those of a "batch", a micro-batch of all processes.
         ratio_level: "token"; or "sequence", the mean of log q/p over the sequence (GSPO).
         anchor: "old", the network when the rollout is scored; or "rollout", the inference engine's distribution.
-        uses_v1_trainer: verl's ``trainer.use_v1``; the configuration group fills it in.
-        experimental_rollout: ``rollout`` of verl's experimental trainers, likewise; None for those of `main_ppo`.
-        bypass_mode: verl's ``algorithm.rollout_correction.bypass_mode``, likewise.
-        distills: verl's ``distillation.enabled``, likewise.
-        rollout_log_probs: verl's ``actor_rollout_ref.rollout.calculate_log_probs``, likewise.
-        rollout_top_p: verl's ``actor_rollout_ref.rollout.top_p``, likewise.
-        rollout_top_k: verl's ``actor_rollout_ref.rollout.top_k``, likewise.
-        rollout_name: verl's ``actor_rollout_ref.rollout.name``, likewise.
-        rollout_is_disaggregated: verl's ``actor_rollout_ref.rollout.disaggregation.enabled``, likewise.
-        rollout_logprobs_mode: verl's ``actor_rollout_ref.rollout.logprobs_mode``, likewise.
+        uses_v1_trainer: verl's `trainer.use_v1`. The configuration group fills this in, and all that follow.
+        experimental_rollout: `rollout` of verl's experimental trainers; None with `main_ppo`.
+        bypass_mode: verl's `algorithm.rollout_correction.bypass_mode`.
+        distills: verl's `distillation.enabled`.
+        rollout_log_probs: verl's `actor_rollout_ref.rollout.calculate_log_probs`.
+        rollout_top_p: verl's `actor_rollout_ref.rollout.top_p`.
+        rollout_top_k: verl's `actor_rollout_ref.rollout.top_k`.
+        rollout_name: verl's `actor_rollout_ref.rollout.name`.
+        rollout_is_disaggregated: verl's `actor_rollout_ref.rollout.disaggregation.enabled`.
+        rollout_logprobs_mode: verl's `actor_rollout_ref.rollout.logprobs_mode`.
 
     Raises:
-        ValueError: On a value out of its range, or a trainer with which TROLL cannot work.
+        ValueError: If a value is out of its range, or TROLL cannot work with the trainer.
     """
 
     loss_mode: str = "troll"
@@ -145,7 +146,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
 
 
 class _TrollActor:
-    """What the actor's configurations share; with verl's own as the other base class."""
+    """The part that the actors' configurations share; verl's own are the other base class."""
 
     engine: Any
     policy_loss: Any
@@ -154,11 +155,11 @@ class _TrollActor:
     ppo_epochs: int
     ppo_mini_batch_size: int
 
-    #: Values of `strategy` for which there is an engine.
+    #: The values of `strategy` for which there is an engine.
     strategies: tuple[str, ...]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Before the fields are filled: the configuration of another engine has some that this one has not.
+        # Checked before the fields are filled, since the configuration of another engine has other fields.
         strategy = kwargs.get("strategy", cls.strategies[0])
         if strategy not in cls.strategies:
             raise ValueError(
@@ -176,12 +177,12 @@ class _TrollActor:
             )
         if self.use_prefix_grouper:
             raise ValueError(f"TROLL needs every token's logits: set {_ACTOR}.use_prefix_grouper=False")
-        # The worker looks up the engine by this name, and hands it this configuration and nothing else.
+        # The worker looks up the engine by this name, and passes it only this configuration.
         object.__setattr__(self.engine, "strategy", BACKEND_PREFIX + self.strategy)
         object.__setattr__(self.engine, "trust_region", self.policy_loss)
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Mapping[str, Any] | None = None) -> None:
-        """The checks of verl on the driver; and a warning where the trust region can never do anything."""
+        """Runs verl's checks on the driver, and warns if the trust region can never do anything."""
         super().validate(n_gpus, train_batch_size, model_config)  # type: ignore[misc]
         on_policy = self.ppo_epochs == 1 and train_batch_size <= self.ppo_mini_batch_size
         if on_policy and self.policy_loss.anchor == "old":
@@ -195,10 +196,10 @@ class _TrollActor:
 
 @dataclass
 class TrollFSDPActorConfig(_TrollActor, FSDPActorConfig):
-    """verl's FSDP actor, with the engine that captures and projects; ``actor_rollout_ref.actor``.
+    """verl's FSDP actor, with the engine that captures and projects; `actor_rollout_ref.actor`.
 
     Raises:
-        ValueError: On settings under which there are no logits to project, naming what to set instead.
+        ValueError: If there are no logits to project with these settings; says what to set instead.
     """
 
     strategies = ("fsdp", "fsdp2")
@@ -206,10 +207,10 @@ class TrollFSDPActorConfig(_TrollActor, FSDPActorConfig):
 
 @dataclass
 class TrollMcoreActorConfig(_TrollActor, McoreActorConfig):
-    """verl's Megatron actor, likewise.
+    """verl's Megatron actor, with the engine that captures and projects; `actor_rollout_ref.actor`.
 
     Raises:
-        ValueError: As `TrollFSDPActorConfig`.
+        ValueError: If there are no logits to project with these settings; says what to set instead.
     """
 
     strategies = ("megatron",)

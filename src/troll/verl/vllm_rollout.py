@@ -1,7 +1,7 @@
-"""Old policies from vLLM itself: its top-K log-probabilities of every sampled token, for ``anchor: rollout``.
+"""Old policies from vLLM itself: its top-K log-probabilities of every sampled token, for `anchor: rollout`.
 
-`replica_class` is what verl's registry has under the name ``vllm``, in the place of verl's own: it does what that does,
-and its server also reports the distributions it sampled from. `troll.verl.agent_loop` takes them into the batch.
+verl's registry has `replica_class` under the name `vllm`, in place of verl's own: it does the same, and its server also
+reports the distributions that it sampled from. `troll.verl.agent_loop` carries them into the batch.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from troll.verl.old_policies import OLD_POLICIES
 from troll.verl.reported import old_policy_record
 from troll.verl.seam.rollout import RolloutReplica
 
-#: The key under ``actor_rollout_ref.rollout.custom``.
+#: The key of our settings under `actor_rollout_ref.rollout.custom`.
 CUSTOM = "trust_region"
 
 
 class TopLogProbs:
     """A vLLM engine that is asked for more log-probabilities than the caller wants, and keeps them as arrays.
 
-    vLLM's frontend makes text and Python objects of every log-probability: at K = 64 that costs more time than the
-    old-policy pass that it spares. So the arrays are taken where they arrive from the engine's own process, and the
-    frontend goes on with the sampled token's, as if no more had been asked for.
+    vLLM's frontend turns every log-probability into text and Python objects: at K = 64 that takes longer than the
+    old-policy pass that it saves. So the arrays are taken where they arrive from the engine's own process, and the
+    frontend sees only the sampled token's, as if no more had been asked for.
 
     Args:
-        engine: vLLM's `AsyncLLM`, of which everything else is used as it is. What is used of vLLM 0.24 besides its
-            `generate`: `output_processor.process_outputs(outputs, ...)`, each output with a `request_id` and, of every
-            new token, `new_logprobs` (`LogprobsLists`: arrays (tokens, 1 + K) of ids and log-probabilities, the sampled
+        engine: vLLM's `AsyncLLM`; everything else passes through to it. Besides `generate`, this uses of vLLM 0.24:
+            `output_processor.process_outputs(outputs, ...)`, where each output has a `request_id` and, for every new
+            token, `new_logprobs` (`LogprobsLists`: arrays (tokens, 1 + K) of ids and log-probabilities, the sampled
             token's first); and `output_processor.request_states[request_id].external_req_id`, the id of `generate`.
-        number: K, log-probabilities for each sampled token, not counting its own.
+        number: K, the log-probabilities to report of each sampled token, not counting its own.
 
     Raises:
         RuntimeError: If the engine has no such output processor.
@@ -56,7 +56,7 @@ class TopLogProbs:
         return getattr(self._engine, name)
 
     async def generate(self, *, sampling_params: Any, request_id: str, **inputs: Any) -> AsyncIterator[Any]:
-        """The engine's own outputs."""
+        """Yields the engine's own outputs."""
         if sampling_params.logprobs is not None:
             sampling_params.logprobs = self._number
             self.expect(request_id)
@@ -70,7 +70,7 @@ class TopLogProbs:
         self._arrays.update((request_id, ([], [])) for request_id in request_ids)
 
     def taken(self, request_id: str) -> tuple[Tensor, Tensor] | None:
-        """What the engine reported of a request, and forgets: ids and log-probabilities in nats, (T, 1 + K) each."""
+        """Takes out what the engine reported of a request: ids and log-probabilities in nats, (T, 1 + K) each."""
         arrays = self._arrays.pop(request_id, ([], []))
         if not arrays[0]:
             return None
@@ -85,7 +85,7 @@ class TopLogProbs:
             if arrays is None or lists is None:
                 continue
             ids, log_probs = lists.logprob_token_ids, lists.logprobs
-            # Copies, since these are views of a whole message.
+            # Copied, since these are views of a whole message.
             arrays[0].append(ids[:, : self._number + 1].copy())
             arrays[1].append(log_probs[:, : self._number + 1].copy())
             output.new_logprobs = lists._replace(logprob_token_ids=ids[:, :1], logprobs=log_probs[:, :1])
@@ -93,7 +93,7 @@ class TopLogProbs:
 
 
 def reporting(server_class: type) -> type:
-    """A server class of verl's whose completions bring their old policies along.
+    """Extends a server class of verl's so that completions carry their old policies.
 
     Raises:
         RuntimeError: In generation, if the engine reported no log-probabilities, or not those of the completion.
@@ -149,10 +149,10 @@ def reporting(server_class: type) -> type:
 
 
 def replica_class(own: type[RolloutReplica]) -> type[RolloutReplica]:
-    """A replica of vLLM whose server reports where ``anchor=rollout`` asks for it.
+    """Extends a replica class of verl's so that its vLLM server reports, if `anchor=rollout` asks for it.
 
     Args:
-        own: verl's, which does everything else.
+        own: verl's own class, which does everything else.
     """
 
     class ReportingReplica(own):

@@ -1,24 +1,20 @@
 """The real problems whose gold answers the mathematics reward is held to, and ways to spoil an answer."""
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from pathlib import Path
 
-import pytest
-
+from tests.rewards.datasets import DATA, rows
 from troll.rewards.answers import AnswerFormat, final_answer
 
-_DATA = Path(__file__).parents[3].parent / "shared" / "data"
 FILES = {
-    "gsm8k-train": _DATA / "gsm8k" / "train.jsonl",
-    "gsm8k-test": _DATA / "gsm8k" / "test.jsonl",
-    "aime24": _DATA / "math_eval" / "aime24.jsonl",
-    "amc23": _DATA / "math_eval" / "amc23.jsonl",
-    "minerva_math": _DATA / "math_eval" / "minerva_math.jsonl",
+    "gsm8k-train": DATA / "gsm8k" / "train.jsonl",
+    "gsm8k-test": DATA / "gsm8k" / "test.jsonl",
+    "aime24": DATA / "math_eval" / "aime24.jsonl",
+    "amc23": DATA / "math_eval" / "amc23.jsonl",
+    "minerva_math": DATA / "math_eval" / "minerva_math.jsonl",
 }
 ROWS = {"gsm8k-train": 7473, "gsm8k-test": 1319, "aime24": 30, "amc23": 40, "minerva_math": 272}
 
@@ -39,10 +35,7 @@ class Problem:
 
 @lru_cache
 def problems(name: str) -> list[Problem]:
-    if not FILES[name].exists():
-        pytest.skip(f"needs {FILES[name]}")
-    rows = [json.loads(line) for line in FILES[name].read_text(encoding="utf-8").splitlines()]
-    return [_problem(name, row) for row in rows]
+    return [_problem(name, row) for row in rows(FILES[name])]
 
 
 def _problem(name: str, row: dict) -> Problem:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rewards.sandbox.processes import busy_machine, wait_until
 from troll.rewards import machine
 from troll.rewards.mathematics import pool as pool_module
 from troll.rewards.mathematics.pool import Comparison, ask
@@ -80,11 +81,9 @@ def _family(pids):
     return found
 
 
-def _wait_until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def _has_children(pids):
+    """Whether each of these processes has one."""
+    return len(_family(pids)) == 2 * len(pids)
 
 
 def _is_right():
@@ -172,7 +171,7 @@ def test_workers_that_are_killed(pool):
     assert children
     for pid in children:
         os.kill(pid, signal.SIGKILL)
-    _wait_until(lambda: not children & _family(_processes(pool)))  # a dying one may still take a question
+    wait_until(lambda: not children & _family(_processes(pool)))  # a dying one may still take a question
     assert _is_right()
     for pid in _processes(pool):  # its child serves on
         os.kill(pid, signal.SIGKILL)
@@ -187,7 +186,7 @@ def test_a_worker_that_is_killed_at_work(pool):
         for expected, kills in ((Comparison.TIME_LIMIT, 2), (Comparison.KILLED, 3)):
             asked = threads.submit(ask, [_ENDLESS], 3.0)
             for _ in range(kills):
-                _wait_until(
+                wait_until(
                     lambda: pool._idle.qsize() == 1 and len(_family(_processes(pool))) == 2 * len(_processes(pool))
                 )
                 time.sleep(1.5)  # it may be loading still, on a busy machine
@@ -203,7 +202,7 @@ def test_a_child_that_crashes_is_no_time_limit(pool):
     pool.stop()
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(ask, [_ENDLESS], 5.0)
-        _wait_until(lambda: len(_family(_processes(pool))) == 2)
+        wait_until(lambda: len(_family(_processes(pool))) == 2)
         time.sleep(0.5)
         for child in _family(_processes(pool)) - set(_processes(pool)):
             os.kill(child, signal.SIGSEGV)
@@ -303,18 +302,14 @@ def test_no_kill_makes_a_verdict_wrong(pool):
     assert killed >= 5
 
 
-def test_processes_are_shared_by_the_local_ranks(monkeypatch):
+@pytest.mark.parametrize(
+    ("ranks", "memory", "size"), [("", 64 << 30, 8), ("4", 64 << 30, 3), ("64", 64 << 30, 1), ("", 5 << 29, 2)]
+)
+def test_processes_are_shared_by_the_local_ranks(monkeypatch, ranks, memory, size):
     monkeypatch.setattr(machine, "cores", lambda root: 12)
-    monkeypatch.setattr(machine, "memory_limit", lambda root: 64 << 30)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert pool_module._size() == 8
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert pool_module._size() == 3
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
-    assert pool_module._size() == 1
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    monkeypatch.setattr(machine, "memory_limit", lambda root: 5 << 29)
-    assert pool_module._size() == 2
+    monkeypatch.setattr(machine, "memory_limit", lambda root: memory)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert pool_module._size() == size
 
 
 @pytest.mark.slow
@@ -334,7 +329,7 @@ def test_no_process_and_no_descriptor_is_left(pool):
     for _ in range(2):
         assert ask([_ENDLESS] * 6, 0.1) == [Comparison.TIME_LIMIT] * 6
         pids = set(_processes(pool))
-        _wait_until(lambda pids=pids: len(_family(pids)) == 2 * len(pids))  # each process, and one child
+        wait_until(functools.partial(_has_children, pids))
         pool.stop()
         assert _family(pids) == set()
         assert descriptors() == before
@@ -362,24 +357,19 @@ def test_nothing_starts_before_it_is_needed_and_workers_die_with_the_process_tha
         loader, pids = json.loads(trainer.stdout.readline())
         try:
             assert pids
-            assert len(_family(pids)) == 2 * len(pids)
+            assert _has_children(pids)
             trainer.kill()
-            _wait_until(lambda: not _family(pids))
+            wait_until(lambda: not _family(pids))
         finally:
             os.kill(loader, signal.SIGKILL)
 
 
 @pytest.mark.slow
 def test_a_busy_machine_changes_no_verdict(pool):
-    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
-    try:
-        questions = [("9", rf"\frac{{{i}}}{{2}}") for i in range(60)]
-        expected = [Comparison.EQUAL if i == 18 else Comparison.DIFFERENT for i in range(60)]
+    questions = [("9", rf"\frac{{{i}}}{{2}}") for i in range(60)]
+    expected = [Comparison.EQUAL if i == 18 else Comparison.DIFFERENT for i in range(60)]
+    with busy_machine(4):
         assert ask([_ENDLESS, *questions], 0.5) == [Comparison.TIME_LIMIT, *expected]
-    finally:
-        for burner in burners:
-            burner.kill()
-            burner.wait()
 
 
 @pytest.mark.slow
@@ -413,7 +403,7 @@ def test_a_child_that_took_much_memory_is_replaced(pool, monkeypatch):
     seen: set[int] = set()
     for _ in range(5):
         assert ask(_QUESTIONS[4:5], 2.0) == [Comparison.EQUAL]
-        _wait_until(functools.partial(has_grown, len(seen)))
+        wait_until(functools.partial(has_grown, len(seen)))
     assert len(seen) >= 5
     assert _is_right()
     pool.stop()

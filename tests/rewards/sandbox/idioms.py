@@ -196,6 +196,109 @@ JUDGED = {
     "a cached function": "assert slow(3) == 3 and slow.cache_info().hits >= 0 and slow.__name__ == 'slow'",
 }
 
+#: Programs of other kinds, with their tests.
+CASES = {
+    "arguments that change in place": (
+        """
+def reverse(xs): xs.reverse()
+def add(d, key, *, value): d[key] = value
+def grow(nested): nested[0].append(5); nested.append({6})
+""",
+        [
+            "xs = [1, 2, 3]\nassert reverse(xs) is None\nassert xs == [3, 2, 1]",
+            "d = {}\nadd(d, 'a', value=[1])\nassert d == {'a': [1]}",
+            "inner = []\nouter = [inner]\ngrow(outer)\nassert inner == [5] and outer == [[5], {6}]",
+        ],
+    ),
+    "objects of the program": (
+        """
+class Node:
+    kinds = ["node"]
+    def __init__(self, value): self.value, self.next = value, None
+    def __repr__(self): return f"Node({self.value})"
+    def __len__(self): return 1 + (len(self.next) if self.next else 0)
+    def __getitem__(self, index): return self if index == 0 else self.next[index - 1]
+    def __setitem__(self, index, value): self[index].value = value
+    def __iter__(self):
+        yield self.value
+        yield from self.next or ()
+def chain(values):
+    first = Node(values[0])
+    if values[1:]: first.next = chain(values[1:])
+    return first
+def total(node): return sum(node)
+def counter():
+    n = 0
+    while True:
+        yield (n := n + 1)
+""",
+        [
+            "first = chain([1, 2, 3])\nassert first.value == 1 and first.next.value == 2"
+            "\nassert first.next.next.next is None",
+            "assert list(first) == [1, 2, 3] and len(first) == 3 and first[2].value == 3 and bool(first)",
+            "node = Node(5)\nnode.next = first\nassert node.next is first and node.next == first and total(node) == 11",
+            "node[1] = 7\nassert first.value == 7 and str(first) == 'Node(7)' and repr(first) == 'Node(7)'",
+            "assert isinstance(node, Node) and not isinstance(3, Node) and node.kinds == ['node']",
+            "numbers = counter()\nassert next(numbers) == 1 and [next(numbers) for _ in range(3)] == [2, 3, 4]",
+            "assert list(zip(counter(), 'ab')) == [(1, 'a'), (2, 'b')]",
+            "assert 2 in chain([1, 2]) and 5 not in chain([1, 2])",
+            "node._role, node._number, node._peer = 'leaf', 3, None\nassert (node._role, node._number) == ('leaf', 3)",
+        ],
+    ),
+    "functions of the tests that are called back": (
+        """
+def apply(f, xs): return [f(x) for x in xs]
+def twice(f): return lambda x: f(f(x))
+def sort(xs, key): return sorted(xs, key=key)
+def each(function, *args, **kwargs): return function(*args, **kwargs)
+def named(self): return self
+def total(xs): return sum(xs)
+def fill(grid): grid[0][0] = 5
+def attempt(f):
+    try:
+        return f()
+    except ValueError as error:
+        return str(error)
+""",
+        [
+            "assert apply(lambda x: x + 1, [1, 2]) == [2, 3]",
+            "assert twice(lambda x: x * 3)(2) == 18",
+            "assert sort(['bb', 'a'], key=len) == ['a', 'bb'] and apply(str, [1]) == ['1']",
+            "def bad(): raise ValueError('no')\nassert attempt(bad) == 'no'",
+            "same = lambda: 0\nassert apply(lambda f: f, [same])[0] is same",
+            "seen = []\nassert apply(seen.append, [1, [2]]) == [None, None] and seen == [1, [2]]",
+            "counts = {'a': 2, 'b': 1}\nassert sort(['a', 'b'], counts.get) == ['b', 'a']",
+            "import operator as o\nassert each(o.add, 1, 2) == 3 and sort(['ab', 'ba'], o.itemgetter(1))[0] == 'ba'",
+            "import functools, math\nassert each(functools.partial(pow, 2), 3) == 8 and each(math.gcd, 4, 6) == 2",
+            "from functools import partial\nassert each(partial(lambda kind: kind.__name__, Exception)) == 'Exception'",
+            "class A:\n    def two(self): return 2\nassert each(A().two) == 2 and apply(str.upper, ['a']) == ['A']",
+            "assert each(map, lambda x: x, [1]) and each(type, 1) is int",
+            "assert named(self=3) == 3",
+            "assert total(x for x in [1, 2]) == 3 and total({1: 2}.values()) == 2 and total(iter([4])) == 4",
+            "grid = [[0] * 2] * 2\nfill(grid)\nassert grid == [[5, 0], [5, 0]]",
+        ],
+    ),
+    "a program that is not the main module": (
+        """
+from __future__ import annotations
+from dataclasses import dataclass
+@dataclass
+class Pair:
+    a: int
+    b: int = 2
+name = __name__
+if __name__ == "__main__":
+    raise SystemExit
+def total(): return Pair(1).a + Pair(1).b
+def read():
+    import sys
+    print("nothing")
+    return sys.stdin.read()
+""",
+        ["assert name == 'solution'", "assert total() == 3", "assert read() == ''"],
+    ),
+}
+
 #: Tests that need the program's own process.
 PLAIN = {
     "printed text": "import io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n    shout('a')\n"

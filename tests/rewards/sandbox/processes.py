@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,12 +29,38 @@ def running(mark: str) -> list[int]:
     return found
 
 
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Waits for something that has to come true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def wait_until_gone(mark: str, seconds: float = 5.0) -> None:
     """Waits for the kernel to finish what it does after a kill."""
-    end = time.monotonic() + seconds
-    while left := running(mark):
-        assert time.monotonic() < end, f"processes {left} are left"
-        time.sleep(0.01)
+    wait_until(lambda: not running(mark), seconds)
+
+
+@contextlib.contextmanager
+def busy_machine(loops: int) -> Iterator[None]:
+    """A machine on which so many others never stop to compute, on the CPUs that this process may use."""
+    # In sessions of their own, as a sandbox is: the kernel may divide a CPU among sessions.
+    command = [sys.executable, "-S", "-c", "while True: pass"]
+    others = [subprocess.Popen(command, start_new_session=True) for _ in range(loops)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def only_program(folder: Path, name: str, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a shell script the program of that name."""
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
 def start_at_the_third_attempt_only(sandbox: Bubblewrap, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.rewards.sandbox.hostile import HOSTILE
-from tests.rewards.sandbox.processes import needs_bubblewrap, running, wait_until_gone
+from tests.rewards.sandbox.processes import needs_bubblewrap, only_program, running, wait_until, wait_until_gone
 from troll.rewards.sandbox import bubblewrap, launch
 from troll.rewards.sandbox.bubblewrap import Bubblewrap
-from troll.rewards.sandbox.launch import Process, SandboxError, StarvedError, insistently
+from troll.rewards.sandbox.launch import Process, SandboxError, StarvedError, with_retries
 from troll.rewards.sandbox.limits import Limits
 from troll.rewards.sandbox.stdio import run_stdio
 from troll.rewards.sandbox.system import System, system
@@ -40,22 +40,10 @@ run_stdio(Bubblewrap(run_without_isolation=sys.argv[2] == "True"), "import time\
 """
 
 
-@pytest.fixture(scope="module")
-def sandbox() -> Bubblewrap:
-    return Bubblewrap()
-
-
 @pytest.fixture
 def open_sandbox() -> Bubblewrap:
     with pytest.warns(RuntimeWarning, match="as your user"):
         return Bubblewrap(run_without_isolation=True)
-
-
-def fake_bwrap(folder: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = folder / "bwrap"
-    program.write_text(f"#!/bin/sh\necho '{message}' >&2\nexit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
 def test_without_bubblewrap_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,24 +52,25 @@ def test_without_bubblewrap_it_says_what_to_install(tmp_path: Path, monkeypatch:
         Bubblewrap()
 
 
-def test_where_namespaces_are_forbidden_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_bwrap(tmp_path, "bwrap: setting up uid map: Permission denied", monkeypatch)
-    with pytest.raises(SandboxError, match=r"uid map: Permission denied\): namespaces may be forbidden.*docs/sandbox"):
-        Bubblewrap()
-
-
-def test_an_old_bubblewrap_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_bwrap(tmp_path, "bwrap: Unknown option --size", monkeypatch)
-    with pytest.raises(SandboxError, match=r"0\.7 or later"):
-        Bubblewrap()
-
-
-def test_a_bubblewrap_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bwrap").write_text("#!/bin/sh\nexec sleep 100\n")
-    (tmp_path / "bwrap").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(bubblewrap, "TRIAL_SECONDS", 0.2)
-    with pytest.raises(SandboxError, match="did not start"):
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (
+            "echo 'bwrap: setting up uid map: Permission denied' >&2; exit 1",
+            r"uid map: Permission denied\): namespaces may be forbidden.*docs/sandbox",
+        ),
+        ("echo 'bwrap: Unknown option --size' >&2; exit 1", r"0\.7 or later"),
+        ("exec sleep 100", "did not start"),
+    ],
+    ids=["forbidden", "old", "hanging"],
+)
+def test_a_bubblewrap_that_does_not_work_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
+) -> None:
+    only_program(tmp_path, "bwrap", script, monkeypatch)
+    if "sleep" in script:
+        monkeypatch.setattr(bubblewrap, "TRIAL_SECONDS", 0.2)
+    with pytest.raises(SandboxError, match=message):
         Bubblewrap()
 
 
@@ -280,11 +269,11 @@ def test_trouble_is_tried_again_for_some_time(monkeypatch: pytest.MonkeyPatch) -
             raise SandboxError("no processes")
         return 3
 
-    assert insistently(start, 10) == 3
+    assert with_retries(start, 10) == 3
     assert [round((b - a) / 0.02) >= 2**n for n, (a, b) in enumerate(itertools.pairwise(attempts))] == [True] * 3
     attempts[:] = []
     with pytest.raises(SandboxError, match="no processes"):
-        insistently(start, 0.03)
+        with_retries(start, 0.03)
     assert len(attempts) == 2
 
 
@@ -296,7 +285,7 @@ def test_a_program_that_starved_is_not_started_again_at_once() -> None:
         raise StarvedError("too busy")
 
     with pytest.raises(StarvedError, match=r"^too busy$"):
-        insistently(start, 10)
+        with_retries(start, 10)
     assert attempts == [1]
 
 
@@ -328,11 +317,8 @@ def test_nothing_outlives_the_parent(number: signal.Signals, without_isolation: 
     command = [sys.executable, "-c", PARENT, str(mark), str(without_isolation)]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True, env=environment)
-    end = time.monotonic() + 60
     # Until bubblewrap has started the script: a bwrap whose parent is killed before that waits for ever.
-    while not any(os.path.basename(program_of(pid)) != "bwrap" for pid in running(f",{mark},")):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(lambda: any(os.path.basename(program_of(pid)) != "bwrap" for pid in running(f",{mark},")), 60)
     os.killpg(parent.pid, number)
     _, errors = parent.communicate(timeout=30)
     assert (b"KeyboardInterrupt" in errors) == (number == signal.SIGINT)

@@ -5,7 +5,8 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from tests.rewards.sandbox import cheats, hostile, idioms
 from tests.rewards.sandbox.processes import needs_bubblewrap, start_at_the_third_attempt_only, wait_until_gone
 from troll.rewards.program import CodeTests, FunctionTests, parse_tests
-from troll.rewards.sandbox import functions
+from troll.rewards.sandbox import bubblewrap, functions
 from troll.rewards.sandbox.bubblewrap import Bubblewrap
 from troll.rewards.sandbox.functions import ENDED, JudgeEndedError, run_functions
 from troll.rewards.sandbox.judge import Judge
@@ -37,26 +38,28 @@ Run = Callable[..., list[Outcome]]
 
 
 @pytest.fixture(scope="module")
-def sandbox() -> Bubblewrap:
-    return Bubblewrap()
-
-
-@pytest.fixture(scope="module")
 def judge(sandbox) -> Iterator[Judge]:
-    judge = Judge(sandbox)
-    yield judge
-    judge.close()
+    with closing(Judge(sandbox)) as judge:
+        yield judge
+
+
+def run_in(
+    sandbox: Bubblewrap,
+    judge: Judge,
+    program: str,
+    *asserts: str,
+    limits: Limits = LIMITS,
+    stop_at_failure: bool = False,
+    **fields: object,
+) -> list[Outcome]:
+    tests = parse_tests(json.dumps({"asserts": list(asserts), **fields} if asserts else fields))
+    assert isinstance(tests, CodeTests | FunctionTests)
+    return run_functions(sandbox, judge, program, tests, limits, stop_at_failure=stop_at_failure)
 
 
 @pytest.fixture
 def run(sandbox, judge) -> Run:
-    def run(program: str, *asserts: str, limits: Limits = LIMITS, **fields: object) -> list[Outcome]:
-        case = {"asserts": list(asserts), **fields} if asserts else fields
-        tests = parse_tests(json.dumps(case))
-        assert isinstance(tests, CodeTests | FunctionTests)
-        return run_functions(sandbox, judge, program, tests, limits)
-
-    return run
+    return partial(run_in, sandbox, judge)
 
 
 def reasons(outcomes: list[Outcome]) -> list[str]:
@@ -204,6 +207,12 @@ def test_ordinary_idioms(run, plain):
     assert dict(zip(idioms.JUDGED, found, strict=True)) == dict.fromkeys(idioms.JUDGED, "passed")
 
 
+@pytest.mark.parametrize("name", idioms.CASES)
+def test_other_idioms(run, name):
+    program, asserts = idioms.CASES[name]
+    assert reasons(run(program, *asserts)) == ["passed"] * len(asserts)
+
+
 def test_idioms_of_one_process(run):
     found = dict(zip(idioms.PLAIN, reasons(run(idioms.PLAIN_PROGRAM, *idioms.PLAIN.values())), strict=True))
     assert not {"passed", ENDED} & set(found.values()), found
@@ -246,24 +255,27 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_tests_after_the_first_failure_can_be_left_out(sandbox, judge, plain):
+def test_tests_after_the_first_failure_can_be_left_out(run, plain):
     asserts = ["assert f(1) == 1", "assert f(1) == 2", "assert f(0) == 0", "while True: pass"]
-    tests = parse_tests(json.dumps({"asserts": asserts, "plain": plain}))
-    assert isinstance(tests, CodeTests)
     start = time.monotonic()
-    outcomes = run_functions(sandbox, judge, "def f(x): return x", tests, Limits(), stop_at_failure=True)
+    outcomes = run("def f(x): return x", *asserts, plain=plain, limits=Limits(), stop_at_failure=True)
     assert reasons(outcomes) == ["passed", "wrong answer", "not run", "not run"]
     assert time.monotonic() - start < Limits().cpu_seconds
-    broken = run_functions(sandbox, judge, "f = 1 / 0", tests, LIMITS, stop_at_failure=True)
+    broken = run("f = 1 / 0", *asserts, plain=plain, stop_at_failure=True)
     assert reasons(broken) == ["raised ZeroDivisionError: division by zero", *["not run"] * 3]
 
 
 @pytest.fixture
-def trace(sandbox, monkeypatch) -> Iterator[Callable[[str], tuple[str, Callable[[], bytes]]]]:
+def trace(monkeypatch) -> Iterator[Callable[[str], tuple[str, Callable[[], bytes]]]]:
     """Gives programs a function `breach` that this process hears of, however they end."""
     read, write = os.pipe()
     os.set_blocking(read, False)
-    monkeypatch.setattr(sandbox, "start", partial(sandbox.start, pass_fds=[write]))
+
+    class Hearing(Process):
+        def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], **options: Any) -> None:
+            super().__init__(command, pass_fds=(*pass_fds, write), **options)
+
+    monkeypatch.setattr(bubblewrap, "Process", Hearing)
 
     def traced(program: str) -> tuple[str, Callable[[], bytes]]:
         breach = f"def breach(*what, write=__import__('os').write):\n    write({write}, repr(what).encode())\n"
@@ -348,110 +360,11 @@ def test_a_long_reason_stays_within_what_is_read(run):
     assert [len(outcome.reason) for outcome in outcomes] == [200] * 3
 
 
-def test_a_sandbox_that_does_not_start_is_no_verdict(sandbox, judge, monkeypatch):
+def test_a_sandbox_that_does_not_start_is_no_verdict(sandbox, run, monkeypatch):
     start_at_the_third_attempt_only(sandbox, monkeypatch)
-    tests = parse_tests(json.dumps({"asserts": ["assert f() == 1"]}))
-    assert isinstance(tests, CodeTests)
-    assert reasons(run_functions(sandbox, judge, "def f(): return 1", tests, LIMITS)) == ["passed"]
+    assert reasons(run("def f(): return 1", "assert f() == 1")) == ["passed"]
     with pytest.raises(SandboxError, match="no longer starts"):
-        run_functions(sandbox, judge, "def f(): return 1", tests, replace(LIMITS, wall_seconds=0.5))
-
-
-def test_arguments_change_in_place(run):
-    program = """
-def reverse(xs): xs.reverse()
-def add(d, key, *, value): d[key] = value
-def grow(nested): nested[0].append(5); nested.append({6})
-"""
-    assert (
-        reasons(
-            run(
-                program,
-                "xs = [1, 2, 3]\nassert reverse(xs) is None\nassert xs == [3, 2, 1]",
-                "d = {}\nadd(d, 'a', value=[1])\nassert d == {'a': [1]}",
-                "inner = []\nouter = [inner]\ngrow(outer)\nassert inner == [5] and outer == [[5], {6}]",
-            )
-        )
-        == ["passed"] * 3
-    )
-
-
-def test_objects_of_the_program(run):
-    program = """
-class Node:
-    kinds = ["node"]
-    def __init__(self, value): self.value, self.next = value, None
-    def __repr__(self): return f"Node({self.value})"
-    def __len__(self): return 1 + (len(self.next) if self.next else 0)
-    def __getitem__(self, index): return self if index == 0 else self.next[index - 1]
-    def __setitem__(self, index, value): self[index].value = value
-    def __iter__(self):
-        yield self.value
-        yield from self.next or ()
-def chain(values):
-    node = None
-    for value in reversed(values):
-        node, node.next = Node(value), node
-    return node
-def chain(values):
-    first = Node(values[0])
-    if values[1:]: first.next = chain(values[1:])
-    return first
-def total(node): return sum(node)
-def counter():
-    n = 0
-    while True:
-        yield (n := n + 1)
-"""
-    outcomes = run(
-        program,
-        "first = chain([1, 2, 3])\nassert first.value == 1 and first.next.value == 2 and first.next.next.next is None",
-        "assert list(first) == [1, 2, 3] and len(first) == 3 and first[2].value == 3 and bool(first)",
-        "node = Node(5)\nnode.next = first\nassert node.next is first and node.next == first and total(node) == 11",
-        "node[1] = 7\nassert first.value == 7 and str(first) == 'Node(7)' and repr(first) == 'Node(7)'",
-        "assert isinstance(node, Node) and not isinstance(3, Node) and node.kinds == ['node']",
-        "numbers = counter()\nassert next(numbers) == 1 and [next(numbers) for _ in range(3)] == [2, 3, 4]",
-        "assert list(zip(counter(), 'ab')) == [(1, 'a'), (2, 'b')]",
-        "assert 2 in chain([1, 2]) and 5 not in chain([1, 2])",
-        "node._role, node._number, node._peer = 'leaf', 3, None\nassert (node._role, node._number) == ('leaf', 3)",
-    )
-    assert reasons(outcomes) == ["passed"] * 9
-
-
-def test_functions_of_the_tests_are_called_back(run):
-    program = """
-def apply(f, xs): return [f(x) for x in xs]
-def twice(f): return lambda x: f(f(x))
-def sort(xs, key): return sorted(xs, key=key)
-def each(function, *args, **kwargs): return function(*args, **kwargs)
-def named(self): return self
-def total(xs): return sum(xs)
-def fill(grid): grid[0][0] = 5
-def attempt(f):
-    try:
-        return f()
-    except ValueError as error:
-        return str(error)
-"""
-    outcomes = run(
-        program,
-        "assert apply(lambda x: x + 1, [1, 2]) == [2, 3]",
-        "assert twice(lambda x: x * 3)(2) == 18",
-        "assert sort(['bb', 'a'], key=len) == ['a', 'bb'] and apply(str, [1]) == ['1']",
-        "def bad(): raise ValueError('no')\nassert attempt(bad) == 'no'",
-        "same = lambda: 0\nassert apply(lambda f: f, [same])[0] is same",
-        "seen = []\nassert apply(seen.append, [1, [2]]) == [None, None] and seen == [1, [2]]",
-        "counts = {'a': 2, 'b': 1}\nassert sort(['a', 'b'], counts.get) == ['b', 'a']",
-        "import operator as o\nassert each(o.add, 1, 2) == 3 and sort(['ab', 'ba'], o.itemgetter(1))[0] == 'ba'",
-        "import functools, math\nassert each(functools.partial(pow, 2), 3) == 8 and each(math.gcd, 4, 6) == 2",
-        "from functools import partial\nassert each(partial(lambda kind: kind.__name__, Exception)) == 'Exception'",
-        "class A:\n    def two(self): return 2\nassert each(A().two) == 2 and apply(str.upper, ['a']) == ['A']",
-        "assert each(map, lambda x: x, [1]) and each(type, 1) is int",
-        "assert named(self=3) == 3",
-        "assert total(x for x in [1, 2]) == 3 and total({1: 2}.values()) == 2 and total(iter([4])) == 4",
-        "grid = [[0] * 2] * 2\nfill(grid)\nassert grid == [[5, 0], [5, 0]]",
-    )
-    assert reasons(outcomes) == ["passed"] * 15
+        run("def f(): return 1", "assert f() == 1", limits=replace(LIMITS, wall_seconds=0.5))
 
 
 def test_exceptions_of_the_program(run):
@@ -549,27 +462,6 @@ def test_which_names_are_the_programs(run):
     assert reasons(run(program, check=check, entry_point="f", setup=setup)) == ["passed"]
 
 
-def test_the_program_is_not_the_main_module(run):
-    program = """
-from __future__ import annotations
-from dataclasses import dataclass
-@dataclass
-class Pair:
-    a: int
-    b: int = 2
-name = __name__
-if __name__ == "__main__":
-    raise SystemExit
-def total(): return Pair(1).a + Pair(1).b
-def read():
-    import sys
-    print("nothing")
-    return sys.stdin.read()
-"""
-    outcomes = run(program, "assert name == 'solution'", "assert total() == 3", "assert read() == ''")
-    assert reasons(outcomes) == ["passed"] * 3
-
-
 def test_calls_compared_as_the_data_sets_do(run):
     program = """
 def pair(a, b): return (a, (b,))
@@ -641,13 +533,11 @@ def test_judges_of_several_threads_do_not_disturb_each_other(sandbox):
     passed: dict[int, list[bool]] = {}
 
     def work(number: int) -> None:
-        judge = Judge(sandbox)
-        tests = parse_tests(json.dumps({"asserts": [f"assert f({number}) == {number}"] * 3}))
-        assert isinstance(tests, CodeTests)
-        for _ in range(5):
-            outcomes = run_functions(sandbox, judge, "def f(x): return x", tests, Limits())
-            passed.setdefault(number, []).extend(outcome.passed for outcome in outcomes)
-        judge.close()
+        asserts = [f"assert f({number}) == {number}"] * 3
+        with closing(Judge(sandbox)) as judge:
+            for _ in range(5):
+                outcomes = run_in(sandbox, judge, "def f(x): return x", *asserts, limits=Limits())
+                passed.setdefault(number, []).extend(outcome.passed for outcome in outcomes)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -658,22 +548,17 @@ def test_judges_of_several_threads_do_not_disturb_each_other(sandbox):
 
 
 def test_a_judge_that_ends_amid_a_program_fails_no_program(sandbox):
-    judge = Judge(sandbox)
-    tests = parse_tests(json.dumps({"asserts": ["assert f(0) == 1", "assert f(0.6) == 1"]}))
-    assert isinstance(tests, CodeTests)
-    threading.Timer(0.3, judge.process.kill).start()
-    with pytest.raises(JudgeEndedError):
-        run_functions(sandbox, judge, "import time\ndef f(x):\n    time.sleep(x)\n    return 1", tests, Limits())
-    judge.close()
+    program = "import time\ndef f(x):\n    time.sleep(x)\n    return 1"
+    with closing(Judge(sandbox)) as judge, pytest.raises(JudgeEndedError):
+        threading.Timer(0.3, judge.process.kill).start()
+        run_in(sandbox, judge, program, "assert f(0) == 1", "assert f(0.6) == 1", limits=Limits())
 
 
 def test_a_judge_that_is_gone_is_an_error(sandbox):
     judge = Judge(sandbox)
     judge.close()
-    tests = parse_tests(json.dumps({"asserts": ["assert f()"]}))
-    assert isinstance(tests, CodeTests)
     with pytest.raises(JudgeEndedError):
-        run_functions(sandbox, judge, "def f(): return 1", tests, Limits())
+        run_in(sandbox, judge, "def f(): return 1", "assert f()")
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -692,8 +577,7 @@ def test_what_is_killed_from_outside_fails_no_program(sandbox, monkeypatch, plai
     chosen, start, judge = random.Random(0), sandbox.start, Judge(sandbox)
     started = [judge.process]
     program = "import time\ndef f(x):\n    time.sleep(0.1)\n    return x"
-    tests = parse_tests(json.dumps({"asserts": ["assert f(1) == 1", "assert f(2) == 2"], "plain": plain}))
-    assert isinstance(tests, CodeTests)
+    asserts = ["assert f(1) == 1", "assert f(2) == 2"]
     killed = []
 
     def note(*arguments: Any, **options: Any) -> Process:
@@ -711,7 +595,8 @@ def test_what_is_killed_from_outside_fails_no_program(sandbox, monkeypatch, plai
         timer = threading.Timer(chosen.uniform(0.05, 0.35), kill)
         timer.start()
         try:
-            assert reasons(run_functions(sandbox, judge, program, tests, Limits())) == ["passed"] * 2
+            outcomes = run_in(sandbox, judge, program, *asserts, plain=plain, limits=Limits())
+            assert reasons(outcomes) == ["passed"] * 2
         except JudgeEndedError:
             assert not plain
         timer.join()
@@ -738,28 +623,22 @@ def test_one_program_leaves_nothing_to_the_next(run):
     ) == ["passed"]
 
 
-def test_packages(sandbox, judge):
+def test_packages(run, judge):
     program = """
 import numpy as np
 def f(): return [np.int64(3), np.float64(0.5), np.bool_(True), np.float32(0.5)]
 def g(): return np.arange(3)
 """
-    tests = parse_tests(
-        json.dumps({"asserts": ["assert f() == [3, 0.5, True, 0.5]", "assert g().tolist() == [0, 1, 2]"]})
-    )
-    assert isinstance(tests, CodeTests)
-    assert "raised ModuleNotFoundError" in run_functions(sandbox, judge, program, tests, Limits())[0].reason
+    asserts = ["assert f() == [3, 0.5, True, 0.5]", "assert g().tolist() == [0, 1, 2]"]
+    assert "raised ModuleNotFoundError" in run(program, *asserts)[0].reason
     with_packages = Bubblewrap(packages=[Path(np.__file__).parents[1]])
-    assert reasons(run_functions(with_packages, judge, program, tests, Limits())) == ["passed"] * 2
+    assert reasons(run_in(with_packages, judge, program, *asserts, limits=Limits())) == ["passed"] * 2
 
 
 def test_without_isolation():
     with pytest.warns(RuntimeWarning, match="without_isolation"):
         plain = Bubblewrap(run_without_isolation=True)
-    judge = Judge(plain)
-    tests = parse_tests(json.dumps({"asserts": ["assert f(1) == 2"]}))
-    assert isinstance(tests, CodeTests)
     programs = ["def f(x): return x + 1", "def f(x): return x", "import os\nos.fork()\ndef f(x): return 2"]
-    outcomes = [run_functions(plain, judge, program, tests, Limits())[0].passed for program in programs]
-    judge.close()
+    with closing(Judge(plain)) as judge:
+        outcomes = [run_in(plain, judge, each, "assert f(1) == 2", limits=Limits())[0].passed for each in programs]
     assert outcomes == [True, False, False]

@@ -146,6 +146,7 @@ def outcomes_of(
     sandbox: Any, program: str, tests: dict[str, Any], stop: bool = False, limits: Limits = LIMITS
 ) -> list[Any]:
     outcomes = sandbox(program, parse_tests(json.dumps(tests)), limits=limits, stop_at_failure=stop)
+    assert all(isinstance(each, Outcome) and each.passed == (each.reason == "passed") for each in outcomes)
     return [True if outcome.passed else outcome.reason for outcome in outcomes]
 
 
@@ -186,7 +187,7 @@ def test_programs_whose_functions_are_called(server, sandbox):
     check = {"check": "def check(c): assert c(1) == two", "entry_point": "f", "setup": "two = 2\ndef f(x): ..."}
     assert outcomes_of(sandbox, "def f(x): return x + 1", check) == [True]
     assert outcomes_of(sandbox, "def f(x): return x", {**check, "setup": "1 / 0"}) == [
-        "raised RuntimeError: raised ZeroDivisionError: division by zero"
+        "raised ZeroDivisionError: division by zero"
     ]
 
 
@@ -214,9 +215,8 @@ def test_programs_that_pass_no_test(sandbox, program, reason):
 
 def test_a_program_that_forges_its_report_costs_nobody_else_anything(sandbox):
     forged = """
-import gc, os
-mark = next(f.cell_contents for o in gc.get_objects() if callable(o) for f in getattr(o, "__closure__", None) or ()
-            if isinstance(f.cell_contents, str) and len(f.cell_contents) == 64)
+import os, sys
+mark = sys.modules["__main__"].mark
 for descriptor in range(3, 20):
     try:
         os.write(descriptor, (mark + '{"nonsense": [}\\n' + mark + '7\\n').encode())
@@ -326,12 +326,3 @@ def test_the_address_that_verl_passes_on(server):
     score = compute_score("taco", ADD, json.dumps(SUM), sandbox=server.url, memory_limit_mb=1024)
     assert score == {"score": 1.0, "acc": 1.0, "reason": "correct"}
     assert len(server.requests) == 1 + 3
-    server.answers += [(500, b"")] * 400
-    compute_score.__globals__["_default_grader"](False, server.url)._limits = Limits(wall_seconds=0.2)
-    with pytest.raises(SandboxError, match="HTTP 500"):
-        compute_score("taco", ADD + " ", json.dumps(SUM), sandbox=server.url)
-
-
-def test_outcomes_are_those_of_every_sandbox(sandbox):
-    outcomes = sandbox(ADD, parse_tests(json.dumps(SUM)), limits=LIMITS, stop_at_failure=True)
-    assert outcomes == [Outcome(True, "passed")] * 3

@@ -5,18 +5,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.rewards.sandbox.hostile import HOSTILE
-from tests.rewards.sandbox.processes import needs_bubblewrap, running, wait_until_gone
+from tests.rewards.sandbox.processes import needs_bubblewrap, only_program, running, wait_until, wait_until_gone
 from troll.rewards.code import CodeGrader
-from troll.rewards.sandbox import gvisor
 from troll.rewards.sandbox.gvisor import GVisor
 from troll.rewards.sandbox.launch import SandboxError
 from troll.rewards.sandbox.limits import MEBIBYTE, Limits
@@ -89,9 +88,8 @@ def sandbox() -> GVisor:
 
 @pytest.fixture
 def grader(sandbox: GVisor) -> Iterator[CodeGrader]:
-    grader = CodeGrader(limits=LIMITS, workers=2, sandbox="gvisor", partial_credit=True)
-    yield grader
-    grader.close()
+    with closing(CodeGrader(limits=LIMITS, workers=2, sandbox="gvisor", partial_credit=True)) as grader:
+        yield grader
 
 
 def test_the_contract_of_sandboxes(sandbox: GVisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,10 +153,7 @@ def test_nothing_outlives_the_parent(sandbox: GVisor, number: signal.Signals) ->
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         folder = parent.stdout.readline().strip()
-        end = time.monotonic() + 20
-        while not any(b"boot" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in running(folder)):
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        wait_until(lambda: any(b"boot" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in running(folder)))
         os.kill(parent.pid, number)
         parent.communicate(timeout=20)  # the program has 50 s
     wait_until_gone(folder)
@@ -176,13 +171,6 @@ def test_without_runsc_it_says_what_to_install(tmp_path: Path, monkeypatch: pyte
 
 
 def test_where_containers_do_not_start_it_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "runsc").write_text("#!/bin/sh\necho 'cannot set up namespaces' >&2\nexit 128\n")
-    (tmp_path / "runsc").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    only_program(tmp_path, "runsc", "echo 'cannot set up namespaces' >&2; exit 128", monkeypatch)
     with pytest.raises(SandboxError, match=r"gVisor does not start \(cannot set up namespaces\): see docs/sandbox"):
         GVisor()
-
-
-def test_options_that_are_none_of_its() -> None:
-    with pytest.raises(ValueError, match="options of bubblewrap"):
-        CodeGrader(sandbox=gvisor.__name__.rpartition(".")[2], run_without_isolation=True)

@@ -67,11 +67,6 @@ class User:
             listener.close()
 
 
-@pytest.fixture(scope="module")
-def sandbox() -> Bubblewrap:
-    return Bubblewrap()
-
-
 @pytest.fixture
 def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[User]:
     monkeypatch.setenv("TROLL_SECRET", "secret")
@@ -161,13 +156,3 @@ def resident_peak(pid: int) -> int:
         found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
         return int(found[1]) * 1024 if found else 0
     return 0
-
-
-def test_attacks_do_not_reach_the_programs_beside_them(sandbox: Bubblewrap, user: User) -> None:
-    attacks = ("killing all others", "killing the parent", "fork bomb", "disk filler", "thread bomb", "fake marker")
-    innocent = "import time\ntime.sleep(0.2)\nopen('file', 'wb').write(bytes(1 << 19))\nprint(3)"
-    sources = [source for name in attacks for source in (user.source(name), innocent)]
-    with ThreadPoolExecutor(6) as pool:
-        outcomes = list(pool.map(lambda source: run_stdio(sandbox, source, ["x"], ["3"], LIMITS)[0], sources))
-    assert not any(outcome.passed for outcome in outcomes[::2])
-    assert [outcome.reason for outcome in outcomes[1::2]] == ["passed"] * len(attacks)

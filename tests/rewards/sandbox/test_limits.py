@@ -28,11 +28,6 @@ def test_a_limit_that_makes_no_sense_is_named(name: str, value: object) -> None:
         Limits(**{name: value})  # type: ignore[arg-type]
 
 
-def test_fractions_of_a_second_and_whole_numbers_are_limits() -> None:
-    assert Limits(cpu_seconds=0.5).cpu_seconds == 0.5
-    assert Limits(cpu_seconds=3).cpu_seconds == 3
-
-
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from troll.rewards.program import CodeTests, StreamTests
 from troll.rewards.sandbox.bubblewrap import Bubblewrap
 from troll.rewards.sandbox.limits import MEBIBYTE, Limits, Outcome
 from troll.rewards.sandbox.local import LocalSandbox
-from troll.rewards.sandbox.memory import MemoryGroup, groups_folder
+from troll.rewards.sandbox.memory import MemoryGroup, MemoryGroups, groups_folder, remove
 
 GROUPS = groups_folder()
 
@@ -49,17 +50,41 @@ def test_processes_that_are_together_beyond_the_bound_are_ended() -> None:
         for process in (*held, beside):
             process.kill()
             process.wait()
-        group.remove()
+        remove([group.path])
     assert not group.path.exists()
+
+
+@needs_groups
+def test_a_group_is_used_again_once_it_is_emptied() -> None:
+    assert GROUPS is not None
+    groups = MemoryGroups(GROUPS)
+    first = groups.take(64 * MEBIBYTE)
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", HOLD, "100"], stdin=-1, stdout=-1) as held:
+        assert first.add(held.pid)
+        assert held.wait(60) == -signal.SIGKILL and first.is_exceeded()
+    with subprocess.Popen(["sleep", "60"]) as left:
+        assert first.add(left.pid) and not first.is_exceeded()
+        groups.give_back(first)
+        second = groups.take(64 * MEBIBYTE)
+        assert second.path != first.path  # one of its processes is still there
+        left.kill()
+    groups.give_back(second)
+    found = groups.take(64 * MEBIBYTE)
+    assert found.path in (first.path, second.path)
+    groups.give_back(found)
+    third = groups.take(65 * MEBIBYTE)
+    assert third.path.exists() and not (first.path.exists() or second.path.exists())
+    groups.give_back(third)
+    del groups
+    assert not third.path.exists()
 
 
 @pytest.fixture
 def sandbox() -> Iterator[LocalSandbox]:
     programs = Bubblewrap()
     programs.own_bytes = -400 * MEBIBYTE  # so that the limit on a process is not the first that is passed
-    local = LocalSandbox(programs, programs)
-    yield local
-    local.close()
+    with closing(LocalSandbox(programs, programs)) as local:
+        yield local
 
 
 @needs_bubblewrap
@@ -78,8 +103,10 @@ def test_a_sandbox_beyond_its_bound_is_ended_and_its_neighbours_are_not(sandbox:
         found = [{outcome.reason for outcome in each} for each in pool.map(outcomes, jobs)]
     assert found == [{"memory limit"}, {"passed"}] * 3
     assert GROUPS is not None
-    left = list(GROUPS.glob(f"troll-{os.getpid()}-*"))  # on a very busy machine, processes may end late
-    assert not any((group / "cgroup.procs").read_text() for group in left)
+    left = list(GROUPS.glob(f"troll-{os.getpid()}-*"))
+    assert left
+    remove(left, 60)  # on a very busy machine, processes may end late
+    assert not any(path.exists() for path in left)
 
 
 @pytest.fixture
@@ -135,5 +162,5 @@ def test_what_a_killed_parent_has_left_is_ended(monkeypatch: pytest.MonkeyPatch)
 def test_where_no_group_can_be_made_there_is_none(tmp_path: Path) -> None:
     group = MemoryGroup(tmp_path / "missing", MEBIBYTE)
     assert not group.add(os.getpid()) and not group.is_exceeded()
-    group.remove()
+    remove([group.path])
     assert groups_folder(tmp_path) is None

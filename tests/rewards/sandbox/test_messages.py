@@ -1,5 +1,6 @@
 import collections
 import datetime
+import importlib
 import math
 import random
 import struct
@@ -10,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.rewards.sandbox.inside import load
+from troll.rewards.sandbox.launch import INSIDE
 
-messages = load("messages")
-merge = load("proxy").merge
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(INSIDE)  # where modules find each other by their file names
+    messages, merge = importlib.import_module("messages"), importlib.import_module("proxy").merge
 
 
 def no_reference(*_: object) -> tuple[bool, int]:

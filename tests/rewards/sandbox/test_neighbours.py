@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -20,7 +21,7 @@ LIMITS = Limits(
     cpu_seconds=0.5, idle_seconds=1, memory_bytes=256 * MEBIBYTE, disk_bytes=8 * MEBIBYTE, output_bytes=MARK
 )
 
-ATTACKS = [*ON_THE_MACHINE, *(name for name in ON_THE_USER if "$" not in HOSTILE[name])]
+ATTACKS = [*ON_THE_MACHINE, *(name for name in ON_THE_USER if "$" not in HOSTILE[name]), "fake marker"]
 
 STREAM = json.dumps({"inputs": ["1 2", "5 6"], "outputs": ["3", "11"]})
 FUNCTION = json.dumps({"asserts": ["assert add(1, 2) == 3", "assert add(5, 6) == 11"]})
@@ -46,9 +47,8 @@ INNOCENTS = [
 
 @pytest.fixture
 def grader() -> Iterator[CodeGrader]:
-    grader = CodeGrader(limits=LIMITS, workers=4)
-    yield grader
-    grader.close()
+    with closing(CodeGrader(limits=LIMITS, workers=4)) as grader:
+        yield grader
 
 
 def test_no_attack_costs_an_innocent_program_its_verdict(grader: CodeGrader) -> None:

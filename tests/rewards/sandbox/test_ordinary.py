@@ -174,11 +174,6 @@ print(np.arange(3).sum())
 """
 
 
-@pytest.fixture(scope="module")
-def sandbox() -> Bubblewrap:
-    return Bubblewrap()
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_an_ordinary_program_works(sandbox: Bubblewrap, name: str) -> None:
     (outcome,) = run_stdio(sandbox, PROGRAMS[name], [""], ["3"], Limits())

@@ -1,5 +1,6 @@
 import threading
 import time
+from contextlib import closing
 
 import pytest
 
@@ -20,9 +21,8 @@ def test_programs_are_tested_as_asked_for():
         return PASSED
 
     limits = Limits(cpu_seconds=1.0)
-    pool = Pool(sandbox, limits, workers=1)
-    assert [pool.submit("a", TESTS, True).result(), pool.submit("b", TESTS, False).result()] == [PASSED, PASSED]
-    pool.close()
+    with closing(Pool(sandbox, limits, workers=1)) as pool:
+        assert [pool.submit("a", TESTS, True).result(), pool.submit("b", TESTS, False).result()] == [PASSED, PASSED]
     assert calls == [("a", TESTS, limits, True), ("b", TESTS, limits, False)]
 
 
@@ -33,9 +33,8 @@ def test_as_many_at_a_time_as_there_are_workers():
         together.wait(10)
         return PASSED
 
-    pool = Pool(sandbox, Limits(), workers=3)
-    assert [future.result() for future in [pool.submit(str(n), TESTS, True) for n in range(6)]] == [PASSED] * 6
-    pool.close()
+    with closing(Pool(sandbox, Limits(), workers=3)) as pool:
+        assert [future.result() for future in [pool.submit(str(n), TESTS, True) for n in range(6)]] == [PASSED] * 6
 
 
 @pytest.mark.parametrize(
@@ -51,19 +50,18 @@ def test_anything_but_an_outcome_is_trouble(error, message):
     def sandbox(*_, **__):
         raise error
 
-    pool = Pool(sandbox, Limits(), workers=1)
-    with pytest.raises(SandboxError, match=message) as caught:
+    with closing(Pool(sandbox, Limits(), workers=1)) as pool, pytest.raises(SandboxError, match=message) as caught:
         pool.submit("a", TESTS, True).result()
     assert error in (caught.value, caught.value.__cause__)
-    pool.close()
 
 
 @pytest.mark.parametrize("outcomes", [[], PASSED * 2])
 def test_nothing_is_passed_without_an_outcome_for_every_test(outcomes):
-    pool = Pool(lambda *_, **__: outcomes, Limits(), workers=1)
-    with pytest.raises(SandboxError, match=f"the sandbox has {len(outcomes)} outcomes for 1 tests"):
+    with (
+        closing(Pool(lambda *_, **__: outcomes, Limits(), workers=1)) as pool,
+        pytest.raises(SandboxError, match=f"the sandbox has {len(outcomes)} outcomes for 1 tests"),
+    ):
         pool.submit("a", TESTS, True).result()
-    pool.close()
 
 
 def test_without_a_thread_there_is_no_verdict(monkeypatch):

@@ -127,8 +127,3 @@ def test_numbers_are_the_kernels(machine: str) -> None:
     for name, numbers in EVERY.items():
         number = numbers[MACHINES[machine][0]]
         assert known.get(name) == (None if number is None else str(number)), name
-
-
-def test_no_filter_for_an_unknown_machine() -> None:
-    with pytest.raises(ValueError, match="riscv64"):
-        filter_program("riscv64")

@@ -21,11 +21,6 @@ LIMITS = Limits(cpu_seconds=1, wall_seconds=30, idle_seconds=1)
 ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
 
 
-@pytest.fixture(scope="module")
-def sandbox() -> Bubblewrap:
-    return Bubblewrap()
-
-
 def reason(sandbox: Bubblewrap, program: str, text: str = "", expected: str = "3", limits: Limits = LIMITS) -> str:
     (outcome,) = run_stdio(sandbox, program, [text], [expected], limits)
     assert outcome.passed == (outcome.reason == "passed")
@@ -205,7 +200,7 @@ def test_whatever_is_killed_there_is_no_wrong_verdict(sandbox: Bubblewrap) -> No
         "import time\nx = int(input())\nend = time.monotonic() + 0.05\nwhile time.monotonic() < end: pass\nprint(x)"
     )
     mark = 4_000_000 + os.getpid() % 100_000
-    limits = Limits(output_bytes=mark)
+    limits = Limits(output_bytes=mark, wall_seconds=100)  # for as long, what is killed is run again
     chance, killed = random.Random(0), 0
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(run_stdio, sandbox, program, ["1", "2", "3"], ["1", "2", "3"], limits) for _ in range(20)]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -14,7 +13,7 @@ from typing import cast
 
 import pytest
 
-from tests.rewards.sandbox.processes import needs_bubblewrap, wait_until_gone
+from tests.rewards.sandbox.processes import busy_machine, needs_bubblewrap, wait_until, wait_until_gone
 from troll.rewards.sandbox import supervise
 from troll.rewards.sandbox.bubblewrap import Bubblewrap
 from troll.rewards.sandbox.launch import Process, StarvedError
@@ -29,11 +28,6 @@ LIMITS = Limits(cpu_seconds=0.5, wall_seconds=20, idle_seconds=0.5, output_bytes
 
 BUSY = "while True: pass"
 SLEEP = "import time\ntime.sleep(1000)"
-
-
-@pytest.fixture(scope="module")
-def sandbox() -> Bubblewrap:
-    return Bubblewrap()
 
 
 @contextlib.contextmanager
@@ -106,10 +100,7 @@ def test_the_wall_stands_where_nothing_else_does(sandbox: Bubblewrap) -> None:
 def test_waiting_where_no_signal_reaches_is_idling() -> None:
     source = "import ctypes, time\nctypes.CDLL(None).vfork()\ntime.sleep(1000)"  # the kernel holds the parent meanwhile
     process = Process([sys.executable, "-S", "-c", source], start_new_session=True)
-    end = time.monotonic() + 20
-    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "D":
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "D")
     assert watched(process, LIMITS) == "idle"
 
 
@@ -137,16 +128,11 @@ def test_who_waits_for_a_busy_partner_is_not_idle(sandbox: Bubblewrap) -> None:
 def test_a_machine_that_is_too_busy_is_no_verdict(sandbox: Bubblewrap) -> None:
     cpus = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cpus)})
-    # In sessions of their own, as the sandbox is: the kernel may divide a CPU among sessions.
-    loops = [subprocess.Popen([sys.executable, "-S", "-c", BUSY], start_new_session=True) for _ in range(6)]
     try:
-        with pytest.raises(StarvedError, match="too busy"):
+        with busy_machine(6), pytest.raises(StarvedError, match="too busy"):
             verdict(sandbox, BUSY, Limits(cpu_seconds=10, wall_seconds=1))
     finally:
         os.sched_setaffinity(0, cpus)
-        for loop in loops:
-            loop.kill()
-            loop.wait()
 
 
 @pytest.mark.parametrize(
@@ -184,11 +170,5 @@ def test_waiting_for_a_cpu_is_no_wall_time(
 def test_a_busy_machine_makes_no_time_out(sandbox: Bubblewrap) -> None:
     program = "import time\nwhile time.process_time() < 0.5: pass\nprint(3)"
     limits = Limits(cpu_seconds=1, wall_seconds=100, idle_seconds=1)
-    loops = [subprocess.Popen([sys.executable, "-S", "-c", BUSY]) for _ in range(4)]
-    try:
-        outcomes = run_stdio(sandbox, program, [""], ["3"], limits)
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
-    assert [outcome.reason for outcome in outcomes] == ["passed"]
+    with busy_machine(4):
+        assert run_stdio(sandbox, program, [""], ["3"], limits)[0].reason == "passed"

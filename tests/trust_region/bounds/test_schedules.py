@@ -10,7 +10,7 @@ import pytest
 
 from tests.trust_region.bounds.kinds import NOTHING
 from troll.trust_region.bounds import Bound, BoundStatistics, make_bound
-from troll.trust_region.bounds.schedules import Cosine, Fixed, Linear
+from troll.trust_region.bounds.schedules import Cosine, Linear
 
 
 def values(bound: Bound, steps: int) -> list[float]:
@@ -54,8 +54,8 @@ def test_schedules_last_the_whole_training_a_fraction_or_a_number_of_steps(name)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Linear(0.05, end=0.1), "total_steps must be at least 1 where steps is None, got None"),
-        (lambda: Linear(0.05, 0, end=0.1), "total_steps must be at least 1 where steps is None, got 0"),
+        (lambda: Linear(0.05, end=0.1), "total_steps must be at least 1 if steps is None, got None"),
+        (lambda: Linear(0.05, 0, end=0.1), "total_steps must be at least 1 if steps is None, got 0"),
         (lambda: Linear(0.05, end=0.1, steps=0.5), "total_steps .* a fraction, got None"),
         (lambda: Linear(0.05, 9, end=0.0), "end must be above 0 and finite, got 0.0"),
         (lambda: Linear(math.inf, 9, end=0.1), "kl_bound must be .* finite"),
@@ -66,7 +66,3 @@ def test_schedules_last_the_whole_training_a_fraction_or_a_number_of_steps(name)
 def test_refuses_what_makes_no_sense(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_a_fixed_bound_needs_nothing_else():
-    assert Fixed(0.3).value == Fixed(0.3, 10).value == 0.3

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import settings
@@ -20,12 +26,10 @@ FIELDS = ("token_ids", "log_probs", "tail_log_prob", "slot")
 WAITING = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero", "_unique2"}
 
 
-class Waits(TorchDispatchMode):
-    """Names of the operations for which a GPU would make the host wait."""
-
-    def __init__(self) -> None:
+class _Waits(TorchDispatchMode):
+    def __init__(self, names: list[str]) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self.names = names
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -36,6 +40,20 @@ class Waits(TorchDispatchMode):
         if name in WAITING or by_mask or repeats:
             self.names.append(name)
         return func(*args, **kwargs)
+
+
+@contextmanager
+def waits() -> Iterator[list[str]]:
+    """The names of the calls for which a GPU would make the host wait."""
+    names: list[str] = []
+    tolist = torch.Tensor.tolist
+
+    def counted(tensor: torch.Tensor) -> Any:  # no dispatch mode sees it
+        names.append("tolist")
+        return tolist(tensor)
+
+    with mock.patch.object(torch.Tensor, "tolist", counted), _Waits(names):
+        yield names
 
 
 def random_policy(
@@ -73,6 +91,18 @@ def padded(counts: torch.Tensor, top_k: int, *, dtype: torch.dtype = torch.float
         vocab_size=2**31 - 1,
         mass_threshold=1e-3,
     )
+
+
+def by_pickle(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def by_torch(value: Any) -> Any:
+    """Through a file, with the default arguments."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)
 
 
 def assert_identical(a: SparsePolicy, b: SparsePolicy) -> None:

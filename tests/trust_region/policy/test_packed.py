@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import io
 import math
 import pickle
 from typing import Any
@@ -16,7 +14,16 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, basic_indices
 
 import troll
-from tests.trust_region.policy.policies import FIELDS, Waits, assert_identical, many_examples, padded, random_policy
+from tests.trust_region.policy.policies import (
+    FIELDS,
+    assert_identical,
+    by_pickle,
+    by_torch,
+    many_examples,
+    padded,
+    random_policy,
+    waits,
+)
 from troll import PackedPolicy, SparsePolicy
 
 TENSORS = (*FIELDS, "counts")
@@ -51,6 +58,9 @@ def assert_consistent(packed: PackedPolicy) -> None:
 def assert_packs(packed: PackedPolicy, policy: SparsePolicy) -> None:
     assert_consistent(packed)
     assert_identical(packed.unpack(), policy)
+    # A position without slots has no sampled token.
+    log_prob = policy.log_prob.masked_fill(~policy.used.any(-1), -torch.inf)
+    torch.testing.assert_close(packed.log_prob, log_prob, rtol=0, atol=0, equal_nan=True)
 
 
 def stacked(entries: list[SparsePolicy]) -> SparsePolicy:
@@ -64,13 +74,6 @@ def stacked(entries: list[SparsePolicy]) -> SparsePolicy:
 @many_examples
 @given(policy=policies())
 def test_packing_is_exact(policy):
-    assert_packs(PackedPolicy.of(policy), policy)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (0,), (2, 0), (2, 1, 3)])
-def test_packing_a_capture_is_exact(shape, dtype):
-    policy = random_policy(shape, dtype=dtype)
     assert_packs(PackedPolicy.of(policy), policy)
 
 
@@ -94,24 +97,6 @@ def test_bytes_are_those_of_the_used_slots():
     assert packed[:2].nbytes == 2 * 20
     storages = sum(value.untyped_storage().nbytes() for value in vars(packed).values() if torch.is_tensor(value))
     assert storages == packed.nbytes  # none of the padded form's memory is kept alive
-
-
-@many_examples
-@given(policy=policies())
-def test_the_log_prob_of_the_sampled_token(policy):
-    """Of a position without slots, which has no sampled token, it is −inf."""
-    expected = policy.log_prob.masked_fill(~policy.used.any(-1), -torch.inf)
-    found = PackedPolicy.of(policy).log_prob
-    assert found.dtype == expected.dtype and found.shape == expected.shape
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def test_the_log_prob_of_a_part_is_that_of_its_own_tokens():
-    policy = random_policy((3, 4))
-    assert policy.slot.any(), "else any slot is the first"
-    for part, expected in zip(PackedPolicy.of(policy).unbind(), policy.log_prob, strict=True):
-        assert torch.equal(part.log_prob, expected)
-    assert torch.equal(PackedPolicy.of(policy)[1:, 2].log_prob, policy.log_prob[1:, 2])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,16 +150,10 @@ def test_an_index_out_of_range_is_an_error(index):
 
 
 @many_examples
-@given(policy=policies(), dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+@given(policy=policies(), dtype=st.sampled_from([torch.float32, torch.float64, torch.float16]))
 def test_moves(policy, dtype):
     packed = PackedPolicy.of(policy)
-    there = packed.to("cpu", dtype, non_blocking=True)
-    assert there.log_probs.dtype == there.tail_log_prob.dtype == dtype
-    assert there.token_ids.dtype == there.counts.dtype == there.slot.dtype == torch.int32
-    unpacked, expected = there.unpack(), policy.to(dtype)
-    assert torch.equal(unpacked.token_ids, expected.token_ids) and torch.equal(unpacked.slot, expected.slot)
-    torch.testing.assert_close(unpacked.log_probs, expected.log_probs, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(unpacked.tail_log_prob, expected.tail_log_prob, rtol=0, atol=0, equal_nan=True)
+    assert_packs(packed.to("cpu", dtype, non_blocking=True), policy.to(dtype))
     assert_packs(packed.to(torch.device("cpu")), policy)
     assert_packs(packed.to(torch.empty(0, dtype=policy.log_probs.dtype)), policy)
 
@@ -213,19 +192,6 @@ def test_cat_undoes_slicing(policy, data):
     cut = data.draw(st.integers(0, policy.shape[0]))
     packed = PackedPolicy.of(policy)
     assert_packs(PackedPolicy.cat([packed[cut:], packed[:cut]]), SparsePolicy.cat([policy[cut:], policy[:cut]]))
-
-
-def test_a_buffer_that_shuffles_and_cuts_lists():
-    """Padding positions, of which all slots are unused, included."""
-    counts = torch.randint(1, 6, (8, 5), generator=torch.Generator().manual_seed(1))
-    counts[torch.arange(5) >= torch.tensor([5, 1, 0, 3, 5, 2, 4, 5]).unsqueeze(-1)] = 0
-    policy = padded(counts, 5)
-    permutation = torch.randperm(8, generator=torch.Generator().manual_seed(2))
-    shuffled = policy[permutation]
-    entries = PackedPolicy.of(policy).unbind()
-    entries = [entries[row] for row in permutation]
-    for start in range(0, 8, 2):
-        assert_packs(PackedPolicy.stack(entries[start : start + 2]), shuffled[start : start + 2])
 
 
 @pytest.mark.parametrize(
@@ -270,17 +236,6 @@ def test_a_single_position_has_no_first_dimension():
 # Pickles
 
 
-def by_pickle(packed: PackedPolicy) -> PackedPolicy:
-    return pickle.loads(pickle.dumps(packed))
-
-
-def by_torch(packed: PackedPolicy) -> PackedPolicy:
-    file = io.BytesIO()
-    torch.save(packed, file)
-    file.seek(0)
-    return torch.load(file)
-
-
 @pytest.mark.parametrize("through", [by_pickle, by_torch, copy.deepcopy])
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(policy=policies(min_dims=1))
@@ -306,66 +261,45 @@ def test_a_pickle_of_a_part_holds_that_part_alone(take):
 
 
 def test_unpack_stack_and_cat_do_not_wait():
-    packed = PackedPolicy.of(random_policy((6, 4)))
-    entries = packed.unbind()
-    with Waits() as waits:
-        packed.unpack()
-        PackedPolicy.stack(entries[::-1]).unpack()
-        PackedPolicy.cat([packed, packed])
-        _ = packed.offsets, packed.nbytes, packed.shape, packed.log_prob
-    assert waits.names == []
-
-
-def test_unpack_stack_and_cat_do_not_read_data():
-    """On the meta device there is none: whatever would wait for a number fails."""
+    """On the meta device there are no numbers: what would wait for one fails."""
     packed = PackedPolicy.of(random_policy((6, 4)))
     entries = [entry.to("meta") for entry in packed.unbind()]
     assert PackedPolicy.stack(entries).unpack().log_probs.shape == (6, 4, 8)
-    assert PackedPolicy.cat([packed.to("meta")] * 2).unpack().token_ids.shape == (12, 4, 8)
+    joined = PackedPolicy.cat([packed.to("meta")] * 2)
+    assert joined.unpack().token_ids.shape == (12, 4, 8)
+    assert joined.log_prob.shape == (12, 4) and joined.nbytes == 2 * packed.nbytes
 
 
 def test_packing_and_indexing_wait_once():
     policy = random_policy((6, 4))
     packed = PackedPolicy.of(policy)
-    with Waits() as waits:
+    with waits() as names:
         PackedPolicy.of(policy)
-    assert waits.names == ["nonzero"]
+    assert names == ["nonzero"]
     for index in (torch.tensor([3, 0]), (slice(None), 2)):
-        with Waits() as waits:
+        with waits() as names:
             _ = packed[index]
-        assert waits.names == ["_local_scalar_dense"]
+        assert names == ["_local_scalar_dense"]
 
 
 @pytest.mark.parametrize("take", [PackedPolicy.unbind, lambda packed: packed[2:4], lambda packed: packed[-1]])
-def test_views_wait_once(take, monkeypatch):
+def test_views_wait_once(take):
     packed = PackedPolicy.of(random_policy((6, 4)))
-    tolist, calls = torch.Tensor.tolist, 0
-
-    def counted(tensor: torch.Tensor) -> Any:  # no dispatch mode sees it
-        nonlocal calls
-        calls += 1
-        return tolist(tensor)
-
-    monkeypatch.setattr(torch.Tensor, "tolist", counted)
-    with Waits() as waits:
+    with waits() as names:
         take(packed)
-    assert calls == 1 and waits.names == []
+    assert names == ["tolist"]
 
 
 def test_what_waits_is_seen():
     """The other tests here would notice."""
     values, mask, repeats = torch.arange(3.0), torch.tensor([True, False, True]), torch.tensor([1, 0, 2])
-    with Waits() as waits:
+    with waits() as names:
         _ = values[mask]
         values[mask] = torch.zeros(2)
         values.repeat_interleave(repeats)
         values.sum().item()
         mask.nonzero()
         bool(mask.all())
+        values.tolist()
         values.repeat_interleave(repeats, output_size=3)
-    assert len(waits.names) == 6
-
-
-def test_a_packed_policy_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        PackedPolicy.of(random_policy()).top_k = 3  # type: ignore[misc]
+    assert len(names) == 7

@@ -15,9 +15,6 @@ from troll.trust_region.policy import top_triton
 from troll.trust_region.policy.top import Top
 from troll.trust_region.policy.top_triton import slots
 
-# NaN and −inf are meant.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCABULARY = 500
 ROWS = 12

@@ -42,6 +42,11 @@ class Case(NamedTuple):
         """With every tensor changed."""
         return Case(*(change(x) if isinstance(x, Tensor) else x for x in self))  # type: ignore[arg-type]
 
+    def policies(self) -> tuple[Outcomes, SparsePolicy]:
+        """p̃, without the entropy of its tail, and p."""
+        new = Outcomes(self.ids, self.logits, self.tail_logit, self.vocab_size)
+        return new, SparsePolicy(self.ids, self.old_log_probs, self.old_tail, self.slot, self.vocab_size, 0.0)
+
     def to(self, dtype: torch.dtype) -> Case:
         return self.each(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
@@ -109,8 +114,8 @@ def run(
 ) -> tuple[TrustRegionStep, list[Tensor]]:
     """The step, and the gradient of its weighted outputs, as far as there are any: of logits, tail and its entropy."""
     leaves = [x.detach().clone().requires_grad_() for x in case[:3]]
+    _, old = case.policies()
     new = Outcomes(case.ids, leaves[0], leaves[1], case.vocab_size, leaves[2])
-    old = SparsePolicy(case.ids, case.old_log_probs, case.old_tail, case.slot, case.vocab_size, 0.0)
     made = triton_step(new, old, case.bound, tail) if by_triton else step(new, old, case.bound, tail)
     weights = {name: torch.ones_like(case.tail_logit) for name in DIFFERENTIABLE} if weights is None else weights
     # In torch, a regression of tokens none of which is projected is a constant.

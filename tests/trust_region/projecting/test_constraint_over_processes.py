@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.trust_region.cases import pairs, tensor
-from tests.trust_region.projecting.logits import random_logits
+from tests.trust_region.cases import pairs, random_logits, tensor
 from troll import Constraint, project
 
 FIELDS = ("log_probs", "multiplier", "kl_before", "kl_after", "projected", "iterations")
@@ -52,18 +52,16 @@ class Shared:
         return fields | {"gradient": gradient}
 
 
-def shared(split: int = 5, **changes: Any) -> Shared:
+def shared(**changes: Any) -> Shared:
     old = random_logits(9, 6)
     case = Shared(
         new=old + random_logits(9, 6, seed=1),
         old=old,
         mask=torch.tensor([1, 1, 1, 0, 1, 1, 1, 1, 0]),
-        split=split,
+        split=5,
         kl_bound=torch.linspace(0.02, 0.2, 9, dtype=torch.float64),
     )
-    for name, value in changes.items():
-        setattr(case, name, value)
-    return case
+    return dataclasses.replace(case, **changes)
 
 
 def quiet_second_half() -> Tensor:

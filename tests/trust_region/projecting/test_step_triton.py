@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,9 +30,6 @@ from troll.trust_region.policy.top import Top
 from troll.trust_region.policy.top_triton import slots
 from troll.trust_region.projecting import step_triton
 from troll.trust_region.projecting.step import step
-
-# NaN and −inf are meant.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -63,8 +61,7 @@ def test_gradient_of_one_output(name, tail):
 def test_without_entropy_and_without_gradient():
     case = case_of("peaked", 6, 5, "bucket")
     expected, _ = run(case, "bucket", by_triton=True)
-    new = Outcomes(case.ids, case.logits.clone().requires_grad_(), case.tail_logit, case.vocab_size)
-    old = SparsePolicy(case.ids, case.old_log_probs, case.old_tail, case.slot, case.vocab_size, 0.0)
+    new, old = case._replace(logits=case.logits.clone().requires_grad_()).policies()
     with torch.no_grad():
         quiet = triton_step(new, old, case.bound)
     made = triton_step(new, old, case.bound)
@@ -158,11 +155,8 @@ def test_no_tokens_and_shapes_and_bounds_that_broadcast():
 
 @pytest.mark.parametrize("kl_bound", [0.0, -1.0, math.nan])
 def test_bad_bounds(kl_bound):
-    case = case_of("flat", 3, 4, "bucket")
-    new = Outcomes(case.ids, case.logits, case.tail_logit, case.vocab_size)
-    old = SparsePolicy(case.ids, case.old_log_probs, case.old_tail, case.slot, case.vocab_size, 0.0)
     with pytest.raises(ValueError, match="kl_bound"):
-        triton_step(new, old, kl_bound)
+        triton_step(*case_of("flat", 3, 4, "bucket").policies(), kl_bound)
 
 
 @pytest.mark.parametrize(
@@ -171,17 +165,8 @@ def test_bad_bounds(kl_bound):
 )
 def test_what_the_kernel_computes(dtype, solver, taken, monkeypatch):
     """Float64 and the other solver are left to torch."""
-    calls = []
-    compute = step_triton.step
-
-    def spy(*arguments):
-        calls.append(arguments)
-        return compute(*arguments)
-
+    spy = mock.Mock(wraps=step_triton.step)
     monkeypatch.setenv(VARIABLE, "triton")
     monkeypatch.setattr(step_triton, "step", spy)
-    case = case_of("peaked", 3, 6, "bucket").to(dtype)
-    new = Outcomes(case.ids, case.logits, case.tail_logit, case.vocab_size)
-    old = SparsePolicy(case.ids, case.old_log_probs, case.old_tail, case.slot, case.vocab_size, 0.0)
-    step(new, old, 0.05, "bucket", solver)
-    assert bool(calls) == taken
+    step(*case_of("peaked", 3, 6, "bucket").to(dtype).policies(), 0.05, "bucket", solver)
+    assert spy.called == taken

@@ -22,9 +22,6 @@ from tests.trust_region.projecting.steps import (
 from troll.trust_region.policy.sparse import TAILS
 from troll.trust_region.projecting import step_triton
 
-# NaN and −inf are meant.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
 FLOATS = [name for name in FIELDS if name != "projected"]
 
 

@@ -36,6 +36,14 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logits_module, "TILE_LOGITS", 5 * 1000)
 
 
+def plainly(raw: Tensor, temperature: float = 1.0, scale: float = 1.0, softcap: float | None = None) -> Tensor:
+    """The logits that a transform with these settings makes, differentiable."""
+    z = raw * scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    return z / temperature
+
+
 class Problem:
     """What a source is made of, in float64 or less, and the same logits the long way.
 
@@ -85,10 +93,7 @@ class Problem:
         if self.kind == "head":
             raw = raw @ others[0].t()
             raw = raw + others[1] if len(others) > 1 else raw
-        z = raw.double() * self.settings.get("scale", 1.0)
-        if (softcap := self.settings.get("softcap")) is not None:
-            z = softcap * torch.tanh(z / softcap)
-        z = z / self.settings.get("temperature", 1.0)
+        z = plainly(raw.double(), **self.settings)
         return z if self.rows is None else z[self.rows]
 
     def gradients(self, output: Tensor) -> list[Tensor]:

@@ -86,7 +86,7 @@ def test_what_is_no_distribution_has_no_entropy():
 @given(
     logits=st.lists(st.sampled_from([-math.inf, -30.0, -2.0, -0.0, 0.0, 1.0, 3.0]), min_size=1, max_size=12),
     top_k=st.integers(1, 14),
-    threshold=st.sampled_from([0.0, 1e-5, 1e-2, 0.3, 0.9]),
+    threshold=st.sampled_from([0.0, 1e-5, 1.1e-2, 0.31, 0.91]),  # no fraction m/n, where rounding would decide
     data=st.data(),
 )
 def test_rows_with_many_ties(logits, top_k, threshold, data):
@@ -245,35 +245,18 @@ def read_with_sampled(logits: Tensor, token_ids: Tensor, slots: int) -> Any:
 @pytest.mark.parametrize("top_k", [1, 4, 9, 30])
 @pytest.mark.parametrize("threshold", [0.0, 0.05])
 def test_outcomes_are_a_source(top_k, threshold):
-    """Their distribution is what they hold; everything else is tail from the start."""
+    """As an engine that says as much of the same policy; everything else is tail."""
     logits = tensor(pairs("peaked", 30, 25)[0])
     token_ids = torch.randint(25, (30,), generator=torch.Generator().manual_seed(6))
-    policy = read_with_sampled(logits, token_ids, 9)
-    old = troll.capture(policy, token_ids, top_k=top_k, mass_threshold=threshold)
+    policy, settings = read_with_sampled(logits, token_ids, 9), {"top_k": top_k, "mass_threshold": threshold}
+    old = troll.capture(policy, token_ids, **settings)
     assert (old.vocab_size, old.top_k) == (25, min(top_k, 11))
-    for b in range(30):
-        used = policy.used[b]
-        ids = policy.token_ids[b, used]
-        # The same as a vocabulary of ten: these nine and the tail, which comes last in it and is never kept.
-        row = array(torch.cat([policy.logits[b, used], policy.tail_logit[b : b + 1]]))
-        order = sorted(range(9), key=lambda v: (-row[v], int(ids[v])))
-        kept = []
-        probs = np.exp(reference.log_softmax(row))
-        for place, v in enumerate(order[: min(top_k, 9)]):
-            if threshold and probs[order[place:]].sum() + probs[9] <= threshold:
-                break
-            kept.append(v)
-        sampled = int((ids == token_ids[b]).nonzero())
-        if sampled not in kept:
-            kept = [*kept, sampled] if len(kept) < old.top_k else [*kept[:-1], sampled]
-        assert old.token_ids[b, : len(kept)].tolist() == [int(ids[v]) for v in kept]
-        assert (old.token_ids[b, len(kept) :] == -1).all()
-        assert old.slot[b].item() == kept.index(sampled)
-        log_probs = reference.log_softmax(row)
-        np.testing.assert_allclose(
-            array(old.log_probs[b, : len(kept)]), log_probs[kept], rtol=within(1e-12), atol=within(1e-12)
-        )
-        tail = reference.log_sum_exp(log_probs[[v for v in range(10) if v not in kept]])
+    sampled = torch.log_softmax(logits, -1).gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+    expected = troll.capture_top(policy.token_ids, policy.log_probs, token_ids, sampled, 25, **settings)
+    assert torch.equal(old.slot, expected.slot) and torch.equal(old.token_ids, expected.token_ids[:, : old.top_k])
+    for b, used in enumerate(old.used):
+        log_probs, tail = reference.on_support(array(logits[b]), old.token_ids[b, used].tolist())
+        np.testing.assert_allclose(array(old.log_probs[b, used]), log_probs, rtol=within(1e-12), atol=within(1e-12))
         assert old.tail_log_prob[b].item() == pytest.approx(tail, rel=1e-12, abs=1e-12)
 
 
@@ -292,6 +275,7 @@ def test_outcomes_that_lack_the_sampled_token_are_refused():
     [
         ("top_k must be an integer of at least 1, got 0", {"top_k": 0}),
         ("top_k must be an integer of at least 1, got -3", {"top_k": -3}),
+        ("top_k must be an integer of at least 1, got 2.5", {"top_k": 2.5}),
         (r"mass_threshold must be in \[0, 1\), got 1.0", {"mass_threshold": 1.0}),
         (r"mass_threshold must be in \[0, 1\), got -1e-09", {"mass_threshold": -1e-9}),
         ("mass_threshold must be .* got nan", {"mass_threshold": math.nan}),
@@ -305,7 +289,7 @@ def test_outcomes_that_lack_the_sampled_token_are_refused():
         (r"logits must be floating point \(..., V\), got torch.float32 \(2, 0\)", {"source": torch.zeros(2, 0)}),
         ("logits must be floating point", {"source": torch.zeros(2, 10, dtype=torch.int64)}),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_what_does_not_fit_is_named(message, change):
     arguments: dict[str, Any] = {"source": torch.zeros(2, 10), "token_ids": torch.tensor([0, 1])} | change

@@ -20,15 +20,12 @@ from tests.trust_region.reading.tiles import (
     Made,
     made,
     random_values,
-    rows_of,
     some_ids,
     unchanged,
+    values_of,
 )
 from troll.trust_region.reading import fold, fold_triton
-from troll.trust_region.reading.fold import Outside, Support, SupportGradient, Tile, Transform
-
-# NaN and −inf are meant.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+from troll.trust_region.reading.fold import Outside, Support, SupportGradient, Tile, Transform, rows_of
 
 #: Logits are rounded twice (the factor, the product), by 2⁻²⁴ each, and a tanh is off by 3e-7; three times as much.
 LOGIT = 3 * (3e-7 + 2.0**-23)
@@ -44,12 +41,12 @@ def fold_by(functions: Any, tiles: list[Tile], support: Support, entropy: bool, 
     """Logits on the support, and sums, after consecutive tiles; in slices of tensors, as a reading passes them."""
     rows, slots = support.ids.shape
     logits = torch.full((rows + 2, slots), -torch.inf, device=DEVICE, dtype=dtype)
-    outside = Outside.empty(logits, rows + 2, entropy)
+    outside = Outside.empty(logits, entropy)
     within = slice(1, -1)
     for tile in tiles:
-        functions.fold_support(tile, support, logits[within], outside.rows(within))
+        functions.fold_support(tile, support, logits[within], rows_of(outside, within))
     assert logits[[0, -1]].isneginf().all() and not outside.exp_sum[[0, -1]].any()
-    return logits[within], outside.rows(within)
+    return logits[within], rows_of(outside, within)
 
 
 def fold_both(parts: list[Made], support: Support, entropy: bool = True) -> tuple[Folded, Folded]:
@@ -192,7 +189,7 @@ def test_no_rows():
     tile = part.tile._replace(values=part.tile.values[:0])
     support = Support.of(torch.zeros(0, 4, dtype=torch.int64, device=DEVICE))
     logits, row = torch.zeros(0, 4, device=DEVICE), torch.zeros(0, device=DEVICE)
-    fold_triton.fold_support(tile, support, logits, Outside.empty(logits, 0, True))
+    fold_triton.fold_support(tile, support, logits, Outside.empty(logits, True))
     assert fold_triton.gradient(tile, support, SupportGradient(row, row, logits, None, None)).shape == (0, 100)
 
 
@@ -250,7 +247,7 @@ def test_gradient_of_logits_that_stay(form, out_form):
     expected = fold.gradient(part.for_torch(), support, in_double(of))
     assert fold_triton.gradient(part.tile, support, of, out.tile) is out.tile.values
     assert unchanged(before, part.memory)
-    assert_gradients_agree(rows_of(out.tile), expected)
+    assert_gradients_agree(values_of(out.tile), expected)
     assert out.memory.isnan().sum() == out.memory.numel() - 900  # nothing else was written
 
 
@@ -262,7 +259,7 @@ def test_gradient_in_the_place_of_logits(form):
     of = gradient_of(part, 40, entropy=True)
     expected = fold.gradient(part.for_torch(), support, in_double(of))
     fold_triton.gradient(part.tile, support, of, part.tile._replace(values=part.tile.values.view_as(part.tile.values)))
-    assert_gradients_agree(rows_of(part.tile), expected)
+    assert_gradients_agree(values_of(part.tile), expected)
 
 
 @pytest.mark.parametrize(("width", "slots"), [(1, 1), (2, 3), (200, 200), (5000, 300)])

@@ -70,7 +70,7 @@ def test_other_values_are_refused(monkeypatch):
 def folded(rows: int, entropy: bool) -> tuple[torch.Tensor | None, ...]:
     support = Support.of(some_ids(rows, 5, FIRST, FIRST + 300))
     logits = torch.full((rows, 5), -torch.inf, device=DEVICE)
-    outside = Outside.empty(logits, rows, entropy)
+    outside = Outside.empty(logits, entropy)
     for seed in range(2):
         fold_triton.fold_support(made(random_values(rows, 300, seed=seed)).tile, support, logits, outside)
     return logits, *outside

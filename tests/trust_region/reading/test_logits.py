@@ -272,9 +272,3 @@ def test_a_view_of_everything_can_be_donated():
 def test_what_does_not_fit_is_named(message, arguments):
     with pytest.raises(ValueError, match=re.escape(message)):
         Logits(**{"logits": torch.zeros(2, 7), **arguments})
-
-
-def test_a_source_compares_by_identity_and_says_what_it_is():
-    source = Logits(torch.zeros(2, 7))
-    assert source == source and source != Logits(torch.zeros(2, 7))
-    assert "temperature=1.0" in repr(source)

@@ -23,9 +23,6 @@ from troll.trust_region.policy.top import BLOCK
 from troll.trust_region.reading import fold, fold_triton
 from troll.trust_region.reading.fold import NO_TOKEN
 
-# NaN and −inf are meant.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
 
 def sampled_around(width: int) -> Tensor:
     return torch.tensor([FIRST, FIRST + width - 1, FIRST - 1, FIRST + width], device=DEVICE)

@@ -14,9 +14,6 @@ import troll
 from tests.trust_region.reading.sources import KINDS, small_tiles
 from troll.trust_region.kernels import VARIABLE
 
-# NaN and −inf are meant.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: No logit comes close to the cap, where an ulp of the hyperbolic tangent decides which of many is the larger.
 SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "all": {"temperature": 0.7, "scale": 0.5, "softcap": 30.0}}

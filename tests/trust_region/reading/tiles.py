@@ -61,7 +61,7 @@ def made(values: Tensor, transform: Transform = TRANSFORMS["plain"], form: str =
     return Made(Tile(view, first, width, transform, torch.arange(rows, device=DEVICE) * view.stride(0)), memory, logits)
 
 
-def rows_of(tile: Tile) -> Tensor:
+def values_of(tile: Tile) -> Tensor:
     """What a tile holds, (n, W)."""
     if tile.offsets is None:
         return tile.values

@@ -69,13 +69,6 @@ class Case:
     rows: int = 12
     seed: int = 0
 
-    @property
-    def id(self) -> str:
-        source = "hidden" if self.from_hidden else "logits"
-        settings = f"{self.top_k}-{self.mass_threshold:g}-{self.tail}-{str(self.dtype)[6:]}-{self.kl_bound:g}"
-        extras = "".join(f"-{name}={value}" for name, value in self.transform)
-        return f"{source}-{self.family}-{self.vocab_size}-{settings}{extras}-{self.kernels}-{self.seed}"
-
     def logits(self) -> tuple[Tensor, Tensor]:
         """(old, new), (rows, V) in float64."""
         family = "peaked" if self.family in BROKEN else self.family
@@ -339,7 +332,7 @@ def refusals(group: Group) -> dict[str, str]:
 
 
 def main(rank: int, slices: int, folder: str, cases: list[Case]) -> None:
-    """Leaves what `run` gave for each case, `exchanged` and `refusals` in ``folder/RANK.pt``."""
+    """Leaves what `run` gave for each case, `exchanged` and `refusals` in `folder/RANK.pt`."""
     torch.set_num_threads(1)
     store, patience = f"file://{folder}/store", datetime.timedelta(minutes=2)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=slices, timeout=patience)
@@ -347,7 +340,7 @@ def main(rank: int, slices: int, folder: str, cases: list[Case]) -> None:
     # Several tiles each way, and a remainder.
     tiles = mock.patch.multiple(head_module, TOKEN_TILE=5, WHOLE_ROWS={"cpu": 4 * 64}, VOCABULARY_TILE=100)
     with tiles, mock.patch.object(logits_module, "TILE_LOGITS", 5 * 64):
-        results = {case.id: run(case, group) for case in cases}
+        results = {str(case): run(case, group) for case in cases}
         found = {
             "results": results,
             "exchanged": [exchanged(group, vocab_size) for vocab_size in (256, 4096)],

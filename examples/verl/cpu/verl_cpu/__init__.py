@@ -15,7 +15,9 @@ All but the platform waits for the module of verl that it changes: of a dozen pr
 a rollout, and imports are most of what a start takes.
 """
 
+from functools import partial
 from types import ModuleType
+from typing import Any
 
 from wrapt import when_imported
 
@@ -25,9 +27,11 @@ ROLLOUT = "transformers"
 
 
 @when_imported("verl.utils.distributed")
-def _connect(_: ModuleType) -> None:
-    # Before anyone binds the function that it exchanges.
-    import verl_cpu.process_group  # noqa: F401
+def _connect(distributed: Any) -> None:
+    # verl names one backend for the CPU and one for its device, here `cpu:gloo,cpu:gloo`, and torch refuses a device
+    # that is named twice. This is the one function of verl's that is exchanged, before anyone binds it.
+    function = distributed.initialize_global_process_group_ray
+    distributed.initialize_global_process_group_ray = partial(function, backend="cpu:gloo")
 
 
 @when_imported("verl.workers.engine.fsdp.transformer_impl")

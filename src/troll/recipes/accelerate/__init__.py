@@ -1,6 +1,6 @@
-"""Configurations of ``accelerate launch``, found by name: how the processes of a run share the work.
+"""Configurations of `accelerate launch`, found by name: how the processes of a run share the work.
 
-``python -m troll.recipes.accelerate NAME`` prints the path of one, for ``accelerate launch --config_file``.
+`python -m troll.recipes.accelerate NAME` prints the path of one, for `accelerate launch --config_file`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """The configurations of this package."""
+    """The names of the configurations in this package."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 

@@ -1,4 +1,4 @@
-"""Prints the path of a configuration: ``python -m troll.recipes.accelerate NAME``."""
+"""Prints the path of a configuration: `python -m troll.recipes.accelerate NAME`."""
 
 from __future__ import annotations
 

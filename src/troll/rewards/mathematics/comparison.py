@@ -1,22 +1,13 @@
 r"""Whether two mathematical answers are the same: math-verify's judgement, within limits that hold everywhere.
 
-math-verify parses and compares, in processes of its own (`pool.py`): its time limits are signals, which only a main
-thread can receive and which no long operation on integers obeys. There, the kernel counts the CPU time of every
-comparison, so a busy machine changes no verdict, and bounds the memory.
+math-verify parses and compares in separate processes (`pool.py`), since its own time limits are signals, which only a
+main thread can receive and which a long operation on integers does not obey. There the kernel counts the CPU time of
+every comparison, so a busy machine changes no verdict, and it bounds the memory.
 
 Two plain numbers are compared as texts, exactly and without a process: `72`, `72.00`, `\$72`, `1,000`. That is stricter
-than math-verify, which rounds to six decimals; expressions such as `\frac{1}{3}` and `0.333333` are left to it.
-As with math-verify, a unit is not compared (`18 km` and `18 m` are equal), and a percentage equals its number and its
-fraction (`50\%`, `50`, `0.5`). Times of day are compared as text. Some answers are refused that math-verify would read
-as one number: see `is_ambiguous` in `texts.py`, and `expressions.py`; so is a sum, product, integral, limit or
-derivative that is left to do, where the gold answer is a number without one.
-
-Known limits, because a guard would need a parser or a dictionary:
-
-- Granted: a letter that may be a multiplier for a unit (`18\text{k}`), a hedge in text (`18\text{, perhaps}`), dots
-  (`18\ldots`), a name before the answer (`f(x) = 18`), arithmetic left to do (`20 - 2`), `N` for `n`.
-- Refused: sentences (`the answer is 18`), numbers in words, also in a unit (`18 \text{ in two hours}`), several words
-  without `\text` (`18 years old`), `BA` for `AB`, `1 < x < 2` for `(1, 2)`, which may be a point.
+than math-verify, which rounds to six decimals; expressions such as `\frac{1}{3}` and `0.333333` are left to it. Some
+answers are refused that math-verify would read as one number: see `is_ambiguous` in `texts.py`, and `expressions.py`.
+docs/tasks.md says what users see of this, and which limits are known.
 """
 
 from __future__ import annotations
@@ -35,7 +26,7 @@ def check_math_verify() -> None:
 
 
 def compare(pairs: Sequence[tuple[str, str]], cpu_seconds: float = 2.0) -> list[Comparison]:
-    """Compares answers to gold answers; a pair that comes twice is compared once.
+    """Compares answers to gold answers; a pair that occurs twice is compared once.
 
     Args:
         pairs: N pairs of a gold answer and an answer, each without a box around it.

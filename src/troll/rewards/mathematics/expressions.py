@@ -1,6 +1,6 @@
-"""math-verify's judgement of two answers, less what it reads into them.
+"""math-verify's judgement of two answers, with guards against meanings that it only reads into them.
 
-Runs in a process of its own (`worker.py`), where time and memory are bounded.
+It runs in a separate process (`worker.py`), where time and memory are bounded.
 """
 
 import re
@@ -45,7 +45,7 @@ _SET_BUILDER = re.compile(
 _OR = re.compile(r"\\text\s*\{\s*or\s*\}|\\(?:lor|vee)(?![a-z])")
 _AND = re.compile(r"\\text\s*\{\s*and\s*\}|\\(?:land|wedge)(?![a-z])")
 
-# Calculations that are left to do.
+# Calculations that an answer leaves to do.
 _UNEVALUATED = (Sum, Product, Integral, Limit, Derivative)
 
 # math-verify rounds to six decimals, so that 1e-8 equals 0; below this, relative differences count.
@@ -66,7 +66,7 @@ class _Side(NamedTuple):
 
 
 def is_equal(gold: str, answer: str) -> bool:
-    """Whether math-verify takes the answer for the gold answer, and nothing in it speaks against that."""
+    """Whether math-verify takes the answer for the gold answer, and no guard objects."""
     expected, given = _read(gold), _read(answer)
     if _restates(expected.value, given.value) or not verify(
         expected.parsed,
@@ -86,8 +86,8 @@ def is_equal(gold: str, answer: str) -> bool:
 def forbid_code() -> None:
     """Bounds what sympy may evaluate as Python to numbers and names, for the rest of the process.
 
-    sympy turns strings into expressions with `eval`. math-verify hands it only the number tokens of its LaTeX lexer;
-    this keeps it so.
+    sympy turns strings into expressions with `eval`. math-verify passes it only the number tokens of its LaTeX lexer,
+    and this function makes sure of that.
     """
     parse_expr = sympy_parser.parse_expr
 
@@ -110,7 +110,7 @@ def _read(text: str) -> _Side:
 
 
 def _solutions(condition: str, variable: str) -> Set | None:
-    """The real numbers that fulfil a condition; None where it is not made of relations in the one variable."""
+    """The real numbers that fulfil a condition; None if it has anything but relations in the one variable."""
     for connective, combine in ((_OR, Union), (_AND, Intersection)):
         parts = connective.split(condition)
         if len(parts) > 1:
@@ -143,7 +143,7 @@ def _restates(gold: Any, answer: Any) -> bool:
 
 
 def _values(expression: Any) -> list[Any]:
-    """What an expression, or each of a set, is equal to, without its name."""
+    """The value of an expression, or of each member of a set, without the name before an equals sign."""
     parts = expression.args if isinstance(expression, FiniteSet) else (expression,)
     return [take_last_relation(part).rhs if is_equation(part) else part for part in parts]
 

@@ -16,7 +16,7 @@ class MathGrader(Grader):
     r"""Whether the final answer equals the data set's, by math-verify: `72`, `72.00`, `\$72`, `\frac{144}{2}` are one.
 
     Everything before the last answer in the format asked for is ignored: neither a correct intermediate result nor a
-    list of guesses earns anything. `troll.rewards.mathematics.comparison` says what counts as equal.
+    list of guesses earns anything. "What counts as equal", on the page about tasks, has the details.
 
     Args:
         answer_format: How completions mark the final answer: `boxed`, `hash` or `tag`.
@@ -36,7 +36,7 @@ class MathGrader(Grader):
         self.cpu_seconds = cpu_seconds
 
     def grade(self, completions: Sequence[str], **columns: Any) -> list[Verdict]:
-        """Judges completions, those of a batch side by side.
+        """Judges completions, several at a time.
 
         Args:
             completions: B texts, as the model wrote them.
@@ -44,9 +44,9 @@ class MathGrader(Grader):
                 without a box.
 
         Returns:
-            B verdicts with score 0 or 1; their reasons are "correct", "wrong answer", "no answer", "time limit" and,
-            where math-verify's process crashed over the answer, "cannot be compared". Where the process was killed, or
-            could not be started, for half a minute, the score is None and the reason "unscored: ..." with the cause.
+            B verdicts with score 0 or 1; their reasons are "correct", "wrong answer", "no answer", "time limit" and, if
+            math-verify's process crashed over the answer, "cannot be compared". If the process was killed, or could not
+            be started, for half a minute, the score is None and the reason "unscored: ..." with the cause.
 
         Raises:
             ImportError: If math-verify is not installed.

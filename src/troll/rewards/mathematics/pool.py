@@ -1,4 +1,4 @@
-"""The processes that compare answers, as the process that trains sees them."""
+"""The pool of processes that compare answers, on the side of the process that asks them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from troll.rewards.mathematics import worker
 
 _MOST_PROCESSES = 8
 
-# CPU time decides. Wall time ends what the kernel cannot: a process that was stopped, or a machine on its knees.
+# CPU time decides. Wall time ends what the kernel cannot: a process that was stopped, or one on an overloaded machine.
 _PATIENCE_SECONDS = 120.0
 _PATIENCE_FACTOR = 30.0
 # A machine that cannot start a process now, for lack of memory or of processes, may be able to soon.
@@ -30,7 +30,7 @@ _ATTEMPTS = 3
 
 
 class Comparison(Enum):
-    """What became of one comparison; the value says it in words, as the reason of a verdict."""
+    """The result of one comparison; its value is the reason of a verdict, in words."""
 
     EQUAL = "correct"
     DIFFERENT = "wrong answer"
@@ -55,7 +55,7 @@ _COMPARISONS = {
 
 
 def ask(questions: Sequence[tuple[str, str]], cpu_seconds: float) -> list[Comparison]:
-    """Compares N pairs of a gold answer and an answer, in processes that live on for the next call.
+    """Compares N pairs of a gold answer and an answer, in processes that stay for the next call.
 
     Raises:
         RuntimeError: If math-verify is installed, but cannot be imported.
@@ -79,7 +79,7 @@ class _Pool:
             return self._ask(processes, questions, cpu_seconds)
         finally:
             for process in processes:
-                if process.is_busy:  # after an exception: nobody waits for its verdict any more
+                if process.is_busy:  # after an exception, nobody waits for its verdict any more
                     process.stop()
                 self._idle.put(process)
 
@@ -89,7 +89,7 @@ class _Pool:
             process.stop()
 
     def abandon(self) -> None:
-        """Forgets the processes, which are those of the process that this one was forked from."""
+        """Drops the processes after a fork: they belong to the process from which this one was forked."""
         for process in self._processes:
             process.abandon()
 
@@ -129,7 +129,7 @@ class _Pool:
 
 
 def _wait(processes: Iterable[_Process]) -> tuple[list[_Process], list[_Process]]:
-    """Those that have something to say or are to be started again, and those that have been silent for too long."""
+    """Waits for processes that answer or have to be started again; also returns those that are silent for too long."""
     missing = [process for process in processes if process.verdicts is None]
     with selectors.DefaultSelector() as selector:
         for process in processes:
@@ -176,7 +176,7 @@ class _Process:
         self._send()
 
     def verdict(self) -> Comparison | None:
-        """Reads what the process says: the comparison, or None where it is still to come."""
+        """Reads the process's answer: the comparison, or None if it is still to come."""
         if self.verdicts is None:
             if self._fails_for_long:
                 self._question = None
@@ -204,7 +204,7 @@ class _Process:
             self._question = None
             return None
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()  # which ends an idle one, and reaps its child
+        self._process.stdin.close()  # ends an idle process, which reaps its child
         try:
             status = self._process.wait(timeout=0 if self.is_busy else 2)
         except subprocess.TimeoutExpired:
@@ -219,7 +219,7 @@ class _Process:
             for pipe in (self._process.stdin, self._process.stdout):
                 assert pipe is not None
                 pipe.close()
-            self._process.returncode = 0  # it is no child of this process, and not to be waited for
+            self._process.returncode = 0  # it is no child of this process, which must not wait for it
         self._process, self._question = None, None
 
     @property
@@ -241,7 +241,7 @@ class _Process:
         self._attempts += 1
         texts = [text.encode("utf-8", "surrogatepass") for text in (gold, answer)]
         header = worker.QUESTION.pack(self._number, cpu_seconds, *map(len, texts))
-        with contextlib.suppress(BrokenPipeError):  # then the other pipe is at its end, which `verdict` sees
+        with contextlib.suppress(BrokenPipeError):  # then the other pipe has ended too, which `verdict` sees
             self._process.stdin.write(header + b"".join(texts))
 
     def _start_later(self) -> None:
@@ -250,7 +250,7 @@ class _Process:
         self._start_at = now if self._fails_for_long else now + _PAUSE_SECONDS
 
     def _ended(self) -> Comparison | None:
-        """Asks again, since the process was killed or could not be started, which is not the answer's doing."""
+        """Asks again if the process was killed or could not be started, which is not the answer's fault."""
         was_ready, question = self._is_ready, self._question
         status = self.stop()
         if was_ready and self._attempts >= _ATTEMPTS:
@@ -275,7 +275,7 @@ def _start() -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         bufsize=0,
-        start_new_session=True,  # an interrupt from the terminal is not for it, and it is killed with its child
+        start_new_session=True,  # interrupts from the terminal do not reach it, and it is killed with its child
         env={**os.environ, **environment},
     )
 

@@ -1,11 +1,11 @@
-"""The texts of answers, before anything parses them: their spellings brought to one, and those that are ambiguous."""
+"""The texts of answers before parsing: brings different spellings to one, and finds ambiguous answers."""
 
 from __future__ import annotations
 
 import re
 from decimal import Decimal
 
-#: Longer answers are no answers: the longest gold answer of the tasks' data sets has a few hundred characters.
+#: Longer texts are not answers: the longest gold answer of the tasks' data sets has a few hundred characters.
 MAX_CHARACTERS = 2000
 
 _NUMBER = re.compile(r"[+-]?(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?", re.ASCII)
@@ -49,7 +49,7 @@ _ARITHMETIC = re.compile(
 
 
 def tidy(text: str) -> str:
-    """Drops what says nothing of the value, and brings what has many spellings to the one that math-verify reads."""
+    """Drops everything without a meaning for the value, and brings different spellings to the one of math-verify."""
     text = text.replace(r"\$", "").replace("$", "").replace("{,}", ",").replace("−", "-")
     text = text.replace("{:}", ":").replace("°", r"^\circ").replace(r"\degree", r"^\circ")
     text = text.replace(r"\varnothing", r"\emptyset").replace("∅", r"\emptyset")
@@ -69,7 +69,7 @@ def _braced(argument: str) -> str:
 
 
 def same_at_sight(gold: str, answer: str) -> bool | None:
-    """Whether two tidy texts are the same answer, where no parser is needed for that; else None."""
+    """Whether two tidy texts are the same answer, if that needs no parser; else None."""
     if not answer or len(answer) > MAX_CHARACTERS or len(gold) > MAX_CHARACTERS:
         return bool(answer) and answer == gold
     if answer == gold:
@@ -88,14 +88,14 @@ def same_at_sight(gold: str, answer: str) -> bool | None:
 
 
 def for_math_verify(gold: str, answer: str) -> tuple[str, str]:
-    """Spells two tidy texts in the way in which math-verify reads them."""
+    """Spells two tidy texts so that math-verify reads them correctly."""
     if _are_products(gold, answer):  # in `a b`, it takes the b for a unit
         return re.sub(r"\s|\\cdot", "", gold), re.sub(r"\s|\\cdot", "", answer)
     return _capitals_told_apart(_numbers_spelled_out(gold), _numbers_spelled_out(_with_unit_as_text(answer)))
 
 
 def _numbers_spelled_out(text: str) -> str:
-    """Spells out two kinds of numbers that it misreads: the e of 4.5e33 as Euler's number, x = 1,000 as two values."""
+    """Spells out numbers that math-verify misreads: it takes the e of 4.5e33 for Euler's, and x = 1,000 for two."""
     text = _SCIENTIFIC.sub(lambda match: rf"{match[1]} \times 10^{{{int(match[2])}}}", text)
     return _EQUAL_TO_THOUSANDS.sub(lambda match: match[1].replace(",", ""), text)
 
@@ -139,13 +139,14 @@ def _without_groups(text: str) -> str:
 def is_ambiguous(gold: str, answer: str) -> bool:
     r"""Whether an answer says more than the one value that math-verify would read from it.
 
-    - a box within the answer, a phantom, or braces that do not match: math-verify would read a part;
+    - a box within the answer, a phantom, or braces that do not match: math-verify would read only a part;
     - `18 \approx 20`: it reads the left side. Allowed where the gold answer is approximate itself;
     - `1011_3`: it ignores the base of a number. Allowed where the gold answer has the same;
-    - `10 8`, `10(8)`: it adds numbers side by side, as in `1\frac{1}{2}`. Allowed where the gold answer has some;
+    - `10 8`, `10(8)`: it adds neighbouring numbers, as in `1\frac{1}{2}`. Allowed where the gold answer has some;
     - `18 \text{ or twenty}`, `\text{not } 18`: it takes text for a unit. `1 \text{ or } 2` is a list of two;
-    - `18 \text{ million}`, `18 \text{ plus two}`: the same. Allowed where the gold answer has the same words;
-    - `CBA` for `ABC`: letters are factors to it, in any order, which is right of `xy` and `yx` only.
+    - `18 \text{ million}`, `18 \text{ plus two}`: it takes this for a unit too. Allowed where the gold answer has the
+      same words;
+    - `CBA` for `ABC`: it takes letters for factors, in any order, which is right only for such as `xy` and `yx`.
     """
     if any(command in answer for command in (r"\boxed", r"\fbox", "phantom")) or not _braces_match(answer):
         return True

@@ -1,12 +1,12 @@
-"""The process in which math-verify works on what a model wrote; started by `troll.rewards.mathematics.pool`.
+"""The process in which math-verify reads the answers of a model; `troll.rewards.mathematics.pool` starts it.
 
-It is run as a file, and imports nothing of the project: `import troll` would load torch.
+It runs as a file, and imports nothing of the project: `import troll` would load torch.
 
-The process that is started imports math-verify and forks a child, which reads questions from standard input and writes
-verdicts to what was standard output. Before each question the child arms a timer of its own CPU time, whose signal is
-left at its default action: the kernel ends the child even inside one long operation on integers, where no Python
-signal handler runs. Its parent then reports the question and forks the next child, which has nothing left to import.
-Where a child ends for a reason that is not the question's, its parent ends as well, and the question is asked again.
+The process imports math-verify and forks a child, which reads questions from standard input and writes verdicts to what
+was standard output. Before each question the child sets a timer of its CPU time, and leaves the timer's signal at its
+default action: the kernel ends the child even inside one long operation on integers, where no Python signal handler
+runs. Its parent then reports the question and forks the next child, which has nothing left to import. If a child ends
+for a reason that is not the question's, its parent ends as well, and the question is asked again.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ READY = 0  # the number of the verdict that says that math-verify is imported
 CANNOT_IMPORT = 4  # exit status
 
 MEMORY_BYTES = 1 << 30
-# A child whose memory ever reached this is replaced: what sympy and the parser keep of one answer must not take the
-# room of the next. One that has just been forked has about 80 MiB.
+# A child whose memory has reached this is replaced: what sympy and the parser keep of one answer must not take memory
+# from the next. A child that has just been forked has about 80 MiB.
 _REPLACED_FROM_KILOBYTES = 256 << 10
 _NO_MORE_QUESTIONS, _TO_BE_REPLACED = 0, 3
 _IN_HAND = struct.Struct("<Q")
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
-# They make math-verify and sympy build what they build at their first use, once for all children.
+# Compared once before forking, so that math-verify and sympy build their tables only once for all children.
 _FIRST_QUESTIONS = [
     (r"\frac{1}{2}, \{3\}", r"\{3, 0.5\}"),
     (r"x = \sqrt{8}", r"2\sqrt{2}"),
@@ -45,7 +45,7 @@ _FIRST_QUESTIONS = [
     (r"\cos(2x)", r"1 - 2\sin^2(x)"),
 ]
 
-# What no comparison does, nor this process once it is ready.
+# Events that no comparison causes, nor this process once it is ready.
 _FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "os.remove", "os.rename", "subprocess.", "socket.", "shutil.")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -53,15 +53,15 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 def main() -> None:
     """Serves questions until standard input ends."""
     logging.disable(logging.CRITICAL)
-    with contextlib.suppress(OSError):  # where memory runs out, a comparison is asked again; a training run is not
+    with contextlib.suppress(OSError):  # if memory runs out, the kernel ends this process before a training run
         Path("/proc/self/oom_score_adj").write_text("1000")
     questions, verdicts = os.dup(0), os.dup(1)
     _silence()
-    # A blocked or ignored signal would be inherited from the process that trains.
+    # The process that trains may have blocked or ignored the signal, and this process inherits that.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     try:
-        # By its path: as a module of the project it would bring torch along.
+        # Imported by its path: as a module of the project it would import torch.
         expressions = runpy.run_path(str(Path(__file__).with_name("expressions.py")))
     except ImportError:
         sys.exit(CANNOT_IMPORT)
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def _silence() -> None:
-    """Points the standard streams nowhere: nothing that is printed can be taken for a verdict."""
+    """Points the standard streams nowhere, so that no print can be taken for a verdict."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nowhere, stream)
@@ -107,7 +107,7 @@ def _serve(is_equal: Callable[[str, str], bool], questions: int, verdicts: int, 
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
             try:
                 equal = is_equal(gold, answer)
-            except Exception:  # anything that math-verify or sympy may raise for what a model may write
+            except Exception:  # math-verify and sympy may raise anything for what a model may write
                 equal = False
             signal.setitimer(signal.ITIMER_PROF, 0)
             in_hand[:] = _IN_HAND.pack(0)
@@ -138,4 +138,4 @@ def _answer(descriptor: int, number: int, verdict: int) -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # sympy would take its time to be taken down, and whoever trains waits for it
+    os._exit(0)  # a regular exit would take sympy some time, while the training run waits

@@ -70,9 +70,7 @@ class Bubblewrap(Launcher):
             self._folder = tempfile.TemporaryDirectory(prefix="troll-programs-")
         self._try()
 
-    def _launch(
-        self, script: str, arguments: Sequence[str], limits: Limits, streams: tuple[int, ...], pass_fds: Sequence[int]
-    ) -> Process:
+    def _launch(self, script: str, arguments: Sequence[str], limits: Limits, streams: tuple[int, ...]) -> Process:
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # bubblewrap inherits it, and would wait for ever
             raise SandboxError("the sandbox cannot run while SIGCHLD is ignored: set it to SIG_DFL")
         command = [str(self.interpreter), *INTERPRETER_FLAGS]
@@ -83,8 +81,7 @@ class Bubblewrap(Launcher):
         else:
             folder = environment["HOME"] = environment["TMPDIR"] = tempfile.mkdtemp(dir=self._folder.name)
             scripts, packages = str(INSIDE), [str(path) for path in self.packages]
-        if packages:
-            environment["PYTHONPATH"] = os.pathsep.join(packages)
+        environment["PYTHONPATH"] = os.pathsep.join(packages)
         disk = limits.disk_bytes if self.isolated else 0
         # Outside a user namespace of its own, the kernel would count everything that the user runs. The process that
         # starts a test counts as one. The limit on CPU time is for when nobody watches: see supervise.py.
@@ -102,7 +99,7 @@ class Bubblewrap(Launcher):
                     stdin=streams[0],
                     stdout=streams[1],
                     stderr=streams[2],
-                    pass_fds=(*pass_fds, *(starting.theirs if starting else ())),
+                    pass_fds=starting.theirs if starting else (),
                     cwd=folder or "/",
                     env=environment,
                     start_new_session=True,

@@ -14,7 +14,6 @@ import math
 import os
 import secrets
 import socket
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,9 +21,10 @@ from typing import Any
 
 from troll.rewards.program import CodeTests, FunctionTests
 from troll.rewards.sandbox.judge import Judge
-from troll.rewards.sandbox.launch import Launcher, Process, SandboxError, insistently
+from troll.rewards.sandbox.launch import Launcher, Process, SandboxError, with_retries
 from troll.rewards.sandbox.limits import Limits, Outcome
-from troll.rewards.sandbox.stdio import OUT_OF_MEMORY, REASONS
+from troll.rewards.sandbox.protocol import number_of
+from troll.rewards.sandbox.stdio import NOT_RUN, OUT_OF_MEMORY, REASONS
 from troll.rewards.sandbox.supervise import PATIENCE, Watch, wait_for
 
 #: How long a judge that was killed may take to be gone, and one whose program was ended to say what it has found.
@@ -67,10 +67,10 @@ def run_functions(
     the tests use, or report outcomes of its own. Only for data sets whose tests cannot do without.
 
     Args:
-        sandbox: Where to run it.
-        judge: Which judges it.
+        sandbox: Starts the program.
+        judge: Runs the tests.
         program: Python source.
-        tests: What to test.
+        tests: The tests, with what they expect.
         limits: Of the program, for all its tests together; the judge has twice the CPU time to check
             what comes back, and twice the memory.
         stop_at_failure: Whether the tests after the first that fails are left out; their reason is "not run".
@@ -80,7 +80,7 @@ def run_functions(
 
     Raises:
         JudgeEndedError: The judge is gone; another one has to take its place.
-        SandboxError: The program's sandbox could not be started, for as long as `insistently` tries.
+        SandboxError: The program's sandbox could not be started, for as long as `with_retries` tries.
     """
     job = {
         "source": program,
@@ -91,17 +91,17 @@ def run_functions(
         "stop_at_failure": stop_at_failure,
     }
     plain = isinstance(tests, CodeTests) and tests.plain
-    count = len(tests.tests) if isinstance(tests, CodeTests) else len(tests.inputs)
+    count = number_of(tests)
 
     def run() -> _Heard:
         return _run_plain(sandbox, job, count, limits) if plain else _run_judged(sandbox, judge, job, count, limits)
 
-    heard = insistently(run, limits.wall_seconds)
+    heard = with_retries(run, limits.wall_seconds)
     for pause in PAUSES:
         if not heard.killed:
             break
         time.sleep(pause)
-        heard = insistently(run, limits.wall_seconds)
+        heard = with_retries(run, limits.wall_seconds)
     return _filled(heard, count, stop_at_failure)
 
 
@@ -118,7 +118,7 @@ def _filled(heard: _Heard, count: int, stop_at_failure: bool) -> list[Outcome]:
     outcomes = heard.outcomes + [Outcome(False, heard.rest)] * (count - len(heard.outcomes))
     first = next((number for number, outcome in enumerate(outcomes) if not outcome.passed), count)
     if stop_at_failure and first < count:
-        outcomes[first + 1 :] = [Outcome(False, "not run")] * (count - first - 1)
+        outcomes[first + 1 :] = [NOT_RUN] * (count - first - 1)
     return outcomes
 
 
@@ -140,7 +140,8 @@ def _run_judged(sandbox: Launcher, judge: Judge, job: dict[str, Any], count: int
             ours.close()
             heard = _heard([process, judge.process], report, count, limits)
             failed = bool(heard.outcomes) and not heard.outcomes[-1].passed
-            if len(heard.outcomes) < count and _has_ended(judge, 0.0 if failed else END_SECONDS):
+            # The judge is gone, rather than only its process for this program, which is the first to go in either case.
+            if len(heard.outcomes) < count and judge.process.has_ended(0.0 if failed else END_SECONDS):
                 raise JudgeEndedError(f"the judge has ended with status {judge.process.returncode}")
         finally:
             process.end()
@@ -242,12 +243,3 @@ def _read(process: Process, watch: Watch, report: int, most: int) -> tuple[bytes
                 process.end()
                 end = time.monotonic() + END_SECONDS
     return text, kind
-
-
-def _has_ended(judge: Judge, seconds: float) -> bool:
-    """Whether the judge is gone, rather than its process for one program, which is the first to go in either case."""
-    try:
-        judge.process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    return True

@@ -13,21 +13,28 @@ from typing import Any
 
 from troll.rewards.output import same_output
 from troll.rewards.program import CodeTests, FunctionTests, StreamTests, Tests
+from troll.rewards.sandbox.functions import ENDED
 from troll.rewards.sandbox.launch import INSIDE, SandboxError
 from troll.rewards.sandbox.limits import MEBIBYTE, Limits, Outcome
 from troll.rewards.sandbox.protocol import number_of
-from troll.rewards.sandbox.stdio import NOT_RUN, REASON_LENGTH, failure
+from troll.rewards.sandbox.stdio import NOT_RUN, REASON_LENGTH, TIME_LIMIT, failure
+
+_MODULES = {name: (INSIDE / f"{name}.py").read_text() for name in ("values", "one_process")}
 
 #: What the server runs where functions are tested; the program and its tests are its standard input.
-SCRIPT = (INSIDE / "values.py").read_text() + (INSIDE.parent / "fusion_script.py").read_text()
+SCRIPT = f"""import sys
+
+for name, source in {_MODULES!r}.items():
+    sys.modules[name] = type(sys)(name)
+    exec(source, vars(sys.modules[name]))
+
+""" + (INSIDE.parent / "fusion_script.py").read_text()
 
 #: What a request may take beyond the time that the program has: the network, and the server's queue.
 REQUEST_SECONDS = 30.0
 
 #: Seconds after each failed request.
 PAUSES = (1.0, 2.0, 0.0)
-
-TIME_LIMIT = Outcome(False, "time limit")
 
 
 class SandboxFusion:
@@ -75,7 +82,7 @@ class SandboxFusion:
                 right = same_output(response["run_result"].get("stdout") or "", expected, tests.compare)
                 outcome = Outcome(right, "passed" if right else "wrong answer")
             yield outcome
-            left -= _seconds(response)
+            left -= float((response.get("run_result") or {}).get("execution_time") or 0.0)
             if outcome == TIME_LIMIT or left <= 0 or (stop_at_failure and not outcome.passed):
                 return
 
@@ -83,14 +90,14 @@ class SandboxFusion:
         self, program: str, tests: CodeTests | FunctionTests, limits: Limits, stop_at_failure: bool
     ) -> list[Outcome]:
         mark = secrets.token_hex()
-        job = {"mark": mark, "program": program, "stop_at_failure": stop_at_failure, **vars(tests)}
+        job = {"mark": mark, "source": program, "stop_at_failure": stop_at_failure, **vars(tests)}
         response = self._run(SCRIPT, json.dumps(job), limits.wall_seconds, limits)
         lines = ((response.get("run_result") or {}).get("stdout") or "").splitlines()
         reports = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
         outcomes = [_reported(report) for report in reports[: number_of(tests)]]
         if len(outcomes) == number_of(tests) or (stop_at_failure and outcomes and not outcomes[-1].passed):
             return outcomes
-        ended = _failure(response) or Outcome(False, "exited before the tests ended")
+        ended = _failure(response) or Outcome(False, ENDED)
         return outcomes + [ended] * (1 if stop_at_failure else number_of(tests) - len(outcomes))
 
     def _run(self, code: str, stdin: str, seconds: float, limits: Limits) -> dict[str, Any]:
@@ -138,11 +145,6 @@ def _reported(report: str) -> Outcome:
         return Outcome(passed is True, str(reason))
     except (ValueError, TypeError):
         return Outcome(False, "the program forged a report")
-
-
-def _seconds(response: dict[str, Any]) -> float:
-    """What a run has taken on the server."""
-    return float((response.get("run_result") or {}).get("execution_time") or 0.0)
 
 
 def _failure(response: dict[str, Any]) -> Outcome | None:

@@ -87,11 +87,7 @@ class GVisor(Launcher):
         mounts = [_mount("bind", place, "ro", source=path) for place, path in shown.items()]
         return [*mounts, *(_mount("tmpfs", path, "ro", "mode=555") for path in seen.hidden)]
 
-    def _launch(
-        self, script: str, arguments: Sequence[str], limits: Limits, streams: tuple[int, ...], pass_fds: Sequence[int]
-    ) -> Process:
-        if pass_fds:
-            raise ValueError("gVisor passes no file descriptors but the standard streams")
+    def _launch(self, script: str, arguments: Sequence[str], limits: Limits, streams: tuple[int, ...]) -> Process:
         longest = math.ceil(PATIENCE * limits.wall_seconds) * (limits.threads + 1)  # by gVisor's clock
         settings = self._settings(limits, cpu_seconds=longest, threads=0)
         command = [str(self.interpreter), *INTERPRETER_FLAGS, "/inside/enter.py", script, "0", "-1", settings]
@@ -116,9 +112,7 @@ class GVisor(Launcher):
 
     def _container(self, command: Sequence[str], limits: Limits) -> dict[str, Any]:
         """The container's `config.json`, see https://github.com/opencontainers/runtime-spec."""
-        environment = dict(ENVIRONMENT)
-        if self.packages:
-            environment["PYTHONPATH"] = os.pathsep.join(f"/packages/{index}" for index in range(len(self.packages)))
+        packages = os.pathsep.join(f"/packages/{index}" for index in range(len(self.packages)))
         mine = (f"uid={NOBODY}", f"gid={NOBODY}", "mode=700", "nosuid", "nodev")
         folders = [
             _mount("tmpfs", Path("/tmp"), f"size={limits.disk_bytes}", *mine),
@@ -129,7 +123,7 @@ class GVisor(Launcher):
             "process": {
                 "user": {"uid": NOBODY, "gid": NOBODY},
                 "args": list(command),
-                "env": [f"{name}={value}" for name, value in environment.items()],
+                "env": [f"{name}={value}" for name, value in {**ENVIRONMENT, "PYTHONPATH": packages}.items()],
                 "cwd": "/tmp",
                 "rlimits": [{"type": name, "soft": value, "hard": value} for name, value in LIMITS.items()],
                 "noNewPrivileges": True,

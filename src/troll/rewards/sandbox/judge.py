@@ -18,7 +18,7 @@ class Judge:
     It lives no longer than the thread that makes it.
 
     Args:
-        sandbox: Where it runs.
+        sandbox: Starts the judge.
 
     Attributes:
         process: As `Launcher.start` returned it.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from troll.rewards.sandbox.limits import MEBIBYTE, Limits
-from troll.rewards.sandbox.memory import MemoryGroup, groups_folder
+from troll.rewards.sandbox.memory import MemoryGroup, MemoryGroups, groups_folder
 from troll.rewards.sandbox.seccomp import filter_program
 
 INSIDE = Path(__file__).parent / "inside"
@@ -67,7 +67,7 @@ class SandboxClosedError(RuntimeError):
 T = TypeVar("T")
 
 
-def insistently(start: Callable[[], T], seconds: float = Limits().wall_seconds) -> T:
+def with_retries(start: Callable[[], T], seconds: float = Limits().wall_seconds) -> T:
     """Starts something until it succeeds: a machine may be short of processes or memory for as long as a program lasts.
 
     Args:
@@ -98,11 +98,13 @@ class Process(subprocess.Popen[bytes]):
         folder: What is to be removed after it has ended: its files, or the program's own folder where nothing isolates.
         own_threads: How many threads its processes may have that are not the program's.
         exact: Whether the CPU time that is measured inside is exact.
-        group: Its control group, if it has one; removed after it has ended.
+        group: Its control group, if it has one and has not ended.
+        groups: Where the group comes from, and goes when it has ended.
     """
 
     folder: str | None = None
     group: MemoryGroup | None = None
+    groups: MemoryGroups | None = None
     own_threads = 1
     exact = True
     _cpu_seconds = 0.0
@@ -111,18 +113,22 @@ class Process(subprocess.Popen[bytes]):
         """Whether one of its processes was ended for the bound on the memory of all; to be asked before `end`."""
         return self.group is not None and self.group.is_exceeded()
 
-    def killed(self, seconds: float = 0.0) -> bool:
-        """Whether it ends within some seconds by a SIGKILL that is not this process's.
-
-        To be asked before `end`. A program that is the first process of its sandbox can look like that by its exit
-        status, so what is killed twice is not the machine's fault.
-        """
+    def has_ended(self, seconds: float) -> bool:
+        """Whether it ends within some seconds; to be asked before `end`."""
         end = time.monotonic() + seconds
         while self.returncode is None and not self._reap(os.WNOHANG):
             if time.monotonic() >= end:
                 return False
             time.sleep(0.005)
-        return self.returncode in KILLED
+        return True
+
+    def killed(self, seconds: float) -> bool:
+        """Whether it ends within some seconds by a SIGKILL that is not this process's.
+
+        To be asked before `end`. A program that is the first process of its sandbox can look like that by its exit
+        status, so what is killed twice is not the machine's fault.
+        """
+        return self.has_ended(seconds) and self.returncode in KILLED
 
     def end(self) -> float:
         """Kills what is left of it and reaps it; returns the CPU seconds of what ended by itself."""
@@ -130,8 +136,9 @@ class Process(subprocess.Popen[bytes]):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._reap(0)
-        if self.group is not None:
-            self.group.remove()
+        if self.groups is not None and self.group is not None:
+            self.groups.give_back(self.group)
+            self.group = None
         if self.folder is not None:
             with contextlib.suppress(RecursionError):  # a program can nest folders without end
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -158,8 +165,8 @@ class Launcher(ABC):
 
     Attributes:
         isolated: Whether it is one: programs can reach nothing of the user's.
-        interpreter: Of Python, which runs the scripts.
-        packages: The same folders, by their real paths.
+        interpreter: The Python that runs the scripts.
+        packages: The folders of packages, by their real paths.
 
     Raises:
         SandboxError: A folder is missing, or this is not Linux on x86_64 or aarch64.
@@ -182,7 +189,8 @@ class Launcher(ABC):
             self._filter = filter_program().hex()
         except ValueError as error:
             raise SandboxError(f"the sandbox cannot run here: {error}") from None
-        self._groups = groups_folder()
+        groups = groups_folder()
+        self._groups = None if groups is None else MemoryGroups(groups)
         self._lock = threading.Lock()
         self._running = weakref.WeakSet[Process]()
         self._stopped = False
@@ -196,7 +204,6 @@ class Launcher(ABC):
         stdin: int | None,
         stdout: int | None,
         stderr: int | None = None,
-        pass_fds: Sequence[int] = (),
     ) -> Process:
         """Starts a script in a fresh sandbox.
 
@@ -208,26 +215,22 @@ class Launcher(ABC):
             arguments: Further arguments of the script.
             limits: What the program may use.
             stdin: File descriptor, or a constant of `subprocess`; None is an empty one.
-            stdout: The same; None discards.
-            stderr: The same.
-            pass_fds: File descriptors that stay open inside, under the same numbers.
+            stdout: File descriptor, or a constant of `subprocess`; None discards what is written.
+            stderr: As `stdout`.
 
         Raises:
             SandboxError: The sandbox could not be started.
             SandboxClosedError: After `stop`.
         """
-        self._refuse_if_stopped()
-        null = subprocess.DEVNULL
-        streams = tuple(null if stream is None else stream for stream in (stdin, stdout, stderr))
-        process = self._launch(script, arguments, limits, streams, pass_fds)
-        with self._lock:
-            self._running.add(process)
-        try:
-            self._refuse_if_stopped()  # as it may have been meanwhile
-        except SandboxClosedError:
-            process.end()
-            raise
-        return process
+        streams = tuple(subprocess.DEVNULL if stream is None else stream for stream in (stdin, stdout, stderr))
+        if not self._stopped:
+            process = self._launch(script, arguments, limits, streams)
+            with self._lock:
+                self._running.add(process)
+            if not self._stopped:
+                return process
+            process.end()  # `stop` came meanwhile
+        raise SandboxClosedError("the sandbox was closed")
 
     def stop(self) -> None:
         """Kills what runs, for the threads that started it to reap, and starts nothing more."""
@@ -248,40 +251,31 @@ class Launcher(ABC):
 
         Args:
             process: The sandbox.
-            pid: Of its process from which all others come.
+            pid: The process from which all others of the sandbox come.
             script: What it runs. The judge may need more than the program that it judges, and is not bounded.
-            limits: Of the program.
+            limits: What the program may use.
         """
         with contextlib.suppress(OSError):
             Path(f"/proc/{pid}/oom_score_adj").write_text(str(OUT_OF_MEMORY_SCORE))
         if self._groups is not None and pid is not None and script != "judge":
             most = limits.memory_bytes + limits.disk_bytes + 2 * limits.output_bytes + self.own_bytes
-            process.group = MemoryGroup(self._groups, most)
+            process.groups, process.group = self._groups, self._groups.take(most)
             process.group.add(pid)
 
     @abstractmethod
-    def _launch(
-        self, script: str, arguments: Sequence[str], limits: Limits, streams: tuple[int, ...], pass_fds: Sequence[int]
-    ) -> Process:
+    def _launch(self, script: str, arguments: Sequence[str], limits: Limits, streams: tuple[int, ...]) -> Process:
         """Starts it, with three file descriptors for its standard streams."""
-
-    def _refuse_if_stopped(self) -> None:
-        if self._stopped:
-            raise SandboxClosedError("the sandbox was closed")
 
     def _trial(self, modules: Sequence[str] = ()) -> str | None:
         """Why a sandbox does not start or lacks what modules need, None where all is well."""
         pipe = subprocess.PIPE
-        process = self.start("ready", modules, limits=Limits(), stdin=None, stdout=pipe, stderr=pipe)
-        try:
-            output, errors = process.communicate(timeout=TRIAL_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise SandboxError(NO_START) from None
-        finally:
-            process.end()
-            for stream in (process.stdout, process.stderr):
-                if stream is not None:
-                    stream.close()
+        with self.start("ready", modules, limits=Limits(), stdin=None, stdout=pipe, stderr=pipe) as process:
+            try:
+                output, errors = process.communicate(timeout=TRIAL_SECONDS)
+            except subprocess.TimeoutExpired:
+                raise SandboxError(NO_START) from None
+            finally:
+                process.end()
         if output == b"ready":
             return None
         return self._refusal(errors.decode(errors="replace").strip().splitlines() or [f"status {process.returncode}"])

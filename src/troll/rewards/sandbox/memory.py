@@ -11,15 +11,23 @@ import itertools
 import os
 import signal
 import subprocess
+import threading
 import time
+import weakref
+from collections.abc import Iterable
 from pathlib import Path
+
+from troll.rewards.machine import control_groups
+from troll.rewards.sandbox.limits import MEBIBYTE
 
 #: How long processes that were killed may take to be gone.
 END_SECONDS = 1.0
 
+#: What a group may still hold when it is used again: pages of files that programs have read.
+KEPT_BYTES = 16 * MEBIBYTE
+
 _PREFIX = "troll-"
 _numbers = itertools.count()
-_left: set[Path] = set()
 
 
 class MemoryGroup:
@@ -30,36 +38,97 @@ class MemoryGroup:
         most: Bytes that all in it may use.
 
     Attributes:
-        path: Its own folder.
+        path: The folder that is the group.
+        most: Bytes that all in it may use.
     """
 
     def __init__(self, folder: Path, most: int) -> None:
-        self.path = folder / f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
+        self.path, self.most = folder / f"{_PREFIX}{os.getpid()}-{next(_numbers)}", most
         with contextlib.suppress(OSError):
             self.path.mkdir()
             bounds = {"memory.limit_in_bytes": most, "memory.max": most, "memory.swap.max": 0}
-            for name in filter(lambda name: (self.path / name).exists(), bounds):  # of version 1, or of version 2
-                (self.path / name).write_text(str(bounds[name]))
+            for name, bound in bounds.items():  # of version 1, or of version 2
+                self._write(name, bound)
+        self._kills = 0
 
     def add(self, pid: int) -> bool:
         """Whether a process, and what it starts from now on, could be moved there."""
+        self._kills = self._all_kills()
+        return self._write("cgroup.procs", pid)
+
+    def is_exceeded(self) -> bool:
+        """Whether the kernel has ended a process for it, since the last one was added."""
+        return self._all_kills() > self._kills
+
+    def is_emptied(self) -> bool:
+        """Whether its processes are gone, and their memory: then another sandbox can have it."""
+        if self._read("cgroup.procs"):
+            return False
+        used = self._read("memory.usage_in_bytes") or self._read("memory.current")
+        return bool(used) and int(used) <= KEPT_BYTES
+
+    def _all_kills(self) -> int:
+        lines = (self._read("memory.oom_control") or self._read("memory.events")).splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+    def _read(self, name: str) -> str:
         try:
-            (self.path / "cgroup.procs").write_text(str(pid))
+            return (self.path / name).read_text()
+        except OSError:
+            return ""
+
+    def _write(self, name: str, value: int) -> bool:
+        try:
+            with open(self.path / name, "r+b", buffering=0) as file:  # which makes no file where there is none
+                file.write(str(value).encode())
         except OSError:
             return False
         return True
 
-    def is_exceeded(self) -> bool:
-        """Whether the kernel has ended a process for it."""
-        for name in ("memory.oom_control", "memory.events"):
-            with contextlib.suppress(OSError):
-                lines = (self.path / name).read_text().splitlines()
-                return any(int(line.split()[1]) > 0 for line in lines if line.startswith("oom_kill "))
-        return False
 
-    def remove(self) -> None:
-        """Removes it once its processes are gone, which have been killed."""
-        _remove(self.path)
+class MemoryGroups:
+    """Groups in one folder, each for one sandbox after another: to make and to remove one slows down all others.
+
+    They are removed when this object is no longer used, or when the process ends.
+
+    Args:
+        folder: In which groups can be made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._lock = folder, threading.Lock()
+        self._returned: dict[Path, MemoryGroup] = {}
+        weakref.finalize(self, remove, self._returned)
+
+    def take(self, most: int) -> MemoryGroup:
+        """A group without processes, in which `most` bytes may be used."""
+        with self._lock:
+            for path, group in list(self._returned.items()):
+                is_emptied = group.most == most and group.is_emptied()
+                if is_emptied or _removed(path):
+                    del self._returned[path]
+                if is_emptied:
+                    return group
+        return MemoryGroup(self._folder, most)
+
+    def give_back(self, group: MemoryGroup) -> None:
+        """Takes a group whose processes have been killed."""
+        with self._lock:
+            self._returned[group.path] = group
+
+
+def remove(groups: Iterable[Path], seconds: float = END_SECONDS) -> None:
+    """Removes groups whose processes have been killed; waits for those that are not gone yet, up to some seconds."""
+    end = time.monotonic() + seconds
+    while (groups := [path for path in groups if not _removed(path)]) and time.monotonic() < end:
+        time.sleep(0.002)
+
+
+def _removed(group: Path) -> bool:
+    """Whether a group is gone, which takes that its processes are."""
+    with contextlib.suppress(OSError):
+        group.rmdir()
+    return not group.exists()
 
 
 def groups_folder(root: Path = Path("/")) -> Path | None:
@@ -70,18 +139,19 @@ def groups_folder(root: Path = Path("/")) -> Path | None:
     its parent is killed while it starts.
     """
     with contextlib.suppress(OSError):
-        groups = dict(line.split(":", 2)[1:] for line in (root / "proc/self/cgroup").read_text().splitlines())
-        if "memory" in groups:
-            folder = root / "sys/fs/cgroup/memory" / groups["memory"].lstrip("/")
-        elif "" in groups:
-            own = root / "sys/fs/cgroup" / groups[""].lstrip("/")
-            folder = own if groups[""] == "/" else own.parent
-        else:
+        # Of the root's there is none around it.
+        folders = control_groups(root, "memory")[:1] or control_groups(root, "")[:2]
+        if not folders:
             return None
-        for left in folder.glob(f"{_PREFIX}*-*"):
-            if not (root / "proc" / left.name.removeprefix(_PREFIX).split("-")[0]).exists():
-                _end(left)
-                _remove(left)
+        folder = folders[-1]
+        left = [
+            path
+            for path in folder.glob(f"{_PREFIX}*-*")
+            if not (root / "proc" / path.name.removeprefix(_PREFIX).split("-")[0]).exists()
+        ]
+        for path in left:
+            _end(path)
+        remove(left)
         return folder if _works(folder) else None
     return None
 
@@ -94,18 +164,6 @@ def _end(group: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _remove(group: Path) -> None:
-    end = time.monotonic() + END_SECONDS
-    _left.add(group)
-    while group in _left and time.monotonic() < end:
-        for path in list(_left):  # also those whose processes had not ended in time
-            with contextlib.suppress(OSError):
-                if path.exists():
-                    path.rmdir()
-                _left.discard(path)
-        time.sleep(0.002 * (group in _left))
-
-
 def _works(folder: Path) -> bool:
     group = MemoryGroup(folder, 1 << 30)
     with subprocess.Popen(["sleep", "60"]) as process:
@@ -115,4 +173,4 @@ def _works(folder: Path) -> bool:
         finally:
             process.kill()
             process.wait()
-            group.remove()
+            remove([group.path])

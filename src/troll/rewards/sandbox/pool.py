@@ -26,7 +26,7 @@ class Pool:
 
     Args:
         sandbox: Where programs are tested.
-        limits: Of each program.
+        limits: What each program may use.
         workers: How many programs run at a time.
         stop: Ends programs that run; None where nothing can.
     """

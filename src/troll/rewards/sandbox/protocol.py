@@ -19,7 +19,7 @@ class Sandbox(Protocol):
 
         Args:
             program: Python source, as a model wrote it.
-            tests: What it has to pass.
+            tests: The tests that the program has to pass.
             limits: What it may use.
             stop_at_failure: Whether the tests after the first failing one may be left out.
 

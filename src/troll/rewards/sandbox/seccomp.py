@@ -184,10 +184,10 @@ class Rule:
     """What one argument of a call decides. The low half of it is looked at, which is all that the kernel reads.
 
     Attributes:
-        numbers: Of the call.
+        numbers: The call's number on each architecture.
         argument: Which argument, from 0.
         test: `EQUAL` or `ANY_BIT`.
-        operands: With what it is tested, one after the other.
+        operands: The values that the argument is tested with, one after the other.
         allows: Whether the call is allowed where one of them holds, and refused where none does; or the reverse.
         then: What becomes of a call that this rule allows: "allow", or the name of a further rule below this one.
     """

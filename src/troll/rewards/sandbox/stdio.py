@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from troll.rewards.output import Compare, same_output
-from troll.rewards.sandbox.launch import Launcher, Process, SandboxError, insistently
+from troll.rewards.sandbox.launch import Launcher, Process, SandboxError, with_retries
 from troll.rewards.sandbox.limits import Limits, Outcome
 from troll.rewards.sandbox.supervise import Watch, wait_for
 
@@ -21,6 +21,7 @@ REPORT = struct.Struct("<5q")
 #: Of tests that are killed with their sandbox.
 REASONS = {"cpu": "time limit", "idle": "idle limit", "wall": "wall limit", "threads": "thread limit"}
 
+TIME_LIMIT = Outcome(False, REASONS["cpu"])
 OUT_OF_MEMORY = Outcome(False, "memory limit")
 NOT_RUN = Outcome(False, "not run")
 
@@ -50,7 +51,7 @@ def run_stdio(
         program: Python source; each test gets an outcome, even if this is no program.
         inputs: T texts for standard input.
         outputs: T expected texts.
-        limits: Of each test; the wall time is that of all of them.
+        limits: What each test may use; the wall time is for all tests together.
         compare: How outputs are compared; see `same_output`.
         stop_at_failure: Whether no test is run after the first that fails.
 
@@ -68,7 +69,7 @@ def run_stdio(
     while len(outcomes) < len(inputs):
         rest = list(zip(inputs, outputs, strict=True))[len(outcomes) :]
         attempt = partial(_attempt, sandbox, program, rest, limits, left, compare, stop_at_failure)
-        more, seconds = insistently(attempt, limits.wall_seconds)
+        more, seconds = with_retries(attempt, limits.wall_seconds)
         outcomes += more
         left -= seconds
         if _is_last(outcomes[-1], stop_at_failure):
@@ -173,28 +174,22 @@ class _Runner:
         Raises:
             _BrokenError: There is none.
         """
-        try:
-            return self._tested(text, expected, compare)
-        except _BrokenError:
-            if self._process.out_of_memory():
-                self.clean = False
-                return OUT_OF_MEMORY
-            raise
-
-    def _tested(self, text: str, expected: str, compare: Compare) -> Outcome:
         self._watch.restart()
         try:
             self._send(_message(text))
             status, microseconds, clean, *lengths = REPORT.unpack(self._receive(REPORT.size))
             output, errors = (self._receive(length) for length in lengths)
+            self.clean = bool(clean)
+            seconds = microseconds / 1e6 if self._process.exact else self._watch.cpu_seconds
+            outcome = _ended(status, seconds, output, errors, self._limits)
         except _LimitError as limit:
             self.clean = False
             return Outcome(False, str(limit))
-        self.clean = bool(clean)
-        seconds = microseconds / 1e6 if self._process.exact else self._watch.cpu_seconds
-        outcome = judge(status, seconds, output, errors, self._limits)
-        if outcome is None:
-            raise _BrokenError("a program was killed from outside")
+        except _BrokenError:
+            if not self._process.out_of_memory():
+                raise
+            self.clean = False
+            return OUT_OF_MEMORY
         if outcome.passed and not same_output(output.decode("utf-8", "surrogateescape"), expected, compare):
             return Outcome(False, "wrong answer")
         return outcome
@@ -243,16 +238,18 @@ def _message(text: str) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
 
-def judge(status: int, cpu_seconds: float, output: bytes, errors: bytes, limits: Limits) -> Outcome | None:
+def _ended(status: int, cpu_seconds: float, output: bytes, errors: bytes, limits: Limits) -> Outcome:
     """The outcome of a test from its wait status and how much it used; whether it printed the right thing is left.
 
-    None where it was killed from outside, for lack of memory for one: programs cannot send SIGKILL, not to themselves.
+    Raises:
+        _BrokenError: It was killed from outside, for lack of memory for one: programs cannot send SIGKILL, not to
+            themselves.
     """
     code = os.waitstatus_to_exitcode(status)
     if cpu_seconds > limits.cpu_seconds:
-        return Outcome(False, "time limit")
+        return TIME_LIMIT
     if code == -signal.SIGKILL:
-        return None
+        raise _BrokenError("a program was killed from outside")
     if len(output) >= limits.output_bytes:
         return Outcome(False, "output limit")
     if code:

@@ -33,7 +33,7 @@ def system(interpreter: Path, all_of_usr: bool) -> System:
     """Says what programs see.
 
     Args:
-        interpreter: Of Python, which runs them.
+        interpreter: The Python that runs them.
         all_of_usr: Whether they see all of /usr and of the interpreter's own folder, where libraries are not enough.
     """
     prefix = Path(sys.base_prefix).resolve()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,77 +23,45 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from troll.trl.advantages.value_model import value_model
+from troll.trl.checkpoints import load_state, save_state
+from troll.trl.config import TrollConfig
+from troll.trust_region.tally import at_once, combined
 
-#: What `Critic.save` writes into the folder that it is given: one file, so that it is replaced as a whole.
+#: The file that `Critic.save` writes: only one, so that it is replaced as a whole.
 CRITIC_FILE = "critic.pt"
 
 
-@dataclass(frozen=True)
-class CriticSettings:
-    """How the critic is trained.
-
-    Args:
-        learning_rate: AdamW's, constant.
-        weight_decay: AdamW's, on matrices: not on biases and norms.
-        max_grad_norm: Gradients are scaled down to this norm; None does not.
-        value_clip: How far a value may move from that of the rollout before the loss stops rewarding it; None: any way.
-        critic_only_steps: Optimiser steps at the start in which the policy is not trained (see `Critic.warming_up`).
-
-    Raises:
-        ValueError: On a number out of its range.
-    """
-
-    learning_rate: float = 1e-5
-    weight_decay: float = 0.0
-    max_grad_norm: float | None = 1.0
-    value_clip: float | None = 0.2
-    critic_only_steps: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("learning_rate", "max_grad_norm", "value_clip"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be above 0, got {value}")
-        for name in ("weight_decay", "critic_only_steps"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-
-
-def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, value_clip: float | None) -> Tensor:
-    """PPO's loss of each value: ½ max((V − R)², (V_old + clip(V − V_old, ±c) − R)²), or ½ (V − R)² without a clip.
+def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, value_clip: float) -> Tensor:
+    """PPO's loss of each value: ½ max((V − R)², (V_old + clip(V − V_old, ±c) − R)²).
 
     A value that has moved by more than c towards its target gets no gradient any more; one that has moved away does.
 
     Args:
-        values: V, any shape.
-        returns: R
-        old_values: V_old, at the rollout.
-        value_clip: c
+        values: V, the critic's values now, any shape.
+        returns: R, their targets, of the same shape.
+        old_values: V_old, the values at the rollout, of the same shape.
+        value_clip: c, in units of reward.
 
     Returns:
-        Of the same shape.
+        The loss of each value, of the same shape.
     """
-    error = (values - returns) ** 2
-    if value_clip is not None:
-        clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
-        error = torch.maximum(error, (clipped - returns) ** 2)
-    return 0.5 * error
+    clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
 
 
 class Critic:
-    """Values, their training and their checkpoint.
+    """Estimates values, trains the model that does, and saves it.
 
-    One process or more (DDP, or FSDP with ``fsdp_version=2``). The gradient of an update is that of the mean loss over
-    all tokens of the update, whatever the numbers of micro-batches and processes: micro-batches accumulate the sum, and
+    It runs in one process or more (DDP, or FSDP with `fsdp_version=2`). The gradient of an update is that of the mean
+    loss over all its tokens, for any number of micro-batches and processes: micro-batches accumulate the sum, and
     `step` divides it by the number of tokens, which is known only then.
 
     Args:
-        accelerator: The trainer's. Whether a micro-batch ends an update is its `sync_gradients`.
-        model: See `value_model`, as the next three.
-        peft_config: The policy's.
-        model_init_kwargs: Arguments of ``from_pretrained``.
-        gradient_checkpointing: Whether layers are computed again in the backward pass.
-        settings: How it is trained.
+        accelerator: The trainer's. Its `sync_gradients` tells whether a micro-batch ends an update.
+        model: The language model to start from; this and the last two are arguments of `value_model`.
+        args: The trainer's configuration, which says how the critic is trained.
+        peft_config: The policy's adapter configuration; None trains all weights.
+        model_init_kwargs: Arguments of `from_pretrained`, where `model` is a name.
 
     Raises:
         ValueError: Under DeepSpeed, Megatron or the first version of FSDP, in fp16, and as `value_model`.
@@ -104,28 +71,27 @@ class Critic:
         self,
         accelerator: Accelerator,
         model: str | os.PathLike[str] | PreTrainedModel | PeftModel,
-        settings: CriticSettings | None = None,
+        args: TrollConfig,
         *,
         peft_config: PeftConfig | None = None,
         model_init_kwargs: dict[str, Any] | None = None,
-        gradient_checkpointing: bool = False,
     ) -> None:
         _refuse(accelerator)
         self.accelerator = accelerator
-        self.settings = settings or CriticSettings()
+        self._args = args
         self.steps = 0
-        built = value_model(model, peft_config, model_init_kwargs, gradient_checkpointing)
+        built = value_model(model, peft_config, model_init_kwargs, args.gradient_checkpointing)
         trained = [parameter for parameter in built.parameters() if parameter.requires_grad]
         groups = [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.settings.weight_decay},
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.critic_weight_decay},
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW([group for group in groups if group["params"]], self.settings.learning_rate)
+        optimizer = torch.optim.AdamW([group for group in groups if group["params"]], args.critic_learning_rate)
         self.model, self.optimizer = accelerator.prepare(built, optimizer)
         self.start()
 
     def start(self) -> None:
-        """Forgets what an interrupted update has left."""
+        """Drops what an interrupted update has left."""
         self.optimizer.zero_grad()
         self._tokens = torch.zeros((), device=self.accelerator.device)
         self._sums: dict[str, Tensor] = {}
@@ -133,24 +99,24 @@ class Critic:
 
     @property
     def warming_up(self) -> bool:
-        """Whether the policy rests in the update that is being accumulated; `step` moves on to the next one."""
-        return self.steps < self.settings.critic_only_steps
+        """Whether only the critic is trained in the current update; `step` moves on to the next one."""
+        return self.steps < self._args.critic_warmup_steps
 
     # Values
 
     def values(
         self, input_ids: Tensor, attention_mask: Tensor, completion_length: int, batch_size: int | None = None
     ) -> Tensor:
-        """The values of the states in which the tokens of the completions were chosen, without gradient.
+        """The values of the states in which the completions' tokens were chosen, without gradient.
 
         Args:
             input_ids: (B, P + T), prompts padded on the left and completions on the right.
-            attention_mask: (B, P + T)
-            completion_length: T
-            batch_size: Rows at a time; all by default.
+            attention_mask: (B, P + T), 0 at padding.
+            completion_length: T, the tokens of a completion.
+            batch_size: Rows in one forward pass; all by default.
 
         Returns:
-            (B, T) in float32. What is at padding means nothing.
+            (B, T) in float32. Values at padding mean nothing.
         """
         self.model.eval()
         size = batch_size or len(input_ids)
@@ -173,11 +139,11 @@ class Critic:
     def train_on(
         self, input_ids: Tensor, attention_mask: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor
     ) -> None:
-        """Forward and backward on one micro-batch.
+        """Runs forward and backward on one micro-batch.
 
         Args:
-            input_ids: (B, P + T)
-            attention_mask: (B, P + T)
+            input_ids: (B, P + T), prompts padded on the left and completions on the right.
+            attention_mask: (B, P + T), 0 at padding.
             returns: (B, T), the targets.
             old_values: (B, T), as `values` gave them at the rollout.
             mask: (B, T), the tokens to train on. Elsewhere returns and values may be anything.
@@ -188,13 +154,13 @@ class Critic:
         with wait:
             new_values = self._forward(input_ids, attention_mask, returns.shape[1])
             values, returns, old_values = (torch.where(mask, x, 0.0) for x in (new_values, returns, old_values))
-            losses = value_loss(values, returns, old_values, self.settings.value_clip)
+            losses = value_loss(values, returns, old_values, self._args.value_clip)
             self.accelerator.backward(losses.sum())
         self._tokens += mask.sum()
         self._observe(losses.detach(), values.detach(), returns, old_values, mask)
 
     def step(self) -> None:
-        """Ends an update, if the accelerator says that the last micro-batch did.
+        """Makes an optimiser step if the last micro-batch ended an update.
 
         Raises:
             FloatingPointError: If gradients are NaN or infinite, before the optimiser sees them.
@@ -206,8 +172,7 @@ class Critic:
         gradients = [p for p in self.model.parameters() if p.grad is not None]
         for parameter in gradients:  # summed over micro-batches, averaged over processes
             parameter.grad.mul_(self.accelerator.num_processes / tokens)
-        max_norm = torch.inf if self.settings.max_grad_norm is None else self.settings.max_grad_norm
-        norm = nn.utils.clip_grad_norm_(gradients, max_norm)
+        norm = nn.utils.clip_grad_norm_(gradients, self._args.critic_max_grad_norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not norm.isfinite():
             raise FloatingPointError(
@@ -215,7 +180,7 @@ class Critic:
                 "Resume from the last checkpoint with a lower learning rate of the critic"
             )
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.learning_rate  # a resumed run may have another than its checkpoint
+            group["lr"] = self._args.critic_learning_rate  # a resumed run may have another than its checkpoint
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps += 1
@@ -224,8 +189,7 @@ class Critic:
     # What it did
 
     def _observe(self, losses: Tensor, values: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor) -> None:
-        clip = self.settings.value_clip
-        moved = torch.zeros_like(mask) if clip is None else mask & ((values - old_values).abs() > clip)
+        moved = mask & ((values - old_values).abs() > self._args.value_clip)
         error = returns - old_values
         sums = {
             "tokens": mask.sum(),
@@ -237,24 +201,25 @@ class Critic:
             "error": error.sum(),
             "error_square": (error**2).sum(),
         }
-        self._sums = {name: value.float() + self._sums.get(name, 0) for name, value in sums.items()}
+        self._sums = combined(self._sums, {name: value.float() for name, value in sums.items()}, torch.add)
 
     def metrics(self) -> dict[str, float]:
         """What happened since the last call, over all tokens and processes, by name.
 
-        ``value_loss``, ``clip_fraction`` (values that have moved by more than `value_clip` since the rollout),
-        ``value_mean``, ``return_mean``, ``explained_variance`` = 1 − Var(R − V_old) / Var(R), of the rollout's values,
-        that is before they were trained on these returns (1 is perfect, 0 no better than a constant, NaN if all returns
-        are equal), and ``grad_norm`` before clipping (mean over updates).
+        - `value_loss`, the mean.
+        - `clip_fraction`, the share of values that have moved by more than `value_clip` since the rollout.
+        - `value_mean` and `return_mean`.
+        - `explained_variance` = 1 − Var(R − V_old) / Var(R), of the values at the rollout, before they were trained on
+          these returns: 1 is perfect, 0 no better than a constant, NaN if all returns are equal.
+        - `grad_norm`, before clipping, the mean over updates.
 
-        Every process has to call it. Empty if there was no micro-batch since.
+        Every process has to call it. It is empty if there was no micro-batch since the last call.
         """
         if not self._sums:
             return {}
-        total = self.accelerator.reduce(torch.stack(list(self._sums.values())), reduction="sum")
-        sums = dict(zip(self._sums, total.tolist(), strict=True))
-        tokens = max(sums.pop("tokens"), 1.0)
-        means = {name: value / tokens for name, value in sums.items()}
+        sums = at_once(self._sums, lambda sums: self.accelerator.reduce(sums, reduction="sum").cpu())
+        tokens = max(sums.pop("tokens").item(), 1.0)
+        means = {name: value.item() / tokens for name, value in sums.items()}
         variance = means.pop("return_square") - means["return_mean"] ** 2
         unexplained = means.pop("error_square") - means.pop("error") ** 2
         # Below this, the difference of two squares is rounding.
@@ -270,7 +235,7 @@ class Critic:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes the trained weights (with LoRA: adapter and head), the optimiser's state and the number of steps.
 
-        One file, `CRITIC_FILE`, which replaces another as a whole. Every process has to call it.
+        They go into one file of the folder, `CRITIC_FILE`, atomically. Every process has to call it.
         """
         state = {
             "weights": get_model_state_dict(self.model, options=_options()),
@@ -281,26 +246,18 @@ class Critic:
             "steps": self.steps,
         }
         if self.accelerator.is_main_process:
-            path = Path(folder, CRITIC_FILE)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(".part")
-            torch.save(state, part)
-            os.replace(part, path)
+            save_state(state, Path(folder, CRITIC_FILE))
         self.accelerator.wait_for_everyone()
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Goes on where `save` was: with the same data, the same bits. Every process has to call it.
+        """Restores what `save` wrote: with the same data, training repeats bit by bit. Every process has to call it.
 
         Raises:
             FileNotFoundError: If the folder has no critic.
             ValueError: If the critic in it has other weights: another model, or LoRA where there was none.
         """
         path = Path(folder, CRITIC_FILE)
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{folder} has no {CRITIC_FILE}: it is no checkpoint of a run with a critic, or save_only_model was set"
-            )
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = load_state(path, "a run with a critic")
         shapes = {name: tuple(weight.shape) for name, weight in state["weights"].items()}
         if shapes != self._trained_shapes():
             raise ValueError(
@@ -321,7 +278,7 @@ class Critic:
 
 
 def _options() -> StateDictOptions:
-    """The whole state on the CPU of the main process, of trained weights only."""
+    """Options for the whole state, on the CPU of the main process, of the trained weights only."""
     return StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
 
@@ -335,7 +292,7 @@ def _refuse(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(
-            f"a critic cannot be trained with {kind.value}, of which accelerate prepares only one model: use DDP or "
+            f"a critic cannot be trained with {kind.value}, for which accelerate prepares only one model: use DDP or "
             "FSDP with fsdp_version=2"
         )
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:

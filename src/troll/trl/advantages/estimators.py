@@ -1,4 +1,4 @@
-"""Advantage estimators: pure functions from rewards to advantages, under one name each in `ESTIMATORS`."""
+"""Advantage estimators: pure functions from rewards to advantages, each under its name in `ESTIMATORS`."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Variances below this count as this: a batch of equal rewards has advantages of zero, not of rounding errors.
+#: The least variance to divide by: a batch of equal rewards has advantages of zero, not scaled rounding errors.
 MIN_VARIANCE = 1e-8
 
 #: Sums a small tensor over processes.
 Reduce = Callable[[Tensor], Tensor]
 
-#: ``(rewards (N,), num_generations, token_counts (N,)) -> advantages (N,)``, all of the global batch, group by group.
+#: `(rewards (N,), num_generations, token_counts (N,)) -> advantages (N,)`, all of the global batch, group by group.
 SequenceAdvantages = Callable[[Tensor, int, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """How advantages are made.
+    """An entry of `ESTIMATORS`.
 
     Args:
-        of_sequences: The advantages of whole completions, or None where they come from elsewhere.
-        needs_critic: Whether they are of tokens, from a critic's values: see `token_advantages`.
-        needs_group: Whether a prompt needs two completions or more.
+        of_sequences: Computes the advantages of whole completions; None if TRL or a critic does.
+        needs_critic: Whether advantages are of tokens, from a critic's values: see `token_advantages`.
+        needs_group: Whether a prompt needs at least two completions.
     """
 
     of_sequences: SequenceAdvantages | None = None
@@ -38,29 +38,27 @@ def combine_rewards(rewards_per_function: Tensor, weights: Tensor) -> Tensor:
 
     Args:
         rewards_per_function: (N, F), NaN where a function returned None.
-        weights: (F,)
+        weights: (F,), the weights of the functions.
 
     Returns:
-        (N,), NaN where no function scored the completion.
+        (N,) rewards, NaN where no function scored the completion.
     """
     rewards = (rewards_per_function * weights.to(rewards_per_function)).nansum(dim=1)
     return rewards.masked_fill(rewards_per_function.isnan().all(dim=1), torch.nan)
 
 
-def whiten(values: Tensor, mask: Tensor, reduce: Reduce | None = None, shift_mean: bool = True) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, reduce: Reduce = lambda tensor: tensor) -> Tensor:
     """Values with mean 0 and variance 1 under the mask: (x − mean) / √max(var, 1e-8), with var = mean of (x − mean)².
 
     Args:
-        values: Any shape; what is not under the mask may be NaN.
+        values: Any shape; may be NaN where the mask is 0.
         mask: Of the same shape: 0 and 1, or any weights that are not negative.
-        reduce: Sums a tensor over processes, where each of them holds a part of the values. It is called twice in
-            each of them, also where the mask is empty.
-        shift_mean: False keeps the mean: only the deviations from it are scaled.
+        reduce: Sums a tensor over processes, if each of them holds a part of the values. Each process calls it twice,
+            even if its mask is empty.
 
     Returns:
         Like `values`, with 0 where the mask is 0.
     """
-    reduce = reduce or _keep
     weights = mask.to(values.dtype)
     values = values.masked_fill(weights == 0, 0.0)
     # Two passes, since E[x²] − E[x]² loses a variance that is small against the mean.
@@ -68,14 +66,7 @@ def whiten(values: Tensor, mask: Tensor, reduce: Reduce | None = None, shift_mea
     weight = torch.where(weight > 0, weight, 1.0)
     mean = total / weight
     variance = reduce((weights * (values - mean) ** 2).sum()) / weight
-    whitened = (values - mean) * variance.clamp(min=MIN_VARIANCE).rsqrt()
-    if not shift_mean:
-        whitened = whitened + mean
-    return whitened.masked_fill(weights == 0, 0.0)
-
-
-def _keep(tensor: Tensor) -> Tensor:
-    return tensor
+    return ((values - mean) * variance.clamp(min=MIN_VARIANCE).rsqrt()).masked_fill(weights == 0, 0.0)
 
 
 def reinforce_plus_plus(rewards: Tensor, num_generations: int, token_counts: Tensor) -> Tensor:
@@ -87,30 +78,27 @@ def reinforce_plus_plus(rewards: Tensor, num_generations: int, token_counts: Ten
 
     Args:
         rewards: (N,) of the global batch, NaN where a completion could not be scored.
-        num_generations: Completions per prompt. Not used.
-        token_counts: (N,), how many tokens of a completion take part in the loss.
+        num_generations: Completions per prompt; not used.
+        token_counts: (N,), the number of each completion's tokens in the loss.
 
     Returns:
-        (N,), 0 for completions without a reward or without tokens.
+        (N,) advantages, 0 for completions without a reward or without tokens.
     """
     return whiten(rewards, torch.where(rewards.isnan(), 0, token_counts))
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, num_generations: int, token_counts: Tensor) -> Tensor:
-    """REINFORCE++ with a group baseline (arXiv 2501.03262): A' = r − mean of the group, whitened as above.
+    """REINFORCE++ with a group baseline (arXiv 2501.03262): r − mean of the group, whitened as `reinforce_plus_plus`.
 
     Args:
         rewards: (N,) of the global batch, group by group, NaN where a completion could not be scored.
         num_generations: Completions per prompt, at least 2.
-        token_counts: (N,), how many tokens of a completion take part in the loss.
+        token_counts: (N,), the number of each completion's tokens in the loss.
 
     Returns:
-        (N,), 0 for completions without a reward or without tokens.
-
-    Raises:
-        ValueError: If `num_generations` is below 2 or does not divide the number of rewards.
+        (N,) advantages, 0 for completions without a reward or without tokens.
     """
-    grouped = _grouped(rewards, num_generations)
+    grouped = rewards.view(-1, num_generations)
     centred = (grouped - grouped.nanmean(dim=1, keepdim=True)).flatten()
     return reinforce_plus_plus(centred, num_generations, token_counts)
 
@@ -121,39 +109,26 @@ def rloo(rewards: Tensor, num_generations: int, token_counts: Tensor) -> Tensor:
     Args:
         rewards: (N,) of the global batch, group by group, NaN where a completion could not be scored.
         num_generations: Completions per prompt, at least 2.
-        token_counts: (N,) Not used.
+        token_counts: (N,), not used.
 
     Returns:
-        (N,), 0 for completions without a reward, and for those that no other of the group can be compared with.
-
-    Raises:
-        ValueError: If `num_generations` is below 2 or does not divide the number of rewards.
+        (N,) advantages, 0 for completions without a reward or without another scored one in their group.
     """
-    grouped = _grouped(rewards, num_generations)
+    grouped = rewards.view(-1, num_generations)
     others = (~grouped.isnan()).sum(dim=1, keepdim=True) - 1
     mean_of_others = (grouped.nansum(dim=1, keepdim=True) - grouped) / others
     return (grouped - mean_of_others).masked_fill(grouped.isnan() | (others < 1), 0.0).flatten()
 
 
-def _grouped(rewards: Tensor, num_generations: int) -> Tensor:
-    if num_generations < 2:
-        raise ValueError(f"num_generations must be at least 2 for a group baseline, got {num_generations}")
-    if rewards.numel() % num_generations:
-        raise ValueError(
-            f"rewards must hold whole groups of num_generations={num_generations}, got {rewards.numel()} rewards"
-        )
-    return rewards.view(-1, num_generations)
-
-
 def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Each completion's reward at its last token under the mask, 0 elsewhere.
+    """Puts each completion's reward at its last token under the mask.
 
     Args:
-        rewards: (B,)
-        mask: (B, T), 1 for the tokens of the policy; a row may be empty, and then has no reward.
+        rewards: (B,), one for each completion.
+        mask: (B, T), 1 for the tokens of the policy; a row without any gets no reward.
 
     Returns:
-        (B, T)
+        (B, T) rewards of tokens, 0 except at the last ones.
     """
     positions = torch.arange(1, mask.shape[1] + 1, device=mask.device) * mask.bool()
     is_last = (positions == positions.amax(dim=1, keepdim=True)) & mask.bool()
@@ -165,13 +140,13 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
         δ_t = r_t + γ V_{t+1} − V_t,   A_t = δ_t + γ λ A_{t+1},   R_t = A_t + V_t
 
-    where t + 1 is the next token under the mask: padding and the tokens of tools are no steps of the policy. After the
-    last one both V and A are 0, since the episode is over.
+    where t + 1 is the next token under the mask: padding and the tokens of tools are not steps of the policy. After the
+    last token both V and A are 0, since the episode is over.
 
     Args:
-        rewards: (B, T)
-        values: (B, T), V before each token.
-        mask: (B, T), 1 for the tokens of the policy. What is elsewhere may be NaN.
+        rewards: (B, T), r_t of each token.
+        values: (B, T), V_t before each token.
+        mask: (B, T), 1 for the tokens of the policy. Rewards and values may be NaN elsewhere.
         gamma: Discount γ, in [0, 1].
         lam: λ in [0, 1]: 0 is the one-step temporal difference, 1 the whole return less the value.
 
@@ -179,11 +154,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         Advantages and returns, (B, T) each, 0 where the mask is 0.
 
     Raises:
-        ValueError: If γ or λ are outside [0, 1], or the shapes differ.
+        ValueError: If the shapes differ.
     """
-    for name, number in {"gamma": gamma, "lam": lam}.items():
-        if not 0 <= number <= 1:
-            raise ValueError(f"{name} must be in [0, 1], got {number}")
     if not rewards.shape == values.shape == mask.shape:
         raise ValueError(
             "rewards, values and mask must have one shape (B, T), got "
@@ -205,9 +177,9 @@ class TokenAdvantages:
     """What PPO trains on, (B, T) each.
 
     Args:
-        advantages: Of the policy; 0 outside of `mask`.
-        returns: The critic's targets R_t = A_t + V_t, with A_t as it was before whitening; 0 outside of `mask`.
-        mask: Tokens of the policy in completions that have a reward.
+        advantages: A_t for the policy, whitened if asked; 0 outside of `mask`.
+        returns: The critic's targets R_t = A_t + V_t, with A_t before whitening; 0 outside of `mask`.
+        mask: 1 for the policy's tokens in completions that have a reward.
     """
 
     advantages: Tensor
@@ -223,7 +195,7 @@ def token_advantages(
     lam: float = 1.0,
     *,
     whitened: bool = True,
-    reduce: Reduce | None = None,
+    reduce: Reduce = lambda tensor: tensor,
 ) -> TokenAdvantages:
     """PPO's advantages (arXiv 1707.06347): GAE from a reward at the last token, whitened over the global batch.
 
@@ -231,13 +203,13 @@ def token_advantages(
         rewards: (B,) of this process's completions, NaN where one could not be scored.
         values: (B, T), the critic's values before each token.
         mask: (B, T), 1 for the tokens of the policy.
-        gamma: Discount γ.
-        lam: GAE's λ.
+        gamma: Discount γ, in [0, 1].
+        lam: GAE's λ, in [0, 1].
         whitened: Whether the advantages get mean 0 and variance 1 over the tokens of all processes.
         reduce: Sums a tensor over processes.
 
     Raises:
-        ValueError: As `gae`.
+        ValueError: If the shapes differ.
     """
     mask = mask.bool() & ~rewards.isnan().unsqueeze(1)
     advantages, returns = gae(terminal_rewards(rewards, mask), values, mask, gamma, lam)
@@ -246,7 +218,7 @@ def token_advantages(
     return TokenAdvantages(advantages, returns, mask)
 
 
-#: By name. "group" is TRL's own (GRPO; with other settings of TRL it is Dr.GRPO and GSPO), which is left as it is.
+#: The estimators by name. "group" leaves TRL's own: GRPO, or with other settings of TRL Dr.GRPO and GSPO.
 ESTIMATORS: dict[str, Estimator] = {
     "group": Estimator(needs_group=True),
     "reinforce_plus_plus": Estimator(reinforce_plus_plus),

@@ -1,4 +1,4 @@
-"""A model of values: the backbone of a language model below a linear head."""
+"""A value model: the backbone of a language model with a linear head."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from troll.trl.seam import disable_dropout_in_model
+from troll.trl.checks import disable_dropout
 
 
 class ValueHead(nn.Linear):
-    """A linear layer to one value, in float32 also where the rest of the model computes in bf16.
+    """A linear layer to one value, in float32 even where the rest of the model computes in bf16.
 
     The 8 bits of bf16 would round values, and with them all temporal differences, by 0.4 %.
     """
@@ -30,16 +30,16 @@ class ValueHead(nn.Linear):
         super().__init__(hidden_size, 1, dtype=torch.float32)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(..., hidden_size) to (..., 1) in float32."""
+        """Maps hidden states (..., hidden_size) to values (..., 1) in float32."""
         with torch.autocast(hidden.device.type, enabled=False):
             return nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())
 
     def reset_parameters(self) -> None:
-        """Zeros, so that values start at 0.
+        """Sets all weights to zero, so that values start at 0.
 
         Then the first advantages are the rewards themselves and the first updates REINFORCE's; a random head would add
-        the noise of a random function of the text. The head's own gradient is that of a linear regression, so it
-        leaves zero at the first step, and the backbone learns from the second on.
+        the noise of a random function of the text. The head's own gradient is that of a linear regression, so the head
+        leaves zero at the first step, and the backbone learns from the second step on.
         """
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
@@ -51,17 +51,17 @@ def value_model(
     model_init_kwargs: dict[str, Any] | None = None,
     gradient_checkpointing: bool = False,
 ) -> nn.Module:
-    """A model of values: the backbone of a language model, without dropout, below a `ValueHead`.
+    """Builds a value model: the backbone of a language model, without dropout, with a `ValueHead`.
 
-    Dropout is off since the critic's values at the rollout are compared with those in the update.
+    Dropout is off because the critic's values at the rollout are compared with those in the update.
 
     Args:
-        model: Name or folder of a language model; or a model, whose configuration is used and whose backbone's weights
-            are copied (without an adapter, if it has one).
-        peft_config: The policy's. The backbone then gets an adapter of that shape and stays frozen otherwise; the head
-            is trained whole.
-        model_init_kwargs: Arguments of ``from_pretrained``, where `model` is a name. `dtype` is float32 by default.
-        gradient_checkpointing: Whether layers are computed again in the backward pass.
+        model: Name or folder of a language model; or a model, whose configuration and backbone weights are copied
+            (without its adapter, if it has one).
+        peft_config: The policy's LoRA configuration. The backbone then gets an adapter of that shape and stays frozen
+            otherwise; the head is trained whole. None trains all weights.
+        model_init_kwargs: Arguments of `from_pretrained`, where `model` is a name. `dtype` is float32 by default.
+        gradient_checkpointing: Whether layers are computed again in the backward pass, which saves memory.
 
     Raises:
         ValueError: If transformers has no token classifier for the architecture, or the adapter is not LoRA.
@@ -76,9 +76,9 @@ def value_model(
             f"{type(critic).__name__} lacks: name a critic of another family with the same vocabulary"
         )
     critic.score = ValueHead(critic.score.in_features)
-    disable_dropout_in_model(critic)
+    disable_dropout(critic)
     if gradient_checkpointing:
-        # Before transformers 5.23, which deprecates the older name, there is no other.
+        # Before transformers 5.23, which deprecates it, there is only the older name.
         enable = getattr(critic, "activation_checkpointing_enable", None) or critic.gradient_checkpointing_enable
         enable({"use_reentrant": False})  # a reentrant one would lose the gradient where the embedding is frozen
     return critic if peft_config is None else get_peft_model(critic, _adapter_of_critic(peft_config))
@@ -114,9 +114,6 @@ def _value_config(config: PreTrainedConfig) -> PreTrainedConfig:
         )
     config.num_labels = 1
     config.use_cache = False
-    for name, value in vars(config).items():
-        if "drop" in name and isinstance(value, float):
-            setattr(config, name, 0.0)
     return config
 
 

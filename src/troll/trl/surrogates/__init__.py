@@ -1,16 +1,14 @@
-"""The surrogate: what keeps an update near the old policy. TROLL's projection, and its rivals.
+"""Surrogates, which keep an update near the old policy: TROLL's projection and its rivals.
 
 To add one, write a function from `ScoredTokens` to `Terms` and register it in `SURROGATES`.
 """
 
 from __future__ import annotations
 
-from troll.trl.surrogates.divergences import kl_penalty, regression, troll
-from troll.trl.surrogates.masks import dppo_kl, dppo_tv, ipo
-from troll.trl.surrogates.ratios import drpo, gmpo
-from troll.trl.surrogates.terms import ScoredTokens, Settings, Surrogate, Terms
+from troll.trl.surrogates.formulas import dppo_kl, dppo_tv, drpo, gmpo, ipo, kl_penalty, regression, troll
+from troll.trl.surrogates.terms import ScoredTokens, Surrogate, Terms
 
-__all__ = ["SURROGATES", "ScoredTokens", "Settings", "Surrogate", "Terms"]
+__all__ = ["SURROGATES", "ScoredTokens", "Surrogate", "Terms"]
 
 _OUTCOMES = ("tail", "support_top_k", "mass_threshold")
 _TROLL_SETTINGS = (

@@ -1,8 +1,8 @@
-"""How ε (`kl_bound`) varies over training, fixed, annealed or adaptive; and, in `per_token`, over a batch.
+"""How ε (`kl_bound`) varies over training: fixed, annealed or adaptive; and, in `per_token`, over a batch.
 
-A `Bound` is asked for its `value` and told, after every optimiser step, what the trust region did. It is plain Python:
-fed the same numbers it is the same on every process, and its state is JSON. To add a kind, write a class and name it in
-`BOUNDS`.
+A `Bound` has a `value`, and `update` tells it after every optimiser step what the trust region did. It is plain Python:
+the same numbers give the same bound on every process, and its state is JSON. To add a kind, write a class and name it
+in `BOUNDS`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ def make_bound(name: str, kl_bound: float, *, total_steps: int | None = None, **
     """Makes the bound that is registered under a name.
 
     Args:
-        name: A key of `BOUNDS`.
+        name: `fixed`, `linear`, `cosine`, `hold_projected_fraction` or `hold_kl`.
         kl_bound: ε at the start, above 0, in nats.
-        total_steps: Optimiser steps of the whole training, where known.
-        **options: The keywords of that class: ``end``, ``steps`` for the schedules; ``target``, ``rate``,
-            ``smoothing``, ``minimum``, ``maximum`` for the controllers.
+        total_steps: Optimiser steps of the whole training, if known.
+        **options: Numbers: `end` and `steps` for `linear` and `cosine`; `target`, `rate`, `smoothing`, `minimum` and
+            `maximum` for the two controllers, `hold_projected_fraction` and `hold_kl`.
+
+    Returns:
+        The bound, whose `value` is `kl_bound` before the first step.
 
     Raises:
         ValueError: On an unknown name, an unknown or missing option, or a value out of its range.

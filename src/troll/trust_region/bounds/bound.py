@@ -1,4 +1,4 @@
-"""What every bound is: ε over training, one number at a time."""
+"""The interface of all bounds: ε over training, one number at a time."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-State = dict[str, float | int | str]
-
 
 @dataclass(frozen=True)
 class BoundStatistics:
     """What the trust region did in one optimiser step, over the tokens of all its micro-batches and processes.
 
     Attributes:
-        projected_fraction: How many of the tokens were projected, in [0, 1].
+        projected_fraction: The fraction of tokens that were projected, in [0, 1].
         kl: KL(p̃ ‖ p) before the projection, the mean over tokens, in nats.
 
     Raises:
@@ -34,12 +32,14 @@ class BoundStatistics:
 
 
 class Bound(ABC):
-    """ε as training goes on. Make one with `make_bound`.
+    """ε over training, one number at a time. [make_bound][troll.make_bound] makes one.
 
-    A subclass takes ``kl_bound`` and ``total_steps``, and its options as keywords, which `make_bound` checks.
+    A subclass takes `kl_bound` and `total_steps`, and its options as keywords, which `make_bound` checks.
     """
 
     kind: ClassVar[str]
+    #: The numbers that change during training: their names in a state, which are attributes after an underscore.
+    _changing: ClassVar[tuple[str, ...]] = ()
 
     @property
     @abstractmethod
@@ -48,32 +48,33 @@ class Bound(ABC):
 
     @abstractmethod
     def update(self, step: int, statistics: BoundStatistics) -> None:
-        """To be called after every optimiser step, with the number of steps made and what that step measured."""
+        """Adapts ε; call it after every optimiser step, with the same numbers on all processes.
 
-    @abstractmethod
-    def _state(self) -> dict[str, float | int]:
-        """What changes as training goes on."""
+        Args:
+            step: How many steps have been made, this one included.
+            statistics: What the trust region did in it.
+        """
 
-    @abstractmethod
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `_state` returned."""
-
-    def state_dict(self) -> State:
-        """What a checkpoint needs to resume exactly; survives JSON bit for bit."""
-        return {"kind": self.kind, **self._state()}
+    def state_dict(self) -> dict[str, float | int | str]:
+        """The state that a checkpoint needs to resume exactly; it survives JSON bit for bit."""
+        return {"kind": self.kind} | {name: getattr(self, f"_{name}") for name in self._changing}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over the state of a bound of the same kind. Options are not part of it: this bound's own hold.
+        """Takes over the state of a bound of the same kind, but not its options.
+
+        Args:
+            state: From `state_dict`.
 
         Raises:
-            ValueError: On the state of another kind of bound, or one that lacks something.
+            ValueError: If the state is of another kind of bound, or is incomplete.
         """
         if state.get("kind") != self.kind:
             raise ValueError(f"state must be that of a {self.kind!r} bound, got {state.get('kind')!r}")
         expected = self.state_dict().keys()
         if state.keys() != expected:
             raise ValueError(f"state must hold {', '.join(expected)}, got {', '.join(state)}")
-        self._restore(state)
+        for name in self._changing:
+            setattr(self, f"_{name}", state[name])
 
 
 def positive(name: str, value: float) -> float:

@@ -1,4 +1,4 @@
-"""Bounds that adapt: controllers, which hold something that is measured at a target."""
+"""Bounds that adapt: controllers, which hold a measured quantity at a target."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from troll.trust_region.bounds.bound import Bound, BoundStatistics, positive
 
-#: Within these the projection meets ε in float32, so a controller stays there unless told otherwise.
+#: The range of ε that the projection meets in float32, and a controller's default limits.
 CONTROLLED_RANGE = (1e-3, 1.0)
 
 
@@ -20,27 +20,28 @@ class Controller(Bound):
 
         log ε  ←  log ε ± rate · clamp(m̄ / target − 1, −1, 1),
 
-    and ε is kept within [minimum, maximum]. The sign is + where a larger ε makes m smaller. The error is linear in m̄
+    and ε is kept within [minimum, maximum]. The sign is + if a larger ε makes m smaller. The error is linear in m̄
     because m is small after some updates of a rollout and large after others (0 at the first, where the policies are
-    equal): it is their mean that is to be at the target. Where m̄ answers to log ε with slope g relative to the target,
-    the loop is stable for ``rate · g < 2 (1 + smoothing)/(1 − smoothing)``, 38 by default, if m answers at once; if it
-    answers d steps late, roughly for ``rate · g · (d + 1/(1 − smoothing)) < 1``.
+    equal): their mean has to meet the target. If m̄ responds to log ε with slope g relative to the target, the loop is
+    stable for `rate · g < 2 (1 + smoothing)/(1 − smoothing)`, 38 by default, if m responds at once; if it responds d
+    steps late, roughly for `rate · g · (d + 1/(1 − smoothing)) < 1`.
 
     Args:
-        kl_bound: ε at the start, within [minimum, maximum].
-        total_steps: Not used.
-        target: What m̄ is to be.
-        rate: Above 0; no step changes ε by more than a factor of e^rate.
+        kl_bound: ε at the start, within [minimum, maximum], in nats.
+        total_steps: Not used; all bounds take it.
+        target: The value that m̄ has to meet: a fraction below 1, or a KL in nats.
+        rate: The gain, above 0: no step changes ε by more than a factor of e^rate.
         smoothing: Weight of the past in the running mean, in [0, 1): it goes back about 1/(1 − smoothing) steps, which
             should be no fewer than the updates per rollout.
         minimum: The smallest ε, above 0.
-        maximum: The largest, finite.
+        maximum: The largest ε, finite.
 
     Raises:
-        ValueError: On values out of these ranges.
+        ValueError: If a value is out of its range.
     """
 
-    #: +1 where a larger ε makes the measurement smaller.
+    _changing = ("value", "measured", "weight")
+    #: +1 if a larger ε makes the measurement smaller, else −1.
     _sign: ClassVar[int]
     _largest_target: ClassVar[float]
 
@@ -72,31 +73,29 @@ class Controller(Bound):
     @staticmethod
     @abstractmethod
     def _measurement(statistics: BoundStatistics) -> float:
-        """The quantity that is held."""
+        """The quantity that is held at the target."""
 
     @property
     def value(self) -> float:
-        """ε, within [minimum, maximum]."""
+        """ε now, within [minimum, maximum], in nats."""
         return self._value
 
     def update(self, step: int, statistics: BoundStatistics) -> None:
-        """Moves ε towards where the measurement meets its target."""
+        """Moves ε so that the measurement approaches its target."""
         self._measured = self._smoothing * self._measured + (1 - self._smoothing) * self._measurement(statistics)
         self._weight = self._smoothing * self._weight + (1 - self._smoothing)
         error = min(max(self._measured / self._weight / self._target - 1, -1.0), 1.0)
         # The integral is ε itself, so a limit stops it: nothing winds up behind it.
         self._value = _clamped(self._value * math.exp(self._sign * self._rate * error), self._limits)
 
-    def _state(self) -> dict[str, float | int]:
-        return {"value": self._value, "measured": self._measured, "weight": self._weight}
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        self._value = _clamped(float(state["value"]), self._limits)
-        self._measured, self._weight = float(state["measured"]), float(state["weight"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over the state of a bound of the same kind, but not its options; ε is kept within this one's limits."""
+        super().load_state_dict(state)
+        self._value = _clamped(self._value, self._limits)
 
 
 class HoldProjectedFraction(Controller):
-    """Raises ε where more than `target` of the tokens are projected, lowers it where fewer are; see the parent."""
+    """Holds the fraction of projected tokens at `target`: raises ε while it is larger. See `Controller`."""
 
     kind = "hold_projected_fraction"
     _sign = 1
@@ -108,10 +107,10 @@ class HoldProjectedFraction(Controller):
 
 
 class HoldKL(Controller):
-    """Lowers ε where the network's mean KL(p̃ ‖ p) is above `target`, raises it where it is below; see the parent.
+    """Holds the network's mean KL(p̃ ‖ p) at `target`, in nats: lowers ε while it is larger. See `Controller`.
 
-    ε bounds q, and the network only follows it: mean KLs beyond what it does by itself are out of reach, and ε then
-    ends at a limit.
+    ε bounds q, and the network only follows q: a mean KL above what the network reaches without a bound is out of
+    reach, and ε then ends at a limit.
     """
 
     kind = "hold_kl"

@@ -1,7 +1,7 @@
 """How ε (`kl_bound`) varies over the tokens of a batch.
 
-Both functions turn a bound into a tensor of bounds that `project` and `trust_region_step` take as `kl_bound`. They
-apply to each other's results, and to the `value` of any bound.
+Both functions turn a bound into a tensor of bounds that `project` and `trust_region_step` take as `kl_bound`. Each
+accepts the other's result, and the `value` of any bound.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ def entropy_scaled(
     exponent: float = 1.0,
     limits: tuple[float, float] = (0.1, 10.0),
 ) -> Tensor:
-    """Per-token bounds ``ε_t = ε · clamp((H_t/H̄)^exponent, limits)``: wider where the old policy is undecided.
+    """Per-token bounds `ε_t = ε · clamp((H_t/H̄)^exponent, limits)`: wider where the old policy is undecided.
 
     Args:
-        kl_bound: ε; a float, or a tensor that broadcasts with the entropies.
-        entropy: H_t ≥ 0 of the **old** policy, (...); of the new one, a token could widen its own bound. NaN (a token
-            outside the mask) leaves ε as it is.
-        reference_entropy: H̄ ≥ 0, a typical H_t, such as the mean over the batch's tokens and processes. A float, or a
+        kl_bound: ε in nats; a float, or a tensor that broadcasts with the entropies.
+        entropy: H_t ≥ 0 of the **old** policy, (...), in nats. With the new policy's entropy, a token could widen its
+            own bound. NaN (a token outside the mask) leaves ε as it is.
+        reference_entropy: H̄ ≥ 0, a typical H_t, such as the mean over the batch's tokens and processes: a float, or a
             tensor that broadcasts. Where H_t and H̄ are both 0, ε stays as it is.
-        exponent: Finite; 0 switches the scaling off, below 0 narrows the bound where the policy is undecided.
-        limits: Of the factor, ``0 < lower ≤ upper < inf``.
+        exponent: The power of the ratio H_t/H̄, finite: 0 switches the scaling off, and an exponent below 0 narrows the
+            bound where the policy is undecided.
+        limits: The smallest and the largest factor, `0 < lower ≤ upper < inf`.
 
     Returns:
-        (...), as broadcast.
+        The bounds in nats, in the shape to which the arguments broadcast.
 
     Raises:
-        ValueError: On a value out of its range.
+        ValueError: If a value is out of its range.
     """
     if not math.isfinite(exponent):
         raise ValueError(f"exponent must be finite, got {exponent}")
@@ -55,17 +56,20 @@ def entropy_scaled(
 
 
 def by_advantage(kl_bound: float | Tensor, advantages: Tensor, *, negative_kl_bound_ratio: float) -> Tensor:
-    """Per-token bounds: ε where the advantage is not negative, ``negative_kl_bound_ratio · ε`` where it is.
+    """Per-token bounds: ε, and `negative_kl_bound_ratio · ε` where the advantage is negative.
 
-    A ratio below 1 holds on to what was sampled and did badly more tightly than to what did well.
+    A ratio below 1 keeps tokens that did badly closer to the old policy than tokens that did well.
 
     Args:
-        kl_bound: ε; a float, or a tensor that broadcasts with the advantages.
-        advantages: Broadcast to the token positions: (B, T), (N,), or (B, 1) for one per sequence.
-        negative_kl_bound_ratio: Above 0 and finite.
+        kl_bound: ε in nats; a float, or a tensor that broadcasts with the advantages.
+        advantages: The tokens' advantages, (B, T) or (N,); or (B, 1), one for each sequence.
+        negative_kl_bound_ratio: The factor of ε where the advantage is negative; above 0 and finite.
+
+    Returns:
+        The bounds in nats, in the shape to which the arguments broadcast.
 
     Raises:
-        ValueError: On a ratio out of its range.
+        ValueError: If the ratio is out of its range.
     """
     ratio = positive("negative_kl_bound_ratio", negative_kl_bound_ratio)
     return kl_bound * torch.ones_like(as_float(advantages)).masked_fill(advantages < 0, ratio)

@@ -1,17 +1,15 @@
-"""Bounds that do not look at what the trust region does: fixed and annealed ones."""
+"""Bounds that do not depend on what the trust region does: fixed and annealed ones."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any
 
 from troll.trust_region.bounds.bound import Bound, BoundStatistics, positive
 
 
 class Fixed(Bound):
-    """``kl_bound``, always."""
+    """Keeps ε at `kl_bound`."""
 
     kind = "fixed"
 
@@ -20,31 +18,27 @@ class Fixed(Bound):
 
     @property
     def value(self) -> float:
-        """``kl_bound``."""
+        """ε in nats, always the same."""
         return self._kl_bound
 
     def update(self, step: int, statistics: BoundStatistics) -> None:
         """Changes nothing."""
 
-    def _state(self) -> dict[str, float | int]:
-        return {}
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        pass
-
 
 class Schedule(Bound):
-    """From ``kl_bound`` to `end` over the first `steps` optimiser steps, and `end` from there on.
+    """Moves ε from `kl_bound` to `end` over the first `steps` optimiser steps, and keeps it there.
 
     Args:
-        kl_bound: ε at the start, finite.
+        kl_bound: ε at the start, finite, in nats.
         total_steps: Optimiser steps of the whole training; needed unless `steps` is a number of steps.
-        end: ε at the end, above 0 and finite.
+        end: ε at the end, above 0 and finite, in nats.
         steps: A number of optimiser steps (an integer), a fraction of the training (in (0, 1)), or None for all of it.
 
     Raises:
-        ValueError: On values out of these ranges.
+        ValueError: If a value is out of its range.
     """
+
+    _changing = ("step",)
 
     def __init__(
         self, kl_bound: float, total_steps: int | None = None, *, end: float, steps: float | None = None
@@ -56,27 +50,21 @@ class Schedule(Bound):
     @staticmethod
     @abstractmethod
     def _way(done: float) -> float:
-        """How much of the way from start to end lies behind when `done` of the steps do; [0, 1] to [0, 1]."""
+        """Maps the share of steps made, in [0, 1], to the share of the way from start to end, in [0, 1]."""
 
     @property
     def value(self) -> float:
-        """ε after the steps made so far."""
+        """ε after the steps made so far, in nats."""
         way = self._way(min(self._step / self._steps, 1.0))
         return self._start * (1 - way) + self._end * way
 
     def update(self, step: int, statistics: BoundStatistics) -> None:
-        """Moves on to `step`; what it measured does not matter."""
+        """Moves on to `step`; its statistics are not used."""
         self._step = step
-
-    def _state(self) -> dict[str, float | int]:
-        return {"step": self._step}
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        self._step = int(state["step"])
 
 
 class Linear(Schedule):
-    """In a straight line; see `Schedule`."""
+    """Moves ε in a straight line; see `Schedule`."""
 
     kind = "linear"
 
@@ -86,7 +74,7 @@ class Linear(Schedule):
 
 
 class Cosine(Schedule):
-    """Along half a cosine: slow at both ends; see `Schedule`."""
+    """Moves ε along half a cosine, slowly at both ends; see `Schedule`."""
 
     kind = "cosine"
 
@@ -96,14 +84,13 @@ class Cosine(Schedule):
 
 
 def _duration(steps: float | None, total_steps: int | None) -> float:
-    """Of a schedule, in optimiser steps."""
+    """The length of a schedule in optimiser steps."""
     if steps is not None and not (isinstance(steps, int) and steps >= 1) and not 0 < steps < 1:
         raise ValueError(f"steps must be an integer of at least 1, a fraction in (0, 1), or None, got {steps}")
     if isinstance(steps, int):
         return steps
     if total_steps is None or total_steps < 1:
         raise ValueError(
-            f"total_steps must be at least 1 where steps is {'None' if steps is None else 'a fraction'}, "
-            f"got {total_steps}"
+            f"total_steps must be at least 1 if steps is {'None' if steps is None else 'a fraction'}, got {total_steps}"
         )
     return total_steps * (1.0 if steps is None else steps)

@@ -1,4 +1,4 @@
-"""Any policy on a support: the new one on the old one's outcomes, a student on a teacher's."""
+"""A policy on a given support: the new policy on the old one's outcomes, a student on its teacher's."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Outcomes:
 
     Attributes:
         token_ids: (..., K) int64; −1 in unused slots.
-        logits: (..., K), of these tokens; −inf in unused slots.
+        logits: (..., K), these tokens' logits; −inf in unused slots.
         tail_logit: (...), log-sum-exp of all other logits; −inf where there are none.
-        vocab_size: V.
-        tail_entropy: (...), the entropy of all others among themselves, in nats; None unless it was asked for.
+        vocab_size: V, the tokens in the vocabulary.
+        tail_entropy: (...), the entropy of all other tokens among themselves, in nats; None unless it was asked for.
     """
 
     token_ids: Tensor
@@ -38,12 +38,12 @@ class Outcomes:
 
     @property
     def used(self) -> Tensor:
-        """Which slots hold a token, (..., K) bool."""
+        """(..., K) bool, true in slots that hold a token."""
         return self.token_ids >= 0
 
     @property
     def outcomes(self) -> Tensor:
-        """Log-probabilities of all K + 1 outcomes, the tail last, (..., K + 1); NaN for what is no distribution."""
+        """Log-probabilities of all K + 1 outcomes, the tail last, (..., K + 1); NaN where the logits are none."""
         return torch.log_softmax(torch.cat([self.logits, self.tail_logit.unsqueeze(-1)], -1), -1)
 
     @property
@@ -66,7 +66,7 @@ class Outcomes:
 
 
 def present_outcomes(first: Outcomes | SparsePolicy, second: Outcomes | SparsePolicy) -> Tensor:
-    """On which outcomes two policies are compared, (..., K + 1) bool: not on unused slots, nor on a tail of no mass.
+    """(..., K + 1) bool: the outcomes on which two policies are compared, without unused slots and a tail of no mass.
 
     Raises:
         ValueError: If the two do not share one support.
@@ -82,14 +82,14 @@ def present_outcomes(first: Outcomes | SparsePolicy, second: Outcomes | SparsePo
 def sparse_kl(new: Outcomes | SparsePolicy, old: Outcomes | SparsePolicy) -> Tensor:
     """KL(new ‖ old) on common outcomes, the tail one of them, (...), in nats; differentiable in both.
 
-    A lower bound of the divergence over the vocabulary, short of it by ``new(tail) · KL(new(·|tail) ‖ old(·|tail))``.
-    Nothing is floored: where `old` has no mass and `new` has some it is inf. For distillation from a teacher's largest
-    log-probabilities, read the student on the teacher's tokens; ``sparse_kl(teacher, student)`` is then the forward
-    divergence, and ``sparse_kl(student, teacher)`` the reverse one.
+    It is a lower bound of the divergence over the vocabulary, and lacks `new(tail) · KL(new(·|tail) ‖ old(·|tail))`.
+    Nothing is floored: it is inf where `new` has mass and `old` has none. For distillation from a teacher's largest
+    log-probabilities, read the student on the teacher's tokens: `sparse_kl(teacher, student)` is then the forward
+    divergence, and `sparse_kl(student, teacher)` the reverse one.
 
     Args:
-        new: The policy whose mean is taken, (...).
-        old: The other, on the same tokens.
+        new: The policy under which the mean is taken, (...).
+        old: The other policy, on the same tokens.
 
     Raises:
         ValueError: If the two do not share one support.
@@ -107,9 +107,15 @@ def sparse_kl(new: Outcomes | SparsePolicy, old: Outcomes | SparsePolicy) -> Ten
 
 
 def sparse_entropy(policy: Outcomes | SparsePolicy) -> Tensor:
-    """Entropy over the K + 1 outcomes, (...), in nats.
+    """Entropy over the K + 1 outcomes, in nats.
 
-    A lower bound of the entropy over the vocabulary: the tail counts as one outcome, and what it hides is its mass
-    times the entropy within it, at most ``tail mass · log V``.
+    It is a lower bound of the entropy over the vocabulary: the tail counts as one outcome, and hides its mass times the
+    entropy within it, at most `tail mass · log V`.
+
+    Args:
+        policy: At token positions (...).
+
+    Returns:
+        (...), at least 0 up to rounding; differentiable where the policy is.
     """
     return entropy_of(as_float(policy.outcomes))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from troll.trust_region.policy.sparse import SparsePolicy
+from troll.trust_region.policy.sparse import SparsePolicy, check_alike
 from troll.trust_region.policy.values import shape_text
 
 
@@ -18,24 +18,23 @@ from troll.trust_region.policy.values import shape_text
 class PackedPolicy:
     """A `SparsePolicy` without its unused slots, as a rollout buffer or a network should carry it.
 
-    Make one with `PackedPolicy.of`. Every operation here works on the packed form; ``unpack`` is for the
-    minibatch that an update needs.
+    Make one with `PackedPolicy.of`. All operations work on the packed form; `unpack` is for the minibatch of an update.
 
-    Many buffers shuffle and cut lists of samples. ``unbind`` makes such a list, one policy a sequence, and ``stack``
-    makes a minibatch of any of its entries in any order, without a wait for the device.
+    Many buffers shuffle and cut lists of samples. `unbind` makes such a list, with one policy for each sequence, and
+    `stack` makes a minibatch of any of its entries in any order, without waiting for the device.
 
-    Slots are stored position after position, with the number that each position owns. These counts are kept rather than
-    the offsets that follow from them, because the counts of a part are a part of the counts: a view is a view in all
-    five tensors, and putting parts together needs no arithmetic.
+    Slots are stored position after position, with the number of slots that each position owns. These counts are stored
+    instead of offsets, because the counts of a part are a part of the counts: a view is a view in all five tensors, and
+    joining parts needs no arithmetic.
 
     Attributes:
         token_ids: (S,) int32, the used slots of all positions in order.
-        log_probs: (S,), in nats.
-        counts: (...) int32, how many slots each position owns.
+        log_probs: (S,), the log-probabilities of these tokens, in nats.
+        counts: (...) int32, the number of slots that each position owns.
         tail_log_prob: (...), log of the mass outside the slots.
         slot: (...) int32, which of a position's own slots holds the sampled token.
-        top_k: K of the padded form.
-        vocab_size: V of what was captured.
+        top_k: K, the slots of each position in the padded form.
+        vocab_size: V of the captured source.
         mass_threshold: δ of the capture.
     """
 
@@ -72,7 +71,7 @@ class PackedPolicy:
 
     @property
     def offsets(self) -> Tensor:
-        """(positions + 1,) int64, always from 0: the flattened position i owns slots ``[offsets[i], offsets[i + 1])``.
+        """(positions + 1,) int64, always from 0: the flattened position i owns slots `[offsets[i], offsets[i + 1])`.
 
         Computed from the counts, without a wait for the device.
         """
@@ -87,14 +86,14 @@ class PackedPolicy:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements; of a view, those of its own part."""
+        """Bytes of all elements; a view counts only its own part."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 
     def unpack(self) -> SparsePolicy:
         """The padded policy, bit for bit what was packed, without a wait for the device."""
         slot = torch.arange(self.top_k, device=self.counts.device)
         starts = self.offsets[:-1].view(self.shape).unsqueeze(-1)
-        # One more slot at the end is what all unused ones read.
+        # All unused slots read one more slot at the end.
         slots = torch.where(slot < self.counts.unsqueeze(-1), starts + slot, self.token_ids.numel())
         return SparsePolicy(
             torch.nn.functional.pad(self.token_ids, (0, 1), value=-1)[slots].long(),
@@ -106,7 +105,7 @@ class PackedPolicy:
         )
 
     def to(self, *args: Any, **kwargs: Any) -> PackedPolicy:
-        """Moves devices and casts the log-probabilities, with the arguments of ``torch.Tensor.to``."""
+        """Moves devices and casts the log-probabilities, with the arguments of `torch.Tensor.to`."""
         log_probs = self.log_probs.to(*args, **kwargs)
         device, non_blocking = log_probs.device, kwargs.get("non_blocking", False)
         return dataclasses.replace(
@@ -178,7 +177,7 @@ class PackedPolicy:
 
     @staticmethod
     def stack(policies: Sequence[PackedPolicy]) -> PackedPolicy:
-        """Policies of one shape along a new first dimension: undoes ``unbind``, in any order and for any subset.
+        """Policies of one shape along a new first dimension: undoes `unbind`, in any order and for any subset.
 
         Does not wait for the device: how many slots each policy has is its tensors' shape.
 
@@ -207,7 +206,7 @@ class PackedPolicy:
 
 
 def _joined(policies: Sequence[PackedPolicy], join: Callable[[list[Tensor]], Tensor]) -> PackedPolicy:
-    """Slots one policy after the other; what there is one of for each position, as `join` says."""
+    """Joins policies: slots one policy after the other, and tensors with one entry a position by `join`."""
     positions = {
         name: join([getattr(policy, name) for policy in policies]) for name in ("counts", "tail_log_prob", "slot")
     }
@@ -216,20 +215,10 @@ def _joined(policies: Sequence[PackedPolicy], join: Callable[[list[Tensor]], Ten
 
 
 def _check_same(policies: Sequence[PackedPolicy], shapes: Sequence[Sequence[object]]) -> None:
-    """Raises ValueError that names what differs, unless the policies have one shape and were captured alike."""
-    if not policies:
-        raise ValueError("policies must hold at least one policy, got none")
-    compared: dict[str, Sequence[object]] = {
-        name: [getattr(policy, name) for policy in policies] for name in ("mass_threshold", "vocab_size", "top_k")
-    }
-    compared["dtype"] = [policy.log_probs.dtype for policy in policies]
-    compared["shape"] = [shape_text(shape) for shape in shapes]
-    for name, values in compared.items():
-        distinct = list(dict.fromkeys(values))
-        if len(distinct) > 1:
-            raise ValueError(f"policies must share one {name}, got {', '.join(map(str, distinct))}")
+    """Raises ValueError, naming what differs, unless the policies have one shape and were captured alike."""
+    check_alike(policies, dtype=[policy.log_probs.dtype for policy in policies], shape=list(map(shape_text, shapes)))
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """The tensor, in a storage that holds nothing else."""
+    """The tensor in a storage of its own."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from troll.trust_region.policy.values import shape_text
+from troll.trust_region.policy.values import shape_text, shared
 
 Tail = Literal["bucket", "floor"]
 TAILS: tuple[Tail, ...] = ("bucket", "floor")
@@ -28,7 +28,7 @@ class SparsePolicy:
         log_probs: (..., K) float32 (float64 for float64 logits), in nats; −inf in unused slots.
         tail_log_prob: (...), log of the mass outside the slots; −inf where nothing is outside.
         slot: (...) int64, the slot of the sampled token.
-        vocab_size: V of what it was captured from.
+        vocab_size: V of the captured source.
         mass_threshold: δ with which it was captured.
     """
 
@@ -56,7 +56,7 @@ class SparsePolicy:
 
     @property
     def used(self) -> Tensor:
-        """Which slots hold a token, (..., K) bool."""
+        """(..., K) bool, true in slots that hold a token."""
         return self.token_ids >= 0
 
     @property
@@ -66,10 +66,10 @@ class SparsePolicy:
 
     def view(self, shape: Sequence[int]) -> SparsePolicy:
         """The same positions in another shape."""
-        return self._each(lambda x, slots: x.reshape((*shape, *x.shape[x.dim() - slots :])))
+        return self._each(lambda x: x.reshape((*shape, *x.shape[len(self.shape) :])))
 
     def to(self, *args: Any, **kwargs: Any) -> SparsePolicy:
-        """Moves devices and casts the log-probabilities, with the arguments of ``torch.Tensor.to``."""
+        """Moves devices and casts the log-probabilities, with the arguments of `torch.Tensor.to`."""
         log_probs = self.log_probs.to(*args, **kwargs)
         return dataclasses.replace(
             self,
@@ -82,7 +82,7 @@ class SparsePolicy:
     def __getitem__(self, index: Any) -> SparsePolicy:
         """Indexes the token positions, as a tensor of shape (...) would be."""
         rows = torch.arange(self.shape.numel(), device=self.slot.device).view(self.shape)[index]
-        return self._each(lambda x, slots: x.reshape(-1, *x.shape[x.dim() - slots :])[rows])
+        return self._each(lambda x: x.reshape(-1, *x.shape[len(self.shape) :])[rows])
 
     @staticmethod
     def cat(policies: Sequence[SparsePolicy], dim: int = 0) -> SparsePolicy:
@@ -92,35 +92,47 @@ class SparsePolicy:
             ValueError: If there is nothing to concatenate, the policies were captured differently, or there is no such
                 dimension.
         """
-        captures = {(p.mass_threshold, p.vocab_size, p.top_k) for p in policies}
-        if len(captures) != 1:
-            raise ValueError(f"policies must share mass threshold, vocabulary and K, got {sorted(captures)}")
+        check_alike(policies)
         dims = len(policies[0].shape)
         if not -dims <= dim < dims:
             raise ValueError(f"dim must be a dimension of the token positions, in [{-dims}, {dims}), got {dim}")
-        tensors = {
-            name: torch.cat([getattr(policy, name) for policy in policies], dim % dims) for name in _SLOTS_OF_FIELD
+        tensors: dict[str, Any] = {
+            name: torch.cat([getattr(policy, name) for policy in policies], dim % dims)
+            for name, value in vars(policies[0]).items()
+            if isinstance(value, Tensor)
         }
-        return dataclasses.replace(policies[0], **tensors)  # type: ignore[arg-type]
+        return dataclasses.replace(policies[0], **tensors)
 
     def check_positions(self, shape: Sequence[int]) -> None:
         """Raises ValueError unless the policy holds these token positions."""
         if tuple(self.shape) != tuple(shape):
             raise ValueError(f"old must hold the positions {shape_text(shape)}, got {shape_text(self.shape)}")
 
-    def _each(self, change: Any) -> SparsePolicy:
-        """With every tensor changed; `change` is told how many dimensions of it are slots."""
+    def _each(self, change: Callable[[Tensor], Any]) -> SparsePolicy:
+        """Applies `change` to every tensor; the dimensions after the token positions are slots."""
         return dataclasses.replace(
-            self, **{name: change(getattr(self, name), slots) for name, slots in _SLOTS_OF_FIELD.items()}
+            self, **{name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         )
 
 
-#: The tensors of a policy, and how many of their dimensions are not token positions.
-_SLOTS_OF_FIELD = {"token_ids": 1, "log_probs": 1, "tail_log_prob": 0, "slot": 0}
+def check_alike(policies: Sequence[Any], **others: Sequence[object]) -> None:
+    """Raises ValueError, naming what differs, unless there are policies and all were captured alike.
+
+    Args:
+        policies: Policies of either form.
+        **others: What else must be the same for all, by name: a value for each policy.
+    """
+    if not policies:
+        raise ValueError("policies must hold at least one policy, got none")
+    captures = {
+        name: [getattr(policy, name) for policy in policies] for name in ("mass_threshold", "vocab_size", "top_k")
+    }
+    for name, values in (captures | others).items():
+        shared("policies", name, values)
 
 
 def check_capture(top_k: int, mass_threshold: float) -> None:
-    """Raises ValueError on parameters of a capture that are out of their range."""
+    """Raises ValueError if a parameter of a capture is out of its range."""
     if not isinstance(top_k, int) or top_k < 1:
         raise ValueError(f"top_k must be an integer of at least 1, got {top_k}")
     if not 0 <= mass_threshold < 1:
@@ -128,6 +140,6 @@ def check_capture(top_k: int, mass_threshold: float) -> None:
 
 
 def check_tail(tail: str) -> None:
-    """Raises ValueError unless a tail has this name."""
+    """Raises ValueError if there is no tail of this name."""
     if tail not in TAILS:
         raise ValueError(f"tail must be one of {', '.join(TAILS)}, got {tail!r}")

@@ -11,25 +11,25 @@ from troll.trust_region.kernels import MAX_SELECTED, use_triton
 from troll.trust_region.policy.sparse import SparsePolicy, check_capture
 from troll.trust_region.policy.values import PROBABILITY_FLOOR, as_float, check_integers, check_shape, shape_text
 
-#: The K blocks of so many entries with the largest maxima contain the K largest entries, so only those are sorted.
+#: Entries in a block. The K blocks with the largest maxima contain the K largest entries, so only those are sorted.
 BLOCK = 64
 
-#: An engine's rounding may let its probabilities add up to so much; more, and they are something else.
+#: The largest sum of probabilities that an engine's rounding explains; with more, they are not probabilities.
 LARGEST_TOTAL = 1.01
 
 
 class Top(NamedTuple):
-    """The largest entries of N distributions, and what normalises them."""
+    """The largest entries of N distributions, and the rest of each for normalisation."""
 
     ids: Tensor
     """(N, K) int64, in ascending order; −1 in unused slots, which come last."""
     logits: Tensor
     """(N, K); −inf in unused slots."""
     tail_logits: Tensor
-    """(N, K), what they add to the tail if they are dropped: the same, or a tile's less precise numbers, which is how a
-    step reads what is outside the support."""
+    """(N, K), what these entries add to the tail if they are dropped: `logits`, or a tile's less precise numbers, as a
+    step reads them outside the support."""
     sampled_logit: Tensor
-    """(N,), of the sampled token; −inf is enough where it is one of the K."""
+    """(N,), the sampled token's logit; may be −inf where the token is one of the K."""
     log_rest: Tensor
     """Log-sum-exp of all but the K and the sampled one, (N,); −inf where there is no other."""
 
@@ -65,16 +65,16 @@ def largest(
     log_rest: Tensor,
     k: int,
 ) -> Top:
-    """The k largest of M entries, which with the rest are whole distributions.
+    """The k largest of M entries, which make whole distributions together with the rest.
 
     Args:
         ids: (N, M), in ascending order; −1 in unused entries, which come last.
         logits: (N, M); −inf in unused entries.
-        tail_logits: (N, M), what they add to the rest if they are not among the k.
+        tail_logits: (N, M), what the entries add to the rest if they are not among the k.
         sampled: The sampled tokens, (N,), among the entries or not.
-        sampled_logit: (N,), if it is not among the entries.
-        log_rest: (N, m), of parts of what is neither an entry nor the sampled token.
-        k: At most M.
+        sampled_logit: (N,), the sampled tokens' logits; not read where they are among the entries.
+        log_rest: (N, m), the log-sum-exp of m parts of everything except for the entries and the sampled token.
+        k: The entries to keep, at most M.
     """
     position = top_ids(logits, k).sort(-1).values
     others = tail_logits.scatter(-1, position, -torch.inf).masked_fill(ids == sampled.unsqueeze(-1), -torch.inf)
@@ -84,29 +84,42 @@ def largest(
 
 
 def _sampled_logit(ids: Tensor, logits: Tensor, sampled: Tensor, elsewhere: Tensor) -> Tensor:
-    """Of the sampled tokens, (N,): among the entries (N, M), or elsewhere."""
+    """The sampled tokens' logits, (N,): from the entries (N, M), or from `elsewhere`."""
     among = torch.where(ids == sampled.unsqueeze(-1), logits, -torch.inf).amax(-1)
     return torch.maximum(among, elsewhere)
 
 
-def sorted_entries(ids: Tensor, logits: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Entries in any order, (N, M), as [largest][] takes them; among ascending ids the smaller position wins a tie."""
+def largest_with_sampled(
+    ids: Tensor, logits: Tensor, sampled: Tensor, log_rest: Tensor, vocab_size: int, k: int
+) -> Top:
+    """As `largest`, of entries in any order that the sampled tokens are among; they add to the tail as they are.
+
+    Args:
+        ids: (N, M), different in a row; −1 in unused entries.
+        logits: (N, M); −inf in unused entries.
+        sampled: The sampled tokens, (N,).
+        log_rest: (N, 1), the log-sum-exp of everything except for the entries.
+        vocab_size: V, the tokens in the vocabulary.
+        k: The entries to keep, at most M.
+    """
     ids, order = ids.masked_fill(ids < 0, vocab_size).sort(-1)
-    return ids.masked_fill(ids == vocab_size, -1), logits.gather(-1, order)
+    ids, logits = ids.masked_fill(ids == vocab_size, -1), logits.gather(-1, order)
+    nowhere = torch.full_like(logits[:, 0], -torch.inf)
+    return largest(ids, logits, logits, sampled, nowhere, log_rest, k)
 
 
 def keep(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> SparsePolicy:
-    """The slots of a policy: tokens until they cover ``1 − mass_threshold``, and always the sampled one.
+    """The slots of a policy: tokens until they cover `1 − mass_threshold`, and always the sampled one.
 
     Args:
-        top: Of N distributions.
+        top: The largest entries of N distributions.
         sampled: The sampled tokens, (N,).
-        vocab_size: V.
-        mass_threshold: δ; 0 keeps all.
+        vocab_size: V, the tokens in the vocabulary.
+        mass_threshold: δ in [0, 1); 0 keeps all entries.
 
     Returns:
         The policies, (N,). A row that is no distribution, or whose sampled token is outside the vocabulary, has NaN in
-        its used slots and in its tail; in the latter case token 0 stands for the sampled one.
+        its used slots and in its tail; in the latter case token 0 replaces the sampled one.
     """
     if use_triton(top.logits, top.logits.shape[-1], MAX_SELECTED):
         from troll.trust_region.policy import top_triton
@@ -142,7 +155,7 @@ def _slots(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) ->
 
     ids = torch.where(takes_last, sampled, ids.masked_fill(~used, -1))
     logits = torch.where(takes_last, sampled_logit, logits.masked_fill(~used, -torch.inf))
-    # As a step normalises what it reads, so that equal policies are equal to the last digit.
+    # Normalised as a step normalises what it reads, so that equal policies are equal to the last digit.
     outcomes = torch.log_softmax(torch.cat([logits, tail], -1), -1)
     log_probs = outcomes[..., :-1].masked_fill(ids < 0, -torch.inf)
     return ids, log_probs, outcomes[..., -1], (ids == sampled).to(torch.uint8).argmax(-1)
@@ -159,25 +172,25 @@ def capture_top(
     top_k: int = 64,
     mass_threshold: float = 1e-5,
 ) -> SparsePolicy:
-    """The old policy as an inference engine reports it, by its largest log-probabilities, without gradient.
+    """Makes the old policy from an inference engine's largest log-probabilities, without gradient.
 
-    The same policy as `capture` of the logits behind the numbers. The tail is what they leave of 1, since an engine
-    says no more of it: at least 1e-12, so that rounding never makes it impossible, and absent where the entries are the
-    whole vocabulary. Entries that rounding lets exceed 1 are renormalised.
+    It is the policy that `capture` would make from the logits behind the numbers. The tail is the rest of 1, since an
+    engine says no more about it: at least 1e-12, so that rounding never makes it impossible, and absent if the entries
+    are the whole vocabulary. Entries whose sum exceeds 1 by rounding are renormalised.
 
     Args:
         token_ids: (..., M) integers in [0, V), different in a row and in any order; −1 in unused entries.
-        log_probs: (..., M), in nats, of the distribution that was sampled from: at its temperature, and not truncated.
-            What unused entries hold does not matter.
+        log_probs: Their log-probabilities, (..., M), in nats, under the distribution that was sampled from: at its
+            temperature, and not truncated. Unused entries may hold anything.
         sampled_ids: The sampled tokens, (...); they may be among the entries or not.
-        sampled_log_probs: Their log-probabilities, (...). Where a token is among the entries, that one counts.
-        vocab_size: V.
-        top_k: K, at least 1: entries beyond the K largest count for the tail only.
-        mass_threshold: δ in [0, 1); see `capture`.
+        sampled_log_probs: Their log-probabilities, (...), in nats. If a token is among the entries, its entry counts.
+        vocab_size: V, the tokens in the vocabulary.
+        top_k: K, at least 1: entries beyond the K largest count only for the tail.
+        mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
 
     Raises:
-        ValueError: On wrong shapes or dtypes, ids outside the vocabulary, a token that is there twice, parameters
-            out of their range, or entries that hold more than 1.01 in all, which are no log-probabilities.
+        ValueError: If shapes or dtypes are wrong, ids are outside the vocabulary, a token occurs twice, parameters are
+            out of their range, or the entries add up to more than 1.01, so that they are no log-probabilities.
     """
     _check_entries(token_ids, log_probs, sampled_ids, sampled_log_probs, vocab_size)
     check_capture(top_k, mass_threshold)
@@ -197,10 +210,8 @@ def capture_top(
     left = (-torch.expm1(covered)).clamp(min=PROBABILITY_FLOOR).log().to(z.dtype)
     left = left.masked_fill(used.sum(-1, keepdim=True) == vocab_size, -torch.inf)
 
-    ids, z = sorted_entries(ids, z, vocab_size)
     k = min(top_k, vocab_size)
-    nowhere = torch.full_like(z[:, 0], -torch.inf)
-    top = largest(ids, z, z, sampled.squeeze(-1), nowhere, left, min(k, entries + 1))
+    top = largest_with_sampled(ids, z, sampled.squeeze(-1), left, vocab_size, min(k, entries + 1))
     empty = (0, k - top.ids.shape[-1])
     logits = torch.nn.functional.pad(top.logits, empty, value=-torch.inf)
     top = top._replace(ids=torch.nn.functional.pad(top.ids, empty, value=-1), logits=logits, tail_logits=logits)
@@ -221,18 +232,16 @@ def _check_entries(
             expected = shape_text((*sampled_ids.shape, "M"))
             raise ValueError(f"{name} must be {expected}, with one M of at least 1, got {shape_text(tensor.shape)}")
     check_tokens_in("sampled_ids", sampled_ids, vocab_size)
-    outside = (token_ids < -1) | (token_ids >= vocab_size)
-    if bool(outside.any()):
-        got = token_ids[outside][0].item()
-        raise ValueError(f"token_ids must be in [0, {vocab_size}), or -1 if unused, got {got}")
+    check_tokens_in("token_ids", token_ids, vocab_size, or_unused=True)
     ordered = token_ids.sort(-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     if bool(twice.any()):
         raise ValueError(f"token_ids must differ in a row, got {ordered[..., 1:][twice][0].item()} twice")
 
 
-def check_tokens_in(name: str, token_ids: Tensor, vocab_size: int) -> None:
-    """Raises ValueError unless all ids are in [0, vocab_size)."""
-    outside = (token_ids < 0) | (token_ids >= vocab_size)
+def check_tokens_in(name: str, token_ids: Tensor, vocab_size: int, *, or_unused: bool = False) -> None:
+    """Raises ValueError unless all ids are in [0, vocab_size), or −1 where slots may be unused."""
+    outside = (token_ids < -int(or_unused)) | (token_ids >= vocab_size)
     if bool(outside.any()):
-        raise ValueError(f"{name} must be in [0, {vocab_size}), got {token_ids[outside][0].item()}")
+        takes = f"[0, {vocab_size}), or -1 if unused" if or_unused else f"[0, {vocab_size})"
+        raise ValueError(f"{name} must be in {takes}, got {token_ids[outside][0].item()}")

@@ -19,7 +19,7 @@ from troll.trust_region.policy.values_triton import (
     sortable,
 )
 
-#: Entries that all others are compared with at once.
+#: Entries with which all others are compared at once.
 COMPARED = 4
 
 
@@ -31,8 +31,8 @@ def slots(
     Args:
         top: The fields of `top.Top`, of N distributions in float32.
         sampled: The sampled tokens, (N,) int64.
-        vocab_size: V.
-        mass_threshold: δ; 0 keeps all.
+        vocab_size: V, the tokens in the vocabulary.
+        mass_threshold: δ in [0, 1); 0 keeps all entries.
 
     Returns:
         Ids and log-probabilities (N, K), the tail's (N,), and the slot of the sampled token (N,), int64.
@@ -141,7 +141,7 @@ def _slots_kernel(
 
     token = tl.where(takes_last, wanted, tl.where(used, token, -1))
     z = tl.where(takes_last, wanted_z, tl.where(used, z, float("-inf")))
-    # As a step normalises what it reads, so that equal policies are equal to the last digit.
+    # Normalised as a step normalises what it reads, so that equal policies are equal to the last digit.
     total = nan_unless_finite(log_sum_exp(tl.where(lane == k, tail, z)))
     tl.store(kept_ids + first + lane, token, mask=inside)
     tl.store(kept_log_probs + first + lane, tl.where(token >= 0, z - total, float("-inf")), mask=inside)

@@ -1,12 +1,15 @@
-"""Numbers of distributions: precision, floors, divergences; and how arguments are checked and named in errors."""
+"""Distributions as numbers: precision, floors and divergences; and checks of arguments with errors that name them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 #: Smaller probabilities are raised to this before a projection, and the distribution renormalised.
 PROBABILITY_FLOOR = 1e-12
@@ -14,17 +17,17 @@ LOG_FLOOR = math.log(PROBABILITY_FLOOR)
 
 
 def as_float(tensor: Tensor) -> Tensor:
-    """Float64 stays what it is; everything else is computed in float32."""
+    """Converts a tensor to float32, unless it is float64."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def float_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype numbers of another are computed: see [as_float][]."""
+    """The dtype in which numbers of another dtype are computed: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def log_count(count: Tensor, dtype: torch.dtype) -> Tensor:
-    """The logarithm of integers in a given dtype; torch would give it in float32."""
+    """The logarithm of integers, computed in a given dtype; torch would compute it in float32."""
     return count.to(dtype).log()
 
 
@@ -38,21 +41,21 @@ def floored(log_probs: Tensor, present: Tensor) -> Tensor:
 
 
 def divergence(log_ratio: Tensor, log_p: Tensor) -> Tensor:
-    """KL(q ‖ p) from ``x = log q − log p``, (..., M) to (...), as ``Σ p (x eˣ − expm1 x)``; absent where p = 0.
+    """KL(q ‖ p) from `x = log q − log p`, (..., M) to (...), as `Σ p (x eˣ − expm1 x)`; absent where p = 0.
 
-    No term is negative. The textbook form ``Σ q x`` cancels in float32 where q is close to p.
+    No term is negative. The textbook form `Σ q x` cancels in float32 where q is close to p.
     """
     growth = torch.expm1(log_ratio)
     return (torch.exp(log_p) * (log_ratio * (growth + 1) - growth)).sum(-1)
 
 
 def entropy_of(log_probs: Tensor) -> Tensor:
-    """``−Σ p log p`` over the last dimension, in nats; outcomes of −inf count nothing."""
+    """`−Σ p log p` over the last dimension, in nats; outcomes of −inf add nothing."""
     return -(log_probs.exp() * log_probs.masked_fill(log_probs == -torch.inf, 0.0)).sum(-1)
 
 
 def check_integers(name: str, tensor: Tensor) -> None:
-    """Raises ValueError unless a tensor is of integers."""
+    """Raises ValueError unless a tensor holds integers."""
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise ValueError(f"{name} must be integers, got {tensor.dtype}")
 
@@ -61,6 +64,23 @@ def check_shape(name: str, tensor: Tensor, shape: Sequence[object]) -> None:
     """Raises ValueError unless a tensor has this shape."""
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} must be {shape_text(shape)}, got {shape_text(tensor.shape)}")
+
+
+def shared(owners: str, name: str, values: Sequence[T]) -> T:
+    """The one value that all owners have.
+
+    Args:
+        owners: Whose values they are, for the error: "policies".
+        name: What they are, for the error.
+        values: The value of each owner, at least one.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    distinct = list(dict.fromkeys(values))
+    if len(distinct) > 1:
+        raise ValueError(f"{owners} must share one {name}, got {', '.join(map(str, distinct))}")
+    return distinct[0]
 
 
 def shape_text(shape: Sequence[object]) -> str:

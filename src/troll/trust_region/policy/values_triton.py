@@ -1,4 +1,4 @@
-"""What Triton programs share that hold the K + 1 outcomes of a token in registers: slots first, the tail after them."""
+"""Shared by Triton programs that hold a token's K + 1 outcomes in registers: first the slots, then the tail."""
 
 # Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -8,15 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Outcomes to a warp. A sum within one warp takes no barrier, but more than eight outcomes a thread take so many
+#: Outcomes in a warp. A sum within one warp takes no barrier, but more than eight outcomes a thread take so many
 #: registers that few tokens would be in flight, and 32 would not fit.
 OUTCOMES_A_WARP = 256
 
 
 def launch(outcomes: int) -> dict[str, int]:
-    """Size and warps of a program for one token.
+    """The size and the warps of a program for one token.
 
-    All of these programs have them from here, so that two that add up the same numbers get the same sum.
+    All of these programs take them from here, so that two programs that add the same numbers get the same sum.
     """
     block = triton.next_power_of_2(outcomes)
     return {"BLOCK": block, "num_warps": min(max(block // OUTCOMES_A_WARP, 1), 16)}
@@ -24,7 +24,7 @@ def launch(outcomes: int) -> dict[str, int]:
 
 @triton.jit
 def log_sum_exp(z):
-    """Of a vector; −inf where all are, NaN where one is NaN or +inf."""
+    """The log-sum-exp of a vector: −inf if all entries are, NaN if one is NaN or +inf."""
     maximum = tl.max(z, axis=0)
     center = tl.where(maximum == float("-inf"), 0.0, maximum)
     return center + tl.log(tl.sum(tl.exp(z - center), axis=0))
@@ -32,7 +32,7 @@ def log_sum_exp(z):
 
 @triton.jit
 def log_add_exp(a, b):
-    """Of two numbers, as `log_sum_exp`."""
+    """The log-sum-exp of two numbers, with NaN and infinity as in `log_sum_exp`."""
     maximum = tl.maximum(a, b)
     center = tl.where(maximum == float("-inf"), 0.0, maximum)
     return center + tl.log(tl.exp(a - center) + tl.exp(b - center))
@@ -40,12 +40,12 @@ def log_add_exp(a, b):
 
 @triton.jit
 def nan_unless_finite(x):
-    """A number that makes NaN of all that is normalised with it, where there is no distribution."""
+    """The number, or NaN if it is not finite: then everything that it normalises becomes NaN."""
     return tl.where(tl.abs(x) < float("inf"), x, float("nan"))
 
 
 @triton.jit
 def sortable(z):
-    """Integers that order like float32 numbers; 0 and −0 are equal, and NaN is past all of its sign."""
+    """Integers that order like float32 numbers; 0 and −0 are equal, and NaN is beyond all numbers of its sign."""
     bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

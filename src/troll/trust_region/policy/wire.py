@@ -1,20 +1,18 @@
-"""Old policies as checked records of plain words, one a sequence, for buffers and networks that know only tensors."""
+"""Old policies as records with checksums, one for each sequence, for buffers and networks that carry only tensors."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from troll.trust_region.policy.packed import PackedPolicy
+from troll.trust_region.policy.values import shared
 
-T = TypeVar("T")
-
-#: Words of a record before its counts.
+#: The words of a record that come before its counts.
 HEADER = 10
 
 # "TRL" and the number of the layout. Another layout, or another meaning of a word, takes another number.
@@ -23,22 +21,22 @@ _CHECKSUM_AT = 8
 
 
 class CorruptPolicy(ValueError):
-    """A record is not what `to_records` wrote."""
+    """Raised when a record is not what `to_records` wrote."""
 
 
-def to_records(policy: PackedPolicy, lengths: Sequence[int] | None = None) -> list[Tensor]:
-    """Old policies as one tensor a sequence, which says what it is and notices when it was damaged.
+def to_records(policy: PackedPolicy, lengths: Sequence[int]) -> list[Tensor]:
+    """Writes old policies as one tensor for each sequence, with a header and a checksum.
 
     A record is 40 bytes, 12 for each position and 8 for each slot. In int32 words: format, words in all, positions,
     slots, `top_k`, `vocab_size`, two of `mass_threshold`, two of the checksum; then the count, the bits of the tail's
     log-probability and the sampled token's slot of each position, and the id and the bits of the log-probability of
     each slot.
 
-    The device is waited for once. For a moment there is a second copy of all records, and three int64 for each word.
+    It waits for the device once. For a moment it holds a second copy of all records, and three int64 for each word.
 
     Args:
-        policy: (N,) positions of all sequences one after another; or (B, T), a sequence a row.
-        lengths: Positions of each sequence, which add up to N; None for (B, T).
+        policy: (N,), the positions of all sequences one after another.
+        lengths: Positions of each sequence, which add up to N.
 
     Returns:
         1-D int32 tensors on the policy's device, each in its own storage, so that a pickle of one holds only that one.
@@ -47,7 +45,12 @@ def to_records(policy: PackedPolicy, lengths: Sequence[int] | None = None) -> li
         ValueError: If the lengths do not fit the policy, its log-probabilities are not float32, or its counts do not
             add up to its slots.
     """
-    sizes = _lengths(policy, lengths)
+    sizes = list(lengths)
+    if len(policy.shape) != 1 or sum(sizes) != policy.shape[0] or min(sizes, default=0) < 0:
+        raise ValueError(
+            f"lengths must be at least 0 and add up to N of a policy of shape (N,), got {len(sizes)} lengths of "
+            f"{sum(sizes)} in all for shape {tuple(policy.shape)}"
+        )
     for name in ("log_probs", "tail_log_prob"):
         dtype = getattr(policy, name).dtype
         if dtype != torch.float32:
@@ -64,9 +67,9 @@ def to_records(policy: PackedPolicy, lengths: Sequence[int] | None = None) -> li
     headers = [[_MAGIC | _VERSION, *own, *captured] for own in zip(words, sizes, slots, strict=True)]
     records = zip(
         _on(device, headers, torch.int32).unbind(),
-        policy.counts.flatten().split(sizes),
-        policy.tail_log_prob.view(torch.int32).flatten().split(sizes),
-        policy.slot.flatten().split(sizes),
+        policy.counts.split(sizes),
+        policy.tail_log_prob.view(torch.int32).split(sizes),
+        policy.slot.split(sizes),
         policy.token_ids.split(slots),
         policy.log_probs.view(torch.int32).split(slots),
         strict=True,
@@ -78,19 +81,19 @@ def to_records(policy: PackedPolicy, lengths: Sequence[int] | None = None) -> li
 
 
 def from_records(records: Sequence[Tensor]) -> PackedPolicy:
-    """Undoes `to_records`, for the records of one capture or some of them, in any order.
+    """Undoes `to_records`, for some or all records of one capture, in any order.
 
-    A checksum of 64 bits covers every word and its place: each flipped bit is noticed, and of any other damage all but
-    one case in about 2⁶⁴. Nothing else is checked, since a record that passes is as it was written. It is no signature:
-    who can write records can also write checksums.
+    A checksum of 64 bits covers every word and its place: it finds each flipped bit, and any other damage except for
+    one case in about 2⁶⁴. Nothing else is checked, since a record that passes is as it was written. The checksum is no
+    signature: anyone who can write records can also write checksums.
 
-    The device is waited for once, for all records together.
+    It waits for the device once, for all records together.
 
     Args:
         records: 1-D int32 tensors on one device.
 
     Returns:
-        Shape (N,), the positions of all records one after another.
+        The policy, (N,): the positions of all records one after another.
 
     Raises:
         CorruptPolicy: If a record is truncated, damaged, of another layout, or not a record; names the first such one.
@@ -100,7 +103,7 @@ def from_records(records: Sequence[Tensor]) -> PackedPolicy:
         raise ValueError("records must hold at least one record, got none")
     for index, record in enumerate(records):
         _check_form(index, record)
-    _shared("device", [record.device for record in records])
+    shared("records", "device", [record.device for record in records])
 
     words = [record.numel() for record in records]
     flat = torch.cat(list(records))
@@ -109,9 +112,9 @@ def from_records(records: Sequence[Tensor]) -> PackedPolicy:
     known = torch.cat([headers, _checksums(flat, words)], dim=1).tolist()
     for index, (size, header) in enumerate(zip(words, known, strict=True)):
         _check_header(index, header[:HEADER], header[HEADER:], size)
-    mass_threshold = _shared("mass_threshold", [_number(header[6:8]) for header in known])
-    vocab_size = _shared("vocab_size", [header[5] for header in known])
-    top_k = _shared("top_k", [header[4] for header in known])
+    mass_threshold = shared("records", "mass_threshold", [_number(header[6:8]) for header in known])
+    vocab_size = shared("records", "vocab_size", [header[5] for header in known])
+    top_k = shared("records", "top_k", [header[4] for header in known])
 
     parts = flat.split([size for header in known for size in (HEADER, *[header[2]] * 3, *[header[3]] * 2)])
     counts, tail_log_prob, slot, token_ids, log_probs = (torch.cat(parts[first::6]) for first in range(1, 6))
@@ -125,20 +128,6 @@ def from_records(records: Sequence[Tensor]) -> PackedPolicy:
         vocab_size=vocab_size,
         mass_threshold=mass_threshold,
     )
-
-
-def _lengths(policy: PackedPolicy, lengths: Sequence[int] | None) -> list[int]:
-    if lengths is None:
-        if len(policy.shape) != 2:
-            raise ValueError(f"policy must have shape (B, T) where lengths is None, got {tuple(policy.shape)}")
-        return [policy.shape[1]] * policy.shape[0]
-    sizes = list(lengths)
-    if len(policy.shape) != 1 or sum(sizes) != policy.shape[0] or min(sizes, default=0) < 0:
-        raise ValueError(
-            f"lengths must be at least 0 and add up to N of a policy of shape (N,), got {len(sizes)} lengths of "
-            f"{sum(sizes)} in all for shape {tuple(policy.shape)}"
-        )
-    return sizes
 
 
 def _check_form(index: int, record: Tensor) -> None:
@@ -163,15 +152,8 @@ def _check_header(index: int, header: list[int], checksum: list[int], size: int)
         raise CorruptPolicy(f"record {index} was damaged: its checksum is not that of its {size} words")
 
 
-def _shared(name: str, values: Sequence[T]) -> T:
-    distinct = list(dict.fromkeys(values))
-    if len(distinct) > 1:
-        raise ValueError(f"records must share one {name}, got {', '.join(map(str, distinct))}")
-    return distinct[0]
-
-
 def _checksums(flat: Tensor, words: Sequence[int]) -> Tensor:
-    """(R, 2) int32, of R records one after another: Σ of a 64-bit hash of each word and its place, modulo 2⁶⁴."""
+    """(R, 2) int32 for R records one after another: the sum of 64-bit hashes of each word and its place, modulo 2⁶⁴."""
     sizes = _on(flat.device, words)
     ends = sizes.cumsum(0)
     place = torch.arange(flat.numel(), device=flat.device)
@@ -188,7 +170,7 @@ def _checksums(flat: Tensor, words: Sequence[int]) -> Tensor:
 
 
 def _on(device: torch.device, values: Sequence[object], dtype: torch.dtype = torch.int64) -> Tensor:
-    """A tensor of host numbers; given the device at once, torch would wait for it."""
+    """A tensor of host numbers on a device. It is made on the host first, since torch would wait for the device."""
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 

@@ -1,1 +1,1 @@
-"""The projection onto the KL ball, and everything per token that follows the reading."""
+"""The projection onto the KL ball, and everything else per token that follows the reading."""

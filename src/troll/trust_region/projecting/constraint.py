@@ -1,14 +1,14 @@
-"""What shares one multiplier: a token, a sequence, or a batch that may span processes.
+"""Which tokens share one multiplier: those of a sequence, or of a batch that may span processes.
 
-Tokens of a group share one τ, and with it one bound on the weighted sum of their divergences: docs/method.md derives
-the projection and its gradient. Without a constraint every token has a multiplier of its own.
+The tokens of a group share one τ, and one bound on the weighted sum of their divergences: docs/method.md derives the
+projection and its gradient. Without a constraint every token has a multiplier of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 Scope = Literal["token", "sequence", "batch"]
 Reduction = Literal["mean", "sum"]
-CONSTRAINTS: tuple[Scope, ...] = ("token", "sequence", "batch")
-REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
+CONSTRAINTS: tuple[Scope, ...] = get_args(Scope)
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
 
 @dataclass(frozen=True, eq=False)
 class Constraint:
-    """Which tokens share one multiplier, and with which weights their KL adds up: ``Σ w KL(q ‖ p) ≤ ε``.
+    """Which tokens share one multiplier, and the weights with which their KL adds up: `Σ w KL(q ‖ p) ≤ ε`.
 
     ε of a group is the mean of its tokens' `kl_bound`, with the same weights. A token of weight 0 is projected with the
-    τ of its group, and has no influence on it.
+    τ of its group, but does not influence it.
 
     Attributes:
-        group: Of each token position, (...) int64 in [0, groups).
-        weight: w ≥ 0, (...).
-        groups: How many there are; a group may have no tokens.
-        process_group: The sums of a group span these processes; None for this one only. All of them must then take
-            part in every projection and its backward pass, each with the same `groups`, also those without tokens.
+        group: The group of each token position, (...) int64 in [0, groups).
+        weight: The weight w ≥ 0 of each token position, (...).
+        groups: The number of groups; a group may have no tokens.
+        process_group: The processes over which the sums of a group extend; None for this one only. All of them must
+            take part in every projection and its backward pass, with the same `groups`, even without tokens.
 
     Raises:
-        ValueError: On group and weight of different shapes, or groups that are not int64.
+        ValueError: If group and weight differ in shape, or groups are not int64.
     """
 
     group: Tensor
@@ -88,11 +88,11 @@ class Constraint:
         )
 
     def __getitem__(self, index: Any) -> Constraint:
-        """The constraint of some token positions, indexed as a tensor would be; weights stay what they are."""
+        """The constraint on some token positions, indexed as a tensor would be; weights do not change."""
         return dataclasses.replace(self, group=self.group[index], weight=self.weight[index])
 
     def flat(self, shape: torch.Size) -> Constraint:
-        """For the token positions `shape` in one dimension.
+        """The constraint on the token positions `shape`, flattened.
 
         Raises:
             ValueError: If the constraint is for others, a group is outside [0, groups), or a weight is below 0 or not
@@ -111,9 +111,13 @@ class Constraint:
         return dataclasses.replace(self, group=self.group.reshape(-1), weight=self.weight.reshape(-1))
 
     def narrowed(self, groups: Tensor) -> tuple[Tensor, Constraint]:
-        """Keeps some groups, (G',) int64 ascending, which are numbered anew; also the indices of the tokens that stay.
+        """Keeps some of the groups of a constraint on (N,) tokens, and numbers them anew.
 
-        For a constraint on (N,) tokens.
+        Args:
+            groups: The groups to keep, (G',) int64, ascending.
+
+        Returns:
+            The indices of the tokens that stay, (N',), and the constraint on them.
         """
         number = self.group.new_full((self.groups,), -1)
         number[groups] = torch.arange(len(groups), device=groups.device)
@@ -128,13 +132,13 @@ class Constraint:
         return _over_processes(sums, self.process_group)
 
     def weighted_total(self, *values: Tensor) -> Tensor:
-        """As `total`, each token with its weight; what stands where it is 0 never matters, NaN included."""
+        """As `total`, with each token's weight; values of weight 0 do not matter, NaN included."""
         counts, weight = self.weight > 0, self.weight.double()
         return self.total(*(torch.where(counts, weight * value, 0.0) for value in values))
 
 
 class SharedCurve(Curve):
-    """``Σ w KL(τ)`` over the tokens of each group, for a constraint on (N,) tokens; otherwise as `Curve`."""
+    """A `Curve` of groups: `Σ w KL(τ)` over the tokens of each, for a constraint on (N,) tokens."""
 
     def __init__(self, log_p: Tensor, s: Tensor, constraint: Constraint) -> None:
         super().__init__(log_p, s)
@@ -142,18 +146,18 @@ class SharedCurve(Curve):
 
     def at(self, tau: Tensor) -> Moments:
         """The weighted sums at (R,) values of τ."""
-        at = self._tilt(tau[self._constraint.group])
-        return Moments(*self._constraint.weighted_total(at.kl, at.variance).to(tau.dtype))
+        of_tokens = super().at(tau[self._constraint.group])
+        return Moments(*self._constraint.weighted_total(*of_tokens).to(tau.dtype))
 
     def variance_at_zero(self) -> Tensor:
-        """``Σ w σ²`` at τ = 0, (R,)."""
+        """`Σ w σ²` at τ = 0, (R,)."""
         variance = super().variance_at_zero()
         return self._constraint.weighted_total(variance)[0].to(variance.dtype)
 
     def narrow(self, roots: Tensor) -> None:
         """Keeps some of the groups, and their tokens."""
         tokens, self._constraint = self._constraint.narrowed(roots)
-        self._keep(tokens)
+        super().narrow(tokens)
 
 
 def _weight(counts: Tensor, total: Tensor, reduction: Reduction) -> Tensor:
@@ -163,7 +167,7 @@ def _weight(counts: Tensor, total: Tensor, reduction: Reduction) -> Tensor:
 
 
 def _over_processes(sums: Tensor, process_group: ProcessGroup | None) -> Tensor:
-    """The sum over processes, in place; every process gets the same numbers."""
+    """Adds up sums over processes, in place; every process gets the same numbers."""
     if process_group is not None:
         torch.distributed.all_reduce(sums, group=process_group)
     return sums

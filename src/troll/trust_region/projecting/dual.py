@@ -1,9 +1,9 @@
-"""The dual problem: one monotone scalar root per token, or per group of tokens that share it.
+"""The dual problem: one monotone scalar root for each token, or for each group of tokens that share it.
 
-The projected policy is ``q ∝ p e^{τ s}`` with ``s = log p̃ − log p`` and ``τ = 1/(1 + η) ∈ (0, 1)``. Its divergence
-``KL(τ) = KL(q ‖ p)`` grows from 0 at ``τ = 0`` to ``KL(p̃ ‖ p)`` at ``τ = 1``, and a solver finds where it meets the
-bound. A solver sees KL(τ) as a `Curve`, which hides whether a root belongs to one token or to several. To add
-one, write a function with the signature of `newton` and name it in `SOLVERS`.
+The projected policy is `q ∝ p e^{τ s}` with `s = log p̃ − log p` and `τ = 1/(1 + η) ∈ (0, 1)`. Its divergence
+`KL(τ) = KL(q ‖ p)` grows from 0 at `τ = 0` to `KL(p̃ ‖ p)` at `τ = 1`, and a solver finds where it meets the
+bound. A solver sees KL(τ) as a `Curve`, which hides whether a root belongs to one token or to several. To add a solver,
+write a function with the signature of `newton` and name it in `SOLVERS`.
 """
 
 from __future__ import annotations
@@ -26,53 +26,53 @@ MAX_EVALUATIONS = 64
 
 
 class Tilted(NamedTuple):
-    """The tilted policy ``q ∝ p e^{τ s}`` and the moments that both Newton's method and the backward pass need.
+    """The tilted policy `q ∝ p e^{τ s}`, and the moments that Newton's method and the backward pass need.
 
-    Shapes: ``log_ratio`` is (N, M), the others (N,).
+    `log_ratio` is (N, M), the others are (N,).
     """
 
     log_ratio: Tensor
-    """``log q − log p``, meaningless on absent outcomes (their p is 0)."""
+    """`log q − log p`, meaningless on absent outcomes (their p is 0)."""
     log_normaliser: Tensor
-    """``log Σ p e^{τ (s − center)} = A(τ) − τ · center``."""
+    """`log Σ p e^{τ (s − center)} = A(τ) − τ · center`."""
     kl: Tensor
     """KL(q ‖ p) in nats."""
     mean: Tensor
-    """``μ = E_q[s]``."""
+    """`μ = E_q[s]`."""
     variance: Tensor
-    """``σ² = Var_q[s]``."""
+    """`σ² = Var_q[s]`."""
 
 
 class Moments(NamedTuple):
-    """KL(τ) and its derivative over τ, each (R,)."""
+    """KL(τ), and the variance that gives its derivative, each (R,)."""
 
     kl: Tensor
-    """KL(q ‖ p) in nats; of a root that several tokens share, their weighted sum."""
+    """KL(q ‖ p) in nats; for a root that several tokens share, their weighted sum."""
     variance: Tensor
-    """``σ²``, or the weighted sum of it: the derivative of KL(τ) is ``τ σ²``."""
+    """`σ²`, or the weighted sum of it: the derivative of KL(τ) is `τ σ²`."""
 
 
 class Root(NamedTuple):
-    """Where KL(τ) meets the bound. Each (R,)."""
+    """Where KL(τ) meets the bound, each (R,)."""
 
     tau: Tensor
     evaluations: Tensor
     """Evaluations of KL(τ) spent on each root (int64), in addition to that at τ = 1."""
     bisections: Tensor
-    """Newton steps that were not safe, and replaced by a bisection (int64); 0 for solvers without."""
+    """Unsafe Newton steps that a bisection replaced (int64); 0 for other solvers."""
 
 
 def tilt(log_p: Tensor, s: Tensor, tau: Tensor, center: Tensor) -> Tilted:
-    """Evaluates ``q ∝ p e^{τ s}``.
+    """Evaluates `q ∝ p e^{τ s}`.
 
-    KL(q ‖ p) is summed as ``Σ p (x eˣ − expm1 x)`` with ``x = log q − log p``: terms that are never negative. The
-    textbook form ``τ A'(τ) − A(τ)`` cancels in float32.
+    KL(q ‖ p) is summed as `Σ p (x eˣ − expm1 x)` with `x = log q − log p`: terms that are never negative. The
+    textbook form `τ A'(τ) − A(τ)` cancels in float32.
 
     Args:
         log_p: Old policy, (N, M), normalised; −inf on absent outcomes.
-        s: ``log p̃ − log p``, (N, M); any finite number on absent outcomes.
-        tau: (N,).
-        center: (N,). Any number gives the same result up to rounding, which is least near ``E_q[s]``.
+        s: `log p̃ − log p`, (N, M); any finite number on absent outcomes.
+        tau: τ in [0, 1], (N,).
+        center: (N,), subtracted from s. Any number gives the same result up to rounding, which is least near `E_q[s]`.
     """
     centered = s - center.unsqueeze(-1)
     exponent = tau.unsqueeze(-1) * centered
@@ -86,17 +86,17 @@ def tilt(log_p: Tensor, s: Tensor, tau: Tensor, center: Tensor) -> Tilted:
 
 
 class Curve:
-    """KL(τ) of N tokens, each with a root of its own. `SharedCurve` has fewer.
+    """KL(τ) of N tokens, each with a root of its own. `SharedCurve` has fewer roots than tokens.
 
-    Rounding is least where s is centred near ``E_q[s]``, so each evaluation is centred where the one before it ended.
-    A solver narrows its curve, in place, to the roots that it still looks for: a curve serves once.
+    Rounding is least if s is centred near `E_q[s]`, so each evaluation is centred where the one before it ended. A
+    solver narrows its curve, in place, to the roots that it still looks for, so a curve serves only once.
 
     Args:
         log_p: Old policy, (N, M), normalised; −inf on absent outcomes.
-        s: ``log p̃ − log p``, (N, M); 0 on absent outcomes.
+        s: `log p̃ − log p`, (N, M); 0 on absent outcomes.
 
     Attributes:
-        mean: ``E_q[s]`` of all N tokens, each at the last τ where it was evaluated.
+        mean: `E_q[s]` of all N tokens, each at the last τ where it was evaluated.
     """
 
     def __init__(self, log_p: Tensor, s: Tensor) -> None:
@@ -107,7 +107,9 @@ class Curve:
 
     def at(self, tau: Tensor) -> Moments:
         """KL(τ) at (R,) values of τ."""
-        at = self._tilt(tau)
+        at = tilt(self.log_p, self.s, tau, self._center)
+        self._center = at.mean
+        self.mean[self._tokens] = at.mean
         return Moments(at.kl, at.variance)
 
     def variance_at_zero(self) -> Tensor:
@@ -118,39 +120,29 @@ class Curve:
 
     def narrow(self, roots: Tensor) -> None:
         """Keeps some of the R roots, by their indices (R',) int64, ascending."""
-        self._keep(roots)
-
-    def _tilt(self, tau: Tensor) -> Tilted:
-        """The remaining tokens at one τ each."""
-        at = tilt(self.log_p, self.s, tau, self._center)
-        self._center = at.mean
-        self.mean[self._tokens] = at.mean
-        return at
-
-    def _keep(self, tokens: Tensor) -> None:
         self.log_p, self.s, self._center, self._tokens = (
-            x[tokens] for x in (self.log_p, self.s, self._center, self._tokens)
+            x[roots] for x in (self.log_p, self.s, self._center, self._tokens)
         )
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How close to the root a solver comes, on |log KL(τ) − log ε|."""
+    """The largest |log KL(τ) − log ε| at which a solver stops."""
     # Both sit well above the rounding error of `tilt` and well inside what the caller promises:
     # 1e-3 · ε in float32, 1e-9 in float64.
     return 2e-5 if dtype == torch.float32 else 1e-11
 
 
 def newton(curve: Curve, kl_bound: Tensor) -> Root:
-    """Safeguarded Newton iteration on ``log KL(τ) = log ε``.
+    """Safeguarded Newton iteration on `log KL(τ) = log ε`.
 
     Near-deterministic policies make KL(τ) look like a step, and neither plain Newton in τ nor in log τ survives that.
     From below the root, log KL is usually concave in τ and the step is taken in τ; from above, in log τ. Where a step
-    leaves the bracket, or has not halved ``|log KL − log ε|``, the bracket is bisected: convergence is certain.
+    leaves the bracket, or has not halved `|log KL − log ε|`, the bracket is bisected: convergence is certain.
     Roots that have converged drop out of the computation.
 
     Args:
         curve: KL(τ) of R roots.
-        kl_bound: ε, (R,), with ``0 < ε < KL(1)``.
+        kl_bound: ε, (R,), with `0 < ε < KL(1)`.
     """
     tau = _first_guess(curve, kl_bound)
     lower, upper = torch.zeros_like(tau), torch.ones_like(tau)
@@ -201,7 +193,7 @@ def bracket(curve: Curve, kl_bound: Tensor) -> Root:
     """The paper's n-ary bracketing of the multiplier, kept as the reference and for comparison.
 
     Each round evaluates 8 values of η, equally spaced on a log scale, and keeps the interval that holds the root; at
-    most 20 rounds, ``η ∈ [1e-7, 1e2]``. Returns the feasible end (KL ≤ ε), except where ``η = 1e2`` is not enough: it
+    most 20 rounds, `η ∈ [1e-7, 1e2]`. Returns the feasible end (KL ≤ ε), except where `η = 1e2` is not enough: it
     is then returned, and the bound is missed. Arguments as for `newton`.
     """
     low = torch.full_like(kl_bound, BRACKET_RANGE[0]).log()
@@ -214,7 +206,7 @@ def bracket(curve: Curve, kl_bound: Tensor) -> Root:
         root.evaluations[active] += BRACKET_POINTS
         bottom, width, converged = low, high - low, torch.zeros_like(kl_bound, dtype=torch.bool)
         for fraction in fractions:
-            # What has converged stays where it is until the round ends, and with it the curve's center.
+            # Roots that have converged keep their values, and the curve its center, until the round ends.
             log_eta = torch.where(converged, high, bottom + fraction * width)
             at = curve.at(1 / (1 + log_eta.exp()))
             feasible = at.kl <= kl_bound

@@ -20,7 +20,7 @@ MAX_EVALUATIONS = tl.constexpr(dual.MAX_EVALUATIONS)
 
 @triton.jit
 def newton(p, s, bound):
-    """`dual.newton` for one token: τ, and the center around which the last evaluation was made more precise."""
+    """`dual.newton` for one token: τ, and the center of the last evaluation, near which rounding is least."""
     _, _, _, kl, center, variance = tilt(p, s, 1.0, 0.0)
     tau = first_guess(p, s, bound, kl, variance)
     lower, upper = tau * 0, tau * 0 + 1
@@ -69,10 +69,10 @@ def first_guess(p, s, bound, kl_at_one, variance_at_one):
 def tilt(p, s, tau, center):
     """`dual.tilt` of p, 0 on absent outcomes, to r ∝ p e^{τ s}.
 
-    The floor keeps |s| below 28, and with it the exponentials within the range of float32: no maximum is taken off.
+    The floor keeps |s| below 28, and the exponentials within the range of float32: no maximum has to be subtracted.
 
     Returns:
-        ``log r − log p``, r, ``log Σ p e^{τ (s − center)}``, KL(r ‖ p), ``E_r[s] − center`` and ``Var_r[s]``.
+        `log r − log p`, r, `log Σ p e^{τ (s − center)}`, KL(r ‖ p), `E_r[s] − center` and `Var_r[s]`.
     """
     centered = s - center
     weight = p * tl.exp(tau * centered)
@@ -88,10 +88,10 @@ def tilt(p, s, tau, center):
 
 @triton.jit
 def divergence_terms(p, q, x):
-    """``p (x eˣ − expm1 x)`` for ``q = p eˣ``, which sum to KL(q ‖ p): never negative, and nothing cancels.
+    """`p (x eˣ − expm1 x)` for `q = p eˣ`, which sum to KL(q ‖ p): never negative, and nothing cancels.
 
-    Triton has no expm1. Where x is small this is ``p Σ xⁿ / (n (n − 2)!)`` for n ≥ 2, exact to float32 with 11 terms;
-    elsewhere ``p + (x − 1) q`` loses at most two bits.
+    Triton has no expm1. Where x is small this is `p Σ xⁿ / (n (n − 2)!)` for n ≥ 2, exact to float32 with 11 terms;
+    elsewhere `p + (x − 1) q` loses at most two bits.
     """
     series = 1.0 / 3991680 + x * (1.0 / 43545600)
     series = 1.0 / 403200 + x * series

@@ -31,9 +31,9 @@ class Projection:
         multiplier: η, (...); 0 where not projected.
         kl_before: KL(p̃ ‖ p), (...), in nats; NaN for a row that is not a distribution.
         kl_after: KL(q ‖ p), (...), in nats.
-        projected: (...) bool.
-        iterations: Evaluations of KL(τ) the solver spent besides that at τ = 1, which decides whether to project,
-            (...) int64; 0 where not projected.
+        projected: (...) bool, true where q differs from p̃.
+        iterations: Evaluations of KL(τ) that the solver needed, (...) int64, without the one at τ = 1 that decides
+            whether to project; 0 where not projected.
     """
 
     log_probs: Tensor
@@ -67,15 +67,15 @@ def project(
     solver: str = "newton",
     constraint: Constraint | None = None,
 ) -> Projection:
-    r"""Solves ``min_q KL(q ‖ p̃)`` subject to ``KL(q ‖ p) ≤ ε`` for every token (arXiv 2510.03817).
+    r"""Solves `min_q KL(q ‖ p̃)` subject to `KL(q ‖ p) ≤ ε` for every token (arXiv 2510.03817).
 
-    Where ``KL(p̃ ‖ p) ≤ ε``, ``q = p̃``. Elsewhere ``log q = (η log p + log p̃)/(η + 1)``, normalised, with the one
-    ``η > 0`` for which ``KL(q ‖ p) = ε``. The gradient reaches only the new policy, in closed form (KKT): with
-    ``g = ∂L/∂log q``, ``s = log p̃ − log p``, ``μ = E_q[s]``, ``σ² = Var_q[s]`` and ``τ = 1/(1 + η)``,
+    Where `KL(p̃ ‖ p) ≤ ε`, `q = p̃`. Elsewhere `log q = (η log p + log p̃)/(η + 1)`, normalised, with the one
+    `η > 0` for which `KL(q ‖ p) = ε`. The gradient reaches only the new policy, in closed form (KKT): with
+    `g = ∂L/∂log q`, `s = log p̃ − log p`, `μ = E_q[s]`, `σ² = Var_q[s]` and `τ = 1/(1 + η)`,
 
         ∂L/∂s_j = τ [ g_j − q_j Σg − Σ g(s − μ) · q_j (s_j − μ)/σ² ].
 
-    With a `constraint`, tokens t of a group share η, for which ``Σ_t w_t KL(q_t ‖ p_t) = ε``, and their gradient is
+    With a `constraint`, tokens t of a group share η, for which `Σ_t w_t KL(q_t ‖ p_t) = ε`, and their gradient is
 
         ∂L/∂s_tj = τ [ g_tj − q_tj Σ_j g_tj − w_t q_tj (s_tj − μ_t) · Σ_t Σ_j g_tj (s_tj − μ_t) / Σ_t w_t σ_t² ].
 
@@ -84,46 +84,35 @@ def project(
 
     Args:
         new_log_probs: p̃: (..., V) log-probabilities or logits (both are log-softmaxed), or a policy on a support.
-        old_log_probs: p, in the same form; two policies share one support: ``log_probs_at(logits, old.token_ids)``.
-        kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (...). inf never projects. In float32 the
-            bound is met to 1e-3 · ε for ε ≥ 1e-3; use float64 inputs for smaller ones.
-        solver: "newton", or "bracket", the paper's, which reaches ε ≥ 0.01 only.
-        constraint: Which of the tokens (...) share one η, and one bound, the weighted mean of theirs; None: one each.
+        old_log_probs: p, in the same form; two policies share one support: `log_probs_at(logits, old.token_ids)`.
+        kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (...). Infinity never projects. In float32 the
+            bound is met to 1e-3 · ε for ε ≥ 1e-3; use float64 inputs for smaller bounds.
+        solver: "newton", or "bracket", the paper's search, which reaches only ε ≥ 0.01.
+        constraint: Which of the tokens (...) share one η and one bound, the weighted mean of their bounds; None gives
+            each token its own.
 
     Raises:
-        ValueError: On shapes that do not fit, ε ≤ 0 or NaN, or an unknown solver.
+        ValueError: If shapes do not fit, ε ≤ 0 or NaN, or the solver is unknown.
     """
-    if not isinstance(new_log_probs, Tensor) and not isinstance(old_log_probs, Tensor):
-        present = present_outcomes(new_log_probs, old_log_probs)
-        raw, old = as_float(new_log_probs.outcomes), floored(as_float(old_log_probs.outcomes), present)
-        return project_outcomes(raw, floored(raw, present), old, present, kl_bound, solver, constraint)
-    if not isinstance(new_log_probs, Tensor) or not isinstance(old_log_probs, Tensor):
+    if isinstance(new_log_probs, Tensor) and isinstance(old_log_probs, Tensor):
+        if new_log_probs.shape != old_log_probs.shape or new_log_probs.dim() == 0 or new_log_probs.shape[-1] == 0:
+            raise ValueError(
+                "new_log_probs and old_log_probs must have one shape (..., V), "
+                f"got {tuple(new_log_probs.shape)} and {tuple(old_log_probs.shape)}"
+            )
+        dtype = torch.promote_types(as_float(new_log_probs).dtype, as_float(old_log_probs).dtype)
+        raw, old = (torch.log_softmax(x.to(dtype), dim=-1) for x in (new_log_probs, old_log_probs.detach()))
+        present = torch.ones_like(raw, dtype=torch.bool)
+    elif isinstance(new_log_probs, Tensor) or isinstance(old_log_probs, Tensor):
         raise ValueError("new_log_probs and old_log_probs must both be tensors or both be policies on a support")
-    if new_log_probs.shape != old_log_probs.shape or new_log_probs.dim() == 0 or new_log_probs.shape[-1] == 0:
-        raise ValueError(
-            "new_log_probs and old_log_probs must have one shape (..., V), "
-            f"got {tuple(new_log_probs.shape)} and {tuple(old_log_probs.shape)}"
-        )
-    dtype = torch.promote_types(as_float(new_log_probs).dtype, as_float(old_log_probs).dtype)
-    raw = torch.log_softmax(new_log_probs.to(dtype), dim=-1)
-    old = torch.log_softmax(old_log_probs.detach().to(dtype), dim=-1)
-    present = torch.ones_like(raw, dtype=torch.bool)
-    return project_outcomes(raw, floored(raw, present), floored(old, present), present, kl_bound, solver, constraint)
+    else:
+        raw, old = as_float(new_log_probs.outcomes), as_float(old_log_probs.outcomes)
+        present = present_outcomes(new_log_probs, old_log_probs)
 
-
-def project_outcomes(
-    raw: Tensor,
-    new: Tensor,
-    old: Tensor,
-    present: Tensor,
-    kl_bound: float | Tensor,
-    solver: str,
-    constraint: Constraint | None = None,
-) -> Projection:
-    """The projection of (..., M) outcomes: `raw` where nothing is projected, else from the floored `new` and `old`."""
     shape = raw.shape[:-1]
-    zeros = torch.zeros_like(raw[..., 0]).detach()
-    ball = Ball.of(new, old, zeros, present, kl_bound, solver, constraint)
+    new, old = floored(raw, present), floored(old, present)
+    ball = Ball.of(new, old, raw.new_zeros(shape), present, kl_bound, solver, constraint)
+    # Where nothing is projected, nothing is floored either.
     raw = torch.where(ball.broken.unsqueeze(-1), torch.nan, raw.reshape(-1, raw.shape[-1]))
     log_probs = raw if ball.log_q is None else raw.index_copy(0, ball.rows, ball.log_q)
     return Projection(
@@ -133,14 +122,14 @@ def project_outcomes(
 
 
 class Ball(NamedTuple):
-    """What the projection makes of N tokens; `log_q` and `log_ratio` are differentiable."""
+    """The projection of N tokens; `log_q` and `log_ratio` are differentiable."""
 
     log_q: Tensor | None
-    """Of the N' tokens that are projected, (N', M); None if there is no token to project in any process."""
+    """log q of the N' tokens that are projected, (N', M); None if no process has a token to project."""
     log_ratio: Tensor
-    """``τ s_o − A(τ)``, (N,): s_o itself where nothing is projected."""
+    """`τ s_o − A(τ)`, (N,): s_o itself where nothing is projected."""
     rows: Tensor
-    """Which tokens are projected, (N',)."""
+    """The indices of the projected tokens, (N',)."""
     broken: Tensor
     multiplier: Tensor
     kl_before: Tensor
@@ -160,7 +149,7 @@ class Ball(NamedTuple):
         solver: str,
         constraint: Constraint | None,
     ) -> Ball:
-        """From floored policies (..., M), and s of the sampled token (...), which may have its own value."""
+        """Projects floored policies (..., M); s of the sampled tokens (...) may differ from their entries."""
         if solver not in SOLVERS:
             raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
         shape = new.shape[:-1]
@@ -178,7 +167,7 @@ class Ball(NamedTuple):
         multiplier = torch.zeros_like(kl_before)
         iterations = torch.zeros_like(kl_before, dtype=torch.int64)
         log_q = None
-        # Not rows: a process without tokens takes part in the sums of the others.
+        # Not `rows`: a process without tokens takes part in the sums of the others.
         if outside.bound.numel():
             log_q, ratio, tau, kl, evaluations = _OntoBall.apply(
                 new[rows], old[rows], s[rows], sampled_s.reshape(-1)[rows], outside, solver
@@ -191,7 +180,7 @@ class Ball(NamedTuple):
 def broadcast_bound(kl_bound: float | Tensor, shape: torch.Size, like: Tensor) -> Tensor:
     """ε at the token positions `shape`, without gradient, in the dtype and on the device of `like`.
 
-    A tensor on a GPU is not waited for: NaN stands where it is not above 0.
+    It does not wait for a GPU: a bound there that is not above 0 becomes NaN.
 
     Raises:
         ValueError: On ε ≤ 0 or NaN, or a tensor that does not broadcast.
@@ -215,28 +204,28 @@ def broadcast_bound(kl_bound: float | Tensor, shape: torch.Size, like: Tensor) -
 
 
 class Outside(NamedTuple):
-    """What lies outside the ball among N tokens."""
+    """The tokens outside their ball, among N."""
 
     rows: Tensor
-    """The tokens to project, (N',)."""
+    """The indices of the tokens to project, (N',)."""
     bound: Tensor
-    """ε of the R roots to find: one for each of these tokens, or for each of their groups."""
+    """ε of the R roots to find, (R,): one for each of these tokens, or for each of their groups."""
     constraint: Constraint | None
-    """Of these tokens and groups only."""
+    """The constraint on these tokens and groups only."""
     broken: Tensor
-    """(N,) bool: what has no projection, since it, or another token of its group, is no distribution."""
+    """(N,) bool: the tokens without a projection, since they, or others of their group, are no distributions."""
 
     def curve(self, log_p: Tensor, s: Tensor) -> Curve:
-        """The roots' KL(τ), from the log-probabilities and ``s = log p̃ − log p`` of these tokens, (N', M)."""
+        """The roots' KL(τ), from the log-probabilities and `s = log p̃ − log p` of these tokens, (N', M)."""
         return Curve(log_p, s) if self.constraint is None else SharedCurve(log_p, s, self.constraint)
 
 
 def outside_ball(kl_before: Tensor, bound: Tensor, constraint: Constraint | None) -> Outside:
-    """Which of (N,) tokens a projection moves, from their KL(p̃ ‖ p) and ε, and a constraint on these tokens."""
+    """Finds the tokens that a projection moves, from their KL(p̃ ‖ p), (N,), their ε, (N,), and a constraint."""
     if constraint is None:
         rows = (kl_before > bound).nonzero().squeeze(-1)
         return Outside(rows, bound[rows], None, kl_before.isnan())
-    # Decided on sums over all processes, so that all decide alike.
+    # Decided on sums over all processes, so that all decide the same.
     kl, weighted_bound, weight = constraint.weighted_total(kl_before, bound, torch.ones_like(bound))
     group_bound = weighted_bound / weight  # NaN, which nothing exceeds, for a group without weight
     groups = (kl > group_bound).nonzero().squeeze(-1)
@@ -247,9 +236,10 @@ def outside_ball(kl_before: Tensor, bound: Tensor, constraint: Constraint | None
 
 
 class _OntoBall(torch.autograd.Function):
-    """log q of N' tokens that lie outside their ball, (N', M), from normalised, floored log-probabilities.
+    """log q of the N' tokens outside their ball, (N', M), from normalised, floored log-probabilities.
 
-    And ``τ s_o − A(τ)``, (N',), from s_o of the sampled token, which differs from its entry in s where that is floored.
+    It also gives `τ s_o − A(τ)`, (N',), from s_o of the sampled token, which differs from its entry in s if that entry
+    is floored.
     """
 
     @staticmethod
@@ -285,7 +275,7 @@ class _OntoBall(torch.autograd.Function):
             along = along / variance
         else:
             along = constraint.weight * (constraint.total(along)[0] / variance)[constraint.group]
-        # σ² = 0 is a ball on whose surface nothing moves.
+        # With σ² = 0, nothing moves on the surface of the ball.
         along = along.nan_to_num(0.0, 0.0, 0.0).to(grad.dtype).unsqueeze(-1)
         total = (grad.sum(-1) + grad_ratio).unsqueeze(-1)
         grad_s = tau.unsqueeze(-1) * (grad - q * (total + along * centered))

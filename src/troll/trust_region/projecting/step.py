@@ -1,6 +1,6 @@
-"""Everything per token that follows the reading: K + 1 outcomes of two policies in, a few numbers out.
+"""Everything per token that follows the reading: from K + 1 outcomes of two policies to a few numbers.
 
-`step_triton` does the same in one program a token.
+`step_triton` does the same in one program for each token.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from troll.trust_region.projecting.projection import Ball
 
 @dataclass(frozen=True, eq=False)
 class TrustRegionStep:
-    """What the trust region says of one optimisation step, each (...); log-probabilities and divergences in nats.
+    """The trust region in one optimisation step, each (...); log-probabilities and divergences in nats.
 
     Attributes:
         log_ratio: log q(o)/p(o) of the sampled token, differentiable; log p̃(o)/p(o) where not projected.
         regression: KL(p̃ ‖ ⌊q⌋), differentiable; 0 where not projected.
-        log_probs: log p̃ of the sampled token, of the network itself, differentiable.
-        kl_before: KL(p̃ ‖ p); NaN, as are all but the flags, where the logits are no distribution.
-        kl_after: KL(q ‖ p).
+        log_probs: log p̃(o) of the sampled token, by the network itself, differentiable.
+        kl_before: KL(p̃ ‖ p). Where the logits are no distribution it is NaN, like all others except `projected`.
+        kl_after: KL(q ‖ p), at most ε.
         multiplier: η; 0 where not projected.
-        projected: bool.
-        entropy: Of p̃ over the whole vocabulary, differentiable; None unless the source was read with it.
+        projected: bool, true where q differs from p̃.
+        entropy: The entropy of p̃ over the whole vocabulary, differentiable; None unless the source was read with it.
     """
 
     log_ratio: Tensor
@@ -54,25 +54,25 @@ def step(
 ) -> TrustRegionStep:
     """The trust region of every token.
 
-    With ``tail="bucket"``, the ratio of a projected token is ``τ s_o − A(τ)``, where τ and A come from the floored and
-    renormalised outcomes, and s_o from both policies' raw log-probabilities: so it is continuous at KL = ε, for a token
-    below the floor too. With "floor", every token outside the two supports has probability 1e-12 in both policies, and
-    all that follows is of these, ratios included.
+    With `tail="bucket"`, the ratio of a projected token is `τ s_o − A(τ)`, where τ and A come from the floored and
+    renormalised outcomes, and s_o from both policies' raw log-probabilities: so it is continuous at KL = ε, even for a
+    token below the floor. With "floor", every token outside the two supports has probability 1e-12 in both policies,
+    and everything is computed from these, ratios included.
 
     Args:
-        new: p̃, (...): read at the tokens of `old`; for "floor" at those of both supports, the old one's first.
+        new: p̃, (...), read at the tokens of `old`; for "floor", at the tokens of both supports, the old one's first.
         old: p, (...), as captured.
-        kl_bound: ε > 0; a float, or a tensor that broadcasts to (...).
+        kl_bound: ε > 0 in nats; a float, or a tensor that broadcasts to (...).
         tail: "bucket" or "floor".
         solver: A key of `SOLVERS`.
-        constraint: On the tokens (...); None for a multiplier each.
+        constraint: Which of the tokens (...) share a multiplier; None gives each its own.
 
     Raises:
         ValueError: On policies that do not fit each other, ε ≤ 0, a bound that does not broadcast, an unknown solver,
             or a constraint that does not fit.
     """
     old = on_tokens_of(new, old, tail)
-    # The Triton program solves for one token, and knows nothing of others.
+    # The Triton program solves for one token at a time, without a constraint.
     if constraint is None and solver == "newton" and use_triton(new.logits, new.logits.shape[-1] + 1):
         from troll.trust_region.projecting import step_triton
 
@@ -87,7 +87,7 @@ def step(
     sampled_s = torch.where(log_p == -torch.inf, 0.0, log_p_new - log_p)
 
     ball = Ball.of(log_new, log_old, sampled_s, present, kl_bound, solver, constraint)
-    # 0, and yet differentiable where nothing is projected: of the ratio nothing is left, NaN and inf included.
+    # 0 where nothing is projected, and still differentiable: nothing of the ratio remains, NaN and inf included.
     regression, shape = torch.where(torch.ones_like(ball.broken), 0.0, ball.log_ratio), new.shape
     regression = regression.masked_fill(ball.broken, torch.nan)
     if ball.log_q is not None:
@@ -112,9 +112,9 @@ def common_outcomes(new: Outcomes, old: SparsePolicy, tail: Tail = "bucket") -> 
     """Both policies' floored log-probabilities on the same outcomes, and which of these are present.
 
     Args:
-        new: As in [step][], differentiable.
-        old: As in [step][].
-        tail: As in [step][].
+        new: p̃, as in `step`, differentiable.
+        old: p, as in `step`.
+        tail: "bucket" or "floor".
 
     Returns:
         log p̃, log p and a mask, each (..., K' + 1) with the tail last; −inf where not present.
@@ -124,23 +124,21 @@ def common_outcomes(new: Outcomes, old: SparsePolicy, tail: Tail = "bucket") -> 
     before = old.outcomes.to(raw.dtype)
     if tail == "bucket":
         present = present_outcomes(new, old)
-        return floored(raw, present), floored(before, present), present
-    outside = log_count(new.vocab_size - new.used.sum(-1), raw.dtype) + LOG_FLOOR
-    present = torch.cat([new.used, (outside > -torch.inf).unsqueeze(-1)], -1)
-    pair = []
-    for log_probs in (raw, before):
-        # Of a row that is no distribution NaN has to be left.
-        tail_log_prob = torch.where(log_probs[..., -1].isnan(), torch.nan, outside).unsqueeze(-1)
-        raised = torch.cat([log_probs[..., :-1].clamp(min=LOG_FLOOR), tail_log_prob], -1)
-        pair.append(torch.log_softmax(raised.masked_fill(~present, -torch.inf), -1))
-    return pair[0], pair[1], present
+    else:
+        outside = log_count(new.vocab_size - new.used.sum(-1, keepdim=True), raw.dtype) + LOG_FLOOR
+        present = torch.cat([new.used, outside > -torch.inf], -1)
+        # NaN has to remain in a row that is no distribution.
+        raw, before = (
+            torch.cat([x[..., :-1], torch.where(x[..., -1:].isnan(), torch.nan, outside)], -1) for x in (raw, before)
+        )
+    return floored(raw, present), floored(before, present), present
 
 
 def on_tokens_of(new: Outcomes, old: SparsePolicy, tail: Tail) -> SparsePolicy:
-    """The old policy on the new one's slots: with "floor", more than its own, at which it has no mass.
+    """The old policy on the new one's slots: with "floor", these are more than its own, and it has no mass there.
 
     Raises:
-        ValueError: If the new policy was read elsewhere.
+        ValueError: If the new policy was read at other tokens.
     """
     old.check_positions(new.shape)
     slots = old.top_k

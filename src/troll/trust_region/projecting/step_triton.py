@@ -1,8 +1,8 @@
-"""The Triton counterpart of `step`: one program a token, forward and backward.
+"""The Triton counterpart of `step`: one program for each token, forward and backward.
 
 A program holds its token's K + 1 outcomes in registers, normalises and floors both policies, and finds the root. The
-backward pass makes all of this again from the same logits, but for τ and the center that it was found at, rather than
-keep rows of gradients for it.
+backward pass computes all of this again from the same logits, except for τ and its center, instead of keeping rows of
+gradients.
 """
 
 # Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
@@ -35,9 +35,9 @@ def step(
     """As `step.step` by Newton's method, in float32.
 
     Args:
-        new: p̃, (...).
+        new: p̃, (...), as read.
         old: p, (...), on the same slots.
-        kl_bound: ε > 0. Where a tensor has something else, or NaN, the token's numbers are NaN.
+        kl_bound: ε > 0 in nats. Where a tensor is NaN or not above 0, the token's numbers are NaN.
         tail: "bucket" or "floor".
 
     Returns:
@@ -62,7 +62,7 @@ def step(
 
 
 class _Step(torch.autograd.Function):
-    """The fields of TrustRegionStep for N tokens."""
+    """The fields of `TrustRegionStep` for N tokens."""
 
     @staticmethod
     def forward(
@@ -247,7 +247,7 @@ def _step_gradient_kernel(
         # s − μ without rounding s − center a second time.
         deviation = s - around - mean
         along = (s_of_sampled(raw, before, s, sampled, floor_of) - around - mean) / variance
-        # σ² = 0 is a ball on whose surface nothing moves.
+        # With σ² = 0, nothing moves on the surface of the ball.
         along = tl.where(tl.abs(along) < float("inf"), along, 0.0)
         from_tilt = -q * (1 + along * deviation)
         x, _, _, divergence, _, _ = tilt(q, deviation, 1 - root, 0.0)
@@ -255,7 +255,7 @@ def _step_gradient_kernel(
     elif floor_of is not None:
         from_tilt = -new
     if floor_of is None:
-        # From s_o, and from what the sum of the floored probabilities is to all of them.
+        # From s_o, and from the sum of the floored probabilities, which normalises all of them.
         through_ratio = tl.where(sampled & (before > float("-inf")), root, 0.0)
         if outside:
             through_ratio += tl.where(free, root * (new + from_tilt), 0.0)
@@ -263,7 +263,7 @@ def _step_gradient_kernel(
         through_ratio = tl.where(free, root * (tl.where(sampled, 1.0, 0.0) + from_tilt), 0.0)
 
     grad = tl.zeros([BLOCK], tl.float32)
-    # What arrives at an output that does not depend on an outcome does not matter, NaN included.
+    # The gradient at an output that does not depend on an outcome does not matter, NaN included.
     if log_ratio_grad is not None:
         through_ratio = tl.where(whole, through_ratio, 0.0)
         upstream = tl.load(log_ratio_grad + row * log_ratio_stride)
@@ -308,7 +308,7 @@ def outcomes_of(logits, tail_logit, ids, old_log_probs, old_tail, floor_of, row,
     else:
         count = floor_of - tl.sum(present.to(tl.int32))
         present |= is_tail & (count > 0)
-        # Not where NaN shows that a row is no distribution.
+        # Not in a row that is no distribution, which NaN shows.
         constant = tl.log(count.to(tl.float32)) + LOG_FLOOR
         log_new = floored(tl.where(is_tail & (raw == raw), constant, raw), present)
         log_old = floored(tl.where(is_tail & (before == before), constant, before), present)
@@ -317,16 +317,16 @@ def outcomes_of(logits, tail_logit, ids, old_log_probs, old_tail, floor_of, row,
 
 @triton.jit
 def s_of_sampled(raw, before, s, sampled, floor_of):
-    """``log p̃ − log p`` of the sampled token: raw, or floored as all others."""
+    """`log p̃ − log p` of the sampled token: raw, or floored like all others."""
     if floor_of is None:
-        # What the old policy excludes cannot have been sampled from it, and has no ratio.
+        # A token that the old policy excludes cannot have been sampled from it, and has no ratio.
         s = tl.where(before == float("-inf"), 0.0, raw - before)
     return tl.sum(tl.where(sampled, s, 0.0))
 
 
 @triton.jit
 def entropy_terms(raw, in_tail, k, BLOCK: tl.constexpr):
-    """−p log p of each slot, and of the tail with the entropy within it; 0 without mass."""
+    """−p log p of each slot; for the tail, with the entropy within it; 0 without mass."""
     probs = tl.exp(raw)
     surprise = tl.where(tl.arange(0, BLOCK) == k, in_tail - raw, -raw)
     return tl.where(probs > 0, probs * surprise, 0.0)
@@ -334,6 +334,6 @@ def entropy_terms(raw, in_tail, k, BLOCK: tl.constexpr):
 
 @triton.jit
 def floored(log_probs, present):
-    """`values.floored` of log-probabilities; absent outcomes are left at any finite number. NaN spreads to all."""
+    """`values.floored` of log-probabilities. Absent outcomes get some finite number, and NaN spreads to all."""
     raised = tl.where(log_probs < LOG_FLOOR, LOG_FLOOR, log_probs)
     return raised - tl.log(tl.sum(tl.where(present, tl.exp(raised), 0.0)))

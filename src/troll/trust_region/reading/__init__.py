@@ -1,1 +1,1 @@
-"""What logits say of a policy, read tile by tile from any source: a tensor, an LM head, a slice of the vocabulary."""
+"""Reads policies from logits, tile by tile, from any source: a tensor, an LM head, a slice of the vocabulary."""

@@ -8,9 +8,9 @@ from torch import Tensor
 from troll.trust_region.kernels import MAX_SELECTED
 from troll.trust_region.policy.outcomes import Outcomes
 from troll.trust_region.policy.sparse import SparsePolicy, check_capture
-from troll.trust_region.policy.top import Top, check_tokens_in, keep, largest, sorted_entries
+from troll.trust_region.policy.top import Top, check_tokens_in, keep, largest_with_sampled
 from troll.trust_region.policy.values import check_integers, check_shape, float_dtype
-from troll.trust_region.reading.fold import Outside
+from troll.trust_region.reading.fold import Outside, rows_of
 from troll.trust_region.reading.logits import Logits
 from troll.trust_region.reading.source import Source
 from troll.trust_region.reading.vocabulary import Vocabulary
@@ -20,23 +20,23 @@ from troll.trust_region.reading.vocabulary import Vocabulary
 def capture(
     source: Source | Outcomes | Tensor, token_ids: Tensor, *, top_k: int = 64, mass_threshold: float = 1e-5
 ) -> SparsePolicy:
-    """The old policy, as the network is when a rollout is scored, without gradient.
+    """Captures the old policy, the network when a rollout is scored, without gradient.
 
-    Keeps the `top_k` most likely tokens, fewer where they already cover ``1 − mass_threshold`` of the mass, and always
+    It keeps the `top_k` most likely tokens, fewer where they already cover `1 − mass_threshold` of the mass, and always
     the sampled token, which takes the last used slot if the others lack it.
 
     Args:
         source: Logits (..., V) that are aligned with `token_ids` and divided by the sampling temperature; or any
             source: [Logits][troll.Logits], [LMHead][troll.LMHead], or outcomes that have been read and hold the sampled
-            tokens. What is dropped of such outcomes counts with the precision that they were read with.
-        token_ids: The sampled tokens, (...), integers in [0, V). On a GPU they are not waited for: a position whose id
-            is outside the vocabulary becomes NaN, and is counted as "nonfinite" in the metrics.
-        top_k: K, at least 1; more than V is taken as V.
-        mass_threshold: δ in [0, 1); 0 keeps K tokens always.
+            tokens. Outcomes that are dropped count with the precision with which they were read.
+        token_ids: The sampled tokens, (...), integers in [0, V). A GPU is not waited for: a position with an id outside
+            the vocabulary becomes NaN there, and the metrics count it as "nonfinite".
+        top_k: K, the tokens to keep at most, at least 1; V if it is larger than V.
+        mass_threshold: δ in [0, 1); 0 always keeps K tokens.
 
     Raises:
-        ValueError: On a wrong shape or dtype, an id outside the vocabulary, a parameter out of its range, or slices of
-            the vocabulary of different sizes.
+        ValueError: If a shape or dtype is wrong, an id is outside the vocabulary, a parameter is out of its range, or
+            slices of the vocabulary differ in size.
     """
     source = Logits(source) if isinstance(source, Tensor) else source
     vocab_size = source.vocab_size if isinstance(source, Outcomes) else source.vocabulary.size
@@ -52,10 +52,13 @@ def capture_with_entropy(
     """[capture][troll.capture], and the entropy over the whole vocabulary, (...), in nats, in the same pass.
 
     Args:
-        source: As in `capture`, but not outcomes.
-        token_ids: As in `capture`, and so are the others and what is raised.
-        top_k: K.
-        mass_threshold: δ.
+        source: Logits of any source, as in `capture`, but not outcomes.
+        token_ids: The sampled tokens, (...), as in `capture`.
+        top_k: K, at least 1.
+        mass_threshold: δ in [0, 1).
+
+    Raises:
+        ValueError: As `capture`.
     """
     vocab_size = source.vocabulary.size
     sampled = _checked(token_ids, source.shape, vocab_size, top_k, mass_threshold)
@@ -65,7 +68,7 @@ def capture_with_entropy(
 
 
 def _checked(token_ids: Tensor, shape: torch.Size, vocab_size: int, top_k: int, mass_threshold: float) -> Tensor:
-    """The sampled tokens, (N,) int64."""
+    """The sampled tokens, (N,) int64, after checking all arguments."""
     check_capture(top_k, mass_threshold)
     check_integers("token_ids", token_ids)
     check_shape("token_ids", token_ids, shape)
@@ -76,29 +79,22 @@ def _checked(token_ids: Tensor, shape: torch.Size, vocab_size: int, top_k: int, 
 
 
 def _top(source: Source, sampled: Tensor, top_k: int, entropy: bool = False) -> tuple[Top, Tensor | None]:
-    """The largest logits of a source, the sampled tokens', and what all others add up to; and the entropy, (N,)."""
+    """The largest logits of a source, the sampled tokens' and the log-sum-exp of all others; and the entropy, (N,)."""
     with source.opened(top_k, MAX_SELECTED) as reading:
         k = min(top_k, reading.vocabulary.width)
-        tiles = []
+        logits = sampled.new_full((len(sampled), k + 1), -torch.inf, dtype=float_dtype(reading.dtype))
+        outside, tiles = Outside.empty(logits, entropy), []
         for rows, _, tile in reading.parts(whole_rows=True):
             support = reading.functions.select(tile, sampled[rows], k)
-            logits = torch.full_like(support.ids, -torch.inf, dtype=float_dtype(reading.dtype))
-            outside = Outside.empty(logits, len(logits), entropy)
-            reading.functions.fold_support(tile, support, logits, outside)
-            tiles.append((support.ids, logits, outside.log_sum, outside.entropy))
-        if not tiles:
-            none = sampled.new_empty((0, k + 1))
-            floats = none.to(float_dtype(reading.dtype))
-            tiles = [(none, floats, floats[:, 0], floats[:, 0] if entropy else None)]
-        ids, logits, log_rest, rest_entropy = (
-            x[0] if len(x) == 1 or x[0] is None else torch.cat(x) for x in zip(*tiles, strict=True)
-        )
-        exact = reading.exact(ids)
+            reading.functions.fold_support(tile, support, logits[rows], rows_of(outside, rows))
+            tiles.append(support.ids)
+        ids = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+        exact, log_rest = reading.exact(ids), outside.log_sum
         precise = logits if exact is None else exact
-        # The sampled token stands in the last slot, or among the others.
+        # The sampled token is in the last slot, or among the others.
         top = Top(ids[:, :k], precise[:, :k], logits[:, :k], precise[:, k], log_rest)
         merged = reading.vocabulary.merge_top(top, sampled, min(top_k, reading.vocabulary.size))
-        own = Outcomes(ids, precise, log_rest, reading.vocabulary.width, rest_entropy)
+        own = Outcomes(ids, precise, log_rest, reading.vocabulary.width, outside.entropy)
         return merged, _entropy(own, reading.vocabulary) if entropy else None
 
 
@@ -113,13 +109,11 @@ def _entropy(own: Outcomes, vocabulary: Vocabulary) -> Tensor:
 
 
 def _given(policy: Outcomes, sampled: Tensor, top_k: int) -> Top:
-    """The same of a policy that has been read already."""
+    """As `_top`, from a policy that has been read already."""
     slots = policy.token_ids.shape[-1]
     ids, z = policy.token_ids.long().reshape(-1, slots), policy.logits.reshape(-1, slots)
     is_sampled = ids == sampled.unsqueeze(-1)
     if not bool(is_sampled.any(-1).all()):
         token = sampled[~is_sampled.any(-1)][0].item()
         raise ValueError(f"token_ids must be among the tokens that the source was read at, got {token}")
-    ids, z = sorted_entries(ids, z, policy.vocab_size)
-    nowhere = torch.full_like(z[:, 0], -torch.inf)
-    return largest(ids, z, z, sampled, nowhere, policy.tail_logit.reshape(-1, 1), min(top_k, slots))
+    return largest_with_sampled(ids, z, sampled, policy.tail_logit.reshape(-1, 1), policy.vocab_size, min(top_k, slots))

@@ -1,12 +1,12 @@
-"""What is done with a tile, some tokens' logits for some entries of the vocabulary: select, fold, or make a gradient.
+"""The operations on a tile, some tokens' logits for some entries of the vocabulary: select, fold, and gradient.
 
-`fold_triton` has the same functions for a GPU; `kernels.use_triton` chooses.
+`fold_triton` and `select_triton` have the same functions for a GPU; `kernels.use_triton` chooses.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,23 +14,23 @@ from torch import Tensor
 from troll.trust_region.policy.top import top_ids
 from troll.trust_region.policy.values import as_float
 
-#: Where something as large as its operand has to be allocated, so many tokens go at once: memory of that size is kept
-#: for the next time, while a whole tile's goes back to the system and returns page by page.
+#: Tokens that are computed at once where an operation needs a copy of its operand: memory of that size is kept for the
+#: next time, while a whole tile's goes back to the system and returns page by page.
 ROWS = 64
 
-#: In `ascending`, where a slot is unused: larger than any token id.
+#: The entry of `ascending` for an unused slot: larger than any token id.
 NO_TOKEN = 2**31 - 1
 
 
 class Transform(NamedTuple):
-    """From what a source holds to logits, ``softcap · tanh(scale · x / softcap) / temperature``."""
+    """Maps the numbers of a source to logits, `softcap · tanh(scale · x / softcap) / temperature`."""
 
     temperature: float = 1.0
     scale: float = 1.0
     softcap: float | None = None
 
     def __call__(self, raw: Tensor) -> Tensor:
-        """Logits in float32 (float64 for float64); may reuse the memory."""
+        """The logits in float32 (float64 for float64); may overwrite `raw`."""
         z = as_float(raw)
         if self.scale != 1.0:
             z = z.mul_(self.scale)
@@ -39,7 +39,7 @@ class Transform(NamedTuple):
         return z if self.temperature == 1.0 else z.div_(self.temperature)
 
     def slope(self, z: Tensor) -> Tensor | float:
-        """The derivative of the logits with respect to what the source holds, at logits z."""
+        """The derivative of the logits with respect to the numbers of the source, at logits z."""
         factor = self.scale / self.temperature
         if self.softcap is None:
             return factor
@@ -50,79 +50,87 @@ class Tile(NamedTuple):
     """The logits of n tokens for W entries of the vocabulary."""
 
     values: Tensor
-    """For the torch functions: logits, (n, W), in float32 or float64, whose memory may be used up.
+    """For the torch functions: logits, (n, W), in float32 or float64, whose memory may be overwritten.
 
-    For the Triton functions: what the source holds, in its own dtype, to be transformed; (n, W) with contiguous
+    For the Triton functions: the numbers of the source, in their own dtype, to be transformed; (n, W) with contiguous
     columns, or, with `offsets`, any tensor. Only a gradient may be written to it.
     """
     first: int
     """The vocabulary entry of the first column."""
     width: int
-    """W."""
+    """W, the number of columns."""
     transform: Transform
     offsets: Tensor | None = None
-    """(n,) int64: where rows begin in the memory of `values`, in elements; multiples of its strides.
+    """(n,) int64: where each row begins in the memory of `values`, in elements; multiples of its strides.
 
     None for (n, W) values."""
 
 
 class Support(NamedTuple):
-    """The tokens that are asked for, of n tokens at most K each."""
+    """The vocabulary entries to read, at most K for each of n tokens."""
 
     ids: Tensor
     """(n, K) int64, different in a row; −1 in unused slots."""
     ascending: Tensor
-    """(n, K) int64: the same in ascending order; `NO_TOKEN` for the unused slots, which come last."""
+    """(n, K) int64: the same ids in ascending order; `NO_TOKEN` for the unused slots, which come last."""
 
     @classmethod
     def of(cls, ids: Tensor) -> Support:
-        """With the order that the kernels take."""
+        """Makes a support from its ids, (n, K)."""
         return cls(ids, ids.masked_fill(ids < 0, NO_TOKEN).sort(-1).values)
-
-    def rows(self, rows: slice) -> Support:
-        """Some tokens', sharing memory."""
-        return Support(self.ids[rows], self.ascending[rows])
 
 
 class Outside(NamedTuple):
-    """Running sums over the logits outside a support, relative to their running maximum m. Each (N,).
+    """Running sums over the logits outside a support, relative to their running maximum m, each (N,).
 
-    Never a difference of two sums: what is left out is left out before anything is added.
+    They are never differences of two sums: the support is left out before anything is added.
     """
 
     maximum: Tensor
     exp_sum: Tensor
-    """``Σ e^{z − m}``."""
+    """`Σ e^{z − m}`."""
     weighted_sum: Tensor | None = None
-    """``Σ e^{z − m} (z − m)``, for the entropy; all its terms have one sign."""
+    """`Σ e^{z − m} (z − m)`, for the entropy; all its terms have one sign."""
 
     @classmethod
-    def empty(cls, like: Tensor, rows: int, entropy: bool) -> Outside:
-        """Before the first tile."""
-        zeros = like.new_zeros(rows)
+    def empty(cls, logits: Tensor, entropy: bool) -> Outside:
+        """The sums before the first tile, for the tokens of a support's logits, (N, K)."""
+        zeros = logits.new_zeros(len(logits))
         return cls(torch.full_like(zeros, -torch.inf), zeros, zeros.clone() if entropy else None)
 
-    def rows(self, rows: slice) -> Outside:
-        """Some tokens' sums, sharing memory."""
-        return Outside(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+    def over_slices(self) -> Outside:
+        """The sums over the whole vocabulary, (N,), from those over n slices of it, (N, n)."""
+        maximum = self.maximum.amax(-1, keepdim=True)
+        moved = self.maximum - maximum.masked_fill(maximum == -torch.inf, 0)
+        moved = moved.clamp(min=torch.finfo(maximum.dtype).min)
+        weight = moved.exp()
+        weighted_sum = self.weighted_sum
+        if weighted_sum is not None:
+            moved = moved.masked_fill(weight == 0, 0)
+            weighted_sum = ((weighted_sum + self.exp_sum * moved) * weight).sum(-1)
+        return Outside(maximum.squeeze(-1), (self.exp_sum * weight).sum(-1), weighted_sum)
 
     @property
     def log_sum(self) -> Tensor:
-        """``log Σ e^z``, (N,); −inf where nothing is outside."""
+        """`log Σ e^z`, (N,); −inf where nothing is outside."""
         return self.maximum + self.exp_sum.log()
 
     @property
     def entropy(self) -> Tensor | None:
-        """Of what is outside, by itself, (N,), in nats; 0 where nothing is. None without its sum."""
+        """The entropy of the tokens outside among themselves, (N,), in nats; 0 where there are none.
+
+        None if the weighted sum was not asked for.
+        """
         if self.weighted_sum is None:
             return None
+        # −Σ w log w with w = e^{z − m}/Σ: the logarithm of Σ and the mean of m − z, neither of which is negative.
         return (self.exp_sum.log() - self.weighted_sum / self.exp_sum).masked_fill(self.exp_sum == 0, 0)
 
 
 class SupportGradient(NamedTuple):
-    """What the gradient with respect to the logits takes per token.
+    """The numbers of each token from which the gradient with respect to its logits follows.
 
-    Outside the support it is ``w_v (a − h (log w_v + H))`` with ``w_v = e^{z_v − log_outside}``; on it, `on_support`.
+    Outside the support it is `w_v (a − h (log w_v + H))` with `w_v = e^{z_v − log_outside}`; on it, `on_support`.
     """
 
     log_outside: Tensor
@@ -130,28 +138,32 @@ class SupportGradient(NamedTuple):
     outside: Tensor
     """a = ∂L/∂(log_outside), (N,)."""
     on_support: Tensor
-    """(N, K), the gradient with respect to what the source holds, written over the rest."""
+    """(N, K), the gradient with respect to the source's numbers on the support, written over the formula's."""
     tail_entropy: Tensor | None
     """H, the entropy of the tokens outside among themselves, (N,); None where no gradient arrives through it."""
     tail_entropy_gradient: Tensor | None
     """h = ∂L/∂H, (N,)."""
 
-    def rows(self, rows: slice) -> SupportGradient:
-        """Some tokens', sharing memory."""
-        return SupportGradient(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+
+OfTokens = TypeVar("OfTokens", Support, Outside, SupportGradient)
+
+
+def rows_of(numbers: OfTokens, rows: slice) -> OfTokens:
+    """The numbers of some tokens, sharing memory."""
+    return numbers._replace(**{name: x[rows] for name, x in numbers._asdict().items() if x is not None})
 
 
 def select(tile: Tile, sampled: Tensor, k: int) -> Support:
     """The k largest logits of a tile, and the sampled tokens.
 
     Args:
-        tile: (n, W); it is left as it is.
+        tile: The logits, (n, W); they are not changed.
         sampled: The sampled tokens, (n,), anywhere in the vocabulary.
-        k: At most W.
+        k: The number of largest logits, at most W.
 
     Returns:
-        Of k + 1 slots: the k largest, ties by the smaller id, in ascending order of their ids; and the sampled token in
-        the last one, which is unused where that is among the others, or not in this tile.
+        A support of k + 1 slots: the k largest, ties by the smaller id, in ascending order of their ids; and in the
+        last slot the sampled token. That slot is unused where the token is among the others, or not in this tile.
     """
     ids = tile.first + top_ids(tile.values, k).sort(-1).values
     sampled = sampled.unsqueeze(-1)
@@ -164,10 +176,10 @@ def fold_support(tile: Tile, support: Support, logits: Tensor, outside: Outside)
     """Reads a support's logits from a tile and adds all others to the running sums, in place.
 
     Args:
-        tile: (n, W).
-        support: Of n tokens with K slots.
-        logits: (n, K), where the logits of the tokens of this tile are written.
-        outside: Of n tokens.
+        tile: The logits of n tokens, (n, W).
+        support: The support of the n tokens, with K slots.
+        logits: (n, K), which receives the logits of the support's tokens that are in this tile.
+        outside: The n tokens' running sums.
     """
     z = tile.values
     at, slot, column = _entries(support, tile)
@@ -196,12 +208,12 @@ def _entropy_sums(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradient(tile: Tile, support: Support, of: SupportGradient) -> Tensor:
-    """The gradient with respect to what the source holds, (n, W), in the tile's memory; 0 in rows without one.
+    """The gradient with respect to the source's numbers, (n, W), in the tile's memory; 0 in rows without one.
 
     Args:
-        tile: (n, W).
-        support: Of n tokens with K slots.
-        of: Of n tokens.
+        tile: The logits of n tokens, (n, W).
+        support: The support of the n tokens, with K slots.
+        of: The n tokens' numbers for the gradient.
     """
     z = tile.values
     slope = tile.transform.slope(z)
@@ -220,7 +232,7 @@ def gradient(tile: Tile, support: Support, of: SupportGradient) -> Tensor:
 
 
 def clear(values: Tensor, rows: Tensor) -> None:
-    """Writes 0 to the rows of (L, W) values that a mask (L,) names, in place."""
+    """Writes 0 to the rows of (L, W) values where a mask (L,) is true, in place."""
     values.masked_fill_(rows.unsqueeze(-1), 0)
 
 
@@ -232,5 +244,5 @@ def _entries(support: Support, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _log_of_zero(dtype: torch.dtype) -> float:
-    # Below this the exponential is 0 in float32, and for the entropy as good as 0 in float64.
+    # Below this the exponential is 0 in float32, and negligible for the entropy in float64.
     return math.log(torch.finfo(dtype).smallest_normal) - 20

@@ -1,6 +1,6 @@
 """The Triton counterparts of `fold`: each reads a tile's memory once, in its own dtype, and computes in float32.
 
-Tiles hold what the source does; logits are made in registers. Only `gradient` writes to a tile.
+Tiles hold the source's numbers, and logits are computed in registers. Only `gradient` writes to a tile.
 """
 
 # Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
@@ -15,7 +15,7 @@ from torch import Tensor
 from troll.trust_region.kernels import launching_on
 from troll.trust_region.reading import fold
 from troll.trust_region.reading.fold import Outside, Support, SupportGradient, Tile
-from troll.trust_region.reading.launch_triton import launcher
+from troll.trust_region.reading.launch_triton import grid_of, launcher
 from troll.trust_region.reading.products_triton import gathered_products
 from troll.trust_region.reading.select_triton import select
 from troll.trust_region.reading.tile_triton import alignment, factors, logits_of, memory_of, row_of, tanh
@@ -29,7 +29,7 @@ CLEARED = 4096
 
 
 def fold_support(tile: Tile, support: Support, logits: Tensor, outside: Outside) -> None:
-    """As `fold.fold_support`; the tile is left as it is."""
+    """As `fold.fold_support`; the tile is not changed."""
     rows, slots = support.ids.shape
     if not rows:
         return
@@ -59,10 +59,10 @@ def gradient(tile: Tile, support: Support, of: SupportGradient, out: Tile | None
     """As `fold.gradient`, rounded to the dtype of the memory that it is written to.
 
     Args:
-        tile: (n, W).
-        support: Of n tokens with K slots.
-        of: Of n tokens.
-        out: Whose memory receives the gradient, by rows and columns as in `tile`; None for the tile's own.
+        tile: The source's numbers for n tokens, (n, W).
+        support: The support of the n tokens, with K slots.
+        of: The n tokens' numbers for the gradient.
+        out: The tile whose memory receives the gradient, with rows and columns as in `tile`; None for `tile` itself.
 
     Returns:
         The values of `out`.
@@ -72,16 +72,14 @@ def gradient(tile: Tile, support: Support, of: SupportGradient, out: Tile | None
     if not rows:
         return out.values
     # Gradients of sums come expanded.
-    of = SupportGradient(*(None if x is None else x.contiguous() for x in of))  # type: ignore[arg-type]
+    of = SupportGradient._make(None if x is None else x.contiguous() for x in of)
     entropy = of.tail_entropy is not None and of.tail_entropy_gradient is not None
-    # What a launch reads is gone after it, and a copy of all logits would be too large to try sizes on.
+    # A launch overwrites what it reads, and a copy of all logits, to try sizes on, would be too large.
     in_place = out.values.untyped_storage().data_ptr() == tile.values.untyped_storage().data_ptr()
-
-    def grid(constants: dict[str, int]) -> tuple[int, int]:
-        return rows, triton.cdiv(tile.width, constants["COLUMNS"])
+    restore = None if in_place else ()
 
     with launching_on(tile.values.device):
-        launcher(_gradient_kernel, grid, rows, tile.width, tile.values, restore=None if in_place else ())(
+        launcher(_gradient_kernel, grid_of(rows, tile.width), rows, tile.width, tile.values, restore=restore)(
             *memory_of(tile),
             *memory_of(out),
             tile.width,
@@ -102,7 +100,7 @@ def gradient(tile: Tile, support: Support, of: SupportGradient, out: Tile | None
 
 
 def clear(values: Tensor, rows: Tensor) -> None:
-    """As `fold.clear`; what stays is not read."""
+    """As `fold.clear`; other rows are not read."""
     grid = (len(rows), triton.cdiv(values.shape[-1], CLEARED))
     if len(rows):
         with launching_on(values.device):
@@ -149,7 +147,7 @@ def _fold_support_kernel(
     on_support = logits_of(tl.load(tile + at, mask=here, other=0.0), scale, cap, SOFTCAP)
     tl.store(logits + row * slots + slot, on_support, mask=here)
 
-    # The support is left out below where its columns, in ascending order, come by.
+    # The loop below leaves the support out when it comes to its columns, which ascend.
     next_slot = tl.sum(((token >= 0) & (at < 0)).to(tl.int32))
     ascending += row * slots
     left_out = tl.load(ascending + next_slot, mask=next_slot < slots, other=_NO_TOKEN) - first
@@ -165,16 +163,16 @@ def _fold_support_kernel(
     for start in range(0, width, COLUMNS):
         column = start + lane
         z = logits_of(x, scale, cap, SOFTCAP)
-        if SOFTCAP:  # which makes −inf finite
+        if SOFTCAP:  # a softcap makes −inf finite
             z = tl.where(column < width, z, float("-inf"))
-        # On its way while these are folded: the reductions' barriers would keep it from starting.
+        # Loaded while these are folded: the reductions' barriers would keep the load from starting.
         x = tl.load(tile + column + COLUMNS, mask=column + COLUMNS < width, other=float("-inf"))
         while left_out < start + COLUMNS:
             z = tl.where(column == left_out, float("-inf"), z)
             next_slot += 1
             left_out = tl.load(ascending + next_slot, mask=next_slot < slots, other=_NO_TOKEN) - first
 
-        # A maximum may drop NaN, which the sums then hold.
+        # A maximum may drop NaN, but the sums keep it.
         maximum_now = tl.maximum(m, tl.max(z, axis=0))
         center = tl.where(maximum_now == float("-inf"), 0.0, maximum_now)
         rescale = tl.exp(m - center)

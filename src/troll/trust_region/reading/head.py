@@ -1,7 +1,7 @@
-"""The logits of an LM head, which are never multiplied out: a (tokens x vocabulary) tensor is not made.
+"""The logits of an LM head, without ever holding the (tokens x vocabulary) tensor of all of them.
 
-A tile is the product of some tokens' hidden states with some rows of the weight. Forward and backward make each tile,
-reduce it to numbers per token, and drop it; the backward makes it again.
+A tile is the product of some tokens' hidden states with some rows of the weight. The forward pass computes each tile,
+reduces it to numbers per token, and drops it; the backward pass computes it again.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from troll.trust_region.kernels import MAX_OUTCOMES
 from troll.trust_region.policy.top import BLOCK
-from troll.trust_region.policy.values import shape_text
+from troll.trust_region.policy.values import float_dtype, shape_text
 from troll.trust_region.reading.fold import Support, SupportGradient, Tile
-from troll.trust_region.reading.source import Part, Pass, Source
+from troll.trust_region.reading.source import Part, Pass, Source, slices
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,41 +26,42 @@ if TYPE_CHECKING:
 #: Tokens and vocabulary entries of a tile.
 TOKEN_TILE, VOCABULARY_TILE = 4096, 32768
 
-#: Logits of a tile of whole rows, by device: 155 to 311 MB in bf16.
+#: Logits in a tile of whole rows, by device: 155 to 311 MB in bf16.
 WHOLE_ROWS = {"cpu": 2**25}
 WHOLE_ROWS_ON_GPU = 2**27
 
-#: Weights that torch gathers at a time for single logits.
+#: Elements of the weight that torch gathers at once for single logits.
 GATHERED = 2**24
 
 
 @dataclass(frozen=True, eq=False)
 class LMHead(Source):
-    """Logits of an LM head, ``softcap · tanh(scale · (hidden @ weightᵀ + bias) / softcap) / temperature``.
+    """Logits of an LM head, `softcap · tanh(scale · (hidden @ weightᵀ + bias) / softcap) / temperature`.
 
-    The product is computed in the hidden states' dtype, or autocast's where that is on; what follows, and the logits of
-    the support, in float32 (float64 for float64). Gradients accumulate in float32.
+    The product is computed in the hidden states' dtype, or autocast's if that is on; everything after it, and the
+    logits of the support, in float32 (float64 for float64). Gradients accumulate in float32.
 
     Attributes:
-        hidden: Hidden states, (..., H), aligned with the tokens.
-        weight: (V, H); a process's slice (V/n, H) with `vocab_group`.
-        bias: (V,), or None; sliced as the weight is.
-        temperature: The sampling temperature.
-        scale: Above 0; what the model multiplies its logits by.
-        softcap: Above 0, the model's final logit softcap; or None.
-        rows: Which rows of (L, H) hidden states are the positions, (N,) integers, all different.
-        vocab_group: As in [Logits][troll.Logits]. The gradient of the hidden states is the whole one on every process:
-            the backward pass adds up the slices' parts, in float32. So what is passed has to be the hidden states
-            themselves. Behind Megatron's ``copy_to_tensor_model_parallel_region``, or a gather of sequence-parallel
-            ones with ``tensor_parallel_output_grad=True``, they would be summed a second time: pass what goes into the
+        hidden: The hidden states, (..., H), aligned with the tokens.
+        weight: The weight of the head, (V, H); a process's slice (V/n, H) with `vocab_group`.
+        bias: The bias of the head, (V,), sliced as the weight is; None for none.
+        temperature: The sampling temperature, by which logits are divided.
+        scale: The factor by which the model multiplies its logits, above 0.
+        softcap: The model's final logit softcap, above 0; None for none.
+        rows: The rows of (L, H) hidden states that are the positions, (N,) integers, all different.
+        vocab_group: As in [Logits][troll.Logits]. Every process gets the whole gradient of the hidden states: the
+            backward pass adds up the slices' parts, in float32. So pass the hidden states themselves. After Megatron's
+            `copy_to_tensor_model_parallel_region`, or a gather of sequence-parallel ones with
+            `tensor_parallel_output_grad=True`, their gradient would be summed a second time: pass the input of the
             former, and gather with False.
-        gathered: Called with weight and bias, and entered around every use of them: for parameters that are sharded
-            again before the backward pass.
+        gathered: Makes a context from weight and bias, which is entered around every use of them: for parameters that
+            are sharded again before the backward pass.
 
     Raises:
-        ValueError: On tensors that do not fit each other, settings out of their range, or rows that do not fit.
+        ValueError: If the tensors do not fit each other, settings are out of their range, or rows do not fit.
     """
 
+    tensor_names: ClassVar[tuple[str, ...]] = ("hidden", "weight", "bias")
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None = None
@@ -80,24 +81,8 @@ class LMHead(Source):
 
     @property
     def width(self) -> int:
-        """How many entries of the vocabulary this process holds."""
+        """The number of vocabulary entries that this process holds."""
         return len(self.weight)
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Hidden states, weight and bias."""
-        return self.hidden, self.weight, self.bias
-
-    @property
-    def shape(self) -> torch.Size:
-        """The token positions, (...)."""
-        return self.hidden.shape[:-1] if self.rows is None else self.rows.shape
-
-    def with_tensors(self, *tensors: Tensor | None) -> LMHead:
-        """See the parent."""
-        other = object.__new__(LMHead)  # no checks: None stands in for a tensor
-        vars(other).update(vars(self), **dict(zip(("hidden", "weight", "bias"), tensors, strict=True)))
-        return other
 
     @contextmanager
     def opened(self, slots: int, most: int = MAX_OUTCOMES, dtype: torch.dtype | None = None) -> Iterator[Pass]:
@@ -119,9 +104,7 @@ class _HeadPass(Pass):
         super().__init__(head, self._memory, slots, most)
         self._head = head
         self._hidden = head.hidden.reshape(-1, head.hidden.shape[-1])
-        self._index = None if head.rows is None else head.rows.long()
-        self._tokens = head.shape.numel()
-        # Of the last tile, in the computing dtype.
+        # The operands of the last tile, in the computing dtype.
         self._hidden_part = self._weight_part = self._memory
 
     def parts(self, whole_rows: bool = False) -> Iterator[Part]:
@@ -132,12 +115,12 @@ class _HeadPass(Pass):
             size = max(1, min(logits // width, TOKEN_TILE)), width
         else:
             size = TOKEN_TILE, VOCABULARY_TILE
-        most = [min(length, limit) for length, limit in zip((self._tokens, width), size, strict=True)]
+        most = [min(length, limit) for length, limit in zip((self.tokens, width), size, strict=True)]
         self._memory = self._hidden.new_empty(most[0] * _whole_blocks(most[1]), dtype=self.dtype)
-        for rows in _slices(self._tokens, size[0]):
-            at = rows if self._index is None else self._index[rows]
+        for rows in slices(self.tokens, size[0]):
+            at = rows if self.index is None else self.index[rows]
             self._hidden_part = self._hidden[at].to(self.dtype)
-            for columns in _slices(width, size[1]):
+            for columns in slices(width, size[1]):
                 product = self._product(columns)
                 values = self.transform(product) if self.is_torch else product
                 first = self.vocabulary.start + columns.start
@@ -155,10 +138,10 @@ class _HeadPass(Pass):
         return product
 
     def exact(self, ids: Tensor) -> Tensor | None:
-        """See the parent: products of half precision, again in float32 for single entries."""
+        """See the parent: computes single products of half precision again in float32."""
         if self.dtype not in (torch.bfloat16, torch.float16):
             return None
-        hidden = (self._hidden if self._index is None else self._hidden[self._index]).to(self.dtype)
+        hidden = (self._hidden if self.index is None else self._hidden[self.index]).to(self.dtype)
         gathered = gathered_products if self.is_torch else self.functions.gathered_products
         products = gathered(hidden, self._head.weight, self._head.bias, ids, self.vocabulary.start)
         logits = self.transform(products)
@@ -166,11 +149,10 @@ class _HeadPass(Pass):
         return logits if self.transform.softcap is None else logits.masked_fill_(ids < 0, -torch.inf)
 
     def new_gradients(self, needed: tuple[bool, ...]) -> list[Tensor | None]:
-        """See the parent: in float32 (float64)."""
-        dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        """See the parent: zeros in float32 (float64 for float64)."""
         tensors = (self._hidden, self._head.weight, self._head.bias)
         return [
-            torch.zeros_like(x, dtype=dtype) if x is not None and needs else None
+            torch.zeros_like(x, dtype=float_dtype(self.dtype)) if x is not None and needs else None
             for x, needs in zip(tensors, needed, strict=True)
         ]
 
@@ -179,19 +161,19 @@ class _HeadPass(Pass):
         grad = self.functions.gradient(part.tile, support, of).to(self.dtype)
         grad_hidden, grad_weight, grad_bias = sums
         if grad_hidden is not None:
-            if self._index is None:
+            if self.index is None:
                 _add_product(grad_hidden[part.rows], grad, self._weight_part)
             else:
                 own = torch.zeros_like(grad_hidden[: len(grad)])
                 _add_product(own, grad, self._weight_part)
-                grad_hidden.index_add_(0, self._index[part.rows], own)
+                grad_hidden.index_add_(0, self.index[part.rows], own)
         if grad_weight is not None:
             _add_product(grad_weight[part.columns], grad.t(), self._hidden_part)
         if grad_bias is not None:
             grad_bias[part.columns] += grad.sum(0, dtype=grad_bias.dtype)
 
     def finished(self, sums: list[Tensor | None]) -> list[Tensor | None]:
-        """See the parent: added up over the slices of the vocabulary, in the dtypes of the tensors."""
+        """See the parent: the gradients summed over the slices of the vocabulary, in the dtypes of the tensors."""
         if sums[0] is not None:
             self.vocabulary.add_up(sums[0])
             sums[0] = sums[0].view(self._head.hidden.shape)
@@ -199,13 +181,13 @@ class _HeadPass(Pass):
 
 
 def gathered_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, first: int) -> Tensor:
-    """``hidden · weight[id] + bias[id]`` in float32, (N, K), of operands that are rounded to the hidden states' dtype.
+    """`hidden · weight[id] + bias[id]` in float32, (N, K), with operands rounded to the hidden states' dtype.
 
     Args:
-        hidden: (N, H).
-        weight: (V, H), in any dtype.
-        bias: (V,), or None.
-        ids: (N, K); what the weight lacks gets −inf.
+        hidden: The hidden states, (N, H).
+        weight: The head's weight, (V, H), in any dtype; a slice of it has fewer rows.
+        bias: The head's bias, (V,), or None.
+        ids: The vocabulary entries, (N, K); an entry without a row in the weight gets −inf.
         first: The vocabulary entry of the weight's first row.
     """
     step = max(1, GATHERED // max(1, ids.shape[-1] * hidden.shape[-1]))
@@ -216,21 +198,17 @@ def gathered_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: 
             torch.bmm(weight[some].to(hidden.dtype).float(), part.float().unsqueeze(-1)).squeeze(-1)
             for part, some in zip(hidden.split(step), at.split(step), strict=True)
         ]
-    total = torch.cat(products) if products else hidden.new_empty(ids.shape, dtype=torch.float32)
+    total = torch.cat(products)
     total = total if bias is None else total + bias[at].float()
     return total.masked_fill(~here, -torch.inf)
 
 
 def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
-    # In the sum's precision: rounding each tile's product to bf16 first would bias training.
+    # In the sum's precision, since rounding each tile's product to bf16 first would bias training.
     if total.is_cuda and first.dtype == second.dtype != total.dtype:
         torch.addmm(total, first, second, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(first.to(total.dtype), second.to(total.dtype))
-
-
-def _slices(length: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
 def _whole_blocks(width: int) -> int:

@@ -1,20 +1,22 @@
-"""How the kernels of a reading are launched: sizes and warps from a table, or tuned on the GPU that they run on."""
+"""Sizes and warps of a reading's kernels: from a table, or tuned on the GPU that they run on."""
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-#: 0 keeps to the table. Otherwise the first large launch on a GPU, for each width and dtype, tries the neighbours too.
+#: The environment variable for tuning. 0 keeps to the table; otherwise the first large launch on a GPU, for each width
+#: and dtype, tries the table's neighbours too.
 VARIABLE = "TROLL_AUTOTUNE"
 
-#: Columns and warps of a program, by kernel and bytes of a number: two 16-byte loads a thread, so that much is on its
-#: way, and few warps, so that a reduction does not wait for many.
+#: Columns and warps of a program, by kernel and bytes of a number: two 16-byte loads in each thread, so that much data
+#: is on its way, and few warps, so that a reduction does not wait for many.
 TABLE = {
     "_fold_support_kernel": {2: (2048, 4), 4: (1024, 4)},
     "_block_maxima_kernel": {2: (2048, 4), 4: (1024, 4)},
@@ -22,43 +24,43 @@ TABLE = {
     "_products_kernel": {2: (256, 4), 4: (128, 4)},
 }
 
-#: Of the numbers among which `_select_kernel` selects, so many to a warp: more would not stay in registers.
+#: The numbers of each warp among which `_select_kernel` selects: more would not stay in registers.
 SELECTED_A_WARP = 256
 
-#: Fewer rows leave multiprocessors idle at any size: times would say nothing of larger batches.
+#: The fewest rows to tune on: with fewer, multiprocessors idle at any size, and times say nothing about larger batches.
 MIN_TUNED_ROWS = 512
 
 
 def launch(name: str, width: int, dtype: torch.dtype) -> dict[str, int]:
-    """The table's constants for a kernel: ``COLUMNS`` and ``num_warps``.
+    """The table's constants for a kernel: `COLUMNS` and `num_warps`.
 
     Args:
         name: A key of `TABLE`.
-        width: How many columns there are; more are not held.
-        dtype: Of what is read.
+        width: The columns of the tile; a program holds no more than these.
+        dtype: The dtype that the kernel reads.
     """
     columns, warps = TABLE[name][dtype.itemsize]
     return {"COLUMNS": min(columns, max(128, triton.next_power_of_2(width))), "num_warps": warps}
 
 
 def select_warps(numbers: int) -> int:
-    """Warps of a program that selects among so many numbers (a power of 2)."""
+    """The warps of a program that selects among this many numbers (a power of 2)."""
     return min(max(numbers // SELECTED_A_WARP, 4), 16)
 
 
 def launcher(
     kernel: Any, grid: Any, rows: int, width: int, like: Tensor, *, restore: tuple[str, ...] | None = ()
 ) -> Any:
-    """``kernel[grid]``, with its ``COLUMNS`` and ``num_warps`` filled in.
+    """`kernel[grid]`, with its `COLUMNS` and `num_warps` filled in.
 
     Args:
-        kernel: One of `TABLE`.
-        grid: Takes the constants where it depends on them.
-        rows: How many rows are launched.
-        width: How many columns.
-        like: A tensor with dtype and device of what is read.
-        restore: Names of the arguments that a launch reads and writes: while sizes are tried, it runs many times. None
-            where they cannot be restored, which leaves the table's sizes.
+        kernel: A kernel of `TABLE`.
+        grid: The launch grid, or a function from the constants to it.
+        rows: The rows of the launch.
+        width: The columns of the tile.
+        like: A tensor with the dtype and device that the kernel reads.
+        restore: Names of the arguments that a launch both reads and writes, since tuning launches many times. None if
+            they cannot be restored: then the table's sizes are used.
     """
     name = kernel.fn.__name__
     if restore is not None and rows >= MIN_TUNED_ROWS and _tunes(like.device.type):
@@ -66,8 +68,13 @@ def launcher(
     return functools.partial(kernel[grid], **launch(name, width, like.dtype))
 
 
+def grid_of(rows: int, width: int) -> Callable[[dict[str, int]], tuple[int, int]]:
+    """The grid of a kernel of which each program takes `COLUMNS` of a row."""
+    return lambda constants: (rows, triton.cdiv(width, constants["COLUMNS"]))
+
+
 def candidates(name: str, bytes_each: int) -> list[tuple[int, int]]:
-    """Columns and warps that are tried: the table's, and all with one of the two halved or doubled."""
+    """The columns and warps that tuning tries: the table's, and those with one of the two halved or doubled."""
     columns, warps = TABLE[name][bytes_each]
     return [(columns, warps), (2 * columns, warps), (columns // 2, warps), (columns, 2 * warps), (columns, warps // 2)]
 
@@ -85,6 +92,6 @@ def _tuner(kernel: Any, bytes_each: int, restore: tuple[str, ...]) -> Any:
         triton.Config({"COLUMNS": columns}, num_warps=warps)
         for columns, warps in candidates(kernel.fn.__name__, bytes_each)
     ]
-    # dtypes belong to the key without being named.
+    # Triton adds dtypes to the key by itself.
     key = [name for name in ("width", "SOFTCAP", "ENTROPY") if name in kernel.arg_names]
     return triton.autotune(configs, key, restore_value=list(restore))(kernel)

@@ -13,20 +13,12 @@ from torch import Tensor
 from troll.trust_region.kernels import launching_on
 from troll.trust_region.reading.launch_triton import launcher
 
-#: Slots of a program: their products hide each other's latency.
+#: Slots in a program: their products hide each other's latency.
 SLOTS = 16
 
 
 def gathered_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, first: int) -> Tensor:
-    """As `head.gathered_products`: weights are gathered by the program that multiplies them.
-
-    Args:
-        hidden: (N, H).
-        weight: (V, H), in any dtype.
-        bias: (V,), or None.
-        ids: (N, K); what the weight lacks is not read, and the result is −inf.
-        first: The vocabulary entry of the weight's first row.
-    """
+    """As `head.gathered_products`, with the same arguments: a program gathers the weights that it multiplies."""
     rows, slots = ids.shape
     products = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
     if not products.numel():
@@ -78,7 +70,7 @@ def _products_kernel(
     hidden += row * hidden_stride
     lane = tl.arange(0, COLUMNS)
     total = tl.zeros([SLOTS, COLUMNS], tl.float32)
-    # Where no slot is used there is nothing to add up.
+    # Without a used slot there is nothing to add up.
     end = tl.where(tl.max(token, axis=0) >= 0, width, 0)
     for start in range(0, end, COLUMNS):
         column = (start + lane).to(tl.int64)
@@ -89,7 +81,7 @@ def _products_kernel(
             mask=used[:, None] & inside[None, :],
             other=0.0,
         )
-        # Operands of the tiles' precision, so that these products are the tiles' but for the rounding of the result.
+        # Operands in the tiles' precision, so that these products equal the tiles' except for the result's rounding.
         total += h.to(tl.float32)[None, :] * w.to(hidden.dtype.element_ty).to(tl.float32)
     product = tl.sum(total, axis=1)
     if bias is not None:

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from troll.trust_region.policy.outcomes import Outcomes
+from troll.trust_region.policy.top import check_tokens_in
 from troll.trust_region.policy.values import check_integers, check_shape, float_dtype
-from troll.trust_region.reading.fold import Outside, Support, SupportGradient
+from troll.trust_region.reading.fold import Outside, Support, SupportGradient, rows_of
 from troll.trust_region.reading.logits import Logits
 from troll.trust_region.reading.source import Source
 
@@ -20,11 +21,11 @@ def read(source: Source, token_ids: Tensor, *, entropy: bool = False) -> Outcome
 
     The tail is the log-sum-exp over the support's complement, folded tile by tile with the support left out: it
     resolves any mass that float32 can hold (1e-38), however close to 1 the rest is. The support's logits are float32
-    also where the tiles are a product of half precision.
+    even if the tiles are a product of half precision.
 
     Args:
-        source: Of the positions (...).
-        token_ids: (..., K) integers, different in a row; −1 in unused slots.
+        source: Logits of the positions (...).
+        token_ids: The support, (..., K) integers, different in a row; −1 in unused slots.
         entropy: Whether the entropy of all other tokens is read too.
     """
     ids = token_ids.reshape(-1, token_ids.shape[-1]).long()
@@ -46,7 +47,7 @@ def log_probs_at(source: Source | Tensor, token_ids: Tensor) -> Outcomes:
         token_ids: (..., K) integers in [0, V), different in a row; −1 in unused slots.
 
     Returns:
-        Outcomes with ``.log_probs`` (..., K) and ``.tail_log_prob`` (...). NaN for a row that is no distribution, which
+        Outcomes with `.log_probs` (..., K) and `.tail_log_prob` (...). NaN for a row that is no distribution, which
         has no gradient either.
 
     Raises:
@@ -56,19 +57,16 @@ def log_probs_at(source: Source | Tensor, token_ids: Tensor) -> Outcomes:
     check_integers("token_ids", token_ids)
     check_shape("token_ids", token_ids, (*source.shape, token_ids.shape[-1] if token_ids.dim() else "K"))
     if token_ids.device.type == "cpu":
-        outside = (token_ids < -1) | (token_ids >= source.vocabulary.size)
-        if bool(outside.any()):
-            got = token_ids[outside][0].item()
-            raise ValueError(f"token_ids must be in [0, {source.vocabulary.size}), or -1 if unused, got {got}")
+        check_tokens_in("token_ids", token_ids, source.vocabulary.size, or_unused=True)
     return read(source, token_ids)
 
 
 class _Read(torch.autograd.Function):
-    """Forward in one pass over the tiles; backward in another, which writes every logit's gradient.
+    """Reads in one pass over the tiles; the backward pass is another, which writes every logit's gradient.
 
     With w_v = e^{z_v − tail_logit}, a = ∂L/∂(tail_logit) and h = ∂L/∂(tail_entropy), a logit outside the support has
-    the gradient ``w_v (a − h (log w_v + tail_entropy))``. One on it has what arrives at its slot: that is written over
-    the former, since an addition would cancel.
+    the gradient `w_v (a − h (log w_v + tail_entropy))`. A logit on the support has the gradient that arrives at its
+    slot. That is written over the former, since an addition would cancel.
     """
 
     @staticmethod
@@ -81,13 +79,14 @@ class _Read(torch.autograd.Function):
         with source.with_tensors(*tensors).opened(slots) as reading:
             dtype = float_dtype(reading.dtype)
             logits = torch.full((tokens, slots), -torch.inf, dtype=dtype, device=token_ids.device)
-            outside = Outside.empty(logits, tokens, entropy)
+            outside = Outside.empty(logits, entropy)
             for rows, _, tile in reading.parts():
-                reading.functions.fold_support(tile, support.rows(rows), logits[rows], outside.rows(rows))
+                reading.functions.fold_support(tile, rows_of(support, rows), logits[rows], rows_of(outside, rows))
             exact = reading.exact(token_ids)
             sums = (x for x in outside if x is not None)
             logits, *merged = reading.vocabulary.merge_support(logits if exact is None else exact, token_ids, *sums)
-        tail_logit, tail_entropy = _of_tail(Outside(*merged))
+        outside = Outside(*merged).over_slices()
+        tail_logit, tail_entropy = outside.log_sum, outside.entropy
         ctx.save_for_backward(*tensors, *support, logits, tail_logit, tail_entropy)  # type: ignore[arg-type]
         ctx.source, ctx.dtype = source.with_tensors(*(None for _ in tensors)), reading.dtype  # type: ignore[attr-defined]
         ctx.spent = False  # type: ignore[attr-defined]
@@ -97,7 +96,9 @@ class _Read(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.spent:
-            raise RuntimeError("these logits were donated, and hold their gradient now: a second backward pass is lost")
+            raise RuntimeError(
+                "these logits were donated and now hold their gradient: there is no second backward pass (donate=False)"
+            )
         ctx.spent = getattr(ctx.source, "donate", False)
         *tensors, ids, ascending, logits, tail_logit, tail_entropy = ctx.saved_tensors
         support = Support(ids, ascending)
@@ -105,22 +106,8 @@ class _Read(torch.autograd.Function):
         with ctx.source.with_tensors(*tensors).opened(ids.shape[-1], dtype=ctx.dtype) as reading:
             sums = reading.new_gradients(ctx.needs_input_grad[3:])
             for part in reading.parts():
-                reading.add_gradient(sums, part, support.rows(part.rows), of.rows(part.rows))
+                reading.add_gradient(sums, part, rows_of(support, part.rows), rows_of(of, part.rows))
             return None, None, None, *reading.finished(sums)
-
-
-def _of_tail(outside: Outside) -> tuple[Tensor, Tensor | None]:
-    """log-sum-exp and entropy of all tokens outside, (N,), from sums (N, n) of n processes."""
-    maximum = outside.maximum.amax(-1, keepdim=True)
-    moved = (outside.maximum - maximum.masked_fill(maximum == -torch.inf, 0)).clamp(min=torch.finfo(maximum.dtype).min)
-    weight = moved.exp()
-    total = (outside.exp_sum * weight).sum(-1)
-    tail_logit = maximum.squeeze(-1) + total.log()
-    if outside.weighted_sum is None:
-        return tail_logit, None
-    # −Σ w log w with w = e^{z − m}/total: log total and the mean of m − z, neither of which is negative.
-    mean = ((outside.weighted_sum + outside.exp_sum * moved.masked_fill(weight == 0, 0)) * weight).sum(-1) / total
-    return tail_logit, (total.log() - mean).masked_fill(total == 0, 0)
 
 
 def _gradient(

@@ -1,7 +1,7 @@
 """The K largest logits of a row without sorting: the K blocks with the largest maxima, and the largest in these.
 
 Both times the threshold is found digit by digit on integers that order like the numbers: a count takes one pass over
-registers, and a sort of as many numbers dozens.
+registers, and a sort of the same numbers dozens.
 """
 
 # Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
@@ -19,28 +19,28 @@ from troll.trust_region.policy.top import BLOCK
 from troll.trust_region.policy.values_triton import sortable
 from troll.trust_region.reading import fold
 from troll.trust_region.reading.fold import Support, Tile
-from troll.trust_region.reading.launch_triton import launcher, select_warps
+from troll.trust_region.reading.launch_triton import grid_of, launcher, select_warps
 from troll.trust_region.reading.tile_triton import alignment, factors, logits_of, memory_of, row_of
 
 _NO_TOKEN = tl.constexpr(fold.NO_TOKEN)
 
-#: A program holds the maxima of so many columns' blocks in registers, and counts them in 15 bits.
+#: The widest tile: a program holds its blocks' maxima in registers, and counts them in 15 bits.
 LARGEST_WIDTH = 2**20
 
-#: Past all blocks of a tile.
+#: A block number beyond all blocks of a tile.
 _NO_BLOCK = tl.constexpr(2**24)
 
 
 def select(tile: Tile, sampled: Tensor, k: int) -> Support:
-    """As `fold.select`, in two launches; the tile is left as it is.
+    """As `fold.select`, in two launches; NaN is selected last.
 
     Args:
-        tile: (n, W), W at most `LARGEST_WIDTH`.
-        sampled: (n,).
-        k: At most W and `kernels.MAX_SELECTED`. NaN are the last to be selected.
+        tile: The source's numbers, (n, W), with W at most `LARGEST_WIDTH`; they are not changed.
+        sampled: The sampled tokens, (n,).
+        k: The number of largest logits, at most W and `kernels.MAX_SELECTED`.
 
     Raises:
-        ValueError: On wider tiles.
+        ValueError: If the tile is wider.
     """
     if tile.width > LARGEST_WIDTH:
         raise ValueError(f"a tile may be {LARGEST_WIDTH} wide at most, got {tile.width}: set {VARIABLE}=torch")
@@ -48,7 +48,7 @@ def select(tile: Tile, sampled: Tensor, k: int) -> Support:
     ids, ascending = (sampled.new_empty((rows, k + 1), dtype=torch.int64) for _ in range(2))
     if not rows:
         return Support(ids, ascending)
-    # So few blocks are candidates all of them.
+    # With so few blocks, all of them are candidates.
     everything = blocks <= k
     maxima = sampled.new_empty((0 if everything else rows, blocks), dtype=torch.float32)
     chosen, selected = (sampled.new_empty((rows, k), dtype=torch.int32) for _ in range(2))
@@ -57,12 +57,9 @@ def select(tile: Tile, sampled: Tensor, k: int) -> Support:
     held = 1 if everything else triton.next_power_of_2(blocks)
     candidates = triton.next_power_of_2(blocks if everything else k)
 
-    def grid(constants: dict[str, int]) -> tuple[int, int]:
-        return rows, triton.cdiv(tile.width, constants["COLUMNS"])
-
     with launching_on(sampled.device):
         if not everything:
-            launcher(_block_maxima_kernel, grid, rows, tile.width, tile.values)(
+            launcher(_block_maxima_kernel, grid_of(rows, tile.width), rows, tile.width, tile.values)(
                 *memory, *factors(tile.transform), maxima, blocks, **options
             )
         _select_kernel[(rows,)](
@@ -108,7 +105,7 @@ def _block_maxima_kernel(
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < width
     z = logits_of(tl.load(tile + column, mask=inside, other=0.0), scale, cap, SOFTCAP)
-    # NaN would be the maximum on some machines, and not on others.
+    # NaN would be the maximum on some machines only.
     z = tl.where(inside & (z == z), z, float("-inf"))
     tl.store(maxima + row * blocks + block, tl.max(z, axis=1), mask=block < blocks)
 
@@ -156,7 +153,7 @@ def _select_kernel(
     present = column < width
     z = logits_of(tl.load(tile + column, mask=present, other=0.0), scale, cap, SOFTCAP)
     place = places(ordered(z, present), k)
-    # As a number, since its column would take a register during the search.
+    # Kept as a number, since its column would take a register during the search.
     tl.store(selected + place, candidate, mask=place >= 0)
     tl.debug_barrier()
 
@@ -178,7 +175,7 @@ def _select_kernel(
 
 @triton.jit
 def column_of(candidate, chosen, k, EVERYTHING: tl.constexpr, BLOCK: tl.constexpr):
-    """Where candidates lie: they are the columns of the chosen blocks, or all. Past these, past all columns."""
+    """The columns of candidates, which are those of the chosen blocks, or all; beyond them, past all columns."""
     if EVERYTHING:
         column = candidate
     else:
@@ -189,16 +186,16 @@ def column_of(candidate, chosen, k, EVERYTHING: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def ordered(z, present):
-    """Unsigned integers that order like float32 numbers, NaN like −inf; 0 for what is absent."""
+    """Unsigned integers that order like float32 numbers, with NaN like −inf; 0 for absent numbers."""
     key = sortable(tl.where(z == z, z, float("-inf"))) ^ -(2**31)  # the order of signed ones, moved up
     return tl.where(present, key.to(tl.uint32, bitcast=True), 0)
 
 
 @triton.jit
 def places(key, k):
-    """Which of the k largest of a vector each number is, counted by position; −1 for all others. Ties by position.
+    """The place of each number among the k largest of a vector, by position; −1 for all others.
 
-    At least k numbers are above 0.
+    Of equal numbers, the one with the smaller position is the larger. At least k numbers must be above 0.
     """
     # Two bits a round, until the k largest are told from the rest: half as many rounds as with one bit, and the three
     # counts are summed as one number.

@@ -1,4 +1,4 @@
-"""Sources of logits: what a reading needs to know of each."""
+"""The interface of sources of logits, and of a pass over their tiles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 
 class Source(ABC):
-    """Logits of N token positions for a vocabulary, or for this process's slice of it; a dataclass of its tensors."""
+    """Logits of N token positions for a vocabulary, or for this process's slice of it; subclasses are dataclasses."""
 
+    tensor_names: ClassVar[tuple[str, ...]]
+    """The fields that get gradients; the token positions are those of the first."""
     temperature: float
     scale: float
     softcap: float | None
@@ -33,40 +35,44 @@ class Source(ABC):
     @property
     @abstractmethod
     def width(self) -> int:
-        """How many entries of the vocabulary this process holds."""
+        """The number of vocabulary entries that this process holds."""
 
     @property
-    @abstractmethod
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """What gradients go to."""
+        """The tensors that get gradients."""
+        return tuple(getattr(self, name) for name in self.tensor_names)
 
     @property
-    @abstractmethod
     def shape(self) -> torch.Size:
         """The token positions, (...)."""
+        return getattr(self, self.tensor_names[0]).shape[:-1] if self.rows is None else self.rows.shape
 
-    @abstractmethod
     def with_tensors(self, *tensors: Tensor | None) -> Source:
-        """The same source of other `tensors`; None drops them, for keeping the settings only."""
+        """The same source with other `tensors`; None in place of a tensor keeps only the settings."""
+        other = object.__new__(type(self))  # without checks, since a tensor may be None
+        vars(other).update(vars(self), **dict(zip(self.tensor_names, tensors, strict=True)))
+        return other
 
     @abstractmethod
-    def opened(self, slots: int, most: int = MAX_OUTCOMES, dtype: torch.dtype | None = None) -> Any:
-        """A context manager that gives a `Pass`, while what the source is made of is at hand.
+    def opened(
+        self, slots: int, most: int = MAX_OUTCOMES, dtype: torch.dtype | None = None
+    ) -> AbstractContextManager[Pass]:
+        """A context manager that gives a `Pass`, and keeps sharded parameters gathered meanwhile.
 
         Args:
-            slots: What a kernel holds of each token.
-            most: More than so many slots are left to torch.
-            dtype: In which logits are computed; None for what the forward pass takes. `dtype` says it.
+            slots: The numbers of each token that a kernel holds.
+            most: Torch computes if there are more slots than this.
+            dtype: The dtype in which logits are computed; None for that of the forward pass, which `Pass.dtype` gives.
         """
 
     @property
     def transform(self) -> Transform:
-        """From what the source holds to logits."""
+        """Maps the source's numbers to logits."""
         return Transform(self.temperature, self.scale, self.softcap)
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """What of the vocabulary this process holds."""
+        """The vocabulary entries that this process holds."""
         return held_vocabulary(self.width, self.vocab_group)
 
     def check(self, tensor_name: str, tensor: Tensor, last: str) -> None:
@@ -93,25 +99,32 @@ class Part(NamedTuple):
     """A tile, and where it belongs."""
 
     rows: slice
-    """Of the N tokens."""
+    """Its rows, among the N tokens."""
     columns: slice
-    """Of the vocabulary entries that this process holds."""
+    """Its columns, among the vocabulary entries that this process holds."""
     tile: Tile
+
+
+def slices(length: int, size: int) -> Iterator[slice]:
+    """Consecutive slices of this size, the last one what is left; at least one, which may be empty."""
+    return (slice(start, min(start + size, length)) for start in range(0, max(length, 1), size))
 
 
 class Pass(ABC):
     """One pass over the tiles of a source.
 
     Args:
-        source: See there.
-        memory: A tensor of the dtype and device of the tiles.
-        slots: What a kernel holds of each token.
-        most: More than so many slots are left to torch.
+        source: The source of the logits.
+        memory: A tensor with the dtype and device of the tiles.
+        slots: The numbers of each token that a kernel holds.
+        most: Torch computes if there are more slots than this.
     """
 
     def __init__(self, source: Source, memory: Tensor, slots: int, most: int) -> None:
         self.transform, self.vocabulary = source.transform, source.vocabulary
         self.dtype = memory.dtype
+        #: N, the number of tokens; and which rows of the source's tensor they are, (N,), or None for all.
+        self.tokens, self.index = source.shape.numel(), None if source.rows is None else source.rows.long()
         #: `fold`, or its counterpart for a GPU.
         self.functions: ModuleType = fold
         if use_triton(memory, slots, most):
@@ -121,35 +134,32 @@ class Pass(ABC):
 
     @property
     def is_torch(self) -> bool:
-        """Whether tiles hold logits that the functions may use up; else what the source holds."""
+        """Whether tiles hold logits that the functions may overwrite, instead of the source's numbers."""
         return self.functions is fold
 
     @abstractmethod
     def parts(self, whole_rows: bool = False) -> Iterator[Part]:
-        """All tiles; with `whole_rows`, each has all entries that this process holds.
+        """Yields all tiles; with `whole_rows`, each has all vocabulary entries that this process holds.
 
-        A tile is lost as the next one is made.
+        A tile is lost when the next one is computed. Without tokens there are tiles without rows.
         """
 
     def exact(self, ids: Tensor) -> Tensor | None:
-        """Logits of single entries in float32, (N, K), where those of the tiles are less precise; else None.
+        """Logits of single entries in float32, (N, K), if those of the tiles are less precise; else None.
 
         Args:
-            ids: (N, K), in the whole vocabulary; what is unused or not this process's gets −inf.
+            ids: (N, K), in the whole vocabulary; ids that are unused or not in this process's slice get −inf.
         """
         return None
 
     @abstractmethod
     def new_gradients(self, needed: tuple[bool, ...]) -> list[Tensor | None]:
-        """Sums of the gradients of the source's tensors, where they are needed."""
+        """The sums of the gradients of the source's tensors before the first tile; None where they are not needed."""
 
     @abstractmethod
     def add_gradient(self, sums: list[Tensor | None], part: Part, support: Support, of: SupportGradient) -> None:
-        """Adds what comes of a tile to the sums."""
+        """Adds the gradient from a tile to the sums."""
 
     @abstractmethod
     def finished(self, sums: list[Tensor | None]) -> list[Tensor | None]:
-        """The gradients, once all tiles are added."""
-
-
-PassContext = AbstractContextManager[Pass]
+        """The gradients, from the sums over all tiles."""

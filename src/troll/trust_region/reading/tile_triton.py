@@ -1,4 +1,4 @@
-"""What the kernels over a tile share: where its rows are, and how logits come of what it holds."""
+"""Shared by the kernels over a tile: where its rows are, and how its numbers become logits."""
 
 # Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from troll.trust_region.reading.fold import Tile, Transform
 
-#: Elements at whose multiples the widest loads may begin, in any dtype.
+#: The widest loads may begin at multiples of this many elements, in any dtype.
 WIDEST = 16
 
 
@@ -26,16 +26,16 @@ def memory_of(tile: Tile) -> tuple[Any, ...]:
 
 
 def alignment(tile: Tile) -> int:
-    """What of `WIDEST` divides every one of `offsets`, which are sums of multiples of the values' strides.
+    """The largest divisor of `WIDEST` that divides all `offsets`, which are sums of multiples of the values' strides.
 
-    Without such a promise the compiler would load element by element. What the strides themselves promise it finds out.
+    Without it the compiler would load element by element. It finds out by itself what the strides are divisible by.
     """
     shape, strides = tile.values.shape[:-1], tile.values.stride()[:-1]
     return math.gcd(WIDEST, *(stride for size, stride in zip(shape, strides, strict=True) if size > 1))
 
 
 def factors(transform: Transform) -> tuple[float, float]:
-    """``scale`` and ``cap`` of `logits_of`: ``cap · tanh(scale · x)`` with a softcap, ``scale · x`` without."""
+    """`scale` and `cap` of `logits_of`: `cap · tanh(scale · x)` with a softcap, `scale · x` without."""
     if transform.softcap is None:
         return transform.scale / transform.temperature, 1.0
     return transform.scale / transform.softcap, transform.softcap / transform.temperature
@@ -43,7 +43,7 @@ def factors(transform: Transform) -> tuple[float, float]:
 
 @triton.jit
 def row_of(values, offsets, stride, row, ALIGNMENT: tl.constexpr):
-    """Where a row begins: `offsets` has that in elements, or, if None, rows are `stride` apart."""
+    """Where a row begins, in elements: from `offsets`, or `stride` apart if that is None."""
     if offsets is None:
         start = row * stride
     else:
@@ -53,7 +53,7 @@ def row_of(values, offsets, stride, row, ALIGNMENT: tl.constexpr):
 
 @triton.jit
 def logits_of(x, scale, cap, SOFTCAP: tl.constexpr):
-    """What the source holds as logits, in float32; the numbers are those of `factors`."""
+    """The source's numbers as logits, in float32; `scale` and `cap` are from `factors`."""
     z = x.to(tl.float32) * scale
     if SOFTCAP:
         z = tanh(z) * cap
@@ -62,7 +62,7 @@ def logits_of(x, scale, cap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """Relative error below 3e-7; ``2 σ(2x) − 1`` would lose all of it near 0."""
+    """Tanh with a relative error below 3e-7; `2 σ(2x) − 1` would lose all precision near 0."""
     # From 9.01 on it is 1. Not tl.minimum, which drops NaN.
     size = tl.where(tl.abs(x) > 10.0, 10.0, tl.abs(x))
     square = size * size

@@ -1,10 +1,10 @@
 """A vocabulary whose entries are spread over the processes of a group, as tensor parallelism spreads an LM head.
 
-Every process holds an equal, contiguous slice: of n processes the one of rank r the tokens ``[r·V/n, (r + 1)·V/n)``.
-What is read from the slices is brought together here, so that every process gets the same numbers, bit for bit, and
-what follows need not know of it. Token positions, hidden states and old policies are the same on every process, and
-all of them make the same calls in the same order. Where nothing is spread, `Vocabulary` stands in, and nobody is asked.
-docs/method.md says what is exchanged.
+Every process holds an equal, contiguous slice: of n processes, the one of rank r holds the tokens
+`[r·V/n, (r + 1)·V/n)`. This module combines what is read from the slices, so that every process gets the same numbers,
+bit for bit, and other code need not know of slices. Token positions, hidden states and old policies are the same on
+every process, and all processes make the same calls in the same order. Without a group, `Vocabulary` stands for all
+entries, and nothing is exchanged. docs/method.md says what is exchanged otherwise.
 """
 
 from __future__ import annotations
@@ -23,32 +23,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The vocabulary entries that this process holds: all of them.
+    """The vocabulary entries that this process holds: all of them, unless it is one of a group.
 
     Attributes:
-        width: How many it holds.
+        width: The number of entries that it holds.
+        rank: The rank of this process in the group.
+        slices: n, the number of processes in the group.
+        group: The processes that hold the vocabulary together; None if this process holds all of it.
     """
 
     width: int
+    rank: int = 0
+    slices: int = 1
+    group: ProcessGroup | None = None
 
     @property
     def start(self) -> int:
-        """The first one."""
-        return 0
+        """The first entry that this process holds."""
+        return self.rank * self.width
 
     @property
     def size(self) -> int:
-        """V, of all processes together."""
-        return self.width
+        """V, the entries of all processes together."""
+        return self.slices * self.width
 
     def merge_top(self, top: Top, sampled: Tensor, k: int) -> Top:
-        """The k largest logits of all slices, from those of each.
+        """Finds the k largest logits of all slices from the largest of each.
 
         Args:
-            top: Of this process's entries, with their ids in the whole vocabulary; (N, min(k, width)) of them. Its
+            top: The largest of this process's entries, (N, min(k, width)), with their ids in the whole vocabulary. Its
                 `sampled_logit` counts on the process that holds the token.
             sampled: The sampled tokens, (N,).
-            k: At most V.
+            k: The number of largest logits, at most V.
 
         Raises:
             ValueError: If the slices differ in size.
@@ -56,60 +62,42 @@ class Vocabulary:
         return top
 
     def merge_support(self, on_support: Tensor, token_ids: Tensor, *sums: Tensor) -> tuple[Tensor, ...]:
-        """The logits on a support whose tokens lie in several slices, and what each process says of its slice.
+        """Collects the logits on a support whose tokens lie in several slices, and some numbers about each slice.
 
         Args:
-            on_support: (N, K), the logits of the tokens of this process's slice; elsewhere anything.
-            token_ids: (N, K), −1 in unused slots.
-            *sums: S of (N,), one number of this process's slice each.
+            on_support: (N, K), the logits of the tokens in this process's slice; elsewhere anything.
+            token_ids: The support, (N, K), −1 in unused slots.
+            *sums: S tensors (N,), each with one number about this process's slice.
 
         Returns:
-            (N, K), −inf in unused slots; and each of the sums as (N, n), one of each process.
+            The logits, (N, K), −inf in unused slots; and each of the sums as (N, n), one for each process.
         """
         return (on_support, *(x.unsqueeze(-1) for x in sums))
 
     def add_up(self, gradient: Tensor) -> None:
-        """Adds up, in place, what the processes found of a gradient of something that all of them hold."""
+        """Adds up, in place, the processes' parts of the gradient of a tensor that all of them hold."""
 
 
-@dataclass(frozen=True)
 class VocabularySlice(Vocabulary):
-    """The vocabulary entries that this process of a group holds.
-
-    Attributes:
-        rank: Of this process in the group.
-        slices: n, how many processes there are.
-        group: The group.
-    """
-
-    rank: int
-    slices: int
-    group: ProcessGroup
-
-    @property
-    def start(self) -> int:
-        """The first one."""
-        return self.rank * self.width
-
-    @property
-    def size(self) -> int:
-        """V, of all processes together."""
-        return self.slices * self.width
+    """The vocabulary entries that this process of a group of several holds."""
 
     def merge_top(self, top: Top, sampled: Tensor, k: int) -> Top:
-        """By one all-gather, of 3 k' + 2 numbers a token from each process, where `top` has k' logits."""
+        """As the parent, by one all-gather of 3 k' + 2 numbers a token from each process, where `top` has k' logits."""
         ids, logits, tail_logits, sampled_logit, log_rest = self._gather_top(top)
         # Slices follow in the order of their ids, so these ascend.
         sampled_logit = sampled_logit.amax(-1)  # −inf where it is not held
         return largest(ids, logits, tail_logits, sampled, sampled_logit, log_rest, k)
 
     def _gather_top(self, top: Top) -> Top:
-        """That of all processes next to each other, (N, n · ...), in one exchange: floats travel as their bits."""
+        """All processes' `top` next to each other, (N, n · ...), in one exchange: floats travel as their bits."""
         ids, logits, tail_logits, sampled_logit, log_rest = top
         bits = torch.int64 if logits.dtype == torch.float64 else torch.int32
         floats = torch.cat([logits, tail_logits, sampled_logit.unsqueeze(-1), log_rest.unsqueeze(-1)], -1)
         sent = torch.cat([ids.to(bits), floats.view(bits)], -1)
-        received = self._gather(torch.cat([sent.flatten(), sent.new_full((1,), self.width)]))
+        row = torch.cat([sent.flatten(), sent.new_full((1,), self.width)])
+        received = row.new_empty(self.slices * len(row))
+        torch.distributed.all_gather_into_tensor(received, row, group=self.group)
+        received = received.view(self.slices, -1)
         if bool((received[:, -1] != self.width).any()):
             raise ValueError(
                 "the slices of vocab_group must hold equally many tokens each, "
@@ -119,33 +107,32 @@ class VocabularySlice(Vocabulary):
         columns = parts[..., slots:].contiguous().view(logits.dtype).split([slots, slots, 1, 1], -1)
         return Top(*(x.movedim(0, -2).flatten(-2) for x in (parts[..., :slots].long(), *columns)))
 
-    def _gather(self, sent: Tensor) -> Tensor:
-        received = sent.new_empty(self.slices * len(sent))
-        torch.distributed.all_gather_into_tensor(received, sent, group=self.group)
-        return received.view(self.slices, -1)
-
     def merge_support(self, on_support: Tensor, token_ids: Tensor, *sums: Tensor) -> tuple[Tensor, ...]:
-        """By one all-reduce, of K + S·n numbers a token."""
+        """As the parent, by one all-reduce of K + S·n numbers a token."""
         slots = token_ids.shape[-1]
         elsewhere = (token_ids < self.start) | (token_ids >= self.start + self.width)
         shared = on_support.new_zeros(*token_ids.shape[:-1], slots + len(sums) * self.slices)
         shared[..., :slots] = on_support.masked_fill(elsewhere, 0)
         shared[..., slots + self.rank :: self.slices] = torch.stack(sums, -1)
-        # Of each number all processes but one say 0, so that their sum is exact in any order.
+        # For each number, all processes but one add 0, so that their sum is exact in any order.
         torch.distributed.all_reduce(shared, group=self.group)
         on_support, *gathered = shared.split([slots] + [self.slices] * len(sums), -1)
         return (on_support.masked_fill(token_ids < 0, -torch.inf), *gathered)
 
     def add_up(self, gradient: Tensor) -> None:
-        """By one all-reduce."""
+        """As the parent, by one all-reduce."""
         torch.distributed.all_reduce(gradient, group=self.group)
 
 
 def held_vocabulary(width: int, group: ProcessGroup | None) -> Vocabulary:
-    """The entries of the vocabulary that this process holds, so many; all there are if there is no group.
+    """The vocabulary entries that this process holds.
+
+    Args:
+        width: The number of entries that it holds.
+        group: The processes that hold the vocabulary together; None if this process holds all of it.
 
     Raises:
-        ValueError: If this process is not of the group.
+        ValueError: If this process is not in the group.
     """
     if group is None:
         return Vocabulary(width)

@@ -1,8 +1,8 @@
-"""Everything of verl, and of Megatron and vLLM in verl, that is not documented for others: its purpose and its shape.
+"""Everything undocumented in verl, and in its use of Megatron and vLLM, that we build on: its purpose and its shape.
 
-verl changes every few weeks. What counts is not its version but what we build on, so `training` and `rollout` look at
-import whether every class, method and parameter is there, and say what is missing. Nothing else in `troll.verl` imports
-from verl. A process imports what it needs of the two: a server does not load the engines that train.
+verl changes every few weeks. What counts is not its version but the parts that we build on, so at import `training` and
+`rollout` check that every class, method and parameter is there, and say what is missing. Nothing else in `troll.verl`
+imports from verl. A process imports only the module that it needs: a server does not load the training engines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Needed", "check", "lacking", "tu"]
 
 
 def lacking(what: object) -> ImportError:
-    """The error for something that the installed verl does not have."""
+    """The error to raise for something that the installed verl lacks."""
     return ImportError(
         f"troll.verl builds on what verl {_found} does not have: {what}. It is verified with verl "
         f"{' and '.join(VERIFIED)}"
@@ -39,10 +39,10 @@ class Needed:
     """A function or method of verl's that we override or call.
 
     Attributes:
-        owner: The class it is of, or the function itself.
-        name: Of the method; None for a function.
+        owner: The class of the method, or the function itself.
+        name: The method's name; None for a function.
         purpose: What we need it for.
-        parameters: That it has to take, by name.
+        parameters: The names of the parameters that it must take.
     """
 
     owner: Any
@@ -51,7 +51,7 @@ class Needed:
     parameters: tuple[str, ...] = ()
 
     def missing(self) -> str | None:
-        """What it lacks, if anything."""
+        """What it lacks, in words; None if nothing."""
         function: Callable[..., Any] | None = self.owner if self.name is None else getattr(self.owner, self.name, None)
         name = f"{self.owner.__name__}{'' if self.name is None else '.' + self.name}"
         if function is None:
@@ -64,7 +64,7 @@ class Needed:
 
 
 def check(needed: Iterable[Needed]) -> None:
-    """Raises ImportError unless all is there."""
+    """Raises ImportError unless everything is there."""
     missing = [found for found in (each.missing() for each in needed) if found is not None]
     if missing:
         raise lacking("; ".join(missing))

@@ -1,4 +1,4 @@
-"""What is built on in verl's rollouts: its servers, the clients that call them, and the agent loops that call those."""
+"""The parts of verl's rollouts that we build on: servers, the clients that call them, and the agent loops."""
 
 from __future__ import annotations
 

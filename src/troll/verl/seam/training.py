@@ -1,4 +1,4 @@
-"""What is built on in verl's engines, its losses and its configuration."""
+"""The parts of verl's engines, losses and configuration that we build on."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ check(NEEDED)
 
 
 def gives_logits(model: Any) -> bool:
-    """Whether a transformers model's forward makes logits: verl's fused kernels replace that of the whole class."""
+    """Whether a transformers model's forward returns logits: verl's fused kernels replace the forward of its class."""
     return type(model).forward.__name__ not in ("forward_with_torch_backend", "forward_with_triton_backend")
 
 

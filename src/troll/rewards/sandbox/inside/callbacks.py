@@ -46,8 +46,8 @@ def call(function: Any, args: object, kwargs: object, namespace: dict[str, Any])
 
     Args:
         function: What the program wants to call.
-        args: From the program.
-        kwargs: From the program.
+        args: Positional arguments, as the program sent them.
+        kwargs: Keyword arguments, as the program sent them.
         namespace: The tests' globals.
 
     Raises:

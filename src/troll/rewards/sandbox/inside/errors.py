@@ -39,10 +39,10 @@ def made(kind: type[BaseException], text: str, args: tuple[object, ...], origina
     """Makes the exception that stands for one of the other side's.
 
     Args:
-        kind: Of it.
+        kind: The exception's class.
         text: What it says.
-        args: Its arguments.
-        original: The other side's.
+        args: What its class is called with.
+        original: The other side's exception.
     """
     text = text[:_TEXT]
     error: BaseException
@@ -63,17 +63,24 @@ def original_of(value: Any) -> object:
     return value
 
 
+def _attribute_of(twin: Any, name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(name)
+    return getattr(vars(twin)["_origin"], name)
+
+
 class Twin(type):
     """The class of classes that stand here for exception classes of the other side."""
 
     _origin: Any
+    __getattr__ = _attribute_of
 
     @classmethod
     def of(cls, name: str, parents: tuple[type[BaseException], ...], origin: Proxy) -> Twin:
         """Makes a class.
 
         Args:
-            name: Of it.
+            name: What the class is called.
             parents: Twins and builtin exceptions.
             origin: The other side's class.
         """
@@ -88,17 +95,6 @@ class Twin(type):
         original = cls._origin(*args, **kwargs)
         return made(cls, str(original), args, original)  # type: ignore[arg-type]
 
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(vars(cls)["_origin"], name)
-
 
 def _text_of(error: BaseException) -> str:
     return str(vars(error).get("_text", ""))
-
-
-def _attribute_of(error: BaseException, name: str) -> Any:
-    if name.startswith("_"):
-        raise AttributeError(name)
-    return getattr(vars(error)["_origin"], name)

@@ -22,7 +22,7 @@ class Peer:
     Args:
         channel: File descriptor of a stream socket.
         serve: Called with the name of an operation and its operands when the other side asks for one.
-        kind: Of the proxies that stand here for objects of the other side.
+        kind: The class of proxies, which stand here for objects of the other side.
 
     Attributes:
         closed: Whether the conversation ended before its time.

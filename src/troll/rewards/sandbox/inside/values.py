@@ -1,6 +1,6 @@
 """Arguments and results of functions whose tests came as JSON, which has neither tuples nor keys but texts.
 
-Imports nothing of ours: `troll.rewards.sandbox.fusion` sends it to a server as text, in front of its own script.
+Imports nothing of ours, for a server gets it as text; see `fusion.py`.
 """
 
 import re

@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 
 from troll.tasks import Task, TaskConfig, TaskError, load_task
-from troll.tasks.apart import keep_apart
+from troll.tasks.decontaminate import decontaminate
 
 
 def success(prompts, completions, **columns):
@@ -27,16 +27,16 @@ def make(name: str, *rewards: Any, train: tuple[str, ...] = (), held_out: tuple[
 
 
 def test_what_another_task_holds_out_is_not_trained_on():
-    task = keep_apart(make("a", length, train=("p", "q", "r")), [make("b", held_out=("q",)), make("c")])
+    task = decontaminate(make("a", length, train=("p", "q", "r")), [make("b", held_out=("q",)), make("c")])
     assert (task.train_dataset["prompt"], task.train_questions) == (["p", "r"], ["p", "r"])
     with pytest.raises(TaskError, match="no train rows left"):
-        keep_apart(make("a", train=("p",)), [make("b", held_out=("p", "q"))])
+        decontaminate(make("a", train=("p",)), [make("b", held_out=("p", "q"))])
 
 
 def test_references_stay_with_their_rows():
     task = replace(make("a", train=("p", "q", "r"), held_out=("x", "y")), references=("P", None, "R", "X", None))
-    assert list(keep_apart(task, [make("b", held_out=("q",))]).references) == ["P", "R", "X", None]
-    assert list(keep_apart(task, [make("b", held_out=("p",))]).references) == [None, "R", "X", None]
+    assert list(decontaminate(task, [make("b", held_out=("q",))]).references) == ["P", "R", "X", None]
+    assert list(decontaminate(task, [make("b", held_out=("p",))]).references) == [None, "R", "X", None]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_references_stay_with_their_rows():
 )
 def test_what_cannot_be_told_apart_is_refused(others, message):
     with pytest.raises(TaskError, match=message):
-        keep_apart(make("a", train=("p",)), others)
+        decontaminate(make("a", train=("p",)), others)
 
 
 def test_questions_count_and_neither_prompts_nor_what_is_evaluated(write):
@@ -59,7 +59,7 @@ def test_questions_count_and_neither_prompts_nor_what_is_evaluated(write):
     other = load_task(TaskConfig("math500", write("other.jsonl", spaced), eval_size=1), conversational=True)
     task = load_task(TaskConfig("math", write("rows.jsonl", rows), eval_size=1, task_options=one_line))
     assert len(other.eval_dataset) == 1
-    assert keep_apart(task, [other]).train_dataset["answer"] == ["0"]
+    assert decontaminate(task, [other]).train_dataset["answer"] == ["0"]
 
 
 def test_prompts_are_the_questions_of_tasks_that_name_none():

@@ -1,4 +1,4 @@
-"""Several tasks in one run: trained on one of them, judged on all."""
+"""Keeps the held-out questions of other tasks out of training."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import replace
 from troll.tasks.registry import Task, TaskError
 
 
-def keep_apart(task: Task, others: Sequence[Task]) -> Task:
-    """Drops from training what another task holds out.
+def decontaminate(task: Task, others: Sequence[Task]) -> Task:
+    """Drops training rows with a question that another task holds out.
 
     Args:
-        task: The one to train on, from `load_task`.
-        others: The other tasks that the model is judged on.
+        task: The task to train on, from `load_task`.
+        others: The other tasks on which the model is evaluated.
 
     Returns:
-        The first, without the training rows whose question any of the others holds out, in whatever prompt.
+        The task without those rows. Only the questions are compared, not the prompts around them.
 
     Raises:
-        TaskError: If two tasks have one name for their metrics, one of the others cannot tell success from failure, or
-            no row is left to train on.
+        TaskError: If two tasks have the same name for their metrics, one of the others cannot tell success from
+            failure, or no row is left to train on.
     """
     names = [each.short_name for each in (task, *others)]
     for name in names:

@@ -12,7 +12,7 @@ from peft import PromptTuningConfig
 import troll
 from tests.tolerance import within
 from tests.trl import dense
-from tests.trl.tiny import logged, loss_and_gradients, move, rollout
+from tests.trl.tiny import logged, loss_and_gradients, move, no_warnings_about, parameters, rollout
 
 PREFIX = "trust_region/diagnostics/"
 
@@ -54,7 +54,7 @@ def test_virtual_tokens_do_not_shift_the_probe(make):
     peft = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     trainer = make(diagnostics_steps=1, peft_config=peft)
     rollout(trainer)
-    probe = trainer.diagnosis._probe
+    probe = trainer.diagnostics._probe
     ids = probe.input_ids[0].roll(-1)[probe.positions]
     log_probs = probe.old_logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
     known = torch.cat([batch["old_per_token_logps"].flatten() for batch in trainer._buffered_inputs])
@@ -67,14 +67,13 @@ def test_they_change_nothing(make, surrogate):
     for every in (0, 2):
         trainer = make(surrogate=surrogate, diagnostics_steps=every, epsilon=0.2)
         trainer.train()
-        results.append((logged(trainer, "loss"), [p.detach().clone() for p in trainer.model.parameters()]))
-    (losses, parameters), (other_losses, other_parameters) = results
+        results.append((logged(trainer, "loss"), parameters(trainer.model)))
+    (losses, weights), (other_losses, other_weights) = results
     if surrogate == "troll":  # the others read policies by another head, which rounds otherwise
         assert losses == other_losses
-        assert all(torch.equal(a, b) for a, b in zip(parameters, other_parameters, strict=True))
+        torch.testing.assert_close(weights, other_weights, rtol=0, atol=0)
     assert losses == pytest.approx(other_losses, abs=1e-5)
-    for a, b in zip(parameters, other_parameters, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(weights, other_weights, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("surrogate", ["troll", "clip"])
@@ -83,11 +82,11 @@ def test_they_are_those_of_full_logits(make, surrogate):
     inputs = rollout(trainer)[0]
     with torch.no_grad():
         old = dense.completion_logits(trainer.model, inputs, 1.0).log_softmax(-1)
-    probed = trainer.diagnosis._probe
+    probed = trainer.diagnostics._probe
     move(trainer.model, 0.1)
     loss_and_gradients(trainer, inputs)
-    metrics = {name.removeprefix(PREFIX): value for name, value in trainer.diagnosis.metrics().items()}
-    assert trainer.diagnosis.metrics() == {}
+    metrics = {name.removeprefix(PREFIX): value for name, value in trainer.diagnostics.metrics().items()}
+    assert trainer.diagnostics.metrics() == {}
 
     with torch.no_grad():
         new = dense.completion_logits(trainer.model, inputs, 1.0).log_softmax(-1)
@@ -126,18 +125,16 @@ def test_they_are_those_of_full_logits(make, surrogate):
     assert metrics["tail_gap"] == pytest.approx(float(gap.mean()), rel=1e-3, abs=1e-7)
 
 
-def test_a_support_that_is_too_small_is_warned_about_once(make):
+def test_a_support_that_is_too_small_is_warned_about_once(make, recwarn):
+    warnings.simplefilter("always")  # a second one, too
     trainer = make(support_top_k=2, max_steps=4)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.train()
-    about = [str(warning.message) for warning in caught if "support_top_k (to 4, for a start)" in str(warning.message)]
-    assert len(about) == 1
+    trainer.train()
+    assert sum("support_top_k (to 4, for a start)" in str(warning.message) for warning in recwarn) == 1
     assert logged(trainer, "trust_region/uncovered_fraction")[0] > 0.1
 
 
 def test_a_support_without_a_threshold_is_judged_by_the_usual_one(make):
-    """``mass_threshold=0`` keeps K tokens always: that all slots are used says nothing then."""
+    """`mass_threshold=0` keeps K tokens always: that all slots are used says nothing then."""
     trainer = make(mass_threshold=0.0, support_top_k=44, temperature=0.2, max_steps=2)
     trainer.train()
     assert max(logged(trainer, "trust_region/uncovered_fraction")) == 0.0
@@ -155,7 +152,6 @@ def test_the_mass_outside_is_logged_whatever_becomes_of_it(make):
 
 def test_a_wide_support_is_not_warned_about(make):
     trainer = make(max_steps=2)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*for a start")
+    with no_warnings_about("for a start"):
         trainer.train()
     assert logged(trainer, "trust_region/uncovered_fraction") == [0.0, 0.0]

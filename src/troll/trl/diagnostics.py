@@ -1,4 +1,4 @@
-"""The diagnostics of every so many updates, where TRL has the batch: see docs/diagnostics.md."""
+"""What `TrollConfig.diagnostics_steps` asks for: an update measured in detail, see docs/diagnostics.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from troll.huggingface.positions import scatter
+from troll.huggingface.policies import scatter
 from troll.trl.config import TrollConfig
 from troll.trl.surrogates import SURROGATES, ScoredTokens
 from troll.trust_region.coverage import coverage
@@ -29,14 +29,22 @@ from troll.trust_region.tally import Tally
 #: Tokens of a rollout, on each process, whose whole distributions are compared.
 PROBED_TOKENS = 32
 
-#: ``(input_ids (1, L), attention_mask (1, L), positions (n,)) -> logits (n, V)`` of the network now, without gradient.
+#: `(input_ids (1, L), attention_mask (1, L), positions (n,)) -> logits (n, V)` of the network now, without gradient.
 #: Positions are below 0, from the end: prompt-learning PEFT puts virtual tokens in front.
 Logits = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Some tokens of one completion, and their whole old distributions."""
+    """Some tokens of one completion, and their whole old distributions.
+
+    Attributes:
+        input_ids: (1, L) of the prompt and the completion.
+        attention_mask: (1, L), 0 at padding.
+        positions: (n,) where the tokens' logits are, counted from the end.
+        old_logits: (n, V) at the rollout.
+        old: The sparse policy captured of them, (n,).
+    """
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -45,13 +53,13 @@ class Probe:
     old: SparsePolicy
 
 
-class Diagnosis:
+class Diagnostics:
     """Measures an update, micro-batch by micro-batch; every method runs on every process.
 
     Args:
-        accelerator: The trainer's.
-        args: The trainer's.
-        logits: Reads whole distributions.
+        accelerator: Adds up what the trainer's processes saw.
+        args: The trainer's configuration.
+        logits: Reads whole distributions of the network now.
     """
 
     def __init__(self, accelerator: Accelerator, args: TrollConfig, logits: Logits) -> None:
@@ -61,9 +69,13 @@ class Diagnosis:
         self._probed_update: int | None = None
 
     def probe(self, rolled_out: dict[str, Any], mask: Tensor) -> None:
-        """Keeps the old distributions of some tokens, of the longest completion, for the updates of this rollout.
+        """Keeps the old distributions of some tokens of the longest completion, for the updates of this rollout.
 
-        Images are not passed on, so that nothing is kept of a rollout with some.
+        A rollout with images is skipped, since the images are not passed on.
+
+        Args:
+            rolled_out: TRL's dictionary of a scored rollout.
+            mask: (B, T), 1 for the tokens of the policy.
         """
         self._probe = None
         if "pixel_values" in rolled_out or self._args.tail != "bucket" or self._args.anchor != "old":
@@ -87,10 +99,16 @@ class Diagnosis:
 
     @torch.no_grad()
     def observe(self, tokens: ScoredTokens, scored: Tensor, mask: Tensor, update: int) -> None:
-        """Adds a micro-batch of an update: (N,) tokens where the (B, T) `scored` is true; the (B, T) mask counts."""
+        """Adds a micro-batch of an update.
+
+        Args:
+            tokens: Its N scored tokens in both policies.
+            scored: (B, T), true at those tokens.
+            mask: (B, T), 1 for the tokens that count.
+            update: Optimiser steps made so far; the probe is read once in each.
+        """
         old, new = tokens.old, tokens.new
-        assert old is not None
-        assert new is not None
+        assert old is not None and new is not None
         token_kl = old_to_new_kl(new, old, self._args.tail)
         log_ratio, counts = tokens.new_log_probs - tokens.old_log_probs, mask[scored.bool()]
         tally = sequence_report(scatter(token_kl, scored), scatter(log_ratio, scored), mask * scored)
@@ -107,7 +125,7 @@ class Diagnosis:
         self._tally += tally
 
     def metrics(self) -> dict[str, float]:
-        """``trust_region/diagnostics/*`` since the last call, over all tokens and processes; empty if none was due."""
+        """`trust_region/diagnostics/*` since the last call, over all tokens and processes; empty if none was due."""
         if not self._tally.totals:
             return {}
         values = self._tally.reduced(

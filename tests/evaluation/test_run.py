@@ -13,14 +13,15 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from tests.evaluation.conftest import GSM8K, read_lines
-from troll.evaluation import evaluate as module
-from troll.evaluation.config import EvaluationConfig
-from troll.evaluation.errors import EvaluationError
+import troll.evaluation
+from tests.evaluation.conftest import read_lines
+from tests.rewards.datasets import DATA
+from troll.evaluation import run as module
+from troll.evaluation.config import EvaluationConfig, EvaluationError
 from troll.evaluation.estimators import clustered_interval
-from troll.evaluation.evaluate import completion_order, evaluate
 from troll.evaluation.generate import Generation, Sampling, TransformersGenerator
 from troll.evaluation.problems import Problems
+from troll.evaluation.run import completion_order, evaluate
 from troll.rewards.grading import Verdict
 from troll.tasks import TaskConfig
 
@@ -37,6 +38,13 @@ def without_times(results: dict[str, Any]) -> dict[str, Any]:
         name: {key: value for key, value in one.items() if key != "seconds"} for name, one in results["tasks"].items()
     }
     return {**results, "tasks": tasks}
+
+
+def generated(config: EvaluationConfig, console: Console) -> bytes:
+    """The file of generations that an evaluation of one task leaves."""
+    assert evaluate(config, console)
+    (file,) = (config.folder / "generations").iterdir()
+    return file.read_bytes()
 
 
 class Scripted:
@@ -70,6 +78,13 @@ def test_an_evaluation_leaves_every_generation_with_its_verdict(settings: Settin
     assert results["settings"]["temperature"] == 1.0
     assert results["settings"]["tasks"]["reasoning_gym:chain_sum"]["problems"] == 5
     assert "reasoning_gym:chain_sum" in console.export_text()
+
+
+def test_it_prints_where_python_prints_unless_told_otherwise(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert troll.evaluation.evaluate(settings())
+    assert "reasoning_gym:chain_sum" in capsys.readouterr().out
 
 
 def test_the_numbers_are_those_of_the_verdicts(
@@ -124,7 +139,7 @@ def test_what_could_not_be_judged_is_counted_and_judged_again(
         records = read_lines(path)
         assert [record["score"] for record in records].count(None) == 6
         said = console.export_text(clear=False)
-        assert "letters: 6 of 12 completions could not be judged, and count nowhere; the same command" in said
+        assert "letters: 6 of 12 completions could not be judged, and do not count; the same command" in said
 
         asked.clear()
         assert evaluate(config, console)  # the machine is still in trouble
@@ -166,7 +181,7 @@ def test_an_interrupted_evaluation_goes_on_exactly(
     partial = results_of(config.folder)
     assert partial["status"] == "interrupted"
     assert partial["tasks"]["reasoning_gym:chain_sum"]["completions"] == 4 * after
-    assert "interrupted; the same command goes on" in console.export_text()
+    assert "interrupted; the same command resumes" in console.export_text()
 
     path = config.folder / partial["tasks"]["reasoning_gym:chain_sum"]["generations"]
     if after > 1:  # the process was killed while it wrote
@@ -189,20 +204,15 @@ def test_a_finished_evaluation_takes_no_weights(
 
 
 def test_the_batch_size_changes_the_order_of_work_alone(settings: Settings, tmp_path: Path, console: Console) -> None:
-    files = []
-    for size in (1, 4, 100):
-        config = settings(batch_size=size, output_dir=tmp_path / str(size), dtype="float32")
-        assert evaluate(config, console)
-        files.append(next((config.folder / "generations").iterdir()).read_bytes())
+    files = [
+        generated(settings(batch_size=size, output_dir=tmp_path / str(size), dtype="float32"), console)
+        for size in (1, 4, 100)
+    ]
     assert files[0] == files[1] == files[2]
 
 
 def test_greedy_is_the_same_whatever_the_seed(settings: Settings, tmp_path: Path, console: Console) -> None:
-    files = []
-    for seed in (0, 1):
-        config = settings(samples=1, seed=seed, output_dir=tmp_path / str(seed))
-        assert evaluate(config, console)
-        files.append(next((config.folder / "generations").iterdir()).read_bytes())
+    files = [generated(settings(samples=1, seed=seed, output_dir=tmp_path / str(seed)), console) for seed in (0, 1)]
     assert files[0] == files[1]
     assert "greedy" in console.export_text()
 
@@ -318,15 +328,15 @@ def test_vllm_is_taken_where_it_can_run(
 def test_gsm8k_and_chain_sum_together(
     settings: Settings, tiny_model: Path, tmp_path: Path, console: Console, chat: bool
 ) -> None:
-    if not GSM8K.is_dir():
-        pytest.skip("needs the GSM8K files in ../shared/data/gsm8k")
+    if not (DATA / "gsm8k").is_dir():
+        pytest.skip(f"needs the GSM8K files in {DATA / 'gsm8k'}")
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     if chat:
         tokenizer = AutoTokenizer.from_pretrained(model)
         tokenizer.chat_template = "{% for message in messages %}user: {{ message.content }} assistant: {% endfor %}"
         tokenizer.save_pretrained(model)
-    gsm8k = TaskConfig(task="gsm8k", dataset_path=str(GSM8K), train_size=1, eval_size=3)
+    gsm8k = TaskConfig(task="gsm8k", dataset_path=str(DATA / "gsm8k"), train_size=1, eval_size=3)
     config = settings(model=str(model), tasks=[gsm8k, *settings().tasks])
     assert evaluate(config, console)
     results = results_of(config.folder)["tasks"]
@@ -341,6 +351,6 @@ def test_the_order_of_completions() -> None:
 
 
 def test_an_evaluation_takes_no_trl() -> None:
-    program = "import sys, troll.evaluation.evaluate, troll.evaluation.command; print('trl' in sys.modules)"
+    program = "import sys, troll.evaluation.run, troll.evaluation.command; print('trl' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

@@ -1,7 +1,8 @@
-"""Evaluates a model on tasks, into a folder in which the same command goes on where it was stopped."""
+"""Evaluates a model on tasks, into a folder in which the same command resumes where it was stopped."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import platform
@@ -14,8 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from troll.evaluation.config import EvaluationConfig, slug
-from troll.evaluation.errors import EvaluationError
+from troll.evaluation.config import EvaluationConfig, EvaluationError, slug
 from troll.evaluation.folder import RESULTS, claimed, read_object
 from troll.evaluation.generate import Generation, Generator, Sampling, TransformersGenerator, seed_of
 from troll.evaluation.metrics import task_estimates
@@ -34,7 +34,7 @@ _PACKAGES = ("troll-rl", "torch", "transformers", "vllm", "math-verify", "reason
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is settled before the weights are loaded."""
+    """Everything that is decided before the weights are loaded."""
 
     config: EvaluationConfig
     source: ModelSource
@@ -72,15 +72,16 @@ class _Plan:
         }
 
 
-def evaluate(config: EvaluationConfig, console: Console) -> bool:
-    """Evaluates, prints a table, and leaves a folder with ``results.json`` and every generation.
+def evaluate(config: EvaluationConfig, console: Console | None = None) -> bool:
+    """Evaluates a model on tasks, prints a table, and leaves a folder with `results.json` and every generation.
 
     Args:
-        config: What and how.
-        console: Where progress and the table are printed.
+        config: What to evaluate, and how. Its `folder` is where results go, and where the same settings go on if they
+            were stopped.
+        console: Where progress and the table are printed; by default standard output.
 
     Returns:
-        Whether all tasks were evaluated; after Ctrl-C, the same command goes on.
+        Whether all tasks were evaluated; False after Ctrl-C.
 
     Raises:
         EvaluationError: If the model, a task or the folder cannot be used as the settings say; before the weights are
@@ -89,7 +90,7 @@ def evaluate(config: EvaluationConfig, console: Console) -> bool:
     """
     plan = _plan(config)
     with claimed(config.folder, plan.settings(), plan.task_settings()):
-        return _Run(plan, console).run()
+        return _Run(plan, console or Console()).run()
 
 
 def _plan(config: EvaluationConfig) -> _Plan:
@@ -150,12 +151,12 @@ class _Run:
                 total = self.results[name]["completions"]
                 say(
                     self.console,
-                    f"{name}: {unscored} of {total} completions could not be judged, and count nowhere; the same "
+                    f"{name}: {unscored} of {total} completions could not be judged, and do not count; the same "
                     "command judges them again",
                 )
         say(self.console, f"results {self.folder / RESULTS}")
         if status == "interrupted":
-            say(self.console, "interrupted; the same command goes on")
+            say(self.console, "interrupted; the same command resumes")
         return status == "finished"
 
     def _evaluate(self, problems: Problems) -> None:
@@ -204,7 +205,7 @@ class _Run:
             verdicts[record["problem"]][record["sample"]] = verdict_of(record)
         by_sample = [[one[sample] for sample in sorted(one)] for one in verdicts]
         estimates = task_estimates(by_sample, self.plan.config.resolved_ks, same=problems.same_answer)
-        # What follows a colon is about one completion only, such as the message of an exception.
+        # The text after a colon is about one completion only, such as the message of an exception.
         reasons = Counter(record["reason"].partition(":")[0] for record in records)
         return {
             "metrics": {name: estimate.value for name, estimate in estimates.items()},
@@ -221,20 +222,20 @@ class _Run:
             "settings": self.plan.settings() | {"tasks": self.plan.task_settings()},
             "interval": "95 %, Wilson's with the effective number of trials over problems",
             "tasks": self.results,
-            "versions": {"python": platform.python_version()} | _versions(),
+            "versions": _versions(),
         }
         write_atomically(self.folder / RESULTS, json.dumps(content, indent=2, ensure_ascii=False))
 
 
 def completion_order(lengths: Sequence[int], samples: int) -> list[tuple[int, int]]:
-    """In which order completions are made: long prompts first, so that memory runs out at once or not at all.
+    """The order of generation: long prompts first, so that memory runs out at once or not at all.
 
     Args:
-        lengths: Tokens of each prompt.
-        samples: Completions of each.
+        lengths: The number of tokens of each prompt.
+        samples: The number of completions of each.
 
     Returns:
-        Problem and sample of every completion; those of one problem follow each other.
+        The problem and the sample of every completion; those of one problem follow each other.
     """
     problems = sorted(range(len(lengths)), key=lambda problem: -lengths[problem])
     return [(problem, sample) for problem in problems for sample in range(samples)]
@@ -269,10 +270,8 @@ def _record(problem: int, sample: int, prompt: str, generation: Generation, verd
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    found = {"python": platform.python_version()}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found

@@ -64,7 +64,7 @@ def test_yaml_with_a_reward_of_the_users(task_file, tmp_path):
         "    return [float(text == right) for text, right in zip(completions, target)]\n"
     )
     columns = {"prompt": "q", "target": "result.value"}
-    for reward, file in (("rewards.py:success", "rewards.py"), ("tests.tasks.test_own:success", "test_own.py")):
+    for reward, file in (("rewards.py:success", "rewards.py"), ("tests.tasks.test_custom:success", "test_custom.py")):
         task = load_task(TaskConfig(task_file(reward=reward, columns=columns), eval_size=1))
         assert task.train_dataset[:2] == {"prompt": [ROWS[0]["q"], ROWS[1]["q"]], "target": ["1", "2"]}
         assert [path.name for path in task.files] == ["mine.yaml", file]
@@ -110,7 +110,7 @@ def test_yaml_with_data_of_the_hub(task_file, hub):
         ({"dataset": "none.jsonl"}, "dataset: there is no .*none.jsonl, and it is not a name on the hub"),
         ({"dataset": "owner/name", "eval_dataset": "x.jsonl"}, "eval_dataset goes with a local dataset"),
         ({"eval_dataset": "none.jsonl"}, "eval_dataset: no such file or folder: .*none.jsonl"),
-        ({"task_options": {"level": 3}}, "has no option 'level'; it has answer_format, prompt, system_prompt"),
+        ({"task_options": {"level": 3}}, "has no option 'level'; it has answer_format, .*, prompt, system_prompt"),
     ],
 )
 def test_mistakes_in_yaml_name_the_file_and_the_field(task_file, fields, message):
@@ -124,7 +124,7 @@ def test_mistakes_in_yaml_name_the_file_and_the_field(task_file, fields, message
 def test_what_is_no_yaml_task_is_named(tmp_path, text):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    with pytest.raises(TaskError, match=r"mine\.yaml (is not valid YAML|must hold 'field: value' lines)"):
+    with pytest.raises(TaskError, match=r"mine\.yaml: (not YAML|expected 'field: value' lines)"):
         load_task(TaskConfig(str(path)))
 
 

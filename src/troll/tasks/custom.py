@@ -1,4 +1,4 @@
-"""A user's own task, in a YAML or a Python file."""
+"""Custom tasks: a user's own, in a YAML or a Python file."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import yaml
-
 from troll.rewards.answers import INSTRUCTIONS
+from troll.run_folder import read_yaml
 from troll.tasks.code import load_tested
 from troll.tasks.dataset_task import Example, PromptStyle, dataset_task
 from troll.tasks.mathematics import boxed_or_whole, load_mathematics
@@ -22,8 +21,9 @@ from troll.tasks.options import Options
 from troll.tasks.registry import RewardFunc, Task, TaskConfig, TaskError, register_task_file
 from troll.tasks.row import Column, Row
 from troll.tasks.splits import Source
+from troll.terminal import one_line
 
-# What a YAML file may hold, and of which type.
+# The fields of a YAML file, and their types.
 _FIELDS: dict[str, type] = {
     "dataset": str,
     "eval_dataset": str,
@@ -58,13 +58,13 @@ def load_python(config: TaskConfig, argument: str) -> Task:
 
 @register_task_file(".yaml", ".yml")
 def load_yaml(config: TaskConfig, argument: str) -> Task:
-    """Loads a task from a YAML file; docs/tasks.md says what it holds.
+    """Loads a task from a YAML file; docs/tasks.md describes its fields.
 
-    The file's `task_options` are defaults for those of `config`, and `config.dataset_path` takes the place of its data.
-    Paths in it are as seen from the file.
+    The file's `task_options` are defaults for those of `config`, and `config.dataset_path` replaces its data. Paths in
+    the file are relative to it.
 
     Raises:
-        TaskError: Names the file and the field where one is unknown, missing or unusable.
+        TaskError: If a field is unknown, missing or unusable; names the file and the field.
     """
     path = _file(config)
     if argument:
@@ -95,14 +95,9 @@ def load_yaml(config: TaskConfig, argument: str) -> Task:
 def _load_rewarded(config: TaskConfig, source: Source, columns: dict[str, Column], reward: RewardFunc) -> Task:
     """A task whose reward gets the columns other than the prompt under the task's names for them, as text."""
     options = Options(config)
-    answer_format = options.choice("answer_format", ["none", *INSTRUCTIONS])
-    asked = "{question}" if answer_format == "none" else "{question}\n{instruction}"
-    instruction = "" if answer_format == "none" else INSTRUCTIONS[answer_format]  # type: ignore[index]
-    style = PromptStyle(asked, asked, instruction).with_options(options)
-    system_prompt = options.text("system_prompt")
-    columns = options.columns(columns)
-    skip_unanswered = options.flag("skip_unanswered")
-    options.finish()
+    instructions = {"none": ""} | INSTRUCTIONS
+    instruction = instructions[options.choice("answer_format", list(instructions))]
+    template = "{question}\n{instruction}" if instruction else "{question}"
 
     def read(row: Row) -> Example:
         return Example(row.text("prompt"), {name: row.answer(name) for name in columns if name != "prompt"})
@@ -110,12 +105,11 @@ def _load_rewarded(config: TaskConfig, source: Source, columns: dict[str, Column
     return dataset_task(
         config,
         source,
+        options,
         columns=columns,
         read=read,
-        style=style,
+        style=PromptStyle(template, template, instruction),
         rewards=[reward],
-        skip_unanswered=skip_unanswered,
-        system_prompt=system_prompt,
     )
 
 
@@ -128,11 +122,9 @@ def _file(config: TaskConfig) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        fields = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise TaskError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(fields, dict):
-        raise TaskError(f"{path} must hold 'field: value' lines")
+        fields = read_yaml(path)
+    except ValueError as error:
+        raise TaskError(str(error)) from error
     for name, value in fields.items():
         if name not in _FIELDS:
             close = difflib.get_close_matches(str(name), _FIELDS, n=1)
@@ -151,7 +143,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _data(path: Path, fields: dict[str, Any]) -> tuple[str | None, Source]:
-    """The local data, if the file names some, and the hub's."""
+    """The path of the local data, None if the file names none; and the hub's data set."""
     local = path.parent / Path(fields["dataset"]).expanduser()
     source = Source(
         fields["dataset"],
@@ -177,7 +169,7 @@ def _of(path: Path, columns: dict[str, Column], answer: str) -> dict[str, Column
 
 
 def _function(path: Path, reward: str) -> tuple[Callable[..., list[float]], Path | None]:
-    """The function, and the file that it is in, where there is one."""
+    """The reward function, and the file that defines it, if there is one."""
     module, colon, name = reward.rpartition(":")
     if not colon or not name.isidentifier():
         raise TaskError(f"{path}: reward must be {_REWARDS}, got {reward!r}")
@@ -210,8 +202,7 @@ def _import(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # a file of the user's can raise anything
+    except Exception as error:  # a user's file can raise anything
         del sys.modules[name]
-        reason = " ".join(str(error).split())
-        raise TaskError(f"cannot import {path}: {type(error).__name__}: {reason}") from error
+        raise TaskError(f"cannot import {path}: {type(error).__name__}: {one_line(error)}") from error
     return module

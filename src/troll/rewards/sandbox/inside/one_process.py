@@ -1,0 +1,80 @@
+"""A program and its tests in one process, as in one file: in a sandbox for `plain.py`, and on a server.
+
+The program can find there what its tests expect, and change what compares.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+
+def outcomes(job: dict[str, Any]) -> Iterator[tuple[bool, str]]:
+    """Yields for each test, as far as they are reached, whether it passed and why not."""
+    program = _module("solution")  # as the harnesses of the data sets load programs
+    broken = _failure(partial(_execute, job["source"], "solution.py", program))
+    if "function" in job:
+        tests = _calls(job, program)
+    else:
+        space = _module("tests")
+        broken = broken or _failure(partial(_prepare, job, program, space))
+        tests = (partial(_execute, source, "tests.py", space) for source in job["tests"])
+    for test in tests:
+        failure = broken or _failure(test)
+        yield not failure, failure or "passed"
+        if failure and job["stop_at_failure"]:
+            return
+
+
+def _calls(job: dict[str, Any], program: dict[str, Any]) -> Iterator[Callable[[], None]]:
+    """Tests that call one function, or a method of `Solution`."""
+    from values import check, integer_keys  # which the tests below do without
+
+    name = job["function"]
+
+    def call(arguments: list[Any], expected: Any) -> None:
+        function = program[name] if name in program else getattr(program["Solution"](), name)
+        check(function(*map(integer_keys, arguments)), expected)
+
+    for arguments, expected in zip(job["inputs"], job["outputs"], strict=True):
+        yield partial(call, arguments, expected)
+
+
+def _prepare(job: dict[str, Any], program: dict[str, Any], space: dict[str, Any]) -> None:
+    """Puts the program's names and the setup's into the tests' module."""
+    space.update({**program, "__name__": "tests"})
+    _execute(job["setup"], "tests.py", space)
+    # The setup may define the same name: a prompt holds the signature.
+    space.update({name: program[name] for name in job["names"] if name in program})
+
+
+def _module(name: str) -> dict[str, Any]:
+    """The names of a new module, where data classes look for what their annotations name."""
+    module = sys.modules[name] = type(sys)(name)
+    return vars(module)
+
+
+def _execute(source: str, name: str, space: dict[str, Any]) -> None:
+    exec(compile(source, name, "exec", dont_inherit=True), space)
+
+
+def _failure(action: Callable[[], object]) -> str | None:
+    """Why it failed, in a few words; None where it did not."""
+    try:
+        action()
+    except AssertionError:
+        return "wrong answer"
+    except MemoryError:
+        return "memory limit"
+    except BaseException as error:
+        try:
+            text = str(error)
+        except BaseException:
+            text = ""
+        return f"raised {type(error).__name__}{text and ': '}{text}"[:200]
+    return None

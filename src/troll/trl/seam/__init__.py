@@ -1,0 +1,279 @@
+"""Everything private of TRL that we touch. `needed` checks at import that it has the shape we rely on.
+
+Nothing else in `troll.trl` names anything private of TRL.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import utils
+
+from troll.trl.seam.needed import MODEL_INPUTS, check
+
+check()
+
+
+class Scores(NamedTuple):
+    """What `_get_per_token_logps_and_entropies` returns of a micro-batch.
+
+    Attributes:
+        log_probs: Raw log-probabilities of the completions' tokens, (B, T); 0 where a token was not scored.
+        entropies: Of each token's distribution in nats, (B, T); None if they were not asked for.
+        aux_loss: The router's load-balancing loss of a mixture of experts, a scalar; None for other models.
+    """
+
+    log_probs: Tensor
+    entropies: Tensor | None
+    aux_loss: Tensor | None
+
+
+def score(trainer: Any, model: Any, inputs: dict[str, Any], batch_size: int | None = None) -> Scores:
+    """Scores a micro-batch as TRL's own loss does; or a rollout, `batch_size` sequences at a time."""
+    ids, mask = sequences(inputs)
+    images = {name: inputs.get(name) for name in (*MODEL_INPUTS, "num_images", "num_tiles") if name in inputs}
+    scores = GRPOTrainer._get_per_token_logps_and_entropies(
+        trainer,
+        model,
+        ids,
+        mask,
+        inputs["completion_ids"].shape[1],
+        batch_size,
+        compute_entropy=True,
+        compute_aux_loss=trainer.aux_loss_enabled,
+        **images,
+    )
+    return Scores(*scores)
+
+
+def sequences(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask of prompts and completions, (B, P + T)."""
+    ids, mask = (torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], 1) for name in ("ids", "mask"))
+    return ids, mask
+
+
+def model_inputs(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """What the model's forward takes of a whole micro-batch, and the request for its router's loss."""
+    ids, mask = sequences(batch)
+    images = {name: batch[name] for name in MODEL_INPUTS if batch.get(name) is not None}
+    router = {"output_router_logits": True} if trainer.aux_loss_enabled else {}
+    return {"input_ids": ids, "attention_mask": mask, **images, **router}
+
+
+def loss_mask(batch: dict[str, Any]) -> Tensor:
+    """The tokens that the policy chose, (B, T)."""
+    mask: Tensor = batch["completion_mask"]
+    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+
+
+def scoring_function(log_probs_of: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Wraps a function so that TRL can call it in place of the model to score sequences of a rollout.
+
+    Args:
+        log_probs_of: Takes `labels` (B, L) and the arguments of the model's forward; returns log-probabilities of the
+            labels from the second on, (B, L − 1).
+    """
+
+    def score(*, fused_lm_head: bool, **inputs: Any) -> utils.FusedCausalLMOutput:
+        return utils.FusedCausalLMOutput(log_probs=log_probs_of(**inputs))
+
+    return score
+
+
+def add_metrics(trainer: Any, metrics: dict[str, float]) -> None:
+    """Has TRL log these numbers of training with its own, the next time that it logs."""
+    for name, value in metrics.items():
+        trainer._metrics["train"][name].append(value)
+
+
+def replace_metrics(trainer: Any, metrics: dict[str, float]) -> None:
+    """Replaces the metrics that TRL has just collected for the last rollout."""
+    for name, value in metrics.items():
+        trainer._metrics["train"][name][-1] = value
+
+
+@dataclass
+class Completions:
+    """The n completions that one process has sampled, and the rewards of the N completions of all processes.
+
+    Attributes:
+        examples: n rows of the data set.
+        output: What TRL's `_generate` returned: lists with an entry for each completion, and values about all of them.
+        extras: n dictionaries of what reward functions logged about a completion, by column.
+        rewards: (N, F), by F reward functions.
+    """
+
+    examples: list[dict[str, Any]]
+    output: list[Any]
+    extras: list[dict[str, Any]]
+    rewards: Tensor
+
+    def _columns(self) -> list[list[Any]]:
+        size = len(self.examples)
+        own = [entry for entry in self.output if isinstance(entry, list) and len(entry) == size]
+        return [self.examples, *own, self.extras]
+
+    def __getitem__(self, place: int) -> list[Any]:
+        """All that belongs to one completion, except for its rewards."""
+        return [column[place] for column in self._columns()]
+
+    def __setitem__(self, place: int, completion: list[Any]) -> None:
+        for column, value in zip(self._columns(), completion, strict=True):
+            column[place] = value
+
+
+def sample(trainer: Any, examples: list[dict[str, Any]]) -> Completions:
+    """Has TRL generate completions, one for each example of this process, and compute their rewards."""
+    prompts = [example["prompt"] for example in examples]
+    output = list(trainer._generate(prompts))
+    completion_ids, completions = output[1], output[3]
+    rewards = trainer._calculate_rewards(examples, prompts, completions, completion_ids)
+    pending = {name: values for name, values in trainer._pending_extra_logs.items() if len(values) == len(examples)}
+    extras = [{name: values[i] for name, values in pending.items()} for i in range(len(examples))]
+    trainer._pending_extra_logs.clear()
+    return Completions(list(examples), output, extras, rewards)
+
+
+@contextmanager
+def unlogged(trainer: Any) -> Iterator[None]:
+    """Keeps what is generated meanwhile out of TRL's metrics, except for the number of tokens."""
+    kept = trainer._metrics["train"], trainer._pending_metrics
+    before = [{name: list(values) for name, values in metrics.items()} for metrics in kept]
+    try:
+        yield
+    finally:
+        tokens = kept[0]["num_tokens"]
+        for metrics, values in zip(kept, before, strict=True):
+            metrics.clear()
+            metrics.update(values)
+        kept[0]["num_tokens"] = tokens
+
+
+@contextmanager
+def sampled(trainer: Any, completions: Completions) -> Iterator[None]:
+    """Has TRL take these completions and rewards instead of generating and computing its own."""
+    for extra in completions.extras:
+        for name, value in extra.items():
+            trainer._pending_extra_logs[name].append(value)
+    output, rewards = tuple(completions.output), completions.rewards
+    with _replaced(trainer, _generate=lambda *_: output, _calculate_rewards=lambda *_: rewards):
+        yield
+
+
+@contextmanager
+def generating_within(trainer: Any, context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Has TRL generate completions within a context; what it does with them happens outside of it."""
+    generate = trainer._generate
+
+    def within(*args: Any) -> Any:
+        with context():
+            return generate(*args)
+
+    with _replaced(trainer, _generate=within):
+        yield
+
+
+@contextmanager
+def _replaced(trainer: Any, **methods: Callable[..., Any]) -> Iterator[None]:
+    before = {name: vars(trainer)[name] for name in methods if name in vars(trainer)}
+    vars(trainer).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del vars(trainer)[name]
+        vars(trainer).update(before)
+
+
+def replace_logged_advantages(trainer: Any, advantages: Tensor) -> None:
+    """Replaces the advantages that TRL has just put into its table of completions, by those of a rollout, (N,)."""
+    logged = trainer._logs["advantages"]
+    for _ in range(min(len(advantages), len(logged))):
+        logged.pop()
+    logged.extend(advantages.tolist())
+
+
+def drop_clip_metrics(trainer: Any) -> None:
+    """Removes TRL's metrics of its clip, which are constant without a clip."""
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    for name in [name for name in metrics if name.startswith("clip_ratio/")]:
+        del metrics[name]
+
+
+def evaluation_metrics(trainer: Any) -> dict[str, list[float]]:
+    """What TRL has collected in the current evaluation: for each metric, the values of the batches so far."""
+    return trainer._metrics["eval"]
+
+
+def micro_batches_done(trainer: Any) -> int:
+    """Forward-backward passes since training began."""
+    return int(trainer._step)
+
+
+def empty_logs() -> dict[str, Any]:
+    """The attribute in which TRL collects its table of completions, with no completion in it."""
+    logs: dict[str, Any] = {name: [] for name in ("images", "prompt", "completion", "advantages")}
+    return {"_logs": logs | {"rewards": defaultdict(list), "extra": defaultdict(list)}}
+
+
+def sampling_config(trainer: Any) -> tuple[Any, str]:
+    """The object that holds the sampling temperature, and the name of the attribute that sets it."""
+    return (trainer.vllm_generation, "temperature") if trainer.use_vllm else (trainer, "generation_config")
+
+
+def engine_settings(generation: Any) -> dict[str, Any]:
+    """`logprobs_mode` and `max_logprobs` of the vLLM engine behind a `VLLMGeneration`, on every process."""
+    names = ("logprobs_mode", "max_logprobs")
+    if generation.mode == "colocate":
+        config = generation.llm.llm_engine.model_config
+        return {name: getattr(config, name) for name in names}
+    answers: list[Any] = [None]
+    if generation.accelerator.is_main_process:  # the only one with a client; the others wait for its answer
+        try:
+            config = generation.vllm_client.get_server_info()["model_config"]
+            answers = [{name: config[name] for name in names}]
+        except Exception as error:
+            answers = [f"{type(error).__name__}: {error}"]
+    broadcast_object_list(answers, from_process=0)
+    if not isinstance(answers[0], dict):
+        raise ValueError(
+            'anchor="rollout" needs a vLLM server that reports logprobs_mode and max_logprobs '
+            f"(VLLM_SERVER_DEV_MODE=1), and asking for them failed: {answers[0]}"
+        )
+    return answers[0]
+
+
+def change_generation(
+    generation: VLLMGeneration, number: int, change: Callable[[Any, Any, Any, Any], tuple[Any, ...]]
+) -> None:
+    """Has vLLM return the log-probabilities of the N likeliest tokens too, and changes what TRL gets of them.
+
+    Args:
+        generation: Its `generate` is replaced.
+        number: N, the log-probabilities to ask for of each token.
+        change: Takes and returns prompt ids, completion ids, log-probabilities and their token ids; the last two are
+            indexed [completion][token][entry].
+    """
+    generation.logprobs = number
+    generate = generation.generate
+
+    @functools.wraps(generate)
+    def changed(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return change(*generate(*args, **kwargs))
+
+    generation.generate = changed  # type: ignore[method-assign]
+
+
+get_callable_name = utils.get_callable_name
+get_config_model_id = utils.get_config_model_id
+nanstd = utils.nanstd

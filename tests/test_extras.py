@@ -1,0 +1,18 @@
+"""A package that is not installed is named together with the extra that brings it."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "extra"),
+    [("troll.trl", "trl", "trl"), ("troll.huggingface", "transformers", "trl"), ("troll.tasks", "datasets", "tasks")],
+)
+def test_what_is_missing_is_told(module: str, missing: str, extra: str) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None; import {module}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"ImportError: {module} needs ")
+    assert last.endswith(f'pip install "troll-rl[{extra}]"')

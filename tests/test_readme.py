@@ -1,0 +1,105 @@
+"""What the README says is so: its links lead somewhere, its commands exist, its sentences about results are true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere() -> None:
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", README) if "://" not in link]
+    assert len(links) > 20
+    for link in links:
+        path, _, anchor = link.partition("#")
+        assert (ROOT / path).is_file(), link
+        assert not anchor or anchor in anchors(ROOT / path), link
+
+
+def test_every_page_for_users_is_linked() -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md", "compat.md"}
+    assert pages <= {Path(link).name for link in re.findall(r"\]\((docs/[\w-]+\.md)", README)}
+
+
+def test_commands_exist() -> None:
+    made = set(re.findall(r"\bmake ([\w-]+)", README))
+    assert {"demo", "test"} <= made <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    benchmarks = set(re.findall(r"python -m benchmarks (\w+)", README))
+    assert benchmarks and all((ROOT / "benchmarks" / f"{name}.py").is_file() for name in benchmarks)
+
+
+def test_the_first_screen_is_short() -> None:
+    """A reader decides in thirty seconds: claim, figure, two commands, two names, what has been run."""
+    first = README[: README.index("## Where to go on")]
+    assert len(first.splitlines()) < 60
+    order = ["robustness.png", "make demo", "+from troll.trl import TrollConfig, TrollTrainer", "**Not run**"]
+    places = [first.index(part) for part in order]
+    assert places == sorted(places)
+
+
+def test_what_it_says_of_the_study_is_so() -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.study import figures
+
+    left, *others = figures.shown(ROOT / "docs" / "results" / "robustness.svg")
+    assert "8 updates" in left["title"] and "interim" not in left["title"]
+    assert ("interim" in README) == any("interim" in panel["title"] for panel in others)
+
+    success = {name: dict(zip(line["rate"], line["mean"], strict=True)) for name, line in left["lines"].items()}
+    best = {name: max(means.values()) for name, means in success.items()}
+    rates = {name: max(means, key=means.__getitem__) for name, means in success.items()}
+    assert rates["TROLL"] == rates["clip"] == 1e-4
+    fast = {name: means[3e-4] for name, means in success.items()}
+    assert 0.45 < fast["TROLL"] / best["TROLL"] < 0.6  # "keeps half of it"
+    assert fast["clip"] < 0.2 * best["clip"]  # "almost nothing"
+    assert fast["KL penalty"] > 1.25 * fast["TROLL"]  # "keeps more than TROLL does"
+    (row,) = re.findall(
+        r"^\| Sparse signal, 8 updates a rollout \| clip \|.*$", (ROOT / "docs" / "results.md").read_text(), re.M
+    )
+    assert row.endswith("| 20 | equivalent within 5 points |")
+
+
+def test_what_it_says_of_the_cost_is_measured() -> None:
+    (low, high) = re.findall(r"([\d.]+) to ([\d.]+) of the time of TRL's head", README)[0]
+    table = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| TRL's fused head.*\| `python -m benchmarks head --repeats 3` \| ([^(|]*)", table, re.M)
+    ratios = [float(number) for number in row.split(",")]
+    assert (min(ratios), max(ratios)) == (float(low), float(high))
+
+
+def test_options_exist() -> None:
+    """Of the commands that the README and the pages show, and those that they mention in a sentence."""
+    recipes = pytest.importorskip("troll.recipes", reason="needs TRL")
+    of_commands = set(re.findall(r'"--(\w+)"', (ROOT / "src" / "troll" / "cli.py").read_text()))
+    of_compare = {"seeds", "tune", "tuning_seeds", "jobs"}
+    of_others = {
+        "field",
+        "logprobs-mode",
+        "max-logprobs",
+        "machine_rank",
+        "minutes",
+        "privileged",
+        "rootless",
+        "solution",
+    }
+    known = recipes.FIELDS | of_commands | of_compare
+    found = 0
+    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        commands = re.findall(
+            r"\btroll (?:train|compare|plan|eval) .*", "".join(re.findall(r"^```.*?^```", text, re.M | re.S))
+        )
+        options = {option for command in commands for option in re.findall(r" --([\w-]+)", command)}
+        assert options <= known, path
+        assert set(re.findall(r"`--([\w-]+)", text)) <= known | of_others, path
+        found += len(options)
+    assert found > 50
