@@ -552,7 +552,7 @@ def test_arguments_are_accepted_by_position_as_by_grpo(make):
         {"beta": 0.1, "use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 5.0},
         {"peft_config": lora(), "kl_bound": 1e-3, "learning_rate": 0.05},
     ],
-    ids=str,
+    ids=["defaults", "accumulation", "entropy", "lora"],
 )
 def test_a_resumed_run_repeats_the_interrupted_one(make, tmp_path, settings):
     """Saved on a rollout's boundary, half of the run: weights and metrics are equal bit for bit."""
