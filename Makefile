@@ -30,7 +30,7 @@ $(VENV)/installed: $(VENV)/installed-for-training
 # CPU index that PyTorch's install page names); else the general build, which brings gigabytes of CUDA packages.
 $(VENV)/installed-for-training $(VENV)/installed $(VERL_VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "the trainers need Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+		echo "TROLL needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "$(PYTHON) cannot make virtual environments: install its venv package (Debian: apt-get install python3-venv)" >&2; exit 1; }
 	@echo "setting up $(@D) for $(EXTRA): a minute or two"

@@ -4,13 +4,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import griffe
 import pytest
-import tomllib
 
 ROOT = Path(__file__).parents[1]
 CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
