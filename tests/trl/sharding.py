@@ -11,6 +11,8 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from peft import LoraConfig
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
@@ -31,8 +33,31 @@ def fsdp_on_cpu() -> None:
         original(self, *args, **kwargs)
         if self.distributed_type == DistributedType.MULTI_CPU:
             self.distributed_type = DistributedType.MULTI_GPU
+            _make_gloo_average()
 
     PartialState.__init__ = init
+
+
+def _make_gloo_average() -> None:
+    """Gloo of torch 2.8 adds up where a reduce-scatter asks for the mean: divides, for FSDP2 and for DTensor."""
+    size = dist.get_world_size()
+    mean = torch.zeros(1)
+    dist.reduce_scatter_tensor(mean, torch.ones(size), op=dist.ReduceOp.AVG)
+    if mean.item() == 1.0:
+        return
+    fsdp, dtensor = dist.reduce_scatter_tensor, functional_collectives.reduce_scatter_tensor
+
+    def for_fsdp(output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        fsdp(output, input, dist.ReduceOp.SUM, group)
+        output.div_(size if op == dist.ReduceOp.AVG else 1)
+
+    def for_dtensor(tensor: Tensor, reduceOp: str, scatter_dim: int, group: Any) -> Tensor:
+        result = dtensor(tensor, "sum", scatter_dim, group)
+        return result / size if reduceOp == "avg" else result
+
+    name = "reduce_scatter_tensor"
+    setattr(dist, name, for_fsdp)
+    setattr(functional_collectives, name, for_dtensor)
 
 
 def zero_on_cpu() -> None:
