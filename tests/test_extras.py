@@ -8,10 +8,15 @@ import pytest
 
 @pytest.mark.parametrize(
     ("module", "missing", "extra"),
-    [("troll.trl", "trl", "trl"), ("troll.huggingface", "transformers", "trl"), ("troll.tasks", "datasets", "tasks")],
+    [
+        ("troll.trl", ["trl"], "trl"),
+        ("troll.trl", ["trl", "transformers", "accelerate", "datasets", "peft"], "trl"),
+        ("troll.huggingface", ["transformers", "accelerate", "peft"], "trl"),
+        ("troll.tasks", ["datasets"], "tasks"),
+    ],
 )
-def test_what_is_missing_is_told(module: str, missing: str, extra: str) -> None:
-    program = f"import sys; sys.modules[{missing!r}] = None; import {module}"
+def test_what_is_missing_is_told(module: str, missing: list[str], extra: str) -> None:
+    program = f"import sys; sys.modules |= dict.fromkeys({missing}); import {module}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(f"ImportError: {module} needs ")

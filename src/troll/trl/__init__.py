@@ -1,12 +1,13 @@
 """TROLL in TRL: change `GRPOConfig` to `TrollConfig` and `GRPOTrainer` to `TrollTrainer`."""
 
 try:
-    import troll.trl.seam  # noqa: F401 (first: it says what is wrong with TRL)
+    import trl  # noqa: F401 (first: everything here needs it)
 except ModuleNotFoundError as error:
     if error.name != "trl":
         raise
     raise ImportError('troll.trl needs TRL: pip install "troll-rl[trl]"') from None
 
+import troll.trl.seam  # noqa: F401 (first of ours: it says what is wrong with TRL)
 from troll.trl.config import TrollConfig
 from troll.trl.trainer import TrollTrainer
 
