@@ -232,11 +232,12 @@ def test_runs_share_a_worker_and_the_death_of_one_stops_no_other(
 def test_each_run_has_a_gpu_of_its_own(
     tmp_path: Path, how: dict[str, str], console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    points = grid(seed=["0", "1", "2"])  # before there seem to be GPUs, which transformers would use
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7,9")
     how["quickstart-seed=0"] = how["quickstart-seed=1"] = "wait"
     thread = interrupt_when([tmp_path / "all" / f"quickstart-seed={seed}" / "waiting" for seed in (0, 1)])
-    assert compare(grid(seed=["0", "1", "2"]), tmp_path / "all", console) == "interrupted"
+    assert compare(points, tmp_path / "all", console) == "interrupted"
     thread.join()
     assert "3 runs, 0 finished already, 2 at once" in text_of(console), "as many as GPUs"
     gpus = [(tmp_path / "all" / f"quickstart-seed={seed}" / "gpu").read_text() for seed in (0, 1)]
