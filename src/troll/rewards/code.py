@@ -6,7 +6,6 @@ import os
 import random
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from functools import lru_cache
@@ -20,6 +19,7 @@ from troll.rewards.sandbox.bubblewrap import Bubblewrap
 from troll.rewards.sandbox.fusion import SandboxFusion
 from troll.rewards.sandbox.gvisor import GVisor
 from troll.rewards.sandbox.launch import SandboxError, StarvedError
+from troll.rewards.sandbox.lifetime import at_end
 from troll.rewards.sandbox.limits import Limits, Outcome, printable
 from troll.rewards.sandbox.local import LocalSandbox
 from troll.rewards.sandbox.pool import Pool
@@ -115,7 +115,7 @@ class CodeGrader(Grader):
             pool = Pool(self._sandbox, self._limits, workers)
         self._pool, self._process = pool, os.getpid()
         self._last: tuple[Any, list[Verdict]] | None = None
-        self._finalizer = weakref.finalize(self, Pool.close, pool)
+        self._finalizer = at_end(self, pool.close)
 
     def grade(
         self,

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -77,6 +80,32 @@ def test_a_group_is_used_again_once_it_is_emptied() -> None:
     groups.give_back(third)
     del groups
     assert not third.path.exists()
+
+
+def test_a_folder_that_another_has_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"troll-{os.getpid()}-{number}" for number in (3, 4)]
+    (tmp_path / names[0]).mkdir()  # with the bound of whoever made it
+    monkeypatch.setattr("troll.rewards.sandbox.memory._numbers", itertools.count(3))
+    assert MemoryGroup(tmp_path, 1).path == tmp_path / names[1]
+
+
+def test_groups_that_come_back_while_they_are_removed_are_removed(tmp_path: Path) -> None:
+    """Threads that a process does not wait for may do that when it ends."""
+    groups = [tmp_path / "first"]
+    for name in ("first", "second"):
+        (tmp_path / name / "process").mkdir(parents=True)
+
+    def empty() -> None:
+        time.sleep(0.05)
+        groups.append(tmp_path / "second")
+        for path in groups:
+            (path / "process").rmdir()
+
+    thread = threading.Thread(target=empty)
+    thread.start()
+    remove(groups, 60)
+    thread.join()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from troll.rewards.sandbox.launch import (
     Process,
     SandboxError,
 )
+from troll.rewards.sandbox.lifetime import temporary_folder
 from troll.rewards.sandbox.limits import Limits
 from troll.rewards.sandbox.system import NEED_LIBRARIES, System, system
 
@@ -67,7 +68,7 @@ class Bubblewrap(Launcher):
                 RuntimeWarning,
                 stacklevel=2,
             )
-            self._folder = tempfile.TemporaryDirectory(prefix="troll-programs-")
+            self._folder = temporary_folder(self, "troll-programs-")
         self._try()
 
     def _launch(self, script: str, arguments: Sequence[str], limits: Limits, streams: tuple[int, ...]) -> Process:
@@ -79,7 +80,7 @@ class Bubblewrap(Launcher):
         if self.isolated:
             scripts, packages = "/inside", [f"/packages/{index}" for index in range(len(self.packages))]
         else:
-            folder = environment["HOME"] = environment["TMPDIR"] = tempfile.mkdtemp(dir=self._folder.name)
+            folder = environment["HOME"] = environment["TMPDIR"] = tempfile.mkdtemp(dir=self._folder)
             scripts, packages = str(INSIDE), [str(path) for path in self.packages]
         environment["PYTHONPATH"] = os.pathsep.join(packages)
         disk = limits.disk_bytes if self.isolated else 0

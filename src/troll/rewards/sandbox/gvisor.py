@@ -21,6 +21,7 @@ from troll.rewards.sandbox.launch import (
     Process,
     SandboxError,
 )
+from troll.rewards.sandbox.lifetime import temporary_folder
 from troll.rewards.sandbox.limits import MEBIBYTE, Limits
 from troll.rewards.sandbox.supervise import PATIENCE
 from troll.rewards.sandbox.system import NEED_LIBRARIES, system
@@ -61,8 +62,8 @@ class GVisor(Launcher):
         self._command = [found["setpriv"], "--pdeathsig", "KILL", found["runsc"], "--network=none", "--ignore-cgroups"]
         if os.geteuid() != 0:
             self._command.append("--rootless")
-        self._folder = tempfile.TemporaryDirectory(prefix="troll-gvisor-")
-        self._root = Path(self._folder.name, "root")
+        self._folder = temporary_folder(self, "troll-gvisor-")
+        self._root = self._folder / "root"
         self._mounts = self._make_root()
         if refusal := self._trial(NEED_LIBRARIES):
             raise SandboxError(refusal)
@@ -91,7 +92,7 @@ class GVisor(Launcher):
         longest = math.ceil(PATIENCE * limits.wall_seconds) * (limits.threads + 1)  # by gVisor's clock
         settings = self._settings(limits, cpu_seconds=longest, threads=0)
         command = [str(self.interpreter), *INTERPRETER_FLAGS, "/inside/enter.py", script, "0", "-1", settings]
-        folder = tempfile.mkdtemp(dir=self._folder.name, prefix="program-")
+        folder = tempfile.mkdtemp(dir=self._folder, prefix="program-")
         try:
             Path(folder, "config.json").write_text(json.dumps(self._container([*command, *arguments], limits)))
             process = Process(  # the name has to be the only one of its kind on this machine

@@ -13,11 +13,11 @@ import signal
 import subprocess
 import threading
 import time
-import weakref
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 from troll.rewards.machine import control_groups
+from troll.rewards.sandbox.lifetime import at_end
 from troll.rewards.sandbox.limits import MEBIBYTE
 
 #: How long processes that were killed may take to be gone.
@@ -43,13 +43,10 @@ class MemoryGroup:
     """
 
     def __init__(self, folder: Path, most: int) -> None:
-        self.path, self.most = folder / f"{_PREFIX}{os.getpid()}-{next(_numbers)}", most
-        with contextlib.suppress(OSError):
-            self.path.mkdir()
-            bounds = {"memory.limit_in_bytes": most, "memory.max": most, "memory.swap.max": 0}
-            for name, bound in bounds.items():  # of version 1, or of version 2
-                self._write(name, bound)
-        self._kills = 0
+        self.path, self.most, self._kills = _new_folder(folder), most, 0
+        bounds = {"memory.limit_in_bytes": most, "memory.max": most, "memory.swap.max": 0}
+        for name, bound in bounds.items():  # of version 1, or of version 2
+            self._write(name, bound)
 
     def add(self, pid: int) -> bool:
         """Whether a process, and what it starts from now on, could be moved there."""
@@ -98,7 +95,7 @@ class MemoryGroups:
     def __init__(self, folder: Path) -> None:
         self._folder, self._lock = folder, threading.Lock()
         self._returned: dict[Path, MemoryGroup] = {}
-        weakref.finalize(self, remove, self._returned)
+        at_end(self, remove, self._returned)
 
     def take(self, most: int) -> MemoryGroup:
         """A group without processes, in which `most` bytes may be used."""
@@ -117,11 +114,25 @@ class MemoryGroups:
             self._returned[group.path] = group
 
 
-def remove(groups: Iterable[Path], seconds: float = END_SECONDS) -> None:
+def remove(groups: Collection[Path], seconds: float = END_SECONDS) -> None:
     """Removes groups whose processes have been killed; waits for those that are not gone yet, up to some seconds."""
     end = time.monotonic() + seconds
-    while (groups := [path for path in groups if not _removed(path)]) and time.monotonic() < end:
+    # All of them each time: when the process ends, its threads may still give groups back.
+    while [path for path in list(groups) if not _removed(path)] and time.monotonic() < end:
         time.sleep(0.002)
+
+
+def _new_folder(folder: Path) -> Path:
+    """The folder of a new group, which nobody else uses; it is not there if it cannot be made."""
+    while True:
+        path = folder / f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
+        try:
+            path.mkdir()
+        except FileExistsError:  # of another container, or left by a process that was killed
+            continue
+        except OSError:
+            pass
+        return path
 
 
 def _removed(group: Path) -> bool:

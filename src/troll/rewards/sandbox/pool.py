@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -36,7 +35,7 @@ class Pool:
         self._jobs = SimpleQueue[tuple[Future[list[Outcome]], str, Tests, bool] | None]()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._process, self._closed = os.getpid(), False
+        self._closed = False
 
     def submit(self, program: str, tests: Tests, stop_at_failure: bool) -> Future[list[Outcome]]:
         """Has a program tested; the result is an outcome per test, or raises `SandboxError`.
@@ -52,9 +51,7 @@ class Pool:
         return future
 
     def close(self) -> None:
-        """Drops the programs that wait and stops those that run, in about a second; nothing in a forked process."""
-        if self._process != os.getpid():
-            return
+        """Drops the programs that wait and stops those that run, in about a second."""
         self._closed = True
         try:
             while True:

@@ -1,0 +1,37 @@
+"""What belongs to this process and goes with it, but not with a process that was forked from it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def at_end(owner: object, action: Callable[..., object], *arguments: object) -> weakref.finalize[..., Any]:
+    """Has something done once its owner is no longer used, or when this process ends; not in a forked process.
+
+    Args:
+        owner: The object that it is done for.
+        action: What is done. It must not refer to the owner.
+        *arguments: The arguments of the action.
+
+    Returns:
+        What does it earlier if it is called.
+    """
+    return weakref.finalize(owner, _in_process, os.getpid(), action, *arguments)
+
+
+def temporary_folder(owner: object, prefix: str) -> Path:
+    """A new folder, which is removed with its owner; see `at_end`."""
+    folder = tempfile.mkdtemp(prefix=prefix)
+    at_end(owner, shutil.rmtree, folder, True)
+    return Path(folder)
+
+
+def _in_process(pid: int, action: Callable[..., object], *arguments: object) -> None:
+    if os.getpid() == pid:
+        action(*arguments)
