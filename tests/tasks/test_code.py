@@ -131,6 +131,12 @@ def test_without_a_sandbox_the_task_says_what_to_install(write, monkeypatch):
     assert "\n" not in str(error.value)
 
 
+def test_options_are_checked_before_the_sandbox_starts(write, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(TaskError, match="has no option 'system_promt'"):
+        load_task(mbpp(write, [1, 2], eval_size=1, task_options={"system_promt": "Be brief."}))
+
+
 def test_humaneval_is_continued_or_asked_for(hub):
     prompt = 'import math\n\n\ndef half(x):\n    """ Half of x. """\n'
     check = "\n\ndef check(candidate):\n    assert candidate(4) == 2\n"

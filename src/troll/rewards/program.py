@@ -74,7 +74,8 @@ class StreamTests:
         inputs: Standard input of each run.
         outputs: Standard output to expect of each.
         compare: Which tokens of a line are equal as numbers, to 1e-6 absolutely or relatively: with "tokens" where the
-            expected one is a decimal fraction or has an exponent, with "numbers" wherever both are numbers.
+            expected one is a decimal fraction or has an exponent, with "numbers" wherever both are numbers,
+            two integers exactly.
     """
 
     inputs: tuple[str, ...]
@@ -160,7 +161,8 @@ def read_program(completion: str, tests: Tests, prefix: str = "") -> str | None:
         prefix: The code with which the prompt ended.
 
     Returns:
-        The program, with line feeds for line ends; None if there is none, or if it is longer than `MAX_PROGRAM`.
+        The program, with line feeds for line ends; None if there is none, or if what was written after thinking and
+        the prefix have more than `MAX_PROGRAM` characters together.
     """
     text = completion.rpartition("</think>")[2].replace("\r\n", "\n").replace("\r", "\n")
     if len(text) + len(prefix) > MAX_PROGRAM:

@@ -6,7 +6,7 @@ import ast
 import json
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from troll.rewards.sandbox.launch import SandboxError
 from troll.rewards.sandbox.limits import MEBIBYTE, Limits
 from troll.tasks.dataset_task import Example, PromptStyle, Read, dataset_task, take_shaping, without
 from troll.tasks.options import Options
-from troll.tasks.registry import Task, TaskConfig, TaskError, register_task
+from troll.tasks.registry import Reward, Task, TaskConfig, TaskError, register_task
 from troll.tasks.row import Column, Row
 from troll.tasks.splits import Divide, Source
 
@@ -75,11 +75,17 @@ def load_code(
     settings = _take_settings(options)
     running = _Running(options, on_server=config.options.get("sandbox") not in (None, GVISOR))
     shaping, weights = take_shaping(options, answer_format=None)
-    try:
-        grader = CodeGrader(**settings)
-    except (SandboxError, ValueError) as error:
-        raise TaskError(str(error)) from error
-    partial = [passed_fraction(grader)] if partial_credit else []
+
+    def rewards() -> Iterator[Reward]:
+        try:
+            grader = CodeGrader(**settings)
+        except (SandboxError, ValueError) as error:
+            raise TaskError(str(error)) from error
+        yield grader
+        if partial_credit:
+            yield passed_fraction(grader)
+        yield from shaping
+
     own_weights = [0.0, 1.0] if partial_credit else [1.0]
     task = dataset_task(
         config,
@@ -88,8 +94,8 @@ def load_code(
         columns=columns,
         read=lambda row: running.example(row, read(row)),
         style=style,
-        rewards=[grader, *partial, *shaping],
-        reward_weights=[*own_weights, *weights] if partial or shaping else None,
+        rewards=rewards(),
+        reward_weights=[*own_weights, *weights] if partial_credit or shaping else None,
         divide=divide,
     )
     running.warn()

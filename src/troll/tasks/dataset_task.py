@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,7 +80,7 @@ def dataset_task(
     columns: Mapping[str, Column],
     read: Read,
     style: PromptStyle,
-    rewards: Sequence[Reward],
+    rewards: Iterable[Reward],
     skip_unanswered: bool = False,
     reward_weights: list[float] | None = None,
     divide: Divide | None = None,
@@ -98,7 +98,7 @@ def dataset_task(
         columns: The columns to read, by the task's names for them, if the option does not name others.
         read: Returns a row's example; raises TaskError if the row lacks something.
         style: How questions become prompts, if the option `prompt` does not say it.
-        rewards: The rewards; the first is named `success`.
+        rewards: The rewards; the first is named `success`. They are read after the options and before the data.
         skip_unanswered: Whether rows that lack something are left out by default; otherwise they are an error.
         reward_weights: One weight for each reward, see `Task`; None for 1.0 each.
         divide: Divides one file as the data set's authors did; None to hold out the last rows.
@@ -115,6 +115,7 @@ def dataset_task(
     columns = options.columns(columns)
     skip_unanswered = options.flag("skip_unanswered", skip_unanswered)
     options.finish()
+    reward_funcs = list(rewards)
     train, test = read_splits(config, source, divide)
     held_out = _examples(test, columns, read, skip_unanswered)
     # All held-out rows, not only those that are evaluated: a larger eval_size must not find training rows.
@@ -125,7 +126,7 @@ def dataset_task(
         name=config.task,
         train_dataset=_dataset(learned, style) if learned else eval_dataset.select([]),
         eval_dataset=eval_dataset,
-        reward_funcs=list(rewards),
+        reward_funcs=reward_funcs,
         reward_weights=reward_weights,
         system_prompt=system_prompt,
         train_questions=[spaced_once(example.question) for example in learned],

@@ -216,7 +216,10 @@ def test_programs_that_pass_no_test(sandbox, program, reason):
 def test_a_program_that_forges_its_report_costs_nobody_else_anything(sandbox):
     forged = """
 import os, sys
-mark = sys.modules["__main__"].mark
+frame = sys._getframe()
+while "mark" not in frame.f_locals:
+    frame = frame.f_back
+mark = frame.f_locals["mark"]
 for descriptor in range(3, 20):
     try:
         os.write(descriptor, (mark + '{"nonsense": [}\\n' + mark + '7\\n').encode())
@@ -225,6 +228,20 @@ for descriptor in range(3, 20):
 def double(x): return 2 * x
 """
     assert outcomes_of(sandbox, forged, DOUBLE)[0] == "the program forged a report"
+
+
+def test_the_module_main_shows_a_program_nothing(sandbox):
+    source = "import __main__, sys\ndef f(): return sorted(name for name in vars(__main__) if name in {})"
+    known = ["job", "mark", "out", "outputs", "tests"]
+    calls = {"function": "f", "inputs": [[]], "outputs": [[]]}
+    assert outcomes_of(sandbox, source.format(known), calls) == [True]
+
+
+@pytest.mark.parametrize("change", ["sys.modules.clear()", "sys.modules['values'] = type('', (), {'check': print})"])
+def test_a_program_that_changes_modules_changes_no_comparison(sandbox, change):
+    calls = {"function": "f", "inputs": [[2], [3]], "outputs": [[4], [6]]}
+    program = f"import sys\n{change}\ndef f(x): return 2 * x if x < 3 else 7"
+    assert outcomes_of(sandbox, program, calls) == [True, "wrong answer"]
 
 
 def test_what_was_passed_before_the_end_counts(sandbox):

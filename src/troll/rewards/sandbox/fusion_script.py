@@ -6,11 +6,17 @@ import sys
 
 from one_process import outcomes
 
-# Before the program can, this reads the job, and keeps what the program prints out of the report.
-job = json.loads(sys.stdin.read())
-mark, out, nothing = job.pop("mark"), os.dup(1), os.open(os.devnull, os.O_RDWR)
-os.dup2(nothing, 0)
-os.dup2(nothing, 1)
-for outcome in outcomes(job):
-    os.write(out, f"{mark}{json.dumps(outcome)}\n".encode())
-os._exit(0)
+
+def main() -> None:
+    """Writes an outcome per test; the program finds none of what this knows in the module `__main__`."""
+    # Before the program can, this reads the job, and keeps what the program prints out of the report.
+    job = json.loads(sys.stdin.read())
+    mark, out, nothing = job.pop("mark"), os.dup(1), os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    for outcome in outcomes(job):
+        os.write(out, f"{mark}{json.dumps(outcome)}\n".encode())
+    os._exit(0)
+
+
+main()

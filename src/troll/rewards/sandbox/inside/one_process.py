@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 def outcomes(job: dict[str, Any]) -> Iterator[tuple[bool, str]]:
     """Yields for each test, as far as they are reached, whether it passed and why not."""
     program = _module("solution")  # as the harnesses of the data sets load programs
-    broken = _failure(partial(_execute, job["source"], "solution.py", program))
+    run = partial(_execute, job["source"], "solution.py", program)
     if "function" in job:
-        tests = _calls(job, program)
+        tests = _calls(job, program)  # imports what compares, which the program could replace when it runs
+        broken = _failure(run)
     else:
         space = _module("tests")
-        broken = broken or _failure(partial(_prepare, job, program, space))
+        broken = _failure(run) or _failure(partial(_prepare, job, program, space))
         tests = (partial(_execute, source, "tests.py", space) for source in job["tests"])
     for test in tests:
         failure = broken or _failure(test)
@@ -41,8 +42,7 @@ def _calls(job: dict[str, Any], program: dict[str, Any]) -> Iterator[Callable[[]
         function = program[name] if name in program else getattr(program["Solution"](), name)
         check(function(*map(integer_keys, arguments)), expected)
 
-    for arguments, expected in zip(job["inputs"], job["outputs"], strict=True):
-        yield partial(call, arguments, expected)
+    return (partial(call, *test) for test in zip(job["inputs"], job["outputs"], strict=True))
 
 
 def _prepare(job: dict[str, Any], program: dict[str, Any], space: dict[str, Any]) -> None:
