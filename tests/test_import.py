@@ -24,7 +24,7 @@ HEAVY = {
 }
 
 
-@pytest.mark.parametrize("package", ["troll", "troll.rewards", "troll.evaluation"])
+@pytest.mark.parametrize("package", ["troll", "troll.rewards", "troll.evaluation", "troll.terminal"])
 def test_import_takes_no_heavy_dependency(package: str) -> None:
     result = subprocess.run([sys.executable, "-c", PROBE.format(package)], capture_output=True, text=True, check=True)
     taken = set(result.stdout.split())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # `one_line` is for packages that do without it
+    from rich.console import Console
 
 
 def say(console: Console, line: str) -> None:

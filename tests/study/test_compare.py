@@ -21,6 +21,7 @@ from troll.study import compare as module
 from troll.study import slots, worker
 from troll.study.compare import compare
 from troll.study.grid import PlannedRun, expand, parse_command
+from troll.study.manifest import claim_tuning
 from troll.study.tuning import Tuning
 
 #: A worker whose runs stand in for `troll train`: they leave the files of a run, fail, or wait for Ctrl-C.
@@ -405,6 +406,10 @@ def test_each_method_is_compared_with_the_settings_that_were_chosen_for_it(
     assert "16 runs, 16 finished already" in text_of(console)
     comparison = json.loads((folder / "comparison.json").read_text())
     assert [len(group["success_by_seed"]) for group in comparison["groups"]] == [2] * 4, "without the tuning's runs"
+
+    claim_tuning(folder, "troll compare it", tuning())  # begun once more, and stopped
+    manifest = json.loads((folder / "compare.json").read_text())
+    assert set(manifest["recipes"]) == set(manifest["runs"]) > set(counted)
 
     match = "its run tune-.* is not in this grid"
     with pytest.raises(RecipeError, match=match):

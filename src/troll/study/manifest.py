@@ -40,7 +40,7 @@ def claim(
     Raises:
         RecipeError: If the folder holds a run that is not in the grid.
     """
-    recorded, _ = _read(folder)
+    recorded = _read(folder)["runs"]
     _check(folder, recorded, [*tuned, *runs])
     named = _named(folder, recorded, runs)
     _write(folder, command, [*tuned, *named], tuning)
@@ -64,18 +64,20 @@ def claim_tuning(folder: Path, command: str | None, tuning: Tuning) -> list[Plan
         RecipeError: If the folder holds a run that is in neither stage.
     """
     runs, counted = tuning.runs(), tuning.counted()
-    recorded, tuned = _read(folder)
-    first = {name: settings for name, settings in recorded.items() if name in tuned}
-    second = {name: settings for name, settings in recorded.items() if name not in tuned}
+    content = _read(folder)
+    tuned = set((content.get("tuning") or {}).get("runs", ()))
+    first = {name: settings for name, settings in content["runs"].items() if name in tuned}
+    second = {name: settings for name, settings in content["runs"].items() if name not in tuned}
     _check(folder, first, runs)
     _check(folder, second, counted, tuning.settled)
     named = _named(folder, first, runs)
-    _write(folder, command, named, tuning.record(named), second)
+    recipes = {name: recipe for name, recipe in (content.get("recipes") or {}).items() if name in second}
+    _write(folder, command, named, tuning.record(named), {"recipes": recipes, "runs": second})
     return named
 
 
-def _read(folder: Path) -> tuple[dict[str, dict[str, Any]], Collection[str]]:
-    """The settings of the recorded runs by name, and the names of the runs of a tuning."""
+def _read(folder: Path) -> dict[str, Any]:
+    """The content of the manifest, with the settings of the recorded runs by name; no runs if there is none yet."""
     manifest = folder / MANIFEST
     try:
         content = read_json(manifest) if manifest.is_file() else {"runs": {}}
@@ -84,7 +86,7 @@ def _read(folder: Path) -> tuple[dict[str, dict[str, Any]], Collection[str]]:
     recorded: Any = content.get("runs")
     if not isinstance(recorded, dict) or not all(isinstance(settings, dict) for settings in recorded.values()):
         raise RecipeError(f"{manifest} is no manifest of a comparison: {_ANOTHER_FOLDER}")
-    return recorded, set((content.get("tuning") or {}).get("runs", ()))
+    return content
 
 
 def _check(
@@ -127,12 +129,12 @@ def _write(
     command: str | None,
     runs: Sequence[PlannedRun],
     tuning: Mapping[str, Any] | None = None,
-    others: Mapping[str, Mapping[str, Any]] | None = None,
+    others: Mapping[str, Mapping[str, Any]] = {"recipes": {}, "runs": {}},
 ) -> None:
     content: dict[str, Any] = {
         "command": command,
-        "recipes": {run.name: run.recipe.name for run in runs},
-        "runs": {run.name: run.settings for run in runs} | dict(others or {}),
+        "recipes": {run.name: run.recipe.name for run in runs} | dict(others["recipes"]),
+        "runs": {run.name: run.settings for run in runs} | dict(others["runs"]),
     }
     if tuning is not None:
         content["tuning"] = tuning
