@@ -8,6 +8,7 @@ const lint = await createLinter()
 let found = 0
 for (const name of readdirSync(folder)) {
   for (const { line, column, message } of lint(readFileSync(new URL(name, folder), "utf8"), `.github/workflows/${name}`)) {
+    if (message.startsWith('undefined variable "vars"')) continue // GitHub's variables are younger than this linter
     console.error(`.github/workflows/${name}:${line}:${column}: ${message}`)
     found += 1
   }

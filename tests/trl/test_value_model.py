@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaForTokenClassification
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaForTokenClassification, PersimmonConfig
 
 from tests.trl import tiny
 from troll.trl.advantages.value_model import ValueHead, value_model
@@ -93,6 +93,23 @@ def test_a_policy_in_bf16_has_a_critic_in_float32():
     policy: Any = tiny.make_model("llama")
     policy = policy.to(torch.bfloat16)
     assert {p.dtype for p in value_model(policy).parameters()} == {torch.float32}
+
+
+def test_dropout_that_attention_reads_from_the_configuration_is_off():
+    config = PersimmonConfig(
+        vocab_size=20,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        attention_dropout=0.5,
+        pad_token_id=None,
+    )
+    model: Any = value_model(AutoModelForCausalLM.from_config(config)).train()
+    torch.nn.init.normal_(model.score.weight)
+    ids = torch.arange(3, 12).unsqueeze(0)
+    torch.testing.assert_close(model(ids).logits, model(ids).logits, rtol=0, atol=0)
+    assert config.attention_dropout == 0.5  # the policy's own
 
 
 def test_an_architecture_with_another_head_is_refused():

@@ -130,7 +130,7 @@ class Unscored:
             self._in_doubt |= self._trouble
 
     def left_nothing(self) -> bool:
-        """Whether the update that ends here has no token in the loss, in any process."""
+        """Whether the update that ends here has no token in the loss of any process, after trouble with its grading."""
         tokens, in_doubt = self._tokens, self._in_doubt
         self.start()
         return in_doubt and not self._accelerator.reduce(tokens, reduction="sum")

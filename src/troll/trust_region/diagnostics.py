@@ -141,7 +141,8 @@ def old_to_new_kl(new: Outcomes, old: SparsePolicy, tail: Tail = "bucket") -> Te
     """KL(p ‖ p̃) over the outcomes that the step compares, in nats; both policies floored at 1e-12.
 
     Args:
-        new: p̃ at (...), from [log_probs_at][troll.log_probs_at] of the old policy's tokens.
+        new: p̃ at (...), from [log_probs_at][troll.log_probs_at] as the step reads it: of the old policy's tokens, which
+            with "floor" the new policy's own follow.
         old: p, at the same positions.
         tail: "bucket" or "floor", as in the step.
 
@@ -172,7 +173,8 @@ def dual_report(
     weighted sums.
 
     Args:
-        new: p̃ at (...), from [log_probs_at][troll.log_probs_at] of the old policy's tokens.
+        new: p̃ at (...), from [log_probs_at][troll.log_probs_at] as the step reads it: of the old policy's tokens, which
+            with "floor" the new policy's own follow.
         old: p, at the same positions.
         mask: (...), true (or 1) where a token counts.
         kl_bound: ε, in nats, as in the step.

@@ -114,6 +114,9 @@ def _value_config(config: PreTrainedConfig) -> PreTrainedConfig:
         )
     config.num_labels = 1
     config.use_cache = False
+    for name, value in vars(config).items():  # Persimmon's attention reads its rate here, and not from a layer
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
     return config
 
 

@@ -72,7 +72,7 @@ def largest(
         logits: (N, M); −inf in unused entries.
         tail_logits: (N, M), what the entries add to the rest if they are not among the k.
         sampled: The sampled tokens, (N,), among the entries or not.
-        sampled_logit: (N,), the sampled tokens' logits; not read where they are among the entries.
+        sampled_logit: (N,), the sampled tokens' logits; where they are among the entries, the same or −inf.
         log_rest: (N, m), the log-sum-exp of m parts of everything except for the entries and the sampled token.
         k: The entries to keep, at most M.
     """

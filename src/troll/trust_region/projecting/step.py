@@ -28,7 +28,8 @@ class TrustRegionStep:
         regression: KL(p̃ ‖ ⌊q⌋), differentiable; 0 where not projected.
         log_probs: log p̃(o) of the sampled token, by the network itself, differentiable.
         kl_before: KL(p̃ ‖ p). Where the logits are no distribution it is NaN, like all others except `projected`.
-        kl_after: KL(q ‖ p), at most ε.
+        kl_after: KL(q ‖ p): ε where projected, to the solver's precision. Where tokens share a constraint, the
+            bound is on their weighted sum.
         multiplier: η; 0 where not projected.
         projected: bool, true where q differs from p̃.
         entropy: The entropy of p̃ over the whole vocabulary, differentiable; None unless the source was read with it.
