@@ -338,7 +338,7 @@ def test_without_isolation_programs_run_under_the_same_limits(open_sandbox: Bubb
 
 
 def test_without_isolation_no_folder_is_left(open_sandbox: Bubblewrap) -> None:
-    folder = Path(open_sandbox._folder.name)
+    folder = open_sandbox._folder
     run_stdio(open_sandbox, "open('file', 'w')\nprint(3)", ["", ""], ["3", "3"], LIMITS)
     assert list(folder.iterdir()) == []
     del open_sandbox

@@ -64,7 +64,7 @@ from troll.rewards.sandbox.stdio import run_stdio
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 limits = Limits(cpu_seconds=50, wall_seconds=100)
 sandbox = GVisor()
-print(sandbox._folder.name, flush=True)
+print(sandbox._folder, flush=True)
 run_stdio(sandbox, "while True: pass", [""], [""], limits)
 """
 
@@ -104,7 +104,7 @@ def test_the_contract_of_sandboxes(sandbox: GVisor, tmp_path: Path, monkeypatch:
         found = dict(zip(PROGRAMS, pool.map(reason, PROGRAMS), strict=True))
     wanted = {program: text.replace("$SECRET", str(secret)).split("|") for program, text in PROGRAMS.items()}
     assert not {program: text for program, text in found.items() if text not in wanted[program]}
-    folder = Path(sandbox._folder.name)
+    folder = sandbox._folder
     assert [path.name for path in folder.iterdir()] == ["root"]
     wait_until_gone(str(folder))
 
@@ -119,7 +119,7 @@ def test_attacks_do_not_get_through(sandbox: GVisor) -> None:
     with ThreadPoolExecutor(2) as pool:
         outcomes = pool.map(lambda name: run_stdio(sandbox, HOSTILE[name], ["input"], ["breach"], LIMITS)[0], ATTACKS)
     assert not [(name, outcome.reason) for name, outcome in zip(ATTACKS, outcomes, strict=True) if outcome.passed]
-    wait_until_gone(sandbox._folder.name)
+    wait_until_gone(str(sandbox._folder))
 
 
 @needs_bubblewrap
