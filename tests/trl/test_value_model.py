@@ -96,15 +96,7 @@ def test_a_policy_in_bf16_has_a_critic_in_float32():
 
 
 def test_dropout_that_attention_reads_from_the_configuration_is_off():
-    config = PersimmonConfig(
-        vocab_size=20,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        attention_dropout=0.5,
-        pad_token_id=None,
-    )
+    config = PersimmonConfig(**tiny.COMMON | {"attention_dropout": 0.5})
     model: Any = value_model(AutoModelForCausalLM.from_config(config)).train()
     torch.nn.init.normal_(model.score.weight)
     ids = torch.arange(3, 12).unsqueeze(0)

@@ -74,8 +74,8 @@ class StreamTests:
         inputs: Standard input of each run.
         outputs: Standard output to expect of each.
         compare: Which tokens of a line are equal as numbers, to 1e-6 absolutely or relatively: with "tokens" where the
-            expected one is a decimal fraction or has an exponent, with "numbers" wherever both are numbers,
-            two integers exactly.
+            expected one is a decimal fraction or has an exponent, with "numbers" wherever both are numbers.
+            Two integers have to be the same.
     """
 
     inputs: tuple[str, ...]
