@@ -463,6 +463,43 @@ def test_a_method_that_is_best_at_an_end_adds_a_rate_for_all(tmp_path: Path) -> 
     assert "equivalent" not in text and "| interim |" in text and text.endswith("points [+0.0, +0.0] (interim).")
 
 
+def changed(rows: list[Result], surrogate: str, rate: float, success: float) -> list[Result]:
+    """With another success of one method at one rate."""
+    return [
+        replace(r, success_after=success) if (r.surrogate, r.learning_rate) == (surrogate, rate) else r for r in rows
+    ]
+
+
+def answers(tmp_path: Path, rows: list[Result]) -> tuple[bool, bool, bool] | None:
+    return analysis.primary_sections({"one": rows}, tmp_path)[REGIME].hypotheses
+
+
+def test_hypotheses_of_one_regime(tmp_path: Path) -> None:
+    rows = whole_regime(best_of_clip=1e-4)
+    assert answers(tmp_path, rows) == (True, False, True)  # all methods are the same
+    assert answers(tmp_path, changed(rows, "clip", 3e-4, 0.0)) == (True, True, True)
+    assert answers(tmp_path, changed(rows, "clip", 1e-4, 0.4)) == (False, False, True)
+    assert answers(tmp_path, changed(rows, "regression", 1e-4, 0.4)) == (True, False, False)
+    assert answers(tmp_path, changed(rows, "kl_penalty", 1e-4, 0.4)) == (True, False, False)
+    assert answers(tmp_path, changed(rows, "kl_penalty", 1e-4, 0.6)) == (True, False, True)
+    # Ahead at the fast rate, but not over a wider range: TROLL's is the narrower one.
+    narrow = changed(changed(rows, "troll", 3e-5, 0.0), "clip", 3e-4, 0.2)
+    assert answers(tmp_path, narrow) == (True, False, True)
+    assert answers(tmp_path, rows[1:]) is None and answers(tmp_path, []) is None
+
+
+@pytest.mark.parametrize(("resampled", "answer"), [(0.0, False), (0.2, True)])
+def test_the_fourth_hypothesis_compares_two_regimes(tmp_path: Path, resampled: float, answer: bool) -> None:
+    rows = changed(whole_regime(best_of_clip=1e-4), "clip", 3e-4, 0.0)
+    others = [replace(row, regime="sparse-signal-resampled") for row in changed(rows, "clip", 3e-4, resampled)]
+    sections = analysis.primary_sections({"one": rows, "two": others}, tmp_path)
+    assert analysis.lead_shrinks(sections) is answer
+    text = page.build({"one": rows, "two": others}, tmp_path, "{{hypotheses}}").text
+    assert "| 1. Tuned, TROLL and the clip are equal | holds | interim | holds |" in text
+    assert text.splitlines()[-3].endswith(f"| – | – | {'holds' if answer else 'not confirmed'} |")
+    assert analysis.lead_shrinks(analysis.primary_sections({"one": rows}, tmp_path)) is None
+
+
 def test_what_never_succeeded_has_no_range_of_rates(tmp_path: Path) -> None:
     rows = [result("troll", rate, seed, 0.0) for rate in LEARNING_RATES for seed in range(2)]
     section = analysis.primary_sections({"one": rows}, tmp_path)[REGIME]

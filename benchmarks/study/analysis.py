@@ -5,6 +5,7 @@ Nothing is written here; the page and its figures show these classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,6 +36,8 @@ from troll.study.statistics import (
     holm,
     leave_one_out_choice,
     mean_estimate,
+    range_within,
+    t_interval,
 )
 
 Settings = tuple[tuple[str, str], ...]
@@ -85,6 +88,16 @@ class Method:
     def bound(self) -> float:
         """The bound of the method, which must have one."""
         return float(dict(self.settings)[BOUNDS[self.surrogate][0]])
+
+    @property
+    def range(self) -> Interval | None:
+        """The rates within 90 % of the best mean; None if no run had a success."""
+        return range_within(self.means) if any(self.means.values()) else None
+
+    @property
+    def decades(self) -> float:
+        """The width of `range` in powers of ten."""
+        return math.log10(self.range[1] / self.range[0]) if self.range else 0.0
 
     @cached_property
     def tuned(self) -> dict[int, Result]:
@@ -201,6 +214,40 @@ class Section:
         faster = [rate for rate in self.rates if clip and rate > max(clip.means, key=clip.means.__getitem__)]
         return min(faster, default=None)
 
+    @property
+    def lead(self) -> dict[int, float]:
+        """TROLL's success minus the clip's at `fast_rate`, by seed; empty without runs of both."""
+        troll, clip, rate = self.method("troll"), self.method("clip"), self.fast_rate
+        if troll is None or clip is None or rate is None:
+            return {}
+        first, second = troll.by_rate.get(rate, {}), clip.by_rate.get(rate, {})
+        return {seed: first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())}
+
+    @property
+    def hypotheses(self) -> tuple[bool, bool, bool] | None:
+        """Which of the first three hold, as "What decides" in `study.md` says; None before all runs are there."""
+        troll, clip = self.method("troll"), self.method("clip")
+        if troll is None or clip is None or self.interim:
+            return None
+        found = {contrast.second.surrogate: contrast for contrast in self.contrasts}
+        equal = {name for name, one in found.items() if one.equivalence is not None and one.equivalence < LEVEL}
+        penalty = "kl_penalty" in equal or found["kl_penalty"].verdict == "worse"
+        faster = troll.decades > clip.decades and _above_zero(self.lead)
+        return "clip" in equal, faster, "regression" in equal and penalty
+
+
+def lead_shrinks(sections: Mapping[str, Section]) -> bool | None:
+    """Whether the fourth hypothesis holds: sampling again takes from TROLL's lead; None before all runs are there."""
+    plain, resampled = sections["sparse-signal"], sections["sparse-signal-resampled"]
+    if plain.hypotheses is None or resampled.hypotheses is None:
+        return None
+    return _above_zero(lead_taken(plain, resampled))
+
+
+def lead_taken(plain: Section, resampled: Section) -> dict[int, float]:
+    """TROLL's lead at the fast rate in one regime minus that in another, by seed."""
+    return {seed: plain.lead[seed] - resampled.lead[seed] for seed in sorted(plain.lead.keys() & resampled.lead.keys())}
+
 
 def primary_sections(tables: Mapping[str, Sequence[Result]], folder: Path) -> dict[str, Section]:
     """The primary regimes by name, as far as there are runs.
@@ -304,6 +351,11 @@ def _bootstrap(first: Method, second: Method, folder: Path) -> Interval | None:
         raise ValueError(f"{pairs[0][0].regime}: runs answer different questions ({', '.join(sorted(names))})")
     differences = np.stack([one.right.astype(int) - other.right for one, other in pairs])
     return crossed_bootstrap_interval(differences, read_questions(folder, names.pop()))
+
+
+def _above_zero(differences: Mapping[int, float]) -> bool:
+    ends = t_interval(list(differences.values()))
+    return ends is not None and ends[0] > 0
 
 
 def _with_corrections(section: Section, corrected: Mapping[tuple[str, str], float]) -> Section:

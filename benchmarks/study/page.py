@@ -1,8 +1,8 @@
 """`docs/results.md` and its figures, from the tables of runs and `template.md`.
 
-The template is the page's prose. Between double braces stands what the data fill in: `{{contrasts}}`, `{{fast}}`,
-`{{data}}`, `{{figure robustness}}`, `{{figure contrasts}}`; `{{regime NAME}}`, everything about a primary regime;
-`{{exploratory TABLE}}` or `{{exploratory TABLE minus LABEL}}`, everything of a table's exploratory runs, with
+The template is the page's prose. Between double braces stands what the data fill in: `{{hypotheses}}`, `{{contrasts}}`,
+`{{fast}}`, `{{data}}`, `{{figure robustness}}`, `{{figure contrasts}}`; `{{regime NAME}}`, everything about a primary
+regime; `{{exploratory TABLE}}` or `{{exploratory TABLE minus LABEL}}`, everything of a table's exploratory runs, with
 differences to the method of that label; `{{exploratory}}`, the tables that the template does not name; and within a
 sentence `{{REGIME METHOD}}`, a success, or `{{REGIME METHOD - METHOD}}`, the difference of two, by surrogates.
 """
@@ -99,6 +99,8 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
             return _block(key, [_figure("robustness", [figures.rate_data(section) for section in sections], page)])
         if key == "figure contrasts":
             return _block(key, [_figure("contrasts", figures.contrast_data(sections), page)])
+        if key == "hypotheses":
+            return _block(key, [tables.hypotheses(primary)])
         if kind in ("contrasts", "fast", "data"):
             blocks = {"contrasts": tables.contrasts(sections), "fast": tables.fast(sections), "data": _data(rows)}
             return _block(key, [blocks[kind], *(_commands(folder, rows) if kind == "data" else [])])

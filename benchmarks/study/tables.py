@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
-from benchmarks.study.analysis import Contrast, Method, Section
+from benchmarks.study.analysis import Contrast, Method, Section, lead_shrinks, lead_taken
 from benchmarks.study.protocol import BOUNDS, MARGIN, METHODS, REGIMES, SEEDS
 from benchmarks.study.table import Result
 from troll.evaluation.estimators import Interval
 from troll.study.comparison_tables import estimate_text, markdown_table
 from troll.study.contest import counts_text, range_text, rate_text
-from troll.study.statistics import Estimate, mean_estimate, paired_difference, range_within
+from troll.study.statistics import Estimate, mean_estimate
 
 NOTHING = "–"
 
@@ -93,20 +92,32 @@ def secondary(section: Section) -> str:
 
 def fast(sections: Sequence[Section]) -> str:
     """TROLL and the clip at the rate above the clip's best one, and how much their difference shrinks by resampling."""
-    rows, leads = [], dict[str, dict[int, float]]()
+    rows = []
     for section in sections:
         troll, clip, rate = section.method("troll"), section.method("clip"), section.fast_rate
-        if troll is None or clip is None or rate is None or rate not in troll.runs or rate not in clip.runs:
+        if troll is None or clip is None or rate is None or not section.lead:
             continue
-        first, second = troll.by_rate[rate], clip.by_rate[rate]
-        leads[section.regime] = {seed: first[seed] - second[seed] for seed in first.keys() & second.keys()}
         cells = [_cell(list(method.runs[rate].values())) for method in (troll, clip)]
-        difference = _difference(paired_difference(first, second))
-        rows.append([REGIMES.get(section.regime, section.regime), rate_text(rate), *cells, difference])
-    plain, resampled = (leads.get(regime) for regime in ("sparse-signal", "sparse-signal-resampled"))
-    if plain and resampled:
-        rows.append(["(a) minus (c)", "", "", "", _difference(paired_difference(plain, resampled))])
+        rows.append([REGIMES[section.regime], rate_text(rate), *cells, _difference(section.lead)])
+    by_name = {section.regime: section for section in sections}
+    plain, resampled = (by_name.get(regime) for regime in ("sparse-signal", "sparse-signal-resampled"))
+    if plain and resampled and (taken := lead_taken(plain, resampled)):
+        rows.append(["(a) minus (c)", "", "", "", _difference(taken)])
     return table(["regime", "learning rate", "TROLL", "clip", "difference"], rows)
+
+
+def hypotheses(sections: Mapping[str, Section]) -> str:
+    """Which of the protocol's hypotheses hold in which regime; the fourth compares two regimes."""
+    head = ["hypothesis", *(f"({letter})" for letter, _ in zip("abc", REGIMES, strict=True))]
+    names = (
+        "1. Tuned, TROLL and the clip are equal",
+        "2. TROLL survives rates at which the clip does not",
+        "3. The pull does it, and a KL penalty does as well or better",
+    )
+    found = [sections[name].hypotheses for name in REGIMES]
+    rows = [[name, *(_holds(None if one is None else one[i]) for one in found)] for i, name in enumerate(names)]
+    last = "4. TROLL's lead shrinks where groups of equal rewards are sampled again"
+    return table(head, [*rows, [last, NOTHING, NOTHING, _holds(lead_shrinks(sections))]])
 
 
 def tuning(section: Section) -> str:
@@ -166,11 +177,11 @@ def _cell(runs: Sequence[Result]) -> str:
 
 def _rates(method: Method) -> list[str]:
     """The rates within 90 % of the best, and their range in decades, at least if the data end there; or no success."""
-    if not any(method.means.values()):
+    if method.range is None:
         return [NOTHING, NOTHING]
-    low, high = range_within(method.means)
+    low, high = method.range
     open_end = low == min(method.runs) or high == max(method.runs)
-    return [range_text((low, high), method.runs), f"{'≥ ' if open_end else ''}{math.log10(high / low):.2f}"]
+    return [range_text((low, high), method.runs), f"{'≥ ' if open_end else ''}{method.decades:.2f}"]
 
 
 def _measures(method: Method) -> list[str]:
@@ -193,5 +204,10 @@ def _mean(values: Sequence[float | None]) -> str:
     return f"{fmean(known):.3g}" if known else NOTHING
 
 
-def _difference(estimate: Estimate | None) -> str:
-    return NOTHING if estimate is None else f"{points(estimate.mean)} {interval(estimate.interval)}"
+def _difference(by_seed: Mapping[int, float]) -> str:
+    estimate = mean_estimate(list(by_seed.values()))
+    return f"{points(estimate.mean)} {interval(estimate.interval)}"
+
+
+def _holds(answer: bool | None) -> str:
+    return "interim" if answer is None else "holds" if answer else "not confirmed"
