@@ -415,13 +415,30 @@ def test_page_of_a_part_of_the_study(tmp_path: Path) -> None:
     assert built.text.startswith(f"Prose {difference} (interim) and ")
     assert "*Interim: 16 of 400 counted runs; 0 of 20 seeds can be compared for all methods. The bounds" in built.text
     assert "*No counted runs yet.*" in built.text
-    assert "| TROLL kl_bound=1 | 90.0 | 1 |  |" in built.text
+    assert "| TROLL kl_bound=1 | 90.0 (1) | – | 90.0 |  |" in built.text
     assert "| [primary.csv](results/primary.csv) | `sparse-signal` | 16 counted |" in built.text
     assert "```\ntroll compare sparse-signal --seeds 4\n```" in built.text
     assert set(built.figures) == {"contrasts", "robustness", REGIME}
     cells = [line for line in built.text.splitlines() if line.startswith("| Sparse signal, 8 updates a rollout | 3e-4")]
-    assert len(cells) == 1 and cells[0].count("(4)") == 2
+    assert len(cells) == 1 and cells[0].count("(4)") == 1 and cells[0].endswith("] | – | – |")
     assert built.text.count("<!-- from the tables: ") == built.text.count("<!-- end -->") == 8
+
+
+def test_numbers_at_one_rate(tmp_path: Path) -> None:
+    rows = changed(whole_regime(best_of_clip=1e-4), "clip", 3e-4, 0.1)
+    template = f"{{{{{REGIME} clip @ 3e-4}}}}; {{{{{REGIME} troll - clip @ 3e-4}}}}; {{{{{REGIME} troll - clip}}}}"
+    text = page.build({"one": rows}, tmp_path, template).text
+    assert text == "10.0 [10.0, 10.0] %; +15.0 points [+15.0, +15.0]; +0.0 points [+0.0, +0.0]"
+    assert page.build({}, tmp_path, f"{{{{{REGIME} troll - clip @ 3e-4}}}}").text == "(no runs yet)"
+
+
+def test_what_another_regime_changes(tmp_path: Path) -> None:
+    rows = whole_regime(best_of_clip=1e-4)
+    others = [replace(row, regime="sparse-signal-32-updates") for row in changed(rows, "clip", 1e-4, 0.4)]
+    text = page.build({"one": rows, "two": others}, tmp_path, "{{changes}}").text
+    assert "|  | (b) minus (a) |" in text
+    assert "| clip | −10.0 [−10.0, −10.0] |" in text and "| TROLL | +0.0 [+0.0, +0.0] |" in text
+    assert "Nothing to show yet." in page.build({"one": rows}, tmp_path, "{{changes}}").text
 
 
 def test_one_changed_run_changes_the_page(tmp_path: Path) -> None:
@@ -452,14 +469,13 @@ def test_a_regime_is_complete_with_all_methods_rates_and_seeds(tmp_path: Path) -
     assert "*All 400 counted runs. The bounds of TROLL, KL penalty, pull only, clip were not chosen by" in text
     assert "| equivalent within 5 points |" in text and "interim" not in text
     assert "| no bound | +0.0 | [+0.0, +0.0] | – | – | – | – | 20 | not tested |" in text
-    # Another rate for one method is another rate for all.
-    text = page.build({"one": [*rows, result("clip", 1e-5, 0, 0.25)]}, tmp_path, REGIME_TEMPLATE).text
-    assert "*Interim: 401 of 500 counted runs; 0 of 20 seeds" in text
+    with pytest.raises(ValueError, match="sparse-signal: counted runs at 1e-5, which the protocol adds only when"):
+        page.build({"one": [*rows, result("clip", 1e-5, 0, 0.25)]}, tmp_path, REGIME_TEMPLATE)
 
 
 def test_a_method_that_is_best_at_an_end_adds_a_rate_for_all(tmp_path: Path) -> None:
     text = page.build({"one": whole_regime(best_of_clip=1e-3)}, tmp_path, REGIME_TEMPLATE).text
-    assert "*Interim: 400 of 500 counted runs; 20 of 20 seeds" in text and "so 3e-3 belongs to it too.*" in text
+    assert "*Interim: 400 of 500 counted runs; 20 of 20 seeds" in text and "so 3e-3 was added for all.*" in text
     assert "equivalent" not in text and "| interim |" in text and text.endswith("points [+0.0, +0.0] (interim).")
 
 
@@ -495,7 +511,7 @@ def test_the_fourth_hypothesis_compares_two_regimes(tmp_path: Path, resampled: f
     sections = analysis.primary_sections({"one": rows, "two": others}, tmp_path)
     assert analysis.lead_shrinks(sections) is answer
     text = page.build({"one": rows, "two": others}, tmp_path, "{{hypotheses}}").text
-    assert "| 1. Tuned, TROLL and the clip are equal | holds | interim | holds |" in text
+    assert "| 1. Tuned, TROLL and the clip are equal | holds | – | holds |" in text
     assert text.splitlines()[-3].endswith(f"| – | – | {'holds' if answer else 'not confirmed'} |")
     assert analysis.lead_shrinks(analysis.primary_sections({"one": rows}, tmp_path)) is None
 
@@ -515,7 +531,7 @@ def test_what_resampling_takes_from_the_lead(tmp_path: Path) -> None:
     ]
     sections = analysis.primary_sections({"one": [*rows, *closer]}, tmp_path)
     last = tables.fast(list(sections.values())).splitlines()[-1]
-    assert last == "| (a) minus (c) |  |  |  | +25.0 [+25.0, +25.0] |"
+    assert last == "| (a) minus (c) |  |  | +25.0 [+25.0, +25.0] | – | – |"
 
 
 def test_page_of_exploration_only(tmp_path: Path) -> None:
@@ -533,6 +549,23 @@ def test_page_of_exploration_only(tmp_path: Path) -> None:
     assert "| TROLL minus | difference | over seeds |" in built.text
     assert "sign flips" not in built.text
     assert set(built.figures) == {f"ingredients-{REGIME}", f"others-{REGIME}"}
+
+
+def test_exploration_is_shown_with_the_counted_runs_that_it_compares_with(tmp_path: Path) -> None:
+    rows = study(tmp_path)
+    narrow = [
+        replace(row, phase="exploratory", settings=(("epsilon", "0.05"),))
+        for row in rows
+        if row.surrogate == "clip" and row.learning_rate == 1e-4 and row.seed < 2
+    ]
+    text = page.build({"primary": rows, "narrow": narrow}, tmp_path, "{{exploratory narrow}}").text
+    assert f"*narrow: recipe `{REGIME}`, 2 exploratory runs with the counted runs of these rates and seeds.*" in text
+    assert "|  | 1e-4 | at the chosen rate | rates chosen |" in text  # not the rate that was not explored
+    assert "| clip epsilon=0.05 |" in text and "| TROLL minus |" in text
+    # A run that is there in both phases is shown once.
+    again = [replace(row, phase="exploratory") for row in rows]
+    text = page.build({"primary": rows, "again": again}, tmp_path, "{{exploratory again}}").text
+    assert f"recipe `{REGIME}`, {len(rows)} exploratory runs.*" in text
 
 
 def test_page_without_any_run(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ Nothing is written here; the page and its figures show these classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -36,8 +36,8 @@ from troll.study.statistics import (
     holm,
     leave_one_out_choice,
     mean_estimate,
+    paired_difference,
     range_within,
-    t_interval,
 )
 
 Settings = tuple[tuple[str, str], ...]
@@ -184,23 +184,26 @@ class Section:
 
     @property
     def added_rates(self) -> set[float]:
-        """The rates that the protocol adds for all methods, since a complete method is best at an end of the range."""
-        full = [m for m in self.methods if all(len(m.runs.get(rate, ())) >= SEEDS for rate in LEARNING_RATES)]
-        best = {max(LEARNING_RATES, key=method.means.__getitem__) for method in full}
+        """The rates that the protocol adds for all methods, since one is best at an end of the complete range."""
+        if not self._has_all_runs_at(LEARNING_RATES):
+            return set()
+        best = {max(LEARNING_RATES, key=method.means.__getitem__) for method in self.methods}
         return {ADDED_RATES[rate] for rate in best & ADDED_RATES.keys()}
 
     @property
     def planned_rates(self) -> set[float]:
         """All rates that a primary regime must have."""
-        return {*LEARNING_RATES, *self.rates, *self.added_rates}
+        return {*LEARNING_RATES, *self.added_rates}
 
     @property
     def interim(self) -> bool:
         """Whether these are counted runs, and some of the protocol's are missing."""
         counted = any(run.phase == "counted" for method in self.methods for run in method.every_run)
-        return counted and not (
-            {method.surrogate for method in self.methods} == METHODS.keys()
-            and all(len(method.runs.get(rate, ())) >= SEEDS for method in self.methods for rate in self.planned_rates)
+        return counted and not self._has_all_runs_at(self.planned_rates)
+
+    def _has_all_runs_at(self, rates: Iterable[float]) -> bool:
+        return {method.surrogate for method in self.methods} == METHODS.keys() and all(
+            len(method.runs.get(rate, ())) >= SEEDS for rate in rates for method in self.methods
         )
 
     def method(self, surrogate: str) -> Method | None:
@@ -214,14 +217,19 @@ class Section:
         faster = [rate for rate in self.rates if clip and rate > max(clip.means, key=clip.means.__getitem__)]
         return min(faster, default=None)
 
-    @property
-    def lead(self) -> dict[int, float]:
-        """TROLL's success minus the clip's at `fast_rate`, by seed; empty without runs of both."""
-        troll, clip, rate = self.method("troll"), self.method("clip"), self.fast_rate
-        if troll is None or clip is None or rate is None:
+    def finals(self, surrogate: str, rate: float | None = None) -> Mapping[int, float]:
+        """A method's held-out success by seed, at one rate or at those that it chose; empty without runs."""
+        method = self.method(surrogate)
+        if method is None:
             return {}
-        first, second = troll.by_rate.get(rate, {}), clip.by_rate.get(rate, {})
-        return {seed: first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())}
+        return method.finals if rate is None else method.by_rate.get(rate, {})
+
+    def lead(self, surrogate: str) -> dict[int, float]:
+        """A method's success minus the clip's at `fast_rate`, by seed."""
+        if self.fast_rate is None:
+            return {}
+        first, second = self.finals(surrogate, self.fast_rate), self.finals("clip", self.fast_rate)
+        return {seed: first[seed] - second[seed] for seed in first.keys() & second.keys()}
 
     @property
     def hypotheses(self) -> tuple[bool, bool, bool] | None:
@@ -232,7 +240,7 @@ class Section:
         found = {contrast.second.surrogate: contrast for contrast in self.contrasts}
         equal = {name for name, one in found.items() if one.equivalence is not None and one.equivalence < LEVEL}
         penalty = "kl_penalty" in equal or found["kl_penalty"].verdict == "worse"
-        faster = troll.decades > clip.decades and _above_zero(self.lead)
+        faster = troll.decades > clip.decades and _above_zero(mean_estimate(list(self.lead("troll").values())))
         return "clip" in equal, faster, "regression" in equal and penalty
 
 
@@ -241,12 +249,7 @@ def lead_shrinks(sections: Mapping[str, Section]) -> bool | None:
     plain, resampled = sections["sparse-signal"], sections["sparse-signal-resampled"]
     if plain.hypotheses is None or resampled.hypotheses is None:
         return None
-    return _above_zero(lead_taken(plain, resampled))
-
-
-def lead_taken(plain: Section, resampled: Section) -> dict[int, float]:
-    """TROLL's lead at the fast rate in one regime minus that in another, by seed."""
-    return {seed: plain.lead[seed] - resampled.lead[seed] for seed in sorted(plain.lead.keys() & resampled.lead.keys())}
+    return _above_zero(paired_difference(plain.lead("troll"), resampled.lead("troll")))
 
 
 def primary_sections(tables: Mapping[str, Sequence[Result]], folder: Path) -> dict[str, Section]:
@@ -275,16 +278,26 @@ def exploratory_sections(
 ) -> dict[str, list[Section]]:
     """The exploratory runs of each table, with one section for each regime.
 
+    Counted runs of the regime at the same rates and seeds are shown with them.
+
     Args:
         tables: The rows of each table, by its name.
         folder: The folder with the lists of questions.
         bases: For some tables, the label of the method that the others are subtracted from. The default is "TROLL".
     """
     sections: dict[str, list[Section]] = {}
+    counted = [row for rows in tables.values() for row in rows if row.phase == "counted"]
     for table, rows in tables.items():
         explored = [row for row in rows if row.phase == "exploratory"]
         for regime in dict.fromkeys(row.regime for row in explored):
-            methods = group([row for row in explored if row.regime == regime])
+            mine = {row.identity: row for row in explored if row.regime == regime}
+            rates, seeds = {row.learning_rate for row in mine.values()}, {row.seed for row in mine.values()}
+            others = {
+                row.identity: row
+                for row in counted
+                if row.regime == regime and row.learning_rate in rates and row.seed in seeds
+            }
+            methods = group(list((others | mine).values()))
             base = next((method for method in methods if method.label == bases.get(table, "TROLL")), None)
             contrasts = _contrasts(base, methods, folder) if base else []
             sections.setdefault(table, []).append(Section(regime, methods, [], contrasts))
@@ -327,6 +340,11 @@ def _primary(regime: str, rows: Sequence[Result], folder: Path) -> Section:
                 "collect those that only explore with --exploratory, into another table"
             )
     section = Section(regime, methods, tuning, [])
+    if unplanned := set(section.rates) - section.planned_rates:
+        raise ValueError(
+            f"{regime}: counted runs at {', '.join(map(contest.rate_text, sorted(unplanned)))}, which the protocol "
+            "adds only when all runs at the planned rates are there and a method is best at that end"
+        )
     for method in methods:
         if (best := section.chosen.get(method.surrogate)) and best.bound != method.bound:
             raise ValueError(
@@ -353,9 +371,8 @@ def _bootstrap(first: Method, second: Method, folder: Path) -> Interval | None:
     return crossed_bootstrap_interval(differences, read_questions(folder, names.pop()))
 
 
-def _above_zero(differences: Mapping[int, float]) -> bool:
-    ends = t_interval(list(differences.values()))
-    return ends is not None and ends[0] > 0
+def _above_zero(difference: Estimate | None) -> bool:
+    return difference is not None and difference.interval is not None and difference.interval[0] > 0
 
 
 def _with_corrections(section: Section, corrected: Mapping[tuple[str, str], float]) -> Section:

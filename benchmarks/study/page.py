@@ -1,10 +1,11 @@
 """`docs/results.md` and its figures, from the tables of runs and `template.md`.
 
 The template is the page's prose. Between double braces stands what the data fill in: `{{hypotheses}}`, `{{contrasts}}`,
-`{{fast}}`, `{{data}}`, `{{figure robustness}}`, `{{figure contrasts}}`; `{{regime NAME}}`, everything about a primary
-regime; `{{exploratory TABLE}}` or `{{exploratory TABLE minus LABEL}}`, everything of a table's exploratory runs, with
-differences to the method of that label; `{{exploratory}}`, the tables that the template does not name; and within a
-sentence `{{REGIME METHOD}}`, a success, or `{{REGIME METHOD - METHOD}}`, the difference of two, by surrogates.
+`{{fast}}`, `{{changes}}`, `{{data}}`, `{{figure robustness}}`, `{{figure contrasts}}`; `{{regime NAME}}`, everything
+about a primary regime; `{{exploratory TABLE}}` or `{{exploratory TABLE minus LABEL}}`, everything of a table's
+exploratory runs, with differences to the method of that label; `{{exploratory}}`, the tables that the template does not
+name; and within a sentence `{{REGIME METHOD}}`, a success, or `{{REGIME METHOD - METHOD}}`, the difference of two, by
+surrogates, each at its own rates or, with ` @ RATE`, at that one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from benchmarks.study.analysis import Section, exploratory_sections, primary_sec
 from benchmarks.study.protocol import METHODS, REGIMES
 from benchmarks.study.table import Result, read_csv
 from troll.files import write_atomically
+from troll.study.statistics import mean_estimate, paired_difference
 
 TEMPLATE = Path(__file__).with_name("template.md")
 _PLACEHOLDER = re.compile(r"\{\{(.+?)\}\}")
@@ -99,8 +101,8 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
             return _block(key, [_figure("robustness", [figures.rate_data(section) for section in sections], page)])
         if key == "figure contrasts":
             return _block(key, [_figure("contrasts", figures.contrast_data(sections), page)])
-        if key == "hypotheses":
-            return _block(key, [tables.hypotheses(primary)])
+        if key in ("hypotheses", "changes"):
+            return _block(key, [tables.hypotheses(primary) if key == "hypotheses" else tables.changes(primary)])
         if kind in ("contrasts", "fast", "data"):
             blocks = {"contrasts": tables.contrasts(sections), "fast": tables.fast(sections), "data": _data(rows)}
             return _block(key, [blocks[kind], *(_commands(folder, rows) if kind == "data" else [])])
@@ -130,7 +132,9 @@ def _explored(table: str, sections: Sequence[Section], page: Page) -> list[str]:
     parts = []
     for section in sections:
         name = table if table == section.regime else f"{table}-{section.regime}"
-        parts += [f"*{table}: recipe `{section.regime}`, {section.size} runs, exploratory.*"]
+        size = sum(run.phase == "exploratory" for method in section.methods for run in method.every_run)
+        counted = " with the counted runs of these rates and seeds" if size < section.size else ""
+        parts += [f"*{table}: recipe `{section.regime}`, {size} exploratory runs{counted}.*"]
         parts.append(_figure(name, [figures.rate_data(section)], page))
         parts += [tables.exploratory_contrasts(section.contrasts)] if section.contrasts else []
         parts += [tables.by_rate(section), tables.secondary(section)]
@@ -148,18 +152,18 @@ def _figure(name: str, data: list[figures.Data] | figures.Data, page: Page) -> s
 
 def _number(section: Section, wanted: str) -> str:
     """A success, or a difference with its interval."""
-    first, minus, second = wanted.partition(" - ")
+    names, _, rate = wanted.partition(" @ ")
+    first, minus, second = names.partition(" - ")
     if unknown := {first, second or first} - set(METHODS):
         raise ValueError(f"the template asks for {{{{{section.regime} {wanted}}}}}: {unknown.pop()!r} is no method")
-    interim = " (interim)" if section.interim else ""
-    if not minus:
-        method = section.method(first)
-        return f"{tables.success(method.success)} %{interim}" if method and method.tuned else "(no runs yet)"
-    pairs = [c for c in section.contrasts if (c.first.surrogate, c.second.surrogate) == (first, second)]
-    if not pairs:
+    finals, *others = [section.finals(name, float(rate) if rate else None) for name in (first, second) if name]
+    found = paired_difference(finals, others[0]) if minus else mean_estimate(list(finals.values())) if finals else None
+    if found is None:
         return "(no runs yet)"
-    found = pairs[0].estimate
-    return f"{tables.points(found.mean)} points {tables.interval(found.interval)}{interim}"
+    interim = " (interim)" if section.interim else ""
+    if minus:
+        return f"{tables.points(found.mean)} points {tables.interval(found.interval)}{interim}"
+    return f"{tables.success(found)} %{interim}"
 
 
 def _exploratory(key: str) -> tuple[str, str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
-from benchmarks.study.analysis import Contrast, Method, Section, lead_shrinks, lead_taken
-from benchmarks.study.protocol import BOUNDS, MARGIN, METHODS, REGIMES, SEEDS
+from benchmarks.study.analysis import Contrast, Method, Section, lead_shrinks
+from benchmarks.study.protocol import BOUNDS, MARGIN, METHODS, REGIMES, SEEDS, TUNING_RATES
 from benchmarks.study.table import Result
 from troll.evaluation.estimators import Interval
 from troll.study.comparison_tables import estimate_text, markdown_table
 from troll.study.contest import counts_text, range_text, rate_text
-from troll.study.statistics import Estimate, mean_estimate
+from troll.study.statistics import Estimate, mean_estimate, paired_difference
 
 NOTHING = "–"
 
@@ -22,7 +22,7 @@ def status(section: Section) -> str:
     notes = [f" The bounds of {', '.join(untuned)} were not chosen by complete tuning runs."] if untuned else []
     if added := sorted(section.added_rates):
         rates = " and ".join(map(rate_text, added))
-        notes.append(f" A method is best at an end of the planned range, so {rates} belongs to it too.")
+        notes.append(f" A method is best at an end of the planned range, so {rates} was added for all.")
     if not section.interim:
         return f"All {section.size} counted runs.{''.join(notes)}"
     total = SEEDS * len(METHODS) * len(section.planned_rates)
@@ -91,27 +91,42 @@ def secondary(section: Section) -> str:
 
 
 def fast(sections: Sequence[Section]) -> str:
-    """TROLL and the clip at the rate above the clip's best one, and how much their difference shrinks by resampling."""
+    """Each method minus the clip at the rate above the clip's best one, and what sampling again takes from it."""
+    names = ("troll", "kl_penalty", "regression")
     rows = []
     for section in sections:
-        troll, clip, rate = section.method("troll"), section.method("clip"), section.fast_rate
-        if troll is None or clip is None or rate is None or not section.lead:
+        rate, clips = section.fast_rate, section.method("clip")
+        if rate is None or clips is None:
             continue
-        cells = [_cell(list(method.runs[rate].values())) for method in (troll, clip)]
-        rows.append([REGIMES[section.regime], rate_text(rate), *cells, _difference(section.lead)])
+        cells = [
+            _difference(paired_difference(section.finals(name, rate), section.finals("clip", rate))) for name in names
+        ]
+        rows.append([REGIMES[section.regime], rate_text(rate), _cell(list(clips.runs[rate].values())), *cells])
     by_name = {section.regime: section for section in sections}
-    plain, resampled = (by_name.get(regime) for regime in ("sparse-signal", "sparse-signal-resampled"))
-    if plain and resampled and (taken := lead_taken(plain, resampled)):
-        rows.append(["(a) minus (c)", "", "", "", _difference(taken)])
-    return table(["regime", "learning rate", "TROLL", "clip", "difference"], rows)
+    if {"sparse-signal", "sparse-signal-resampled"} <= by_name.keys():
+        plain, resampled = by_name["sparse-signal"], by_name["sparse-signal-resampled"]
+        cells = [_difference(paired_difference(plain.lead(name), resampled.lead(name))) for name in names]
+        rows.append(["(a) minus (c)", "", "", *cells])
+    return table(["regime", "learning rate", "clip", *(f"{METHODS[name]} minus clip" for name in names)], rows)
+
+
+def changes(sections: Mapping[str, Section]) -> str:
+    """What each other regime changes for each method, at its own rates: minus the first regime, paired by seed."""
+    first, second, third = (sections[name] for name in REGIMES)
+    others = {letter: other for letter, other in (("b", second), ("c", third)) if other.methods and first.methods}
+    rows = [
+        [label, *(_difference(paired_difference(other.finals(name), first.finals(name))) for other in others.values())]
+        for name, label in METHODS.items()
+    ]
+    return table(["", *(f"({letter}) minus (a)" for letter in others)], rows if others else [])
 
 
 def hypotheses(sections: Mapping[str, Section]) -> str:
     """Which of the protocol's hypotheses hold in which regime; the fourth compares two regimes."""
-    head = ["hypothesis", *(f"({letter})" for letter, _ in zip("abc", REGIMES, strict=True))]
+    head = ["hypothesis", "(a)", "(b)", "(c)"]
     names = (
         "1. Tuned, TROLL and the clip are equal",
-        "2. TROLL survives rates at which the clip does not",
+        "2. TROLL tolerates faster rates than the clip",
         "3. The pull does it, and a KL penalty does as well or better",
     )
     found = [sections[name].hypotheses for name in REGIMES]
@@ -123,10 +138,15 @@ def hypotheses(sections: Mapping[str, Section]) -> str:
 def tuning(section: Section) -> str:
     """How each method's bound was chosen."""
     rows = [
-        [method.label, percent(method.mean), str(method.size), "yes" if method in section.chosen.values() else ""]
+        [
+            method.label,
+            *(_cell(list(method.runs.get(rate, {}).values())) for rate in TUNING_RATES),
+            percent(method.mean),
+            "yes" if method in section.chosen.values() else "",
+        ]
         for method in section.tuning
     ]
-    return table(["", "mean over tuning seeds and rates", "runs", "chosen"], rows)
+    return table(["tuning", *map(rate_text, TUNING_RATES), "mean", "chosen"], rows)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -204,10 +224,9 @@ def _mean(values: Sequence[float | None]) -> str:
     return f"{fmean(known):.3g}" if known else NOTHING
 
 
-def _difference(by_seed: Mapping[int, float]) -> str:
-    estimate = mean_estimate(list(by_seed.values()))
-    return f"{points(estimate.mean)} {interval(estimate.interval)}"
+def _difference(estimate: Estimate | None) -> str:
+    return NOTHING if estimate is None else f"{points(estimate.mean)} {interval(estimate.interval)}"
 
 
 def _holds(answer: bool | None) -> str:
-    return "interim" if answer is None else "holds" if answer else "not confirmed"
+    return NOTHING if answer is None else "holds" if answer else "not confirmed"
