@@ -419,7 +419,11 @@ def test_page_of_a_part_of_the_study(tmp_path: Path) -> None:
     assert "| [primary.csv](results/primary.csv) | `sparse-signal` | 16 counted |" in built.text
     assert "```\ntroll compare sparse-signal --seeds 4\n```" in built.text
     assert set(built.figures) == {"contrasts", "robustness", REGIME}
-    cells = [line for line in built.text.splitlines() if line.startswith("| Sparse signal, 8 updates a rollout | 3e-4")]
+    cells = [
+        line
+        for line in built.text.splitlines()
+        if line.startswith("| Sparse signal, 8 updates a rollout (interim) | 3e-4")
+    ]
     assert len(cells) == 1 and cells[0].count("(4)") == 1 and cells[0].endswith("] | – | – |")
     assert built.text.count("<!-- from the tables: ") == built.text.count("<!-- end -->") == 8
 
@@ -531,7 +535,7 @@ def test_what_resampling_takes_from_the_lead(tmp_path: Path) -> None:
     ]
     sections = analysis.primary_sections({"one": [*rows, *closer]}, tmp_path)
     last = tables.fast(list(sections.values())).splitlines()[-1]
-    assert last == "| (a) minus (c) |  |  | +25.0 [+25.0, +25.0] | – | – |"
+    assert last == "| (a) minus (c) (interim) |  |  | +25.0 [+25.0, +25.0] | – | – |"
 
 
 def test_page_of_exploration_only(tmp_path: Path) -> None:

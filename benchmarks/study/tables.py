@@ -101,12 +101,19 @@ def fast(sections: Sequence[Section]) -> str:
         cells = [
             _difference(paired_difference(section.finals(name, rate), section.finals("clip", rate))) for name in names
         ]
-        rows.append([REGIMES[section.regime], rate_text(rate), _cell(list(clips.runs[rate].values())), *cells])
+        rows.append(
+            [
+                f"{REGIMES[section.regime]}{_interim(section)}",
+                rate_text(rate),
+                _cell(list(clips.runs[rate].values())),
+                *cells,
+            ]
+        )
     by_name = {section.regime: section for section in sections}
     if {"sparse-signal", "sparse-signal-resampled"} <= by_name.keys():
         plain, resampled = by_name["sparse-signal"], by_name["sparse-signal-resampled"]
         cells = [_difference(paired_difference(plain.lead(name), resampled.lead(name))) for name in names]
-        rows.append(["(a) minus (c)", "", "", *cells])
+        rows.append([f"(a) minus (c){_interim(plain) or _interim(resampled)}", "", "", *cells])
     return table(["regime", "learning rate", "clip", *(f"{METHODS[name]} minus clip" for name in names)], rows)
 
 
@@ -118,7 +125,8 @@ def changes(sections: Mapping[str, Section]) -> str:
         [label, *(_difference(paired_difference(other.finals(name), first.finals(name))) for other in others.values())]
         for name, label in METHODS.items()
     ]
-    return table(["", *(f"({letter}) minus (a)" for letter in others)], rows if others else [])
+    head = [f"({letter}) minus (a){_interim(other)}" for letter, other in others.items()]
+    return table(["", *head], rows if others else [])
 
 
 def hypotheses(sections: Mapping[str, Section]) -> str:
@@ -226,6 +234,10 @@ def _mean(values: Sequence[float | None]) -> str:
 
 def _difference(estimate: Estimate | None) -> str:
     return NOTHING if estimate is None else f"{points(estimate.mean)} {interval(estimate.interval)}"
+
+
+def _interim(section: Section) -> str:
+    return " (interim)" if section.interim else ""
 
 
 def _holds(answer: bool | None) -> str:
