@@ -201,6 +201,11 @@ class Section:
         counted = any(run.phase == "counted" for method in self.methods for run in method.every_run)
         return counted and not self._has_all_runs_at(self.planned_rates)
 
+    @property
+    def mark(self) -> str:
+        """What follows the regime's name, or one of its numbers, where it is interim."""
+        return " (interim)" if self.interim else ""
+
     def _has_all_runs_at(self, rates: Iterable[float]) -> bool:
         return {method.surrogate for method in self.methods} == METHODS.keys() and all(
             len(method.runs.get(rate, ())) >= SEEDS for rate in rates for method in self.methods

@@ -65,7 +65,7 @@ def contrast_data(sections: Sequence[Section]) -> Data:
 
 def _name(section: Section) -> str:
     """The regime's name, with a note if runs are missing, since a figure may be seen without the page."""
-    return REGIMES.get(section.regime, section.regime) + (" (interim)" if section.interim else "")
+    return REGIMES.get(section.regime, section.regime) + section.mark
 
 
 def draw_rates(panels: Sequence[Data]) -> Figure:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,11 +86,18 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
     primary = primary_sections(rows, folder)
     explored = exploratory_sections(rows, folder, {name: base for name, base in named.items() if base})
     page = Page("")
+    sections = [section for section in primary.values() if section.methods]
+    blocks: dict[str, Callable[[], list[str]]] = {
+        "hypotheses": lambda: [tables.hypotheses(primary)],
+        "changes": lambda: [tables.changes(primary)],
+        "contrasts": lambda: [tables.contrasts(sections)],
+        "fast": lambda: [tables.fast(sections)],
+        "data": lambda: [_data(rows), *_commands(folder, rows)],
+    }
 
     def fill(found: re.Match[str]) -> str:
         key = found[1].strip()
         kind, _, name = key.partition(" ")
-        sections = [section for section in primary.values() if section.methods]
         if kind == "exploratory":
             wanted = [_exploratory(key)[0]] if name else [table for table in explored if table not in named]
             parts = [part for table in wanted for part in _explored(table, explored.get(table, []), page)]
@@ -101,11 +108,8 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
             return _block(key, [_figure("robustness", [figures.rate_data(section) for section in sections], page)])
         if key == "figure contrasts":
             return _block(key, [_figure("contrasts", figures.contrast_data(sections), page)])
-        if key in ("hypotheses", "changes"):
-            return _block(key, [tables.hypotheses(primary) if key == "hypotheses" else tables.changes(primary)])
-        if kind in ("contrasts", "fast", "data"):
-            blocks = {"contrasts": tables.contrasts(sections), "fast": tables.fast(sections), "data": _data(rows)}
-            return _block(key, [blocks[kind], *(_commands(folder, rows) if kind == "data" else [])])
+        if key in blocks:
+            return _block(key, blocks[key]())
         if kind in REGIMES:
             return _number(primary[kind], name)
         raise ValueError(
@@ -160,10 +164,9 @@ def _number(section: Section, wanted: str) -> str:
     found = paired_difference(finals, others[0]) if minus else mean_estimate(list(finals.values())) if finals else None
     if found is None:
         return "(no runs yet)"
-    interim = " (interim)" if section.interim else ""
     if minus:
-        return f"{tables.points(found.mean)} points {tables.interval(found.interval)}{interim}"
-    return f"{tables.success(found)} %{interim}"
+        return f"{tables.points(found.mean)} points {tables.interval(found.interval)}{section.mark}"
+    return f"{tables.success(found)} %{section.mark}"
 
 
 def _exploratory(key: str) -> tuple[str, str]:

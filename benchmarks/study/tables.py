@@ -103,7 +103,7 @@ def fast(sections: Sequence[Section]) -> str:
         ]
         rows.append(
             [
-                f"{REGIMES[section.regime]}{_interim(section)}",
+                f"{REGIMES[section.regime]}{section.mark}",
                 rate_text(rate),
                 _cell(list(clips.runs[rate].values())),
                 *cells,
@@ -113,7 +113,7 @@ def fast(sections: Sequence[Section]) -> str:
     if {"sparse-signal", "sparse-signal-resampled"} <= by_name.keys():
         plain, resampled = by_name["sparse-signal"], by_name["sparse-signal-resampled"]
         cells = [_difference(paired_difference(plain.lead(name), resampled.lead(name))) for name in names]
-        rows.append([f"(a) minus (c){_interim(plain) or _interim(resampled)}", "", "", *cells])
+        rows.append([f"(a) minus (c){plain.mark or resampled.mark}", "", "", *cells])
     return table(["regime", "learning rate", "clip", *(f"{METHODS[name]} minus clip" for name in names)], rows)
 
 
@@ -125,7 +125,7 @@ def changes(sections: Mapping[str, Section]) -> str:
         [label, *(_difference(paired_difference(other.finals(name), first.finals(name))) for other in others.values())]
         for name, label in METHODS.items()
     ]
-    head = [f"({letter}) minus (a){_interim(other)}" for letter, other in others.items()]
+    head = [f"({letter}) minus (a){other.mark}" for letter, other in others.items()]
     return table(["", *head], rows if others else [])
 
 
@@ -234,10 +234,6 @@ def _mean(values: Sequence[float | None]) -> str:
 
 def _difference(estimate: Estimate | None) -> str:
     return NOTHING if estimate is None else f"{points(estimate.mean)} {interval(estimate.interval)}"
-
-
-def _interim(section: Section) -> str:
-    return " (interim)" if section.interim else ""
 
 
 def _holds(answer: bool | None) -> str:
