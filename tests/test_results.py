@@ -555,6 +555,22 @@ def test_page_of_exploration_only(tmp_path: Path) -> None:
     assert set(built.figures) == {f"ingredients-{REGIME}", f"others-{REGIME}"}
 
 
+def test_exploration_at_one_rate_has_no_curve(tmp_path: Path) -> None:
+    rows = [row for row in study(tmp_path, phase="exploratory") if row.learning_rate == 3e-4]
+    built = page.build({"fast": rows}, tmp_path, "{{exploratory}}")
+    assert built.figures == {}
+    assert "|  | 3e-4 |\n" in built.text and "|  | collapsed | area under the curve |" in built.text
+    assert "| 0.75 to 0.5 |" in built.text, "the entropy of the first rollout and of the last"
+
+
+def test_rollouts_of_a_rare_action(tmp_path: Path) -> None:
+    row = {"start": 0.003, "step": 0.1, "least_clip": 29, "least_kl": 5} | {name: [7, 8, 12] for name in METHODS}
+    (tmp_path / "tabular-cpu.json").write_text(json.dumps({"environment": {}, "rows": [row]}))
+    text = page.build({}, tmp_path, "{{tabular}}").text
+    assert f"| 0.003 | 0.1 |{5 * ' 9.0 (7 to 12) |'} 29 | 5 |" in text
+    assert "Nothing to show yet." in page.build({}, tmp_path / "none", "{{tabular}}").text
+
+
 def test_exploration_is_shown_with_the_counted_runs_that_it_compares_with(tmp_path: Path) -> None:
     rows = study(tmp_path)
     narrow = [
@@ -564,7 +580,7 @@ def test_exploration_is_shown_with_the_counted_runs_that_it_compares_with(tmp_pa
     ]
     text = page.build({"primary": rows, "narrow": narrow}, tmp_path, "{{exploratory narrow}}").text
     assert f"*narrow: recipe `{REGIME}`, 2 exploratory runs with the counted runs of these rates and seeds.*" in text
-    assert "|  | 1e-4 | at the chosen rate | rates chosen |" in text  # not the rate that was not explored
+    assert "|  | 1e-4 |\n" in text  # not the rate that was not explored
     assert "| clip epsilon=0.05 |" in text and "| TROLL minus |" in text
     # A run that is there in both phases is shown once.
     again = [replace(row, phase="exploratory") for row in rows]

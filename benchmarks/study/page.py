@@ -1,11 +1,11 @@
 """`docs/results.md` and its figures, from the tables of runs and `template.md`.
 
-The template is the page's prose. Between double braces stands what the data fill in: `{{hypotheses}}`, `{{contrasts}}`,
-`{{fast}}`, `{{changes}}`, `{{data}}`, `{{figure robustness}}`, `{{figure contrasts}}`; `{{regime NAME}}`, everything
-about a primary regime; `{{exploratory TABLE}}` or `{{exploratory TABLE minus LABEL}}`, everything of a table's
-exploratory runs, with differences to the method of that label; `{{exploratory}}`, the tables that the template does not
-name; and within a sentence `{{REGIME METHOD}}`, a success, or `{{REGIME METHOD - METHOD}}`, the difference of two, by
-surrogates, each at its own rates or, with ` @ RATE`, at that one.
+The template is the page's prose. Between double braces stands what the data fill in: `{{hypotheses}}`,
+`{{contrasts}}`, `{{fast}}`, `{{changes}}`, `{{tabular}}`, `{{data}}`, `{{figure robustness}}`, `{{figure contrasts}}`;
+`{{regime NAME}}`, everything about a primary regime; `{{exploratory TABLE}}` or `{{exploratory TABLE minus LABEL}}`,
+everything of a table's exploratory runs, with differences to the method of that label; `{{exploratory}}`, the tables
+that the template does not name; and within a sentence `{{REGIME METHOD}}`, a success, or `{{REGIME METHOD - METHOD}}`,
+the difference of two, by surrogates, each at its own rates or, with ` @ RATE`, at that one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.study import figures, tables
 from benchmarks.study.analysis import Section, exploratory_sections, primary_sections
 from benchmarks.study.protocol import METHODS, REGIMES
 from benchmarks.study.table import Result, read_csv
 from troll.files import write_atomically
+from troll.run_folder import read_json
 from troll.study.statistics import mean_estimate, paired_difference
 
 TEMPLATE = Path(__file__).with_name("template.md")
@@ -92,6 +94,7 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
         "changes": lambda: [tables.changes(primary)],
         "contrasts": lambda: [tables.contrasts(sections)],
         "fast": lambda: [tables.fast(sections)],
+        "tabular": lambda: [tables.tabular(_tabular(folder))],
         "data": lambda: [_data(rows), *_commands(folder, rows)],
     }
 
@@ -139,7 +142,7 @@ def _explored(table: str, sections: Sequence[Section], page: Page) -> list[str]:
         size = sum(run.phase == "exploratory" for method in section.methods for run in method.every_run)
         counted = " with the counted runs of these rates and seeds" if size < section.size else ""
         parts += [f"*{table}: recipe `{section.regime}`, {size} exploratory runs{counted}.*"]
-        parts.append(_figure(name, [figures.rate_data(section)], page))
+        parts += [_figure(name, [figures.rate_data(section)], page)] if len(section.rates) > 1 else []
         parts += [tables.exploratory_contrasts(section.contrasts)] if section.contrasts else []
         parts += [tables.by_rate(section), tables.secondary(section)]
     return parts
@@ -185,6 +188,12 @@ def _data(rows: Mapping[str, Sequence[Result]]) -> str:
             for (regime, phase, machine, versions), count in sorted(kinds.items())
         ]
     return tables.table(head, lines)
+
+
+def _tabular(folder: Path) -> list[dict[str, Any]]:
+    """What `python -m benchmarks tabular --output FOLDER` wrote; empty if it did not."""
+    path = folder / "tabular-cpu.json"
+    return read_json(path)["rows"] if path.is_file() else []
 
 
 def _commands(folder: Path, rows: Mapping[str, Sequence[Result]]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
+from typing import Any
 
 from benchmarks.study.analysis import Contrast, Method, Section, lead_shrinks
 from benchmarks.study.protocol import BOUNDS, MARGIN, METHODS, REGIMES, SEEDS, TUNING_RATES
@@ -69,25 +70,27 @@ def exploratory_contrasts(found: Sequence[Contrast]) -> str:
 
 
 def by_rate(section: Section) -> str:
-    """Success of each method at each rate, and at the rate that its other seeds chose."""
-    head = ["", *map(rate_text, section.rates), "at the chosen rate", "rates chosen"]
+    """Success of each method at each rate, and at the rate that its other seeds chose if there are several."""
+    head = ["", *map(rate_text, section.rates)]
     rows = [
-        [
-            method.label,
-            *(_cell(list(method.runs.get(rate, {}).values())) for rate in section.rates),
-            success(method.success),
-            counts_text(run.learning_rate for run in method.tuned.values()) or NOTHING,
-        ]
+        [method.label, *(_cell(list(method.runs.get(rate, {}).values())) for rate in section.rates)]
         for method in section.methods
     ]
+    if len(section.rates) > 1:
+        head += ["at the chosen rate", "rates chosen"]
+        for row, method in zip(rows, section.methods, strict=True):
+            chosen = counts_text(run.learning_rate for run in method.tuned.values())
+            row += [success(method.success), chosen or NOTHING]
     return table(head, rows)
 
 
 def secondary(section: Section) -> str:
-    """Other measures of the runs at the chosen rates, and the range of rates over all runs."""
-    head = ["", "rates within 90 % of the best", "decades", "collapsed", "area under the curve"]
-    head += ["rollouts to ½", "KL of sequences", "entropy at the end"]
-    return table(head, [[method.label, *_rates(method), *_measures(method)] for method in section.methods])
+    """Other measures of the runs at the chosen rates, and the range of rates over all runs if there are several."""
+    ranges = ["rates within 90 % of the best", "decades"] if len(section.rates) > 1 else []
+    head = ["", *ranges, "collapsed", "area under the curve"]
+    head += ["rollouts to ½", "KL of sequences", "entropy, first and last rollout"]
+    rows = [[method.label, *(_rates(method) if ranges else []), *_measures(method)] for method in section.methods]
+    return table(head, rows)
 
 
 def fast(sections: Sequence[Section]) -> str:
@@ -157,6 +160,22 @@ def tuning(section: Section) -> str:
     return table(["tuning", *map(rate_text, TUNING_RATES), "mean", "chosen"], rows)
 
 
+def tabular(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rollouts until a rare action's probability passes ½, from the rows of `python -m benchmarks tabular`."""
+    head = ["p at first", "step of a logit", *METHODS.values(), "1.2 times a rollout", "KL ≤ 0.05 a rollout"]
+    return table(
+        head,
+        [
+            [
+                *(f"{row['start']:g}", f"{row['step']:g}"),
+                *(f"{fmean(row[name]):.1f} ({min(row[name])} to {max(row[name])})" for name in METHODS),
+                *(str(row["least_clip"]), str(row["least_kl"])),
+            ]
+            for row in rows
+        ],
+    )
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown; a sentence if it has no rows."""
     if not rows:
@@ -223,7 +242,7 @@ def _measures(method: Method) -> list[str]:
         percent(fmean(fmean(run.learning) for run in runs)),
         half,
         _mean([run.sequence_kl for run in runs]),
-        _mean([run.entropy[-1] if run.entropy else None for run in runs]),
+        " to ".join(_mean([run.entropy[end] if run.entropy else None for run in runs]) for end in (0, -1)),
     ]
 
 
