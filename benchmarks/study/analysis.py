@@ -85,6 +85,11 @@ class Method:
         return {rate: fmean(finals.values()) for rate, finals in self.by_rate.items()}
 
     @property
+    def best_rate(self) -> float:
+        """The rate of the best mean over all seeds; of equal ones, the lowest."""
+        return max(sorted(self.means), key=self.means.__getitem__)
+
+    @property
     def bound(self) -> float:
         """The bound of the method, which must have one."""
         return float(dict(self.settings)[BOUNDS[self.surrogate][0]])
@@ -129,6 +134,12 @@ class Contrast(contest.Contrast[Method]):
     def p_values(self) -> tuple[float | None, ...]:
         """The p-values of the sign-flip test, the same by Holm, and of equivalence; None for what is not a test."""
         return (None,) * 3 if self.corrected is None else (self.p_value, self.corrected, self.equivalence)
+
+    @property
+    def at_best_rates(self) -> Estimate | None:
+        """The difference with each method at the rate of its best mean over all seeds; without tests."""
+        first, second = (method.by_rate[method.best_rate] for method in (self.first, self.second))
+        return paired_difference(first, second)
 
     @property
     def verdict(self) -> str:
@@ -219,7 +230,7 @@ class Section:
     def fast_rate(self) -> float | None:
         """The rate above the clip's best one, about three times it; None if it was not run."""
         clip = self.method("clip")
-        faster = [rate for rate in self.rates if clip and rate > max(clip.means, key=clip.means.__getitem__)]
+        faster = [rate for rate in self.rates if clip and rate > clip.best_rate]
         return min(faster, default=None)
 
     def finals(self, surrogate: str, rate: float | None = None) -> Mapping[int, float]:

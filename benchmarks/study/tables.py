@@ -34,7 +34,7 @@ def status(section: Section) -> str:
 
 def contrasts(sections: Sequence[Section]) -> str:
     """TROLL minus each rival at their own rates, with every test."""
-    head = ["regime", "TROLL minus", "difference", "over seeds", "over seeds and questions"]
+    head = ["regime", "TROLL minus", "difference", "over seeds", "over seeds and questions", "at one rate"]
     head += ["p, sign flips", "p, Holm", f"p, ±{100 * MARGIN:g} points", "seeds", "verdict"]
     rows = [
         [
@@ -43,6 +43,7 @@ def contrasts(sections: Sequence[Section]) -> str:
             points(found.estimate.mean),
             interval(found.estimate.interval),
             interval(found.bootstrap),
+            _difference(found.at_best_rates),
             *map(p_value, found.p_values),
             str(found.estimate.size),
             "not tested" if found.corrected is None else "interim" if section.interim else found.verdict,
