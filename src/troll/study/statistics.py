@@ -204,8 +204,8 @@ def _resampled(items: int, samples: int, rng: np.random.Generator) -> NDArray[np
 def leave_one_out_choice(values: Mapping[float, Mapping[int, float]]) -> dict[int, float]:
     """For each seed, the learning rate with the best mean over the other seeds.
 
-    So a seed's own luck does not help its result. It hurts if two rates are about equal: a seed that is good at one of
-    them is missing from that rate's mean, and gets the other. Of equal means, the smaller rate is chosen.
+    So a seed's own luck does not help its result. It can hurt if two rates are about equal: a seed that is good at one
+    of them is missing from that rate's mean, and tends to get the other. Of equal means, the smaller rate is chosen.
 
     Args:
         values: The values by rate and then by seed. Only seeds that have a value at every rate count.
