@@ -136,12 +136,6 @@ class Contrast(contest.Contrast[Method]):
         return (None,) * 3 if self.corrected is None else (self.p_value, self.corrected, self.equivalence)
 
     @property
-    def at_best_rates(self) -> Estimate | None:
-        """The difference with each method at the rate of its best mean over all seeds; without tests."""
-        first, second = (method.by_rate[method.best_rate] for method in (self.first, self.second))
-        return paired_difference(first, second)
-
-    @property
     def verdict(self) -> str:
         """The outcome of the tests, in words."""
         differs = self.corrected is not None and self.corrected < LEVEL
