@@ -77,8 +77,8 @@ def write(folder: Path, name: str, rows: list[Result]) -> None:
 def test_the_page_says_what_the_tables_say() -> None:
     built = page.build(page.read_tables(DOCS / "results"), DOCS / "results", page.TEMPLATE.read_text(encoding="utf-8"))
     assert (DOCS / "results.md").read_text(encoding="utf-8") == built.text, "run: make results"
-    for name, data in built.figures.items():
-        assert figures.shown(DOCS / "results" / f"{name}.svg") == data, f"run: make results ({name})"
+    for name, drawing in built.figures.items():
+        assert figures.shown(DOCS / "results" / f"{name}.svg") == drawing.data, f"run: make results ({name})"
         assert (DOCS / "results" / f"{name}.png").is_file(), "run: make results"
     assert {path.stem for path in (DOCS / "results").glob("*.svg")} == set(built.figures), "a figure of former data"
 
@@ -540,27 +540,26 @@ def test_what_resampling_takes_from_the_lead(tmp_path: Path) -> None:
 
 def test_page_of_exploration_only(tmp_path: Path) -> None:
     rows = study(tmp_path, phase="exploratory")
-    ablation = [
-        replace(row, settings=(("regression_weight", weight),))
-        for row in rows
-        if row.surrogate == "troll"
-        for weight in ("0.0", "1.0")
-    ]
-    template = "{{exploratory ingredients minus TROLL regression_weight=1.0}}\n{{contrasts}}\n{{exploratory}}"
-    built = page.build({"ingredients": ablation, "others": rows}, tmp_path, template)
-    assert "| TROLL regression_weight=1.0 minus |" in built.text
-    assert "| TROLL regression_weight=0.0 | +0.0 |" in built.text
-    assert "| TROLL minus | difference | over seeds |" in built.text
-    assert "sign flips" not in built.text
-    assert set(built.figures) == {f"ingredients-{REGIME}", f"others-{REGIME}"}
+    rivals = [row for row in rows if row.surrogate != "troll"]
+    built = page.build(
+        {"first": rows, "second": rivals}, tmp_path, "{{exploratory second}}\n{{contrasts}}\n{{exploratory}}"
+    )
+    second, first = built.text.split("Nothing to show yet.")
+    assert f"*first: recipe `{REGIME}`, {len(rows)} exploratory runs.*" in first and "first" not in second
+    assert "|  | 1e-4 | 3e-4 | minus TROLL at 1e-4 | minus TROLL at 3e-4 |" in first
+    finals = {(row.surrogate, row.learning_rate, row.seed): row.success_after for row in rows}
+    lead = fmean(finals["clip", 3e-4, seed] - finals["troll", 3e-4, seed] for seed in range(4))
+    (line,) = (line for line in first.splitlines() if line.startswith("| clip |"))
+    assert line.split(" | ")[4].startswith(tables.points(lead))
+    assert "|  | 1e-4 | 3e-4 |\n" in second, "there is no TROLL to subtract"
+    assert set(built.figures) == {"first", "second"}
 
 
-def test_exploration_at_one_rate_has_no_curve(tmp_path: Path) -> None:
+def test_exploration_at_one_rate_has_other_measures(tmp_path: Path) -> None:
     rows = [row for row in study(tmp_path, phase="exploratory") if row.learning_rate == 3e-4]
-    built = page.build({"fast": rows}, tmp_path, "{{exploratory}}")
-    assert built.figures == {}
-    assert "|  | 3e-4 |\n" in built.text and "|  | collapsed | area under the curve |" in built.text
-    assert "| 0.75 to 0.5 |" in built.text, "the entropy of the first rollout and of the last"
+    text = page.build({"fast": rows}, tmp_path, "{{exploratory}}").text
+    assert "|  | 3e-4 | minus TROLL | collapsed | area under the curve |" in text
+    assert "| 0.75 to 0.5 |" in text, "the entropy of the first rollout and of the last"
 
 
 def test_rollouts_of_a_rare_action(tmp_path: Path) -> None:
@@ -579,9 +578,9 @@ def test_exploration_is_shown_with_the_counted_runs_that_it_compares_with(tmp_pa
         if row.surrogate == "clip" and row.learning_rate == 1e-4 and row.seed < 2
     ]
     text = page.build({"primary": rows, "narrow": narrow}, tmp_path, "{{exploratory narrow}}").text
-    assert f"*narrow: recipe `{REGIME}`, 2 exploratory runs with the counted runs of these rates and seeds.*" in text
-    assert "|  | 1e-4 |\n" in text  # not the rate that was not explored
-    assert "| clip epsilon=0.05 |" in text and "| TROLL minus |" in text
+    assert f"*narrow: recipe `{REGIME}`, 2 exploratory runs, with the counted runs of these rates and seeds.*" in text
+    assert "|  | 1e-4 | minus TROLL |" in text  # not the rate that was not explored
+    assert text.index("| TROLL |") < text.index("| clip |") < text.index("| clip epsilon=0.05 |")
     # A run that is there in both phases is shown once.
     again = [replace(row, phase="exploratory") for row in rows]
     text = page.build({"primary": rows, "again": again}, tmp_path, "{{exploratory again}}").text
@@ -632,6 +631,24 @@ def test_lines_are_drawn_where_the_data_are(tmp_path: Path) -> None:
     ]
     labels = [text.get_text() for text in axes.texts]
     assert labels == ["TROLL", "clip"]
+
+
+def test_seeds_are_drawn_where_the_data_are(tmp_path: Path) -> None:
+    """In the row of their method, with a bar at their mean, and a colour for each rate that the legend names."""
+    sections = analysis.exploratory_sections({"one": study(tmp_path, phase="exploratory")})["one"]
+    drawing = figures.seeds(sections)
+    figure = drawing.draw(drawing.data)
+    axes, (legend,) = figure.axes[0], figure.legends
+    dots, bars = axes.lines[::2], axes.lines[1::2]
+    rows = {(row["method"], row["rate"]): row["success"] for row in drawing.data}
+    assert [np.asarray(line.get_xdata()).tolist() for line in dots] == list(rows.values())
+    means = [fmean(finals) for finals in rows.values()]
+    assert [np.asarray(line.get_xdata())[0] for line in bars] == pytest.approx(means)
+    ticks = dict(zip(axes.get_yticks(), (text.get_text() for text in axes.get_yticklabels()), strict=True))
+    drawn = [ticks[min(ticks, key=lambda y: abs(y - np.asarray(line.get_ydata())[0]))] for line in dots]
+    assert drawn == [method for method, _ in rows]
+    assert [text.get_text() for text in legend.get_texts()] == ["1e-4", "3e-4"]
+    assert len({line.get_color() for line in dots}) == 2
 
 
 def test_labels_at_one_height_are_moved_apart() -> None:

@@ -6,7 +6,7 @@ Nothing is written here; the page and its figures show these classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -154,7 +154,7 @@ class Section:
         regime: The name of the recipe.
         methods: The methods in the order of the page.
         tuning: The methods on the tuning seeds.
-        contrasts: TROLL minus each rival that shares two seeds; in other regimes, a named base minus each other method.
+        contrasts: In a primary regime, TROLL minus each rival that shares two seeds.
     """
 
     regime: str
@@ -283,17 +283,13 @@ def primary_sections(tables: Mapping[str, Sequence[Result]], folder: Path) -> di
     return {name: _with_corrections(section, corrected) for name, section in found.items()}
 
 
-def exploratory_sections(
-    tables: Mapping[str, Sequence[Result]], folder: Path, bases: Mapping[str, str]
-) -> dict[str, list[Section]]:
-    """The exploratory runs of each table, with one section for each regime.
+def exploratory_sections(tables: Mapping[str, Sequence[Result]]) -> dict[str, list[Section]]:
+    """The exploratory runs of each table, with one section for each regime, without contrasts.
 
     Counted runs of the regime at the same rates and seeds are shown with them.
 
     Args:
         tables: The rows of each table, by its name.
-        folder: The folder with the lists of questions.
-        bases: For some tables, the label of the method that the others are subtracted from. The default is "TROLL".
     """
     sections: dict[str, list[Section]] = {}
     counted = [row for rows in tables.values() for row in rows if row.phase == "counted"]
@@ -307,15 +303,15 @@ def exploratory_sections(
                 for row in counted
                 if row.regime == regime and row.learning_rate in rates and row.seed in seeds
             }
-            methods = group(list((others | mine).values()))
-            base = next((method for method in methods if method.label == bases.get(table, "TROLL")), None)
-            contrasts = _contrasts(base, methods, folder) if base else []
-            sections.setdefault(table, []).append(Section(regime, methods, [], contrasts))
+            sections.setdefault(table, []).append(Section(regime, group(list((others | mine).values())), [], []))
     return sections
 
 
 def group(rows: Sequence[Result]) -> list[Method]:
-    """Groups runs by surrogate and settings, in the order of the page; labels name the differences in a surrogate.
+    """Groups runs by surrogate and settings, in the order of the page.
+
+    Labels name the settings in which a method differs from the counted one of its surrogate; without one, those in
+    which the methods of the surrogate differ.
 
     Raises:
         ValueError: If a run occurs twice.
@@ -327,15 +323,20 @@ def group(rows: Sequence[Result]) -> list[Method]:
             rate = contest.rate_text(row.learning_rate)
             raise ValueError(f"{row.regime}: {row.surrogate} at {rate} with seed {row.seed} is in two tables")
         seeds[row.seed] = row
-    order = list(METHODS)
-    keys = sorted(runs, key=lambda key: (order.index(key[0]) if key[0] in order else len(order), key))
-    return [Method(key[0], key[1], _label(key, keys), dict(sorted(runs[key].items()))) for key in keys]
+    counted = {(row.surrogate, row.settings) for row in rows if row.phase == "counted"}
+    names = [*METHODS, *sorted({surrogate for surrogate, _ in runs} - METHODS.keys())]
+    keys = sorted(runs, key=lambda key: (names.index(key[0]), key not in counted, key))
+    return [Method(key[0], key[1], _label(key, keys, counted), dict(sorted(runs[key].items()))) for key in keys]
 
 
-def _label(key: tuple[str, Settings], keys: Sequence[tuple[str, Settings]]) -> str:
+def _label(
+    key: tuple[str, Settings], keys: Sequence[tuple[str, Settings]], counted: Collection[tuple[str, Settings]]
+) -> str:
     surrogate, settings = key
     rivals = [dict(other) for name, other in keys if name == surrogate]
-    differing = [name for name, value in settings if any(other.get(name) != value for other in rivals)]
+    plain = [dict(other) for name, other in counted if name == surrogate]
+    compared = plain if len(plain) == 1 else rivals
+    differing = [name for name, value in settings if any(other.get(name) != value for other in compared)]
     shown = [f"{name}={dict(settings)[name]}" for name in differing]
     return " ".join([METHODS.get(surrogate, surrogate), *shown])
 

@@ -6,7 +6,8 @@ import io
 import json
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
@@ -36,6 +37,36 @@ _STYLE = STYLE | {
 }
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """A figure that is not drawn yet.
+
+    Attributes:
+        data: What it shows.
+        draw: Draws the data.
+        caption: What it is, in words.
+    """
+
+    data: Any
+    draw: Callable[[Any], Figure]
+    caption: str
+
+
+def rates(sections: Sequence[Section]) -> Drawing:
+    """Success over the learning rate, with one panel for each regime."""
+    return Drawing(list(map(rate_data, sections)), draw_rates, "Held-out success over the learning rate")
+
+
+def contrasts(sections: Sequence[Section]) -> Drawing:
+    """TROLL minus each rival in each regime."""
+    return Drawing(contrast_data(sections), draw_contrasts, "TROLL minus each rival")
+
+
+def seeds(sections: Sequence[Section]) -> Drawing:
+    """Success of each method at each rate, with a dot for each seed."""
+    return Drawing(seed_data(sections), draw_seeds, "Held-out success of each seed, by method")
+
+
 def rate_data(section: Section) -> Data:
     """Success over the learning rate: for each method its mean, and the quartiles over seeds, by rate."""
     lines = {}
@@ -50,7 +81,7 @@ def rate_data(section: Section) -> Data:
     return {"title": _name(section), "lines": lines}
 
 
-def contrast_data(sections: Sequence[Section]) -> Data:
+def contrast_data(sections: Sequence[Section]) -> list[Data]:
     """TROLL minus each rival in each regime, in points, with t intervals if there are two seeds."""
     rows = []
     for section in sections:
@@ -60,7 +91,22 @@ def contrast_data(sections: Sequence[Section]) -> Data:
                 points = {"mean": contrast.estimate.mean, "low": low, "high": high}
                 names = {"regime": _name(section), "rival": contrast.second.label}
                 rows.append(names | {name: _rounded(100 * value) for name, value in points.items()})
-    return {"margin": 100 * MARGIN, "rows": rows}
+    return rows
+
+
+def seed_data(sections: Sequence[Section]) -> list[Data]:
+    """Success after training of each seed, by regime, method and rate."""
+    return [
+        {
+            "regime": REGIMES.get(section.regime, section.regime),
+            "method": method.label,
+            "rate": rate,
+            "success": [_rounded(final) for final in finals.values()],
+        }
+        for section in sections
+        for method in section.methods
+        for rate, finals in method.by_rate.items()
+    ]
 
 
 def _name(section: Section) -> str:
@@ -128,39 +174,71 @@ def _apart(heights: Sequence[float], gap: float) -> list[float]:
     return found
 
 
-def draw_contrasts(data: Data) -> Figure:
-    """Differences with their intervals, and the band within which methods count as equal."""
-    from matplotlib.figure import Figure
-
-    rows, margin = data["rows"], data["margin"]
-    regimes = list(dict.fromkeys(row["regime"] for row in rows))
-    figure = Figure(figsize=(6.6, 0.7 + 0.27 * len(rows) + 0.36 * len(regimes)), layout="constrained")
-    axes = figure.add_subplot()
+def draw_contrasts(data: Sequence[Data]) -> Figure:
+    """Draws differences with their intervals, and the band within which methods count as equal."""
+    figure, axes, heights = _rows([(row["regime"], f"minus {row['rival']}") for row in data], 0.27)
+    margin = 100 * MARGIN
     axes.axvspan(-margin, margin, color=LIGHT["rule"], alpha=0.6, linewidth=0)
     axes.axvline(0, color=LIGHT["soft"], linewidth=0.8)
-    y, ticks = 0.0, []
-    for regime in regimes:
-        axes.annotate(
-            regime, (0, y), xycoords=axes.get_yaxis_transform(), va="center", fontweight="bold",
-            bbox={"facecolor": LIGHT["card"], "edgecolor": "none", "pad": 1},
-        )  # fmt: skip
-        for row in (row for row in rows if row["regime"] == regime):
-            y -= 1
-            place = [*METHODS.values()].index(row["rival"]) if row["rival"] in METHODS.values() else 0
-            colour = LIGHT[COLOURS[place % len(COLOURS)]]
-            axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=1.8)
-            axes.plot(row["mean"], y, "o", color=colour, markersize=6)
-            ticks.append((y, f"minus {row['rival']}"))
-        y -= 1.35
-    axes.set_yticks([tick for tick, _ in ticks], [label for _, label in ticks])
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-    axes.set_ylim(y + 0.6, 0.7)
-    ends = [abs(row[end]) for row in rows for end in ("low", "high")]
+    for row, y in zip(data, heights, strict=True):
+        place = [*METHODS.values()].index(row["rival"]) if row["rival"] in METHODS.values() else 0
+        colour = LIGHT[COLOURS[place % len(COLOURS)]]
+        axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=1.8)
+        axes.plot(row["mean"], y, "o", color=colour, markersize=6)
+    ends = [abs(row[end]) for row in data for end in ("low", "high")]
     reach = 1.08 * max(2 * margin, *ends)
     axes.set_xlim(-reach, reach)
     axes.set_xlabel("← TROLL is worse      points of held-out success      TROLL is better →")
     return figure
+
+
+def draw_seeds(data: Sequence[Data]) -> Figure:
+    """Draws a dot for each seed and a bar for their mean, in a colour for each rate."""
+    rates = sorted({row["rate"] for row in data})
+    labels = list(dict.fromkeys((row["regime"], row["method"]) for row in data))
+    figure, axes, heights = _rows(labels, 0.24 + 0.06 * len(rates))
+    places = dict(zip(labels, heights, strict=True))
+    for row in data:
+        place = rates.index(row["rate"])
+        y = places[row["regime"], row["method"]] - 0.22 * (place - (len(rates) - 1) / 2)
+        colour = LIGHT[COLOURS[place % len(COLOURS)]]
+        mean = float(np.mean(row["success"]))
+        axes.plot(row["success"], [y] * len(row["success"]), "o", color=colour, markersize=4, alpha=0.5, linewidth=0)
+        axes.plot([mean, mean], [y - 0.16, y + 0.16], color=colour, linewidth=2.6, label=rate_text(row["rate"]))
+    axes.set_xlim(left=-0.01)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+    axes.grid(axis="x")
+    axes.set_xlabel("held-out success after training")
+    if len(rates) > 1:
+        lines, names = axes.get_legend_handles_labels()
+        shown = dict(zip(names, lines, strict=True))
+        names = [rate_text(rate) for rate in rates]
+        figure.legend([shown[name] for name in names], names, title="learning rate", loc="outside right upper")
+    return figure
+
+
+def _rows(labels: Sequence[tuple[str, str]], height: float) -> tuple[Figure, Axes, list[float]]:
+    """A figure with a labelled row for each regime and name, below the name of its regime, and the rows' heights."""
+    from matplotlib.figure import Figure
+
+    regimes = list(dict.fromkeys(regime for regime, _ in labels))
+    figure = Figure(figsize=(6.6, 0.7 + height * len(labels) + 0.36 * len(regimes)), layout="constrained")
+    axes = figure.add_subplot()
+    heights, y = [], 0.0
+    for place, (regime, _) in enumerate(labels):
+        if place == 0 or regime != labels[place - 1][0]:
+            y -= 1.35 if place else 0.0
+            axes.annotate(
+                regime, (0, y), xycoords=axes.get_yaxis_transform(), va="center", fontweight="bold", zorder=5,
+                bbox={"facecolor": LIGHT["card"], "edgecolor": "none", "pad": 1},
+            )  # fmt: skip
+        y -= 1
+        heights.append(y)
+    axes.set_yticks(heights, [label for _, label in labels])
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_ylim(y - 0.75, 0.7)
+    return figure, axes, heights
 
 
 def save(figure: Figure, data: Data | Sequence[Data], path: Path) -> list[Path]:

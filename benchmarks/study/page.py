@@ -2,10 +2,10 @@
 
 The template is the page's prose. Between double braces stands what the data fill in: `{{hypotheses}}`,
 `{{contrasts}}`, `{{fast}}`, `{{changes}}`, `{{tabular}}`, `{{data}}`, `{{figure robustness}}`, `{{figure contrasts}}`;
-`{{regime NAME}}`, everything about a primary regime; `{{exploratory TABLE}}` or `{{exploratory TABLE minus LABEL}}`,
-everything of a table's exploratory runs, with differences to the method of that label; `{{exploratory}}`, the tables
-that the template does not name; and within a sentence `{{REGIME METHOD}}`, a success, or `{{REGIME METHOD - METHOD}}`,
-the difference of two, by surrogates, each at its own rates or, with ` @ RATE`, at that one.
+`{{regime NAME}}`, everything about a primary regime; `{{exploratory TABLE}}`, a table's exploratory runs;
+`{{exploratory}}`, the tables that the template does not name; and within a sentence `{{REGIME METHOD}}`, a success, or
+`{{REGIME METHOD - METHOD}}`, the difference of two, by surrogates, each at its own rates or, with ` @ RATE`, at that
+one.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Page:
 
     Attributes:
         text: The text in Markdown.
-        figures: The data of each figure by name: a list of panels, or the differences.
+        figures: The figures by name.
     """
 
     text: str
-    figures: dict[str, list[figures.Data] | figures.Data] = field(default_factory=dict)
+    figures: dict[str, figures.Drawing] = field(default_factory=dict)
 
 
 def write_page(folder: Path, output: Path) -> Path:
@@ -59,10 +59,9 @@ def write_page(folder: Path, output: Path) -> Path:
 
     page = build(read_tables(folder), folder, TEMPLATE.read_text(encoding="utf-8"))
     (output / "results").mkdir(parents=True, exist_ok=True)
-    for name, data in page.figures.items():
+    for name, drawing in page.figures.items():
         with matplotlib_style.context(["default", figures.style(name)]):
-            drawn = figures.draw_rates(data) if isinstance(data, list) else figures.draw_contrasts(data)
-            figures.save(drawn, data, output / "results" / name)
+            figures.save(drawing.draw(drawing.data), drawing.data, output / "results" / name)
     write_atomically(output / "results.md", page.text)
     return output / "results.md"
 
@@ -84,9 +83,9 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
         ValueError: A placeholder is unknown, or the data contradict the protocol.
     """
     asked = [key.strip() for key in _PLACEHOLDER.findall(template)]
-    named = dict(_exploratory(key) for key in asked if key.startswith("exploratory "))
+    named = {key.removeprefix("exploratory ").strip() for key in asked if key.startswith("exploratory ")}
     primary = primary_sections(rows, folder)
-    explored = exploratory_sections(rows, folder, {name: base for name, base in named.items() if base})
+    explored = exploratory_sections(rows)
     page = Page("")
     sections = [section for section in primary.values() if section.methods]
     blocks: dict[str, Callable[[], list[str]]] = {
@@ -102,15 +101,15 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
         key = found[1].strip()
         kind, _, name = key.partition(" ")
         if kind == "exploratory":
-            wanted = [_exploratory(key)[0]] if name else [table for table in explored if table not in named]
+            wanted = [name.strip()] if name else [table for table in explored if table not in named]
             parts = [part for table in wanted for part in _explored(table, explored.get(table, []), page)]
             return _block(key, parts or ["Nothing to show yet."])
         if kind == "regime" and name in REGIMES:
             return _block(key, _regime(primary[name], page))
         if key == "figure robustness":
-            return _block(key, [_figure("robustness", [figures.rate_data(section) for section in sections], page)])
+            return _block(key, [_figure("robustness", figures.rates(sections), page)])
         if key == "figure contrasts":
-            return _block(key, [_figure("contrasts", figures.contrast_data(sections), page)])
+            return _block(key, [_figure("contrasts", figures.contrasts(sections), page)])
         if key in blocks:
             return _block(key, blocks[key]())
         if kind in REGIMES:
@@ -130,31 +129,26 @@ def _regime(section: Section, page: Page) -> list[str]:
     if not section.methods:
         parts = ["*No counted runs yet.*"]
     else:
-        parts = [f"*{tables.status(section)}*", _figure(section.regime, [figures.rate_data(section)], page)]
+        parts = [f"*{tables.status(section)}*", _figure(section.regime, figures.rates([section]), page)]
         parts += [tables.by_rate(section), tables.secondary(section)]
     return parts + ([tables.tuning(section)] if section.tuning else [])
 
 
 def _explored(table: str, sections: Sequence[Section], page: Page) -> list[str]:
-    parts = []
+    parts = [_figure(table, figures.seeds(sections), page)] if sections else []
     for section in sections:
-        name = table if table == section.regime else f"{table}-{section.regime}"
         size = sum(run.phase == "exploratory" for method in section.methods for run in method.every_run)
-        counted = " with the counted runs of these rates and seeds" if size < section.size else ""
-        parts += [f"*{table}: recipe `{section.regime}`, {size} exploratory runs{counted}.*"]
-        parts += [_figure(name, [figures.rate_data(section)], page)] if len(section.rates) > 1 else []
-        parts += [tables.exploratory_contrasts(section.contrasts)] if section.contrasts else []
-        parts += [tables.by_rate(section), tables.secondary(section)]
+        counted = ", with the counted runs of these rates and seeds" if size < section.size else ""
+        parts += [f"*{table}: recipe `{section.regime}`, {size} exploratory runs{counted}.*", tables.explored(section)]
     return parts
 
 
-def _figure(name: str, data: list[figures.Data] | figures.Data, page: Page) -> str:
-    """Notes what a figure shows, and refers to it."""
-    if not (data if isinstance(data, list) else data["rows"]):
+def _figure(name: str, drawing: figures.Drawing, page: Page) -> str:
+    """Notes a figure, and refers to it."""
+    if not drawing.data:
         return "Nothing to show yet."
-    page.figures[name] = data
-    what = "Held-out success over the learning rate" if isinstance(data, list) else "TROLL minus each rival"
-    return f"![{what}; the numbers are in the tables](results/{name}.svg)"
+    page.figures[name] = drawing
+    return f"![{drawing.caption}; the numbers are in the tables](results/{name}.svg)"
 
 
 def _number(section: Section, wanted: str) -> str:
@@ -170,12 +164,6 @@ def _number(section: Section, wanted: str) -> str:
     if minus:
         return f"{tables.points(found.mean)} points {tables.interval(found.interval)}{section.mark}"
     return f"{tables.success(found)} %{section.mark}"
-
-
-def _exploratory(key: str) -> tuple[str, str]:
-    """The table and the base of `exploratory TABLE minus LABEL`."""
-    table, _, base = key.removeprefix("exploratory ").partition(" minus ")
-    return table.strip(), base.strip()
 
 
 def _data(rows: Mapping[str, Sequence[Result]]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.study.analysis import Contrast, Method, Section, lead_shrinks
+from benchmarks.study.analysis import Method, Section, lead_shrinks
 from benchmarks.study.protocol import BOUNDS, MARGIN, METHODS, REGIMES, SEEDS, TUNING_RATES
 from benchmarks.study.table import Result
 from troll.evaluation.estimators import Interval
@@ -15,6 +15,7 @@ from troll.study.contest import counts_text, range_text, rate_text
 from troll.study.statistics import Estimate, mean_estimate, paired_difference
 
 NOTHING = "–"
+MEASURES = ("collapsed", "area under the curve", "rollouts to ½", "KL of sequences", "entropy, first and last rollout")
 
 
 def status(section: Section) -> str:
@@ -53,44 +54,43 @@ def contrasts(sections: Sequence[Section]) -> str:
     return table(head, rows)
 
 
-def exploratory_contrasts(found: Sequence[Contrast]) -> str:
-    """Differences without tests."""
-    head = [f"{found[0].first.label} minus", "difference", "over seeds", "over seeds and questions", "seeds"]
+def explored(section: Section) -> str:
+    """Success of each method at each rate, and minus TROLL's, paired by seed; other measures if there is one rate."""
+    base, one = section.method("troll"), len(section.rates) == 1
+    head = ["", *map(rate_text, section.rates)]
+    if base:
+        head += [f"minus {base.label}{'' if one else f' at {rate_text(rate)}'}" for rate in section.rates]
     rows = [
         [
-            contrast.second.label,
-            points(contrast.estimate.mean),
-            interval(contrast.estimate.interval),
-            interval(contrast.bootstrap),
-            str(contrast.estimate.size),
+            method.label,
+            *(_cell(list(method.runs.get(rate, {}).values())) for rate in section.rates),
+            *(_minus(method, base, rate) for rate in section.rates if base),
+            *(_measures(method) if one else []),
         ]
-        for contrast in found
+        for method in section.methods
     ]
-    return table(head, rows)
+    return table([*head, *(MEASURES if one else ())], rows)
 
 
 def by_rate(section: Section) -> str:
-    """Success of each method at each rate, and at the rate that its other seeds chose if there are several."""
-    head = ["", *map(rate_text, section.rates)]
+    """Success of each method at each rate, and at the rate that its other seeds chose."""
+    head = ["", *map(rate_text, section.rates), "at the chosen rate", "rates chosen"]
     rows = [
-        [method.label, *(_cell(list(method.runs.get(rate, {}).values())) for rate in section.rates)]
+        [
+            method.label,
+            *(_cell(list(method.runs.get(rate, {}).values())) for rate in section.rates),
+            success(method.success),
+            counts_text(run.learning_rate for run in method.tuned.values()) or NOTHING,
+        ]
         for method in section.methods
     ]
-    if len(section.rates) > 1:
-        head += ["at the chosen rate", "rates chosen"]
-        for row, method in zip(rows, section.methods, strict=True):
-            chosen = counts_text(run.learning_rate for run in method.tuned.values())
-            row += [success(method.success), chosen or NOTHING]
     return table(head, rows)
 
 
 def secondary(section: Section) -> str:
-    """Other measures of the runs at the chosen rates, and the range of rates over all runs if there are several."""
-    ranges = ["rates within 90 % of the best", "decades"] if len(section.rates) > 1 else []
-    head = ["", *ranges, "collapsed", "area under the curve"]
-    head += ["rollouts to ½", "KL of sequences", "entropy, first and last rollout"]
-    rows = [[method.label, *(_rates(method) if ranges else []), *_measures(method)] for method in section.methods]
-    return table(head, rows)
+    """The range of rates over all runs, and other measures of the runs at the chosen rates."""
+    head = ["", "rates within 90 % of the best", "decades", *MEASURES]
+    return table(head, [[method.label, *_rates(method), *_measures(method)] for method in section.methods])
 
 
 def fast(sections: Sequence[Section]) -> str:
@@ -231,10 +231,17 @@ def _rates(method: Method) -> list[str]:
     return [range_text((low, high), method.runs), f"{'≥ ' if open_end else ''}{method.decades:.2f}"]
 
 
+def _minus(method: Method, base: Method, rate: float) -> str:
+    if method is base:
+        return ""
+    return _difference(paired_difference(method.by_rate.get(rate, {}), base.by_rate.get(rate, {})))
+
+
 def _measures(method: Method) -> list[str]:
+    """What `MEASURES` names, of the runs at the chosen rates."""
     runs = list(method.tuned.values())
     if not runs:
-        return [NOTHING] * 5
+        return [NOTHING] * len(MEASURES)
     reached = [count for run in runs if (count := run.rollouts_to_half) is not None]
     half = f"{median(reached):g} ({len(reached)} of {len(runs)})" if reached else f"never (0 of {len(runs)})"
     return [
