@@ -40,6 +40,9 @@ def result(surrogate: str, rate: float, seed: int, success: float, **changes: An
         "phase": "counted",
         "success_before": None,
         "success_after": float(right.mean()),
+        "right_before": 0.875,
+        "right_after": 0.75,
+        "formatted_after": None,
         "eval_size": DRAWS,
         "token_kl": 1e-3,
         "sequence_kl": None,
@@ -89,7 +92,7 @@ def test_committed_tables_are_sorted_consistent_and_small() -> None:
         assert table.to_csv(table.merge([], rows)) == path.read_text(encoding="utf-8"), path
         for row in rows:
             if row.verdicts:
-                assert row.right.mean() == pytest.approx(row.success_after, abs=1e-6), (path, row.identity)
+                assert row.successes.mean() == pytest.approx(row.success_after, abs=1e-6), (path, row.identity)
                 assert len(table.read_questions(path.parent, row.questions)) == row.eval_size
     assert sum(path.stat().st_size for path in (DOCS / "results").glob("*")) < 10e6
 
@@ -188,9 +191,15 @@ def run_folder(folder: Path, surrogate: str = "troll", seed: int = 0, **changes:
     }
     (folder / "summary.json").write_text(json.dumps(summary | changes))
     logs = [
-        {"step": 8, "rewards/success/mean": 1 / 256, "entropy": 0.123456, "trust_region/kl_before_mean": 0.001},
+        {
+            "step": 8,
+            "rewards/success/mean": 1 / 256,
+            "rewards/right/mean": 0.875,
+            "entropy": 0.123456,
+            "trust_region/kl_before_mean": 0.001,
+        },
         {"step": 16, "rewards/success/mean": 3 / 256, "entropy": 0.1, "trust_region/kl_before_mean": 0.003},
-        {"step": 16, "eval_rewards/success/mean": 0.5},
+        {"step": 16, "eval_rewards/success/mean": 0.5, "eval_rewards/right/mean": 0.75},
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logs))
     verdicts = {"step": 16, "question": [0, 1, 0, 3], "success": [1, 0, 1, 0]}
@@ -214,6 +223,9 @@ def test_collecting_takes_what_the_folders_say(tmp_path: Path) -> None:
         phase="exploratory",
         success_before=None,
         success_after=0.5,
+        right_before=0.875,
+        right_after=0.75,
+        formatted_after=None,
         eval_size=4,
         token_kl=0.002,
         sequence_kl=None,
@@ -319,7 +331,7 @@ def test_methods_are_compared_at_their_own_rates(tmp_path: Path) -> None:
     test = stats.permutation_test((np.array(differences),), np.mean, permutation_type="samples", vectorized=True)
     assert contrast.p_value == pytest.approx(test.pvalue)
     assert contrast.corrected == pytest.approx(min(1.0, 9 * contrast.p_value)), "Holm over nine, eight to come"
-    verdicts = np.stack([troll.tuned[seed].right * 1 - clip.tuned[seed].right for seed in range(4)])
+    verdicts = np.stack([troll.tuned[seed].successes * 1 - clip.tuned[seed].successes for seed in range(4)])
     assert contrast.bootstrap == crossed_bootstrap_interval(verdicts, np.arange(DRAWS) // 2)
     assert section.fast_rate == 3e-4 and section.seeds == 4
 
@@ -436,6 +448,16 @@ def test_numbers_at_one_rate(tmp_path: Path) -> None:
     assert page.build({}, tmp_path, f"{{{{{REGIME} troll - clip @ 3e-4}}}}").text == "(no runs yet)"
 
 
+def test_settings_rates_and_what_was_kept(tmp_path: Path) -> None:
+    rows = [replace(row, sequence_kl=0.01 * (row.seed + 1)) for row in study(tmp_path)]
+    template = f"{{{{{REGIME} clip KL @ 3e-4}}}}\n{{{{settings}}}}\n{{{{kept {REGIME}}}}}"
+    text = page.build({"one": rows}, tmp_path, template).text
+    assert text.startswith("0.025 (interim)\n")
+    assert "| TROLL (`kl_bound`) | 0.05, rate 3e-4 |" in text and "| clip (`epsilon`) | 0.2, rate 1e-4 |" in text
+    assert "| KL penalty (`kl_penalty_weight`) | – |" in text and "| no bound | – |" in text
+    assert "| clip | 87.5 | 75.0 (–) | 75.0 (–) |" in text
+
+
 def test_what_another_regime_changes(tmp_path: Path) -> None:
     rows = whole_regime(best_of_clip=1e-4)
     others = [replace(row, regime="sparse-signal-32-updates") for row in changed(rows, "clip", 1e-4, 0.4)]
@@ -490,21 +512,21 @@ def changed(rows: list[Result], surrogate: str, rate: float, success: float) -> 
     ]
 
 
-def answers(tmp_path: Path, rows: list[Result]) -> tuple[bool, bool, bool] | None:
+def answers(tmp_path: Path, rows: list[Result]) -> tuple[bool, bool, bool, bool] | None:
     return analysis.primary_sections({"one": rows}, tmp_path)[REGIME].hypotheses
 
 
 def test_hypotheses_of_one_regime(tmp_path: Path) -> None:
     rows = whole_regime(best_of_clip=1e-4)
-    assert answers(tmp_path, rows) == (True, False, True)  # all methods are the same
-    assert answers(tmp_path, changed(rows, "clip", 3e-4, 0.0)) == (True, True, True)
-    assert answers(tmp_path, changed(rows, "clip", 1e-4, 0.4)) == (False, False, True)
-    assert answers(tmp_path, changed(rows, "regression", 1e-4, 0.4)) == (True, False, False)
-    assert answers(tmp_path, changed(rows, "kl_penalty", 1e-4, 0.4)) == (True, False, False)
-    assert answers(tmp_path, changed(rows, "kl_penalty", 1e-4, 0.6)) == (True, False, True)
+    assert answers(tmp_path, rows) == (True, False, True, True)  # all methods are the same
+    assert answers(tmp_path, changed(rows, "clip", 3e-4, 0.0)) == (True, True, True, True)
+    assert answers(tmp_path, changed(rows, "clip", 1e-4, 0.4)) == (False, False, True, True)
+    assert answers(tmp_path, changed(rows, "regression", 1e-4, 0.4)) == (True, False, False, True)
+    assert answers(tmp_path, changed(rows, "kl_penalty", 1e-4, 0.4)) == (True, False, True, False)
+    assert answers(tmp_path, changed(rows, "kl_penalty", 1e-4, 0.6)) == (True, False, True, True)
     # Ahead at the fast rate, but not over a wider range: TROLL's is the narrower one.
     narrow = changed(changed(rows, "troll", 3e-5, 0.0), "clip", 3e-4, 0.2)
-    assert answers(tmp_path, narrow) == (True, False, True)
+    assert answers(tmp_path, narrow) == (True, False, True, True)
     assert answers(tmp_path, rows[1:]) is None and answers(tmp_path, []) is None
 
 
@@ -558,7 +580,7 @@ def test_page_of_exploration_only(tmp_path: Path) -> None:
 def test_exploration_at_one_rate_has_other_measures(tmp_path: Path) -> None:
     rows = [row for row in study(tmp_path, phase="exploratory") if row.learning_rate == 3e-4]
     text = page.build({"fast": rows}, tmp_path, "{{exploratory}}").text
-    assert "|  | 3e-4 | minus TROLL | collapsed | area under the curve |" in text
+    assert "|  | 3e-4 | minus TROLL | right, in brackets or not: before and after |" in text
     assert "| 0.75 to 0.5 |" in text, "the entropy of the first rollout and of the last"
 
 

@@ -173,9 +173,14 @@ class Section:
         return len(set.intersection(*(set(method.tuned) for method in self.methods))) if self.methods else 0
 
     @property
+    def every_run(self) -> list[Result]:
+        """All runs of all methods but those of the tuning."""
+        return [run for method in self.methods for run in method.every_run]
+
+    @property
     def size(self) -> int:
         """The number of runs."""
-        return sum(method.size for method in self.methods)
+        return len(self.every_run)
 
     @cached_property
     def chosen(self) -> dict[str, Method]:
@@ -203,7 +208,7 @@ class Section:
     @property
     def interim(self) -> bool:
         """Whether these are counted runs, and some of the protocol's are missing."""
-        counted = any(run.phase == "counted" for method in self.methods for run in method.every_run)
+        counted = any(run.phase == "counted" for run in self.every_run)
         return counted and not self._has_all_runs_at(self.planned_rates)
 
     @property
@@ -242,8 +247,11 @@ class Section:
         return {seed: first[seed] - second[seed] for seed in first.keys() & second.keys()}
 
     @property
-    def hypotheses(self) -> tuple[bool, bool, bool] | None:
-        """Which of the first three hold, as "What decides" in `study.md` says; None before all runs are there."""
+    def hypotheses(self) -> tuple[bool, bool, bool, bool] | None:
+        """Which of the first three hold, the third in its two halves, as "What decides" in `study.md` says.
+
+        None before all runs are there.
+        """
         troll, clip = self.method("troll"), self.method("clip")
         if troll is None or clip is None or self.interim:
             return None
@@ -251,11 +259,11 @@ class Section:
         equal = {name for name, one in found.items() if one.equivalence is not None and one.equivalence < LEVEL}
         penalty = "kl_penalty" in equal or found["kl_penalty"].verdict == "worse"
         faster = troll.decades > clip.decades and _above_zero(mean_estimate(list(self.lead("troll").values())))
-        return "clip" in equal, faster, "regression" in equal and penalty
+        return "clip" in equal, faster, "regression" in equal, penalty
 
 
 def lead_shrinks(sections: Mapping[str, Section]) -> bool | None:
-    """Whether the fourth hypothesis holds: sampling again takes from TROLL's lead; None before all runs are there."""
+    """Whether the fourth hypothesis holds: replacing groups takes from TROLL's lead; None before all runs are there."""
     plain, resampled = sections["sparse-signal"], sections["sparse-signal-resampled"]
     if plain.hypotheses is None or resampled.hypotheses is None:
         return None
@@ -378,7 +386,7 @@ def _bootstrap(first: Method, second: Method, folder: Path) -> Interval | None:
         return None
     if len(names) > 1:
         raise ValueError(f"{pairs[0][0].regime}: runs answer different questions ({', '.join(sorted(names))})")
-    differences = np.stack([one.right.astype(int) - other.right for one, other in pairs])
+    differences = np.stack([one.successes.astype(int) - other.successes for one, other in pairs])
     return crossed_bootstrap_interval(differences, read_questions(folder, names.pop()))
 
 

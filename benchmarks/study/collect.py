@@ -92,6 +92,9 @@ def _result(run: Run, phase: Phase, folder: Path) -> Result:
         phase=phase,
         success_before=number(run.summary.get("success_before")),
         success_after=success,
+        right_before=next((value for _, value in metric_points(run.rows, "rewards/right/mean")), None),
+        right_after=_after(run, "right"),
+        formatted_after=_after(run, "formatted"),
         eval_size=eval_size,
         token_kl=_mean(run, f"{TRUST}kl_before_mean"),
         sequence_kl=_mean(run, f"{TRUST}diagnostics/sequence_kl"),
@@ -177,6 +180,12 @@ def _verdicts(run: Run, success: float, folder: Path) -> tuple[int, str, str]:
     if not math.isclose(sum(verdicts) / len(verdicts), success, abs_tol=1e-6):
         raise ValueError(f"{path}: the mean of success is not the success_after of summary.json")
     return len(verdicts), write_questions(folder, questions), pack(verdicts)
+
+
+def _after(run: Run, reward: str) -> float | None:
+    """The held-out mean of a reward in the last evaluation; None if the task has no such reward."""
+    points = metric_points(run.rows, f"eval_rewards/{reward}/mean")
+    return points[-1][1] if points else None
 
 
 def _mean(run: Run, key: str) -> float | None:

@@ -1,11 +1,12 @@
 """`docs/results.md` and its figures, from the tables of runs and `template.md`.
 
 The template is the page's prose. Between double braces stands what the data fill in: `{{hypotheses}}`,
-`{{contrasts}}`, `{{fast}}`, `{{changes}}`, `{{tabular}}`, `{{data}}`, `{{figure robustness}}`, `{{figure contrasts}}`;
-`{{regime NAME}}`, everything about a primary regime; `{{exploratory TABLE}}`, a table's exploratory runs;
-`{{exploratory}}`, the tables that the template does not name; and within a sentence `{{REGIME METHOD}}`, a success, or
-`{{REGIME METHOD - METHOD}}`, the difference of two, by surrogates, each at its own rates or, with ` @ RATE`, at that
-one.
+`{{contrasts}}`, `{{fast}}`, `{{changes}}`, `{{settings}}`, `{{tabular}}`, `{{data}}`, `{{figure robustness}}`,
+`{{figure contrasts}}`; `{{regime NAME}}`, everything about a primary regime, and `{{kept NAME}}`, what its methods kept
+and learned; `{{exploratory TABLE}}`, a table's exploratory runs; `{{exploratory}}`, the tables that the template does
+not name; and within a sentence `{{REGIME METHOD}}`, a success, or `{{REGIME METHOD - METHOD}}`, the difference of two,
+by surrogates, each at its own rates or, with ` @ RATE`, at that one; and `{{REGIME METHOD KL @ RATE}}`, the KL of whole
+completions.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
         "changes": lambda: [tables.changes(primary)],
         "contrasts": lambda: [tables.contrasts(sections)],
         "fast": lambda: [tables.fast(sections)],
+        "settings": lambda: [tables.settings(sections)],
         "tabular": lambda: [tables.tabular(_tabular(folder))],
         "data": lambda: [_data(rows), *_commands(folder, rows)],
     }
@@ -106,6 +108,8 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
             return _block(key, parts or ["Nothing to show yet."])
         if kind == "regime" and name in REGIMES:
             return _block(key, _regime(primary[name], page))
+        if kind == "kept" and name in REGIMES:
+            return _block(key, [tables.kept(primary[name])])
         if key == "figure robustness":
             return _block(key, [_figure("robustness", figures.rates(sections), page)])
         if key == "figure contrasts":
@@ -137,7 +141,7 @@ def _regime(section: Section, page: Page) -> list[str]:
 def _explored(table: str, sections: Sequence[Section], page: Page) -> list[str]:
     parts = [_figure(table, figures.seeds(sections), page)] if sections else []
     for section in sections:
-        size = sum(run.phase == "exploratory" for method in section.methods for run in method.every_run)
+        size = sum(run.phase == "exploratory" for run in section.every_run)
         counted = ", with the counted runs of these rates and seeds" if size < section.size else ""
         parts += [f"*{table}: recipe `{section.regime}`, {size} exploratory runs{counted}.*", tables.explored(section)]
     return parts
@@ -152,11 +156,13 @@ def _figure(name: str, drawing: figures.Drawing, page: Page) -> str:
 
 
 def _number(section: Section, wanted: str) -> str:
-    """A success, or a difference with its interval."""
+    """A success, a difference with its interval, or a KL."""
     names, _, rate = wanted.partition(" @ ")
-    first, minus, second = names.partition(" - ")
+    first, minus, second = names.removesuffix(" KL").partition(" - ")
     if unknown := {first, second or first} - set(METHODS):
         raise ValueError(f"the template asks for {{{{{section.regime} {wanted}}}}}: {unknown.pop()!r} is no method")
+    if names.endswith(" KL"):
+        return tables.kl(section.method(first), float(rate)) + section.mark
     finals, *others = [section.finals(name, float(rate) if rate else None) for name in (first, second) if name]
     found = paired_difference(finals, others[0]) if minus else mean_estimate(list(finals.values())) if finals else None
     if found is None:

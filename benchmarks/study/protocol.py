@@ -8,7 +8,7 @@ from benchmarks.study.table import Phase
 REGIMES = {
     "sparse-signal": "Sparse signal, 8 updates a rollout",
     "sparse-signal-32-updates": "Sparse signal, 32 updates a rollout",
-    "sparse-signal-resampled": "Sparse signal, groups of equal rewards sampled again",
+    "sparse-signal-resampled": "Sparse signal, groups of equal rewards replaced",
 }
 
 #: The names of the methods on the page, by surrogate, in the order of tables and colours.

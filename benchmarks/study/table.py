@@ -29,18 +29,25 @@ WINDOW = 5
 
 _IDENTITY = ("regime", "surrogate", "learning_rate")  # the settings follow them
 _REST = (
-    *("seed", "phase", "success_before", "success_after", "eval_size", "collapsed", "rollouts_to_half"),
-    *(
-        "token_kl",
-        "sequence_kl",
-        "completions",
-        "curve",
-        "entropy",
-        "questions",
-        "verdicts",
-        "machine",
-        "versions",
-    ),
+    "seed",
+    "phase",
+    "success_before",
+    "success_after",
+    "right_before",
+    "right_after",
+    "formatted_after",
+    "eval_size",
+    "collapsed",
+    "rollouts_to_half",
+    "token_kl",
+    "sequence_kl",
+    "completions",
+    "curve",
+    "entropy",
+    "questions",
+    "verdicts",
+    "machine",
+    "versions",
 )
 
 
@@ -58,7 +65,11 @@ class Result:
         phase: What the run counts for.
         success_before: Held-out success before training, in [0, 1]; None if it was not measured.
         success_after: Held-out success after training, in [0, 1].
-        eval_size: The number of draws behind both.
+        right_before: Share of the first rollout's answers that were right, in the format or without it; None if the
+            task asks for no format.
+        right_after: The same of the held-out answers after training.
+        formatted_after: Share of these that were in the format, right or not.
+        eval_size: The number of draws behind them.
         token_kl: KL of the mean token to the old policy, in nats, mean over the updates that logged it; None without.
             TROLL logs it at every update and the clip only with diagnostics, so the two do not compare.
         sequence_kl: KL(old ‖ new) of whole completions, in nats, mean over the updates at which it was measured: the
@@ -80,6 +91,9 @@ class Result:
     phase: Phase
     success_before: float | None
     success_after: float
+    right_before: float | None
+    right_after: float | None
+    formatted_after: float | None
     eval_size: int
     token_kl: float | None
     sequence_kl: float | None
@@ -119,7 +133,7 @@ class Result:
         return next((end for end, mean in self.running_means.items() if mean >= 0.5), None)
 
     @property
-    def right(self) -> NDArray[np.bool_]:
+    def successes(self) -> NDArray[np.bool_]:
         """The verdicts, (eval_size,)."""
         return unpack(self.verdicts, self.eval_size)
 
@@ -203,11 +217,14 @@ def _parse(row: dict[str, str]) -> Result:
         settings=tuple(sorted((name, value) for name, value in row.items() if name not in known and value)),
         seed=int(row["seed"]),
         phase=cast(Phase, row["phase"]),
-        success_before=float(row["success_before"]) if row["success_before"] else None,
+        success_before=_optional(row["success_before"]),
         success_after=float(row["success_after"]),
+        right_before=_optional(row["right_before"]),
+        right_after=_optional(row["right_after"]),
+        formatted_after=_optional(row["formatted_after"]),
         eval_size=int(row["eval_size"]),
-        token_kl=float(row["token_kl"]) if row["token_kl"] else None,
-        sequence_kl=float(row["sequence_kl"]) if row["sequence_kl"] else None,
+        token_kl=_optional(row["token_kl"]),
+        sequence_kl=_optional(row["sequence_kl"]),
         completions=int(row["completions"]),
         curve=tuple(map(int, row["curve"].split())),
         entropy=tuple(map(float, row["entropy"].split())),
@@ -216,6 +233,10 @@ def _parse(row: dict[str, str]) -> Result:
         machine=row["machine"],
         versions=row["versions"],
     )
+
+
+def _optional(text: str) -> float | None:
+    return float(text) if text else None
 
 
 def _text(value: object) -> str:

@@ -15,6 +15,7 @@ from troll.study.contest import counts_text, range_text, rate_text
 from troll.study.statistics import Estimate, mean_estimate, paired_difference
 
 NOTHING = "–"
+SHARES = ("right, in brackets or not: before and after", "in brackets, right or not")
 MEASURES = ("collapsed", "area under the curve", "rollouts to ½", "KL of sequences", "entropy, first and last rollout")
 
 
@@ -57,6 +58,7 @@ def contrasts(sections: Sequence[Section]) -> str:
 def explored(section: Section) -> str:
     """Success of each method at each rate, and minus TROLL's, paired by seed; other measures if there is one rate."""
     base, one = section.method("troll"), len(section.rates) == 1
+    shares = SHARES if any(run.right_after is not None for run in section.every_run) else ()
     head = ["", *map(rate_text, section.rates)]
     if base:
         head += [f"minus {base.label}{'' if one else f' at {rate_text(rate)}'}" for rate in section.rates]
@@ -65,11 +67,34 @@ def explored(section: Section) -> str:
             method.label,
             *(_cell(list(method.runs.get(rate, {}).values())) for rate in section.rates),
             *(_minus(method, base, rate) for rate in section.rates if base),
-            *(_measures(method) if one else []),
+            *((*_shares(method.every_run)[: len(shares)], *_measures(method)) if one else ()),
         ]
         for method in section.methods
     ]
-    return table([*head, *(MEASURES if one else ())], rows)
+    return table([*head, *((*shares, *MEASURES) if one else ())], rows)
+
+
+def kept(section: Section) -> str:
+    """Right answers, in brackets or not, in the first rollout and after training, and answers in brackets."""
+    rows = []
+    for method in section.methods:
+        at = [list(method.runs.get(rate, {}).values()) for rate in section.rates]
+        right = [_share([run.right_after for run in runs]) for runs in at]
+        formatted = [_share([run.formatted_after for run in runs]) for runs in at]
+        before = _share([run.right_before for run in method.every_run])
+        rows.append([method.label, before, *(f"{one} ({two})" for one, two in zip(right, formatted, strict=True))])
+    return table(["", "first rollout", *map(rate_text, section.rates)], rows)
+
+
+def settings(sections: Sequence[Section]) -> str:
+    """Each method's bound, chosen by tuning, and the rate of its best mean over all seeds, by regime."""
+    head = ["", *(f"{REGIMES[section.regime]}{section.mark}" for section in sections)]
+    rows = []
+    for name, label in METHODS.items():
+        found = [section.method(name) for section in sections]
+        cells = [NOTHING if method is None else _setting(method) for method in found]
+        rows.append([f"{label} (`{BOUNDS[name][0]}`)" if name in BOUNDS else label, *cells])
+    return table(head, rows)
 
 
 def by_rate(section: Section) -> str:
@@ -94,7 +119,7 @@ def secondary(section: Section) -> str:
 
 
 def fast(sections: Sequence[Section]) -> str:
-    """Each method minus the clip at the rate above the clip's best one, and what sampling again takes from it."""
+    """Each method minus the clip at the rate above the clip's best one, and what replacing groups takes from it."""
     names = ("troll", "kl_penalty", "regression")
     rows = []
     for section in sections:
@@ -138,11 +163,12 @@ def hypotheses(sections: Mapping[str, Section]) -> str:
     names = (
         "1. Tuned, TROLL and the clip are equal",
         "2. TROLL tolerates faster rates than the clip",
-        "3. The pull does it, and a KL penalty does as well or better",
+        "3. The pull does it: TROLL and the pull only are equal",
+        "3. A KL penalty does as well as TROLL, or better",
     )
     found = [sections[name].hypotheses for name in REGIMES]
     rows = [[name, *(_holds(None if one is None else one[i]) for one in found)] for i, name in enumerate(names)]
-    last = "4. TROLL's lead shrinks where groups of equal rewards are sampled again"
+    last = "4. TROLL's lead shrinks where groups of equal rewards are replaced"
     return table(head, [*rows, [last, NOTHING, NOTHING, _holds(lead_shrinks(sections))]])
 
 
@@ -206,6 +232,11 @@ def success(estimate: Estimate | None) -> str:
     return percent(estimate.mean) + (f" [{percent(ends[0])}, {percent(ends[1])}]" if ends else "")
 
 
+def kl(method: Method | None, rate: float) -> str:
+    """The KL of whole completions at a rate, in nats, as `Result.sequence_kl`."""
+    return _mean([run.sequence_kl for run in method.runs.get(rate, {}).values()] if method else [])
+
+
 def p_value(p: float | None) -> str:
     """A p-value with a sensible number of digits."""
     if p is None:
@@ -229,6 +260,22 @@ def _rates(method: Method) -> list[str]:
     low, high = method.range
     open_end = low == min(method.runs) or high == max(method.runs)
     return [range_text((low, high), method.runs), f"{'≥ ' if open_end else ''}{method.decades:.2f}"]
+
+
+def _setting(method: Method) -> str:
+    rate = f"rate {rate_text(method.best_rate)}"
+    return f"{method.bound:g}, {rate}" if method.surrogate in BOUNDS else rate
+
+
+def _shares(runs: Sequence[Result]) -> list[str]:
+    """What `SHARES` names, in per cent."""
+    before, after = _share([run.right_before for run in runs]), _share([run.right_after for run in runs])
+    return [f"{before} to {after}", _share([run.formatted_after for run in runs])]
+
+
+def _share(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return percent(fmean(known)) if known else NOTHING
 
 
 def _minus(method: Method, base: Method, rate: float) -> str:
