@@ -199,9 +199,10 @@ def draw_seeds(data: Sequence[Data]) -> Figure:
     figure, axes, heights = _rows(labels, 0.24 + 0.06 * len(rates))
     places = dict(zip(labels, heights, strict=True))
     for row in data:
-        place = rates.index(row["rate"])
-        y = places[row["regime"], row["method"]] - 0.22 * (place - (len(rates) - 1) / 2)
-        colour = LIGHT[COLOURS[place % len(COLOURS)]]
+        label = (row["regime"], row["method"])
+        own = [other["rate"] for other in data if (other["regime"], other["method"]) == label]
+        y = places[label] - 0.22 * (own.index(row["rate"]) - (len(own) - 1) / 2)
+        colour = LIGHT[COLOURS[rates.index(row["rate"]) % len(COLOURS)]]
         mean = float(np.mean(row["success"]))
         axes.plot(row["success"], [y] * len(row["success"]), "o", color=colour, markersize=4, alpha=0.5, linewidth=0)
         axes.plot([mean, mean], [y - 0.16, y + 0.16], color=colour, linewidth=2.6, label=rate_text(row["rate"]))
