@@ -97,6 +97,16 @@ def test_committed_tables_are_sorted_consistent_and_small() -> None:
     assert sum(path.stat().st_size for path in (DOCS / "results").glob("*")) < 10e6
 
 
+def test_a_run_that_was_made_again_was_the_same() -> None:
+    """The page says so of those that are in two tables."""
+    counted = {row.identity: row for row in table.read_csv(DOCS / "results" / "sparse-signal.csv")}
+    again = table.read_csv(DOCS / "results" / "forgetting.csv")
+    for row in again:
+        first = counted[row.identity]
+        for name in ("success_after", "curve", "verdicts", "entropy", "sequence_kl"):
+            assert getattr(row, name) == getattr(first, name), (name, row.identity)
+
+
 # Tables.
 
 
