@@ -270,7 +270,8 @@ def _setting(method: Method) -> str:
 def _shares(runs: Sequence[Result]) -> list[str]:
     """What `SHARES` names, in per cent."""
     before, after = _share([run.right_before for run in runs]), _share([run.right_after for run in runs])
-    return [f"{before} to {after}", _share([run.formatted_after for run in runs])]
+    known = {before, after} != {NOTHING}
+    return [f"{before} to {after}" if known else NOTHING, _share([run.formatted_after for run in runs])]
 
 
 def _share(values: Sequence[float | None]) -> str:
