@@ -133,7 +133,7 @@ def draw_rates(panels: Sequence[Data]) -> Figure:
 
 def _draw_lines(axes: Axes, panel: Data, labels: Sequence[str]) -> None:
     lines = panel["lines"]
-    rates = sorted({rate for line in lines.values() for rate in line["rate"]})
+    learning_rates = sorted({rate for line in lines.values() for rate in line["rate"]})
     ends = []
     for label, line in lines.items():
         place = labels.index(label)
@@ -146,8 +146,8 @@ def _draw_lines(axes: Axes, panel: Data, labels: Sequence[str]) -> None:
         axes.plot(x, line["mean"], color=colour, linewidth=2.6 if main else 1.5, markersize=5, zorder=4 - main, **style)
         ends.append((label, x[-1], line["mean"][-1], colour))
     axes.set_xscale("log")
-    axes.set_xlim(rates[0] / 1.3, rates[-1] * 1.3)
-    axes.set_xticks(rates, [rate_text(rate) for rate in rates])
+    axes.set_xlim(learning_rates[0] / 1.3, learning_rates[-1] * 1.3)
+    axes.set_xticks(learning_rates, [rate_text(rate) for rate in learning_rates])
     axes.minorticks_off()
     axes.grid(axis="y")
     axes.set_xlabel("learning rate")
@@ -194,15 +194,15 @@ def draw_contrasts(data: Sequence[Data]) -> Figure:
 
 def draw_seeds(data: Sequence[Data]) -> Figure:
     """Draws a dot for each seed and a bar for their mean, in a colour for each rate."""
-    rates = sorted({row["rate"] for row in data})
+    learning_rates = sorted({row["rate"] for row in data})
     labels = list(dict.fromkeys((row["regime"], row["method"]) for row in data))
-    figure, axes, heights = _rows(labels, 0.24 + 0.06 * len(rates))
+    figure, axes, heights = _rows(labels, 0.24 + 0.06 * len(learning_rates))
     places = dict(zip(labels, heights, strict=True))
     for row in data:
         label = (row["regime"], row["method"])
         own = [other["rate"] for other in data if (other["regime"], other["method"]) == label]
         y = places[label] - 0.22 * (own.index(row["rate"]) - (len(own) - 1) / 2)
-        colour = LIGHT[COLOURS[rates.index(row["rate"]) % len(COLOURS)]]
+        colour = LIGHT[COLOURS[learning_rates.index(row["rate"]) % len(COLOURS)]]
         mean = float(np.mean(row["success"]))
         axes.plot(row["success"], [y] * len(row["success"]), "o", color=colour, markersize=4, alpha=0.5, linewidth=0)
         axes.plot([mean, mean], [y - 0.16, y + 0.16], color=colour, linewidth=2.6, label=rate_text(row["rate"]))
@@ -210,10 +210,10 @@ def draw_seeds(data: Sequence[Data]) -> Figure:
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
     axes.grid(axis="x")
     axes.set_xlabel("held-out success after training")
-    if len(rates) > 1:
+    if len(learning_rates) > 1:
         lines, names = axes.get_legend_handles_labels()
         shown = dict(zip(names, lines, strict=True))
-        names = [rate_text(rate) for rate in rates]
+        names = [rate_text(rate) for rate in learning_rates]
         figure.legend([shown[name] for name in names], names, title="learning rate", loc="outside right upper")
     return figure
 
