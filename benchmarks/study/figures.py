@@ -214,7 +214,8 @@ def draw_seeds(data: Sequence[Data]) -> Figure:
         lines, names = axes.get_legend_handles_labels()
         shown = dict(zip(names, lines, strict=True))
         names = [rate_text(rate) for rate in learning_rates]
-        figure.legend([shown[name] for name in names], names, title="learning rate", loc="outside right upper")
+        handles = [shown[name] for name in names]
+        figure.legend(handles, names, title="learning rate", ncols=len(names), loc="outside upper center")
     return figure
 
 
@@ -235,7 +236,7 @@ def _rows(labels: Sequence[tuple[str, str]], height: float) -> tuple[Figure, Axe
             )  # fmt: skip
         y -= 1
         heights.append(y)
-    axes.set_yticks(heights, [label for _, label in labels])
+    axes.set_yticks(heights, [textwrap.fill(label, 42, break_on_hyphens=False) for _, label in labels])
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.set_ylim(y - 0.75, 0.7)
