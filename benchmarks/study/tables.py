@@ -163,8 +163,8 @@ def hypotheses(sections: Mapping[str, Section]) -> str:
     names = (
         "1. Tuned, TROLL and the clip are equal",
         "2. TROLL tolerates faster rates than the clip",
-        "3. The pull does it: TROLL and the pull only are equal",
-        "3. A KL penalty does as well as TROLL, or better",
+        "3, first half: the pull does it; TROLL and the pull only are equal",
+        "3, second half: a KL penalty does as well as TROLL, or better",
     )
     found = [sections[name].hypotheses for name in REGIMES]
     rows = [[name, *(_holds(None if one is None else one[i]) for one in found)] for i, name in enumerate(names)]
