@@ -182,6 +182,7 @@ def test_intervals_of_a_success_are_shares(folder: Path) -> None:
     page = Page(write_comparison([folder], folder))
     assert "68.0 ± 14.1 (2)0.0 to 100.0" in page.text
     assert json.loads((folder / "comparison.json").read_text())["groups"][2]["success"]["interval"][1] > 1
+    assert "100 %" in str(page.card("outcome-1")) and "150 %" not in str(page.card("outcome-1"))
 
 
 def test_the_page_says_how_it_was_made(folder: Path) -> None:
@@ -204,6 +205,19 @@ def test_diagnostics_are_drawn_where_somebody_logged_them(tmp_path: Path) -> Non
     page = Page(write_comparison([run], tmp_path))
     assert page.card("kl-of-whole-sequences-1") and page.card("tail-mass-1")
     assert page.card("clipped-fraction-1") is None
+
+
+def test_a_method_has_one_colour_in_all_plots(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, name, 0, 0.5) for name in ("clip", "troll")]
+    rows = [{"step": step, "reward": 0.5, "trust_region/kl_before_mean": 1e-3} for step in range(1, 17)]
+    for run, keys in zip(runs, ({"step", "reward"}, set(rows[0])), strict=True):
+        lines = [json.dumps({key: row[key] for key in keys}) + "\n" for row in rows]
+        (run / "metrics.jsonl").write_text("".join(lines))
+    page = Page(write_comparison(runs, tmp_path))
+    assert 'class="first solid"></i>clip' in str(page.card("reward-1"))
+    for card in ("reward-1", "kl-to-the-old-policy-1"):
+        assert 'class="second dashed"></i>troll' in str(page.card(card)), card
+        assert "stroke: var(--second)" in str(page.card(card)), card
 
 
 def test_lines_of_runs_that_logged_other_steps_meet(tmp_path: Path) -> None:
@@ -298,7 +312,7 @@ def test_each_method_has_the_learning_rate_that_suits_it(tmp_path: Path) -> None
 
 def test_the_page_compares_methods_at_their_best_rates(tmp_path: Path) -> None:
     page = Page(write_comparison(rates(tmp_path), tmp_path))
-    for text in ("Tuned against tuned", "0.0 (4), no seed differs", "55.0 ± 10.0 (4)1e-4 (1), 1e-3 (3)", "≥ 1e-3"):
+    for text in ("Tuned against tuned", "0.0 (4), no seed differs", "55.0 ± 10.0 (4)1e-4 (1),1e-3 (3)", "≥ 1e-3"):
         assert text in page.text
     assert "+0.0 [" not in page.text
     for card in ("outcome-1", "lead-1", "learning-rates-1"):

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from troll.evaluation.estimators import Interval
 from troll.study.comparison import Comparison, Measure, panels
-from troll.study.comparison_tables import difference, estimate_text, figure, plain_difference
+from troll.study.comparison_tables import (
+    difference,
+    estimate_text,
+    figure,
+    interval_of,
+    plain_difference,
+    result_interval,
+)
 from troll.study.contest import Contestant, Contrast, contestants, contrasts, counts_text, range_text, rate_text
 from troll.study.page import figure_card, html_table
 from troll.study.plot import LIGHT, drawing, line_mark, line_style
-from troll.study.statistics import Estimate, seed_differences
+from troll.study.statistics import seed_differences
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,7 +101,7 @@ def _rate_table(methods: Sequence[Contestant]) -> str:
         [
             escape(method.label),
             "–" if method.final is None else estimate_text(method.final, method.measure),
-            counts_text(method.rates.values(), 2) or "–",
+            counts_text(method.rates.values(), 2).replace(", ", ",<br>") or "–",
             "–" if method.range is None else range_text(method.range, method.means),
         ]
         for method in methods
@@ -117,7 +126,11 @@ def outcome_figures(methods: Sequence[Contestant], differences: Sequence[Contras
         measure = next(iter(members.values())).measure
         lines = [
             _Line(
-                f"{label}   {figure(final.mean, measure)}{_UNIT[measure]}", place, final, list(method.finals.values())
+                f"{label}   {figure(final.mean, measure)}{_UNIT[measure]}",
+                place,
+                final.mean,
+                result_interval(final, measure),
+                list(method.finals.values()),
             )
             for place, (label, method) in enumerate(members.items())
             if (final := method.final) is not None
@@ -131,7 +144,8 @@ def outcome_figures(methods: Sequence[Contestant], differences: Sequence[Contras
                 f"{_short(found.first, members)} − {_short(found.second, members)}   "
                 f"{plain_difference(found.estimate, measure)}{_POINTS[measure]}",
                 list(members.values()).index(found.second) if found.second in members.values() else place,
-                found.estimate,
+                found.estimate.mean,
+                interval_of(found.estimate),
                 seed_differences(found.first.finals, found.second.finals),
             )
             for place, found in enumerate(of_panel)
@@ -172,12 +186,15 @@ def _short(method: Contestant, members: Mapping[str, Contestant]) -> str:
     return next((label for label, member in members.items() if member is method), method.label)
 
 
+@dataclass(frozen=True)
 class _Line:
     """A line of a dot plot: its text, the place of its colour, the mean with its interval, and the single seeds."""
 
-    def __init__(self, text: str, place: int, estimate: Estimate, seeds: Sequence[float]) -> None:
-        self.text, self.colour = text, line_style(place)["color"]
-        self.estimate, self.seeds = estimate, seeds
+    text: str
+    place: int
+    mean: float
+    interval: Interval | None
+    seeds: Sequence[float]
 
 
 def _dots(slug: str, title: str, what: str, lines: Sequence[_Line], measure: Measure, zero: bool = False) -> str:
@@ -185,10 +202,11 @@ def _dots(slug: str, title: str, what: str, lines: Sequence[_Line], measure: Mea
         if zero:
             axes.axvline(0, color=LIGHT["ink"], linewidth=1)
         for line, y in zip(lines, range(len(lines) - 1, -1, -1), strict=True):
-            axes.plot(line.seeds, [y] * len(line.seeds), ".", color=line.colour, alpha=0.35, markersize=4)
-            if line.estimate.interval is not None:
-                axes.plot(line.estimate.interval, [y, y], color=line.colour, linewidth=2.2, solid_capstyle="butt")
-            axes.plot([line.estimate.mean], [y], "o", color=line.colour, markersize=7)
+            colour = line_style(line.place)["color"]
+            axes.plot(line.seeds, [y] * len(line.seeds), ".", color=colour, alpha=0.35, markersize=4)
+            if line.interval is not None:
+                axes.plot(line.interval, [y, y], color=colour, linewidth=2.2, solid_capstyle="butt")
+            axes.plot([line.mean], [y], "o", color=colour, markersize=7)
             axes.text(
                 *(0, y + 0.22, line.text),
                 transform=axes.get_yaxis_transform(),

@@ -17,7 +17,7 @@ import yaml
 from troll.files import write_atomically
 from troll.study.comparison import Comparison, Group, Measure, Run, panels, read_comparison, row_label
 from troll.study.comparison_outcome import outcome
-from troll.study.comparison_tables import as_json, cell, difference, figure, interval_of, markdown
+from troll.study.comparison_tables import as_json, cell, difference, figure, markdown, result_interval
 from troll.study.curves import held_out_success, metric_points
 from troll.study.metrics import HELD_OUT
 from troll.study.page import duration, figure_card, html_table, render
@@ -95,8 +95,12 @@ _METRICS = (
 
 @dataclass(frozen=True)
 class _Band:
-    """A metric of a group at common steps: mean, smallest and largest of its runs."""
+    """A metric of a group at common steps: mean, smallest and largest of its runs.
 
+    Its place gives it its colour: that among all groups of its row, so that a plot without some of them keeps colours.
+    """
+
+    place: int
     mean: Points
     low: Points
     high: Points
@@ -179,12 +183,10 @@ def _final_table(comparison: Comparison) -> str:
 
 def _final(group: Group | None) -> str:
     estimate = group.final if group else None
-    interval = None if estimate is None else interval_of(estimate)
+    interval = None if group is None or estimate is None else result_interval(estimate, group.measure)
     if group is None or interval is None:
         return cell(group)
     low, high = interval
-    if group.measure == "success":  # Student's t does not know that there is nothing below 0 % and above 100 %
-        low, high = max(0.0, low), min(1.0, high)
     return f"{cell(group)}<small>{figure(low, group.measure)} to {figure(high, group.measure)}</small>"
 
 
@@ -252,7 +254,7 @@ def _curves(comparison: Comparison) -> str:
     found = []
     for metric in _METRICS:
         plots = [
-            (title, {label: band for label, group in lines.items() if (band := _band(metric, group)) is not None})
+            (title, {label: band for label, place, group in lines if (band := _band(metric, group, place)) is not None})
             for title, lines in _plots(comparison)
         ]
         if plots := [(title, bands) for title, bands in plots if bands]:
@@ -276,16 +278,20 @@ def _curves(comparison: Comparison) -> str:
     return "\n".join(parts)
 
 
-def _plots(comparison: Comparison) -> list[tuple[str, dict[str, Group]]]:
-    """The groups that share a plot, at most one for each colour."""
-    return [
-        (title, dict(list(lines.items())[start : start + len(COLOURS)]))
+def _plots(comparison: Comparison) -> list[tuple[str, list[tuple[str, int, Group]]]]:
+    """The groups that share a plot, at most one for each colour, each with its label and its place."""
+    numbered = [
+        (title, [(label, place, group) for place, (label, group) in enumerate(lines.items())])
         for title, lines in panels(comparison.groups)
+    ]
+    return [
+        (title, lines[start : start + len(COLOURS)])
+        for title, lines in numbered
         for start in range(0, len(lines), len(COLOURS))
     ]
 
 
-def _band(metric: _Metric, group: Group) -> _Band | None:
+def _band(metric: _Metric, group: Group, place: int) -> _Band | None:
     logged = [dict(points) for run in group.runs if (points := _logged(metric, run))]
     common = sorted(set.intersection(*map(set, logged))) if logged else []
     # Thinned only once they have the same steps: otherwise lines that began at different steps would share no point.
@@ -294,7 +300,7 @@ def _band(metric: _Metric, group: Group) -> _Band | None:
     def over_seeds(pick: Callable[[list[float]], float]) -> Points:
         return [(points[0][0], pick([value for _, value in points])) for points in zip(*smoothed, strict=True)]
 
-    return _Band(over_seeds(fmean), over_seeds(min), over_seeds(max)) if common else None
+    return _Band(place, over_seeds(fmean), over_seeds(min), over_seeds(max)) if common else None
 
 
 def _logged(metric: _Metric, run: Run) -> Points:
@@ -323,8 +329,8 @@ def _card(
     last = max(step for panel in every for band in panel.values() for step, _ in band.mean)
 
     def paint(axes: Axes) -> None:
-        for place, band in enumerate(bands.values()):
-            style, (steps, means) = line_style(place), columns(band.mean)
+        for band in bands.values():
+            style, (steps, means) = line_style(band.place), columns(band.mean)
             low, high = columns(band.low)[1], columns(band.high)[1]
             axes.fill_between(steps, low, high, color=style["color"], alpha=0.15, linewidth=0)
             axes.plot(steps, means, **style, marker="." if len(steps) <= 2 else "")
@@ -332,5 +338,5 @@ def _card(
         axes.set_ylim(min(ends) - margin, max(ends) + margin)
 
     plot = svg(slug, escape(f"{metric.title}, {title}"), max(1, last), paint)
-    legend = {escape(label): line_mark(place) for place, label in enumerate(bands)}
+    legend = {escape(label): line_mark(band.place) for label, band in bands.items()}
     return figure_card(slug, escape(title), plot, legend, caption)

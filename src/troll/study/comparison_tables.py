@@ -59,6 +59,14 @@ def interval_of(estimate: Estimate) -> Interval | None:
     return None if is_constant(estimate) else estimate.interval
 
 
+def result_interval(estimate: Estimate, measure: Measure) -> Interval | None:
+    """The interval of a result, with the part of a success's that Student's t puts below 0 % or above 100 % cut off."""
+    interval = interval_of(estimate)
+    if interval is None or measure == "reward":
+        return interval
+    return max(0.0, interval[0]), min(1.0, interval[1])
+
+
 def figure(value: float, measure: Measure, sign: str = "") -> str:
     """A success in per cent, or a reward unchanged; with "+" as the sign, positive ones show it."""
     shown = f"{100 * value:{sign}.1f}" if measure == "success" else f"{value:{sign}.3f}"

@@ -57,6 +57,7 @@ svg text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.35rem 1.1rem 0.35rem 0; text-align: left; vertical-align: top; white-space: nowrap; }
+.cards th { white-space: normal; }
 thead th { font-size: 0.85rem; font-weight: 500; color: var(--soft); }
 tbody th { font-weight: 500; }
 tbody tr { border-top: 1px solid var(--rule); }
