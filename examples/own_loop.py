@@ -22,7 +22,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
 prompts = torch.randint(1, 1000, (4, PROMPT)).repeat_interleave(4, 0)
 prompt_mask = (torch.arange(PROMPT) >= torch.tensor([0, 1, 2, 3]).repeat_interleave(4).unsqueeze(-1)).long()
 prompts = prompts.masked_fill(prompt_mask == 0, PAD)
-sequences = model.generate(  # type: ignore[misc]  # its mixin does not type-check
+sequences = model.generate(  # type: ignore[misc, unused-ignore]  # before transformers 5.24
     prompts, attention_mask=prompt_mask, do_sample=True, temperature=TEMPERATURE, top_k=0, max_new_tokens=COMPLETION
 )
 assert isinstance(sequences, torch.Tensor)

@@ -421,7 +421,6 @@ Prose {{sparse-signal troll - clip}} and {{sparse-signal troll}}.
 {{fast}}
 {{regime sparse-signal}}
 {{regime sparse-signal-resampled}}
-{{exploratory}}
 {{data}}
 """
 
@@ -447,7 +446,7 @@ def test_page_of_a_part_of_the_study(tmp_path: Path) -> None:
         if line.startswith("| Sparse signal, 8 updates a rollout (interim) | 3e-4")
     ]
     assert len(cells) == 1 and cells[0].count("(4)") == 1 and cells[0].endswith("] | – | – |")
-    assert built.text.count("<!-- from the tables: ") == built.text.count("<!-- end -->") == 8
+    assert built.text.count("<!-- from the tables: ") == built.text.count("<!-- end -->") == 7
 
 
 def test_numbers_at_one_rate(tmp_path: Path) -> None:
@@ -573,11 +572,9 @@ def test_what_resampling_takes_from_the_lead(tmp_path: Path) -> None:
 def test_page_of_exploration_only(tmp_path: Path) -> None:
     rows = study(tmp_path, phase="exploratory")
     rivals = [row for row in rows if row.surrogate != "troll"]
-    built = page.build(
-        {"first": rows, "second": rivals}, tmp_path, "{{exploratory second}}\n{{contrasts}}\n{{exploratory}}"
-    )
-    second, first = built.text.split("Nothing to show yet.")
-    assert f"*first: recipe `{REGIME}`, {len(rows)} exploratory runs.*" in first and "first" not in second
+    built = page.build({"first": rows, "second": rivals}, tmp_path, "{{exploratory second}}\n{{exploratory first}}")
+    second, first = built.text.split("from the tables: exploratory first")
+    assert f"*first: recipe `{REGIME}`, {len(rows)} exploratory runs.*" in first
     assert "|  | 1e-4 | 3e-4 | minus TROLL at 1e-4 | minus TROLL at 3e-4 |" in first
     finals = {(row.surrogate, row.learning_rate, row.seed): row.success_after for row in rows}
     lead = fmean(finals["clip", 3e-4, seed] - finals["troll", 3e-4, seed] for seed in range(4))
@@ -589,7 +586,7 @@ def test_page_of_exploration_only(tmp_path: Path) -> None:
 
 def test_exploration_at_one_rate_has_other_measures(tmp_path: Path) -> None:
     rows = [row for row in study(tmp_path, phase="exploratory") if row.learning_rate == 3e-4]
-    text = page.build({"fast": rows}, tmp_path, "{{exploratory}}").text
+    text = page.build({"fast": rows}, tmp_path, "{{exploratory fast}}").text
     assert "|  | 3e-4 | minus TROLL | right, in brackets or not: before and after |" in text
     assert "| 0.75 to 0.5 |" in text, "the entropy of the first rollout and of the last"
 
@@ -626,11 +623,20 @@ def test_page_without_any_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("placeholder", "message"),
-    [("regime spars", "asks for {{regime spars}}, which is unknown"), (f"{REGIME} trol", "'trol' is no method")],
+    [
+        ("regime spars", "asks for {{regime spars}}, which is unknown"),
+        ("exploratory nothing", "asks for {{exploratory nothing}}, which is unknown"),
+        (f"{REGIME} trol", "'trol' is no method"),
+    ],
 )
 def test_a_mistake_in_the_template_is_named(tmp_path: Path, placeholder: str, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("{", r"\{")):
         page.build({}, tmp_path, f"{{{{{placeholder}}}}}")
+
+
+def test_exploration_that_the_template_does_not_show_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no exploratory runs of rivals: add \{\{exploratory rivals\}\}"):
+        page.build({"rivals": study(tmp_path, phase="exploratory")}, tmp_path, "Prose.")
 
 
 # Figures.

@@ -3,10 +3,9 @@
 The template is the page's prose. Between double braces stands what the data fill in: `{{hypotheses}}`,
 `{{contrasts}}`, `{{fast}}`, `{{changes}}`, `{{settings}}`, `{{tabular}}`, `{{data}}`, `{{figure robustness}}`,
 `{{figure contrasts}}`; `{{regime NAME}}`, everything about a primary regime, and `{{kept NAME}}`, what its methods kept
-and learned; `{{exploratory TABLE}}`, a table's exploratory runs; `{{exploratory}}`, the tables that the template does
-not name; and within a sentence `{{REGIME METHOD}}`, a success, or `{{REGIME METHOD - METHOD}}`, the difference of two,
-by surrogates, each at its own rates or, with ` @ RATE`, at that one; and `{{REGIME METHOD KL @ RATE}}`, the KL of whole
-completions.
+and learned; `{{exploratory TABLE}}`, a table's exploratory runs, which must be there for each table that has any; and
+within a sentence `{{REGIME METHOD}}`, a success, or `{{REGIME METHOD - METHOD}}`, the difference of two, by surrogates,
+each at its own rates or, with ` @ RATE`, at that one; and `{{REGIME METHOD KL @ RATE}}`, the KL of whole completions.
 """
 
 from __future__ import annotations
@@ -81,12 +80,15 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
         template: The page with placeholders, as the module's docstring describes them.
 
     Raises:
-        ValueError: A placeholder is unknown, or the data contradict the protocol.
+        ValueError: A placeholder is unknown, exploratory runs have none, or the data contradict the protocol.
     """
-    asked = [key.strip() for key in _PLACEHOLDER.findall(template)]
-    named = {key.removeprefix("exploratory ").strip() for key in asked if key.startswith("exploratory ")}
     primary = primary_sections(rows, folder)
     explored = exploratory_sections(rows)
+    asked = [key.strip() for key in _PLACEHOLDER.findall(template)]
+    if hidden := [table for table in explored if f"exploratory {table}" not in asked]:
+        raise ValueError(
+            f"the template shows no exploratory runs of {', '.join(hidden)}: add {{{{exploratory {hidden[0]}}}}} to it"
+        )
     page = Page("")
     sections = [section for section in primary.values() if section.methods]
     blocks: dict[str, Callable[[], list[str]]] = {
@@ -102,10 +104,8 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
     def fill(found: re.Match[str]) -> str:
         key = found[1].strip()
         kind, _, name = key.partition(" ")
-        if kind == "exploratory":
-            wanted = [name.strip()] if name else [table for table in explored if table not in named]
-            parts = [part for table in wanted for part in _explored(table, explored.get(table, []), page)]
-            return _block(key, parts or ["Nothing to show yet."])
+        if kind == "exploratory" and name in explored:
+            return _block(key, _explored(name, explored[name], page))
         if kind == "regime" and name in REGIMES:
             return _block(key, _regime(primary[name], page))
         if kind == "kept" and name in REGIMES:
@@ -139,7 +139,7 @@ def _regime(section: Section, page: Page) -> list[str]:
 
 
 def _explored(table: str, sections: Sequence[Section], page: Page) -> list[str]:
-    parts = [_figure(table, figures.seeds(sections), page)] if sections else []
+    parts = [_figure(table, figures.seeds(sections), page)]
     for section in sections:
         size = sum(run.phase == "exploratory" for run in section.every_run)
         counted = ", with the counted runs of these rates and seeds" if size < section.size else ""
