@@ -625,7 +625,7 @@ def test_page_without_any_run(tmp_path: Path) -> None:
     ("placeholder", "message"),
     [
         ("regime spars", "asks for {{regime spars}}, which is unknown"),
-        ("exploratory nothing", "asks for {{exploratory nothing}}, which is unknown"),
+        ("exploratory", "asks for {{exploratory}}, which is unknown"),
         (f"{REGIME} trol", "'trol' is no method"),
     ],
 )

@@ -104,8 +104,9 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
     def fill(found: re.Match[str]) -> str:
         key = found[1].strip()
         kind, _, name = key.partition(" ")
-        if kind == "exploratory" and name in explored:
-            return _block(key, _explored(name, explored[name], page))
+        if kind == "exploratory" and name:
+            parts = _explored(name, explored[name], page) if name in explored else ["Nothing to show yet."]
+            return _block(key, parts)
         if kind == "regime" and name in REGIMES:
             return _block(key, _regime(primary[name], page))
         if kind == "kept" and name in REGIMES:

@@ -303,8 +303,10 @@ def test_lora_trains_the_adapter_alone(make, beta):
     assert max(logged(trainer, "trust_region/projected_fraction")) > 0
 
 
-def test_an_adapter_that_transformers_has_injected_trains(make):
+def test_an_adapter_that_transformers_has_injected_trains(make, monkeypatch):
     """Such a model has a `peft_config`, but PEFT does not wrap it."""
+    # transformers 5.24 asks for PEFT 0.22, which is not released.
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0.21")
     model = make.model()
     model.add_adapter(lora())
     trainer = make(model=model, kl_bound=1e-4, learning_rate=0.05, max_steps=4)
