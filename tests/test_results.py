@@ -459,9 +459,8 @@ def test_numbers_at_one_rate(tmp_path: Path) -> None:
 
 def test_settings_rates_and_what_was_kept(tmp_path: Path) -> None:
     rows = [replace(row, sequence_kl=0.01 * (row.seed + 1)) for row in study(tmp_path)]
-    template = f"{{{{{REGIME} clip KL @ 3e-4}}}}\n{{{{settings}}}}\n{{{{kept {REGIME}}}}}"
-    text = page.build({"one": rows}, tmp_path, template).text
-    assert text.startswith("0.025 (interim)\n")
+    text = page.build({"one": rows}, tmp_path, f"{{{{moved}}}}\n{{{{settings}}}}\n{{{{kept {REGIME}}}}}").text
+    assert "|  | (a) at 1e-4 (interim) | (a) at 3e-4 (interim) |" in text and "| clip | 0.025 | 0.025 |" in text
     assert "| TROLL (`kl_bound`) | 0.05, rate 3e-4 |" in text and "| clip (`epsilon`) | 0.2, rate 1e-4 |" in text
     assert "| KL penalty (`kl_penalty_weight`) | – |" in text and "| no bound | – |" in text
     assert "| clip | 87.5 | 75.0 (–) | 75.0 (–) |" in text

@@ -1,11 +1,11 @@
 """`docs/results.md` and its figures, from the tables of runs and `template.md`.
 
 The template is the page's prose. Between double braces stands what the data fill in: `{{hypotheses}}`,
-`{{contrasts}}`, `{{fast}}`, `{{changes}}`, `{{settings}}`, `{{tabular}}`, `{{data}}`, `{{figure robustness}}`,
-`{{figure contrasts}}`; `{{regime NAME}}`, everything about a primary regime, and `{{kept NAME}}`, what its methods kept
-and learned; `{{exploratory TABLE}}`, a table's exploratory runs, which must be there for each table that has any; and
-within a sentence `{{REGIME METHOD}}`, a success, or `{{REGIME METHOD - METHOD}}`, the difference of two, by surrogates,
-each at its own rates or, with ` @ RATE`, at that one; and `{{REGIME METHOD KL @ RATE}}`, the KL of whole completions.
+`{{contrasts}}`, `{{fast}}`, `{{changes}}`, `{{settings}}`, `{{moved}}`, `{{tabular}}`, `{{data}}`,
+`{{figure robustness}}`, `{{figure contrasts}}`; `{{regime NAME}}`, everything about a primary regime, and
+`{{kept NAME}}`, what its methods kept and learned; `{{exploratory TABLE}}`, a table's exploratory runs, which must be
+there for each table that has any; and within a sentence `{{REGIME METHOD}}`, a success, or
+`{{REGIME METHOD - METHOD}}`, the difference of two, by surrogates, each at its own rates or, with ` @ RATE`, at one.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
         "contrasts": lambda: [tables.contrasts(sections)],
         "fast": lambda: [tables.fast(sections)],
         "settings": lambda: [tables.settings(sections)],
+        "moved": lambda: [tables.moved(sections)],
         "tabular": lambda: [tables.tabular(_tabular(folder))],
         "data": lambda: [_data(rows), *_commands(folder, rows)],
     }
@@ -157,13 +158,11 @@ def _figure(name: str, drawing: figures.Drawing, page: Page) -> str:
 
 
 def _number(section: Section, wanted: str) -> str:
-    """A success, a difference with its interval, or a KL."""
+    """A success, or a difference with its interval."""
     names, _, rate = wanted.partition(" @ ")
-    first, minus, second = names.removesuffix(" KL").partition(" - ")
+    first, minus, second = names.partition(" - ")
     if unknown := {first, second or first} - set(METHODS):
         raise ValueError(f"the template asks for {{{{{section.regime} {wanted}}}}}: {unknown.pop()!r} is no method")
-    if names.endswith(" KL"):
-        return tables.kl(section.method(first), float(rate)) + section.mark
     finals, *others = [section.finals(name, float(rate) if rate else None) for name in (first, second) if name]
     found = paired_difference(finals, others[0]) if minus else mean_estimate(list(finals.values())) if finals else None
     if found is None:

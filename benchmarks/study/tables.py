@@ -145,6 +145,25 @@ def fast(sections: Sequence[Section]) -> str:
     return table(["regime", "learning rate", "clip", *(f"{METHODS[name]} minus clip" for name in names)], rows)
 
 
+def moved(sections: Sequence[Section]) -> str:
+    """The KL of whole completions at the clip's best rate and at the next one, by method and regime."""
+    columns = [
+        (section, rate)
+        for section in sections
+        if (clip := section.method("clip")) is not None
+        for rate in (clip.best_rate, section.fast_rate)
+        if rate is not None
+    ]
+    letters = dict(zip(REGIMES, "abc", strict=True))
+    head = ["", *(f"({letters[section.regime]}) at {rate_text(rate)}{section.mark}" for section, rate in columns)]
+    found = [{method.surrogate: method.runs.get(rate, {}) for method in section.methods} for section, rate in columns]
+    rows = [
+        [label, *(_mean([run.sequence_kl for run in runs.get(name, {}).values()]) for runs in found)]
+        for name, label in METHODS.items()
+    ]
+    return table(head, rows if columns else [])
+
+
 def changes(sections: Mapping[str, Section]) -> str:
     """What each other regime changes for each method, at its own rates: minus the first regime, paired by seed."""
     first, second, third = (sections[name] for name in REGIMES)
@@ -230,11 +249,6 @@ def success(estimate: Estimate | None) -> str:
         return NOTHING
     ends = estimate.interval
     return percent(estimate.mean) + (f" [{percent(ends[0])}, {percent(ends[1])}]" if ends else "")
-
-
-def kl(method: Method | None, rate: float) -> str:
-    """The KL of whole completions at a rate, in nats, as `Result.sequence_kl`."""
-    return _mean([run.sequence_kl for run in method.runs.get(rate, {}).values()] if method else [])
 
 
 def p_value(p: float | None) -> str:
