@@ -53,17 +53,12 @@ def test_what_it_says_of_the_study_is_so() -> None:
     left, middle, right = figures.shown(ROOT / "docs" / "results" / "robustness.svg")
     assert "8 updates" in left["title"] and "32 updates" in middle["title"] and "rewards replaced" in right["title"]
     assert not any("interim" in panel["title"] for panel in (left, middle, right))
-    best: dict[str, list[float]] = {}
     lead: list[int] = []
     for panel, rate, fast in ((left, 1e-4, 3e-4), (middle, 3e-5, 1e-4), (right, 1e-4, 3e-4)):
         success = {name: dict(zip(line["rate"], line["mean"], strict=True)) for name, line in panel["lines"].items()}
-        for name, means in success.items():
-            best.setdefault(name, []).append(max(means.values()))
-        assert success["clip"][rate] == best["clip"][-1]
+        assert success["clip"][rate] == max(success["clip"].values())
         lead.append(round(100 * (success["TROLL"][fast] - success["clip"][fast])))
-        assert success["KL penalty"][fast] > success["TROLL"][fast] + 0.05
-    assert all(again > plain + 0.1 for plain, _, again in best.values())  # "all gain"
-    assert f"is ahead in all three, by {lead[0]}, {lead[1]} and {lead[2]} points" in README.replace("\n", " ")
+        assert success["KL penalty"][fast] > success["TROLL"][fast] + 0.05  # "ahead of TROLL where TROLL beats the clip"
 
     table = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 
@@ -79,7 +74,8 @@ def test_what_it_says_of_the_study_is_so() -> None:
     found = [difference(many, rival) for rival in ("clip", "KL penalty")]
     assert [(round(points), verdict) for points, verdict in found] == [(7, "better"), (-7, "worse")]
     (minus_troll,) = re.findall(r"^\| clip epsilon=0\.2 \| \S+ ± \S+ \(20\) \| (\S+) ", table, re.M)
-    assert round(float(minus_troll.replace("−", "-"))) == -4  # "and 4 with a better range"
+    lead += [round(points) for points, _ in found[:1]] + [-round(float(minus_troll.replace("−", "-")))]
+    assert f"{min(lead)} to {max(lead)} points ahead of the clip" in " ".join(README.split())
 
 
 def test_what_it_says_of_the_cost_is_measured() -> None:
