@@ -156,7 +156,7 @@ def loss(rows: list[list[Token]], inputs: dict[str, Any], args: TrollConfig) -> 
 def aggregate(per_sequence: list[list[Tensor]], inputs: dict[str, Any], args: TrollConfig) -> Tensor:
     total = torch.stack([value for row in per_sequence for value in row]).sum()
     accumulation, sequences = args.gradient_accumulation_steps, len(per_sequence)
-    if args.loss_type == "grpo":
+    if args.loss_type in ("grpo", "sapo"):
         means = [torch.stack(row).mean() for row in per_sequence if row]
         return torch.stack(means).sum() / sequences / accumulation
     if args.loss_type == "bnpo":
@@ -164,6 +164,6 @@ def aggregate(per_sequence: list[list[Tensor]], inputs: dict[str, Any], args: Tr
     if args.loss_type == "dr_grpo":
         assert args.max_completion_length is not None
         return total / (sequences * args.max_completion_length) / accumulation
-    assert args.loss_type == "dapo"
+    assert args.loss_type in ("dapo", "cispo", "vespo")
     assert args.steps_per_generation is not None
     return total / (float(inputs["num_items_in_batch"]) * accumulation / args.steps_per_generation)

@@ -38,6 +38,9 @@ CASES: dict[str, dict[str, Any]] = {
         "kl_bound_entropy_exponent": 1.0,
         "kl_bound_negative_ratio": 0.5,
     },
+    # After the first rollout, the mean KL is 0.11 in one process, which by itself would halve the weight, and 0.47 in
+    # the other: 0.31 over both, which doubles it.
+    "adaptive penalty": {"loss_type": "grpo", "surrogate": "kl_penalty", "kl_penalty_target": 0.19, "max_steps": 4},
 }
 
 KL_BOUND = 0.01
@@ -69,6 +72,7 @@ class SameRollouts(TrollTrainer):
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
         assert self.max_completion_length is not None
+        self.captured = None  # of the rollout before
         seen: dict[tuple[int, ...], int] = {}
         completions = []
         for ids in prompt_ids:
@@ -102,7 +106,7 @@ def _in_order(value: Any, order: torch.Tensor) -> Any:
 
 
 def train(make: tiny.Maker, name: str, processes: int, model: str = "llama") -> dict[str, Any]:
-    """Gradients and logged metrics of the two updates of a rollout: the first on-policy, the second not."""
+    """Gradients and logged metrics of the updates of rollouts, of two each: the first on-policy, the second not."""
     torch.manual_seed(0)  # of the adapters
     keep = KeepGradients()
     settings = {

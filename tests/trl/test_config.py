@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -54,7 +55,8 @@ def copies(args: TrollConfig) -> list[TrollConfig]:
         ({"kl_penalty_target": 0.0}, "kl_penalty_target must be finite and above 0, got 0.0"),
         ({"kl_penalty_direction": "both"}, "kl_penalty_direction must be one of old_new, new_old, got 'both'"),
         ({"drpo_threshold": 0.0}, "drpo_threshold must be finite and above 0, got 0.0"),
-        ({"ipo_threshold": -0.1}, "ipo_threshold must be finite and above 0, got -0.1"),
+        ({"ipo_threshold": -0.1}, r"ipo_threshold must be in \(0, 1\], got -0.1"),
+        ({"ipo_threshold": 1.1}, r"ipo_threshold must be in \(0, 1\], got 1.1"),
         ({"ipo_kl_weight": -1.0}, "ipo_kl_weight must be finite and at least 0, got -1.0"),
         ({"gmpo_range": math.nan}, "gmpo_range must be finite and above 0, got nan"),
         ({"kl_bound_negative_ratio": 0.0}, "kl_bound_negative_ratio must be finite and above 0"),
@@ -67,6 +69,33 @@ def copies(args: TrollConfig) -> list[TrollConfig]:
         ({"gamma": 1.1}, r"gamma must be in \[0, 1\], got 1.1"),
         ({"gae_lambda": -0.1}, r"gae_lambda must be in \[0, 1\], got -0.1"),
         ({"dppo_threshold": -1.0}, "dppo_threshold must be finite and above 0"),
+        (
+            {"surrogate": "dppo_tv", "dppo_threshold": 1.1},
+            r"with surrogate 'dppo_tv', dppo_threshold is a total variation, in \(0, 1\], got 1.1",
+        ),
+        ({"drpo_threshold": None}, "drpo_threshold must be finite and above 0, got None"),
+        ({"kl_penalty_weight": None}, "kl_penalty_weight must be finite and above 0, got None"),
+        ({"kl_bound": None}, "kl_bound must be above 0, got None"),
+        ({"ipo_kl_weight": "0.1"}, "ipo_kl_weight must be finite and at least 0, got '0.1'"),
+        ({"gamma": None}, r"gamma must be in \[0, 1\], got None"),
+        # TRL's, of the surrogate that is chosen.
+        ({"surrogate": "clip", "epsilon": 0.0}, "epsilon must be above 0, got 0.0"),
+        ({"surrogate": "clip", "epsilon": math.nan}, "epsilon must be above 0, got nan"),
+        ({"surrogate": "clip", "epsilon_high": -0.1}, "epsilon_high must be above 0, got -0.1"),
+        ({"surrogate": "clip", "delta": 1.0}, "delta must be above 1, got 1.0"),
+        (
+            {"surrogate": "sapo", "sapo_temperature_pos": 0.0},
+            "sapo_temperature_pos must be finite and above 0, got 0.0",
+        ),
+        (
+            {"surrogate": "sapo", "sapo_temperature_neg": None},
+            "sapo_temperature_neg must be finite and above 0, got None",
+        ),
+        ({"surrogate": "vespo", "vespo_k_pos": -1.0}, "vespo_k_pos must be finite and at least 0, got -1.0"),
+        (
+            {"surrogate": "vespo", "vespo_lambda_neg": math.nan},
+            "vespo_lambda_neg must be finite and at least 0, got nan",
+        ),
         ({"support_top_k": 8.5}, "support_top_k must be an integer, at least 1, got 8.5"),
         ({"diagnostics_steps": 2.5}, "diagnostics_steps must be an integer, at least 0"),
         ({"constraint": "tokens"}, "constraint must be one of token, sequence, batch"),
@@ -113,6 +142,16 @@ def copies(args: TrollConfig) -> list[TrollConfig]:
             {"surrogate": "kl_penalty", "kl_penalty_target": 0.01, "updates_per_rollout": 1},
             "kl_penalty_target adapts .* set updates_per_rollout to 2 or more",
         ),
+        # And updates that belong to one rollout each.
+        (
+            {
+                "surrogate": "kl_penalty",
+                "kl_penalty_target": 0.01,
+                "steps_per_generation": 3,
+                "gradient_accumulation_steps": 2,
+            },
+            "gradient_accumulation_steps=2 does not divide the 3 passes of a rollout. Set updates_per_rollout",
+        ),
         # Groups with equal rewards.
         ({"resampling_rounds": -1}, "resampling_rounds must be an integer, at least 0, got -1"),
         ({"resampling_rounds": 1.5}, r"resampling_rounds must be an integer, at least 0, got 1\.5"),
@@ -151,6 +190,49 @@ def copies(args: TrollConfig) -> list[TrollConfig]:
 def test_settings_that_cannot_work_are_refused_with_what_can(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         config(tmp_path, **{"per_device_train_batch_size": 8, **settings})
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "settings"),
+    [
+        ("troll", {"sapo_temperature_pos": 0.0, "vespo_k_pos": -1.0}),
+        ("clip", {"epsilon": 1.5, "epsilon_high": None, "delta": 1.1}),
+        ("vespo", {"vespo_k_pos": 0.0, "vespo_lambda_neg": 0}),
+        ("ipo", {"ipo_threshold": 1}),
+        ("dppo_tv", {"dppo_threshold": 1.0}),
+        ("dppo_kl", {"dppo_threshold": 2.0}),
+    ],
+)
+def test_settings_that_are_not_read_or_at_their_limit_are_accepted(tmp_path, surrogate, settings):
+    args = config(tmp_path, surrogate=surrogate, **settings)
+    assert {name: getattr(args, name) for name in settings} == settings
+
+
+#: Of each surrogate, what the table of docs/surrogates.md says about its settings.
+ROWS: dict[str, str] = {
+    surrogate: settings
+    for names, settings in re.findall(
+        r"^\| (`\w+`(?:, `\w+`)*) \|[^|]*\|([^|]*)\|",
+        (Path(__file__).parents[2] / "docs" / "surrogates.md").read_text(),
+        re.M,
+    )
+    for surrogate in re.findall(r"\w+", names)
+}
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_defaults_are_those_of_the_page(tmp_path, surrogate):
+    args, settings = config(tmp_path, surrogate=surrogate), ROWS[surrogate]
+    if "dppo_threshold" in settings:  # its default depends on the surrogate
+        total_variation, kl = re.findall(r"([\d.]+) \((?:TV|KL)\)", settings)
+        assert args.divergence_threshold == float(total_variation if surrogate == "dppo_tv" else kl)
+        settings = settings.partition(";")[2]
+    defaults = re.findall(r"`(\w+)` (`\w+`|none|[\d.]+)", settings)
+    assert bool(defaults) == (surrogate not in ("regression", "none"))  # of which one has those of another
+    for name, said in defaults:
+        assert name in SURROGATES[surrogate].settings
+        found = getattr(args, name)
+        assert said == ("none" if found is None else f"`{found}`" if isinstance(found, str) else f"{found:g}"), name
 
 
 SURROGATE_LOSSES = ["cispo", "sapo", "vespo"]

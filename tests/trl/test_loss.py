@@ -343,7 +343,7 @@ def test_a_rollout_starts_at_ratio_one(make, monkeypatch, tail, top_k):
     trainer = make(tail=tail, support_top_k=top_k, kl_bound=1e-4, loss_type="grpo")
     inputs = rollout(trainer)[0]
     terms: list[Any] = []
-    monkeypatch.setattr(trainer, "_observe", lambda tokens, made, mask: terms.append(made))
+    monkeypatch.setattr(trainer, "_observe", lambda tokens, made, *_: terms.append(made))
     loss, _ = loss_and_gradients(trainer, inputs)  # the weights have not moved
     mask = dense.scored_mask(inputs)
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch
 from accelerate import Accelerator
 
 from tests.trl import resuming
-from tests.trl.tiny import logged
+from tests.trl.tiny import logged, same_updates
 from troll.trl.penalty import PenaltyWeight, adapted
 from troll.trl.updates import PENALTY_STATE
 
-WEIGHT = "trust_region/kl_penalty_weight"
+WEIGHT, SEEN = "trust_region/kl_penalty_weight", "trust_region/kl_penalty_kl"
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,25 @@ def test_the_weight_adapts_to_the_mean_of_an_update_and_of_the_tokens_that_count
     assert weight.value == 2.0
 
 
+@pytest.mark.parametrize(("kl", "limit"), [(9.0, 3.0 * 1024), (0.0, 3.0 / 1024)])
+def test_a_target_out_of_reach_takes_the_weight_to_a_limit_and_is_warned_about_once(kl, limit):
+    weight = PenaltyWeight(Accelerator(cpu=True), 3.0, target=0.03)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for rollouts in range(1, 41):
+            weight.observe(torch.tensor([kl]), torch.tensor([1]))
+            weight.end_update(adapt=True)
+            assert len(said) == (rollouts > 10)
+    assert weight.value == limit
+    assert str(said[0].message).startswith(f"kl_penalty_weight stays at {limit:g}, the limit of its range, though the ")
+
+
+def test_a_restored_weight_is_exactly_that_of_the_checkpoint():
+    weight = PenaltyWeight(Accelerator(cpu=True), 3.0, target=0.03)
+    weight.load_state_dict({"weight": 1e9})  # that of a run with another initial weight
+    assert weight.state_dict() == {"weight": 1e9}
+
+
 def test_a_fixed_weight_stays():
     weight = PenaltyWeight(Accelerator(cpu=True), 1.0, target=None)
     weight.observe(torch.tensor([9.0]), torch.tensor([1]))
@@ -66,6 +86,7 @@ def test_a_rollouts_last_update_decides(make):
     fixed = make(**TWO_ROLLOUTS)
     fixed.train()
     assert logged(fixed, WEIGHT) == [1, 1, 1, 1]
+    assert logged(fixed, SEEN) == []
     kl = logged(fixed, "trust_region/kl_before_mean")
     assert kl[0] == 0 < kl[1]
     for target, factor in ((kl[1] * 1.52, 0.5), (kl[1] * 1.48, 1), (kl[1] / 1.48, 1), (kl[1] / 1.52, 2)):
@@ -73,20 +94,22 @@ def test_a_rollouts_last_update_decides(make):
         trainer.train()
         assert logged(trainer, WEIGHT) == [1, 1, factor, factor]
         assert logged(trainer, "trust_region/kl_before_mean")[:2] == kl[:2]
+        assert [entry["step"] for entry in trainer.state.log_history if SEEN in entry] == [2, 4]
+        assert logged(trainer, SEEN)[0] == pytest.approx(kl[1], rel=1e-5)
 
 
-def test_the_other_direction_adapts_to_its_own_divergence(make, monkeypatch):
+def test_the_loss_takes_the_weight_that_has_adapted(make):
+    adaptive = make(surrogate="kl_penalty", kl_penalty_target=0.01)
+    adaptive.updates.penalty_weight.value = 6.0
+    for _ in same_updates(adaptive, make(surrogate="kl_penalty", kl_penalty_weight=6.0)):
+        pass
+
+
+def test_the_other_direction_adapts_to_its_own_divergence(make):
     """What is seen is KL(p ‖ p̃), and not KL(p̃ ‖ p), which the monitor measures."""
-    seen: list[float] = []
-
-    def see(weight: float, kl: float, target: float) -> float:
-        seen.append(kl)
-        return weight
-
-    monkeypatch.setattr("troll.trl.penalty.adapted", see)
     trainer = make(**{**TWO_ROLLOUTS, "kl_penalty_direction": "old_new"}, kl_penalty_target=1.0, learning_rate=0.1)
     trainer.train()
-    measured = logged(trainer, "trust_region/kl_before_mean")[1::2]
+    seen, measured = logged(trainer, SEEN), logged(trainer, "trust_region/kl_before_mean")[1::2]
     assert len(seen) == len(measured) == 2
     for kl, other in zip(seen, measured, strict=True):
         assert kl > 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -154,6 +155,50 @@ def test_a_rival_is_its_formula_on_full_logits(make, settings, loss_type):
         ]
 
     assert_is_formula(make, trainer, of_sequence)
+
+
+def trls_own(kind: str, new: Tensor, old: Tensor, advantage: float, args: Any) -> Tensor:
+    """The losses of a sequence's tokens, (t,), from the log-probabilities of those that were sampled."""
+    ratio = (new - old).exp()
+    if kind == "sapo":
+        temperature = args.sapo_temperature_pos if advantage > 0 else args.sapo_temperature_neg
+        return -advantage * 4 / temperature * torch.sigmoid(temperature * (ratio - 1))
+    if kind == "cispo":
+        return -advantage * ratio.detach().clamp(max=args.epsilon_high) * new
+    assert kind == "vespo"
+    positive = (args.vespo_k_pos, args.vespo_lambda_pos)
+    k, rate = positive if advantage > 0 else (args.vespo_k_neg, args.vespo_lambda_neg)
+    weight = ratio.detach().prod()
+    return -advantage * weight**k * torch.exp(rate * (1 - weight)) * new
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"surrogate": "cispo", "epsilon_high": 1.02},
+        {"surrogate": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
+        {
+            "surrogate": "vespo",
+            "vespo_k_pos": 1.5,
+            "vespo_lambda_pos": 2.5,
+            "vespo_k_neg": 2.0,
+            "vespo_lambda_neg": 0.5,
+        },
+    ],
+    ids=lambda settings: settings["surrogate"],
+)
+def test_trls_own_surrogates_are_their_formulas_on_full_logits(make, settings):
+    trainer = make(**settings)
+    signs: set[tuple[bool, bool]] = set()
+
+    def of_sequence(new: Tensor, old: Tensor, ids: list[int], advantage: float) -> list[Tensor]:
+        new, old = (log_probs[range(len(ids)), ids] for log_probs in (new, old))
+        signs.update((advantage > 0, above) for above in (new - old > math.log(1.02)).tolist())
+        return list(trls_own(settings["surrogate"], new, old, advantage, trainer.args))
+
+    assert_is_formula(make, trainer, of_sequence)
+    for seen in zip(*signs, strict=True):
+        assert set(seen) == {True, False}, "both signs of the advantage, and both sides of cispo's cap"
 
 
 @pytest.mark.parametrize("surrogate", ["kl_penalty", "regression"])

@@ -483,6 +483,18 @@ def test_nan_stops_the_training_before_the_update(make, surrogate, found):
     assert sum(bool(value.isnan().any()) for value in trainer.model.parameters()) == 1
 
 
+@pytest.mark.parametrize(
+    "settings", [{"surrogate": "kl_penalty", "kl_penalty_weight": 1e39}, {"regression_weight": 1e39}]
+)
+def test_a_loss_of_finite_logits_that_is_not_finite_stops_the_training_before_the_update(make, settings):
+    """The weight is infinite in float32."""
+    trainer = make(**settings)
+    before = tiny.parameters(trainer.model)
+    with pytest.raises(FloatingPointError, match=r"^step 1: the loss is NaN or infinite, and the update was not made"):
+        trainer.train()
+    assert not tiny.changed(before, trainer.model)
+
+
 @pytest.mark.parametrize(("kl_bound", "steps", "warned"), [(1e-6, 10, 2), (10.0, 8, 0), (1e-6, 3, 0)])
 def test_many_projected_tokens_over_many_steps_are_warned_about(make, monkeypatch, recwarn, kl_bound, steps, warned):
     warnings.simplefilter("always")  # a second one, too

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -36,6 +37,47 @@ CISPO_LARGEST_RATIO = 5.0
 
 #: Updates for which a rollout is used by default.
 UPDATES_PER_ROLLOUT = 8
+
+#: What a number may be, and the settings that must be so. None is allowed where it is the default. TRL's settings are
+#: checked only with a surrogate that reads them.
+RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
+    "above 0": (lambda value: value > 0, ("kl_bound", "epsilon", "epsilon_high")),
+    # The largest ratio: at most 1, tokens with a positive advantage would not learn.
+    "above 1": (lambda value: value > 1, ("delta",)),
+    "finite and above 0": (
+        lambda value: 0 < value < math.inf,
+        (
+            "kl_bound_negative_ratio",
+            "critic_learning_rate",
+            "critic_max_grad_norm",
+            "value_clip",
+            "kl_penalty_weight",
+            "kl_penalty_target",
+            "dppo_threshold",
+            "drpo_threshold",
+            "gmpo_range",
+            "sapo_temperature_pos",
+            "sapo_temperature_neg",
+        ),
+    ),
+    "finite and at least 0": (
+        lambda value: 0 <= value < math.inf,
+        (
+            "regression_weight",
+            "kl_bound_entropy_exponent",
+            "ipo_kl_weight",
+            "critic_weight_decay",
+            "eval_temperature",
+            "vespo_k_pos",
+            "vespo_lambda_pos",
+            "vespo_k_neg",
+            "vespo_lambda_neg",
+        ),
+    ),
+    "in [0, 1]": (lambda value: 0 <= value <= 1, ("gamma", "gae_lambda")),
+    "in (0, 1]": (lambda value: 0 < value <= 1, ("ipo_threshold",)),
+    "in [0, 1)": (lambda value: 0 <= value < 1, ("mass_threshold",)),
+}
 
 
 @dataclass
@@ -97,13 +139,14 @@ class TrollConfig(GRPOConfig):
         kl_penalty_weight: β, the weight of the surrogate "kl_penalty"; with `kl_penalty_target`, its initial value.
         kl_penalty_direction: What "kl_penalty" penalises: "old_new", KL(p ‖ p̃), as PPO does; or "new_old", KL(p̃ ‖ p).
         kl_penalty_target: d, the mean KL (nats) to which β adapts: after each rollout it is halved where the mean KL of
-            the rollout's last update was below d/1.5, and doubled where it was above 1.5 d. Default: β is fixed.
+            the rollout's last update was below d/1.5, and doubled where it was above 1.5 d, at most 1024 times larger
+            or smaller than `kl_penalty_weight`. An update must not take passes over two rollouts. Default: β is fixed.
         dppo_threshold: δ of the DPPO masks: a total variation for "dppo_tv", a KL (nats) for "dppo_kl". Default: the
             paper's, 0.15 and 0.05.
         dppo_outcomes: The outcomes on which DPPO measures δ: "binary", the sampled token and the rest; or "top_k",
             `support_top_k` tokens and the rest.
         drpo_threshold: ε of "drpo", which weights a token's gradient by 1 − sign(A)(p̃(o) − p(o))/ε.
-        ipo_threshold: The change of a token's probability, in [0, 1], above which "ipo" drops the token.
+        ipo_threshold: The change of a token's probability, in (0, 1], above which "ipo" drops the token.
         ipo_kl_weight: The weight of (log ratio)² in the loss of "ipo".
         gmpo_range: "gmpo" clips the log ratio of a token to [−`gmpo_range`, `gmpo_range`].
         advantage_estimator: How rewards become advantages: "group", TRL's (GRPO, and Dr.GRPO and GSPO by TRL's own
@@ -488,30 +531,17 @@ class TrollConfig(GRPOConfig):
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-        if not self.kl_bound > 0:
-            raise ValueError(f"kl_bound must be above 0, got {self.kl_bound}")
-        for name in (
-            "kl_bound_negative_ratio",
-            "critic_learning_rate",
-            "critic_max_grad_norm",
-            "value_clip",
-            "kl_penalty_weight",
-            "kl_penalty_target",
-            "dppo_threshold",
-            "drpo_threshold",
-            "ipo_threshold",
-            "gmpo_range",
-        ):
-            value = getattr(self, name)
-            unset = value is None and name in ("kl_penalty_target", "dppo_threshold")
-            if not unset and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be finite and above 0, got {value}")
-        for name in ("regression_weight", "kl_bound_entropy_exponent", "ipo_kl_weight", "critic_weight_decay"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+        unread = GRPOConfig.__dataclass_fields__.keys() - set(SURROGATES[self.surrogate].settings)
+        for takes, (holds, names) in RANGES.items():
+            for name in names:
+                value = getattr(self, name)
+                unset = value is None and self.__dataclass_fields__[name].default is None
+                if name not in unread and not unset and not (isinstance(value, Real) and holds(value)):
+                    raise ValueError(f"{name} must be {takes}, got {value!r}")
+        if self.surrogate == "dppo_tv" and self.divergence_threshold > 1:
+            raise ValueError(
+                f"with surrogate 'dppo_tv', dppo_threshold is a total variation, in (0, 1], got {self.dppo_threshold}"
+            )
         if self.generation_chunk_size is not None and self.generation_chunk_size < 1:
             raise ValueError(f"generation_chunk_size must be at least 1, got {self.generation_chunk_size}")
         for name, least in (
@@ -524,19 +554,27 @@ class TrollConfig(GRPOConfig):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer, at least {least}, got {value}")
-        if self.eval_temperature is not None and not 0 <= self.eval_temperature < math.inf:
-            raise ValueError(f"eval_temperature must be finite and at least 0, got {self.eval_temperature}")
         if self.eval_temperature == 0 and self.num_generations_eval != 1:
             raise ValueError(
                 "eval_temperature=0 writes the same completion every time: set num_generations_eval=1, "
                 "or a temperature above 0"
             )
-        if not 0 <= self.mass_threshold < 1:
-            raise ValueError(f"mass_threshold must be in [0, 1), got {self.mass_threshold}")
-        if self.surrogate == "kl_penalty" and self.kl_penalty_target is not None and self.always_on_policy:
+        if self.surrogate == "kl_penalty" and self.kl_penalty_target is not None:
+            self._check_penalty_target()
+
+    def _check_penalty_target(self) -> None:
+        """Refuses a target where no update shows how far a whole rollout has moved the policy."""
+        if self.always_on_policy:
             raise ValueError(
                 "kl_penalty_target adapts the weight to the KL of a rollout's last update, which is 0 where every "
                 "update is on-policy: set updates_per_rollout to 2 or more, or leave it out"
+            )
+        if self.updates_per_rollout is None:
+            raise ValueError(
+                "kl_penalty_target adapts the weight to the KL of a rollout's last update, and here an update can take "
+                f"passes over two rollouts: gradient_accumulation_steps={self.gradient_accumulation_steps} does not "
+                f"divide the {self.rollout_steps} passes of a rollout. Set updates_per_rollout instead of "
+                "steps_per_generation, or leave the target out"
             )
 
     def make_bound(self, total_steps: int) -> Bound:

@@ -44,29 +44,32 @@ class Monitor:
         self.totals = Totals()
         self._update = torch.zeros(3, dtype=torch.float64)
 
-    def observe(self, step: TrustRegionStep, old: SparsePolicy, mask: Tensor, global_step: int) -> None:
+    def observe(self, step: TrustRegionStep, old: SparsePolicy, mask: Tensor, loss: Tensor, global_step: int) -> None:
         """Adds the N tokens of a micro-batch.
 
         Args:
             step: What the trust region did with them, each (N,).
             old: Their old policies, (N,).
             mask: (N,), 1 for the tokens that count.
+            loss: That of the micro-batch.
             global_step: Optimiser steps made so far, for the error.
 
         Raises:
-            FloatingPointError: If logits are NaN or infinite, on every process.
+            FloatingPointError: If logits or the loss are NaN or infinite in any process, on every process.
         """
         totals = Totals.of(step, mask)
         sums = totals.sums
         # Tool tokens are masked by multiplication in the parent, which NaN survives: they are counted too.
         sums["nonfinite"] = (~step.kl_before.isfinite()).sum().to(sums["tokens"])
         # One collective, and one wait for the device, for all that the host has to know now.
-        known = torch.stack([sums[name] for name in ("nonfinite", "tokens", "projected_fraction", "kl_before_mean")])
-        nonfinite, *update = self._accelerator.reduce(known, reduction="sum").cpu().double()
+        names = ("nonfinite", "tokens", "projected_fraction", "kl_before_mean")
+        known = torch.stack([(~loss.detach().isfinite()).to(sums["tokens"]), *(sums[name] for name in names)])
+        losses, nonfinite, *update = self._accelerator.reduce(known, reduction="sum").cpu().double()
         if nonfinite:
             raise FloatingPointError(
                 f"step {global_step + 1}: the logits of {int(nonfinite)} tokens are NaN or infinite, {REMEDY}"
             )
+        _check_losses(losses, global_step)
         self._update += torch.stack(update)
         if self._watched_since is None:
             self._watched_since = global_step
@@ -78,8 +81,8 @@ class Monitor:
         Raises:
             FloatingPointError: If it is NaN or infinite in any process, on every process.
         """
-        if self._accelerator.reduce((~loss.detach().isfinite()).float(), reduction="sum"):
-            raise FloatingPointError(f"step {global_step + 1}: the loss is NaN or infinite, {REMEDY}")
+        nonfinite = (~loss.detach().isfinite()).float()
+        _check_losses(self._accelerator.reduce(nonfinite, reduction="sum"), global_step)
 
     def end_update(self) -> BoundStatistics | None:
         """What all processes saw since the last call, one optimiser step ago; None if no token was observed."""
@@ -127,3 +130,9 @@ class Monitor:
         if message is not None and not self._warned_of_coverage:
             self._warned_of_coverage = True
             warnings.warn(message, stacklevel=2)
+
+
+def _check_losses(nonfinite: Tensor, global_step: int) -> None:
+    """Raises if the losses of some processes, `nonfinite` of them, are NaN or infinite."""
+    if nonfinite:
+        raise FloatingPointError(f"step {global_step + 1}: the loss is NaN or infinite, {REMEDY}")

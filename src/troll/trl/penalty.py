@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
 #: β changes where the KL divergence differs from its target by more than the first factor; it changes by the second.
 TARGET_RATIO, WEIGHT_FACTOR = 1.5, 2.0
+#: β stays within this factor of its initial value: a target out of reach would double or halve it without end.
+WEIGHT_RANGE = 2.0**10
 
 
 def adapted(weight: float, kl: float, target: float) -> float:
@@ -31,7 +35,8 @@ class PenaltyWeight:
 
     The paper compares d with the mean KL of a whole rollout after its last update, which would take another pass. Here
     it is the mean over the tokens of the rollout's last update, over all processes, as read for that update: with U
-    updates a rollout, after U − 1 of them. The divergence is the one that is penalised, in its direction.
+    updates a rollout, after U − 1 of them. The divergence is the one that is penalised, in its direction. Unlike the
+    paper's, β has limits, and a warning says when one holds it.
 
     Args:
         accelerator: Adds up what the trainer's processes saw.
@@ -41,6 +46,9 @@ class PenaltyWeight:
 
     def __init__(self, accelerator: Accelerator, weight: float, target: float | None) -> None:
         self._accelerator, self._target = accelerator, target
+        self._limits = weight / WEIGHT_RANGE, weight * WEIGHT_RANGE
+        self._warned = False
+        self._kl: float | None = None
         self.value = weight
         self.start()
 
@@ -61,7 +69,26 @@ class PenaltyWeight:
             return
         kl, tokens = self._accelerator.reduce(seen, reduction="sum").tolist()
         if tokens:
-            self.value = adapted(self.value, kl / tokens, self._target)
+            self._kl = kl / tokens
+            self._set(adapted(self.value, self._kl, self._target))
+
+    def _set(self, weight: float) -> None:
+        """Sets β as far as its limits allow."""
+        low, high = self._limits
+        self.value = min(max(weight, low), high)
+        if self.value != weight and self._accelerator.is_main_process and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"kl_penalty_weight stays at {self.value:g}, the limit of its range, though the mean KL is "
+                f"{self._kl:.2g} and kl_penalty_target {self._target:g}: choose another target, learning_rate or "
+                "updates_per_rollout",
+                stacklevel=2,
+            )
+
+    def metrics(self) -> dict[str, float]:
+        """The mean KL that β last adapted to, if there is one since the last call."""
+        kl, self._kl = self._kl, None
+        return {} if kl is None else {"kl_penalty_kl": kl}
 
     def state_dict(self) -> dict[str, float]:
         """β, for a checkpoint."""

@@ -218,7 +218,7 @@ class TrollTrainer(GRPOTrainer):
             loss = self._surrogate_loss(model, inputs) if off_policy else super()._compute_loss(model, inputs)
         finally:
             self.beta = beta
-        if training and not (off_policy and self.surrogate.reads_policies(self.args)):  # else, logits were looked at
+        if training and not (off_policy and self.surrogate.reads_policies(self.args)):  # else, it has been
             self.monitor.check_loss(loss, self.state.global_step)
         if not self.surrogate.clips:
             seam.drop_clip_metrics(self)
@@ -249,11 +249,8 @@ class TrollTrainer(GRPOTrainer):
             new=new,
         )
         terms = self.surrogate.terms(tokens, self.args) if self.surrogate.terms else Terms()
-        self._observe(tokens, terms, mask[at])
         if terms.penalised_kl is not None:
             self.updates.penalty_weight.observe(terms.penalised_kl, mask[at])
-        if diagnosed:
-            self.diagnostics.observe(tokens, scored, mask, self.state.global_step)
 
         # The parent takes its ratio from raw − old log-probabilities, and everything else (KL to the reference,
         # off-policy mask, metrics) from the raw ones. Other old ones change that ratio and nothing else.
@@ -273,7 +270,12 @@ class TrollTrainer(GRPOTrainer):
             raise RuntimeError("GRPOTrainer did not score the new policy where TrollTrainer expects it")
         if shifted is not None:
             self._check_use(loss, shifted)
-        return loss + self._aggregate(sum(penalties[1:], penalties[0]), mask, inputs) if penalties else loss
+        if penalties:
+            loss = loss + self._aggregate(sum(penalties[1:], penalties[0]), mask, inputs)
+        self._observe(tokens, terms, mask[at], loss)
+        if diagnosed:
+            self.diagnostics.observe(tokens, scored, mask, self.state.global_step)
+        return loss
 
     def _check_use(self, loss: Tensor, shifted: Tensor) -> None:
         """Raises unless the loss takes its ratio from the shifted log-probabilities; checked once in a training."""
@@ -330,7 +332,7 @@ class TrollTrainer(GRPOTrainer):
         processes = torch.distributed.group.WORLD if self.accelerator.num_processes > 1 else None
         return Constraint.batch(mask, reduction, processes)[at]
 
-    def _observe(self, tokens: ScoredTokens, terms: Terms, mask: Tensor) -> None:
+    def _observe(self, tokens: ScoredTokens, terms: Terms, mask: Tensor, loss: Tensor) -> None:
         """Shows the monitor what the surrogate did with a micro-batch; without a projection, the KL that it reached."""
         if tokens.old is None or tokens.new is None:
             return
@@ -338,7 +340,7 @@ class TrollTrainer(GRPOTrainer):
         if step is None:
             with torch.no_grad():
                 step = trust_region_step(tokens.new, tokens.old, torch.inf, tail=self.args.tail)
-        self.monitor.observe(step, tokens.old, mask, self.state.global_step)
+        self.monitor.observe(step, tokens.old, mask, loss, self.state.global_step)
 
     def _reference_kl_correction(
         self, inputs: dict[str, Any], old_log_probs: Tensor, new_log_probs: Tensor, log_ratio: Tensor

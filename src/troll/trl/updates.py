@@ -126,6 +126,7 @@ class Updates(TrainerCallback):
             metrics["trust_region/kl_bound"] = self._used_bound
         if metrics and self._args.surrogate == "kl_penalty":
             metrics["trust_region/kl_penalty_weight"] = self._used_penalty_weight
+            metrics |= {f"trust_region/{name}": value for name, value in self.penalty_weight.metrics().items()}
         if self._critic is not None:
             metrics |= {f"critic/{name}": value for name, value in self._critic.metrics().items()}
         logs.update(metrics)
