@@ -56,6 +56,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
             "dppo_threshold",
             "drpo_threshold",
             "gmpo_range",
+            "rollout_correction",
             "sapo_temperature_pos",
             "sapo_temperature_neg",
         ),
@@ -497,8 +498,6 @@ class TrollConfig(GRPOConfig):
                 "weights: set use_vllm=False, or leave them out"
             )
         if self.rollout_correction is not None:
-            if not 0 < self.rollout_correction < math.inf:
-                raise ValueError(f"rollout_correction must be finite and above 0, got {self.rollout_correction}")
             if self.anchor == "rollout" or not (self.rollout_delay or self.rollout_dtype):
                 raise ValueError(
                     "rollout_correction is for rollouts with other weights than the old policy's: set rollout_delay or "
