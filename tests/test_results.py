@@ -452,11 +452,7 @@ def test_page_of_a_part_of_the_study(tmp_path: Path) -> None:
     assert "| [primary.csv](results/primary.csv) | `sparse-signal` | 16 counted |" in built.text
     assert "```\ntroll compare sparse-signal --seeds 4\n```" in built.text
     assert set(built.figures) == {"contrasts", "robustness", REGIME}
-    cells = [
-        line
-        for line in built.text.splitlines()
-        if line.startswith("| Sparse signal, 8 updates a rollout (interim) | 3e-4")
-    ]
+    cells = [line for line in built.text.splitlines() if line.startswith("| (a) (interim) | 3e-4")]
     assert len(cells) == 1 and cells[0].count("(4)") == 1 and cells[0].endswith("] | – | – |")
     assert built.text.count("<!-- from the tables: ") == built.text.count("<!-- end -->") == 7
 

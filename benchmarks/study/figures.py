@@ -188,7 +188,8 @@ def draw_contrasts(data: Sequence[Data]) -> Figure:
     ends = [abs(row[end]) for row in data for end in ("low", "high")]
     reach = 1.08 * max(2 * margin, *ends)
     axes.set_xlim(-reach, reach)
-    axes.set_xlabel("← TROLL is worse      points of held-out success      TROLL is better →")
+    gap = "\N{EM SPACE}" * 2  # browsers show several plain spaces as one
+    axes.set_xlabel(f"← TROLL is worse{gap}points of held-out success{gap}TROLL is better →")
     return figure
 
 

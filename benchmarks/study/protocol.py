@@ -6,9 +6,9 @@ from benchmarks.study.table import Phase
 
 #: The names of the primary regimes on the page, by recipe; all other regimes only explore.
 REGIMES = {
-    "sparse-signal": "Sparse signal, 8 updates a rollout",
-    "sparse-signal-32-updates": "Sparse signal, 32 updates a rollout",
-    "sparse-signal-resampled": "Sparse signal, groups of equal rewards replaced",
+    "sparse-signal": "(a) 8 updates a rollout",
+    "sparse-signal-32-updates": "(b) 32 updates a rollout",
+    "sparse-signal-resampled": "(c) Groups of equal rewards replaced",
 }
 
 #: The names of the methods on the page, by surrogate, in the order of tables and colours.
@@ -41,6 +41,11 @@ TESTED = ("kl_penalty", "regression", "clip")
 #: Differences of success within this are equivalent.
 MARGIN = 0.05
 LEVEL = 0.05
+
+
+def letter(regime: str) -> str:
+    """The letter of a primary regime, as in its name."""
+    return REGIMES[regime].partition(" ")[0]
 
 
 def phase(regime: str, surrogate: str, rate: float, seed: int) -> Phase:

@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.study.analysis import Method, Section, lead_shrinks
-from benchmarks.study.protocol import BOUNDS, MARGIN, METHODS, REGIMES, SEEDS, TUNING_RATES
+from benchmarks.study.protocol import BOUNDS, MARGIN, METHODS, REGIMES, SEEDS, TUNING_RATES, letter
 from benchmarks.study.table import Result
 from troll.evaluation.estimators import Interval
 from troll.study.comparison_tables import estimate_text, markdown_table
@@ -40,7 +40,7 @@ def contrasts(sections: Sequence[Section]) -> str:
     head += [f"p, ±{100 * MARGIN:g} points", "seeds", "verdict"]
     rows = [
         [
-            REGIMES.get(section.regime, section.regime),
+            letter(section.regime),
             found.second.label,
             points(found.estimate.mean),
             interval(found.estimate.interval),
@@ -88,7 +88,7 @@ def kept(section: Section) -> str:
 
 def settings(sections: Sequence[Section]) -> str:
     """Each method's bound, chosen by tuning, and the rate of its best mean over all seeds, by regime."""
-    head = ["", *(f"{REGIMES[section.regime]}{section.mark}" for section in sections)]
+    head = ["", *(f"{letter(section.regime)}{section.mark}" for section in sections)]
     rows = []
     for name, label in METHODS.items():
         found = [section.method(name) for section in sections]
@@ -131,7 +131,7 @@ def fast(sections: Sequence[Section]) -> str:
         ]
         rows.append(
             [
-                f"{REGIMES[section.regime]}{section.mark}",
+                f"{letter(section.regime)}{section.mark}",
                 rate_text(rate),
                 _cell(list(clips.runs[rate].values())),
                 *cells,
@@ -154,8 +154,7 @@ def moved(sections: Sequence[Section]) -> str:
         for rate in (clip.best_rate, section.fast_rate)
         if rate is not None
     ]
-    letters = dict(zip(REGIMES, "abc", strict=True))
-    head = ["", *(f"({letters[section.regime]}) at {rate_text(rate)}{section.mark}" for section, rate in columns)]
+    head = ["", *(f"{letter(section.regime)} at {rate_text(rate)}{section.mark}" for section, rate in columns)]
     found = [{method.surrogate: method.runs.get(rate, {}) for method in section.methods} for section, rate in columns]
     rows = [
         [label, *(_mean([run.sequence_kl for run in runs.get(name, {}).values()]) for runs in found)]

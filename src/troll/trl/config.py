@@ -497,14 +497,14 @@ class TrollConfig(GRPOConfig):
                 "rollout_delay and rollout_dtype change the weights of transformers' generation, and vLLM has its own "
                 "weights: set use_vllm=False, or leave them out"
             )
-        if self.rollout_correction is not None:
-            if self.anchor == "rollout" or not (self.rollout_delay or self.rollout_dtype):
-                raise ValueError(
-                    "rollout_correction is for rollouts with other weights than the old policy's: set rollout_delay or "
-                    "rollout_dtype, and anchor='old', or leave it out"
-                )
+        behind = self.rollout_delay or self.rollout_dtype
+        if self.rollout_correction is not None and (self.anchor == "rollout" or not behind):
+            raise ValueError(
+                "rollout_correction is for rollouts with other weights than the old policy's: set rollout_delay or "
+                "rollout_dtype, and anchor='old', or leave it out"
+            )
         needs_scores = self.anchor == "rollout" or self.rollout_correction is not None
-        if (self.rollout_delay or self.rollout_dtype) and needs_scores and not self.scores_rollouts:
+        if behind and needs_scores and not self.scores_rollouts:
             raise ValueError(
                 "anchor='rollout' and rollout_correction with rollout_delay or rollout_dtype need scores of the "
                 "rollout, which TRL makes only if it has several updates: set updates_per_rollout to 2 or more"
