@@ -404,6 +404,56 @@ def test_a_configuration_can_be_copied(tmp_path, settings):
         dataclasses.replace(args, updates_per_rollout=5)
 
 
+SINGLE = {"advantage_estimator": "gae", "num_generations": 1, "per_device_train_batch_size": 3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"vllm_importance_sampling_clip_min": 3.0, "vllm_importance_sampling_clip_max": 2.0}, "must be less than"),
+        ({"vllm_importance_sampling_clip_min": 2.0, "vllm_importance_sampling_cap": 2.0}, "must be less than"),
+        (
+            {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None},
+            "At least one of `vllm_importance_sampling_clip_min`",
+        ),
+        # Checks before that of num_generations.
+        ({"generation_batch_size": 4}, "must be divisible by the global batch size"),
+        ({"eval_strategy": "steps", "num_generations_eval": 2, "per_device_eval_batch_size": 3}, "must be divisible"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size is not supported"),
+    ],
+)
+def test_one_completion_of_a_prompt_skips_no_check_of_trl(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **SINGLE, **settings)
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
+def test_one_completion_of_a_prompt_skips_no_setting_of_trl(tmp_path, estimator):
+    """Every field is as with several completions of a prompt, where TRL's check passes by itself."""
+    settings = {**SINGLE, "advantage_estimator": estimator, "gradient_accumulation_steps": 2, "scale_rewards": True}
+    settings |= {"steps_per_generation": 6, "eval_strategy": "steps", "per_device_eval_batch_size": 3}
+    with pytest.warns(FutureWarning, match="vllm_importance_sampling_cap"):
+        one = config(tmp_path, **settings, vllm_importance_sampling_cap=1.5)
+    with pytest.warns(FutureWarning, match="vllm_importance_sampling_cap"):
+        three = config(tmp_path, **{**settings, "num_generations": 3}, vllm_importance_sampling_cap=1.5)
+    assert one.vllm_importance_sampling_clip_max == 1.5
+    assert (one.generation_batch_size, one.steps_per_generation, one.num_generations_eval) == (18, 6, None)
+    assert type(one.num_generations) is int
+    names = [field.name for field in fields(TrollConfig)]
+    assert {name for name in names if getattr(one, name) != getattr(three, name)} == {"num_generations"}
+
+
+@pytest.mark.parametrize("estimator", ["group", "rloo", "reinforce_plus_plus_baseline"])
+def test_estimators_of_groups_take_no_single_completion(tmp_path, estimator):
+    with pytest.raises(ValueError, match="at least 2 generations"):
+        config(tmp_path, **{**SINGLE, "advantage_estimator": estimator})
+
+
+def test_a_batch_of_one_completion_is_enough(tmp_path):
+    args = config(tmp_path, **{**SINGLE, "per_device_train_batch_size": 1}, generation_batch_size=1)
+    assert (args.generation_batch_size, args.steps_per_generation, args.num_generations) == (1, 1, 1)
+
+
 @pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_the_reference_may_penalise_the_reward(tmp_path, estimator):
     assert config(tmp_path, kl_in_reward=True, beta=0.1, advantage_estimator=estimator).kl_in_reward

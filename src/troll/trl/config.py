@@ -81,6 +81,13 @@ RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
 }
 
 
+class _One(int):
+    """The number 1, which passes TRL's check `num_generations < 2`: all its other checks and settings still happen."""
+
+    def __lt__(self, other: int) -> bool:
+        return other != 2 and super().__lt__(other)
+
+
 @dataclass
 class TrollConfig(GRPOConfig):
     r"""`GRPOConfig` with a trust region instead of a clip.
@@ -359,13 +366,13 @@ class TrollConfig(GRPOConfig):
         batch = self.generation_batch_size
         if self.steps_per_generation is not None:
             self.generation_batch_size = None
-        try:
-            super().__post_init__()
-        except ValueError as error:
-            # TRL wants two because its own estimator compares them; it checks this after everything else that matters.
-            single = self.num_generations == 1 and not ESTIMATORS[self.advantage_estimator].needs_group
-            if not single or "at least 2 generations" not in str(error):
-                raise
+        # TRL refuses one completion of a prompt because its own estimator compares several.
+        single = self.num_generations == 1 and not ESTIMATORS[self.advantage_estimator].needs_group
+        if single:
+            self.num_generations = _One(1)
+        super().__post_init__()
+        if single:
+            self.num_generations = 1
         if batch not in (None, self.generation_batch_size):
             raise ValueError(
                 f"generation_batch_size={batch} disagrees with steps_per_generation={self.steps_per_generation}, which "
