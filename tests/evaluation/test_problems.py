@@ -120,3 +120,10 @@ def test_tasks_that_cannot_be_evaluated(monkeypatch: pytest.MonkeyPatch, tokeniz
         load_problems(task(monkeypatch, [success]), tokenizer, {})
     with pytest.raises(TaskError, match="unknown task"):
         load_problems(TaskConfig(task="nonsense"), tokenizer, {})
+
+
+def test_a_column_named_as_an_argument_of_rewards_is_named(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+    for name in ("prompts", "completions"):
+        config = task(monkeypatch, [success], **{name: ["x", "y"]})
+        with pytest.raises(TaskError, match=f"task 'made_up': the data set cannot have a column named '{name}'"):
+            load_problems(config, tokenizer, {})

@@ -105,6 +105,12 @@ def test_yaml_with_data_of_the_hub(task_file, hub):
         ({"reward": "json:f"}, "reward: json has no function 'f'"),
         ({"columns": ["q"]}, "columns must be a mapping"),
         ({"columns": {"answer": "q"}}, "columns must name the data's columns, such as {prompt: question"),
+        (
+            {"columns": {"prompt": "q", "completions": "result"}, "reward": "json:dumps"},
+            "columns: a reward cannot get a column under the name 'completions', .* choose another, such as gold: result",
+        ),
+        ({"columns": {"prompt": "q", "completion": "q"}, "reward": "json:dumps"}, "under the name 'completion'"),
+        ({"columns": {"prompt": "q", "trainer_state": "q"}, "reward": "json:dumps"}, "under the name 'trainer_state'"),
         ({"columns": {"prompt": "q"}}, "columns must name prompt and answer for this reward, got prompt"),
         ({"columns": {"prompt": "q", "answer": "a"}}, "have no column 'a', only q, result"),
         ({"dataset": "none.jsonl"}, "dataset: there is no .*none.jsonl, and it is not a name on the hub"),

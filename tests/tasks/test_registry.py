@@ -78,6 +78,16 @@ def test_rows_to_train_on_are_needed_for_training_alone(task_of):
         load_task(TaskConfig("made"))
 
 
+@pytest.mark.parametrize(
+    "name", ["prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"]
+)
+def test_a_column_that_rewards_cannot_get_is_named(task_of, name):
+    for rows in ((rows_of(1, **{name: "x"}), rows_of(1)), (rows_of(1), rows_of(1, **{name: "x"}))):
+        task_of(*rows)
+        with pytest.raises(TaskError, match=f"task 'made': the data set cannot have a column named '{name}': .*Rename"):
+            load_task(TaskConfig("made"))
+
+
 def test_a_reward_model_has_a_weight_beside_the_others(task_of, monkeypatch):
     monkeypatch.setattr(registry_module, "load_reward_model", lambda name, conversational: name)
     rows = rows_of(1)

@@ -1,19 +1,21 @@
-"""What is said before training starts: here, about weights that have too few bits to learn."""
+"""Refusals and warnings before training starts."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.trl.tiny import no_warnings_about
+from tests.trl.tiny import make_dataset, no_warnings_about
 from troll.trl.checks import unresolved_share, warn_about_precision
 
 ONE_PROCESS = SimpleNamespace(distributed_type=DistributedType.NO, mixed_precision="bf16")
@@ -101,3 +103,53 @@ def test_weights_that_move_are_not_warned_about():
     pure: Any = SimpleNamespace(distributed_type=DistributedType.FSDP, mixed_precision="no")
     with pytest.warns(UserWarning, match="trained weights"):
         warn_about_precision(pure, slow, Weights(torch.bfloat16))
+
+
+TAKEN = ["prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"]
+
+
+def with_column(name: str, size: int = 16) -> Dataset:
+    return make_dataset(size).add_column(name, ["x"] * size)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_column_that_reward_functions_cannot_get_is_refused_before_training(make, name):
+    message = rf"cannot have a column named '{name}': .*rename_column\('{name}', ...\).*remove_columns"
+    with pytest.raises(ValueError, match=message):
+        make(train_dataset=with_column(name))
+    with pytest.raises(ValueError, match=message):
+        make(eval_dataset=with_column(name))
+    with pytest.raises(ValueError, match=message):
+        make(eval_dataset={"other": make_dataset(), "one": with_column(name)})
+    with pytest.raises(ValueError, match=message):  # given later
+        make().evaluate(with_column(name))
+
+
+def test_a_stream_with_such_a_column_is_refused_before_generation(make, monkeypatch):
+    def rows() -> Iterator[dict[str, str]]:
+        yield from with_column("completions")
+
+    trainer = make(train_dataset=IterableDataset.from_generator(rows))
+    monkeypatch.setattr(trainer, "_generate", lambda prompts: pytest.fail("generated"))
+    with pytest.raises(ValueError, match="cannot have a column named 'completions'"):
+        trainer.train()
+
+
+def test_other_columns_reach_the_reward_functions(make):
+    seen: list[str] = []
+
+    def reward(completions: list[str], completion_id: list[str], **columns: Any) -> list[float]:
+        seen.extend(completion_id)
+        return [float(len(text)) for text in completions]
+
+    # TRL drops `completion` without a word: data sets for other trainers have it.
+    dataset = with_column("completion").add_column("completion_id", [str(row) for row in range(16)])
+    dataset = dataset.add_column("environments", ["x"] * 16)
+    make(train_dataset=dataset, reward_funcs=reward, max_steps=1).train()
+    assert len(seen) == 8
+
+
+def test_a_removed_column_reaches_no_reward_function(make):
+    trainer = make(train_dataset=with_column("completions"), remove_unused_columns=True, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1

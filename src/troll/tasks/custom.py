@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from troll.reward_columns import TAKEN
 from troll.rewards.answers import INSTRUCTIONS
 from troll.run_folder import read_yaml
 from troll.tasks.code import load_tested
@@ -139,6 +140,11 @@ def _read(path: Path) -> dict[str, Any]:
     columns = fields["columns"]
     if "prompt" not in columns or not all(isinstance(each, str) for pair in columns.items() for each in pair):
         raise TaskError(f"{path}: columns must name the data's columns, such as {{prompt: question, answer: solution}}")
+    if taken := [name for name in (*TAKEN, "completion") if name in columns]:  # TRL keeps `completion` to itself
+        raise TaskError(
+            f"{path}: columns: a reward cannot get a column under the name {taken[0]!r}, which TRL uses for something "
+            f"else: choose another, such as gold: {columns[taken[0]]}"
+        )
     return fields
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from troll.reward_columns import clash
 from troll.rewards.preference import load_reward_model
 
 RewardFunc = Callable[..., list[float]]
@@ -256,6 +257,8 @@ def load_task(config: TaskConfig, *, conversational: bool = False, for_training:
     """
     loader, argument, trains = _find(config.task)
     task = loader(config, argument)
+    if problem := clash([*task.train_dataset.column_names, *task.eval_dataset.column_names]):
+        raise TaskError(f"task {config.task!r}: {problem}")
     if not len(task.eval_dataset):
         raise TaskError(f"task {config.task!r} has no eval rows left: check its data and eval_size")
     if for_training and not len(task.train_dataset):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor
 
+from troll.reward_columns import clash
 from troll.trl.config import TrollConfig
 
 #: Every model has a few weights too large for a step, such as those of norms. A larger share than this is a mistake.
@@ -49,6 +50,29 @@ def refuse_model_parallelism(*, tensor: int, context: int, sequence: int) -> Non
                 f"TrollTrainer cannot be used with {setting}={size}: the trust region reads whole sequences and a "
                 f"whole LM head. Set {setting} to 1, and share the model out with FSDP2 or DeepSpeed ZeRO-3"
             )
+
+
+def refuse_columns(trainer: Any, *rows: Mapping[str, Any]) -> None:
+    """Checks that no column of the data has the name of another argument that TRL passes to reward functions.
+
+    Args:
+        trainer: A `GRPOTrainer`, set up.
+        *rows: The first rows of a batch; without any, the trainer's data sets are checked, as far as they know their
+            columns before they are read.
+
+    Raises:
+        ValueError: If there is such a column.
+    """
+    if all(isinstance(reward, torch.nn.Module) for reward in trainer.reward_funcs):  # which get no columns
+        return
+    columns = [name for row in rows for name in row]
+    if not rows and not trainer.args.remove_unused_columns:
+        evaluated = trainer.eval_dataset
+        datasets = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
+        known = [getattr(data, "column_names", None) or [] for data in (trainer.train_dataset, *datasets)]
+        columns = [name for names in known for name in names]
+    if problem := clash(columns, ["environments"] if trainer.environment_factories is not None else []):
+        raise ValueError(problem)
 
 
 def refuse_an_empty_reference(accelerator: Accelerator, reference: Any) -> None:

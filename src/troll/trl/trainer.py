@@ -21,6 +21,7 @@ from troll.trl.checkpoints import marked, resolved
 from troll.trl.checks import (
     disable_dropout,
     refuse_an_empty_reference,
+    refuse_columns,
     refuse_model_parallelism,
     warn_about,
     warn_about_precision,
@@ -91,6 +92,7 @@ class TrollTrainer(GRPOTrainer):
         if not isinstance(args, TrollConfig):
             raise TypeError(f"args must be a TrollConfig, got {type(args).__name__}: change the name of the class")
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        refuse_columns(self)
         self.surrogate = SURROGATES[args.surrogate]
         # Infinity in the configuration itself would not be valid JSON.
         if "epsilon" not in self.surrogate.settings:
@@ -138,6 +140,7 @@ class TrollTrainer(GRPOTrainer):
     # The rollout
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        refuse_columns(self, inputs[0])  # a stream knows its columns only now
         training = self.model.training
         self._scores = None  # an exception may have left some
         self.old_policy.start(training=training, reads_policies=self._reads_policies())

@@ -85,6 +85,7 @@ OVERRIDDEN = (
         "_calculate_rewards",
         "the rewards of all processes, for advantage estimators and evaluations",
         parameters=("inputs", "prompts", "completions", "completion_ids_list"),
+        uses=("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"),
     ),
     Needed(
         "_get_per_token_logps_and_entropies",
