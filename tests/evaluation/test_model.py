@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.trl.tiny import adapted
 from troll.evaluation.config import EvaluationError
 from troll.evaluation.model import find_model, load_model, load_tokenizer, prompt_texts
 
@@ -59,6 +60,60 @@ def test_an_adapter_is_merged_into_its_base(tiny_model: Path, tmp_path: Path) ->
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(logits, plain)
     assert load_tokenizer(source).get_vocab() == AutoTokenizer.from_pretrained(tiny_model).get_vocab()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["lm_head"]},
+        {"target_modules": ["embed_tokens"], "use_dora": True},
+        {"target_modules": ["q_proj", "embed_tokens", "lm_head"], "use_rslora": True},
+        {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [4, 5]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [4, 5]}},
+    ],
+    ids=str,
+)
+def test_an_adapter_of_shared_weights_changes_only_what_it_did_in_training(
+    tiny_model: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    assert base.lm_head.weight is base.model.embed_tokens.weight
+    trained = adapted(base, LoraConfig(r=4, task_type="CAUSAL_LM", **settings))
+    ids = torch.arange(4, 20).unsqueeze(0)
+    expected = trained(ids).logits
+    trained.save_pretrained(str(tmp_path / "adapter"))
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "adapter")
+    logits = load_model(find_model(str(tmp_path / "adapter")), "float64").eval()(ids).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_embedding_has_the_rows_of_training_whatever_the_tokenizer_has(tiny_model: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    rows = len(tokenizer)
+    tokenizer.add_tokens(["<new>", "<newer>"])
+    ids = torch.arange(4, 20).unsqueeze(0)
+    for resized in (False, True):
+        base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+        if resized:
+            base.resize_token_embeddings(rows + 8)
+        trained = adapted(base, LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"]))
+        folder = tmp_path / f"adapter {resized}"
+        trained.save_pretrained(str(folder))
+        tokenizer.save_pretrained(folder)
+        logits = load_model(find_model(str(folder)), "float64").eval()(ids).logits
+        assert logits.shape[-1] == (rows + 8 if resized else rows)
+        torch.testing.assert_close(logits, trained(ids).logits, rtol=1e-12, atol=1e-12)
+
+
+def test_an_adapter_that_cannot_be_merged_says_why(tiny_model: Path, tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"], lora_bias=True)
+    adapted(base, config).save_pretrained(str(tmp_path / "adapter"))
+    with pytest.raises(EvaluationError, match="adapter cannot be merged: Impossible to merge LoRA with `lora_bias"):
+        load_model(find_model(str(tmp_path / "adapter")), "float32")
 
 
 def test_models_that_are_none(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig
 from rich.console import Console
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import troll.evaluation
 from tests.evaluation.conftest import read_lines
 from tests.rewards.datasets import DATA
+from tests.trl.tiny import adapted
 from troll.evaluation import run as module
 from troll.evaluation.config import EvaluationConfig, EvaluationError
 from troll.evaluation.estimators import clustered_interval
@@ -322,6 +324,19 @@ def test_vllm_is_taken_where_it_can_run(
     assert (made["model"], made["dtype"], made["adapter"]) == (str(tiny_model), "auto", None)
     longest = max(len(record["prompt"]) for record in read_lines(next((config.folder / "generations").iterdir())))
     assert made["context"] == longest + 6
+
+
+def test_an_adapter_that_vllm_cannot_run_is_merged_or_named(
+    settings: Settings, tiny_model: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "vllm_is_usable", lambda: True)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "lm_head"])
+    adapted(base, config).save_pretrained(str(tmp_path / "adapter"))
+    with pytest.raises(EvaluationError, match=r"cannot run the adapter .*lm_head.*; use --backend transformers"):
+        evaluate(settings(model=str(tmp_path / "adapter"), backend="vllm"), console)
+    assert evaluate(settings(model=str(tmp_path / "adapter")), console)
+    assert results_of(settings().folder)["settings"]["backend"] == "transformers"
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["plain prompts", "chat template"])

@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
 
+from tests.trl.tiny import adapted
 from troll.evaluation import vllm
 from troll.evaluation.config import EvaluationError
 from troll.evaluation.generate import Generation, Sampling
@@ -150,3 +154,31 @@ def test_vllm_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setattr(vllm, "find_spec", lambda name: None)
     assert not vllm.vllm_is_usable()
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({}, None),
+        ({"use_rslora": True, "target_modules": "all-linear"}, None),
+        ({"use_dora": True}, "it was trained with use_dora"),
+        ({"alpha_pattern": {"q_proj": 2}}, "it was trained with alpha_pattern"),
+        ({"rank_pattern": {"q_proj": 2}}, "it was trained with rank_pattern"),
+        ({"modules_to_save": ["lm_head"]}, "it was trained with modules_to_save"),
+        ({"trainable_token_indices": [4]}, "it was trained with trainable_token_indices"),
+        ({"layer_replication": [(0, 1), (0, 1)]}, "it was trained with layer_replication"),
+        ({"target_modules": ["lm_head"]}, "it changes more than linear layers: lm_head"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "it changes more than linear layers: model.embed_tokens"),
+        ({"lora_bias": True}, "it changes more than linear layers: model.layers.0.self_attn.q_proj.lora_B.bias"),
+    ],
+    ids=str,
+)
+def test_what_vllm_would_leave_out_of_an_adapter_is_named(
+    tiny_model: Path, tmp_path: Path, settings: dict[str, Any], problem: str | None
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    config = LoraConfig(r=4, task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **settings})
+    adapted(base, config).save_pretrained(str(tmp_path))
+    found = vllm.adapter_problem(str(tmp_path))
+    assert (found is None) == (problem is None)
+    assert problem is None or str(found).startswith(problem)

@@ -245,7 +245,6 @@ def test_adapters_are_part_of_what_is_read(settings):
 ON_THE_HEAD: dict[str, Any] = {
     "LoRA": lambda: lora(target_modules=["q_proj", "lm_head"]),
     "IA3": lambda: IA3Config(task_type="CAUSAL_LM", target_modules=["lm_head"], feedforward_modules=[]),
-    "tokens": lambda: lora(target_modules=["q_proj"], trainable_token_indices={"lm_head": [1, 2]}),
 }
 
 
@@ -254,6 +253,24 @@ def test_an_adapter_on_the_head_is_refused(kind):
     model: Any = get_peft_model(tiny.make_model("llama"), ON_THE_HEAD[kind]())
     with pytest.raises(ValueError, match=r"LM head has an adapter .*leave it out of target_modules"):
         captured(model, batch())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("indices", [[4, 9], {"lm_head": [4, 9]}, {"embed_tokens": [4, 9], "lm_head": [4, 8]}], ids=str)
+def test_single_trained_tokens_are_part_of_what_is_read(indices, tied):
+    """Of the embedding, and of the head: by themselves, or because they are tied."""
+    made = lora(target_modules=["q_proj"], trainable_token_indices=indices)
+    model = tiny.adapted(tiny.make_model("llama", tie_word_embeddings=tied), made)
+    assert_read_as_its_logits(model, batch(), atol=within(1e-5))
+
+
+def test_single_trained_tokens_of_a_sharded_head_are_refused():
+    made = lora(target_modules=["q_proj"], trainable_token_indices=[4, 9])
+    head = tiny.adapted(tiny.make_model("llama", tie_word_embeddings=True), made).get_output_embeddings()
+    head_of_model.refuse_head(head)
+    head.token_adapter.base_layer.weight.ds_id = 0  # ZeRO-3's
+    with pytest.raises(ValueError, match="has trainable_token_indices, .* leave trainable_token_indices out"):
+        head_of_model.refuse_head(head)
 
 
 def test_a_prefix_is_seen_once():

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import PeftConfig, get_peft_model
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
@@ -87,6 +88,20 @@ def make_model(architecture: str, seed: int = 0, **changes: Any) -> PreTrainedMo
         model.get_output_embeddings().weight *= 2 if model.config.tie_word_embeddings else 4
     model.generation_config.eos_token_id = COMMON["eos_token_id"]
     return model
+
+
+def adapted(model: Any, config: PeftConfig, scale: float = 0.05) -> Any:
+    """The model with a random adapter."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's, of tied weights
+        made: Any = get_peft_model(model, config).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.add_(scale * noise.to(parameter))
+    return made
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

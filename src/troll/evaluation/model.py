@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from troll.evaluation.config import EvaluationError
+from troll.huggingface.adapters import untie_adapted
 from troll.terminal import one_line
 
 _ADAPTER = "adapter_config.json"
@@ -113,29 +115,49 @@ def load_tokenizer(source: ModelSource) -> Any:
 def load_model(source: ModelSource, dtype: str) -> Any:
     """Loads the weights onto the GPU, or the CPU if there is none; a LoRA adapter is merged into its base.
 
+    Where the adapter changes a weight that embedding and head share, they get one each, as in PEFT's own forward.
+
     Args:
         source: The model from `find_model`.
         dtype: "auto" for the dtype in which the weights are stored, or the name of a torch dtype.
 
     Raises:
-        EvaluationError: If the weights cannot be loaded.
+        EvaluationError: If the weights cannot be loaded, or the adapter cannot be merged.
     """
     try:
         if source.adapter_rank is None:
             model: Any = AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype, **source.options)
         else:
-            from peft import AutoPeftModelForCausalLM
-
-            model = AutoPeftModelForCausalLM.from_pretrained(
-                source.path, dtype=dtype, trust_remote_code=source.trust_remote_code
-            ).merge_and_unload()
+            model = _with_adapter(source, dtype)
     except SafetensorError as error:
         raise EvaluationError(
             f"the weights of {source.path} cannot be read, {error}: fetch or save them anew"
         ) from error
     except (OSError, ValueError) as error:
         raise _unloadable(source.path, source.base, error) from error
+    if source.adapter_rank is not None:
+        untie_adapted(model)
+        try:
+            model = model.merge_and_unload()
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            raise EvaluationError(f"the adapter {source.path} cannot be merged: {one_line(error)}") from error
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _with_adapter(source: ModelSource, dtype: str) -> Any:
+    """The base with its adapter; the embedding has as many rows as in training, whatever the tokenizer has.
+
+    AutoPeftModel would invent rows for all tokens of the tokenizer, and their logits would count.
+    """
+    from peft import PeftModel, load_peft_weights
+
+    base = AutoModelForCausalLM.from_pretrained(source.base, dtype=dtype, **source.options)
+    name = next(name for name, module in base.named_modules() if module is base.get_input_embeddings())
+    embedding = re.compile(rf"base_model\.model\.{re.escape(name)}\.(token_adapter\.|base_layer\.)*weight")
+    for key, weight in load_peft_weights(source.path, device="cpu").items():
+        if embedding.fullmatch(key) and len(weight) != len(base.get_input_embeddings().weight):
+            base.resize_token_embeddings(len(weight))  # the adapter brings the values of all rows
+    return PeftModel.from_pretrained(base, source.path)
 
 
 def prompt_texts(tokenizer: Any, prompts: Sequence[Any], template_options: Mapping[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ from troll.evaluation.model import ModelSource, find_model, load_model, load_tok
 from troll.evaluation.problems import Problems, load_problems
 from troll.evaluation.records import Record, append_records, read_records, replace_records, verdict_of, with_verdict
 from troll.evaluation.table import CompletionProgress, print_table, results_table
-from troll.evaluation.vllm import VllmGenerator, vllm_is_usable
+from troll.evaluation.vllm import VllmGenerator, adapter_problem, vllm_is_usable
 from troll.files import write_atomically
 from troll.rewards.grading import Verdict
 from troll.terminal import say
@@ -94,12 +94,10 @@ def evaluate(config: EvaluationConfig, console: Console | None = None) -> bool:
 
 
 def _plan(config: EvaluationConfig) -> _Plan:
-    backend = config.backend
-    if backend == "auto":
-        backend = "vllm" if vllm_is_usable() else "transformers"
-    elif backend == "vllm" and not vllm_is_usable():
+    if config.backend == "vllm" and not vllm_is_usable():
         raise EvaluationError("backend vllm needs the package vllm and a GPU: use --backend transformers")
     source = find_model(config.model, config.model_revision, config.trust_remote_code)
+    backend = _backend(config.backend, source)
     tokenizer = load_tokenizer(source)
     problems = [load_problems(task, tokenizer, config.chat_template_kwargs) for task in config.tasks]
     sampling = Sampling(
@@ -107,6 +105,18 @@ def _plan(config: EvaluationConfig) -> _Plan:
     )
     default = VllmGenerator.batch_size if backend == "vllm" else TransformersGenerator.batch_size
     return _Plan(config, source, tokenizer, problems, sampling, backend, config.batch_size or default)
+
+
+def _backend(wanted: str, source: ModelSource) -> str:
+    if wanted == "transformers" or not vllm_is_usable():
+        return "transformers"
+    problem = None if source.adapter_rank is None else adapter_problem(source.path)
+    if problem is not None and wanted == "vllm":
+        raise EvaluationError(
+            f"vLLM cannot run the adapter {source.path} as it was trained: {problem}; use --backend transformers, "
+            "which merges it"
+        )
+    return "vllm" if problem is None else "transformers"
 
 
 def _new_tokens(wanted: int | None, source: ModelSource, problems: Sequence[Problems]) -> int:

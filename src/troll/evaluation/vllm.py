@@ -14,10 +14,40 @@ from troll.evaluation.generate import Generation, Sampling
 # The ranks for which vLLM has kernels; a smaller adapter runs with the next larger rank.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
+_LORA_WEIGHTS = (".lora_A.weight", ".lora_B.weight")
+
+#: Settings of a `LoraConfig` that change what its matrices do, and that vLLM does not read.
+_IGNORED = (
+    "modules_to_save",
+    "trainable_token_indices",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "layer_replication",
+    "target_parameters",
+    "alora_invocation_tokens",
+)
+
 
 def vllm_is_usable() -> bool:
     """Whether vLLM is installed and there is a GPU for it."""
     return find_spec("vllm") is not None and torch.cuda.is_available()
+
+
+def adapter_problem(path: str) -> str | None:
+    """What of an adapter vLLM would refuse or, worse, ignore; None if it runs the adapter as it was trained.
+
+    Args:
+        path: The folder of a LoRA adapter.
+    """
+    from peft import PeftConfig, load_peft_weights
+
+    config = PeftConfig.from_pretrained(path)
+    if found := [name for name in _IGNORED if getattr(config, name, None)]:
+        return f"it was trained with {found[0]}"
+    # Trained embeddings, heads, biases and magnitudes, and adapters other than LoRA.
+    others = [key for key in load_peft_weights(path, device="cpu") if not key.endswith(_LORA_WEIGHTS)]
+    return f"it changes more than linear layers: {others[0].removeprefix('base_model.model.')}" if others else None
 
 
 class VllmGenerator:

@@ -46,17 +46,26 @@ def opened_head(model: PreTrainedModel, hidden: Tensor, temperature: float, in_f
 def refuse_head(head: Any) -> None:
     """Raises ValueError unless a head is a matrix whose product with hidden states is what the model computes."""
     name = type(head).__name__
-    if hasattr(head, "base_layer") or hasattr(head, "token_adapter"):
+    if hasattr(head, "base_layer"):
         raise ValueError(
             f"the LM head has an adapter ({name} of PEFT), which would have to be multiplied out for the whole "
             "vocabulary: leave it out of target_modules, or train it whole with modules_to_save"
         )
-    if not isinstance(getattr(head, "weight", None), Tensor):
+    if hasattr(head, "token_adapter"):  # its weight is made of the base's and the trained rows, each time it is read
+        base = head.token_adapter.base_layer.weight
+        if isinstance(base, DTensor) or hasattr(base, "ds_id"):
+            raise ValueError(
+                "the LM head has trainable_token_indices, its own or those of the embedding that it is tied to, and "
+                "FSDP2 or ZeRO-3 has only shards of its weight: leave trainable_token_indices out, train both whole "
+                "with modules_to_save and ensure_weight_tying, or use DDP"
+            )
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, Tensor):
         raise ValueError(f"the model's output embeddings must be a linear layer with a weight, got {name}")
-    if head.weight.is_meta:
+    if weight.is_meta:
         raise ValueError("the LM head is offloaded: keep it on a device, with another device_map or max_memory")
-    if not head.weight.is_floating_point() or type(head.weight) not in (nn.Parameter, Tensor, DTensor):
-        kind = f"{head.weight.dtype} in {type(head.weight).__name__}"
+    if not weight.is_floating_point() or type(weight) not in (nn.Parameter, Tensor, DTensor):
+        kind = f"{weight.dtype} in {type(weight).__name__}"
         raise ValueError(f"the LM head is quantised ({kind}): leave it out, as with llm_int8_skip_modules=['lm_head']")
 
 

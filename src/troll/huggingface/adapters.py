@@ -1,0 +1,97 @@
+"""Weights that several modules of a model share, and what adapters of PEFT do to them.
+
+An adapter of one of these modules changes only that module in PEFT's forward, and all of them once it is merged into
+the weight.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+from torch import nn
+
+#: Parts of a module's name that PEFT adds.
+_ADDED = ("base_layer", "token_adapter", "original_module")
+
+#: A parameter: its module's name, the module, and its name there.
+Place = tuple[str, nn.Module, str]
+
+
+def adapted_and_shared(model: nn.Module) -> list[list[Place]]:
+    """The places of each weight that several modules share and that an adapter changes in at least one of them."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper  # of modules_to_save and trainable_token_indices
+
+    modules = dict(model.named_modules())
+    adapted = tuple(
+        f"{name}." for name, module in modules.items() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+    )
+    places: dict[int, list[Place]] = defaultdict(list)
+    for name, module in modules.items():
+        if ".modules_to_save." in name:  # trained in place of the weight
+            continue
+        for own, parameter in module.named_parameters(recurse=False):
+            places[id(parameter)].append((name, module, own))
+    return [
+        group
+        for group in places.values()
+        if len(group) > 1 and any(f"{name}.".startswith(adapted) for name, _, _ in group)
+    ]
+
+
+def untie_adapted(model: nn.Module) -> None:
+    """Gives every module its own copy of a weight that it shares, where an adapter changes the weight.
+
+    Merging then gives the model of PEFT's forward.
+
+    Args:
+        model: A `PeftModel`, whose configuration then says that embedding and head are not tied.
+    """
+    groups = adapted_and_shared(model)
+    for group in groups:
+        for _, module, own in group[1:]:
+            setattr(module, own, copy.deepcopy(getattr(module, own)))
+    if groups:
+        config: Any = model.config
+        for each in {id(part): part for part in (config, config.get_text_config())}.values():
+            each.tie_word_embeddings = False
+
+
+def refuse_merging(model: nn.Module, setting: str) -> None:
+    """Checks that merging adapters changes nothing that they do not change in PEFT's forward.
+
+    Args:
+        model: A model of transformers, with adapters or without.
+        setting: The setting that has them merged, for the error.
+
+    Raises:
+        ValueError: If an adapter changes a weight that several modules share, or trains single tokens, of which an
+            engine cannot take the names.
+    """
+    configs: dict[str, Any] = getattr(model, "peft_config", {})
+    if any(getattr(config, "trainable_token_indices", None) for config in configs.values()):
+        raise ValueError(
+            f"{setting} cannot be used with trainable_token_indices: TRL sends their weights under names that vLLM "
+            "does not know. Train the embedding with modules_to_save, leave them out, or generate without vLLM"
+        )
+    for group in adapted_and_shared(model) if configs else []:
+        if len({id(_trained(model, name, own)) for name, _, own in group}) == 1:
+            continue  # modules_to_save of all of them, tied again by ensure_weight_tying
+        names = [name.removeprefix("base_model.model.").split(".") for name, _, _ in group]
+        shared = " and ".join(".".join(part for part in name if part not in _ADDED) for name in names)
+        raise ValueError(
+            f"{setting} merges the adapter into the weight that {shared} share (by tie_word_embeddings or "
+            "layer_replication), which changes all of them, and in training the adapter changes one: leave them out of "
+            "target_modules and modules_to_save, save the model with a weight for each (tie_word_embeddings=False), or "
+            "generate without vLLM"
+        )
+
+
+def _trained(model: nn.Module, name: str, own: str) -> Any:
+    """The parameter that a module with this one trains in its place, with `modules_to_save`; otherwise the name."""
+    from peft.utils import ModulesToSaveWrapper
+
+    wrapper = model.get_submodule(name.removesuffix(".original_module"))
+    return getattr(wrapper, own) if isinstance(wrapper, ModulesToSaveWrapper) else name

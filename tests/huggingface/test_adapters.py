@@ -1,0 +1,146 @@
+"""Adapters of weights that several modules share: merged, they give the logits of PEFT's own forward."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftConfig, VeraConfig
+from torch import nn
+
+from tests.tolerance import EPS, rounding, within
+from tests.trl.tiny import COMMON, adapted, make_model
+from troll.huggingface.adapters import adapted_and_shared, refuse_merging, untie_adapted
+
+IDS = torch.arange(3, 40).unsqueeze(0)
+
+EVERYWHERE: dict[str, Any] = {"target_modules": ["q_proj", "up_proj", "embed_tokens", "lm_head"]}
+
+#: Settings of a LoRA adapter of Llama, by what is special about them.
+LORA: dict[str, dict[str, Any]] = {
+    **{name: {"target_modules": [name]} for name in ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")},
+    "all-linear": {"target_modules": "all-linear"},
+    "lm_head": {"target_modules": ["lm_head"]},
+    "embed_tokens": {"target_modules": ["embed_tokens"]},
+    "everywhere": EVERYWHERE,
+    "tied adapters": {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+    "tied adapter": {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+    "dora": {**EVERYWHERE, "use_dora": True},
+    "rslora": {**EVERYWHERE, "use_rslora": True},
+    "bias": {**EVERYWHERE, "bias": "all"},
+    "saved lm_head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "saved embed_tokens": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "both saved": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "both saved and tied": {
+        "target_modules": ["q_proj"],
+        "modules_to_save": ["embed_tokens"],
+        "ensure_weight_tying": True,
+    },
+    "saved and adapted": {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 7]},
+    "tokens of the head": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [5, 7]}},
+    "other tokens of the head": {
+        "target_modules": ["q_proj"],
+        "trainable_token_indices": {"embed_tokens": [5, 7], "lm_head": [5, 8]},
+    },
+    "parameters": {"target_modules": [], "target_parameters": ["q_proj.weight", "embed_tokens.weight"]},
+    "replicated layers": {"target_modules": ["q_proj", "up_proj"], "layer_replication": [(0, 2), (0, 2)]},
+}
+
+ADAPTERS: dict[str, PeftConfig] = {
+    **{name: LoraConfig(task_type="CAUSAL_LM", r=4, **settings) for name, settings in LORA.items()},
+    "adalora": AdaLoraConfig(task_type="CAUSAL_LM", total_step=10, target_modules=["q_proj", "lm_head"]),
+    "ia3": IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "lm_head"], feedforward_modules=[]),
+    "loha": LoHaConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"]),
+    "oft": OFTConfig(task_type="CAUSAL_LM", oft_block_size=4, target_modules=["q_proj", "lm_head"]),
+    "vera": VeraConfig(task_type="CAUSAL_LM", r=4, target_modules=["lm_head"]),
+}
+
+#: A Conv1D keeps its matrix transposed.
+GPT2: dict[str, dict[str, Any]] = {
+    "c_attn": {"target_modules": ["c_attn"], "fan_in_fan_out": True},
+    "everywhere": {"target_modules": ["c_attn", "c_proj", "wte", "lm_head"]},
+    "saved wte": {"target_modules": ["c_attn"], "fan_in_fan_out": True, "modules_to_save": ["wte"]},
+}
+
+
+def assert_merged_alike(made: Any) -> None:
+    """Untied and merged, a model has the logits of its forward with adapters, and of no adapter."""
+    with torch.no_grad():
+        expected = made(IDS).logits
+        with made.disable_adapter():
+            plain = made(IDS).logits
+        untie_adapted(made)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*tie_word_embeddings.*target_modules")
+            merged = made.merge_and_unload()
+        logits = merged(IDS).logits
+    largest = float(expected.abs().max())
+    assert float((expected - plain).abs().max()) > 1e-3
+    # A merged weight rounds in other places, in each of the seven products of every layer.
+    tolerance = 7 * COMMON["num_hidden_layers"] * rounding(COMMON["intermediate_size"], largest)
+    tolerance *= torch.finfo(expected.dtype).eps / EPS
+    assert float((logits - expected).abs().max()) <= within(tolerance)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_merging_gives_the_logits_of_the_forward_with_adapters(name, tied):
+    for dtype in (torch.float64, torch.float32):
+        model = make_model("llama", tie_word_embeddings=tied).to(dtype)
+        assert_merged_alike(adapted(model, ADAPTERS[name]))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", GPT2)
+def test_transposed_matrices_merge_alike(name, tied):
+    model = make_model("gpt2", tie_word_embeddings=tied).double()
+    assert_merged_alike(adapted(model, LoraConfig(task_type="CAUSAL_LM", r=4, **GPT2[name])))
+
+
+def test_weights_without_an_adapter_stay_shared():
+    made = adapted(make_model("llama", tie_word_embeddings=True), ADAPTERS["all-linear"])
+    assert adapted_and_shared(made) == []
+    untie_adapted(made)
+    merged = made.merge_and_unload()
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight
+    assert merged.config.tie_word_embeddings
+
+
+REFUSED = {
+    **dict.fromkeys(("lm_head", "embed_tokens", "everywhere", "tied adapters"), "embed_tokens and lm_head share"),
+    **dict.fromkeys(("dora", "bias", "saved lm_head", "saved embed_tokens"), "embed_tokens and lm_head share"),
+    **dict.fromkeys(("both saved", "saved and adapted", "parameters"), "embed_tokens and lm_head share"),
+    **dict.fromkeys(("tokens", "tokens of the head", "other tokens of the head"), "trainable_token_indices"),
+    **dict.fromkeys(("loha", "oft", "vera", "adalora", "ia3", "rslora"), "embed_tokens and lm_head share"),
+    "tied adapter": "embed_tokens and lm_head share",
+    "replicated layers": "layers.0.self_attn.q_proj and model.layers.2.self_attn.q_proj share",
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_merging_into_shared_weights_is_refused_by_name(name):
+    made = adapted(make_model("llama", tie_word_embeddings=True), ADAPTERS[name])
+    if name in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[name]) as error:
+            refuse_merging(made, "use_vllm")
+        assert str(error.value).startswith("use_vllm ")
+    else:
+        refuse_merging(made, "use_vllm")
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_merging_into_weights_of_their_own_is_not_refused(name):
+    made = adapted(make_model("llama", tie_word_embeddings=False), ADAPTERS[name])
+    if name in ("tokens", "tokens of the head", "other tokens of the head", "replicated layers"):
+        with pytest.raises(ValueError, match=r"^use_vllm"):
+            refuse_merging(made, "use_vllm")
+    else:
+        refuse_merging(made, "use_vllm")
+
+
+def test_a_model_without_adapters_is_not_refused():
+    refuse_merging(make_model("llama", tie_word_embeddings=True), "use_vllm")
+    refuse_merging(nn.Linear(1, 1), "use_vllm")
