@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 from troll.rewards.program import CodeTests
+from troll.rewards.unbounded import parse
 
 #: Names of packages in tests. If the tests do not import one, the program may define something of that name.
 PACKAGES = {
@@ -40,9 +40,7 @@ def borrowed_packages(tests: CodeTests) -> list[str]:
 
 
 def _nodes(tests: CodeTests) -> list[ast.AST]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escapes that Python will refuse one day
-        return [node for source in (tests.setup, *tests.tests) for node in ast.walk(ast.parse(source))]
+    return [node for source in (tests.setup, *tests.tests) for node in ast.walk(parse(source))]
 
 
 def _parameters_of_check(nodes: Sequence[ast.AST]) -> Iterator[str]:

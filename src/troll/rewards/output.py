@@ -11,9 +11,10 @@ Compare = Literal["tokens", "numbers"]
 #: Numbers that differ by no more than this, absolutely or relative to the expected one, are equal.
 TOLERANCE = 1e-6
 
-#: Longer tokens are compared as texts, since a program may print one number of megabytes.
+#: Longer tokens are compared as texts or as integers, since a program may print one number of megabytes.
 NUMBER_LENGTH = 400
 
+_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
@@ -43,18 +44,20 @@ def _same_line(actual: str, expected: str, compare: Compare) -> bool:
 def _same_token(actual: str, expected: str, compare: Compare) -> bool:
     if actual == expected:
         return True
+    whole = _INTEGER.fullmatch(expected) is not None
+    if whole and (compare == "tokens" or _INTEGER.fullmatch(actual)):
+        return compare == "numbers" and _digits(actual) == _digits(expected)
     if not (_is_number(expected) and _is_number(actual)):
         return False
-    whole = _is_integer(expected)
-    if whole and (compare == "tokens" or _is_integer(actual)):
-        return compare == "numbers" and int(actual) == int(expected)
     value, target = float(actual), float(expected)
     # A number too large for a float equals no other text: relative to infinity, every number is close to it.
     return math.isfinite(target) and abs(value - target) <= TOLERANCE * max(1.0, abs(target))
 
 
-def _is_integer(token: str) -> bool:
-    return token.lstrip("+-").isdigit()
+def _digits(integer: str) -> str:
+    """An integer of any length, in the only way to write it."""
+    digits = integer.lstrip("+-").lstrip("0")
+    return f"-{digits}" if digits and integer[0] == "-" else digits
 
 
 def _is_number(token: str) -> bool:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ast
 import builtins
-import json
 import re
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, get_args
 
 from troll.rewards.output import Compare
+from troll.rewards.unbounded import parse, read_json
 
 #: Longer texts are not programs: the longest solution of a contest has a tenth of this many characters.
 MAX_PROGRAM = 2**20
@@ -121,7 +120,7 @@ def parse_tests(text: str) -> Tests:
 @lru_cache(maxsize=4096)
 def _parsed_tests(text: str) -> Tests:
     try:
-        case = json.loads(text)
+        case = read_json(text)
     except ValueError as error:
         raise ValueError(f"tests take a JSON object as text, got {str(text)[:40]!r} ({error})") from None
     if not isinstance(case, dict):
@@ -288,9 +287,7 @@ def _bound_names(nodes: Sequence[ast.AST]) -> Iterator[str]:
 
 def _parsed(source: str, what: str) -> ast.Module:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python will refuse one day
-            return ast.parse(source)
+        return parse(source)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"{what} is no Python code: {error}") from None
 

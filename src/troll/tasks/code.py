@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from troll.rewards.demands import PACKAGES, borrowed_packages, needs_plain
 from troll.rewards.program import CodeTests, StreamTests, Tests, parse_tests
 from troll.rewards.sandbox.launch import SandboxError
 from troll.rewards.sandbox.limits import MEBIBYTE, Limits
+from troll.rewards.unbounded import parse, read_json, write_json
 from troll.tasks.dataset_task import Example, PromptStyle, Read, dataset_task, take_shaping, without
 from troll.tasks.options import Options
 from troll.tasks.registry import Reward, Task, TaskConfig, TaskError, register_task
@@ -116,11 +116,11 @@ class _Running:
     def example(self, row: Row, example: Example) -> Example:
         """Returns the example with the options applied to its tests, and notes warnings."""
         text = example.columns["tests"]
-        tests, said = parse_tests(text), json.loads(text)
+        tests, said = parse_tests(text), read_json(text)
         settings = self._settings(row, tests, said)
         if all(getattr(tests, name) == value for name, value in settings.items()):
             return example
-        return replace(example, columns={**example.columns, "tests": json.dumps(said | settings)})
+        return replace(example, columns={**example.columns, "tests": write_json(said | settings)})
 
     def warn(self) -> None:
         """Gives each noted warning once."""
@@ -221,7 +221,7 @@ def eurus_code(config: TaskConfig, argument: str = "") -> Task:
     def read(row: Row) -> Example:
         question, text = without(row.text("prompt"), _EURUS), row.text("tests")
         try:
-            tests = eurus_tests(json.loads(text))
+            tests = eurus_tests(read_json(text))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise row.error(f"has no tests in its field {row.columns['tests']!r}: {error!r:.80}") from error
         return Example(question, {"tests": _checked(row, "tests", tests)})
@@ -264,9 +264,7 @@ def names_under_test(reference: str, asserts: Sequence[str]) -> list[str]:
     Raises:
         SyntaxError: If one of them is not Python.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escapes that Python will refuse one day
-        tests, program = [ast.parse(test) for test in asserts], ast.parse(reference)
+    tests, program = [parse(test) for test in asserts], parse(reference)
     used = {node.id for test in tests for node in ast.walk(test) if isinstance(node, ast.Name)}
     bound: dict[str, None] = {}
     for node in program.body:
@@ -290,14 +288,14 @@ def eurus_tests(found: dict[str, Any]) -> dict[str, Any]:
     name = found.get("fn_name")
     if name is None:
         return {"inputs": [_lines(each) for each in inputs], "outputs": [_lines(each) for each in outputs]}
-    calls = [[json.loads(line) for line in each.split("\n")] if isinstance(each, str) else each for each in inputs]
-    results = [json.loads(each) if isinstance(each, str) and isinstance(inputs[0], str) else each for each in outputs]
+    calls = [[read_json(line) for line in each.split("\n")] if isinstance(each, str) else each for each in inputs]
+    results = [read_json(each) if isinstance(each, str) and isinstance(inputs[0], str) else each for each in outputs]
     return {"function": name, "inputs": calls, "outputs": results}
 
 
 def _checked(row: Row, field: str, tests: dict[str, Any] | str) -> str:
     """The column `tests`, after checking that the grader can read it."""
-    text = tests if isinstance(tests, str) else json.dumps(tests)
+    text = tests if isinstance(tests, str) else write_json(tests)
     try:
         parse_tests(text)
     except ValueError as error:

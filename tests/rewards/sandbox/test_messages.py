@@ -119,6 +119,7 @@ def test_a_named_tuple_keeps_its_names():
 
 
 def test_limits_of_size_and_depth(monkeypatch):
+    monkeypatch.setattr(messages, "MAX_DEPTH", 200)  # which this process can have
     deep: Any = []
     for _ in range(messages.MAX_DEPTH):
         deep = [deep]

@@ -79,9 +79,9 @@ def test_how_a_program_ends(sandbox: Bubblewrap, program: str, wanted: str) -> N
 def test_output_is_bounded(sandbox: Bubblewrap) -> None:
     limits = Limits(output_bytes=1000)
     assert reason(sandbox, "print('x' * 998)", expected="x" * 998, limits=limits) == "passed"
-    assert reason(sandbox, "print('x' * 2000)", expected="x" * 2000, limits=limits) == "output limit"
+    assert reason(sandbox, "print('x' * 2000)", expected="x" * 250, limits=limits) == "output limit"
     quiet = "try:\n    print('x' * 2000, flush=True)\nexcept OSError:\n    import os\n    os._exit(0)"
-    assert reason(sandbox, quiet, expected="x" * 1000, limits=limits) == "output limit"
+    assert reason(sandbox, quiet, expected="x" * 250, limits=limits) == "output limit"
 
 
 def test_memory_is_bounded(sandbox: Bubblewrap) -> None:
@@ -111,7 +111,8 @@ def test_megabytes_go_in_and_out(sandbox: Bubblewrap) -> None:
 def test_text_that_utf8_cannot_hold_is_an_outcome(sandbox: Bubblewrap) -> None:
     assert reason(sandbox, "print('\ud800')").startswith("raised SyntaxError")
     assert reason(sandbox, "print(3)", "\ud800") == "passed"
-    assert reason(sandbox, "print(input())", "\ud800", "\ud800") == "wrong answer"
+    assert reason(sandbox, "print(input())", "\ud800", "\ud800") == "passed"
+    assert reason(sandbox, "print(input())", "\ud800", "\ud801") == "wrong answer"
     assert reason(sandbox, "import os\nos.write(1, b'\\xff')", "", "\ufffd") == "wrong answer"
     assert reason(sandbox, "print(input())", "Ünï\n", "Ünï") == "passed"
 

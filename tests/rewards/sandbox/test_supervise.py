@@ -155,7 +155,7 @@ def test_waiting_for_a_cpu_is_no_wall_time(
     monkeypatch.setattr(supervise, "_tree", lambda pid: [pid])
     monkeypatch.setattr(supervise, "_busy", lambda pid: busy)
     monkeypatch.setattr(supervise, "_threads", lambda pid: ["1"])
-    process = SimpleNamespace(pid=1, own_threads=1)
+    process = SimpleNamespace(pid=1, own_threads=1, most=None)
     watch = Watch([cast(Process, process)], Limits(cpu_seconds=5, wall_seconds=20, idle_seconds=idle_seconds))
     verdict: str | None = None
     while verdict is None:

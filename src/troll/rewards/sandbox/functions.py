@@ -26,6 +26,7 @@ from troll.rewards.sandbox.limits import Limits, Outcome
 from troll.rewards.sandbox.protocol import number_of
 from troll.rewards.sandbox.stdio import NOT_RUN, OUT_OF_MEMORY, REASONS
 from troll.rewards.sandbox.supervise import PATIENCE, Watch, wait_for
+from troll.rewards.unbounded import write_json
 
 #: How long a judge that was killed may take to be gone, and one whose program was ended to say what it has found.
 END_SECONDS = 1.0
@@ -155,7 +156,7 @@ def _run_plain(sandbox: Launcher, job: dict[str, Any], count: int, limits: Limit
     given = os.memfd_create("job")
     report, theirs = os.pipe()
     try:
-        os.write(given, json.dumps({**job, "mark": mark}).encode())
+        os.write(given, write_json({**job, "mark": mark}).encode())
         os.lseek(given, 0, os.SEEK_SET)
         process = sandbox.start("plain", limits=limits, stdin=given, stdout=theirs)
     except BaseException:

@@ -18,6 +18,7 @@ from troll.rewards.sandbox.launch import INSIDE, SandboxError
 from troll.rewards.sandbox.limits import MEBIBYTE, Limits, Outcome
 from troll.rewards.sandbox.protocol import number_of
 from troll.rewards.sandbox.stdio import NOT_RUN, REASON_LENGTH, TIME_LIMIT, failure
+from troll.rewards.unbounded import write_json
 
 _MODULES = {name: (INSIDE / f"{name}.py").read_text() for name in ("values", "one_process")}
 
@@ -91,7 +92,7 @@ class SandboxFusion:
     ) -> list[Outcome]:
         mark = secrets.token_hex()
         job = {"mark": mark, "source": program, "stop_at_failure": stop_at_failure, **vars(tests)}
-        response = self._run(SCRIPT, json.dumps(job), limits.wall_seconds, limits)
+        response = self._run(SCRIPT, write_json(job), limits.wall_seconds, limits)
         lines = ((response.get("run_result") or {}).get("stdout") or "").splitlines()
         reports = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
         outcomes = [_reported(report) for report in reports[: number_of(tests)]]

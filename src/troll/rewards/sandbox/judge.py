@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 from typing import Any
 
 from troll.rewards.sandbox.launch import Launcher
 from troll.rewards.sandbox.limits import Limits
+from troll.rewards.unbounded import write_json
 
 
 class Judge:
@@ -53,7 +53,7 @@ class Judge:
         """
         report, theirs = os.pipe()
         try:
-            content = json.dumps(job).encode()
+            content = write_json(job).encode()
             socket.send_fds(self._control, [len(content).to_bytes(8, "big")], [channel, theirs])
             self._control.sendall(content)
         except BaseException:

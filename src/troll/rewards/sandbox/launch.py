@@ -98,6 +98,7 @@ class Process(subprocess.Popen[bytes]):
         folder: What is to be removed after it has ended: its files, or the program's own folder where nothing isolates.
         own_threads: How many threads its processes may have that are not the program's.
         exact: Whether the CPU time that is measured inside is exact.
+        most: Bytes of memory that all of it may use; None where that is not bounded.
         group: Its control group, if it has one and has not ended.
         groups: Where the group comes from, and goes when it has ended.
     """
@@ -107,6 +108,7 @@ class Process(subprocess.Popen[bytes]):
     groups: MemoryGroups | None = None
     own_threads = 1
     exact = True
+    most: int | None = None
     _cpu_seconds = 0.0
 
     def out_of_memory(self) -> bool:
@@ -257,9 +259,11 @@ class Launcher(ABC):
         """
         with contextlib.suppress(OSError):
             Path(f"/proc/{pid}/oom_score_adj").write_text(str(OUT_OF_MEMORY_SCORE))
-        if self._groups is not None and pid is not None and script != "judge":
-            most = limits.memory_bytes + limits.disk_bytes + 2 * limits.output_bytes + self.own_bytes
-            process.groups, process.group = self._groups, self._groups.take(most)
+        if script == "judge":
+            return
+        process.most = limits.memory_bytes + limits.disk_bytes + 2 * limits.output_bytes + self.own_bytes
+        if self._groups is not None and pid is not None:
+            process.groups, process.group = self._groups, self._groups.take(process.most)
             process.group.add(pid)
 
     @abstractmethod

@@ -19,10 +19,16 @@ from troll.rewards.sandbox.supervise import Watch, wait_for
 REPORT = struct.Struct("<5q")
 
 #: Of tests that are killed with their sandbox.
-REASONS = {"cpu": "time limit", "idle": "idle limit", "wall": "wall limit", "threads": "thread limit"}
+REASONS = {
+    "cpu": "time limit",
+    "idle": "idle limit",
+    "wall": "wall limit",
+    "threads": "thread limit",
+    "memory": "memory limit",
+}
 
 TIME_LIMIT = Outcome(False, REASONS["cpu"])
-OUT_OF_MEMORY = Outcome(False, "memory limit")
+OUT_OF_MEMORY = Outcome(False, REASONS["memory"])
 NOT_RUN = Outcome(False, "not run")
 
 #: How much of an exception goes into a reason.
@@ -51,7 +57,8 @@ def run_stdio(
         program: Python source; each test gets an outcome, even if this is no program.
         inputs: T texts for standard input.
         outputs: T expected texts.
-        limits: What each test may use; the wall time is for all tests together.
+        limits: What each test may use; the wall time is for all tests together. Output may have at least four times
+            the length of what is expected.
         compare: How outputs are compared; see `same_output`.
         stop_at_failure: Whether no test is run after the first that fails.
 
@@ -65,6 +72,8 @@ def run_stdio(
     if len(inputs) != len(outputs):
         raise ValueError(f"as many inputs as outputs are needed, got {len(inputs)} and {len(outputs)}")
     outcomes: list[Outcome] = []
+    longest = max(map(len, outputs), default=0)
+    limits = replace(limits, output_bytes=max(limits.output_bytes, 4 * longest))  # which leaves room for white space
     left = limits.wall_seconds
     while len(outcomes) < len(inputs):
         rest = list(zip(inputs, outputs, strict=True))[len(outcomes) :]
@@ -112,7 +121,7 @@ def _attempt(
 
 
 def _is_last(outcome: Outcome, stop_at_failure: bool) -> bool:
-    return outcome.reason in REASONS.values() or (stop_at_failure and not outcome.passed)
+    return (outcome.reason in REASONS.values() and outcome != OUT_OF_MEMORY) or (stop_at_failure and not outcome.passed)
 
 
 class _Runner:
@@ -190,7 +199,8 @@ class _Runner:
                 raise
             self.clean = False
             return OUT_OF_MEMORY
-        if outcome.passed and not same_output(output.decode("utf-8", "surrogateescape"), expected, compare):
+        ours, theirs = (data.decode("utf-8", "surrogateescape") for data in (output, _bytes(expected)))
+        if outcome.passed and not same_output(ours, theirs, compare):
             return Outcome(False, "wrong answer")
         return outcome
 
@@ -233,9 +243,14 @@ class _LimitError(Exception):
 
 
 def _message(text: str) -> bytes:
-    # Text that UTF-8 cannot hold becomes bytes that are not UTF-8: the program's own compilation or reading fails.
-    data = text.encode("utf-8", "surrogatepass")
+    data = _bytes(text)
     return len(data).to_bytes(8, "little") + data
+
+
+def _bytes(text: str) -> bytes:
+    # Text that UTF-8 cannot hold becomes bytes that are not UTF-8: a program with it does not compile, and what a
+    # program reads and prints again is the same bytes.
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _ended(status: int, cpu_seconds: float, output: bytes, errors: bytes, limits: Limits) -> Outcome:

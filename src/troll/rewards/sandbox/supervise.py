@@ -1,4 +1,4 @@
-"""Watches a sandbox from outside: tells when it computes, idles or lasts too long, or has too many threads.
+"""Watches a sandbox from outside: tells when it computes, idles or lasts too long, or has too many threads or memory.
 
 CPU time is read from the processes' clocks. The kernel's own limit on it counts ticks, which on a busy machine can be
 tens of per cent more than what a process had: it is set higher, for when nobody watches.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import resource
 import select
 import time
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 
 
 class Watch:
-    """Tells when sandboxes have used too much CPU, idled, run for too long, or started too many threads.
+    """Tells when sandboxes have used too much CPU or memory, idled, run for too long, or started too many threads.
 
     Args:
         processes: As `Launcher.start` returned them; the first is the one that is watched. While one of the others
@@ -51,6 +52,7 @@ class Watch:
     def __init__(self, processes: Sequence[Process], limits: Limits) -> None:
         self._watched, *self._beside = (process.pid for process in processes)
         self._limits, self._most_threads = limits, limits.threads + processes[0].own_threads
+        self._most_bytes = processes[0].most
         self._period = min(0.25, limits.idle_seconds / 4, limits.wall_seconds / 4)
         self._random = random.Random()
         self._starved = 0.0
@@ -73,7 +75,7 @@ class Watch:
         self._seen = self.cpu_seconds = self.beside_seconds = 0.0
         self._active = self._looked = time.monotonic()
 
-    def verdict(self) -> Literal["cpu", "idle", "wall", "threads"] | None:
+    def verdict(self) -> Literal["cpu", "idle", "wall", "threads", "memory"] | None:
         """Which of the limits has been passed, if any.
 
         Raises:
@@ -91,6 +93,8 @@ class Watch:
             return "cpu"
         if any(len(_threads(pid)) > self._most_threads for pid in _tree(self._watched)):
             return "threads"
+        if self._most_bytes is not None and max(map(_resident, _tree(self._watched))) > self._most_bytes:
+            return "memory"
         if self._works(now):
             self._active = now
         return "idle" if now - self._active > self._limits.idle_seconds else None
@@ -149,6 +153,13 @@ def _threads(pid: int) -> list[str]:
     with contextlib.suppress(OSError):
         return os.listdir(f"/proc/{pid}/task")
     return []
+
+
+def _resident(pid: int) -> int:
+    """Bytes of memory that a process has touched; control groups, where there are any, are faster and count more."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    return 0
 
 
 def _busy(pid: int) -> bool:

@@ -4,6 +4,7 @@ Imports only what costs next to nothing: `ctypes` itself takes 2.5 ms, a fifth o
 """
 
 import _io
+import _thread
 import atexit
 import builtins
 import gc
@@ -25,6 +26,15 @@ NOBODY = 65534
 
 #: Of the user's, whom all sandboxes may share: signals that wait to be delivered.
 PENDING_SIGNALS = 128
+
+#: How deep programs may recurse if they do not set it themselves: LiveCodeBench's number, where CPython has 1000.
+RECURSION_LIMIT = 50_000
+
+#: Address space for the stacks of threads, which programs hardly touch, in units of the memory that they may use.
+STACKS = 3
+
+#: What a thread's stack takes if the program does not say: the C library's default, and pages to guard it.
+DEFAULT_STACK, GUARD = 8 << 20, 1 << 16
 
 
 class _Int(_SimpleCData):
@@ -123,7 +133,7 @@ def confine(settings: str) -> None:
     cpu, memory, file, threads, lines = settings.split(",")
     limits = [
         (resource.RLIMIT_CPU, int(cpu)),
-        (resource.RLIMIT_AS, int(memory)),
+        (resource.RLIMIT_AS, (1 + STACKS) * int(memory)),
         (resource.RLIMIT_FSIZE, int(file)),
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
@@ -138,16 +148,49 @@ def confine(settings: str) -> None:
         value = value if hard < 0 else min(value, hard)  # the user may be under lower limits already
         if (soft, hard) != (value, value):  # some of gVisor's limits stand from the start and cannot be set
             resource.setrlimit(limit, (value, value))
-    _deepen_stack(int(memory))
+    lift(int(memory))
+    _lend_stacks(int(memory))
     _call(PR_SET_NO_NEW_PRIVS, 1)
     _call(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, bytes.fromhex(lines))
 
 
-def _deepen_stack(memory: int) -> None:
-    """Deep recursion is legitimate: lets the stack have a quarter of the memory."""
+def lift(memory: int) -> None:
+    """Lifts what CPython limits for the sake of servers: the depth of recursion, and the digits of an integer as text.
+
+    Args:
+        memory: Bytes of all memory, which the stack may take as a whole.
+    """
+    sys.set_int_max_str_digits(0)
+    sys.setrecursionlimit(RECURSION_LIMIT)
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
-    wanted = memory // 4
-    resource.setrlimit(resource.RLIMIT_STACK, (wanted if hard < 0 else min(wanted, hard), hard))
+    resource.setrlimit(resource.RLIMIT_STACK, (memory if hard < 0 else min(memory, hard), hard))
+
+
+def _lend_stacks(memory: int) -> None:
+    """Bounds address space, and has every thread that starts raise the bound by its stack.
+
+    No stack is larger than all memory, whatever the program asks for. What it touches counts as memory: see
+    `Watch` in `supervise.py`, and `memory.py`.
+    """
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    start, largest = _thread.start_new_thread, DEFAULT_STACK
+
+    def bound(stacks: int) -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (min(memory + stacks, most), most))
+
+    def start_new_thread(*arguments):  # type: ignore[no-untyped-def]
+        nonlocal largest
+        asked = _thread.stack_size()
+        largest = max(largest, min(asked, memory))
+        bound((_thread._count() + 1) * (largest + GUARD))
+        _thread.stack_size(min(asked, memory))
+        try:
+            return start(*arguments)
+        finally:
+            _thread.stack_size(asked)
+
+    bound(0)
+    _thread.start_new_thread = start_new_thread
 
 
 def main_module() -> dict[str, object]:

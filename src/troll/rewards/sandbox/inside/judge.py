@@ -28,6 +28,9 @@ Outcome = tuple[bool, str]
 #: Each character may take 12 bytes, as JSON, of those that the reader takes.
 _REASON_LENGTH = 200
 
+#: Bytes, enough for what C does with the deepest values that a program may return.
+_STACK = 128 << 20
+
 
 class Tests:
     """The tests of one program.
@@ -182,7 +185,7 @@ def main() -> None:
     for module in ("collections", "copy", "datetime", "decimal", "fractions", "itertools", "math", "random", "re"):
         importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    sys.setrecursionlimit(10_000)
+    confine.lift(_STACK)
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     while job := _receive(control):

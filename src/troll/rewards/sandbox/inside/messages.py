@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Resolve = Callable[[bool, int], object]
 
 MAX_BYTES = 32 * 2**20
-MAX_DEPTH = 200
+MAX_DEPTH = 10_000
 
 
 class MessageError(Exception):
