@@ -129,3 +129,13 @@ def test_a_tokenizer_without_padding_pads_all_the_same(tiny_model: Path) -> None
         TransformersGenerator(model, tokenizer, Sampling(1.0, 1.0, 0, 12)).generate(encoded(tiny_model), [0] * 4)
         == expected
     )
+
+
+def test_padding_without_an_embedding_is_replaced(tiny_model: Path) -> None:
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=12)
+    expected = generator(tiny_model).generate(encoded(tiny_model), [0, 1, 2, 3])
+    model, tokenizer = load(tiny_model)
+    tokenizer.add_special_tokens({"pad_token": "<new>"})
+    assert tokenizer.pad_token_id == model.get_input_embeddings().num_embeddings
+    found = TransformersGenerator(model, tokenizer, sampling).generate(encoded(tiny_model), [0, 1, 2, 3])
+    assert found == expected

@@ -326,6 +326,23 @@ def test_vllm_is_taken_where_it_can_run(
     assert made["context"] == longest + 6
 
 
+def test_a_token_without_an_embedding_is_named(
+    settings: Settings, tiny_model: Path, tmp_path: Path, console: Console, letters: TaskConfig
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["2:"])
+    tokenizer.save_pretrained(model)
+    rows = AutoModelForCausalLM.from_pretrained(model).get_input_embeddings().num_embeddings
+    message = (
+        rf"task 'letters': the prompt of problem 2 has the token '2:' \(id {rows}\), and .* has {rows} rows: call "
+    )
+    with pytest.raises(EvaluationError, match=message + r"model.resize_token_embeddings\(len\(tokenizer\)\)"):
+        evaluate(settings(model=str(model), tasks=[letters]), console)
+    assert evaluate(settings(model=str(model), output_dir=tmp_path / "other"), console)  # prompts without the token
+
+
 def test_an_adapter_that_vllm_cannot_run_is_merged_or_named(
     settings: Settings, tiny_model: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:

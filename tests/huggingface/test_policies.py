@@ -95,6 +95,10 @@ def test_equal_policies_have_ratio_one():
     [
         ({"labels": torch.zeros(2, 3, dtype=torch.long)}, r"labels must be"),
         ({"input_ids": torch.zeros(8, dtype=torch.long)}, r"input_ids must be \(B, L\)"),
+        (
+            {"input_ids": torch.full((2, 8), 48)},
+            r"token id 48, and the embedding of LlamaForCausalLM has 48 rows: call model.resize_token_embeddings",
+        ),
         ({"kl_bound": 0.0}, "kl_bound"),
         ({"tail": "top"}, "tail"),
     ],

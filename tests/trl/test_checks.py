@@ -11,12 +11,27 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
+from peft import LoraConfig, PeftModel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
 
-from tests.trl.tiny import make_dataset, no_warnings_about
+from tests.trl.engine import Engine, take_the_place_of_vllm
+from tests.trl.tiny import (
+    LOG_PROB_ERROR,
+    adapted,
+    changed,
+    make_dataset,
+    make_model,
+    make_tokenizer,
+    no_warnings_about,
+    parameters,
+    rolled_out,
+)
+from troll.evaluation.model import find_model, load_model
 from troll.trl.checks import unresolved_share, warn_about_precision
+from troll.trl.seam import sequences
 
 ONE_PROCESS = SimpleNamespace(distributed_type=DistributedType.NO, mixed_precision="bf16")
 
@@ -153,3 +168,137 @@ def test_a_removed_column_reaches_no_reward_function(make):
     trainer = make(train_dataset=with_column("completions"), remove_unused_columns=True, max_steps=1)
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+def tokenizer_with(*tokens: str, **special: str) -> Any:
+    """The tests' tokenizer with more tokens than the tiny models have rows, 48."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(list(tokens))
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
+SIZES = r"ids up to 48, and the model's embedding has 48 rows: it lacks '<new>' \(id 48\)"
+RESIZE = r"call model.resize_token_embeddings\(len\(tokenizer\)\)"
+
+
+def test_a_token_without_an_embedding_in_the_prompts_is_refused_before_training(make):
+    prompts = Dataset.from_dict({"prompt": ["1+1=", "1<new>1="] * 8})
+    for data in ({"train_dataset": prompts}, {"eval_dataset": prompts}, {"eval_dataset": {"one": prompts}}):
+        with pytest.raises(ValueError, match=rf"{SIZES}, which is in the prompts. To train, {RESIZE}"):
+            make(processing_class=tokenizer_with("<new>"), **data)
+    with pytest.raises(ValueError, match=SIZES):
+        make(processing_class=tokenizer_with("<new>")).evaluate(prompts)
+
+
+def test_a_chat_template_counts_as_a_prompt(make):
+    tokenizer = tokenizer_with("<new>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}<new>"
+    prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": "1+1="}]] * 8})
+    with pytest.raises(ValueError, match=SIZES):
+        make(processing_class=tokenizer, train_dataset=prompts)
+    assert make(processing_class=tokenizer).model is not None  # prompts of text do not use it
+
+
+@pytest.mark.parametrize("role", ["pad_token", "eos_token"])
+def test_padding_or_end_without_an_embedding_is_refused(make, role):
+    with pytest.raises(ValueError, match=rf"{SIZES}, which ends completions, or fills up their rows. To train"):
+        make(processing_class=tokenizer_with(**{role: "<new>"}))
+
+
+def test_a_stream_is_checked_before_generation(make, monkeypatch):
+    trainer = make(
+        processing_class=tokenizer_with("<new>"),
+        train_dataset=IterableDataset.from_generator(lambda: iter([{"prompt": "1+<new>="}] * 16)),
+    )
+    monkeypatch.setattr(trainer, "_generate", lambda prompts: pytest.fail("generated"))
+    with pytest.raises(ValueError, match=SIZES):
+        trainer.train()
+
+
+def test_tokens_that_occur_nowhere_and_padded_embeddings_are_accepted(make):
+    trainer = make(processing_class=tokenizer_with("<new>"), max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+    model = make_model("llama")
+    model.resize_token_embeddings(64)
+    trainer = make(model=model, processing_class=tokenizer_with("<new>", pad_token="<pad2>"), max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_a_reference_or_a_critic_without_the_models_tokens_is_refused(make, model_path):
+    model = make.model("llama")  # the reference is loaded by its name, without the new row
+    model.resize_token_embeddings(49)
+    tokenizer = tokenizer_with("<new>")
+    message = r"embedding of the {} has 48 rows, and that of the trained model 49: it lacks '<new>' \(id 48\)"
+    with pytest.raises(ValueError, match=message.format("reference model")):
+        make(model=model, processing_class=tokenizer, beta=0.1)
+    critic = {"advantage_estimator": "gae", "critic_model_name_or_path": str(model_path("llama"))}
+    with pytest.raises(ValueError, match=message.format("critic")):
+        make(model=model, processing_class=tokenizer, **critic)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "use_vllm merges the adapter into the weight that .* share"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "use_vllm merges the adapter into the weight"),
+        (
+            {"target_modules": ["q_proj"], "trainable_token_indices": [4]},
+            "use_vllm cannot be used with trainable_token_indices",
+        ),
+    ],
+)
+def test_an_adapter_that_an_engine_would_get_wrong_is_refused(make, monkeypatch, settings, message):
+    take_the_place_of_vllm(monkeypatch, Engine())
+    model = make_model("llama", tie_word_embeddings=True)
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, **settings)
+    with pytest.raises(ValueError, match=message):
+        make(model=model, peft_config=config, use_vllm=True, vllm_mode="colocate")
+
+
+@pytest.mark.parametrize("surrogate", ["troll", "clip"])
+def test_an_adapter_of_the_head_is_refused_with_any_surrogate(make, surrogate):
+    """TRL scores with the weight of the head, without its adapter."""
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"])
+    with pytest.raises(ValueError, match="Applying a PEFT adapter to `lm_head` is not supported"):
+        make(peft_config=config, surrogate=surrogate)
+
+
+@pytest.mark.parametrize("surrogate", ["troll", "clip"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_single_tokens_are_scored_by_the_models_own_logits(make, surrogate, tied):
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], trainable_token_indices=[10, 11])
+    model = adapted(make_model("llama", tie_word_embeddings=tied), config)
+    trainer = make(model=model, surrogate=surrogate, temperature=1.0)
+    batch = rolled_out(trainer)
+    ids, mask = sequences(batch)
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=mask).logits[:, -batch["completion_ids"].shape[1] - 1 : -1]
+    expected = logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    acts = batch["completion_mask"].bool()
+    torch.testing.assert_close(batch["old_per_token_logps"][acts], expected[acts], rtol=0, atol=LOG_PROB_ERROR)
+
+
+@pytest.mark.parametrize("surrogate", ["troll", "clip"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_single_tokens_are_trained_and_saved(make, surrogate, tied, beta, tmp_path):
+    """Of the embedding, and of the head that it is tied to; what is loaded again is what was trained."""
+    model = make_model("llama", tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], trainable_token_indices=[10, 11])
+    trainer = make(model=model, peft_config=config, surrogate=surrogate, beta=beta)
+    before = parameters(trainer.model)
+    trainer.train()
+    assert any("trainable_tokens_delta" in name for name in changed(before, trainer.model))
+    trainer.save_model(str(tmp_path / "adapter"))
+    ids = torch.arange(3, 30).unsqueeze(0)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    expected = trainer.model.eval()(ids).logits
+    again = PeftModel.from_pretrained(base, tmp_path / "adapter")(ids).logits
+    torch.testing.assert_close(again, expected, rtol=0, atol=LOG_PROB_ERROR)
+    merged = load_model(find_model(str(tmp_path / "adapter")), "float32")(ids).logits
+    torch.testing.assert_close(merged, expected, rtol=0, atol=LOG_PROB_ERROR)

@@ -18,6 +18,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from troll.huggingface.token_ids import embedding_rows
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -97,7 +99,9 @@ class TransformersGenerator:
     def __init__(self, model: Any, tokenizer: Any, sampling: Sampling) -> None:
         self.model, self.tokenizer, self.sampling = model.eval(), tokenizer, sampling
         self.end_ids = _end_ids(model, tokenizer)
-        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (self.end_ids or [0])[0]
+        # Padding is masked; any id does that the model has a row for, and some tokenizers' own has none.
+        ids = (tokenizer.pad_token_id, *self.end_ids, 0)
+        self.pad_id = next(each for each in ids if each is not None and each < embedding_rows(model))
         # Otherwise the model's own file would set temperature, penalties and the like where they are not set here.
         model.generation_config = GenerationConfig(
             max_new_tokens=sampling.max_new_tokens,

@@ -10,6 +10,7 @@ from typing import Any
 from troll.evaluation.config import EvaluationError
 from troll.evaluation.estimators import SameAnswer
 from troll.evaluation.model import fingerprint, prompt_texts
+from troll.huggingface.token_ids import REMEDY
 from troll.rewards.grading import Grader, Verdict
 from troll.tasks import Task, TaskConfig, load_task
 
@@ -43,6 +44,16 @@ class Problems:
     def same_answer(self) -> SameAnswer | None:
         """Whether two answers count as one in a majority vote; None if they cannot be compared."""
         return self.reward.same_answer if isinstance(self.reward, Grader) and self.reward.votes else None
+
+    def check_ids(self, rows: int, tokenizer: Any) -> None:
+        """Raises EvaluationError if a prompt has a token for which the model's embedding, of so many rows, has none."""
+        for row, ids in enumerate(self.ids):
+            if max(ids) >= rows:
+                raise EvaluationError(
+                    f"task {self.name!r}: the prompt of problem {row} has the token "
+                    f"{tokenizer.convert_ids_to_tokens(max(ids))!r} (id {max(ids)}), and the model's embedding has "
+                    f"{rows} rows: {REMEDY}"
+                )
 
     def judge(self, rows: Sequence[int], completions: Sequence[str]) -> list[Verdict]:
         """Judges B completions of the problems in B rows."""

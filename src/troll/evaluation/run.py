@@ -25,6 +25,7 @@ from troll.evaluation.records import Record, append_records, read_records, repla
 from troll.evaluation.table import CompletionProgress, print_table, results_table
 from troll.evaluation.vllm import VllmGenerator, adapter_problem, vllm_is_usable
 from troll.files import write_atomically
+from troll.huggingface.token_ids import embedding_rows
 from troll.rewards.grading import Verdict
 from troll.terminal import say
 
@@ -254,7 +255,10 @@ def completion_order(lengths: Sequence[int], samples: int) -> list[tuple[int, in
 def _generator(plan: _Plan) -> Generator:
     source = plan.source
     if plan.backend == "transformers":
-        return TransformersGenerator(load_model(source, plan.config.dtype), plan.tokenizer, plan.sampling)
+        model = load_model(source, plan.config.dtype)
+        for problems in plan.problems:
+            problems.check_ids(embedding_rows(model), plan.tokenizer)
+        return TransformersGenerator(model, plan.tokenizer, plan.sampling)
     longest = max(len(ids) for problems in plan.problems for ids in problems.ids)
     return VllmGenerator(
         source.base,

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from troll.huggingface.head import opened_head
+from troll.huggingface.token_ids import check_token_ids
 from troll.trust_region.reading.head import LMHead
 
 #: `(head of N tokens, their ids (N,)) -> tensors`; None for a tensor that was not asked for.
@@ -79,11 +80,13 @@ def forward_and_read(model: nn.Module, request: ReadingRequest, **inputs: Any) -
         **inputs: Arguments of the forward: `input_ids` (B, L), `attention_mask`, images.
 
     Raises:
-        ValueError: If the model's head cannot be read.
+        ValueError: If the model's head cannot be read, or a token id has no embedding (found on a CPU only).
         RuntimeError: If the model's logits are not what its head and its configuration say, or if a wrapper changes or
             rounds its outputs.
     """
     accept_requests(model)
+    if inputs.get("input_ids") is not None:
+        check_token_ids(causal_lm(model), inputs["input_ids"])
     return checked_output(model, model(**inputs, **{REQUEST: request}))
 
 

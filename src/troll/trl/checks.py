@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from datasets import Dataset
 from torch import Tensor
 
+from troll.huggingface.token_ids import REMEDY, embedding_rows, without_embedding
 from troll.reward_columns import clash
 from troll.trl.config import TrollConfig
+from troll.trl.seam import prompt_ids
 
 #: Every model has a few weights too large for a step, such as those of norms. A larger share than this is a mistake.
 MAX_UNRESOLVED = 0.1
@@ -73,6 +76,73 @@ def refuse_columns(trainer: Any, *rows: Mapping[str, Any]) -> None:
         columns = [name for names in known for name in names]
     if problem := clash(columns, ["environments"] if trainer.environment_factories is not None else []):
         raise ValueError(problem)
+
+
+def tokenizer_of(trainer: Any) -> Any:
+    """The trainer's tokenizer; that of its processor, where it has images."""
+    return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+
+
+def refuse_token_ids(trainer: Any, prompts: list[Any] | None = None) -> None:
+    """Checks that every token of the prompts, and the tokenizer's end and padding, have a row in the embedding.
+
+    A tokenizer may have tokens that the model lacks, as Gemma 3's has, if they occur nowhere. So prompts of text are
+    tokenized here, but only with such a tokenizer.
+
+    Args:
+        trainer: A `GRPOTrainer`, set up.
+        prompts: Those of a rollout; None for those of the data sets that have a length.
+
+    Raises:
+        ValueError: If a token has no row; names it, the sizes and the remedy.
+    """
+    tokenizer = tokenizer_of(trainer)
+    missing, rows = without_embedding(trainer.model, tokenizer), embedding_rows(trainer.model)
+    if not missing:
+        return
+    used = dict.fromkeys(
+        [tokenizer.pad_token_id, tokenizer.eos_token_id], "which ends completions, or fills up their rows"
+    )
+    # A processor's prompts have images, and an environment's tools that are known only in a rollout.
+    if tokenizer is trainer.processing_class and trainer.environment_factories is None:
+        for batch in _prompts(trainer) if prompts is None else [prompts]:
+            used |= {number: "which is in the prompts" for ids in prompt_ids(trainer, batch) for number in ids}
+    for number in sorted(missing.keys() & used.keys()):
+        raise ValueError(
+            f"the tokenizer has ids up to {max(missing)}, and the model's embedding has {rows} rows: it lacks "
+            f"{missing[number]!r} (id {number}), {used[number]}. To train, {REMEDY}"
+        )
+
+
+def refuse_fewer_tokens(name: str, other: Any, trainer: Any) -> None:
+    """Checks that another model reads all tokens of the tokenizer that the trained model reads.
+
+    Args:
+        name: What the model is, for the error.
+        other: A model; None is not checked.
+        trainer: A `GRPOTrainer`, set up.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if other is None:
+        return
+    other = trainer.accelerator.unwrap_model(other)
+    tokenizer, rows = tokenizer_of(trainer), embedding_rows(trainer.model)
+    missing = without_embedding(other, tokenizer)
+    for number in sorted(missing.keys() - without_embedding(trainer.model, tokenizer).keys()):
+        raise ValueError(
+            f"the embedding of the {name} has {embedding_rows(other)} rows, and that of the trained model {rows}: it "
+            f"lacks {missing[number]!r} (id {number}) of the tokenizer. Save it with as many, by "
+            "resize_token_embeddings, and have it loaded from there"
+        )
+
+
+def _prompts(trainer: Any) -> Iterator[list[Any]]:
+    evaluated = trainer.eval_dataset
+    for data in (trainer.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])):
+        if isinstance(data, Dataset):
+            yield from (batch["prompt"] for batch in data.select_columns("prompt").iter(1000))
 
 
 def refuse_an_empty_reference(accelerator: Accelerator, reference: Any) -> None:

@@ -13,7 +13,9 @@ from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from trl import GRPOTrainer
 
+from troll.huggingface.adapters import refuse_merging
 from troll.huggingface.policies import read_tokens, scatter
+from troll.huggingface.token_ids import without_embedding
 from troll.trl import seam
 from troll.trl.advantages.rollouts import Advantages
 from troll.trl.anchor import RolloutAnchor
@@ -22,7 +24,10 @@ from troll.trl.checks import (
     disable_dropout,
     refuse_an_empty_reference,
     refuse_columns,
+    refuse_fewer_tokens,
     refuse_model_parallelism,
+    refuse_token_ids,
+    tokenizer_of,
     warn_about,
     warn_about_precision,
     warn_about_saving,
@@ -93,6 +98,14 @@ class TrollTrainer(GRPOTrainer):
             raise TypeError(f"args must be a TrollConfig, got {type(args).__name__}: change the name of the class")
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         refuse_columns(self)
+        head = self.model.get_output_embeddings()
+        if hasattr(head, "token_adapter"):  # of trainable_token_indices; TRL asks for a bias, which PEFT leaves out
+            head.bias = None
+        if args.use_vllm:
+            refuse_merging(self.model, "use_vllm")
+        refuse_token_ids(self)
+        refuse_fewer_tokens("reference model", self.ref_model, self)
+        self._lacks_tokens = bool(without_embedding(self.model, tokenizer_of(self)))
         self.surrogate = SURROGATES[args.surrogate]
         # Infinity in the configuration itself would not be valid JSON.
         if "epsilon" not in self.surrogate.settings:
@@ -113,6 +126,8 @@ class TrollTrainer(GRPOTrainer):
         self.old_policy = OldPolicy(self.accelerator, args, self.temperature, self.anchor)
         self.unscored = Unscored(self.accelerator, self.reward_funcs)
         self.advantages = Advantages(self.accelerator, args, self.model, model)
+        if self.advantages.critic is not None:
+            refuse_fewer_tokens("critic", self.advantages.critic.model, self)
         self.resampling = Resampling(self) if args.resampling_rounds else None
         self.monitor = Monitor(self.accelerator, args)
         self.diagnostics = Diagnostics(self.accelerator, args, self._full_logits)
@@ -140,7 +155,9 @@ class TrollTrainer(GRPOTrainer):
     # The rollout
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        refuse_columns(self, inputs[0])  # a stream knows its columns only now
+        refuse_columns(self, inputs[0])  # a stream knows its columns and prompts only now
+        if self._lacks_tokens:
+            refuse_token_ids(self, [example["prompt"] for example in inputs])
         training = self.model.training
         self._scores = None  # an exception may have left some
         self.old_policy.start(training=training, reads_policies=self._reads_policies())

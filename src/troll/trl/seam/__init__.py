@@ -56,6 +56,12 @@ def score(trainer: Any, model: Any, inputs: dict[str, Any], batch_size: int | No
     return Scores(*scores)
 
 
+def prompt_ids(trainer: Any, prompts: list[Any]) -> list[list[int]]:
+    """Token ids of text prompts, as TRL generates from them."""
+    ids: list[list[int]] = trainer._tokenize_prompts(prompts)[0]
+    return ids
+
+
 def sequences(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask of prompts and completions, (B, P + T)."""
     ids, mask = (torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], 1) for name in ("ids", "mask"))

@@ -125,6 +125,7 @@ RELIED_ON = (
     Needed("_prepare_inputs", "when a rollout is made", uses=("_step", "_buffered_inputs", "num_iterations")),
     Needed("log", "that our metrics are averaged and logged with TRL's", uses=("_metrics", "_logs")),
     Needed("_generate", "further rounds of generation", parameters=("prompts",), uses=("completion_ids", "num_tokens")),
+    Needed("_tokenize_prompts", "which tokens the prompts have", parameters=("prompts",), uses=("input_ids",)),
     Needed("_log_completion_extra", "what reward functions log of completions", uses=("_pending_extra_logs",)),
     Needed("_log_metric", "what reward functions log of rollouts", uses=("_pending_metrics",)),
 )
