@@ -20,7 +20,7 @@ from troll.rewards.sandbox.protocol import number_of
 from troll.rewards.sandbox.stdio import NOT_RUN, REASON_LENGTH, TIME_LIMIT, failure
 from troll.rewards.unbounded import write_json
 
-_MODULES = {name: (INSIDE / f"{name}.py").read_text() for name in ("values", "one_process")}
+_MODULES = {name: (INSIDE / f"{name}.py").read_text() for name in ("values", "prelude", "one_process")}
 
 #: What the server runs where functions are tested; the program and its tests are its standard input.
 SCRIPT = f"""import sys

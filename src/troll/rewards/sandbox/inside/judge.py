@@ -22,6 +22,7 @@ import confine
 import values
 from objects import CLASS_NAME, ProgramObject, Type, is_object, mark_class
 from peer import Closed, Peer
+from prelude import is_provided
 
 Outcome = tuple[bool, str]
 
@@ -71,7 +72,7 @@ class Tests:
         return "exited before the tests ended" if self._peer.closed else None
 
     def _prepare(self) -> None:
-        self._peer.request("run", self._job["source"])
+        self._peer.request("run", self._job["source"], is_provided(self._job))
         if any("asyncio" in source for source in (self._job.get("setup", ""), *self._job.get("tests", ()))):
             _run_coroutines_of_programs()
         if "function" not in self._job:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from functools import partial
 
+from prelude import execute, is_provided
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -17,14 +19,14 @@ if TYPE_CHECKING:
 def outcomes(job: dict[str, Any]) -> Iterator[tuple[bool, str]]:
     """Yields for each test, as far as they are reached, whether it passed and why not."""
     program = _module("solution")  # as the harnesses of the data sets load programs
-    run = partial(_execute, job["source"], "solution.py", program)
+    run = partial(execute, job["source"], "solution.py", program, is_provided(job))
     if "function" in job:
         tests = _calls(job, program)  # imports what compares, which the program could replace when it runs
         broken = _failure(run)
     else:
         space = _module("tests")
         broken = _failure(run) or _failure(partial(_prepare, job, program, space))
-        tests = (partial(_execute, source, "tests.py", space) for source in job["tests"])
+        tests = (partial(execute, source, "tests.py", space, False) for source in job["tests"])
     for test in tests:
         failure = broken or _failure(test)
         yield not failure, failure or "passed"
@@ -48,7 +50,8 @@ def _calls(job: dict[str, Any], program: dict[str, Any]) -> Iterator[Callable[[]
 def _prepare(job: dict[str, Any], program: dict[str, Any], space: dict[str, Any]) -> None:
     """Puts the program's names and the setup's into the tests' module."""
     space.update({**program, "__name__": "tests"})
-    _execute(job["setup"], "tests.py", space)
+    del space["__builtins__"]  # of the program, which may have more than Python's
+    execute(job["setup"], "tests.py", space, False)
     # The setup may define the same name: a prompt holds the signature.
     space.update({name: program[name] for name in job["names"] if name in program})
 
@@ -57,10 +60,6 @@ def _module(name: str) -> dict[str, Any]:
     """The names of a new module, where data classes look for what their annotations name."""
     module = sys.modules[name] = type(sys)(name)
     return vars(module)
-
-
-def _execute(source: str, name: str, space: dict[str, Any]) -> None:
-    exec(compile(source, name, "exec", dont_inherit=True), space)
 
 
 def _failure(action: Callable[[], object]) -> str | None:

@@ -10,6 +10,7 @@ import sys
 
 from errors import lineage
 from peer import Peer
+from prelude import execute
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ class Server:
     def _serve(self, operation: str, *operands: object) -> object:
         return self._operations[operation](*operands)
 
-    def _run(self, source: str) -> None:
-        exec(compile(source, f"{MODULE}.py", "exec", dont_inherit=True), self._names)
+    def _run(self, source: str, provided: bool) -> None:
+        execute(source, f"{MODULE}.py", self._names, provided)
 
     def _name(self, name: str) -> tuple[object, object]:
         """What the name is of, and its lineage where that is a class of exceptions."""
