@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftConfig, VeraConfig
 from torch import nn
+from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.tolerance import EPS, rounding, within
 from tests.trl.tiny import COMMON, adapted, make_model
@@ -131,10 +135,20 @@ def test_merging_into_shared_weights_is_refused_by_name(name):
         refuse_merging(made, "use_vllm")
 
 
+#: PEFT ties what an untied model trains, too, if it is asked to.
+REFUSED_UNTIED = (
+    "tokens",
+    "tokens of the head",
+    "other tokens of the head",
+    "replicated layers",
+    "both saved and tied",
+)
+
+
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_merging_into_weights_of_their_own_is_not_refused(name):
     made = adapted(make_model("llama", tie_word_embeddings=False), ADAPTERS[name])
-    if name in ("tokens", "tokens of the head", "other tokens of the head", "replicated layers"):
+    if name in REFUSED_UNTIED:
         with pytest.raises(ValueError, match=r"^use_vllm"):
             refuse_merging(made, "use_vllm")
     else:
@@ -144,3 +158,25 @@ def test_merging_into_weights_of_their_own_is_not_refused(name):
 def test_a_model_without_adapters_is_not_refused():
     refuse_merging(make_model("llama", tie_word_embeddings=True), "use_vllm")
     refuse_merging(nn.Linear(1, 1), "use_vllm")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_engine_gets_the_model_that_was_trained_from_trl_where_nothing_is_refused(name, tied):
+    """vLLM takes the weights that TRL sends by name; the head of a tied model is none of them."""
+    if name in (REFUSED if tied else REFUSED_UNTIED):
+        pytest.skip("refused")
+    model = make_model("llama", tie_word_embeddings=tied).double()
+    engine = copy.deepcopy(model)
+    made = adapted(model, ADAPTERS[name])
+    generation = VLLMGeneration.__new__(VLLMGeneration)
+    no_shards = SimpleNamespace(gather_params=lambda _: nullcontext(), is_fsdp=False)
+    vars(generation).update(model=made, accelerator=None, _dist=no_shards)
+    weights = dict(engine.named_parameters())
+    with torch.no_grad():
+        expected = made(IDS).logits
+        for sent, weight in generation._iter_named_params():
+            if sent in weights:  # AdaLoRA's buffers are not
+                weights[sent].copy_(weight)
+        logits = engine(IDS).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)

@@ -15,6 +15,9 @@ from torch import nn
 #: Parts of a module's name that PEFT adds.
 _ADDED = ("base_layer", "token_adapter", "original_module")
 
+#: In the name of a module that is trained in place of another, by `modules_to_save`.
+_SAVED = ".modules_to_save."
+
 #: A parameter: its module's name, the module, and its name there.
 Place = tuple[str, nn.Module, str]
 
@@ -24,21 +27,21 @@ def adapted_and_shared(model: nn.Module) -> list[list[Place]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper  # of modules_to_save and trainable_token_indices
 
-    modules = dict(model.named_modules())
-    adapted = tuple(
-        f"{name}." for name, module in modules.items() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
-    )
-    places: dict[int, list[Place]] = defaultdict(list)
-    for name, module in modules.items():
-        if ".modules_to_save." in name:  # trained in place of the weight
-            continue
-        for own, parameter in module.named_parameters(recurse=False):
-            places[id(parameter)].append((name, module, own))
+    kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
+    adapted = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, kinds))
     return [
         group
-        for group in places.values()
-        if len(group) > 1 and any(f"{name}.".startswith(adapted) for name, _, _ in group)
+        for group in _shared(model)
+        if _SAVED not in group[0][0] and any(f"{name}.".startswith(adapted) for name, _, _ in group)
     ]
+
+
+def _shared(model: nn.Module) -> list[list[Place]]:
+    places: dict[int, list[Place]] = defaultdict(list)
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            places[id(parameter)].append((name, module, own))
+    return [group for group in places.values() if len(group) > 1]
 
 
 def untie_adapted(model: nn.Module) -> None:
@@ -76,17 +79,31 @@ def refuse_merging(model: nn.Module, setting: str) -> None:
             f"{setting} cannot be used with trainable_token_indices: TRL sends their weights under names that vLLM "
             "does not know. Train the embedding with modules_to_save, leave them out, or generate without vLLM"
         )
+    for group in _shared(model) if configs else []:
+        if _SAVED in group[0][0] and len({id(_original(model, name, own)) for name, _, own in group}) > 1:
+            raise ValueError(
+                f"{setting} cannot be used where {_names(group)} share the weight that they train and not the one that "
+                "the model has, of which TRL sends one: leave ensure_weight_tying out, or generate without vLLM"
+            )
     for group in adapted_and_shared(model) if configs else []:
-        if len({id(_trained(model, name, own)) for name, _, own in group}) == 1:
-            continue  # modules_to_save of all of them, tied again by ensure_weight_tying
-        names = [name.removeprefix("base_model.model.").split(".") for name, _, _ in group]
-        shared = " and ".join(".".join(part for part in name if part not in _ADDED) for name in names)
-        raise ValueError(
-            f"{setting} merges the adapter into the weight that {shared} share (by tie_word_embeddings or "
-            "layer_replication), which changes all of them, and in training the adapter changes one: leave them out of "
-            "target_modules and modules_to_save, save the model with a weight for each (tie_word_embeddings=False), or "
-            "generate without vLLM"
-        )
+        if len({id(_trained(model, name, own)) for name, _, own in group}) > 1:  # not tied again, by modules_to_save
+            raise ValueError(
+                f"{setting} merges the adapter into the weight that {_names(group)} share (by tie_word_embeddings or "
+                "layer_replication), which changes all of them, and in training the adapter changes one: leave them "
+                "out of target_modules and modules_to_save, save the model with a weight for each "
+                "(tie_word_embeddings=False), or generate without vLLM"
+            )
+
+
+def _names(group: list[Place]) -> str:
+    names = [name.removeprefix("base_model.model.").partition(_SAVED)[0].split(".") for name, _, _ in group]
+    return " and ".join(".".join(part for part in name if part not in _ADDED) for name in names)
+
+
+def _original(model: nn.Module, name: str, own: str) -> Any:
+    """The parameter in place of which a parameter of `modules_to_save` is trained."""
+    wrapper: Any = model.get_submodule(name.partition(_SAVED)[0])
+    return getattr(wrapper.original_module, own)
 
 
 def _trained(model: nn.Module, name: str, own: str) -> Any:
