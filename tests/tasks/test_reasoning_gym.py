@@ -1,7 +1,9 @@
+from unittest import mock
+
 import pytest
 import torch
 
-from troll.tasks import TaskConfig, TaskError, load_task
+from troll.tasks import TaskConfig, TaskError, load_task, reasoning_gym
 from troll.tasks.reasoning_gym import Split, questions
 
 _SPLITS: tuple[Split, ...] = ("eval", "warmup", "train")
@@ -103,6 +105,50 @@ def test_an_answer_format_decides_what_is_right():
         assert [reward(**arguments)[0] for reward in task.reward_funcs] == expected, completion
 
 
+@pytest.mark.parametrize(
+    ("completion", "number"),
+    [
+        ("7", "7"),
+        ("The answer is 7.", "7"),
+        ("3 + 4 = 7", "7"),
+        ("7 of 8", "8"),
+        ("5 - 9 = -4", "-4"),
+        ("5 - 9 = −4, I think", "-4"),
+        ("9-5", "5"),
+        ("it is 1,234.50!", "1,234.50"),
+        ("5,6", "6"),
+        ("seven", None),
+        ("", None),
+    ],
+)
+def test_last_number_reads_the_last_number(completion, number):
+    task = _load(options={"last_number": True})
+    assert [reward.__name__ for reward in task.reward_funcs] == ["success"]
+    read = []
+    with mock.patch.object(reasoning_gym, "is_correct", lambda verifier, answer, question: read.append(answer) or True):
+        assert _score(task, task.eval_dataset[:1], [completion]) == [float(number is not None)]
+    assert read == ([] if number is None else [number])
+
+
+def test_last_number_scores_the_number_and_not_the_text():
+    task = _load(options={**EXPRESSION, "last_number": True})
+    rows = task.eval_dataset[:1]
+    expression = rows["prompt"][0].removesuffix("=").strip()
+    right = eval(expression)
+    completions = [f"{expression} = {right}.", f"<answer>{right}</answer> or 1234", f"{right} or {right + 1}"]
+    for completion, expected in zip(completions, [1.0, 1.0, 0.0], strict=True):
+        assert _score(task, rows, [completion]) == [expected]
+
+
+def test_system_prompt_stands_before_every_question():
+    options = {**EXPRESSION, "system_prompt": "Answer with a number."}
+    config = TaskConfig("reasoning_gym:chain_sum", task_options=options, train_size=2, eval_size=2)
+    chat, plain = load_task(config, conversational=True), load_task(config)
+    for prompt, text in zip(chat.train_dataset["prompt"], plain.train_dataset["prompt"], strict=True):
+        assert [message["role"] for message in prompt] == ["system", "user"]
+        assert text == "\n\n".join(message["content"] for message in prompt)
+
+
 def test_a_question_knows_its_answer_in_the_format():
     (question,) = questions("chain_sum", {**EXPRESSION, "answer_format": "<{answer}>"}, split="warmup", size=1)
     assert question.formatted_answer == f"<{question.answer}>"
@@ -146,7 +192,7 @@ def test_other_data_sets_score_their_own_answers(data_set):
         (
             "chain_sum",
             {"terms": 3},
-            "'chain_sum' has no option 'terms'; it has allow_negation, answer_format, max_digits",
+            "'chain_sum' has no option 'terms'; it has allow_negation, answer_format, last_number",
         ),
         ("chain_sum", {"seed": 3}, "'seed' is not for reasoning-gym tasks"),
         ("chain_sum", {"min_terms": 5, "max_terms": 3}, "max_terms must be >= min_terms"),
@@ -156,6 +202,13 @@ def test_other_data_sets_score_their_own_answers(data_set):
         ("chain_sum", {"prompt": 3}, "prompt must be a string, got 3"),
         ("chain_sum", {"answer_format": "<>"}, "answer_format must be a string with {answer} in it, once, got '<>'"),
         ("chain_sum", {"answer_format": "<answer>{answer}</answer>"}, "read within <answer> tags: remove them"),
+        ("chain_sum", {"system_prompt": 3}, "system_prompt must be a string, got 3"),
+        ("chain_sum", {"last_number": 1}, "last_number must be true or false, got 1"),
+        (
+            "chain_sum",
+            {"last_number": True, "answer_format": "<{answer}>"},
+            "exclude each other: leave one of them out",
+        ),
         ("chain_sum", {"random_reward": 2}, "random_reward must be a probability between 0 and 1, got 2"),
         ("chain_sum", {"min_terms": 1, "max_terms": 1, "max_digits": 1}, "too few different questions for its eval"),
     ],
