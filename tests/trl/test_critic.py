@@ -270,7 +270,15 @@ def test_equal_returns_leave_no_variance_to_explain(accelerator, model_path):
     data = batch()
     data.returns = torch.full_like(data.returns, 0.3)
     data.train(critic)
-    assert math.isnan(critic.metrics()["explained_variance"])
+    assert "explained_variance" not in critic.metrics()
+
+
+def test_metrics_of_no_token_are_left_out(accelerator, model_path):
+    critic = make_critic(accelerator, model_path("llama"))
+    data = batch()
+    data.mask = torch.zeros_like(data.mask)
+    update(critic, data, micro_batches=1)
+    assert critic.metrics() == {"grad_norm": 0.0}
 
 
 # Checkpoints

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -12,7 +13,18 @@ from peft import PromptTuningConfig
 import troll
 from tests.tolerance import within
 from tests.trl import dense
-from tests.trl.tiny import logged, loss_and_gradients, move, no_warnings_about, parameters, rollout
+from tests.trl.tiny import (
+    COMMON,
+    logged,
+    loss_and_gradients,
+    make_dataset,
+    move,
+    no_warnings_about,
+    parameters,
+    rollout,
+)
+from troll.trl.advantages.estimators import ESTIMATORS
+from troll.trl.surrogates import SURROGATES
 
 PREFIX = "trust_region/diagnostics/"
 
@@ -155,3 +167,50 @@ def test_a_wide_support_is_not_warned_about(make):
     with no_warnings_about("for a start"):
         trainer.train()
     assert logged(trainer, "trust_region/uncovered_fraction") == [0.0, 0.0]
+
+
+#: Every completion is cut off, and cut-off completions are masked.
+ALL_MASKED: dict[str, Any] = {
+    "mask_truncated_completions": True,
+    "generation_kwargs": {"suppress_tokens": COMMON["eos_token_id"]},
+    "max_completion_length": 4,
+    "diagnostics_steps": 1,
+    "max_steps": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"surrogate": name} for name in SURROGATES),
+        *({"advantage_estimator": name} for name in ESTIMATORS),
+        {"advantage_estimator": "gae", "critic_warmup_steps": 1},
+        {"constraint": "sequence"},
+        {"constraint": "batch"},
+        {"tail": "floor"},
+        {"kl_bound_entropy_exponent": 1.0, "kl_bound_negative_ratio": 0.5},
+        {"kl_bound_schedule": "hold_kl", "kl_bound_schedule_kwargs": {"target": 0.1}},
+        {"rollout_dtype": "bfloat16", "rollout_correction": 2.0},
+        {"rollout_dtype": "bfloat16", "anchor": "rollout"},
+        {"beta": 0.1, "kl_in_reward": True, "advantage_estimator": "rloo"},
+        {"resampling_rounds": 1},
+        {"eval_strategy": "steps", "eval_steps": 1},
+    ],
+    ids=str,
+)
+def test_no_metric_is_nan_where_all_completions_are_masked(make, settings):
+    trainer = make(**ALL_MASKED, **settings, eval_dataset=make_dataset(4))
+    trainer.train()
+    logs = trainer.state.log_history
+    assert logged(trainer, "completions/clipped_ratio") == [1.0]
+    values = [value for entry in logs for value in entry.values() if isinstance(value, float)]
+    assert not any(math.isnan(value) for value in values)
+    assert not any(name.startswith("critic/value") for entry in logs for name in entry)  # of no token
+
+
+def test_no_metric_is_nan_where_nothing_is_judged(make):
+    for settings in ({}, {"advantage_estimator": "gae"}):
+        trainer = make(reward_funcs=lambda completions, **_: [None] * len(completions), **settings, diagnostics_steps=1)
+        trainer.train()
+        found = [value for entry in trainer.state.log_history for value in entry.values() if isinstance(value, float)]
+        assert not any(math.isnan(value) for value in found)

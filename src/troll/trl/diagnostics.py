@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -125,7 +126,10 @@ class Diagnostics:
         self._tally += tally
 
     def metrics(self) -> dict[str, float]:
-        """`trust_region/diagnostics/*` since the last call, over all tokens and processes; empty if none was due."""
+        """`trust_region/diagnostics/*` since the last call, over all tokens and processes; empty if none was due.
+
+        Those for which there was nothing to measure are left out, as where all completions are masked.
+        """
         if not self._tally.totals:
             return {}
         values = self._tally.reduced(
@@ -134,4 +138,5 @@ class Diagnostics:
         ).values()
         self._tally = Tally()
         numbers = torch.stack(list(values.values())).tolist()  # one wait for the device
-        return {f"trust_region/diagnostics/{name}": number for name, number in zip(values, numbers, strict=True)}
+        found = zip(values, numbers, strict=True)
+        return {f"trust_region/diagnostics/{name}": number for name, number in found if not math.isnan(number)}

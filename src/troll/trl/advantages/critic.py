@@ -210,21 +210,23 @@ class Critic:
         - `clip_fraction`, the share of values that have moved by more than `value_clip` since the rollout.
         - `value_mean` and `return_mean`.
         - `explained_variance` = 1 − Var(R − V_old) / Var(R), of the values at the rollout, before they were trained on
-          these returns: 1 is perfect, 0 no better than a constant, NaN if all returns are equal.
+          these returns: 1 is perfect, 0 no better than a constant. It is left out if all returns are equal.
         - `grad_norm`, before clipping, the mean over updates.
 
-        Every process has to call it. It is empty if there was no micro-batch since the last call.
+        Every process has to call it. It is empty if there was no micro-batch since the last call; without a token, as
+        where all completions are masked, only `grad_norm` is left.
         """
         if not self._sums:
             return {}
         sums = at_once(self._sums, lambda sums: self.accelerator.reduce(sums, reduction="sum").cpu())
-        tokens = max(sums.pop("tokens").item(), 1.0)
-        means = {name: value.item() / tokens for name, value in sums.items()}
-        variance = means.pop("return_square") - means["return_mean"] ** 2
-        unexplained = means.pop("error_square") - means.pop("error") ** 2
-        # Below this, the difference of two squares is rounding.
-        constant = variance <= 1e-6 * means["return_mean"] ** 2
-        means["explained_variance"] = torch.nan if constant else 1 - unexplained / variance
+        tokens = sums.pop("tokens").item()
+        means = {name: value.item() / tokens for name, value in sums.items()} if tokens else {}
+        if means:
+            variance = means.pop("return_square") - means["return_mean"] ** 2
+            unexplained = means.pop("error_square") - means.pop("error") ** 2
+            # Below this, the difference of two squares is rounding.
+            if variance > 1e-6 * means["return_mean"] ** 2:
+                means["explained_variance"] = 1 - unexplained / variance
         if self._grad_norms:
             means["grad_norm"] = torch.stack(self._grad_norms).mean().item()
         self._sums, self._grad_norms = {}, []
