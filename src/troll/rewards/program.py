@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, get_args
 
+from troll.rewards.blocks import defines, fenced_blocks, program_among
 from troll.rewards.output import Compare
 from troll.rewards.unbounded import parse, read_json
 
 #: Longer texts are not programs: the longest solution of a contest has a tenth of this many characters.
 MAX_PROGRAM = 2**20
-
-_LANGUAGES = {"", "python", "python3", "py", "python 3"}
 
 # The parentheses hold a few names, and a bound keeps the search linear.
 _FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^)]{0,500}\))?[^\n]*", re.M)
@@ -146,9 +145,10 @@ def _parsed_tests(text: str) -> Tests:
 def read_program(completion: str, tests: Tests, prefix: str = "") -> str | None:
     """Reads the program from a completion.
 
-    The program is the last fenced block that is marked as Python or not marked; if some of these blocks define a name
-    that the tests use, it is the last of those. A block that is not closed ends with the text. A text without blocks is
-    itself the program. Everything up to the last `</think>` is ignored.
+    The program is a fenced block that is marked as Python, or not marked if no block is: the last that defines a name
+    that the tests use; else, for tests by standard input, the last that reads input; else the longest. Imports and
+    definitions in other blocks that it needs are put in front. A block that is not closed ends with the text. A text
+    without blocks is itself the program. Everything up to the last `</think>` is ignored.
 
     If there is a prefix and the program defines none of the names that the tests use, it continues the prefix, up to
     the first line that is not indented. If it defines one, it may use what comes before that definition in the prefix:
@@ -167,17 +167,15 @@ def read_program(completion: str, tests: Tests, prefix: str = "") -> str | None:
     if len(text) + len(prefix) > MAX_PROGRAM:
         return None
     names = _names(tests)
-    fenced = list(_blocks(text))
-    blocks = [block for language, block in fenced if language in _LANGUAGES and block.strip()]
-    program = next((block for block in reversed(blocks) if _defines(block, names)), blocks[-1] if blocks else None)
-    if program is None:
-        program = "" if fenced else text
-    if not program.strip():
+    fenced = list(fenced_blocks(text))
+    found = program_among(fenced, names, whole=isinstance(tests, StreamTests)) if fenced else ("", text)
+    if found is None or not found[1].strip():
         return None
+    needed, program = found
     prefix = prefix.replace("\r\n", "\n")
-    if prefix and not _defines(program, names):
+    if prefix and not defines(program, names):
         return prefix + _indented_part(program)
-    return _after(_head(prefix, names), _dedented(program))
+    return _after(_head(prefix, names), _after(needed, _dedented(program)))
 
 
 def _names(tests: Tests) -> tuple[str, ...]:
@@ -186,16 +184,11 @@ def _names(tests: Tests) -> tuple[str, ...]:
     return (tests.function,) if isinstance(tests, FunctionTests) else ()
 
 
-def _defines(program: str, names: Iterable[str]) -> bool:
-    # Not parsed: a parser that runs outside the sandbox would be one more thing to attack.
-    return any(re.search(rf"^[ \t]*(?:(?:async +)?def|class)[ \t]+{re.escape(n)}\b", program, re.M) for n in names)
-
-
 def _head(prefix: str, names: Iterable[str]) -> str:
     """The part of a prefix before the first definition, with its decorators, of a name that the tests use."""
     lines = prefix.split("\n")
     for index, line in enumerate(lines):
-        if not line[:1].isspace() and _defines(line, names):
+        if not line[:1].isspace() and defines(line, names):
             while index and lines[index - 1].startswith("@"):
                 index -= 1
             return "\n".join(lines[:index]).strip("\n")
@@ -224,25 +217,6 @@ def _dedented(text: str) -> str:
     lines = text.split("\n")
     margin = min(len(line) - len(line.lstrip(" \t")) for line in lines if line.strip())
     return "\n".join(line[margin:] if line.strip() else line for line in lines) if margin else text
-
-
-def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Yields the language and the content of each fenced block, in one pass over the lines."""
-    fence, language, block, indent = 0, "", list[str](), 0
-    for line in text.split("\n"):
-        stripped = line.strip(" \t")
-        ticks = len(stripped) - len(stripped.lstrip("`"))
-        if fence:
-            if ticks >= fence and ticks == len(stripped):
-                yield language, "\n".join(block) + "\n"
-                fence = 0
-            else:
-                block.append(line[indent:] if not line[:indent].strip() else line)
-        elif ticks >= 3:
-            fence, language, block = ticks, stripped[ticks:].strip().lower(), []
-            indent = len(line) - len(line.lstrip(" \t"))
-    if fence:
-        yield language, "\n".join(block) + "\n"
 
 
 def _check_tests(case: dict[str, Any]) -> CodeTests:

@@ -1,0 +1,142 @@
+"""The program among the fenced blocks of a completion, and what it needs of the other blocks.
+
+Blocks are read line by line and not parsed: a parser that runs outside the sandbox would be one more thing to attack.
+"""
+
+from __future__ import annotations
+
+import builtins
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+#: The first word after a fence, as in `python title="a.py"`, `py3` or `{.python}`, but not in `python-repl`.
+_PYTHON = re.compile(r"\{?[ \t]*\.?(?:i?python|py|pypy)[\d.]*(?![\w+#-])", re.I)
+_READS = re.compile(r"\binput\(|\bstdin\b|\bopen\(0|\bfileinput\b")
+_PRINTS = re.compile(r"\bprint\(|\bstdout\b|\bos\.write\(")
+
+_DEFINED = re.compile(r"^(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.M)
+_IMPORTED = re.compile(r"(?:from[ \t]+(?!__future__)[\w.]+[ \t]+)?import\b(.*)", re.S)
+_IMPORTED_NAME = re.compile(r"(\w+)(?:\.\w+)*(?:[ \t]+as[ \t]+(\w+))?")
+_ASSIGNED = re.compile(r"(\w+(?:[ \t]*,[ \t]*\w+)*)[ \t]*(?::[^=\n]*)?=(?!=)(.*)", re.S)
+_BOUND = re.compile(r"\b(\w+)[ \t]*=(?!=)|\b(?:for|def|class|as|import)[ \t]+(\w+)")
+_NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
+_TEXT = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
+
+#: What constants and functions may be made of: with other names in it, a value may read, print or fail.
+_MAKERS = {
+    "Counter", "OrderedDict", "TypeVar", "cache", "collections", "defaultdict", "deque", "dict", "float", "frozenset",
+    "functools", "int", "list", "lru_cache", "math", "namedtuple", "partial", "range", "set", "sys", "tuple",
+    "False", "None", "True",
+}  # fmt: skip
+
+
+def fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yields what follows the opening fence of each block, and its content, in one pass over the lines."""
+    fence, info, block, indent = "", "", list[str](), 0
+    for line in text.split("\n"):
+        stripped = line.strip(" \t")
+        rest = stripped.lstrip(stripped[:1])
+        marks = stripped[: len(stripped) - len(rest)]
+        margin = len(line) - len(line.lstrip(" \t"))
+        # A fence that is indented further than by 3 stands in a text of the program's.
+        if fence and marks.startswith(fence) and not rest and margin <= indent + 3:
+            yield info, "\n".join(block) + "\n"
+            fence = ""
+        elif fence:
+            block.append(line[indent:] if not line[:indent].strip() else line)
+        elif marks.startswith(("```", "~~~")) and "`" not in rest:
+            fence, info, block, indent = marks, rest.strip(), [], margin
+    if fence:
+        yield info, "\n".join(block) + "\n"
+
+
+def defines(program: str, names: Iterable[str]) -> bool:
+    """Whether a program defines one of some names: by `def` or `class`, or at its margin by an assignment."""
+    definition = r"^(?:[ \t]*(?:(?:async +)?def|class)[ \t]+{0}\b|{0}[ \t]*(?::[^=\n]*)?=(?!=))"
+    return any(re.search(definition.format(re.escape(name)), program, re.M) for name in names)
+
+
+def program_among(fenced: Iterable[tuple[str, str]], names: Sequence[str], whole: bool) -> tuple[str, str] | None:
+    """Chooses the block that is the program.
+
+    Args:
+        fenced: What `fenced_blocks` yields.
+        names: What the tests use of the program.
+        whole: Whether it is run as a whole, from its input to its output.
+
+    Returns:
+        The imports and definitions in other blocks that the program needs, and the program; None if no block is one.
+    """
+    shown = [(info, block) for info, block in fenced if block.strip() and not block.lstrip().startswith(">>>")]
+    marked = [block for info, block in shown if _PYTHON.match(info)]
+    unmarked = [block for info, block in shown if not info]
+    latest_first = [*reversed(marked), *reversed(unmarked)]
+    if not latest_first:
+        return None
+    program = next((block for block in latest_first if defines(block, names)), None) or _likely(
+        marked or unmarked, whole
+    )
+    others = [block for info, block in shown if block is not program and (not info or _PYTHON.match(info))]
+    return _needed(program, others, names), program
+
+
+def _likely(blocks: Sequence[str], whole: bool) -> str:
+    """The longest block; for a whole program the last that reads input, of those that run something and print."""
+    if whole:
+        for runs in (lambda block: any(map(_acts, _items(block))), _READS.search, _PRINTS.search):
+            blocks = [block for block in blocks if runs(block)] or blocks
+        if _READS.search(blocks[-1]):
+            return blocks[-1]
+    return max(reversed(blocks), key=len)
+
+
+def _needed(program: str, others: Iterable[str], names: Iterable[str]) -> str:
+    """The imports and definitions in other blocks that a program needs, the last of each name.
+
+    Nothing else is taken from them: what they try out, check or read must not run. What Python defines is not needed: a
+    program that calls `input` is complete.
+    """
+    items = [item for block in others for item in _items(block) if not _acts(item)]
+    places = {name: place for place, item in enumerate(items) for name in _names_of(item)}
+    found = {name for item in _items(program) for name in _names_of(item)} | set(dir(builtins))
+    found.update(*_BOUND.findall(program))
+    waiting, taken = [*names, *_NAME.findall(program)], set[int]()
+    while waiting:
+        name = waiting.pop()
+        if name in places and name not in found:
+            found.add(name)
+            taken.add(places[name])
+            waiting += _NAME.findall(items[places[name]])
+    return "\n".join(items[place] for place in sorted(taken))
+
+
+def _items(block: str) -> Iterator[str]:
+    """The statements at the margin of a block, each with its decorators and the lines that continue it."""
+    item, decorates, in_text = list[str](), False, False
+    for line in block.split("\n"):
+        if line[:1] not in ("", " ", "\t", ")", "]", "}", "#") and not in_text:
+            if item and not decorates:
+                yield "\n".join(item)
+                item = []
+            decorates = line[0] == "@"
+        item.append(line)
+        in_text ^= (line.count('"""') + line.count("'''")) % 2 == 1
+    yield "\n".join(item)
+
+
+def _names_of(item: str) -> list[str]:
+    """The names that a statement defines, imports or assigns to."""
+    if item.startswith(("@", "def ", "class ", "async ")):
+        return _DEFINED.findall(item)
+    if imported := _IMPORTED.match(item):
+        return [last or first for first, last in _IMPORTED_NAME.findall(imported[1])]
+    assigned = _ASSIGNED.match(item)
+    return re.split(r"[ \t]*,[ \t]*", assigned[1]) if assigned else []
+
+
+def _acts(item: str) -> bool:
+    """Whether a statement does more than to prepare, to define, to import, or to name a function or a constant."""
+    if assigned := _ASSIGNED.match(item):
+        return not _MAKERS.issuperset(_NAME.findall(_TEXT.sub("", assigned[2]).partition("lambda")[0]))
+    prepares = ("sys.setrecursionlimit(", "threading.stack_size(", "from ", "import ", '"""', "'''", "#")
+    return bool(item.strip()) and not item.startswith(prepares) and not _names_of(item)
