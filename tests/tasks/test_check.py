@@ -86,7 +86,7 @@ def test_golds_that_no_completion_can_match_are_found(write, answer_format):
 
 
 def test_golds_that_can_be_matched_in_one_spelling_only_are_found(write):
-    report = check(_mathematics(write, "np.arcsin(10/13)"))
+    report = check(_mathematics(write, "special.erf(10/13)"))
     assert report.passed
     assert [trial.kind for trial, _ in report.disagreements] == ["restated"]
 
@@ -107,9 +107,9 @@ def test_what_could_not_be_graded_is_neither(write, monkeypatch):
 
 def test_the_report_shows_the_first_disagreements(write):
     console = Console(record=True, width=200)
-    show(check(_mathematics(write, *(f"np.arcsin({number}/13)" for number in range(1, 31)))), console)
+    show(check(_mathematics(write, *(f"special.erf({number}/13)" for number in range(1, 31)))), console)
     page = console.export_text()
-    assert "x = np.arcsin(1/13)" in page
+    assert "x = special.erf(1/13)" in page
     assert "... and 10 more." in page
 
 
@@ -152,7 +152,7 @@ def test_what_cannot_be_checked():
         ("gsm8k", "gsm8k", 300, 0),
         ("aime24", "math_eval/aime24.jsonl", None, 0),
         ("amc23", "math_eval/amc23.jsonl", None, 0),
-        ("minerva_math", "math_eval/minerva_math.jsonl", None, 3),
+        ("minerva_math", "math_eval/minerva_math.jsonl", None, 0),
     ],
 )
 def test_the_real_data(task, path, limit, unread):

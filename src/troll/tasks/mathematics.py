@@ -41,11 +41,12 @@ def mathematics(
     gold: Callable[[str], str] | None = None,
     instructions: tuple[str, ...] = (),
     skip_unanswered: bool = False,
+    positive_symbols: bool = False,
 ) -> None:
     r"""Registers a task: questions in text, each with one answer that math-verify can compare.
 
-    Its options are `answer_format` (`boxed`, `hash` or `tag`), those of `take_shaping`, and those of `dataset_task`,
-    with the columns `prompt` and `answer`.
+    Its options are `answer_format` (`boxed`, `hash` or `tag`), `positive_symbols`, those of `take_shaping`, and those
+    of `dataset_task`, with the columns `prompt` and `answer`.
 
     Args:
         name: The name of the task.
@@ -56,6 +57,7 @@ def mathematics(
             answer is in the last `\boxed{}`, or the whole text if it has no box and is not a whole solution.
         instructions: Sentences about the form of the answer, which are removed from questions.
         skip_unanswered: Whether rows without an answer are left out by default; otherwise they are an error.
+        positive_symbols: Whether symbols stand for positive numbers by default, as in physics.
     """
 
     def load(config: TaskConfig, argument: str) -> Task:
@@ -66,6 +68,7 @@ def mathematics(
             gold=gold or boxed_or_whole,
             instructions=instructions,
             skip_unanswered=skip_unanswered,
+            positive_symbols=positive_symbols,
         )
 
     register_task(name, trains=source.train is not None)(load)
@@ -79,6 +82,7 @@ def load_mathematics(
     gold: Callable[[str], str],
     instructions: tuple[str, ...] = (),
     skip_unanswered: bool = False,
+    positive_symbols: bool = False,
 ) -> Task:
     """Loads a task that `mathematics` describes.
 
@@ -92,6 +96,7 @@ def load_mathematics(
     check_math_verify()
     options = Options(config)
     answer_format = cast(AnswerFormat, options.choice("answer_format", list(INSTRUCTIONS)))
+    positive_symbols = options.flag("positive_symbols", positive_symbols)
     shaping, weights = take_shaping(options, answer_format)
 
     def read(row: Row) -> Example:
@@ -108,7 +113,7 @@ def load_mathematics(
         columns=columns,
         read=read,
         style=PromptStyle(_TEMPLATE, _TEMPLATE, INSTRUCTIONS[answer_format]),
-        rewards=[MathGrader(answer_format=answer_format), *shaping],
+        rewards=[MathGrader(answer_format, positive_symbols=positive_symbols), *shaping],
         skip_unanswered=skip_unanswered,
         reward_weights=[1.0, *weights] if shaping else None,
     )
@@ -173,5 +178,5 @@ mathematics("eurus_math", _EURUS_DATA, question=("prompt",), answer=_IN_EURUS, i
 mathematics("math500", Source("HuggingFaceH4/MATH-500", train=None))
 mathematics("aime24", Source("HuggingFaceH4/aime_2024", train=None, held_out="train"))
 mathematics("amc23", Source("math-ai/amc23", train=None))
-mathematics("minerva_math", Source("math-ai/minervamath", train=None))
+mathematics("minerva_math", Source("math-ai/minervamath", train=None), positive_symbols=True)
 mathematics("omni_math", Source("KbsdJames/Omni-MATH", train=None), skip_unanswered=True)

@@ -9,8 +9,8 @@ import sympy
 expressions = runpy.run_path(sys.argv[1])
 expressions["forbid_code"]()
 assert sympy.sympify("72") == 72
-assert expressions["is_equal"]("72", r"\\\\frac{144}{2}")
-assert expressions["is_equal"](r"50\\%", r"50 \\%")  # math-verify passes on the space before the sign
+assert expressions["is_equal"]("72", r"\\frac{144}{2}")
+assert expressions["is_equal"]("50", r"50 \\% + 49.5")  # math-verify passes on the space before the sign
 for text in ("__import__('os').system('touch pwned')", "print(1)", "[1][0]", "().__class__", "lambda: 0"):
     try:
         sympy.sympify(text)

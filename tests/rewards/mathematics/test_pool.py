@@ -30,7 +30,7 @@ _STAND_IN = r"""
 import importlib.util, re, runpy, sys, time
 from fractions import Fraction
 
-def is_equal(gold, answer):
+def is_equal(gold, answer, positive_symbols):
     time.sleep(0.002)
     if "^" in answer:
         return 9 ** 9 ** 9 ** 9 == int(gold)  # one long operation, during which Python handles no signal
@@ -341,7 +341,7 @@ import json, os, sys, time
 from troll.rewards.mathematics import pool, success
 assert success.grade([r"\\boxed{18}", "18"], answer=["18"] * 2)[0].success
 assert not {"sympy", "math_verify"} & set(sys.modules) and not any(p._process for p in pool._pool._processes)
-pool.ask([("9", r"\\\\frac{18}{2}")] * 2, 2.0)
+pool.ask([("9", r"\\frac{18}{2}")] * 2, 2.0)
 loader = os.fork()  # holds on to the pipes
 if loader == 0:
     time.sleep(60)

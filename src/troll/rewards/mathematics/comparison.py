@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from troll.rewards.mathematics.pool import Comparison, ask
-from troll.rewards.mathematics.texts import MAX_CHARACTERS, for_math_verify, same_at_sight, tidy
+from troll.rewards.mathematics.texts import MAX_CHARACTERS, same_at_sight, tidy, without_units
 
 
 def check_math_verify() -> None:
@@ -25,12 +25,15 @@ def check_math_verify() -> None:
         raise ImportError('math rewards need math-verify: pip install "troll-rl[tasks]"')
 
 
-def compare(pairs: Sequence[tuple[str, str]], cpu_seconds: float = 2.0) -> list[Comparison]:
-    """Compares answers to gold answers; a pair that occurs twice is compared once.
+def compare(
+    pairs: Sequence[tuple[str, str]], cpu_seconds: float = 2.0, positive_symbols: bool = False
+) -> list[Comparison]:
+    r"""Compares answers to gold answers; a pair that occurs twice is compared once.
 
     Args:
         pairs: N pairs of a gold answer and an answer, each without a box around it.
         cpu_seconds: CPU time that one comparison may take.
+        positive_symbols: Whether symbols stand for positive numbers, so that `\sqrt{x^2}` is `x`.
 
     Returns:
         N comparisons, in the order of the pairs.
@@ -45,10 +48,12 @@ def compare(pairs: Sequence[tuple[str, str]], cpu_seconds: float = 2.0) -> list[
         gold, answer = (tidy(text) if len(text) <= MAX_CHARACTERS else text for text in pair)
         same = same_at_sight(gold, answer)
         if same is None:
-            questions[pair] = for_math_verify(gold, answer)
-        else:
+            questions[pair] = without_units(gold, answer)
+            same = same_at_sight(*questions[pair])
+        if same is not None:
+            questions.pop(pair, None)
             found[pair] = Comparison.EQUAL if same else Comparison.DIFFERENT
     if questions:
         check_math_verify()
-        found.update(zip(questions, ask(list(questions.values()), cpu_seconds), strict=True))
+        found.update(zip(questions, ask(list(questions.values()), cpu_seconds, positive_symbols), strict=True))
     return [found[pair] for pair in pairs]

@@ -1,86 +1,95 @@
-"""math-verify's judgement of two answers, with guards against meanings that it only reads into them.
+"""Whether two answers are the same: read by math-verify's parser, and compared exactly where their numbers are exact.
 
 It runs in a separate process (`worker.py`), where time and memory are bounded.
 """
 
 import re
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from random import Random
 from typing import Any, NamedTuple
 
-from math_verify import parse, verify
-from math_verify.grader import is_equation, take_last_relation
-from math_verify.parser import LatexExtractionConfig
-from sympy import (
-    And,
-    Basic,
-    Derivative,
-    Eq,
-    Expr,
-    FiniteSet,
-    Integral,
-    Intersection,
-    Interval,
-    Limit,
-    MatrixBase,
-    Product,
-    Set,
-    Sum,
-    Tuple,
-    Union,
-)
-from sympy.core.relational import Relational
+import sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+from math_verify import verify
+from math_verify.grader import is_assignment_relation, is_equation, is_relation, take_first_relation, take_last_relation
+from sympy.core.function import AppliedUndef
 from sympy.parsing import sympy_parser
 
-# Only boxes: an answer's text is not searched for phrases or numbers.
-_EXTRACTION = [LatexExtractionConfig(boxed_match_priority=0)]
-
-_EXPONENT = re.compile(r"\^\s*(?:\{\s*-?\d+\s*\}|\d)")
+_CONVERSION = ConversionConfig(lowercase_symbols=False)
 _NUMBER_OR_NAME = re.compile(r"[\w.+-]*", re.ASCII)
-_DIGIT = re.compile(r"\d")
-
-_LAYOUT = re.compile(r"\\(?:(?:left|right|middle)(?![a-zA-Z])|[,;:! ])")
-_SET_BUILDER = re.compile(
-    r"\\\{\s*([a-zA-Z])\s*(?:\\in\s*\\mathbb\s*(?:\{R\}|R)\s*)?"
-    r"(?:\\mid(?![a-z])|\\vert(?![a-z])|\\colon(?![a-z])|[:|]|\\text\s*\{\s*such that\s*\})(.*)\\\}"
+_PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
+_BUILDER = re.compile(
+    r"\\\{ *([a-zA-Z]) *(?:\\in *\\mathbb *(?:\{R\}|R) *)?"
+    r"(?:\\(?:mid|colon)(?![a-z])|[:|]|\\text\{ *such that *\})(.*)\\\}"
 )
-_OR = re.compile(r"\\text\s*\{\s*or\s*\}|\\(?:lor|vee)(?![a-z])")
-_AND = re.compile(r"\\text\s*\{\s*and\s*\}|\\(?:land|wedge)(?![a-z])")
+_BRACES = re.compile(r"\\\{((?!\s*\\\})(?:[^\\]|\\[^}])*)\\\}")
+_MEMBER = re.compile(r"[A-Za-z] *(?:\\in|=) *(?=\\\{)")
+_INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|neq)(?![a-z])")
+_OR = r"\\text\{ *or *\}|(?<![A-Za-z\\{])or(?![A-Za-z}])|\\lor(?![a-z])"
+_AND = r"\\text\{ *and *\}|(?<![A-Za-z\\{])and(?![A-Za-z}])|\\land(?![a-z])"
+_EITHER = re.compile(rf"{_OR}|\\cup(?![a-z])")
+_BOTH = re.compile(rf"{_AND}|\\cap(?![a-z])")
+_COMMA = re.compile(rf"[,;] *(?:{_AND}|{_OR})?")
+_BETWEEN_ITEMS = re.compile(rf"{_COMMA.pattern}|{_AND}|{_OR}")
+_BRACKET = re.compile(r"\\?[{}]|[()\[\]]")
 
 # Calculations that an answer leaves to do.
-_UNEVALUATED = (Sum, Product, Integral, Limit, Derivative)
+_UNEVALUATED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative)
 
 # math-verify rounds to six decimals, so that 1e-8 equals 0; below this, relative differences count.
 _SMALL = 0.1
 _RELATIVE_TOLERANCE = 1e-5
 
-
-class _Side(NamedTuple):
-    """One of the two answers."""
-
-    text: str  # of a set-builder, only its condition
-    parsed: list[Any]  # the expression, where there is one, and then the text that it was read from
-    is_set_builder: bool
-
-    @property
-    def value(self) -> Any:
-        return self.parsed[0]
+# Exact values are equal if they agree to these digits, and twice as many as their numbers have. Where that is more than
+# the most digits, they are different.
+_DIGITS = 50
+_MOST_DIGITS = 20_000
+_POINTS = 6
 
 
-def is_equal(gold: str, answer: str) -> bool:
-    """Whether math-verify takes the answer for the gold answer, and no guard objects."""
+class _Item(NamedTuple):
+    """One value of an answer.
+
+    Attributes:
+        value: The expression; of a percentage without its sign, of inequalities in one variable the set of solutions.
+        text: The text that it was read from.
+        is_percentage: Whether it has the sign.
+        variable: That of the inequalities.
+        may_be_a_point: Whether an open interval may be a pair.
+    """
+
+    value: Any
+    text: str = ""
+    is_percentage: bool = False
+    variable: str | None = None
+    may_be_a_point: bool = False
+
+
+class _Answer(NamedTuple):
+    """One of the two answers, as a list; of most answers it has one item.
+
+    Attributes:
+        items: The items.
+        is_set: Whether they are written in braces.
+    """
+
+    items: list[_Item]
+    is_set: bool = False
+
+
+def is_equal(gold: str, answer: str, positive_symbols: bool = False) -> bool:
+    """Whether two answers are the same.
+
+    Args:
+        gold: The gold answer, tidy and without its unit.
+        answer: The answer, likewise.
+        positive_symbols: Whether symbols stand for positive numbers, as in physics.
+    """
+    if gold.replace(" ", "") == answer.replace(" ", ""):
+        return True
     expected, given = _read(gold), _read(answer)
-    if _restates(expected.value, given.value) or not verify(
-        expected.parsed,
-        given.parsed,
-        timeout_seconds=None,
-        allow_set_relation_comp=expected.is_set_builder or not _may_be_a_point(expected.value),
-    ):
-        return False
-    return not (
-        _drops_a_number(given)
-        or _is_a_set_instead(expected, given)
-        or _contradicts(expected.value, given.value)
-        or ("%" not in gold + answer and _rounds_away(expected.value, given.value))
-    )
+    return not _restates(expected, given) and _Comparison(expected, given, positive_symbols).is_same(expected, given)
 
 
 def forbid_code() -> None:
@@ -99,98 +108,285 @@ def forbid_code() -> None:
     sympy_parser.parse_expr = checked
 
 
-def _read(text: str) -> _Side:
-    r"""Parses an answer; of `\{x \mid x > 3\}`, what is between its bar and its brace becomes the set."""
-    builder = _SET_BUILDER.fullmatch(_LAYOUT.sub("", text))
+def _read(text: str) -> _Answer:
+    r"""Reads an answer; of `\{x \mid x > 3\}`, the condition becomes the set."""
+    builder = _BUILDER.fullmatch(text)
     if builder:
-        solutions = _solutions(builder[2], builder[1].lower())
-        if solutions is not None:
-            return _Side(builder[2], [solutions, builder[2]], True)
-    return _Side(text, _parse(text), False)
+        condition = _conditions(builder[2])
+        if condition is not None and condition.variable == builder[1]:
+            if isinstance(condition.value, sympy.FiniteSet):
+                return _Answer([_Item(value) for value in condition.value.args], is_set=True)
+            return _Answer([condition._replace(variable=None)])
+    text = _MEMBER.sub("", text) if _MEMBER.match(text) else text
+    if _INEQUALITY.search(text):
+        condition = _conditions(text)
+        if condition is not None:
+            return _Answer([condition])
+    braces = _BRACES.fullmatch(text)
+    parts = [side for part in _split(braces[1] if braces else text, _BETWEEN_ITEMS) for side in _signs(part)]
+    return _Answer([_item(part) for part in parts], is_set=braces is not None)
 
 
-def _solutions(condition: str, variable: str) -> Set | None:
-    """The real numbers that fulfil a condition; None if it has anything but relations in the one variable."""
-    for connective, combine in ((_OR, Union), (_AND, Intersection)):
-        parts = connective.split(condition)
+def _split(text: str, separator: re.Pattern[str]) -> list[str]:
+    """The parts of a text between separators that are in no brackets."""
+    parts, start, depth = [], 0, 0
+    for found in re.finditer(rf"(?P<separator>{separator.pattern})|{_BRACKET.pattern}", text):
+        if found["separator"] is None:
+            depth += 1 if found[0][-1] in "{[(" else -1
+        elif not depth:
+            parts.append(text[start : found.start()])
+            start = found.end()
+    return [part.strip() for part in (*parts, text[start:])]
+
+
+def _signs(text: str) -> list[str]:
+    if text.count(r"\pm") != 1:
+        return [text]
+    return [text.replace(r"\pm", plus).replace(r"\mp", minus) for plus, minus in ("+-", "-+")]
+
+
+def _item(text: str) -> _Item:
+    is_percentage = text.endswith(r"\%")
+    return _Item(_parse(text.removesuffix(r"\%")), text, is_percentage, may_be_a_point=True)
+
+
+def _parse(text: str) -> Any:
+    try:
+        return latex2sympy(text, is_real=True, normalization_config=None, conversion_config=_CONVERSION)
+    except Exception:
+        if text.count("=") < 2:
+            raise
+        return _parse(text.rpartition("=")[2])
+
+
+def _conditions(text: str) -> _Item | None:
+    """The real numbers that fulfil conditions; None if these are no relations in one variable."""
+    for connective, combine in ((_EITHER, sympy.Union), (_BOTH, sympy.Intersection), (_COMMA, None)):
+        parts = _split(text, connective)
         if len(parts) > 1:
-            sets = [_solutions(part, variable) for part in parts]
-            return None if None in sets else combine(*sets)
-    relation = _parse(condition)[0]
-    if not isinstance(relation, And | Relational) or {symbol.name for symbol in relation.free_symbols} != {variable}:
+            conditions = [_conditions(part) for part in parts]
+            sets = [condition.value for condition in conditions if condition]
+            variables = {condition.variable for condition in conditions if condition}
+            if len(sets) < len(parts) or len(variables) != 1:
+                return None
+            if combine is None:  # nobody means a condition that nothing fulfils
+                combine = sympy.Intersection if sympy.Intersection(*sets) is not sympy.S.EmptySet else sympy.Union
+            return _Item(combine(*sets), text, variable=variables.pop())
+    try:
+        relation = _parse(text)
+        if not is_relation(relation) or len(relation.free_symbols) != 1:
+            return None
+        # x \in [0, 1] is read as an equation.
+        solutions = relation.rhs if is_equation(relation) and isinstance(relation.rhs, sympy.Set) else relation.as_set()
+    except Exception:
         return None
-    # math-verify reads x \in [0, 1] as an equation.
-    return relation.rhs if isinstance(relation, Eq) and isinstance(relation.rhs, Set) else relation.as_set()
+    return _Item(solutions, text, variable=next(iter(relation.free_symbols)).name)
 
 
-def _parse(text: str) -> list[Any]:
-    parsed: list[Any] = parse(
-        rf"\boxed{{{text}}}", extraction_config=_EXTRACTION, extraction_mode="first_match", parsing_timeout=None
-    )
-    return parsed
-
-
-def _restates(gold: Any, answer: Any) -> bool:
+def _restates(gold: _Answer, answer: _Answer) -> bool:
     r"""Whether an answer leaves a sum, an integral or the like to do, where the gold answer is one or several numbers.
 
     As `\sum_{n=1}^{100} n` does for 5050, which may be no more than the question again.
     """
-    if any(not isinstance(side, Basic | MatrixBase) for side in (gold, answer)):
-        return False
-    if any(value.free_symbols for value in _values(gold)):
-        return False
-    return any(value.has(kind) for value in _values(answer) for kind in _UNEVALUATED if not gold.has(kind))
+    expected, given = ([_unwrapped(item.value) for item in side.items] for side in (gold, answer))
+    kinds = [kind for kind in _UNEVALUATED if not any(value.has(kind) for value in expected)]
+    return not any(value.free_symbols for value in expected) and any(value.has(*kinds) for value in given)
 
 
-def _values(expression: Any) -> list[Any]:
-    """The value of an expression, or of each member of a set, without the name before an equals sign."""
-    parts = expression.args if isinstance(expression, FiniteSet) else (expression,)
-    return [take_last_relation(part).rhs if is_equation(part) else part for part in parts]
+def _unwrapped(value: Any) -> Any:
+    """The value of an equation: its last side."""
+    return take_last_relation(value).rhs if is_equation(value) else value
 
 
-def _drops_a_number(answer: _Side) -> bool:
-    r"""Whether digits were taken for a part of a unit, as in `18 \text{ or 20}`; `\text{cm}^2` is a unit."""
-    before, after = (len(_DIGIT.findall(_EXPONENT.sub("", text))) for text in (answer.text, answer.parsed[-1]))
-    return after < before
+class _Comparison:
+    """How the values of two answers are compared.
 
-
-def _may_be_a_point(gold: object) -> bool:
-    """Whether a gold answer such as `(1, 2)` may be a pair, which is no solution of `1 < x < 2`."""
-    return isinstance(gold, Interval) and gold.is_open and not (gold.start.is_infinite or gold.end.is_infinite)
-
-
-def _is_a_set_instead(gold: _Side, answer: _Side) -> bool:
-    r"""Whether `\{18\}` or `[18, 18]` stands for 18, or one of `\{1, 2\}` and `(1, 2)` for the other.
-
-    To sympy, `{18}` and `18, 18` are sets as well.
+    Args:
+        gold: The gold answer.
+        answer: The answer.
+        positive: Whether symbols stand for positive numbers.
     """
-    if isinstance(gold.value, Expr):
-        return isinstance(answer.value, Set) and (answer.is_set_builder or r"\{" in answer.text or "[" in answer.text)
-    return any(
-        (isinstance(one.value, Interval | Tuple) and r"\{" in other.text and r"\{" not in one.text)
-        or (isinstance(one.value, Interval) and one.is_set_builder and isinstance(other.value, FiniteSet))
-        for one, other in ((gold, answer), (answer, gold))
-    )
+
+    def __init__(self, gold: _Answer, answer: _Answer, positive: bool) -> None:
+        names = [{symbol.name for item in side.items for symbol in _symbols(item.value)} for side in (gold, answer)]
+        # Either answer may have `N` for `n`, unless one of them has both.
+        self._small = {name: name.lower() for side in names for name in side if len(name.split("_")[0]) == 1}
+        if any(len({self._small.get(name, name) for name in side}) < len(side) for side in names):
+            self._small = {}
+        # Programs write E and I for them.
+        added = names[1] - names[0]
+        self._constants = {"i": sympy.I} | ({"E": sympy.E, "e": sympy.E} if "E" in added else {})
+        self._constants |= {"math{I}": sympy.I} if "math{I}" in added else {}
+        self._positive = positive
+
+    def is_same(self, gold: _Answer, answer: _Answer) -> bool:
+        """Compares as sets where the gold answer has braces, in order if one is a pair, else in any order."""
+        if len(gold.items) == len(answer.items) == 1 and (gold.is_set or not answer.is_set):
+            return self._is_same_item(gold.items[0], answer.items[0])
+        if gold.is_set:
+            pairs = [[self._is_same_item(one, other) for other in answer.items] for one in gold.items]
+            return all(map(any, pairs)) and all(map(any, zip(*pairs, strict=True)))
+        if len(gold.items) == 1 or len(answer.items) == 1:
+            sides = [_coordinates(side.items[0]) if len(side.items) == 1 else side.items for side in (gold, answer)]
+            in_order = not answer.is_set and sides[0] and len(sides[0]) == len(sides[1])
+            return bool(in_order) and all(map(self._is_same_item, *sides))
+        left = list(answer.items)
+        for expected in gold.items if len(gold.items) == len(left) else ():
+            found = next((given for given in left if self._is_same_item(expected, given)), None)
+            if found is None:
+                return False
+            left.remove(found)
+        return not left
+
+    def _is_same_item(self, gold: _Item, answer: _Item) -> bool:
+        if _PLAIN_NUMBER.fullmatch(gold.text) and _PLAIN_NUMBER.fullmatch(answer.text):
+            return Fraction(gold.text) == Fraction(answer.text)
+        if gold.variable and answer.variable and gold.variable.lower() != answer.variable.lower():
+            return False
+        if answer.variable and _coordinates(gold):  # a point is no solution of 1 < x < 2
+            return False
+        if not gold.is_percentage and not answer.is_percentage:
+            return self._is_same(gold.value, answer.value)
+        expected, given = _unwrapped(gold.value), _unwrapped(answer.value)
+        if gold.is_percentage:
+            return self._is_same(expected, given) or (not answer.is_percentage and self._is_same(expected / 100, given))
+        # 0.5 % may be the number 0.5, but not 1/2: of numbers below one, only decimals may be without the sign.
+        is_decimal = isinstance(expected, sympy.Integer | sympy.Float)
+        may_lack_sign = is_decimal or (_is_number(expected) and bool(abs(expected) >= 1))
+        return self._is_same(expected, given / 100) or (may_lack_sign and self._is_same(expected, given))
+
+    def _is_same(self, gold: Any, answer: Any) -> bool:
+        if is_equation(answer):
+            if self._contradicts(gold, answer):
+                return False
+            answer = answer if is_equation(gold) else _unwrapped(answer)
+        elif is_assignment_relation(gold):
+            gold = _unwrapped(gold)
+        if is_assignment_relation(gold) and is_assignment_relation(answer):
+            names = (take_first_relation(side).lhs for side in (gold, answer))
+            if self._is_same(*names):
+                return self._is_same(_unwrapped(gold), _unwrapped(answer))
+        if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Set):
+            return False
+        parts = [_parts(side) for side in (gold, answer)]
+        if parts[0] is not None and parts[1] is not None:
+            (kind, values), (other_kind, others) = parts
+            return kind == other_kind and len(values) == len(others) and all(map(self._is_same, values, others))
+        gold, answer = self._named(gold), self._named(answer)
+        if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr):
+            exactly = self._is_same_exactly(gold, answer)
+            if exactly is not None:
+                return exactly
+        has_decimals = gold.has(sympy.Float) or answer.has(sympy.Float)
+        same = verify(gold, answer, numeric_precision=15 if has_decimals else _DIGITS, timeout_seconds=None)
+        return bool(same) and not _rounds_away(gold, answer)
+
+    def _named(self, value: Any) -> Any:
+        """The value with the names and the assumptions that symbols have in both answers."""
+        if not isinstance(value, sympy.Basic) or value.has(*_UNEVALUATED[:-1]):
+            return value
+        assumption = {"positive" if self._positive else "real": True}
+        names = {symbol: self._small.get(symbol.name, symbol.name) for symbol in _symbols(value)}
+        symbols = {symbol: sympy.Symbol(name, **assumption) for symbol, name in names.items()}
+        return value.xreplace({symbol: other for symbol, other in symbols.items() if other != symbol})
+
+    def _contradicts(self, gold: Any, answer: Any) -> bool:
+        """Whether an answer such as `17 = 18` or `x = 17 = 18` names a second number: the last side is compared."""
+        value = _unwrapped(gold) if is_assignment_relation(gold) else gold
+        relations = getattr(answer, "_unsorted_args", None) or [answer]
+        numbers = [side for relation in relations for side in relation.args if _is_number(side)]
+        return not is_equation(value) and any(not self._is_same(value, number) for number in numbers)
+
+    def _is_same_exactly(self, gold: sympy.Expr, answer: sympy.Expr) -> bool | None:
+        """Compares numbers by their digits, and expressions by their values at random points.
+
+        Returns:
+            Whether they are the same; None if one is not exact, or cannot be evaluated.
+        """
+        if gold == answer:
+            return True
+        if any(side.has(sympy.Float, *_UNEVALUATED[:-1]) or _is_word(side) for side in (gold, answer)):
+            return None
+        sides = [self._evaluable(side) for side in (gold, answer)]
+        numbers = [part for side in sides for number in side.atoms(sympy.Rational) for part in (number.p, number.q)]
+        digits = _DIGITS + 2 * max((number.bit_length() for number in numbers), default=0) // 3
+        if sides[0] == sides[1] or digits > _MOST_DIGITS or all(side.is_Rational for side in sides):
+            return bool(sides[0] == sides[1])
+        symbols = sorted(sides[0].free_symbols | sides[1].free_symbols, key=str)
+        is_compared = False
+        for point in self._points(symbols):
+            values = [_evaluated(side.xreplace(point), digits) for side in sides]
+            if values[0] is None or values[1] is None:
+                continue
+            is_compared = True
+            allowed = max(map(abs, (*values[0], *values[1]))) * sympy.Rational(1, 10 ** (digits - 10))
+            if any(abs(one - other) > allowed for one, other in zip(*values, strict=True)):
+                return False
+        return True if is_compared else None
+
+    def _evaluable(self, side: sympy.Expr) -> sympy.Expr:
+        """The expression with symbols in place of derivatives and of functions without a definition."""
+        for part in sorted(side.atoms(AppliedUndef, sympy.Derivative), key=lambda part: -len(str(part))):
+            side = side.xreplace({part: sympy.Symbol(str(part.func(*(argument.doit() for argument in part.args))))})
+        side = side.xreplace(
+            {symbol: self._constants[symbol.name] for symbol in _symbols(side) if symbol.name in self._constants}
+        )
+        return side.doit()
+
+    def _points(self, symbols: Sequence[sympy.Symbol]) -> Iterator[dict[sympy.Symbol, sympy.Rational]]:
+        """Random points: some with positive coordinates only, then some with negative ones, then of any signs."""
+        random = Random(0)
+        for number in range(_POINTS if symbols else 1):
+            signs = [(1, -1, random.choice((1, -1)))[0 if self._positive else number % 3] for _ in symbols]
+            numbers = [sign * sympy.Rational(random.randint(200, 3000), 1009) for sign in signs]
+            yield dict(zip(symbols, numbers, strict=True))
 
 
-def _contradicts(gold: Any, answer: Any) -> bool:
-    """Whether an answer such as `17 = 18` or `x = 17 = 18` names a second number: math-verify reads only the last."""
-    if not is_equation(answer) or is_equation(gold):
-        return False
-    relations = answer.args if isinstance(answer, And) else [answer]
-    sides = [side for relation in relations if isinstance(relation, Eq) for side in relation.args]
-    return any(not verify(gold, side, timeout_seconds=None) for side in sides if _is_number(side))
+def _coordinates(item: _Item) -> list[_Item]:
+    """Those of a tuple, and of an open interval that may be a pair; else none."""
+    value = _unwrapped(item.value) if item.may_be_a_point else None
+    kind, values = _parts(value) or ("", [])
+    return [_Item(each) for each in values] if kind == "tuple" else []
+
+
+def _parts(value: Any) -> tuple[object, list[Any]] | None:
+    """The kind and the parts of a pair, an interval or a matrix."""
+    if isinstance(value, sympy.Tuple):
+        return "tuple", list(value.args)
+    if isinstance(value, sympy.Interval):
+        is_pair = value.is_open and not (value.start.is_infinite or value.end.is_infinite)
+        return "tuple" if is_pair else (value.left_open, value.right_open), [value.start, value.end]
+    if isinstance(value, sympy.MatrixBase):
+        return value.shape, list(value.flat())
+    return None
+
+
+def _evaluated(value: sympy.Expr, digits: int) -> tuple[sympy.Expr, sympy.Expr] | None:
+    """The real and the imaginary part in digits; None if they have none."""
+    parts = value.evalf(digits).as_real_imag()
+    if not all((part.is_Float or part.is_Rational) and part.is_finite for part in parts):
+        return None
+    # Of what cancels out, no digit is right.
+    real, imaginary = (sympy.S.Zero if part.is_Float and part._prec < 10 else part for part in parts)
+    return real, imaginary
+
+
+def _symbols(value: Any) -> set[sympy.Symbol]:
+    return {each for each in getattr(value, "free_symbols", ()) if isinstance(each, sympy.Symbol)}
+
+
+def _is_word(value: sympy.Expr) -> bool:
+    return value.is_Symbol and value.name.isalpha() and len(value.name) > 1
 
 
 def _rounds_away(gold: Any, answer: Any) -> bool:
     """Whether two numbers count as equal only because both are small."""
     if not (_is_number(gold) and _is_number(answer)):
         return False
-    magnitudes = [abs(number).evalf(20) for number in (gold, answer)]
-    if min(magnitudes) >= _SMALL:
-        return False
-    return bool(abs(gold - answer).evalf(20) > _RELATIVE_TOLERANCE * max(magnitudes))
+    first, second = (number.doit().evalf(20) for number in (gold, answer))
+    largest = max(abs(first), abs(second))
+    return bool(min(abs(first), abs(second)) < _SMALL and abs(first - second) > _RELATIVE_TOLERANCE * largest)
 
 
 def _is_number(expression: object) -> bool:
-    return isinstance(expression, Basic) and bool(getattr(expression, "is_number", False))
+    return isinstance(expression, sympy.Basic) and bool(getattr(expression, "is_number", False))

@@ -21,6 +21,7 @@ class MathGrader(Grader):
     Args:
         answer_format: How completions mark the final answer: `boxed`, `hash` or `tag`.
         cpu_seconds: CPU time that the comparison of one answer may take; it is wrong if it takes longer.
+        positive_symbols: Whether symbols stand for positive numbers, as in physics: `\sqrt{x^2}` is then `x`.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -28,12 +29,15 @@ class MathGrader(Grader):
 
     votes = True
 
-    def __init__(self, answer_format: AnswerFormat = "boxed", cpu_seconds: float = 2.0):
+    def __init__(
+        self, answer_format: AnswerFormat = "boxed", cpu_seconds: float = 2.0, positive_symbols: bool = False
+    ) -> None:
         check_answer_format(answer_format)
         if not 0.01 <= cpu_seconds <= 3600:
             raise ValueError(f"cpu_seconds must be from 0.01 to 3600, got {cpu_seconds!r}")
         self.answer_format = answer_format
         self.cpu_seconds = cpu_seconds
+        self.positive_symbols = positive_symbols
 
     def grade(self, completions: Sequence[str], **columns: Any) -> list[Verdict]:
         """Judges completions, several at a time.
@@ -61,7 +65,7 @@ class MathGrader(Grader):
         check_math_verify()
         answers = [final_answer(completion, self.answer_format) for completion in completions]
         pairs = [(str(gold), answer) for gold, answer in zip(golds, answers, strict=True) if answer is not None]
-        compared = iter(compare(pairs, self.cpu_seconds))
+        compared = iter(compare(pairs, self.cpu_seconds, self.positive_symbols))
         return [
             Verdict(0.0, None, "no answer") if answer is None else _verdict(answer, next(compared))
             for answer in answers
@@ -69,7 +73,8 @@ class MathGrader(Grader):
 
     def same_answer(self, first: str, second: str) -> bool:
         """Whether two answers of completions are equal, each in turn taken for the gold one."""
-        return Comparison.EQUAL in compare([(first, second), (second, first)], self.cpu_seconds)
+        pairs = [(first, second), (second, first)]
+        return Comparison.EQUAL in compare(pairs, self.cpu_seconds, self.positive_symbols)
 
 
 def _verdict(answer: str, comparison: Comparison) -> Verdict:
@@ -87,6 +92,7 @@ def compute_score(
     ground_truth: str,
     extra_info: dict[str, Any] | None = None,
     answer_format: AnswerFormat = "boxed",
+    positive_symbols: bool = False,
     **kwargs: Any,
 ) -> dict[str, Any]:
     """The reward in verl's signature, for `custom_reward_function.path` and `.name`; any thread may call it.
@@ -98,6 +104,7 @@ def compute_score(
         extra_info: Unused; part of the signature.
         answer_format: How the completion marks its final answer; verl passes it on from
             `custom_reward_function.reward_kwargs`.
+        positive_symbols: Whether symbols stand for positive numbers, likewise.
         **kwargs: Unused; what else verl may pass.
 
     Returns:
@@ -108,7 +115,9 @@ def compute_score(
         RuntimeError: If the answer could not be compared, for lack of memory or processes for example; the message
             names the cause. verl has no row without a score.
     """
-    (verdict,) = MathGrader(answer_format).grade([solution_str], answer=[ground_truth])
+    (verdict,) = MathGrader(answer_format, positive_symbols=positive_symbols).grade(
+        [solution_str], answer=[ground_truth]
+    )
     if verdict.score is None:
         raise RuntimeError(f"a completion is {verdict.reason}")
     return {"score": verdict.score, "acc": verdict.success, "pred": printable(verdict.answer or "")}

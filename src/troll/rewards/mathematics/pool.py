@@ -54,13 +54,13 @@ _COMPARISONS = {
 }
 
 
-def ask(questions: Sequence[tuple[str, str]], cpu_seconds: float) -> list[Comparison]:
+def ask(questions: Sequence[tuple[str, str]], cpu_seconds: float, positive_symbols: bool = False) -> list[Comparison]:
     """Compares N pairs of a gold answer and an answer, in processes that stay for the next call.
 
     Raises:
         RuntimeError: If math-verify is installed, but cannot be imported.
     """
-    return _pool.compare(questions, cpu_seconds)
+    return _pool.compare(questions, cpu_seconds, positive_symbols)
 
 
 class _Pool:
@@ -72,11 +72,13 @@ class _Pool:
         for process in self._processes:
             self._idle.put(process)
 
-    def compare(self, questions: Sequence[tuple[str, str]], cpu_seconds: float) -> list[Comparison]:
+    def compare(
+        self, questions: Sequence[tuple[str, str]], cpu_seconds: float, positive_symbols: bool = False
+    ) -> list[Comparison]:
         """Asks as many processes at a time as are idle, at least one."""
         processes = self._borrow(len(questions))
         try:
-            return self._ask(processes, questions, cpu_seconds)
+            return self._ask(processes, questions, (cpu_seconds, positive_symbols))
         finally:
             for process in processes:
                 if process.is_busy:  # after an exception, nobody waits for its verdict any more
@@ -103,7 +105,7 @@ class _Pool:
         return processes
 
     def _ask(
-        self, processes: Sequence[_Process], questions: Sequence[tuple[str, str]], cpu_seconds: float
+        self, processes: Sequence[_Process], questions: Sequence[tuple[str, str]], how: tuple[float, bool]
     ) -> list[Comparison]:
         comparisons: dict[int, Comparison] = {}
         unasked = list(reversed(range(len(questions))))
@@ -113,7 +115,7 @@ class _Pool:
             while unasked and idle:
                 process = idle.pop()
                 asked[process] = unasked.pop()
-                process.ask(questions[asked[process]], cpu_seconds)
+                process.ask(questions[asked[process]], *how)
             ready, overdue = _wait(asked)
             for process in ready + overdue:
                 comparison = process.verdict() if process in ready else process.give_up()
@@ -150,7 +152,7 @@ class _Process:
         self._was_ever_ready = False
         self._fails_since: float | None = None
         self._start_at = 0.0
-        self._question: tuple[tuple[str, str], float] | None = None
+        self._question: tuple[tuple[str, str], float, bool] | None = None
         self._attempts = 0
         self._number = 0
         self._deadline = 0.0
@@ -171,8 +173,8 @@ class _Process:
     def verdicts(self) -> IO[bytes] | None:
         return None if self._process is None else self._process.stdout
 
-    def ask(self, question: tuple[str, str], cpu_seconds: float) -> None:
-        self._question, self._attempts = (question, cpu_seconds), 0
+    def ask(self, question: tuple[str, str], cpu_seconds: float, positive_symbols: bool) -> None:
+        self._question, self._attempts = (question, cpu_seconds, positive_symbols), 0
         self._send()
 
     def verdict(self) -> Comparison | None:
@@ -228,7 +230,7 @@ class _Process:
 
     def _send(self) -> None:
         assert self._question is not None
-        (gold, answer), cpu_seconds = self._question
+        (gold, answer), cpu_seconds, positive_symbols = self._question
         self._deadline = time.monotonic() + _PATIENCE_SECONDS + _PATIENCE_FACTOR * cpu_seconds
         if self._process is None:
             try:
@@ -240,7 +242,7 @@ class _Process:
         self._number += 1
         self._attempts += 1
         texts = [text.encode("utf-8", "surrogatepass") for text in (gold, answer)]
-        header = worker.QUESTION.pack(self._number, cpu_seconds, *map(len, texts))
+        header = worker.QUESTION.pack(self._number, cpu_seconds, positive_symbols, *map(len, texts))
         with contextlib.suppress(BrokenPipeError):  # then the other pipe has ended too, which `verdict` sees
             self._process.stdin.write(header + b"".join(texts))
 

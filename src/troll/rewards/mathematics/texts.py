@@ -1,42 +1,66 @@
-"""The texts of answers before parsing: brings different spellings to one, and finds ambiguous answers."""
+"""The texts of answers before parsing: drops units, compares what needs no parser, and finds ambiguous answers."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from decimal import Decimal
+from fractions import Fraction
+
+from troll.rewards.mathematics.notation import canonical
 
 #: Longer texts are not answers: the longest gold answer of the tasks' data sets has a few hundred characters.
 MAX_CHARACTERS = 2000
 
 _NUMBER = re.compile(r"[+-]?(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?", re.ASCII)
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?)[eE]([+-]?\d{1,3})(?![\w.])", re.ASCII)
-_EQUAL_TO_THOUSANDS = re.compile(r"(?<==)(\s*[1-9]\d{0,2}(?:,\d{3})+)(?![\d,])", re.ASCII)
+_THOUSANDS = re.compile(r"(?<![\w,.(\[{^])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)", re.ASCII)
 _MIXED_NUMBER = re.compile(r"(?<![\d.,])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", re.ASCII)
-_CURRENCY = re.compile(r"(?<=\d)\s*(?:dollars?|euros?|USD|EUR)$")
 _APPROXIMATELY = re.compile(r"\\approx|≈|\\simeq|\\sim\b")
 _CHOICE_AND_STOP = re.compile(r"(?<=\{)(\(?[A-Z]\)?)\.(?=\}$)")
-_IMAGINARY = re.compile(r"\\mathrm\s*\{i\}|(?<=\d)i(?![a-zA-Z])")
-_FRACTION = re.compile(r"\\[dtc]?frac\s*(\d|\{[^{}]*\})\s*(\d(?!\d)|\{[^{}]*\})", re.ASCII)
-_SPACE = r"(?:\\[,;:! ]|\s)"
-_PERCENT = re.compile(rf"(?<=[\d}}]){_SPACE}*(?:\\?%|percent\b)")
-_SPACED_THOUSANDS = re.compile(rf"(?<![\w.,^}}])[1-9]\d{{0,2}}(?:{_SPACE}\d{{3}})+(?!{_SPACE}?\d)", re.ASCII)
-# A word too long for a function's name or a product of variables, or a power of a unit of length.
-_QUANTITY = re.compile(rf"({_NUMBER.pattern})\s*([a-z]{{4,}}|(?:[ckm]?m|in|ft|yd|mi)\^\{{?[23]\}}?)", re.ASCII)
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\{(\d+)\}", re.ASCII)
+_PERCENT = re.compile(r"(?<=[\d}]) *(?:\\%|percent\b|pct\b|\\text\{ *(?:percent|pct) *\})")
+_SPACED_THOUSANDS = re.compile(r"(?<![\w.,^}])[1-9]\d{0,2}(?: \d{3})+(?! ?\d)", re.ASCII)
+# Letters that stand for a unit after a number, and words that are no product of variables.
+_UNIT_LETTERS = set("mstgldhcLNJWVACFKT")
+_UNIT_WORDS = {
+    "km", "cm", "mm", "nm", "ml", "mL", "kg", "mg", "gm", "lb", "lbs", "oz", "ft", "in", "yd", "mi", "mph", "kmh",
+    "kmph", "ms", "ns", "hr", "hrs", "min", "mins", "sec", "secs", "day", "gal", "Hz", "kHz", "MHz", "GHz", "Pa", "kPa",
+    "MPa", "kN", "kJ", "MJ", "kW", "MW", "kWh", "eV", "keV", "MeV", "GeV", "mol", "rad", "deg", "ohm", "cal", "bar",
+    "atm", "USD", "EUR", "GBP", "men", "sq", "cu", "rs", "cc", "dm",
+}  # fmt: skip
+_OPERATOR = re.compile(r"\\(?:cdot|times|div|pm|le|ge|neq|in|cup|cap|lor|land|approx|to)$")
+_MAY_BE_A_PRODUCT = {"nm", "ml", "mg", "gm", "ms", "ns", "cc", "dm", "rs"}
+_KNOWN_WORD = re.compile(
+    r"(?:hour|minute|second|day|week|month|year|meter|metre|inche|feet|foot|mile|yard|liter|litre|gallon|gram|pound|degree"
+    r"|dollar|cent|euro|unit|point|student|women|apple|coin|tile|edge|acre|rupee|square|radian)s?"
+)
+_DECIMAL = r"(?:\d[\d,]*(?:\.\d*)?|\.\d+)"
+_OVER = rf"\\frac\{{-?{_DECIMAL}\}}\{{{_DECIMAL}\}}"
+_PURE = (
+    rf"[+-]? *(?:{_DECIMAL} *(?:(?:\\times|\\cdot|\*) *10\^\{{-?\d+\}}|/ *\d+|{_OVER})?|{_OVER})?"
+    rf" *(?:\\sqrt\{{{_DECIMAL}\}})? *(?:\\pi)?(?:\\%)?"
+)
+_UNIT_TEXT = r"\\text\{(?:[^{}\d^]|\^(?:-?\d|\{-?\d\}|\\circ))*\}"
+_UNIT = rf"(?:{_UNIT_TEXT}|\\(?:mu|Omega|cdot|times)(?![a-z])|\^\{{(?:-?\d|\\circ)\}}|[ /A-Za-z*€£¥])"
+_QUANTITY = re.compile(
+    rf"((?:[^=<>]*=)? *(?=[-+\d.\\]){_PURE})(?!\^\{{-?\d)((?:{_UNIT}|\\frac\{{{_UNIT}+\}}\{{{_UNIT}+\}})*)", re.ASCII
+)
+_NAMED_UNIT = re.compile(rf"(?:\^\{{\\circ\}})?(?: *(?:/|\\cdot)? *{_UNIT_TEXT}(?:\^\{{-?\d\}})?)+$")
+_IS_PURE = re.compile(rf"(?:[^=<>]*=)? *{_PURE}")
 _TIME = re.compile(r"0?(\d{1,2}:\d\d)\s*(?:([ap])\.?\s?m\.?)?", re.ASCII)
 _LETTERS = re.compile(r"[A-Za-z\s()]{2,}")
 # Letters that are variables in most mathematics; a word is seldom made of them.
 _PRODUCT = re.compile(r"(?:[a-df-hj-np-tv-z](?:\s|\\cdot(?![a-z]))*){2,5}")
 _BETWEEN_ITEMS = re.compile(r"\s*(?:,\s*and\b|,|;|\band\b)\s*")
 _ITEM = re.compile(r"[A-Za-z]|\([A-Za-z]\)")
-# One, or a product of variables such as GMm.
-_VARIABLES = re.compile(r"(?<![A-Za-z])(?:[A-Z]|(?i:[b-df-hj-np-tv-z]{2,5}))(?![A-Za-z])")
 _PRIMES = re.compile(r"(?<=[A-Za-z)\]}])'+(?!s)")
 _POINT = re.compile(r"(?<=\d)\.(?=\s*[/*)+-])", re.ASCII)  # of 1./3, which math-verify does not read
 _NUMBER_BASE = re.compile(r"\d\s*_\s*(\{[^{}]*\}|\S)")
 _ARGUMENTS = re.compile(r"\\[a-zA-Z]+\s*(?:\[[^\[\]]*\]\s*)?(?:\{[^{}]*\}\s*)+|[\^_]\s*\{[^{}]*\}")
-_NEIGHBOURS = re.compile(r"(?<![_^\d.])\d[\d.]*(?:[\s(){}]|\\[,;:! %]|\\q?quad|\^\s*\\circ)+\d")
-_WORDS = re.compile(r"\\(?:text|mbox|math(?:rm|it|bf))[a-z]*\s*\{([^{}]*)\}")
-_COMMAND = re.compile(rf"{_WORDS.pattern}|\\[A-Za-z]+")
+_NEIGHBOURS = re.compile(r"(?<![_^\d.])\d[\d.]*(?:[\s(){}]|\\%)+\d")
+_WORDS = re.compile(r"\\text\{([^{}]*)\}")
+_MULTIPLIER = re.compile(r"\\text\{ *(?:k|bn|mn) *\}$")
 _ALTERNATIVE = re.compile(r"\b(?:and|or|nor|not)\b", re.IGNORECASE)
 # Not before a hyphen, as in `two-liter bottles`; `thirds`, but `third graders`; `squared`, but `cm squared`.
 _ARITHMETIC = re.compile(
@@ -49,23 +73,22 @@ _ARITHMETIC = re.compile(
 
 
 def tidy(text: str) -> str:
-    """Drops everything without a meaning for the value, and brings different spellings to the one of math-verify."""
-    text = text.replace(r"\$", "").replace("$", "").replace("{,}", ",").replace("−", "-")
-    text = text.replace("{:}", ":").replace("°", r"^\circ").replace(r"\degree", r"^\circ")
-    text = text.replace(r"\varnothing", r"\emptyset").replace("∅", r"\emptyset")
-    text = re.sub(r"[\s~]", " ", text).strip().rstrip("\\ ")
+    """Writes an answer in one notation, without what has no meaning for its value."""
+    text = canonical(text.rstrip("\\ ")).rstrip("\\ ")
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip()
-    text = _CURRENCY.sub("", _CHOICE_AND_STOP.sub(r"\1", text.lstrip("€£¥")))
+    text = _CHOICE_AND_STOP.sub(r"\1", text.lstrip("€£¥"))
     text = _PRIMES.sub(lambda match: "^{" + r"\prime" * len(match[0]) + "}", text)  # an apostrophe is dropped
-    text = _POINT.sub("", _PERCENT.sub(r"\\%", text))
-    text = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", _IMAGINARY.sub(" i", text))
-    text = _FRACTION.sub(lambda match: rf"\frac{_braced(match[1])}{_braced(match[2])}", text)
-    return _SPACED_THOUSANDS.sub(lambda match: re.sub(_SPACE, "", match[0]), text)
+    text = _POINT.sub("", _PERCENT.sub(r"\\%", _REPEATING.sub(_as_fraction, text)))
+    text = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)
+    text = _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
+    return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
 
 
-def _braced(argument: str) -> str:
-    return argument if argument.startswith("{") else f"{{{argument}}}"
+def _as_fraction(match: re.Match[str]) -> str:
+    whole, start, period = match.groups()
+    value = Fraction(int(whole + start + period) - int("0" + whole + start), 10 ** len(start) * (10 ** len(period) - 1))
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def same_at_sight(gold: str, answer: str) -> bool | None:
@@ -74,61 +97,82 @@ def same_at_sight(gold: str, answer: str) -> bool | None:
         return bool(answer) and answer == gold
     if answer == gold:
         return True
-    if _NUMBER.fullmatch(gold) and _NUMBER.fullmatch(answer):
-        return Decimal(gold.replace(",", "")) == Decimal(answer.replace(",", ""))
+    numbers = _number(gold), _number(answer)
+    if numbers[0] is not None and numbers[1] is not None:
+        return _is_same_number(*numbers)
     expected, given = (
         _TIME.fullmatch(_without_groups(text).rpartition("=")[2].strip().lower()) for text in (gold, answer)
     )
     if expected:  # math-verify would divide
         return given is not None and given[1] == expected[1] and {given[2], expected[2]} != {"a", "p"}
+    words = _word(gold), _word(answer)
+    if words[0] and words[0] == words[1]:
+        return True
     letters = _letters(gold), _letters(answer)
     if None not in letters:
-        return letters[0] == letters[1]
+        return letters[0] == letters[1] or (r"\{" in gold and set(letters[0]) == set(letters[1]))
     return False if is_ambiguous(gold, answer) else None
 
 
-def for_math_verify(gold: str, answer: str) -> tuple[str, str]:
-    """Spells two tidy texts so that math-verify reads them correctly."""
-    if _are_products(gold, answer):  # in `a b`, it takes the b for a unit
-        return re.sub(r"\s|\\cdot", "", gold), re.sub(r"\s|\\cdot", "", answer)
-    return _capitals_told_apart(_numbers_spelled_out(gold), _numbers_spelled_out(_with_unit_as_text(answer)))
+def without_units(gold: str, answer: str) -> tuple[str, str]:
+    r"""Drops the units of two tidy texts, which are not compared.
 
-
-def _numbers_spelled_out(text: str) -> str:
-    """Spells out numbers that math-verify misreads: it takes the e of 4.5e33 for Euler's, and x = 1,000 for two."""
-    text = _SCIENTIFIC.sub(lambda match: rf"{match[1]} \times 10^{{{int(match[2])}}}", text)
-    return _EQUAL_TO_THOUSANDS.sub(lambda match: match[1].replace(",", ""), text)
-
-
-def _capitals_told_apart(gold: str, answer: str) -> tuple[str, str]:
-    """Gives capital letters other names where a text has the small letter as well, as in `N = n` and `GMm`.
-
-    To math-verify they are one variable.
+    What stands in `\text{}` after a value is a unit. Letters and words without it are units after a plain number only,
+    in a gold answer only those that cannot be a product, and in an answer only where the gold one is a plain number:
+    in `10 - 2t` and `\frac{1}{2} m`, letters are symbols.
     """
-    texts = [gold, answer]
-    for text in (_COMMAND.sub(" ", each) for each in (gold, answer)):
-        for capital in sorted(filter(str.isupper, set("".join(_VARIABLES.findall(text))))):
-            free = next((name for name in "qwzvuhgkprst" if name not in "".join(texts).lower()), capital)
-            if capital.lower() in text:
-                texts = [_renamed(each, capital, free) for each in texts]
-    return texts[0], texts[1]
+    # The parser takes the e of 4.5e33 for Euler's.
+    gold, answer = (
+        _SCIENTIFIC.sub(lambda match: rf"{match[1]} \times 10^{{{int(match[2])}}}", text) for text in (gold, answer)
+    )
+    quantity = _QUANTITY.fullmatch(gold)
+    if quantity and _is_unit(quantity[2], _is_known_word):
+        gold = quantity[1].rstrip()
+    value = _without_named_unit(gold)
+    if _IS_PURE.fullmatch(value):
+        quantity = _QUANTITY.fullmatch(answer)
+        if quantity and _is_unit(quantity[2], _may_be_a_unit):
+            return value, quantity[1].rstrip()
+    letters = re.search(r"(?<![A-Za-z\\])[A-Za-z]+$", value)
+    if letters and re.search(rf"\\text\{{ *{letters[0]} *\}}$", answer):  # what the answer calls a unit is one there
+        return value, _WORDS.sub(r" \1", answer)
+    return value, _without_named_unit(answer)
 
 
-def _renamed(text: str, symbol: str, name: str) -> str:
-    """Gives a symbol another name, except in words and commands."""
-    pattern = rf"{_COMMAND.pattern}|{symbol}"
-    return re.sub(pattern, lambda found: name if found[0] == symbol else found[0], text)
+def _is_known_word(word: str) -> bool:
+    return (word in _UNIT_WORDS and word not in _MAY_BE_A_PRODUCT) or _KNOWN_WORD.fullmatch(word) is not None
 
 
-def _with_unit_as_text(answer: str) -> str:
-    r"""Writes `18 clips` as `18 \text{clips}`, which math-verify reads.
+def _may_be_a_unit(word: str) -> bool:
+    is_word = len(word) >= 4 and word.islower() and not _ARITHMETIC.search(word)
+    return word in _UNIT_LETTERS or word in _UNIT_WORDS or is_word
 
-    Not in a gold answer, whose word may be a product.
-    """
-    quantity = _QUANTITY.fullmatch(answer)
-    if quantity is None or _ARITHMETIC.search(quantity[2]):
-        return answer
-    return rf"{quantity[1]} \text{{{quantity[2]}}}"
+
+def _is_unit(text: str, is_word: Callable[[str], bool]) -> bool:
+    words = re.findall(r"[A-Za-z]+", re.sub(rf"{_UNIT_TEXT}|\\[a-zA-Z]+", " ", text))
+    return all(map(is_word, words)) and len(words) <= 3
+
+
+def _without_named_unit(text: str) -> str:
+    unit = _NAMED_UNIT.search(text)
+    if unit is None:
+        return text
+    value = text[: unit.start()].rstrip()
+    return text if not value or value[-1] in "=<>+-*/^_(,;&|" or _OPERATOR.search(value) else value
+
+
+def _number(text: str) -> tuple[Decimal, bool] | None:
+    """A plain number, and whether it is a percentage."""
+    digits = text.removesuffix(r"\%")
+    return (Decimal(digits.replace(",", "")), digits != text) if _NUMBER.fullmatch(digits) else None
+
+
+def _is_same_number(gold: tuple[Decimal, bool], answer: tuple[Decimal, bool]) -> bool:
+    (expected, of_hundred), (given, is_percentage) = gold, answer
+    if expected == given:
+        return True
+    shifted = (expected * 100, given) if is_percentage and not of_hundred else (expected, given * 100)
+    return of_hundred != is_percentage and shifted[0] == shifted[1]
 
 
 def _without_groups(text: str) -> str:
@@ -144,13 +188,13 @@ def is_ambiguous(gold: str, answer: str) -> bool:
     - `1011_3`: it ignores the base of a number. Allowed where the gold answer has the same;
     - `10 8`, `10(8)`: it adds neighbouring numbers, as in `1\frac{1}{2}`. Allowed where the gold answer has some;
     - `18 \text{ or twenty}`, `\text{not } 18`: it takes text for a unit. `1 \text{ or } 2` is a list of two;
-    - `18 \text{ million}`, `18 \text{ plus two}`: it takes this for a unit too. Allowed where the gold answer has the
-      same words;
+    - `18 \text{ million}`, `18 \text{k}`, `18 \text{ plus two}`: it takes this for a unit too. Allowed where the gold
+      answer has the same words;
     - `CBA` for `ABC`: it takes letters for factors, in any order, which is right only for such as `xy` and `yx`.
     """
     if any(command in answer for command in (r"\boxed", r"\fbox", "phantom")) or not _braces_match(answer):
         return True
-    if _APPROXIMATELY.search(answer) and not _APPROXIMATELY.search(gold):
+    if any(sign.search(answer) and not sign.search(gold) for sign in (_APPROXIMATELY, _MULTIPLIER)):
         return True
     bases = [{base.strip("{} ") for base in _NUMBER_BASE.findall(text)} for text in (gold, answer)]
     if bases[1] and bases[0] != bases[1]:
@@ -182,16 +226,22 @@ def _are_products(*texts: str) -> bool:
     return all(_PRODUCT.fullmatch(text) for text in texts)
 
 
-def _letters(text: str) -> set[str] | None:
-    r"""The letters of a list or a set of single ones, such as `\text{A and C}`, `(A), (C)` and `\{a, c\}`."""
+def _word(text: str) -> str | None:
+    r"""A word, or a letter in parentheses, as in `\text{(B)}`, with small letters and without spaces."""
+    word = re.sub(r"\s|^\s*\(|(?<=^\([A-Za-z])\)\s*$", "", _without_groups(text))
+    return word.lower() if re.fullmatch("[A-Za-z]+", word) else None
+
+
+def _letters(text: str) -> list[str] | None:
+    r"""The letters, sorted, of a list or a set of single ones, such as `\text{A and C}`, `(A), (C)` and `\{a, c\}`."""
     text = _without_groups(text).strip()
     items = _BETWEEN_ITEMS.split(text.removeprefix(r"\{").removesuffix(r"\}").strip())
     is_list = len(items) > 1 and all(_ITEM.fullmatch(item) for item in items)
-    return {item.strip("()").lower() for item in items} if is_list else None
+    return sorted(item.strip("()").lower() for item in items) if is_list else None
 
 
 def _has_neighbours(text: str) -> bool:
-    return _NEIGHBOURS.search(_ARGUMENTS.sub("#", text.replace(r"\left", "").replace(r"\right", ""))) is not None
+    return _NEIGHBOURS.search(_ARGUMENTS.sub("#", text.replace(r"^{\circ}", " "))) is not None
 
 
 def _braces_match(text: str) -> bool:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-QUESTION = struct.Struct("<QdII")  # number, CPU seconds, bytes of the gold answer, bytes of the answer
+QUESTION = struct.Struct("<Qd?II")  # number, CPU seconds, positive symbols, bytes of the gold answer and of the answer
 VERDICT = struct.Struct("<QB")
 DIFFERENT, EQUAL, TIME_LIMIT, FAILED = range(4)
 READY = 0  # the number of the verdict that says that math-verify is imported
@@ -97,16 +97,16 @@ def _silence() -> None:
     os.close(nowhere)
 
 
-def _serve(is_equal: Callable[[str, str], bool], questions: int, verdicts: int, in_hand: mmap.mmap) -> NoReturn:
+def _serve(is_equal: Callable[[str, str, bool], bool], questions: int, verdicts: int, in_hand: mmap.mmap) -> NoReturn:
     """Answers questions until there are no more."""
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            number, cpu_seconds, *sizes = QUESTION.unpack(_read(questions, QUESTION.size))
+            number, cpu_seconds, positive_symbols, *sizes = QUESTION.unpack(_read(questions, QUESTION.size))
             gold, answer = (_read(questions, size).decode("utf-8", "surrogatepass") for size in sizes)
             in_hand[:] = _IN_HAND.pack(number)
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
             try:
-                equal = is_equal(gold, answer)
+                equal = is_equal(gold, answer, positive_symbols)
             except Exception:  # math-verify and sympy may raise anything for what a model may write
                 equal = False
             signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,0 +1,206 @@
+r"""One notation for what LaTeX, Unicode and programs write in many: `\tfrac12`, `½` and `{1 \over 2}`."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import unicodedata
+
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
+_LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_CHARACTERS = {
+    "−": "-", "–": "-", "‐": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "√": r"\sqrt*",
+    "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp ", "∪": r"\cup ",
+    "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "∨": r"\lor ", "∧": r"\land ", "∞": r"\infty ",
+    "°": r"^{\circ}", "′": "'", "⁄": "/", "∕": "/", "µ": r"\mu ", "Ω": r"\Omega ",
+}  # fmt: skip
+_CHARACTERS |= {
+    letter: "\\" + (name.lower() if letter.islower() else name.title()) + " "
+    for letter in "αβγδεζηθκλμνξπρστφχψωΓΔΘΛΞΠΣΦΨΩ"
+    for name in [unicodedata.name(letter).split()[-1].replace("LAMDA", "LAMBDA")]
+}
+_TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|mathrm|mbox|hbox|operatorname|unit|si)(?![A-Za-z])\*?"
+_FONT = r"\\(?:math(?:it|bf|sf|tt|normal)|boldsymbol|bm|pmb)(?![A-Za-z])"
+_PATTERNS = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\\\ *\[[^\]]*\]", r"\\\\"),
+        (r"\\(?:left|right)\.|\\(?:[hv]space|(?:text)?color) *\*?\{[^{}]*\}", ""),
+        (r"\\{1,2}(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])|\\[()$]|\\\[|(?<!\\)\\\]|\$", ""),
+        (r"\{ *\\(?:rm|mathrm|textrm) +([^{}\\]*)\}", r"\\text{\1}"),
+        (r"\\rm +([A-Za-z]+)$", r"\\text{\1}"),
+        (rf"{_TEXT} *([A-Za-z])(?![A-Za-z])", r"\\text{\1}"),
+        (rf"{_FONT} *\{{ *([A-Za-z]{{3,}}) *\}}", r"\\text{\1}"),
+        (_FONT, ""),
+        (r"\\(begin|end)\{(?:smallmatrix|array)\}(?:(?<=begin\{array\})\{[^{}]*\})?", r"\\\1{matrix}"),
+        (r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![A-Za-z])|\\(?:thin|en)space|\s", " "),
+        (r"\{ *([,:]) *\}", r"\1"),
+    )
+]
+_LOOKS = {
+    "displaystyle", "textstyle", "scriptstyle", "limits", "tiny", "small", "normalsize", "large", "Large", "LARGE",
+    "huge", "Huge", "bf", "it", "sf", "tt", "rm", "bfseries", "itshape", "strut", "hfill", "underline", "uline",
+    "ensuremath", "mathop", "mathord", "num", "smash",
+}  # fmt: skip
+_NAMES = {
+    **dict.fromkeys(("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac", "flatfrac"), r"\frac"),
+    **dict.fromkeys(("dbinom", "tbinom"), r"\binom"), **dict.fromkeys(("leq", "leqslant", "leqq"), r"\le"),
+    **dict.fromkeys(("geq", "geqslant", "geqq"), r"\ge"), "ne": r"\neq", "lt": "<", "gt": ">", "lbrace": r"\{",
+    "rbrace": r"\}", "lbrack": "[", "rbrack": "]", **dict.fromkeys(("lvert", "rvert", "vert"), "|"), "ast": r"\cdot",
+    "degree": r"^{\circ}", "varnothing": r"\emptyset", "vee": r"\lor", "wedge": r"\land", "tg": r"\tan", "imath": "i",
+    # To math-verify's parser both are Euler's constant.
+    "gamma": r"\mathcal{gamma}", "Gamma": r"\mathcal{Gamma}",
+}  # fmt: skip
+_SIGNS = {"**": "^", "<=": r"\le ", ">=": r"\ge ", "!=": r"\neq ", "==": "=", "%": r"\%"}
+# Names in programs, but for those of Greek letters that may be products.
+_FUNCTIONS = {
+    **{name: rf"\{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "ln", "log")},
+    **{name: rf"\arc{name[-3:]}" for name in ("asin", "acos", "atan", "arcsin", "arccos", "arctan")},
+    **{name: rf"\{name}" for name in ("pi", "alpha", "beta", "delta", "theta", "lambda", "sigma", "omega", "phi")},
+    **dict.fromkeys(("oo", "inf", "infty", "infinity"), r"\infty"), "sqrt": r"\sqrt*", "exp": "e^", "abs": r"\abs",
+    "log10": r"\log_{10}", "log2": r"\log_{2}",
+}  # fmt: skip
+_NAME = re.compile(
+    r"\\(?:math(?:cal|bb|frak|scr)|vec|hat|bar|d?dot|tilde|over(?:line|rightarrow)|wide(?:hat|tilde)) *\{\w*\}"
+    rf"|(?P<text>{_TEXT}) *\{{(?P<words>(?:[^{{}}]|\{{[^{{}}]*\}})*)\}}|\\(?P<command>[A-Za-z]+)|\\."
+    r"|(?P<sign>\*\*|[<>!=]=|%)|(?:(?P<module>np|numpy|math|sympy)\.)?(?P<word>[A-Za-z]+(?:(?<=log)(?:10|2)(?=\())?)"
+)
+_TAKES_ARGUMENTS = re.compile(r"\\(frac|binom|sqrt|abs)(?![A-Za-z])(\*?)|([\^_])")
+_INFIX = re.compile(r"\{((?:[^{}]|\{[^{}]*\})*)\\(over|choose)(?![A-Za-z])((?:[^{}]|\{[^{}]*\})*)\}")
+# A group that is no argument: at the start, or after an operator.
+_GROUP = re.compile(r"(?:^|(?<=[-+*/=(,<>|&])) *(\{)")
+_DIGITS = re.compile(r"\d+", re.ASCII)
+_TOKEN = re.compile(r"\\[A-Za-z]+|\\?.", re.DOTALL)
+_DEGREE = re.compile(r" *\[[^\[\]]*\]")
+_NOT_AFTER_SYMBOL = re.compile(r"\\(?:log|lim|sum|prod|int|max|min|sup|inf) *$")
+
+
+def canonical(text: str) -> str:
+    r"""Writes a mathematical text in one notation, e.g. `\sfrac12`, `½` and `{1 \over 2}` as `\frac{1}{2}`.
+
+    What only changes the look is dropped. What stands in `\text{}` is left as it is, and so is all where braces do not
+    match.
+    """
+    text = re.sub(r"(?<=[\w)\]}])[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda found: f"^{{{found[0].translate(_RAISED)}}}", text)
+    text = re.sub(r"[₀-₉]+", lambda found: f"_{{{found[0].translate(_LOWERED)}}}", text)
+    text = re.sub(r"\s*([¼½¾⅐-⅞])", _vulgar, text).translate(str.maketrans(_CHARACTERS))
+    if r"\begin" not in text:
+        text = re.sub(r"\\\\(?=[a-zA-Z])", r"\\", text)  # a backslash that was escaped once too often
+    for pattern, replacement in _PATTERNS:
+        text = pattern.sub(replacement, text)
+    if r"\over" in text or r"\choose" in text:
+        infix = {"over": "frac", "choose": "binom"}
+        text = _INFIX.sub(lambda found: rf"{{\{infix[found[2]]}{{{found[1]}}}{{{found[3]}}}}}", f"{{{text}}}")[1:-1]
+    text = _NAME.sub(_renamed, text).strip()
+    partners = _partners(text)
+    if partners is not None:
+        text = _without_groups(text, partners)
+        with contextlib.suppress(RecursionError):  # of hundreds of powers in each other, which is no answer
+            text = _with_arguments(text, 0, len(text), partners)
+    return re.sub(" +", " ", text).strip()
+
+
+def _vulgar(found: re.Match[str]) -> str:
+    over, _, under = unicodedata.normalize("NFKC", found[1]).partition("⁄")
+    return rf"\frac{{{over}}}{{{under}}}"
+
+
+def _renamed(found: re.Match[str]) -> str:
+    rest = found.string[found.end() : found.end() + 1]
+    if found["text"]:
+        words = found["words"].strip()
+        if words in _FUNCTIONS:
+            return _FUNCTIONS[words]
+        if re.search(r"(?<![\\A-Za-z])[A-Za-z]", words) and words not in ("e", "i", "d"):
+            return rf"\text{{{found['words']}}}"
+        return f" {_NAME.sub(_renamed, words)} "
+    if found["command"]:
+        name = found["command"]
+        if name in _LOOKS:
+            return ""
+        return found[0] if name == "Gamma" and rest == "(" else _NAMES.get(name, found[0])
+    if found["sign"]:
+        return _SIGNS[found["sign"]]
+    word = found["word"]
+    if word is None:
+        return found[0]
+    if word in _FUNCTIONS:
+        return r"\ln" if found["module"] and word == "log" else _FUNCTIONS[word]
+    # The parser takes I for the imaginary unit, and knows no index of e.
+    if rest == "_" and word[-1] in "eE":
+        word = rf"{word[:-1]}\mathcal{{{word[-1]}}}"
+    return word.replace("I", r"\mathcal{I}") if len(word) <= 2 and rest != "(" else word
+
+
+def _partners(text: str) -> dict[int, int] | None:
+    """Where each opening brace and parenthesis is closed; None if braces do not match."""
+    partners, opened = {}, list[int]()
+    for found in re.finditer(r"\\.|([{}()])", text, re.DOTALL):
+        if found[1] in ("{", "("):
+            opened.append(found.start())
+        elif found[1] == ")" and opened and text[opened[-1]] == "(":
+            partners[opened.pop()] = found.start()
+        elif found[1] == "}":
+            while opened and text[opened[-1]] == "(":
+                opened.pop()
+            if not opened:
+                return None
+            partners[opened.pop()] = found.start()
+    return None if any(text[at] == "{" for at in opened) else partners
+
+
+def _without_groups(text: str, partners: dict[int, int]) -> str:
+    """The text with spaces or parentheses in place of the braces of groups, which the parser takes for sets."""
+    start, end = 0, len(text) - 1
+    characters = list(text)
+    while start < end and text[start] == "{" and partners[start] == end:
+        characters[start] = characters[end] = " "
+        start, end = start + 1, end - 1
+    for found in _GROUP.finditer(text, start, end):
+        opened, closed = found.start(1), partners[found.start(1)]
+        inside = text[opened + 1 : closed]
+        if re.fullmatch(r"[\w. ]*", inside):
+            characters[opened] = characters[closed] = " "
+        elif "," not in inside:
+            characters[opened], characters[closed] = "()"
+    return "".join(characters)
+
+
+def _with_arguments(text: str, start: int, end: int, partners: dict[int, int]) -> str:
+    """The text between two places with every argument in braces."""
+    parts = []
+    while found := _TAKES_ARGUMENTS.search(text, start, end):
+        parts.append(text[start : found.start()])
+        start, arguments, name = found.end(), list[str](), found[1] or found[3]
+        is_index = name == "_" and not _NOT_AFTER_SYMBOL.search(parts[-1])
+        # In `\log_28` the base is 2, as TeX has it; `x^10` is how programs write it.
+        is_whole = bool(found[2] or name == "^" or is_index or text.startswith("10", start))
+        degree = _DEGREE.match(text, start, end) if name == "sqrt" else None
+        start = degree.end() if degree else start
+        for _ in range(1 + (name in ("frac", "binom"))):
+            first, last, start = _argument(text, start, end, partners, is_whole)
+            arguments.append(_with_arguments(text, first, last, partners).strip())
+        if is_index and re.fullmatch(r"[\w+\-,=]+", flat := re.sub(r"\\text|[\\{} ]", "", arguments[0])):
+            arguments = [flat]
+        command = (found[3] or rf"\{name}") + (degree[0] if degree else "")
+        parts += ["|", *arguments, "|"] if name == "abs" else [command, *(f"{{{one}}}" for one in arguments)]
+    return "".join([*parts, text[start:end]])
+
+
+def _argument(text: str, at: int, end: int, partners: dict[int, int], is_whole: bool) -> tuple[int, int, int]:
+    """Where the argument at a place starts and ends, and where the text goes on: a group, a token, or a number."""
+    while at < end and text[at] == " ":
+        at += 1
+    if at in partners and partners[at] < end:
+        return at + 1, partners[at], partners[at] + 1
+    if is_whole and text[at : at + 1] in ("+", "-"):
+        after = _argument(text, at + 1, end, partners, is_whole)[2]
+        return at, after, after
+    found = (is_whole and _DIGITS.match(text, at, end)) or _TOKEN.match(text, at, end)
+    after = found.end() if found else at
+    command = _TAKES_ARGUMENTS.fullmatch(text, at, after)
+    for _ in range(1 + (command[1] in ("frac", "binom")) if command and command[1] else 0):
+        after = _argument(text, after, end, partners, is_whole=False)[2]
+    if text[at:after] == r"\text" and after in partners:
+        after = partners[after] + 1
+    return at, after, after
