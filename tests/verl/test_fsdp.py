@@ -172,6 +172,17 @@ def test_old_policies_follow_their_sequences_through_shuffled_epochs() -> None:
     check(model_folder(), actor.steps, metrics, mini_batches, Settings())
 
 
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head", "q_proj"])
+def test_merging_an_adapter_of_a_tied_weight_is_refused(target: str) -> None:
+    model = "actor_rollout_ref.model"
+    lora = [f"{model}.lora_rank=4", f"{model}.target_modules=[{target}]", f"+{model}.lora.merge=True"]
+    if target == "q_proj":
+        assert trolled(True, *lora).engine.model_config.lora["merge"]
+        return
+    with pytest.raises(ValueError, match=rf"{model}.lora.merge=True merges .*embed_tokens and lm_head share"):
+        trolled(True, *lora)
+
+
 def test_lora_trains_and_its_reference_pass_captures_nothing() -> None:
     lora = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=all-linear"]
     # A bound that any update of the adapter passes, which starts at random.

@@ -76,14 +76,15 @@ def refuse_merging(model: nn.Module, setting: str) -> None:
     configs: dict[str, Any] = getattr(model, "peft_config", {})
     if any(getattr(config, "trainable_token_indices", None) for config in configs.values()):
         raise ValueError(
-            f"{setting} cannot be used with trainable_token_indices: TRL sends their weights under names that vLLM "
-            "does not know. Train the embedding with modules_to_save, leave them out, or generate without vLLM"
+            f"{setting} cannot be used with trainable_token_indices, which reach the engine under names that it does "
+            f"not know: train the embedding with modules_to_save, leave them out, or do without {setting}"
         )
     for group in _shared(model) if configs else []:
         if _SAVED in group[0][0] and len({id(_original(model, name, own)) for name, _, own in group}) > 1:
             raise ValueError(
                 f"{setting} cannot be used where {_names(group)} share the weight that they train and not the one that "
-                "the model has, of which TRL sends one: leave ensure_weight_tying out, or generate without vLLM"
+                "the model has, since the engine gets it for one of them: leave ensure_weight_tying out, or do without "
+                f"{setting}"
             )
     for group in adapted_and_shared(model) if configs else []:
         if len({id(_trained(model, name, own)) for name, _, own in group}) > 1:  # not tied again, by modules_to_save
@@ -91,7 +92,7 @@ def refuse_merging(model: nn.Module, setting: str) -> None:
                 f"{setting} merges the adapter into the weight that {_names(group)} share (by tie_word_embeddings or "
                 "layer_replication), which changes all of them, and in training the adapter changes one: leave them "
                 "out of target_modules and modules_to_save, save the model with a weight for each "
-                "(tie_word_embeddings=False), or generate without vLLM"
+                f"(tie_word_embeddings=False), or do without {setting}"
             )
 
 

@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from troll.huggingface.adapters import refuse_merging
 from troll.huggingface.forward import (
     REQUEST,
     ReadingRequest,
@@ -46,6 +47,17 @@ class TrollFSDPEngine(TrustRegionEngine, FSDPEngineWithLMHead):
     def processes(self) -> torch.distributed.ProcessGroup | None:
         """All processes: FSDP divides batches among data-parallel ones, and Ulysses sequences among the rest."""
         return torch.distributed.group.WORLD
+
+    def _build_lora_module(self, module: Any) -> Any:
+        """As the parent; refuses to have an adapter of shared weights merged for the rollout.
+
+        Raises:
+            ValueError: If `lora.merge` would change more than the adapter does.
+        """
+        adapted = super()._build_lora_module(module)
+        if self.model_config.lora.get("merge", False):
+            refuse_merging(adapted, "actor_rollout_ref.model.lora.merge=True")
+        return adapted
 
     def check_head(self) -> None:
         """See the parent."""

@@ -41,6 +41,7 @@ NEEDED: tuple[Needed, ...] = (
     ),
     Needed(FSDPEngineWithLMHead, "_get_packed_pad_size", "packs of static sizes", ("packed_length",)),
     Needed(FSDPEngineWithLMHead, "_gather_and_unpad_packed", "sequence parallelism", ("tensor", "pad_size")),
+    Needed(FSDPEngineWithLMHead, "_build_lora_module", "adapters that cannot be merged", ("module",)),
     Needed(FSDPEngineWithLMHead, "optimizer_step", "to leave an update out"),
     Needed(pad_packed_inputs, None, "packs of static sizes"),
     Needed(ulysses_pad_and_slice_inputs, None, "sequence parallelism", ("sp_size",)),
