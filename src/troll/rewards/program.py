@@ -49,14 +49,16 @@ class CodeTests:
 
 @dataclass(frozen=True)
 class FunctionTests:
-    """Calls of one function.
+    """Calls of one function; the program finds the names that judges provide, see `docs/tasks.md`.
 
     Attributes:
         function: Its name; a method of that name where the program has a class `Solution` instead.
         inputs: Positional arguments of each call.
-        outputs: What each call returns. Tuples count as lists, and a list of one value as that value: the data sets
-            with such tests wrap some of their outputs. They come from JSON, whose keys are texts: texts of integers in
-            `inputs` become integers, and in outputs the key `"1"` stands for 1 as well.
+        outputs: What each call returns. Where it is a float, any number is right that differs by no more than 1e-6
+            absolutely or relatively; `NaN` is right for `NaN`, and all else has to be equal. Tuples count as lists, and
+            a list of one value as that value: the data sets with such tests wrap some of their outputs. They come from
+            JSON, whose keys are texts: texts of integers in `inputs` become integers, and in outputs the key `"1"`
+            stands for 1 as well, `"null"` for None.
     """
 
     function: str

@@ -1,7 +1,6 @@
-"""JSON and Python source of the user's, without what CPython limits for the sake of servers.
+"""JSON and source of tests, without what CPython limits for the sake of servers: the depth of JSON, digits of integers.
 
-Tests may hold integers of any length, and lists in lists. Both limits are the whole process's, so they are lifted only
-while one text is read or written.
+Both limits are the whole process's, so they are lifted only while one text is read or written.
 """
 
 from __future__ import annotations
@@ -15,38 +14,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-#: How deep JSON may be nested; C takes 200 bytes of the stack for each level.
+#: How deep JSON may be nested: a thread's stack has room for twice as much.
 DEPTH = 20_000
 
 _lock = threading.RLock()
 
 
-def read_json(text: str | bytes) -> Any:
-    """The value of a JSON text, which may have `NaN` and `Infinity` as Python writes them.
-
-    Raises:
-        ValueError: It is no JSON, or nested deeper than `DEPTH` levels.
-    """
-    try:
-        with _lifted(DEPTH):
+def read_json(text: str) -> Any:
+    """The value of a JSON text; a `ValueError` says that it is none, or nested deeper than `DEPTH` levels."""
+    with _lifted(DEPTH):
+        try:
             return json.loads(text)
-    except RecursionError:
-        raise ValueError(f"it is nested deeper than {DEPTH} levels") from None
+        except RecursionError:
+            raise ValueError(f"nested deeper than {DEPTH} levels") from None
 
 
 def write_json(value: Any) -> str:
-    """The JSON text of a value that `read_json` returned, or of parts of it."""
+    """The JSON text of a value of which `read_json` has returned parts."""
     with _lifted(DEPTH + 100):
         return json.dumps(value)
 
 
 def parse(source: str) -> ast.Module:
-    """The syntax tree of a source, without warnings about it.
-
-    Raises:
-        SyntaxError, ValueError, RecursionError: As `ast.parse`.
-    """
-    # The depth of source stays limited: the compiler would take more of the stack than there is.
+    """The syntax tree of a source, as `ast.parse` returns it; as deep as usual, for its compiler needs more stack."""
     with _lifted(0), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of escapes that Python will refuse one day
         return ast.parse(source)

@@ -21,9 +21,11 @@ class Limits:
         wall_seconds: How long all tests of a program may take together: nobody else can be tested meanwhile.
         idle_seconds: How long it may sleep or wait, using next to no CPU (under 10 %), also for a disk. Waiting for a
             busy CPU is not idleness.
-        memory_bytes: Address space, so what is reserved counts as well; at least 64 MiB.
+        memory_bytes: Address space, so what is reserved counts as well, but for the stacks of threads, which count as
+            far as they are used; at least 64 MiB.
         disk_bytes: Size of the work folder, which is in memory; it holds a file or folder for every 4 KiB of it.
-        output_bytes: Size of standard output, of standard error, and of each file it writes.
+        output_bytes: Size of standard output, of standard error, and of each file it writes; at least four times the
+            length of what is expected.
         threads: How many threads it may have. Where the kernel does not enforce this, without isolation for one, a
             program that has more is ended.
 

@@ -57,8 +57,7 @@ def run_stdio(
         program: Python source; each test gets an outcome, even if this is no program.
         inputs: T texts for standard input.
         outputs: T expected texts.
-        limits: What each test may use; the wall time is for all tests together. Output may have at least four times
-            the length of what is expected.
+        limits: What each test may use; the wall time is for all tests together.
         compare: How outputs are compared; see `same_output`.
         stop_at_failure: Whether no test is run after the first that fails.
 

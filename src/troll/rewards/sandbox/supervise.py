@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import resource
 import select
 import time
 from collections.abc import Sequence
@@ -158,7 +157,7 @@ def _threads(pid: int) -> list[str]:
 def _resident(pid: int) -> int:
     """Bytes of memory that a process has touched; control groups, where there are any, are faster and count more."""
     with contextlib.suppress(OSError, ValueError):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 

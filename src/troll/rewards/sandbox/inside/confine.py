@@ -155,11 +155,7 @@ def confine(settings: str) -> None:
 
 
 def lift(memory: int) -> None:
-    """Lifts what CPython limits for the sake of servers: the depth of recursion, and the digits of an integer as text.
-
-    Args:
-        memory: Bytes of all memory, which the stack may take as a whole.
-    """
+    """Lifts CPython's limits on recursion and on the digits of integers, and lets the stack have all of the memory."""
     sys.set_int_max_str_digits(0)
     sys.setrecursionlimit(RECURSION_LIMIT)
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
@@ -169,28 +165,32 @@ def lift(memory: int) -> None:
 def _lend_stacks(memory: int) -> None:
     """Bounds address space, and has every thread that starts raise the bound by its stack.
 
-    No stack is larger than all memory, whatever the program asks for. What it touches counts as memory: see
-    `Watch` in `supervise.py`, and `memory.py`.
+    No stack is larger than all memory, whatever the program asks for. What it touches counts: see `Watch`.
     """
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
-    start, largest = _thread.start_new_thread, DEFAULT_STACK
+    largest = DEFAULT_STACK
 
     def bound(stacks: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (min(memory + stacks, most), most))
 
-    def start_new_thread(*arguments):  # type: ignore[no-untyped-def]
-        nonlocal largest
-        asked = _thread.stack_size()
-        largest = max(largest, min(asked, memory))
-        bound((_thread._count() + 1) * (largest + GUARD))
-        _thread.stack_size(min(asked, memory))
-        try:
-            return start(*arguments)
-        finally:
-            _thread.stack_size(asked)
+    def lending(start):  # type: ignore[no-untyped-def]
+        def start_thread(*arguments, **options):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            asked = _thread.stack_size()  # which also sets it back to the default
+            _thread.stack_size(min(asked, memory))
+            largest = max(largest, min(asked, memory))
+            bound((_thread._count() + 1) * (largest + GUARD))
+            try:
+                return start(*arguments, **options)
+            finally:
+                _thread.stack_size(asked)
+
+        return start_thread
 
     bound(0)
-    _thread.start_new_thread = start_new_thread
+    for name in ("start_new_thread", "start_joinable_thread"):  # the latter since Python 3.13
+        if hasattr(_thread, name):
+            setattr(_thread, name, lending(getattr(_thread, name)))
 
 
 def main_module() -> dict[str, object]:

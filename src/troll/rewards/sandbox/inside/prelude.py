@@ -1,42 +1,27 @@
 """The names that judges provide to starter code such as LeetCode's: `def f(self, nums: List[int])` without an import.
 
-They stand where Python's own names do, so a program's definitions come first, and its module has no further names. Only
-what a program names is imported. Imports nothing of ours, for a server gets it as text; see `fusion.py`.
+They stand where Python's own names do, so a program's definitions come first, and its module has no further names.
+Imports nothing of ours, for a server gets it as text; see `fusion.py`.
 """
 
 from __future__ import annotations
 
+import _symtable  # what `symtable` is made of, which takes longer to import
 import builtins
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from types import CodeType
+    from collections.abc import Iterator
     from typing import Any
 
-#: What is there of each module, besides the module. Its name is the module where it is a function's as well: `bisect`.
-_NAMES = {
-    **dict.fromkeys(["array", "cmath", "enum", "json", "queue", "re", "statistics", "sys", "time"], ""),
-    "bisect": "bisect_left bisect_right insort insort_left insort_right",
-    "collections": "ChainMap Counter OrderedDict defaultdict deque namedtuple",
-    "copy": "deepcopy",
-    "dataclasses": "dataclass field",
-    "datetime": "date timedelta",
-    "decimal": "Decimal",
-    "fractions": "Fraction",
-    "functools": "cache cached_property cmp_to_key lru_cache partial reduce total_ordering wraps",
-    "heapq": "heapify heappop heappush heappushpop heapreplace merge nlargest nsmallest",
-    "itertools": "accumulate chain combinations combinations_with_replacement compress count cycle dropwhile groupby "
-    "islice pairwise permutations product repeat starmap takewhile tee zip_longest",
-    "math": "acos asin atan atan2 ceil comb cos dist exp fabs factorial floor fmod gcd hypot inf isclose isqrt lcm log "
-    "log10 log2 nan perm pi prod sin sqrt tan trunc",
-    "operator": "add and_ attrgetter itemgetter mul or_ sub xor",
-    "random": "choice randint randrange sample shuffle",
-    "string": "ascii_letters ascii_lowercase ascii_uppercase digits punctuation",
-    "typing": "Any Callable DefaultDict Deque Dict FrozenSet Generator Iterable Iterator List Mapping NamedTuple "
-    "Optional Sequence Set Tuple Type TypeVar Union",
-}
-_PLACES = {name: module for module, names in _NAMES.items() for name in names.split()}
-_PLACES |= dict.fromkeys(("ListNode", "TreeNode"), __name__)
+__all__ = ("ListNode", "TreeNode")
+
+#: All of them are provided, and what they export: the first that has a name.
+MODULES = (
+    "collections", "typing", "functools", "itertools", "heapq", "bisect", "math", "operator", "string", "copy",
+    "random", "re", "datetime", "dataclasses", "statistics", "fractions", "decimal", "enum", "json", "time", "sys",
+    __name__,
+)  # fmt: skip
 
 
 class ListNode:
@@ -61,19 +46,26 @@ def is_provided(job: dict[str, Any]) -> bool:
 def execute(source: str, name: str, space: dict[str, Any], provided: bool) -> None:
     """Runs the source of a module, of which `space` has the names; `provided`: whether it gets those of judges."""
     code = compile(source, name, "exec", dont_inherit=True)
-    used = _names(code) if provided else set()
-    found = {each: getattr(__import__(_PLACES[each]), each) for each in used & _PLACES.keys()}
-    found |= {each: __import__(each) for each in used & _NAMES.keys()}
-    if found:
+    if provided and (found := dict(_found(source))):
         space["__builtins__"] = found | vars(builtins)
     exec(code, space)
 
 
-def _names(code: CodeType) -> set[str]:
-    """The names in a program but for those of local variables."""
-    found, waiting = set[str](), [code]
+def _found(source: str) -> Iterator[tuple[str, Any]]:
+    """What is provided of the names that a program uses and neither defines nor has from Python."""
+    waiting = [_symtable.symtable(source, "", "exec")]
+    defined = {name for name, flags in waiting[0].symbols.items() if flags & _symtable.DEF_BOUND}
+    used = set[str]()
     while waiting:
-        code = waiting.pop()
-        found.update(code.co_names)
-        waiting += [each for each in code.co_consts if isinstance(each, type(code))]
-    return found
+        table = waiting.pop()
+        scopes = {name: flags >> _symtable.SCOPE_OFF & _symtable.SCOPE_MASK for name, flags in table.symbols.items()}
+        used.update(name for name, scope in scopes.items() if scope == _symtable.GLOBAL_IMPLICIT)
+        waiting += table.children
+    for name in used - defined - vars(builtins).keys():
+        if name in MODULES:
+            yield name, __import__(name)
+            continue
+        for module in map(__import__, MODULES):
+            if name in getattr(module, "__all__", vars(module)) and not name.startswith("_"):
+                yield name, getattr(module, name)
+                break

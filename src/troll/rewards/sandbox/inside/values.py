@@ -22,7 +22,7 @@ def check(result: Any, expected: Any) -> None:
     """
     result, expected = _as_json(result), _as_json(expected)
     wanted = [expected, *expected] if isinstance(expected, list) and len(expected) == 1 else [expected]
-    if not (any(result == each for each in wanted) or any(_same(result, each) for each in wanted)):
+    if not any(result == each or _same(result, each) for each in wanted):
         raise AssertionError
 
 
@@ -41,11 +41,8 @@ def _same(result: Any, expected: Any) -> bool:
     if type(expected) is list:
         return type(result) is list and len(result) == len(expected) and all(map(_same, result, expected))
     if type(expected) is dict:
-        return (
-            type(result) is dict
-            and result.keys() == expected.keys()
-            and all(_same(result[key], item) for key, item in expected.items())
-        )
+        alike = type(result) is dict and result.keys() == expected.keys()
+        return alike and all(_same(result[key], item) for key, item in expected.items())
     return result == expected or (type(expected) is float and _is_close(result, expected))
 
 
