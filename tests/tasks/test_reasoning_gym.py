@@ -140,6 +140,14 @@ def test_last_number_scores_the_number_and_not_the_text():
         assert _score(task, rows, [completion]) == [expected]
 
 
+def test_overlong_is_a_reward_of_its_own():
+    task = _load(options={**EXPRESSION, "overlong": {"length": 12, "cache": 4}})
+    assert [reward.__name__ for reward in task.reward_funcs] == ["success", "soft_overlong_punishment_reward"]
+    assert task.reward_weights == [1.0, 1.0]
+    assert task.reward_funcs[1](completion_ids=[[0] * length for length in (8, 10, 12)]) == [0.0, -0.5, -1.0]
+    assert _load(options=EXPRESSION).reward_weights is None
+
+
 def test_system_prompt_stands_before_every_question():
     options = {**EXPRESSION, "system_prompt": "Answer with a number."}
     config = TaskConfig("reasoning_gym:chain_sum", task_options=options, train_size=2, eval_size=2)
@@ -202,13 +210,14 @@ def test_other_data_sets_score_their_own_answers(data_set):
         ("chain_sum", {"prompt": 3}, "prompt must be a string, got 3"),
         ("chain_sum", {"answer_format": "<>"}, "answer_format must be a string with {answer} in it, once, got '<>'"),
         ("chain_sum", {"answer_format": "<answer>{answer}</answer>"}, "read within <answer> tags: remove them"),
-        ("chain_sum", {"system_prompt": 3}, "system_prompt must be a string, got 3"),
+        ("chain_sum", {"system_prompt": 3}, "system_prompt must be a text, got 3"),
         ("chain_sum", {"last_number": 1}, "last_number must be true or false, got 1"),
         (
             "chain_sum",
             {"last_number": True, "answer_format": "<{answer}>"},
             "exclude each other: leave one of them out",
         ),
+        ("chain_sum", {"overlong": {"length": 4, "cache": 4}}, "overlong: cache must be below length"),
         ("chain_sum", {"random_reward": 2}, "random_reward must be a probability between 0 and 1, got 2"),
         ("chain_sum", {"min_terms": 1, "max_terms": 1, "max_digits": 1}, "too few different questions for its eval"),
     ],
