@@ -15,6 +15,8 @@ AnswerFormat = Literal["boxed", "hash", "tag"]
 # are a backslash that was escaped once too often.
 _BOX_TOKEN = re.compile(r"\\boxed\s*\{|\\(?!\\boxed)[^b]|[{}]", re.DOTALL)
 _HASHES = re.compile(r"(?<!#)####(?!#)")
+_DISPLAY = re.compile(r"[ \t]*(?:\\\[|\$\$)[ \t]*\n(.{0,2000}?)\n[ \t]*(?:\\\]|\$\$)", re.DOTALL)
+_EMPHASIS = re.compile(r"(\*{1,3}|__?|`)(.+)\1(\.?)", re.DOTALL)
 _TAG = re.compile(r"</?answer>")
 _MATH = re.compile(r"(?:\$\$?|\\[(\[])(.*?)(?:\$\$?|\\[)\]])\.?", re.DOTALL)
 
@@ -33,10 +35,15 @@ def _boxed(text: str) -> str | None:
 
 
 def _after_hashes(text: str) -> str | None:
-    last = None
-    for marker in _HASHES.finditer(text):
-        last = marker.end()
-    return None if last is None else text[last:].partition("\n")[0]
+    *_, last = None, *_HASHES.finditer(text)
+    if last is None:
+        return None
+    display = _DISPLAY.match(text, last.end())
+    answer = (display[1] if display else text[last.end() :].partition("\n")[0]).strip()
+    if text[: last.start()].endswith("*"):  # `**#### 42**`
+        return answer.rstrip("*")
+    emphasis = _EMPHASIS.fullmatch(answer)
+    return emphasis[2] + emphasis[3] if emphasis else answer
 
 
 def _tagged(text: str) -> str | None:
@@ -86,7 +93,7 @@ def final_answer(text: str, answer_format: AnswerFormat = "boxed") -> str | None
     r"""Reads the last answer of a text that is complete in the format asked for, in time linear in the text.
 
     - `boxed`: the content of `\boxed{...}` with its braces balanced. Of nested boxes the outermost counts.
-    - `hash`: the text after `####` on its line.
+    - `hash`: the text after `####` on its line, without emphasis (`#### **42**`), or the display that starts there.
     - `tag`: the text between `<answer>` and `</answer>`.
 
     In every format, an answer that is only a box, in `$` or not, counts as the content of that box.
