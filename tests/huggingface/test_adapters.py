@@ -93,7 +93,8 @@ def assert_merged_alike(made: Any) -> None:
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_merging_gives_the_logits_of_the_forward_with_adapters(name, tied):
     for dtype in (torch.float64, torch.float32):
-        model = make_model("llama", tie_word_embeddings=tied).to(dtype)
+        model: Any = make_model("llama", tie_word_embeddings=tied)
+        model.to(dtype)
         assert_merged_alike(adapted(model, ADAPTERS[name]))
 
 

@@ -172,7 +172,7 @@ def test_a_removed_column_reaches_no_reward_function(make):
 
 def tokenizer_with(*tokens: str, **special: str) -> Any:
     """The tests' tokenizer with more tokens than the tiny models have rows, 48."""
-    tokenizer = make_tokenizer()
+    tokenizer: Any = make_tokenizer()
     tokenizer.add_tokens(list(tokens))
     tokenizer.add_special_tokens(special)
     return tokenizer

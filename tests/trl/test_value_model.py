@@ -70,6 +70,20 @@ def test_the_backbone_is_the_policys_and_the_head_zero(model_path, make, archite
     assert not model.score.bias.any()
 
 
+@pytest.mark.parametrize("indices", [[5, 7], {"lm_head": [5, 7]}, {"embed_tokens": [5, 7], "lm_head": [5, 8]}], ids=str)
+def test_single_trained_tokens_of_the_policy_are_those_of_the_critic_where_it_has_them(make, indices):
+    config = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=indices, task_type="CAUSAL_LM")
+    policy = tiny.adapted(make.model("llama"), config)  # what it has learned is not copied
+    model: Any = value_model(policy, config)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and "token" in name]
+    of_embedding = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta.default"
+    assert trained == ([] if indices == {"lm_head": [5, 7]} else [of_embedding])
+    with model.disable_adapter():
+        ids = torch.arange(3, 12).unsqueeze(0)
+        expected = make.model("llama").base_model(ids).last_hidden_state
+        torch.testing.assert_close(model.get_base_model().base_model(ids).last_hidden_state, expected, rtol=0, atol=0)
+
+
 def test_a_folder_is_loaded_in_the_dtype_that_is_asked_for(model_path):
     assert value_model(model_path("llama")).dtype == torch.float32
     model: Any = value_model(model_path("llama"), model_init_kwargs={"dtype": "bfloat16"})

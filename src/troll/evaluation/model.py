@@ -151,7 +151,7 @@ def _with_adapter(source: ModelSource, dtype: str) -> Any:
     """
     from peft import PeftModel, load_peft_weights
 
-    base = AutoModelForCausalLM.from_pretrained(source.base, dtype=dtype, **source.options)
+    base: Any = AutoModelForCausalLM.from_pretrained(source.base, dtype=dtype, **source.options)
     name = next(name for name, module in base.named_modules() if module is base.get_input_embeddings())
     embedding = re.compile(rf"base_model\.model\.{re.escape(name)}\.(token_adapter\.|base_layer\.)*weight")
     for key, weight in load_peft_weights(source.path, device="cpu").items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from typing import Any
 
 import torch
@@ -97,10 +98,8 @@ def _from_model(model: Any) -> Any:
         config, dtype=torch.float32, attn_implementation=model.config._attn_implementation
     )
     # Where PEFT has put its layers, the original weights have a longer name.
-    weights = {
-        name.replace("base_layer.", "").replace("original_module.", ""): weight
-        for name, weight in model.base_model.state_dict().items()
-    }
+    added = re.compile(r"\b(base_layer|original_module|token_adapter)\.")
+    weights = {added.sub("", name): weight for name, weight in model.base_model.state_dict().items()}
     backbone = critic.base_model.state_dict()
     critic.base_model.load_state_dict({name: weights[name] for name in backbone})
     return critic
@@ -127,6 +126,9 @@ def _adapter_of_critic(policy: PeftConfig) -> LoraConfig:
     config.task_type = TaskType.TOKEN_CLS
     config.lora_dropout = 0.0
     config.modules_to_save = [name for name in policy.modules_to_save or [] if name != "lm_head"] + ["score"]
+    tokens: Any = policy.trainable_token_indices
+    if isinstance(tokens, dict):
+        config.trainable_token_indices = {name: ids for name, ids in tokens.items() if name != "lm_head"} or None
     if policy.target_modules == "all-linear":  # which would count the head
         excluded = policy.exclude_modules
         config.exclude_modules = f"{excluded}|score" if isinstance(excluded, str) else [*(excluded or ()), "score"]
