@@ -175,7 +175,7 @@ def test_old_policies_follow_their_sequences_through_shuffled_epochs() -> None:
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head", "q_proj"])
 def test_merging_an_adapter_of_a_tied_weight_is_refused(target: str) -> None:
     model = "actor_rollout_ref.model"
-    lora = [f"{model}.lora_rank=4", f"{model}.target_modules=[{target}]", f"+{model}.lora.merge=True"]
+    lora = [f"{model}.lora_rank=4", f"{model}.target_modules=[{target}]", f"{model}.lora.merge=True"]
     if target == "q_proj":
         assert trolled(True, *lora).engine.model_config.lora["merge"]
         return
