@@ -67,7 +67,17 @@ def test_outputs_that_do_not(actual, expected, compare):
 
 
 @pytest.mark.parametrize(
-    ("actual", "expected"), [("3.0", "3"), ("03", "3"), ("+3", "3"), ("3.0000001", "3"), ("3e0", "3"), ("-0", "0")]
+    ("actual", "expected"),
+    [
+        ("3.0", "3"),
+        ("03", "3"),
+        ("+3", "3"),
+        ("3.0000001", "3"),
+        ("3e0", "3"),
+        ("-0", "0"),
+        ("+" + "7" * 5000, "0" + "7" * 5000),
+        ("-0" + "7" * 5000, "-" + "7" * 5000),
+    ],
 )
 def test_an_integer_is_a_text_unless_numbers_are_compared(actual, expected):
     assert not same_output(actual, expected)
@@ -77,3 +87,5 @@ def test_an_integer_is_a_text_unless_numbers_are_compared(actual, expected):
 def test_numbers_far_from_the_expected_one_are_wrong_by_either_comparison():
     assert not same_output("3.1", "3", "numbers")
     assert not same_output("1e400", "3", "numbers")
+    assert not same_output("7" * 5000, "7" * 4999 + "8", "numbers")
+    assert not same_output("-" + "7" * 5000, "7" * 5000, "numbers")

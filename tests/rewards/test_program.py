@@ -33,6 +33,8 @@ F = "def f(x):\n    return x + 1\n"
         (f"```python\ndef f(x): pass\n```\nBetter:\n```python\n{F}```", F),
         (f"```python\n{F}```\nUse it so:\n```python\nprint(f(1))\n```", F),
         ("```python\nx = 1\n```\n```python\ny = 2\n```", "y = 2\n"),
+        ("```python title='a.py'\nf = lambda x: 2\n```\nOutput:\n```\n2\n```", "f = lambda x: 2\n"),
+        (f"~~~py3\nimport re\n~~~\n~~~py3\n{F}~~~", F),
         ("1. Code:\n   ```python\n   def f(x):\n       return x + 1\n   ```", F),
         ("```python\n    def f(x):\n        return x + 1\n```", F),
         (F.replace("\n", "\r\n"), F),
@@ -96,6 +98,24 @@ def test_a_function_may_use_what_stands_before_it_in_the_prefix(prefix, completi
         assert sorted(found.split()) == sorted(f"{completion} import a".split())
     else:
         assert found == program
+
+
+def test_a_program_has_the_definitions_of_other_blocks_and_the_head_of_the_prefix():
+    future = "from __future__ import annotations\n"
+    completion = f"```python\nONE = 1\nprint(ONE)\n```\n```python\n{future}def f(x): return x + ONE\n```"
+    found = read_program(completion, TESTS, PREFIX)
+    assert found == f"{future.strip()}\n\nimport math\n\nONE = 1\n\ndef f(x): return x + ONE\n"
+    assert read_program("```python\n    return x + 1\n```", TESTS, PREFIX) == PREFIX + "    return x + 1\n"
+
+
+def test_tests_hold_what_json_holds():
+    digits, deep = "7" * 5000, "[" * 5000 + "]" * 5000
+    text = f'{{"function": "f", "inputs": [[{digits}, NaN, {deep}]], "outputs": [-{digits}]}}'
+    tests = parse_tests(text)
+    assert isinstance(tests, FunctionTests) and tests.outputs[0] % 10 == 3
+    assert len(parse_tests(json.dumps({"asserts": [f"assert f() == {digits}"]}).replace("'", "")).tests) == 1
+    with pytest.raises(ValueError, match="nested deeper than"):
+        parse_tests("[" * 100_000)
 
 
 @pytest.mark.parametrize(

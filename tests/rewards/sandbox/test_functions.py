@@ -1,5 +1,6 @@
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -483,6 +484,80 @@ class Solution:
     assert not run(nested, function="inner", inputs=[[[{"7": 1}, {"1": 1}]]], outputs=[[7, 1, {"1": 2}]])[0].passed
     missing = run("x = 1", function="absent", inputs=[[]], outputs=[1])
     assert reasons(missing) == ["the tests raised NameError: name 'absent' is not defined"]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_numbers_of_any_length_and_values_of_any_depth(run, plain):
+    digits = "7" * 5000
+    asserts = [f"assert f({digits}) == -{digits}", "assert len(str(f(10**5000))) == 5002"]
+    assert reasons(run("def f(x): return -x", *asserts, plain=plain, limits=Limits())) == ["passed"] * 2
+    deep = "value = []\nfor _ in range(3000): value = [value]\nassert g(value) == value != [value]"
+    assert reasons(run("def g(x): return x", deep, plain=plain, limits=Limits())) == ["passed"]
+
+
+def test_calls_with_what_json_holds(run):
+    deep: Any = []
+    for _ in range(700):
+        deep = [deep]
+    program = "def f(x): return x\ndef depth(x): return 1 + depth(x[0]) if x else 0\ndef text(x): return str(10**x)"
+    calls = [[[[]]], deep, {"1": {"a": deep}}, math.nan, [math.inf], "\ud800", 10**4000, -0.0]
+    wanted = [[[[]]], deep, {"1": {"a": deep}}, math.nan, [math.inf], "\ud800", 10**4000, 0]
+    outcomes = run(program, function="f", inputs=[[each] for each in calls], outputs=wanted, limits=Limits())
+    assert reasons(outcomes) == ["passed"] * 8
+    assert reasons(run(program, function="depth", inputs=[[deep]], outputs=[700])) == ["passed"]
+    assert reasons(run(program, function="text", inputs=[[9000]], outputs=["1" + "0" * 9000])) == ["passed"]
+    assert reasons(run("def f(n): return n and 1 + f(n - 1)", function="f", inputs=[[20000]], outputs=[20000])) == [
+        "passed"
+    ]
+
+
+def test_floats_are_compared_as_printed_ones_and_asserts_as_python_does(run):
+    program = "def f(x): return [x + 0.1, (x / 3,)]\ndef g(x): return x / 3"
+    calls = {"function": "f", "inputs": [[0.2], [0.2], [0.2]]}
+    outcomes = run(program, **calls, outputs=[[0.3, [0.0666667]], [0.3, [0.0667]], [0, [0.0666667]]])
+    assert [outcome.passed for outcome in outcomes] == [True, False, False]
+    assert reasons(run(program, "assert g(1) == 0.333333", "assert abs(g(1) - 0.333333) < 1e-6")) == [
+        "wrong answer",
+        "passed",
+    ]
+
+
+STARTER = """
+class Solution:
+    def f(self, nums: List[int], k: Optional[int] = None) -> Dict[str, int]:
+        return sum(accumulate(deque(sorted(nums)[bisect_left(nums, 0):])))
+"""
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_starter_code_finds_its_names_and_tests_do_not(run, plain):
+    one = "assert Solution().f([1, 2]) == 4"
+    leak = "assert math.floor(Solution().f([1, 2])) == 4 and List"
+    found = reasons(run(STARTER, one, leak, plain=plain))
+    assert found[0] == "passed" and "NameError: name 'math' is not defined" in found[1]
+    assert (
+        "raised NameError: name 'List'" in reasons(run("def f(x: List[int]): return 1", "assert f(1)", plain=plain))[0]
+    )
+    if not plain:
+        assert reasons(run(STARTER, function="f", inputs=[[[1, 2]]], outputs=[4])) == ["passed"]
+        assert "line 3" in run("\n\ndef f(:", function="f", inputs=[[1]], outputs=[1])[0].reason
+
+
+def test_a_thread_of_a_function_has_a_large_stack(run):
+    program = """
+import sys, threading
+def f(n):
+    sys.setrecursionlimit(10**6)
+    threading.stack_size(2**29)
+    found = []
+    def go(n): return 1 + max(map(go, [n - 1])) if n else 0
+    thread = threading.Thread(target=lambda: found.append(go(n)))
+    thread.start()
+    thread.join()
+    return found
+"""
+    limits = replace(LIMITS, cpu_seconds=5.0)
+    assert reasons(run(program, function="f", inputs=[[50000]], outputs=[[50000]], limits=limits)) == ["passed"]
 
 
 def test_a_program_that_ends_takes_the_tests_after_it_along(run):

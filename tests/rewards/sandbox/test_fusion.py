@@ -182,6 +182,15 @@ def test_programs_whose_functions_are_called(server, sandbox):
     ]
     nested = {"function": "f", "inputs": [[[{"1": 2}]]], "outputs": [[{"a": {"3": [4]}}]]}
     assert outcomes_of(sandbox, "def f(x): return [{'a': {3: (x[0][1] + 2,)}}]", nested) == [True]
+    starter = "class Solution:\n    def f(self, x: List[int]) -> Optional[int]: return int('7' * 5000) + math.inf"
+    assert outcomes_of(sandbox, starter, {"function": "f", "inputs": [[[1]]], "outputs": [0]}) == [
+        "raised OverflowError: int too large to convert to float"
+    ]
+    deep: Any = 10**4000
+    for _ in range(700):
+        deep = [deep, 0.1 + 0.2]
+    calls = {"function": "f", "inputs": [[deep]], "outputs": [deep]}
+    assert outcomes_of(sandbox, "def f(x): return x", calls) == [True]
     future = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n"
     assert outcomes_of(sandbox, future + "def double(x): return 2 * A(x).x", DOUBLE) == [True] * 3
     check = {"check": "def check(c): assert c(1) == two", "entry_point": "f", "setup": "two = 2\ndef f(x): ..."}

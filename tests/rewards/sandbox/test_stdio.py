@@ -90,6 +90,96 @@ def test_memory_is_bounded(sandbox: Bubblewrap) -> None:
     assert reason(sandbox, program, limits=Limits(memory_bytes=256 * MEBIBYTE)) == "passed"
 
 
+DEPTH = """
+import sys
+from functools import lru_cache
+sys.setrecursionlimit(10**6)
+class Caller:
+    def __call__(self, n): return n and 1 + self(n - 1)
+@lru_cache(None)
+def cached(n): return n and 1 + cached(n - 1)
+print(Caller()(100_000) + cached(100_000) + max(map(lambda n: Caller()(n), [100_000])))
+"""
+
+
+def test_recursion_is_bounded_by_memory(sandbox: Bubblewrap) -> None:
+    assert reason(sandbox, DEPTH, expected="300000", limits=Limits()) == "passed"
+    unasked = "def f(n): return n and 1 + f(n - 1)\nprint(f(20_000))"
+    assert reason(sandbox, unasked, expected="20000") == "passed"
+    caught = "def f(n): return f(n + 1)\ntry:\n    f(0)\nexcept RecursionError:\n    print(3)"
+    assert reason(sandbox, caught) == "passed"
+
+
+def test_integers_have_any_number_of_digits(sandbox: Bubblewrap) -> None:
+    assert reason(sandbox, "print(int(input()) + 1)", "7" * 5000, "7" * 4999 + "8") == "passed"
+    assert reason(sandbox, f"print({'7' * 5000} % 10 - 4, len(str(1 << 99999)))", "", "3 30103") == "passed"
+
+
+def test_expected_output_fits_into_what_a_program_may_print(sandbox: Bubblewrap) -> None:
+    expected = "abc\n" * 3000
+    program = "for _ in range(3000): print('abc', ' ' * int(input()))"
+    limits = Limits(output_bytes=1000)
+    outcomes = run_stdio(
+        sandbox, "n = int(input())\n" + program.replace("int(input())", "n"), ["5", "5000"], [expected] * 2, limits
+    )
+    assert [outcome.reason for outcome in outcomes][1] in ("output limit", "raised OSError: [Errno 27] File too large")
+    assert outcomes[0].passed
+
+
+@pytest.mark.parametrize("size", ["2**27", "2**29", "2**30", "2**31", "10**8"])
+def test_stacks_cost_what_is_used_of_them(sandbox: Bubblewrap, size: str) -> None:
+    program = f"""
+import sys, threading
+sys.setrecursionlimit(10**6)
+threading.stack_size({size})
+def depth(n): return 1 + max(map(depth, [n - 1])) if n else 0
+thread = threading.Thread(target=lambda: print(depth(20_000) // 20_000 + 2))
+thread.start()
+held = bytearray(200 << 20)
+thread.join()
+assert threading.stack_size() == {size}
+"""
+    assert reason(sandbox, program, limits=Limits()) == "passed"
+
+
+def test_threads_and_large_stacks_leave_the_rest_of_the_memory(sandbox: Bubblewrap) -> None:
+    program = """
+import threading, time
+def start(count):
+    threads = [threading.Thread(target=time.sleep, args=(0.2,)) for _ in range(count)]
+    [thread.start() for thread in threads]
+    return threads
+threading.stack_size(2**29)
+threads = start(2)
+threading.stack_size(0)
+threads += start(50)
+held = bytearray(b"x") * (200 << 20)
+[thread.join() for thread in threads]
+print(3)
+"""
+    assert reason(sandbox, program, limits=Limits()) == "passed"
+
+
+#: They take all the address space that they may have for stacks.
+GREEDY = "import mmap, resource\nmost = resource.getrlimit(resource.RLIMIT_AS)[1]\n"
+GREEDY += "resource.setrlimit(resource.RLIMIT_AS, (most, most))\nif input() == '1':\n"
+
+
+@pytest.mark.parametrize("groups", [True, False])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "    held = []\n    while True: held.append(bytearray(b'x') * (1 << 24))",
+        "    held = mmap.mmap(-1, 900 << 20)\n    held[:] = bytes(1) * len(held)\n    while True: pass",
+    ],
+)
+def test_memory_for_stacks_counts_when_it_is_used(monkeypatch: pytest.MonkeyPatch, groups: bool, program: str) -> None:
+    if not groups:
+        monkeypatch.setattr("troll.rewards.sandbox.launch.groups_folder", lambda: None)
+    outcomes = run_stdio(Bubblewrap(), f"{GREEDY}{program}\nprint(3)", ["1", "2"], ["3"] * 2, Limits())
+    assert [outcome.reason for outcome in outcomes] == ["memory limit", "passed"]
+
+
 def test_the_work_folder_is_bounded(sandbox: Bubblewrap) -> None:
     program = "open('file', 'wb').write(bytes(3 << 20))\nprint(3)"
     assert reason(sandbox, program, limits=Limits(disk_bytes=2 * MEBIBYTE)).startswith("raised OSError: [Errno 28]")
