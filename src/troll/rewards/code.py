@@ -129,8 +129,8 @@ class CodeGrader(Grader):
         Ctrl-C kills the programs that run.
 
         Args:
-            completions: B texts, as the model wrote them. A program is the last fenced block of Python, or the whole
-                text where there is none.
+            completions: B texts, as the model wrote them. A program is a fenced block of Python, with what it needs of
+                the others, or the whole text where there is no block.
             tests: B texts, each as [parse_tests][troll.rewards.parse_tests] takes it.
             prefix: B texts that a completion may continue instead of repeating; None or empty where there is none.
             **columns: Unused; the data set's other columns.
