@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from troll.rewards.blocks import defines, fenced_blocks, program_among
@@ -119,11 +117,11 @@ EARLIER = '''
 from __future__ import annotations
 import math, os.path as path
 from collections import (
-    deque as queue,
+    deque as queue,  # and not a floor
     Counter,
 )
 
-MOD = 10**9 + 7
+MOD = 10**9 + 7  # the modulus
 LETTERS, EMPTY = "input()", []
 memo: dict[int, int] = {}
 twice = lambda x: print(x) or 2 * x
@@ -198,21 +196,3 @@ def test_a_call_alone_runs_what_an_earlier_block_defines() -> None:
 def test_a_program_that_needs_nothing_gets_nothing(program: str) -> None:
     spoiled = "import nowhere\ninput = None\ndef helper(x: Missing): pass\nhalf = n // 2\nsum = {}\nMOD = 7\n"
     assert program_in(fenced(spoiled, program)) == program
-
-
-LINES = ["```\n", "~~~python\n", "x = y\n", "import a\n", "@a\n", "def a(): b()\n", '"""\n', ">>> a\n", "a=b;", "a, ",
-         "x", "'", "for a in b: ", "import a.", "from a import (b as c, ", "x = (", " \t", "a:", "\n"]  # fmt: skip
-
-
-@pytest.mark.parametrize("line", LINES, ids=repr)
-@pytest.mark.parametrize("whole", [False, True])
-def test_reading_takes_linear_time(line: str, whole: bool) -> None:
-    text = line * (400_000 // len(line))
-    start = time.process_time()
-    for each in (
-        text,
-        f"```python\n{text}\n```\n{fenced(READS)}",
-        "```python\nx\n```\n" * 20_000 + f"```python\n{text}",
-    ):
-        program_in(each, ("f",), whole)
-    assert time.process_time() - start < 5.0

@@ -20,7 +20,7 @@ _IMPORTED_NAME = re.compile(r"(\w+)(?:\.\w+)*(?:[ \t]+as[ \t]+(\w+))?")
 _ASSIGNED = re.compile(r"(\w+(?:[ \t]*,[ \t]*\w+)*)[ \t]*(?::[^=\n]*)?=(?!=)(.*)", re.S)
 _BOUND = re.compile(r"\b(\w+)[ \t]*=(?!=)|\b(?:for|def|class|as|import)[ \t]+(\w+)")
 _NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
-_TEXT = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
+_ASIDE = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"|#.*")
 
 #: What constants and functions may be made of: with other names in it, a value may read, print or fail.
 _MAKERS = {
@@ -129,7 +129,7 @@ def _names_of(item: str) -> list[str]:
     if item.startswith(("@", "def ", "class ", "async ")):
         return _DEFINED.findall(item)
     if imported := _IMPORTED.match(item):
-        return [last or first for first, last in _IMPORTED_NAME.findall(imported[1])]
+        return [last or first for first, last in _IMPORTED_NAME.findall(_ASIDE.sub("", imported[1]))]
     assigned = _ASSIGNED.match(item)
     return re.split(r"[ \t]*,[ \t]*", assigned[1]) if assigned else []
 
@@ -137,6 +137,6 @@ def _names_of(item: str) -> list[str]:
 def _acts(item: str) -> bool:
     """Whether a statement does more than to prepare, to define, to import, or to name a function or a constant."""
     if assigned := _ASSIGNED.match(item):
-        return not _MAKERS.issuperset(_NAME.findall(_TEXT.sub("", assigned[2]).partition("lambda")[0]))
+        return not _MAKERS.issuperset(_NAME.findall(_ASIDE.sub("", assigned[2]).partition("lambda")[0]))
     prepares = ("sys.setrecursionlimit(", "threading.stack_size(", "from ", "import ", '"""', "'''", "#")
     return bool(item.strip()) and not item.startswith(prepares) and not _names_of(item)
