@@ -249,7 +249,9 @@ def check(checkpoint: Path) -> None:
             "use the versions that the project names, and report it"
         )
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    prompt: Any = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     with torch.no_grad():
         finite = bool(model(**prompt).logits.isfinite().all())
         tokens = model.generate(**prompt, do_sample=False, max_new_tokens=16)[0, prompt["input_ids"].shape[1] :]
@@ -268,7 +270,7 @@ def weights_sha256(state: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(f"{name} {state[name].dtype} {tuple(state[name].shape)}\n".encode())
-        digest.update(memoryview(state[name].contiguous().numpy()).cast("B"))
+        digest.update(state[name].contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -35,6 +35,7 @@ def test_sums_ask_by_chat_and_reward_short_answers_that_end_in_the_right_number(
     task = load_task(recipe.task, conversational=True, for_training=True)
     rows = task.eval_dataset[:1]
     (system, user), longest = rows["prompt"][0], recipe.training.max_completion_length
+    assert longest is not None
     assert system == {"role": "system", "content": recipe.task.options["system_prompt"]}
     expression = user["content"].removeprefix("What is ").removesuffix("?")
     right = eval(expression)

@@ -124,10 +124,9 @@ def test_an_answer_format_decides_what_is_right():
 def test_last_number_reads_the_last_number(completion, number):
     task = _load(options={"last_number": True})
     assert [reward.__name__ for reward in task.reward_funcs] == ["success"]
-    read = []
-    with mock.patch.object(reasoning_gym, "is_correct", lambda verifier, answer, question: read.append(answer) or True):
+    with mock.patch.object(reasoning_gym, "is_correct", return_value=True) as judge:
         assert _score(task, task.eval_dataset[:1], [completion]) == [float(number is not None)]
-    assert read == ([] if number is None else [number])
+    assert [call.args[1] for call in judge.call_args_list] == ([] if number is None else [number])
 
 
 def test_last_number_scores_the_number_and_not_the_text():
