@@ -3,6 +3,7 @@ import time
 import pytest
 
 from tests.rewards.mathematics.hostile_answers import HOSTILE
+from tests.rewards.mathematics.kinds import RIGHT, WRONG
 from troll.rewards.mathematics.comparison import compare
 from troll.rewards.mathematics.pool import Comparison
 from troll.rewards.mathematics.texts import MAX_CHARACTERS
@@ -432,6 +433,12 @@ _GRANTED = [
 
 def test_what_math_verify_grants():
     assert _accepted(_GRANTED) == _GRANTED
+
+
+def test_kinds_of_answers():
+    right = [(gold, answer) for gold, answers in RIGHT.items() for answer in answers]
+    assert _accepted(right) == right
+    assert _accepted([(gold, answer) for gold, answers in WRONG.items() for answer in answers]) == []
 
 
 def test_a_batch_keeps_its_order_and_asks_once():

@@ -1,5 +1,6 @@
 import copy
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -38,9 +39,7 @@ def test_verdicts():
 
 @pytest.mark.parametrize("trouble", [Comparison.KILLED, Comparison.SILENT, Comparison.NOT_STARTED])
 def test_what_the_machine_keeps_from_being_compared_is_unscored(monkeypatch, trouble):
-    monkeypatch.setattr(
-        "troll.rewards.mathematics.comparison.ask", lambda questions, *how: [trouble] * len(questions)
-    )
+    monkeypatch.setattr("troll.rewards.mathematics.comparison.ask", lambda questions, *how: [trouble] * len(questions))
     texts = [r"\boxed{\frac{36}{2}}", r"\boxed{18}", r"\boxed{19}", "18"]
     verdicts = MathGrader().grade(texts, answer=["18"] * 4)
     assert verdicts[0] == Verdict(None, r"\frac{36}{2}", trouble.value)
@@ -197,6 +196,37 @@ def test_a_gold_answer_in_other_words_scores_1(rows, comparing_grader):
         (row.solved(comparing_grader.answer_format, form), row.gold) for row in rows for form in _rewritten(row.gold)
     ]
     assert len(cases) > 100
+    assert _accepted(comparing_grader, cases) == cases
+
+
+def _redrawn(gold):
+    """The same answer in LaTeX that only looks different."""
+    latex = gold.replace("np.arcsin", r"\arcsin")
+    yield from (
+        rf"\boldsymbol{{{latex}}}",
+        rf"{{\color{{red}}{latex}}}",
+        rf"\large {latex}",
+        rf"\({latex}\)",
+        f"{{{latex}}}",
+    )
+    if "frac" in latex:
+        yield from (latex.replace(r"\frac", r"\dfrac"), latex.replace(r"\frac", r"\tfrac"))
+    if "(" in latex and r"\left" not in latex:
+        yield latex.replace("(", r"\bigl(").replace(")", r"\bigr)")
+    if "e^" in latex:
+        yield from (latex.replace("e^", rf"{e}^") for e in (r"\mathrm{e}", r"{\rm e}", r"\operatorname{e}"))
+    if r"\pi" in latex:
+        yield re.sub(r"\\pi(?![a-z])", "π", latex)
+    if re.search(r"_\{?\w\b", latex):
+        yield re.sub(r"_(\w)\b|_\{(\w)\}", r"_{\\text{\1\2}}", latex)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_gold_answer_drawn_in_another_way_scores_1(rows, comparing_grader):
+    cases = [
+        (row.solved(comparing_grader.answer_format, form), row.gold) for row in rows for form in _redrawn(row.gold)
+    ]
+    assert len(cases) >= 5 * len(rows)
     assert _accepted(comparing_grader, cases) == cases
 
 

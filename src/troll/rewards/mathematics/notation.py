@@ -35,6 +35,7 @@ _PATTERNS = [
         (r"\\(begin|end)\{(?:smallmatrix|array)\}(?:(?<=begin\{array\})\{[^{}]*\})?", r"\\\1{matrix}"),
         (r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![A-Za-z])|\\(?:thin|en)space|\s", " "),
         (r"\{ *([,:]) *\}", r"\1"),
+        (r"(?<![A-Za-z\\])d *(?=\\(?:cdot|times|div)(?![a-z]))", "(d) "),  # which the parser takes for a differential
     )
 ]
 _LOOKS = {
@@ -66,7 +67,10 @@ _NAME = re.compile(
     r"|(?P<sign>\*\*|[<>!=]=|%)|(?:(?P<module>np|numpy|math|sympy)\.)?(?P<word>[A-Za-z]+(?:(?<=log)(?:10|2)(?=\())?)"
 )
 _TAKES_ARGUMENTS = re.compile(r"\\(frac|binom|sqrt|abs)(?![A-Za-z])(\*?)|([\^_])")
-_INFIX = re.compile(r"\{((?:[^{}]|\{[^{}]*\})*)\\(over|choose)(?![A-Za-z])((?:[^{}]|\{[^{}]*\})*)\}")
+_INSIDE = r"[^{}]*"
+for _ in range(4):
+    _INSIDE = rf"(?:[^{{}}]|\{{{_INSIDE}\}})*"
+_INFIX = re.compile(rf"\{{({_INSIDE})\\(over|choose)(?![A-Za-z])({_INSIDE})\}}")
 # A group that is no argument: at the start, or after an operator.
 _GROUP = re.compile(r"(?:^|(?<=[-+*/=(,<>|&])) *(\{)")
 _DIGITS = re.compile(r"\d+", re.ASCII)

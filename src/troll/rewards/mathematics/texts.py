@@ -41,7 +41,7 @@ _PURE = (
     rf"[+-]? *(?:{_DECIMAL} *(?:(?:\\times|\\cdot|\*) *10\^\{{-?\d+\}}|/ *\d+|{_OVER})?|{_OVER})?"
     rf" *(?:\\sqrt\{{{_DECIMAL}\}})? *(?:\\pi)?(?:\\%)?"
 )
-_UNIT_TEXT = r"\\text\{(?:[^{}\d^]|\^(?:-?\d|\{-?\d\}|\\circ))*\}"
+_UNIT_TEXT = r"\\text\{(?:[^{}\d^,?]|\^(?:-?\d|\{-?\d\}|\\circ))*\}"
 _UNIT = rf"(?:{_UNIT_TEXT}|\\(?:mu|Omega|cdot|times)(?![a-z])|\^\{{(?:-?\d|\\circ)\}}|[ /A-Za-z*€£¥])"
 _QUANTITY = re.compile(
     rf"((?:[^=<>]*=)? *(?=[-+\d.\\]){_PURE})(?!\^\{{-?\d)((?:{_UNIT}|\\frac\{{{_UNIT}+\}}\{{{_UNIT}+\}})*)", re.ASCII
@@ -58,7 +58,10 @@ _PRIMES = re.compile(r"(?<=[A-Za-z)\]}])'+(?!s)")
 _POINT = re.compile(r"(?<=\d)\.(?=\s*[/*)+-])", re.ASCII)  # of 1./3, which math-verify does not read
 _NUMBER_BASE = re.compile(r"\d\s*_\s*(\{[^{}]*\}|\S)")
 _ARGUMENTS = re.compile(r"\\[a-zA-Z]+\s*(?:\[[^\[\]]*\]\s*)?(?:\{[^{}]*\}\s*)+|[\^_]\s*\{[^{}]*\}")
-_NEIGHBOURS = re.compile(r"(?<![_^\d.])\d[\d.]*(?:[\s(){}]|\\%)+\d")
+_BRACKETED = r"[({] *\d[\d.]* *[)}]"
+_NEIGHBOURS = re.compile(
+    rf"(?:(?<![\w^.])\d[\d.]*|{_BRACKETED})(?:(?:\s|\\%)+(?=\d)|(?:\s|\\%)*(?={_BRACKETED})|(?<=[)}}])(?=\d))", re.ASCII
+)
 _WORDS = re.compile(r"\\text\{([^{}]*)\}")
 _MULTIPLIER = re.compile(r"\\text\{ *(?:k|bn|mn) *\}$")
 _ALTERNATIVE = re.compile(r"\b(?:and|or|nor|not)\b", re.IGNORECASE)
@@ -218,8 +221,8 @@ def _is_anagram(gold: str, answer: str) -> bool:
         return False
     if _are_products(gold, answer):
         return False
-    letters = [re.sub(r"\\[a-zA-Z]+|[^a-zA-Z]", "", _without_groups(text)).lower() for text in (gold, answer)]
-    return letters[0] != letters[1] and sorted(letters[0]) == sorted(letters[1])
+    texts = [re.sub(r"\\cdot|[\s()]", "", _without_groups(text)).lower() for text in (gold, answer)]
+    return texts[0] != texts[1] and sorted(texts[0]) == sorted(texts[1])
 
 
 def _are_products(*texts: str) -> bool:
@@ -241,7 +244,10 @@ def _letters(text: str) -> list[str] | None:
 
 
 def _has_neighbours(text: str) -> bool:
-    return _NEIGHBOURS.search(_ARGUMENTS.sub("#", text.replace(r"^{\circ}", " "))) is not None
+    text, inner = text.replace(r"^{\circ}", " "), ""
+    while text != inner:
+        text, inner = _ARGUMENTS.sub("#", text), text
+    return _NEIGHBOURS.search(text) is not None
 
 
 def _braces_match(text: str) -> bool:
