@@ -49,33 +49,20 @@ _POINTS = 6
 
 
 class _Item(NamedTuple):
-    """One value of an answer.
+    """One value of an answer."""
 
-    Attributes:
-        value: The expression; of a percentage without its sign, of inequalities in one variable the set of solutions.
-        text: The text that it was read from.
-        is_percentage: Whether it has the sign.
-        variable: That of the inequalities.
-        may_be_a_point: Whether an open interval may be a pair.
-    """
-
-    value: Any
+    value: Any  # the expression; of a percentage without its sign, of inequalities in one variable the solutions
     text: str = ""
     is_percentage: bool = False
-    variable: str | None = None
-    may_be_a_point: bool = False
+    variable: str | None = None  # of inequalities
+    may_be_a_point: bool = False  # where it is an open interval
 
 
 class _Answer(NamedTuple):
-    """One of the two answers, as a list; of most answers it has one item.
-
-    Attributes:
-        items: The items.
-        is_set: Whether they are written in braces.
-    """
+    """One of the two answers, as a list; of most answers it has one item."""
 
     items: list[_Item]
-    is_set: bool = False
+    is_set: bool = False  # written in braces
 
 
 def is_equal(gold: str, answer: str, positive_symbols: bool = False) -> bool:
@@ -268,9 +255,9 @@ class _Comparison:
                 return self._is_same(_unwrapped(gold), _unwrapped(answer))
         if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Set):
             return False
-        parts = [_parts(side) for side in (gold, answer)]
-        if parts[0] is not None and parts[1] is not None:
-            (kind, values), (other_kind, others) = parts
+        expected, given = _parts(gold), _parts(answer)
+        if expected and given:
+            (kind, values), (other_kind, others) = expected, given
             return kind == other_kind and len(values) == len(others) and all(map(self._is_same, values, others))
         gold, answer = self._named(gold), self._named(answer)
         if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr):

@@ -19,6 +19,7 @@ _CHARACTERS |= {
     for letter in "αβγδεζηθκλμνξπρστφχψωΓΔΘΛΞΠΣΦΨΩ"
     for name in [unicodedata.name(letter).split()[-1].replace("LAMDA", "LAMBDA")]
 }
+_CHARACTER = re.compile(f"[{''.join(_CHARACTERS)}]")
 _TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|mathrm|mbox|hbox|operatorname|unit|si)(?![A-Za-z])\*?"
 _FONT = r"\\(?:math(?:it|bf|sf|tt|normal)|boldsymbol|bm|pmb)(?![A-Za-z])"
 _PATTERNS = [
@@ -87,7 +88,8 @@ def canonical(text: str) -> str:
     """
     text = re.sub(r"(?<=[\w)\]}])[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda found: f"^{{{found[0].translate(_RAISED)}}}", text)
     text = re.sub(r"[₀-₉]+", lambda found: f"_{{{found[0].translate(_LOWERED)}}}", text)
-    text = re.sub(r"\s*([¼½¾⅐-⅞])", _vulgar, text).translate(str.maketrans(_CHARACTERS))
+    text = re.sub(r"\s*([¼½¾⅐-⅞])", _vulgar, text)
+    text = _CHARACTER.sub(lambda found: _CHARACTERS[found[0]], text)
     if r"\begin" not in text:
         text = re.sub(r"\\\\(?=[a-zA-Z])", r"\\", text)  # a backslash that was escaped once too often
     for pattern, replacement in _PATTERNS:

@@ -100,9 +100,10 @@ def same_at_sight(gold: str, answer: str) -> bool | None:
         return bool(answer) and answer == gold
     if answer == gold:
         return True
-    numbers = _number(gold), _number(answer)
-    if numbers[0] is not None and numbers[1] is not None:
-        return _is_same_number(*numbers)
+    expected_values, given_values = _values(gold), _values(answer)
+    if expected_values and given_values:
+        either = len(expected_values) != len(given_values) and not set(expected_values).isdisjoint(given_values)
+        return expected_values[0] == given_values[0] or either
     expected, given = (
         _TIME.fullmatch(_without_groups(text).rpartition("=")[2].strip().lower()) for text in (gold, answer)
     )
@@ -111,9 +112,10 @@ def same_at_sight(gold: str, answer: str) -> bool | None:
     words = _word(gold), _word(answer)
     if words[0] and words[0] == words[1]:
         return True
-    letters = _letters(gold), _letters(answer)
-    if None not in letters:
-        return letters[0] == letters[1] or (r"\{" in gold and set(letters[0]) == set(letters[1]))
+    expected_letters, given_letters = _letters(gold), _letters(answer)
+    if expected_letters and given_letters:
+        same_set = r"\{" in gold and set(expected_letters) == set(given_letters)
+        return expected_letters == given_letters or same_set
     return False if is_ambiguous(gold, answer) else None
 
 
@@ -164,18 +166,13 @@ def _without_named_unit(text: str) -> str:
     return text if not value or value[-1] in "=<>+-*/^_(,;&|" or _OPERATOR.search(value) else value
 
 
-def _number(text: str) -> tuple[Decimal, bool] | None:
-    """A plain number, and whether it is a percentage."""
+def _values(text: str) -> list[Decimal]:
+    """The value of a plain number; of a percentage, its number and its fraction."""
     digits = text.removesuffix(r"\%")
-    return (Decimal(digits.replace(",", "")), digits != text) if _NUMBER.fullmatch(digits) else None
-
-
-def _is_same_number(gold: tuple[Decimal, bool], answer: tuple[Decimal, bool]) -> bool:
-    (expected, of_hundred), (given, is_percentage) = gold, answer
-    if expected == given:
-        return True
-    shifted = (expected * 100, given) if is_percentage and not of_hundred else (expected, given * 100)
-    return of_hundred != is_percentage and shifted[0] == shifted[1]
+    if not _NUMBER.fullmatch(digits):
+        return []
+    value = Decimal(digits.replace(",", ""))
+    return [value] if digits == text else [value, value.scaleb(-2)]
 
 
 def _without_groups(text: str) -> str:
