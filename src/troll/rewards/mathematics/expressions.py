@@ -69,8 +69,8 @@ def is_equal(gold: str, answer: str, positive_symbols: bool = False) -> bool:
     """Whether two answers are the same.
 
     Args:
-        gold: The gold answer, tidy and without its unit.
-        answer: The answer, likewise.
+        gold: The text of the gold answer, tidy and without its unit.
+        answer: The text that is compared with it.
         positive_symbols: Whether symbols stand for positive numbers, as in physics.
     """
     if gold.replace(" ", "") == answer.replace(" ", ""):
@@ -189,8 +189,8 @@ class _Comparison:
     """How the values of two answers are compared.
 
     Args:
-        gold: The gold answer.
-        answer: The answer.
+        gold: One of the two, for the names of its symbols.
+        answer: The other one.
         positive: Whether symbols stand for positive numbers.
     """
 
