@@ -29,22 +29,19 @@ def test_recipes_name_the_model_of_the_hub_and_train_all_weights_in_float32(name
 
 
 @pytest.mark.parametrize("name", ["smollm2-sums", "smollm2-reasoning"])
-def test_sums_ask_by_chat_and_reward_short_answers_that_end_in_the_right_number(name: str) -> None:
+def test_sums_ask_by_chat_and_reward_answers_that_end_in_the_right_number(name: str) -> None:
     recipe = recipes.load(name)
     recipe.task.train_size = recipe.task.eval_size = 16
     task = load_task(recipe.task, conversational=True, for_training=True)
     rows = task.eval_dataset[:1]
-    (system, user), longest = rows["prompt"][0], recipe.training.max_completion_length
-    assert longest is not None
+    system, user = rows["prompt"][0]
     assert system == {"role": "system", "content": recipe.task.options["system_prompt"]}
     expression = user["content"].removeprefix("What is ").removesuffix("?")
     right = eval(expression)
-    success, overlong = task.reward_funcs
+    (success,) = task.reward_funcs
     answers = {str(right): 1.0, f"{expression} = {right}.": 1.0, f"{right} is not {right + 1}": 0.0, "Well": 0.0}
     for answer, expected in answers.items():
         assert success(prompts=rows["prompt"], completions=[answer], question_id=rows["question_id"]) == [expected]
-    assert overlong(completion_ids=[[0] * 8, [0] * longest]) == [0.0, -1.0]
-    assert task.reward_weights == [1.0, 1.0]
 
 
 def test_gsm8k_reads_the_answer_where_the_model_writes_it_unasked() -> None:
@@ -63,7 +60,7 @@ def test_the_model_is_sometimes_right_at_first(tmp_path: Path) -> None:
     task = recipes.load("smollm2-sums").task
     task.eval_size = 64
     evaluate(
-        EvaluationConfig(str(MODEL), [task], samples=4, max_new_tokens=16, batch_size=64, output_dir=tmp_path / "out")
+        EvaluationConfig(str(MODEL), [task], samples=4, max_new_tokens=8, batch_size=64, output_dir=tmp_path / "out")
     )
     (file,) = (tmp_path / "out" / "generations").glob("*.jsonl")
     scores = [json.loads(line)["score"] for line in file.read_text().splitlines()]
