@@ -107,7 +107,7 @@ def test_yaml_with_data_of_the_hub(task_file, hub):
         ({"columns": {"answer": "q"}}, "columns must name the data's columns, such as {prompt: question"),
         (
             {"columns": {"prompt": "q", "completions": "result"}, "reward": "json:dumps"},
-            "columns: a reward cannot get a column under the name 'completions', .* choose another, such as gold: result",
+            "columns: a reward cannot get a column under the name 'completions', .* another, such as gold: result",
         ),
         ({"columns": {"prompt": "q", "completion": "q"}, "reward": "json:dumps"}, "under the name 'completion'"),
         ({"columns": {"prompt": "q", "trainer_state": "q"}, "reward": "json:dumps"}, "under the name 'trainer_state'"),
