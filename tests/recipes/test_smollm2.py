@@ -60,7 +60,7 @@ def test_the_model_is_sometimes_right_at_first(tmp_path: Path) -> None:
     task = recipes.load("smollm2-sums").task
     task.eval_size = 64
     evaluate(
-        EvaluationConfig(str(MODEL), [task], samples=4, max_new_tokens=8, batch_size=64, output_dir=tmp_path / "out")
+        EvaluationConfig(str(MODEL), [task], samples=4, max_new_tokens=12, batch_size=64, output_dir=tmp_path / "out")
     )
     (file,) = (tmp_path / "out" / "generations").glob("*.jsonl")
     scores = [json.loads(line)["score"] for line in file.read_text().splitlines()]
