@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+from latex2sympy2_extended.symbols import GREEK_LETTER_MAP
 from math_verify import verify
 from math_verify.grader import is_assignment_relation, is_equation, is_relation, take_first_relation, take_last_relation
+from mpmath import mag, mpmathify
 from sympy.core.function import AppliedUndef
 from sympy.parsing import sympy_parser
 
@@ -26,10 +28,10 @@ _BUILDER = re.compile(
 _BRACES = re.compile(r"\\\{((?!\s*\\\})(?:[^\\]|\\[^}])*)\\\}")
 _MEMBER = re.compile(r"[A-Za-z] *(?:\\in|=) *(?=\\\{)")
 _INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|neq)(?![a-z])")
-_OR = r"\\text\{ *or *\}|(?<![A-Za-z\\{])or(?![A-Za-z}])|\\lor(?![a-z])"
-_AND = r"\\text\{ *and *\}|(?<![A-Za-z\\{])and(?![A-Za-z}])|\\land(?![a-z])"
-_EITHER = re.compile(rf"{_OR}|\\cup(?![a-z])")
-_BOTH = re.compile(rf"{_AND}|\\cap(?![a-z])")
+_OR = r"\\text\{[ ,]*(?:or|OR)[ ,]*\}|(?<![A-Za-z\\{])or(?![A-Za-z}])|\\lor(?![a-z])"
+_AND = r"\\text\{[ ,]*and[ ,]*\}|(?<![A-Za-z\\{])and(?![A-Za-z}])|\\land(?![a-z])"
+_EITHER = re.compile(rf"[,;]? *(?:{_OR}|\\cup(?![a-z]))")
+_BOTH = re.compile(rf"[,;]? *(?:{_AND}|\\cap(?![a-z]))")
 _COMMA = re.compile(rf"[,;] *(?:{_AND}|{_OR})?")
 _BETWEEN_ITEMS = re.compile(rf"{_COMMA.pattern}|{_AND}|{_OR}")
 _BRACKET = re.compile(r"\\?[{}]|[()\[\]]")
@@ -41,11 +43,11 @@ _UNEVALUATED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Der
 _SMALL = 0.1
 _RELATIVE_TOLERANCE = 1e-5
 
-# Exact values are equal if they agree to these digits, and twice as many as their numbers have. Where that is more than
-# the most digits, they are different.
+# Exact values are equal if they agree to these digits, and twice as many as any part of them has before or after the
+# point. Where that is more than the most digits, they are different.
 _DIGITS = 50
 _MOST_DIGITS = 20_000
-_POINTS = 6
+_PIECEWISE = (sympy.Abs, sympy.Max, sympy.Min, sympy.floor, sympy.ceiling)
 
 
 class _Item(NamedTuple):
@@ -133,6 +135,10 @@ def _signs(text: str) -> list[str]:
 
 
 def _item(text: str) -> _Item:
+    ratio = _split(text, re.compile(":"))
+    if len(ratio) > 2:  # which the parser takes for divisions
+        first, *others = map(_parse, ratio)
+        return _Item(sympy.Tuple(1, *(other / first for other in others)), text)
     is_percentage = text.endswith(r"\%")
     return _Item(_parse(text.removesuffix(r"\%")), text, is_percentage, may_be_a_point=True)
 
@@ -214,7 +220,10 @@ class _Comparison:
             pairs = [[self._is_same_item(one, other) for other in answer.items] for one in gold.items]
             return all(map(any, pairs)) and all(map(any, zip(*pairs, strict=True)))
         if len(gold.items) == 1 or len(answer.items) == 1:
-            sides = [_coordinates(side.items[0]) if len(side.items) == 1 else side.items for side in (gold, answer)]
+            if any(isinstance(item.value, sympy.Union) for item in gold.items[:1] + answer.items[:1]):
+                gold, answer = (_united(side) for side in (gold, answer))
+                return len(gold.items) == len(answer.items) == 1 and self._is_same_item(gold.items[0], answer.items[0])
+            sides = [_coordinates(side.items[0]) if len(side.items) == 1 else _by_name(side) for side in (gold, answer)]
             in_order = not answer.is_set and sides[0] and len(sides[0]) == len(sides[1])
             return bool(in_order) and all(map(self._is_same_item, *sides))
         left = list(answer.items)
@@ -260,11 +269,11 @@ class _Comparison:
             (kind, values), (other_kind, others) = expected, given
             return kind == other_kind and len(values) == len(others) and all(map(self._is_same, values, others))
         gold, answer = self._named(gold), self._named(answer)
+        has_decimals = gold.has(sympy.Float) or answer.has(sympy.Float)
         if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr):
             exactly = self._is_same_exactly(gold, answer)
-            if exactly is not None:
+            if exactly or (exactly is False and not (has_decimals and _is_number(gold) and _is_number(answer))):
                 return exactly
-        has_decimals = gold.has(sympy.Float) or answer.has(sympy.Float)
         same = verify(gold, answer, numeric_precision=15 if has_decimals else _DIGITS, timeout_seconds=None)
         return bool(same) and not _rounds_away(gold, answer)
 
@@ -288,21 +297,23 @@ class _Comparison:
         """Compares numbers by their digits, and expressions by their values at random points.
 
         Returns:
-            Whether they are the same; None if one is not exact, or cannot be evaluated.
+            Whether they are the same; None if one cannot be evaluated.
         """
         if gold == answer:
             return True
-        if any(side.has(sympy.Float, *_UNEVALUATED[:-1]) or _is_word(side) for side in (gold, answer)):
+        if any(side.has(*_UNEVALUATED[:-1]) or _is_word(side) for side in (gold, answer)):
             return None
         sides = [self._evaluable(side) for side in (gold, answer)]
-        numbers = [part for side in sides for number in side.atoms(sympy.Rational) for part in (number.p, number.q)]
-        digits = _DIGITS + 2 * max((number.bit_length() for number in numbers), default=0) // 3
-        if sides[0] == sides[1] or digits > _MOST_DIGITS or all(side.is_Rational for side in sides):
+        if sides[0] == sides[1] or all(side.is_Rational for side in sides):
             return bool(sides[0] == sides[1])
         symbols = sorted(sides[0].free_symbols | sides[1].free_symbols, key=str)
         is_compared = False
-        for point in self._points(symbols):
-            values = [_evaluated(side.xreplace(point), digits) for side in sides]
+        for point in self._points(symbols, 60 if any(map(_has_pieces, sides)) else 6):
+            at_point = [side.xreplace(point) for side in sides]
+            digits = _DIGITS + 2 * max(map(_size, at_point)) // 3
+            if digits > _MOST_DIGITS:
+                return False
+            values = [_evaluated(side, digits) for side in at_point]
             if values[0] is None or values[1] is None:
                 continue
             is_compared = True
@@ -315,17 +326,20 @@ class _Comparison:
         """The expression with symbols in place of derivatives and of functions without a definition."""
         for part in sorted(side.atoms(AppliedUndef, sympy.Derivative), key=lambda part: -len(str(part))):
             side = side.xreplace({part: sympy.Symbol(str(part.func(*(argument.doit() for argument in part.args))))})
+        side = side.xreplace({number: sympy.Rational(str(number)) for number in side.atoms(sympy.Float)})
         side = side.xreplace(
             {symbol: self._constants[symbol.name] for symbol in _symbols(side) if symbol.name in self._constants}
         )
         return side.doit()
 
-    def _points(self, symbols: Sequence[sympy.Symbol]) -> Iterator[dict[sympy.Symbol, sympy.Rational]]:
-        """Random points: some with positive coordinates only, then some with negative ones, then of any signs."""
+    def _points(self, symbols: Sequence[sympy.Symbol], count: int) -> Iterator[dict[sympy.Symbol, sympy.Rational]]:
+        """Random points: with positive coordinates only, with negative ones, and with those of any sign."""
         random = Random(0)
-        for number in range(_POINTS if symbols else 1):
+        for number in range(count if symbols else 1):
             signs = [(1, -1, random.choice((1, -1)))[0 if self._positive else number % 3] for _ in symbols]
-            numbers = [sign * sympy.Rational(random.randint(200, 3000), 1009) for sign in signs]
+            numbers = [
+                sign * sympy.Rational(random.randint(200, 3000) * 10 ** (number // 6 % 4), 1009) for sign in signs
+            ]
             yield dict(zip(symbols, numbers, strict=True))
 
 
@@ -348,6 +362,41 @@ def _parts(value: Any) -> tuple[object, list[Any]] | None:
     return None
 
 
+def _by_name(side: _Answer) -> list[_Item]:
+    """The items of a list; of `y = 2, x = 1`, those of a pair."""
+    if not all(is_assignment_relation(item.value) for item in side.items):
+        return side.items
+    named = sorted((str(take_first_relation(item.value).lhs), index) for index, item in enumerate(side.items))
+    return [side.items[index]._replace(value=_unwrapped(side.items[index].value)) for _, index in named]
+
+
+def _united(side: _Answer) -> _Answer:
+    """A list of intervals as one set."""
+    values = [item.value for item in side.items]
+    is_set = not side.is_set and all(isinstance(value, sympy.Set) for value in values)
+    return _Answer([side.items[0]._replace(value=sympy.Union(*values))]) if is_set else side
+
+
+def _has_pieces(value: sympy.Expr) -> bool:
+    """Whether a formula may hold for some numbers only: then more of them are tried."""
+    roots = [power.base for power in value.atoms(sympy.Pow) if power.exp.is_Rational and not power.exp.is_Integer]
+    return value.has(*_PIECEWISE) or any(base.has(sympy.Pow) for base in roots)
+
+
+def _size(value: sympy.Expr) -> int:
+    """Binary digits, before or after the point, of the largest or the smallest part of a number."""
+    sizes = [0]
+    for part in sympy.preorder_traversal(value):
+        if part.is_Rational:
+            sizes += [part.p.bit_length(), part.q.bit_length()]
+        elif isinstance(part, sympy.Pow | sympy.Function) and part.is_number:
+            numbers = [number for number in (part.evalf(5), *(each.evalf(5) for each in part.args)) if number.is_finite]
+            sizes += [abs(mag(mpmathify(number))) for number in numbers if number]
+            if isinstance(part, sympy.Function):  # tanh(100) is about 1 - 2 exp(-200)
+                sizes += [int(min(3 * abs(number), 3 * _MOST_DIGITS)) for number in numbers[1:]]
+    return max(sizes)
+
+
 def _evaluated(value: sympy.Expr, digits: int) -> tuple[sympy.Expr, sympy.Expr] | None:
     """The real and the imaginary part in digits; None if they have none."""
     parts = value.evalf(digits).as_real_imag()
@@ -363,7 +412,8 @@ def _symbols(value: Any) -> set[sympy.Symbol]:
 
 
 def _is_word(value: sympy.Expr) -> bool:
-    return value.is_Symbol and value.name.isalpha() and len(value.name) > 1
+    is_greek = value.is_Symbol and value.name in GREEK_LETTER_MAP.values()
+    return value.is_Symbol and value.name.isalpha() and len(value.name) > 1 and not is_greek
 
 
 def _rounds_away(gold: Any, answer: Any) -> bool:

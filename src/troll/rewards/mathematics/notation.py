@@ -12,7 +12,8 @@ _CHARACTERS = {
     "−": "-", "–": "-", "‐": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "√": r"\sqrt*",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp ", "∪": r"\cup ",
     "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "∨": r"\lor ", "∧": r"\land ", "∞": r"\infty ",
-    "°": r"^{\circ}", "′": "'", "⁄": "/", "∕": "/", "µ": r"\mu ", "Ω": r"\Omega ",
+    "°": r"^{\circ}", "º": r"^{\circ}", "℃": r"^{\circ}C", "′": "'", "’": "'", "⁄": "/", "∕": "/", "µ": r"\mu ",
+    "Ω": r"\Omega ", "ϕ": r"\phi ", "ħ": r"\hbar ",
 }  # fmt: skip
 _CHARACTERS |= {
     letter: "\\" + (name.lower() if letter.islower() else name.title()) + " "
@@ -20,21 +21,24 @@ _CHARACTERS |= {
     for name in [unicodedata.name(letter).split()[-1].replace("LAMDA", "LAMBDA")]
 }
 _CHARACTER = re.compile(f"[{''.join(_CHARACTERS)}]")
-_TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|mathrm|mbox|hbox|operatorname|unit|si)(?![A-Za-z])\*?"
+_TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|sc|up|normal)?|emph|rm|mathrm|mbox|hbox|operatorname|unit|si)(?![A-Za-z])\*?"
 _FONT = r"\\(?:math(?:it|bf|sf|tt|normal)|boldsymbol|bm|pmb)(?![A-Za-z])"
 _PATTERNS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (r"\\!|(?<![A-Za-z}\]])\{ *\}", ""),
+        (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![A-Za-z])|\\(?:thin|en)space|\s", " "),
         (r"\\\\ *\[[^\]]*\]", r"\\\\"),
-        (r"\\(?:left|right)\.|\\(?:[hv]space|(?:text)?color) *\*?\{[^{}]*\}", ""),
+        (r"\\(?:left|right)\.|\\(?:[hv]space|(?:text)?color) *\*?(?:\[\w+\])?\{[^{}]*\}", ""),
         (r"\\{1,2}(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])|\\[()$]|\\\[|(?<!\\)\\\]|\$", ""),
-        (r"\{ *\\(?:rm|mathrm|textrm) +([^{}\\]*)\}", r"\\text{\1}"),
+        (r"\{ *\\(?:rm|mathrm|textrm)(?![A-Za-z]) *([^{}]*)\}", r"\\text{\1}"),
+        (rf"\{{ *({_TEXT} *\{{[^{{}}]*\}}) *\}}", r"\1"),
         (r"\\rm +([A-Za-z]+)$", r"\\text{\1}"),
         (rf"{_TEXT} *([A-Za-z])(?![A-Za-z])", r"\\text{\1}"),
-        (rf"{_FONT} *\{{ *([A-Za-z]{{3,}}) *\}}", r"\\text{\1}"),
+        (rf"{_FONT} *\{{ *([a-z]{{2,}}|[A-Za-z]{{3,}}) *\}}", r"\\text{\1}"),
         (_FONT, ""),
+        (r"\\(hat|bar|d?dot|tilde|vec|overline)(?![A-Za-z]) *(\\[A-Za-z]+|\w)", r"\\\1{\2}"),
         (r"\\(begin|end)\{(?:smallmatrix|array)\}(?:(?<=begin\{array\})\{[^{}]*\})?", r"\\\1{matrix}"),
-        (r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![A-Za-z])|\\(?:thin|en)space|\s", " "),
         (r"\{ *([,:]) *\}", r"\1"),
         (r"(?<![A-Za-z\\])d *(?=\\(?:cdot|times|div)(?![a-z]))", "(d) "),  # which the parser takes for a differential
     )
@@ -42,7 +46,7 @@ _PATTERNS = [
 _LOOKS = {
     "displaystyle", "textstyle", "scriptstyle", "limits", "tiny", "small", "normalsize", "large", "Large", "LARGE",
     "huge", "Huge", "bf", "it", "sf", "tt", "rm", "bfseries", "itshape", "strut", "hfill", "underline", "uline",
-    "ensuremath", "mathop", "mathord", "num", "smash",
+    "ensuremath", "mathop", "mathord", "num", "smash", "scriptsize", "footnotesize", "pounds", "textdollar",
 }  # fmt: skip
 _NAMES = {
     **dict.fromkeys(("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac", "flatfrac"), r"\frac"),
@@ -50,6 +54,7 @@ _NAMES = {
     **dict.fromkeys(("geq", "geqslant", "geqq"), r"\ge"), "ne": r"\neq", "lt": "<", "gt": ">", "lbrace": r"\{",
     "rbrace": r"\}", "lbrack": "[", "rbrack": "]", **dict.fromkeys(("lvert", "rvert", "vert"), "|"), "ast": r"\cdot",
     "degree": r"^{\circ}", "varnothing": r"\emptyset", "vee": r"\lor", "wedge": r"\land", "tg": r"\tan", "imath": "i",
+    **{f"var{name}": rf"\{name}" for name in ("epsilon", "phi", "theta", "rho", "sigma")}, "lg": r"\log_{10}",
     # To math-verify's parser both are Euler's constant.
     "gamma": r"\mathcal{gamma}", "Gamma": r"\mathcal{Gamma}",
 }  # fmt: skip
@@ -58,23 +63,26 @@ _SIGNS = {"**": "^", "<=": r"\le ", ">=": r"\ge ", "!=": r"\neq ", "==": "=", "%
 _FUNCTIONS = {
     **{name: rf"\{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "ln", "log")},
     **{name: rf"\arc{name[-3:]}" for name in ("asin", "acos", "atan", "arcsin", "arccos", "arctan")},
-    **{name: rf"\{name}" for name in ("pi", "alpha", "beta", "delta", "theta", "lambda", "sigma", "omega", "phi")},
+    **{name: rf"\{name}" for name in ("pi", "alpha", "beta", "delta", "theta", "lambda", "sigma", "omega", "phi", "rho",
+                                   "epsilon", "hbar")},
     **dict.fromkeys(("oo", "inf", "infty", "infinity"), r"\infty"), "sqrt": r"\sqrt*", "exp": "e^", "abs": r"\abs",
+    "floor": r"\floor", "ceil": r"\ceil", "max": r"\max", "min": r"\min", "gcd": r"\gcd",
     "log10": r"\log_{10}", "log2": r"\log_{2}",
 }  # fmt: skip
+_NEED_PARENTHESES = ("floor", "ceil", "max", "min", "gcd")
 _NAME = re.compile(
     r"\\(?:math(?:cal|bb|frak|scr)|vec|hat|bar|d?dot|tilde|over(?:line|rightarrow)|wide(?:hat|tilde)) *\{\w*\}"
     rf"|(?P<text>{_TEXT}) *\{{(?P<words>(?:[^{{}}]|\{{[^{{}}]*\}})*)\}}|\\(?P<command>[A-Za-z]+)|\\."
     r"|(?P<sign>\*\*|[<>!=]=|%)|(?:(?P<module>np|numpy|math|sympy)\.)?(?P<word>[A-Za-z]+(?:(?<=log)(?:10|2)(?=\())?)"
 )
-_TAKES_ARGUMENTS = re.compile(r"\\(frac|binom|sqrt|abs)(?![A-Za-z])(\*?)|([\^_])")
+_TAKES_ARGUMENTS = re.compile(r"\\(frac|binom|sqrt|abs|floor|ceil)(?![A-Za-z])(\*?)|([\^_])")
 _INSIDE = r"[^{}]*"
 for _ in range(4):
     _INSIDE = rf"(?:[^{{}}]|\{{{_INSIDE}\}})*"
 _INFIX = re.compile(rf"\{{({_INSIDE})\\(over|choose)(?![A-Za-z])({_INSIDE})\}}")
 # A group that is no argument: at the start, or after an operator.
 _GROUP = re.compile(r"(?:^|(?<=[-+*/=(,<>|&])) *(\{)")
-_DIGITS = re.compile(r"\d+", re.ASCII)
+_WHOLE = re.compile(r"\d*\.?\d+|(?<=_)[a-z]{3,}", re.ASCII)
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\?.", re.DOTALL)
 _DEGREE = re.compile(r" *\[[^\[\]]*\]")
 _NOT_AFTER_SYMBOL = re.compile(r"\\(?:log|lim|sum|prod|int|max|min|sup|inf) *$")
@@ -118,7 +126,8 @@ def _renamed(found: re.Match[str]) -> str:
         if words in _FUNCTIONS:
             return _FUNCTIONS[words]
         if re.search(r"(?<![\\A-Za-z])[A-Za-z]", words) and words not in ("e", "i", "d"):
-            return rf"\text{{{found['words']}}}"
+            value = re.fullmatch(r"(\d[\d.,]*) *([^\d]+)", words)
+            return rf"{value[1]} \text{{ {value[2]}}}" if value else rf"\text{{{found['words']}}}"
         return f" {_NAME.sub(_renamed, words)} "
     if found["command"]:
         name = found["command"]
@@ -130,6 +139,13 @@ def _renamed(found: re.Match[str]) -> str:
     word = found["word"]
     if word is None:
         return found[0]
+    before, after = found.string[: found.start()].rstrip()[-1:], found.string[found.end() :].lstrip()[:1]
+    if word in ("U", "union") and before in (")", "]") and after in ("(", "["):
+        return r"\cup "
+    if (word in _NEED_PARENTHESES and rest != "(" and before != "_") or (
+        word == "sec" and (not after or before == "/")
+    ):
+        return word
     if word in _FUNCTIONS:
         return r"\ln" if found["module"] and word == "log" else _FUNCTIONS[word]
     # The parser takes I for the imaginary unit, and knows no index of e.
@@ -189,7 +205,8 @@ def _with_arguments(text: str, start: int, end: int, partners: dict[int, int]) -
         if is_index and re.fullmatch(r"[\w+\-,=]+", flat := re.sub(r"\\text|[\\{} ]", "", arguments[0])):
             arguments = [flat]
         command = (found[3] or rf"\{name}") + (degree[0] if degree else "")
-        parts += ["|", *arguments, "|"] if name == "abs" else [command, *(f"{{{one}}}" for one in arguments)]
+        around = {"abs": "||", "floor": (r"\lfloor ", r"\rfloor "), "ceil": (r"\lceil ", r"\rceil ")}.get(name)
+        parts += [around[0], *arguments, around[1]] if around else [command, *(f"{{{one}}}" for one in arguments)]
     return "".join([*parts, text[start:end]])
 
 
@@ -202,7 +219,7 @@ def _argument(text: str, at: int, end: int, partners: dict[int, int], is_whole: 
     if is_whole and text[at : at + 1] in ("+", "-"):
         after = _argument(text, at + 1, end, partners, is_whole)[2]
         return at, after, after
-    found = (is_whole and _DIGITS.match(text, at, end)) or _TOKEN.match(text, at, end)
+    found = (is_whole and _WHOLE.match(text, at, end)) or _TOKEN.match(text, at, end)
     after = found.end() if found else at
     command = _TAKES_ARGUMENTS.fullmatch(text, at, after)
     for _ in range(1 + (command[1] in ("frac", "binom")) if command and command[1] else 0):

@@ -17,37 +17,39 @@ _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?)[eE]([+-]?\d{1,3})(?![\w.]
 _THOUSANDS = re.compile(r"(?<![\w,.(\[{^])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)", re.ASCII)
 _MIXED_NUMBER = re.compile(r"(?<![\d.,])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", re.ASCII)
 _APPROXIMATELY = re.compile(r"\\approx|≈|\\simeq|\\sim\b")
-_CHOICE_AND_STOP = re.compile(r"(?<=\{)(\(?[A-Z]\)?)\.(?=\}$)")
+_STOP_IN_TEXT = re.compile(r"(?<=[\w)])\.(?=\}$)")
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z]).*")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?) *\^\{\\circ\}", re.ASCII)
+_FRACTION_OF = re.compile(
+    r"(?<![\w.)}\]^/])(\d+) */ *(\d+)(?= *(?:[A-Za-z]|\\(?:pi|sqrt|[a-z]?theta|alpha|beta|mathcal)))"
+)
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\{(\d+)\}", re.ASCII)
 _PERCENT = re.compile(r"(?<=[\d}]) *(?:\\%|percent\b|pct\b|\\text\{ *(?:percent|pct) *\})")
 _SPACED_THOUSANDS = re.compile(r"(?<![\w.,^}])[1-9]\d{0,2}(?: \d{3})+(?! ?\d)", re.ASCII)
 # Letters that stand for a unit after a number, and words that are no product of variables.
-_UNIT_LETTERS = set("mstgldhcLNJWVACFKT")
+_UNIT_LETTERS = set("mstgldhcLNJWVACFKTMSHG")
 _UNIT_WORDS = {
     "km", "cm", "mm", "nm", "ml", "mL", "kg", "mg", "gm", "lb", "lbs", "oz", "ft", "in", "yd", "mi", "mph", "kmh",
     "kmph", "ms", "ns", "hr", "hrs", "min", "mins", "sec", "secs", "day", "gal", "Hz", "kHz", "MHz", "GHz", "Pa", "kPa",
     "MPa", "kN", "kJ", "MJ", "kW", "MW", "kWh", "eV", "keV", "MeV", "GeV", "mol", "rad", "deg", "ohm", "cal", "bar",
-    "atm", "USD", "EUR", "GBP", "men", "sq", "cu", "rs", "cc", "dm",
+    "atm", "USD", "EUR", "GBP", "men", "sq", "cu", "rs", "cc", "dm", "pc", "kpc", "Mpc", "ly", "au", "AU", "erg", "dB",
+    "rpm", "yr", "yrs", "kB", "MB", "GB", "Wb", "mM", "ppm", "kph",
 }  # fmt: skip
 _OPERATOR = re.compile(r"\\(?:cdot|times|div|pm|le|ge|neq|in|cup|cap|lor|land|approx|to)$")
-_MAY_BE_A_PRODUCT = {"nm", "ml", "mg", "gm", "ms", "ns", "cc", "dm", "rs"}
+_MAY_BE_A_PRODUCT = {"nm", "ml", "mg", "gm", "ms", "ns", "cc", "dm", "rs", "pc", "ly", "au", "yr"}
 _KNOWN_WORD = re.compile(
     r"(?:hour|minute|second|day|week|month|year|meter|metre|inche|feet|foot|mile|yard|liter|litre|gallon|gram|pound|degree"
     r"|dollar|cent|euro|unit|point|student|women|apple|coin|tile|edge|acre|rupee|square|radian)s?"
 )
-_DECIMAL = r"(?:\d[\d,]*(?:\.\d*)?|\.\d+)"
-_OVER = rf"\\frac\{{-?{_DECIMAL}\}}\{{{_DECIMAL}\}}"
-_PURE = (
-    rf"[+-]? *(?:{_DECIMAL} *(?:(?:\\times|\\cdot|\*) *10\^\{{-?\d+\}}|/ *\d+|{_OVER})?|{_OVER})?"
-    rf" *(?:\\sqrt\{{{_DECIMAL}\}})? *(?:\\pi)?(?:\\%)?"
-)
-_UNIT_TEXT = r"\\text\{(?:[^{}\d^,?]|\^(?:-?\d|\{-?\d\}|\\circ))*\}"
-_UNIT = rf"(?:{_UNIT_TEXT}|\\(?:mu|Omega|cdot|times)(?![a-z])|\^\{{(?:-?\d|\\circ)\}}|[ /A-Za-z*€£¥])"
+_EXACT = r"\\(?:frac|sqrt|pi|cdot|times|binom)(?![A-Za-z])|\^\{-?\d+\}|\{-|[\d.,{}/*!\[\] ]"
+_PURE = rf"[+-]?(?:{_EXACT}|\((?:{_EXACT}|[-+])*\))*(?<=[\d.)}}!\]i])(?:\\%)?"
+_UNIT_TEXT = r"\\text\{(?:[^{}\d^,?]|\^(?:-?\d|\{-?\d\}|\{?\\circ\}?))*\}"
+_UNIT = rf"(?:{_UNIT_TEXT}|\\(?:mu|Omega|cdot|times)(?![a-z])|\^\{{(?:-?\d|\\circ)\}}|[ /A-Za-z*€£¥₹¢])"
 _QUANTITY = re.compile(
-    rf"((?:[^=<>]*=)? *(?=[-+\d.\\]){_PURE})(?!\^\{{-?\d)((?:{_UNIT}|\\frac\{{{_UNIT}+\}}\{{{_UNIT}+\}})*)", re.ASCII
+    rf"((?:[^=<>]*=)? *{_PURE})(?!\^\{{-?\d)((?:{_UNIT}|\\frac\{{{_UNIT}+\}}\{{{_UNIT}+\}})*)", re.ASCII
 )
 _NAMED_UNIT = re.compile(rf"(?:\^\{{\\circ\}})?(?: *(?:/|\\cdot)? *{_UNIT_TEXT}(?:\^\{{-?\d\}})?)+$")
-_IS_PURE = re.compile(rf"(?:[^=<>]*=)? *{_PURE}")
+_IS_PURE = re.compile(rf"(?:[^=<>]*=)?(?:{_EXACT}|[-+()]|\\%)*")
 _TIME = re.compile(r"0?(\d{1,2}:\d\d)\s*(?:([ap])\.?\s?m\.?)?", re.ASCII)
 _LETTERS = re.compile(r"[A-Za-z\s()]{2,}")
 # Letters that are variables in most mathematics; a word is seldom made of them.
@@ -68,7 +70,7 @@ _ALTERNATIVE = re.compile(r"\b(?:and|or|nor|not)\b", re.IGNORECASE)
 # Not before a hyphen, as in `two-liter bottles`; `thirds`, but `third graders`; `squared`, but `cm squared`.
 _ARITHMETIC = re.compile(
     r"\b(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
-    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:hundred|thousand|(?:m|b|tr)illion|dozen)s?|halves"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:hundred|thousand|(?:m|b|tr)illion|dozen)s?|lakh|crore|twice|halves"
     r"|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth|millionth)s"
     r"|plus|minus|divided|multiplied)\b(?!-)|^\W*(?:half|squared|cubed|factorial)\b",
     re.IGNORECASE,
@@ -77,13 +79,16 @@ _ARITHMETIC = re.compile(
 
 def tidy(text: str) -> str:
     """Writes an answer in one notation, without what has no meaning for its value."""
-    text = canonical(text.rstrip("\\ ")).rstrip("\\ ")
+    text = canonical(text.strip("\u200b\ufeff").rstrip("\\ ")).rstrip("\\ ,;:").lstrip("= ")
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip()
-    text = _CHOICE_AND_STOP.sub(r"\1", text.lstrip("€£¥"))
+    text = _STOP_IN_TEXT.sub("", text.lstrip("€£¥₹"))
+    text = re.sub(r"(?<=\d) ?x ?(?=10\^)", r" \\times ", text)
+    # Elsewhere degrees are a unit.
+    text = _TRIGONOMETRIC.sub(lambda match: _DEGREES.sub(r"\\frac{\1\\pi}{180}", match[0]), text)
     text = _PRIMES.sub(lambda match: "^{" + r"\prime" * len(match[0]) + "}", text)  # an apostrophe is dropped
     text = _POINT.sub("", _PERCENT.sub(r"\\%", _REPEATING.sub(_as_fraction, text)))
-    text = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)
+    text = _FRACTION_OF.sub(r"\\frac{\1}{\2}", _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text))
     text = _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
     return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
 
@@ -155,7 +160,11 @@ def _may_be_a_unit(word: str) -> bool:
 
 def _is_unit(text: str, is_word: Callable[[str], bool]) -> bool:
     words = re.findall(r"[A-Za-z]+", re.sub(rf"{_UNIT_TEXT}|\\[a-zA-Z]+", " ", text))
-    return all(map(is_word, words)) and len(words) <= 3
+    if not (_UNIT_LETTERS | {"k"}).issuperset(re.findall(r"\\text\{ *([A-Za-z]) *\}", text)):
+        return False
+    if text.strip() and not re.search(r"[A-Za-z€£¥₹¢]|\\circ", re.sub(r"\\(?:cdot|times)", "", text)):
+        return False
+    return all(map(is_word, words)) and len(words) <= 3 and not re.search(r"(?:[/*]|\\cdot|\\times) *$", text)
 
 
 def _without_named_unit(text: str) -> str:
@@ -163,7 +172,11 @@ def _without_named_unit(text: str) -> str:
     if unit is None:
         return text
     value = text[: unit.start()].rstrip()
-    return text if not value or value[-1] in "=<>+-*/^_(,;&|" or _OPERATOR.search(value) else value
+    return (
+        text
+        if not value or not _is_unit(unit[0], bool) or value[-1] in "=<>+-*/^_(,;&|" or _OPERATOR.search(value)
+        else value
+    )
 
 
 def _values(text: str) -> list[Decimal]:
@@ -204,7 +217,7 @@ def is_ambiguous(gold: str, answer: str) -> bool:
     if _is_anagram(gold, answer):
         return True
     groups = [words.strip() for words in _WORDS.findall(answer)]
-    if any(_ALTERNATIVE.search(words) and words not in ("and", "or") for words in groups):
+    if any(_ALTERNATIVE.search(words) and words.strip(" ,").lower() not in ("and", "or") for words in groups):
         return True
     return not _arithmetic(answer) <= _arithmetic(gold)
 
@@ -229,7 +242,7 @@ def _are_products(*texts: str) -> bool:
 def _word(text: str) -> str | None:
     r"""A word, or a letter in parentheses, as in `\text{(B)}`, with small letters and without spaces."""
     word = re.sub(r"\s|^\s*\(|(?<=^\([A-Za-z])\)\s*$", "", _without_groups(text))
-    return word.lower() if re.fullmatch("[A-Za-z]+", word) else None
+    return word.lower() if re.fullmatch("[A-Za-z]+|[A-Za-z]{2,}[0-9]+", word) else None
 
 
 def _letters(text: str) -> list[str] | None:
