@@ -69,7 +69,7 @@ def show(summary: dict[str, Any], before: list[dict[str, Any]], after: list[dict
     for name in ("before", "after"):
         success, size = summary[f"success_{name}"], summary["eval_size"]
         low, high = wilson_interval(success, size)
-        console.print(f"success {name}: {success:.1%} ({low:.1%} to {high:.1%}) of {size} held-out problems")
+        console.print(f"success {name}: {success:.1%} ({low:.1%} to {high:.1%}) of {size} answers to held-out problems")
 
 
 if __name__ == "__main__":

@@ -54,4 +54,4 @@ def test_show_marks_what_was_right(capsys: pytest.CaptureFixture[str]) -> None:
     )
     said = capsys.readouterr().out
     assert "What is 1 + 1? │ Well ✗ │ 2 ✓" in said
-    assert "success before: 10.0% (5.5% to 17.4%) of 100 held-out problems" in said
+    assert "success before: 10.0% (5.5% to 17.4%) of 100 answers to held-out problems" in said
