@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from troll.reward_columns import TAKEN
 from troll.rewards.answers import INSTRUCTIONS
+from troll.rewards.columns import TAKEN
 from troll.run_folder import read_yaml
 from troll.tasks.code import load_tested
 from troll.tasks.dataset_task import Example, PromptStyle, dataset_task

@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from troll.reward_columns import clash
+from troll.rewards.columns import clash
 from troll.rewards.preference import load_reward_model
 
 RewardFunc = Callable[..., list[float]]

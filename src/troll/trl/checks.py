@@ -13,7 +13,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from troll.huggingface.token_ids import REMEDY, embedding_rows, without_embedding
-from troll.reward_columns import clash
+from troll.rewards.columns import clash
 from troll.trl.config import TrollConfig
 from troll.trl.seam import prompt_ids
 
@@ -70,9 +70,7 @@ def refuse_columns(trainer: Any, *rows: Mapping[str, Any]) -> None:
         return
     columns = [name for row in rows for name in row]
     if not rows and not trainer.args.remove_unused_columns:
-        evaluated = trainer.eval_dataset
-        datasets = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
-        known = [getattr(data, "column_names", None) or [] for data in (trainer.train_dataset, *datasets)]
+        known = [getattr(data, "column_names", None) or [] for data in _data_sets(trainer)]
         columns = [name for names in known for name in names]
     if problem := clash(columns, ["environments"] if trainer.environment_factories is not None else []):
         raise ValueError(problem)
@@ -83,7 +81,7 @@ def tokenizer_of(trainer: Any) -> Any:
     return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
 
 
-def refuse_token_ids(trainer: Any, prompts: list[Any] | None = None) -> None:
+def refuse_token_ids(trainer: Any, missing: Mapping[int, str], prompts: list[Any] | None = None) -> None:
     """Checks that every token of the prompts, and the tokenizer's end and padding, have a row in the embedding.
 
     A tokenizer may have tokens that the model lacks, as Gemma 3's has, if they occur nowhere. So prompts of text are
@@ -91,15 +89,15 @@ def refuse_token_ids(trainer: Any, prompts: list[Any] | None = None) -> None:
 
     Args:
         trainer: A `GRPOTrainer`, set up.
+        missing: What `without_embedding` finds for the model, the tokens that it lacks by id.
         prompts: Those of a rollout; None for those of the data sets that have a length.
 
     Raises:
         ValueError: If a token has no row; names it, the sizes and the remedy.
     """
-    tokenizer = tokenizer_of(trainer)
-    missing, rows = without_embedding(trainer.model, tokenizer), embedding_rows(trainer.model)
     if not missing:
         return
+    tokenizer, rows = tokenizer_of(trainer), embedding_rows(trainer.model)
     used = dict.fromkeys(
         [tokenizer.pad_token_id, tokenizer.eos_token_id], "which ends completions, or fills up their rows"
     )
@@ -114,13 +112,14 @@ def refuse_token_ids(trainer: Any, prompts: list[Any] | None = None) -> None:
         )
 
 
-def refuse_fewer_tokens(name: str, other: Any, trainer: Any) -> None:
+def refuse_fewer_tokens(name: str, other: Any, trainer: Any, missing: Mapping[int, str]) -> None:
     """Checks that another model reads all tokens of the tokenizer that the trained model reads.
 
     Args:
         name: What the model is, for the error.
         other: A model; None is not checked.
         trainer: A `GRPOTrainer`, set up.
+        missing: What `without_embedding` finds for the trained model.
 
     Raises:
         ValueError: If it does not.
@@ -128,19 +127,22 @@ def refuse_fewer_tokens(name: str, other: Any, trainer: Any) -> None:
     if other is None:
         return
     other = trainer.accelerator.unwrap_model(other)
-    tokenizer, rows = tokenizer_of(trainer), embedding_rows(trainer.model)
-    missing = without_embedding(other, tokenizer)
-    for number in sorted(missing.keys() - without_embedding(trainer.model, tokenizer).keys()):
+    rows, lacked = embedding_rows(trainer.model), without_embedding(other, tokenizer_of(trainer))
+    for number in sorted(lacked.keys() - missing.keys()):
         raise ValueError(
             f"the embedding of the {name} has {embedding_rows(other)} rows, and that of the trained model {rows}: it "
-            f"lacks {missing[number]!r} (id {number}) of the tokenizer. Save it with as many, by "
+            f"lacks {lacked[number]!r} (id {number}) of the tokenizer. Save it with as many, by "
             "resize_token_embeddings, and have it loaded from there"
         )
 
 
-def _prompts(trainer: Any) -> Iterator[list[Any]]:
+def _data_sets(trainer: Any) -> list[Any]:
     evaluated = trainer.eval_dataset
-    for data in (trainer.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])):
+    return [trainer.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
+
+
+def _prompts(trainer: Any) -> Iterator[list[Any]]:
+    for data in _data_sets(trainer):
         if isinstance(data, Dataset):
             yield from (batch["prompt"] for batch in data.select_columns("prompt").iter(1000))
 

@@ -103,9 +103,9 @@ class TrollTrainer(GRPOTrainer):
             head.bias = None
         if args.use_vllm:
             refuse_merging(self.model, "use_vllm")
-        refuse_token_ids(self)
-        refuse_fewer_tokens("reference model", self.ref_model, self)
-        self._lacks_tokens = bool(without_embedding(self.model, tokenizer_of(self)))
+        self._missing_tokens = without_embedding(self.model, tokenizer_of(self))
+        refuse_token_ids(self, self._missing_tokens)
+        refuse_fewer_tokens("reference model", self.ref_model, self, self._missing_tokens)
         self.surrogate = SURROGATES[args.surrogate]
         # Infinity in the configuration itself would not be valid JSON.
         if "epsilon" not in self.surrogate.settings:
@@ -127,7 +127,7 @@ class TrollTrainer(GRPOTrainer):
         self.unscored = Unscored(self.accelerator, self.reward_funcs)
         self.advantages = Advantages(self.accelerator, args, self.model, model)
         if self.advantages.critic is not None:
-            refuse_fewer_tokens("critic", self.advantages.critic.model, self)
+            refuse_fewer_tokens("critic", self.advantages.critic.model, self, self._missing_tokens)
         self.resampling = Resampling(self) if args.resampling_rounds else None
         self.monitor = Monitor(self.accelerator, args)
         self.diagnostics = Diagnostics(self.accelerator, args, self._full_logits)
@@ -156,8 +156,7 @@ class TrollTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         refuse_columns(self, inputs[0])  # a stream knows its columns and prompts only now
-        if self._lacks_tokens:
-            refuse_token_ids(self, [example["prompt"] for example in inputs])
+        refuse_token_ids(self, self._missing_tokens, [example["prompt"] for example in inputs])
         training = self.model.training
         self._scores = None  # an exception may have left some
         self.old_policy.start(training=training, reads_policies=self._reads_policies())

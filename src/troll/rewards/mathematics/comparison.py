@@ -1,12 +1,10 @@
-r"""Whether two mathematical answers are the same: math-verify's judgement, within limits that hold everywhere.
+r"""Whether two mathematical answers are the same, within limits that hold everywhere.
 
-math-verify parses and compares in separate processes (`pool.py`), since its own time limits are signals, which only a
-main thread can receive and which a long operation on integers does not obey. There the kernel counts the CPU time of
-every comparison, so a busy machine changes no verdict, and it bounds the memory.
+`notation.py` writes both in one notation, and `texts.py` drops units and compares what needs no parser: `72`, `72.00`,
+`\$72` and `1,000` are compared exactly. The rest is read and compared in separate processes (`pool.py`), by
+`expressions.py`, since sympy can take for ever and obeys no signal during a long operation on integers. There the
+kernel counts the CPU time of every comparison, so a busy machine changes no verdict, and it bounds the memory.
 
-Two plain numbers are compared as texts, exactly and without a process: `72`, `72.00`, `\$72`, `1,000`. That is stricter
-than math-verify, which rounds to six decimals; expressions such as `\frac{1}{3}` and `0.333333` are left to it. Some
-answers are refused that math-verify would read as one number: see `is_ambiguous` in `texts.py`, and `expressions.py`.
 docs/tasks.md says what users see of this, and which limits are known.
 """
 
@@ -48,10 +46,11 @@ def compare(
         gold, answer = (tidy(text) if len(text) <= MAX_CHARACTERS else text for text in pair)
         same = same_at_sight(gold, answer)
         if same is None:
-            questions[pair] = without_units(gold, answer)
-            same = same_at_sight(*questions[pair])
-        if same is not None:
-            questions.pop(pair, None)
+            gold, answer = without_units(gold, answer)
+            same = same_at_sight(gold, answer)
+        if same is None:
+            questions[pair] = gold, answer
+        else:
             found[pair] = Comparison.EQUAL if same else Comparison.DIFFERENT
     if questions:
         check_math_verify()

@@ -34,6 +34,7 @@ _EITHER = re.compile(rf"[,;]? *(?:{_OR}|\\cup(?![a-z]))")
 _BOTH = re.compile(rf"[,;]? *(?:{_AND}|\\cap(?![a-z]))")
 _COMMA = re.compile(rf"[,;] *(?:{_AND}|{_OR})?")
 _BETWEEN_ITEMS = re.compile(rf"{_COMMA.pattern}|{_AND}|{_OR}")
+_COLON = re.compile(":")
 _BRACKET = re.compile(r"\\?[{}]|[()\[\]]")
 
 # Calculations that an answer leaves to do.
@@ -135,7 +136,7 @@ def _signs(text: str) -> list[str]:
 
 
 def _item(text: str) -> _Item:
-    ratio = _split(text, re.compile(":"))
+    ratio = _split(text, _COLON)
     if len(ratio) > 2:  # which the parser takes for divisions
         first, *others = map(_parse, ratio)
         return _Item(sympy.Tuple(1, *(other / first for other in others)), text)
@@ -366,8 +367,8 @@ def _by_name(side: _Answer) -> list[_Item]:
     """The items of a list; of `y = 2, x = 1`, those of a pair."""
     if not all(is_assignment_relation(item.value) for item in side.items):
         return side.items
-    named = sorted((str(take_first_relation(item.value).lhs), index) for index, item in enumerate(side.items))
-    return [side.items[index]._replace(value=_unwrapped(side.items[index].value)) for _, index in named]
+    named = sorted(side.items, key=lambda item: str(take_first_relation(item.value).lhs))
+    return [item._replace(value=_unwrapped(item.value)) for item in named]
 
 
 def _united(side: _Answer) -> _Answer:

@@ -112,7 +112,7 @@ def same_at_sight(gold: str, answer: str) -> bool | None:
     expected, given = (
         _TIME.fullmatch(_without_groups(text).rpartition("=")[2].strip().lower()) for text in (gold, answer)
     )
-    if expected:  # math-verify would divide
+    if expected:  # the parser would divide
         return given is not None and given[1] == expected[1] and {given[2], expected[2]} != {"a", "p"}
     words = _word(gold), _word(answer)
     if words[0] and words[0] == words[1]:
@@ -194,16 +194,17 @@ def _without_groups(text: str) -> str:
 
 
 def is_ambiguous(gold: str, answer: str) -> bool:
-    r"""Whether an answer says more than the one value that math-verify would read from it.
+    r"""Whether an answer says more than the one value that would be read from it.
 
-    - a box within the answer, a phantom, or braces that do not match: math-verify would read only a part;
-    - `18 \approx 20`: it reads the left side. Allowed where the gold answer is approximate itself;
-    - `1011_3`: it ignores the base of a number. Allowed where the gold answer has the same;
-    - `10 8`, `10(8)`: it adds neighbouring numbers, as in `1\frac{1}{2}`. Allowed where the gold answer has some;
-    - `18 \text{ or twenty}`, `\text{not } 18`: it takes text for a unit. `1 \text{ or } 2` is a list of two;
-    - `18 \text{ million}`, `18 \text{k}`, `18 \text{ plus two}`: it takes this for a unit too. Allowed where the gold
+    - a box within the answer, a phantom, or braces that do not match: only a part would be read;
+    - `18 \approx 20`: the parser reads the left side. Allowed where the gold answer is approximate itself;
+    - `1011_3`: the parser ignores the base of a number. Allowed where the gold answer has the same;
+    - `10 8`, `10(8)`: the parser adds neighbouring numbers, as in `1\frac{1}{2}`. Allowed where the gold answer has
+      some;
+    - `18 \text{ or twenty}`, `\text{not } 18`: the text would be a unit. `1 \text{ or } 2` is a list of two;
+    - `18 \text{ million}`, `18 \text{k}`, `18 \text{ plus two}`: this would be a unit too. Allowed where the gold
       answer has the same words;
-    - `CBA` for `ABC`: it takes letters for factors, in any order, which is right only for such as `xy` and `yx`.
+    - `CBA` for `ABC`: letters are factors, in any order, which is right only for such as `xy` and `yx`.
     """
     if any(command in answer for command in (r"\boxed", r"\fbox", "phantom")) or not _braces_match(answer):
         return True
