@@ -40,14 +40,15 @@ def main() -> int:
         return code
     settings = json.dumps(read_json(run / "model" / "task.json")["task_options"])
     task = ["--task", "reasoning_gym:chain_sum", "--task_options", settings, "--eval_size", str(PROBLEMS)]
-    sampling = ["--temperature", "1", "--max_new_tokens", "16"]
+    sampling = ["--temperature", "1", "--max_new_tokens", "8"]
     answers = []
     for name, model in (("before", options.model), ("after", run)):
         folder = run / f"answers-{name}"
         if code := troll(["eval", str(model), *task, *sampling, "--output_dir", str(folder)]):
             return code
         answers.append(completions(folder))
-    show(read_json(run / "summary.json"), *answers)
+    problems = len(set(read_json(run / "verdicts.json")["question"]))
+    show(read_json(run / "summary.json"), problems, *answers)
     return 0
 
 
@@ -58,8 +59,18 @@ def completions(folder: Path) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: line["problem"])
 
 
-def show(summary: dict[str, Any], before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
-    """Prints the answers of both models, and their success with 95 % intervals."""
+def show(summary: dict[str, Any], problems: int, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
+    """Prints the answers of both models, and their success with 95 % intervals.
+
+    Answers to the same problem are not independent, so the intervals are those of as many trials as there are different
+    problems: wide enough even where such answers are all alike.
+
+    Args:
+        summary: The run's.
+        problems: The different problems that are held out.
+        before: Completions of the model before training.
+        after: Those of the trained model, to the same problems.
+    """
     table = Table("problem", "before", "after", title="Answers to held-out problems, sampled", show_lines=True)
     for then, now in zip(before, after, strict=True):
         asked = then["prompt"].split("<|im_start|>user\n")[-1].split("<|im_end|>")[0]
@@ -67,9 +78,12 @@ def show(summary: dict[str, Any], before: list[dict[str, Any]], after: list[dict
     console = Console()
     console.print(table)
     for name in ("before", "after"):
-        success, size = summary[f"success_{name}"], summary["eval_size"]
-        low, high = wilson_interval(success, size)
-        console.print(f"success {name}: {success:.1%} ({low:.1%} to {high:.1%}) of {size} answers to held-out problems")
+        success = summary[f"success_{name}"]
+        low, high = wilson_interval(success, problems)
+        console.print(
+            f"success {name}: {success:.1%} ({low:.1%} to {high:.1%}) of {summary['eval_size']} answers "
+            f"to {problems} held-out problems"
+        )
 
 
 if __name__ == "__main__":

@@ -38,20 +38,19 @@ def test_main_trains_and_prints_answers_before_and_after(
     assert (summary["recipe"], summary["steps"]) == ("smollm2-sums", 2)
     assert len(demo.completions(run / "answers-before")) == len(demo.completions(run / "answers-after")) == 8
     said = capsys.readouterr().out
-    assert "What is " in said
+    problems = len(set(json.loads((run / "verdicts.json").read_text())["question"]))
     for name in ("before", "after"):
         assert f"success {name}: {summary[f'success_{name}']:.1%} (" in said
+    assert f"of 8 answers to {problems} held-out problems" in said
 
 
 def test_show_marks_what_was_right(capsys: pytest.CaptureFixture[str]) -> None:
-    prompt = (
-        "<|im_start|>system\nBriefly.<|im_end|>\n<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n"
-    )
+    prompt = "<|im_start|>system\nBriefly.<|im_end|>\n<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n"
     line = {"problem": 0, "prompt": prompt}
     before, after = {**line, "completion": "Well", "score": 0.0}, {**line, "completion": "2\n", "score": 1.0}
     load_example("smollm2_demo").show(
-        {"success_before": 0.1, "success_after": 0.9, "eval_size": 100}, [before], [after]
+        {"success_before": 0.1, "success_after": 0.9, "eval_size": 256}, 100, [before], [after]
     )
     said = capsys.readouterr().out
-    assert "What is 1 + 1? │ Well ✗ │ 2 ✓" in said
-    assert "success before: 10.0% (5.5% to 17.4%) of 100 answers to held-out problems" in said
+    assert "1 + 1 = │ Well ✗ │ 2 ✓" in said
+    assert "success before: 10.0% (5.5% to 17.4%) of 256 answers to 100 held-out problems" in said

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from reasoning_gym.utils import extract_answer
 
 from troll import recipes
 from troll.tasks import load_task
@@ -28,20 +29,37 @@ def test_recipes_name_the_model_of_the_hub_and_train_all_weights_in_float32(name
     assert {**local.settings, "model_name_or_path": None} == {**recipe.settings, "model_name_or_path": None}
 
 
-@pytest.mark.parametrize("name", ["smollm2-sums", "smollm2-reasoning"])
-def test_sums_ask_by_chat_and_reward_answers_that_end_in_the_right_number(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("smollm2-sums", "{0}", ["{1}", "{question} {0}", "The answer is {0}.", "{0} or {1}", ""]),
+        ("smollm2-reasoning", "So <answer>{0}</answer>", ["So <answer>{1}</answer>", "So {0}", "{question} {0}", ""]),
+    ],
+)
+def test_sums_are_asked_by_chat_and_pay_for_the_answer_only(name: str, right: str, wrong: list[str]) -> None:
     recipe = recipes.load(name)
     recipe.task.train_size = recipe.task.eval_size = 16
     task = load_task(recipe.task, conversational=True, for_training=True)
     rows = task.eval_dataset[:1]
-    system, user = rows["prompt"][0]
-    assert system == {"role": "system", "content": recipe.task.options["system_prompt"]}
-    expression = user["content"].removeprefix("What is ").removesuffix("?")
-    right = eval(expression)
+    question = rows["prompt"][0][-1]["content"]
+    value = eval(question.removesuffix(" ="))
     (success,) = task.reward_funcs
-    answers = {str(right): 1.0, f"{expression} = {right}.": 1.0, f"{right} is not {right + 1}": 0.0, "Well": 0.0}
-    for answer, expected in answers.items():
-        assert success(prompts=rows["prompt"], completions=[answer], question_id=rows["question_id"]) == [expected]
+    for answer, expected in [(right, 1.0), *((each, 0.0) for each in wrong)]:
+        completion = answer.format(value, value + 1, question=question)
+        assert success(prompts=[""], completions=[completion], question_id=rows["question_id"]) == [expected], (
+            completion
+        )
+
+
+@pytest.mark.parametrize("name", ["smollm2-sums", "smollm2-reasoning"])
+def test_examples_are_right_and_not_held_out(name: str) -> None:
+    recipe = recipes.load(name)
+    recipe.task.train_size, recipe.task.eval_size = 1, 2048
+    asked = {prompt[-1]["content"] for prompt in load_task(recipe.task, conversational=True).eval_dataset["prompt"]}
+    for question, answer in recipe.task.options["examples"]:
+        assert question not in asked
+        written = extract_answer(answer) or answer
+        assert float(written) == eval(question.removesuffix(" ="))
 
 
 def test_gsm8k_reads_the_answer_where_the_model_writes_it_unasked() -> None:
@@ -60,7 +78,7 @@ def test_the_model_is_sometimes_right_at_first(tmp_path: Path) -> None:
     task = recipes.load("smollm2-sums").task
     task.eval_size = 64
     evaluate(
-        EvaluationConfig(str(MODEL), [task], samples=4, max_new_tokens=12, batch_size=64, output_dir=tmp_path / "out")
+        EvaluationConfig(str(MODEL), [task], samples=4, max_new_tokens=8, batch_size=64, output_dir=tmp_path / "out")
     )
     (file,) = (tmp_path / "out" / "generations").glob("*.jsonl")
     scores = [json.loads(line)["score"] for line in file.read_text().splitlines()]

@@ -1,9 +1,7 @@
-from unittest import mock
-
 import pytest
 import torch
 
-from troll.tasks import TaskConfig, TaskError, load_task, reasoning_gym
+from troll.tasks import TaskConfig, TaskError, load_task
 from troll.tasks.reasoning_gym import Split, questions
 
 _SPLITS: tuple[Split, ...] = ("eval", "warmup", "train")
@@ -105,48 +103,6 @@ def test_an_answer_format_decides_what_is_right():
         assert [reward(**arguments)[0] for reward in task.reward_funcs] == expected, completion
 
 
-@pytest.mark.parametrize(
-    ("completion", "number"),
-    [
-        ("7", "7"),
-        ("The answer is 7.", "7"),
-        ("3 + 4 = 7", "7"),
-        ("7 of 8", "8"),
-        ("5 - 9 = -4", "-4"),
-        ("5 - 9 = −4, I think", "-4"),
-        ("9-5", "5"),
-        ("it is 1,234.50!", "1,234.50"),
-        ("5,6", "6"),
-        ("seven", None),
-        ("", None),
-    ],
-)
-def test_last_number_reads_the_last_number(completion, number):
-    task = _load(options={"last_number": True})
-    assert [reward.__name__ for reward in task.reward_funcs] == ["success"]
-    with mock.patch.object(reasoning_gym, "is_correct", return_value=True) as judge:
-        assert _score(task, task.eval_dataset[:1], [completion]) == [float(number is not None)]
-    assert [call.args[1] for call in judge.call_args_list] == ([] if number is None else [number])
-
-
-def test_last_number_scores_the_number_and_not_the_text():
-    task = _load(options={**EXPRESSION, "last_number": True})
-    rows = task.eval_dataset[:1]
-    expression = rows["prompt"][0].removesuffix("=").strip()
-    right = eval(expression)
-    completions = [f"{expression} = {right}.", f"<answer>{right}</answer> or 1234", f"{right} or {right + 1}"]
-    for completion, expected in zip(completions, [1.0, 1.0, 0.0], strict=True):
-        assert _score(task, rows, [completion]) == [expected]
-
-
-def test_overlong_is_a_reward_of_its_own():
-    task = _load(options={**EXPRESSION, "overlong": {"length": 12, "cache": 4}})
-    assert [reward.__name__ for reward in task.reward_funcs] == ["success", "soft_overlong_punishment_reward"]
-    assert task.reward_weights == [1.0, 1.0]
-    assert task.reward_funcs[1](completion_ids=[[0] * length for length in (8, 10, 12)]) == [0.0, -0.5, -1.0]
-    assert _load(options=EXPRESSION).reward_weights is None
-
-
 def test_system_prompt_stands_before_every_question():
     options = {**EXPRESSION, "system_prompt": "Answer with a number."}
     config = TaskConfig("reasoning_gym:chain_sum", task_options=options, train_size=2, eval_size=2)
@@ -154,6 +110,26 @@ def test_system_prompt_stands_before_every_question():
     for prompt, text in zip(chat.train_dataset["prompt"], plain.train_dataset["prompt"], strict=True):
         assert [message["role"] for message in prompt] == ["system", "user"]
         assert text == "\n\n".join(message["content"] for message in prompt)
+
+
+def test_examples_stand_between_the_system_prompt_and_every_question():
+    options = {**EXPRESSION, "system_prompt": "Be brief.", "examples": [["1 + 1 =", "2"], ["5 - 2 =", "3"]]}
+    config = TaskConfig("reasoning_gym:chain_sum", task_options=options, train_size=2, eval_size=2)
+    chat, plain = load_task(config, conversational=True), load_task(config)
+    asked = _load(options=EXPRESSION, train_size=2, eval_size=2)
+    for split in ("train_dataset", "eval_dataset"):
+        questions = getattr(asked, split)["prompt"]
+        assert getattr(plain, split)["prompt"] == [f"Be brief.\n\n1 + 1 = 2\n\n5 - 2 = 3\n\n{q}" for q in questions]
+        said = [[(message["role"], message["content"]) for message in each] for each in getattr(chat, split)["prompt"]]
+        before = [
+            ("system", "Be brief."),
+            ("user", "1 + 1 ="),
+            ("assistant", "2"),
+            ("user", "5 - 2 ="),
+            ("assistant", "3"),
+        ]
+        assert said == [[*before, ("user", question)] for question in questions]
+    assert list(chat.train_questions) == list(plain.train_questions) == list(asked.train_dataset["prompt"])
 
 
 def test_a_question_knows_its_answer_in_the_format():
@@ -199,7 +175,7 @@ def test_other_data_sets_score_their_own_answers(data_set):
         (
             "chain_sum",
             {"terms": 3},
-            "'chain_sum' has no option 'terms'; it has allow_negation, answer_format, last_number",
+            "'chain_sum' has no option 'terms'; it has allow_negation, answer_format, examples, ",
         ),
         ("chain_sum", {"seed": 3}, "'seed' is not for reasoning-gym tasks"),
         ("chain_sum", {"min_terms": 5, "max_terms": 3}, "max_terms must be >= min_terms"),
@@ -210,13 +186,8 @@ def test_other_data_sets_score_their_own_answers(data_set):
         ("chain_sum", {"answer_format": "<>"}, "answer_format must be a string with {answer} in it, once, got '<>'"),
         ("chain_sum", {"answer_format": "<answer>{answer}</answer>"}, "read within <answer> tags: remove them"),
         ("chain_sum", {"system_prompt": 3}, "system_prompt must be a text, got 3"),
-        ("chain_sum", {"last_number": 1}, "last_number must be true or false, got 1"),
-        (
-            "chain_sum",
-            {"last_number": True, "answer_format": "<{answer}>"},
-            "exclude each other: leave one of them out",
-        ),
-        ("chain_sum", {"overlong": {"length": 4, "cache": 4}}, "overlong: cache must be below length"),
+        ("chain_sum", {"examples": [["3 + 4 ="]]}, "examples must be a list of pairs of texts, such as .*, got"),
+        ("chain_sum", {"examples": [["3 + 4 =", 7]]}, "examples must be a list of pairs of texts"),
         ("chain_sum", {"random_reward": 2}, "random_reward must be a probability between 0 and 1, got 2"),
         ("chain_sum", {"min_terms": 1, "max_terms": 1, "max_digits": 1}, "too few different questions for its eval"),
     ],

@@ -87,7 +87,7 @@ def dataset_task(
 ) -> Task:
     """Makes a task from a data set.
 
-    It takes the options `prompt`, `system_prompt`, `columns` and `skip_unanswered`, and refuses those that are left.
+    It takes the options `prompt`, `system_prompt`, `examples`, `columns` and `skip_unanswered`, and refuses the others.
     Training rows with a held-out question are dropped, regardless of spacing, and so are rows that repeat another one
     in every column that is read.
 
@@ -111,7 +111,7 @@ def dataset_task(
             that is read.
     """
     style = style.with_options(options)
-    system_prompt = options.text("system_prompt")
+    system_prompt, examples = options.text("system_prompt"), options.pairs("examples")
     columns = options.columns(columns)
     skip_unanswered = options.flag("skip_unanswered", skip_unanswered)
     options.finish()
@@ -129,6 +129,7 @@ def dataset_task(
         reward_funcs=reward_funcs,
         reward_weights=reward_weights,
         system_prompt=system_prompt,
+        examples=examples,
         train_questions=[spaced_once(example.question) for example in learned],
         held_out_questions=asked,
         references=[example.reference for example in (*learned, *held_out[: config.eval_size])],

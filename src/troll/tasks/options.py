@@ -66,6 +66,13 @@ class Options:
             raise self._wrong(name, "a list of texts", value)
         return tuple(value)
 
+    def pairs(self, name: str) -> tuple[tuple[str, str], ...]:
+        """Takes a list of pairs of texts, empty by default."""
+        value = self._take(name, [])
+        if not isinstance(value, list) or not all(map(_is_pair, value)):
+            raise self._wrong(name, 'a list of pairs of texts, such as [["3 + 4 =", "7"]]', value)
+        return tuple((first, second) for first, second in value)
+
     def numbers(self, name: str, fields: Sequence[str]) -> dict[str, float] | None:
         """Takes a mapping with exactly these fields, each a number above 0; None by default."""
         value = self._take(name, None)
@@ -100,3 +107,7 @@ class Options:
 
     def _wrong(self, name: str, must_be: str, value: Any) -> TaskError:
         return TaskError(f"task option {name} must be {must_be}, got {value!r}")
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value)

@@ -1,5 +1,4 @@
 import hashlib
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -8,9 +7,8 @@ import torch
 from datasets import Dataset
 
 from troll.rewards.grading import completion_text
-from troll.tasks.dataset_task import take_shaping
 from troll.tasks.options import Options
-from troll.tasks.registry import DEFAULT_EVAL_SIZE, Reward, RewardFunc, Task, TaskConfig, TaskError, register_task
+from troll.tasks.registry import DEFAULT_EVAL_SIZE, RewardFunc, Task, TaskConfig, TaskError, register_task
 
 Split = Literal["eval", "warmup", "train"]
 
@@ -27,9 +25,7 @@ _SIXTEENTHS: dict[Split, range] = {"eval": range(2), "warmup": range(2, 6), "tra
 SPLITS = {split: [_SEEDS[split], *_SIXTEENTHS[split]] for split in _SEEDS}
 # A split of two sixteenths accepts one draw in eight; far fewer means that the space has hardly any questions.
 _DRAWS_PER_QUESTION = 64
-_OWN_OPTIONS = ("prompt", "system_prompt", "answer_format", "last_number", "overlong", "random_reward")
-# A hyphen or a minus sign between two numbers is no sign: in "7-4", the last number is 4.
-_NUMBER = re.compile(r"(?:(?<![\d.])[-−])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+_OWN_OPTIONS = ("prompt", "system_prompt", "examples", "answer_format", "random_reward")
 
 
 @dataclass(frozen=True)
@@ -75,17 +71,17 @@ def load(config: TaskConfig, data_set: str) -> Task:
     An answer is a success if the data set's verifier gives it the full score. The answer is the text in the last
     `<answer>...</answer>` of a completion, or the whole completion if it has no such tag.
 
-    `config.task_options` configures the data set (all its fields except for `seed` and `size`), and takes six more
+    `config.task_options` configures the data set (all its fields except for `seed` and `size`), and takes five more
     options:
 
     - `prompt`, a template with the question's text as `{question}` (the default), and everything in its metadata under
       the metadata's own name, e.g. `"{expression} ="` for `chain_sum`.
     - `system_prompt`, a message before every prompt; a paragraph, without a chat template.
-    - `last_number`: whether the answer is the last number of a completion, with any text around it.
+    - `examples`, pairs of a prompt and its answer before every prompt: turns of a conversation; paragraphs, without a
+      chat template.
     - `answer_format`, a template with `{answer}`, e.g. `"<{answer}>"`: only an answer in this format is a success. Two
       more rewards, of weight 0, then measure how many answers are in the format (`formatted`), and how many are right
       with or without it (`right`).
-    - `overlong`, DAPO's soft punishment of long completions (see `take_shaping`).
     - `random_reward`, the probability with which completions are rewarded at random; success then has weight 0.
 
     Training and evaluation never share a question, even in a small space of questions: a hash of its text assigns every
@@ -105,18 +101,13 @@ def load(config: TaskConfig, data_set: str) -> Task:
     if config.dataset_path is not None:
         raise TaskError(f"task {config.task!r} generates its questions: remove dataset_path={config.dataset_path}")
     options = Options(config)
-    system_prompt, last_number = options.text("system_prompt"), options.flag("last_number")
-    shaping, shaping_weights = take_shaping(options, None)
+    system_prompt, examples = options.text("system_prompt"), options.pairs("examples")
     train = questions(data_set, config.options, split="train", size=config.train_size or DEFAULT_TRAIN_SIZE)
     held_out = questions(data_set, config.options, split="eval", size=config.eval_size or DEFAULT_EVAL_SIZE)
     verifier, asked = _create(data_set, config.options), train + held_out
-    if last_number and asked[0].answer_format != PLAIN:
-        raise TaskError("task options last_number and answer_format exclude each other: leave one of them out")
-    rewards: list[Reward] = [*_rewards(verifier, asked, last_number)]
-    weights = [1.0, 0.0, 0.0]
+    rewards, weights = _rewards(verifier, asked), [1.0, 0.0, 0.0]
     if asked[0].answer_format == PLAIN:  # the other two say nothing then
         rewards, weights = rewards[:1], weights[:1]
-    rewards, weights = [*rewards, *shaping], [*weights, *shaping_weights]
     if (probability := config.options.get("random_reward")) is not None:
         rewards.append(_random_reward(probability))
         weights = [0.0] * len(weights) + [1.0]
@@ -127,6 +118,7 @@ def load(config: TaskConfig, data_set: str) -> Task:
         reward_funcs=rewards,
         reward_weights=weights if len(weights) > 1 else None,
         system_prompt=system_prompt,
+        examples=examples,
     )
 
 
@@ -204,12 +196,11 @@ def _create(data_set: str, options: dict[str, Any], *, seed: int = 0, size: int 
         ) from error
 
 
-def _rewards(verifier: Any, asked: list[Question], last_number: bool) -> list[RewardFunc]:
+def _rewards(verifier: Any, asked: list[Question]) -> list[RewardFunc]:
     """For right answers in the format, for any in the format, and for right ones in the format or without it."""
 
     def in_format(completion: Any) -> str | None:
-        answer = _answer(completion)
-        return _last_number(answer) if last_number else _unwrapped(answer, asked[0].answer_format)
+        return _unwrapped(_answer(completion), asked[0].answer_format)
 
     def scores(answers: Iterable[str | None], question_id: list[int]) -> list[float]:
         pairs = zip(answers, question_id, strict=True)
@@ -244,12 +235,6 @@ def _answer(completion: Any) -> str:
 
     text = completion_text(completion)
     return extract_answer(text) or text.strip()
-
-
-def _last_number(text: str) -> str | None:
-    """The last number in a text; None if it has none."""
-    numbers: list[str] = _NUMBER.findall(text)
-    return numbers[-1].replace("−", "-") if numbers else None
 
 
 def _unwrapped(text: str, answer_format: str) -> str | None:

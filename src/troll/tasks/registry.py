@@ -147,6 +147,8 @@ class Task:
         reward_weights: TRL's `reward_weights`, one for each reward: a reward of weight 0.0 is logged and not trained
             on. None for 1.0 each.
         system_prompt: The text before every prompt: a separate message in a conversation, a paragraph in plain text.
+        examples: Prompts and their answers, before every prompt and after the system prompt: turns of a conversation,
+            paragraphs in plain text.
         train_questions: The question of each row of `train_dataset`, with single spaces, without the rest of the
             prompt; by default the prompts.
         held_out_questions: The same for all held-out rows, whether they are evaluated or not; by default the prompts of
@@ -163,6 +165,7 @@ class Task:
     reward_funcs: list[Reward]
     reward_weights: list[float] | None = None
     system_prompt: str | None = None
+    examples: Sequence[tuple[str, str]] = ()
     train_questions: Sequence[str] | None = None
     held_out_questions: Collection[str] | None = None
     references: Sequence[str | None] = ()
@@ -275,8 +278,8 @@ def load_task(config: TaskConfig, *, conversational: bool = False, for_training:
     shape = _conversational if conversational else _plain
     return replace(
         task,
-        train_dataset=shape(task.train_dataset, task.system_prompt),
-        eval_dataset=shape(task.eval_dataset, task.system_prompt),
+        train_dataset=shape(task.train_dataset, task),
+        eval_dataset=shape(task.eval_dataset, task),
         train_questions=_prompts(task.train_dataset) if task.train_questions is None else task.train_questions,
         held_out_questions=_prompts(task.eval_dataset) if task.held_out_questions is None else task.held_out_questions,
     )
@@ -339,16 +342,20 @@ def _nothing_to_train_on(config: TaskConfig, trains: bool) -> TaskError:
     return TaskError(f"task {config.task!r} has no train rows left: check its data and train_size")
 
 
-def _plain(dataset: Dataset, system_prompt: str | None) -> Dataset:
+def _plain(dataset: Dataset, task: Task) -> Dataset:
     if CHAT_PROMPT in dataset.column_names:
         dataset = dataset.remove_columns(CHAT_PROMPT)
-    if system_prompt is None:
-        return dataset
-    return _with_prompts(dataset, [f"{system_prompt}\n\n{prompt}" for prompt in dataset["prompt"]])
+    before = [] if task.system_prompt is None else [task.system_prompt]
+    before += [f"{prompt} {answer}" for prompt, answer in task.examples]
+    return (
+        _with_prompts(dataset, ["\n\n".join([*before, prompt]) for prompt in dataset["prompt"]]) if before else dataset
+    )
 
 
-def _conversational(dataset: Dataset, system_prompt: str | None) -> Dataset:
-    before = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+def _conversational(dataset: Dataset, task: Task) -> Dataset:
+    before = [] if task.system_prompt is None else [{"role": "system", "content": task.system_prompt}]
+    for prompt, answer in task.examples:
+        before += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     column = CHAT_PROMPT if CHAT_PROMPT in dataset.column_names else "prompt"
     dataset = _with_prompts(dataset, [[*before, {"role": "user", "content": prompt}] for prompt in dataset[column]])
     return dataset.remove_columns(CHAT_PROMPT) if column == CHAT_PROMPT else dataset
