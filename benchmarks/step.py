@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from rich.console import Console
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, PrinterCallback, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks import measure
+from benchmarks import coverage, measure
 from troll.trl import TrollConfig, TrollTrainer
 
 PROJECTED = "trust_region/projected_fraction"
@@ -44,18 +55,42 @@ VOCABULARY, PROMPT, UPDATES = 151_936, 1, 4
 LEARNING_RATE = 1e-4
 
 
-def contenders(width: int, layers: int, sequences: int, length: int, *, device: str) -> measure.Contenders:
-    """The training on one rollout, set up when it is called, so that no other contender's memory counts."""
+@dataclass(frozen=True)
+class Sampled:
+    """A model, and the completions that it has sampled: those of all updates of a rollout.
 
-    def train(name: str) -> object:
-        return _trainer(name, width, layers, sequences, length, device).train()
+    Attributes:
+        model: The model.
+        tokenizer: Its tokenizer.
+        prompt_ids: The tokens of the prompts.
+        completion_ids: The tokens of the completions.
+        learning_rate: A rate at which the trust region binds within the rollout.
+    """
 
-    return {name: functools.partial(train, name) for name in TRAINERS}
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    learning_rate: float
 
 
-def _trainer(name: str, width: int, layers: int, sequences: int, length: int, device: str) -> GRPOTrainer:
-    trainer_class, config_class = TRAINERS[name]
+def sampled(
+    device: str, sequences: int, length: int = 0, width: int = 0, layers: int = 0, model: str = "", text: str = ""
+) -> Sampled:
+    """A model and its completions.
+
+    Args:
+        device: Where it is.
+        sequences: The completions of an update.
+        length: Their tokens; as many as `coverage.ROLLOUT` says for a checkpoint.
+        width: The width of a random Qwen3.
+        layers: Its layers.
+        model: A checkpoint to take instead.
+        text: What the checkpoint is asked, of `coverage.ROLLOUT`.
+    """
     torch.manual_seed(0)
+    if model:
+        return _of_checkpoint(model, text, UPDATES * sequences, device)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=width,
@@ -67,21 +102,49 @@ def _trainer(name: str, width: int, layers: int, sequences: int, length: int, de
         tie_word_embeddings=False,
         max_position_embeddings=4096,
     )
-    model: Any = Qwen3ForCausalLM(config)
+    qwen: Any = Qwen3ForCausalLM(config)
+    qwen.to(device)
     with torch.no_grad():
-        model.get_output_embeddings().weight *= 10  # logits of standard deviation 3: a few likely tokens
+        qwen.get_output_embeddings().weight *= 10  # logits of standard deviation 3: a few likely tokens
     prompts = torch.randint(3, VOCABULARY, (UPDATES * sequences, PROMPT))
     with torch.no_grad():
-        ids = model.to(device).generate(
-            prompts.to(device), do_sample=True, min_new_tokens=length, max_new_tokens=length
-        )
+        ids = qwen.generate(prompts.to(device), do_sample=True, min_new_tokens=length, max_new_tokens=length)
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2}, unk_token="<pad>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    return Sampled(qwen, tokenizer, ids[:, :PROMPT].tolist(), ids[:, PROMPT:].tolist(), LEARNING_RATE)
+
+
+def _of_checkpoint(name: str, text: str, count: int, device: str) -> Sampled:
+    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    model.to(device)
+    rollout = coverage.sample(model, tokenizer, text, 1.0)
+    completions = rollout.labels != -100
+    prompts = rollout.attention.bool() & ~completions
+    assert len(rollout.ids) == count
+    return Sampled(
+        model,
+        tokenizer,
+        [row[chosen].tolist() for row, chosen in zip(rollout.ids, prompts, strict=True)],
+        [row[chosen].tolist() for row, chosen in zip(rollout.ids, completions, strict=True)],
+        coverage.LEARNING_RATE,
+    )
+
+
+def contenders(sequences: int, device: str, **case: Any) -> measure.Contenders:
+    """The training on one rollout, set up when it is called, so that no other contender's memory counts."""
+
+    def train(name: str) -> object:
+        return _trainer(name, sampled(device, sequences, **case), device, sequences).train()
+
+    return {name: functools.partial(train, name) for name in TRAINERS}
+
+
+def _trainer(name: str, of: Sampled, device: str, sequences: int) -> GRPOTrainer:
+    trainer_class, config_class = TRAINERS[name]
 
     def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
-        return {
-            "prompt_ids": ids[:, :PROMPT].tolist(),
-            "completion_ids": ids[:, PROMPT:].tolist(),
-            "logprobs": None,
-        }
+        return {"prompt_ids": of.prompt_ids, "completion_ids": of.completion_ids, "logprobs": None}
 
     arguments = config_class(
         output_dir=tempfile.mkdtemp(),
@@ -89,8 +152,8 @@ def _trainer(name: str, width: int, layers: int, sequences: int, length: int, de
         num_generations=sequences,
         steps_per_generation=UPDATES,
         max_steps=UPDATES,
-        max_completion_length=length,
-        learning_rate=LEARNING_RATE,
+        max_completion_length=max(map(len, of.completion_ids)),
+        learning_rate=of.learning_rate,
         bf16=device == "cuda",
         use_cpu=device == "cpu",
         gradient_checkpointing=device == "cuda",
@@ -100,15 +163,12 @@ def _trainer(name: str, width: int, layers: int, sequences: int, length: int, de
         disable_tqdm=True,
         seed=0,
     )
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2}, unk_token="<pad>"))
     trainer = trainer_class(
-        model=model,
+        model=of.model,
         reward_funcs=_reward,
         args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": ["a"] * (UPDATES * sequences)}),
-        processing_class=PreTrainedTokenizerFast(
-            tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-        ),
+        train_dataset=Dataset.from_dict({"prompt": ["a"] * len(of.prompt_ids)}),
+        processing_class=of.tokenizer,
         rollout_func=rollout,
     )
     trainer.remove_callback(PrinterCallback)
@@ -119,17 +179,22 @@ def _reward(completion_ids: list[list[int]], **_: object) -> list[float | None]:
     return [sum(ids) % 7 for ids in completion_ids]
 
 
-def main(device: str, repeats: int) -> list[dict[str, Any]]:
-    """Prints times and peak memory of one rollout's updates."""
+def main(device: str, repeats: int, checkpoints: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Prints times and peak memory of one rollout's updates, of random models or of checkpoints."""
+    cases = CASES[device]
+    if checkpoints:
+        cases = {
+            f"{Path(model).name}, {text}": {"model": model, "text": text, "sequences": count // UPDATES}
+            for model in checkpoints
+            for text, (count, _) in coverage.ROLLOUT.items()
+        }
     results = []
-    for name, case in CASES[device].items():
+    for name, case in cases.items():
         # A repeated call of `train` starts with the weights of the last one.
-        trainers = {trainer: _trainer(trainer, device=device, **case) for trainer in TRAINERS}
-        taken = measure.seconds({name: trainer.train for name, trainer in trainers.items()}, repeats, device)
+        trainers = {each: _trainer(each, sampled(device, **case), device, case["sequences"]) for each in TRAINERS}
+        taken = measure.seconds({each: trainer.train for each, trainer in trainers.items()}, repeats, device)
         peaks = measure.peak_memory(contenders, case, list(trainers), device)
-        tokens = case["sequences"] * case["length"]
-        title = f"training: {name}, vocabulary {VOCABULARY}, {UPDATES} updates of {tokens} tokens and their capture"
-        rows = measure.show(title, taken, peaks)
+        rows = measure.show(f"training: {name}, {UPDATES} updates and their capture", taken, peaks)
         logged = [entry for entry in trainers["TrollTrainer"].state.log_history if PROJECTED in entry][-1]
         Console().print(f"projected in the last rollout: {logged[PROJECTED]:.1%} of the tokens")
         results += [{"case": name, **case, **row, "projected": logged[PROJECTED]} for row in rows]

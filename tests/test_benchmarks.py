@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import count, counting, gpu, measure, simulate, step_model, tabular, transfer
+import troll
+from benchmarks import count, counting, coverage, gpu, measure, simulate, step_model, tabular, transfer
 from benchmarks.step_model import FUSED, MOVED, SHAPES, TORCH, TRITON, Assumptions, Moved, Route, Shape
 
 #: 60 parameters of the body and 80 of the head, at 1,000 FLOP/s, of which half is reached anywhere.
@@ -330,3 +331,55 @@ def test_small_steps_make_all_tabular_methods_equal():
     # A logit that moves by 0.01 an update stays within all bounds.
     counts = {method: tabular._train(method, 0.3, 0.01, seed=0) for method in ("troll", "regression", "clip", "none")}
     assert len(set(counts.values())) == 1
+
+
+def two_policies(rows: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits of a new and an old policy, and sampled tokens."""
+    generator = torch.Generator().manual_seed(0)
+    old = 2 * torch.randn(rows, vocabulary, generator=generator, dtype=torch.float64)
+    new = old + 0.3 * torch.randn(rows, vocabulary, generator=generator, dtype=torch.float64)
+    return new, old, torch.randint(vocabulary, (rows,), generator=generator)
+
+
+def test_coverage_compares_with_the_whole_vocabulary() -> None:
+    new, old, ids = two_policies(6, 1200)
+    rows, _ = coverage.compare(new, old, ids)
+    assert [(row["top_k"], row["mass_threshold"]) for row in rows] == [
+        (top_k, delta) for top_k in coverage.TOP_KS for delta in coverage.MASS_THRESHOLDS
+    ]
+    whole = torch.softmax(new, -1) * (torch.log_softmax(new, -1) - torch.log_softmax(old, -1))
+    for row in rows:
+        policy = troll.capture(old, ids, top_k=row["top_k"], mass_threshold=row["mass_threshold"])
+        step = troll.trust_region_step(new, policy, kl_bound=0.05)
+        assert torch.allclose(row["kl"], whole.sum(-1), rtol=1e-9)
+        assert torch.allclose(step.kl_before + row["gap"], row["kl"], rtol=1e-9)
+        assert torch.equal(row["disagree_0.05"], (row["kl"] > 0.05) != (step.kl_before > 0.05))
+    # More tokens see more.
+    gaps = [row["gap"].mean() for row in rows if row["mass_threshold"] == 1e-5]
+    assert gaps == sorted(gaps, reverse=True) and gaps[0] > gaps[-1]
+
+
+@pytest.mark.parametrize("count", [1, 4, 2000])
+def test_coverage_buckets_see_what_differs_between_them(count: int) -> None:
+    new, old, ids = two_policies(3, 200)
+    old[:, :100] = 1.0  # tokens as likely as each other, so that equal shares are equal counts
+    old[:, 100:] = 9.0
+    policy = troll.capture(old, ids.clamp(min=100), top_k=100, mass_threshold=0)
+    tail = torch.arange(200).expand(3, 200) < 100
+    seen = coverage.seen_by_buckets(new, old, tail, count)
+    gap = troll.tail_gap(new, old, policy).gap
+    # argsort keeps no order among equals, so four buckets are only known to see a part.
+    if count == 4:
+        assert bool(((seen > 0) & (seen < gap)).all())
+    else:
+        assert torch.allclose(seen, torch.zeros(3).double() if count == 1 else gap, rtol=1e-9, atol=1e-15)
+
+
+def test_coverage_summary_takes_means_over_all_tokens() -> None:
+    rows = [
+        {"top_k": 4, "gap": torch.tensor([0.0, 1.0]), "ratio_error_0.05": torch.tensor([0.5, 0.0])},
+        {"top_k": 4, "gap": torch.tensor([2.0]), "ratio_error_0.05": torch.tensor([0.1])},
+    ]
+    found = coverage.summary(rows)
+    assert (found["top_k"], found["tokens"], found["gap"], found["gap_max"]) == (4, 3, 1.0, 2.0)
+    assert found["ratio_error_0.05"] == pytest.approx(0.2) and found["ratio_error_0.05_max"] == 0.5
