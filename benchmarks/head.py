@@ -29,6 +29,8 @@ MODELS = {
     "Qwen3-4B": {"vocabulary": 151_936, "width": 2560},
     "Llama-3.1-8B": {"vocabulary": 128_256, "width": 4096},
 }
+#: A model for a CPU, at its full width there too.
+SMALL_MODEL = {"SmolLM2-135M": {"vocabulary": 49_152, "width": 576}}
 TOKENS = {"cpu": 192, "cuda": 8192}
 SMALL = {"small": {"tokens": 16, "vocabulary": 2048, "width": 32}}
 #: The shape of Liger's published times.
@@ -44,6 +46,7 @@ def cases(device: str) -> dict[str, dict[str, Any]]:
         name: {"tokens": TOKENS[device], "vocabulary": shape["vocabulary"], "width": shape["width"] // scale}
         for name, shape in MODELS.items()
     }
+    models |= {name: {"tokens": TOKENS[device], **shape} for name, shape in SMALL_MODEL.items()}
     return models | ({"Liger's": LIGER_SHAPE} if device == "cuda" else {})
 
 

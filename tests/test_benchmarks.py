@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import troll
-from benchmarks import count, counting, coverage, gpu, measure, simulate, step_model, tabular, transfer
+from benchmarks import count, counting, coverage, gpu, measure, simulate, step, step_model, tabular, transfer
 from benchmarks.step_model import FUSED, MOVED, SHAPES, TORCH, TRITON, Assumptions, Moved, Route, Shape
+from tests.examples.smollm2 import load_example, write_gguf
 
 #: 60 parameters of the body and 80 of the head, at 1,000 FLOP/s, of which half is reached anywhere.
 SMALL = Shape(
@@ -383,3 +384,35 @@ def test_coverage_summary_takes_means_over_all_tokens() -> None:
     found = coverage.summary(rows)
     assert (found["top_k"], found["tokens"], found["gap"], found["gap_max"]) == (4, 3, 1.0, 2.0)
     assert found["ratio_error_0.05"] == pytest.approx(0.2) and found["ratio_error_0.05_max"] == 0.5
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny chat model."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_gguf(folder / "model.gguf")
+    load_example("smollm2").convert(folder / "model.gguf", folder / "model")
+    return str(folder / "model")
+
+
+def test_coverage_of_a_checkpoint(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage, "ROLLOUT", {"sums": (8, 3), "GSM8K": (8, 3), "open text": (8, 3)})
+    monkeypatch.setattr(coverage, "TEMPERATURES", (0.7,))
+    monkeypatch.setattr(coverage, "GSM8K", Path("missing.jsonl"))
+    rows = coverage.main("cpu", 1, [checkpoint])
+    assert {row["text"] for row in rows if "text" in row} == {"sums", "open text"}  # questions of GSM8K are missing
+    assert {row["what"] for row in rows if "what" in row} == {"capture", "step, forward and backward", "bytes a token"}
+    compared = [row for row in rows if "kl" in row]
+    assert len(compared) == 2 * len(coverage.TOP_KS) * len(coverage.MASS_THRESHOLDS)
+    assert all(row["kl"] > 0 and row["gap"] >= 0 and 0 < row["support"] <= row["top_k"] for row in compared)
+
+
+def test_step_takes_a_checkpoint_and_what_it_samples(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage, "ROLLOUT", {"open text": (8, 3)})
+    of = step.sampled("cpu", 2, model=checkpoint, text="open text")
+    assert len(of.prompt_ids) == len(of.completion_ids) == 8
+    assert all(1 <= len(ids) <= 3 for ids in of.completion_ids)
+    asked: Any = of.tokenizer.apply_chat_template(
+        coverage.conversations("open text", 8), add_generation_prompt=True, return_dict=True
+    )
+    assert of.prompt_ids == asked["input_ids"]

@@ -45,12 +45,14 @@ def test_main_trains_and_prints_answers_before_and_after(
 
 
 def test_show_marks_what_was_right(capsys: pytest.CaptureFixture[str]) -> None:
-    prompt = "<|im_start|>system\nBriefly.<|im_end|>\n<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n"
+    prompt = (
+        "<|im_start|>system\nBriefly.<|im_end|>\n<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n"
+    )
     line = {"problem": 0, "prompt": prompt}
     before, after = {**line, "completion": "Well", "score": 0.0}, {**line, "completion": "2\n", "score": 1.0}
     load_example("smollm2_demo").show(
         {"success_before": 0.1, "success_after": 0.9, "eval_size": 256}, 100, [before], [after]
     )
     said = capsys.readouterr().out
-    assert "1 + 1 = │ Well ✗ │ 2 ✓" in said
+    assert "What is 1 + 1? │ Well ✗ │ 2 ✓" in said
     assert "success before: 10.0% (5.5% to 17.4%) of 256 answers to 100 held-out problems" in said
