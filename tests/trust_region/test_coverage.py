@@ -28,7 +28,6 @@ def test_coverage_against_the_reference(family):
     expected = {
         "kept_tokens": kept.mean(),
         "covered_mass": np.mean(1 - tail),
-        "uncovered_fraction": np.mean((kept == 8) & (tail > 1e-2)),
         "old_entropy": array(sparse_entropy(old))[mask].mean(),
     }
     for percent in (5, 50, 95):
@@ -47,26 +46,19 @@ def test_coverage_of_known_policies():
     found = numbers(coverage(old, torch.tensor([1, 1, 1, 1, 0])))
     assert found["kept_tokens"] == 4.0 and found["kept_tokens_p50"] == 1.0
     assert found["covered_mass"] == pytest.approx(0.7)
-    assert found["uncovered_fraction"] == pytest.approx(1 / 3)
     assert found["old_entropy"] == pytest.approx((-0.9 * math.log(0.9) + 0.1 * math.log(100)) / 3, rel=1e-5)
 
 
-def test_coverage_without_a_threshold_uses_the_usual_one():
-    logits = torch.log(torch.tensor([[0.5, 0.5 - 1e-6, 1e-6], [0.5, 0.4, 0.1]], dtype=torch.float64))
-    old = troll.capture(logits, torch.tensor([0, 0]), top_k=2, mass_threshold=0.0)
-    assert numbers(coverage(old, torch.ones(2)))["uncovered_fraction"] == 0.5
-
-
-def test_the_verdict_on_a_support():
-    assert support_too_small(0.1, top_k=64, mass_threshold=1e-5) is None
-    assert support_too_small(NAN, top_k=64, mass_threshold=1e-5) is None
-    message = support_too_small(0.234, top_k=64, mass_threshold=1e-5, setting="support_top_k")
+def test_support_too_small_warns_of_the_mass_outside():
+    assert support_too_small(0.1, top_k=64) is None
+    assert support_too_small(NAN, top_k=64) is None
+    message = support_too_small(0.234, top_k=64, setting="support_top_k")
     assert message is not None
-    for part in ("23%", "1e-05", "64 tokens", "support_top_k (to 128"):
+    for part in ("23% of the old policy's mass", "64 tokens", "raise support_top_k to 256", "tail_gap"):
         assert part in message
-    assert support_too_small(0.1, top_k=64, mass_threshold=0.0, threshold=0.05) is not None
+    assert support_too_small(0.1, top_k=64, threshold=0.05) is not None
     with pytest.raises(ValueError, match="threshold must be in"):
-        support_too_small(0.1, top_k=64, mass_threshold=1e-5, threshold=1.0)
+        support_too_small(0.1, top_k=64, threshold=1.0)
 
 
 def test_support_statistics_add_up_to_the_means_of_the_coverage():
@@ -78,8 +70,6 @@ def test_support_statistics_add_up_to_the_means_of_the_coverage():
     means = {name: value.item() / int(mask.sum()) for name, value in sums.items()}
     found = numbers(coverage(old, mask))
     assert means["support_size"] == pytest.approx(found["kept_tokens"], rel=1e-6)
-    assert means["uncovered_fraction"] == pytest.approx(found["uncovered_fraction"], rel=1e-6)
-    assert means["uncovered_fraction"] > 0
     # 1 less a mean of 1 − tail, each with an error of 2^-24: of sums of 24 at most.
     assert means["tail_mass"] == pytest.approx(1 - found["covered_mass"], abs=24 * 2**-23)
     in_parts = [support_statistics(old[:1], mask[:1]), support_statistics(old[1:], mask[1:])]

@@ -195,7 +195,6 @@ def test_verl_reports_the_metrics_of_an_update() -> None:
             "nonfinite",
             "support_size",
             "tail_mass",
-            "uncovered_fraction",
             "old_policy_bytes",
         )
     }

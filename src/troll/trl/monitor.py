@@ -103,7 +103,7 @@ class Monitor:
         # One multiplier for many tokens projects them all, and a controller projects as many as it was told to.
         if self._args.constraint == "token" and self._args.kl_bound_schedule != "hold_projected_fraction":
             self._watch_projections(sums["projected_fraction"].item(), sums["tokens"].item(), global_step)
-        self._watch_coverage(metrics["uncovered_fraction"].item())
+        self._watch_coverage(metrics["tail_mass"].item())
         return {f"trust_region/{name}": value.item() for name, value in metrics.items()}
 
     def _watch_projections(self, projected: float, tokens: float, global_step: int) -> None:
@@ -120,13 +120,8 @@ class Monitor:
             )
         self._watched, self._watched_since = {"projected": 0.0, "tokens": 0.0}, None
 
-    def _watch_coverage(self, uncovered_fraction: float) -> None:
-        message = support_too_small(
-            uncovered_fraction,
-            top_k=self._args.support_top_k,
-            mass_threshold=self._args.mass_threshold,
-            setting="support_top_k",
-        )
+    def _watch_coverage(self, tail_mass: float) -> None:
+        message = support_too_small(tail_mass, top_k=self._args.support_top_k, setting="support_top_k")
         if message is not None and not self._warned_of_coverage:
             self._warned_of_coverage = True
             warnings.warn(message, stacklevel=2)
