@@ -53,7 +53,7 @@ smollm2: $(VENV)/installed-for-training
 	@$(BIN)/python examples/smollm2.py
 
 demo-smollm2: smollm2
-	HF_HUB_OFFLINE=1 $(BIN)/python examples/smollm2_demo.py --output_dir $(SMOLLM2_DEMO_OUTPUT)
+	HF_HUB_OFFLINE=1 $(BIN)/python examples/smollm2_demo.py --output_dir $(SMOLLM2_DEMO_OUTPUT) $(OPTIONS)
 
 # verl on a CPU with two Ray workers: its own clip, then TROLL.
 verl-demo: verl-setup
