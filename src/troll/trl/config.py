@@ -126,9 +126,9 @@ class TrollConfig(GRPOConfig):
             of other surrogates are ignored. "cispo", "sapo", "vespo" and "gmpo" set `loss_type`. See
             docs/surrogates.md.
         kl_bound: ε, the largest KL divergence (nats) of a token's distribution from the old policy's.
-        pull: What pulls the network itself: "projection", KL(p̃ ‖ ⌊q⌋), to the projected policy, outside the ball only; or
-            "proximal", KL(p ‖ p̃), to the old policy, at every token. With "proximal" and `kl_bound` infinite, "troll" is
-            "kl_penalty".
+        pull: What pulls the network itself: "projection", KL(p̃ ‖ ⌊q⌋), to the projected policy, outside the ball only;
+            or "proximal", KL(p ‖ p̃), to the old policy, at every token. With "proximal" and an infinite `kl_bound`,
+            "troll" is "kl_penalty".
         regression_weight: α, the weight of the pull; with `regression_target`, its initial value.
         regression_target: The mean of the pull's divergence (nats) to which α adapts, as β does to `kl_penalty_target`.
             Default: α is fixed.
@@ -157,9 +157,9 @@ class TrollConfig(GRPOConfig):
         kl_penalty_target: d, the mean KL (nats) to which β adapts: after each rollout it is halved where the mean KL of
             the rollout's last update was below d/1.5, and doubled where it was above 1.5 d, at most 1024 times larger
             or smaller than `kl_penalty_weight`. An update must not take passes over two rollouts. Default: β is fixed.
-        kl_penalty_clip: ε of PPO's clip, by which "kl_penalty" also limits each token's ratio; from 1 on, it has no lower
-            end. Default: no clip.
-        kl_penalty_cap: c > 1: "kl_penalty" takes min(r, c) for the ratio r, whatever the sign of the advantage, so that a
+        kl_penalty_clip: ε of PPO's clip, by which "kl_penalty" also limits each token's ratio; from 1 on, it has no
+            lower end. Default: no clip.
+        kl_penalty_cap: c > 1: "kl_penalty" takes min(r, c) for the ratio r with either sign of the advantage, so that a
             token above it has no policy gradient. Default: no cap.
         dppo_threshold: δ of the DPPO masks: a total variation for "dppo_tv", a KL (nats) for "dppo_kl". Default: the
             paper's, 0.15 and 0.05.

@@ -1,4 +1,4 @@
-"""The weight of a divergence in the loss, α of a pull or β of a KL penalty: fixed, or adapted to a target after each rollout."""
+"""The weight of a divergence in the loss (α of a pull, β of a KL penalty): fixed, or adapted after each rollout."""
 
 from __future__ import annotations
 

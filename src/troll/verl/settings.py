@@ -32,8 +32,8 @@ class TrollPolicyLossConfig(PolicyLossConfig):
 
     Args:
         loss_mode: verl's name of the policy loss: "troll".
-        kl_bound: ε > 0, in nats: the bound on KL(q ‖ p) of every token. Infinity, with which nothing is projected, goes with
-            `pull` "proximal" only.
+        kl_bound: ε > 0, in nats: the bound on KL(q ‖ p) of every token. Infinity, with which nothing is projected, goes
+            with `pull` "proximal" only.
         pull: What pulls the network itself: "projection", KL(p̃ ‖ ⌊q⌋), outside the ball only; or "proximal", KL(p ‖ p̃),
             at every token.
         regression_weight: α ≥ 0, the weight of the pull.

@@ -111,7 +111,7 @@ SIGNS = torch.tensor([2.0] * 7 + [-2.0] * 7, dtype=torch.float64)
 @pytest.mark.parametrize("clip", [None, 0.2, 1.0])
 @pytest.mark.parametrize("cap", [None, 2.0, 5.0])
 def test_a_kl_penalty_with_a_clip_and_a_cap(clip, cap):
-    """−min(A r, A clip(r)), of a ratio that is min(r, cap) for either sign; the gradient is A r where neither holds it."""
+    """−min(A r, A clip(r)), of a ratio that is min(r, cap) for either sign; without gradient where one holds it."""
     p = torch.full_like(RATIOS, 0.1)
     old, new = (torch.stack([x, 1 - x], -1).log() for x in (p, p * RATIOS))
     tokens = scored_tokens(new.requires_grad_(), old, torch.zeros(14, dtype=torch.long), advantages=SIGNS)

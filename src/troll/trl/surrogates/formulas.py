@@ -47,8 +47,8 @@ def regression(tokens: ScoredTokens, args: TrollConfig) -> Terms:
 def kl_penalty(tokens: ScoredTokens, args: TrollConfig) -> Terms:
     """The raw ratio, and the penalty β KL(p ‖ p̃) or β KL(p̃ ‖ p) (arXiv 1707.06347, eq. 8).
 
-    The divergence is over the outcomes that TROLL projects: the old policy's support and its tail, floored. A clip and a
-    cap of the ratio are options.
+    The divergence is over the outcomes that TROLL projects: the old policy's support and its tail, floored. A clip and
+    a cap of the ratio are options.
     """
     assert tokens.old is not None and tokens.new is not None
     new, old, present = common_outcomes(tokens.new, tokens.old, args.tail)
@@ -69,8 +69,9 @@ def limited_log_ratio(tokens: ScoredTokens, clip: float | None, cap: float | Non
 
     Args:
         tokens: The tokens, (N,).
-        clip: ε: `−A r` becomes `−min(A r, A clip(r, 1 − ε, 1 + ε))`; from 1 on, there is no lower end. None clips nothing.
-        cap: c: r becomes `min(r, c)`, whatever the sign of the advantage. None caps nothing.
+        clip: ε: `−A r` becomes `−min(A r, A clip(r, 1 − ε, 1 + ε))`; from 1 on, there is no lower end. None clips
+            nothing.
+        cap: c: r becomes `min(r, c)`, with either sign of the advantage. None caps nothing.
     """
     log_ratio = tokens.log_ratio
     if clip is not None:
