@@ -105,6 +105,19 @@ def test_the_loss_takes_the_weight_that_has_adapted(make):
         pass
 
 
+def test_a_pull_adapts_as_a_penalty_does(make):
+    """By the same rule and at the same time; the proximal one without a bound is the penalty, in every update."""
+    shared: dict[str, Any] = {**TWO_ROLLOUTS, "kl_penalty_direction": "old_new"}
+    penalty = make(**shared, kl_penalty_target=1e-7)
+    penalty.train()
+    shared |= {"surrogate": "troll", "pull": "proximal", "kl_bound": float("inf")}
+    pull = make(**shared, regression_target=1e-7)
+    pull.train()
+    assert logged(pull, "trust_region/regression_weight") == logged(penalty, WEIGHT) == [1, 1, 2, 2]
+    seen = logged(pull, "trust_region/regression_kl")
+    assert len(seen) == 2 and seen == pytest.approx(logged(penalty, SEEN), rel=1e-3)
+
+
 def test_the_other_direction_adapts_to_its_own_divergence(make):
     """What is seen is KL(p ‖ p̃), and not KL(p̃ ‖ p), which the monitor measures."""
     trainer = make(**{**TWO_ROLLOUTS, "kl_penalty_direction": "old_new"}, kl_penalty_target=1.0, learning_rate=0.1)
