@@ -73,7 +73,7 @@ def support_too_small(tail_mass: float, *, top_k: int, threshold: float = 0.1, s
     if not tail_mass > threshold:
         return None
     return (
-        f"{tail_mass:.0%} of the old policy's mass is outside the {top_k} tokens that are kept: of changes among those, "
-        f"usually about as large a share of the divergence, the trust region sees nothing. Raise {setting} to "
-        f"{4 * top_k}, or sample at a lower temperature; tail_gap measures what it misses"
+        f"{tail_mass:.0%} of the old policy's mass is outside the {top_k} tokens that are kept, and the trust region "
+        "does not see changes within it, usually about the same share of the divergence. Raise "
+        f"{setting} to {4 * top_k}, or sample at a lower temperature; tail_gap measures what is missed"
     )
