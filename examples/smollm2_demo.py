@@ -40,7 +40,7 @@ def main() -> int:
         return code
     settings = json.dumps(read_json(run / "model" / "task.json")["task_options"])
     task = ["--task", "reasoning_gym:chain_sum", "--task_options", settings, "--eval_size", str(PROBLEMS)]
-    sampling = ["--temperature", "1", "--max_new_tokens", "8"]
+    sampling = ["--temperature", "1", "--max_new_tokens", "14"]
     answers = []
     for name, model in (("before", options.model), ("after", run)):
         folder = run / f"answers-{name}"

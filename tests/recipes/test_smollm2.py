@@ -32,8 +32,12 @@ def test_recipes_name_the_model_of_the_hub_and_train_all_weights_in_float32(name
 @pytest.mark.parametrize(
     ("name", "right", "wrong"),
     [
-        ("smollm2-sums", "{0}", ["{1}", "{question} {0}", "The answer is {0}.", "{0} or {1}", ""]),
-        ("smollm2-reasoning", "So <answer>{0}</answer>", ["So <answer>{1}</answer>", "So {0}", "{question} {0}", ""]),
+        (
+            "smollm2-sums",
+            "{sum} = {0}",
+            ["{sum} = {1}", "{0}", "The answer is {0}.", "{sum} = {0} or {1}", "1 + 1 = 2", ""],
+        ),
+        ("smollm2-reasoning", "So <answer>{0}</answer>", ["So <answer>{1}</answer>", "So {0}", "{sum} = {0}", ""]),
     ],
 )
 def test_sums_are_asked_by_chat_and_pay_for_the_answer_only(name: str, right: str, wrong: list[str]) -> None:
@@ -42,10 +46,12 @@ def test_sums_are_asked_by_chat_and_pay_for_the_answer_only(name: str, right: st
     task = load_task(recipe.task, conversational=True, for_training=True)
     rows = task.eval_dataset[:1]
     question = rows["prompt"][0][-1]["content"]
-    value = eval(question.removeprefix("What is ").removesuffix("?"))
-    (success,) = task.reward_funcs
+    expression = question.removeprefix("What is ").removesuffix("?")
+    value = eval(expression)
+    success = task.reward_funcs[0]
+    assert task.reward_weights in (None, [1.0, 0.0, 0.0])  # what else is measured is not trained on
     for answer, expected in [(right, 1.0), *((each, 0.0) for each in wrong)]:
-        completion = answer.format(value, value + 1, question=question)
+        completion = answer.format(value, value + 1, sum=expression)
         assert success(prompts=[""], completions=[completion], question_id=rows["question_id"]) == [expected], (
             completion
         )
@@ -58,7 +64,7 @@ def test_examples_are_right_and_not_held_out(name: str) -> None:
     asked = {prompt[-1]["content"] for prompt in load_task(recipe.task, conversational=True).eval_dataset["prompt"]}
     for question, answer in recipe.task.options["examples"]:
         assert question not in asked
-        written = extract_answer(answer) or answer
+        written = extract_answer(answer) or answer.split(" = ")[1]
         assert float(written) == eval(question.removeprefix("What is ").removesuffix("?"))
 
 
@@ -78,9 +84,9 @@ def test_the_model_is_sometimes_right_at_first(tmp_path: Path) -> None:
     task = recipes.load("smollm2-sums").task
     task.eval_size = 64
     evaluate(
-        EvaluationConfig(str(MODEL), [task], samples=4, max_new_tokens=8, batch_size=64, output_dir=tmp_path / "out")
+        EvaluationConfig(str(MODEL), [task], samples=4, max_new_tokens=14, batch_size=64, output_dir=tmp_path / "out")
     )
     (file,) = (tmp_path / "out" / "generations").glob("*.jsonl")
     scores = [json.loads(line)["score"] for line in file.read_text().splitlines()]
     assert len(scores) == 256
-    assert 0.02 < sum(scores) / 256 < 0.3
+    assert 0.1 < sum(scores) / 256 < 0.5

@@ -139,6 +139,16 @@ def test_a_question_knows_its_answer_in_the_format():
     assert plain.formatted_answer == plain.answer == question.answer
 
 
+def test_answer_format_takes_metadata_of_the_question():
+    task = _load(options={**EXPRESSION, "answer_format": "{expression} = {answer} {so} {{expression}}"}, eval_size=2)
+    rows = task.eval_dataset[:2]
+    expressions = [prompt.removesuffix("=").strip() for prompt in rows["prompt"]]
+    first, second = (f"{each} = {eval(each)} {{so}} {{{each}}}" for each in expressions)
+    for completions, expected in (([first, second], [1.0, 1.0]), ([second, first], [0.0, 0.0])):
+        for reward in task.reward_funcs[:2]:  # success, formatted
+            assert reward(prompts=[""] * 2, completions=completions, question_id=rows["question_id"]) == expected
+
+
 def test_random_rewards_are_trained_on_and_success_is_logged():
     task = _load(options={**EXPRESSION, "random_reward": 0.25})
     assert [reward.__name__ for reward in task.reward_funcs] == ["success", "random_reward"]

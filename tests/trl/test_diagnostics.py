@@ -141,7 +141,7 @@ def test_much_mass_outside_the_support_is_warned_about_once(make, recwarn):
     warnings.simplefilter("always")  # a second one, too
     trainer = make(support_top_k=2, max_steps=4)
     trainer.train()
-    assert sum("raise support_top_k to 8" in str(warning.message) for warning in recwarn) == 1
+    assert sum("Raise support_top_k to 8" in str(warning.message) for warning in recwarn) == 1
     assert logged(trainer, "trust_region/tail_mass")[0] > 0.1
 
 

@@ -54,7 +54,7 @@ def test_support_too_small_warns_of_the_mass_outside():
     assert support_too_small(NAN, top_k=64) is None
     message = support_too_small(0.234, top_k=64, setting="support_top_k")
     assert message is not None
-    for part in ("23% of the old policy's mass", "64 tokens", "raise support_top_k to 256", "tail_gap"):
+    for part in ("23% of the old policy's mass", "64 tokens", "Raise support_top_k to 256", "tail_gap"):
         assert part in message
     assert support_too_small(0.1, top_k=64, threshold=0.05) is not None
     with pytest.raises(ValueError, match="threshold must be in"):

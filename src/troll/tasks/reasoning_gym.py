@@ -79,9 +79,9 @@ def load(config: TaskConfig, data_set: str) -> Task:
     - `system_prompt`, a message before every prompt; a paragraph, without a chat template.
     - `examples`, pairs of a prompt and its answer before every prompt: turns of a conversation; paragraphs, without a
       chat template.
-    - `answer_format`, a template with `{answer}`, e.g. `"<{answer}>"`: only an answer in this format is a success. Two
-      more rewards, of weight 0, then measure how many answers are in the format (`formatted`), and how many are right
-      with or without it (`right`).
+    - `answer_format`, a template with `{answer}` and names of the metadata, e.g. `"<{answer}>"` or
+      `"{expression} = {answer}"`: only an answer in this format is a success. Two more rewards, of weight 0, then
+      measure how many answers are in the format (`formatted`), and how many are right with or without it (`right`).
     - `random_reward`, the probability with which completions are rewarded at random; success then has weight 0.
 
     Training and evaluation never share a question, even in a small space of questions: a hash of its text assigns every
@@ -155,7 +155,7 @@ def questions(data_set: str, options: dict[str, Any], *, split: Split, size: int
     for index in range(draws):
         entry = generator[index]
         if hashlib.sha256(entry["question"].encode()).digest()[0] % 16 in _SIXTEENTHS[split]:
-            drawn.append(Question(_format(template, data_set, entry), entry, answer_format))
+            drawn.append(Question(_format(template, data_set, entry), entry, _with_metadata(answer_format, entry)))
         if len(drawn) == size:
             return drawn
     raise TaskError(
@@ -172,6 +172,14 @@ def _format(template: str, data_set: str, entry: dict[str, Any]) -> str:
         raise TaskError(
             f"prompt template {template!r} does not fit {data_set!r} ({error}); it knows {', '.join(sorted(values))}"
         ) from error
+
+
+def _with_metadata(answer_format: str, entry: dict[str, Any]) -> str:
+    """The format of one question's answer. All other braces stay, since `<{{answer}}>` is a format too."""
+    for name, value in entry["metadata"].items():
+        if name != "answer":
+            answer_format = answer_format.replace(f"{{{name}}}", str(value))
+    return answer_format
 
 
 def _create(data_set: str, options: dict[str, Any], *, seed: int = 0, size: int = 1) -> Any:
@@ -199,22 +207,22 @@ def _create(data_set: str, options: dict[str, Any], *, seed: int = 0, size: int 
 def _rewards(verifier: Any, asked: list[Question]) -> list[RewardFunc]:
     """For right answers in the format, for any in the format, and for right ones in the format or without it."""
 
-    def in_format(completion: Any) -> str | None:
-        return _unwrapped(_answer(completion), asked[0].answer_format)
+    def in_format(completion: Any, index: int) -> str | None:
+        return _unwrapped(_answer(completion), asked[index].answer_format)
 
     def scores(answers: Iterable[str | None], question_id: list[int]) -> list[float]:
         pairs = zip(answers, question_id, strict=True)
         return [float(answer is not None and is_correct(verifier, answer, asked[index])) for answer, index in pairs]
 
     def success(prompts: list[Any], completions: list[Any], question_id: list[int], **columns: Any) -> list[float]:
-        return scores(map(in_format, completions), question_id)
+        return scores(map(in_format, completions, question_id), question_id)
 
-    def formatted(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
-        return [float(in_format(completion) is not None) for completion in completions]
+    def formatted(prompts: list[Any], completions: list[Any], question_id: list[int], **columns: Any) -> list[float]:
+        return [float(answer is not None) for answer in map(in_format, completions, question_id)]
 
     def right(prompts: list[Any], completions: list[Any], question_id: list[int], **columns: Any) -> list[float]:
-        pairs = [(in_format(completion), completion) for completion in completions]
-        return scores([_answer(whole) if answer is None else answer for answer, whole in pairs], question_id)
+        found = zip(map(in_format, completions, question_id), completions, strict=True)
+        return scores([_answer(whole) if answer is None else answer for answer, whole in found], question_id)
 
     return [success, formatted, right]
 

@@ -53,8 +53,8 @@ def support_statistics(old: SparsePolicy, mask: Tensor) -> dict[str, Tensor]:
 def support_too_small(tail_mass: float, *, top_k: int, threshold: float = 0.1, setting: str = "top_k") -> str | None:
     """A warning for users if K is too small for the distributions, as it is for flat ones; else None.
 
-    The bucket does not see changes within the tail, and what it misses of KL(p̃ ‖ p) grows with the tail's mass:
-    docs/diagnostics.md has figures. That δ is exceeded, as at most tokens of a small model, says little.
+    The bucket does not see changes within the tail, and the share of KL(p̃ ‖ p) that it misses is usually about the
+    tail's mass: docs/diagnostics.md has figures. That δ is exceeded, as at most tokens of a small model, says little.
 
     Args:
         tail_mass: The mean mass outside the support, in [0, 1]: `1 − covered_mass` of [coverage][troll.coverage].
@@ -74,6 +74,6 @@ def support_too_small(tail_mass: float, *, top_k: int, threshold: float = 0.1, s
         return None
     return (
         f"{tail_mass:.0%} of the old policy's mass is outside the {top_k} tokens that are kept, and the trust region "
-        f"does not see changes among those: raise {setting} to {4 * top_k}, or sample at a lower temperature; "
-        "tail_gap measures what it misses"
+        "does not see changes within it, usually about the same share of the divergence. Raise "
+        f"{setting} to {4 * top_k}, or sample at a lower temperature; tail_gap measures what is missed"
     )
