@@ -60,8 +60,8 @@ class Sampled:
     """A model, and the completions that it has sampled: those of all updates of a rollout.
 
     Attributes:
-        model: The model.
-        tokenizer: Its tokenizer.
+        model: What has sampled, and is trained.
+        tokenizer: What turned the prompts into tokens.
         prompt_ids: The tokens of the prompts.
         completion_ids: The tokens of the completions.
         learning_rate: A rate at which the trust region binds within the rollout.
@@ -84,7 +84,7 @@ def sampled(
         sequences: The completions of an update.
         length: Their tokens; as many as `coverage.ROLLOUT` says for a checkpoint.
         width: The width of a random Qwen3.
-        layers: Its layers.
+        layers: The number of transformer blocks of it.
         model: A checkpoint to take instead.
         text: What the checkpoint is asked, of `coverage.ROLLOUT`.
     """

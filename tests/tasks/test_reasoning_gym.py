@@ -129,7 +129,7 @@ def test_examples_stand_between_the_system_prompt_and_every_question():
             ("assistant", "3"),
         ]
         assert said == [[*before, ("user", question)] for question in questions]
-    assert list(chat.train_questions) == list(plain.train_questions) == list(asked.train_dataset["prompt"])
+    assert chat.train_questions == plain.train_questions == list(asked.train_dataset["prompt"])
 
 
 def test_a_question_knows_its_answer_in_the_format():
