@@ -50,7 +50,7 @@ def test_local_prompts_need_no_name(tmp_path):
 def test_a_reward_model_is_needed_and_mistakes_are_named(tmp_path):
     with pytest.raises(TaskError, match="name a reward model with --reward_model"):
         load_task(config(tmp_path, ["a"], ["b"]))
-    with pytest.raises(TaskError, match="has no option 'words'; it has prompt, system_prompt, col"):
+    with pytest.raises(TaskError, match="has no option 'words'; it has prompt, system_prompt, examples, col"):
         load_task(config(tmp_path, ["a"], ["b"], reward_model="x", task_options={"words": 3}))
     with pytest.raises(TaskError, match=r"train row 1 .* no text in its field 'prompt'"):
         load_task(config(tmp_path, ["a", " "], ["b"], reward_model="x"))
