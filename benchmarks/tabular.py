@@ -33,7 +33,8 @@ METHODS = ("troll", "regression", "kl_penalty", "clip", "none")
 class _Settings:
     """The defaults of `TrollConfig` that these surrogates read."""
 
-    regression_weight, tail, solver, kl_penalty_direction = 1.0, "bucket", "newton", "old_new"
+    tail, solver, pull, kl_penalty_direction = "bucket", "newton", "projection", "old_new"
+    kl_penalty_clip = kl_penalty_cap = None
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ LOG_FLOOR = math.log(1e-12)
 
 @dataclass
 class Token:
-    """One position: log q/p of the sampled token, KL(p̃ ‖ ⌊q⌋), and the metrics."""
+    """One position: log q/p of the sampled token, the pull, and the metrics."""
 
     log_ratio: Tensor
     regression: Tensor
@@ -96,8 +96,10 @@ def token(new: Tensor, old: Tensor, sampled: int, args: TrollConfig) -> Token:
     log_new, log_old, log_ratio, kept = outcomes(raw, old.detach().log_softmax(-1), sampled, args)
     s = log_new - log_old
     kl_before = float((log_new.exp() * s).sum())
+    to_old = (log_old.exp() * (log_old - log_new)).sum()
     if kl_before <= args.kl_bound:
-        return Token(log_ratio, raw.sum() * 0, kl_before, kl_before, 0.0, kept)
+        pull = to_old if args.pull == "proximal" else raw.sum() * 0
+        return Token(log_ratio, pull, kl_before, kl_before, 0.0, kept)
 
     low, high = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
     for _ in range(100):
@@ -110,7 +112,8 @@ def token(new: Tensor, old: Tensor, sampled: int, args: TrollConfig) -> Token:
     tau = tau - (kl - kl.detach()) / slope
     log_q, kl_after = tilted(log_old, s, tau)
     log_ratio = tau * log_ratio - torch.logsumexp(log_old + tau * s, -1)
-    regression = (log_new.exp() * (log_new - log_q.detach())).sum()
+    to_q = (log_new.exp() * (log_new - log_q.detach())).sum()
+    regression = to_old if args.pull == "proximal" else to_q
     return Token(log_ratio, regression, kl_before, float(kl_after), float(1 / tau - 1), kept)
 
 

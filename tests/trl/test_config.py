@@ -53,6 +53,22 @@ def copies(args: TrollConfig) -> list[TrollConfig]:
         ({"kl_penalty_weight": 0.0}, "kl_penalty_weight must be finite and above 0, got 0.0"),
         ({"kl_penalty_weight": math.inf}, "kl_penalty_weight must be finite and above 0, got inf"),
         ({"kl_penalty_target": 0.0}, "kl_penalty_target must be finite and above 0, got 0.0"),
+        ({"kl_penalty_clip": 0.0}, "kl_penalty_clip must be finite and above 0, got 0.0"),
+        ({"kl_penalty_cap": 1.0}, "kl_penalty_cap must be above 1, got 1.0"),
+        (
+            {"surrogate": "kl_penalty", "kl_penalty_cap": 5.0, "importance_sampling_level": "sequence"},
+            "set importance_sampling_level='token', got 'sequence'",
+        ),
+        ({"pull": "old"}, "pull must be one of projection, proximal, got 'old'"),
+        ({"regression_target": 0.0}, "regression_target must be finite and above 0, got 0.0"),
+        (
+            {"regression_target": 0.01, "regression_weight": 0.0},
+            "regression_target adapts regression_weight, which must be above 0, got 0.0",
+        ),
+        (
+            {"regression_target": 0.01, "updates_per_rollout": 1},
+            "regression_target adapts .* set updates_per_rollout to 2 or more",
+        ),
         ({"kl_penalty_direction": "both"}, "kl_penalty_direction must be one of old_new, new_old, got 'both'"),
         ({"drpo_threshold": 0.0}, "drpo_threshold must be finite and above 0, got 0.0"),
         ({"ipo_threshold": -0.1}, r"ipo_threshold must be in \(0, 1\], got -0.1"),

@@ -112,8 +112,9 @@ def test_vllm_weights_apply_to_the_policy_term_alone(make):
 
     # The regression term is the same with and without the weights.
     ours.updates._bound, losses = make_bound("fixed", 0.02), {}
-    for ours.use_vllm, ours.args.regression_weight in itertools.product((True, False), (0.0, 1.0)):
-        losses[ours.use_vllm, ours.args.regression_weight] = loss_and_gradients(ours, inputs)[0]
+    weight = ours.updates.penalty_weight
+    for ours.use_vllm, weight.value in itertools.product((True, False), (0.0, 1.0)):
+        losses[ours.use_vllm, weight.value] = loss_and_gradients(ours, inputs)[0]
     weighted, plain = (losses[vllm, 1.0] - losses[vllm, 0.0] for vllm in (True, False))
     assert weighted == pytest.approx(plain, rel=1e-4)
     assert plain > 1e-3
@@ -236,6 +237,7 @@ def test_every_support_agrees_with_a_dense_computation(make, support):
         {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "loss_type": "grpo"},
         {"temperature": 0.7, "loss_type": "dr_grpo"},
         {"regression_weight": 0.0, "loss_type": "bnpo"},
+        {"pull": "proximal", "regression_weight": 0.5},
         {"mask_truncated_completions": True, "loss_type": "bnpo"},
         {"tools": True, "loss_type": "grpo"},
         {"tools": True, "loss_type": "bnpo", "importance_sampling_level": "sequence"},

@@ -28,7 +28,7 @@ def test_the_rule_is_ppos(kl, expected):
 
 
 def test_the_weight_adapts_to_the_mean_of_an_update_and_of_the_tokens_that_count():
-    weight = PenaltyWeight(Accelerator(cpu=True), 1.0, target=0.03)
+    weight = PenaltyWeight(Accelerator(cpu=True), "kl_penalty", 1.0, target=0.03)
     weight.observe(torch.tensor([0.1, 9.0, 0.1]), torch.tensor([1, 0, 1]))
     weight.observe(torch.tensor([0.0, 0.0]), torch.tensor([1, 1]))
     weight.end_update(adapt=True)
@@ -48,7 +48,7 @@ def test_the_weight_adapts_to_the_mean_of_an_update_and_of_the_tokens_that_count
 
 @pytest.mark.parametrize(("kl", "limit"), [(9.0, 3.0 * 1024), (0.0, 3.0 / 1024)])
 def test_a_target_out_of_reach_takes_the_weight_to_a_limit_and_is_warned_about_once(kl, limit):
-    weight = PenaltyWeight(Accelerator(cpu=True), 3.0, target=0.03)
+    weight = PenaltyWeight(Accelerator(cpu=True), "kl_penalty", 3.0, target=0.03)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for rollouts in range(1, 41):
@@ -60,13 +60,13 @@ def test_a_target_out_of_reach_takes_the_weight_to_a_limit_and_is_warned_about_o
 
 
 def test_a_restored_weight_is_exactly_that_of_the_checkpoint():
-    weight = PenaltyWeight(Accelerator(cpu=True), 3.0, target=0.03)
+    weight = PenaltyWeight(Accelerator(cpu=True), "kl_penalty", 3.0, target=0.03)
     weight.load_state_dict({"weight": 1e9})  # that of a run with another initial weight
     assert weight.state_dict() == {"weight": 1e9}
 
 
 def test_a_fixed_weight_stays():
-    weight = PenaltyWeight(Accelerator(cpu=True), 1.0, target=None)
+    weight = PenaltyWeight(Accelerator(cpu=True), "kl_penalty", 1.0, target=None)
     weight.observe(torch.tensor([9.0]), torch.tensor([1]))
     weight.end_update(adapt=True)
     assert weight.value == 1.0
@@ -103,6 +103,19 @@ def test_the_loss_takes_the_weight_that_has_adapted(make):
     adaptive.updates.penalty_weight.value = 6.0
     for _ in same_updates(adaptive, make(surrogate="kl_penalty", kl_penalty_weight=6.0)):
         pass
+
+
+def test_a_pull_adapts_as_a_penalty_does(make):
+    """By the same rule and at the same time; the proximal one without a bound is the penalty, in every update."""
+    shared: dict[str, Any] = {**TWO_ROLLOUTS, "kl_penalty_direction": "old_new"}
+    penalty = make(**shared, kl_penalty_target=1e-7)
+    penalty.train()
+    shared |= {"surrogate": "troll", "pull": "proximal", "kl_bound": float("inf")}
+    pull = make(**shared, regression_target=1e-7)
+    pull.train()
+    assert logged(pull, "trust_region/regression_weight") == logged(penalty, WEIGHT) == [1, 1, 2, 2]
+    seen = logged(pull, "trust_region/regression_kl")
+    assert len(seen) == 2 and seen == pytest.approx(logged(penalty, SEEN), rel=1e-3)
 
 
 def test_the_other_direction_adapts_to_its_own_divergence(make):

@@ -103,6 +103,8 @@ def dense_loss(kind: str, new: Tensor, old: Tensor, sampled: int, advantage: flo
     if kind == "kl_penalty":
         log_new, log_old, _, _ = dense.outcomes(new, old, sampled, args)
         of, to = (log_old, log_new) if args.kl_penalty_direction == "old_new" else (log_new, log_old)
+        if args.kl_penalty_cap is not None:
+            policy = -log_ratio.exp().clamp(max=args.kl_penalty_cap) * advantage
         return policy + args.kl_penalty_weight * (of.exp() * (of - to)).sum()
     if kind == "drpo":
         return policy + abs(advantage) * moved.square() / old[sampled].exp() / (2 * args.drpo_threshold)
@@ -113,7 +115,9 @@ def dense_loss(kind: str, new: Tensor, old: Tensor, sampled: int, advantage: flo
 
 RIVALS: list[dict[str, Any]] = [
     {"surrogate": "regression", "kl_bound": 0.01, "regression_weight": 2.0},
+    {"surrogate": "regression", "kl_bound": 0.01, "regression_weight": 2.0, "pull": "proximal"},
     {"surrogate": "kl_penalty", "kl_penalty_weight": 3.0},
+    {"surrogate": "kl_penalty", "kl_penalty_weight": 3.0, "kl_penalty_cap": 1.02},
     {"surrogate": "kl_penalty", "kl_penalty_weight": 3.0, "kl_penalty_direction": "new_old"},
     {"surrogate": "kl_penalty", "tail": "floor"},
     {"surrogate": "drpo", "drpo_threshold": 0.1},
@@ -302,7 +306,7 @@ def test_certain_tokens_have_finite_divergences(make):
         old_log_probs=log_probs,
         advantages=torch.tensor([-1.0, -1.0, 1.0, 1.0, 1.0]),
         kl_bound=0.05,
-        kl_penalty_weight=1.0,
+        penalty_weight=1.0,
         constraint=None,
         old=None,
         new=None,

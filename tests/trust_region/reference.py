@@ -310,6 +310,11 @@ def regression_gradient(outcomes: Outcomes, solution: Solution) -> Array:
     return np.where(outcomes.blocked, 0.0, gradient)
 
 
+def proximal_gradient(outcomes: Outcomes) -> Array:
+    """∂KL(p ‖ p̃)/∂log p̃ of every outcome: −p each, which the normalisation of p̃ makes p̃ − p."""
+    return through_floor(outcomes, -np.exp(outcomes.log_old))
+
+
 def to_logits(new_logits: Array, tokens: list[list[int]], gradient: Array) -> Array:
     """From ∂L/∂log p̃ of every outcome (raw log-probabilities) to ∂L/∂z of every vocabulary entry."""
     log_probs = log_softmax(new_logits)
@@ -341,8 +346,9 @@ class StepRow:
     regression_gradient: Array
 
 
-def step(new_logits: Array, old: OldRow, kl_bound: float, tail: str) -> StepRow:
-    """What DESIGN.md calls the step, "The ratio" included."""
+def step(new_logits: Array, old: OldRow, kl_bound: float, tail: str, pull: str = "projection") -> StepRow:
+    """What DESIGN.md calls the step, "The ratio" included; `regression` is the pull that was chosen."""
+    assert pull in ("projection", "proximal")
     new_logits = np.asarray(new_logits, dtype=np.float64)
     if not (is_finite_row(new_logits) and not np.isnan(old.log_probs).any()):
         nothing = np.full(len(new_logits), math.nan)
@@ -364,10 +370,13 @@ def step(new_logits: Array, old: OldRow, kl_bound: float, tail: str) -> StepRow:
         else:
             gradient = through_floor(outcomes, sampled)
 
-    regression, pull = 0.0, np.zeros(len(outcomes.tokens))
-    if solution.projected:
+    regression, pulled = 0.0, np.zeros(len(outcomes.tokens))
+    if pull == "proximal":
+        regression = kl_divergence(outcomes.log_old, outcomes.log_new)
+        pulled = proximal_gradient(outcomes)
+    elif solution.projected:
         regression = kl_divergence(outcomes.log_new, solution.log_q)
-        pull = regression_gradient(outcomes, solution)
+        pulled = regression_gradient(outcomes, solution)
     return StepRow(
         log_ratio=log_ratio,
         log_prob=log_prob,
@@ -378,7 +387,7 @@ def step(new_logits: Array, old: OldRow, kl_bound: float, tail: str) -> StepRow:
         projected=solution.projected,
         log_ratio_gradient=to_logits(new_logits, outcomes.tokens, gradient),
         log_prob_gradient=to_logits(new_logits, outcomes.tokens, sampled),
-        regression_gradient=to_logits(new_logits, outcomes.tokens, pull),
+        regression_gradient=to_logits(new_logits, outcomes.tokens, pulled),
     )
 
 

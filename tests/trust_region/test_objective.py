@@ -395,7 +395,14 @@ def test_defaults_are_those_of_the_design():
     new_logits, old, _ = setting("flat", 4, 1e-2)
     step = trust_region_step(tensor(new_logits), old)
     spelled_out = trust_region_step(
-        tensor(new_logits), old, kl_bound=0.05, tail="bucket", solver="newton", constraint=None, entropy=False
+        tensor(new_logits),
+        old,
+        kl_bound=0.05,
+        tail="bucket",
+        solver="newton",
+        constraint=None,
+        pull="projection",
+        entropy=False,
     )
     for name in TOKEN_FIELDS:
         assert torch.equal(getattr(step, name), getattr(spelled_out, name)), name
@@ -527,6 +534,7 @@ IDS = torch.tensor([[0, 1, 2], [0, 1, 2]])
         ("kl_bound must broadcast to the token positions (2,), got (3,)", {"kl_bound": torch.full((3,), 0.1)}),
         ("solver must be one of newton, bracket, got 'brent'", {"solver": "brent"}),
         ("tail must be one of bucket, floor, got 'bukcet'", {"tail": "bukcet"}),
+        ("pull must be one of projection, proximal, got 'old'", {"pull": "old"}),
         ("source must have the old policy's 8 tokens, got 7", {"source": torch.zeros(2, 7)}),
         ("old must hold the positions (3), got (2)", {"source": torch.zeros(3, 8)}),
         ("old must hold the positions (), got (2)", {"source": torch.zeros(8)}),
@@ -553,7 +561,7 @@ IDS = torch.tensor([[0, 1, 2], [0, 1, 2]])
             },
         ),
     ],
-    ids=range(18),
+    ids=range(19),
 )
 def test_what_does_not_fit_is_named(message, change):
     old = troll.capture(torch.zeros(2, 8), torch.tensor([0, 1]), top_k=3, mass_threshold=0.0)

@@ -283,6 +283,26 @@ def test_a_sampled_token_below_the_floor_keeps_its_own_gradient(projected, below
     assert step.log_ratio_gradient == pytest.approx(differences, abs=1e-6)
 
 
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("with_floor", [False, True])
+@pytest.mark.parametrize("kl_bound", [0.05, math.inf])
+def test_proximal_gradient_is_the_one_of_differences(tail, with_floor, kl_bound):
+    """p̃ − p on raw outcomes, projected or not, and nothing through a floored entry."""
+    rng = np.random.default_rng(3)
+    for trial in range(12):
+        old_row = rng.standard_normal(9)
+        new_row = old_row + rng.standard_normal(9)
+        if with_floor:
+            floored_entries(rng, old_row, new_row)
+        old = reference.capture(old_row, int(rng.integers(9)), top_k=2 + trial % 4, mass_threshold=1e-2)
+        step = reference.step(new_row, old, kl_bound, tail, "proximal")
+        differences = central_differences(
+            lambda z, old=old: reference.step(z, old, kl_bound, tail, "proximal").regression, new_row
+        )
+        assert step.regression > 0
+        assert step.regression_gradient == pytest.approx(differences, abs=1e-6)
+
+
 def test_regression_gradient_is_the_formula_of_the_design():
     """p̃ (log p̃ − log q + 1) and p̃ (log p̃ − log q − KL) differ by a multiple of p̃, which a softmax cannot see."""
     old_row, new_row = (row[0] for row in pairs("flat", 1, 6))

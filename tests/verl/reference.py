@@ -20,6 +20,7 @@ from troll import capture as troll_capture
 from troll.trust_region.policy.sparse import Tail
 from troll.trust_region.policy.wire import from_records
 from troll.trust_region.projecting.dual import tolerance as solver_tolerance
+from troll.trust_region.projecting.pull import Pull
 
 #: Terms of the network's longest sums: its MLPs are as wide.
 LONGEST_SUM = 64
@@ -31,6 +32,7 @@ class Settings:
 
     kl_bound: float = 0.02
     regression_weight: float = 1.0
+    pull: Pull = "projection"
     top_k: int = 12
     mass_threshold: float = 1e-3
     tail: Tail = "bucket"
@@ -133,6 +135,7 @@ def update(
             settings.kl_bound,
             tail=settings.tail,
             constraint=_constraint(batch, settings, mask),
+            pull=settings.pull,
         )
         for name in ("kl_before", "kl_after", "multiplier", "projected", "regression"):
             statistics.setdefault(name, []).append(getattr(step, name).detach()[mask])

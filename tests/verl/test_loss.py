@@ -78,6 +78,12 @@ def test_projected_tokens_are_aggregated_as_verl_does(mode: str) -> None:
     check(model_folder(), steps, metrics, divided(rollout()), settings)
 
 
+def test_proximal_pull_acts_on_every_token() -> None:
+    actor = trolled().reset(pull="proximal", regression_weight=0.5)
+    steps, metrics, _ = trained(actor, {})
+    check(model_folder(), steps, metrics, divided(rollout()), Settings(pull="proximal", regression_weight=0.5))
+
+
 def test_projected_tokens_keep_the_other_terms() -> None:
     samples, references, weights = rollout(), per_token(-6, -1, seed=3), per_token(0.2, 2, seed=4)
     actor = trolled().reset(entropy_coeff=0.3, use_kl_loss=True, kl_loss_coef=0.5)

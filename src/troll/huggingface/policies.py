@@ -16,6 +16,7 @@ from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy, Tail
 from troll.trust_region.policy.values import check_shape
 from troll.trust_region.projecting.constraint import Constraint
+from troll.trust_region.projecting.pull import Pull
 from troll.trust_region.projecting.step import TrustRegionStep
 from troll.trust_region.reading.capture import capture as capture_of_source
 from troll.trust_region.reading.head import LMHead
@@ -93,6 +94,7 @@ def trust_region_step(
     tail: Tail = "bucket",
     solver: str = "newton",
     constraint: Constraint | None = None,
+    pull: Pull = "projection",
     entropy: bool = False,
     **model_inputs: Any,
 ) -> TrustRegionStep:
@@ -104,12 +106,13 @@ def trust_region_step(
         labels: (B, L), −100 where a token does not count.
         old: The old policy, (B, L − 1), of the same labels.
         kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (B, L − 1). This argument, `tail`, `solver`,
-            `constraint` and `entropy` are those of [trust_region_step][troll.trust_region_step].
+            `constraint`, `pull` and `entropy` are those of [trust_region_step][troll.trust_region_step].
         attention_mask: (B, L); None for no padding.
         temperature: The sampling temperature, as in the capture.
         tail: "bucket" makes the tail one more outcome with its exact mass; "floor" follows the paper's code.
         solver: "newton", or "bracket", the paper's search.
         constraint: Which of the (B, L − 1) tokens share one multiplier; None gives each its own.
+        pull: What the step's `regression` is: "projection" or "proximal".
         entropy: Whether the step's `entropy` is computed.
         **model_inputs: More of what the model's forward takes.
 
@@ -141,7 +144,13 @@ def trust_region_step(
     )
     bound = kl_bound.expand(targets.shape)[at] if isinstance(kl_bound, Tensor) and kl_bound.dim() else kl_bound
     step = step_of_outcomes(
-        new, counted, bound, tail=tail, solver=solver, constraint=None if constraint is None else constraint[at]
+        new,
+        counted,
+        bound,
+        tail=tail,
+        solver=solver,
+        constraint=None if constraint is None else constraint[at],
+        pull=pull,
     )
     return dataclasses.replace(step, **{name: scatter(x, scored) for name, x in vars(step).items() if x is not None})
 

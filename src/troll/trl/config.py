@@ -18,6 +18,7 @@ from troll.trust_region.bounds import BOUNDS, Bound, make_bound
 from troll.trust_region.policy.sparse import TAILS, Tail
 from troll.trust_region.projecting.constraint import CONSTRAINTS, REDUCTIONS, Reduction, Scope
 from troll.trust_region.projecting.dual import SOLVERS
+from troll.trust_region.projecting.pull import PULLS, Pull
 
 Anchor = Literal["old", "rollout"]
 DppoOutcomes = Literal["binary", "top_k"]
@@ -43,7 +44,7 @@ UPDATES_PER_ROLLOUT = 8
 RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "above 0": (lambda value: value > 0, ("kl_bound", "epsilon", "epsilon_high")),
     # The largest ratio: at most 1, tokens with a positive advantage would not learn.
-    "above 1": (lambda value: value > 1, ("delta",)),
+    "above 1": (lambda value: value > 1, ("delta", "kl_penalty_cap")),
     "finite and above 0": (
         lambda value: 0 < value < math.inf,
         (
@@ -53,6 +54,8 @@ RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
             "value_clip",
             "kl_penalty_weight",
             "kl_penalty_target",
+            "kl_penalty_clip",
+            "regression_target",
             "dppo_threshold",
             "drpo_threshold",
             "gmpo_range",
@@ -123,7 +126,12 @@ class TrollConfig(GRPOConfig):
             of other surrogates are ignored. "cispo", "sapo", "vespo" and "gmpo" set `loss_type`. See
             docs/surrogates.md.
         kl_bound: ε, the largest KL divergence (nats) of a token's distribution from the old policy's.
-        regression_weight: α, the weight of KL(p̃ ‖ ⌊q⌋), which pulls the network to the projected policy.
+        pull: What pulls the network itself: "projection", KL(p̃ ‖ ⌊q⌋), to the projected policy, outside the ball only;
+            or "proximal", KL(p ‖ p̃), to the old policy, at every token. With "proximal" and an infinite `kl_bound`,
+            "troll" is "kl_penalty".
+        regression_weight: α, the weight of the pull; with `regression_target`, its initial value.
+        regression_target: The mean of the pull's divergence (nats) to which α adapts, as β does to `kl_penalty_target`.
+            Default: α is fixed.
         support_top_k: K, how many tokens of the old policy are kept per position.
         mass_threshold: δ: fewer are kept where they already cover 1 − δ of the probability mass.
         tail: How the other tokens count: "bucket" makes them one more outcome with their exact mass; "floor" gives
@@ -149,6 +157,10 @@ class TrollConfig(GRPOConfig):
         kl_penalty_target: d, the mean KL (nats) to which β adapts: after each rollout it is halved where the mean KL of
             the rollout's last update was below d/1.5, and doubled where it was above 1.5 d, at most 1024 times larger
             or smaller than `kl_penalty_weight`. An update must not take passes over two rollouts. Default: β is fixed.
+        kl_penalty_clip: ε of PPO's clip, by which "kl_penalty" also limits each token's ratio; from 1 on, it has no
+            lower end. Default: no clip.
+        kl_penalty_cap: c > 1: "kl_penalty" takes min(r, c) for the ratio r with either sign of the advantage, so that a
+            token above it has no policy gradient. Default: no cap.
         dppo_threshold: δ of the DPPO masks: a total variation for "dppo_tv", a KL (nats) for "dppo_kl". Default: the
             paper's, 0.15 and 0.05.
         dppo_outcomes: The outcomes on which DPPO measures δ: "binary", the sampled token and the rest; or "top_k",
@@ -226,9 +238,17 @@ class TrollConfig(GRPOConfig):
         default=0.05,
         metadata={"help": "Largest KL divergence (nats) of a token's distribution from the old policy's."},
     )
+    pull: Pull = field(
+        default="projection",
+        metadata={"help": "What pulls the network: the projected policy, or, at every token, the old one (proximal)."},
+    )
     regression_weight: float = field(
         default=1.0,
-        metadata={"help": "Weight of the term that pulls the network to the projected policy."},
+        metadata={"help": "Weight of the pull; with regression_target, its initial value."},
+    )
+    regression_target: float | None = field(
+        default=None,
+        metadata={"help": "Mean KL (nats) of the pull to which its weight adapts. Default: it is fixed."},
     )
     support_top_k: int = field(
         default=64,
@@ -290,6 +310,14 @@ class TrollConfig(GRPOConfig):
     kl_penalty_target: float | None = field(
         default=None,
         metadata={"help": "Mean KL (nats) to which the penalty's weight adapts, once a rollout. Default: it is fixed."},
+    )
+    kl_penalty_clip: float | None = field(
+        default=None,
+        metadata={"help": "Epsilon of a clip of the ratio in addition to the KL penalty. Default: no clip."},
+    )
+    kl_penalty_cap: float | None = field(
+        default=None,
+        metadata={"help": "Largest ratio with the KL penalty, for either sign of the advantage. Default: no cap."},
     )
     dppo_threshold: float | None = field(
         default=None,
@@ -527,6 +555,7 @@ class TrollConfig(GRPOConfig):
         choices: dict[str, Collection[str]] = {
             "surrogate": SURROGATES,
             "tail": TAILS,
+            "pull": PULLS,
             "solver": SOLVERS,
             "constraint": CONSTRAINTS,
             "constraint_reduction": REDUCTIONS,
@@ -565,19 +594,30 @@ class TrollConfig(GRPOConfig):
                 "eval_temperature=0 writes the same completion every time: set num_generations_eval=1, "
                 "or a temperature above 0"
             )
-        if self.surrogate == "kl_penalty" and self.kl_penalty_target is not None:
+        if self.penalty_target is not None:
             self._check_penalty_target()
+        limits = self.kl_penalty_clip is not None or self.kl_penalty_cap is not None
+        if self.surrogate == "kl_penalty" and limits and self.importance_sampling_level != "token":
+            raise ValueError(
+                "kl_penalty_clip and kl_penalty_cap limit the ratios of single tokens: set "
+                f"importance_sampling_level='token', got {self.importance_sampling_level!r}, or leave them out"
+            )
 
     def _check_penalty_target(self) -> None:
         """Refuses a target where no update shows how far a whole rollout has moved the policy."""
+        name = SURROGATES[self.surrogate].penalty
+        if not getattr(self, f"{name}_weight") > 0:
+            raise ValueError(
+                f"{name}_target adapts {name}_weight, which must be above 0, got {getattr(self, f'{name}_weight')}"
+            )
         if self.always_on_policy:
             raise ValueError(
-                "kl_penalty_target adapts the weight to the KL of a rollout's last update, which is 0 where every "
+                f"{name}_target adapts the weight to the KL of a rollout's last update, which is 0 where every "
                 "update is on-policy: set updates_per_rollout to 2 or more, or leave it out"
             )
         if self.updates_per_rollout is None:
             raise ValueError(
-                "kl_penalty_target adapts the weight to the KL of a rollout's last update, and here an update can take "
+                f"{name}_target adapts the weight to the KL of a rollout's last update, and here an update can take "
                 f"passes over two rollouts: gradient_accumulation_steps={self.gradient_accumulation_steps} does not "
                 f"divide the {self.rollout_steps} passes of a rollout. Set updates_per_rollout instead of "
                 "steps_per_generation, or leave the target out"
@@ -589,6 +629,13 @@ class TrollConfig(GRPOConfig):
         if not isinstance(options, dict):
             raise ValueError(f"kl_bound_schedule_kwargs must be a JSON object, got {options!r}")
         return make_bound(self.kl_bound_schedule, self.kl_bound, total_steps=total_steps, **options)
+
+    @property
+    def penalty_target(self) -> float | None:
+        """The divergence to which the weight of the surrogate's pull or KL penalty adapts; None if it is fixed."""
+        name = SURROGATES[self.surrogate].penalty
+        target: float | None = getattr(self, f"{name}_target") if name else None
+        return target
 
     @property
     def divergence_threshold(self) -> float:

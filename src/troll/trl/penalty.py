@@ -1,4 +1,4 @@
-"""The weight of a KL penalty, β: fixed, or adapted to a target after each rollout."""
+"""The weight of a divergence in the loss (α of a pull, β of a KL penalty): fixed, or adapted after each rollout."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ class PenaltyWeight:
 
     Args:
         accelerator: Adds up what the trainer's processes saw.
+        name: The beginning of the settings' names: "kl_penalty" or "regression".
         weight: β at the start.
         target: d, in nats; None keeps β.
     """
 
-    def __init__(self, accelerator: Accelerator, weight: float, target: float | None) -> None:
-        self._accelerator, self._target = accelerator, target
+    def __init__(self, accelerator: Accelerator, name: str, weight: float, target: float | None) -> None:
+        self._accelerator, self._name, self._target = accelerator, name, target
         self._limits = weight / WEIGHT_RANGE, weight * WEIGHT_RANGE
         self._warned = False
         self._kl: float | None = None
@@ -79,8 +80,8 @@ class PenaltyWeight:
         if self.value != weight and self._accelerator.is_main_process and not self._warned:
             self._warned = True
             warnings.warn(
-                f"kl_penalty_weight stays at {self.value:g}, the limit of its range, though the mean KL is "
-                f"{self._kl:.2g} and kl_penalty_target {self._target:g}: choose another target, learning_rate or "
+                f"{self._name}_weight stays at {self.value:g}, the limit of its range, though the mean KL is "
+                f"{self._kl:.2g} and {self._name}_target {self._target:g}: choose another target, learning_rate or "
                 "updates_per_rollout",
                 stacklevel=2,
             )
@@ -88,7 +89,7 @@ class PenaltyWeight:
     def metrics(self) -> dict[str, float]:
         """The mean KL that β last adapted to, if there is one since the last call."""
         kl, self._kl = self._kl, None
-        return {} if kl is None else {"kl_penalty_kl": kl}
+        return {} if kl is None else {f"{self._name}_kl": kl}
 
     def state_dict(self) -> dict[str, float]:
         """β, for a checkpoint."""

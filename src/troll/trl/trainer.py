@@ -262,7 +262,7 @@ class TrollTrainer(GRPOTrainer):
             old_log_probs=old_log_probs[at],
             advantages=advantages[at],
             kl_bound=self._token_bounds(old, advantages[at]),
-            kl_penalty_weight=self.updates.penalty_weight.value,
+            penalty_weight=self.updates.penalty_weight.value,
             constraint=self._constraint(mask, at),
             old=old,
             new=new,

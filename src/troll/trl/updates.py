@@ -20,7 +20,7 @@ from troll.trust_region.bounds import Bound
 
 #: The file of a checkpoint that holds the state of the bound's schedule or controller.
 BOUND_STATE = "kl_bound.json"
-#: The file that holds the weight of a KL penalty, β, if it adapts.
+#: The file that holds the weight of a pull or a KL penalty, if it adapts.
 PENALTY_STATE = "kl_penalty.json"
 
 
@@ -40,10 +40,11 @@ class Updates(TrainerCallback):
         self._bound: Bound | None = None
         self._used_bound = self._args.kl_bound
         self._rests = False
-        self._used_penalty_weight, self._rollouts = self._args.kl_penalty_weight, 0
-        self._penalty_adapts = self._args.surrogate == "kl_penalty" and self._args.kl_penalty_target is not None
-        #: β of a KL penalty, for the next update.
+        self._penalty = SURROGATES[self._args.surrogate].penalty
+        self._penalty_adapts = self._args.penalty_target is not None
+        #: The weight of a pull or a KL penalty, for the next update.
         self.penalty_weight = self._initial_penalty_weight()
+        self._used_penalty_weight, self._rollouts = self.penalty_weight.value, 0
         #: The checkpoint to resume from, if any, and what newer ones lack.
         self.resumed: tuple[str | None, dict[Path, str]] = None, {}
 
@@ -55,7 +56,8 @@ class Updates(TrainerCallback):
         return self._bound
 
     def _initial_penalty_weight(self) -> PenaltyWeight:
-        return PenaltyWeight(self._trainer.accelerator, self._args.kl_penalty_weight, self._args.kl_penalty_target)
+        weight = getattr(self._args, f"{self._penalty}_weight") if self._penalty else 0.0
+        return PenaltyWeight(self._trainer.accelerator, self._penalty or "", weight, self._args.penalty_target)
 
     def save(self, checkpoint: Path) -> None:
         """Writes the files of a checkpoint that `on_train_begin` reads."""
@@ -86,7 +88,7 @@ class Updates(TrainerCallback):
         if self._penalty_adapts and path.is_file():
             self.penalty_weight.load_state_dict(json.loads(path.read_text()))
         elif self._penalty_adapts:
-            warnings.warn(f"{checkpoint} has no {PENALTY_STATE}: kl_penalty_weight starts anew", stacklevel=2)
+            warnings.warn(f"{checkpoint} has no {PENALTY_STATE}: {self._penalty}_weight starts anew", stacklevel=2)
         if state.is_world_process_zero:
             say_resumed(Path(checkpoint), state.global_step, state.max_steps, passed_over)
 
@@ -124,8 +126,8 @@ class Updates(TrainerCallback):
         metrics = trainer.monitor.metrics(state.global_step) | trainer.diagnostics.metrics()
         if metrics and SURROGATES[self._args.surrogate].projects:
             metrics["trust_region/kl_bound"] = self._used_bound
-        if metrics and self._args.surrogate == "kl_penalty":
-            metrics["trust_region/kl_penalty_weight"] = self._used_penalty_weight
+        if metrics and self._penalty:
+            metrics[f"trust_region/{self._penalty}_weight"] = self._used_penalty_weight
             metrics |= {f"trust_region/{name}": value for name, value in self.penalty_weight.metrics().items()}
         if self._critic is not None:
             metrics |= {f"critic/{name}": value for name, value in self._critic.metrics().items()}

@@ -13,6 +13,7 @@ from troll.trust_region.policy.outcomes import Outcomes
 from troll.trust_region.policy.sparse import SparsePolicy, Tail, check_tail
 from troll.trust_region.policy.values import shape_text
 from troll.trust_region.projecting.constraint import Constraint
+from troll.trust_region.projecting.pull import Pull, check_pull
 from troll.trust_region.projecting.step import TrustRegionStep, step
 from troll.trust_region.reading.capture import capture
 from troll.trust_region.reading.logits import Logits
@@ -36,9 +37,10 @@ def trust_region_step(
     tail: Tail = "bucket",
     solver: str = "newton",
     constraint: Constraint | None = None,
+    pull: Pull = "projection",
     entropy: bool = False,
 ) -> TrustRegionStep:
-    """The trust region of one optimisation step: each sampled token's ratio, and the regression term.
+    """The trust region of one optimisation step: each sampled token's ratio, and the pull.
 
     Use `step.log_ratio` where a trainer would use the difference of log-probabilities, switch the clip off, and add
     `regression_weight * step.regression`; [troll_loss][troll.troll_loss] does all three.
@@ -53,25 +55,29 @@ def trust_region_step(
             device, and warns where it sees divergences that do not exist.
         solver: "newton", or "bracket", the paper's search.
         constraint: Which of the tokens (...) share one multiplier and one bound; None gives each token its own.
+        pull: What `step.regression` is: "projection", the paper's KL(p̃ ‖ ⌊q⌋), which acts outside the ball only; or
+            "proximal", KL(p ‖ p̃), which keeps the network near the old policy at every token. With a bound of infinity
+            nothing is projected, and the latter is a KL penalty.
         entropy: Whether the step's `entropy` is computed.
 
     Raises:
         ValueError: If the positions or the vocabulary do not fit, ε ≤ 0, or a name is unknown.
     """
     check_tail(tail)
+    check_pull(pull)
     source = Logits(source) if isinstance(source, Tensor) else source
     old.check_positions(source.shape)
     if tail == "floor":
         _warn_of_floor(old)
     if isinstance(source, Outcomes):
-        return step(source, old, kl_bound, tail, solver, constraint)
+        return step(source, old, kl_bound, tail, solver, constraint, pull)
     if source.vocabulary.size != old.vocab_size:
         raise ValueError(f"source must have the old policy's {old.vocab_size} tokens, got {source.vocabulary.size}")
     token_ids = old.token_ids
     if tail == "floor":
         sampled = token_ids.gather(-1, old.slot.unsqueeze(-1)).squeeze(-1)
         token_ids = support(source, token_ids, sampled, tail, old.mass_threshold)
-    return step(read(source, token_ids, entropy=entropy), old, kl_bound, tail, solver, constraint)
+    return step(read(source, token_ids, entropy=entropy), old, kl_bound, tail, solver, constraint, pull)
 
 
 def support(source: Source, old_token_ids: Tensor, sampled: Tensor, tail: Tail, mass_threshold: float) -> Tensor:
@@ -115,13 +121,15 @@ def troll_loss(
     max_length: int | None = None,
     num_tokens: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss to minimise, `−q(o)/p(o) · A + α KL(p̃ ‖ ⌊q⌋)`, aggregated over the tokens, and metrics.
+    """The loss to minimise, `−q(o)/p(o) · A + α · pull`, aggregated over the tokens, and metrics.
+
+    The pull is the step's: KL(p̃ ‖ ⌊q⌋), or KL(p ‖ p̃) at every token.
 
     Args:
         step: What [trust_region_step][troll.trust_region_step] returned for (B, T) tokens.
         advantages: A: (B,), one per sequence, or (B, T).
         mask: (B, T), true (or 1) where a token counts. Values elsewhere do not matter, NaN included.
-        regression_weight: α ≥ 0, the weight of the regression term.
+        regression_weight: α ≥ 0, the weight of the pull; with 0 there is only the projected ratio.
         ratio_level: "token"; or "sequence", the mean of log q/p over the sequence (GSPO).
         aggregation: "sequence_mean", the mean over a sequence's tokens, then over sequences (GRPO); "token_mean", over
             all tokens (DAPO); "fixed_length", the sum divided by `B · max_length` (Dr.GRPO).

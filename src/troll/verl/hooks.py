@@ -164,7 +164,7 @@ class Update(Hook):
         self._totals = Totals()
 
     def read(self, source: Source, data: TensorDict) -> dict[str, Tensor]:
-        """See the parent: the sampled tokens' log p̃ and log q/p, the regression towards q, and the entropy."""
+        """See the parent: the sampled tokens' log p̃ and log q/p, the pull, and the entropy."""
         settings, tokens = self.settings, self.tokens
         at_rollout = settings.anchor == "rollout"
         packed = reported(data, source.vocabulary.size) if at_rollout else self._captured.of(data)
@@ -180,6 +180,7 @@ class Update(Hook):
             settings.kl_bound,
             tail=settings.tail,  # type: ignore[arg-type]
             constraint=self._constraint(data["response_mask"]),
+            pull=settings.pull,  # type: ignore[arg-type]
             entropy=self.entropy,
         )
         sums = support_statistics(old, mask)

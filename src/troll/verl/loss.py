@@ -20,7 +20,7 @@ class ProjectedTokens:
 
     Attributes:
         log_ratio: log q(o)/p(o) of the sampled tokens, differentiable.
-        regression: KL(p̃ ‖ ⌊q⌋) in nats, differentiable.
+        regression: The pull, KL(p̃ ‖ ⌊q⌋) or KL(p ‖ p̃), in nats, differentiable.
     """
 
     log_ratio: Tensor
@@ -51,7 +51,7 @@ def trust_region_policy_loss(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """`−q(o)/p(o) · A · w + α KL(p̃ ‖ ⌊q⌋)`, aggregated by verl over the tokens; all tensors (B, T).
+    """`−q(o)/p(o) · A · w + α · pull`, aggregated by verl over the tokens; all tensors (B, T).
 
     verl adds its entropy bonus and its KL to the reference outside, and they act on the network p̃ as usual.
 
@@ -62,7 +62,7 @@ def trust_region_policy_loss(
         response_mask: True where a token counts.
         loss_agg_mode: verl's name of the aggregation over tokens.
         config: The actor's configuration.
-        rollout_is_weights: w, verl's rollout correction. It weights the policy term, and not the regression term.
+        rollout_is_weights: w, verl's rollout correction. It weights the policy term, and not the pull.
 
     Returns:
         The loss, a scalar, and verl's metrics of the ratio.

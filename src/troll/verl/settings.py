@@ -12,6 +12,7 @@ from typing import Any
 from troll.trust_region.objective import RATIO_LEVELS
 from troll.trust_region.policy.sparse import TAILS, check_capture
 from troll.trust_region.projecting.constraint import CONSTRAINTS
+from troll.trust_region.projecting.pull import PULLS
 from troll.verl.seam.training import FSDPActorConfig, McoreActorConfig, MegatronEngine, PolicyLossConfig
 
 ANCHORS = ("old", "rollout")
@@ -31,8 +32,11 @@ class TrollPolicyLossConfig(PolicyLossConfig):
 
     Args:
         loss_mode: verl's name of the policy loss: "troll".
-        kl_bound: ε > 0, in nats: the bound on KL(q ‖ p) of every token.
-        regression_weight: α ≥ 0, the weight of KL(p̃ ‖ ⌊q⌋).
+        kl_bound: ε > 0, in nats: the bound on KL(q ‖ p) of every token. Infinity, with which nothing is projected, goes
+            with `pull` "proximal" only.
+        pull: What pulls the network itself: "projection", KL(p̃ ‖ ⌊q⌋), outside the ball only; or "proximal", KL(p ‖ p̃),
+            at every token.
+        regression_weight: α ≥ 0, the weight of the pull.
         top_k: K, the tokens of the old policy that are kept at most.
         mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
         tail: "bucket" or "floor"; see `troll.trust_region_step`.
@@ -57,6 +61,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
 
     loss_mode: str = "troll"
     kl_bound: float = 0.05
+    pull: str = "projection"
     regression_weight: float = 1.0
     top_k: int = 64
     mass_threshold: float = 1e-5
@@ -84,14 +89,22 @@ class TrollPolicyLossConfig(PolicyLossConfig):
         for name in ("kl_bound", "regression_weight", "mass_threshold"):
             if not isinstance(value := getattr(self, name), int | float):
                 raise ValueError(f"{_ACTOR}.policy_loss.{name} must be a number, got {value!r}")
-        if not (self.kl_bound > 0 and math.isfinite(self.kl_bound)):
-            raise ValueError(f"{_ACTOR}.policy_loss.kl_bound must be above 0 and finite, got {self.kl_bound}")
+        if not (self.kl_bound > 0 and (math.isfinite(self.kl_bound) or self.pull == "proximal")):
+            raise ValueError(
+                f"{_ACTOR}.policy_loss.kl_bound must be above 0 and, unless pull=proximal, finite, got {self.kl_bound}"
+            )
         if not (self.regression_weight >= 0 and math.isfinite(self.regression_weight)):
             raise ValueError(
                 f"{_ACTOR}.policy_loss.regression_weight must be at least 0 and finite, got {self.regression_weight}"
             )
         check_capture(self.top_k, self.mass_threshold)
-        choices = {"tail": TAILS, "constraint": CONSTRAINTS, "ratio_level": RATIO_LEVELS, "anchor": ANCHORS}
+        choices = {
+            "pull": PULLS,
+            "tail": TAILS,
+            "constraint": CONSTRAINTS,
+            "ratio_level": RATIO_LEVELS,
+            "anchor": ANCHORS,
+        }
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{_ACTOR}.policy_loss.{name} must be one of {', '.join(allowed)}, got {value!r}")

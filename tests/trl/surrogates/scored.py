@@ -21,7 +21,7 @@ def scored_tokens(
     *,
     advantages: Tensor | None = None,
     kl_bound: float = 0.05,
-    kl_penalty_weight: float = 1.0,
+    penalty_weight: float = 1.0,
     top_k: int | None = None,
     tail: Tail = "bucket",
 ) -> ScoredTokens:
@@ -33,7 +33,7 @@ def scored_tokens(
         old_log_probs=old.log_prob,
         advantages=torch.ones(len(sampled)) if advantages is None else advantages,
         kl_bound=kl_bound,
-        kl_penalty_weight=kl_penalty_weight,
+        penalty_weight=penalty_weight,
         constraint=None,
         old=old,
         new=troll.log_probs_at(source, support(source, old.token_ids, sampled, tail, 0.0)),
@@ -42,7 +42,8 @@ def scored_tokens(
 
 def settings(**values: Any) -> Any:
     """What a surrogate reads of a configuration."""
-    return SimpleNamespace(**{"tail": "bucket", "solver": "newton", "regression_weight": 1.0, **values})
+    defaults = {"tail": "bucket", "solver": "newton", "pull": "projection"}
+    return SimpleNamespace(**{**defaults, "kl_penalty_clip": None, "kl_penalty_cap": None, **values})
 
 
 def pair(tokens: int = 6, vocab: int = 9, distance: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ ADVANTAGES = torch.tensor([1.5, -0.5, 0.0, 2.0, -0.7, 1.0], dtype=torch.float64)
 def test_a_kl_penalty_is_the_divergence_and_its_gradient(direction):
     """In the logits of p̃: β (p̃ − p) for KL(p ‖ p̃), and β p̃ (log p̃/p − KL) for KL(p̃ ‖ p)."""
     new, old, sampled = pair()
-    tokens = scored_tokens(new, old, sampled, kl_penalty_weight=3.0)
+    tokens = scored_tokens(new, old, sampled, penalty_weight=3.0)
     terms = kl_penalty(tokens, settings(kl_penalty_direction=direction))
     log_p, log_new = old.log_softmax(-1), new.detach().log_softmax(-1)
     p, p_new, s = log_p.exp(), log_new.exp(), log_new - log_p
@@ -82,10 +84,61 @@ def test_a_kl_penalty_of_equal_and_of_excluded_outcomes(direction):
     assert gradient[1, 1] == 0
 
 
+@pytest.mark.parametrize("top_k", [4, 9])
+@pytest.mark.parametrize("weight", [0.0, 3.0])
+def test_troll_with_a_proximal_pull_and_no_bound_is_a_kl_penalty(weight, top_k):
+    """The loss and its gradient, of likely and of unlikely tokens; with weight 0 both are the raw ratio."""
+    new, old, sampled = pair(distance=2.0)
+    tokens = scored_tokens(new, old, sampled, kl_bound=math.inf, penalty_weight=weight, top_k=top_k)
+    ours = troll(tokens, settings(pull="proximal"))
+    theirs = kl_penalty(tokens, settings(kl_penalty_direction="old_new"))
+    assert ours.step is not None and not ours.step.projected.any()
+    assert ours.penalty is not None and theirs.penalty is not None and theirs.log_ratio is None
+    assert torch.equal(ours.penalty, theirs.penalty)
+    found = []
+    for log_ratio, penalty in ((ours.log_ratio, ours.penalty), (tokens.log_ratio, theirs.penalty)):
+        assert log_ratio is not None
+        loss = (-log_ratio.exp() * ADVANTAGES + penalty).sum()
+        found.append((loss, *torch.autograd.grad(loss, new, retain_graph=True)))
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-14)
+
+
+RATIOS = torch.tensor([0.05, 0.5, 0.9, 1.1, 1.9, 2.1, 6.0] * 2, dtype=torch.float64)
+SIGNS = torch.tensor([2.0] * 7 + [-2.0] * 7, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("clip", [None, 0.2, 1.0])
+@pytest.mark.parametrize("cap", [None, 2.0, 5.0])
+def test_a_kl_penalty_with_a_clip_and_a_cap(clip, cap):
+    """−min(A r, A clip(r)), of a ratio that is min(r, cap) for either sign; without gradient where one holds it."""
+    p = torch.full_like(RATIOS, 0.1)
+    old, new = (torch.stack([x, 1 - x], -1).log() for x in (p, p * RATIOS))
+    tokens = scored_tokens(new.requires_grad_(), old, torch.zeros(14, dtype=torch.long), advantages=SIGNS)
+    args = settings(kl_penalty_direction="old_new", kl_penalty_clip=clip, kl_penalty_cap=cap)
+    terms, plain = kl_penalty(tokens, args), kl_penalty(tokens, settings(kl_penalty_direction="old_new"))
+    assert terms.penalty is not None and plain.penalty is not None and torch.equal(terms.penalty, plain.penalty)
+    assert terms.keep is None
+    if clip is None and cap is None:
+        assert terms.log_ratio is None
+        return
+    assert terms.log_ratio is not None
+    capped = RATIOS if cap is None else RATIOS.clamp(max=cap)
+    loss = -SIGNS * capped
+    if clip is not None:
+        loss = -torch.minimum(SIGNS * capped, SIGNS * capped.clamp(1 - clip, 1 + clip))
+    actual = -SIGNS * terms.log_ratio.exp()
+    torch.testing.assert_close(actual, loss, rtol=1e-12, atol=1e-14)
+    (gradient,) = torch.autograd.grad(actual.sum(), tokens.new_log_probs)
+    free = torch.isclose(loss, -SIGNS * RATIOS, rtol=1e-9)
+    assert free.any() and not free.all()
+    torch.testing.assert_close(gradient, torch.where(free, -SIGNS * RATIOS, 0.0), rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("weight", [0.0, 1.0, 10.0])
 def test_the_regression_is_trolls_pull_with_the_raw_ratio(weight):
     new, old, sampled = pair()
-    tokens, args = scored_tokens(new, old, sampled), settings(regression_weight=weight)
+    tokens, args = scored_tokens(new, old, sampled, penalty_weight=weight), settings()
     ours, theirs = regression(tokens, args), troll(tokens, args)
     assert ours.log_ratio is None and ours.keep is None
     assert ours.penalty is not None and theirs.penalty is not None and ours.step is not None

@@ -15,6 +15,7 @@ from tests.trust_region.cases import bounds, pairs, tensor
 from troll.trust_region.policy.outcomes import Outcomes
 from troll.trust_region.policy.sparse import SparsePolicy, Tail
 from troll.trust_region.projecting import step_triton
+from troll.trust_region.projecting.pull import Pull
 from troll.trust_region.projecting.step import TrustRegionStep, step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,13 +111,18 @@ def triton_step(*arguments: Any) -> TrustRegionStep:
 
 
 def run(
-    case: Case, tail: Tail, weights: dict[str, Tensor] | None = None, *, by_triton: bool = False
+    case: Case,
+    tail: Tail,
+    weights: dict[str, Tensor] | None = None,
+    *,
+    pull: Pull = "projection",
+    by_triton: bool = False,
 ) -> tuple[TrustRegionStep, list[Tensor]]:
     """The step, and the gradient of its weighted outputs, as far as there are any: of logits, tail and its entropy."""
     leaves = [x.detach().clone().requires_grad_() for x in case[:3]]
     _, old = case.policies()
     new = Outcomes(case.ids, leaves[0], leaves[1], case.vocab_size, leaves[2])
-    made = triton_step(new, old, case.bound, tail) if by_triton else step(new, old, case.bound, tail)
+    made = triton_step(new, old, case.bound, tail, pull) if by_triton else step(new, old, case.bound, tail, pull=pull)
     weights = {name: torch.ones_like(case.tail_logit) for name in DIFFERENTIABLE} if weights is None else weights
     # In torch, a regression of tokens none of which is projected is a constant.
     outputs = {name: getattr(made, name) for name in weights if getattr(made, name).requires_grad}
@@ -132,12 +138,14 @@ def numbers(made: TrustRegionStep, grads: list[Tensor]) -> dict[str, Tensor]:
     return values | dict(zip(("logits", "tail_logit", "tail_entropy"), grads, strict=True))
 
 
-def assert_agrees(case: Case, tail: Tail, weights: dict[str, Tensor] | None = None) -> TrustRegionStep:
+def assert_agrees(
+    case: Case, tail: Tail, weights: dict[str, Tensor] | None = None, pull: Pull = "projection"
+) -> TrustRegionStep:
     """With float64, up to three times what that makes of numbers that are as far off as float32 may take them."""
-    made, grads = run(case, tail, weights, by_triton=True)
+    made, grads = run(case, tail, weights, pull=pull, by_triton=True)
     actual = numbers(made, grads)
-    expected = numbers(*run(case.to(torch.float64), tail, weights))
-    others = [numbers(*run(case.to(torch.float64).moved(seed), tail, weights)) for seed in range(6)]
+    expected = numbers(*run(case.to(torch.float64), tail, weights, pull=pull))
+    others = [numbers(*run(case.to(torch.float64).moved(seed), tail, weights, pull=pull)) for seed in range(6)]
     for name, want in expected.items():
         got = actual[name]
         assert got.shape == want.shape, name

@@ -47,6 +47,23 @@ def test_agrees_with_torch(family, size, tail):
 
 
 @pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_proximal_pull_agrees_with_torch(family, tail):
+    """Inside the ball and outside; the other outputs and their gradients do not depend on the pull."""
+    case = case_of(family, 12, 7, tail, seed=3)
+    assert_agrees(case, tail, pull="proximal")
+    assert_agrees(case, tail, {"regression": torch.linspace(-1, 1, 12, device=DEVICE)}, pull="proximal")
+    made, (gradient, *_) = run(case, tail, {"log_ratio": torch.ones(12)}, pull="proximal", by_triton=True)
+    plain, (expected, *_) = run(case, tail, {"log_ratio": torch.ones(12)}, by_triton=True)
+    assert torch.equal(gradient, expected)
+    assert all(
+        torch.equal(getattr(made, name), getattr(plain, name))
+        for name in FIELDS
+        if name not in ("regression", "entropy")
+    )
+
+
+@pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_gradient_of_one_output(name, tail):
     """Nothing arrives at the others."""

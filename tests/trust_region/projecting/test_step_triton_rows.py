@@ -21,10 +21,12 @@ from tests.trust_region.projecting.steps import (
 )
 from troll.trust_region.policy.sparse import TAILS
 from troll.trust_region.projecting import step_triton
+from troll.trust_region.projecting.pull import PULLS
 
 FLOATS = [name for name in FIELDS if name != "projected"]
 
 
+@pytest.mark.parametrize("pull", PULLS)
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize(
     ("where", "value"),
@@ -39,7 +41,7 @@ FLOATS = [name for name in FIELDS if name != "projected"]
         ("bound", -1.0),
     ],
 )
-def test_rows_that_are_no_distribution(where, value, tail, monkeypatch):
+def test_rows_that_are_no_distribution(where, value, tail, pull, monkeypatch):
     """NaN in every number, no gradient whatever arrives, and nothing of it in other rows."""
     case = case_of("peaked", 6, 5, tail)
     broken = case._replace(**{where: getattr(case, where).clone()})
@@ -49,11 +51,11 @@ def test_rows_that_are_no_distribution(where, value, tail, monkeypatch):
     weights["log_ratio"][1] = weights["entropy"][1] = math.nan
     # A bound on a GPU is not looked at before, one on a CPU is.
     monkeypatch.setattr(step_triton, "broadcast_bound", lambda bound, shape, like: bound)
-    made, grads = run(broken, tail, weights, by_triton=True)
+    made, grads = run(broken, tail, weights, pull=pull, by_triton=True)
     assert all(getattr(made, name)[1].isnan() for name in FLOATS) and not made.projected[1]
     assert not any(g[1].any() for g in grads)
     weights = {name: x[2:] for name, x in weights.items()}
-    alone = numbers(*run(case.each(lambda x: x[2:]), tail, weights, by_triton=True))
+    alone = numbers(*run(case.each(lambda x: x[2:]), tail, weights, pull=pull, by_triton=True))
     assert all(torch.equal(x[2:], alone[name]) for name, x in numbers(made, grads).items())
     assert all(x.isfinite().all() for x in alone.values())
 

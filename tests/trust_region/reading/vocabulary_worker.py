@@ -68,6 +68,7 @@ class Case:
     kernels: str = "torch"
     rows: int = 12
     seed: int = 0
+    pull: str = "projection"
 
     def logits(self) -> tuple[Tensor, Tensor]:
         """(old, new), (rows, V) in float64."""
@@ -179,6 +180,9 @@ CASES = [
     Case("empty slices", 60, 60, 0.0),  # dense
     Case("ties", 256, 200, 0.0),  # more than a slice holds
     Case("peaked", 256, 200, 0.0, from_hidden=True),
+    Case("peaked", 256, 8, pull="proximal"),
+    Case("flat", 256, 8, 1e-2, "floor", pull="proximal"),
+    Case("flat", 256, 8, from_hidden=True, pull="proximal"),
     Case("peaked", 256, 8, dtype=torch.bfloat16),
     Case("peaked", 256, 8, dtype=torch.bfloat16, from_hidden=True),
     Case("peaked", 256, 8, rows=0),
@@ -259,7 +263,8 @@ def _result(
 def _step(source: Source, old: SparsePolicy, case: Case, entropy: bool = False) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what "floor" is for, in some cases
-        return troll.trust_region_step(source, old, case.kl_bound, tail=case.tail, entropy=entropy)  # type: ignore[arg-type]
+        options: Any = {"tail": case.tail, "pull": case.pull, "entropy": entropy}
+        return troll.trust_region_step(source, old, case.kl_bound, **options)
 
 
 @contextmanager

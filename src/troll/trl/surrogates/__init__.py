@@ -17,7 +17,9 @@ _TROLL_SETTINGS = (
     "kl_bound_schedule_kwargs",
     "kl_bound_entropy_exponent",
     "kl_bound_negative_ratio",
+    "pull",
     "regression_weight",
+    "regression_target",
     "tail",
     "solver",
     "support_top_k",
@@ -28,13 +30,27 @@ _TROLL_SETTINGS = (
 _DPPO_SETTINGS = ("dppo_threshold", "dppo_outcomes", *_OUTCOMES)
 
 SURROGATES: dict[str, Surrogate] = {
-    "troll": Surrogate(settings=_TROLL_SETTINGS, terms=troll, projects=True, reads_policies=lambda args: True),
+    "troll": Surrogate(
+        settings=_TROLL_SETTINGS, terms=troll, penalty="regression", projects=True, reads_policies=lambda args: True
+    ),
     "regression": Surrogate(
-        settings=_TROLL_SETTINGS, terms=regression, projects=True, reads_policies=lambda args: True
+        settings=_TROLL_SETTINGS,
+        terms=regression,
+        penalty="regression",
+        projects=True,
+        reads_policies=lambda args: True,
     ),
     "kl_penalty": Surrogate(
-        settings=("kl_penalty_weight", "kl_penalty_direction", "kl_penalty_target", *_OUTCOMES),
+        settings=(
+            "kl_penalty_weight",
+            "kl_penalty_direction",
+            "kl_penalty_target",
+            "kl_penalty_clip",
+            "kl_penalty_cap",
+            *_OUTCOMES,
+        ),
         terms=kl_penalty,
+        penalty="kl_penalty",
         reads_policies=lambda args: True,
     ),
     "clip": Surrogate(settings=("epsilon", "epsilon_high", "delta"), clips=True),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from troll.trl.surrogates.terms import ScoredTokens, Terms
 from troll.trust_region.objective import trust_region_step
 from troll.trust_region.policy.values import divergence, floored
+from troll.trust_region.projecting.pull import to_old
 from troll.trust_region.projecting.step import common_outcomes
 
 if TYPE_CHECKING:  # the configuration imports the surrogates
@@ -17,30 +20,65 @@ if TYPE_CHECKING:  # the configuration imports the surrogates
 
 
 def troll(tokens: ScoredTokens, args: TrollConfig) -> Terms:
-    """TROLL (arXiv 2510.03817): the projected policy's ratio q(o)/p(o), and the penalty α KL(p̃ ‖ ⌊q⌋)."""
+    """TROLL (arXiv 2510.03817): the projected policy's ratio q(o)/p(o), and the pull α KL(p̃ ‖ ⌊q⌋) or α KL(p ‖ p̃)."""
     assert tokens.old is not None and tokens.new is not None
     step = trust_region_step(
-        tokens.new, tokens.old, tokens.kl_bound, tail=args.tail, solver=args.solver, constraint=tokens.constraint
+        tokens.new,
+        tokens.old,
+        tokens.kl_bound,
+        tail=args.tail,
+        solver=args.solver,
+        constraint=tokens.constraint,
+        pull=args.pull,
     )
-    return Terms(log_ratio=step.log_ratio, penalty=args.regression_weight * step.regression, step=step)
+    return Terms(
+        log_ratio=step.log_ratio,
+        penalty=tokens.penalty_weight * step.regression,
+        penalised_kl=step.regression.detach(),
+        step=step,
+    )
 
 
 def regression(tokens: ScoredTokens, args: TrollConfig) -> Terms:
-    """TROLL's regression term only: the raw ratio p̃(o)/p(o), and the penalty α KL(p̃ ‖ ⌊q⌋)."""
-    terms = troll(tokens, args)
-    return Terms(penalty=terms.penalty, step=terms.step)
+    """TROLL's pull only, with the raw ratio p̃(o)/p(o)."""
+    return dataclasses.replace(troll(tokens, args), log_ratio=None)
 
 
 def kl_penalty(tokens: ScoredTokens, args: TrollConfig) -> Terms:
     """The raw ratio, and the penalty β KL(p ‖ p̃) or β KL(p̃ ‖ p) (arXiv 1707.06347, eq. 8).
 
-    The divergence is over the outcomes that TROLL projects: the old policy's support and its tail, floored.
+    The divergence is over the outcomes that TROLL projects: the old policy's support and its tail, floored. A clip and
+    a cap of the ratio are options.
     """
     assert tokens.old is not None and tokens.new is not None
     new, old, present = common_outcomes(tokens.new, tokens.old, args.tail)
-    difference = torch.where(present, new - old, 0.0)
-    kl = divergence(-difference, new) if args.kl_penalty_direction == "old_new" else divergence(difference, old)
-    return Terms(penalty=tokens.kl_penalty_weight * kl, penalised_kl=kl.detach())
+    if args.kl_penalty_direction == "old_new":
+        kl = to_old(new, old, present)
+    else:
+        kl = divergence(torch.where(present, new - old, 0.0), old)
+    limited = args.kl_penalty_clip is not None or args.kl_penalty_cap is not None
+    return Terms(
+        log_ratio=limited_log_ratio(tokens, args.kl_penalty_clip, args.kl_penalty_cap) if limited else None,
+        penalty=tokens.penalty_weight * kl,
+        penalised_kl=kl.detach(),
+    )
+
+
+def limited_log_ratio(tokens: ScoredTokens, clip: float | None, cap: float | None) -> Tensor:
+    """The raw log ratio within PPO's clip and below a cap, (N,), without gradient where either holds it.
+
+    Args:
+        tokens: The tokens, (N,).
+        clip: ε: `−A r` becomes `−min(A r, A clip(r, 1 − ε, 1 + ε))`; from 1 on, there is no lower end. None clips
+            nothing.
+        cap: c: r becomes `min(r, c)`, with either sign of the advantage. None caps nothing.
+    """
+    log_ratio = tokens.log_ratio
+    if clip is not None:
+        low = math.log1p(-clip) if clip < 1 else -math.inf
+        clipped = log_ratio.clamp(max=math.log1p(clip)), log_ratio.clamp(min=low)
+        log_ratio = torch.where(tokens.advantages > 0, *clipped)
+    return log_ratio if cap is None else log_ratio.clamp(max=math.log(cap))
 
 
 def drpo(tokens: ScoredTokens, args: TrollConfig) -> Terms:

@@ -26,7 +26,7 @@ class ScoredTokens:
         old_log_probs: log p(o) of the sampled tokens, raw.
         advantages: The tokens' advantages.
         kl_bound: ε in nats, a float or (N,).
-        kl_penalty_weight: β for this update.
+        penalty_weight: The weight of the surrogate's divergence for this update: α of a pull, β of a KL penalty.
         constraint: Which tokens share a multiplier; None if each has its own.
         old: The old policy; None where the surrogate does not read policies.
         new: The new policy on the outcomes that the step needs, differentiable; None where `old` is.
@@ -36,7 +36,7 @@ class ScoredTokens:
     old_log_probs: Tensor
     advantages: Tensor
     kl_bound: float | Tensor
-    kl_penalty_weight: float
+    penalty_weight: float
     constraint: Constraint | None
     old: SparsePolicy | None
     new: Outcomes | None
@@ -55,7 +55,8 @@ class Terms:
         log_ratio: Replaces log p̃(o)/p(o) in the ratio; differentiable.
         keep: Bool, true for the tokens whose policy term counts.
         penalty: Added to the loss of each token, with the policy term's normalisation; differentiable.
-        penalised_kl: The KL divergence that β weights, in nats, without gradient; an adaptive β follows it.
+        penalised_kl: The KL divergence that the penalty weights, in nats, without gradient; an adaptive weight follows
+            it.
         step: What the trust region did, for the log.
     """
 
@@ -74,6 +75,7 @@ class Surrogate:
         settings: The fields of `TrollConfig` that this surrogate reads and some others do not.
         terms: The surrogate itself; None leaves TRL's loss as it is.
         sets: Fields of TRL's `GRPOConfig`, and the values that they must have with this surrogate.
+        penalty: The beginning of the settings `*_weight` and `*_target` of its divergence; None if it weights none.
         clips: Whether TRL's clip stays on.
         projects: Whether there is a projection within ε, to be measured and logged.
         reads_policies: Whether it needs distributions in addition to the sampled tokens' log-probabilities.
@@ -82,6 +84,7 @@ class Surrogate:
     settings: tuple[str, ...] = ()
     terms: Callable[[ScoredTokens, TrollConfig], Terms] | None = None
     sets: Mapping[str, str] = field(default_factory=dict)
+    penalty: str | None = None
     clips: bool = False
     projects: bool = False
     reads_policies: Callable[[TrollConfig], bool] = lambda args: False

@@ -14,9 +14,10 @@ from torch import Tensor
 from troll.trust_region.kernels import use_triton
 from troll.trust_region.policy.outcomes import Outcomes, present_outcomes
 from troll.trust_region.policy.sparse import SparsePolicy, Tail
-from troll.trust_region.policy.values import LOG_FLOOR, as_float, divergence, floored, log_count
+from troll.trust_region.policy.values import LOG_FLOOR, as_float, floored, log_count
 from troll.trust_region.projecting.constraint import Constraint
 from troll.trust_region.projecting.projection import Ball
+from troll.trust_region.projecting.pull import Pull, to_old, to_projection
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +26,7 @@ class TrustRegionStep:
 
     Attributes:
         log_ratio: log q(o)/p(o) of the sampled token, differentiable; log p̃(o)/p(o) where not projected.
-        regression: KL(p̃ ‖ ⌊q⌋), differentiable; 0 where not projected.
+        regression: The pull, differentiable: KL(p̃ ‖ ⌊q⌋), 0 where not projected; or, if it is proximal, KL(p ‖ p̃).
         log_probs: log p̃(o) of the sampled token, by the network itself, differentiable.
         kl_before: KL(p̃ ‖ p). Where the logits are no distribution it is NaN, like all others except `projected`.
         kl_after: KL(q ‖ p): ε where projected, to the solver's precision. Where tokens share a constraint, the
@@ -52,6 +53,7 @@ def step(
     tail: Tail = "bucket",
     solver: str = "newton",
     constraint: Constraint | None = None,
+    pull: Pull = "projection",
 ) -> TrustRegionStep:
     """The trust region of every token.
 
@@ -67,6 +69,7 @@ def step(
         tail: "bucket" or "floor".
         solver: A key of `SOLVERS`.
         constraint: Which of the tokens (...) share a multiplier; None gives each its own.
+        pull: "projection" or "proximal".
 
     Raises:
         ValueError: On policies that do not fit each other, ε ≤ 0, a bound that does not broadcast, an unknown solver,
@@ -77,7 +80,7 @@ def step(
     if constraint is None and solver == "newton" and use_triton(new.logits, new.logits.shape[-1] + 1):
         from troll.trust_region.projecting import step_triton
 
-        return TrustRegionStep(*step_triton.step(new, old, kl_bound, tail))  # type: ignore[arg-type]
+        return TrustRegionStep(*step_triton.step(new, old, kl_bound, tail, pull))  # type: ignore[arg-type]
 
     raw = as_float(new.outcomes)
     log_new, log_old, present = common_outcomes(new, old, tail)
@@ -88,14 +91,11 @@ def step(
     sampled_s = torch.where(log_p == -torch.inf, 0.0, log_p_new - log_p)
 
     ball = Ball.of(log_new, log_old, sampled_s, present, kl_bound, solver, constraint)
-    # 0 where nothing is projected, and still differentiable: nothing of the ratio remains, NaN and inf included.
-    regression, shape = torch.where(torch.ones_like(ball.broken), 0.0, ball.log_ratio), new.shape
-    regression = regression.masked_fill(ball.broken, torch.nan)
-    if ball.log_q is not None:
-        log_q, flat = ball.log_q.detach(), present.reshape(-1, present.shape[-1])[ball.rows]
-        log_new = log_new.reshape(-1, log_new.shape[-1])[ball.rows]
-        difference = torch.where(flat, log_new - log_q, 0.0)
-        regression = regression.index_copy(0, ball.rows, divergence(difference, log_q.masked_fill(~flat, -torch.inf)))
+    if pull == "proximal":
+        regression = to_old(log_new, log_old, present).reshape(-1)
+    else:
+        regression = to_projection(ball, *(x.reshape(-1, x.shape[-1]) for x in (log_new, present)))
+    regression, shape = regression.masked_fill(ball.broken, torch.nan), new.shape
     broken, entropy = ball.broken.view(shape), new.entropy
     return TrustRegionStep(
         log_ratio=ball.log_ratio.view(shape),

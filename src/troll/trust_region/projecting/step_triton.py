@@ -25,12 +25,17 @@ from troll.trust_region.policy.sparse import SparsePolicy, Tail
 from troll.trust_region.policy.values_triton import launch, log_sum_exp, nan_unless_finite
 from troll.trust_region.projecting.dual_triton import divergence_terms, newton, tilt
 from troll.trust_region.projecting.projection import broadcast_bound
+from troll.trust_region.projecting.pull import Pull
 
 LOG_FLOOR = tl.constexpr(values.LOG_FLOOR)
 
 
 def step(
-    new: Outcomes, old: SparsePolicy, kl_bound: float | Tensor, tail: Tail = "bucket"
+    new: Outcomes,
+    old: SparsePolicy,
+    kl_bound: float | Tensor,
+    tail: Tail = "bucket",
+    pull: Pull = "projection",
 ) -> tuple[Tensor | None, ...]:
     """As `step.step` by Newton's method, in float32.
 
@@ -39,6 +44,7 @@ def step(
         old: p, (...), on the same slots.
         kl_bound: ε > 0 in nats. Where a tensor is NaN or not above 0, the token's numbers are NaN.
         tail: "bucket" or "floor".
+        pull: "projection" or "proximal".
 
     Returns:
         The fields of `step.TrustRegionStep`, in their order.
@@ -57,7 +63,7 @@ def step(
     )
     wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in rows[:3])
     floor_of = new.vocab_size if tail == "floor" else None
-    outputs = _Step.apply(*rows, bound, floor_of, wants_gradient)
+    outputs = _Step.apply(*rows, bound, floor_of, pull == "proximal", wants_gradient)
     return tuple(None if x is None else x.view(shape) for x in outputs)
 
 
@@ -76,6 +82,7 @@ class _Step(torch.autograd.Function):
         slot: Tensor,
         bound: Tensor,
         floor_of: int | None,
+        proximal: bool,
         wants_gradient: bool,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
@@ -93,11 +100,12 @@ class _Step(torch.autograd.Function):
                     *(bound, bound.stride(0)),
                     *step,
                     *(entropy, tau, center),
+                    PROXIMAL=proximal,
                     **launch(k + 1),
                 )
         if wants_gradient:
             ctx.save_for_backward(*policies, step[-1], tau, center)  # type: ignore[arg-type]
-            ctx.floor_of = floor_of  # type: ignore[attr-defined]
+            ctx.floor_of, ctx.proximal = floor_of, proximal  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(*step[3:])
         return *step, entropy
 
@@ -120,9 +128,10 @@ class _Step(torch.autograd.Function):
                     # Gradients of sums come expanded.
                     *(0 if x is None else x.stride(0) for x in upstream),
                     *(grad_logits, grad_tail, grad_entropy),
+                    PROXIMAL=ctx.proximal,
                     **launch(k + 1),
                 )
-        return grad_logits, grad_tail, grad_entropy, *(None,) * 7
+        return grad_logits, grad_tail, grad_entropy, *(None,) * 8
 
 
 @triton.jit
@@ -148,6 +157,7 @@ def _step_kernel(
     entropy,
     tau,
     center,
+    PROXIMAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The trust region of one token: docs/method.md has the formulas, `dual` the numerics."""
@@ -157,11 +167,12 @@ def _step_kernel(
         logits, tail_logit, ids, old_log_probs, old_tail, floor_of, row, k, BLOCK
     )
     p = tl.where(present, tl.exp(log_old), 0.0)
+    p_new = tl.where(present, tl.exp(log_new), 0.0)
     s = tl.where(present, log_new - log_old, 0.0)
     sampled_s = s_of_sampled(raw, before, s, sampled, floor_of)
 
     limit = tl.load(bound + row * bound_stride)
-    kl = tl.sum(divergence_terms(p, tl.where(present, tl.exp(log_new), 0.0), s))
+    kl = tl.sum(divergence_terms(p, p_new, s))
     kl = tl.where(kl < 0, 0.0, kl)  # keeps NaN
     outside = kl > limit
     # Added to everything, and NaN where there is nothing to say.
@@ -175,9 +186,12 @@ def _step_kernel(
         _, q, log_total, kl_of_q, mean, _ = tilt(p, s, root, around)
         ratio = root * (sampled_s - around) - log_total
         eta = (1 - root) / root
-        # p̃ ∝ q e^{(1 − τ)(s − μ)}, so that its divergence from q is one more tilt: log p̃ − log q would cancel where q
-        # is close to p̃.
-        _, _, _, pull, _, _ = tilt(q, s - around - mean, 1 - root, 0.0)
+        if not PROXIMAL:
+            # p̃ ∝ q e^{(1 − τ)(s − μ)}, so that its divergence from q is one more tilt: log p̃ − log q would cancel where
+            # q is close to p̃.
+            _, _, _, pull, _, _ = tilt(q, s - around - mean, 1 - root, 0.0)
+    if PROXIMAL:
+        pull = tl.sum(divergence_terms(p_new, p, -s))
 
     tl.store(log_ratio + row, ratio + unless_broken)
     tl.store(regression + row, pull + unless_broken)
@@ -219,6 +233,7 @@ def _step_gradient_kernel(
     logits_grad,  # (N, k)
     tail_grad,  # (N,)
     tail_entropy_grad,  # (N,) or None
+    PROXIMAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One token's gradient: first with respect to raw log-probabilities, then to logits."""
@@ -250,10 +265,13 @@ def _step_gradient_kernel(
         # With σ² = 0, nothing moves on the surface of the ball.
         along = tl.where(tl.abs(along) < float("inf"), along, 0.0)
         from_tilt = -q * (1 + along * deviation)
-        x, _, _, divergence, _, _ = tilt(q, deviation, 1 - root, 0.0)
-        pulled = tl.where(free, new * (x - divergence), 0.0)
+        if not PROXIMAL:
+            x, _, _, divergence, _, _ = tilt(q, deviation, 1 - root, 0.0)
+            pulled = tl.where(free, new * (x - divergence), 0.0)
     elif floor_of is not None:
         from_tilt = -new
+    if PROXIMAL:
+        pulled = tl.where(free, tl.where(whole, new - tl.exp(log_old), 0.0), 0.0)
     if floor_of is None:
         # From s_o, and from the sum of the floored probabilities, which normalises all of them.
         through_ratio = tl.where(sampled & (before > float("-inf")), root, 0.0)
