@@ -26,6 +26,7 @@ import troll
 from benchmarks import measure
 from troll import recipes
 from troll.tasks import TaskConfig, load_task
+from troll.trust_region.diagnostics import outside_support
 
 TEMPERATURES = (1.0, 0.7, 0.3)
 TOP_KS = (16, 32, 64, 128, 256, 512, 1024)
@@ -36,8 +37,8 @@ SUPPORTS = [
     *((TOP_KS[-1], delta) for delta in MASS_THRESHOLDS[1:]),
 ]
 KL_BOUNDS = (0.05, 0.005)
-#: How many outcomes the tail beyond 64 tokens could be: equal shares of its old mass, likelier tokens first.
-TAIL_BUCKETS = (1, 4, 16, 64)
+#: How many outcomes the tail beyond so many tokens could be: equal shares of its old mass, likelier tokens first.
+TAIL_BEYOND, TAIL_BUCKETS = 64, (1, 4, 16, 64)
 
 #: As in the recipe smollm2-sums.
 UPDATES, LEARNING_RATE = 8, 1e-5
@@ -78,15 +79,25 @@ class Rollout:
         return Rollout(self.ids[rows], self.attention[rows], self.labels[rows])
 
 
+def texts() -> list[str]:
+    """The kinds of text of which there are prompts here; says which are skipped, and why."""
+    missing = [] if GSM8K.is_file() else ["GSM8K"]
+    for text in missing:
+        Console().print(f"skipped: {text} ({GSM8K} is missing)")
+    return [text for text in ROLLOUT if text not in missing]
+
+
+def size(text: str) -> tuple[int, int]:
+    """The sequences of a rollout of a kind of text, and the most tokens of each."""
+    return (8, 4) if measure.small else ROLLOUT[text]
+
+
 def conversations(text: str, count: int) -> list[list[dict[str, str]]]:
     """What the model is asked.
 
     Args:
         text: A kind of text, of `ROLLOUT`. Sums are asked as the recipe smollm2-sums asks them.
         count: How many; each of the open prompts is asked several times.
-
-    Raises:
-        FileNotFoundError: If there are no questions of GSM8K here.
     """
     if text == "sums":
         recipe, _ = recipes.read("smollm2-sums")
@@ -101,18 +112,19 @@ def conversations(text: str, count: int) -> list[list[dict[str, str]]]:
 
 
 @torch.no_grad()
-def sample(model: Any, tokenizer: PreTrainedTokenizerBase, text: str, temperature: float) -> Rollout:
-    """Samples a rollout from the whole vocabulary."""
-    count, length = ROLLOUT[text] if not measure.small else (8, 4)
+def sample(
+    model: Any, tokenizer: PreTrainedTokenizerBase, text: str, temperature: float, count: int, length: int
+) -> Rollout:
+    """Samples a rollout of so many sequences, of at most so many tokens, from the whole vocabulary."""
     encoded: Any = tokenizer.apply_chat_template(
         conversations(text, count), add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
+    encoded.to(model.device)
     start = encoded["input_ids"].shape[1]
     ids = model.generate(**encoded, do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=length)
     ended = (ids[:, start:] == tokenizer.eos_token_id).cumsum(-1)
-    sampled = torch.cat([torch.zeros(len(ids), 1), (ended == 0)[:, :-1]], -1).bool()
-    sampled[:, 0] = True
-    labels = torch.cat([torch.full((len(ids), start), -100), ids[:, start:].where(sampled, -100)], -1)
+    sampled = torch.cat([torch.ones_like(ended[:, :1]), (ended == 0)[:, :-1]], -1).bool()
+    labels = torch.cat([torch.full_like(ids[:, :start], -100), ids[:, start:].where(sampled, -100)], -1)
     attention = torch.cat([encoded["attention_mask"], sampled.long()], -1)
     return Rollout(ids, attention, labels)
 
@@ -122,7 +134,7 @@ def train(model: Any, rollout: Rollout, temperature: float) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0)
     inputs = {"attention_mask": rollout.attention, "temperature": temperature}
     old = troll.huggingface.capture(model, rollout.ids, rollout.labels, **inputs)
-    advantages = torch.randint(2, (len(rollout.ids),)) * 2.0 - 1
+    advantages = (torch.randint(2, (len(rollout.ids),)) * 2.0 - 1).to(rollout.ids.device)
     for rows in torch.arange(len(rollout.ids)).chunk(UPDATES):
         part = rollout.part(rows)
         step = troll.huggingface.trust_region_step(
@@ -157,11 +169,11 @@ def compare(new: Tensor, old: Tensor, token_ids: Tensor) -> tuple[list[dict[str,
     """
     every = troll.capture(old, token_ids, top_k=old.shape[-1], mass_threshold=0)
     dense = {bound: troll.trust_region_step(new, every, kl_bound=bound) for bound in KL_BOUNDS}
-    rows = []
+    whole_kl = dense[KL_BOUNDS[0]].kl_before
+    rows, of_tails = [], []
     for top_k, delta in SUPPORTS:
         policy = troll.capture(old, token_ids, top_k=top_k, mass_threshold=delta)
         steps = {bound: troll.trust_region_step(new, policy, kl_bound=bound) for bound in KL_BOUNDS}
-        whole_kl = dense[KL_BOUNDS[0]].kl_before
         row: dict[str, Any] = {
             "top_k": top_k,
             "mass_threshold": delta,
@@ -177,14 +189,13 @@ def compare(new: Tensor, old: Tensor, token_ids: Tensor) -> tuple[list[dict[str,
                 f"ratio_error_{bound}": torch.expm1(steps[bound].log_ratio - whole.log_ratio).abs(),
             }
         rows.append(row)
-    policy = troll.capture(old, token_ids, top_k=64)
-    beyond = torch.ones_like(old, dtype=torch.bool).scatter(
-        -1, policy.token_ids.where(policy.used, policy.token_ids[:, :1]), False
-    )
-    gap = troll.tail_gap(new, old, policy).gap
-    return rows, [
-        {"buckets": count, "gap": gap, "seen": seen_by_buckets(new, old, beyond, count)} for count in TAIL_BUCKETS
-    ]
+        if top_k == TAIL_BEYOND:
+            tail = outside_support(policy)
+            of_tails = [
+                {"buckets": count, "gap": row["gap"], "seen": seen_by_buckets(new, old, tail, count)}
+                for count in TAIL_BUCKETS
+            ]
+    return rows, of_tails
 
 
 def seen_by_buckets(new: Tensor, old: Tensor, tail: Tensor, count: int) -> Tensor:
@@ -201,7 +212,7 @@ def seen_by_buckets(new: Tensor, old: Tensor, tail: Tensor, count: int) -> Tenso
     p, q = p.gather(-1, order), q.gather(-1, order)
     middle = (p.cumsum(-1) - p / 2) / p.sum(-1, keepdim=True)
     bucket = (middle * count).long().clamp(0, count - 1)
-    old_mass, new_mass = (torch.zeros(len(p), count, dtype=p.dtype).scatter_add(-1, bucket, x) for x in (p, q))
+    old_mass, new_mass = (p.new_zeros(len(p), count).scatter_add(-1, bucket, x) for x in (p, q))
     ratio = (new_mass / old_mass) * (p.sum(-1) / q.sum(-1))[:, None]
     return torch.special.xlogy(new_mass, ratio).where(old_mass > 0, 0.0).sum(-1)
 
@@ -227,7 +238,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def of_text(model: Any, tokenizer: PreTrainedTokenizerBase, text: str, temperature: float) -> list[dict[str, Any]]:
     """The figures of one kind of text at one temperature, for each K and δ, and for each number of buckets."""
     torch.manual_seed(0)
-    rollout = sample(model, tokenizer, text, temperature)
+    rollout = sample(model, tokenizer, text, temperature, *size(text))
     new_model = copy.deepcopy(model)
     train(new_model, rollout, temperature)
     hidden = [hidden_states(each, rollout) for each in (new_model, model)]
@@ -242,9 +253,9 @@ def of_text(model: Any, tokenizer: PreTrainedTokenizerBase, text: str, temperatu
     return [{"text": text, "temperature": temperature, **summary(rows)} for rows in collected.values()]
 
 
-def costs(model: Any, tokenizer: PreTrainedTokenizerBase, repeats: int) -> list[dict[str, Any]]:
+def costs(model: Any, tokenizer: PreTrainedTokenizerBase, device: str, repeats: int) -> list[dict[str, Any]]:
     """Times of capture and step, and bytes of a token's old policy, by K, at the model's own head, on open text."""
-    rollout = sample(model, tokenizer, "open text", 1.0)
+    rollout = sample(model, tokenizer, "open text", 1.0, *size("open text"))
     hidden, weight = hidden_states(model, rollout), model.get_output_embeddings().weight.detach()
     moved = hidden + 0.05 * hidden.std() * torch.randn_like(hidden)
     ids = rollout.labels[:, 1:][rollout.labels[:, 1:] != -100]
@@ -257,7 +268,7 @@ def costs(model: Any, tokenizer: PreTrainedTokenizerBase, repeats: int) -> list[
 
     captures = {f"{k}": lambda k=k: troll.capture(troll.LMHead(hidden, weight), ids, top_k=k) for k in TOP_KS}
     steps = {f"{k}": lambda old=old: step(old) for k, old in olds.items()}
-    taken = [measure.seconds(each, repeats, "cpu") for each in (captures, steps)]
+    taken = [measure.seconds(each, repeats, device) for each in (captures, steps)]
     rows = []
     for name, contenders in zip(("capture", "step, forward and backward"), taken, strict=True):
         title = f"{name}, {len(hidden)} tokens, head {tuple(weight.shape)}, by K"
@@ -306,16 +317,14 @@ def show(name: str, rows: list[dict[str, Any]]) -> None:
 def main(device: str, repeats: int, models: list[str]) -> list[dict[str, Any]]:
     """Prints the tables of each model, and returns their rows."""
     results: list[dict[str, Any]] = []
+    kinds = texts()
     for name in models:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+        model.to(device)
         rows: list[dict[str, Any]] = []
-        cases = list(itertools.product(ROLLOUT, TEMPERATURES))
-        for text, temperature in track(cases, description=name):
-            try:
-                rows += of_text(model, tokenizer, text, temperature)
-            except FileNotFoundError as error:
-                Console().print(f"skipped: {text} ({error})")
+        for text, temperature in track(list(itertools.product(kinds, TEMPERATURES)), description=name):
+            rows += of_text(model, tokenizer, text, temperature)
         show(name, rows)
-        results += [{"model": name, **row} for row in (*rows, *costs(model, tokenizer, repeats))]
+        results += [{"model": name, **row} for row in (*rows, *costs(model, tokenizer, device, repeats))]
     return results

@@ -75,14 +75,14 @@ class Sampled:
 
 
 def sampled(
-    device: str, sequences: int, length: int = 0, width: int = 0, layers: int = 0, model: str = "", text: str = ""
+    device: str, sequences: int, length: int, width: int = 0, layers: int = 0, model: str = "", text: str = ""
 ) -> Sampled:
     """A model and its completions.
 
     Args:
         device: Where it is.
         sequences: The completions of an update.
-        length: Their tokens; as many as `coverage.ROLLOUT` says for a checkpoint.
+        length: Their tokens, of a checkpoint at most.
         width: The width of a random Qwen3.
         layers: The number of transformer blocks of it.
         model: A checkpoint to take instead.
@@ -90,7 +90,7 @@ def sampled(
     """
     torch.manual_seed(0)
     if model:
-        return _of_checkpoint(model, text, UPDATES * sequences, device)
+        return _of_checkpoint(model, text, UPDATES * sequences, length, device)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=width,
@@ -114,14 +114,13 @@ def sampled(
     return Sampled(qwen, tokenizer, ids[:, :PROMPT].tolist(), ids[:, PROMPT:].tolist(), LEARNING_RATE)
 
 
-def _of_checkpoint(name: str, text: str, count: int, device: str) -> Sampled:
+def _of_checkpoint(name: str, text: str, count: int, length: int, device: str) -> Sampled:
     tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     model.to(device)
-    rollout = coverage.sample(model, tokenizer, text, 1.0)
+    rollout = coverage.sample(model, tokenizer, text, 1.0, count, length)
     completions = rollout.labels != -100
     prompts = rollout.attention.bool() & ~completions
-    assert len(rollout.ids) == count
     return Sampled(
         model,
         tokenizer,
@@ -184,9 +183,15 @@ def main(device: str, repeats: int, checkpoints: Sequence[str] = ()) -> list[dic
     cases = CASES[device]
     if checkpoints:
         cases = {
-            f"{Path(model).name}, {text}": {"model": model, "text": text, "sequences": count // UPDATES}
+            f"{Path(model).name}, {text}": {
+                "model": model,
+                "text": text,
+                "sequences": count // UPDATES,
+                "length": length,
+            }
+            for text in coverage.texts()
+            for count, length in [coverage.size(text)]
             for model in checkpoints
-            for text, (count, _) in coverage.ROLLOUT.items()
         }
     results = []
     for name, case in cases.items():

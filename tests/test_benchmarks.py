@@ -406,9 +406,8 @@ def test_coverage_of_a_checkpoint(checkpoint: str, monkeypatch: pytest.MonkeyPat
     assert all(row["kl"] > 0 and row["gap"] > -1e-12 and 0 < row["support"] <= row["top_k"] for row in compared)
 
 
-def test_step_takes_a_checkpoint_and_what_it_samples(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "ROLLOUT", {"open text": (8, 3)})
-    of = step.sampled("cpu", 2, model=checkpoint, text="open text")
+def test_step_takes_a_checkpoint_and_what_it_samples(checkpoint: str) -> None:
+    of = step.sampled("cpu", 2, 3, model=checkpoint, text="open text")
     assert len(of.prompt_ids) == len(of.completion_ids) == 8
     assert all(1 <= len(ids) <= 3 for ids in of.completion_ids)
     asked: Any = of.tokenizer.apply_chat_template(

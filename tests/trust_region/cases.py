@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 from scipy.special import logsumexp
 
 from tests.trust_region import reference
@@ -18,6 +20,9 @@ Pair = tuple[Array, Array]
 
 #: The numbers of every step.
 TOKEN_FIELDS = ("log_ratio", "regression", "log_probs", "kl_before", "kl_after", "multiplier", "projected")
+
+#: A logit, likely or not, or of a token that is excluded.
+LOGIT = st.one_of(st.floats(-40, 40), st.sampled_from([0.0, 1.0, -30.0, -100.0, -math.inf]))
 
 #: (4, 5), with gaps, and a sequence of which nothing counts.
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 1, 0, 1, 0]], dtype=torch.bool)

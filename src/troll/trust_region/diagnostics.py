@@ -99,9 +99,7 @@ def tail_gap(new_logits: Tensor, old_logits: Tensor, old: SparsePolicy) -> TailG
                 f"{name} must be {shape_text((*old.shape, old.vocab_size))}, got {shape_text(logits.shape)}"
             )
     new_raw, old_raw = (torch.log_softmax(as_float(logits), dim=-1) for logits in (new_logits, old_logits))
-    # Unused slots stand in for the first one.
-    ids = torch.where(old.used, old.token_ids, old.token_ids[..., :1])
-    in_tail = torch.ones_like(new_raw, dtype=torch.bool).scatter(-1, ids, False)
+    in_tail = outside_support(old)
     count = in_tail.sum(-1)
     new_tail, old_tail = (_only(log_probs, in_tail).logsumexp(-1).exp() for log_probs in (new_raw, old_raw))
     bound = (new_tail + count * PROBABILITY_FLOOR) * torch.log(old_tail / PROBABILITY_FLOOR + count)
@@ -112,6 +110,13 @@ def tail_gap(new_logits: Tensor, old_logits: Tensor, old: SparsePolicy) -> TailG
     new_within, old_within = new.log_softmax(-1), before.log_softmax(-1)
     gap = mass.exp() * divergence((new_within - old_within).masked_fill(~in_tail, 0.0), old_within)
     return TailGap(*(x.masked_fill(count == 0, 0.0) for x in (gap, bound)))
+
+
+def outside_support(old: SparsePolicy) -> Tensor:
+    """(..., V) bool, true for the tokens that the old policy does not keep."""
+    # Unused slots stand in for the first one.
+    ids = torch.where(old.used, old.token_ids, old.token_ids[..., :1])
+    return ids.new_ones((*old.shape, old.vocab_size), dtype=torch.bool).scatter(-1, ids, False)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import troll
 from tests.tolerance import within
 from tests.trust_region import reference
-from tests.trust_region.cases import FAMILIES, TOKEN_FIELDS, array, capture_rows, pairs, random_logits, tensor
+from tests.trust_region.cases import FAMILIES, LOGIT, TOKEN_FIELDS, array, capture_rows, pairs, random_logits, tensor
 from troll import Constraint, troll_loss, trust_region_step
 
 TAILS: tuple[Any, ...] = ("bucket", "floor")
@@ -38,9 +38,6 @@ def test_proximal_pull_agrees_with_the_reference(family, top_k, threshold, tail)
         assert step.regression[b].item() == pytest.approx(expected.regression, rel=1e-9, abs=1e-11)
         wanted = expected.regression_gradient
         np.testing.assert_allclose(array(gradient[b]), wanted, rtol=within(1e-8), atol=within(1e-9))
-
-
-LOGIT = st.one_of(st.floats(-40, 40), st.sampled_from([0.0, 1.0, -30.0, -100.0, -math.inf]))
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
