@@ -52,6 +52,7 @@ def result(surrogate: str, rate: float, seed: int, success: float, **changes: An
         "entropy": (0.75, 0.5),
         "questions": "",
         "verdicts": table.pack(right.tolist()),
+        "commit": "0123456789",
         "machine": "CPU (x86_64, 1 threads)",
         "versions": "python 3.11 torch 2.13",
     }
@@ -209,7 +210,8 @@ def run_folder(folder: Path, surrogate: str = "troll", seed: int = 0, **changes:
     summary = {
         **{"status": "finished", "recipe": REGIME, "surrogate": surrogate, "surrogate_settings": read},
         **{"success_before": None, "success_after": 0.5, "success_after_step": 16, "eval_size": 4},
-        **{"rollouts": 2, "updates_per_rollout": 8, "machine": "CPU", "versions": {"python": "3.11", "torch": "2.13"}},
+        **{"rollouts": 2, "updates_per_rollout": 8, "commit": "0123456789", "machine": "CPU"},
+        "versions": {"python": "3.11", "torch": "2.13"},
     }
     (folder / "summary.json").write_text(json.dumps(summary | changes))
     logs = [
@@ -256,6 +258,7 @@ def test_collecting_takes_what_the_folders_say(tmp_path: Path) -> None:
         entropy=(0.1235, 0.1),
         questions=name,
         verdicts="a0",
+        commit="0123456789",
         machine="CPU",
         versions="python 3.11 torch 2.13",
     )

@@ -103,6 +103,7 @@ def _result(run: Run, phase: Phase, folder: Path) -> Result:
         entropy=tuple(_rounded(value) for _, value in metric_points(run.rows, "entropy")),
         questions=questions,
         verdicts=verdicts,
+        commit=run.summary.get("commit") or "",
         machine=str(run.summary.get("machine", "")),
         versions=" ".join(f"{name} {version}" for name, version in run.summary.get("versions", {}).items()),
     )

@@ -46,6 +46,7 @@ _REST = (
     "entropy",
     "questions",
     "verdicts",
+    "commit",
     "machine",
     "versions",
 )
@@ -79,6 +80,7 @@ class Result:
         entropy: The entropy of the policy in each rollout, in nats a token.
         questions: The name of the list of questions, for `read_questions`; empty without verdicts.
         verdicts: Whether each held-out draw was right after training, as hexadecimal bits; empty if unknown.
+        commit: The commit of the code, with a `+` if the package had changed since; empty if unknown.
         machine: The machine on which it ran.
         versions: The versions of Python and the packages.
     """
@@ -102,6 +104,7 @@ class Result:
     entropy: tuple[float, ...]
     questions: str
     verdicts: str
+    commit: str
     machine: str
     versions: str
 
@@ -230,6 +233,7 @@ def _parse(row: dict[str, str]) -> Result:
         entropy=tuple(map(float, row["entropy"].split())),
         questions=row["questions"],
         verdicts=row["verdicts"],
+        commit=row["commit"],
         machine=row["machine"],
         versions=row["versions"],
     )

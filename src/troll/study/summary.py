@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def summary_of(recipe: Recipe, trainer: TrollTrainer, status: str, seconds: floa
         "seed": training.seed,
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in ("troll-rl", "torch", "trl", "transformers")},
+        "commit": commit_of(Path(__file__).parents[1]),
         "machine": _machine(),
     }
 
@@ -95,6 +97,23 @@ def _training_seconds(logged: Sequence[dict[str, Any]]) -> float:
     """The seconds in optimiser steps: TRL logs their mean since the last log."""
     ends = [0, *(logs["step"] for logs in logged)]
     return sum(logs["step_time"] * (end - start) for logs, start, end in zip(logged, ends, ends[1:], strict=False))
+
+
+def commit_of(package: Path) -> str | None:
+    """The commit of the checkout that has a package, with a `+` if files of the package have changed since.
+
+    None for a package that is not the checkout's own, such as one installed in it, or without git.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")
+        return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _machine() -> str:
