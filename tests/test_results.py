@@ -18,10 +18,13 @@ from scipy import stats
 from benchmarks.study import __main__ as command
 from benchmarks.study import analysis, figures, page, table, tables
 from benchmarks.study.collect import _recipe, collect
+from benchmarks.study.grid import missing
 from benchmarks.study.protocol import LEARNING_RATES, METHODS, REGIMES, TUNING_RATES, TUNING_SEEDS
 from benchmarks.study.table import Phase, Result
 from troll.study.contest import rate_text
+from troll.study.grid import expand
 from troll.study.statistics import Estimate, crossed_bootstrap_interval
+from troll.trl.surrogates import SURROGATES
 
 DOCS = Path(__file__).parents[1] / "docs"
 REGIME = "sparse-signal"
@@ -200,7 +203,7 @@ def run_folder(folder: Path, surrogate: str = "troll", seed: int = 0, **changes:
     read: dict[str, Any] = {
         "troll": {"kl_bound": 0.05, "kl_bound_schedule_kwargs": None, "regression_weight": 1.0},
         "clip": {"epsilon": 0.2, "epsilon_high": None},
-    }[surrogate]
+    }.get(surrogate, {})
     settings = {
         **{**_recipe(REGIME)[0], "surrogate": surrogate, "seed": seed, "learning_rate": 3e-4, "save_steps": 3},
         **{"output_dir": str(folder), "kl_bound": 0.05, "epsilon": 0.2},
@@ -263,6 +266,21 @@ def test_collecting_takes_what_the_folders_say(tmp_path: Path) -> None:
         versions="python 3.11 torch 2.13",
     )
     assert table.read_questions(csv.parent, name).tolist() == [0, 1, 0, 2]
+
+
+@pytest.mark.parametrize("surrogate", ["troll", "kl_penalty", "clip"])
+def test_a_planned_run_is_missing_until_the_table_has_it(tmp_path: Path, surrogate: str) -> None:
+    axes = {"surrogate": [surrogate], "temperature": ["0.5"], "learning_rate": ["3e-4"], "seed": ["0", "1"]}
+    planned = expand([REGIME], axes)
+    csv, elsewhere = tmp_path / "results.csv", tmp_path / "elsewhere"
+    assert missing(planned, csv, elsewhere) == planned
+    training = planned[0].recipe.training
+    read = {name: getattr(training, name) for name in SURROGATES[surrogate].settings}
+    folder = run_folder(tmp_path / "runs" / planned[0].name, surrogate, surrogate_settings=read)
+    (folder / "config.yaml").write_text(yaml.safe_dump({**planned[0].settings, "output_dir": str(folder)}))
+    collect([folder], csv, exploratory=True)
+    assert missing(planned, csv, elsewhere) == planned[1:]
+    assert missing(planned, csv, folder.parent) == planned  # its folder knows it, and leaves it as it is
 
 
 def test_collecting_a_comparison_again_changes_nothing(tmp_path: Path) -> None:

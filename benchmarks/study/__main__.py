@@ -1,4 +1,9 @@
-"""`python -m benchmarks.study collect RUNS... --output docs/results/NAME.csv`, then `... page`."""
+"""The tables of the study and their page.
+
+python -m benchmarks.study run docs/results/NAME.csv RECIPE --field value ... --output_dir runs/study/NAME
+python -m benchmarks.study collect RUNS... --output docs/results/NAME.csv
+python -m benchmarks.study page
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,17 @@ DOCS = Path("docs")
 
 def main() -> None:
     """Collects run folders into a table, or writes the page from all tables."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.study", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser(
+        "run",
+        help="make the runs of a grid that the table does not have yet, and add them to it",
+        description="The grid is that of troll compare, and so are the fields that follow. The same command resumes.",
+    )
+    running.add_argument("table", type=Path, metavar="CSV", help="docs/results/NAME.csv")
+    running.add_argument("recipes", nargs="+", metavar="RECIPE")
     collecting = commands.add_parser("collect", help="add finished runs to a table")
     collecting.add_argument(
         "folders", nargs="+", type=Path, metavar="RUNS", help="folders of troll compare, or of runs"
@@ -21,9 +35,20 @@ def main() -> None:
     collecting.add_argument("--exploratory", action="store_true", help="runs that are not the protocol's")
     page = commands.add_parser("page", help="write docs/results.md and its figures from docs/results/*.csv")
     page.add_argument("--output", type=Path, default=DOCS, help="folder of the page (default: docs)")
-    arguments = parser.parse_args()
+    # As in troll compare: argparse would take the values of fields, which it does not know, for recipes.
+    given, fields = sys.argv[1:], list[str]()
+    if given[:1] == ["run"] and not {"-h", "--help"} & set(given):
+        first = next((index for index, argument in enumerate(given) if argument.startswith("--")), len(given))
+        given, fields = given[:first], given[first:]
+    arguments = parser.parse_args(given)
     try:
-        if arguments.command == "collect":
+        if arguments.command == "run":
+            from benchmarks.study.grid import run
+
+            outcome, found = run(arguments.table, arguments.recipes, fields)
+            print(f"{arguments.table}: {found} runs added or replaced")
+            sys.exit(0 if outcome == "finished" else 1)
+        elif arguments.command == "collect":
             from benchmarks.study.collect import collect
 
             added, unfinished = collect(arguments.folders, arguments.output, arguments.exploratory)

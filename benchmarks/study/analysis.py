@@ -27,7 +27,7 @@ from benchmarks.study.protocol import (
     TUNING_RATES,
     TUNING_SEEDS,
 )
-from benchmarks.study.table import Result, read_questions
+from benchmarks.study.table import Result, Settings, read_questions
 from troll.evaluation.estimators import Interval
 from troll.study import contest
 from troll.study.statistics import (
@@ -39,8 +39,6 @@ from troll.study.statistics import (
     paired_difference,
     range_within,
 )
-
-Settings = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.study import protocol
-from benchmarks.study.table import Phase, Result, merge, pack, read_csv, to_csv, write_questions
+from benchmarks.study.table import Identity, Phase, Result, Settings, merge, pack, read_csv, to_csv, write_questions
 from troll import recipes
 from troll.files import write_atomically
 from troll.run_folder import read_json
 from troll.study.comparison import Run, read_comparison
 from troll.study.curves import metric_points, number
+from troll.study.grid import PlannedRun
 from troll.study.metrics import SUCCESS, TRUST
 from troll.trl.surrogates import SURROGATES
 
@@ -62,10 +63,28 @@ def collect(folders: Iterable[Path], table: Path, exploratory: bool) -> tuple[in
     return len(found), len(runs) - len(found)
 
 
+def identity_of(run: PlannedRun) -> Identity:
+    """The key that a run of a grid will have in a table."""
+    training, settings = run.recipe.training, _as_in_a_file(run.settings)
+    read = {name: getattr(training, name) for name in SURROGATES[training.surrogate].settings}
+    return (
+        run.recipe.name,
+        training.surrogate,
+        float(settings["learning_rate"]),
+        _settings(run.recipe.name, settings, _as_in_a_file(read)),
+        training.seed,
+    )
+
+
+def _as_in_a_file(settings: Mapping[str, Any]) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(json.dumps(dict(settings)))
+    return read
+
+
 def _phase(run: Run) -> Phase:
     """The phase of a run of the protocol, which differs from its recipe only in method, bound, rate and seed."""
     bound, _ = protocol.BOUNDS.get(run.surrogate, (None, ()))
-    free = _APART - {"eval_size"} | _foreign(run) | {bound}
+    free = _APART - {"eval_size"} | _foreign(_read(run)) | {bound}
     changed = recipes.differences(
         run.settings, _recipe(run.recipe)[0], lambda name: name in free or name.startswith(_LEFT_BEHIND)
     )
@@ -87,7 +106,7 @@ def _result(run: Run, phase: Phase, folder: Path) -> Result:
         regime=run.recipe,
         surrogate=run.surrogate,
         learning_rate=float(_setting(run, "learning_rate")),
-        settings=tuple(sorted(_settings(run).items())),
+        settings=_settings(run.recipe, run.settings, _read(run)),
         seed=run.seed,
         phase=phase,
         success_before=number(run.summary.get("success_before")),
@@ -115,29 +134,42 @@ def _setting(run: Run, name: str) -> Any:
     return run.settings[name]
 
 
-def _settings(run: Run) -> dict[str, str]:
-    """The settings that a run's surrogate reads, and those in which the run differs from its recipe."""
-    foreign, (plain, varied) = _foreign(run), _recipe(run.recipe)
+def _settings(recipe: str, settings: Mapping[str, Any], read: Mapping[str, Any]) -> Settings:
+    """The settings that a run's surrogate reads, and those in which the run differs from its recipe, as in a table.
+
+    Args:
+        recipe: The name of the recipe.
+        settings: All settings of the run.
+        read: The settings that its surrogate reads.
+    """
+    plain, varied = _recipe(recipe)
+    apart = _APART | _foreign(read)
     others = {
         name: value
-        for name, value in run.settings.items()
-        if name not in _APART | foreign
+        for name, value in settings.items()
+        if name not in apart
         and not name.startswith(_LEFT_BEHIND)
         and (name in varied or name not in plain or plain[name] != value)
     }
-    every = others | run.summary["surrogate_settings"]
-    return {
+    texts = {
         name: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-        for name, value in every.items()
+        for name, value in (others | dict(read)).items()
         if value is not None
     }
+    return tuple(sorted(texts.items()))
 
 
-def _foreign(run: Run) -> set[str]:
-    """The settings that only other surrogates read."""
+def _read(run: Run) -> Mapping[str, Any]:
+    """The settings that a run's surrogate reads."""
     if run.settings_read is None:
         raise ValueError(f"{run.folder}/summary.json has no surrogate_settings: an older version made it; run it again")
-    return {name for entry in SURROGATES.values() for name in entry.settings} - run.settings_read
+    read: Mapping[str, Any] = run.summary["surrogate_settings"]
+    return read
+
+
+def _foreign(read: Collection[str]) -> set[str]:
+    """The settings that only other surrogates read."""
+    return {name for entry in SURROGATES.values() for name in entry.settings} - set(read)
 
 
 @cache
@@ -147,8 +179,7 @@ def _recipe(name: str) -> tuple[Mapping[str, Any], Collection[str]]:
         raise ValueError(f"{name} is no recipe of the package, so what its runs changed cannot be told: add it there")
     _, grid = recipes.read(name)
     first = [f"--{field}={recipes.as_argument(values[0])}" for field, values in grid.items()]
-    resolved = json.loads(json.dumps(recipes.plain(recipes.load(name, first))))  # as a file holds them
-    return resolved, set(grid)
+    return _as_in_a_file(recipes.plain(recipes.load(name, first))), set(grid)
 
 
 def _curve(run: Run) -> tuple[int, tuple[int, ...]]:

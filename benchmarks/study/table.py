@@ -24,6 +24,12 @@ from troll.files import write_atomically
 #: Runs of the tuning seeds chose each method's bound; counted runs decide the hypotheses; the others only explore.
 Phase = Literal["tuning", "counted", "exploratory"]
 
+#: The settings of a run as (field, value), in the order of the fields.
+Settings = tuple[tuple[str, str], ...]
+
+#: What tells a run from all others: its recipe, surrogate, learning rate, other settings, and seed.
+Identity = tuple[str, str, float, Settings, int]
+
 #: Rollouts in a running mean, since a single rollout is too noisy to judge a run.
 WINDOW = 5
 
@@ -88,7 +94,7 @@ class Result:
     regime: str
     surrogate: str
     learning_rate: float
-    settings: tuple[tuple[str, str], ...]
+    settings: Settings
     seed: int
     phase: Phase
     success_before: float | None
@@ -109,7 +115,7 @@ class Result:
     versions: str
 
     @property
-    def identity(self) -> tuple[str, str, float, tuple[tuple[str, str], ...], int]:
+    def identity(self) -> Identity:
         """The key of the run in a table."""
         return self.regime, self.surrogate, self.learning_rate, self.settings, self.seed
 
