@@ -131,7 +131,7 @@ def without_signal(
 
 
 @torch.no_grad()
-def log_probs(model: Any, rows: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
+def log_probs(model: Any, rows: list[Tensor], labels: list[Tensor]) -> Tensor:
     """The policy at each token of the answers, (N, V), in float64."""
     ids, attention = pad_sequence(rows, batch_first=True), pad_sequence([torch.ones_like(row) for row in rows], True)
     counted = pad_sequence(labels, batch_first=True)

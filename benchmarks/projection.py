@@ -16,7 +16,7 @@ from tests.trust_region.cases import FAMILIES, bounds, pairs, true_kl
 from tests.trust_region.projecting.test_constraint import gradient_and_differences
 from troll.trust_region.policy.values import floored
 from troll.trust_region.projecting.constraint import REDUCTIONS
-from troll.trust_region.projecting.dual import SOLVERS, Curve
+from troll.trust_region.projecting.dual import SOLVERS, TokenCurve
 
 #: Tokens and outcomes of the timed problems; every token is projected.
 SHAPES = {
@@ -55,8 +55,8 @@ def contenders(tokens: int, outcomes: int, *, device: str) -> measure.Contenders
     assert len(old) == tokens
     s, kl_bound = new - old, torch.full_like(old[:, 0], KL_BOUND)
     return {
-        "bracket": lambda: SOLVERS["bracket"](Curve(old, s), kl_bound),
-        "newton": lambda: SOLVERS["newton"](Curve(old, s), kl_bound),
+        "bracket": lambda: SOLVERS["bracket"](TokenCurve(old, s), kl_bound),
+        "newton": lambda: SOLVERS["newton"](TokenCurve(old, s), kl_bound),
         "bisection, float64": lambda: bisection(old, s, kl_bound),
         "project, with newton": lambda: troll.project(new, old, KL_BOUND),
     }

@@ -10,7 +10,7 @@ from tests.trust_region import reference
 from tests.trust_region.cases import FAMILIES, array, bounds, pairs, tensor, true_kl
 from troll import Constraint, project
 from troll.trust_region.projecting.constraint import SharedCurve
-from troll.trust_region.projecting.dual import SOLVERS, Curve, newton
+from troll.trust_region.projecting.dual import SOLVERS, TokenCurve, newton
 
 
 def test_a_registered_solver_is_found_by_name(monkeypatch):
@@ -47,7 +47,7 @@ def test_newton_counts_its_bisections(dtype):
         s = new - old
         kl = (new.exp() * s).sum(-1)
         rows = kl > 1e-3
-        root = newton(Curve(old[rows], s[rows]), (0.3 * kl[rows]).clamp(max=0.05))
+        root = newton(TokenCurve(old[rows], s[rows]), (0.3 * kl[rows]).clamp(max=0.05))
         assert root.bisections.dtype == torch.int64
         assert (root.bisections < root.evaluations).all()
         assert bool(root.bisections.any()) == some, family
@@ -58,7 +58,7 @@ def test_narrowed_to_some_roots_a_curve_says_the_same():
     old, new = (torch.log_softmax(tensor(x), -1) for x in pairs("flat", 12, 5, seed=16))
     constraint = Constraint.sequence(torch.ones(4, 3)).flat(torch.Size([4, 3]))
     tau = torch.tensor([0.1, 0.4, 0.8, 0.9], dtype=torch.float64)
-    for make in (lambda: SharedCurve(old, new - old, constraint), lambda: Curve(old[:4], (new - old)[:4])):
+    for make in (lambda: SharedCurve(old, new - old, constraint), lambda: TokenCurve(old[:4], (new - old)[:4])):
         whole, part, roots = make(), make(), torch.tensor([1, 3])
         part.narrow(roots)
         for ours, expected in zip(part.at(tau[roots]), whole.at(tau), strict=True):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from troll.trust_region.projecting.dual import Curve, Moments
+from troll.trust_region.projecting.dual import Moments, TokenCurve
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -137,8 +137,8 @@ class Constraint:
         return self.total(*(torch.where(counts, weight * value, 0.0) for value in values))
 
 
-class SharedCurve(Curve):
-    """A `Curve` of groups: `Σ w KL(τ)` over the tokens of each, for a constraint on (N,) tokens."""
+class SharedCurve(TokenCurve):
+    """A curve of groups: `Σ w KL(τ)` over the tokens of each, for a constraint on (N,) tokens."""
 
     def __init__(self, log_p: Tensor, s: Tensor, constraint: Constraint) -> None:
         super().__init__(log_p, s)

@@ -9,7 +9,7 @@ write a function with the signature of `newton` and name it in `SOLVERS`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -85,11 +85,26 @@ def tilt(log_p: Tensor, s: Tensor, tau: Tensor, center: Tensor) -> Tilted:
     return Tilted(log_ratio, normaliser.squeeze(-1), divergence(log_ratio, log_p), center + mean, variance)
 
 
-class Curve:
+class Curve(Protocol):
+    """KL(τ) of R roots, as a solver sees it.
+
+    A solver narrows its curve, in place, to the roots that it still looks for, so a curve serves only once.
+    """
+
+    def at(self, tau: Tensor) -> Moments:
+        """KL(τ) and σ² at (R,) values of τ, where the derivative of KL(τ) is `τ σ²`."""
+
+    def variance_at_zero(self) -> Tensor:
+        """σ² at τ = 0, (R,)."""
+
+    def narrow(self, roots: Tensor) -> None:
+        """Keeps some of the R roots, by their indices (R',) int64, ascending."""
+
+
+class TokenCurve:
     """KL(τ) of N tokens, each with a root of its own. `SharedCurve` has fewer roots than tokens.
 
-    Rounding is least if s is centred near `E_q[s]`, so each evaluation is centred where the one before it ended. A
-    solver narrows its curve, in place, to the roots that it still looks for, so a curve serves only once.
+    Rounding is least if s is centred near `E_q[s]`, so each evaluation is centred where the one before it ended.
 
     Args:
         log_p: Old policy, (N, M), normalised; −inf on absent outcomes.

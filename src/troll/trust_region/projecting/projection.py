@@ -13,7 +13,7 @@ from troll.trust_region.policy.outcomes import Outcomes, present_outcomes
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.policy.values import as_float, divergence, floored
 from troll.trust_region.projecting.constraint import Constraint, SharedCurve
-from troll.trust_region.projecting.dual import SOLVERS, Curve, tilt
+from troll.trust_region.projecting.dual import SOLVERS, TokenCurve, tilt
 
 SparsePair = Outcomes | SparsePolicy
 
@@ -215,9 +215,9 @@ class Outside(NamedTuple):
     broken: Tensor
     """(N,) bool: the tokens without a projection, since they, or others of their group, are no distributions."""
 
-    def curve(self, log_p: Tensor, s: Tensor) -> Curve:
+    def curve(self, log_p: Tensor, s: Tensor) -> TokenCurve:
         """The roots' KL(τ), from the log-probabilities and `s = log p̃ − log p` of these tokens, (N', M)."""
-        return Curve(log_p, s) if self.constraint is None else SharedCurve(log_p, s, self.constraint)
+        return TokenCurve(log_p, s) if self.constraint is None else SharedCurve(log_p, s, self.constraint)
 
 
 def outside_ball(kl_before: Tensor, bound: Tensor, constraint: Constraint | None) -> Outside:
