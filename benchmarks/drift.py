@@ -93,7 +93,9 @@ def measure(run: Path, seed: int) -> dict[str, Any]:
     recipe = recipes.load(RECIPE, [f"--seed={seed}"])
     source = find_model(model_path(recipe))
     start, tokenizer = load_model(source, "float32"), load_tokenizer(source)
-    rows, labels, equal = without_signal(start, tokenizer, recipe.task, recipe.training.max_completion_length, seed)
+    length = recipe.training.max_completion_length
+    assert length is not None  # the recipe sets it
+    rows, labels, equal = without_signal(start, tokenizer, recipe.task, length, seed)
     before = log_probs(start, rows, labels)
     checkpoints = sorted(run.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     kl = []
