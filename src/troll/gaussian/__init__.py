@@ -1,4 +1,4 @@
-"""Trust regions of Gaussian policies, for robots and other continuous actions: the dual of the token case, in torch only.
+"""Trust regions of Gaussian policies, for continuous actions: the dual of the token case, with torch only.
 
 A projection takes the policy that the network gives now and the one that acted, and returns a policy inside the trust
 region, through which gradients pass exactly. Use it where the loss would use the network's own policy, and add
@@ -10,7 +10,7 @@ from torch.serialization import add_safe_globals
 from troll.gaussian.divergence import kl, kl_parts
 from troll.gaussian.entropy import entropy_of_scale, project_entropy
 from troll.gaussian.frobenius import project_frobenius
-from troll.gaussian.kl import project_joint_kl, project_kl
+from troll.gaussian.mixture import project_joint_kl, project_kl
 from troll.gaussian.parameters import factor_from, scale_from, write_back
 from troll.gaussian.policy import DiagonalGaussian, Gaussian, from_distribution
 from troll.gaussian.projection import GaussianProjection

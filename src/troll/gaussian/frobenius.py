@@ -46,20 +46,20 @@ def _difference(new: Tensor, old: Tensor) -> Tensor:
     return delta @ new.mT + old @ delta.mT
 
 
-def _full_distance(new: Tensor, old: Tensor) -> Tensor:
-    return _difference(new, old).square().sum((-2, -1))
+def _full_distance(new: Tensor, old: Tensor) -> tuple[Tensor]:
+    return (_difference(new, old).square().sum((-2, -1)),)
 
 
-def _diagonal_distance(new: Tensor, old: Tensor) -> Tensor:
-    return ((new - old) * (new + old)).square().sum(-1)
+def _diagonal_distance(new: Tensor, old: Tensor) -> tuple[Tensor]:
+    return (((new - old) * (new + old)).square().sum(-1),)
 
 
-def _full_onto_ball(new: Tensor, old: Tensor, distance: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    return _FullOntoBall.apply(new, old, distance, bound)
+def _full_onto_ball(new: Tensor, old: Tensor, bound: Tensor, distance: Tensor) -> tuple[Tensor, Tensor]:
+    return _FullOntoBall.apply(new, old, bound, distance)
 
 
-def _diagonal_onto_ball(new: Tensor, old: Tensor, distance: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    variance, tau = along_line(new.square(), old.square(), _diagonal_distance(new, old), bound)
+def _diagonal_onto_ball(new: Tensor, old: Tensor, bound: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    variance, tau = along_line(new.square(), old.square(), *_diagonal_distance(new, old), bound)
     return variance.sqrt(), tau
 
 
@@ -73,7 +73,7 @@ class _FullOntoBall(torch.autograd.Function):
     """Factors (N, d, d) outside their balls, projected, and τ, (N,)."""
 
     @staticmethod
-    def forward(ctx: Any, new: Tensor, old: Tensor, distance: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, new: Tensor, old: Tensor, bound: Tensor, distance: Tensor) -> tuple[Tensor, Tensor]:
         tau = torch.sqrt(bound / distance)
         weight = tau[:, None, None]
         factor, _ = lower_root(torch.cat([(1 - weight).sqrt() * old, weight.sqrt() * new], -1))

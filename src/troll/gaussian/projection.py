@@ -44,11 +44,11 @@ class Geometry(NamedTuple):
 
     mean_distance: Callable[[Tensor, Tensor], Tensor]
     """From `μ − μ₀`, (..., d), and the old factor or scale, to (...)."""
-    covariance_distance: Callable[[Tensor, Tensor], Tensor]
-    """From the new and the old factor or scale of N covariances, to (N,)."""
-    onto_ball: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    """From the same of N covariances outside their bounds, their distances and the bounds, (N,), to the projected
-    factors or scales, differentiable in the new ones, and τ, (N,)."""
+    covariance_distance: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+    """From the new and the old factor or scale of N covariances, to (N,), and to what `onto_ball` can use again."""
+    onto_ball: Callable[..., tuple[Tensor, Tensor]]
+    """From new and old factors or scales of N covariances outside their bounds, the bounds, (N,), and all of what
+    `covariance_distance` gave, to the projected ones, differentiable in the new ones, and τ, (N,)."""
 
 
 def separately(
@@ -69,14 +69,14 @@ def separately(
     shape = torch.broadcast_shapes(spread_of(new).shape, old_spread.shape)
     batch = shape[:-events]
     flat, flat_old = (x.expand(shape).reshape(-1, *shape[-events:]) for x in (spread_of(new), old_spread))
-    before = geometry.covariance_distance(flat.detach().double(), flat_old.double())
+    before, *more = geometry.covariance_distance(flat.detach().double(), flat_old.double())
     bound = broadcast_bound("covariance_bound", covariance_bound, batch, before).reshape(-1)
     outside = before > bound
     rows = outside.nonzero().squeeze(-1)
     tau = torch.ones_like(before)
     if rows.numel():
         projected, tau[rows] = geometry.onto_ball(
-            flat[rows].double(), flat_old[rows].double(), before[rows], bound[rows]
+            flat[rows].double(), flat_old[rows].double(), bound[rows], before[rows], *(x[rows] for x in more)
         )
         flat = flat.index_copy(0, rows, projected.to(flat.dtype))
 

@@ -48,26 +48,23 @@ def project_wasserstein(
     return separately(new, old, mean_bound, covariance_bound, GEOMETRIES[type(new)])
 
 
-def _full_distance(new: Tensor, old: Tensor) -> Tensor:
-    return (new @ _alignment(new, old)[0] - old).square().sum((-2, -1))
-
-
-def _diagonal_distance(new: Tensor, old: Tensor) -> Tensor:
-    return (new - old).square().sum(-1)
-
-
-def _alignment(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """O, (N, d, d), and the eigenvectors and eigenvalues of `L₀ᵀ L O`."""
+def _full_distance(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The squared distance; and O, (N, d, d), with the eigenvectors and eigenvalues of `L₀ᵀ L O`."""
     vectors, values, right = torch.linalg.svd(old.mT @ new)
-    return right.mT @ vectors.mT, vectors, values
+    rotation = right.mT @ vectors.mT
+    return (new @ rotation - old).square().sum((-2, -1)), rotation, vectors, values
 
 
-def _full_onto_ball(new: Tensor, old: Tensor, distance: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    return _FullOntoBall.apply(new, old, distance, bound)
+def _diagonal_distance(new: Tensor, old: Tensor) -> tuple[Tensor]:
+    return ((new - old).square().sum(-1),)
 
 
-def _diagonal_onto_ball(new: Tensor, old: Tensor, distance: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    return along_line(new, old, _diagonal_distance(new, old), bound)
+def _full_onto_ball(new: Tensor, old: Tensor, bound: Tensor, *measured: Tensor) -> tuple[Tensor, Tensor]:
+    return _FullOntoBall.apply(new, old, bound, *measured)
+
+
+def _diagonal_onto_ball(new: Tensor, old: Tensor, bound: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    return along_line(new, old, *_diagonal_distance(new, old), bound)
 
 
 GEOMETRIES: dict[type, Geometry] = {
@@ -80,8 +77,16 @@ class _FullOntoBall(torch.autograd.Function):
     """Factors (N, d, d) outside their balls, projected, and τ, (N,)."""
 
     @staticmethod
-    def forward(ctx: Any, new: Tensor, old: Tensor, distance: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-        rotation, vectors, values = _alignment(new, old)
+    def forward(
+        ctx: Any,
+        new: Tensor,
+        old: Tensor,
+        bound: Tensor,
+        distance: Tensor,
+        rotation: Tensor,
+        vectors: Tensor,
+        values: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         way = new @ rotation - old
         tau = torch.sqrt(bound / distance)
         factor, turn = lower_root(old + tau[:, None, None] * way)
@@ -102,4 +107,4 @@ class _FullOntoBall(torch.autograd.Function):
         skew = (old + way).mT @ (tau[:, None, None] * root)
         skew = 0.5 * (vectors.mT @ (skew - skew.mT) @ vectors) / (values.unsqueeze(-1) + values.unsqueeze(-2))
         turning = old @ (vectors @ skew @ vectors.mT)
-        return ((aligned - 2 * turning) @ rotation.mT).tril(), None, None, None
+        return ((aligned - 2 * turning) @ rotation.mT).tril(), *(None,) * 6

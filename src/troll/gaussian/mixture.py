@@ -92,7 +92,7 @@ def project_joint_kl(new: Policy, old: Policy, kl_bound: float | Tensor) -> Gaus
     with torch.no_grad():
         geometry = GEOMETRIES[type(new)]
         mean_before = geometry.mean_distance(mean.double() - old_mean.double(), old_spread.double())
-        covariance_before = geometry.covariance_distance(spread.double(), old_spread.double())
+        (covariance_before,) = geometry.covariance_distance(spread.double(), old_spread.double())
     bound = broadcast_bound("kl_bound", kl_bound, batch, mean_before).reshape(-1)
     outside = mean_before + covariance_before > bound
     rows = outside.nonzero().squeeze(-1)
@@ -118,19 +118,17 @@ def project_joint_kl(new: Policy, old: Policy, kl_bound: float | Tensor) -> Gaus
     )
 
 
-def _full_onto_ball(new: Tensor, old: Tensor, distance: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    projected, _, tau = _FullOntoBall.apply(new, None, old, bound)
-    return projected, tau
-
-
-def _diagonal_onto_ball(new: Tensor, old: Tensor, distance: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    projected, _, tau = _DiagonalOntoBall.apply(new, None, old, bound)
-    return projected, tau
-
-
 GEOMETRIES: dict[type, Geometry] = {
-    Gaussian: Geometry(mahalanobis_full, covariance_kl_full, _full_onto_ball),
-    DiagonalGaussian: Geometry(mahalanobis_diagonal, covariance_kl_diagonal, _diagonal_onto_ball),
+    Gaussian: Geometry(
+        mahalanobis_full,
+        lambda new, old: (covariance_kl_full(new, old),),
+        lambda new, old, bound, _: _FullOntoBall.apply(new, None, old, bound)[::2],
+    ),
+    DiagonalGaussian: Geometry(
+        mahalanobis_diagonal,
+        lambda new, old: (covariance_kl_diagonal(new, old),),
+        lambda new, old, bound, _: _DiagonalOntoBall.apply(new, None, old, bound)[::2],
+    ),
 }
 
 
