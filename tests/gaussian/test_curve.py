@@ -53,9 +53,14 @@ def test_narrowing_keeps_the_roots_asked_for() -> None:
 
 
 def test_roots_of_extreme_curves() -> None:
-    """Eigenvalue ratios from 1e-12 to 1e16, where KL(τ) looks like a step."""
-    a = torch.logspace(-12, 16, 29, dtype=torch.float64).unsqueeze(-1) - 1
-    a = a[(a.squeeze(-1).abs() > 0.5)]
-    bound = torch.full((len(a),), 0.01, dtype=torch.float64)
-    tau = root(a, None, bound)
-    torch.testing.assert_close(GaussianCurve(a).at(tau).kl, bound, rtol=1e-10, atol=0)
+    """Ratios of variances from 1e-12 to 1e24, and means up to 1e12 standard deviations apart, where KL(τ) is a step."""
+    a = torch.logspace(-12, 24, 37, dtype=torch.float64) - 1
+    b = torch.logspace(-3, 12, 16, dtype=torch.float64)
+    a, b = (x.flatten().unsqueeze(-1) for x in torch.meshgrid(a, b, indexing="ij"))
+    for bound in (1e-8, 1e-3, 0.1, 10.0):
+        for of, means in ((a, b), (a, None)):
+            outside = GaussianCurve(of, means).at(torch.ones(len(of), dtype=torch.float64)).kl > bound
+            of, means = of[outside], None if means is None else means[outside]
+            bounds = torch.full((len(of),), bound, dtype=torch.float64)
+            tau = root(of, means, bounds)
+            torch.testing.assert_close(GaussianCurve(of, means).at(tau).kl, bounds, rtol=1e-9, atol=0)

@@ -9,7 +9,8 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 import troll
-from tests.gaussian.pairs import covariance, policies, with_gradient
+from benchmarks.gaussian import bound_errors
+from tests.gaussian.pairs import FAMILIES, covariance, pair, policies, with_gradient
 from troll import gaussian
 from troll.gaussian import DiagonalGaussian, Gaussian
 
@@ -123,6 +124,20 @@ def test_joint_projection_is_the_categorical_one_on_a_fine_grid(mean: float, sca
         for log_q in (on_grid(found.policy), expected.log_probs)
     ]
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["kl", "joint"])
+@pytest.mark.parametrize("family", ["1e12", "1e18"])
+def test_projection_of_policies_that_have_nothing_in_common(
+    name: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ratios of variances beyond the digits of float64: τ is about as small, and the bound is met all the same."""
+    monkeypatch.setitem(FAMILIES, "1e12", (1e3, 1e6, 1e6))
+    monkeypatch.setitem(FAMILIES, "1e18", (1e6, 1e12, 1e12))
+    for d in (1, 2, 8, 40):
+        for bound in (1e-8, 0.0005, 10.0):
+            mean_bound = bound if name == "joint" else torch.inf
+            assert max(bound_errors(name, *pair(family, d, 0), mean_bound, bound), default=0) < 1e-9
 
 
 def test_gradient_has_no_part_along_the_mixture() -> None:

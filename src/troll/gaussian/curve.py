@@ -55,4 +55,19 @@ class GaussianCurve:
 
 def root(a: Tensor, b: Tensor | None, kl_bound: Tensor) -> Tensor:
     """τ in (0, 1) where KL(τ) meets the bound, (R,)."""
-    return newton(GaussianCurve(a, b), kl_bound).tau
+    # KL depends on τa and τb only. So the curve up to a number that no root exceeds is a curve of the same kind, and
+    # the solver need not search all magnitudes where a new policy is 1e12 times narrower than the old one.
+    reach = _reach(a, b, kl_bound).unsqueeze(-1)
+    curve = GaussianCurve(reach * a, None if b is None else reach * b)
+    return reach.squeeze(-1) * newton(curve, kl_bound).tau
+
+
+def _reach(a: Tensor, b: Tensor | None, kl_bound: Tensor) -> Tensor:
+    """A number in (0, 1] that the root does not exceed, (R,): no single term of KL(τ) may exceed the bound."""
+    # log(1 + x) − x/(1 + x) ≥ log(1 + x) − 1, so τ max a ≤ e^{2ε + 1}.
+    inverse = a.amax(-1) / torch.exp(2 * kl_bound + 1)
+    if b is not None:
+        # τ|b| ≤ √(2ε) (1 + τa)
+        step = torch.sqrt(2 * kl_bound).unsqueeze(-1)
+        inverse = torch.maximum(inverse, (b.abs() / step - a).amax(-1))
+    return 1 / (0.999 * inverse).clamp(min=1)

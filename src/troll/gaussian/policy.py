@@ -24,8 +24,8 @@ class Gaussian:
         factor: Cholesky factor of the covariance, (..., d, d), lower triangular with a positive diagonal.
 
     Raises:
-        ValueError: If a shape or dtype does not fit, or (on a CPU, where looking costs nothing) the factor is not
-            lower triangular with a positive diagonal.
+        ValueError: If a shape or dtype does not fit, or (on a CPU, where looking costs nothing) a number is not finite
+            or the factor is not lower triangular with a positive diagonal.
     """
 
     mean: Tensor
@@ -57,7 +57,8 @@ class DiagonalGaussian:
         scale: Standard deviations, (..., d), above 0.
 
     Raises:
-        ValueError: If a shape or dtype does not fit, or (on a CPU, where looking costs nothing) a scale is not above 0.
+        ValueError: If a shape or dtype does not fit, or (on a CPU, where looking costs nothing) a number is not finite
+            or a scale not above 0.
     """
 
     mean: Tensor
@@ -144,8 +145,13 @@ def _check(mean: Tensor, spread: Tensor, name: str, events: int) -> None:
             f"{name} must broadcast to the states of the mean, {tuple(mean.shape[:-1])}, "
             f"got {tuple(spread.shape[:-events])}"
         )
+    if mean.device.type != "cpu":
+        return
+    for argument, tensor in (("mean", mean), (name, spread)):
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"{argument} must be finite, got nan or infinity")
     diagonal = spread if events == 1 else spread.diagonal(dim1=-2, dim2=-1)
-    if diagonal.device.type == "cpu" and not bool((diagonal > 0).all()):
+    if not bool((diagonal > 0).all()):
         place = "everywhere" if events == 1 else "on its diagonal"
         raise ValueError(f"{name} must be above 0 {place}, got {diagonal.detach().min().item()}")
 

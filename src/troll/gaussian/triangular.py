@@ -9,7 +9,7 @@ from torch import Tensor
 def inverse_root(precision: Tensor) -> Tensor:
     """R, lower triangular, with `R Rᵀ = M⁻¹`, from a symmetric positive M, (..., d, d), without inverting M."""
     # M = U Uᵀ with U upper triangular is the Cholesky decomposition in the reverse order of rows and columns.
-    upper = torch.linalg.cholesky_ex(precision.flip(-2, -1)).L.flip(-2, -1)
+    upper = torch.linalg.cholesky(precision.flip(-2, -1)).flip(-2, -1)
     identity = torch.eye(precision.shape[-1], dtype=precision.dtype, device=precision.device).expand_as(precision)
     return torch.linalg.solve_triangular(upper, identity, upper=True).mT
 
