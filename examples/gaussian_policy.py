@@ -42,11 +42,11 @@ class Actor(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.mean = nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-        self.scale = nn.Parameter(torch.zeros(1))
+        self.log_scale = nn.Parameter(torch.zeros(1))
 
     def forward(self, states: Tensor) -> DiagonalGaussian:
         """The policy at states (..., 3), with one scale for all."""
-        return DiagonalGaussian(self.mean(states), scale_from(self.scale))
+        return DiagonalGaussian(self.mean(states), scale_from(self.log_scale))
 
 
 def project(new: DiagonalGaussian, old: DiagonalGaussian) -> GaussianProjection:
@@ -111,14 +111,14 @@ def train(method: str, rate: float, seed: int, iterations: int) -> tuple[list[fl
                 optimizer.step()
         with torch.no_grad():
             if method == "trust region":
-                write_back(actor.scale, project(actor(data["states"]), old).policy)
+                write_back(actor.log_scale, project(actor(data["states"]), old).policy)
             moved.append(kl(actor(data["states"]), old).mean().item())
         returns.append(achieved)
     return returns, moved
 
 
 def main() -> None:
-    """Trains all, two at a time, and prints a line for each and a table."""
+    """Trains all, two at a time, and prints a line for each and a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=40, help="rollouts of 3200 steps")
@@ -126,14 +126,16 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = [(method, rate) for rate in LEARNING_RATES for method in METHODS]
     runs = [(*setting, seed) for seed in range(arguments.seeds) for setting in settings]
+    results = {}
     with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
         futures = [pool.submit(train, *run, arguments.iterations) for run in runs]
-        results = {run: future.result() for run, future in zip(runs, futures, strict=True)}
-    for (method, rate, seed), (returns, moved) in results.items():
-        shown = " ".join(f"{x:6.0f}" for x in returns[:: max(1, len(returns) // 6)])
-        print(
-            f"{method:>12}  rate {rate:.0e}  seed {seed}  returns {shown}  mean KL a rollout at most {max(moved):.3f}"
-        )
+        for (method, rate, seed), future in zip(runs, futures, strict=True):
+            returns, moved = results[method, rate, seed] = future.result()
+            shown = " ".join(f"{x:6.0f}" for x in returns[:: max(1, len(returns) // 6)])
+            print(
+                f"{method:>12}  rate {rate:.0e}  seed {seed}  returns {shown}  mean KL at most {max(moved):.3f}",
+                flush=True,
+            )
     print()
     for method, rate in settings:
         of = [results[method, rate, seed][0] for seed in range(arguments.seeds)]

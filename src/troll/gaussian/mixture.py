@@ -8,8 +8,12 @@ projected covariance, so that `L_q = L₀R`. With `Q = L_qᵀ (∂ℓ/∂Σ_q) L
 
     ∂ℓ/∂L = 2τ · tril( L⁻ᵀ Y [ Q − E · tr(QE)/tr(E²) ] Yᵀ ) .
 
-Q without its component along E: the Gaussian form of `g − C (s − μ)/σ²` for tokens. The joint projection adds the
-means.
+Q without its component along E: the Gaussian form of `g − C (s − μ)/σ²` for tokens. With the mean under the same bound,
+`μ_q − μ₀ = L_q v`, let `z = v − τEv`, `u = L_qᵀ ∂ℓ/∂μ_q`, `e = L⁻¹(μ − μ_q)`, `σ² = ½ tr(E²) + ‖z‖²/τ²` and
+`c = (uᵀz/τ − tr(QE))/(τσ²)`. Then
+
+    ∂ℓ/∂μ = τ · L⁻ᵀ Y (u − c z)
+    ∂ℓ/∂L = 2τ · tril( L⁻ᵀ [ Y (Q + ½cτE) Yᵀ − ½ Y (u − c z) eᵀ − ½ e (u − c z)ᵀ Yᵀ ] ) .
 """
 
 from __future__ import annotations
