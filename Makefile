@@ -125,9 +125,10 @@ dist: setup
 results: setup
 	$(BIN)/python -m benchmarks.study page
 
-# The picture of a projection in docs/method.md.
+# The pictures of projections in docs/method.md and docs/gaussian.md.
 picture: setup
 	$(BIN)/python -m benchmarks.picture
+	$(BIN)/python -m benchmarks.gaussian_picture
 
 # The site, in site/. Formulas are drawn by a KaTeX that the site serves itself, which npm brings.
 docs: setup $(KATEX)

@@ -14,7 +14,19 @@ from rich.console import Console
 
 from benchmarks import measure
 
-NAMES = ("head", "capture", "projection", "ratio", "step", "scaling", "packed", "anchor", "count", "sandbox")
+NAMES = (
+    "head",
+    "capture",
+    "projection",
+    "ratio",
+    "step",
+    "scaling",
+    "packed",
+    "anchor",
+    "count",
+    "sandbox",
+    "gaussian",
+)
 #: Benchmarks that "all" leaves out: they answer other questions, take longer, or need verl's environment.
 OTHERS = ("coverage", "compile", "gpu", "simulate", "transfer", "tabular", "rollout_anchor", "verl_update")
 

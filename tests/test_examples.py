@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,13 @@ def test_distillation_brings_the_student_to_the_teacher(capsys: pytest.CaptureFi
     # What the outcomes show never exceeds the divergence over the vocabulary.
     assert all(part < full for part, full in zip(seen, whole, strict=True))
     assert whole[-1] < 0.2 * whole[0]
+
+
+def test_gaussian_policies_train_by_both_methods() -> None:
+    pytest.importorskip("gymnasium")
+    command = [sys.executable, str(EXAMPLES / "gaussian_policy.py"), "--seeds", "1", "--iterations", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    runs = re.findall(r"^ *(clip|trust region)  rate \S+  seed 0  returns .* at most (\d+\.\d+)$", done.stdout, re.M)
+    assert [method for method, _ in runs] == 2 * ["clip", "trust region"]
+    # Both bounds, and what the pull leaves of the mean's.
+    assert 0 < float(runs[1][1]) < 2 * 0.055

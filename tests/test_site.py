@@ -18,6 +18,7 @@ CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
 #: The packages whose `__all__` is public.
 PUBLIC = (
     "troll",
+    "troll.gaussian",
     "troll.huggingface",
     "troll.trl",
     "troll.verl",

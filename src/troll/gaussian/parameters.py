@@ -1,0 +1,47 @@
+"""Covariances as parameters of a network, and writing a projected covariance back into them.
+
+The loss sees the projected policy, but what samples the next actions is the network. A mean that depends on the state
+follows its projection only by training; a covariance that all states share is a parameter, and can be set.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from troll.gaussian.policy import DiagonalGaussian, Gaussian
+
+
+def factor_from(parameters: Tensor) -> Tensor:
+    """A Cholesky factor from any matrix, both (..., d, d): its lower triangle, and the exponential of its diagonal."""
+    return parameters.tril(-1) + torch.diag_embed(parameters.diagonal(dim1=-2, dim2=-1).exp())
+
+
+def scale_from(parameters: Tensor) -> Tensor:
+    """Standard deviations, (..., d), from any numbers (..., d): their exponential."""
+    return parameters.exp()
+
+
+@torch.no_grad()
+def write_back(parameters: Tensor, policy: Gaussian | DiagonalGaussian) -> None:
+    """Sets parameters in place so that the network's own covariance is the projected one, to the last few bits.
+
+    Call it after the last update on a batch, with the policy projected once more. Without it, the next rollout's policy
+    is outside the trust region by what the pull has not made up for.
+
+    Args:
+        parameters: What `factor_from`, (..., d, d), or `scale_from`, (..., d), makes the covariance of. The upper
+            triangle of a matrix is left as it is.
+        policy: The projected policy.
+
+    Raises:
+        ValueError: If the shape of the parameters is not that of the policy's factor or scale.
+    """
+    spread = policy.factor if isinstance(policy, Gaussian) else policy.scale
+    if parameters.shape != spread.shape:
+        raise ValueError(f"parameters must be {tuple(spread.shape)}, got {tuple(parameters.shape)}")
+    if isinstance(policy, DiagonalGaussian):
+        parameters.copy_(spread.log())
+        return
+    lower = spread.tril(-1) + torch.diag_embed(spread.diagonal(dim1=-2, dim2=-1).log())
+    parameters.copy_(lower.tril() + parameters.triu(1))

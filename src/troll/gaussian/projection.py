@@ -1,0 +1,135 @@
+"""What a projection returns, and the frame that all projections share: what lies outside its ball is moved onto it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, NamedTuple
+
+import torch
+from torch import Tensor
+
+from troll.gaussian.policy import Gaussian, Policy, check_pair, spread_of
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianProjection(Generic[Policy]):
+    """A policy inside its trust region, for states (...). Covariances have batch dimensions of their own, (c).
+
+    Distances are those of the projection that was made: KL in nats, or squared Frobenius or Wasserstein distances in
+    the units of the actions. τ = 1/(1 + η) says how far along the way from the old policy to the new one the projected
+    policy is. `kl_parts(projection.policy, old)` says how far it moved.
+
+    Attributes:
+        policy: The projected policy, differentiable. Where nothing was outside its bound, the new policy's own numbers.
+        mean_before: Distance of the new mean from the old one, (...), without gradient.
+        covariance_before: Distance of the new covariance from the old one, (c), without gradient.
+        mean_multiplier: η of the means' bound, (...); 0 where not projected.
+        covariance_multiplier: η of the covariances' bound, (c); 0 where not projected.
+        mean_projected: (...) bool, true where the mean was outside its bound.
+        covariance_projected: (c) bool, true where the covariance was outside its bound.
+    """
+
+    policy: Policy
+    mean_before: Tensor
+    covariance_before: Tensor
+    mean_multiplier: Tensor
+    covariance_multiplier: Tensor
+    mean_projected: Tensor
+    covariance_projected: Tensor
+
+
+class Geometry(NamedTuple):
+    """How a projection measures, and how it moves a covariance, all in float64."""
+
+    mean_distance: Callable[[Tensor, Tensor], Tensor]
+    """From `μ − μ₀`, (..., d), and the old factor or scale, to (...)."""
+    covariance_distance: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+    """From the new and the old factor or scale of N covariances, to (N,), and to what `onto_ball` can use again."""
+    onto_ball: Callable[..., tuple[Tensor, Tensor]]
+    """From new and old factors or scales of N covariances outside their bounds, the bounds, (N,), and all of what
+    `covariance_distance` gave, to the projected ones, differentiable in the new ones, and τ, (N,)."""
+
+
+def separately(
+    new: Policy,
+    old: Policy,
+    mean_bound: float | Tensor,
+    covariance_bound: float | Tensor,
+    geometry: Geometry,
+) -> GaussianProjection[Policy]:
+    """Projects means and covariances, each onto a ball of their own."""
+    check_pair(new, old)
+    old_spread = spread_of(old).detach()
+    mean, mean_before, mean_tau, mean_outside = _shrunk(
+        new.mean, old.mean.detach(), old_spread, mean_bound, geometry.mean_distance
+    )
+
+    events = 2 if isinstance(new, Gaussian) else 1
+    shape = torch.broadcast_shapes(spread_of(new).shape, old_spread.shape)
+    batch = shape[:-events]
+    flat, flat_old = (x.expand(shape).reshape(-1, *shape[-events:]) for x in (spread_of(new), old_spread))
+    before, *more = geometry.covariance_distance(flat.detach().double(), flat_old.double())
+    bound = broadcast_bound("covariance_bound", covariance_bound, batch, before).reshape(-1)
+    outside = before > bound
+    rows = outside.nonzero().squeeze(-1)
+    tau = torch.ones_like(before)
+    if rows.numel():
+        projected, tau[rows] = geometry.onto_ball(
+            flat[rows].double(), flat_old[rows].double(), bound[rows], before[rows], *(x[rows] for x in more)
+        )
+        flat = flat.index_copy(0, rows, projected.to(flat.dtype))
+
+    dtype = new.mean.dtype
+    return GaussianProjection(
+        type(new)(mean, flat.reshape(shape)),
+        mean_before.to(dtype),
+        before.view(batch).to(dtype),
+        ((1 - mean_tau) / mean_tau).to(dtype),
+        ((1 - tau) / tau).view(batch).to(dtype),
+        mean_outside,
+        outside.view(batch),
+    )
+
+
+def along_line(new: Tensor, old: Tensor, distance: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """Moves vectors (N, d) towards the old ones, to where a squared distance meets its bound; and τ = √(ε/distance).
+
+    The distance, (N,), must be a differentiable function of the new vectors.
+    """
+    tau = torch.sqrt(bound / distance)
+    return old + tau.unsqueeze(-1) * (new - old), tau.detach()
+
+
+def broadcast_bound(name: str, bound: float | Tensor, shape: torch.Size, like: Tensor) -> Tensor:
+    """A bound at each of the states `shape`, without gradient, in the dtype and on the device of `like`.
+
+    Raises:
+        ValueError: On a bound that is not above 0, or does not broadcast.
+    """
+    tensor = bound.detach().to(like) if isinstance(bound, Tensor) else like.new_full((), bound)
+    if tensor.device.type == "cpu" and not bool((tensor > 0).all()):
+        raise ValueError(f"{name} must be above 0, got {bound}")
+    try:
+        return tensor.expand(shape)
+    except RuntimeError:
+        raise ValueError(f"{name} must broadcast to {tuple(shape)}, got {tuple(tensor.shape)}") from None
+
+
+def _shrunk(
+    new: Tensor,
+    old: Tensor,
+    old_spread: Tensor,
+    mean_bound: float | Tensor,
+    distance: Callable[[Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The mean, moved along the straight line to the old one; its distance before, τ, and where it was outside."""
+    old, old_spread = old.double(), old_spread.double()
+    before = distance(new.double() - old, old_spread)
+    bound = broadcast_bound("mean_bound", mean_bound, before.shape, before)
+    outside = before.detach() > bound
+    # No division by 0, and no infinity, enters the gradient of what is not moved.
+    tau = torch.sqrt(torch.where(outside, bound, 1.0) / torch.where(outside, before, 1.0))
+    moved = old + tau.unsqueeze(-1) * (new.double() - old)
+    mean = torch.where(outside.unsqueeze(-1), moved.to(new.dtype), new)
+    return mean, before.detach(), tau.detach(), outside

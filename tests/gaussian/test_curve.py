@@ -1,0 +1,66 @@
+"""The curve KL(τ) of Gaussians, which the core's solvers see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gaussian.pairs import covariance, policies
+from troll import gaussian
+from troll.gaussian import Gaussian
+from troll.gaussian.curve import GaussianCurve, root
+
+
+def curve_of(new: Gaussian, old: Gaussian, joint: bool) -> GaussianCurve:
+    ratio = torch.linalg.solve_triangular(new.factor, old.factor, upper=False)
+    values, vectors = torch.linalg.eigh(ratio.mT @ ratio)
+    start = torch.linalg.solve_triangular(old.factor, (new.mean - old.mean).unsqueeze(-1), upper=False)
+    return GaussianCurve(values - 1, values * (vectors.mT @ start).squeeze(-1) if joint else None)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_curve_is_the_divergence_of_the_mixture(joint: bool) -> None:
+    new, old = policies(Gaussian, (4,), 3)
+    curve = curve_of(new, old, joint)
+    for tau in (0.1, 0.6, 1.0):
+        precision = (1 - tau) * covariance(old).inverse() + tau * covariance(new).inverse()
+        natural = (1 - tau) * covariance(old).inverse() @ old.mean.unsqueeze(-1)
+        natural = natural + tau * covariance(new).inverse() @ new.mean.unsqueeze(-1)
+        mean = torch.linalg.solve(precision, natural).squeeze(-1) if joint else old.mean
+        mixture = Gaussian(mean, torch.linalg.cholesky(precision.inverse()))
+        torch.testing.assert_close(curve.at(torch.full((4,), tau).double()).kl, gaussian.kl(mixture, old))
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_variance_is_the_slope_over_tau(joint: bool) -> None:
+    new, old = policies(Gaussian, (4,), 3)
+    curve = curve_of(new, old, joint)
+    tau = torch.tensor([0.05, 0.3, 0.7, 0.99], dtype=torch.float64, requires_grad=True)
+    at = curve.at(tau)
+    (slope,) = torch.autograd.grad(at.kl.sum(), tau)
+    torch.testing.assert_close(slope, (tau * at.variance).detach())
+    torch.testing.assert_close(curve.variance_at_zero(), curve.at(torch.zeros(4).double()).variance)
+
+
+def test_narrowing_keeps_the_roots_asked_for() -> None:
+    curve = curve_of(*policies(Gaussian, (4,), 3), joint=True)
+    tau = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    rows = torch.tensor([1, 3])
+    before = curve.at(tau)
+    curve.narrow(rows)
+    after = curve.at(tau[rows])
+    assert torch.equal(after.kl, before.kl[rows]) and torch.equal(after.variance, before.variance[rows])
+
+
+def test_roots_of_extreme_curves() -> None:
+    """Ratios of variances from 1e-12 to 1e24, and means up to 1e12 standard deviations apart, where KL(τ) is a step."""
+    a = torch.logspace(-12, 24, 37, dtype=torch.float64) - 1
+    b = torch.logspace(-3, 12, 16, dtype=torch.float64)
+    a, b = (x.flatten().unsqueeze(-1) for x in torch.meshgrid(a, b, indexing="ij"))
+    for bound in (1e-8, 1e-3, 0.1, 10.0):
+        for of, means in ((a, b), (a, None)):
+            outside = GaussianCurve(of, means).at(torch.ones(len(of), dtype=torch.float64)).kl > bound
+            of, means = of[outside], None if means is None else means[outside]
+            bounds = torch.full((len(of),), bound, dtype=torch.float64)
+            tau = root(of, means, bounds)
+            torch.testing.assert_close(GaussianCurve(of, means).at(tau).kl, bounds, rtol=1e-9, atol=0)
