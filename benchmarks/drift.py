@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from matplotlib import style
 from matplotlib.figure import Figure
 from rich.progress import track
 from torch import Tensor
@@ -32,6 +33,7 @@ from troll.evaluation.problems import load_problems
 from troll.files import write_atomically
 from troll.run_folder import read_json
 from troll.study.comparison import read_runs
+from troll.study.plot import STYLE
 from troll.study.run import model_path
 from troll.tasks import TaskConfig
 
@@ -58,7 +60,7 @@ def main() -> int:
             return code
         found[name] = [measure(run.folder, run.seed) for run in sorted(read_runs([folder]), key=lambda run: run.seed)]
     write_atomically(DOCS / "results" / "drift.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    draw(found).savefig(DOCS / "assets" / "drift.svg", metadata={"Date": None})
+    save(found)
     for name, runs in found.items():
         last = [run["kl"][-1] for run in runs]
         print(f"{name}: {fmean(last):.3f} nats a token at the end, {min(last):.3f} to {max(last):.3f}")
@@ -142,6 +144,12 @@ def log_probs(model: Any, rows: list[Tensor], labels: list[Tensor]) -> Tensor:
     return found
 
 
+def save(found: dict[str, list[dict[str, Any]]]) -> None:
+    """Writes the figure; its texts are text, and its names do not change from run to run."""
+    with style.context(["default", STYLE, {"svg.hashsalt": "drift"}]):
+        draw(found).savefig(DOCS / "assets" / "drift.svg", metadata={"Date": None})
+
+
 def draw(found: dict[str, list[dict[str, Any]]]) -> Figure:
     """The figure: a line for each method, the mean over seeds, and a thin one for each seed."""
     figure = Figure(figsize=(6.4, 3.2), layout="constrained", facecolor="white")
@@ -152,7 +160,12 @@ def draw(found: dict[str, list[dict[str, Any]]]) -> Figure:
         rollouts = range(1, 1 + len(runs[0]["kl"]))
         for run in runs:
             axes.plot(rollouts, run["kl"], color=f"C{number}", linewidth=0.6, alpha=0.5)
-        axes.plot(rollouts, [fmean(values) for values in zip(*(run["kl"] for run in runs), strict=True)], label=name)
+        axes.plot(
+            rollouts,
+            [fmean(values) for values in zip(*(run["kl"] for run in runs), strict=True)],
+            color=f"C{number}",
+            label=name,
+        )
     axes.legend(frameon=False)
     return figure
 

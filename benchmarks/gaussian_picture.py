@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.picture import DARK, LIGHT
 from troll import gaussian
 from troll.files import write_atomically
 from troll.gaussian import Gaussian
+from troll.study.plot import DARK, LIGHT
 
 FILE = Path(__file__).parents[1] / "docs" / "assets" / "gaussian.svg"
 

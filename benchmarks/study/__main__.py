@@ -11,11 +11,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from troll.cli import without_fields
+
 DOCS = Path("docs")
 
 
 def main() -> None:
-    """Collects run folders into a table, or writes the page from all tables."""
+    """Makes runs, collects their folders into a table, or writes the page from all tables."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -35,11 +37,9 @@ def main() -> None:
     collecting.add_argument("--exploratory", action="store_true", help="runs that are not the protocol's")
     page = commands.add_parser("page", help="write docs/results.md and its figures from docs/results/*.csv")
     page.add_argument("--output", type=Path, default=DOCS, help="folder of the page (default: docs)")
-    # As in troll compare: argparse would take the values of fields, which it does not know, for recipes.
     given, fields = sys.argv[1:], list[str]()
     if given[:1] == ["run"] and not {"-h", "--help"} & set(given):
-        first = next((index for index, argument in enumerate(given) if argument.startswith("--")), len(given))
-        given, fields = given[:first], given[first:]
+        given, fields = without_fields(given)
     arguments = parser.parse_args(given)
     try:
         if arguments.command == "run":

@@ -61,9 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] in (["train"], ["plan"], ["compare"]) and not {"-h", "--help"} & set(argv):
         if argv[1:2] and argv[1].startswith("-"):
             return _fail(ValueError(f"the recipe comes first: troll {argv[0]} RECIPE [--field value ...]"))
-        # argparse would take the values of fields, which it does not know, for recipes.
-        first = next((index for index, argument in enumerate(argv) if argument.startswith("--")), len(argv))
-        argv, fields = argv[:first], argv[first:]
+        argv, fields = without_fields(argv)
     arguments = parser.parse_args(argv)
     run: dict[str, Callable[[], int]] = {
         "train": lambda: _with_trainer(lambda: _train(arguments.recipe, fields)),
@@ -83,6 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE_ERROR, f"troll: error: {message}\n")
+
+
+def without_fields(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Splits off `--field value ...`: argparse does not know these, and would take the values for recipes."""
+    first = next((index for index, argument in enumerate(arguments) if argument.startswith("--")), len(arguments))
+    return list(arguments[:first]), list(arguments[first:])
 
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.optimize import minimize
 from torch import Tensor
 
 from troll import gaussian
@@ -115,6 +116,28 @@ def exact_distances(name: str, new: Gaussian, old: Gaussian) -> tuple[float, flo
         return float((delta**2).sum()), float(((root @ root.T - old_root @ old_root.T) ** 2).sum())
     nuclear = np.linalg.svd((old_root.T @ root).astype(float), compute_uv=False).sum()
     return float((delta**2).sum()), float((root**2).sum() + (old_root**2).sum() - 2 * nuclear)
+
+
+def nearest_covariance(
+    distance: Callable[[Array], float], room: Callable[[Array], float], start: Array, ftol: float
+) -> tuple[Array, float]:
+    """The covariance of least distance with `room >= 0`, and that distance, by SLSQP over its factor, from `start`."""
+    rows = np.tril_indices(len(start))
+
+    def sigma(x: Array) -> Array:
+        root = np.zeros_like(start)
+        root[rows] = x
+        return root @ root.T
+
+    solved = minimize(
+        lambda x: distance(sigma(x)),
+        start[rows],
+        constraints=[{"type": "ineq", "fun": lambda x: room(sigma(x))}],
+        method="SLSQP",
+        options={"maxiter": 500, "ftol": ftol},
+    )
+    assert solved.success, solved.message
+    return sigma(solved.x), float(solved.fun)
 
 
 def _solved(lower: Array, right: Array) -> Array:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from scipy.optimize import minimize
 
-from tests.gaussian.pairs import covariance, policies
+from tests.gaussian.pairs import covariance, nearest_covariance, policies
 from troll import gaussian
 from troll.gaussian import DiagonalGaussian, Gaussian
 
@@ -30,18 +28,10 @@ def test_frobenius_projection_solves_the_primal_problem(seed: int) -> None:
     new, old = policies(Gaussian, (), 3, seed)
     found = gaussian.project_frobenius(new, old, 1.0, 0.1).policy
     target, centre = covariance(new).numpy(), covariance(old).numpy()
-
-    def sigma(x: np.ndarray) -> np.ndarray:
-        root = np.zeros((3, 3))
-        root[np.tril_indices(3)] = x
-        return root @ root.T
-
-    solved = minimize(
-        lambda x: ((sigma(x) - target) ** 2).sum(),
-        old.factor.numpy()[np.tril_indices(3)],
-        constraints=[{"type": "ineq", "fun": lambda x: 0.1 - ((sigma(x) - centre) ** 2).sum()}],
-        method="SLSQP",
-        options={"maxiter": 500, "ftol": 1e-13},
+    solved, _ = nearest_covariance(
+        lambda sigma: ((sigma - target) ** 2).sum(),
+        lambda sigma: 0.1 - ((sigma - centre) ** 2).sum(),
+        start=old.factor.numpy(),
+        ftol=1e-13,
     )
-    assert solved.success
-    torch.testing.assert_close(covariance(found), torch.as_tensor(sigma(solved.x)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(covariance(found), torch.as_tensor(solved), rtol=1e-4, atol=1e-4)

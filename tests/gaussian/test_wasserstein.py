@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 from scipy.linalg import sqrtm
-from scipy.optimize import minimize
 
-from tests.gaussian.pairs import Array, covariance, diagonal_as_full, policies
+from tests.gaussian.pairs import Array, covariance, diagonal_as_full, nearest_covariance, policies
 from troll import gaussian
 from troll.gaussian import DiagonalGaussian, Gaussian
 
@@ -39,22 +38,14 @@ def test_wasserstein_projection_solves_the_primal_problem(seed: int) -> None:
     new, old = policies(Gaussian, (), 3, seed)
     found = gaussian.project_wasserstein(new, old, 1.0, 0.05).policy
     target, centre = covariance(new).numpy(), covariance(old).numpy()
-
-    def sigma(x: np.ndarray) -> np.ndarray:
-        root = np.zeros((3, 3))
-        root[np.tril_indices(3)] = x
-        return root @ root.T
-
-    solved = minimize(
-        lambda x: bures(sigma(x), target),
-        old.factor.numpy()[np.tril_indices(3)],
-        constraints=[{"type": "ineq", "fun": lambda x: 0.05 - bures(sigma(x), centre)}],
-        method="SLSQP",
-        options={"maxiter": 500, "ftol": 1e-12},
+    solved, least = nearest_covariance(
+        lambda sigma: bures(sigma, target),
+        lambda sigma: 0.05 - bures(sigma, centre),
+        start=old.factor.numpy(),
+        ftol=1e-12,
     )
-    assert solved.success
-    torch.testing.assert_close(covariance(found), torch.as_tensor(sigma(solved.x)), rtol=2e-3, atol=1e-3)
-    assert bures(covariance(found).numpy(), target) <= solved.fun + 1e-7
+    torch.testing.assert_close(covariance(found), torch.as_tensor(solved), rtol=2e-3, atol=1e-3)
+    assert bures(covariance(found).numpy(), target) <= least + 1e-7
 
 
 def test_covariances_that_commute_move_on_straight_lines_of_standard_deviations() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from troll.gaussian.policy import DiagonalGaussian, Gaussian
+from troll.gaussian.policy import DiagonalGaussian, Gaussian, spread_of
 
 
 def factor_from(parameters: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def write_back(parameters: Tensor, policy: Gaussian | DiagonalGaussian) -> None:
     Raises:
         ValueError: If the shape of the parameters is not that of the policy's factor or scale.
     """
-    spread = policy.factor if isinstance(policy, Gaussian) else policy.scale
+    spread = spread_of(policy)
     if parameters.shape != spread.shape:
         raise ValueError(f"parameters must be {tuple(spread.shape)}, got {tuple(parameters.shape)}")
     if isinstance(policy, DiagonalGaussian):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from troll.gaussian.divergence import kl
-from troll.gaussian.policy import Gaussian, Policy
+from troll.gaussian.policy import Policy, spread_of
 from troll.gaussian.projection import GaussianProjection
 
 
@@ -24,6 +24,5 @@ def trust_region_loss(new: Policy, projection: GaussianProjection[Policy]) -> Te
         ValueError: If the two do not fit.
     """
     target = projection.policy
-    spread = target.factor.detach() if isinstance(target, Gaussian) else target.scale.detach()
-    pull = kl(new, type(target)(target.mean.detach(), spread))
+    pull = kl(new, type(target)(target.mean.detach(), spread_of(target).detach()))
     return torch.where(projection.mean_projected | projection.covariance_projected, pull, 0.0)

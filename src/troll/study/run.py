@@ -27,7 +27,7 @@ from troll.study.embedded import embedded_model
 from troll.study.plan import longest_prompt, machine_of_run, plan
 from troll.study.publishing import check_back_ends, check_hub, push
 from troll.study.small_model import EMBEDDED, EMBEDDED_MODELS
-from troll.study.summary import summary_of, tell, write_verdicts
+from troll.study.summary import commit_of, summary_of, tell, write_verdicts
 from troll.study.without_data import UnknownMemory
 from troll.tasks import Task, load_task
 from troll.tasks.decontaminate import decontaminate
@@ -94,10 +94,10 @@ def train(recipe: Recipe, console: Console) -> bool:
 
     # A resumed run has its first evaluation in the checkpoint's log; another one would use up random numbers.
     trainer.args.eval_on_start = trainer.args.eval_on_start and checkpoint is None
-    start, status = time.monotonic(), "unfinished"
+    start, status, commit = time.monotonic(), "unfinished", commit_of(Path(__file__).parents[1])
 
     def summarise() -> dict[str, Any]:
-        return summary_of(recipe, trainer, status, time.monotonic() - start, len(task.eval_dataset))
+        return summary_of(recipe, trainer, status, time.monotonic() - start, len(task.eval_dataset), commit)
 
     def write_card(*_: Any, **__: Any) -> None:
         if main:

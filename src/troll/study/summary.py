@@ -24,7 +24,9 @@ from troll.trl.checkpoints import newest_complete
 from troll.trl.surrogates import SURROGATES
 
 
-def summary_of(recipe: Recipe, trainer: TrollTrainer, status: str, seconds: float, eval_size: int) -> dict[str, Any]:
+def summary_of(
+    recipe: Recipe, trainer: TrollTrainer, status: str, seconds: float, eval_size: int, commit: str | None
+) -> dict[str, Any]:
     """The content of `summary.json`.
 
     Args:
@@ -33,6 +35,7 @@ def summary_of(recipe: Recipe, trainer: TrollTrainer, status: str, seconds: floa
         status: "finished", "interrupted", "failed" or "unfinished".
         seconds: Wall time since the process began to train.
         eval_size: The number of held-out problems.
+        commit: The commit of the code, from `commit_of` when the run began: a checkout may move on meanwhile.
     """
     training, steps = recipe.training, trainer.state.global_step
     held_out = [logs for logs in trainer.state.log_history if "eval_reward" in logs]
@@ -66,7 +69,7 @@ def summary_of(recipe: Recipe, trainer: TrollTrainer, status: str, seconds: floa
         "seed": training.seed,
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in ("troll-rl", "torch", "trl", "transformers")},
-        "commit": commit_of(Path(__file__).parents[1]),
+        "commit": commit,
         "machine": _machine(),
     }
 
