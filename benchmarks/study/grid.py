@@ -1,4 +1,4 @@
-"""Makes those runs of a grid that no table has yet, so that a grid can go on from a fresh checkout."""
+"""Makes those runs of a grid, or of the protocol, that no table has yet, so that both go on from a fresh checkout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.study import protocol
+from benchmarks.study import protocol, second
 from benchmarks.study.collect import collect, identity_of
 from benchmarks.study.table import read_csv
 from troll.study.compare import Outcome, compare
@@ -44,6 +44,45 @@ def run(table: Path, recipe_names: Sequence[str], fields: Sequence[str]) -> tupl
     outcome = compare(waiting, folder, console, command.jobs, shlex.join(words))
     added, _ = collect([folder], table, exploratory=table.stem not in protocol.REGIMES)
     return outcome, added
+
+
+def tune(table: Path, seeds: Sequence[int], output: Path, jobs: int | None) -> tuple[Outcome, int]:
+    """Makes the tuning runs of a regime of the protocol's second part that its table lacks, and adds them to it.
+
+    All methods of a seed come before the next seed, and their runs go into the table when they are done.
+
+    Args:
+        table: The table of the regime, which names it; made if it does not exist.
+        seeds: The tuning seeds, in the order of the runs.
+        output: The folder of the runs; each seed has a folder in it.
+        jobs: The number of runs at once; None for the machine's default.
+
+    Returns:
+        What became of the runs, and how many were added to the table or replaced in it.
+
+    Raises:
+        troll.recipes.RecipeError: If a folder holds other runs.
+        ValueError: If the protocol has no such regime or seed, the table is malformed, or a run does not fit it.
+    """
+    if table.stem not in second.REGIMES:
+        raise ValueError(f"the second part's tables are {', '.join(second.REGIMES)}, got {table.stem}")
+    if unknown := set(seeds) - set(second.TUNING_SEEDS):
+        raise ValueError(f"the tuning seeds are {', '.join(map(str, second.TUNING_SEEDS))}, got {min(unknown)}")
+    console, total = Console(), 0
+    words = ["python", "-m", "benchmarks.study", "tune", str(table)]
+    for seed in seeds:
+        folder = output / f"seed-{seed}"
+        planned = second.tuning_runs(table.stem, seed)
+        waiting = missing(planned, table, folder)
+        say(console, f"seed {seed}: {len(planned)} runs, of which {table} has {len(planned) - len(waiting)}")
+        if not waiting:
+            continue
+        outcome = compare(waiting, folder, console, jobs, shlex.join(words))
+        added, _ = collect([folder], table, exploratory=False)
+        total += added
+        if outcome != "finished":
+            return outcome, total
+    return "finished", total
 
 
 def missing(planned: Sequence[PlannedRun], table: Path, folder: Path) -> list[PlannedRun]:
