@@ -16,8 +16,8 @@ import yaml
 from scipy import stats
 
 from benchmarks.study import __main__ as command
-from benchmarks.study import analysis, figures, page, table, tables
-from benchmarks.study.collect import _recipe, collect
+from benchmarks.study import analysis, figures, page, second, second_analysis, table, tables
+from benchmarks.study.collect import _recipe, collect, identity_of
 from benchmarks.study.grid import missing
 from benchmarks.study.protocol import LEARNING_RATES, METHODS, REGIMES, TUNING_RATES, TUNING_SEEDS
 from benchmarks.study.table import Phase, Result
@@ -319,6 +319,69 @@ def test_only_runs_of_the_protocol_count(tmp_path: Path, changes: dict[str, Any]
     with pytest.raises(ValueError, match=f"{message}.*; collect it with --exploratory, into another table"):
         collect([run], tmp_path / "new.csv", exploratory=False)
     assert collect([run], tmp_path / "new.csv", exploratory=True) == (1, 0)
+
+
+def second_run(folder: Path, method: str, number: int, **changes: Any) -> Path:
+    """A tuning run of regime (a) of the second part, as `run_folder` makes it."""
+    changes = {"seed": 100, **changes}
+    configuration = second.METHODS[method].configurations[number]
+    (planned,) = second.plan("second-a", method, configuration, [3e-4], changes["seed"])
+    training = planned.recipe.training
+    read = {name: getattr(training, name) for name in SURROGATES[training.surrogate].settings}
+    settings = planned.settings | changes.pop("settings", {})
+    return run_folder(folder, training.surrogate, settings=settings, surrogate_settings=read, **changes)
+
+
+@pytest.mark.parametrize("table_name", second.REGIMES)
+def test_tuning_runs_of_the_second_part_are_the_protocols(table_name: str) -> None:
+    runs = second.tuning_runs(table_name, seed=100)
+    assert len({identity_of(run) for run in runs}) == len(runs) == 15 * len(second.REGIMES[table_name].tuning_rates)
+    assert len({run.name for run in runs}) == len(runs)
+
+
+@pytest.mark.parametrize(("method", "number"), [("proximal", 2), ("bounded-penalty", 0), ("clip", 1)])
+def test_collect_knows_the_tuning_runs_of_the_second_part(tmp_path: Path, method: str, number: int) -> None:
+    csv = tmp_path / "second-a.csv"
+    run = second_run(tmp_path / "run", method, number)
+    assert collect([run], csv, exploratory=False) == (1, 0)
+    (row,) = table.read_csv(csv)
+    assert row.phase == "tuning"
+    tried = second_analysis.candidates("second-a", [row])
+    assert [(one.method, one.changes) for one in tried if one.size] == [
+        (method, second.METHODS[method].configurations[number])
+    ]
+    counted = second_run(tmp_path / "counted", method, number, seed=20)
+    collect([counted], csv, exploratory=False)
+    assert sorted(row.phase for row in table.read_csv(csv)) == ["counted", "tuning"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"settings": {"kl_bound": 0.4}}, "the protocol has no such configuration in second-a"),
+        ({"settings": {"eval_size": 4}}, "the protocol has no such configuration in second-a"),
+        ({"seed": 0}, "the protocol has no run in second-a with learning rate 0.0003 and seed 0"),
+        ({"settings": {"learning_rate": 1e-3}}, "no run in second-a with learning rate 0.001 and seed 100"),
+    ],
+)
+def test_collect_refuses_what_the_second_part_has_not(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    run = second_run(tmp_path / "run", "proximal", 0, **changes)
+    with pytest.raises(ValueError, match=message):
+        collect([run], tmp_path / "second-a.csv", exploratory=False)
+
+
+def test_second_part_chooses_the_best_configuration_of_complete_tuning_runs() -> None:
+    rows = []
+    for method, number, mean in [("troll", 0, 0.25), ("troll", 1, 0.5), ("troll", 2, 0.5), ("clip", 0, 0.75)]:
+        configuration = second.METHODS[method].configurations[number]
+        for planned in second.plan("second-a", method, configuration, [1e-4, 3e-4], seed=0):
+            _, surrogate, rate, settings, _ = identity_of(planned)
+            rows += [result(surrogate, rate, seed, mean, settings=settings, phase="tuning") for seed in range(100, 104)]
+    chosen = second_analysis.chosen(second_analysis.candidates("second-a", rows))
+    assert {method: one.changes for method, one in chosen.items()} == {"troll": {"kl_bound": "0.2"}}
+    shown = tables.second_tuning("second-a", rows)
+    assert shown.startswith("*(a) 8 updates a rollout: 32 of 120 tuning runs; nothing is chosen before all are there.*")
+    assert "| TROLL | `kl_bound=0.2` | 50.0 ± 0.0 (4) | 50.0 ± 0.0 (4) | 50.0 | yes |" in shown
 
 
 def test_a_run_keeps_what_it_counts_for_and_is_named_once(tmp_path: Path) -> None:

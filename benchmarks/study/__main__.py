@@ -1,7 +1,7 @@
 """The tables of the study and their page.
 
 python -m benchmarks.study run docs/results/NAME.csv RECIPE --field value ... --output_dir runs/study/NAME
-python -m benchmarks.study tune docs/results/second-a.csv [--seed SEED ...] [--jobs N]
+python -m benchmarks.study second docs/results/second-a.csv [--seed SEED ...] [--jobs N]
 python -m benchmarks.study collect RUNS... --output docs/results/NAME.csv
 python -m benchmarks.study page
 """
@@ -31,15 +31,17 @@ def main() -> None:
     )
     running.add_argument("table", type=Path, metavar="CSV", help="docs/results/NAME.csv")
     running.add_argument("recipes", nargs="+", metavar="RECIPE")
-    tuning = commands.add_parser(
-        "tune",
+    second_part = commands.add_parser(
+        "second",
         help="make the tuning runs of the protocol's second part that the table does not have yet, and add them to it",
         description="All methods of a seed come before the next seed. The same command resumes.",
     )
-    tuning.add_argument("table", type=Path, metavar="CSV", help=f"docs/results/{{{','.join(second.REGIMES)}}}.csv")
-    tuning.add_argument("--seed", nargs="+", type=int, default=second.TUNING_SEEDS, help="default: all tuning seeds")
-    tuning.add_argument("--jobs", type=int, help="runs at once (default: one for each GPU, or for each core)")
-    tuning.add_argument(
+    second_part.add_argument("table", type=Path, metavar="CSV", help=f"docs/results/{{{','.join(second.REGIMES)}}}.csv")
+    second_part.add_argument(
+        "--seed", nargs="+", type=int, default=second.TUNING_SEEDS, help="default: all tuning seeds"
+    )
+    second_part.add_argument("--jobs", type=int, help="runs at once (default: one for each GPU, or for each core)")
+    second_part.add_argument(
         "--output_dir", type=Path, help="folder of the runs (default: runs/study/ and the table's name)"
     )
     collecting = commands.add_parser("collect", help="add finished runs to a table")
@@ -61,11 +63,11 @@ def main() -> None:
             outcome, found = run(arguments.table, arguments.recipes, fields)
             print(f"{arguments.table}: {found} runs added or replaced")
             sys.exit(0 if outcome == "finished" else 1)
-        elif arguments.command == "tune":
-            from benchmarks.study.grid import tune
+        elif arguments.command == "second":
+            from benchmarks.study.grid import run_second
 
             output = arguments.output_dir or Path("runs", "study", arguments.table.stem)
-            outcome, found = tune(arguments.table, arguments.seed, output, arguments.jobs)
+            outcome, found = run_second(arguments.table, arguments.seed, output, arguments.jobs)
             print(f"{arguments.table}: {found} runs added or replaced")
             sys.exit(0 if outcome == "finished" else 1)
         elif arguments.command == "collect":

@@ -46,7 +46,7 @@ def run(table: Path, recipe_names: Sequence[str], fields: Sequence[str]) -> tupl
     return outcome, added
 
 
-def tune(table: Path, seeds: Sequence[int], output: Path, jobs: int | None) -> tuple[Outcome, int]:
+def run_second(table: Path, seeds: Sequence[int], output: Path, jobs: int | None) -> tuple[Outcome, int]:
     """Makes the tuning runs of a regime of the protocol's second part that its table lacks, and adds them to it.
 
     All methods of a seed come before the next seed, and their runs go into the table when they are done.
@@ -69,7 +69,7 @@ def tune(table: Path, seeds: Sequence[int], output: Path, jobs: int | None) -> t
     if unknown := set(seeds) - set(second.TUNING_SEEDS):
         raise ValueError(f"the tuning seeds are {', '.join(map(str, second.TUNING_SEEDS))}, got {min(unknown)}")
     console, total = Console(), 0
-    words = ["python", "-m", "benchmarks.study", "tune", str(table)]
+    words = ["python", "-m", "benchmarks.study", "second", str(table)]
     for seed in seeds:
         folder = output / f"seed-{seed}"
         planned = second.tuning_runs(table.stem, seed)

@@ -4,8 +4,9 @@ The template is the page's prose. Between double braces stands what the data fil
 `{{contrasts}}`, `{{fast}}`, `{{changes}}`, `{{settings}}`, `{{moved}}`, `{{tabular}}`, `{{data}}`,
 `{{figure robustness}}`, `{{figure contrasts}}`; `{{regime NAME}}`, everything about a primary regime, and
 `{{kept NAME}}`, what its methods kept and learned; `{{exploratory TABLE}}`, a table's exploratory runs, which must be
-there for each table that has any; and within a sentence `{{REGIME METHOD}}`, a success, or
-`{{REGIME METHOD - METHOD}}`, the difference of two, by surrogates, each at its own rates or, with ` @ RATE`, at one.
+there for each table that has any; `{{second TABLE}}`, the tuning of a regime of the second part; and within a sentence
+`{{REGIME METHOD}}`, a success, or `{{REGIME METHOD - METHOD}}`, the difference of two, by surrogates, each at its own
+rates or, with ` @ RATE`, at one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study import figures, tables
+from benchmarks.study import figures, second, tables
 from benchmarks.study.analysis import Section, exploratory_sections, primary_sections
 from benchmarks.study.protocol import METHODS, REGIMES
 from benchmarks.study.table import Result, read_csv
@@ -82,8 +83,9 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
     Raises:
         ValueError: A placeholder is unknown, exploratory runs have none, or the data contradict the protocol.
     """
-    primary = primary_sections(rows, folder)
-    explored = exploratory_sections(rows)
+    first = {name: results for name, results in rows.items() if name not in second.REGIMES}
+    primary = primary_sections(first, folder)
+    explored = exploratory_sections(first)
     asked = [key.strip() for key in _PLACEHOLDER.findall(template)]
     if hidden := [table for table in explored if f"exploratory {table}" not in asked]:
         raise ValueError(
@@ -110,6 +112,8 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
             return _block(key, parts)
         if kind == "regime" and name in REGIMES:
             return _block(key, _regime(primary[name], page))
+        if kind == "second" and name in second.REGIMES:
+            return _block(key, [tables.second_tuning(name, rows.get(name, ()))])
         if kind == "kept" and name in REGIMES:
             return _block(key, [tables.kept(primary[name])])
         if key == "figure robustness":
