@@ -33,12 +33,13 @@ def main() -> None:
     running.add_argument("recipes", nargs="+", metavar="RECIPE")
     second_part = commands.add_parser(
         "second",
-        help="make the tuning runs of the protocol's second part that the table does not have yet, and add them to it",
-        description="All methods of a seed come before the next seed. The same command resumes.",
+        help="make the runs of the protocol's second part that the table does not have yet, and add them to it",
+        description="A seed is one of the tuning or a counted one. All its methods come before the next seed. The same "
+        "command resumes.",
     )
     second_part.add_argument("table", type=Path, metavar="CSV", help=f"docs/results/{{{','.join(second.REGIMES)}}}.csv")
     second_part.add_argument(
-        "--seed", nargs="+", type=int, default=second.TUNING_SEEDS, help="default: all tuning seeds"
+        "--seed", nargs="+", type=int, default=second.TUNING_SEEDS, help="default: the tuning seeds"
     )
     second_part.add_argument("--jobs", type=int, help="runs at once (default: one for each GPU, or for each core)")
     second_part.add_argument(

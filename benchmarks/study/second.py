@@ -77,9 +77,12 @@ REGIMES = {
         changes={"rollout_delay": "16", "anchor": "rollout"},
     ),
 }
+#: The regimes of the hypotheses about a fast learning rate, and that of the one about old rollouts.
+FAST, OLD = ("second-a", "second-b"), "second-d"
 TUNING_SEEDS = (100, 101, 102, 103)
 
-#: The methods by their names in run folders, in the order of tables.
+#: The methods by their names in run folders, in the order of tables. The hypotheses are about the first.
+NEW, PENALTIES = "proximal", ("penalty", "bounded-penalty")
 METHODS = {
     "proximal": Method(
         "pull everywhere",
@@ -135,3 +138,15 @@ def tuning_runs(table: str, seed: int) -> list[PlannedRun]:
     """The tuning runs of a regime with one seed: every configuration of every method at the tuning rates."""
     rates = REGIMES[table].tuning_rates
     return [run for method, changes in configurations() for run in plan(table, method, changes, rates, seed)]
+
+
+def counted_runs(table: str, chosen: Mapping[str, Changes], rates: Sequence[float], seed: int) -> list[PlannedRun]:
+    """The counted runs of a regime with one seed: every method in its chosen configuration.
+
+    Args:
+        table: The name of the regime's table.
+        chosen: The configuration of each method, by its key in `METHODS`.
+        rates: The learning rates.
+        seed: The seed.
+    """
+    return [run for method in METHODS for run in plan(table, method, chosen[method], rates, seed)]
