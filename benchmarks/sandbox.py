@@ -17,17 +17,17 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import track
+from troll_sandbox.pool import Pool
 
 from benchmarks import measure
-from tests.rewards.sandbox.hostile import HOSTILE, ON_THE_MACHINE, ON_THE_USER
+from tests.troll_sandbox.hostile import HOSTILE, ON_THE_MACHINE, ON_THE_USER
 from troll.rewards.program import parse_tests
-from troll.rewards.sandbox.bubblewrap import Bubblewrap
-from troll.rewards.sandbox.gvisor import GVisor
-from troll.rewards.sandbox.launch import INTERPRETER_FLAGS, Launcher, SandboxError
-from troll.rewards.sandbox.limits import Limits
-from troll.rewards.sandbox.local import LocalSandbox
-from troll.rewards.sandbox.pool import Pool
-from troll.rewards.sandbox.stdio import run_stdio
+from troll_sandbox.bubblewrap import Bubblewrap
+from troll_sandbox.gvisor import GVisor
+from troll_sandbox.launch import INTERPRETER_FLAGS, Launcher, SandboxError
+from troll_sandbox.limits import Limits
+from troll_sandbox.local import LocalSandbox
+from troll_sandbox.stream_runs import run_stdio
 
 PROGRAMS = 512
 PROGRAM = "a, b = map(int, input().split())\nprint(a + b)\n"
