@@ -4,7 +4,7 @@ Nothing here needs torch or TROLL. `README.md` says what it promises.
 """
 
 from troll_sandbox.bubblewrap import Bubblewrap
-from troll_sandbox.cases import CodeTests, FunctionTests, StreamTests, Tests
+from troll_sandbox.cases import CodeTests, FunctionTests, StreamTests
 from troll_sandbox.errors import SandboxError
 from troll_sandbox.executor import Executor, Job, Sandbox
 from troll_sandbox.fusion import SandboxFusion
@@ -26,5 +26,4 @@ __all__ = [
     "SandboxError",
     "SandboxFusion",
     "StreamTests",
-    "Tests",
 ]

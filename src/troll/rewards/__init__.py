@@ -2,7 +2,7 @@
 
 `MathGrader` and `CodeGrader` are reward functions as TRL's trainers call them. `grade` says more than their number: how
 much is right, what was read as the answer, and why. Importing this starts nothing: math-verify works in processes that
-start with the first answer, and what concerns programs is imported when it is first named.
+start with the first answer, and what concerns programs, `troll_sandbox` with it, is imported when it is first named.
 """
 
 import importlib
@@ -15,20 +15,12 @@ from troll.rewards.mathematics.grader import MathGrader
 if TYPE_CHECKING:
     from troll.rewards.code import CodeGrader, passed_fraction
     from troll.rewards.program import parse_tests
-    from troll_sandbox import CodeTests, FunctionTests, Limits, Outcome, Sandbox, SandboxError, StreamTests
 
 __all__ = [
     "CodeGrader",
-    "CodeTests",
     "FormatReward",
-    "FunctionTests",
     "Grader",
-    "Limits",
     "MathGrader",
-    "Outcome",
-    "Sandbox",
-    "SandboxError",
-    "StreamTests",
     "Verdict",
     "completion_text",
     "final_answer",
@@ -40,9 +32,6 @@ _IMPORTED_WHEN_NAMED = {
     "CodeGrader": "troll.rewards.code",
     "passed_fraction": "troll.rewards.code",
     "parse_tests": "troll.rewards.program",
-    **dict.fromkeys(
-        ("CodeTests", "FunctionTests", "Limits", "Outcome", "Sandbox", "SandboxError", "StreamTests"), "troll_sandbox"
-    ),
 }
 
 

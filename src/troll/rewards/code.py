@@ -60,7 +60,7 @@ class CodeGrader(Grader):
             Otherwise testing stops at the first failure, and the score is 0.0 or 1.0.
         run_without_isolation: Run programs without a sandbox, as plain processes that can do anything the user can.
         sandbox: The sandbox to use instead of bubblewrap: "gvisor", the address of a SandboxFusion server, or any
-            function that [Sandbox][troll.rewards.Sandbox] describes.
+            function that [Sandbox][troll_sandbox.Sandbox] describes.
 
     Raises:
         SandboxError: If no sandbox can start here; the message says what to install or to allow.

@@ -43,8 +43,8 @@ def parse_tests(text: str) -> Tests:
         text: The JSON object.
 
     Returns:
-        The first two forms as [CodeTests][troll.rewards.CodeTests], the third as
-        [FunctionTests][troll.rewards.FunctionTests], the last as [StreamTests][troll.rewards.StreamTests].
+        The first two forms as [CodeTests][troll_sandbox.CodeTests], the third as
+        [FunctionTests][troll_sandbox.FunctionTests], the last as [StreamTests][troll_sandbox.StreamTests].
 
     Raises:
         ValueError: The text is none of these; the message says what is wrong with it.

@@ -19,7 +19,8 @@ from troll.tasks.options import Options
 from troll.tasks.registry import Reward, Task, TaskConfig, TaskError, register_task
 from troll.tasks.row import Column, Row
 from troll.tasks.splits import Divide, Source
-from troll_sandbox import CodeTests, Limits, SandboxError, StreamTests, Tests
+from troll_sandbox import CodeTests, Limits, SandboxError, StreamTests
+from troll_sandbox.cases import Tests
 from troll_sandbox.limits import MEBIBYTE
 from troll_sandbox.unbounded import parse, read_json, write_json
 

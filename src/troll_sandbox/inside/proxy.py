@@ -8,15 +8,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from peer import Peer
-
 
 class Proxy:
-    """Asks the other side for operations. Equality and hash are those of the reference."""
+    """Asks the other side for operations, through a `Peer`. Equality and hash are those of the reference."""
 
     __slots__ = ("_proxy_number", "_proxy_peer")  # names that no object of the other side has
 
-    def __init__(self, peer: Peer, number: int):
+    def __init__(self, peer: Any, number: int):
         object.__setattr__(self, "_proxy_peer", peer)
         object.__setattr__(self, "_proxy_number", number)
 
@@ -31,7 +29,7 @@ class Proxy:
 
     def __call__(self, /, *args: object, **kwargs: object) -> Any:
         """Calls it with copies of the arguments, and repeats in the arguments what it did to the copies."""
-        peer: Peer = object.__getattribute__(self, "_proxy_peer")
+        peer = object.__getattribute__(self, "_proxy_peer")
         result, changed = ask(self, "call", peer.pack((args, kwargs)))
         if changed is not None:
             merge((args, kwargs), peer.unpack(changed))
@@ -49,7 +47,7 @@ class Proxy:
 
 def ask(proxy: Proxy, operation: str, *operands: object) -> Any:
     """Returns what an operation on the proxy's object gives there."""
-    peer: Peer = object.__getattribute__(proxy, "_proxy_peer")
+    peer = object.__getattribute__(proxy, "_proxy_peer")
     return peer.request(operation, proxy, *operands)
 
 
