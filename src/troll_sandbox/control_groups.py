@@ -38,7 +38,6 @@ class MemoryGroup:
 
     Attributes:
         path: The folder that is the group.
-        most: Bytes that all in it may use.
     """
 
     def __init__(self, folder: Path, most: int) -> None:

@@ -9,6 +9,7 @@ Tests that need more run in the program's own process, where they are asked to: 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -21,13 +22,12 @@ from typing import Any
 
 from troll_sandbox.cases import CodeTests, FunctionTests, number_of
 from troll_sandbox.errors import KilledError, SandboxError
-from troll_sandbox.judge_process import Judge
 from troll_sandbox.launch import Launcher, Process
 from troll_sandbox.limits import NOT_RUN, OUT_OF_MEMORY, REASONS, Limits, Outcome
 from troll_sandbox.supervise import PATIENCE, Watch, wait_for
 from troll_sandbox.unbounded import write_json
 
-#: How long a judge that was killed may take to be gone, and one whose program was ended to say what it has found.
+#: How long a killed judge may take to be gone, and a judge whose program was killed to report what it has found.
 END_SECONDS = 1.0
 
 #: How long a sandbox may take to end whose program no longer answers; then it was not killed.
@@ -41,6 +41,64 @@ READY = b"+"
 
 #: Of one outcome; the judge cuts reasons below that.
 _MOST_BYTES = 4096
+
+
+class Judge:
+    """One judge, for the programs of one thread, one after the other.
+
+    It lives no longer than the thread that makes it.
+
+    Args:
+        sandbox: Starts the judge.
+
+    Attributes:
+        process: As `Launcher.start` returned it.
+
+    Raises:
+        SandboxError: It could not be started.
+    """
+
+    def __init__(self, sandbox: Launcher) -> None:
+        self._control, theirs = socket.socketpair()
+        try:
+            # It does not confine itself: it has to fork, and what it runs is the user's.
+            self.process = sandbox.start("judge", limits=Limits(), stdin=theirs.fileno(), stdout=None)
+        except BaseException:
+            self._control.close()
+            raise
+        finally:
+            theirs.close()
+
+    def submit(self, job: dict[str, Any], channel: int) -> int:
+        """Has a program judged.
+
+        Args:
+            job: The tests, as `inside/judge.py` reads them.
+            channel: File descriptor of the channel to the program.
+
+        Returns:
+            File descriptor of a pipe with a line of JSON per outcome; the caller closes it.
+
+        Raises:
+            OSError: The judge is gone.
+        """
+        report, theirs = os.pipe()
+        try:
+            content = write_json(job).encode()
+            socket.send_fds(self._control, [len(content).to_bytes(8, "big")], [channel, theirs])
+            self._control.sendall(content)
+        except BaseException:
+            os.close(report)
+            raise
+        finally:
+            os.close(theirs)
+        return report
+
+    def close(self) -> None:
+        """Ends it at once, also in the middle of a test."""
+        with contextlib.suppress(OSError):
+            self._control.close()
+        self.process.end()
 
 
 class JudgeEndedError(SandboxError):

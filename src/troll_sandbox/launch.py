@@ -206,13 +206,9 @@ class Launcher(ABC):
         return ",".join((*map(str, numbers), self._filter))
 
     def _bound(self, process: Process, pid: int | None, script: str, limits: Limits) -> None:
-        """Bounds the memory of a sandbox as a whole, and has the kernel end it first where there is none left at all.
+        """Bounds the memory of a sandbox, whose first process is `pid`; if none is left, the kernel ends it first.
 
-        Args:
-            process: The sandbox.
-            pid: The process from which all others of the sandbox come.
-            script: What it runs. The judge may need more than the program that it judges, and is not bounded.
-            limits: What the program may use.
+        The judge may need more than the program that it judges, and is not bounded.
         """
         with contextlib.suppress(OSError):
             Path(f"/proc/{pid}/oom_score_adj").write_text(str(OUT_OF_MEMORY_SCORE))

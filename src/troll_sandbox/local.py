@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 
 from troll_sandbox.cases import StreamTests, Tests
-from troll_sandbox.function_calls import JudgeEndedError, run_functions
-from troll_sandbox.judge_process import Judge
+from troll_sandbox.function_calls import Judge, JudgeEndedError, run_functions
 from troll_sandbox.launch import Launcher
 from troll_sandbox.limits import Limits, Outcome
 from troll_sandbox.stream_runs import run_stdio

@@ -5,8 +5,8 @@ is refused too. Programs may start threads and no processes: with one process, t
 memory hold for the program as a whole. They may open, read and write files, wait, and ask what time it is. They get
 nothing by which they could hold up somebody else who uses the same files (leases, watches, exclusive locks, writing
 to the disk, dropping caches), reach another process, change what belongs to a file, or have memory that no limit
-counts. Nor can they send SIGKILL, or lower the limit on CPU time at which the kernel sends it: what is ended by it was
-ended by the machine or by whoever watches.
+counts. Nor can they send SIGKILL, or lower the limit on CPU time at which the kernel sends it: a SIGKILL always came
+from the kernel or the supervisor.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ ALLOWED: dict[str, Numbers] = {
     "getrandom": (318, 278),
 }
 
-#: Files are in memory or read-only: there is nothing to write to a disk, but whoever asks has the disk flush its cache.
+#: Files are in memory or read-only: there is nothing to write to a disk, but the disk would flush its cache.
 #: These do nothing and succeed.
 PRETENDED: dict[str, Numbers] = {
     "fsync": (74, 82),

@@ -28,7 +28,7 @@ STARVED_SHARE = 0.5
 #: Wall budgets for which a program may last while others have the CPU that it wants.
 PATIENCE = 3
 
-#: What a sandbox may use to start up. Who ends by himself is judged by his own CPU time, to the microsecond.
+#: What a sandbox may use to start up. A program that exits by itself is judged by its exact CPU time.
 START_SECONDS = 0.25
 
 #: Without it a sandbox cannot be looked into: only wall time catches a program that sleeps, and only the kernel's limit

@@ -30,8 +30,7 @@ from troll_sandbox.bubblewrap import Bubblewrap
 from troll_sandbox.cases import CodeTests, FunctionTests
 from troll_sandbox.errors import KilledError, SandboxError
 from troll_sandbox.executor import Executor, Job
-from troll_sandbox.function_calls import ENDED, JudgeEndedError, run_functions
-from troll_sandbox.judge_process import Judge
+from troll_sandbox.function_calls import ENDED, Judge, JudgeEndedError, run_functions
 from troll_sandbox.launch import Process
 from troll_sandbox.limits import PASSED, Limits, Outcome
 from troll_sandbox.local import LocalSandbox

@@ -13,6 +13,10 @@ import resource
 import sys
 from _ctypes import POINTER, CFuncPtr, Structure, _SimpleCData, byref, dlopen, dlsym
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 SECCOMP_MODE_FILTER = 2
 SIGKILL = 9
@@ -57,28 +61,18 @@ class _Filter(Structure):
     _fields_ = [("length", _Short), ("lines", _Bytes)]  # noqa: RUF012
 
 
-class _Function(CFuncPtr):
-    _flags_ = 1  # the C calling convention
-    _restype_ = _Int
-    _argtypes_ = (_Int, _Long, POINTER(_Filter), _Long, _Long)
+def _function(name: str, *arguments: type) -> "Callable[..., int]":
+    class Function(CFuncPtr):
+        _flags_ = 1  # the C calling convention
+        _restype_ = _Int
+        _argtypes_ = arguments
+
+    return Function(dlsym(dlopen(None, 0), name))  # type: ignore[arg-type]
 
 
-class _Mount(CFuncPtr):
-    _flags_ = 1
-    _restype_ = _Int
-    _argtypes_ = (_Bytes, _Bytes, _Bytes, _Long, _Bytes)
-
-
-class _SetCapabilities(CFuncPtr):
-    _flags_ = 1
-    _restype_ = _Int
-    _argtypes_ = (_Bytes, _Bytes)
-
-
-_library = dlopen(None, 0)  # type: ignore[arg-type]
-_prctl = _Function(dlsym(_library, "prctl"))
-_mount = _Mount(dlsym(_library, "mount"))
-_set_capabilities = _SetCapabilities(dlsym(_library, "capset"))
+_prctl = _function("prctl", _Int, _Long, POINTER(_Filter), _Long, _Long)
+_mount = _function("mount", _Bytes, _Bytes, _Bytes, _Long, _Bytes)
+_set_capabilities = _function("capset", _Bytes, _Bytes)
 
 
 def _call(option: int, value: int, lines: bytes | None = None) -> None:

@@ -36,14 +36,7 @@ def describe(error: BaseException) -> tuple[object, str, tuple[object, ...], Bas
 
 
 def made(kind: type[BaseException], text: str, args: tuple[object, ...], original: object) -> BaseException:
-    """Makes the exception that stands for one of the other side's.
-
-    Args:
-        kind: The exception's class.
-        text: What it says.
-        args: What its class is called with.
-        original: The other side's exception.
-    """
+    """Makes the exception that stands for one of the other side's, the original."""
     text = text[:_TEXT]
     error: BaseException
     try:
@@ -77,13 +70,7 @@ class Twin(type):
 
     @classmethod
     def of(cls, name: str, parents: tuple[type[BaseException], ...], origin: Proxy) -> Twin:
-        """Makes a class.
-
-        Args:
-            name: What the class is called.
-            parents: Twins and builtin exceptions.
-            origin: The other side's class.
-        """
+        """Makes the class that stands for the other side's `origin`; its parents are twins and builtin exceptions."""
         members = {"_origin": origin, "__str__": _text_of, "__getattr__": _attribute_of}
         try:
             return cls(name, parents, members)
