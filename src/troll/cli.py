@@ -275,8 +275,8 @@ def _with_packages(run: Callable[[], int]) -> int:
 def _with_tasks(run: Callable[[], int]) -> int:
     """Runs what grades completions, and prints its errors."""
     from troll.evaluation import EvaluationError
-    from troll.rewards.sandbox.launch import SandboxError
     from troll.tasks import TaskError
+    from troll_sandbox import SandboxError
 
     _silence_libraries()
     try:
