@@ -98,6 +98,16 @@ def test_a_setting_that_differs_between_the_surrogates_is_not_hidden(tmp_path: P
     assert comparison.differences == []
 
 
+def test_a_setting_that_some_runs_leave_out_tells_them_apart(tmp_path: Path) -> None:
+    """A configuration leaves out what is None; the summary has every setting that the surrogate reads."""
+    capped = write_run(tmp_path / "capped", "clip", 0, 0.7, epsilon_high=0.3)
+    plain = write_run(tmp_path / "plain", "clip", 0, 0.6)
+    for run, value in ((capped, 0.3), (plain, None)):
+        summarise(run, surrogate_settings={"epsilon": 0.2, "epsilon_high": value})
+    groups = Comparison(read_runs([capped, plain])).groups
+    assert [dict(group.row)["epsilon_high"] for group in groups] == ["0.3", "null"]
+
+
 def test_a_setting_that_a_surrogate_sets_itself_makes_no_row(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "a", "troll", 0, 0.5, loss_type="grpo")]
     runs.append(write_run(tmp_path / "b", "clip", 0, 0.5, loss_type="cispo"))

@@ -375,7 +375,7 @@ def _belongs(run: Run, row: Row, surrogate: str) -> bool:
     return (
         run.surrogate == surrogate
         and run.recipe == recipe
-        and all(name in run.settings and _text(run.settings[name]) == value for name, value in settings)
+        and all(_text(run.settings.get(name)) == value for name, value in settings)
     )
 
 
@@ -390,7 +390,9 @@ def _rows(runs: Sequence[Run]) -> list[Row]:
         unread = set() if run.settings_read is None else by_some - run.settings_read
         unread |= set(run.summary.get("surrogate_sets", ()))  # the recipe's value was replaced
         unread |= run.settled  # each method has its own value
-        own.append({name: _text(value) for name, value in run.settings.items() if name not in _NO_AXIS | unread})
+        # A run's configuration leaves out what is None, which another run may have set.
+        settings = {**(run.summary.get("surrogate_settings") or {}), **run.settings}
+        own.append({name: _text(value) for name, value in settings.items() if name not in _NO_AXIS | unread})
     values: dict[tuple[str, str], set[str]] = {}
     for run, settings in zip(runs, own, strict=True):
         for name, value in settings.items():
