@@ -41,7 +41,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 RECIPE, RATE = "sparse-signal", "3e-4"
 METHODS = {
     "TROLL": ["--surrogate", "troll", "--kl_bound", "0.05"],
-    "KL penalty, β = 1": ["--surrogate", "kl_penalty", "--kl_penalty_weight", "1"],
+    "KL penalty, β = 1": ["--surrogate", "kl_penalty", "--surrogate_kwargs.weight", "1"],
     "TROLL, proximal pull, ε = 0.5": ["--surrogate", "troll", "--pull", "proximal", "--kl_bound", "0.5"],
 }
 PROMPTS, GROUP = 64, 8

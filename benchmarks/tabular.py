@@ -33,8 +33,7 @@ METHODS = ("troll", "regression", "kl_penalty", "clip", "none")
 class _Settings:
     """The defaults of `TrollConfig` that these surrogates read."""
 
-    tail, solver, pull, kl_penalty_direction = "bucket", "newton", "projection", "old_new"
-    kl_penalty_clip = kl_penalty_cap = None
+    tail, solver, pull = "bucket", "newton", "projection"
 
 
 def main(device: str, repeats: int) -> list[dict[str, Any]]:
@@ -94,7 +93,7 @@ def _loss(method: str, logits: Tensor, before: Tensor, sampled: Tensor, advantag
     log_probs = logits.log_softmax(-1)[sampled]
     tokens = ScoredTokens(log_probs, old.log_prob, advantages, KL_BOUND, KL_PENALTY, None, old, new)
     surrogate = SURROGATES[method]
-    terms = surrogate.terms(tokens, _Settings()) if surrogate.terms else Terms()  # type: ignore[arg-type]
+    terms = surrogate.terms(tokens, _Settings(), surrogate.own()) if surrogate.terms else Terms()  # type: ignore[arg-type]
     ratio = torch.exp(tokens.log_ratio if terms.log_ratio is None else terms.log_ratio)
     gain = ratio * advantages
     if surrogate.clips:

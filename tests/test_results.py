@@ -25,7 +25,7 @@ from benchmarks.study.table import Phase, Result
 from troll.study.contest import rate_text
 from troll.study.grid import expand
 from troll.study.statistics import Estimate, crossed_bootstrap_interval, sign_flip_p_value
-from troll.trl.surrogates import SURROGATES
+from troll.trl.surrogates import settings_read
 
 DOCS = Path(__file__).parents[1] / "docs"
 REGIME = "sparse-signal"
@@ -275,8 +275,7 @@ def test_a_planned_run_is_missing_until_the_table_has_it(tmp_path: Path, surroga
     planned = expand([REGIME], axes)
     csv, elsewhere = tmp_path / "results.csv", tmp_path / "elsewhere"
     assert missing(planned, csv, elsewhere) == planned
-    training = planned[0].recipe.training
-    read = {name: getattr(training, name) for name in SURROGATES[surrogate].settings}
+    read = settings_read(planned[0].recipe.training)
     folder = run_folder(tmp_path / "runs" / planned[0].name, surrogate, surrogate_settings=read)
     (folder / "config.yaml").write_text(yaml.safe_dump({**planned[0].settings, "output_dir": str(folder)}))
     collect([folder], csv, exploratory=True)
@@ -328,7 +327,7 @@ def second_run(folder: Path, method: str, number: int, **changes: Any) -> Path:
     configuration = second.METHODS[method].configurations[number]
     (planned,) = second.plan("second-a", method, configuration, [3e-4], changes["seed"])
     training = planned.recipe.training
-    read = {name: getattr(training, name) for name in SURROGATES[training.surrogate].settings}
+    read = settings_read(training)
     settings = planned.settings | changes.pop("settings", {})
     return run_folder(folder, training.surrogate, settings=settings, surrogate_settings=read, **changes)
 
@@ -647,7 +646,7 @@ def test_settings_rates_and_what_was_kept(tmp_path: Path) -> None:
     text = page.build({"one": rows}, tmp_path, f"{{{{moved}}}}\n{{{{settings}}}}\n{{{{kept {REGIME}}}}}").text
     assert "|  | (a) at 1e-4 (interim) | (a) at 3e-4 (interim) |" in text and "| clip | 0.025 | 0.025 |" in text
     assert "| TROLL (`kl_bound`) | 0.05, rate 3e-4 |" in text and "| clip (`epsilon`) | 0.2, rate 1e-4 |" in text
-    assert "| KL penalty (`kl_penalty_weight`) | – |" in text and "| no bound | – |" in text
+    assert "| KL penalty (`surrogate_kwargs.weight`) | – |" in text and "| no bound | – |" in text
     assert "| clip | 87.5 | 75.0 (–) | 75.0 (–) |" in text
 
 

@@ -343,7 +343,7 @@ def _label(
     plain = [dict(other) for name, other in counted if name == surrogate]
     compared = plain if len(plain) == 1 else rivals
     differing = [name for name, value in settings if any(other.get(name) != value for other in compared)]
-    shown = [f"{name}={dict(settings)[name]}" for name in differing]
+    shown = [f"{name.rpartition('.')[2]}={dict(settings)[name]}" for name in differing]
     return " ".join([METHODS.get(surrogate, surrogate), *shown])
 
 

@@ -14,12 +14,12 @@ from benchmarks.study import protocol, second
 from benchmarks.study.table import Identity, Phase, Result, Settings, merge, pack, read_csv, to_csv, write_questions
 from troll import recipes
 from troll.files import write_atomically
-from troll.run_folder import read_json
+from troll.run_folder import flat, read_json
 from troll.study.comparison import Run, read_comparison
 from troll.study.curves import metric_points, number
 from troll.study.grid import PlannedRun
 from troll.study.metrics import SUCCESS, TRUST
-from troll.trl.surrogates import SURROGATES
+from troll.trl.surrogates import SURROGATES, settings_read
 
 # Settings with their own column, and settings of a run's output only.
 _APART = {"surrogate", "learning_rate", "seed", "eval_size", "output_dir", "resume_from_checkpoint", "use_cpu"}
@@ -66,12 +66,11 @@ def collect(folders: Iterable[Path], table: Path, exploratory: bool) -> tuple[in
 def identity_of(run: PlannedRun) -> Identity:
     """The key that a run of a grid will have in a table."""
     training, settings = run.recipe.training, _as_in_a_file(run.settings)
-    read = {name: getattr(training, name) for name in SURROGATES[training.surrogate].settings}
     return (
         run.recipe.name,
         training.surrogate,
         float(settings["learning_rate"]),
-        _settings(run.recipe.name, settings, _as_in_a_file(read)),
+        _settings(run.recipe.name, flat(settings), _as_in_a_file(settings_read(training))),
         training.seed,
     )
 
@@ -199,7 +198,7 @@ def _read(run: Run) -> Mapping[str, Any]:
 
 def _foreign(read: Collection[str]) -> set[str]:
     """The settings that only other surrogates read."""
-    return {name for entry in SURROGATES.values() for name in entry.settings} - set(read)
+    return {name for entry in SURROGATES.values() for name in entry.reads} - set(read)
 
 
 @cache
@@ -209,7 +208,7 @@ def _recipe(name: str) -> tuple[Mapping[str, Any], Collection[str]]:
         raise ValueError(f"{name} is no recipe of the package, so what its runs changed cannot be told: add it there")
     _, grid = recipes.read(name)
     first = [f"--{field}={recipes.as_argument(values[0])}" for field, values in grid.items()]
-    return _as_in_a_file(recipes.plain(recipes.load(name, first))), set(grid)
+    return flat(_as_in_a_file(recipes.plain(recipes.load(name, first)))), set(grid)
 
 
 def _curve(run: Run) -> tuple[int, tuple[int, ...]]:

@@ -23,7 +23,7 @@ METHODS = {
 #: The bound of each surrogate, and the values that are tried.
 BOUNDS = {
     "troll": ("kl_bound", (0.01, 0.05, 0.2)),
-    "kl_penalty": ("kl_penalty_weight", (0.3, 1.0, 3.0)),
+    "kl_penalty": ("surrogate_kwargs.weight", (0.3, 1.0, 3.0)),
     "regression": ("kl_bound", (0.01, 0.05, 0.2)),
     "clip": ("epsilon", (0.1, 0.2, 0.4)),
 }

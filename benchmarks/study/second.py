@@ -97,15 +97,15 @@ METHODS = {
     "penalty": Method(
         "KL penalty",
         "kl_penalty",
-        ({"kl_penalty_weight": "0.1"}, {"kl_penalty_weight": "0.3"}, {"kl_penalty_weight": "1"}),
+        ({"surrogate_kwargs.weight": "0.1"}, {"surrogate_kwargs.weight": "0.3"}, {"surrogate_kwargs.weight": "1"}),
     ),
     "bounded-penalty": Method(
         "KL penalty, bounded",
         "kl_penalty",
         (
-            {"kl_penalty_cap": "5", "kl_penalty_weight": "1"},
-            {"kl_penalty_cap": "5", "kl_penalty_weight": "0.3"},
-            {"kl_penalty_clip": "1", "kl_penalty_weight": "1"},
+            {"surrogate_kwargs.cap": "5", "surrogate_kwargs.weight": "1"},
+            {"surrogate_kwargs.cap": "5", "surrogate_kwargs.weight": "0.3"},
+            {"surrogate_kwargs.clip": "1", "surrogate_kwargs.weight": "1"},
         ),
     ),
     "clip": Method("clip", "clip", ({"epsilon": "0.1"}, {"epsilon": "0.2"}, {"epsilon": "0.4"})),
@@ -125,7 +125,7 @@ def plan(table: str, method: str, changes: Changes, rates: Sequence[float], seed
         method: The method's key in `METHODS`.
         changes: The configuration.
         rates: The learning rates.
-        seed: The seed.
+        seed: The seed of the runs.
     """
     regime = REGIMES[table]
     fixed = {"surrogate": METHODS[method].surrogate, **regime.changes, **changes, "seed": str(seed)}
@@ -147,6 +147,6 @@ def counted_runs(table: str, chosen: Mapping[str, Changes], rates: Sequence[floa
         table: The name of the regime's table.
         chosen: The configuration of each method, by its key in `METHODS`.
         rates: The learning rates.
-        seed: The seed.
+        seed: The seed of the runs.
     """
     return [run for method in METHODS for run in plan(table, method, chosen[method], rates, seed)]

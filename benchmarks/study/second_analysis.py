@@ -48,7 +48,7 @@ def candidates(table: str, rows: Sequence[Result]) -> list[Candidate]:
 
     Args:
         table: The name of the regime's table.
-        rows: Its rows.
+        rows: The runs of that table.
     """
     rates = second.REGIMES[table].tuning_rates
     tuning = [row for row in rows if row.phase == "tuning"]
@@ -84,7 +84,7 @@ class Contest:
     """The counted runs of a regime, each method in the configuration that its tuning chose.
 
     Attributes:
-        regime: The regime.
+        regime: The regime, with its planned rates and seeds.
         finals: Final success by method, learning rate and seed.
     """
 
@@ -131,7 +131,7 @@ def contest(table: str, rows: Sequence[Result]) -> Contest:
 
     Args:
         table: The name of the regime's table.
-        rows: Its rows.
+        rows: The runs of that table.
 
     Raises:
         ValueError: If a counted run has another configuration than the tuning chose, or a rate that the protocol adds

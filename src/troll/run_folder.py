@@ -11,6 +11,8 @@ import yaml
 
 from troll.terminal import one_line
 
+_DICTIONARIES = ("surrogate_kwargs", "critic_kwargs")
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object.
@@ -40,6 +42,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: expected 'field: value' lines")
     return settings
+
+
+def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run, with those of its surrogate and its critic as `surrogate_kwargs.NAME` and so on."""
+    inner = {f"{name}.{key}": value for name in _DICTIONARIES for key, value in (settings.get(name) or {}).items()}
+    return {name: value for name, value in settings.items() if name not in _DICTIONARIES} | inner
 
 
 def is_finished(summary: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ import yaml
 
 from troll import recipes
 from troll.recipes import RecipeError
+from troll.study.grid import expand
 
 
 def on_cpu(name: str) -> list[str]:
@@ -180,6 +181,52 @@ def test_broken_files_are_named(tmp_path: Path, text: str, message: str) -> None
         recipes.load(str(path))
     assert "broken.yaml" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_setting_inside_a_dictionary_keeps_the_others() -> None:
+    recipe = recipes.load("sparse-signal", ["--task_options.min_terms", "2", "--critic_kwargs.learning_rate=1e-4"])
+    options = recipe.task.task_options
+    assert isinstance(options, dict) and (options["min_terms"], options["max_terms"]) == (2, 3)
+    assert recipe.settings["critic_kwargs"] == {"learning_rate": 1e-4}
+    weighted = recipes.load("quickstart", ["--surrogate", "kl_penalty", "--surrogate_kwargs.direction", "new_old"])
+    assert weighted.training.own_settings.direction == "new_old"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--surrogate_kwargs.weight", "0.3"], "surrogate 'troll' has no setting 'weight', and none of its own"),
+        (["--surrogate=kl_penalty", "--surrogate_kwargs.weight"], "--surrogate_kwargs.weight needs a value"),
+        (["--surogate_kwargs.weight", "1"], r"unknown argument '--surogate_kwargs.weight', did you mean --surrogate_k"),
+        (["--learning_rate.weight", "1"], "unknown argument '--learning_rate.weight'"),
+        (
+            ["--surrogate=kl_penalty", '--surrogate_kwargs={"cap": 2}', "--surrogate_kwargs.weight=1"],
+            "--surrogate_kwargs and --surrogate_kwargs.weight set the same dictionary",
+        ),
+    ],
+)
+def test_mistakes_inside_a_dictionary_are_named(overrides: list[str], message: str) -> None:
+    with pytest.raises(recipes.RecipeError, match=message):
+        recipes.load("quickstart", overrides)
+
+
+def test_another_surrogate_drops_the_own_settings_of_the_one_below(tmp_path: Path) -> None:
+    penalty, clip, grid = (tmp_path / f"{name}.yaml" for name in ("penalty", "clip", "grid"))
+    penalty.write_text("extends: quickstart\nsurrogate: kl_penalty\nsurrogate_kwargs: {weight: 0.3, cap: 5}\n")
+    clip.write_text("extends: penalty.yaml\nsurrogate: clip\n")
+    grid.write_text(
+        "extends: quickstart\ngrid: {surrogate: [troll, kl_penalty], surrogate_kwargs.weight: [0.1, 0.3]}\n"
+    )
+    assert recipes.load(str(penalty), ["--surrogate_kwargs.weight", "1"]).training.surrogate_kwargs == {
+        "weight": 1,
+        "cap": 5,
+    }
+    assert recipes.load(str(penalty), ["--surrogate", "clip"]).training.surrogate_kwargs is None
+    assert recipes.load(str(clip)).training.surrogate_kwargs is None
+    runs = expand([str(grid)], {"seed": ["0"]})
+    assert [run.recipe.training.surrogate_kwargs for run in runs] == [None, {"weight": 0.1}, {"weight": 0.3}]
+    with pytest.raises(recipes.RecipeError, match=r"is a grid over surrogate_kwargs\.weight"):
+        recipes.load(str(grid), ["--surrogate=kl_penalty"])
 
 
 def test_resume_without_a_value_means_the_last_checkpoint() -> None:

@@ -16,17 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from tests.trl.sharding import whole
 from troll.trl.advantages.critic import Critic
+from troll.trl.config import CriticSettings
 
 PROMPT, COMPLETION = 4, 6
 
 #: What a critic reads of a configuration.
 SETTINGS: dict[str, Any] = {
-    "critic_learning_rate": 1e-2,
-    "critic_weight_decay": 0.1,
-    "critic_max_grad_norm": 0.5,
-    "critic_warmup_steps": 0,
-    "value_clip": 0.2,
-    "gradient_checkpointing": False,
+    "learning_rate": 1e-2,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.5,
 }
 
 ADAPTERS: dict[str, dict[str, Any] | None] = {
@@ -66,10 +64,15 @@ def batch(seed: int = 0, size: int = 8) -> Batch:
     return Batch(input_ids * attention_mask, attention_mask, returns, 0.1 * old_values, mask)
 
 
-def make_critic(accelerator: Accelerator, model: Any, adapter: str = "whole", **settings: Any) -> Critic:
+def make_critic(
+    accelerator: Accelerator, model: Any, adapter: str = "whole", gradient_checkpointing: bool = False, **settings: Any
+) -> Critic:
     """A critic, and for LoRA one whose random weights are the same each time."""
     torch.manual_seed(0)
-    config, args = ADAPTERS[adapter], SimpleNamespace(**{**SETTINGS, **settings})
+    config = ADAPTERS[adapter]
+    args = SimpleNamespace(
+        critic_settings=CriticSettings(**{**SETTINGS, **settings}), gradient_checkpointing=gradient_checkpointing
+    )
     peft_config = None if config is None else LoraConfig(**config)
     return Critic(accelerator, model, args, peft_config=peft_config)  # type: ignore[arg-type]
 

@@ -30,7 +30,11 @@ CASES: dict[str, dict[str, Any]] = {
     "the batch shares": {"loss_type": "grpo", "constraint": "batch", "advantage_estimator": "rloo"},
     "REINFORCE++": {"loss_type": "grpo", "advantage_estimator": "reinforce_plus_plus"},
     "REINFORCE++ baseline": {"loss_type": "grpo", "advantage_estimator": "reinforce_plus_plus_baseline"},
-    "PPO": {"loss_type": "grpo", "advantage_estimator": "gae", "critic_learning_rate": 1e-2, "gae_lambda": 0.9},
+    "PPO": {
+        "loss_type": "grpo",
+        "advantage_estimator": "gae",
+        "critic_kwargs": {"learning_rate": 1e-2, "gae_lambda": 0.9},
+    },
     "adaptive bounds": {
         "loss_type": "grpo",
         "kl_bound_schedule": "hold_kl",
@@ -40,7 +44,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
     # After the first rollout, the mean KL is 0.11 in one process, which by itself would halve the weight, and 0.47 in
     # the other: 0.31 over both, which doubles it.
-    "adaptive penalty": {"loss_type": "grpo", "surrogate": "kl_penalty", "kl_penalty_target": 0.19, "max_steps": 4},
+    "adaptive penalty": {
+        "loss_type": "grpo",
+        "surrogate": "kl_penalty",
+        "surrogate_kwargs": {"target": 0.19},
+        "max_steps": 4,
+    },
 }
 
 KL_BOUND = 0.01

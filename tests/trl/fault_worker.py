@@ -23,7 +23,7 @@ SETTINGS: dict[str, Any] = {
     "kl_bound_schedule": "hold_kl",
     "kl_bound_schedule_kwargs": {"target": 1.0, "rate": 0.1, "smoothing": 0.5},
     "advantage_estimator": "gae",
-    "critic_learning_rate": 1e-2,
+    "critic_kwargs": {"learning_rate": 1e-2},
 }
 
 

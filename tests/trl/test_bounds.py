@@ -117,7 +117,7 @@ def test_epsilon_rests_while_the_critic_warms_up(make):
     """The policy does not move then: nothing is projected, which says nothing about ε."""
     trainer = make(
         advantage_estimator="gae",
-        critic_warmup_steps=3,
+        critic_kwargs={"warmup_steps": 3},
         kl_bound_schedule="hold_projected_fraction",
         kl_bound_schedule_kwargs={"target": 0.1, "rate": 0.5},
         max_steps=6,

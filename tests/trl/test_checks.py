@@ -234,7 +234,7 @@ def test_a_reference_or_a_critic_without_the_models_tokens_is_refused(make, mode
     message = r"embedding of the {} has 48 rows, and that of the trained model 49: it lacks '<new>' \(id 48\)"
     with pytest.raises(ValueError, match=message.format("reference model")):
         make(model=model, processing_class=tokenizer, beta=0.1)
-    critic = {"advantage_estimator": "gae", "critic_model_name_or_path": str(model_path("llama"))}
+    critic = {"advantage_estimator": "gae", "critic_kwargs": {"model_name_or_path": str(model_path("llama"))}}
     with pytest.raises(ValueError, match=message.format("critic")):
         make(model=model, processing_class=tokenizer, **critic)
 

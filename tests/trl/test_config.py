@@ -18,7 +18,7 @@ from trl import GRPOConfig, TrlParser
 
 from tests.trl.tiny import no_warnings_about
 from troll.trl import TrollConfig
-from troll.trl.surrogates import SURROGATES
+from troll.trl.surrogates import SURROGATES, settings_read
 
 
 def config(tmp_path: Path, **settings: object) -> TrollConfig:
@@ -31,6 +31,14 @@ def copies(args: TrollConfig) -> list[TrollConfig]:
     stored = json.loads(args.to_json_string())
     again = TrollConfig(**{field.name: stored[field.name] for field in fields(TrollConfig) if field.init})
     return [again, dataclasses.replace(args, learning_rate=1e-5)]
+
+
+def own(surrogate: str, **settings: Any) -> dict[str, Any]:
+    return {"surrogate": surrogate, "surrogate_kwargs": settings}
+
+
+def critic(**settings: Any) -> dict[str, Any]:
+    return {"critic_kwargs": settings}
 
 
 @pytest.mark.parametrize(
@@ -50,50 +58,56 @@ def copies(args: TrollConfig) -> list[TrollConfig]:
         ({"solver": "secant"}, "solver must be one of newton, bracket, got 'secant'"),
         ({"generation_chunk_size": 0}, "generation_chunk_size must be at least 1, got 0"),
         ({"delta": 4.0}, "delta is a part of TRL's clip, which surrogate .troll. does not use"),
-        ({"kl_penalty_weight": 0.0}, "kl_penalty_weight must be finite and above 0, got 0.0"),
-        ({"kl_penalty_weight": math.inf}, "kl_penalty_weight must be finite and above 0, got inf"),
-        ({"kl_penalty_target": 0.0}, "kl_penalty_target must be finite and above 0, got 0.0"),
-        ({"kl_penalty_clip": 0.0}, "kl_penalty_clip must be finite and above 0, got 0.0"),
-        ({"kl_penalty_cap": 1.0}, "kl_penalty_cap must be above 1, got 1.0"),
+        # A surrogate's own.
+        (own("kl_penalty", weight=0.0), "weight of surrogate 'kl_penalty' must be finite and above 0, got 0.0"),
+        (own("kl_penalty", weight=math.inf), "surrogate_kwargs: weight of .* must be finite and above 0, got inf"),
+        (own("kl_penalty", weight=True), "weight of .* must be finite and above 0, got True"),
+        (own("kl_penalty", target=0.0), "target of .* must be finite and above 0, got 0.0"),
+        (own("kl_penalty", clip=0.0), "clip of .* must be finite and above 0, got 0.0"),
+        (own("kl_penalty", cap=1.0), "cap of .* must be above 1, got 1.0"),
+        (own("kl_penalty", wieght=1.0), "surrogate 'kl_penalty' has no setting 'wieght', did you mean weight?"),
+        (own("kl_penalty", beta=1.0), "has no setting 'beta'; it has weight, direction, target, clip, cap"),
+        (own("troll", weight=1.0), "surrogate 'troll' has no setting 'weight', and none of its own"),
+        ({"surrogate_kwargs": "0.3"}, "surrogate_kwargs must be a JSON object, got '0.3'"),
         (
-            {"surrogate": "kl_penalty", "kl_penalty_cap": 5.0, "importance_sampling_level": "sequence"},
+            own("kl_penalty", cap=5.0) | {"importance_sampling_level": "sequence"},
             "set importance_sampling_level='token', got 'sequence'",
         ),
         ({"pull": "old"}, "pull must be one of projection, proximal, got 'old'"),
         ({"regression_target": 0.0}, "regression_target must be finite and above 0, got 0.0"),
         (
             {"regression_target": 0.01, "regression_weight": 0.0},
-            "regression_target adapts regression_weight, which must be above 0, got 0.0",
+            "regression_target adapts a weight that must be above 0, got 0.0",
         ),
         (
             {"regression_target": 0.01, "updates_per_rollout": 1},
             "regression_target adapts .* set updates_per_rollout to 2 or more",
         ),
-        ({"kl_penalty_direction": "both"}, "kl_penalty_direction must be one of old_new, new_old, got 'both'"),
-        ({"drpo_threshold": 0.0}, "drpo_threshold must be finite and above 0, got 0.0"),
-        ({"ipo_threshold": -0.1}, r"ipo_threshold must be in \(0, 1\], got -0.1"),
-        ({"ipo_threshold": 1.1}, r"ipo_threshold must be in \(0, 1\], got 1.1"),
-        ({"ipo_kl_weight": -1.0}, "ipo_kl_weight must be finite and at least 0, got -1.0"),
-        ({"gmpo_range": math.nan}, "gmpo_range must be finite and above 0, got nan"),
+        (own("kl_penalty", direction="both"), "direction of .* must be one of old_new, new_old, got 'both'"),
+        (own("drpo", threshold=0.0), "threshold of surrogate 'drpo' must be finite and above 0, got 0.0"),
+        (own("ipo", threshold=-0.1), r"threshold of .* must be in \(0, 1\], got -0.1"),
+        (own("ipo", threshold=1.1), r"threshold of .* must be in \(0, 1\], got 1.1"),
+        (own("ipo", kl_weight=-1.0), "kl_weight of .* must be finite and at least 0, got -1.0"),
+        (own("gmpo", range=math.nan), "range of .* must be finite and above 0, got nan"),
         ({"kl_bound_negative_ratio": 0.0}, "kl_bound_negative_ratio must be finite and above 0"),
         ({"kl_bound_negative_ratio": math.inf}, "kl_bound_negative_ratio must be finite and above 0"),
-        ({"critic_learning_rate": math.inf}, "critic_learning_rate must be finite and above 0"),
-        ({"critic_weight_decay": -0.1}, "critic_weight_decay must be finite and at least 0, got -0.1"),
-        ({"critic_max_grad_norm": -1.0}, "critic_max_grad_norm must be finite and above 0, got -1.0"),
-        ({"critic_warmup_steps": -1}, "critic_warmup_steps must be an integer, at least 0, got -1"),
-        ({"value_clip": math.nan}, "value_clip must be finite and above 0, got nan"),
-        ({"gamma": 1.1}, r"gamma must be in \[0, 1\], got 1.1"),
-        ({"gae_lambda": -0.1}, r"gae_lambda must be in \[0, 1\], got -0.1"),
-        ({"dppo_threshold": -1.0}, "dppo_threshold must be finite and above 0"),
-        (
-            {"surrogate": "dppo_tv", "dppo_threshold": 1.1},
-            r"with surrogate 'dppo_tv', dppo_threshold is a total variation, in \(0, 1\], got 1.1",
-        ),
-        ({"drpo_threshold": None}, "drpo_threshold must be finite and above 0, got None"),
-        ({"kl_penalty_weight": None}, "kl_penalty_weight must be finite and above 0, got None"),
+        (critic(learning_rate=math.inf), "critic_kwargs: learning_rate of the critic must be finite and above 0"),
+        (critic(weight_decay=-0.1), "weight_decay of the critic must be finite and at least 0, got -0.1"),
+        (critic(max_grad_norm=-1.0), "max_grad_norm of the critic must be finite and above 0, got -1.0"),
+        (critic(warmup_steps=-1), "warmup_steps of the critic must be an integer, at least 0, got -1"),
+        (critic(warmup_steps=1.5), r"warmup_steps of the critic must be an integer, at least 0, got 1\.5"),
+        (critic(value_clip=math.nan), "value_clip of the critic must be finite and above 0, got nan"),
+        (critic(gamma=1.1), r"gamma of the critic must be in \[0, 1\], got 1.1"),
+        (critic(gae_lambda=-0.1), r"gae_lambda of the critic must be in \[0, 1\], got -0.1"),
+        (critic(whiten_advantages=1), "whiten_advantages of the critic must be true or false, got 1"),
+        (critic(lr=1e-4), "the critic has no setting 'lr'; it has gamma, gae_lambda, "),
+        (own("dppo_kl", threshold=-1.0), "threshold of .* must be finite and above 0"),
+        (own("dppo_tv", threshold=1.1), r"threshold of surrogate 'dppo_tv' must be in \(0, 1\], got 1.1"),
+        (own("drpo", threshold=None), "threshold of .* must be finite and above 0, got None"),
+        (own("kl_penalty", weight=None), "weight of .* must be finite and above 0, got None"),
         ({"kl_bound": None}, "kl_bound must be above 0, got None"),
-        ({"ipo_kl_weight": "0.1"}, "ipo_kl_weight must be finite and at least 0, got '0.1'"),
-        ({"gamma": None}, r"gamma must be in \[0, 1\], got None"),
+        (own("ipo", kl_weight="0.1"), "kl_weight of .* must be finite and at least 0, got '0.1'"),
+        (critic(gamma=None), r"gamma of .* must be in \[0, 1\], got None"),
         # TRL's, of the surrogate that is chosen.
         ({"surrogate": "clip", "epsilon": 0.0}, "epsilon must be above 0, got 0.0"),
         ({"surrogate": "clip", "epsilon": math.nan}, "epsilon must be above 0, got nan"),
@@ -155,17 +169,12 @@ def copies(args: TrollConfig) -> list[TrollConfig]:
             "kl_in_reward needs scores .* set updates_per_rollout to 2 or more",
         ),
         (
-            {"surrogate": "kl_penalty", "kl_penalty_target": 0.01, "updates_per_rollout": 1},
-            "kl_penalty_target adapts .* set updates_per_rollout to 2 or more",
+            own("kl_penalty", target=0.01) | {"updates_per_rollout": 1},
+            "surrogate_kwargs.target adapts .* set updates_per_rollout to 2 or more",
         ),
         # And updates that belong to one rollout each.
         (
-            {
-                "surrogate": "kl_penalty",
-                "kl_penalty_target": 0.01,
-                "steps_per_generation": 3,
-                "gradient_accumulation_steps": 2,
-            },
+            own("kl_penalty", target=0.01) | {"steps_per_generation": 3, "gradient_accumulation_steps": 2},
             "gradient_accumulation_steps=2 does not divide the 3 passes of a rollout. Set updates_per_rollout",
         ),
         # Groups with equal rewards.
@@ -214,9 +223,9 @@ def test_settings_that_cannot_work_are_refused_with_what_can(tmp_path, settings,
         ("troll", {"sapo_temperature_pos": 0.0, "vespo_k_pos": -1.0}),
         ("clip", {"epsilon": 1.5, "epsilon_high": None, "delta": 1.1}),
         ("vespo", {"vespo_k_pos": 0.0, "vespo_lambda_neg": 0}),
-        ("ipo", {"ipo_threshold": 1}),
-        ("dppo_tv", {"dppo_threshold": 1.0}),
-        ("dppo_kl", {"dppo_threshold": 2.0}),
+        ("ipo", {"surrogate_kwargs": {"threshold": 1}}),
+        ("dppo_tv", {"surrogate_kwargs": {"threshold": 1.0}}),
+        ("dppo_kl", {"surrogate_kwargs": {"threshold": 2.0}}),
     ],
 )
 def test_settings_that_are_not_read_or_at_their_limit_are_accepted(tmp_path, surrogate, settings):
@@ -238,16 +247,15 @@ ROWS: dict[str, str] = {
 
 @pytest.mark.parametrize("surrogate", SURROGATES)
 def test_defaults_are_those_of_the_page(tmp_path, surrogate):
-    args, settings = config(tmp_path, surrogate=surrogate), ROWS[surrogate]
-    if "dppo_threshold" in settings:  # its default depends on the surrogate
+    read, settings = settings_read(config(tmp_path, surrogate=surrogate)), ROWS[surrogate]
+    if surrogate.startswith("dppo"):  # two defaults of one setting
         total_variation, kl = re.findall(r"([\d.]+) \((?:TV|KL)\)", settings)
-        assert args.divergence_threshold == float(total_variation if surrogate == "dppo_tv" else kl)
+        assert read["surrogate_kwargs.threshold"] == float(total_variation if surrogate == "dppo_tv" else kl)
         settings = settings.partition(";")[2]
     defaults = re.findall(r"`(\w+)` (`\w+`|none|[\d.]+)", settings)
     assert bool(defaults) == (surrogate not in ("regression", "none"))  # of which one has those of another
     for name, said in defaults:
-        assert name in SURROGATES[surrogate].settings
-        found = getattr(args, name)
+        found = read[name if name in read else f"surrogate_kwargs.{name}"]
         assert said == ("none" if found is None else f"`{found}`" if isinstance(found, str) else f"{found:g}"), name
 
 
@@ -310,7 +318,7 @@ def test_cispo_bounds_the_ratio_itself(tmp_path):
 
 
 def test_a_fixed_penalty_needs_nothing_to_adapt_to(tmp_path):
-    assert config(tmp_path, surrogate="kl_penalty", updates_per_rollout=1).kl_penalty_target is None
+    assert config(tmp_path, surrogate="kl_penalty", updates_per_rollout=1).penalty_target is None
 
 
 @pytest.mark.parametrize("surrogate", ["troll", "clip"])

@@ -210,7 +210,7 @@ def test_gradient_checkpointing_changes_no_gradient(accelerator, model_path):
 
 
 def test_the_critic_warms_up_for_whole_updates(accelerator, model_path):
-    critic = make_critic(accelerator, model_path("llama"), critic_warmup_steps=2)
+    critic = make_critic(accelerator, model_path("llama"), warmup_steps=2)
     seen = []
     for i in range(6):  # three updates of two micro-batches
         seen.append(critic.warming_up)
@@ -286,7 +286,7 @@ def test_metrics_of_no_token_are_left_out(accelerator, model_path):
 
 @pytest.mark.parametrize("adapter", ["whole", "lora"])
 def test_a_resumed_critic_repeats_every_bit(accelerator, model_path, tmp_path, adapter):
-    through, resumed = (make_critic(accelerator, model_path("llama"), adapter, critic_warmup_steps=3) for _ in range(2))
+    through, resumed = (make_critic(accelerator, model_path("llama"), adapter, warmup_steps=3) for _ in range(2))
     for seed in range(2):
         update(through, batch(seed), micro_batches=2)
     through.save(tmp_path)

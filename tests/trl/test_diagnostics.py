@@ -176,7 +176,7 @@ ALL_MASKED: dict[str, Any] = {
     [
         *({"surrogate": name} for name in SURROGATES),
         *({"advantage_estimator": name} for name in ESTIMATORS),
-        {"advantage_estimator": "gae", "critic_warmup_steps": 1},
+        {"advantage_estimator": "gae", "critic_kwargs": {"warmup_steps": 1}},
         {"constraint": "sequence"},
         {"constraint": "batch"},
         {"tail": "floor"},

@@ -70,7 +70,9 @@ def test_the_table_of_completions_has_the_estimators_advantages(make, estimator)
 
 
 def test_ppo_uses_the_critics_values(make):
-    trainer = make(advantage_estimator="gae", gamma=0.9, gae_lambda=0.8, whiten_advantages=False)
+    trainer = make(
+        advantage_estimator="gae", critic_kwargs={"gamma": 0.9, "gae_lambda": 0.8, "whiten_advantages": False}
+    )
     with torch.no_grad():
         trainer.advantages.critic.model.score.weight.normal_(std=0.1)
     output, rewards = scored(trainer)
@@ -138,7 +140,7 @@ def test_every_estimator_trains(make, estimator, surrogate):
 
 
 def test_the_critic_learns_and_says_so(make):
-    trainer = make(advantage_estimator="gae", critic_learning_rate=1e-2, max_steps=48, learning_rate=1e-5)
+    trainer = make(advantage_estimator="gae", critic_kwargs={"learning_rate": 1e-2}, max_steps=48, learning_rate=1e-5)
     trainer.train()
     losses = logged(trainer, "critic/value_loss")
     assert len(losses) == 48
@@ -149,7 +151,7 @@ def test_the_critic_learns_and_says_so(make):
 
 def test_warming_up_trains_the_critic_alone(make):
     for steps, policy_moves in ((3, False), (4, True)):
-        trainer = make(advantage_estimator="gae", critic_warmup_steps=3, max_steps=steps, weight_decay=0.1)
+        trainer = make(advantage_estimator="gae", critic_kwargs={"warmup_steps": 3}, max_steps=steps, weight_decay=0.1)
         policy, critic = parameters(trainer.model), parameters(trainer.advantages.critic.model)
         trainer.train()
         assert bool(changed(policy, trainer.model)) == policy_moves
@@ -161,7 +163,7 @@ def test_a_resumed_run_has_the_same_critic_and_policy(make, tmp_path, lora):
     """The critic says so by its values, and `test_critic` by its weights."""
     settings = {
         "advantage_estimator": "gae",
-        "critic_learning_rate": 1e-2,
+        "critic_kwargs": {"learning_rate": 1e-2},
         "kl_bound_schedule": "hold_projected_fraction",
         "kl_bound_schedule_kwargs": {"target": 0.1, "rate": 0.5},
         "peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if lora else None,

@@ -75,7 +75,7 @@ def test_a_fixed_weight_stays():
 #: Two rollouts of two updates of two micro-batches.
 TWO_ROLLOUTS: dict[str, Any] = {
     "surrogate": "kl_penalty",
-    "kl_penalty_direction": "new_old",
+    "surrogate_kwargs": {"direction": "new_old"},
     "gradient_accumulation_steps": 2,
     "steps_per_generation": 4,
 }
@@ -90,7 +90,7 @@ def test_a_rollouts_last_update_decides(make):
     kl = logged(fixed, "trust_region/kl_before_mean")
     assert kl[0] == 0 < kl[1]
     for target, factor in ((kl[1] * 1.52, 0.5), (kl[1] * 1.48, 1), (kl[1] / 1.48, 1), (kl[1] / 1.52, 2)):
-        trainer = make(kl_penalty_target=target, **TWO_ROLLOUTS)
+        trainer = make(**{**TWO_ROLLOUTS, "surrogate_kwargs": {"direction": "new_old", "target": target}})
         trainer.train()
         assert logged(trainer, WEIGHT) == [1, 1, factor, factor]
         assert logged(trainer, "trust_region/kl_before_mean")[:2] == kl[:2]
@@ -99,18 +99,18 @@ def test_a_rollouts_last_update_decides(make):
 
 
 def test_the_loss_takes_the_weight_that_has_adapted(make):
-    adaptive = make(surrogate="kl_penalty", kl_penalty_target=0.01)
+    adaptive = make(surrogate="kl_penalty", surrogate_kwargs={"target": 0.01})
     adaptive.updates.penalty_weight.value = 6.0
-    for _ in same_updates(adaptive, make(surrogate="kl_penalty", kl_penalty_weight=6.0)):
+    for _ in same_updates(adaptive, make(surrogate="kl_penalty", surrogate_kwargs={"weight": 6.0})):
         pass
 
 
 def test_a_pull_adapts_as_a_penalty_does(make):
     """By the same rule and at the same time; the proximal one without a bound is the penalty, in every update."""
-    shared: dict[str, Any] = {**TWO_ROLLOUTS, "kl_penalty_direction": "old_new"}
-    penalty = make(**shared, kl_penalty_target=1e-7)
+    shared: dict[str, Any] = {**TWO_ROLLOUTS, "surrogate_kwargs": {"target": 1e-7}}
+    penalty = make(**shared)
     penalty.train()
-    shared |= {"surrogate": "troll", "pull": "proximal", "kl_bound": float("inf")}
+    shared |= {"surrogate": "troll", "surrogate_kwargs": None, "pull": "proximal", "kl_bound": float("inf")}
     pull = make(**shared, regression_target=1e-7)
     pull.train()
     assert logged(pull, "trust_region/regression_weight") == logged(penalty, WEIGHT) == [1, 1, 2, 2]
@@ -120,7 +120,7 @@ def test_a_pull_adapts_as_a_penalty_does(make):
 
 def test_the_other_direction_adapts_to_its_own_divergence(make):
     """What is seen is KL(p ‖ p̃), and not KL(p̃ ‖ p), which the monitor measures."""
-    trainer = make(**{**TWO_ROLLOUTS, "kl_penalty_direction": "old_new"}, kl_penalty_target=1.0, learning_rate=0.1)
+    trainer = make(**{**TWO_ROLLOUTS, "surrogate_kwargs": {"target": 1.0}}, learning_rate=0.1)
     trainer.train()
     seen, measured = logged(trainer, SEEN), logged(trainer, "trust_region/kl_before_mean")[1::2]
     assert len(seen) == len(measured) == 2
@@ -129,7 +129,7 @@ def test_the_other_direction_adapts_to_its_own_divergence(make):
         assert kl != pytest.approx(other, rel=0.01)
 
 
-ADAPTIVE: dict[str, Any] = {"surrogate": "kl_penalty", "kl_penalty_target": 1e-6, "ddp_backend": None}
+ADAPTIVE: dict[str, Any] = {"surrogate": "kl_penalty", "surrogate_kwargs": {"target": 1e-6}, "ddp_backend": None}
 
 
 def test_a_resumed_run_goes_on_with_the_weight(make, tmp_path):
@@ -140,8 +140,8 @@ def test_a_resumed_run_goes_on_with_the_weight(make, tmp_path):
 
 def test_a_fixed_weight_is_the_settings_in_a_resumed_run_too(make, tmp_path):
     settings = resuming.SETTINGS | {"surrogate": "kl_penalty", "ddp_backend": None, "output_dir": str(tmp_path)}
-    make(kl_penalty_weight=1.0, **settings).train()
-    trainer = make(kl_penalty_weight=5.0, **settings)
+    make(surrogate_kwargs={"weight": 1.0}, **settings).train()
+    trainer = make(surrogate_kwargs={"weight": 5.0}, **settings)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert logged(trainer, WEIGHT) == [1, 1, 5, 5]
 

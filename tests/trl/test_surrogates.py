@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ from tests.trl.tiny import assert_same_gradients, loss_and_gradients, move, roll
 from tests.trl.tiny import gradients as gradients_of
 from troll.trl import TrollTrainer
 from troll.trl.old_policy import OLD_POLICY
-from troll.trl.surrogates import SURROGATES, ScoredTokens, Surrogate, Terms
+from troll.trl.own_settings import number
+from troll.trl.surrogates import SURROGATES, NoSettings, ScoredTokens, Surrogate, Terms
 from troll.trl.surrogates.formulas import dppo_kl, dppo_tv
 from troll.trl.surrogates.formulas import troll as troll_terms
 
@@ -83,7 +85,7 @@ def test_trls_own_surrogates_are_trls(make, settings, diagnostics_steps):
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_gmpo_is_gmpo_trainers(make, beta):
     # TRL weights the KL to the reference with the ratio, and its GMPOTrainer does not.
-    ours = make(surrogate="gmpo", gmpo_range=0.1, beta=beta, use_bias_correction_kl=False)
+    ours = make(surrogate="gmpo", surrogate_kwargs={"range": 0.1}, beta=beta, use_bias_correction_kl=False)
     theirs = make(GMPOTrainer, epsilon=0.1, beta=beta)
     for inputs in same_updates(ours, theirs):
         assert OLD_POLICY not in inputs
@@ -91,7 +93,7 @@ def test_gmpo_is_gmpo_trainers(make, beta):
 
 
 def test_the_default_range_of_gmpo_is_trls(make):
-    assert make(surrogate="gmpo").args.gmpo_range == GMPOConfig.__dataclass_fields__["epsilon"].default
+    assert make(surrogate="gmpo").args.own_settings.range == GMPOConfig.__dataclass_fields__["epsilon"].default
 
 
 def dense_loss(kind: str, new: Tensor, old: Tensor, sampled: int, advantage: float, args: Any) -> Tensor:
@@ -102,26 +104,26 @@ def dense_loss(kind: str, new: Tensor, old: Tensor, sampled: int, advantage: flo
         return policy + args.regression_weight * dense.token(new, old, sampled, args).regression
     if kind == "kl_penalty":
         log_new, log_old, _, _ = dense.outcomes(new, old, sampled, args)
-        of, to = (log_old, log_new) if args.kl_penalty_direction == "old_new" else (log_new, log_old)
-        if args.kl_penalty_cap is not None:
-            policy = -log_ratio.exp().clamp(max=args.kl_penalty_cap) * advantage
-        return policy + args.kl_penalty_weight * (of.exp() * (of - to)).sum()
+        of, to = (log_old, log_new) if args.own_settings.direction == "old_new" else (log_new, log_old)
+        if args.own_settings.cap is not None:
+            policy = -log_ratio.exp().clamp(max=args.own_settings.cap) * advantage
+        return policy + args.own_settings.weight * (of.exp() * (of - to)).sum()
     if kind == "drpo":
-        return policy + abs(advantage) * moved.square() / old[sampled].exp() / (2 * args.drpo_threshold)
+        return policy + abs(advantage) * moved.square() / old[sampled].exp() / (2 * args.own_settings.threshold)
     assert kind == "ipo"
-    kept = float(moved.abs().detach() <= args.ipo_threshold)
-    return kept * policy + args.ipo_kl_weight * log_ratio.square()
+    kept = float(moved.abs().detach() <= args.own_settings.threshold)
+    return kept * policy + args.own_settings.kl_weight * log_ratio.square()
 
 
 RIVALS: list[dict[str, Any]] = [
     {"surrogate": "regression", "kl_bound": 0.01, "regression_weight": 2.0},
     {"surrogate": "regression", "kl_bound": 0.01, "regression_weight": 2.0, "pull": "proximal"},
-    {"surrogate": "kl_penalty", "kl_penalty_weight": 3.0},
-    {"surrogate": "kl_penalty", "kl_penalty_weight": 3.0, "kl_penalty_cap": 1.02},
-    {"surrogate": "kl_penalty", "kl_penalty_weight": 3.0, "kl_penalty_direction": "new_old"},
+    {"surrogate": "kl_penalty", "surrogate_kwargs": {"weight": 3.0}},
+    {"surrogate": "kl_penalty", "surrogate_kwargs": {"weight": 3.0, "cap": 1.02}},
+    {"surrogate": "kl_penalty", "surrogate_kwargs": {"weight": 3.0, "direction": "new_old"}},
     {"surrogate": "kl_penalty", "tail": "floor"},
-    {"surrogate": "drpo", "drpo_threshold": 0.1},
-    {"surrogate": "ipo", "ipo_threshold": 0.02, "ipo_kl_weight": 0.5},
+    {"surrogate": "drpo", "surrogate_kwargs": {"threshold": 0.1}},
+    {"surrogate": "ipo", "surrogate_kwargs": {"threshold": 0.02, "kl_weight": 0.5}},
 ]
 
 
@@ -221,7 +223,7 @@ def test_what_reads_policies_is_measured(make, surrogate):
 
 def divergence(new: Tensor, old: Tensor, sampled: int, kind: str, args: Any) -> float:
     """Of two (V,) float64 distributions, on two outcomes or on the support and the rest."""
-    ids = [sampled] if args.dppo_outcomes == "binary" else dense.support(old, sampled, args.support_top_k, 1e-5)
+    ids = [sampled] if args.own_settings.outcomes == "binary" else dense.support(old, sampled, args.support_top_k, 1e-5)
     rest = [v for v in range(len(old)) if v not in ids]
     p_new, p_old = ([*p[ids].exp().tolist(), float(p[rest].exp().sum())] for p in (new, old))
     if kind == "dppo_tv":
@@ -236,8 +238,7 @@ def divergence(new: Tensor, old: Tensor, sampled: int, kind: str, args: Any) -> 
 def test_dppo_masks_what_is_far_and_leaving(make, kind, threshold, outcomes, loss_type, level):
     trainer = make(
         surrogate=kind,
-        dppo_threshold=threshold,
-        dppo_outcomes=outcomes,
+        surrogate_kwargs={"threshold": threshold, "outcomes": outcomes},
         support_top_k=5,
         loss_type=loss_type,
         importance_sampling_level=level,
@@ -263,7 +264,7 @@ def test_dppo_on_the_outcomes_of_a_floored_tail(make, kind):
     """Both policies on the union of their supports; with the whole vocabulary it is what a bucket gives."""
     losses = []
     for tail in ("floor", "bucket"):
-        settings = {"dppo_outcomes": "top_k", "dppo_threshold": 0.01, "mass_threshold": 0.0}
+        settings = {"surrogate_kwargs": {"outcomes": "top_k", "threshold": 0.01}, "mass_threshold": 0.0}
         trainer = make(surrogate=kind, tail=tail, support_top_k=48, **settings)
         inputs = rollout(trainer)[0]
         move(trainer.model, 0.1)
@@ -280,7 +281,7 @@ def test_the_ratio_of_a_projected_token_below_the_floor(make, tail, old_logit, n
     old_logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, old_logit]], dtype=torch.float64)
     logits = torch.tensor([[0.5, 1.0, 2.5, -1.0, new_logit]], dtype=torch.float64, requires_grad=True)
     tokens = scored_tokens(logits, old_logits, torch.tensor([4]), kl_bound=args.kl_bound, top_k=3, tail=tail)
-    terms = troll_terms(tokens, args)
+    terms = troll_terms(tokens, args, NoSettings())
     assert terms.log_ratio is not None and terms.penalty is not None and terms.step is not None
     assert terms.step.projected.all()
     reference = logits.detach().clone().requires_grad_()
@@ -294,7 +295,7 @@ def test_the_ratio_of_a_projected_token_below_the_floor(make, tail, old_logit, n
 
 def test_dppo_reads_policies_for_the_top_k_alone(make):
     assert OLD_POLICY not in rollout(make(surrogate="dppo_tv"))[0]
-    assert OLD_POLICY in rollout(make(surrogate="dppo_tv", dppo_outcomes="top_k"))[0]
+    assert OLD_POLICY in rollout(make(surrogate="dppo_tv", surrogate_kwargs={"outcomes": "top_k"}))[0]
 
 
 def test_certain_tokens_have_finite_divergences(make):
@@ -313,26 +314,31 @@ def test_certain_tokens_have_finite_divergences(make):
     )
     # Far and leaving; equal; far, but coming back (A > 0 and r < 1); far and leaving; equal.
     for name, dppo in (("dppo_kl", dppo_kl), ("dppo_tv", dppo_tv)):
-        keep = dppo(tokens, make(surrogate=name).args).keep
+        args = make(surrogate=name).args
+        keep = dppo(tokens, args, args.own_settings).keep
         assert keep is not None
         assert keep.tolist() == [False, True, True, False, True]
 
 
 def test_thresholds_are_the_papers_unless_given(make):
-    assert make(surrogate="dppo_tv").args.divergence_threshold == 0.15
-    assert make(surrogate="dppo_kl").args.divergence_threshold == 0.05
-    assert make(surrogate="dppo_kl", dppo_threshold=0.3).args.divergence_threshold == 0.3
+    assert make(surrogate="dppo_tv").args.own_settings.threshold == 0.15
+    assert make(surrogate="dppo_kl").args.own_settings.threshold == 0.05
+    assert make(surrogate="dppo_kl", surrogate_kwargs={"threshold": 0.3}).args.own_settings.threshold == 0.3
 
 
 def test_a_new_surrogate_is_one_function_and_one_registration(make, monkeypatch):
-    """Half the log ratio, and a penalty on it: the loss is what the two terms say."""
+    """A share of the log ratio, and a penalty on it: the loss is what the two terms say."""
 
-    def half(tokens: ScoredTokens, args: Any) -> Terms:
-        log_ratio = 0.5 * (tokens.new_log_probs - tokens.old_log_probs)
+    @dataclass(frozen=True)
+    class ShareSettings:
+        share: float = number(0.25, "in [0, 1]")
+
+    def shared(tokens: ScoredTokens, args: Any, own: ShareSettings) -> Terms:
+        log_ratio = own.share * (tokens.new_log_probs - tokens.old_log_probs)
         return Terms(log_ratio=log_ratio, penalty=log_ratio.square())
 
-    monkeypatch.setitem(SURROGATES, "half", Surrogate(terms=half))
-    trainer = make(surrogate="half", loss_type="bnpo")
+    monkeypatch.setitem(SURROGATES, "shared", Surrogate(shared, ShareSettings))
+    trainer = make(surrogate="shared", surrogate_kwargs={"share": 0.5}, loss_type="bnpo")
     inputs = rollout(trainer)[0]
     move(trainer.model, 0.1)
     loss, _ = loss_and_gradients(trainer, inputs)
@@ -347,7 +353,8 @@ def test_a_new_surrogate_is_one_function_and_one_registration(make, monkeypatch)
 @pytest.mark.parametrize("surrogate", SURROGATES)
 def test_on_policy_updates_with_the_log_probabilities_of_vllm(make, surrogate):
     """vLLM's importance correction has TRL score on-policy rollouts too, where every surrogate is the identity."""
-    trainer = make(surrogate=surrogate, steps_per_generation=1, dppo_outcomes="top_k", diagnostics_steps=1)
+    own = {"outcomes": "top_k"} if surrogate.startswith("dppo") else None
+    trainer = make(surrogate=surrogate, steps_per_generation=1, surrogate_kwargs=own, diagnostics_steps=1)
     (inputs,) = rollout(trainer)
     with torch.no_grad():
         old = dense.completion_log_probs(trainer.model, inputs).float()

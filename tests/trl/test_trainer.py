@@ -484,7 +484,7 @@ def test_nan_stops_the_training_before_the_update(make, surrogate, found):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"surrogate": "kl_penalty", "kl_penalty_weight": 1e39}, {"regression_weight": 1e39}]
+    "settings", [{"surrogate": "kl_penalty", "surrogate_kwargs": {"weight": 1e39}}, {"regression_weight": 1e39}]
 )
 def test_a_loss_of_finite_logits_that_is_not_finite_stops_the_training_before_the_update(make, settings):
     """The weight is infinite in float32."""
@@ -636,7 +636,9 @@ class LogAtTwo(TrainerCallback):
 
 
 def test_a_log_that_a_users_callback_asks_for_has_everything(make):
-    trainer = make(logging_steps=100, callbacks=[LogAtTwo()], advantage_estimator="gae", critic_learning_rate=1e-3)
+    trainer = make(
+        logging_steps=100, callbacks=[LogAtTwo()], advantage_estimator="gae", critic_kwargs={"learning_rate": 1e-3}
+    )
     trainer.train()
     first, last = trainer.state.log_history
     for entry, name in ((first, "trust_region/kl_before_mean"), (first, "critic/value_loss"), (first, "entropy")):

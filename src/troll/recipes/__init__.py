@@ -5,6 +5,9 @@ out have their defaults. It may have two more keys: `extends: RECIPE` (a name, o
 another recipe's fields where the file has none, and `grid: {field: [values]}` makes it an ablation, which
 `troll compare` runs. To add a recipe, add a file to this folder.
 
+A setting inside a field that holds a dictionary is `field.name` on the command line and in a grid, such as
+`--surrogate_kwargs.weight 0.3`; the dictionary's other settings stay.
+
 `use_vllm: true` applies where vLLM can run. Elsewhere transformers generates, `generation_chunk_size` completions at a
 time; the command says so, and the run's own settings hold `use_vllm: false`.
 """
@@ -14,21 +17,23 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from trl import ModelConfig, TrlParser
 
 from troll.evaluation.vllm import vllm_is_usable
 from troll.files import write_atomically
-from troll.run_folder import read_yaml
+from troll.run_folder import flat, read_yaml
 from troll.tasks import TaskConfig
 from troll.terminal import one_line
 from troll.trl import TrollConfig
+from troll.trl.surrogates import SURROGATES
 
 FOLDER = Path(__file__).parent
 CONFIGS = (TaskConfig, TrollConfig, ModelConfig)
@@ -37,8 +42,19 @@ FIELDS = frozenset(_FIELDS)
 #: Fields that hold several values at once, so that more than one value is not a choice between them.
 LISTS = frozenset(name for name, field in _FIELDS.items() if re.search(r"\b[Ll]ist\b", str(field.type)))
 
+
+def _can_be(kind: type, hint: Any) -> bool:
+    return kind in (hint, getattr(hint, "__origin__", None)) or any(_can_be(kind, part) for part in get_args(hint))
+
+
+_HINTS = {name: hint for config in CONFIGS for name, hint in get_type_hints(config).items()}
+#: Fields that hold a dictionary, whose settings have names of their own: `field.name`.
+DICTIONARIES = frozenset(name for name in FIELDS if _can_be(dict, _HINTS[name]))
+
 #: Different settings of one thing, the number of updates that share a rollout. The one that is set last wins.
 _ROLLOUT = frozenset({"updates_per_rollout", "steps_per_generation", "generation_batch_size"})
+
+_OWN = "surrogate_kwargs"
 
 #: The file in which a run keeps its resolved settings, itself a recipe.
 CONFIG_FILE = "config.yaml"
@@ -126,7 +142,7 @@ def _read(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
     if not isinstance(axes, dict) or not all(isinstance(values, list) and values for values in axes.values()):
         raise RecipeError(f"{path}: grid must hold 'field: [value, value, ...]' lines, got {axes!r}")
     for name in (*own, *axes):
-        if name not in FIELDS:
+        if name not in FIELDS and not (name in axes and _field_of(str(name)) in DICTIONARIES):
             raise RecipeError(f"{path}: unknown field {name!r}{_did_you_mean(str(name), FIELDS)}")
     for name, values in axes.items():
         if any(isinstance(value, list) for value in values):
@@ -134,6 +150,8 @@ def _read(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
     if both := sorted(set(own) & set(axes)):
         raise RecipeError(f"{path}: {both[0]} has a value and a grid: leave one of them out")
     inherited = {name: values for name, values in grid.items() if name not in own}
+    if "surrogate" in own:
+        _drop_foreign_kwargs(settings, own["surrogate"])
     return {**_without_rivals(settings, {*own, *axes}), **own}, {**_without_rivals(inherited, {*own, *axes}), **axes}
 
 
@@ -167,9 +185,19 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
     """
     path = find(name_or_path)
     settings, grid = read(name_or_path)
-    overrides = _complete(overrides)
-    given = {argument[2:].split("=")[0].replace("-", "_") for argument in overrides if argument.startswith("--")}
+    overrides, inner = _without_inner(_complete(overrides))
+    values_given = dict(_pairs(overrides))
+    given = set(values_given)
     settings = _without_rivals(settings, given)
+    if "surrogate" in given:
+        _drop_foreign_kwargs(settings, values_given["surrogate"])
+    for name, value in inner.items():
+        field = _field_of(name)
+        if field in given:
+            raise RecipeError(f"--{field} and --{name} set the same dictionary: give one of the two")
+        below = settings.get(field) or {}
+        settings[field] = {**(json.loads(below) if isinstance(below, str) else below), name.partition(".")[2]: value}
+    given |= {_field_of(name) for name in inner}
     parser = _Parser(list(CONFIGS), allow_abbrev=False)  # type: ignore[arg-type]
     parser.set_defaults_with_config(**settings)
     try:
@@ -184,7 +212,9 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
         field = unknown[0].removeprefix("--").split("=")[0]
         raise RecipeError(f"unknown argument {unknown[0]!r}{_did_you_mean(field, FIELDS, prefix='--')}")
 
-    if open_axes := [name for name in grid if name not in given]:
+    unread = {name for entry in SURROGATES.values() for name in entry.reads} - {*SURROGATES[training.surrogate].reads}
+    set_here = given | inner.keys() | {name for name in unread if _field_of(name) == _OWN}
+    if open_axes := [name for name in grid if name not in set_here]:
         raise RecipeError(
             f"{name_of(path)} is a grid over {', '.join(open_axes)}: run it with troll compare {name_or_path}"
         )
@@ -233,6 +263,7 @@ def differences(
         A phrase for each differing field, by name, such as "kl_bound is 0.05 there and 0.1 here".
     """
     settings = json.loads(json.dumps(settings))  # a tuple, for instance, comes back from a file as a list
+    recorded, settings = flat(recorded), flat(settings)
     phrases = []
     for name in sorted({*recorded, *settings}):
         there, here = (values[name] if name in values else _default(name) for values in (recorded, settings))
@@ -253,6 +284,49 @@ def _default(name: str) -> Any:
 def as_argument(value: Any) -> str:
     """A YAML value as the command line takes it."""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _field_of(name: str) -> str:
+    """The field of `field.name`, or of a field's own name."""
+    return name.partition(".")[0]
+
+
+def _drop_foreign_kwargs(settings: dict[str, Any], surrogate: object) -> None:
+    """Leaves out the own settings of the surrogate below, if another one takes its place."""
+    if settings.get("surrogate", TrollConfig.surrogate) != surrogate:
+        settings.pop(_OWN, None)
+
+
+def _pairs(arguments: Sequence[str]) -> Iterable[tuple[str, str | None]]:
+    """The name and the value of each `--name value` or `--name=value`; None for a flag."""
+    for index, argument in enumerate(arguments):
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            following = arguments[index + 1] if index + 1 < len(arguments) else "--"
+            yield name.replace("-", "_"), value if equals else None if following.startswith("--") else following
+
+
+def _without_inner(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Takes the settings inside dictionaries, `--field.name value`, out of the overrides."""
+    words, rest, inner = deque(overrides), list[str](), dict[str, Any]()
+    while words:
+        word = words.popleft()
+        name, equals, value = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if not word.startswith("--") or "." not in name:
+            rest.append(word)
+            continue
+        if _field_of(name) not in DICTIONARIES:
+            raise RecipeError(f"unknown argument '--{name}'{_did_you_mean(_field_of(name), DICTIONARIES, prefix='--')}")
+        if not equals:
+            if not words or words[0].startswith("--"):
+                raise RecipeError(f"--{name} needs a value")
+            value = words.popleft()
+        try:
+            inner[name] = json.loads(value)
+        except json.JSONDecodeError:
+            inner[name] = value  # a word
+    return rest, inner
 
 
 class _Parser(TrlParser):

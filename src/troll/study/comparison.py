@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from troll.run_folder import is_finished, read_json, read_metrics, read_yaml
+from troll.run_folder import flat, is_finished, read_json, read_metrics, read_yaml
 from troll.study.curves import SHARE, number
 from troll.study.statistics import Estimate, mean_estimate, paired_difference
 
@@ -361,7 +361,7 @@ def _read_run(folder: Path, planned: Mapping[str, Any] | None = None, planned_re
     config, summary, metrics = (folder / name for name in ("config.yaml", "summary.json", "metrics.jsonl"))
     return Run(
         name=folder.resolve().name,
-        settings=read_yaml(config) if config.is_file() else planned or {},
+        settings=flat(read_yaml(config) if config.is_file() else planned or {}),
         summary=read_json(summary) if summary.is_file() else {},
         rows=read_metrics(metrics) if metrics.is_file() else [],
         planned_recipe=planned_recipe,

@@ -199,7 +199,7 @@ def _points(recipe_name: str, axes: Axes) -> Iterator[_Point]:
         assignment = {
             name: values[name][0] if name in unread else value
             for name, value in assignment.items()
-            if name not in unread or name in grid
+            if name not in unread or (name in grid and name in recipes.FIELDS)
         }
         if tuple(assignment.items()) in seen:
             continue
@@ -218,13 +218,13 @@ def _unread(surrogate: str, all_surrogates: Sequence[str], values: Axes) -> set[
     """The fields in which this surrogate's runs do not differ: it sets them, or only other surrogates read them."""
     if surrogate not in SURROGATES:
         return set()  # loading the recipe says so
-    listed = {field for entry in SURROGATES.values() for field in entry.settings}
-    present = {field for name in all_surrogates if name in SURROGATES for field in SURROGATES[name].settings}
-    foreign = listed - set(SURROGATES[surrogate].settings) | set(SURROGATES[surrogate].sets)
+    listed = {field for entry in SURROGATES.values() for field in entry.reads}
+    present = {field for name in all_surrogates if name in SURROGATES for field in SURROGATES[name].reads}
+    foreign = listed - set(SURROGATES[surrogate].reads) | set(SURROGATES[surrogate].sets)
     # A value that nobody in the grid reads stays: the configuration may refuse it.
     return {field for field, given in values.items() if field in foreign and (len(given) > 1 or field in present)}
 
 
 def _readable(name: str, value: str) -> str:
     value = re.sub(r"[^\w.+-]+", "_", value)[:40]
-    return value if name == "surrogate" else f"{name}={value}"
+    return value if name == "surrogate" else f"{name.rpartition('.')[2]}={value}"

@@ -240,7 +240,7 @@ def _dtype(name: Any, config: Any) -> torch.dtype:
 
 
 def _critic(recipe: Recipe, policy: Network) -> Network:
-    name = recipe.training.critic_model_name_or_path
+    name = recipe.training.critic_settings.model_name_or_path
     trusted = recipe.training.trust_remote_code
     config = policy.config if name is None else model_shape(name, recipe.task, trust_remote_code=trusted)
     return Network(config, torch.float32, policy.peft, None, policy.checkpointing, trusted)

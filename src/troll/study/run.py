@@ -188,7 +188,7 @@ def _method(training: TrollConfig) -> str:
     names = {
         "troll": f"TROLL, KL bound {training.kl_bound}",
         "regression": f"TROLL's regression term only, KL bound {training.kl_bound}",
-        "kl_penalty": f"a KL penalty, weight {training.kl_penalty_weight}",
+        "kl_penalty": f"a KL penalty, weight {training.penalty_weight}",
         "none": "no clip and no trust region",
     }
     surrogate = names.get(training.surrogate, f"surrogate {training.surrogate}")

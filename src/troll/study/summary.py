@@ -21,7 +21,7 @@ from troll.tasks import Task
 from troll.terminal import say
 from troll.trl import TrollTrainer
 from troll.trl.checkpoints import newest_complete
-from troll.trl.surrogates import SURROGATES
+from troll.trl.surrogates import SURROGATES, settings_read
 
 
 def summary_of(
@@ -49,7 +49,7 @@ def summary_of(
         "task": recipe.task.task,
         "model": recipe.model.model_name_or_path,
         "surrogate": training.surrogate,
-        "surrogate_settings": {name: getattr(training, name) for name in SURROGATES[training.surrogate].settings},
+        "surrogate_settings": settings_read(training),
         "surrogate_sets": dict(SURROGATES[training.surrogate].sets),
         "advantage_estimator": training.advantage_estimator,
         "kl_bound": training.kl_bound,

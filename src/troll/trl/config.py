@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -13,7 +12,9 @@ import torch
 from trl import GRPOConfig
 
 from troll.trl.advantages.estimators import ESTIMATORS
+from troll.trl.own_settings import RANGES, count, flag, number, parse
 from troll.trl.surrogates import SURROGATES
+from troll.trl.surrogates.formulas import KLPenaltySettings
 from troll.trust_region.bounds import BOUNDS, Bound, make_bound
 from troll.trust_region.policy.sparse import TAILS, Tail
 from troll.trust_region.projecting.constraint import CONSTRAINTS, REDUCTIONS, Reduction, Scope
@@ -21,8 +22,6 @@ from troll.trust_region.projecting.dual import SOLVERS
 from troll.trust_region.projecting.pull import PULLS, Pull
 
 Anchor = Literal["old", "rollout"]
-DppoOutcomes = Literal["binary", "top_k"]
-KlDirection = Literal["old_new", "new_old"]
 
 #: The dtypes to which the weights of rollouts can be rounded.
 ROLLOUT_DTYPES = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,48 +38,28 @@ CISPO_LARGEST_RATIO = 5.0
 #: Updates for which a rollout is used by default.
 UPDATES_PER_ROLLOUT = 8
 
-#: What a number may be, and the settings that must be so. None is allowed where it is the default. TRL's settings are
-#: checked only with a surrogate that reads them.
-RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
-    "above 0": (lambda value: value > 0, ("kl_bound", "epsilon", "epsilon_high")),
-    # The largest ratio: at most 1, tokens with a positive advantage would not learn.
-    "above 1": (lambda value: value > 1, ("delta", "kl_penalty_cap")),
+#: What numbers must be, by the keys of `RANGES`. None is allowed where it is the default. TRL's settings are checked
+#: only with a surrogate that reads them.
+NUMBERS: dict[str, tuple[str, ...]] = {
+    "above 0": ("kl_bound", "epsilon", "epsilon_high"),
+    "above 1": ("delta",),  # the largest ratio: at most 1, tokens with a positive advantage would not learn
     "finite and above 0": (
-        lambda value: 0 < value < math.inf,
-        (
-            "kl_bound_negative_ratio",
-            "critic_learning_rate",
-            "critic_max_grad_norm",
-            "value_clip",
-            "kl_penalty_weight",
-            "kl_penalty_target",
-            "kl_penalty_clip",
-            "regression_target",
-            "dppo_threshold",
-            "drpo_threshold",
-            "gmpo_range",
-            "rollout_correction",
-            "sapo_temperature_pos",
-            "sapo_temperature_neg",
-        ),
+        "kl_bound_negative_ratio",
+        "regression_target",
+        "rollout_correction",
+        "sapo_temperature_pos",
+        "sapo_temperature_neg",
     ),
     "finite and at least 0": (
-        lambda value: 0 <= value < math.inf,
-        (
-            "regression_weight",
-            "kl_bound_entropy_exponent",
-            "ipo_kl_weight",
-            "critic_weight_decay",
-            "eval_temperature",
-            "vespo_k_pos",
-            "vespo_lambda_pos",
-            "vespo_k_neg",
-            "vespo_lambda_neg",
-        ),
+        "regression_weight",
+        "kl_bound_entropy_exponent",
+        "eval_temperature",
+        "vespo_k_pos",
+        "vespo_lambda_pos",
+        "vespo_k_neg",
+        "vespo_lambda_neg",
     ),
-    "in [0, 1]": (lambda value: 0 <= value <= 1, ("gamma", "gae_lambda")),
-    "in (0, 1]": (lambda value: 0 < value <= 1, ("ipo_threshold",)),
-    "in [0, 1)": (lambda value: 0 <= value < 1, ("mass_threshold",)),
+    "in [0, 1)": ("mass_threshold",),
 }
 
 
@@ -89,6 +68,33 @@ class _One(int):
 
     def __lt__(self, other: int) -> bool:
         return other != 2 and super().__lt__(other)
+
+
+@dataclass(frozen=True)
+class CriticSettings:
+    """The settings of "gae": PPO's critic and what becomes of its values; `critic_kwargs`.
+
+    Attributes:
+        gamma: Discount γ, in [0, 1].
+        gae_lambda: λ, in [0, 1]: 0 trusts the critic's next value, 1 the whole return.
+        whiten_advantages: Whether the advantages are whitened over the tokens of all processes.
+        value_clip: How far a value may move from the rollout's, in units of reward, before its loss is clipped.
+        model_name_or_path: The model from which it starts. None takes the policy's.
+        learning_rate: The learning rate of its own AdamW, which stays constant.
+        weight_decay: The weight decay of its AdamW, which applies to matrices only.
+        max_grad_norm: The norm to which its gradient is clipped, separately from the policy's.
+        warmup_steps: Optimiser steps at the start in which only the critic is trained.
+    """
+
+    gamma: float = number(1.0, "in [0, 1]")
+    gae_lambda: float = number(0.95, "in [0, 1]")
+    whiten_advantages: bool = flag(True)
+    value_clip: float = number(0.2, "finite and above 0")
+    model_name_or_path: str | None = None
+    learning_rate: float = number(1e-5, "finite and above 0")
+    weight_decay: float = number(0.0, "finite and at least 0")
+    max_grad_norm: float = number(1.0, "finite and above 0")
+    warmup_steps: int = count(0)
 
 
 @dataclass
@@ -122,16 +128,18 @@ class TrollConfig(GRPOConfig):
             sampled it, as TRL does for vLLM. Default: no correction.
         surrogate: What keeps an update near the old policy: "troll"; "regression", TROLL's regression term with the
             raw ratio; "clip", TRL's (`epsilon`, `epsilon_high`, `delta` for the dual clip); one of the rivals
-            "kl_penalty", "dppo_tv", "dppo_kl", "drpo", "ipo", "gmpo", "cispo", "sapo" and "vespo"; or "none". Settings
-            of other surrogates are ignored. "cispo", "sapo", "vespo" and "gmpo" set `loss_type`. See
+            "kl_penalty", "dppo_tv", "dppo_kl", "drpo", "ipo", "gmpo", "cispo", "sapo" and "vespo"; or "none". Fields
+            that only other surrogates read are ignored. "cispo", "sapo", "vespo" and "gmpo" set `loss_type`. See
             docs/surrogates.md.
+        surrogate_kwargs: The surrogate's own settings, e.g. `{"weight": 0.3}` for "kl_penalty". docs/surrogates.md has
+            them.
         kl_bound: ε, the largest KL divergence (nats) of a token's distribution from the old policy's.
         pull: What pulls the network itself: "projection", KL(p̃ ‖ ⌊q⌋), to the projected policy, outside the ball only;
             or "proximal", KL(p ‖ p̃), to the old policy, at every token. With "proximal" and an infinite `kl_bound`,
             "troll" is "kl_penalty".
         regression_weight: α, the weight of the pull; with `regression_target`, its initial value.
-        regression_target: The mean of the pull's divergence (nats) to which α adapts, as β does to `kl_penalty_target`.
-            Default: α is fixed.
+        regression_target: The mean of the pull's divergence (nats) to which α adapts, as β of "kl_penalty" does to its
+            `target`. Default: α is fixed.
         support_top_k: K, how many tokens of the old policy are kept per position.
         mass_threshold: δ: fewer are kept where they already cover 1 − δ of the probability mass.
         tail: How the other tokens count: "bucket" makes them one more outcome with their exact mass; "floor" gives
@@ -152,23 +160,6 @@ class TrollConfig(GRPOConfig):
         anchor: The centre of the trust region: "old", the training network when the batch was scored; or "rollout", the
             engine that generated it, whose top-K log-probabilities then replace the scoring pass. "rollout" also
             switches vLLM's importance correction off, which would count the mismatch twice.
-        kl_penalty_weight: β, the weight of the surrogate "kl_penalty"; with `kl_penalty_target`, its initial value.
-        kl_penalty_direction: What "kl_penalty" penalises: "old_new", KL(p ‖ p̃), as PPO does; or "new_old", KL(p̃ ‖ p).
-        kl_penalty_target: d, the mean KL (nats) to which β adapts: after each rollout it is halved where the mean KL of
-            the rollout's last update was below d/1.5, and doubled where it was above 1.5 d, at most 1024 times larger
-            or smaller than `kl_penalty_weight`. An update must not take passes over two rollouts. Default: β is fixed.
-        kl_penalty_clip: ε of PPO's clip, by which "kl_penalty" also limits each token's ratio; from 1 on, it has no
-            lower end. Default: no clip.
-        kl_penalty_cap: c > 1: "kl_penalty" takes min(r, c) for the ratio r with either sign of the advantage, so that a
-            token above it has no policy gradient. Default: no cap.
-        dppo_threshold: δ of the DPPO masks: a total variation for "dppo_tv", a KL (nats) for "dppo_kl". Default: the
-            paper's, 0.15 and 0.05.
-        dppo_outcomes: The outcomes on which DPPO measures δ: "binary", the sampled token and the rest; or "top_k",
-            `support_top_k` tokens and the rest.
-        drpo_threshold: ε of "drpo", which weights a token's gradient by 1 − sign(A)(p̃(o) − p(o))/ε.
-        ipo_threshold: The change of a token's probability, in (0, 1], above which "ipo" drops the token.
-        ipo_kl_weight: The weight of (log ratio)² in the loss of "ipo".
-        gmpo_range: "gmpo" clips the log ratio of a token to [−`gmpo_range`, `gmpo_range`].
         advantage_estimator: How rewards become advantages: "group", TRL's (GRPO, and Dr.GRPO and GSPO by TRL's own
             settings); "reinforce_plus_plus", whitened over the global batch; "reinforce_plus_plus_baseline", the same
             after the group's mean is subtracted; "rloo", leave-one-out; or "gae", PPO's, with a critic.
@@ -176,16 +167,8 @@ class TrollConfig(GRPOConfig):
         kl_in_reward: Whether `beta` penalises the reward instead of the loss, as `RLOOTrainer` does: a completion's
             reward is r − β Σ_t (log p(o_t) − log p_ref(o_t)) with the old policy p, and the loss has no KL term. It
             needs `beta` above 0, and "rloo", "reinforce_plus_plus" or "reinforce_plus_plus_baseline".
-        gamma: Discount γ of "gae", in [0, 1].
-        gae_lambda: λ of "gae", in [0, 1]: 0 trusts the critic's next value, 1 the whole return.
-        whiten_advantages: Whether the advantages of "gae" are whitened over the tokens of all processes.
-        critic_model_name_or_path: The model from which the critic of "gae" starts. Default: the policy's.
-        critic_learning_rate: Learning rate of the critic's own AdamW; it stays constant.
-        critic_weight_decay: Weight decay of the critic's AdamW, which applies to matrices only.
-        critic_max_grad_norm: The norm to which the critic's gradient is clipped, separately from the policy's.
-        critic_warmup_steps: Optimiser steps at the start in which only the critic is trained.
-        value_clip: How far the critic's value may move from the rollout's, in units of reward, before its loss is
-            clipped.
+        critic_kwargs: γ, λ and the critic of "gae", e.g. `{"learning_rate": 1e-4, "gamma": 0.99}`: the fields of
+            `CriticSettings`.
         diagnostics_steps: Optimiser steps from one measurement of `trust_region/diagnostics/*` to the next; 0 measures
             none. See docs/diagnostics.md.
         eval_temperature: Sampling temperature of held-out completions. 0 is greedy and needs
@@ -195,7 +178,12 @@ class TrollConfig(GRPOConfig):
         ValueError: On a value out of its range, or settings that exclude each other; the message names both.
     """
 
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "kl_bound_schedule_kwargs"]  # noqa: RUF012 (a field, if it were annotated)
+    _VALID_DICT_FIELDS = [  # noqa: RUF012 (a field, if it were annotated)
+        *GRPOConfig._VALID_DICT_FIELDS,
+        "surrogate_kwargs",
+        "kl_bound_schedule_kwargs",
+        "critic_kwargs",
+    ]
 
     updates_per_rollout: int | None = field(
         default=None,
@@ -233,6 +221,10 @@ class TrollConfig(GRPOConfig):
     surrogate: str = field(
         default="troll",
         metadata={"help": "What keeps an update near the old policy.", "choices": list(SURROGATES)},
+    )
+    surrogate_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "The surrogate's own settings as a JSON object, e.g. '{\"weight\": 0.3}'."},
     )
     kl_bound: float = field(
         default=0.05,
@@ -299,44 +291,6 @@ class TrollConfig(GRPOConfig):
         default="old",
         metadata={"help": "The centre of the trust region: the training network, or the engine that generated."},
     )
-    kl_penalty_weight: float = field(
-        default=1.0,
-        metadata={"help": "Weight of the KL penalty; with kl_penalty_target, its initial value."},
-    )
-    kl_penalty_direction: KlDirection = field(
-        default="old_new",
-        metadata={"help": "What is penalised: KL(old || new), as in PPO, or KL(new || old)."},
-    )
-    kl_penalty_target: float | None = field(
-        default=None,
-        metadata={"help": "Mean KL (nats) to which the penalty's weight adapts, once a rollout. Default: it is fixed."},
-    )
-    kl_penalty_clip: float | None = field(
-        default=None,
-        metadata={"help": "Epsilon of a clip of the ratio in addition to the KL penalty. Default: no clip."},
-    )
-    kl_penalty_cap: float | None = field(
-        default=None,
-        metadata={"help": "Largest ratio with the KL penalty, for either sign of the advantage. Default: no cap."},
-    )
-    dppo_threshold: float | None = field(
-        default=None,
-        metadata={"help": "Divergence above which DPPO masks a token. Default: 0.15 (dppo_tv), 0.05 (dppo_kl)."},
-    )
-    dppo_outcomes: DppoOutcomes = field(
-        default="binary",
-        metadata={"help": "What DPPO measures the divergence on: the sampled token and the rest, or the top K."},
-    )
-    drpo_threshold: float = field(
-        default=12.5,
-        metadata={"help": "DRPO's epsilon: the larger it is, the weaker its pull to the old probability."},
-    )
-    ipo_threshold: float = field(
-        default=0.3,
-        metadata={"help": "Change of a token's probability above which IPO drops it."},
-    )
-    ipo_kl_weight: float = field(default=0.0, metadata={"help": "Weight of the squared log ratio in IPO's loss."})
-    gmpo_range: float = field(default=0.4, metadata={"help": "Largest absolute log ratio, to which GMPO clips."})
     advantage_estimator: str = field(
         default="group",
         metadata={"help": "How rewards become advantages.", "choices": list(ESTIMATORS)},
@@ -345,35 +299,9 @@ class TrollConfig(GRPOConfig):
         default=False,
         metadata={"help": "Whether beta penalises the reward, as in RLOOTrainer, instead of the loss."},
     )
-    gamma: float = field(default=1.0, metadata={"help": "Discount of generalised advantage estimation, in [0, 1]."})
-    gae_lambda: float = field(
-        default=0.95,
-        metadata={"help": "Lambda of generalised advantage estimation: 0 trusts the critic, 1 the whole return."},
-    )
-    whiten_advantages: bool = field(
-        default=True,
-        metadata={"help": "Whether the advantages of gae are whitened over the tokens of all processes."},
-    )
-    critic_model_name_or_path: str | None = field(
+    critic_kwargs: dict[str, Any] | str | None = field(
         default=None,
-        metadata={"help": "Model from which the critic of gae starts. Default: the policy's."},
-    )
-    critic_learning_rate: float = field(
-        default=1e-5, metadata={"help": "Learning rate of the critic's own AdamW; it stays constant."}
-    )
-    critic_weight_decay: float = field(
-        default=0.0, metadata={"help": "Weight decay of the critic's AdamW, on matrices only."}
-    )
-    critic_max_grad_norm: float = field(
-        default=1.0, metadata={"help": "Norm to which the critic's gradient is clipped, separately from the policy's."}
-    )
-    critic_warmup_steps: int = field(
-        default=0,
-        metadata={"help": "Optimiser steps at the start in which only the critic is trained."},
-    )
-    value_clip: float = field(
-        default=0.2,
-        metadata={"help": "How far a value may move from the rollout's (units of reward) before its loss is clipped."},
+        metadata={"help": "Gamma, lambda and the critic of gae as a JSON object, e.g. '{\"learning_rate\": 1e-4}'."},
     )
     diagnostics_steps: int = field(
         default=0,
@@ -560,28 +488,21 @@ class TrollConfig(GRPOConfig):
             "constraint": CONSTRAINTS,
             "constraint_reduction": REDUCTIONS,
             "anchor": get_args(Anchor),
-            "dppo_outcomes": get_args(DppoOutcomes),
-            "kl_penalty_direction": get_args(KlDirection),
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         unread = GRPOConfig.__dataclass_fields__.keys() - set(SURROGATES[self.surrogate].settings)
-        for takes, (holds, names) in RANGES.items():
+        for takes, names in NUMBERS.items():
             for name in names:
                 value = getattr(self, name)
                 unset = value is None and self.__dataclass_fields__[name].default is None
-                if name not in unread and not unset and not (isinstance(value, Real) and holds(value)):
+                if name not in unread and not unset and not (isinstance(value, Real) and RANGES[takes](value)):
                     raise ValueError(f"{name} must be {takes}, got {value!r}")
-        if self.surrogate == "dppo_tv" and self.divergence_threshold > 1:
-            raise ValueError(
-                f"with surrogate 'dppo_tv', dppo_threshold is a total variation, in (0, 1], got {self.dppo_threshold}"
-            )
         if self.generation_chunk_size is not None and self.generation_chunk_size < 1:
             raise ValueError(f"generation_chunk_size must be at least 1, got {self.generation_chunk_size}")
         for name, least in (
             ("support_top_k", 1),
-            ("critic_warmup_steps", 0),
             ("diagnostics_steps", 0),
             ("resampling_rounds", 0),
             ("rollout_delay", 0),
@@ -596,28 +517,27 @@ class TrollConfig(GRPOConfig):
             )
         if self.penalty_target is not None:
             self._check_penalty_target()
-        limits = self.kl_penalty_clip is not None or self.kl_penalty_cap is not None
-        if self.surrogate == "kl_penalty" and limits and self.importance_sampling_level != "token":
+        own, _ = self.own_settings, self.critic_settings
+        limits = isinstance(own, KLPenaltySettings) and (own.clip is not None or own.cap is not None)
+        if limits and self.importance_sampling_level != "token":
             raise ValueError(
-                "kl_penalty_clip and kl_penalty_cap limit the ratios of single tokens: set "
+                "clip and cap of surrogate 'kl_penalty' limit the ratios of single tokens: set "
                 f"importance_sampling_level='token', got {self.importance_sampling_level!r}, or leave them out"
             )
 
     def _check_penalty_target(self) -> None:
         """Refuses a target where no update shows how far a whole rollout has moved the policy."""
-        name = SURROGATES[self.surrogate].penalty
-        if not getattr(self, f"{name}_weight") > 0:
-            raise ValueError(
-                f"{name}_target adapts {name}_weight, which must be above 0, got {getattr(self, f'{name}_weight')}"
-            )
+        name = "surrogate_kwargs.target" if isinstance(self.own_settings, KLPenaltySettings) else "regression_target"
+        if not self.penalty_weight > 0:
+            raise ValueError(f"{name} adapts a weight that must be above 0, got {self.penalty_weight}")
         if self.always_on_policy:
             raise ValueError(
-                f"{name}_target adapts the weight to the KL of a rollout's last update, which is 0 where every "
+                f"{name} adapts the weight to the KL of a rollout's last update, which is 0 where every "
                 "update is on-policy: set updates_per_rollout to 2 or more, or leave it out"
             )
         if self.updates_per_rollout is None:
             raise ValueError(
-                f"{name}_target adapts the weight to the KL of a rollout's last update, and here an update can take "
+                f"{name} adapts the weight to the KL of a rollout's last update, and here an update can take "
                 f"passes over two rollouts: gradient_accumulation_steps={self.gradient_accumulation_steps} does not "
                 f"divide the {self.rollout_steps} passes of a rollout. Set updates_per_rollout instead of "
                 "steps_per_generation, or leave the target out"
@@ -631,17 +551,32 @@ class TrollConfig(GRPOConfig):
         return make_bound(self.kl_bound_schedule, self.kl_bound, total_steps=total_steps, **options)
 
     @property
-    def penalty_target(self) -> float | None:
-        """The divergence to which the weight of the surrogate's pull or KL penalty adapts; None if it is fixed."""
-        name = SURROGATES[self.surrogate].penalty
-        target: float | None = getattr(self, f"{name}_target") if name else None
-        return target
+    def own_settings(self) -> Any:
+        """The surrogate's own settings, an instance of `Surrogate.own`."""
+        return parse(
+            SURROGATES[self.surrogate].own, self.surrogate_kwargs, "surrogate_kwargs", f"surrogate {self.surrogate!r}"
+        )
 
     @property
-    def divergence_threshold(self) -> float:
-        """δ of the DPPO mask."""
-        default = {"dppo_tv": 0.15, "dppo_kl": 0.05}
-        return default[self.surrogate] if self.dppo_threshold is None else self.dppo_threshold
+    def critic_settings(self) -> CriticSettings:
+        """γ, λ and the critic of "gae"."""
+        return parse(CriticSettings, self.critic_kwargs, "critic_kwargs", "the critic")
+
+    @property
+    def penalty_weight(self) -> float:
+        """The weight of the surrogate's divergence at the start: α of a pull, β of a KL penalty; 0 without one."""
+        own, weights = self.own_settings, SURROGATES[self.surrogate].penalty is not None
+        if isinstance(own, KLPenaltySettings):
+            return own.weight
+        return self.regression_weight if weights else 0.0
+
+    @property
+    def penalty_target(self) -> float | None:
+        """The divergence to which the weight of the surrogate's divergence adapts; None if it is fixed."""
+        own, weights = self.own_settings, SURROGATES[self.surrogate].penalty is not None
+        if isinstance(own, KLPenaltySettings):
+            return own.target
+        return self.regression_target if weights else None
 
     @property
     def rollout_steps(self) -> int:

@@ -81,7 +81,7 @@ class PenaltyWeight:
             self._warned = True
             warnings.warn(
                 f"{self._name}_weight stays at {self.value:g}, the limit of its range, though the mean KL is "
-                f"{self._kl:.2g} and {self._name}_target {self._target:g}: choose another target, learning_rate or "
+                f"{self._kl:.2g} and the target {self._target:g}: choose another target, learning_rate or "
                 "updates_per_rollout",
                 stacklevel=2,
             )

@@ -107,6 +107,7 @@ class TrollTrainer(GRPOTrainer):
         refuse_token_ids(self, self._missing_tokens)
         refuse_fewer_tokens("reference model", self.ref_model, self, self._missing_tokens)
         self.surrogate = SURROGATES[args.surrogate]
+        self._own_settings = args.own_settings
         # Infinity in the configuration itself would not be valid JSON.
         if "epsilon" not in self.surrogate.settings:
             self.epsilon_low = torch.inf
@@ -267,7 +268,7 @@ class TrollTrainer(GRPOTrainer):
             old=old,
             new=new,
         )
-        terms = self.surrogate.terms(tokens, self.args) if self.surrogate.terms else Terms()
+        terms = self.surrogate.terms(tokens, self.args, self._own_settings) if self.surrogate.terms else Terms()
         if terms.penalised_kl is not None:
             self.updates.penalty_weight.observe(terms.penalised_kl, mask[at])
 

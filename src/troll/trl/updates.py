@@ -56,8 +56,8 @@ class Updates(TrainerCallback):
         return self._bound
 
     def _initial_penalty_weight(self) -> PenaltyWeight:
-        weight = getattr(self._args, f"{self._penalty}_weight") if self._penalty else 0.0
-        return PenaltyWeight(self._trainer.accelerator, self._penalty or "", weight, self._args.penalty_target)
+        args = self._args
+        return PenaltyWeight(self._trainer.accelerator, self._penalty or "", args.penalty_weight, args.penalty_target)
 
     def save(self, checkpoint: Path) -> None:
         """Writes the files of a checkpoint that `on_train_begin` reads."""

@@ -43,7 +43,7 @@ def scored_tokens(
 def settings(**values: Any) -> Any:
     """What a surrogate reads of a configuration."""
     defaults = {"tail": "bucket", "solver": "newton", "pull": "projection"}
-    return SimpleNamespace(**{**defaults, "kl_penalty_clip": None, "kl_penalty_cap": None, **values})
+    return SimpleNamespace(**{**defaults, **values})
 
 
 def pair(tokens: int = 6, vocab: int = 9, distance: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,19 @@ import torch
 
 from tests.trl import dense
 from tests.trl.surrogates.scored import pair, scored_tokens, settings
-from troll.trl.surrogates.formulas import drpo, gmpo, ipo, kl_penalty, regression, troll
+from troll.trl.surrogates import NoSettings
+from troll.trl.surrogates.formulas import (
+    DRPOSettings,
+    GMPOSettings,
+    IPOSettings,
+    KLPenaltySettings,
+    drpo,
+    gmpo,
+    ipo,
+    kl_penalty,
+    regression,
+    troll,
+)
 from troll.trust_region.policy.values import LOG_FLOOR
 
 DIRECTIONS = ("old_new", "new_old")
@@ -21,7 +33,7 @@ def test_a_kl_penalty_is_the_divergence_and_its_gradient(direction):
     """In the logits of p̃: β (p̃ − p) for KL(p ‖ p̃), and β p̃ (log p̃/p − KL) for KL(p̃ ‖ p)."""
     new, old, sampled = pair()
     tokens = scored_tokens(new, old, sampled, penalty_weight=3.0)
-    terms = kl_penalty(tokens, settings(kl_penalty_direction=direction))
+    terms = kl_penalty(tokens, settings(), KLPenaltySettings(direction=direction))
     log_p, log_new = old.log_softmax(-1), new.detach().log_softmax(-1)
     p, p_new, s = log_p.exp(), log_new.exp(), log_new - log_p
     if direction == "old_new":
@@ -42,10 +54,10 @@ def test_a_kl_penalty_is_the_divergence_and_its_gradient(direction):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_kl_penalty_on_the_outcomes_that_are_kept(direction, tail):
     new, old, sampled = pair(vocab=12)
-    args = settings(kl_penalty_direction=direction, tail=tail, support_top_k=4, mass_threshold=0.0)
+    args, own = settings(tail=tail, support_top_k=4, mass_threshold=0.0), KLPenaltySettings(direction=direction)
 
     def penalty(logits: torch.Tensor) -> torch.Tensor:
-        terms = kl_penalty(scored_tokens(logits, old, sampled, top_k=4, tail=tail), args)
+        terms = kl_penalty(scored_tokens(logits, old, sampled, top_k=4, tail=tail), args, own)
         assert terms.penalty is not None
         return terms.penalty
 
@@ -69,7 +81,7 @@ def test_a_kl_penalty_of_equal_and_of_excluded_outcomes(direction):
     moved[1, 1] = -torch.inf
     moved.requires_grad_()
     tokens = scored_tokens(moved, logits, torch.tensor([0, 0]))
-    terms = kl_penalty(tokens, settings(kl_penalty_direction=direction))
+    terms = kl_penalty(tokens, settings(), KLPenaltySettings(direction=direction))
     assert terms.penalty is not None
     (gradient,) = torch.autograd.grad(terms.penalty.sum(), moved)
     assert terms.penalty[0] == 0
@@ -90,8 +102,8 @@ def test_troll_with_a_proximal_pull_and_no_bound_is_a_kl_penalty(weight, top_k):
     """The loss and its gradient, of likely and of unlikely tokens; with weight 0 both are the raw ratio."""
     new, old, sampled = pair(distance=2.0)
     tokens = scored_tokens(new, old, sampled, kl_bound=math.inf, penalty_weight=weight, top_k=top_k)
-    ours = troll(tokens, settings(pull="proximal"))
-    theirs = kl_penalty(tokens, settings(kl_penalty_direction="old_new"))
+    ours = troll(tokens, settings(pull="proximal"), NoSettings())
+    theirs = kl_penalty(tokens, settings(), KLPenaltySettings(direction="old_new"))
     assert ours.step is not None and not ours.step.projected.any()
     assert ours.penalty is not None and theirs.penalty is not None and theirs.log_ratio is None
     assert torch.equal(ours.penalty, theirs.penalty)
@@ -115,8 +127,8 @@ def test_a_kl_penalty_with_a_clip_and_a_cap(clip, cap):
     p = torch.full_like(RATIOS, 0.1)
     old, new = (torch.stack([x, 1 - x], -1).log() for x in (p, p * RATIOS))
     tokens = scored_tokens(new.requires_grad_(), old, torch.zeros(14, dtype=torch.long), advantages=SIGNS)
-    args = settings(kl_penalty_direction="old_new", kl_penalty_clip=clip, kl_penalty_cap=cap)
-    terms, plain = kl_penalty(tokens, args), kl_penalty(tokens, settings(kl_penalty_direction="old_new"))
+    limited = kl_penalty(tokens, settings(), KLPenaltySettings(clip=clip, cap=cap))
+    terms, plain = limited, kl_penalty(tokens, settings(), KLPenaltySettings())
     assert terms.penalty is not None and plain.penalty is not None and torch.equal(terms.penalty, plain.penalty)
     assert terms.keep is None
     if clip is None and cap is None:
@@ -139,7 +151,7 @@ def test_a_kl_penalty_with_a_clip_and_a_cap(clip, cap):
 def test_the_regression_is_trolls_pull_with_the_raw_ratio(weight):
     new, old, sampled = pair()
     tokens, args = scored_tokens(new, old, sampled, penalty_weight=weight), settings()
-    ours, theirs = regression(tokens, args), troll(tokens, args)
+    ours, theirs = regression(tokens, args, NoSettings()), troll(tokens, args, NoSettings())
     assert ours.log_ratio is None and ours.keep is None
     assert ours.penalty is not None and theirs.penalty is not None and ours.step is not None
     assert ours.step.projected.any()
@@ -157,9 +169,11 @@ def test_a_kl_penalty_in_float32_is_accurate_near_the_old_policy():
     old = torch.tensor([[2.0, 1.0, 0.0, -3.0]], dtype=torch.float64)
     new = old + torch.tensor([[1e-4, -1e-4, 2e-4, 0.0]], dtype=torch.float64)
     for direction in DIRECTIONS:
-        args, found = settings(kl_penalty_direction=direction), []
+        own, found = KLPenaltySettings(direction=direction), []  # type: ignore[arg-type]
         for dtype in (torch.float64, torch.float32):
-            kl = kl_penalty(scored_tokens(new.to(dtype), old.to(dtype), torch.tensor([0])), args).penalised_kl
+            kl = kl_penalty(
+                scored_tokens(new.to(dtype), old.to(dtype), torch.tensor([0])), settings(), own
+            ).penalised_kl
             assert kl is not None
             found.append(float(kl))
         assert 0 < found[0] < 1e-8
@@ -171,7 +185,7 @@ def test_drpo_is_a_quadratic_penalty_of_the_change(threshold):
     """−A r + |A| p (r − 1)² / 2ε, of which the gradient in log p̃ is −A r (1 − sign(A) (p̃ − p)/ε)."""
     new, old, sampled = pair(distance=2.0)
     tokens = scored_tokens(new, old, sampled, advantages=ADVANTAGES)
-    terms = drpo(tokens, settings(drpo_threshold=threshold))
+    terms = drpo(tokens, settings(), DRPOSettings(threshold=threshold))
     p, ratio = tokens.old_log_probs.exp(), (tokens.new_log_probs - tokens.old_log_probs).exp()
     assert terms.penalty is not None
     assert terms.log_ratio is None and terms.keep is None
@@ -189,7 +203,7 @@ def test_drpo_of_a_rare_token_that_became_likely_is_finite():
     """(r − 1)² is 1e39 here, above what float32 holds; times p it is 1e20."""
     new = torch.tensor([[0.0, -1.0]], requires_grad=True)
     tokens = scored_tokens(new, torch.tensor([[-45.0, 0.0]]), torch.tensor([0]))
-    penalty = drpo(tokens, settings(drpo_threshold=12.5)).penalty
+    penalty = drpo(tokens, settings(), DRPOSettings(threshold=12.5)).penalty
     assert penalty is not None
     (gradient,) = torch.autograd.grad(penalty.sum(), new)
     assert penalty.isfinite().all() and float(penalty) > 1e17
@@ -202,7 +216,7 @@ def test_gmpo_clips_where_the_advantage_pushes_out():
     old = torch.tensor([[-1.0, float(torch.log1p(-torch.exp(torch.tensor(-1.0, dtype=torch.float64))))]])
     advantages = torch.tensor([1.0] * 4 + [-1.0] * 4)
     tokens = scored_tokens(logits, old.double().expand(8, 2), torch.zeros(8, dtype=torch.long), advantages=advantages)
-    terms = gmpo(tokens, settings(gmpo_range=0.4))
+    terms = gmpo(tokens, settings(), GMPOSettings(range=0.4))
     assert terms.log_ratio is not None
     assert terms.keep is None and terms.penalty is None
     expected = torch.tensor([-0.9, -0.3, 0.3, 0.4, -0.4, -0.3, 0.3, 0.9], dtype=torch.float64)
@@ -218,7 +232,7 @@ def test_ipo_drops_what_has_moved_in_either_direction():
         tokens = scored_tokens(
             logits.requires_grad_(), old, torch.zeros(6, dtype=torch.long), advantages=torch.full((6,), advantage)
         )
-        terms = ipo(tokens, settings(ipo_threshold=0.3, ipo_kl_weight=0.0))
+        terms = ipo(tokens, settings(), IPOSettings(threshold=0.3, kl_weight=0.0))
         assert terms.keep is not None
         assert terms.keep.tolist() == [False, False, True, True, True, False]
         assert terms.log_ratio is None and terms.penalty is None
@@ -227,7 +241,7 @@ def test_ipo_drops_what_has_moved_in_either_direction():
 def test_ipo_penalises_squared_log_ratios_of_all_tokens():
     new, old, sampled = pair()
     tokens = scored_tokens(new, old, sampled)
-    terms = ipo(tokens, settings(ipo_threshold=0.01, ipo_kl_weight=0.5))
+    terms = ipo(tokens, settings(), IPOSettings(threshold=0.01, kl_weight=0.5))
     assert terms.keep is not None and terms.penalty is not None
     assert not terms.keep.all()
     log_ratio = (tokens.new_log_probs - tokens.old_log_probs).detach()

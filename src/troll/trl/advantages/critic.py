@@ -78,15 +78,15 @@ class Critic:
     ) -> None:
         _refuse(accelerator)
         self.accelerator = accelerator
-        self._args = args
+        self._settings = settings = args.critic_settings
         self.steps = 0
         built = value_model(model, peft_config, model_init_kwargs, args.gradient_checkpointing)
         trained = [parameter for parameter in built.parameters() if parameter.requires_grad]
         groups = [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.critic_weight_decay},
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW([group for group in groups if group["params"]], args.critic_learning_rate)
+        optimizer = torch.optim.AdamW([group for group in groups if group["params"]], settings.learning_rate)
         self.model, self.optimizer = accelerator.prepare(built, optimizer)
         self.start()
 
@@ -100,7 +100,7 @@ class Critic:
     @property
     def warming_up(self) -> bool:
         """Whether only the critic is trained in the current update; `step` moves on to the next one."""
-        return self.steps < self._args.critic_warmup_steps
+        return self.steps < self._settings.warmup_steps
 
     # Values
 
@@ -154,7 +154,7 @@ class Critic:
         with wait:
             new_values = self._forward(input_ids, attention_mask, returns.shape[1])
             values, returns, old_values = (torch.where(mask, x, 0.0) for x in (new_values, returns, old_values))
-            losses = value_loss(values, returns, old_values, self._args.value_clip)
+            losses = value_loss(values, returns, old_values, self._settings.value_clip)
             self.accelerator.backward(losses.sum())
         self._tokens += mask.sum()
         self._observe(losses.detach(), values.detach(), returns, old_values, mask)
@@ -172,7 +172,7 @@ class Critic:
         gradients = [p for p in self.model.parameters() if p.grad is not None]
         for parameter in gradients:  # summed over micro-batches, averaged over processes
             parameter.grad.mul_(self.accelerator.num_processes / tokens)
-        norm = nn.utils.clip_grad_norm_(gradients, self._args.critic_max_grad_norm)
+        norm = nn.utils.clip_grad_norm_(gradients, self._settings.max_grad_norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not norm.isfinite():
             raise FloatingPointError(
@@ -180,7 +180,7 @@ class Critic:
                 "Resume from the last checkpoint with a lower learning rate of the critic"
             )
         for group in self.optimizer.param_groups:
-            group["lr"] = self._args.critic_learning_rate  # a resumed run may have another than its checkpoint
+            group["lr"] = self._settings.learning_rate  # a resumed run may have another than its checkpoint
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps += 1
@@ -189,7 +189,7 @@ class Critic:
     # What it did
 
     def _observe(self, losses: Tensor, values: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor) -> None:
-        moved = mask & ((values - old_values).abs() > self._args.value_clip)
+        moved = mask & ((values - old_values).abs() > self._settings.value_clip)
         error = returns - old_values
         sums = {
             "tokens": mask.sum(),

@@ -58,13 +58,14 @@ class Advantages:
         if self.critic is not None:
             ids, attention_mask = sequences(rolled_out)
             values = self.critic.values(ids, attention_mask, mask.shape[1], self._args.per_device_train_batch_size)
+            settings = self._args.critic_settings
             made = token_advantages(
                 self._rewards[own],
                 values,
                 mask,
-                self._args.gamma,
-                self._args.gae_lambda,
-                whitened=self._args.whiten_advantages,
+                settings.gamma,
+                settings.gae_lambda,
+                whitened=settings.whiten_advantages,
                 reduce=self._accelerator.reduce,
             )
             learned = {VALUES: values, RETURNS: made.returns, VALUE_MASK: made.mask}
@@ -94,12 +95,12 @@ class Advantages:
 
 
 def _critic(accelerator: Accelerator, args: TrollConfig, policy: Any, given: Any) -> Critic:
-    start = args.critic_model_name_or_path or (given if isinstance(given, str) else policy)
+    start = args.critic_settings.model_name_or_path or (given if isinstance(given, str) else policy)
     peft_config = policy.peft_config[policy.active_adapter] if is_peft_model(policy) else None
     # The critic's weights are float32 for any policy, so that small steps do not get lost. The policy's revision and
     # quantisation belong to its own repository.
     left_out = {"dtype", "device_map"} | (
-        {"revision", "quantization_config"} if args.critic_model_name_or_path else set()
+        {"revision", "quantization_config"} if args.critic_settings.model_name_or_path else set()
     )
     options: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
     chosen = {name: value for name, value in options.items() if name not in left_out}

@@ -109,7 +109,7 @@ def _value_config(config: PreTrainedConfig) -> PreTrainedConfig:
     if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         raise ValueError(
             f"model must be of an architecture for which transformers has a token classifier, got {config.model_type!r}"
-            ": name another one with the same vocabulary as critic_model_name_or_path"
+            ": name another one with the same vocabulary as critic_kwargs' model_name_or_path"
         )
     config.num_labels = 1
     config.use_cache = False

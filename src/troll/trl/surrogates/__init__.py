@@ -1,14 +1,35 @@
 """Surrogates, which keep an update near the old policy: TROLL's projection and its rivals.
 
-To add one, write a function from `ScoredTokens` to `Terms` and register it in `SURROGATES`.
+To add one, write a function from `ScoredTokens` to `Terms`, and a class of its own settings if it has any, and
+register both in `SURROGATES`.
 """
 
 from __future__ import annotations
 
-from troll.trl.surrogates.formulas import dppo_kl, dppo_tv, drpo, gmpo, ipo, kl_penalty, regression, troll
-from troll.trl.surrogates.terms import ScoredTokens, Surrogate, Terms
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["SURROGATES", "ScoredTokens", "Surrogate", "Terms"]
+from troll.trl.surrogates.formulas import (
+    DPPOKLSettings,
+    DPPOTVSettings,
+    DRPOSettings,
+    GMPOSettings,
+    IPOSettings,
+    KLPenaltySettings,
+    dppo_kl,
+    dppo_tv,
+    drpo,
+    gmpo,
+    ipo,
+    kl_penalty,
+    regression,
+    troll,
+)
+from troll.trl.surrogates.terms import NoSettings, ScoredTokens, Surrogate, Terms
+
+if TYPE_CHECKING:  # the configuration imports the surrogates
+    from troll.trl.config import TrollConfig
+
+__all__ = ["SURROGATES", "NoSettings", "ScoredTokens", "Surrogate", "Terms", "settings_read"]
 
 _OUTCOMES = ("tail", "support_top_k", "mass_threshold")
 _TROLL_SETTINGS = (
@@ -27,44 +48,28 @@ _TROLL_SETTINGS = (
     "constraint",
     "constraint_reduction",
 )
-_DPPO_SETTINGS = ("dppo_threshold", "dppo_outcomes", *_OUTCOMES)
+
+
+def _measures_top_k(args: TrollConfig) -> bool:
+    return bool(args.own_settings.outcomes == "top_k")
+
 
 SURROGATES: dict[str, Surrogate] = {
     "troll": Surrogate(
-        settings=_TROLL_SETTINGS, terms=troll, penalty="regression", projects=True, reads_policies=lambda args: True
+        troll, settings=_TROLL_SETTINGS, penalty="regression", projects=True, reads_policies=lambda args: True
     ),
     "regression": Surrogate(
-        settings=_TROLL_SETTINGS,
-        terms=regression,
-        penalty="regression",
-        projects=True,
-        reads_policies=lambda args: True,
+        regression, settings=_TROLL_SETTINGS, penalty="regression", projects=True, reads_policies=lambda args: True
     ),
     "kl_penalty": Surrogate(
-        settings=(
-            "kl_penalty_weight",
-            "kl_penalty_direction",
-            "kl_penalty_target",
-            "kl_penalty_clip",
-            "kl_penalty_cap",
-            *_OUTCOMES,
-        ),
-        terms=kl_penalty,
-        penalty="kl_penalty",
-        reads_policies=lambda args: True,
+        kl_penalty, KLPenaltySettings, _OUTCOMES, penalty="kl_penalty", reads_policies=lambda args: True
     ),
     "clip": Surrogate(settings=("epsilon", "epsilon_high", "delta"), clips=True),
-    "dppo_tv": Surrogate(
-        settings=_DPPO_SETTINGS, terms=dppo_tv, reads_policies=lambda args: args.dppo_outcomes == "top_k"
-    ),
-    "dppo_kl": Surrogate(
-        settings=_DPPO_SETTINGS, terms=dppo_kl, reads_policies=lambda args: args.dppo_outcomes == "top_k"
-    ),
-    "drpo": Surrogate(settings=("drpo_threshold",), terms=drpo),
-    "ipo": Surrogate(settings=("ipo_threshold", "ipo_kl_weight"), terms=ipo),
-    "gmpo": Surrogate(
-        settings=("gmpo_range",), terms=gmpo, sets={"loss_type": "grpo", "importance_sampling_level": "sequence"}
-    ),
+    "dppo_tv": Surrogate(dppo_tv, DPPOTVSettings, _OUTCOMES, reads_policies=_measures_top_k),
+    "dppo_kl": Surrogate(dppo_kl, DPPOKLSettings, _OUTCOMES, reads_policies=_measures_top_k),
+    "drpo": Surrogate(drpo, DRPOSettings),
+    "ipo": Surrogate(ipo, IPOSettings),
+    "gmpo": Surrogate(gmpo, GMPOSettings, sets={"loss_type": "grpo", "importance_sampling_level": "sequence"}),
     "cispo": Surrogate(settings=("epsilon_high",), sets={"loss_type": "cispo"}),
     "sapo": Surrogate(settings=("sapo_temperature_pos", "sapo_temperature_neg"), sets={"loss_type": "sapo"}),
     "vespo": Surrogate(
@@ -72,3 +77,10 @@ SURROGATES: dict[str, Surrogate] = {
     ),
     "none": Surrogate(),
 }
+
+
+def settings_read(args: TrollConfig) -> dict[str, Any]:
+    """The settings that the configured surrogate reads and some others do not, by the names in `Surrogate.reads`."""
+    surrogate = SURROGATES[args.surrogate]
+    own = {f"surrogate_kwargs.{name}": value for name, value in vars(args.own_settings).items()}
+    return {name: getattr(args, name) for name in surrogate.settings} | own

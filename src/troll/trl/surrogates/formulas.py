@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from troll.trl.surrogates.terms import ScoredTokens, Terms
+from troll.trl.own_settings import choice, number
+from troll.trl.surrogates.terms import NoSettings, ScoredTokens, Terms
 from troll.trust_region.objective import trust_region_step
 from troll.trust_region.policy.values import divergence, floored
 from troll.trust_region.projecting.pull import to_old
@@ -19,7 +21,7 @@ if TYPE_CHECKING:  # the configuration imports the surrogates
     from troll.trl.config import TrollConfig
 
 
-def troll(tokens: ScoredTokens, args: TrollConfig) -> Terms:
+def troll(tokens: ScoredTokens, args: TrollConfig, own: NoSettings) -> Terms:
     """TROLL (arXiv 2510.03817): the projected policy's ratio q(o)/p(o), and the pull α KL(p̃ ‖ ⌊q⌋) or α KL(p ‖ p̃)."""
     assert tokens.old is not None and tokens.new is not None
     step = trust_region_step(
@@ -39,12 +41,34 @@ def troll(tokens: ScoredTokens, args: TrollConfig) -> Terms:
     )
 
 
-def regression(tokens: ScoredTokens, args: TrollConfig) -> Terms:
+def regression(tokens: ScoredTokens, args: TrollConfig, own: NoSettings) -> Terms:
     """TROLL's pull only, with the raw ratio p̃(o)/p(o)."""
-    return dataclasses.replace(troll(tokens, args), log_ratio=None)
+    return dataclasses.replace(troll(tokens, args, own), log_ratio=None)
 
 
-def kl_penalty(tokens: ScoredTokens, args: TrollConfig) -> Terms:
+@dataclass(frozen=True)
+class KLPenaltySettings:
+    """The settings of "kl_penalty".
+
+    Attributes:
+        weight: β; with a `target`, its initial value.
+        direction: What is penalised: "old_new", KL(p ‖ p̃), as PPO does; or "new_old", KL(p̃ ‖ p).
+        target: d, the mean KL (nats) to which β adapts: after each rollout it is halved where the mean KL of the
+            rollout's last update was below d/1.5, and doubled where it was above 1.5 d, at most 1024 times larger or
+            smaller than `weight`. An update must not take passes over two rollouts. None keeps β.
+        clip: ε of PPO's clip, which also limits each token's ratio; from 1 on, it has no lower end. None clips nothing.
+        cap: c > 1, the largest ratio: min(r, c) for the ratio r with either sign of the advantage, so that a token
+            above it has no policy gradient. None caps nothing.
+    """
+
+    weight: float = number(1.0, "finite and above 0")
+    direction: Literal["old_new", "new_old"] = choice("old_new", ("old_new", "new_old"))
+    target: float | None = number(None, "finite and above 0")
+    clip: float | None = number(None, "finite and above 0")
+    cap: float | None = number(None, "above 1")
+
+
+def kl_penalty(tokens: ScoredTokens, args: TrollConfig, own: KLPenaltySettings) -> Terms:
     """The raw ratio, and the penalty β KL(p ‖ p̃) or β KL(p̃ ‖ p) (arXiv 1707.06347, eq. 8).
 
     The divergence is over the outcomes that TROLL projects: the old policy's support and its tail, floored. A clip and
@@ -52,13 +76,13 @@ def kl_penalty(tokens: ScoredTokens, args: TrollConfig) -> Terms:
     """
     assert tokens.old is not None and tokens.new is not None
     new, old, present = common_outcomes(tokens.new, tokens.old, args.tail)
-    if args.kl_penalty_direction == "old_new":
+    if own.direction == "old_new":
         kl = to_old(new, old, present)
     else:
         kl = divergence(torch.where(present, new - old, 0.0), old)
-    limited = args.kl_penalty_clip is not None or args.kl_penalty_cap is not None
+    limited = own.clip is not None or own.cap is not None
     return Terms(
-        log_ratio=limited_log_ratio(tokens, args.kl_penalty_clip, args.kl_penalty_cap) if limited else None,
+        log_ratio=limited_log_ratio(tokens, own.clip, own.cap) if limited else None,
         penalty=tokens.penalty_weight * kl,
         penalised_kl=kl.detach(),
     )
@@ -81,44 +105,106 @@ def limited_log_ratio(tokens: ScoredTokens, clip: float | None, cap: float | Non
     return log_ratio if cap is None else log_ratio.clamp(max=math.log(cap))
 
 
-def drpo(tokens: ScoredTokens, args: TrollConfig) -> Terms:
+@dataclass(frozen=True)
+class DRPOSettings:
+    """The settings of "drpo".
+
+    Attributes:
+        threshold: ε: a token's gradient has the weight 1 − sign(A)(p̃(o) − p(o))/ε.
+    """
+
+    threshold: float = number(12.5, "finite and above 0")
+
+
+def drpo(tokens: ScoredTokens, args: TrollConfig, own: DRPOSettings) -> Terms:
     """DRPO (arXiv 2606.09821): the loss `−A r + |A| p(o) (r − 1)² / 2ε` with the raw ratio r, with both gradients."""
     growth = torch.expm1(tokens.log_ratio)
     moved = tokens.old_log_probs.exp() * growth  # p̃(o) − p(o); by itself (r − 1)² could overflow
-    return Terms(penalty=tokens.advantages.abs() * moved * growth / (2 * args.drpo_threshold))
+    return Terms(penalty=tokens.advantages.abs() * moved * growth / (2 * own.threshold))
 
 
-def gmpo(tokens: ScoredTokens, args: TrollConfig) -> Terms:
+@dataclass(frozen=True)
+class GMPOSettings:
+    """The settings of "gmpo".
+
+    Attributes:
+        range: The largest absolute log ratio of a token.
+    """
+
+    range: float = number(0.4, "finite and above 0")
+
+
+def gmpo(tokens: ScoredTokens, args: TrollConfig, own: GMPOSettings) -> Terms:
     """GMPO (arXiv 2507.20673): clips log ratios that the advantage pushes out; TRL takes a sequence's mean."""
-    log_ratio, bound = tokens.log_ratio, args.gmpo_range
+    log_ratio, bound = tokens.log_ratio, own.range
     return Terms(log_ratio=torch.where(tokens.advantages > 0, log_ratio.clamp(max=bound), log_ratio.clamp(min=-bound)))
 
 
-def dppo_tv(tokens: ScoredTokens, args: TrollConfig) -> Terms:
+@dataclass(frozen=True)
+class DPPOTVSettings:
+    """The settings of "dppo_tv".
+
+    Attributes:
+        threshold: δ, the total variation above which a token is dropped.
+        outcomes: The outcomes on which it is measured: "binary", the sampled token and the rest; or "top_k",
+            `support_top_k` tokens and the rest.
+    """
+
+    threshold: float = number(0.15, "in (0, 1]")
+    outcomes: Literal["binary", "top_k"] = choice("binary", ("binary", "top_k"))
+
+
+@dataclass(frozen=True)
+class DPPOKLSettings:
+    """The settings of "dppo_kl".
+
+    Attributes:
+        threshold: δ, the KL divergence (nats) above which a token is dropped.
+        outcomes: The outcomes on which it is measured, as for "dppo_tv".
+    """
+
+    threshold: float = number(0.05, "finite and above 0")
+    outcomes: Literal["binary", "top_k"] = choice("binary", ("binary", "top_k"))
+
+
+def dppo_tv(tokens: ScoredTokens, args: TrollConfig, own: DPPOTVSettings) -> Terms:
     """DPPO's mask by total variation (arXiv 2602.04879): `½ Σ |p̃ − p|` over two outcomes, or over the top K."""
-    new, old = _outcomes(tokens, args)
+    new, old = _outcomes(tokens, args, own.outcomes)
     variation = 0.5 * (new.exp() - old.exp()).abs().sum(-1)
-    return _mask(tokens, variation > args.divergence_threshold)
+    return _mask(tokens, variation > own.threshold)
 
 
-def dppo_kl(tokens: ScoredTokens, args: TrollConfig) -> Terms:
+def dppo_kl(tokens: ScoredTokens, args: TrollConfig, own: DPPOKLSettings) -> Terms:
     """DPPO's mask by KL(p ‖ p̃) (arXiv 2602.04879) over two outcomes, or over the top K."""
-    new, old = _outcomes(tokens, args)
+    new, old = _outcomes(tokens, args, own.outcomes)
     kl = divergence((old - new).masked_fill(new == -torch.inf, 0.0), new)
-    return _mask(tokens, kl > args.divergence_threshold)
+    return _mask(tokens, kl > own.threshold)
 
 
-def ipo(tokens: ScoredTokens, args: TrollConfig) -> Terms:
+@dataclass(frozen=True)
+class IPOSettings:
+    """The settings of "ipo".
+
+    Attributes:
+        threshold: The change of a token's probability above which it is dropped.
+        kl_weight: λ, the weight of (log ratio)² in the loss.
+    """
+
+    threshold: float = number(0.3, "in (0, 1]")
+    kl_weight: float = number(0.0, "finite and at least 0")
+
+
+def ipo(tokens: ScoredTokens, args: TrollConfig, own: IPOSettings) -> Terms:
     """prime-rl's IPO: drops tokens with `|p̃(o) − p(o)|` above the threshold, and adds the penalty λ (log r)²."""
     moved = tokens.new_log_probs.detach().exp() - tokens.old_log_probs.exp()
     # Where λ is 0, an infinite log ratio must not make NaN.
-    penalty = args.ipo_kl_weight * tokens.log_ratio.square() if args.ipo_kl_weight else None
-    return Terms(keep=moved.abs() <= args.ipo_threshold, penalty=penalty)
+    penalty = own.kl_weight * tokens.log_ratio.square() if own.kl_weight else None
+    return Terms(keep=moved.abs() <= own.threshold, penalty=penalty)
 
 
-def _outcomes(tokens: ScoredTokens, args: TrollConfig) -> tuple[Tensor, Tensor]:
+def _outcomes(tokens: ScoredTokens, args: TrollConfig, outcomes: str) -> tuple[Tensor, Tensor]:
     """Both policies' floored log-probabilities: of the sampled token and the rest, or of the top K and the tail."""
-    if args.dppo_outcomes == "top_k":
+    if outcomes == "top_k":
         assert tokens.old is not None and tokens.new is not None
         new, old, _ = common_outcomes(tokens.new, tokens.old, args.tail)
         return new.detach(), old

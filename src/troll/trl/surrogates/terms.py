@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -68,23 +68,36 @@ class Terms:
 
 
 @dataclass(frozen=True)
+class NoSettings:
+    """The settings of a surrogate that has none of its own."""
+
+
+@dataclass(frozen=True)
 class Surrogate:
     """An entry of `SURROGATES`.
 
     Attributes:
+        terms: The surrogate itself, a function of the tokens, the configuration, and the surrogate's own settings; None
+            leaves TRL's loss as it is.
+        own: The class of its own settings, which `surrogate_kwargs` holds.
         settings: The fields of `TrollConfig` that this surrogate reads and some others do not.
-        terms: The surrogate itself; None leaves TRL's loss as it is.
         sets: Fields of TRL's `GRPOConfig`, and the values that they must have with this surrogate.
-        penalty: The beginning of the settings `*_weight` and `*_target` of its divergence; None if it weights none.
+        penalty: The name of its divergence in the log, as `*_weight` and `*_kl`; None if it weights none.
         clips: Whether TRL's clip stays on.
         projects: Whether there is a projection within ε, to be measured and logged.
         reads_policies: Whether it needs distributions in addition to the sampled tokens' log-probabilities.
     """
 
+    terms: Callable[[ScoredTokens, TrollConfig, Any], Terms] | None = None
+    own: type[Any] = NoSettings
     settings: tuple[str, ...] = ()
-    terms: Callable[[ScoredTokens, TrollConfig], Terms] | None = None
     sets: Mapping[str, str] = field(default_factory=dict)
     penalty: str | None = None
     clips: bool = False
     projects: bool = False
     reads_policies: Callable[[TrollConfig], bool] = lambda args: False
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """All settings that it reads and some others do not, its own ones as `surrogate_kwargs.NAME`."""
+        return self.settings + tuple(f"surrogate_kwargs.{entry.name}" for entry in fields(self.own))

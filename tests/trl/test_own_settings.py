@@ -1,0 +1,57 @@
+"""Settings that arrive as a dictionary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from troll.trl.own_settings import RANGES, choice, count, flag, number, parse
+
+
+@dataclass(frozen=True)
+class Settings:
+    rate: float = number(0.5, "in (0, 1]")
+    target: float | None = number(None, "finite and above 0")
+    word: str = choice("one", ("one", "two"))
+    steps: int = count(0)
+    on: bool = flag(False)
+    path: str | None = None
+
+
+def parsed(given: Any) -> Settings:
+    return parse(Settings, given, "part_kwargs", "the part")
+
+
+def test_parse_fills_in_defaults_and_makes_numbers_floats() -> None:
+    assert parsed(None) == parsed({}) == Settings()
+    settings = parsed({"rate": 1, "target": 2, "word": "two", "steps": 3, "on": True, "path": "there"})
+    assert settings == Settings(1.0, 2.0, "two", 3, True, "there")
+    assert type(settings.rate) is type(settings.target) is float and type(settings.steps) is int
+    assert parsed({"target": None}).target is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("rate", "part_kwargs must be a JSON object, got 'rate'"),
+        ({"rat": 1}, r"part_kwargs: the part has no setting 'rat', did you mean rate\?"),
+        ({"zzz": 1}, "the part has no setting 'zzz'; it has rate, target, word, steps, on, path"),
+        ({"rate": 0}, r"part_kwargs: rate of the part must be in \(0, 1\], got 0"),
+        ({"rate": None}, r"rate of the part must be in \(0, 1\], got None"),
+        ({"rate": True}, r"rate of the part must be in \(0, 1\], got True"),
+        ({"rate": "1"}, r"rate of the part must be in \(0, 1\], got '1'"),
+        ({"word": "three"}, "word of the part must be one of one, two, got 'three'"),
+        ({"steps": -1}, "steps of the part must be an integer, at least 0, got -1"),
+        ({"steps": True}, "steps of the part must be an integer, at least 0, got True"),
+        ({"on": 1}, "on of the part must be true or false, got 1"),
+    ],
+)
+def test_parse_refuses_what_a_field_does_not_take(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parsed(given)
+
+
+def test_ranges_refuse_nan() -> None:
+    assert not any(holds(float("nan")) for holds in RANGES.values())
