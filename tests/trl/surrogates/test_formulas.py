@@ -10,7 +10,7 @@ import torch
 from tests.trl import dense
 from tests.trl.surrogates.scored import pair, scored_tokens, settings
 from troll.trl.surrogates.formulas import drpo, gmpo, ipo, kl_penalty, regression, troll
-from troll.trust_region.policy.values import LOG_FLOOR
+from troll.trust_region.probabilities import LOG_FLOOR
 
 DIRECTIONS = ("old_new", "new_old")
 ADVANTAGES = torch.tensor([1.5, -0.5, 0.0, 2.0, -0.7, 1.0], dtype=torch.float64)
