@@ -146,7 +146,7 @@ class CommonOutcomes(NamedTuple):
     """bool."""
 
 
-class ProjectedTokens(NamedTuple):
+class TokenProjection(NamedTuple):
     """The projection of N tokens; `log_q` and `log_ratio` are differentiable."""
 
     log_q: Tensor
@@ -170,7 +170,7 @@ def project_tokens(
     kl_bound: float | Tensor,
     solver: str,
     constraint: Constraint | None,
-) -> ProjectedTokens:
+) -> TokenProjection:
     """Projects policies on the same outcomes.
 
     Args:
@@ -209,7 +209,7 @@ def project_tokens(
         log_ratio = log_ratio.index_copy(0, row_index, ratio)
         projected[row_index], multiplier[row_index] = True, (1 - tau) / tau
         kl_after[row_index], iterations[row_index] = kl, evaluations
-    return ProjectedTokens(log_q, log_ratio, row_index, broken, multiplier, kl_before, kl_after, projected, iterations)
+    return TokenProjection(log_q, log_ratio, row_index, broken, multiplier, kl_before, kl_after, projected, iterations)
 
 
 def broadcast_bound(kl_bound: float | Tensor, shape: torch.Size, log_probs: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from troll.trust_region.kernels import use_triton
 from troll.trust_region.policy.on_support import PolicyOnSupport, present_outcomes
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.probabilities import LOG_FLOOR, as_float, divergence, floored
-from troll.trust_region.projection import CommonOutcomes, ProjectedTokens, project_tokens
+from troll.trust_region.projection import CommonOutcomes, TokenProjection, project_tokens
 from troll.trust_region.reading.capture import union_support
 from troll.trust_region.reading.logits import Logits
 from troll.trust_region.reading.read import read
@@ -151,7 +151,7 @@ def _tokens_to_read(source: LogitsSource, old: SparsePolicy, tail: Tail) -> Tens
     return union_support(source, old.token_ids, sampled, old.mass_threshold)
 
 
-def pull_to_projection(outcomes: CommonOutcomes, found: ProjectedTokens) -> Tensor:
+def pull_to_projection(outcomes: CommonOutcomes, found: TokenProjection) -> Tensor:
     """KL(p̃ ‖ ⌊q⌋) of N tokens, (N,), differentiable in p̃: 0 where nothing is projected."""
     log_new, present = (x.reshape(-1, x.shape[-1])[found.row_index] for x in (outcomes.new, outcomes.present))
     log_q = found.log_q.detach()

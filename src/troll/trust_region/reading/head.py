@@ -116,7 +116,7 @@ class _HeadReading(Reading):
         largest = [min(length, limit) for length, limit in zip((self.tokens, width), size, strict=True)]
         self._memory = self._hidden.new_empty(largest[0] * _whole_blocks(largest[1]), dtype=self.dtype)
         for rows in slices(self.tokens, size[0]):
-            at = rows if self.index is None else self.index[rows]
+            at = rows if self.row_index is None else self.row_index[rows]
             self._hidden_part = self._hidden[at].to(self.dtype)
             for columns in slices(width, size[1]):
                 first = self.vocabulary.start + columns.start
@@ -137,7 +137,7 @@ class _HeadReading(Reading):
         """See the parent: computes single products of half precision again in float32."""
         if self.dtype not in (torch.bfloat16, torch.float16):
             return None
-        hidden = (self._hidden if self.index is None else self._hidden[self.index]).to(self.dtype)
+        hidden = (self._hidden if self.row_index is None else self._hidden[self.row_index]).to(self.dtype)
         products = self.tile.gathered_products(hidden, self._head.weight, self._head.bias, ids, self.vocabulary.start)
         logits = self.transform(products)
         # A softcap makes −inf finite.
@@ -156,12 +156,12 @@ class _HeadReading(Reading):
         grad = tile.gradient(support, upstream).to(self.dtype)
         grad_hidden, grad_weight, grad_bias = sums
         if grad_hidden is not None:
-            if self.index is None:
+            if self.row_index is None:
                 _add_product(grad_hidden[tile.rows], grad, self._weight_part)
             else:
                 own = torch.zeros_like(grad_hidden[: len(grad)])
                 _add_product(own, grad, self._weight_part)
-                grad_hidden.index_add_(0, self.index[tile.rows], own)
+                grad_hidden.index_add_(0, self.row_index[tile.rows], own)
         if grad_weight is not None:
             _add_product(grad_weight[tile.columns], grad.t(), self._hidden_part)
         if grad_bias is not None:

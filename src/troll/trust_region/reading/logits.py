@@ -90,7 +90,7 @@ class _LogitsReading(Reading):
         # Columns that are not contiguous would be slow to read, and are rare enough for a copy.
         self._logits = logits if logits.stride(-1) == 1 or logits.shape[-1] == 1 else logits.contiguous()
         try:
-            self._rows = TensorRows(self._logits.view(-1, logits.shape[-1]), self.index)
+            self._rows = TensorRows(self._logits.view(-1, logits.shape[-1]), self.row_index)
         except RuntimeError:  # rows at no constant distance, as in logits[:, :-1]
             self._rows = TensorRows(self._logits)
 
@@ -109,14 +109,14 @@ class _LogitsReading(Reading):
     def add_gradient(self, sums: list[Tensor | None], tile: Tile, support: Support, upstream: Upstream) -> None:
         """See the parent; every row is written once."""
         assert sums[0] is not None
-        tile.write_gradient(support, upstream, TensorRows(sums[0], self.index))
+        tile.write_gradient(support, upstream, TensorRows(sums[0], self.row_index))
 
     def finished(self, sums: list[Tensor | None]) -> list[Tensor | None]:
         """See the parent."""
         assert sums[0] is not None
-        if self.index is not None:
+        if self.row_index is not None:
             unread = torch.ones(self._shape[0], dtype=torch.bool, device=self._logits.device)
-            self.tile.clear(sums[0], unread.index_fill_(0, self.index, False))
+            self.tile.clear(sums[0], unread.index_fill_(0, self.row_index, False))
         if self._donate:
             # Autograd does not see a kernel's writes: it must learn that logits saved elsewhere are gone.
             torch.autograd.graph.increment_version(self._logits)

@@ -112,9 +112,11 @@ class Reading(ABC):
     def __init__(self, source: LogitsSource, memory: Tensor, slots: int, max_slots: int) -> None:
         self.transform, self.vocabulary = source.transform, source.vocabulary
         self.dtype = memory.dtype
-        #: N, the number of tokens; and which rows of the source's tensor they are, (N,), or None for all.
-        self.tokens, self.index = source.shape.numel(), None if source.rows is None else source.rows.long()
-        #: The tiles' class.
+        #: N, the number of tokens.
+        self.tokens = source.shape.numel()
+        #: Which rows of the source's tensor they are, (N,); None for all.
+        self.row_index = None if source.rows is None else source.rows.long()
+        #: The class of the tiles.
         self.tile: type[Tile] = TorchTile
         if use_triton(memory, slots, max_slots):
             from troll.trust_region.reading.tiles_triton import TritonTile
