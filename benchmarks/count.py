@@ -99,7 +99,7 @@ def after_reading(tokens: int, vocabulary: int) -> dict[str, Callable[[], object
     made: dict[str, Any] = {}
 
     def forward() -> None:
-        new = troll.Outcomes(old.token_ids, new_logits, tail_logit, old.vocab_size)
+        new = troll.PolicyOnSupport(old.token_ids, new_logits, tail_logit, old.vocab_size)
         made["step"] = troll.trust_region_step(new, old)
 
     def backward() -> None:

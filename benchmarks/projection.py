@@ -13,10 +13,10 @@ from torch import Tensor
 import troll
 from benchmarks import measure
 from tests.trust_region.cases import FAMILIES, bounds, pairs, true_kl
-from tests.trust_region.projecting.test_constraint import gradient_and_differences
-from troll.trust_region.policy.values import floored
-from troll.trust_region.projecting.constraint import REDUCTIONS
-from troll.trust_region.projecting.dual import SOLVERS, TokenCurve
+from tests.trust_region.test_constraint import gradient_and_differences
+from troll.trust_region.constraint import REDUCTIONS
+from troll.trust_region.dual import SOLVERS, TokenCurve
+from troll.trust_region.probabilities import floored
 
 #: Tokens and outcomes of the timed problems; every token is projected.
 SHAPES = {

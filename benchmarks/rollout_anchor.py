@@ -28,7 +28,7 @@ from tests.verl.vllm_engine import (
     SamplingParams,
 )
 from troll import PackedPolicy, capture_top
-from troll.trust_region.policy.wire import to_records
+from troll.trust_region.policy.serialized import to_records
 from troll.verl.reported import old_policy_record
 from troll.verl.vllm_rollout import TopLogProbs
 

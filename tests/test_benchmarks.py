@@ -352,7 +352,7 @@ def test_coverage_compares_with_the_whole_vocabulary() -> None:
         step = troll.trust_region_step(new, policy, kl_bound=0.05)
         assert torch.allclose(row["kl"], whole.sum(-1), rtol=1e-9)
         # The chain rule, by the term itself.
-        assert torch.allclose(row["gap"], troll.tail_gap(new, old, policy).gap, rtol=1e-6, atol=1e-12)
+        assert torch.allclose(row["gap"], troll.diagnostics.tail_gap(new, old, policy).gap, rtol=1e-6, atol=1e-12)
         assert torch.equal(row["disagree_0.05"], (row["kl"] > 0.05) != (step.kl_before > 0.05))
     # More tokens see more.
     gaps = [row["gap"].mean() for row in rows if row["mass_threshold"] == 1e-5]
@@ -367,7 +367,7 @@ def test_coverage_buckets_see_what_differs_between_them(count: int) -> None:
     policy = troll.capture(old, ids.clamp(min=100), top_k=100, mass_threshold=0)
     tail = torch.arange(200).expand(3, 200) < 100
     seen = coverage.seen_by_buckets(new, old, tail, count)
-    gap = troll.tail_gap(new, old, policy).gap
+    gap = troll.diagnostics.tail_gap(new, old, policy).gap
     # argsort keeps no order among equals, so four buckets are only known to see a part.
     if count == 4:
         assert bool(((seen > 0) & (seen < gap)).all())

@@ -18,6 +18,8 @@ CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
 #: The packages whose `__all__` is public.
 PUBLIC = (
     "troll",
+    "troll.bounds",
+    "troll.diagnostics",
     "troll.gaussian",
     "troll.huggingface",
     "troll.trl",

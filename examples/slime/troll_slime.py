@@ -192,7 +192,7 @@ def loss_function(
     log = {
         "pg_loss": reduced(policy_term),
         "entropy_loss": entropy,
-        "ppo_kl": reduced(old.log_prob - step.log_probs),
+        "ppo_kl": reduced(old.log_prob - step.log_prob),
         "troll_regression": regression,
         "troll_kl_before": reduced(step.kl_before),
         "troll_kl_after": reduced(step.kl_after),
@@ -202,7 +202,7 @@ def loss_function(
         from slime.utils.ppo_utils import compute_approx_kl
 
         reference = torch.cat(batch["ref_log_probs"])[mask]
-        log["kl_loss"] = reduced(compute_approx_kl(step.log_probs, reference, kl_loss_type=args.kl_loss_type))
+        log["kl_loss"] = reduced(compute_approx_kl(step.log_prob, reference, kl_loss_type=args.kl_loss_type))
         loss = loss + args.kl_loss_coef * log["kl_loss"]
     if not len(rows):  # every process takes part in the backward pass
         loss = loss + 0 * logits.sum()

@@ -116,7 +116,7 @@ def test_correction_weights_entropy_and_reference_are_slimes(example: Any, case:
         )
         step = example.troll.trust_region_step(new, old, case.kl_bound, entropy=True)
         policy_term = -step.log_ratio.exp() * sample.advantage * correction[i].clamp(0.5, 2.0)
-        kl = approximate_kl(step.log_probs, reference[i], "k2")
+        kl = approximate_kl(step.log_prob, reference[i], "k2")
         per_token = policy_term + case.regression_weight * step.regression - 0.3 * step.entropy + 0.5 * kl
         loss = loss + per_token[sample.counts].mean() / len(case.samples)
     loss.backward()

@@ -59,14 +59,14 @@ def test_entropy_of_scale_is_that_of_independent_actions() -> None:
 
 def test_schedules_of_bounds_serve_the_entropy() -> None:
     """Also for negative entropies: what the schedule moves is a standard deviation."""
-    bound = troll.make_bound("cosine", 1.0, end=0.05, steps=4)
+    bound = troll.bounds.make_bound("cosine", 1.0, end=0.05, steps=4)
     policy = DiagonalGaussian(torch.zeros(6, 2), torch.full((2,), 0.01))
     scales = []
     for step in range(1, 6):
         raised = gaussian.project_entropy(policy, gaussian.entropy_of_scale(bound.value, 2))
         assert raised.scale.tolist() == pytest.approx([bound.value] * 2, rel=1e-6)
         scales.append(bound.value)
-        bound.update(step, troll.BoundStatistics(projected_fraction=0.0, kl=0.0))
+        bound.update(step, troll.bounds.BoundStatistics(projected_fraction=0.0, kl=0.0))
     assert scales == sorted(scales, reverse=True) and scales[-1] == pytest.approx(0.05)
 
 

@@ -362,11 +362,13 @@ def test_a_projection_survives_saving(tmp_path: Any) -> None:
 
 
 def test_schedules_of_the_token_bounds_serve_gaussians() -> None:
-    bound = troll.make_bound("linear", 0.1, end=0.01, steps=10)
+    bound = troll.bounds.make_bound("linear", 0.1, end=0.01, steps=10)
     new, old = policies(DiagonalGaussian, (8,), 3)
     for step in range(1, 11):
         projection = gaussian.project_joint_kl(new, old, bound.value)
         assert gaussian.kl(projection.policy, old).max().item() == pytest.approx(bound.value)
         fraction = projection.mean_projected.double().mean().item()
-        bound.update(step, troll.BoundStatistics(projected_fraction=fraction, kl=projection.mean_before.mean().item()))
+        bound.update(
+            step, troll.bounds.BoundStatistics(projected_fraction=fraction, kl=projection.mean_before.mean().item())
+        )
     assert bound.value == pytest.approx(0.01)

@@ -54,10 +54,10 @@ def assert_read_as_its_logits(
     model.zero_grad()
     old = captured(model, inputs, temperature)
     step = read(model, inputs, old, tail=tail, temperature=temperature)
-    assert step.log_probs.dtype == torch.float32
-    for actual, wanted in ((step.log_probs, log_probs), (step.entropy, entropy), (old.log_prob, log_probs)):
+    assert step.log_prob.dtype == torch.float32
+    for actual, wanted in ((step.log_prob, log_probs), (step.entropy, entropy), (old.log_prob, log_probs)):
         torch.testing.assert_close(actual, wanted, rtol=0, atol=atol)
-    pull(step.log_probs, step.entropy).backward()
+    pull(step.log_prob, step.entropy).backward()
     assert_same_gradients(gradients(model), expected, gradient)
     return old
 
@@ -89,8 +89,8 @@ def test_a_vision_language_model_is_read_with_its_images(family):
     step = huggingface.trust_region_step(model, labels=labels, old=old, kl_bound=torch.inf, **inputs)
     logits = model(**inputs).logits[:, :-1].float().log_softmax(-1)
     own = logits.gather(-1, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1).masked_fill(labels[:, 1:] == -100, 0)
-    torch.testing.assert_close(step.log_probs, own, rtol=0, atol=within(1e-5))
-    step.log_probs.sum().backward()
+    torch.testing.assert_close(step.log_prob, own, rtol=0, atol=within(1e-5))
+    step.log_prob.sum().backward()
     towers = [name for name in gradients(model) if ".vision_model." in name or ".visual." in name]
     assert max(float(gradients(model)[name].abs().max()) for name in towers) > 0
 
@@ -125,8 +125,8 @@ def test_nothing_scored_is_a_differentiable_zero():
     model, inputs = tiny.make_model("llama"), batch()
     inputs["labels"] = torch.full_like(inputs["labels"], -100)
     step = read(model, inputs, captured(model, inputs))
-    assert not step.log_probs.any()
-    pull(step.log_probs, step.entropy).backward()
+    assert not step.log_prob.any()
+    pull(step.log_prob, step.entropy).backward()
     assert gradients(model).keys() == dict(model.named_parameters()).keys()
     assert not any(gradient.any() for gradient in gradients(model).values())
 
@@ -187,7 +187,7 @@ def test_partitioned_weights_are_gathered_in_forward_and_backward(monkeypatch, m
     parted.load_state_dict(whole.state_dict())
     old = captured(whole, inputs)
     step = read(whole, inputs, old, tail=tail)
-    pull(step.log_probs, step.entropy).backward()
+    pull(step.log_prob, step.entropy).backward()
     captured(parted, inputs)  # the first reading looks at the logits, for which the head is whole
 
     parameters = list(parted.get_output_embeddings().parameters())
@@ -219,7 +219,7 @@ def test_partitioned_weights_are_gathered_in_forward_and_backward(monkeypatch, m
     step = read(parted, inputs, old, tail=tail)
     assert entered == 2
     assert parameters[0].isnan().all()
-    pull(step.log_probs, step.entropy).backward()
+    pull(step.log_prob, step.entropy).backward()
     assert entered == 3
     assert parameters[0].isnan().all()
     assert_same_gradients(gradients(parted), gradients(whole), 0)
@@ -438,7 +438,7 @@ def test_a_compiled_model_is_read(monkeypatch):
     compiled: Any = torch.compile(model, backend=backend)
     assert torch.equal(captured(compiled, inputs).token_ids, expected.token_ids)
     step = read(compiled, inputs, expected)
-    pull(step.log_probs, step.entropy).backward()
+    pull(step.log_prob, step.entropy).backward()
     assert graphs
     assert any("linear" in str(node.target) for graph in graphs for node in graph.graph.nodes)
     assert gradients(model).keys() == dict(model.named_parameters()).keys()

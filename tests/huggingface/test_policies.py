@@ -55,7 +55,7 @@ def test_a_loop_of_ones_own_is_that_of_the_logits(tail, pull, scope, bound):
     torch.testing.assert_close(loss, expected_loss, rtol=within(1e-5), atol=within(1e-6))
     assert_same_gradients(actual, gradients(model))
     assert metrics.keys() == expected_metrics.keys()
-    for name in ("log_ratio", "regression", "log_probs", "kl_before", "entropy"):
+    for name in ("log_ratio", "regression", "log_prob", "kl_before", "entropy"):
         values, wanted = getattr(step, name), getattr(expected, name)
         torch.testing.assert_close(values[mask], wanted[mask], rtol=1e-4, atol=within(1e-5))
         assert not values[~mask].any()

@@ -116,7 +116,7 @@ def clipped(step: TrustRegionStep, old: PackedPolicy, advantages: Tensor) -> Tru
 
 
 def raw(step: TrustRegionStep, old: PackedPolicy, advantages: Tensor) -> TrustRegionStep:
-    return dataclasses.replace(step, log_ratio=step.log_probs - old.log_prob[: len(advantages)])
+    return dataclasses.replace(step, log_ratio=step.log_prob - old.log_prob[: len(advantages)])
 
 
 def everything(case: Case) -> Case:

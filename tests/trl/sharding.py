@@ -165,6 +165,6 @@ def through_heads(name: str, mode: str | None = None) -> dict[str, Tensor]:
     for row in (0, 1) if mode is None else (torch.distributed.get_rank(),):
         own = {key: value[row : row + 1] for key, value in inputs.items()}
         step = heads.read(run, own, heads.captured(run, own))
-        losses.append(heads.pull(step.log_probs, step.entropy))
+        losses.append(heads.pull(step.log_prob, step.entropy))
     backward(torch.stack(losses).mean())
     return whole_gradients(model)

@@ -16,7 +16,7 @@ from tests.trl.tiny import gradients as gradients_of
 from troll.trl import monitor
 from troll.trl.checkpoints import MARKER
 from troll.trust_region.bounds import BoundStatistics
-from troll.trust_region.projecting.constraint import Constraint
+from troll.trust_region.constraint import Constraint
 
 
 def assert_as_in_float64(

@@ -60,9 +60,9 @@ def test_the_trainer_keeps_the_contract(make: Maker, loss_type: str, aggregation
         trainer.model.zero_grad()
         losses = [trainer._compute_loss(trainer.model, with_advantages(batch, case)) for batch in inputs]
         torch.stack(losses).sum().backward()
-        sums = trainer.monitor.totals.sums
+        found = trainer.monitor.tally.values()
         named = dict(zip(METRICS, ("kl_before_mean", "kl_after_mean", "projected_fraction", "regression"), strict=True))
-        metrics = {name: float(sums[total] / sums["tokens"]) for name, total in named.items()}
+        metrics = {name: float(found[ours]) for name, ours in named.items()}
         return Update(torch.stack(losses).sum().detach(), gradients(trainer.model)["lm_head.weight"].T, metrics)
 
     check_adapter(adapter, aggregation=aggregation, max_length=max_length, layouts=["padded"])

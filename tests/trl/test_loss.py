@@ -74,8 +74,8 @@ def compare_with_stock(make: Any, model: str, **settings: Any) -> None:
         assert {name for name in stock_metrics if not name.startswith("clip_ratio/")} == set(metrics)
         for name, values in metrics.items():
             assert values == pytest.approx(stock_metrics[name], rel=1e-5, abs=1e-6), name
-    assert float(ours.monitor.totals.sums["kl_before_mean"]) > 0
-    assert float(ours.monitor.totals.sums["projected_fraction"]) == 0
+    assert float(ours.monitor.tally.totals["kl_before_mean"][0]) > 0
+    assert float(ours.monitor.tally.totals["projected_fraction"][0]) == 0
 
 
 @pytest.mark.parametrize(("scenario", "loss_type", "level"), CASES)
@@ -95,7 +95,9 @@ def test_a_tool_mask_applies_to_both(make):
     move(ours.model, 0.1)
     follow(theirs, ours)
     assert_same_update(ours, theirs, inputs)
-    assert float(ours.monitor.totals.sums["tokens"]) == int((inputs["completion_mask"] * inputs["tool_mask"]).sum())
+    assert float(ours.monitor.tally.totals["kl_before_mean"][1]) == int(
+        (inputs["completion_mask"] * inputs["tool_mask"]).sum()
+    )
 
 
 def test_vllm_weights_apply_to_the_policy_term_alone(make):
@@ -159,8 +161,8 @@ def test_equal_policies_give_the_plain_policy_gradient(make, loss_type, level):
         expected.backward()
         assert loss == pytest.approx(expected.item(), rel=1e-6, abs=1e-6)
         assert_same_gradients(gradients, gradients_of(model))
-    assert float(trainer.monitor.totals.sums["projected_fraction"]) == 0
-    assert float(trainer.monitor.totals.maxima["kl_before_max"]) < within(1e-6)
+    assert float(trainer.monitor.tally.totals["projected_fraction"][0]) == 0
+    assert float(trainer.monitor.tally.maxima["kl_before_max"]) < within(1e-6)
 
 
 DENSE: dict[str, Any] = {"support_top_k": 48, "mass_threshold": 0.0}
@@ -304,7 +306,7 @@ def test_the_reference_term_does_not_see_the_projection(make, loss_type, level, 
 
     loss, gradients = loss_and_gradients(trainer, inputs)
     base_loss, base_gradients = loss_and_gradients(without, inputs)
-    assert float(without.monitor.totals.sums["projected_fraction"]) > 0
+    assert float(without.monitor.tally.totals["projected_fraction"][0]) > 0
     new, mask = dense.completion_log_probs(model, inputs), dense.scored_mask(inputs)
     gap = inputs["ref_per_token_logps"] - new
     k3 = gap.exp() - gap - 1

@@ -70,12 +70,16 @@ def launch_all() -> Iterator[str]:
     for dtype in (torch.bfloat16, torch.float32):
         yield from _launch_reading(dtype)
     yield from _launch_policy()
-    yield from _launch_projecting()
+    yield from _launch_step()
 
 
 def _launch_reading(dtype: torch.dtype) -> Iterator[str]:
-    from troll.trust_region.reading import fold_triton
-    from troll.trust_region.reading.fold import Outside, Support, SupportGradient, Tile, Transform
+    from troll.trust_region.reading.memory_triton import Memory
+    from troll.trust_region.reading.tiles import Support, TailSums, Transform, Upstream
+    from troll.trust_region.reading.tiles_triton import TritonTile
+
+    def tile_of(memory: Memory, transform: Transform) -> TritonTile:
+        return TritonTile(memory, transform, 0, slice(0, 2), slice(0, memory.width))
 
     name = str(dtype).removeprefix("torch.")
     row = torch.zeros(2)
@@ -87,27 +91,27 @@ def _launch_reading(dtype: torch.dtype) -> Iterator[str]:
     ):
         values = torch.zeros(2, 2 if apart else 1, width, dtype=dtype)
         offsets = torch.tensor([0, 2 * width]) if apart else None
-        tile = Tile(values if apart else values[:, 0], 0, width, transform, offsets)
-        support = Support.of(torch.zeros(2, slots, dtype=torch.int64))
+        tile = tile_of(Memory(values if apart else values[:, 0], width, offsets), transform)
+        support = Support.from_ids(torch.zeros(2, slots, dtype=torch.int64))
         logits = torch.zeros(2, slots)
         variant = f"{name}, W {width}, K {slots}" + (", rows apart" if apart else "")
         for entropy in (False, True):
-            fold_triton.fold_support(tile, support, logits, Outside.empty(logits, entropy))
+            tile.read(support, logits, TailSums.empty(logits, entropy))
             entropies = (row, row) if entropy else (None, None)
-            fold_triton.gradient(tile, support, SupportGradient(row, row, logits, *entropies), tile)
+            tile.gradient(support, Upstream(row, row, logits, *entropies))
             yield variant + (", entropy" if entropy else "")
-        fold_triton.select(tile, torch.zeros(2, dtype=torch.int64), slots)
+        tile.select(torch.zeros(2, dtype=torch.int64), slots)
         yield variant
-    fold_triton.select(Tile(torch.zeros(2, 4000, dtype=dtype), 0, 4000, Transform()), support.ids[:, 0], 64)
+    tile_of(Memory(torch.zeros(2, 4000, dtype=dtype), 4000), Transform()).select(support.ids[:, 0], 64)
     yield f"{name}, W 4000, K 64"
-    fold_triton.select(Tile(torch.zeros(2, 2**20, dtype=dtype), 0, 2**20, Transform()), support.ids[:, 0], 256)
+    tile_of(Memory(torch.zeros(2, 2**20, dtype=dtype), 2**20), Transform()).select(support.ids[:, 0], 256)
     yield f"{name}, W 1048576, K 256"
-    fold_triton.clear(torch.zeros(2, 32768, dtype=dtype), torch.zeros(2, dtype=torch.bool))
+    TritonTile.clear(torch.zeros(2, 32768, dtype=dtype), torch.zeros(2, dtype=torch.bool))
     yield f"{name}, W 32768"
     hidden, weight, ids = torch.zeros(2, 4096, dtype=dtype), torch.zeros(8, 4096, dtype=dtype), support.ids
-    fold_triton.gathered_products(hidden, weight, None, ids.expand(2, 64), 0)
+    TritonTile.gathered_products(hidden, weight, None, ids.expand(2, 64), 0)
     yield f"{name}, H 4096"
-    fold_triton.gathered_products(hidden, weight.float(), weight[:, 0].float(), ids, 0)
+    TritonTile.gathered_products(hidden, weight.float(), weight[:, 0].float(), ids, 0)
     yield f"{name}, H 4096, bias and weight float32"
 
 
@@ -122,23 +126,23 @@ def _launch_policy() -> Iterator[str]:
         yield f"K {k}"
 
 
-def _launch_projecting() -> Iterator[str]:
-    from troll.trust_region.policy.outcomes import Outcomes
+def _launch_step() -> Iterator[str]:
+    from troll.trust_region import step_triton
+    from troll.trust_region.policy.on_support import PolicyOnSupport
     from troll.trust_region.policy.sparse import SparsePolicy
-    from troll.trust_region.projecting import step_triton
-    from troll.trust_region.projecting.step import TrustRegionStep
+    from troll.trust_region.step import TrustRegionStep
 
     for k, tail, entropy, bound in ((64, "bucket", False, 0.05), (128, "floor", True, torch.full((2,), 0.05))):
         ids, row = torch.zeros(2, k, dtype=torch.int64), torch.zeros(2, requires_grad=True)
         logits = torch.zeros(2, k, requires_grad=True)
-        new = Outcomes(ids, logits, row, 1000, row if entropy else None)
+        new = PolicyOnSupport(ids, logits, row, 1000, row if entropy else None)
         old = SparsePolicy(ids, logits.detach(), row.detach(), ids[:, 0], 1000, 1e-5)
         variant = f"K {k}, {tail}" + (", entropy" if entropy else "")
         with torch.no_grad():
-            step_triton.step(new, old, bound, tail)  # type: ignore[arg-type]
+            step_triton.step(new, old, bound, tail, "projection")  # type: ignore[arg-type]
         yield f"{variant}, without gradient"
-        step = TrustRegionStep(*step_triton.step(new, old, bound, tail))  # type: ignore[arg-type]
-        outputs = (step.log_ratio, step.regression, step.log_probs, step.entropy)
+        step = TrustRegionStep(*step_triton.step(new, old, bound, tail, "projection"))  # type: ignore[arg-type]
+        outputs = (step.log_ratio, step.regression, step.log_prob, step.entropy)
         sum(x.sum() for x in outputs if x is not None).backward()  # type: ignore[union-attr]
         yield variant
 

@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 from scipy.special import logsumexp
 
 from tests.trust_region import reference
-from troll import Tally, TrustRegionStep
+from troll import TrustRegionStep
+from troll.diagnostics import Tally
+from troll.trust_region.reading.capture import union_support
+from troll.trust_region.reading.source import LogitsSource
 
 Array = np.ndarray
 Pair = tuple[Array, Array]
 
 #: The numbers of every step.
-TOKEN_FIELDS = ("log_ratio", "regression", "log_probs", "kl_before", "kl_after", "multiplier", "projected")
+TOKEN_FIELDS = ("log_ratio", "regression", "log_prob", "kl_before", "kl_after", "multiplier", "projected")
 
 #: A logit, likely or not, or of a token that is excluded.
 LOGIT = st.one_of(st.floats(-40, 40), st.sampled_from([0.0, 1.0, -30.0, -100.0, -math.inf]))
@@ -147,6 +150,15 @@ def capture_rows(logits: Array, tokens: Array, top_k: int, mass_threshold: float
     ]
 
 
+def step_support(
+    source: LogitsSource, old_token_ids: torch.Tensor, sampled: torch.Tensor, tail: str, mass_threshold: float
+) -> torch.Tensor:
+    """The tokens at which a step with this tail reads the new policy, (..., K')."""
+    if tail == "bucket":
+        return old_token_ids
+    return union_support(source, old_token_ids, sampled, mass_threshold)
+
+
 def some(step: TrustRegionStep, index: Any) -> TrustRegionStep:
     """The step of some token positions."""
     return dataclasses.replace(step, **{name: x[index] for name, x in vars(step).items() if x is not None})
@@ -164,7 +176,7 @@ def random_step(garbage: float | None = None) -> TrustRegionStep:
     projected = torch.rand(4, 5, generator=generator) < 0.6
     values["log_ratio"] = 2 * values["log_ratio"] - 1
     values["multiplier"] = torch.where(projected, values["multiplier"], 0.0)
-    for name in ("log_ratio", "regression", "log_probs"):
+    for name in ("log_ratio", "regression", "log_prob"):
         values[name].requires_grad_()
     return TrustRegionStep(**values, projected=projected)
 

@@ -13,7 +13,7 @@ from tests.trust_region.ahead_of_time import Compiled, compiled, has_target
 KERNELS = {
     "_block_maxima_kernel",
     "_clear_kernel",
-    "_fold_support_kernel",
+    "_read_kernel",
     "_gradient_kernel",
     "_products_kernel",
     "_select_kernel",

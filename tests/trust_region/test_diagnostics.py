@@ -14,23 +14,36 @@ from scipy.special import log_softmax
 
 import troll
 from tests.trust_region import reference
-from tests.trust_region.cases import FAMILIES, array, assert_same_numbers, numbers, pairs, tensor
-from troll import Constraint, Logits, Outcomes, SparsePolicy, project, sparse_kl
+from tests.trust_region.cases import (
+    FAMILIES,
+    array,
+    assert_same_numbers,
+    capture_rows,
+    numbers,
+    pairs,
+    step_support,
+    tensor,
+)
+from troll import Constraint, Logits, PolicyOnSupport, SparsePolicy, project, sparse_kl
 from troll.trust_region.diagnostics import (
     TailGap,
+    coverage,
     dual_report,
     old_to_new_kl,
     ratio_report,
     sequence_report,
+    support_too_small,
     tail_gap,
     tail_report,
 )
-from troll.trust_region.objective import support
+from troll.trust_region.policy.on_support import sparse_entropy
 
 NAN = math.nan
 
 
-def policies(family: str, rows: int, size: int, dtype=torch.float64, **keywords) -> tuple[Outcomes, SparsePolicy]:
+def policies(
+    family: str, rows: int, size: int, dtype=torch.float64, **keywords
+) -> tuple[PolicyOnSupport, SparsePolicy]:
     """(new, old) on one support."""
     old_logits, new_logits = pairs(family, rows, size)
     tokens = torch.from_numpy(np.nanargmax(old_logits, axis=1))
@@ -92,7 +105,7 @@ def test_old_to_new_kl_is_that_of_the_outcomes_that_the_step_compares(family, ta
     old_logits, new_logits = pairs(family, 20, 33)
     tokens = torch.from_numpy(old_logits.argmax(1))
     old = troll.capture(tensor(old_logits), tokens, top_k=6, mass_threshold=0.0)
-    ids = support(Logits(tensor(new_logits)), old.token_ids, tokens, tail, 0.0)
+    ids = step_support(Logits(tensor(new_logits)), old.token_ids, tokens, tail, 0.0)
     found = old_to_new_kl(troll.log_probs_at(tensor(new_logits), ids), old, tail)
     expected = []
     for row, new, before in zip(ids.tolist(), new_logits, old_logits, strict=True):
@@ -286,7 +299,7 @@ def test_dual_report_looks_at_the_mask_alone(per_token, tail):
             each[~mask] = nothing
         tokens = torch.zeros(3, 4, dtype=torch.int64)
         old = troll.capture(logits[0], tokens, top_k=8)
-        ids = support(Logits(logits[1]), old.token_ids, tokens, tail, old.mass_threshold)
+        ids = step_support(Logits(logits[1]), old.token_ids, tokens, tail, old.mass_threshold)
         reports.append(numbers(dual_report(troll.log_probs_at(logits[1], ids), old, mask, kl_bound, tail)))
     assert_same_numbers(reports[0], reports[1])
     assert reports[0]["constraint_error_max"] < 1e-8
@@ -295,7 +308,7 @@ def test_dual_report_looks_at_the_mask_alone(per_token, tail):
 
 def test_dual_report_of_policies_within_the_bound_has_no_roots():
     new, old = policies("peaked", 5, 33, top_k=8)
-    same = Outcomes(old.token_ids, old.log_probs, old.tail_log_prob, old.vocab_size)
+    same = PolicyOnSupport(old.token_ids, old.log_probs, old.tail_log_prob, old.vocab_size)
     for constraint in (None, Constraint.batch(torch.ones(5))):
         found = numbers(dual_report(same, old, torch.ones(5), 0.05, constraint=constraint))
         assert found and all(math.isnan(value) for value in found.values())
@@ -381,3 +394,57 @@ def test_ratio_report_refuses():
         ratio_report(torch.zeros(2, 3), torch.zeros(2), torch.ones(2, 3))
     with pytest.raises(ValueError, match="log_ratio must be"):
         ratio_report(torch.zeros(2, 4), torch.zeros(2, 1), torch.ones(2, 3))
+
+
+# Coverage
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_coverage_against_the_reference(family):
+    logits, _ = pairs(family, 50, 33)
+    mask = np.random.default_rng(0).random(50) < 0.7
+    tokens = np.random.default_rng(1).integers(33, size=50)
+    old = troll.capture(tensor(logits), tensor(tokens, torch.int64), top_k=8, mass_threshold=1e-2)
+    rows = capture_rows(logits[mask], tokens[mask], 8, 1e-2)
+    kept = np.array([len(row.ids) for row in rows])
+    tail = np.exp([row.tail_log_prob for row in rows])
+    expected = {
+        "kept_tokens": kept.mean(),
+        "covered_mass": np.mean(1 - tail),
+        "old_entropy": array(sparse_entropy(old))[mask].mean(),
+    }
+    for percent in (5, 50, 95):
+        expected |= {f"kept_tokens_p{percent}": np.percentile(kept, percent)}
+        expected |= {f"covered_mass_p{percent}": np.percentile(1 - tail, percent)}
+    assert_same_numbers(numbers(coverage(old, torch.from_numpy(mask))), expected)
+
+
+def test_coverage_of_known_policies():
+    flat = torch.zeros(100)
+    peaked = torch.full((100,), -torch.inf)
+    peaked[3] = 0.0
+    broken = torch.full((100,), math.nan)
+    logits = torch.stack([flat, peaked, peaked, broken, flat])
+    old = troll.capture(logits, torch.tensor([3, 3, 3, 3, 3]), top_k=10)
+    found = numbers(coverage(old, torch.tensor([1, 1, 1, 1, 0])))
+    assert found["kept_tokens"] == 4.0 and found["kept_tokens_p50"] == 1.0
+    assert found["covered_mass"] == pytest.approx(0.7)
+    assert found["old_entropy"] == pytest.approx((-0.9 * math.log(0.9) + 0.1 * math.log(100)) / 3, rel=1e-5)
+
+
+def test_support_too_small_warns_of_the_mass_outside():
+    assert support_too_small(0.1, top_k=64) is None
+    assert support_too_small(math.nan, top_k=64) is None
+    message = support_too_small(0.234, top_k=64, setting="support_top_k")
+    assert message is not None
+    for part in ("23% of the old policy's mass", "64 tokens", "Raise support_top_k to 256", "tail_gap"):
+        assert part in message
+    assert support_too_small(0.1, top_k=64, threshold=0.05) is not None
+    with pytest.raises(ValueError, match="threshold must be in"):
+        support_too_small(0.1, top_k=64, threshold=1.0)
+
+
+def test_coverage_refuses_other_positions():
+    old = troll.capture(torch.zeros(2, 3, 9), torch.zeros(2, 3, dtype=torch.int64), top_k=4)
+    with pytest.raises(ValueError, match=r"old must be \(2, 4\) like the mask, got \(2, 3\)"):
+        coverage(old, torch.ones(2, 4))

@@ -14,7 +14,7 @@ import troll
 from tests.trust_region import reference
 from tests.trust_region.cases import MASK, array, random_step, some
 from troll import TrustRegionStep, troll_loss
-from troll.trust_region.metrics import Totals
+from troll.trust_region.metrics import step_tally
 
 LEVELS: tuple[Any, ...] = ("token", "sequence")
 AGGREGATIONS: tuple[Any, ...] = ("sequence_mean", "token_mean", "fixed_length")
@@ -62,7 +62,7 @@ def test_loss_by_hand(ratio_level, aggregation, expected):
     step = TrustRegionStep(
         log_ratio=torch.tensor([[math.log(2.0), math.log(0.5)], [math.log(4.0), 9.0]]),
         regression=torch.tensor([[0.1, 0.3], [0.2, 9.0]]),
-        log_probs=zeros - 5.0,  # of which the loss knows nothing
+        log_prob=zeros - 5.0,  # of which the loss knows nothing
         kl_before=zeros,
         kl_after=zeros,
         multiplier=zeros,
@@ -166,7 +166,7 @@ def test_masks_of_any_type(dtype):
 def test_the_metrics_are_those_of_the_step():
     step = random_step()
     _, metrics = troll_loss(step, draw_advantages(), MASK, aggregation="token_mean", ratio_level="sequence")
-    expected = Totals.of(step, MASK).metrics()
+    expected = step_tally(step, MASK).values(empty=0.0)
     assert metrics.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in metrics.items())
 

@@ -1,4 +1,4 @@
-"""The metrics of every step: sums that add up, and what is made of them."""
+"""Numbers that add up, and the metrics of every step that are made of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,67 @@ import pytest
 import torch
 
 import troll
-from tests.trust_region.cases import MASK, TOKEN_FIELDS, random_step, some
+from tests.trust_region.cases import MASK, TOKEN_FIELDS, assert_same_numbers, numbers, pairs, random_step, some, tensor
 from troll import TrustRegionStep
-from troll.trust_region.metrics import Totals
+from troll.diagnostics import coverage
+from troll.trust_region.metrics import Tally, masked_total, step_tally, support_tally
+
+
+def random_tally(seed: int) -> Tally:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(4, generator=generator)
+    return Tally({"a": x[:2], "b": x[2:]}, {"c": x[0], "d": x[1]}, {"e": x[2]}, {"f": x[3]})
+
+
+def test_a_tally_adds_up():
+    first, second = random_tally(0), random_tally(1) + Tally({"other": torch.tensor([6.0, 3.0])})
+    found = (first + second).values()
+    assert found["a"] == (first.totals["a"][0] + second.totals["a"][0]) / (first.totals["a"][1] + second.totals["a"][1])
+    assert found["c"] == max(first.maxima["c"], second.maxima["c"])
+    assert found["f"] == first.counts["f"] + second.counts["f"]
+    assert found["e"] == min(first.minima["e"], second.minima["e"])
+    assert found["other"] == 2.0
+    assert_same_numbers(numbers(Tally() + first), numbers(first))
+
+
+def test_a_tally_reduced_over_processes_is_their_sum():
+    tallies = [random_tally(seed) for seed in range(3)]
+    sent: dict[str, list[torch.Tensor]] = {"total": [], "largest": []}
+
+    def recorder(name):
+        def send(vector):
+            sent[name].append(vector)
+            return vector
+
+        return send
+
+    for tally in tallies:
+        assert_same_numbers(numbers(tally.reduced(recorder("total"), recorder("largest"))), numbers(tally))
+    assert [len(vectors) for vectors in sent.values()] == [3, 3]  # one collective operation of each kind
+    reduced = tallies[0].reduced(
+        lambda _: torch.stack(sent["total"]).sum(0), lambda _: torch.stack(sent["largest"]).amax(0)
+    )
+    assert_same_numbers(numbers(reduced), numbers(tallies[0] + tallies[1] + tallies[2]))
+    assert Tally().reduced(recorder("total"), recorder("largest")).values() == {}
+
+
+def test_masked_total_is_of_the_mask_and_has_no_gradient():
+    values = torch.tensor([1.0, torch.nan, 3.0], requires_grad=True)
+    found = masked_total(values, torch.tensor([1, 0, 1]))
+    assert found.tolist() == [4.0, 2.0] and not found.requires_grad
+    assert masked_total(values, torch.zeros(3)).tolist() == [0.0, 0.0]
+
+
+def test_values_of_nothing_are_what_the_caller_says():
+    nothing = Tally(
+        {"mean": torch.zeros(2)}, {"largest": torch.tensor(-torch.inf)}, {"smallest": torch.tensor(torch.inf)}
+    )
+    assert all(math.isnan(value) for value in numbers(nothing).values())
+    assert [value.item() for value in nothing.values(empty=0.0).values()] == [0.0, 0.0, 0.0]
 
 
 def metrics_of(step: TrustRegionStep, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    return Totals.of(step, mask).metrics()
+    return step_tally(step, mask).values(empty=0.0)
 
 
 @pytest.mark.parametrize("garbage", [None, math.nan, math.inf, -math.inf, 1e6])
@@ -46,18 +100,13 @@ def test_masks_of_any_type(dtype):
     assert metrics_of(random_step(), MASK.to(dtype)) == expected
 
 
-def test_statistics_add_up_over_micro_batches():
+def test_step_tally_adds_up_over_micro_batches():
     step = random_step()
-    first, second = (Totals.of(some(step, rows), MASK[rows]) for rows in (slice(0, 1), slice(1, 4)))
-    found, expected = Totals() + first + second, Totals.of(step, MASK)
+    first, second = (step_tally(some(step, rows), MASK[rows]) for rows in (slice(0, 1), slice(1, 4)))
+    found, expected = Tally() + first + second, step_tally(step, MASK)
     assert found.maxima == expected.maxima
-    for name, value in expected.metrics().items():
-        assert found.metrics()[name].item() == pytest.approx(value.item(), rel=1e-12), name
-
-
-def test_other_sums_become_means():
-    totals = Totals.of(random_step(), MASK) + Totals({"bytes": torch.tensor(3.0)})
-    assert totals.metrics()["bytes"].item() == pytest.approx(3.0 / MASK.sum().item(), rel=1e-6)
+    for name, value in expected.values(empty=0.0).items():
+        assert found.values(empty=0.0)[name].item() == pytest.approx(value.item(), rel=1e-12), name
 
 
 def test_without_a_projected_token():
@@ -91,3 +140,24 @@ def test_tokens_that_are_no_distribution_are_counted_and_left_out():
     for name, value in expected.items():
         if name != "nonfinite":
             assert metrics[name].item() == pytest.approx(value.item(), rel=1e-6), name
+
+
+def test_support_tally_agrees_with_coverage():
+    logits = tensor(pairs("peaked", 24, 33)[0], torch.float32).view(4, 6, 33)
+    mask = torch.rand(4, 6, generator=torch.Generator().manual_seed(0)) < 0.6
+    old = troll.capture(logits, torch.zeros(4, 6, dtype=torch.int64), top_k=5, mass_threshold=1e-3)
+    totals = support_tally(old, mask).totals
+    assert all(total.shape == (2,) and total.dtype == torch.float32 for total in totals.values())
+    means, found = numbers(support_tally(old, mask)), numbers(coverage(old, mask))
+    assert means["support_size"] == pytest.approx(found["kept_tokens"], rel=1e-6)
+    # 1 less a mean of 1 − tail, each with an error of 2^-24: of sums of 24 at most.
+    assert means["tail_mass"] == pytest.approx(1 - found["covered_mass"], abs=24 * 2**-23)
+    assert_same_numbers(numbers(support_tally(old[:1], mask[:1]) + support_tally(old[1:], mask[1:])), means)
+
+
+def test_support_tally_ignores_tokens_outside_the_mask():
+    logits = torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(1))
+    mask, tokens = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.zeros(2, 3, dtype=torch.int64)
+    expected = numbers(support_tally(troll.capture(logits, tokens, top_k=4), mask))
+    logits[mask == 0] = math.nan
+    assert numbers(support_tally(troll.capture(logits, tokens, top_k=4), mask)) == expected

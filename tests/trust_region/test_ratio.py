@@ -21,12 +21,11 @@ from torch import Tensor
 import troll
 from tests.tolerance import within
 from tests.trust_region import reference
-from tests.trust_region.cases import FAMILIES, array, pairs, some, tensor
+from tests.trust_region.cases import FAMILIES, array, pairs, some, step_support, tensor
 from tests.trust_region.reading.sources import small_tiles
 from troll import LMHead, Logits, PackedPolicy, SparsePolicy, TrustRegionStep
-from troll.trust_region.objective import support
-from troll.trust_region.policy import wire
-from troll.trust_region.reading.source import Source
+from troll.trust_region.policy import serialized
+from troll.trust_region.reading.source import LogitsSource
 
 TAILS: tuple[Any, ...] = ("bucket", "floor")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -74,7 +73,7 @@ def apart(x: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
     return torch.stack([others, x], 1).flatten(0, 1), 2 * torch.arange(len(x)) + 1
 
 
-SOURCES: dict[str, Callable[[Network], Source | Tensor]] = {
+SOURCES: dict[str, Callable[[Network], LogitsSource | Tensor]] = {
     "tensor": lambda n: n.logits,
     "strided": lambda n: torch.stack([n.logits, n.logits + 1], 1).view(2, ROWS // 2, 2, -1)[:, :, 0].flatten(0, 1),
     "logits[:, :-1]": lambda n: torch.cat([n.logits, n.logits[:1]])[None, :-1][0],
@@ -143,8 +142,8 @@ def test_equal_policies_have_ratio_one_however_they_were_read(name, dtype):
 
         carried = [PackedPolicy.of(old).unpack(), SparsePolicy.cat([old[:5], old[5:]]), old.view((4, 6)).view((ROWS,))]
         if dtype != torch.float64:
-            records = wire.to_records(PackedPolicy.of(old), [6] * 4)
-            carried.append(wire.from_records(records).unpack())
+            records = serialized.to_records(PackedPolicy.of(old), [6] * 4)
+            carried.append(serialized.from_records(records).unpack())
         for policy in carried:
             again = troll.trust_region_step(source, policy)
             assert torch.equal(again.log_ratio, troll.trust_region_step(source, old).log_ratio)
@@ -159,7 +158,7 @@ def test_equal_policies_have_ratio_one_read_for_the_floor(name, dtype):
         source = SOURCES[name](network)
         old = troll.capture(source, network.token_ids, top_k=8)
         whole = Logits(source) if isinstance(source, Tensor) else source
-        new = troll.log_probs_at(source, support(whole, old.token_ids, network.token_ids, "floor", 1e-5))
+        new = troll.log_probs_at(source, step_support(whole, old.token_ids, network.token_ids, "floor", 1e-5))
         step = troll.trust_region_step(new, PackedPolicy.of(old).unpack(), tail="floor")
         assert_ratio_one(step, old, log_total(name, network))
 
@@ -208,14 +207,14 @@ def test_any_policy_has_ratio_one_to_itself(row, top_k, threshold, tail, dtype, 
 # Equal policies, on two paths
 
 
-def two_paths(dtype: torch.dtype) -> tuple[dict[str, Source], Tensor, Tensor]:
+def two_paths(dtype: torch.dtype) -> tuple[dict[str, LogitsSource], Tensor, Tensor]:
     """Ways to the same logits, which differ by the product's rounding; sampled tokens; Σ |h_i| |w_i|, (N, V)."""
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(ROWS, 64, generator=generator).to(dtype)
     weight = (torch.randn(1000, 64, generator=generator) / 3).to(dtype)
     logits = hidden @ weight.t()
     wide, rows = apart(hidden)
-    paths: dict[str, Source] = {
+    paths: dict[str, LogitsSource] = {
         "logits": Logits(logits),
         "head": LMHead(hidden, weight),
         "rows of a head": LMHead(wide, weight, rows=rows),

@@ -17,10 +17,9 @@ from tests.tolerance import rounding, within
 from tests.verl.actor import Sample, Step
 from troll import Constraint, SparsePolicy, trust_region_step
 from troll import capture as troll_capture
-from troll.trust_region.policy.sparse import Tail
-from troll.trust_region.policy.wire import from_records
-from troll.trust_region.projecting.dual import tolerance as solver_tolerance
-from troll.trust_region.projecting.pull import Pull
+from troll.trust_region.dual import tolerance as solver_tolerance
+from troll.trust_region.policy.serialized import from_records
+from troll.trust_region.step import Pull, Tail
 
 #: Terms of the network's longest sums: its MLPs are as wide.
 LONGEST_SUM = 64

@@ -28,7 +28,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from tests.verl.test_reported import SETTINGS, check_slots, engine_rows
 from troll.study.embedded import character_tokenizer
-from troll.trust_region.policy.wire import from_records
+from troll.trust_region.policy.serialized import from_records
 from troll.verl.agent_loop import carry_old_policies
 from troll.verl.old_policies import OLD_POLICIES
 from troll.verl.reported import NO_RECORD, old_policy_record

@@ -29,7 +29,7 @@ import troll
 from tests.verl.actor import model_folder
 from tests.verl.reference import load
 from troll.tasks.reasoning_gym import questions
-from troll.trust_region.policy.wire import from_records
+from troll.trust_region.policy.serialized import from_records
 
 RESPONSE_LENGTH = 6
 PROMPTS = [[5, 9, 3], [7], [11, 4, 8, 20, 6], [5, 9, 3], [30, 31]]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.verl.actor import Actor, as_batch, captured, nested, rollout, trolled
 from troll import PackedPolicy, capture
-from troll.trust_region.policy.wire import CorruptPolicy, to_records
+from troll.trust_region.policy.serialized import CorruptPolicy, to_records
 
 
 def records(scored: TensorDict) -> list[Tensor]:

@@ -16,7 +16,7 @@ from tests.tolerance import rounding
 from tests.trust_region import reference
 from tests.verl.actor import REPORTED, as_batch, nested, rollout, trolled
 from troll import PackedPolicy, capture, trust_region_step
-from troll.trust_region.policy.wire import to_records
+from troll.trust_region.policy.serialized import to_records
 from troll.verl.hooks import Capture, Update
 from troll.verl.old_policies import ResponseTokens, response_places
 from troll.verl.settings import TrollPolicyLossConfig

@@ -19,7 +19,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from tests.verl.actor import as_batch, nested, rollout
 from troll import PackedPolicy, SparsePolicy, capture, trust_region_step
-from troll.trust_region.policy.wire import to_records
+from troll.trust_region.policy.serialized import to_records
 from troll.verl.old_policies import Captured, ResponseTokens, fill_unreported, reported, response_places
 from troll.verl.reported import NO_RECORD, without_slots
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from troll import PackedPolicy, SparsePolicy, capture_top
-from troll.trust_region.policy.wire import from_records, to_records
+from troll.trust_region.policy.serialized import from_records, to_records
 from troll.verl import old_policy_record
 from troll.verl.reported import NO_RECORD, Turn, response_record
 

@@ -13,7 +13,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
 from tests.verl.vllm_engine import AsyncLLM, SamplingParams
 from troll import capture
-from troll.trust_region.policy.wire import from_records
+from troll.trust_region.policy.serialized import from_records
 from troll.verl.old_policies import OLD_POLICIES
 from troll.verl.vllm_rollout import TopLogProbs, reporting
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from troll.gaussian.divergence import excess
-from troll.trust_region.projecting.dual import Moments, newton
+from troll.trust_region.dual import Moments, newton
 
 
 class GaussianCurve:

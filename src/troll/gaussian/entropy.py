@@ -16,8 +16,8 @@ def project_entropy(policy: Policy, minimum: float | Tensor) -> Policy:
     The solution scales all standard deviations alike, `Σ_q = Σ · exp(2 (β − H)/d)`. Elsewhere nothing changes, not a
     bit. Apply it before a trust region, which then holds exactly; the entropy may end slightly below its minimum.
 
-    `β = entropy_of_scale(bound.value, d)` with a `bound` from `troll.make_bound` is a schedule: "linear" and "cosine"
-    move a positive number, here a standard deviation in the units of the actions.
+    `β = entropy_of_scale(bound.value, d)` with a `bound` from `troll.bounds.make_bound` is a schedule: "linear" and
+    "cosine" move a positive number, here a standard deviation in the units of the actions.
 
     Args:
         policy: The policy to change; gradients flow through.

@@ -9,18 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from troll.huggingface.forward import ReadingOutput, ReadingRequest, forward_and_read
-from troll.trust_region.objective import support
-from troll.trust_region.objective import trust_region_step as step_of_outcomes
-from troll.trust_region.policy.outcomes import Outcomes
+from troll.trust_region.checks import check_shape
+from troll.trust_region.constraint import Constraint
+from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.policy.packed import PackedPolicy
-from troll.trust_region.policy.sparse import SparsePolicy, Tail
-from troll.trust_region.policy.values import check_shape
-from troll.trust_region.projecting.constraint import Constraint
-from troll.trust_region.projecting.pull import Pull
-from troll.trust_region.projecting.step import TrustRegionStep
+from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.reading.capture import capture as capture_of_source
+from troll.trust_region.reading.capture import union_support
 from troll.trust_region.reading.head import LMHead
 from troll.trust_region.reading.read import read
+from troll.trust_region.step import Pull, Tail, TrustRegionStep
+from troll.trust_region.step import trust_region_step as step_of_outcomes
 
 
 def capture(
@@ -233,7 +232,7 @@ def read_tokens(
     entropy: bool,
     head_in_float32: bool = False,
     **inputs: Any,
-) -> tuple[Outcomes, ReadingOutput]:
+) -> tuple[PolicyOnSupport, ReadingOutput]:
     """The new policy on the outcomes that a step needs, (N,), differentiable; and the forward's output.
 
     The forward gets only integers, and the projection follows outside of it, since FSDP casts floating-point arguments
@@ -253,7 +252,9 @@ def read_tokens(
     """
 
     def read_new(head: LMHead, sampled: Tensor) -> tuple[Tensor | None, ...]:
-        ids = support(head, old.token_ids.to(sampled.device), sampled, tail, old.mass_threshold)
+        ids = old.token_ids.to(sampled.device)
+        if tail == "floor":
+            ids = union_support(head, ids, sampled, old.mass_threshold)
         new = read(head, ids, entropy=entropy)
         return new.token_ids, new.logits, new.tail_logit, new.tail_entropy
 
@@ -262,4 +263,4 @@ def read_tokens(
     support_ids, logits, tail_logit, tail_entropy = output.tensors
     if output.vocab_size != old.vocab_size:
         raise ValueError(f"old must be of the model's {output.vocab_size} tokens, got {old.vocab_size}")
-    return Outcomes(support_ids, logits, tail_logit, old.vocab_size, tail_entropy), output
+    return PolicyOnSupport(support_ids, logits, tail_logit, old.vocab_size, tail_entropy), output

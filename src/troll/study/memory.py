@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from troll.study.without_data import Network, base_of, without_data
 from troll.trust_region.policy.top import BLOCK
-from troll.trust_region.reading.head import GATHERED, TOKEN_TILE, VOCABULARY_TILE, WHOLE_ROWS, WHOLE_ROWS_ON_GPU
+from troll.trust_region.reading.head import TOKEN_TILE, VOCABULARY_TILE, WHOLE_ROWS, WHOLE_ROWS_ON_GPU
+from troll.trust_region.reading.tiles import GATHERED
 
 #: Bytes of a quantised weight in bitsandbytes, by its bits: 4 bits have one float32 scale for each 64 weights.
 QUANTISED = {4: 0.5 + 4 / 64, 8: 1.0}

@@ -57,7 +57,7 @@ def reference(
     old = capture(old_source, labels, top_k=case.top_k, mass_threshold=case.mass_threshold)
     step = trust_region_step(Logits(new_table[at], temperature=case.temperature), old, case.kl_bound)
     if ratio_is_raw:
-        step = dataclasses.replace(step, log_ratio=step.log_probs - old.log_prob)
+        step = dataclasses.replace(step, log_ratio=step.log_prob - old.log_prob)
     if clip is not None:
         # PPO's: the smaller of r·A and clipped r·A.
         ratio, positive = step.log_ratio.exp(), advantages.unsqueeze(-1) >= 0

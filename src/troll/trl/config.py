@@ -16,10 +16,9 @@ from troll.trl.own_settings import RANGES, count, flag, number, parse
 from troll.trl.surrogates import SURROGATES
 from troll.trl.surrogates.formulas import KLPenaltySettings
 from troll.trust_region.bounds import BOUNDS, Bound, make_bound
-from troll.trust_region.policy.sparse import TAILS, Tail
-from troll.trust_region.projecting.constraint import CONSTRAINTS, REDUCTIONS, Reduction, Scope
-from troll.trust_region.projecting.dual import SOLVERS
-from troll.trust_region.projecting.pull import PULLS, Pull
+from troll.trust_region.constraint import CONSTRAINTS, REDUCTIONS, Reduction, Scope
+from troll.trust_region.dual import SOLVERS
+from troll.trust_region.step import PULLS, TAILS, Pull, Tail
 
 Anchor = Literal["old", "rollout"]
 

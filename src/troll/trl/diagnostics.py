@@ -13,9 +13,10 @@ from torch import Tensor
 
 from troll.huggingface.policies import scatter
 from troll.trl.config import TrollConfig
+from troll.trl.monitor import over_processes
 from troll.trl.surrogates import SURROGATES, ScoredTokens
-from troll.trust_region.coverage import coverage
 from troll.trust_region.diagnostics import (
+    coverage,
     dual_report,
     old_to_new_kl,
     ratio_report,
@@ -23,16 +24,16 @@ from troll.trust_region.diagnostics import (
     tail_gap,
     tail_report,
 )
+from troll.trust_region.metrics import Tally
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.reading.capture import capture
-from troll.trust_region.tally import Tally
 
 #: Tokens of a rollout, on each process, whose whole distributions are compared.
 PROBED_TOKENS = 32
 
 #: `(input_ids (1, L), attention_mask (1, L), positions (n,)) -> logits (n, V)` of the network now, without gradient.
 #: Positions are below 0, from the end: prompt-learning PEFT puts virtual tokens in front.
-Logits = Callable[[Tensor, Tensor, Tensor], Tensor]
+ReadLogits = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Diagnostics:
         logits: Reads whole distributions of the network now.
     """
 
-    def __init__(self, accelerator: Accelerator, args: TrollConfig, logits: Logits) -> None:
+    def __init__(self, accelerator: Accelerator, args: TrollConfig, logits: ReadLogits) -> None:
         self._accelerator, self._args, self._logits = accelerator, args, logits
         self._tally = Tally()
         self._probe: Probe | None = None
@@ -132,11 +133,7 @@ class Diagnostics:
         """
         if not self._tally.totals:
             return {}
-        values = self._tally.reduced(
-            lambda total: self._accelerator.reduce(total, reduction="sum"),
-            lambda largest: self._accelerator.gather(largest.unsqueeze(0)).amax(0),
-        ).values()
+        found = over_processes(self._tally, self._accelerator).values()
         self._tally = Tally()
-        numbers = torch.stack(list(values.values())).tolist()  # one wait for the device
-        found = zip(values, numbers, strict=True)
-        return {f"trust_region/diagnostics/{name}": number for name, number in found if not math.isnan(number)}
+        numbers = {name: value.item() for name, value in found.items()}
+        return {f"trust_region/diagnostics/{name}": x for name, x in numbers.items() if not math.isnan(x)}

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from troll.trl.config import TrollConfig
 from troll.trust_region.bounds import BoundStatistics
-from troll.trust_region.coverage import support_statistics, support_too_small
-from troll.trust_region.metrics import Totals
+from troll.trust_region.diagnostics import support_too_small
+from troll.trust_region.metrics import Tally, step_tally, support_tally
 from troll.trust_region.policy.sparse import SparsePolicy
-from troll.trust_region.projecting.step import TrustRegionStep
+from troll.trust_region.step import TrustRegionStep
 
 #: What to do about NaN and infinity.
 REMEDY = (
@@ -41,7 +41,7 @@ class Monitor:
 
     def start(self) -> None:
         """Drops the sums of an interrupted update."""
-        self.totals = Totals()
+        self.tally = Tally()
         self._update = torch.zeros(3, dtype=torch.float64)
 
     def observe(self, step: TrustRegionStep, old: SparsePolicy, mask: Tensor, loss: Tensor, global_step: int) -> None:
@@ -57,23 +57,22 @@ class Monitor:
         Raises:
             FloatingPointError: If logits or the loss are NaN or infinite in any process, on every process.
         """
-        totals = Totals.of(step, mask)
-        sums = totals.sums
+        tally = step_tally(step, mask)
         # Tool tokens are masked by multiplication in the parent, which NaN survives: they are counted too.
-        sums["nonfinite"] = (~step.kl_before.isfinite()).sum().to(sums["tokens"])
+        tally.counts["nonfinite"] = nonfinite = (~step.kl_before.isfinite()).sum().to(step.kl_before)
         # One collective, and one wait for the device, for all that the host has to know now.
-        names = ("nonfinite", "tokens", "projected_fraction", "kl_before_mean")
-        known = torch.stack([(~loss.detach().isfinite()).to(sums["tokens"]), *(sums[name] for name in names)])
-        losses, nonfinite, *update = self._accelerator.reduce(known, reduction="sum").cpu().double()
-        if nonfinite:
+        (projected, tokens), (kl, _) = tally.totals["projected_fraction"], tally.totals["kl_before_mean"]
+        known = torch.stack([(~loss.detach().isfinite()).to(tokens), nonfinite, tokens, projected, kl])
+        losses, broken, *update = self._accelerator.reduce(known, reduction="sum").cpu().double()
+        if broken:
             raise FloatingPointError(
-                f"step {global_step + 1}: the logits of {int(nonfinite)} tokens are NaN or infinite, {REMEDY}"
+                f"step {global_step + 1}: the logits of {int(broken)} tokens are NaN or infinite, {REMEDY}"
             )
         _check_losses(losses, global_step)
         self._update += torch.stack(update)
         if self._watched_since is None:
             self._watched_since = global_step
-        self.totals += totals + Totals(support_statistics(old, mask))
+        self.tally += tally + support_tally(old, mask)
 
     def check_loss(self, loss: Tensor, global_step: int) -> None:
         """Checks the loss of a micro-batch, for updates in which no distributions are observed.
@@ -92,17 +91,15 @@ class Monitor:
 
     def metrics(self, global_step: int) -> dict[str, float]:
         """`trust_region/*` over all tokens since the last call and all processes, and warnings about them."""
-        if not self.totals.sums:
+        if not self.tally.totals:
             return {}
-        totals = self.totals.reduced(
-            lambda sums: self._accelerator.reduce(sums, reduction="sum").cpu(),
-            lambda maxima: self._accelerator.gather(maxima.unsqueeze(0)).amax(0).cpu(),
-        )
-        self.totals = Totals()
-        sums, metrics = totals.sums, totals.metrics()
+        tally = over_processes(self.tally, self._accelerator)
+        self.tally = Tally()
+        metrics = tally.values(empty=0.0)
         # One multiplier for many tokens projects them all, and a controller projects as many as it was told to.
         if self._args.constraint == "token" and self._args.kl_bound_schedule != "hold_projected_fraction":
-            self._watch_projections(sums["projected_fraction"].item(), sums["tokens"].item(), global_step)
+            projected, tokens = tally.totals["projected_fraction"].tolist()
+            self._watch_projections(projected, tokens, global_step)
         self._watch_coverage(metrics["tail_mass"].item())
         return {f"trust_region/{name}": value.item() for name, value in metrics.items()}
 
@@ -125,6 +122,14 @@ class Monitor:
         if message is not None and not self._warned_of_coverage:
             self._warned_of_coverage = True
             warnings.warn(message, stacklevel=2)
+
+
+def over_processes(tally: Tally, accelerator: Accelerator) -> Tally:
+    """The tally of all processes, in host memory; every process has to call it."""
+    return tally.reduced(
+        lambda sums: accelerator.reduce(sums, reduction="sum").cpu(),
+        lambda maxima: accelerator.gather(maxima.unsqueeze(0)).amax(0).cpu(),
+    )
 
 
 def _check_losses(nonfinite: Tensor, global_step: int) -> None:

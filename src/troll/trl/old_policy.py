@@ -14,7 +14,8 @@ from troll.huggingface.policies import capture_tokens, scatter, spread, targets_
 from troll.trl.anchor import RolloutAnchor
 from troll.trl.config import TrollConfig
 from troll.trl.seam import Scores, loss_mask, scoring_function
-from troll.trust_region.policy.outcomes import sparse_entropy
+from troll.trust_region.metrics import masked_total
+from troll.trust_region.policy.on_support import sparse_entropy
 from troll.trust_region.policy.packed import PackedPolicy
 
 #: The old policy travels through TRL's buffer (shuffled, split) under this key, as a list of one packed policy each.
@@ -136,7 +137,5 @@ class OldPolicy:
 
 def _entropies(policies: list[PackedPolicy], mask: Tensor) -> Tensor:
     """The sum of the entropies of the tokens that the (B, T) mask counts, and how many there are, (2,)."""
-    total = torch.stack(
-        [sparse_entropy(policy.unpack())[counts].sum() for policy, counts in zip(policies, mask.bool(), strict=True)]
-    ).sum()
-    return torch.stack([total, mask.sum().to(total)])
+    sums = [masked_total(sparse_entropy(x.unpack()), counts) for x, counts in zip(policies, mask, strict=True)]
+    return torch.stack(sums).sum(0)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 
-import torch
 from accelerate import Accelerator
 from torch import Tensor
+
+from troll.trust_region.metrics import Tally, masked_total
 
 #: β changes where the KL divergence differs from its target by more than the first factor; it changes by the second.
 TARGET_RATIO, WEIGHT_FACTOR = 1.5, 2.0
@@ -55,20 +56,19 @@ class PenaltyWeight:
 
     def start(self) -> None:
         """Drops the sums of an interrupted update."""
-        self._seen: Tensor | None = None
+        self._seen = Tally()
 
     def observe(self, kl: Tensor, mask: Tensor) -> None:
         """Adds the KL (N,) of a micro-batch's tokens, in nats; the (N,) mask is 1 for those that count."""
         if self._target is not None:
-            seen = torch.stack([(kl * mask).sum(), mask.sum().to(kl)])
-            self._seen = seen if self._seen is None else self._seen + seen
+            self._seen += Tally({"kl": masked_total(kl, mask)})
 
     def end_update(self, *, adapt: bool) -> None:
         """Ends an update; with `adapt`, β adapts to what was seen since the last call."""
-        seen, self._seen = self._seen, None
-        if seen is None or self._target is None or not adapt:
+        seen, self._seen = self._seen, Tally()
+        if not seen.totals or self._target is None or not adapt:
             return
-        kl, tokens = self._accelerator.reduce(seen, reduction="sum").tolist()
+        kl, tokens = self._accelerator.reduce(seen.totals["kl"], reduction="sum").tolist()
         if tokens:
             self._kl = kl / tokens
             self._set(adapted(self.value, self._kl, self._target))

@@ -15,6 +15,7 @@ from torch import Tensor
 from troll.trl import seam
 from troll.trl.checkpoints import load_state, save_state
 from troll.trl.config import ROLLOUT_DTYPES
+from troll.trust_region.metrics import masked_total
 
 #: The file of a checkpoint that holds the weights that later rollouts are sampled with.
 WEIGHTS_STATE = "rollout_weights.pt"
@@ -98,8 +99,7 @@ class RolloutWeights:
         return rolled_out | {"advantages": advantages * ratio.clamp(max=largest)}
 
     def _mean(self, values: Tensor, mask: Tensor) -> float:
-        sums = torch.stack([(values * mask).sum(), mask.sum().to(values)])
-        total, count = self._trainer.accelerator.reduce(sums, reduction="sum").tolist()
+        total, count = self._trainer.accelerator.reduce(masked_total(values, mask), reduction="sum").tolist()
         return total / max(count, 1)
 
     def save(self, checkpoint: Path) -> None:

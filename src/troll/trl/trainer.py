@@ -43,12 +43,13 @@ from troll.trl.rollout_weights import RolloutWeights
 from troll.trl.surrogates import SURROGATES, ScoredTokens, Terms
 from troll.trl.unscored import Unscored
 from troll.trl.updates import Updates
-from troll.trust_region.bounds.per_token import by_advantage, entropy_scaled
-from troll.trust_region.objective import aggregate, trust_region_step
-from troll.trust_region.policy.outcomes import Outcomes, sparse_entropy
+from troll.trust_region.constraint import Constraint
+from troll.trust_region.loss import aggregate
+from troll.trust_region.policy.on_support import PolicyOnSupport, sparse_entropy
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
-from troll.trust_region.projecting.constraint import Constraint
+from troll.trust_region.step import trust_region_step
+from troll.trust_region.token_bounds import by_advantage, entropy_scaled
 
 
 class TrollTrainer(GRPOTrainer):
@@ -311,7 +312,7 @@ class TrollTrainer(GRPOTrainer):
 
     def _score(
         self, model: Any, inputs: dict[str, Any], scored: Tensor, at: tuple[Tensor, ...], old: SparsePolicy | None
-    ) -> tuple[Outcomes | None, seam.Scores]:
+    ) -> tuple[PolicyOnSupport | None, seam.Scores]:
         """The new policy at the old one's tokens, (N,), and the scores that the parent would compute."""
         if old is None:
             return None, seam.score(self, model, inputs)

@@ -12,14 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from troll.trust_region.policy.outcomes import Outcomes
-from troll.trust_region.policy.sparse import SparsePolicy, Tail, check_tail
-from troll.trust_region.policy.values import PROBABILITY_FLOOR, as_float, divergence, floored, shape_text
-from troll.trust_region.projecting.constraint import Constraint
-from troll.trust_region.projecting.dual import SOLVERS
-from troll.trust_region.projecting.projection import broadcast_bound, outside_ball
-from troll.trust_region.projecting.step import common_outcomes
-from troll.trust_region.tally import Tally, check_shapes, counted, largest, mean, quantiles
+from troll.trust_region.checks import check_mask_fits, shape_text
+from troll.trust_region.constraint import Constraint
+from troll.trust_region.dual import SOLVERS
+from troll.trust_region.metrics import Tally, counted, distribution, largest, quantiles, total
+from troll.trust_region.policy.on_support import PolicyOnSupport, sparse_entropy
+from troll.trust_region.policy.sparse import SparsePolicy
+from troll.trust_region.probabilities import PROBABILITY_FLOOR, as_float, divergence, floored
+from troll.trust_region.projection import broadcast_bound, outside_ball
+from troll.trust_region.step import Tail, check_tail, common_outcomes
 
 
 @torch.no_grad()
@@ -31,8 +32,8 @@ def sequence_report(token_kl: Tensor, log_ratio: Tensor, mask: Tensor) -> Tally:
     given the prefix. KL(p̃ ‖ p), the `kl_before` of a step, is the other direction and has no such estimate.
 
     Args:
-        token_kl: KL(p ‖ p̃), (B, T), in nats, from [old_to_new_kl][troll.old_to_new_kl]. On K + 1 outcomes it is a lower
-            bound, by the gap of [tail_gap][troll.tail_gap] with the two policies exchanged.
+        token_kl: KL(p ‖ p̃), (B, T), in nats, from [old_to_new_kl][troll.diagnostics.old_to_new_kl]. On K + 1 outcomes
+            it is a lower bound, by the gap of [tail_gap][troll.diagnostics.tail_gap] with the two policies exchanged.
         log_ratio: `log p̃ − log p` of the sampled tokens, (B, T), of the network itself, not of its projection.
         mask: (B, T), true (or 1) where a token counts.
 
@@ -46,7 +47,7 @@ def sequence_report(token_kl: Tensor, log_ratio: Tensor, mask: Tensor) -> Tally:
     """
     if mask.dim() != 2:
         raise ValueError(f"mask must be (B, T), got {shape_text(mask.shape)}")
-    check_shapes(mask, token_kl=token_kl, log_ratio=log_ratio)
+    check_mask_fits(mask, token_kl=token_kl, log_ratio=log_ratio)
     # A row with a token that is no distribution has no divergence: it becomes NaN, and is left out.
     token_kl, log_ratio = (torch.where(mask.bool(), as_float(x), 0.0) for x in (token_kl, log_ratio))
     estimates = {
@@ -55,7 +56,7 @@ def sequence_report(token_kl: Tensor, log_ratio: Tensor, mask: Tensor) -> Tally:
         "sequence_kl_k3": torch.expm1(log_ratio) - log_ratio,
     }
     sequences = mask.bool().any(-1)
-    return Tally({name: mean(counted(terms.sum(-1), sequences)) for name, terms in estimates.items()})
+    return Tally({name: total(counted(terms.sum(-1), sequences)) for name, terms in estimates.items()})
 
 
 class TailGap(NamedTuple):
@@ -124,7 +125,7 @@ def tail_report(gap: TailGap, mask: Tensor) -> Tally:
     """How much of KL(p̃ ‖ p) the K + 1 outcomes do not see.
 
     Args:
-        gap: From [tail_gap][troll.tail_gap], (...).
+        gap: From [tail_gap][troll.diagnostics.tail_gap], (...).
         mask: (...), true (or 1) where a token counts.
 
     Returns:
@@ -133,16 +134,16 @@ def tail_report(gap: TailGap, mask: Tensor) -> Tally:
     Raises:
         ValueError: If the positions are not those of the mask.
     """
-    check_shapes(mask, gap=gap.gap)
+    check_mask_fits(mask, gap=gap.gap)
     parts = {"tail_gap": counted(gap.gap, mask), "tail_gap_bound": counted(gap.bound, mask)}
     return Tally(
-        {name: mean(values) for name, values in parts.items()},
+        {name: total(values) for name, values in parts.items()},
         {f"{name}_max": largest(values) for name, values in parts.items()},
     )
 
 
 @torch.no_grad()
-def old_to_new_kl(new: Outcomes, old: SparsePolicy, tail: Tail = "bucket") -> Tensor:
+def old_to_new_kl(new: PolicyOnSupport, old: SparsePolicy, tail: Tail = "bucket") -> Tensor:
     """KL(p ‖ p̃) over the outcomes that the step compares, in nats; both policies floored at 1e-12.
 
     Args:
@@ -164,7 +165,7 @@ def old_to_new_kl(new: Outcomes, old: SparsePolicy, tail: Tail = "bucket") -> Te
 
 @torch.no_grad()
 def dual_report(
-    new: Outcomes,
+    new: PolicyOnSupport,
     old: SparsePolicy,
     mask: Tensor,
     kl_bound: float | Tensor = 0.05,
@@ -197,7 +198,7 @@ def dual_report(
         ValueError: On positions that are not those of the mask, ε ≤ 0, or an unknown tail or solver.
     """
     check_tail(tail)
-    check_shapes(mask, new=new.tail_logit, old=old.tail_log_prob)
+    check_mask_fits(mask, new=new.tail_logit, old=old.tail_log_prob)
     if solver not in SOLVERS:
         raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
     counts = mask.bool()
@@ -209,7 +210,7 @@ def dual_report(
     kl = divergence(s, log_old)
 
     outside = outside_ball(kl, bound, constraint)
-    log_old, s, bound = log_old[outside.rows], s[outside.rows], outside.bound
+    log_old, s, bound = log_old[outside.row_index], s[outside.row_index], outside.root_bound
     root = SOLVERS[solver](outside.curve(log_old, s), bound)
     at_root = outside.curve(log_old, s)
     at_root.at(root.tau)  # the second time, s is centred where rounding is least
@@ -217,7 +218,7 @@ def dual_report(
     evaluations = as_float(root.evaluations)
     curvature = root.tau.square() * variance
     parts = {"variance": variance, "curvature": curvature, "conditioning": curvature / kl}
-    totals = {"solver_evaluations": mean(evaluations), "bisected_fraction": mean((root.bisections > 0).to(kl))}
+    totals = {"solver_evaluations": total(evaluations), "bisected_fraction": total((root.bisections > 0).to(kl))}
     for name, values in parts.items():
         totals |= quantiles(name, values, (50,))
     return Tally(
@@ -247,7 +248,7 @@ def ratio_report(log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip: floa
     """
     if not clip > 0:
         raise ValueError(f"clip must be above 0, got {clip}")
-    check_shapes(mask, log_ratio=log_ratio)
+    check_mask_fits(mask, log_ratio=log_ratio)
     counts = mask.bool() & log_ratio.isfinite()
     try:
         advantages = advantages.expand(mask.shape)[counts]
@@ -257,8 +258,63 @@ def ratio_report(log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip: floa
         ) from None
     ratio = as_float(log_ratio)[counts].exp()
     cut = ((advantages > 0) & (ratio > 1 + clip)) | ((advantages < 0) & (ratio < 1 - clip))
-    totals = quantiles("ratio", ratio, (1, 50, 99)) | {"clip_fraction": mean(cut.to(ratio))}
+    totals = quantiles("ratio", ratio, (1, 50, 99)) | {"clip_fraction": total(cut.to(ratio))}
     return Tally(totals, {"ratio_max": largest(ratio)})
+
+
+@torch.no_grad()
+def coverage(old: SparsePolicy, mask: Tensor) -> Tally:
+    """How much of the old policy's mass its support holds.
+
+    Args:
+        old: The old policy as captured, at the positions of the mask.
+        mask: (...), true (or 1) where a token counts.
+
+    Returns:
+        `kept_tokens` and `covered_mass` (1 − tail), the means over tokens, and their 5, 50 and 95 % quantiles under
+        `_p5`, `_p50` and `_p95` (of each call, averaged over calls); and `old_entropy`, the mean of the entropy over
+        the K + 1 outcomes.
+
+    Raises:
+        ValueError: If the positions are not those of the mask.
+    """
+    check_mask_fits(mask, old=old.tail_log_prob)
+    old = old[mask.bool() & old.log_probs[..., 0].isfinite()]
+    kept = old.used.sum(-1)
+    totals = distribution("kept_tokens", as_float(kept), (5, 50, 95))
+    outside = old.tail_log_prob.exp()
+    totals |= distribution("covered_mass", 1 - outside, (5, 50, 95))
+    return Tally(totals | {"old_entropy": total(sparse_entropy(old))})
+
+
+def support_too_small(tail_mass: float, *, top_k: int, threshold: float = 0.1, setting: str = "top_k") -> str | None:
+    """A warning for users if K is too small for the distributions, as it is for flat ones; else None.
+
+    The bucket does not see changes within the tail, and the share of KL(p̃ ‖ p) that it misses is usually about the
+    tail's mass: docs/diagnostics.md has figures. That δ is exceeded, as at most tokens of a small model, says little.
+
+    Args:
+        tail_mass: The mean mass outside the support, in [0, 1]: `1 − covered_mass` of
+            [coverage][troll.diagnostics.coverage].
+        top_k: K of the capture.
+        threshold: The largest mass that is fine, in [0, 1).
+        setting: The name of the setting by which users get a larger K; the warning names it.
+
+    Returns:
+        The warning in a sentence or two; None where the mass is fine.
+
+    Raises:
+        ValueError: On a threshold out of its range.
+    """
+    if not 0 <= threshold < 1:
+        raise ValueError(f"threshold must be in [0, 1), got {threshold}")
+    if not tail_mass > threshold:
+        return None
+    return (
+        f"{tail_mass:.0%} of the old policy's mass is outside the {top_k} tokens that are kept, and the trust region "
+        "does not see changes within it, usually about the same share of the divergence. Raise "
+        f"{setting} to {4 * top_k}, or sample at a lower temperature; tail_gap measures what is missed"
+    )
 
 
 def _only(log_probs: Tensor, which: Tensor) -> Tensor:

@@ -21,10 +21,10 @@ MAX_OUTCOMES = 4096
 MAX_SELECTED = 256
 
 
-def use_triton(like: Tensor, outcomes: int, most: int = MAX_OUTCOMES) -> bool:
-    """Whether Triton computes on tensors with the device and dtype of `like`, with so many outcomes per token.
+def use_triton(tensor: Tensor, outcomes: int, max_outcomes: int = MAX_OUTCOMES) -> bool:
+    """Whether Triton computes on tensors with the device and dtype of `tensor`, with so many outcomes per token.
 
-    Torch computes float64, and more outcomes than the `most` that a kernel takes.
+    Torch computes float64, and more outcomes than the `max_outcomes` that a kernel takes.
 
     Raises:
         ValueError: If the environment variable `TROLL_KERNELS` is neither "torch" nor "triton".
@@ -33,13 +33,13 @@ def use_triton(like: Tensor, outcomes: int, most: int = MAX_OUTCOMES) -> bool:
     forced = os.environ.get(VARIABLE, "")
     if forced not in ("", "torch", "triton"):
         raise ValueError(f"{VARIABLE} must be torch or triton, got {forced!r}")
-    if like.element_size() == 8 or outcomes > most or forced == "torch":
+    if tensor.element_size() == 8 or outcomes > max_outcomes or forced == "torch":
         return False
     if forced == "triton":
         if not _triton_is_installed():
             raise ImportError(f"{VARIABLE}=triton, but Triton is not installed: pip install 'troll-rl[triton]'")
         return True
-    return like.device.type in ("cuda", "xpu") and _triton_is_installed()
+    return tensor.device.type in ("cuda", "xpu") and _triton_is_installed()
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:

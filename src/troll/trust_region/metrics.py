@@ -1,69 +1,172 @@
-"""The metrics of every step, from sums that add up over micro-batches and processes."""
+"""Measurements that add up over micro-batches and processes, and the metrics of every step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from troll.trust_region.projecting.step import TrustRegionStep
-from troll.trust_region.tally import at_once, combined
+from troll.trust_region.policy.sparse import SparsePolicy
+from troll.trust_region.probabilities import as_float
+from troll.trust_region.step import TrustRegionStep
 
 
 @dataclass(frozen=True, eq=False)
-class Totals:
-    """What the trust region did with some tokens, 0-d and without gradient: `first + second` covers both.
+class Tally:
+    """Named numbers over some tokens, sequences or roots, which add up: `first + second` covers both.
 
     Attributes:
-        sums: By the name of the metric that each becomes, the sum over the tokens; and "tokens", their number.
-        maxima: By the name of the metric, the largest value.
+        totals: For each mean, the sum and the count, (2,).
+        maxima: For each maximum, the largest value so far, 0-d; −inf for none.
+        minima: For each minimum, the smallest value so far, 0-d; inf for none.
+        counts: For each number of something, the number so far, 0-d.
     """
 
-    sums: dict[str, Tensor] = field(default_factory=dict)
+    totals: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
+    minima: dict[str, Tensor] = field(default_factory=dict)
+    counts: dict[str, Tensor] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, step: TrustRegionStep, mask: Tensor) -> Totals:
-        """Those of the tokens of the mask, (...); tokens whose logits are no distribution count as "nonfinite" only."""
-        mask = mask.bool()
-        finite = mask & step.kl_before.isfinite()
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            _combined(self.totals, other.totals, torch.add),
+            _combined(self.maxima, other.maxima, torch.maximum),
+            _combined(self.minima, other.minima, torch.minimum),
+            _combined(self.counts, other.counts, torch.add),
+        )
 
-        def total(values: Tensor) -> Tensor:
-            return torch.where(finite, values.detach(), 0.0).sum()
+    def reduced(self, total: Callable[[Tensor], Tensor], largest: Callable[[Tensor], Tensor]) -> Tally:
+        """The tally of all processes, in two collective operations; each must hold the same names in the same order.
 
-        def largest(values: Tensor) -> Tensor:
-            return torch.nn.functional.pad(torch.where(finite, values, 0.0).flatten(), (0, 1)).max()
-
-        sums = {
-            "tokens": finite.sum().to(step.kl_before.dtype),
-            "nonfinite": (mask & ~finite).sum().to(step.kl_before.dtype),
-            "projected_fraction": total(step.projected.to(step.kl_before.dtype)),
-            "kl_before_mean": total(step.kl_before),
-            "kl_after_mean": total(step.kl_after),
-            "multiplier": total(step.multiplier),
-            "regression": total(step.regression),
-        }
-        return cls(sums, {"kl_before_max": largest(step.kl_before), "kl_after_max": largest(step.kl_after)})
-
-    def __add__(self, other: Totals) -> Totals:
-        return Totals(combined(self.sums, other.sums, torch.add), combined(self.maxima, other.maxima, torch.maximum))
-
-    def reduced(self, total: Callable[[Tensor], Tensor], largest: Callable[[Tensor], Tensor]) -> Totals:
-        """Those of all processes, in two collective operations, as `Tally.reduced`."""
-        return Totals(at_once(self.sums, total), at_once(self.maxima, largest))
-
-    def metrics(self) -> dict[str, Tensor]:
-        """The metrics over the tokens, 0-d.
+        Args:
+            total: Adds up a tensor over processes.
+            largest: Takes the element-wise maximum of a tensor over processes.
 
         Returns:
-            `kl_before_mean`, `kl_before_max`, `kl_after_mean`, `kl_after_max`, `projected_fraction`,
-            `multiplier` (η, mean over the projected tokens; 0 if there are none), `regression` (mean over all tokens),
-            `nonfinite` (a count), and the mean over all tokens of each other sum.
+            The tally of all processes, on each of them.
         """
-        sums = dict(self.sums)
-        tokens, nonfinite = sums.pop("tokens").clamp(min=1), sums.pop("nonfinite")
-        multiplier = sums["multiplier"] / sums["projected_fraction"].clamp(min=1)
-        means = {name: total / tokens for name, total in sums.items()}
-        return means | self.maxima | {"multiplier": multiplier, "nonfinite": nonfinite}
+        sums = _at_once(self.totals | self.counts, total)
+        extremes = _at_once(self.maxima | {name: -value for name, value in self.minima.items()}, largest)
+        return Tally(
+            {name: sums[name] for name in self.totals},
+            {name: extremes[name] for name in self.maxima},
+            {name: -extremes[name] for name in self.minima},
+            {name: sums[name] for name in self.counts},
+        )
+
+    def values(self, empty: float = math.nan) -> dict[str, Tensor]:
+        """The numbers to log by name, 0-d; `empty` where there was nothing to average or compare."""
+        means = {name: torch.where(total[1] > 0, total[0] / total[1], empty) for name, total in self.totals.items()}
+        extremes = self.maxima | self.minima
+        return means | self.counts | {name: value.masked_fill(value.isinf(), empty) for name, value in extremes.items()}
+
+
+def step_tally(step: TrustRegionStep, mask: Tensor) -> Tally:
+    """What the trust region did with some tokens; `values(empty=0.0)` makes the metrics of it.
+
+    Args:
+        step: The step at token positions (...).
+        mask: (...), true (or 1) where a token counts.
+
+    Returns:
+        The means `projected_fraction`, `kl_before_mean`, `kl_after_mean` and `regression` over the tokens; `multiplier`
+        (η, the mean over the projected tokens); the maxima `kl_before_max` and `kl_after_max`; and `nonfinite`, the
+        number of tokens whose logits are no distribution, which are left out of all others.
+    """
+    counts, dtype = mask.bool(), step.kl_before.dtype
+    finite = counts & step.kl_before.isfinite()
+    projected = step.projected & finite
+    totals = {
+        "projected_fraction": masked_total(step.projected.to(dtype), finite),
+        "kl_before_mean": masked_total(step.kl_before, finite),
+        "kl_after_mean": masked_total(step.kl_after, finite),
+        "multiplier": masked_total(step.multiplier, projected),
+        "regression": masked_total(step.regression, finite),
+    }
+    maxima = {
+        "kl_before_max": _masked_largest(step.kl_before, finite),
+        "kl_after_max": _masked_largest(step.kl_after, finite),
+    }
+    return Tally(totals, maxima, counts={"nonfinite": (counts & ~finite).sum().to(dtype)})
+
+
+def support_tally(old: SparsePolicy, mask: Tensor) -> Tally:
+    """The means over some tokens of `support_size`, the slots that are used, and of `tail_mass`, the mass outside.
+
+    Args:
+        old: The old policy at token positions (...).
+        mask: (...), true (or 1) where a token counts.
+    """
+    return Tally(
+        {
+            "support_size": masked_total(old.used.sum(-1).to(old.log_probs.dtype), mask),
+            "tail_mass": masked_total(old.tail_log_prob.exp(), mask),
+        }
+    )
+
+
+def masked_total(values: Tensor, mask: Tensor) -> Tensor:
+    """The sum over the tokens of a mask, and their number, (2,), without gradient or a wait for the device.
+
+    Args:
+        values: (...), floating point; those outside the mask do not matter, NaN included.
+        mask: (...), true (or 1) where a token counts.
+    """
+    mask = mask.bool()
+    return torch.stack([torch.where(mask, values.detach(), 0.0).sum(), mask.sum().to(values.dtype)])
+
+
+def counted(values: Tensor, mask: Tensor) -> Tensor:
+    """The finite values of the mask, (n,)."""
+    return as_float(values)[mask.bool() & values.isfinite()]
+
+
+def total(values: Tensor) -> Tensor:
+    """Sum and count of (n,) values, (2,): a mean that adds up."""
+    return torch.stack([values.sum(), values.new_tensor(float(len(values)))])
+
+
+def largest(values: Tensor) -> Tensor:
+    """The largest of (n,) values; −inf if there are none."""
+    return values.max() if len(values) else values.new_tensor(-torch.inf)
+
+
+def quantiles(name: str, values: Tensor, percents: Sequence[int]) -> dict[str, Tensor]:
+    """Percentiles of (n,) values, each as a sum and a count that weights it n times in a mean."""
+    if len(values) == 0:
+        return {f"{name}_p{percent}": values.new_zeros(2) for percent in percents}
+    fractions = values.new_tensor([percent / 100 for percent in percents])
+    weight = values.new_tensor(float(len(values)))
+    return {
+        f"{name}_p{percent}": torch.stack([quantile * weight, weight])
+        for percent, quantile in zip(percents, torch.quantile(values, fractions), strict=True)
+    }
+
+
+def distribution(name: str, values: Tensor, percents: Sequence[int]) -> dict[str, Tensor]:
+    """The mean and percentiles of (n,) values."""
+    return {name: total(values)} | quantiles(name, values, percents)
+
+
+def _masked_largest(values: Tensor, mask: Tensor) -> Tensor:
+    outside = torch.where(mask, values.detach(), -torch.inf)
+    return torch.nn.functional.pad(outside.flatten(), (0, 1), value=-torch.inf).max()
+
+
+def _combined(
+    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], how: Callable[[Tensor, Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """The numbers of both; `how` makes one of two with the same name."""
+    return {**ours, **{name: how(ours[name], value) if name in ours else value for name, value in theirs.items()}}
+
+
+def _at_once(values: Mapping[str, Tensor], change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """What `change` makes of the values, called once, if there are any, with all of their elements in one vector."""
+    if not values:
+        return {}
+    sizes = [value.numel() for value in values.values()]
+    changed = change(torch.cat([value.reshape(-1) for value in values.values()])).split(sizes)
+    return {name: part.view(value.shape) for (name, value), part in zip(values.items(), changed, strict=True)}

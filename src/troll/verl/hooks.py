@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from troll import Constraint, Logits, capture, trust_region_step
-from troll.trust_region.coverage import support_statistics
-from troll.trust_region.metrics import Totals
+from troll.trust_region.metrics import Tally, masked_total, step_tally, support_tally
 from troll.trust_region.reading.capture import capture_with_entropy
 from troll.trust_region.reading.logits import is_whole
 from troll.trust_region.reading.read import read
-from troll.trust_region.reading.source import Source
+from troll.trust_region.reading.source import LogitsSource
 from troll.verl.loss import ProjectedTokens, projected
 from troll.verl.old_policies import Captured, ResponseTokens, fill_unreported, reported
 from troll.verl.seam.training import no_padding_2_padding
@@ -58,7 +57,7 @@ class Hook:
         """This process's n response tokens, (n,)."""
         return self.labels[self.tokens.rows]
 
-    def read(self, source: Source, data: TensorDict) -> dict[str, Tensor]:
+    def read(self, source: LogitsSource, data: TensorDict) -> dict[str, Tensor]:
         """Per-token outputs, each (n,), differentiable.
 
         Args:
@@ -100,7 +99,7 @@ class Hook:
 class Score(Hook):
     """Reads the sampled tokens' log-probabilities, and nothing else: a LoRA reference pass."""
 
-    def read(self, source: Source, data: TensorDict) -> dict[str, Tensor]:
+    def read(self, source: LogitsSource, data: TensorDict) -> dict[str, Tensor]:
         """See the parent."""
         outcomes = read(source, self.sampled.unsqueeze(-1), entropy=self.entropy)
         outputs = {"log_probs": outcomes.log_probs.squeeze(-1)}
@@ -122,7 +121,7 @@ class Capture(Hook):
         super().__init__(settings, entropy)
         self.captured = Captured()
 
-    def read(self, source: Source, data: TensorDict) -> dict[str, Tensor]:
+    def read(self, source: LogitsSource, data: TensorDict) -> dict[str, Tensor]:
         """See the parent: the sampled tokens' log p, and the entropy."""
         settings = self.settings
         policy, entropy = capture_with_entropy(
@@ -161,9 +160,9 @@ class Update(Hook):
         super().__init__(settings, entropy)
         self._captured = captured
         self._loss_function, self._processes = loss_function, processes
-        self._totals = Totals()
+        self._tally = Tally()
 
-    def read(self, source: Source, data: TensorDict) -> dict[str, Tensor]:
+    def read(self, source: LogitsSource, data: TensorDict) -> dict[str, Tensor]:
         """See the parent: the sampled tokens' log p̃ and log q/p, the pull, and the entropy."""
         settings, tokens = self.settings, self.tokens
         at_rollout = settings.anchor == "rollout"
@@ -183,13 +182,13 @@ class Update(Hook):
             pull=settings.pull,  # type: ignore[arg-type]
             entropy=self.entropy,
         )
-        sums = support_statistics(old, mask)
+        self._tally += step_tally(step, mask) + support_tally(old, mask)
         if at_rollout:
-            sums["unreported_fraction"] = (unreported[tokens.numbers] & mask).sum().to(step.kl_before.dtype)
-        sums["old_policy_bytes"] = step.kl_before.new_tensor(packed.nbytes * len(tokens.rows) / max(tokens.total, 1))
-        self._totals += Totals.of(step, mask) + Totals(sums)
+            self._tally += Tally({"unreported_fraction": masked_total(unreported[tokens.numbers].float(), mask)})
+        size = step.kl_before.new_tensor(packed.nbytes * len(tokens.rows) / max(tokens.total, 1))
+        self._tally += Tally({"old_policy_bytes": torch.stack([size, mask.sum().to(size)])})
         outputs = {
-            "log_probs": step.log_probs,
+            "log_probs": step.log_prob,
             "trust_region_log_ratio": step.log_ratio,
             "trust_region_regression": step.regression,
         }
@@ -220,7 +219,7 @@ class Update(Hook):
     @property
     def observed(self) -> bool:
         """Whether this process read a head: only a pipeline's last stage does."""
-        return bool(self._totals.sums)
+        return bool(self._tally.totals)
 
     def metrics(self) -> dict[str, float]:
         """`trust_region/*` over all tokens of the batch and all processes; every process that observed calls it."""
@@ -231,7 +230,7 @@ class Update(Hook):
             return numbers.cpu()
 
         operation = torch.distributed.ReduceOp
-        totals = self._totals.reduced(
+        tally = self._tally.reduced(
             lambda sums: everywhere(sums, operation.SUM), lambda maxima: everywhere(maxima, operation.MAX)
         )
-        return {f"trust_region/{name}": value.item() for name, value in totals.metrics().items()}
+        return {f"trust_region/{name}": value.item() for name, value in tally.values(empty=0.0).items()}

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from troll import PackedPolicy, SparsePolicy
-from troll.trust_region.policy.wire import from_records, to_records
+from troll.trust_region.policy.serialized import from_records, to_records
 from troll.verl.reported import NO_RECORD, without_slots
 from troll.verl.seam import tu
 

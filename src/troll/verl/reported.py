@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from troll import PackedPolicy
+from troll.trust_region.checks import check_tokens_in
+from troll.trust_region.policy.serialized import from_records, to_records
 from troll.trust_region.policy.sparse import check_capture
-from troll.trust_region.policy.top import LARGEST_TOTAL, check_tokens_in
-from troll.trust_region.policy.values import PROBABILITY_FLOOR
-from troll.trust_region.policy.wire import from_records, to_records
+from troll.trust_region.policy.top import LARGEST_TOTAL
+from troll.trust_region.probabilities import PROBABILITY_FLOOR
 
 
 def old_policy_record(

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from troll.trust_region.objective import RATIO_LEVELS
-from troll.trust_region.policy.sparse import TAILS, check_capture
-from troll.trust_region.projecting.constraint import CONSTRAINTS
-from troll.trust_region.projecting.pull import PULLS
+from troll.trust_region.constraint import CONSTRAINTS
+from troll.trust_region.loss import RATIO_LEVELS
+from troll.trust_region.policy.sparse import check_capture
+from troll.trust_region.step import PULLS, TAILS
 from troll.verl.seam.training import FSDPActorConfig, McoreActorConfig, MegatronEngine, PolicyLossConfig
 
 ANCHORS = ("old", "rollout")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import troll
+from tests.trust_region.cases import step_support
 from troll.trl.surrogates import ScoredTokens
-from troll.trust_region.objective import support
-from troll.trust_region.policy.sparse import Tail
+from troll.trust_region.step import Tail
 
 
 def scored_tokens(
@@ -36,7 +36,7 @@ def scored_tokens(
         penalty_weight=penalty_weight,
         constraint=None,
         old=old,
-        new=troll.log_probs_at(source, support(source, old.token_ids, sampled, tail, 0.0)),
+        new=troll.log_probs_at(source, step_support(source, old.token_ids, sampled, tail, 0.0)),
     )
 
 

@@ -22,7 +22,7 @@ from troll.trl.surrogates.formulas import (
     regression,
     troll,
 )
-from troll.trust_region.policy.values import LOG_FLOOR
+from troll.trust_region.probabilities import LOG_FLOOR
 
 DIRECTIONS = ("old_new", "new_old")
 ADVANTAGES = torch.tensor([1.5, -0.5, 0.0, 2.0, -0.7, 1.0], dtype=torch.float64)

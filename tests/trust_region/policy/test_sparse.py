@@ -190,11 +190,11 @@ def public_values() -> dict[str, Any]:
         "Constraint": troll.Constraint.sequence(torch.ones(2, 3)),
         "LMHead": troll.LMHead(hidden, weight, torch.zeros(20), temperature=0.7, softcap=30.0),
         "Logits": troll.Logits(logits, temperature=0.7),
-        "Outcomes": troll.log_probs_at(logits, old.token_ids),
+        "PolicyOnSupport": troll.log_probs_at(logits, old.token_ids),
         "PackedPolicy": PackedPolicy.of(old),
         "Projection": troll.project(logits, old_logits),
         "SparsePolicy": old,
-        "Tally": troll.tail_report(troll.tail_gap(logits, old_logits, old), torch.ones(2, 3)),
+        "Tally": troll.diagnostics.tail_report(troll.diagnostics.tail_gap(logits, old_logits, old), torch.ones(2, 3)),
         "TrustRegionStep": step,
     }
 
@@ -211,14 +211,16 @@ BOUND_OPTIONS: dict[str, dict[str, Any]] = {
 
 #: What holds numbers only.
 PLAIN = [
-    troll.BoundStatistics(projected_fraction=0.25, kl=1e-3),
-    *(troll.make_bound(name, 0.05, **options) for name, options in BOUND_OPTIONS.items()),
+    troll.bounds.BoundStatistics(projected_fraction=0.25, kl=1e-3),
+    *(troll.bounds.make_bound(name, 0.05, **options) for name, options in BOUND_OPTIONS.items()),
 ]
 
 
 def test_every_public_type_is_tested_here():
     assert BOUND_OPTIONS.keys() == BOUNDS.keys()
-    public = {name: getattr(troll, name) for name in troll.__all__ if inspect.isclass(getattr(troll, name))}
+    modules = (troll, troll.bounds, troll.diagnostics)
+    names = {name: getattr(module, name) for module in modules for name in module.__all__}
+    public = {name: value for name, value in names.items() if inspect.isclass(value)}
     assert VALUES.keys() == public.keys() - {"Bound", "BoundStatistics"}
     assert all(isinstance(value, public[name]) for name, value in VALUES.items())
 

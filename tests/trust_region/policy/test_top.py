@@ -16,7 +16,7 @@ from tests.trust_region import reference
 from tests.trust_region.cases import FAMILIES, array, pairs, tensor
 from tests.trust_region.policy.policies import assert_identical
 from troll import SparsePolicy
-from troll.trust_region.policy.top import BLOCK, Top, keep, largest, top_ids
+from troll.trust_region.policy.top import BLOCK, Top, largest, policy_from_top, top_ids
 
 #: Thresholds that no fraction m/n with n ≤ 13 meets: there, rounding would decide.
 THRESHOLDS = st.sampled_from([0.0, 1e-5, 1.1e-2, 0.31, 0.91])
@@ -71,7 +71,7 @@ def test_what_is_dropped_adds_to_the_tail_in_the_tails_own_numbers():
     ids, rest = torch.tensor([[1, 3, 5]]).expand(4, 3), torch.tensor([-7.0, -9.0, -9.0, -9.0], dtype=torch.float64)
     sampled = torch.tensor([1, 0, 3, 3])
     sampled_z = torch.tensor([4.0, -6.0, 3.0, 0.0], dtype=torch.float64)
-    policy = keep(Top(ids, z, tail_z, sampled_z, rest), sampled, 10, 1e-3)
+    policy = policy_from_top(Top(ids, z, tail_z, sampled_z, rest), sampled, 10, 1e-3)
     assert policy.token_ids.tolist() == [[1, 3, -1], [1, 3, 0], [1, 3, 5], [1, 3, -1]]
     assert policy.slot.tolist() == [0, 2, 1, 1]
     unnormalised = [

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from troll import LMHead, Logits
 from troll.trust_region.reading import head as head_module
 from troll.trust_region.reading import logits as logits_module
-from troll.trust_region.reading.source import Source
+from troll.trust_region.reading.source import LogitsSource
 
 KINDS = ("logits", "head")
 
@@ -81,7 +81,7 @@ class Problem:
         anything = torch.randint(size, self.shape, generator=generator)
         self.token_ids = torch.where(torch.rand(self.shape, generator=generator) < 0.5, likeliest, anything)
 
-    def source(self) -> Source:
+    def source(self) -> LogitsSource:
         if self.kind == "logits":
             return Logits(self.leaves[0], rows=self.rows, **self.settings)
         bias = self.leaves[2] if len(self.leaves) > 2 else None

@@ -38,7 +38,7 @@ def test_no_tensor_of_tokens_by_vocabulary_is_made():
     with largest:
         old = troll.capture(problem.source(), problem.token_ids, top_k=8)
         step = troll.trust_region_step(problem.source(), old, entropy=True)
-        (step.log_ratio + step.log_probs + step.regression).sum().backward()
+        (step.log_ratio + step.log_prob + step.regression).sum().backward()
     # Four whole rows of a capture, rounded up to blocks of 64; a step's tiles are smaller.
     assert 4 * 1000 <= largest.elements <= 4 * 1024 < 12 * 1000
 

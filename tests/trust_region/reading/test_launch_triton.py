@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 import triton
 
 from tests.trust_region.reading.tiles import DEVICE, FIRST, made, random_values, some_ids
-from troll.trust_region.reading import fold_triton, launch_triton
-from troll.trust_region.reading.fold import Outside, Support, SupportGradient
+from troll.trust_region.reading import launch_triton
+from troll.trust_region.reading.tiles import Support, TailSums, Upstream
 
 
 @pytest.fixture
@@ -68,11 +68,11 @@ def test_other_values_are_refused(monkeypatch):
 
 
 def folded(rows: int, entropy: bool) -> tuple[torch.Tensor | None, ...]:
-    support = Support.of(some_ids(rows, 5, FIRST, FIRST + 300))
+    support = Support.from_ids(some_ids(rows, 5, FIRST, FIRST + 300))
     logits = torch.full((rows, 5), -torch.inf, device=DEVICE)
-    outside = Outside.empty(logits, entropy)
+    outside = TailSums.empty(logits, entropy)
     for seed in range(2):
-        fold_triton.fold_support(made(random_values(rows, 300, seed=seed)).tile, support, logits, outside)
+        made(random_values(rows, 300, seed=seed)).tile.read(support, logits, outside)
     return logits, *outside
 
 
@@ -82,18 +82,18 @@ def test_sums_are_added_once_however_many_sizes_are_tried(entropy, request):
     names = request.getfixturevalue("tuned")
     for got, want in zip(folded(4, entropy), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
-    assert set(names) == {"_fold_support_kernel"}
+    assert set(names) == {"_read_kernel"}
 
 
 def test_a_gradient_is_tuned_where_logits_stay_only(tuned):
     part, out = made(random_values(4, 300)), made(torch.zeros(4, 300))
-    support, row = Support.of(some_ids(4, 5, FIRST, FIRST + 300)), torch.zeros(4, device=DEVICE)
-    of = SupportGradient(row, row + 1, torch.ones(4, 5, device=DEVICE), None, None)
-    fold_triton.gradient(part.tile, support, of, out.tile)
+    support, row = Support.from_ids(some_ids(4, 5, FIRST, FIRST + 300)), torch.zeros(4, device=DEVICE)
+    upstream = Upstream(row, row + 1, torch.ones(4, 5, device=DEVICE), None, None)
+    part.tile.write_gradient(support, upstream, out.source)
     assert tuned == ["_gradient_kernel"]
-    fold_triton.gradient(part.tile, support, of)
+    part.tile.gradient(support, upstream)
     assert tuned == ["_gradient_kernel"]
-    torch.testing.assert_close(part.tile.values, out.tile.values, rtol=1e-6, atol=0)
+    torch.testing.assert_close(part.values(), out.values(), rtol=1e-6, atol=0)
 
 
 def test_few_rows_are_not_tuned(tuned):

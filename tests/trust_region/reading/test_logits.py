@@ -199,7 +199,7 @@ def test_a_second_backward_pass_over_donated_logits_is_refused():
     step = troll.trust_region_step(Logits(logits, donate=True), old)
     step.log_ratio.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="these logits were donated"):
-        step.log_probs.sum().backward()
+        step.log_prob.sum().backward()
 
 
 def test_what_else_needs_donated_logits_is_told():

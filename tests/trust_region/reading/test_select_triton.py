@@ -20,18 +20,19 @@ from tests.trust_region.reading.tiles import (
     unchanged,
 )
 from troll.trust_region.policy.top import BLOCK
-from troll.trust_region.reading import fold, fold_triton
-from troll.trust_region.reading.fold import NO_TOKEN
+from troll.trust_region.reading.memory_triton import Memory
+from troll.trust_region.reading.tiles import NO_TOKEN, Support, Transform
+from troll.trust_region.reading.tiles_triton import TritonTile
 
 
 def sampled_around(width: int) -> Tensor:
     return torch.tensor([FIRST, FIRST + width - 1, FIRST - 1, FIRST + width], device=DEVICE)
 
 
-def assert_selects_alike(part: Made, sampled: Tensor, k: int) -> fold.Support:
+def assert_selects_alike(part: Made, sampled: Tensor, k: int) -> Support:
     before = part.memory.clone()
-    actual = fold_triton.select(part.tile, sampled, k)
-    expected = fold.select(part.for_torch(torch.float32), sampled, k)
+    actual = part.tile.select(sampled, k)
+    expected = part.for_torch(torch.float32).select(sampled, k)
     assert actual.ids.dtype == actual.ascending.dtype == torch.int64
     assert torch.equal(actual.ids, expected.ids)
     assert torch.equal(actual.ascending, expected.ascending)
@@ -86,7 +87,7 @@ def test_numbers_of_every_size():
 
 def test_large_k():
     part = made(random_values(2, 200 * BLOCK, torch.bfloat16))
-    assert_selects_alike(part, sampled_around(part.tile.width)[:2], 130)
+    assert_selects_alike(part, sampled_around(part.tile.memory.width)[:2], 130)
 
 
 @pytest.mark.parametrize("at", ["smallest", "between", "largest", "selected"])
@@ -108,20 +109,21 @@ def test_rows_that_are_no_distribution_select_as_many_tokens():
     values[1, ::3] = torch.nan
     values[2, 5] = torch.inf
     values[3] = -torch.inf
-    support = fold_triton.select(made(values).tile, torch.full((4,), FIRST - 1, device=DEVICE), 7)
+    support = made(values).tile.select(torch.full((4,), FIRST - 1, device=DEVICE), 7)
     assert (support.ids[:, :7] >= FIRST).all() and (support.ids[:, :7] < FIRST + 700).all()
     assert (support.ids[:, :7].diff() > 0).all()
     assert (support.ids[2] == FIRST + 5).any() and (support.ids[:, 7] == -1).all()
 
 
 def test_no_rows():
-    tile = made(random_values(1, 100)).tile
-    tile = tile._replace(values=tile.values[:0])
-    support = fold_triton.select(tile, torch.zeros(0, dtype=torch.int64, device=DEVICE), 4)
+    nothing = slice(0, 0)
+    tile = TritonTile(Memory(random_values(0, 100), 100), Transform(), FIRST, nothing, nothing)
+    support = tile.select(torch.zeros(0, dtype=torch.int64, device=DEVICE), 4)
     assert support.ids.shape == support.ascending.shape == (0, 5)
 
 
 def test_a_tile_that_is_too_wide():
-    tile = made(random_values(1, 100)).tile._replace(width=2**20 + 1)
+    width = 2**20 + 1
+    tile = TritonTile(Memory(random_values(1, 100), width), Transform(), FIRST, slice(0, 1), slice(0, width))
     with pytest.raises(ValueError, match="1048576 wide at most, got 1048577: set TROLL_KERNELS=torch"):
-        fold_triton.select(tile, torch.zeros(1, dtype=torch.int64, device=DEVICE), 4)
+        tile.select(torch.zeros(1, dtype=torch.int64, device=DEVICE), 4)

@@ -50,7 +50,7 @@ class Problem:
     def step(self, old: troll.SparsePolicy, **keywords: Any) -> tuple[troll.TrustRegionStep, tuple[Tensor, ...]]:
         leaves = [x.clone().requires_grad_() for x in (self.hidden, self.new)]
         made = troll.trust_region_step(self.source(leaves[1], leaves[0]), old, kl_bound=0.05, **keywords)
-        loss = (made.log_ratio + made.regression - 0.3 * made.log_probs).sum()
+        loss = (made.log_ratio + made.regression - 0.3 * made.log_prob).sum()
         return made, torch.autograd.grad(loss, leaves)
 
 
@@ -84,7 +84,7 @@ def test_step(dtype, settings, kind, tail, monkeypatch):
     monkeypatch.setenv(VARIABLE, "triton")
     actual, grads = problem.step(old, tail=tail)
     assert actual.projected.any() and torch.equal(actual.projected, expected.projected)
-    for name in ("log_ratio", "regression", "log_probs", "kl_before", "kl_after"):
+    for name in ("log_ratio", "regression", "log_prob", "kl_before", "kl_after"):
         got, want = getattr(actual, name), getattr(expected, name)
         torch.testing.assert_close(got, want, rtol=0, atol=2 * TOLERANCE)  # of two log-probabilities
     for grad, want in zip(grads, expected_grads, strict=True):

@@ -130,7 +130,7 @@ def test_it_agrees_with_the_reference(case, processes):
         assert found["old_tail"][b] == pytest.approx(row.tail_log_prob, rel=1e-10, abs=1e-12)
 
         expected = reference.step(new_logits[b], row, case.kl_bound, case.tail, case.pull)
-        assert found["log_probs"][b] == pytest.approx(expected.log_prob, rel=1e-10, abs=1e-12)
+        assert found["log_prob"][b] == pytest.approx(expected.log_prob, rel=1e-10, abs=1e-12)
         assert found["kl_before"][b] == pytest.approx(expected.kl_before, rel=1e-9, abs=1e-11)
         assert found["kl_after"][b] == pytest.approx(expected.kl_after, abs=1e-9)
         assert found["projected"][b] == expected.projected
@@ -139,7 +139,7 @@ def test_it_agrees_with_the_reference(case, processes):
         assert found["log_ratio"][b] == pytest.approx(expected.log_ratio, rel=1e-7, abs=1e-7)
         for name, gradient in (
             ("log_ratio", expected.log_ratio_gradient),
-            ("log_probs", expected.log_prob_gradient),
+            ("log_prob", expected.log_prob_gradient),
             ("regression", expected.regression_gradient),
         ):
             wanted = case.upstream(name)[b].item() * gradient

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from troll.trust_region.reading.fold import Tile, Transform
+from troll.trust_region.reading.memory_triton import Memory
+from troll.trust_region.reading.tiles import TensorRows, TorchTile, Transform
+from troll.trust_region.reading.tiles_triton import TritonTile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -29,13 +31,23 @@ FORMS = ("rows", "some", "batch")
 class Made(NamedTuple):
     """A tile for a kernel, the memory that it is in, and its logits in float64."""
 
-    tile: Tile
+    tile: TritonTile
+    source: TensorRows
     memory: Tensor
     logits: Tensor
 
-    def for_torch(self, dtype: torch.dtype = torch.float64) -> Tile:
-        """A tile for the torch functions, with memory of its own."""
-        return self.tile._replace(values=self.logits.to(dtype, copy=True), offsets=None)
+    def for_torch(self, dtype: torch.dtype = torch.float64) -> TorchTile:
+        """A tile for torch, with memory of its own."""
+        tile = self.tile
+        return TorchTile(self.logits.to(dtype, copy=True), tile.transform, tile.first, tile.rows, tile.columns)
+
+    def values(self) -> Tensor:
+        """What the memory holds of the tile, (n, W)."""
+        memory = self.tile.memory
+        if memory.offsets is None:
+            return memory.values
+        at = memory.offsets.unsqueeze(-1) + torch.arange(memory.width, device=DEVICE)
+        return memory.values.as_strided((int(at.max()) + 1,), (1,))[at]
 
 
 def random_values(rows: int, width: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -49,24 +61,19 @@ def made(values: Tensor, transform: Transform = TRANSFORMS["plain"], form: str =
     if form == "rows":
         memory = values.new_full((rows, width + 16), torch.nan)
         memory[:, :width] = values
-        return Made(Tile(memory[:, :width], first, width, transform), memory, logits)
-    if form == "some":
+        source = TensorRows(memory[:, :width])
+    elif form == "some":
         memory = values.new_full((2 * rows, width), torch.nan)
         index = torch.randperm(2 * rows, generator=torch.Generator().manual_seed(5))[:rows].to(DEVICE)
         memory[index] = values
-        return Made(Tile(memory, first, width, transform, index * width), memory, logits)
-    memory = values.new_full((rows, 3, width), torch.nan)
-    memory[:, 1] = values
-    view = memory[:, 1:2]
-    return Made(Tile(view, first, width, transform, torch.arange(rows, device=DEVICE) * view.stride(0)), memory, logits)
-
-
-def values_of(tile: Tile) -> Tensor:
-    """What a tile holds, (n, W)."""
-    if tile.offsets is None:
-        return tile.values
-    at = tile.offsets.unsqueeze(-1) + torch.arange(tile.width, device=DEVICE)
-    return tile.values.as_strided((int(at.max()) + 1,), (1,))[at]
+        source = TensorRows(memory, index)
+    else:
+        memory = values.new_full((rows, 3, width), torch.nan)
+        memory[:, 1] = values
+        source = TensorRows(memory[:, 1:2])
+    every = slice(0, rows)
+    tile = TritonTile(Memory.of(source, every), transform, first, every, slice(0, width))
+    return Made(tile, source, memory, logits)
 
 
 def unchanged(before: Tensor, after: Tensor) -> bool:

@@ -24,7 +24,7 @@ from troll.trust_region.kernels import VARIABLE
 from troll.trust_region.reading import head as head_module
 from troll.trust_region.reading import logits as logits_module
 from troll.trust_region.reading.capture import capture_with_entropy
-from troll.trust_region.reading.source import Source
+from troll.trust_region.reading.source import LogitsSource
 
 Group = dist.ProcessGroup | None
 Result = dict[str, Tensor]
@@ -49,7 +49,7 @@ COLLECTIVES = (
 HIDDEN = 16
 
 #: The outputs whose gradients are compared, each by itself.
-DIFFERENTIABLE = ("log_ratio", "log_probs", "regression", "entropy")
+DIFFERENTIABLE = ("log_ratio", "log_prob", "regression", "entropy")
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def _settings(case: Case) -> tuple[dict[str, Any], bool]:
 
 
 def _result(
-    case: Case, before: Source, tokens: Tensor, new: Source, entropy: bool, leaves: dict[str, Tensor]
+    case: Case, before: LogitsSource, tokens: Tensor, new: LogitsSource, entropy: bool, leaves: dict[str, Tensor]
 ) -> Result:
     old = troll.capture(before, tokens, top_k=case.top_k, mass_threshold=case.mass_threshold)
     assert old.vocab_size == case.vocab_size
@@ -260,7 +260,7 @@ def _result(
     return result
 
 
-def _step(source: Source, old: SparsePolicy, case: Case, entropy: bool = False) -> Any:
+def _step(source: LogitsSource, old: SparsePolicy, case: Case, entropy: bool = False) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what "floor" is for, in some cases
         options: Any = {"tail": case.tail, "pull": case.pull, "entropy": entropy}

@@ -23,7 +23,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from troll import PackedPolicy, capture
-from troll.trust_region.policy.wire import to_records
+from troll.trust_region.policy.serialized import to_records
 from verl_cpu import ROLLOUT
 
 # How long a batch waits for more: requests come one by one, and many in one forward pass cost little more than one.

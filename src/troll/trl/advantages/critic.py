@@ -25,7 +25,8 @@ from transformers import PreTrainedModel
 from troll.trl.advantages.value_model import value_model
 from troll.trl.checkpoints import load_state, save_state
 from troll.trl.config import TrollConfig
-from troll.trust_region.tally import at_once, combined
+from troll.trl.monitor import over_processes
+from troll.trust_region.metrics import Tally, masked_total
 
 #: The file that `Critic.save` writes: only one, so that it is replaced as a whole.
 CRITIC_FILE = "critic.pt"
@@ -94,7 +95,7 @@ class Critic:
         """Drops what an interrupted update has left."""
         self.optimizer.zero_grad()
         self._tokens = torch.zeros((), device=self.accelerator.device)
-        self._sums: dict[str, Tensor] = {}
+        self._tally = Tally()
         self._grad_norms: list[Tensor] = []
 
     @property
@@ -191,17 +192,16 @@ class Critic:
     def _observe(self, losses: Tensor, values: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor) -> None:
         moved = mask & ((values - old_values).abs() > self._settings.value_clip)
         error = returns - old_values
-        sums = {
-            "tokens": mask.sum(),
-            "value_loss": losses.sum(),
-            "clip_fraction": moved.sum(),
-            "value_mean": values.sum(),
-            "return_mean": returns.sum(),
-            "return_square": (returns**2).sum(),
-            "error": error.sum(),
-            "error_square": (error**2).sum(),
+        measured = {
+            "value_loss": losses,
+            "clip_fraction": moved,
+            "value_mean": values,
+            "return_mean": returns,
+            "return_square": returns**2,
+            "error": error,
+            "error_square": error**2,
         }
-        self._sums = combined(self._sums, {name: value.float() for name, value in sums.items()}, torch.add)
+        self._tally += Tally({name: masked_total(numbers.float(), mask) for name, numbers in measured.items()})
 
     def metrics(self) -> dict[str, float]:
         """What happened since the last call, over all tokens and processes, by name.
@@ -216,11 +216,11 @@ class Critic:
         Every process has to call it. It is empty if there was no micro-batch since the last call; without a token, as
         where all completions are masked, only `grad_norm` is left.
         """
-        if not self._sums:
+        if not self._tally.totals:
             return {}
-        sums = at_once(self._sums, lambda sums: self.accelerator.reduce(sums, reduction="sum").cpu())
-        tokens = sums.pop("tokens").item()
-        means = {name: value.item() / tokens for name, value in sums.items()} if tokens else {}
+        tally = over_processes(self._tally, self.accelerator)
+        found = {name: total.tolist() for name, total in tally.totals.items()}
+        means = {name: total / tokens for name, (total, tokens) in found.items() if tokens}
         if means:
             variance = means.pop("return_square") - means["return_mean"] ** 2
             unexplained = means.pop("error_square") - means.pop("error") ** 2
@@ -229,7 +229,7 @@ class Critic:
                 means["explained_variance"] = 1 - unexplained / variance
         if self._grad_norms:
             means["grad_norm"] = torch.stack(self._grad_norms).mean().item()
-        self._sums, self._grad_norms = {}, []
+        self._tally, self._grad_norms = Tally(), []
         return means
 
     # Checkpoints

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from troll.trl.own_settings import choice, number
 from troll.trl.surrogates.terms import NoSettings, ScoredTokens, Terms
-from troll.trust_region.objective import trust_region_step
-from troll.trust_region.policy.values import divergence, floored
-from troll.trust_region.projecting.pull import to_old
-from troll.trust_region.projecting.step import common_outcomes
+from troll.trust_region.probabilities import divergence, floored
+from troll.trust_region.step import common_outcomes, pull_to_old, trust_region_step
 
 if TYPE_CHECKING:  # the configuration imports the surrogates
     from troll.trl.config import TrollConfig
@@ -75,11 +73,11 @@ def kl_penalty(tokens: ScoredTokens, args: TrollConfig, own: KLPenaltySettings) 
     a cap of the ratio are options.
     """
     assert tokens.old is not None and tokens.new is not None
-    new, old, present = common_outcomes(tokens.new, tokens.old, args.tail)
+    outcomes = common_outcomes(tokens.new, tokens.old, args.tail)
     if own.direction == "old_new":
-        kl = to_old(new, old, present)
+        kl = pull_to_old(outcomes)
     else:
-        kl = divergence(torch.where(present, new - old, 0.0), old)
+        kl = divergence(torch.where(outcomes.present, outcomes.new - outcomes.old, 0.0), outcomes.old)
     limited = own.clip is not None or own.cap is not None
     return Terms(
         log_ratio=limited_log_ratio(tokens, own.clip, own.cap) if limited else None,

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from troll.trust_region.policy.outcomes import Outcomes
+from troll.trust_region.constraint import Constraint
+from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.policy.sparse import SparsePolicy
-from troll.trust_region.projecting.constraint import Constraint
-from troll.trust_region.projecting.step import TrustRegionStep
+from troll.trust_region.step import TrustRegionStep
 
 if TYPE_CHECKING:  # the configuration imports the surrogates
     from troll.trl.config import TrollConfig
@@ -39,7 +39,7 @@ class ScoredTokens:
     penalty_weight: float
     constraint: Constraint | None
     old: SparsePolicy | None
-    new: Outcomes | None
+    new: PolicyOnSupport | None
 
     @property
     def log_ratio(self) -> Tensor:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from troll.trust_region.checks import shape_text
 from troll.trust_region.policy.sparse import SparsePolicy, check_alike
-from troll.trust_region.policy.values import shape_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,9 +124,9 @@ class PackedPolicy:
         """
         if self.shape and (type(index) is int or (isinstance(index, slice) and index.step in (None, 1))):
             return self._entries(index)
-        rows = torch.arange(self.counts.numel(), device=self.counts.device).view(self.shape)[index]
-        counts = self.counts.flatten()[rows]
-        starts, ends, length = self.offsets[rows].flatten(), counts.flatten().cumsum(0), int(counts.sum())
+        positions = torch.arange(self.counts.numel(), device=self.counts.device).view(self.shape)[index]
+        counts = self.counts.flatten()[positions]
+        starts, ends, length = self.offsets[positions].flatten(), counts.flatten().cumsum(0), int(counts.sum())
         # How far each slot moves; the length is given so that the device need not be asked again.
         shift = (starts - ends + counts.flatten()).repeat_interleave(counts.flatten(), output_size=length)
         slots = torch.arange(length, device=shift.device) + shift
@@ -135,8 +135,8 @@ class PackedPolicy:
             token_ids=self.token_ids[slots],
             log_probs=self.log_probs[slots],
             counts=counts,
-            tail_log_prob=self.tail_log_prob.flatten()[rows],
-            slot=self.slot.flatten()[rows],
+            tail_log_prob=self.tail_log_prob.flatten()[positions],
+            slot=self.slot.flatten()[positions],
         )
 
     def _entries(self, index: int | slice) -> PackedPolicy:

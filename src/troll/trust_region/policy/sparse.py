@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from troll.trust_region.policy.values import shape_text, shared
-
-Tail = Literal["bucket", "floor"]
-TAILS: tuple[Tail, ...] = ("bucket", "floor")
+from troll.trust_region.checks import shape_text, shared
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,9 +134,3 @@ def check_capture(top_k: int, mass_threshold: float) -> None:
         raise ValueError(f"top_k must be an integer of at least 1, got {top_k}")
     if not 0 <= mass_threshold < 1:
         raise ValueError(f"mass_threshold must be in [0, 1), got {mass_threshold}")
-
-
-def check_tail(tail: str) -> None:
-    """Raises ValueError if there is no tail of this name."""
-    if tail not in TAILS:
-        raise ValueError(f"tail must be one of {', '.join(TAILS)}, got {tail!r}")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from troll.trust_region.checks import check_integers, check_shape, check_tokens_in, shape_text
 from troll.trust_region.kernels import MAX_SELECTED, use_triton
+from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.policy.sparse import SparsePolicy, check_capture
-from troll.trust_region.policy.values import PROBABILITY_FLOOR, as_float, check_integers, check_shape, shape_text
+from troll.trust_region.probabilities import PROBABILITY_FLOOR, as_float
 
 #: Entries in a block. The K blocks with the largest maxima contain the K largest entries, so only those are sorted.
 BLOCK = 64
@@ -108,7 +111,27 @@ def largest_with_sampled(
     return largest(ids, logits, logits, sampled, nowhere, log_rest, k)
 
 
-def keep(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> SparsePolicy:
+def largest_of_policy(policy: PolicyOnSupport, sampled: Tensor, k: int) -> Top:
+    """The k largest entries of a policy that has been read already.
+
+    Args:
+        policy: At N positions in any shape, (...).
+        sampled: The sampled tokens, (N,).
+        k: The entries to keep; all, if the policy has fewer.
+
+    Raises:
+        ValueError: If a sampled token is not among the tokens that were read.
+    """
+    slots = policy.token_ids.shape[-1]
+    ids, z = policy.token_ids.long().reshape(-1, slots), policy.logits.reshape(-1, slots)
+    is_sampled = ids == sampled.unsqueeze(-1)
+    if not bool(is_sampled.any(-1).all()):
+        token = sampled[~is_sampled.any(-1)][0].item()
+        raise ValueError(f"token_ids must be among the tokens that the source was read at, got {token}")
+    return largest_with_sampled(ids, z, sampled, policy.tail_logit.reshape(-1, 1), policy.vocab_size, min(k, slots))
+
+
+def policy_from_top(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> SparsePolicy:
     """The slots of a policy: tokens until they cover `1 − mass_threshold`, and always the sampled one.
 
     Args:
@@ -121,13 +144,12 @@ def keep(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> S
         The policies, (N,). A row that is no distribution, or whose sampled token is outside the vocabulary, has NaN in
         its used slots and in its tail; in the latter case token 0 replaces the sampled one.
     """
+    slots: Callable[[Top, Tensor, int, float], tuple[Tensor, Tensor, Tensor, Tensor]] = _slots
     if use_triton(top.logits, top.logits.shape[-1], MAX_SELECTED):
         from troll.trust_region.policy import top_triton
 
-        ids, log_probs, tail_log_prob, slot = top_triton.slots(top, sampled, vocab_size, mass_threshold)
-    else:
-        ids, log_probs, tail_log_prob, slot = _slots(top, sampled, vocab_size, mass_threshold)
-    return SparsePolicy(ids, log_probs, tail_log_prob, slot, vocab_size, mass_threshold)
+        slots = top_triton.slots
+    return SparsePolicy(*slots(top, sampled, vocab_size, mass_threshold), vocab_size, mass_threshold)
 
 
 def _slots(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -215,7 +237,7 @@ def capture_top(
     empty = (0, k - top.ids.shape[-1])
     logits = torch.nn.functional.pad(top.logits, empty, value=-torch.inf)
     top = top._replace(ids=torch.nn.functional.pad(top.ids, empty, value=-1), logits=logits, tail_logits=logits)
-    return keep(top, sampled.squeeze(-1), vocab_size, mass_threshold).view(shape)
+    return policy_from_top(top, sampled.squeeze(-1), vocab_size, mass_threshold).view(shape)
 
 
 def _check_entries(
@@ -237,11 +259,3 @@ def _check_entries(
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     if bool(twice.any()):
         raise ValueError(f"token_ids must differ in a row, got {ordered[..., 1:][twice][0].item()} twice")
-
-
-def check_tokens_in(name: str, token_ids: Tensor, vocab_size: int, *, or_unused: bool = False) -> None:
-    """Raises ValueError unless all ids are in [0, vocab_size), or −1 where slots may be unused."""
-    outside = (token_ids < -int(or_unused)) | (token_ids >= vocab_size)
-    if bool(outside.any()):
-        takes = f"[0, {vocab_size}), or -1 if unused" if or_unused else f"[0, {vocab_size})"
-        raise ValueError(f"{name} must be in {takes}, got {token_ids[outside][0].item()}")

@@ -1,4 +1,4 @@
-"""The Triton counterpart of what `top.keep` computes: one program a token."""
+"""The Triton counterpart of what `top.policy_from_top` computes: one program a token."""
 
 # Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from troll.trust_region.kernels import launching_on
-from troll.trust_region.policy.values_triton import (
+from troll.trust_region.probabilities_triton import (
     launch,
     log_add_exp,
     log_sum_exp,

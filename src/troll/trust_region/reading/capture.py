@@ -5,20 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from troll.trust_region.checks import check_integers, check_shape, check_tokens_in
 from troll.trust_region.kernels import MAX_SELECTED
-from troll.trust_region.policy.outcomes import Outcomes
+from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.policy.sparse import SparsePolicy, check_capture
-from troll.trust_region.policy.top import Top, check_tokens_in, keep, largest_with_sampled
-from troll.trust_region.policy.values import check_integers, check_shape, float_dtype
-from troll.trust_region.reading.fold import Outside, rows_of
+from troll.trust_region.policy.top import Top, largest_of_policy, policy_from_top
+from troll.trust_region.probabilities import float_dtype
 from troll.trust_region.reading.logits import Logits
-from troll.trust_region.reading.source import Source
+from troll.trust_region.reading.source import LogitsSource
+from troll.trust_region.reading.tiles import TailSums, rows_of
 from troll.trust_region.reading.vocabulary import Vocabulary
 
 
 @torch.no_grad()
 def capture(
-    source: Source | Outcomes | Tensor, token_ids: Tensor, *, top_k: int = 64, mass_threshold: float = 1e-5
+    source: LogitsSource | PolicyOnSupport | Tensor, token_ids: Tensor, *, top_k: int = 64, mass_threshold: float = 1e-5
 ) -> SparsePolicy:
     """Captures the old policy, the network when a rollout is scored, without gradient.
 
@@ -27,8 +28,8 @@ def capture(
 
     Args:
         source: Logits (..., V) that are aligned with `token_ids` and divided by the sampling temperature; or any
-            source: [Logits][troll.Logits], [LMHead][troll.LMHead], or outcomes that have been read and hold the sampled
-            tokens. Outcomes that are dropped count with the precision with which they were read.
+            source: [Logits][troll.Logits], [LMHead][troll.LMHead], or a policy that has been read and holds the sampled
+            tokens. Its tokens that are dropped count with the precision with which they were read.
         token_ids: The sampled tokens, (...), integers in [0, V). A GPU is not waited for: a position with an id outside
             the vocabulary becomes NaN there, and the metrics count it as "nonfinite".
         top_k: K, the tokens to keep at most, at least 1; V if it is larger than V.
@@ -39,15 +40,18 @@ def capture(
             slices of the vocabulary differ in size.
     """
     source = Logits(source) if isinstance(source, Tensor) else source
-    vocab_size = source.vocab_size if isinstance(source, Outcomes) else source.vocabulary.size
+    vocab_size = source.vocab_size if isinstance(source, PolicyOnSupport) else source.vocabulary.size
     sampled = _checked(token_ids, source.shape, vocab_size, top_k, mass_threshold)
-    top = _given(source, sampled, top_k) if isinstance(source, Outcomes) else _top(source, sampled, top_k)[0]
-    return keep(top, sampled, vocab_size, mass_threshold).view(token_ids.shape)
+    if isinstance(source, PolicyOnSupport):
+        top = largest_of_policy(source, sampled, top_k)
+    else:
+        top, _ = _top(source, sampled, top_k)
+    return policy_from_top(top, sampled, vocab_size, mass_threshold).view(token_ids.shape)
 
 
 @torch.no_grad()
 def capture_with_entropy(
-    source: Source, token_ids: Tensor, *, top_k: int, mass_threshold: float
+    source: LogitsSource, token_ids: Tensor, *, top_k: int, mass_threshold: float
 ) -> tuple[SparsePolicy, Tensor]:
     """[capture][troll.capture], and the entropy over the whole vocabulary, (...), in nats, in the same pass.
 
@@ -64,7 +68,25 @@ def capture_with_entropy(
     sampled = _checked(token_ids, source.shape, vocab_size, top_k, mass_threshold)
     top, entropy = _top(source, sampled, top_k, entropy=True)
     assert entropy is not None
-    return keep(top, sampled, vocab_size, mass_threshold).view(token_ids.shape), entropy.view(token_ids.shape)
+    return policy_from_top(top, sampled, vocab_size, mass_threshold).view(token_ids.shape), entropy.view(
+        token_ids.shape
+    )
+
+
+def union_support(source: LogitsSource, old_token_ids: Tensor, sampled: Tensor, mass_threshold: float) -> Tensor:
+    """The tokens of both policies' supports, (..., 2 K), which `tail="floor"` compares; −1 in unused slots.
+
+    The tokens that a capture of the new policy would keep follow the old policy's.
+
+    Args:
+        source: The new policy, (...).
+        old_token_ids: The old policy's tokens, (..., K).
+        sampled: The sampled tokens, (...).
+        mass_threshold: δ of the old policy's capture.
+    """
+    own = capture(source, sampled, top_k=old_token_ids.shape[-1], mass_threshold=mass_threshold).token_ids
+    known = (own.unsqueeze(-1) == old_token_ids.unsqueeze(-2)).any(-1)
+    return torch.cat([old_token_ids, own.masked_fill(known, -1)], -1)
 
 
 def _checked(token_ids: Tensor, shape: torch.Size, vocab_size: int, top_k: int, mass_threshold: float) -> Tensor:
@@ -78,27 +100,27 @@ def _checked(token_ids: Tensor, shape: torch.Size, vocab_size: int, top_k: int, 
     return sampled
 
 
-def _top(source: Source, sampled: Tensor, top_k: int, entropy: bool = False) -> tuple[Top, Tensor | None]:
+def _top(source: LogitsSource, sampled: Tensor, top_k: int, entropy: bool = False) -> tuple[Top, Tensor | None]:
     """The largest logits of a source, the sampled tokens' and the log-sum-exp of all others; and the entropy, (N,)."""
-    with source.opened(top_k, MAX_SELECTED) as reading:
+    with source.reading(top_k, MAX_SELECTED) as reading:
         k = min(top_k, reading.vocabulary.width)
         logits = sampled.new_full((len(sampled), k + 1), -torch.inf, dtype=float_dtype(reading.dtype))
-        outside, tiles = Outside.empty(logits, entropy), []
-        for rows, _, tile in reading.parts(whole_rows=True):
-            support = reading.functions.select(tile, sampled[rows], k)
-            reading.functions.fold_support(tile, support, logits[rows], rows_of(outside, rows))
-            tiles.append(support.ids)
-        ids = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+        outside, selected = TailSums.empty(logits, entropy), []
+        for tile in reading.tiles(whole_rows=True):
+            support = tile.select(sampled[tile.rows], k)
+            tile.read(support, logits[tile.rows], rows_of(outside, tile.rows))
+            selected.append(support.ids)
+        ids = selected[0] if len(selected) == 1 else torch.cat(selected)
         exact, log_rest = reading.exact(ids), outside.log_sum
         precise = logits if exact is None else exact
         # The sampled token is in the last slot, or among the others.
         top = Top(ids[:, :k], precise[:, :k], logits[:, :k], precise[:, k], log_rest)
         merged = reading.vocabulary.merge_top(top, sampled, min(top_k, reading.vocabulary.size))
-        own = Outcomes(ids, precise, log_rest, reading.vocabulary.width, outside.entropy)
+        own = PolicyOnSupport(ids, precise, log_rest, reading.vocabulary.width, outside.entropy)
         return merged, _entropy(own, reading.vocabulary) if entropy else None
 
 
-def _entropy(own: Outcomes, vocabulary: Vocabulary) -> Tensor:
+def _entropy(own: PolicyOnSupport, vocabulary: Vocabulary) -> Tensor:
     """The entropy over the vocabulary, (N,), from the outcomes of this process's slice of it."""
     total, entropy = torch.logsumexp(torch.cat([own.logits, own.tail_logit.unsqueeze(-1)], -1), -1), own.entropy
     assert entropy is not None
@@ -106,14 +128,3 @@ def _entropy(own: Outcomes, vocabulary: Vocabulary) -> Tensor:
     log_weight = torch.log_softmax(totals, -1)
     # A slice without mass, of padding, has no entropy of its own.
     return torch.where(log_weight == -torch.inf, 0.0, log_weight.exp() * (entropies - log_weight)).sum(-1)
-
-
-def _given(policy: Outcomes, sampled: Tensor, top_k: int) -> Top:
-    """As `_top`, from a policy that has been read already."""
-    slots = policy.token_ids.shape[-1]
-    ids, z = policy.token_ids.long().reshape(-1, slots), policy.logits.reshape(-1, slots)
-    is_sampled = ids == sampled.unsqueeze(-1)
-    if not bool(is_sampled.any(-1).all()):
-        token = sampled[~is_sampled.any(-1)][0].item()
-        raise ValueError(f"token_ids must be among the tokens that the source was read at, got {token}")
-    return largest_with_sampled(ids, z, sampled, policy.tail_logit.reshape(-1, 1), policy.vocab_size, min(top_k, slots))

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from troll.trust_region.checks import shape_text
 from troll.trust_region.kernels import MAX_OUTCOMES
 from troll.trust_region.policy.top import BLOCK
-from troll.trust_region.policy.values import float_dtype, shape_text
-from troll.trust_region.reading.fold import Support, SupportGradient, Tile
-from troll.trust_region.reading.source import Part, Pass, Source, slices
+from troll.trust_region.probabilities import float_dtype
+from troll.trust_region.reading.source import LogitsSource, Reading, slices
+from troll.trust_region.reading.tiles import Support, Tile, Upstream
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,12 +31,9 @@ TOKEN_TILE, VOCABULARY_TILE = 4096, 32768
 WHOLE_ROWS = {"cpu": 2**25}
 WHOLE_ROWS_ON_GPU = 2**27
 
-#: Elements of the weight that torch gathers at once for single logits.
-GATHERED = 2**24
-
 
 @dataclass(frozen=True, eq=False)
-class LMHead(Source):
+class LMHead(LogitsSource):
     """Logits of an LM head, `softcap · tanh(scale · (hidden @ weightᵀ + bias) / softcap) / temperature`.
 
     The product is computed in the hidden states' dtype, or autocast's if that is on; everything after it, and the
@@ -85,10 +83,10 @@ class LMHead(Source):
         return len(self.weight)
 
     @contextmanager
-    def opened(self, slots: int, most: int = MAX_OUTCOMES, dtype: torch.dtype | None = None) -> Iterator[Pass]:
+    def reading(self, slots: int, max_slots: int = MAX_OUTCOMES, dtype: torch.dtype | None = None) -> Iterator[Reading]:
         """See the parent."""
         with nullcontext() if self.gathered is None else self.gathered(self.weight, self.bias):
-            yield _HeadPass(self, slots, most, dtype or self._product_dtype())
+            yield _HeadReading(self, slots, max_slots, dtype or self._product_dtype())
 
     def _product_dtype(self) -> torch.dtype:
         device = self.hidden.device.type
@@ -96,18 +94,18 @@ class LMHead(Source):
         return torch.get_autocast_dtype(device) if autocast else self.hidden.dtype
 
 
-class _HeadPass(Pass):
+class _HeadReading(Reading):
     """All tiles lie in the same memory: allocating each would cost as much as its matrix product."""
 
-    def __init__(self, head: LMHead, slots: int, most: int, dtype: torch.dtype) -> None:
+    def __init__(self, head: LMHead, slots: int, max_slots: int, dtype: torch.dtype) -> None:
         self._memory = head.hidden.new_empty(0, dtype=dtype)
-        super().__init__(head, self._memory, slots, most)
+        super().__init__(head, self._memory, slots, max_slots)
         self._head = head
         self._hidden = head.hidden.reshape(-1, head.hidden.shape[-1])
         # The operands of the last tile, in the computing dtype.
         self._hidden_part = self._weight_part = self._memory
 
-    def parts(self, whole_rows: bool = False) -> Iterator[Part]:
+    def tiles(self, whole_rows: bool = False) -> Iterator[Tile]:
         """See the parent."""
         width = self._head.width
         if whole_rows:
@@ -115,16 +113,14 @@ class _HeadPass(Pass):
             size = max(1, min(logits // width, TOKEN_TILE)), width
         else:
             size = TOKEN_TILE, VOCABULARY_TILE
-        most = [min(length, limit) for length, limit in zip((self.tokens, width), size, strict=True)]
-        self._memory = self._hidden.new_empty(most[0] * _whole_blocks(most[1]), dtype=self.dtype)
+        largest = [min(length, limit) for length, limit in zip((self.tokens, width), size, strict=True)]
+        self._memory = self._hidden.new_empty(largest[0] * _whole_blocks(largest[1]), dtype=self.dtype)
         for rows in slices(self.tokens, size[0]):
-            at = rows if self.index is None else self.index[rows]
+            at = rows if self.row_index is None else self.row_index[rows]
             self._hidden_part = self._hidden[at].to(self.dtype)
             for columns in slices(width, size[1]):
-                product = self._product(columns)
-                values = self.transform(product) if self.is_torch else product
                 first = self.vocabulary.start + columns.start
-                yield Part(rows, columns, Tile(values, first, product.shape[-1], self.transform))
+                yield self.tile.of_product(self._product(columns), self.transform, first, rows, columns)
 
     def _product(self, columns: slice) -> Tensor:
         width = columns.stop - columns.start
@@ -141,9 +137,8 @@ class _HeadPass(Pass):
         """See the parent: computes single products of half precision again in float32."""
         if self.dtype not in (torch.bfloat16, torch.float16):
             return None
-        hidden = (self._hidden if self.index is None else self._hidden[self.index]).to(self.dtype)
-        gathered = gathered_products if self.is_torch else self.functions.gathered_products
-        products = gathered(hidden, self._head.weight, self._head.bias, ids, self.vocabulary.start)
+        hidden = (self._hidden if self.row_index is None else self._hidden[self.row_index]).to(self.dtype)
+        products = self.tile.gathered_products(hidden, self._head.weight, self._head.bias, ids, self.vocabulary.start)
         logits = self.transform(products)
         # A softcap makes −inf finite.
         return logits if self.transform.softcap is None else logits.masked_fill_(ids < 0, -torch.inf)
@@ -156,21 +151,21 @@ class _HeadPass(Pass):
             for x, needs in zip(tensors, needed, strict=True)
         ]
 
-    def add_gradient(self, sums: list[Tensor | None], part: Part, support: Support, of: SupportGradient) -> None:
+    def add_gradient(self, sums: list[Tensor | None], tile: Tile, support: Support, upstream: Upstream) -> None:
         """See the parent."""
-        grad = self.functions.gradient(part.tile, support, of).to(self.dtype)
+        grad = tile.gradient(support, upstream).to(self.dtype)
         grad_hidden, grad_weight, grad_bias = sums
         if grad_hidden is not None:
-            if self.index is None:
-                _add_product(grad_hidden[part.rows], grad, self._weight_part)
+            if self.row_index is None:
+                _add_product(grad_hidden[tile.rows], grad, self._weight_part)
             else:
                 own = torch.zeros_like(grad_hidden[: len(grad)])
                 _add_product(own, grad, self._weight_part)
-                grad_hidden.index_add_(0, self.index[part.rows], own)
+                grad_hidden.index_add_(0, self.row_index[tile.rows], own)
         if grad_weight is not None:
-            _add_product(grad_weight[part.columns], grad.t(), self._hidden_part)
+            _add_product(grad_weight[tile.columns], grad.t(), self._hidden_part)
         if grad_bias is not None:
-            grad_bias[part.columns] += grad.sum(0, dtype=grad_bias.dtype)
+            grad_bias[tile.columns] += grad.sum(0, dtype=grad_bias.dtype)
 
     def finished(self, sums: list[Tensor | None]) -> list[Tensor | None]:
         """See the parent: the gradients summed over the slices of the vocabulary, in the dtypes of the tensors."""
@@ -178,29 +173,6 @@ class _HeadPass(Pass):
             self.vocabulary.add_up(sums[0])
             sums[0] = sums[0].view(self._head.hidden.shape)
         return [None if x is None else x.to(y.dtype) for x, y in zip(sums, self._head.tensors, strict=True)]  # type: ignore[union-attr]
-
-
-def gathered_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, first: int) -> Tensor:
-    """`hidden · weight[id] + bias[id]` in float32, (N, K), with operands rounded to the hidden states' dtype.
-
-    Args:
-        hidden: The hidden states, (N, H).
-        weight: The head's weight, (V, H), in any dtype; a slice of it has fewer rows.
-        bias: The head's bias, (V,), or None.
-        ids: The vocabulary entries, (N, K); an entry without a row in the weight gets −inf.
-        first: The vocabulary entry of the weight's first row.
-    """
-    step = max(1, GATHERED // max(1, ids.shape[-1] * hidden.shape[-1]))
-    here = (ids >= first) & (ids < first + len(weight))
-    at = torch.where(here, ids - first, 0)
-    with torch.autocast(hidden.device.type, enabled=False):  # it would compute in half precision
-        products = [
-            torch.bmm(weight[some].to(hidden.dtype).float(), part.float().unsqueeze(-1)).squeeze(-1)
-            for part, some in zip(hidden.split(step), at.split(step), strict=True)
-        ]
-    total = torch.cat(products)
-    total = total if bias is None else total + bias[at].float()
-    return total.masked_fill(~here, -torch.inf)
 
 
 def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:

@@ -18,7 +18,7 @@ VARIABLE = "TROLL_AUTOTUNE"
 #: Columns and warps of a program, by kernel and bytes of a number: two 16-byte loads in each thread, so that much data
 #: is on its way, and few warps, so that a reduction does not wait for many.
 TABLE = {
-    "_fold_support_kernel": {2: (2048, 4), 4: (1024, 4)},
+    "_read_kernel": {2: (2048, 4), 4: (1024, 4)},
     "_block_maxima_kernel": {2: (2048, 4), 4: (1024, 4)},
     "_gradient_kernel": {2: (2048, 4), 4: (1024, 4)},
     "_products_kernel": {2: (256, 4), 4: (128, 4)},
@@ -49,7 +49,7 @@ def select_warps(numbers: int) -> int:
 
 
 def launcher(
-    kernel: Any, grid: Any, rows: int, width: int, like: Tensor, *, restore: tuple[str, ...] | None = ()
+    kernel: Any, grid: Any, rows: int, width: int, values: Tensor, *, restore: tuple[str, ...] | None = ()
 ) -> Any:
     """`kernel[grid]`, with its `COLUMNS` and `num_warps` filled in.
 
@@ -58,14 +58,14 @@ def launcher(
         grid: The launch grid, or a function from the constants to it.
         rows: The rows of the launch.
         width: The columns of the tile.
-        like: A tensor with the dtype and device that the kernel reads.
+        values: A tensor with the dtype and device that the kernel reads.
         restore: Names of the arguments that a launch both reads and writes, since tuning launches many times. None if
             they cannot be restored: then the table's sizes are used.
     """
     name = kernel.fn.__name__
-    if restore is not None and rows >= MIN_TUNED_ROWS and _tunes(like.device.type):
-        return _tuner(kernel, like.element_size(), restore)[grid]
-    return functools.partial(kernel[grid], **launch(name, width, like.dtype))
+    if restore is not None and rows >= MIN_TUNED_ROWS and _tunes(values.device.type):
+        return _tuner(kernel, values.element_size(), restore)[grid]
+    return functools.partial(kernel[grid], **launch(name, width, values.dtype))
 
 
 def grid_of(rows: int, width: int) -> Callable[[dict[str, int]], tuple[int, int]]:

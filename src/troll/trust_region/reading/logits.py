@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from troll.trust_region.kernels import MAX_OUTCOMES
-from troll.trust_region.policy.values import as_float
-from troll.trust_region.reading import fold
-from troll.trust_region.reading.fold import Support, SupportGradient, Tile
-from troll.trust_region.reading.source import Part, Pass, Source, slices
+from troll.trust_region.reading.source import LogitsSource, Reading, slices
+from troll.trust_region.reading.tiles import Support, TensorRows, Tile, Upstream
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -24,7 +22,7 @@ TILE_LOGITS = 2**24
 
 
 @dataclass(frozen=True, eq=False)
-class Logits(Source):
+class Logits(LogitsSource):
     """A tensor of logits as a source, read as `softcap · tanh(scale · logits / softcap) / temperature`.
 
     A view such as `logits[:, :-1]` is read in place, without a copy.
@@ -72,11 +70,11 @@ class Logits(Source):
         """The number of vocabulary entries that this process holds."""
         return self.logits.shape[-1]
 
-    def opened(
-        self, slots: int, most: int = MAX_OUTCOMES, dtype: torch.dtype | None = None
-    ) -> AbstractContextManager[Pass]:
+    def reading(
+        self, slots: int, max_slots: int = MAX_OUTCOMES, dtype: torch.dtype | None = None
+    ) -> AbstractContextManager[Reading]:
         """See the parent."""
-        return nullcontext(_LogitsPass(self, slots, most))
+        return nullcontext(_LogitsReading(self, slots, max_slots))
 
 
 def is_whole(logits: Tensor) -> bool:
@@ -84,51 +82,23 @@ def is_whole(logits: Tensor) -> bool:
     return logits.is_contiguous() and logits.untyped_storage().nbytes() == logits.nbytes
 
 
-class _LogitsPass(Pass):
-    def __init__(self, source: Logits, slots: int, most: int) -> None:
+class _LogitsReading(Reading):
+    def __init__(self, source: Logits, slots: int, max_slots: int) -> None:
         logits = source.logits
-        super().__init__(source, logits, slots, most)
+        super().__init__(source, logits, slots, max_slots)
         self._donate, self._shape = source.donate, logits.shape
         # Columns that are not contiguous would be slow to read, and are rare enough for a copy.
         self._logits = logits if logits.stride(-1) == 1 or logits.shape[-1] == 1 else logits.contiguous()
         try:
-            self._rows: Tensor | None = self._logits.view(-1, logits.shape[-1])
+            self._rows = TensorRows(self._logits.view(-1, logits.shape[-1]), self.row_index)
         except RuntimeError:  # rows at no constant distance, as in logits[:, :-1]
-            self._rows = None
+            self._rows = TensorRows(self._logits)
 
-    def parts(self, whole_rows: bool = False) -> Iterator[Part]:
+    def tiles(self, whole_rows: bool = False) -> Iterator[Tile]:
         """See the parent: the tiles always have whole rows."""
-        width = self._shape[-1]
-        step = max(1, TILE_LOGITS // width) if self.is_torch else max(1, self.tokens)
-        for rows in slices(self.tokens, step):
-            values, offsets = (self._own(rows), None) if self.is_torch else self._in_place(rows)
-            yield Part(rows, slice(0, width), Tile(values, self.vocabulary.start, width, self.transform, offsets))
-
-    def _own(self, rows: slice) -> Tensor:
-        """A copy of the logits, (n, V)."""
-        if self._rows is not None:
-            raw = self._rows[rows if self.index is None else self.index[rows]]
-            z = as_float(raw)
-            return self.transform(z.clone() if z is raw and self.index is None else z)
-        at = torch.arange(rows.start, rows.stop, device=self._logits.device)
-        return self.transform(as_float(self._logits[torch.unravel_index(at, self._shape[:-1])]))
-
-    def _in_place(self, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """The logits where they are, and where their rows begin in memory, (n,)."""
-        if self._rows is not None and self.index is None:
-            return self._rows[rows], None
-        if self.index is not None:
-            assert self._rows is not None
-            return self._rows, self.index[rows] * self._rows.stride(0)
-        first, *others = (
-            torch.arange(0, size * stride, stride, device=self._logits.device)
-            if stride
-            else torch.zeros(size, dtype=torch.int64, device=self._logits.device)
-            for size, stride in zip(self._shape[:-1], self._logits.stride(), strict=False)
-        )
-        for offsets in others:
-            first = first.unsqueeze(-1) + offsets
-        return self._logits, first.flatten()[rows]
+        step = TILE_LOGITS // self._shape[-1] if self.tile.copies else self.tokens
+        for rows in slices(self.tokens, max(1, step)):
+            yield self.tile.of_tensor(self._rows, self.transform, self.vocabulary.start, rows)
 
     def new_gradients(self, needed: tuple[bool, ...]) -> list[Tensor | None]:
         """See the parent."""
@@ -136,25 +106,17 @@ class _LogitsPass(Pass):
             return [self._logits]
         return [torch.empty(self._shape, dtype=self._logits.dtype, device=self._logits.device)]
 
-    def add_gradient(self, sums: list[Tensor | None], part: Part, support: Support, of: SupportGradient) -> None:
+    def add_gradient(self, sums: list[Tensor | None], tile: Tile, support: Support, upstream: Upstream) -> None:
         """See the parent; every row is written once."""
         assert sums[0] is not None
-        rows = sums[0].view(-1, self._shape[-1])
-        if self.is_torch:
-            values = fold.gradient(part.tile, support, of).to(rows.dtype)
-            rows[part.rows if self.index is None else self.index[part.rows]] = values
-        elif self.index is None:
-            self.functions.gradient(part.tile, support, of, part.tile._replace(values=rows[part.rows], offsets=None))
-        else:
-            offsets = self.index[part.rows] * rows.stride(0)
-            self.functions.gradient(part.tile, support, of, part.tile._replace(values=rows, offsets=offsets))
+        tile.write_gradient(support, upstream, TensorRows(sums[0], self.row_index))
 
     def finished(self, sums: list[Tensor | None]) -> list[Tensor | None]:
         """See the parent."""
         assert sums[0] is not None
-        if self.index is not None:
+        if self.row_index is not None:
             unread = torch.ones(self._shape[0], dtype=torch.bool, device=self._logits.device)
-            self.functions.clear(sums[0], unread.index_fill_(0, self.index, False))
+            self.tile.clear(sums[0], unread.index_fill_(0, self.row_index, False))
         if self._donate:
             # Autograd does not see a kernel's writes: it must learn that logits saved elsewhere are gone.
             torch.autograd.graph.increment_version(self._logits)

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from troll.trust_region.policy.outcomes import Outcomes
-from troll.trust_region.policy.top import check_tokens_in
-from troll.trust_region.policy.values import check_integers, check_shape, float_dtype
-from troll.trust_region.reading.fold import Outside, Support, SupportGradient, rows_of
+from troll.trust_region.checks import check_integers, check_shape, check_tokens_in
+from troll.trust_region.policy.on_support import PolicyOnSupport
+from troll.trust_region.probabilities import float_dtype
 from troll.trust_region.reading.logits import Logits
-from troll.trust_region.reading.source import Source
+from troll.trust_region.reading.source import LogitsSource
+from troll.trust_region.reading.tiles import Support, TailSums, Transform, Upstream, rows_of
 
 
-def read(source: Source, token_ids: Tensor, *, entropy: bool = False) -> Outcomes:
+def read(source: LogitsSource, token_ids: Tensor, *, entropy: bool = False) -> PolicyOnSupport:
     """A source's policy on a support, differentiable in the source's tensors.
 
     The tail is the log-sum-exp over the support's complement, folded tile by tile with the support left out: it
@@ -30,7 +30,7 @@ def read(source: Source, token_ids: Tensor, *, entropy: bool = False) -> Outcome
     """
     ids = token_ids.reshape(-1, token_ids.shape[-1]).long()
     logits, tail_logit, tail_entropy = _Read.apply(source, ids, entropy, *source.tensors)
-    return Outcomes(
+    return PolicyOnSupport(
         token_ids,
         logits.view(token_ids.shape),
         tail_logit.view(source.shape),
@@ -39,7 +39,7 @@ def read(source: Source, token_ids: Tensor, *, entropy: bool = False) -> Outcome
     )
 
 
-def log_probs_at(source: Source | Tensor, token_ids: Tensor) -> Outcomes:
+def log_probs_at(source: LogitsSource | Tensor, token_ids: Tensor) -> PolicyOnSupport:
     """Log-probabilities of some tokens and of everything else together, differentiable.
 
     Args:
@@ -47,8 +47,8 @@ def log_probs_at(source: Source | Tensor, token_ids: Tensor) -> Outcomes:
         token_ids: (..., K) integers in [0, V), different in a row; −1 in unused slots.
 
     Returns:
-        Outcomes with `.log_probs` (..., K) and `.tail_log_prob` (...). NaN for a row that is no distribution, which
-        has no gradient either.
+        The policy on these tokens, with `.log_probs` (..., K) and `.tail_log_prob` (...). NaN for a row that is no
+        distribution, which has no gradient either.
 
     Raises:
         ValueError: On shapes or dtypes that do not fit, or ids outside the vocabulary.
@@ -71,21 +71,21 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, source: Source, token_ids: Tensor, entropy: bool, *tensors: Tensor | None
+        ctx: FunctionCtx, source: LogitsSource, token_ids: Tensor, entropy: bool, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         tokens, slots = token_ids.shape
-        support = Support.of(token_ids)
-        with source.with_tensors(*tensors).opened(slots) as reading:
+        support = Support.from_ids(token_ids)
+        with source.with_tensors(*tensors).reading(slots) as reading:
             dtype = float_dtype(reading.dtype)
             logits = torch.full((tokens, slots), -torch.inf, dtype=dtype, device=token_ids.device)
-            outside = Outside.empty(logits, entropy)
-            for rows, _, tile in reading.parts():
-                reading.functions.fold_support(tile, rows_of(support, rows), logits[rows], rows_of(outside, rows))
+            outside = TailSums.empty(logits, entropy)
+            for tile in reading.tiles():
+                tile.read(rows_of(support, tile.rows), logits[tile.rows], rows_of(outside, tile.rows))
             exact = reading.exact(token_ids)
             sums = (x for x in outside if x is not None)
             logits, *merged = reading.vocabulary.merge_support(logits if exact is None else exact, token_ids, *sums)
-        outside = Outside(*merged).over_slices()
+        outside = TailSums(*merged).over_slices()
         tail_logit, tail_entropy = outside.log_sum, outside.entropy
         ctx.save_for_backward(*tensors, *support, logits, tail_logit, tail_entropy)  # type: ignore[arg-type]
         ctx.source, ctx.dtype = source.with_tensors(*(None for _ in tensors)), reading.dtype  # type: ignore[attr-defined]
@@ -102,16 +102,16 @@ class _Read(torch.autograd.Function):
         ctx.spent = getattr(ctx.source, "donate", False)
         *tensors, ids, ascending, logits, tail_logit, tail_entropy = ctx.saved_tensors
         support = Support(ids, ascending)
-        of = _gradient(ctx.source.transform, ids, logits, tail_logit, tail_entropy, *grads)
-        with ctx.source.with_tensors(*tensors).opened(ids.shape[-1], dtype=ctx.dtype) as reading:
+        upstream = _upstream(ctx.source.transform, ids, logits, tail_logit, tail_entropy, *grads)
+        with ctx.source.with_tensors(*tensors).reading(ids.shape[-1], dtype=ctx.dtype) as reading:
             sums = reading.new_gradients(ctx.needs_input_grad[3:])
-            for part in reading.parts():
-                reading.add_gradient(sums, part, rows_of(support, part.rows), rows_of(of, part.rows))
+            for tile in reading.tiles():
+                reading.add_gradient(sums, tile, rows_of(support, tile.rows), rows_of(upstream, tile.rows))
             return None, None, None, *reading.finished(sums)
 
 
-def _gradient(
-    transform: Any,
+def _upstream(
+    transform: Transform,
     ids: Tensor,
     logits: Tensor,
     tail_logit: Tensor,
@@ -119,14 +119,14 @@ def _gradient(
     grad_logits: Tensor | None,
     grad_tail: Tensor | None,
     grad_entropy: Tensor | None,
-) -> SupportGradient:
+) -> Upstream:
     total = torch.logsumexp(torch.cat([logits, tail_logit.unsqueeze(-1)], -1), -1)
     broken = ~total.isfinite()  # a row that is no distribution has no gradient
     nothing_outside = tail_logit == -torch.inf
     absent = (ids < 0) | broken.unsqueeze(-1)
     on_support = torch.zeros_like(logits) if grad_logits is None else grad_logits.masked_fill(absent, 0)
     outside = torch.zeros_like(total) if grad_tail is None else grad_tail.masked_fill(nothing_outside | broken, 0)
-    return SupportGradient(
+    return Upstream(
         tail_logit.masked_fill(nothing_outside, 0).masked_fill(broken, torch.nan),
         outside,
         on_support * transform.slope(logits.masked_fill(absent, 0)),

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from troll.trust_region.kernels import VARIABLE, launching_on
 from troll.trust_region.policy.top import BLOCK
-from troll.trust_region.policy.values_triton import sortable
-from troll.trust_region.reading import fold
-from troll.trust_region.reading.fold import Support, Tile
+from troll.trust_region.probabilities_triton import sortable
+from troll.trust_region.reading import tiles
 from troll.trust_region.reading.launch_triton import grid_of, launcher, select_warps
-from troll.trust_region.reading.tile_triton import alignment, factors, logits_of, memory_of, row_of
+from troll.trust_region.reading.memory_triton import Memory, factors, logits_of, row_of
+from troll.trust_region.reading.tiles import Support, Transform
 
-_NO_TOKEN = tl.constexpr(fold.NO_TOKEN)
+_NO_TOKEN = tl.constexpr(tiles.NO_TOKEN)
 
 #: The widest tile: a program holds its blocks' maxima in registers, and counts them in 15 bits.
 LARGEST_WIDTH = 2**20
@@ -31,20 +31,23 @@ LARGEST_WIDTH = 2**20
 _NO_BLOCK = tl.constexpr(2**24)
 
 
-def select(tile: Tile, sampled: Tensor, k: int) -> Support:
-    """As `fold.select`, in two launches; NaN is selected last.
+def select(memory: Memory, transform: Transform, first: int, sampled: Tensor, k: int) -> Support:
+    """As `Tile.select`, in two launches; NaN is selected last.
 
     Args:
-        tile: The source's numbers, (n, W), with W at most `LARGEST_WIDTH`; they are not changed.
+        memory: The source's numbers, (n, W), with W at most `LARGEST_WIDTH`; they are not changed.
+        transform: Maps them to logits.
+        first: The vocabulary entry of the first column.
         sampled: The sampled tokens, (n,).
         k: The number of largest logits, at most W and `kernels.MAX_SELECTED`.
 
     Raises:
         ValueError: If the tile is wider.
     """
-    if tile.width > LARGEST_WIDTH:
-        raise ValueError(f"a tile may be {LARGEST_WIDTH} wide at most, got {tile.width}: set {VARIABLE}=torch")
-    rows, blocks = len(sampled), triton.cdiv(tile.width, BLOCK)
+    width = memory.width
+    if width > LARGEST_WIDTH:
+        raise ValueError(f"a tile may be {LARGEST_WIDTH} wide at most, got {width}: set {VARIABLE}=torch")
+    rows, blocks = len(sampled), triton.cdiv(width, BLOCK)
     ids, ascending = (sampled.new_empty((rows, k + 1), dtype=torch.int64) for _ in range(2))
     if not rows:
         return Support(ids, ascending)
@@ -52,20 +55,20 @@ def select(tile: Tile, sampled: Tensor, k: int) -> Support:
     everything = blocks <= k
     maxima = sampled.new_empty((0 if everything else rows, blocks), dtype=torch.float32)
     chosen, selected = (sampled.new_empty((rows, k), dtype=torch.int32) for _ in range(2))
-    memory = (*memory_of(tile), tile.width)
-    options = {"SOFTCAP": tile.transform.softcap is not None, "ALIGNMENT": alignment(tile), "BLOCK": BLOCK}
+    numbers = (*memory.arguments, width)
+    options = {"SOFTCAP": transform.softcap is not None, "ALIGNMENT": memory.alignment, "BLOCK": BLOCK}
     held = 1 if everything else triton.next_power_of_2(blocks)
     candidates = triton.next_power_of_2(blocks if everything else k)
 
     with launching_on(sampled.device):
         if not everything:
-            launcher(_block_maxima_kernel, grid_of(rows, tile.width), rows, tile.width, tile.values)(
-                *memory, *factors(tile.transform), maxima, blocks, **options
+            launcher(_block_maxima_kernel, grid_of(rows, width), rows, width, memory.values)(
+                *numbers, *factors(transform), maxima, blocks, **options
             )
         _select_kernel[(rows,)](
-            *memory,
-            tile.first,
-            *factors(tile.transform),
+            *numbers,
+            first,
+            *factors(transform),
             maxima,
             blocks,
             chosen,

@@ -1,27 +1,25 @@
-"""The interface of sources of logits, and of a pass over their tiles."""
+"""The interface of sources of logits, and of a reading: one pass over their tiles."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
+from troll.trust_region.checks import check_integers, shape_text
 from troll.trust_region.kernels import MAX_OUTCOMES, use_triton
-from troll.trust_region.policy.values import check_integers, shape_text
-from troll.trust_region.reading import fold
-from troll.trust_region.reading.fold import Support, SupportGradient, Tile, Transform
+from troll.trust_region.reading.tiles import Support, Tile, TorchTile, Transform, Upstream
 from troll.trust_region.reading.vocabulary import Vocabulary, held_vocabulary
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Source(ABC):
+class LogitsSource(ABC):
     """Logits of N token positions for a vocabulary, or for this process's slice of it; subclasses are dataclasses."""
 
     tensor_names: ClassVar[tuple[str, ...]]
@@ -47,22 +45,23 @@ class Source(ABC):
         """The token positions, (...)."""
         return getattr(self, self.tensor_names[0]).shape[:-1] if self.rows is None else self.rows.shape
 
-    def with_tensors(self, *tensors: Tensor | None) -> Source:
+    def with_tensors(self, *tensors: Tensor | None) -> LogitsSource:
         """The same source with other `tensors`; None in place of a tensor keeps only the settings."""
         other = object.__new__(type(self))  # without checks, since a tensor may be None
         vars(other).update(vars(self), **dict(zip(self.tensor_names, tensors, strict=True)))
         return other
 
     @abstractmethod
-    def opened(
-        self, slots: int, most: int = MAX_OUTCOMES, dtype: torch.dtype | None = None
-    ) -> AbstractContextManager[Pass]:
-        """A context manager that gives a `Pass`, and keeps sharded parameters gathered meanwhile.
+    def reading(
+        self, slots: int, max_slots: int = MAX_OUTCOMES, dtype: torch.dtype | None = None
+    ) -> AbstractContextManager[Reading]:
+        """A context manager that gives a `Reading`, and keeps sharded parameters gathered meanwhile.
 
         Args:
             slots: The numbers of each token that a kernel holds.
-            most: Torch computes if there are more slots than this.
-            dtype: The dtype in which logits are computed; None for that of the forward pass, which `Pass.dtype` gives.
+            max_slots: Torch computes if there are more slots than this.
+            dtype: The dtype in which logits are computed; None for that of the forward pass, which `Reading.dtype`
+                gives.
         """
 
     @property
@@ -95,50 +94,37 @@ class Source(ABC):
             )
 
 
-class Part(NamedTuple):
-    """A tile, and where it belongs."""
-
-    rows: slice
-    """Its rows, among the N tokens."""
-    columns: slice
-    """Its columns, among the vocabulary entries that this process holds."""
-    tile: Tile
-
-
 def slices(length: int, size: int) -> Iterator[slice]:
     """Consecutive slices of this size, the last one what is left; at least one, which may be empty."""
     return (slice(start, min(start + size, length)) for start in range(0, max(length, 1), size))
 
 
-class Pass(ABC):
+class Reading(ABC):
     """One pass over the tiles of a source.
 
     Args:
         source: The source of the logits.
         memory: A tensor with the dtype and device of the tiles.
         slots: The numbers of each token that a kernel holds.
-        most: Torch computes if there are more slots than this.
+        max_slots: Torch computes if there are more slots than this.
     """
 
-    def __init__(self, source: Source, memory: Tensor, slots: int, most: int) -> None:
+    def __init__(self, source: LogitsSource, memory: Tensor, slots: int, max_slots: int) -> None:
         self.transform, self.vocabulary = source.transform, source.vocabulary
         self.dtype = memory.dtype
-        #: N, the number of tokens; and which rows of the source's tensor they are, (N,), or None for all.
-        self.tokens, self.index = source.shape.numel(), None if source.rows is None else source.rows.long()
-        #: `fold`, or its counterpart for a GPU.
-        self.functions: ModuleType = fold
-        if use_triton(memory, slots, most):
-            from troll.trust_region.reading import fold_triton
+        #: N, the number of tokens.
+        self.tokens = source.shape.numel()
+        #: Which rows of the source's tensor they are, (N,); None for all.
+        self.row_index = None if source.rows is None else source.rows.long()
+        #: The class of the tiles.
+        self.tile: type[Tile] = TorchTile
+        if use_triton(memory, slots, max_slots):
+            from troll.trust_region.reading.tiles_triton import TritonTile
 
-            self.functions = fold_triton
-
-    @property
-    def is_torch(self) -> bool:
-        """Whether tiles hold logits that the functions may overwrite, instead of the source's numbers."""
-        return self.functions is fold
+            self.tile = TritonTile
 
     @abstractmethod
-    def parts(self, whole_rows: bool = False) -> Iterator[Part]:
+    def tiles(self, whole_rows: bool = False) -> Iterator[Tile]:
         """Yields all tiles; with `whole_rows`, each has all vocabulary entries that this process holds.
 
         A tile is lost when the next one is computed. Without tokens there are tiles without rows.
@@ -157,7 +143,7 @@ class Pass(ABC):
         """The sums of the gradients of the source's tensors before the first tile; None where they are not needed."""
 
     @abstractmethod
-    def add_gradient(self, sums: list[Tensor | None], part: Part, support: Support, of: SupportGradient) -> None:
+    def add_gradient(self, sums: list[Tensor | None], tile: Tile, support: Support, upstream: Upstream) -> None:
         """Adds the gradient from a tile to the sums."""
 
     @abstractmethod

@@ -1,0 +1,60 @@
+"""Checks of arguments, with errors that name the argument, what it got and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def check_integers(name: str, tensor: Tensor) -> None:
+    """Raises ValueError unless a tensor holds integers."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise ValueError(f"{name} must be integers, got {tensor.dtype}")
+
+
+def check_shape(name: str, tensor: Tensor, shape: Sequence[object]) -> None:
+    """Raises ValueError unless a tensor has this shape."""
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} must be {shape_text(shape)}, got {shape_text(tensor.shape)}")
+
+
+def shared(owners: str, name: str, values: Sequence[T]) -> T:
+    """The one value that all owners have.
+
+    Args:
+        owners: Whose values they are, for the error: "policies".
+        name: What they are, for the error.
+        values: The value of each owner, at least one.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    distinct = list(dict.fromkeys(values))
+    if len(distinct) > 1:
+        raise ValueError(f"{owners} must share one {name}, got {', '.join(map(str, distinct))}")
+    return distinct[0]
+
+
+def shape_text(shape: Sequence[object]) -> str:
+    """A shape as error messages show it."""
+    return f"({', '.join(map(str, shape))})"
+
+
+def check_mask_fits(mask: Tensor, **tensors: Tensor) -> None:
+    """Raises ValueError unless the tensors have the mask's shape."""
+    for name, tensor in tensors.items():
+        if tensor.shape != mask.shape:
+            raise ValueError(f"{name} must be {shape_text(mask.shape)} like the mask, got {shape_text(tensor.shape)}")
+
+
+def check_tokens_in(name: str, token_ids: Tensor, vocab_size: int, *, or_unused: bool = False) -> None:
+    """Raises ValueError unless all ids are in [0, vocab_size), or −1 where slots may be unused."""
+    outside = (token_ids < -int(or_unused)) | (token_ids >= vocab_size)
+    if bool(outside.any()):
+        takes = f"[0, {vocab_size}), or -1 if unused" if or_unused else f"[0, {vocab_size})"
+        raise ValueError(f"{name} must be in {takes}, got {token_ids[outside][0].item()}")

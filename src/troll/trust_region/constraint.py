@@ -1,0 +1,173 @@
+"""Which tokens share one multiplier: those of a sequence, or of a batch that may span processes.
+
+The tokens of a group share one τ, and one bound on the weighted sum of their divergences: docs/method.md derives the
+projection and its gradient. Without a constraint every token has a multiplier of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from troll.trust_region.dual import Moments, TokenCurve
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Scope = Literal["token", "sequence", "batch"]
+Reduction = Literal["mean", "sum"]
+CONSTRAINTS: tuple[Scope, ...] = get_args(Scope)
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
+
+
+@dataclass(frozen=True, eq=False)
+class Constraint:
+    """Which tokens share one multiplier, and the weights with which their KL adds up: `Σ w KL(q ‖ p) ≤ ε`.
+
+    ε of a group is the mean of its tokens' `kl_bound`, with the same weights. A token of weight 0 is projected with the
+    τ of its group, but does not influence it.
+
+    Attributes:
+        group: The group of each token position, (...) int64 in [0, groups).
+        weight: The weight w ≥ 0 of each token position, (...).
+        groups: The number of groups; a group may have no tokens.
+        process_group: The processes over which the sums of a group extend; None for this one only. All of them must
+            take part in every projection and its backward pass, with the same `groups`, even without tokens.
+
+    Raises:
+        ValueError: If group and weight differ in shape, or groups are not int64.
+    """
+
+    group: Tensor
+    weight: Tensor
+    groups: int
+    process_group: ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if self.group.dtype != torch.int64:
+            raise ValueError(f"group must be int64, got {self.group.dtype}")
+        if self.weight.shape != self.group.shape or not self.weight.is_floating_point():
+            raise ValueError(
+                f"weight must be floating point {tuple(self.group.shape)} like group, "
+                f"got {self.weight.dtype} {tuple(self.weight.shape)}"
+            )
+
+    @staticmethod
+    def sequence(mask: Tensor, reduction: Reduction = "mean") -> Constraint:
+        """One multiplier for each row of a (B, T) mask, which is true (or 1) where a token counts.
+
+        With "mean", the bound holds for the mean divergence of the row's tokens; with "sum", for their sum, which in
+        expectation is the divergence between the two policies' sequences.
+
+        Raises:
+            ValueError: On a mask that is not (B, T), or an unknown reduction.
+        """
+        if mask.dim() != 2:
+            raise ValueError(f"mask must be (B, T), got {tuple(mask.shape)}")
+        counts = mask.bool()
+        group = torch.arange(len(mask), device=mask.device).unsqueeze(-1).expand(mask.shape)
+        return Constraint(group, _weight(counts, counts.sum(-1, keepdim=True), reduction), len(mask))
+
+    @staticmethod
+    def batch(mask: Tensor, reduction: Reduction = "mean", process_group: ProcessGroup | None = None) -> Constraint:
+        """One multiplier for all tokens of a mask (...): TRPO's constraint, on this batch.
+
+        With a process group the tokens are those of all its processes, and the bound holds globally.
+
+        Raises:
+            ValueError: On an unknown reduction.
+        """
+        counts = mask.bool()
+        total = _over_processes(counts.sum(), process_group)
+        return Constraint(
+            torch.zeros_like(mask, dtype=torch.int64), _weight(counts, total, reduction), 1, process_group
+        )
+
+    def __getitem__(self, index: Any) -> Constraint:
+        """The constraint on some token positions, indexed as a tensor would be; weights do not change."""
+        return dataclasses.replace(self, group=self.group[index], weight=self.weight[index])
+
+    def flat(self, shape: torch.Size) -> Constraint:
+        """The constraint on the token positions `shape`, flattened.
+
+        Raises:
+            ValueError: If the constraint is for others, a group is outside [0, groups), or a weight is below 0 or not
+                finite.
+        """
+        if self.group.shape != shape:
+            raise ValueError(
+                f"constraint must be for the token positions {tuple(shape)}, got {tuple(self.group.shape)}"
+            )
+        fits = (self.group >= 0) & (self.group < self.groups)
+        if not bool(fits.all()):
+            raise ValueError(f"constraint: group must be in [0, {self.groups}), got {self.group[~fits][0].item()}")
+        fits = (self.weight >= 0) & self.weight.isfinite()
+        if not bool(fits.all()):
+            raise ValueError(f"constraint: weight must be at least 0 and finite, got {self.weight[~fits][0].item()}")
+        return dataclasses.replace(self, group=self.group.reshape(-1), weight=self.weight.reshape(-1))
+
+    def narrowed(self, groups: Tensor) -> tuple[Tensor, Constraint]:
+        """Keeps some of the groups of a constraint on (N,) tokens, and numbers them anew.
+
+        Args:
+            groups: The groups to keep, (G',) int64, ascending.
+
+        Returns:
+            The indices of the tokens that stay, (N',), and the constraint on them.
+        """
+        number = self.group.new_full((self.groups,), -1)
+        number[groups] = torch.arange(len(groups), device=groups.device)
+        group = number[self.group]
+        tokens = (group >= 0).nonzero().squeeze(-1)
+        return tokens, dataclasses.replace(self, group=group[tokens], weight=self.weight[tokens], groups=len(groups))
+
+    def total(self, *values: Tensor) -> Tensor:
+        """Adds up k quantities of (N,) tokens over each group, and over processes, in float64, (k, groups)."""
+        stacked = torch.stack([value.double() for value in values])
+        sums = stacked.new_zeros(len(values), self.groups).index_add_(1, self.group, stacked)
+        return _over_processes(sums, self.process_group)
+
+    def weighted_total(self, *values: Tensor) -> Tensor:
+        """As `total`, with each token's weight; values of weight 0 do not matter, NaN included."""
+        counts, weight = self.weight > 0, self.weight.double()
+        return self.total(*(torch.where(counts, weight * value, 0.0) for value in values))
+
+
+class SharedCurve(TokenCurve):
+    """A curve of groups: `Σ w KL(τ)` over the tokens of each, for a constraint on (N,) tokens."""
+
+    def __init__(self, log_p: Tensor, s: Tensor, constraint: Constraint) -> None:
+        super().__init__(log_p, s)
+        self._constraint = constraint
+
+    def at(self, tau: Tensor) -> Moments:
+        """The weighted sums at (R,) values of τ."""
+        of_tokens = super().at(tau[self._constraint.group])
+        return Moments(*self._constraint.weighted_total(*of_tokens).to(tau.dtype))
+
+    def variance_at_zero(self) -> Tensor:
+        """`Σ w σ²` at τ = 0, (R,)."""
+        variance = super().variance_at_zero()
+        return self._constraint.weighted_total(variance)[0].to(variance.dtype)
+
+    def narrow(self, roots: Tensor) -> None:
+        """Keeps some of the groups, and their tokens."""
+        tokens, self._constraint = self._constraint.narrowed(roots)
+        super().narrow(tokens)
+
+
+def _weight(counts: Tensor, total: Tensor, reduction: Reduction) -> Tensor:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    return counts.double() / (total.clamp(min=1) if reduction == "mean" else 1)
+
+
+def _over_processes(sums: Tensor, process_group: ProcessGroup | None) -> Tensor:
+    """Adds up sums over processes, in place; every process gets the same numbers."""
+    if process_group is not None:
+        torch.distributed.all_reduce(sums, group=process_group)
+    return sums

@@ -1,0 +1,100 @@
+"""The loss: the projected ratio times the advantage, and the pull, aggregated over tokens."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from troll.trust_region.checks import shape_text
+from troll.trust_region.metrics import step_tally
+from troll.trust_region.step import TrustRegionStep
+
+RatioLevel = Literal["token", "sequence"]
+Aggregation = Literal["sequence_mean", "token_mean", "fixed_length"]
+RATIO_LEVELS: tuple[RatioLevel, ...] = get_args(RatioLevel)
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
+
+
+def troll_loss(
+    step: TrustRegionStep,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    regression_weight: float = 1.0,
+    ratio_level: RatioLevel = "token",
+    aggregation: Aggregation = "sequence_mean",
+    max_length: int | None = None,
+    num_tokens: float | Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss to minimise, `−q(o)/p(o) · A + α · pull`, aggregated over the tokens, and metrics.
+
+    The pull is the step's: KL(p̃ ‖ ⌊q⌋), or KL(p ‖ p̃) at every token.
+
+    Args:
+        step: What [trust_region_step][troll.trust_region_step] returned for (B, T) tokens.
+        advantages: A: (B,), one per sequence, or (B, T).
+        mask: (B, T), true (or 1) where a token counts. Values elsewhere do not matter, NaN included.
+        regression_weight: α ≥ 0, the weight of the pull; with 0 there is only the projected ratio.
+        ratio_level: "token"; or "sequence", the mean of log q/p over the sequence (GSPO).
+        aggregation: "sequence_mean", the mean over a sequence's tokens, then over sequences (GRPO); "token_mean", over
+            all tokens (DAPO); "fixed_length", the sum divided by `B · max_length` (Dr.GRPO).
+        max_length: Tokens per sequence to divide by, for "fixed_length" only.
+        num_tokens: Tokens to divide by, for "token_mean" only, if a batch is spread over micro-batches or processes;
+            None for the tokens of the mask.
+
+    Returns:
+        The loss, a scalar, and metrics of the trust region by name, 0-d tensors. Nothing waits for the device.
+
+    Raises:
+        ValueError: If shapes do not fit, a name is unknown, α < 0, or `max_length` or `num_tokens` is missing or not
+            used.
+    """
+    shape = step.log_ratio.shape
+    if len(shape) != 2:
+        raise ValueError(f"step must hold (B, T) tokens, got {shape_text(shape)}")
+    if mask.shape != shape:
+        raise ValueError(f"mask must be {shape_text(shape)} like the step, got {shape_text(mask.shape)}")
+    if advantages.shape not in (shape, shape[:1]):
+        raise ValueError(
+            f"advantages must be {shape_text(shape[:1])} or {shape_text(shape)}, got {shape_text(advantages.shape)}"
+        )
+    if not regression_weight >= 0:
+        raise ValueError(f"regression_weight must be at least 0, got {regression_weight}")
+    if ratio_level not in RATIO_LEVELS:
+        raise ValueError(f"ratio_level must be one of {', '.join(RATIO_LEVELS)}, got {ratio_level!r}")
+
+    mask = mask.bool()
+    log_ratio = torch.where(mask, step.log_ratio, 0.0)
+    if ratio_level == "sequence":
+        log_ratio = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    advantages = advantages.unsqueeze(-1) if advantages.dim() == 1 else torch.where(mask, advantages, 0.0)
+    per_token = -torch.exp(log_ratio) * advantages + regression_weight * step.regression
+    loss = aggregate(per_token, mask, aggregation, max_length, num_tokens)
+    return loss, step_tally(step, mask).values(empty=0.0)
+
+
+def aggregate(
+    per_token: Tensor,
+    mask: Tensor,
+    aggregation: Aggregation = "sequence_mean",
+    max_length: int | None = None,
+    num_tokens: float | Tensor | None = None,
+) -> Tensor:
+    """Aggregates (B, T) values over the tokens of the mask; arguments as for [troll_loss][troll.troll_loss]."""
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {aggregation!r}")
+    if (max_length is not None) != (aggregation == "fixed_length"):
+        raise ValueError(f"max_length goes with aggregation 'fixed_length', got {max_length} with {aggregation!r}")
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"max_length must be at least 1, got {max_length}")
+    if num_tokens is not None and aggregation != "token_mean":
+        raise ValueError(f"num_tokens goes with aggregation 'token_mean', got {num_tokens} with {aggregation!r}")
+    mask = mask.bool()
+    per_token = torch.where(mask, per_token, 0.0)
+    if aggregation == "sequence_mean":
+        return (per_token.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / max(len(mask), 1)
+    if aggregation == "token_mean":
+        return per_token.sum() / (mask.sum().clamp(min=1) if num_tokens is None else num_tokens)
+    return per_token.sum() / (max(len(mask), 1) * max_length)  # type: ignore[operator]

@@ -1,0 +1,121 @@
+"""A policy on a given support: the new policy on the old one's outcomes, a student on its teacher's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from troll.trust_region.policy.sparse import SparsePolicy
+from troll.trust_region.probabilities import as_float, entropy_of
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyOnSupport:
+    """Next-token distributions on K tokens and everything else, as [log_probs_at][troll.log_probs_at] reads them.
+
+    The numbers are what was read, and are normalised when log-probabilities are asked for.
+
+    Attributes:
+        token_ids: (..., K) int64; −1 in unused slots.
+        logits: (..., K), these tokens' logits; −inf in unused slots.
+        tail_logit: (...), log-sum-exp of all other logits; −inf where there are none.
+        vocab_size: V, the tokens in the vocabulary.
+        tail_entropy: (...), the entropy of all other tokens among themselves, in nats; None unless it was asked for.
+    """
+
+    token_ids: Tensor
+    logits: Tensor
+    tail_logit: Tensor
+    vocab_size: int
+    tail_entropy: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The token positions, (...)."""
+        return self.tail_logit.shape
+
+    @property
+    def used(self) -> Tensor:
+        """(..., K) bool, true in slots that hold a token."""
+        return self.token_ids >= 0
+
+    @property
+    def outcomes(self) -> Tensor:
+        """Log-probabilities of all K + 1 outcomes, the tail last, (..., K + 1); NaN where the logits are none."""
+        return torch.log_softmax(torch.cat([self.logits, self.tail_logit.unsqueeze(-1)], -1), -1)
+
+    @property
+    def log_probs(self) -> Tensor:
+        """Log-probabilities of the tokens, (..., K), in nats; −inf in unused slots."""
+        return self.outcomes[..., :-1]
+
+    @property
+    def tail_log_prob(self) -> Tensor:
+        """Log-probability of everything else, (...), in nats; −inf where there is nothing else."""
+        return self.outcomes[..., -1]
+
+    @property
+    def entropy(self) -> Tensor | None:
+        """Entropy over the vocabulary, (...), in nats; None unless the tail's own was read."""
+        if self.tail_entropy is None:
+            return None
+        outcomes = self.outcomes
+        return entropy_of(outcomes) + outcomes[..., -1].exp() * self.tail_entropy
+
+
+def present_outcomes(first: PolicyOnSupport | SparsePolicy, second: PolicyOnSupport | SparsePolicy) -> Tensor:
+    """(..., K + 1) bool: the outcomes on which two policies are compared, without unused slots and a tail of no mass.
+
+    Raises:
+        ValueError: If the two do not share one support.
+    """
+    same = first.token_ids is second.token_ids or torch.equal(first.token_ids, second.token_ids)
+    if not same:
+        raise ValueError("two policies must share one support: read the new one with log_probs_at(_, old.token_ids)")
+    tails = [x.tail_logit if isinstance(x, PolicyOnSupport) else x.tail_log_prob for x in (first, second)]
+    tail_present = (tails[0] > -torch.inf) | (tails[1] > -torch.inf)
+    return torch.cat([first.used, tail_present.unsqueeze(-1)], dim=-1)
+
+
+def sparse_kl(new: PolicyOnSupport | SparsePolicy, old: PolicyOnSupport | SparsePolicy) -> Tensor:
+    """KL(new ‖ old) on common outcomes, the tail one of them, (...), in nats; differentiable in both.
+
+    It is a lower bound of the divergence over the vocabulary, and lacks `new(tail) · KL(new(·|tail) ‖ old(·|tail))`.
+    Nothing is floored: it is inf where `new` has mass and `old` has none. For distillation from a teacher's largest
+    log-probabilities, read the student on the teacher's tokens: `sparse_kl(teacher, student)` is then the forward
+    divergence, and `sparse_kl(student, teacher)` the reverse one.
+
+    Args:
+        new: The policy under which the mean is taken, (...).
+        old: The other policy, on the same tokens.
+
+    Raises:
+        ValueError: If the two do not share one support.
+    """
+    present = present_outcomes(new, old)
+    log_new, log_old = as_float(new.outcomes), as_float(old.outcomes)
+    # Where new has no mass only old's part of the term is left; the difference there would be −inf, and 0 · −inf NaN.
+    # What is NaN already stays so.
+    counts = present & (log_new != -torch.inf)
+    x = torch.where(counts, log_new, 0.0) - torch.where(counts, log_old, 0.0)
+    # Σ new x + old − new: no term is negative, so that nothing cancels where the two are close.
+    a, b = torch.where(counts, log_new, -torch.inf).exp(), torch.where(present, log_old, -torch.inf).exp()
+    difference = torch.where(x >= 0, a * torch.expm1(-x.clamp(min=0)), -b * torch.expm1(x.clamp(max=0)))
+    return torch.where(counts, a * x + difference, b).sum(-1)
+
+
+def sparse_entropy(policy: PolicyOnSupport | SparsePolicy) -> Tensor:
+    """Entropy over the K + 1 outcomes, in nats.
+
+    It is a lower bound of the entropy over the vocabulary: the tail counts as one outcome, and hides its mass times the
+    entropy within it, at most `tail mass · log V`.
+
+    Args:
+        policy: At token positions (...).
+
+    Returns:
+        (...), at least 0 up to rounding; differentiable where the policy is.
+    """
+    return entropy_of(as_float(policy.outcomes))

@@ -1,0 +1,317 @@
+r"""The projection onto the KL ball around the old policy, and its closed-form gradient.
+
+The problem, for the distributions p (old), p̃ (new) and the bound ε of a token, with KL in nats:
+
+    q  =  argmin_q KL(q ‖ p̃)   subject to   KL(q ‖ p) ≤ ε
+
+Where `KL(p̃ ‖ p) ≤ ε`, the new policy is its own projection. Elsewhere q lies on the geometric path from p to p̃,
+
+    log q  =  log p + τ s − A(τ),     s = log p̃ − log p,     A(τ) = log Σ p e^{τ s},     τ = 1/(1 + η),
+
+at the one τ in (0, 1) where `KL(q ‖ p) = ε`: a root, which `dual` finds. Nothing is differentiated through the solver.
+The conditions of Karush, Kuhn and Tucker give the gradient: see [project][troll.project].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from troll.trust_region.constraint import Constraint, SharedCurve
+from troll.trust_region.dual import SOLVERS, TokenCurve, tilt
+from troll.trust_region.policy.on_support import PolicyOnSupport, present_outcomes
+from troll.trust_region.policy.sparse import SparsePolicy
+from troll.trust_region.probabilities import as_float, divergence, floored
+
+PolicyOfTokens = PolicyOnSupport | SparsePolicy
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """What [project][troll.project] returns, for token positions (...).
+
+    Tokens that share a constraint are projected together: `multiplier`, `projected` and `iterations` are their group's.
+    One that is no distribution makes the whole group's `log_probs` and `kl_after` NaN.
+
+    Attributes:
+        log_probs: log q, differentiable: (..., V) for dense inputs; (..., K + 1) for sparse ones, the tail last, −inf
+            on absent outcomes. Where nothing was projected, the new policy's own log-probabilities.
+        multiplier: η, (...); 0 where not projected.
+        kl_before: KL(p̃ ‖ p), (...), in nats; NaN for a row that is not a distribution.
+        kl_after: KL(q ‖ p), (...), in nats.
+        projected: (...) bool, true where q differs from p̃.
+        iterations: Evaluations of KL(τ) that the solver needed, (...) int64, without the one at τ = 1 that decides
+            whether to project; 0 where not projected.
+    """
+
+    log_probs: Tensor
+    multiplier: Tensor
+    kl_before: Tensor
+    kl_after: Tensor
+    projected: Tensor
+    iterations: Tensor
+
+
+@overload
+def project(
+    new_log_probs: Tensor,
+    old_log_probs: Tensor,
+    kl_bound: float | Tensor = ...,
+    solver: str = ...,
+    constraint: Constraint | None = ...,
+) -> Projection: ...
+@overload
+def project(
+    new_log_probs: PolicyOfTokens,
+    old_log_probs: PolicyOfTokens,
+    kl_bound: float | Tensor = ...,
+    solver: str = ...,
+    constraint: Constraint | None = ...,
+) -> Projection: ...
+def project(
+    new_log_probs: Tensor | PolicyOfTokens,
+    old_log_probs: Tensor | PolicyOfTokens,
+    kl_bound: float | Tensor = 0.05,
+    solver: str = "newton",
+    constraint: Constraint | None = None,
+) -> Projection:
+    r"""Solves `min_q KL(q ‖ p̃)` subject to `KL(q ‖ p) ≤ ε` for every token (arXiv 2510.03817).
+
+    Where `KL(p̃ ‖ p) ≤ ε`, `q = p̃`. Elsewhere `log q = (η log p + log p̃)/(η + 1)`, normalised, with the one
+    `η > 0` for which `KL(q ‖ p) = ε`. The gradient reaches only the new policy, in closed form (KKT): with
+    `g = ∂L/∂log q`, `s = log p̃ − log p`, `μ = E_q[s]`, `σ² = Var_q[s]` and `τ = 1/(1 + η)`,
+
+        ∂L/∂s_j = τ [ g_j − q_j Σg − Σ g(s − μ) · q_j (s_j − μ)/σ² ].
+
+    With a `constraint`, tokens t of a group share η, for which `Σ_t w_t KL(q_t ‖ p_t) = ε`, and their gradient is
+
+        ∂L/∂s_tj = τ [ g_tj − q_tj Σ_j g_tj − w_t q_tj (s_tj − μ_t) · Σ_t Σ_j g_tj (s_tj − μ_t) / Σ_t w_t σ_t² ].
+
+    Probabilities below 1e-12 are floored first, so that −inf logits stay feasible. Half precision is computed in
+    float32.
+
+    Args:
+        new_log_probs: p̃: (..., V) log-probabilities or logits (both are log-softmaxed), or a policy on a support.
+        old_log_probs: p, in the same form; two policies share one support: `log_probs_at(logits, old.token_ids)`.
+        kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (...). Infinity never projects. In float32 the
+            bound is met to 1e-3 · ε for ε ≥ 1e-3; use float64 inputs for smaller bounds.
+        solver: "newton", or "bracket", the paper's search, which reaches only ε ≥ 0.01.
+        constraint: Which of the tokens (...) share one η and one bound, the weighted mean of their bounds; None gives
+            each token its own.
+
+    Raises:
+        ValueError: If shapes do not fit, ε ≤ 0 or NaN, or the solver is unknown.
+    """
+    if isinstance(new_log_probs, Tensor) and isinstance(old_log_probs, Tensor):
+        if new_log_probs.shape != old_log_probs.shape or new_log_probs.dim() == 0 or new_log_probs.shape[-1] == 0:
+            raise ValueError(
+                "new_log_probs and old_log_probs must have one shape (..., V), "
+                f"got {tuple(new_log_probs.shape)} and {tuple(old_log_probs.shape)}"
+            )
+        dtype = torch.promote_types(as_float(new_log_probs).dtype, as_float(old_log_probs).dtype)
+        raw, old = (torch.log_softmax(x.to(dtype), dim=-1) for x in (new_log_probs, old_log_probs.detach()))
+        present = torch.ones_like(raw, dtype=torch.bool)
+    elif isinstance(new_log_probs, Tensor) or isinstance(old_log_probs, Tensor):
+        raise ValueError("new_log_probs and old_log_probs must both be tensors or both be policies on a support")
+    else:
+        raw, old = as_float(new_log_probs.outcomes), as_float(old_log_probs.outcomes)
+        present = present_outcomes(new_log_probs, old_log_probs)
+
+    shape = raw.shape[:-1]
+    outcomes = CommonOutcomes(floored(raw, present), floored(old, present), present)
+    found = project_tokens(outcomes, raw.new_zeros(shape), kl_bound, solver, constraint)
+    # Where nothing is projected, nothing is floored either.
+    raw = torch.where(found.broken.unsqueeze(-1), torch.nan, raw.reshape(-1, raw.shape[-1]))
+    return Projection(
+        raw.index_copy(0, found.row_index, found.log_q).view(*shape, raw.shape[-1]),
+        *(
+            x.view(shape)
+            for x in (found.multiplier, found.kl_before, found.kl_after, found.projected, found.iterations)
+        ),
+    )
+
+
+class CommonOutcomes(NamedTuple):
+    """Two policies on the same outcomes, floored and renormalised, each (..., M); −inf where not present."""
+
+    new: Tensor
+    """log p̃, differentiable."""
+    old: Tensor
+    """log p."""
+    present: Tensor
+    """bool."""
+
+
+class TokenProjection(NamedTuple):
+    """The projection of N tokens; `log_q` and `log_ratio` are differentiable."""
+
+    log_q: Tensor
+    """log q of the N' tokens that are projected, (N', M)."""
+    log_ratio: Tensor
+    """`τ s_o − A(τ)`, (N,): s_o itself where nothing is projected."""
+    row_index: Tensor
+    """The indices of the projected tokens, (N',)."""
+    broken: Tensor
+    multiplier: Tensor
+    kl_before: Tensor
+    kl_after: Tensor
+    projected: Tensor
+    iterations: Tensor
+    """All (N,)."""
+
+
+def project_tokens(
+    outcomes: CommonOutcomes,
+    sampled_s: Tensor,
+    kl_bound: float | Tensor,
+    solver: str,
+    constraint: Constraint | None,
+) -> TokenProjection:
+    """Projects policies on the same outcomes.
+
+    Args:
+        outcomes: Both policies at the token positions, (..., M).
+        sampled_s: s of the sampled tokens, (...), which may differ from their entries.
+        kl_bound: ε, as in [project][troll.project].
+        solver: A key of `SOLVERS`.
+        constraint: Which of the tokens (...) share a multiplier.
+
+    Raises:
+        ValueError: If the bound or the constraint does not fit, or the solver is unknown.
+    """
+    if solver not in SOLVERS:
+        raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
+    shape = outcomes.new.shape[:-1]
+    bound = broadcast_bound(kl_bound, shape, outcomes.new).reshape(-1)
+    new, old, present = (x.reshape(-1, x.shape[-1]) for x in outcomes)
+    old, sampled_s = old.detach().to(new.dtype), sampled_s.reshape(-1)
+
+    s = (new.detach() - old).masked_fill(~present, 0.0)
+    kl_before = divergence(s, old).clamp(min=0)
+    kl_before = kl_before.masked_fill(bound.isnan(), torch.nan)
+    outside = outside_ball(kl_before, bound, None if constraint is None else constraint.flat(shape))
+    row_index, broken = outside.row_index, outside.broken
+    log_ratio = torch.where(broken, torch.nan, sampled_s)
+    kl_after = kl_before.masked_fill(broken, torch.nan)
+    projected = torch.zeros_like(kl_before, dtype=torch.bool)
+    multiplier = torch.zeros_like(kl_before)
+    iterations = torch.zeros_like(kl_before, dtype=torch.int64)
+    log_q = new[row_index]
+    # Not `row_index`: a process without tokens takes part in the sums of the others.
+    if outside.root_bound.numel():
+        log_q, ratio, tau, kl, evaluations = _OntoBall.apply(
+            log_q, old[row_index], s[row_index], sampled_s[row_index], outside, solver
+        )
+        log_ratio = log_ratio.index_copy(0, row_index, ratio)
+        projected[row_index], multiplier[row_index] = True, (1 - tau) / tau
+        kl_after[row_index], iterations[row_index] = kl, evaluations
+    return TokenProjection(log_q, log_ratio, row_index, broken, multiplier, kl_before, kl_after, projected, iterations)
+
+
+def broadcast_bound(kl_bound: float | Tensor, shape: torch.Size, log_probs: Tensor) -> Tensor:
+    """ε at the token positions `shape`, without gradient, in the dtype and on the device of `log_probs`.
+
+    It does not wait for a GPU: a bound there that is not above 0 becomes NaN.
+
+    Raises:
+        ValueError: On ε ≤ 0 or NaN, or a tensor that does not broadcast.
+    """
+    if isinstance(kl_bound, Tensor):
+        bound = kl_bound.detach().to(log_probs)
+        positive = bound > 0
+        if kl_bound.device.type == "cpu" and not bool(positive.all()):
+            raise ValueError(f"kl_bound must be above 0 everywhere, got {kl_bound}")
+        bound = torch.where(positive, bound, torch.nan)
+    else:
+        if not kl_bound > 0:
+            raise ValueError(f"kl_bound must be above 0, got {kl_bound}")
+        bound = log_probs.new_full((), kl_bound)  # filled in on the device: no wait for it
+    try:
+        return bound.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"kl_bound must broadcast to the token positions {tuple(shape)}, got {tuple(bound.shape)}"
+        ) from None
+
+
+class OutsideBall(NamedTuple):
+    """The tokens outside their ball, among N."""
+
+    row_index: Tensor
+    """The indices of the tokens to project, (N',)."""
+    root_bound: Tensor
+    """ε of the R roots to find, (R,): one for each of these tokens, or for each of their groups."""
+    constraint: Constraint | None
+    """The constraint on these tokens and groups only."""
+    broken: Tensor
+    """(N,) bool: the tokens without a projection, since they, or others of their group, are no distributions."""
+
+    def curve(self, log_p: Tensor, s: Tensor) -> TokenCurve:
+        """The roots' KL(τ), from the log-probabilities and `s = log p̃ − log p` of these tokens, (N', M)."""
+        return TokenCurve(log_p, s) if self.constraint is None else SharedCurve(log_p, s, self.constraint)
+
+
+def outside_ball(kl_before: Tensor, bound: Tensor, constraint: Constraint | None) -> OutsideBall:
+    """Finds the tokens that a projection moves, from their KL(p̃ ‖ p), (N,), their ε, (N,), and a constraint."""
+    if constraint is None:
+        row_index = (kl_before > bound).nonzero().squeeze(-1)
+        return OutsideBall(row_index, bound[row_index], None, kl_before.isnan())
+    # Decided on sums over all processes, so that all decide the same.
+    kl, weighted_bound, weight = constraint.weighted_total(kl_before, bound, torch.ones_like(bound))
+    group_bound = weighted_bound / weight  # NaN, which nothing exceeds, for a group without weight
+    groups = (kl > group_bound).nonzero().squeeze(-1)
+    row_index, projected = constraint.narrowed(groups)
+    finite = ~kl_before[row_index].isnan()  # in a projected group, a token that is no distribution has no weight
+    broken = kl_before.isnan() | kl.isnan()[constraint.group]
+    return OutsideBall(row_index[finite], group_bound[groups].to(bound.dtype), projected[finite], broken)
+
+
+class _OntoBall(torch.autograd.Function):
+    """log q of the N' tokens outside their ball, (N', M), from normalised, floored log-probabilities.
+
+    It also gives `τ s_o − A(τ)`, (N',), from s_o of the sampled token, which differs from its entry in s if that entry
+    is floored.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, new: Tensor, old: Tensor, s: Tensor, sampled_s: Tensor, outside: OutsideBall, solver: str
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        curve, constraint = outside.curve(old, s), outside.constraint
+        root = SOLVERS[solver](curve, outside.root_bound)
+        tau, evaluations = root.tau, root.evaluations
+        if constraint is not None:
+            tau, evaluations = tau[constraint.group], evaluations[constraint.group]
+        at = tilt(old, s, tau, curve.mean)
+        variance = at.variance if constraint is None else constraint.weighted_total(at.variance)[0]
+        log_q = old + at.log_ratio
+        log_ratio = tau * (sampled_s - curve.mean) - at.log_normaliser
+        ctx.constraint = constraint
+        # A sampled token that the new policy excludes has ratio 0, and no gradient through it.
+        sampled_centered = (sampled_s - at.mean).nan_to_num(0.0, 0.0, 0.0)
+        ctx.save_for_backward(log_q, s - at.mean.unsqueeze(-1), sampled_centered, tau, variance)
+        ctx.mark_non_differentiable(tau, at.kl, evaluations)
+        return log_q, log_ratio, tau, at.kl, evaluations
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_ratio: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        log_q, centered, sampled_centered, tau, variance = ctx.saved_tensors
+        constraint: Constraint | None = ctx.constraint
+        q = log_q.exp()
+        present = q > 0
+        grad = grad.masked_fill(~present, 0)
+        along = (grad * centered).sum(-1) + grad_ratio * sampled_centered
+        if constraint is None:
+            along = along / variance
+        else:
+            along = constraint.weight * (constraint.total(along)[0] / variance)[constraint.group]
+        # With σ² = 0, nothing moves on the surface of the ball.
+        along = along.nan_to_num(0.0, 0.0, 0.0).to(grad.dtype).unsqueeze(-1)
+        total = (grad.sum(-1) + grad_ratio).unsqueeze(-1)
+        grad_s = tau.unsqueeze(-1) * (grad - q * (total + along * centered))
+        return grad_s, None, None, tau * grad_ratio, None, None

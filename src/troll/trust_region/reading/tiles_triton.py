@@ -1,0 +1,279 @@
+"""The Triton counterpart of `tiles`: each kernel reads a tile's memory once, in its own dtype, and computes in float32.
+
+A tile is the source's numbers where they are, and logits are computed in registers. Only a gradient is written.
+"""
+
+# Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from troll.trust_region.kernels import launching_on
+from troll.trust_region.reading import head_triton, select_triton, tiles
+from troll.trust_region.reading.launch_triton import grid_of, launcher
+from troll.trust_region.reading.memory_triton import Memory, factors, logits_of, row_of, tanh
+from troll.trust_region.reading.tiles import Support, TailSums, TensorRows, Tile, Transform, Upstream
+
+_NO_TOKEN = tl.constexpr(tiles.NO_TOKEN)
+
+#: Columns of a program that writes zeros.
+CLEARED = 4096
+
+
+class TritonTile(Tile):
+    """A tile by Triton.
+
+    Args:
+        memory: The source's numbers for n tokens, (n, W).
+        transform: Maps them to logits.
+        first: The vocabulary entry of the first column.
+        rows: Which of the N tokens they are.
+        columns: Which of the entries that this process holds.
+    """
+
+    copies = False
+    gathered_products = staticmethod(head_triton.gathered_products)
+
+    def __init__(self, memory: Memory, transform: Transform, first: int, rows: slice, columns: slice) -> None:
+        self.memory, self.transform = memory, transform
+        self.first, self.rows, self.columns = first, rows, columns
+
+    @staticmethod
+    def clear(values: Tensor, rows: Tensor) -> None:
+        """See the parent; other rows are not read."""
+        grid = (len(rows), triton.cdiv(values.shape[-1], CLEARED))
+        if len(rows):
+            with launching_on(values.device):
+                _clear_kernel[grid](values, values.stride(0), values.shape[-1], rows, COLUMNS=CLEARED)
+
+    @classmethod
+    def of_product(cls, product: Tensor, transform: Transform, first: int, rows: slice, columns: slice) -> TritonTile:
+        """See the parent."""
+        return cls(Memory(product, product.shape[-1]), transform, first, rows, columns)
+
+    @classmethod
+    def of_tensor(cls, tensor: TensorRows, transform: Transform, first: int, rows: slice) -> TritonTile:
+        """See the parent: the rows are read where they are."""
+        memory = Memory.of(tensor, rows)
+        return cls(memory, transform, first, rows, slice(0, memory.width))
+
+    def select(self, sampled: Tensor, k: int) -> Support:
+        """See the parent; NaN is selected last."""
+        return select_triton.select(self.memory, self.transform, self.first, sampled, k)
+
+    def read(self, support: Support, logits: Tensor, outside: TailSums) -> None:
+        """See the parent; the tile is not changed."""
+        rows, slots = support.ids.shape
+        if not rows:
+            return
+        entropy = outside.weighted_sum is not None
+        sums, memory = ("maximum", "exp_sum", "weighted_sum"), self.memory
+        with launching_on(logits.device):
+            launcher(_read_kernel, (rows,), rows, memory.width, memory.values, restore=sums)(
+                *memory.arguments,
+                memory.width,
+                self.first,
+                *factors(self.transform),
+                support.ids.contiguous(),
+                support.ascending.contiguous(),
+                slots,
+                logits,
+                outside.maximum,
+                outside.exp_sum,
+                outside.weighted_sum if entropy else outside.exp_sum,  # which is not touched twice
+                SOFTCAP=self.transform.softcap is not None,
+                ENTROPY=entropy,
+                ALIGNMENT=memory.alignment,
+                SLOTS=triton.next_power_of_2(slots),
+            )
+
+    def gradient(self, support: Support, upstream: Upstream) -> Tensor:
+        """See the parent; rounded to the memory's dtype."""
+        self._write(support, upstream, self.memory)
+        return self.memory.values
+
+    def write_gradient(self, support: Support, upstream: Upstream, out: TensorRows) -> None:
+        """See the parent."""
+        rows = TensorRows(out.values.view(-1, out.values.shape[-1]), out.row_index)
+        self._write(support, upstream, Memory.of(rows, self.rows))
+
+    def _write(self, support: Support, upstream: Upstream, out: Memory) -> None:
+        """Writes the gradient to memory with rows and columns like the tile's."""
+        rows, slots = support.ids.shape
+        if not rows:
+            return
+        memory = self.memory
+        # Gradients of sums come expanded.
+        upstream = Upstream._make(None if x is None else x.contiguous() for x in upstream)
+        entropy = upstream.tail_entropy is not None and upstream.tail_entropy_gradient is not None
+        # A launch overwrites what it reads, and a copy of all logits, to try sizes on, would be too large.
+        in_place = out.values.untyped_storage().data_ptr() == memory.values.untyped_storage().data_ptr()
+        restore = None if in_place else ()
+
+        with launching_on(memory.values.device):
+            launcher(_gradient_kernel, grid_of(rows, memory.width), rows, memory.width, memory.values, restore=restore)(
+                *memory.arguments,
+                *out.arguments,
+                memory.width,
+                self.first,
+                *factors(self.transform),
+                support.ids.contiguous(),
+                slots,
+                *upstream[:3],
+                upstream.tail_entropy if entropy else None,
+                upstream.tail_entropy_gradient if entropy else None,
+                SOFTCAP=self.transform.softcap is not None,
+                ENTROPY=entropy,
+                ALIGNMENT=memory.alignment,
+                OUT_ALIGNMENT=out.alignment,
+                SLOTS=triton.next_power_of_2(slots),
+            )
+
+
+@triton.jit
+def _clear_kernel(values, stride, width, rows, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    end = tl.where(tl.load(rows + row) != 0, width, 0)
+    tl.store(values + row * stride + at, tl.zeros([COLUMNS], values.dtype.element_ty), mask=at < end)
+
+
+@triton.jit
+def _read_kernel(
+    values,
+    offsets,
+    stride,
+    width,
+    first,
+    scale,
+    cap,
+    ids,  # (n, slots), and the one after it
+    ascending,
+    slots,
+    logits,  # (n, slots)
+    maximum,  # (n,), and the two after it
+    exp_sum,
+    weighted_sum,
+    SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    tile = row_of(values, offsets, stride, row, ALIGNMENT)
+
+    slot = tl.arange(0, SLOTS)
+    token = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1)
+    at = token - first
+    here = (token >= 0) & (at >= 0) & (at < width)
+    on_support = logits_of(tl.load(tile + at, mask=here, other=0.0), scale, cap, SOFTCAP)
+    tl.store(logits + row * slots + slot, on_support, mask=here)
+
+    # The loop below leaves the support out when it comes to its columns, which ascend.
+    next_slot = tl.sum(((token >= 0) & (at < 0)).to(tl.int32))
+    ascending += row * slots
+    left_out = tl.load(ascending + next_slot, mask=next_slot < slots, other=_NO_TOKEN) - first
+
+    # One maximum for all lanes, so that an element costs one exponential; sums by lane, added up at the end.
+    lane = tl.arange(0, COLUMNS)
+    m = tl.load(maximum + row)
+    total = tl.where(lane == 0, tl.load(exp_sum + row), 0.0)
+    weighted = tl.zeros([COLUMNS], tl.float32)
+    if ENTROPY:
+        weighted = tl.where(lane == 0, tl.load(weighted_sum + row), 0.0)
+    x = tl.load(tile + lane, mask=lane < width, other=float("-inf"))
+    for start in range(0, width, COLUMNS):
+        column = start + lane
+        z = logits_of(x, scale, cap, SOFTCAP)
+        if SOFTCAP:  # a softcap makes −inf finite
+            z = tl.where(column < width, z, float("-inf"))
+        # Loaded while these are folded: the reductions' barriers would keep the load from starting.
+        x = tl.load(tile + column + COLUMNS, mask=column + COLUMNS < width, other=float("-inf"))
+        while left_out < start + COLUMNS:
+            z = tl.where(column == left_out, float("-inf"), z)
+            next_slot += 1
+            left_out = tl.load(ascending + next_slot, mask=next_slot < slots, other=_NO_TOKEN) - first
+
+        # A maximum may drop NaN, but the sums keep it.
+        maximum_now = tl.maximum(m, tl.max(z, axis=0))
+        center = tl.where(maximum_now == float("-inf"), 0.0, maximum_now)
+        rescale = tl.exp(m - center)
+        z -= center
+        exp = tl.exp(z)
+        if ENTROPY:
+            moved = tl.where(rescale > 0.0, m - center, 0.0)
+            # −inf · 0 would be NaN.
+            weighted = rescale * (weighted + total * moved) + tl.where(exp > 0.0, exp * z, 0.0)
+        total = rescale * total + exp
+        m = maximum_now
+
+    all_lanes = tl.sum(total, axis=0)
+    tl.store(maximum + row, tl.where(all_lanes == all_lanes, m, float("nan")))
+    tl.store(exp_sum + row, all_lanes)
+    if ENTROPY:
+        tl.store(weighted_sum + row, tl.sum(weighted, axis=0))
+
+
+@triton.jit
+def _gradient_kernel(
+    values,
+    offsets,
+    stride,
+    out_values,
+    out_offsets,
+    out_stride,
+    width,
+    first,
+    scale,
+    cap,
+    ids,  # (n, slots)
+    slots,
+    log_outside,  # (n,)
+    outside,  # (n,)
+    on_support,  # (n, slots)
+    tail_entropy,  # (n,), and the one after it
+    tail_entropy_gradient,
+    SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    OUT_ALIGNMENT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    tile = row_of(values, offsets, stride, row, ALIGNMENT)
+    out = row_of(out_values, out_offsets, out_stride, row, OUT_ALIGNMENT)
+    start = tl.program_id(1) * COLUMNS
+    at = start + tl.arange(0, COLUMNS)
+    inside = at < width
+    log_sum = tl.load(log_outside + row)
+    broken = log_sum != log_sum
+
+    z = tl.load(tile + at, mask=inside, other=0.0).to(tl.float32) * scale
+    slope = scale
+    if SOFTCAP:
+        saturated = tanh(z)
+        z = saturated * cap
+        slope = (1.0 - saturated * saturated) * (scale * cap)
+    log_w = z - log_sum
+    w = tl.exp(log_w)
+    grad = w * tl.load(outside + row)
+    if ENTROPY:
+        surprise = (log_w + tl.load(tail_entropy + row)) * tl.load(tail_entropy_gradient + row)
+        grad -= tl.where(w > 0.0, w * surprise, 0.0)  # −inf · 0 would be NaN
+    grad = tl.where(broken, 0.0, grad * slope)
+    tl.store(out + at, grad.to(out_values.dtype.element_ty), mask=inside)
+
+    slot = tl.arange(0, SLOTS)
+    token = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1)
+    column = token - first
+    here = (token >= 0) & (column >= start) & (column < start + COLUMNS) & (column < width)
+    grad_here = tl.where(broken, 0.0, tl.load(on_support + row * slots + slot, mask=here, other=0.0))
+    # Another thread wrote these columns just now.
+    tl.debug_barrier()
+    tl.store(out + column, grad_here.to(out_values.dtype.element_ty), mask=here)

@@ -1,0 +1,230 @@
+"""The trust region of one optimisation step: the new policy is read, projected, and reduced to a few numbers per token.
+
+`step_triton` does what follows the reading in one program for each token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from troll.trust_region.constraint import Constraint
+from troll.trust_region.kernels import use_triton
+from troll.trust_region.policy.on_support import PolicyOnSupport, present_outcomes
+from troll.trust_region.policy.sparse import SparsePolicy
+from troll.trust_region.probabilities import LOG_FLOOR, as_float, divergence, floored
+from troll.trust_region.projection import CommonOutcomes, TokenProjection, project_tokens
+from troll.trust_region.reading.capture import union_support
+from troll.trust_region.reading.logits import Logits
+from troll.trust_region.reading.read import read
+from troll.trust_region.reading.source import LogitsSource
+
+Tail = Literal["bucket", "floor"]
+Pull = Literal["projection", "proximal"]
+TAILS: tuple[Tail, ...] = get_args(Tail)
+PULLS: tuple[Pull, ...] = get_args(Pull)
+
+#: With more mass than this outside its support, a policy is too flat for `tail="floor"`.
+FLOORED_MASS = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class TrustRegionStep:
+    """The trust region in one optimisation step, each (...); log-probabilities and divergences in nats.
+
+    Attributes:
+        log_ratio: log q(o)/p(o) of the sampled token, differentiable; log p̃(o)/p(o) where not projected.
+        regression: The pull, differentiable: KL(p̃ ‖ ⌊q⌋), 0 where not projected; or, if it is proximal, KL(p ‖ p̃).
+        log_prob: log p̃(o) of the sampled token, by the network itself, differentiable.
+        kl_before: KL(p̃ ‖ p). Where the logits are no distribution it is NaN, like all others except `projected`.
+        kl_after: KL(q ‖ p): ε where projected, to the solver's precision. Where tokens share a constraint, the
+            bound is on their weighted sum.
+        multiplier: η; 0 where not projected.
+        projected: bool, true where q differs from p̃.
+        entropy: The entropy of p̃ over the whole vocabulary, differentiable; None unless the source was read with it.
+    """
+
+    log_ratio: Tensor
+    regression: Tensor
+    log_prob: Tensor
+    kl_before: Tensor
+    kl_after: Tensor
+    multiplier: Tensor
+    projected: Tensor
+    entropy: Tensor | None = None
+
+
+def trust_region_step(
+    source: LogitsSource | PolicyOnSupport | Tensor,
+    old: SparsePolicy,
+    kl_bound: float | Tensor = 0.05,
+    *,
+    tail: Tail = "bucket",
+    solver: str = "newton",
+    constraint: Constraint | None = None,
+    pull: Pull = "projection",
+    entropy: bool = False,
+) -> TrustRegionStep:
+    """The trust region of one optimisation step: each sampled token's ratio, and the pull.
+
+    Use `step.log_ratio` where a trainer would use the difference of log-probabilities, switch the clip off, and add
+    `regression_weight * step.regression`; [troll_loss][troll.troll_loss] does all three.
+
+    With `tail="bucket"`, the ratio of a projected token is `τ s_o − A(τ)`, where τ and A come from the floored and
+    renormalised outcomes, and s_o from both policies' raw log-probabilities: so it is continuous at KL = ε, even for a
+    token below the floor. With "floor", every token outside the two supports has probability 1e-12 in both policies,
+    and everything is computed from these, ratios included.
+
+    Args:
+        source: The new policy: logits (..., V), aligned with the tokens and divided by the sampling temperature; or any
+            source: [Logits][troll.Logits], [LMHead][troll.LMHead], or a policy that has been read at the old tokens;
+            for "floor", at the tokens of both supports, the old one's first.
+        old: The old policy, (...), as captured.
+        kl_bound: ε > 0, in nats; a float, or a tensor that broadcasts to (...). See [project][troll.project].
+        tail: "bucket" makes the tail one more outcome with its exact mass. "floor" follows the paper's code: every
+            token outside both policies' supports has probability 1e-12. It is meant for comparisons, waits for the
+            device, and warns where it sees divergences that do not exist.
+        solver: "newton", or "bracket", the paper's search.
+        constraint: Which of the tokens (...) share one multiplier and one bound; None gives each token its own.
+        pull: What `step.regression` is: "projection", the paper's KL(p̃ ‖ ⌊q⌋), which acts outside the ball only; or
+            "proximal", KL(p ‖ p̃), which keeps the network near the old policy at every token. With a bound of infinity
+            nothing is projected, and the latter is a KL penalty.
+        entropy: Whether the step's `entropy` is computed.
+
+    Raises:
+        ValueError: If the positions or the vocabulary do not fit, ε ≤ 0, or a name is unknown.
+    """
+    check_tail(tail)
+    if pull not in PULLS:
+        raise ValueError(f"pull must be one of {', '.join(PULLS)}, got {pull!r}")
+    source = Logits(source) if isinstance(source, Tensor) else source
+    if tail == "floor":
+        _warn_of_floor(old)
+    if isinstance(source, PolicyOnSupport):
+        new = source
+    else:
+        token_ids = _tokens_to_read(source, old, tail)
+        new = read(source, token_ids, entropy=entropy)
+    old = on_tokens_of(new, old, tail)
+    # The Triton program solves for one token at a time, without a constraint.
+    if constraint is None and solver == "newton" and use_triton(new.logits, new.logits.shape[-1] + 1):
+        from troll.trust_region import step_triton
+
+        return TrustRegionStep(*step_triton.step(new, old, kl_bound, tail, pull))  # type: ignore[arg-type]
+
+    raw = as_float(new.outcomes)
+    outcomes = common_outcomes(new, old, tail)
+    at = old.slot.unsqueeze(-1)
+    before, after = (outcomes.old, outcomes.new) if tail == "floor" else (old.log_probs.to(raw.dtype), raw)
+    log_p, log_p_new = before.gather(-1, at).squeeze(-1), after.gather(-1, at).squeeze(-1)
+    # What the old policy excludes cannot have been sampled from it, and has no ratio.
+    sampled_s = torch.where(log_p == -torch.inf, 0.0, log_p_new - log_p)
+
+    found = project_tokens(outcomes, sampled_s, kl_bound, solver, constraint)
+    regression = pull_to_old(outcomes).reshape(-1) if pull == "proximal" else pull_to_projection(outcomes, found)
+    shape, broken = new.shape, found.broken.view(new.shape)
+    return TrustRegionStep(
+        log_ratio=found.log_ratio.view(shape),
+        regression=torch.where(broken, torch.nan, regression.view(shape)),
+        log_prob=torch.where(broken, torch.nan, raw.gather(-1, at).squeeze(-1)),
+        kl_before=found.kl_before.view(shape),
+        kl_after=found.kl_after.view(shape),
+        multiplier=torch.where(broken, torch.nan, found.multiplier.view(shape)),
+        projected=found.projected.view(shape),
+        entropy=None if new.entropy is None else torch.where(broken, torch.nan, new.entropy),
+    )
+
+
+def _tokens_to_read(source: LogitsSource, old: SparsePolicy, tail: Tail) -> Tensor:
+    """The old policy's tokens, (..., K'); for "floor", those that a capture of the new policy would keep follow."""
+    old.check_positions(source.shape)
+    if source.vocabulary.size != old.vocab_size:
+        raise ValueError(f"source must have the old policy's {old.vocab_size} tokens, got {source.vocabulary.size}")
+    if tail == "bucket":
+        return old.token_ids
+    sampled = old.token_ids.gather(-1, old.slot.unsqueeze(-1)).squeeze(-1)
+    return union_support(source, old.token_ids, sampled, old.mass_threshold)
+
+
+def pull_to_projection(outcomes: CommonOutcomes, found: TokenProjection) -> Tensor:
+    """KL(p̃ ‖ ⌊q⌋) of N tokens, (N,), differentiable in p̃: 0 where nothing is projected."""
+    log_new, present = (x.reshape(-1, x.shape[-1])[found.row_index] for x in (outcomes.new, outcomes.present))
+    log_q = found.log_q.detach()
+    difference = torch.where(present, log_new - log_q, 0.0)
+    pull = divergence(difference, log_q.masked_fill(~present, -torch.inf))
+    return torch.zeros_like(found.kl_before).index_copy(0, found.row_index, pull)
+
+
+def pull_to_old(outcomes: CommonOutcomes) -> Tensor:
+    """KL(p ‖ p̃), (...), differentiable in p̃: its gradient in the logits is `p̃ − p`, and acts at every token."""
+    return divergence(torch.where(outcomes.present, outcomes.old - outcomes.new, 0.0), outcomes.new)
+
+
+def common_outcomes(new: PolicyOnSupport, old: SparsePolicy, tail: Tail = "bucket") -> CommonOutcomes:
+    """Both policies' floored log-probabilities on the same outcomes, and which of these are present.
+
+    Args:
+        new: p̃, (...), read at the tokens of `old`; for "floor", at the tokens of both supports, the old one's first.
+        old: p, (...), as captured.
+        tail: "bucket" or "floor".
+
+    Returns:
+        K' + 1 outcomes at each position, the tail last.
+
+    Raises:
+        ValueError: If the new policy was read at other tokens.
+    """
+    old = on_tokens_of(new, old, tail)
+    raw = as_float(new.outcomes)
+    before = old.outcomes.to(raw.dtype)
+    if tail == "bucket":
+        present = present_outcomes(new, old)
+    else:
+        outside = (new.vocab_size - new.used.sum(-1, keepdim=True)).to(raw.dtype).log() + LOG_FLOOR
+        present = torch.cat([new.used, outside > -torch.inf], -1)
+        # NaN has to remain in a row that is no distribution.
+        raw, before = (
+            torch.cat([x[..., :-1], torch.where(x[..., -1:].isnan(), torch.nan, outside)], -1) for x in (raw, before)
+        )
+    return CommonOutcomes(floored(raw, present), floored(before, present), present)
+
+
+def on_tokens_of(new: PolicyOnSupport, old: SparsePolicy, tail: Tail) -> SparsePolicy:
+    """The old policy on the new one's slots: with "floor", these are more than its own, and it has no mass there.
+
+    Raises:
+        ValueError: If the new policy was read at other tokens.
+    """
+    old.check_positions(new.shape)
+    slots = old.top_k
+    more = new.token_ids.shape[-1] - slots
+    if more == 0 and new.token_ids is old.token_ids:
+        return old
+    if more < 0 or (tail == "bucket" and more):
+        raise ValueError(f"new must be read at the old policy's {slots} slots, got {new.token_ids.shape[-1]}")
+    # On a GPU this would wait for the device.
+    if new.token_ids.device.type == "cpu" and not torch.equal(new.token_ids[..., :slots], old.token_ids):
+        raise ValueError("new must be read at the old policy's tokens: log_probs_at(_, old.token_ids)")
+    log_probs = torch.nn.functional.pad(old.log_probs, (0, more), value=-torch.inf)
+    return dataclasses.replace(old, token_ids=new.token_ids, log_probs=log_probs)
+
+
+def check_tail(tail: str) -> None:
+    """Raises ValueError if there is no tail of this name."""
+    if tail not in TAILS:
+        raise ValueError(f"tail must be one of {', '.join(TAILS)}, got {tail!r}")
+
+
+def _warn_of_floor(old: SparsePolicy) -> None:
+    if bool((old.tail_log_prob.exp() > FLOORED_MASS).any()):
+        # The text has no counts, so that Python shows it once and not in every step.
+        warnings.warn(
+            f"tail='floor' sees divergences that do not exist: at some tokens more than {FLOORED_MASS:g} of the old "
+            f"policy's mass is outside its {old.top_k} tokens. Use tail='bucket', or raise top_k",
+            stacklevel=3,
+        )

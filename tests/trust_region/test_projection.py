@@ -1,0 +1,392 @@
+"""project(): the root, the numbers of DESIGN.md, the closed-form backward, invariances."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tests.trust_region import reference
+from tests.trust_region.cases import (
+    FAMILIES,
+    SIZES,
+    array,
+    assert_log_probs,
+    bounds,
+    pairs,
+    random_logits,
+    tensor,
+    true_kl,
+)
+from troll import Projection, project
+from troll.trust_region.dual import SOLVERS
+
+ROWS = 60
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values against the reference: 6 families x 6 sizes x 60 rows
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float64_agrees_with_scipy(family, size):
+    old, new = pairs(family, ROWS, size)
+    kl_bound = bounds(ROWS)
+    projection = project(tensor(new), tensor(old), kl_bound=tensor(kl_bound))
+    expected = [reference.project(n, o, e) for o, n, e in zip(old, new, kl_bound, strict=True)]
+    assert isinstance(projection, Projection)
+    assert projection.log_probs.shape == (ROWS, size)
+    assert projection.projected.dtype == torch.bool
+    assert projection.projected.tolist() == [row.solution.projected for row in expected]
+    np.testing.assert_allclose(
+        array(projection.kl_before), [row.solution.kl_before for row in expected], rtol=1e-10, atol=1e-12
+    )
+    np.testing.assert_allclose(
+        array(projection.kl_after), [row.solution.kl_after for row in expected], rtol=0, atol=1e-9
+    )
+
+    was_projected = array(projection.projected)
+    error = np.abs(true_kl(array(projection.log_probs), old) - kl_bound)[was_projected]
+    assert error.size == 0 or error.max() <= 1e-9
+    for b, row in enumerate(expected):
+        assert_log_probs(array(projection.log_probs[b]), row)
+        if row.solution.projected:
+            # τ is known as well as the bound is met: to kl_error / (τ σ²).
+            tau = 1.0 / (1.0 + projection.multiplier[b].item())
+            _, variance = reference.moments(row.solution.log_q, row.outcomes.log_new - row.outcomes.log_old)
+            slope = row.solution.tau * variance
+            assert abs(tau - row.solution.tau) <= 1e-9 * row.solution.tau + 1e-9 / slope
+        else:
+            assert projection.multiplier[b].item() == 0.0
+
+
+@pytest.mark.parametrize("size", [5_000, 50_000])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_large_vocabularies(family, size):
+    old, new = pairs(family, 2, size)
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-3 * 0.05)):
+        projection = project(tensor(new, dtype), tensor(old, dtype), kl_bound=0.05)
+        for b in range(2):
+            row = reference.project(array(tensor(new, dtype)[b]), array(tensor(old, dtype)[b]), 0.05)
+            assert bool(projection.projected[b]) == row.solution.projected
+            assert projection.kl_before[b].item() == pytest.approx(row.solution.kl_before, rel=1e-4)
+            if row.solution.projected:
+                after = true_kl(array(projection.log_probs[b : b + 1]), array(tensor(old, dtype)[b : b + 1]))
+                assert abs(after[0] - 0.05) <= tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_meets_the_bound(family, size, dtype):
+    """Judged in float64 from the very logits that went in; bf16 and fp16 inputs are computed in float32."""
+    rows = 4 * ROWS if dtype == torch.float32 else ROWS
+    old, new = (tensor(x, dtype) for x in pairs(family, rows, size, seed=1))
+    kl_bound = bounds(rows, seed=1)
+    projection = project(new, old, kl_bound=tensor(kl_bound, torch.float32))
+    assert projection.log_probs.dtype == projection.kl_after.dtype == torch.float32
+    kl_bound = array(tensor(kl_bound, torch.float32))
+
+    before = np.array(
+        [
+            reference.kl_divergence(outcomes.log_new, outcomes.log_old)
+            for outcomes in map(reference.dense_outcomes, array(new), array(old))
+        ]
+    )
+    was_projected = array(projection.projected)
+    after = np.where(was_projected, true_kl(array(projection.log_probs), array(old)), before)
+    assert (after <= kl_bound * (1 + 1e-3)).all()
+    assert (np.abs(after - kl_bound) <= 1e-3 * kl_bound)[was_projected].all()
+    assert was_projected[before > kl_bound * (1 + 1e-3)].all()
+    np.testing.assert_allclose(array(projection.kl_after), after, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(array(projection.kl_before), before, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_log_probs_are_normalised(dtype):
+    for family in FAMILIES:
+        old, new = (tensor(x, dtype) for x in pairs(family, 40, 30))
+        total = torch.logsumexp(project(new, old, kl_bound=0.02).log_probs.double(), -1)
+        torch.testing.assert_close(
+            total, torch.zeros_like(total), rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-12
+        )
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_inside_the_ball_nothing_changes(solver):
+    old = random_logits(20, 9)
+    new = (old + 0.01 * random_logits(20, 9, seed=1)).requires_grad_()
+    projection = project(new, old, kl_bound=0.05, solver=solver)
+    assert not projection.projected.any()
+    assert torch.equal(projection.multiplier, torch.zeros(20, dtype=torch.float64))
+    assert torch.equal(projection.kl_after, projection.kl_before)
+    assert not projection.iterations.any()
+    torch.testing.assert_close(projection.log_probs, torch.log_softmax(new, -1), rtol=0, atol=1e-14)
+    weight = random_logits(20, 9, seed=2)
+    (ours,) = torch.autograd.grad((weight * projection.log_probs).sum(), new)
+    (plain,) = torch.autograd.grad((weight * torch.log_softmax(new, -1)).sum(), new)
+    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-13)
+
+
+def test_an_unprojected_row_keeps_its_raw_log_probs_below_the_floor():
+    new = torch.tensor([[0.0, -40.0, -math.inf]], dtype=torch.float64)
+    projection = project(new, new, kl_bound=0.05)
+    assert projection.kl_before.item() == 0.0
+    torch.testing.assert_close(projection.log_probs, torch.log_softmax(new, -1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3)])
+@pytest.mark.parametrize("size", [1, 5])
+def test_shapes(shape, size):
+    projection = project(random_logits(*shape, size), random_logits(*shape, size, seed=1), kl_bound=0.05)
+    assert projection.log_probs.shape == (*shape, size)
+    for name in ("multiplier", "kl_before", "kl_after", "projected", "iterations"):
+        assert getattr(projection, name).shape == shape, name
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_empty_batches(shape, solver):
+    new = torch.zeros(*shape, 7, requires_grad=True)
+    projection = project(new, torch.zeros(*shape, 7), kl_bound=0.05, solver=solver)
+    assert projection.log_probs.shape == (*shape, 7)
+    assert projection.kl_before.shape == shape
+    projection.log_probs.sum().backward()
+    assert new.grad is not None and new.grad.shape == new.shape
+
+
+def test_disjoint_supports_stay_feasible():
+    old = torch.tensor([[0.0, -math.inf], [0.0, -math.inf]])
+    new = torch.tensor([[-math.inf, 0.0], [0.0, 0.0]])
+    projection = project(new, old, kl_bound=0.05)
+    assert projection.projected.all()
+    np.testing.assert_allclose(true_kl(array(projection.log_probs), array(old)), [0.05, 0.05], rtol=1e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Backward
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 20])
+@pytest.mark.parametrize("family", ["peaked", "flat", "nearly_equal", "masked"])
+def test_gradients_agree_with_the_reference(family, size):
+    old, new = pairs(family, 40, size, seed=2)
+    upstream = array(random_logits(40, size, seed=3))
+    logits = tensor(new).requires_grad_()
+    projection = project(logits, tensor(old), kl_bound=0.02)
+    finite = projection.log_probs > -math.inf
+    torch.where(finite, projection.log_probs, 0.0).backward(gradient=tensor(upstream))
+    assert logits.grad is not None
+    for b in range(40):
+        row = reference.project(new[b], old[b], 0.02)
+        expected = row.gradient(np.where(np.isfinite(row.log_probs), upstream[b], 0.0))
+        np.testing.assert_allclose(array(logits.grad[b]), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_of_near_deterministic_policies_are_finite():
+    for dtype in (torch.float32, torch.float64):
+        for size in (2, 3, 20):
+            for family in ("near_deterministic", "nearly_disjoint", "masked"):
+                old, new = (tensor(x, dtype) for x in pairs(family, 200, size, seed=4))
+                logits = new.requires_grad_()
+                log_probs = project(logits, old, kl_bound=0.05).log_probs
+                (gradient,) = torch.autograd.grad(log_probs[log_probs > -math.inf].sum(), logits)
+                assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradients_have_the_type_of_the_input_and_float32_accuracy(dtype):
+    old, new = (tensor(x, dtype) for x in pairs("flat", 30, 12, seed=5))
+    upstream = random_logits(30, 12, seed=6)
+    logits = new.clone().requires_grad_()
+    project(logits, old, kl_bound=0.05).log_probs.backward(gradient=upstream.float())
+    assert logits.grad is not None and logits.grad.dtype == dtype
+    for b in range(30):
+        expected = reference.project(array(new[b]), array(old[b]), 0.05).gradient(array(upstream[b]))
+        rounding = 1e-4 if dtype == torch.float32 else 2e-2
+        np.testing.assert_allclose(
+            array(logits.grad[b]), expected, rtol=rounding, atol=rounding * np.abs(expected).max()
+        )
+
+
+@pytest.mark.parametrize("size", [3, 6])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_gradcheck(size, solver):
+    """Rows on both sides of the kink, none close to it."""
+    old = random_logits(6, size, seed=7)
+    new = (old + random_logits(6, size, seed=8)).requires_grad_()
+    kl_before = project(new, old, kl_bound=1.0).kl_before
+    factor = torch.tensor([0.1, 0.3, 0.7, 0.2, 1.5, 4.0], dtype=torch.float64)
+
+    def log_probs(logits: torch.Tensor) -> torch.Tensor:
+        return project(logits, old, kl_bound=factor * kl_before, solver=solver).log_probs
+
+    # A step of 1e-5: the root is only met to about 1e-11, which finite differences divide by the step.
+    assert torch.autograd.gradcheck(log_probs, new, eps=1e-5, atol=1e-6, rtol=1e-5)
+
+
+def test_two_outcomes_have_no_gradient():
+    old = random_logits(50, 2, seed=12)
+    new = (old + 2 * random_logits(50, 2, seed=13)).requires_grad_()
+    projection = project(new, old, kl_bound=1e-2)
+    assert projection.projected.sum() >= 30
+    (gradient,) = torch.autograd.grad((projection.log_probs * random_logits(50, 2, seed=14)).sum(), new)
+    assert gradient[projection.projected].abs().max() <= 1e-9
+    assert (gradient[~projection.projected].abs().amax(-1) > 1e-6).all()
+
+
+def test_the_old_policy_and_the_diagnostics_carry_no_gradient():
+    new, old = random_logits(4, 6).requires_grad_(), random_logits(4, 6, seed=1).requires_grad_()
+    projection = project(new, old, kl_bound=0.05)
+    for name in ("multiplier", "kl_before", "kl_after"):
+        assert not getattr(projection, name).requires_grad, name
+    projection.log_probs.sum().backward()
+    assert old.grad is None or not old.grad.any()
+
+
+def test_no_gradient_through_floored_entries():
+    old = torch.tensor([[0.0, 0.5, -1.0, -50.0]], dtype=torch.float64)
+    new = torch.tensor([[2.0, 0.0, -45.0, -math.inf]], dtype=torch.float64, requires_grad=True)
+    projection = project(new, old, kl_bound=0.05)
+    assert projection.projected.all()
+    (gradient,) = torch.autograd.grad(projection.log_probs[0, 2] + projection.log_probs[0, 3], new)
+    assert gradient.isfinite().all()
+    assert gradient[0, 2:].abs().max() <= 1e-15
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bounds
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 1), (1, 3)])
+def test_bounds_broadcast(shape):
+    old, new = random_logits(2, 3, 6), random_logits(2, 3, 6, seed=1)
+    kl_bound = 0.01 + 0.1 * torch.rand(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    full = project(new, old, kl_bound=kl_bound.expand(2, 3).contiguous())
+    assert torch.equal(project(new, old, kl_bound=kl_bound).log_probs, full.log_probs)
+
+
+def test_monotone_in_the_bound():
+    old, new = (tensor(x) for x in pairs("peaked", 60, 9, seed=3))
+    previous = project(new, old, kl_bound=1e-3)
+    distance = torch.full((60,), math.inf, dtype=torch.float64)
+    log_new = torch.log_softmax(new, -1)
+    for kl_bound in (3e-3, 1e-2, 0.05, 0.2, 1.0, 5.0):
+        projection = project(new, old, kl_bound=kl_bound)
+        assert (projection.kl_after >= previous.kl_after - 1e-9).all()
+        assert (projection.multiplier <= previous.multiplier * (1 + 1e-6)).all()
+        now = (projection.log_probs.exp() * (projection.log_probs - log_new)).sum(-1)
+        assert (now <= distance + 1e-9).all()
+        previous, distance = projection, now
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Invariances
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_permutation_and_shift(solver):
+    old, new = random_logits(30, 12, scale=2.0), random_logits(30, 12, seed=1, scale=2.0)
+    plain = project(new, old, kl_bound=0.03, solver=solver)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    permuted = project(new[:, order], old[:, order], kl_bound=0.03, solver=solver)
+    torch.testing.assert_close(permuted.log_probs, plain.log_probs[:, order], rtol=0, atol=1e-8)
+    shifted = project(new + 7.0, old - 30.0, kl_bound=0.03, solver=solver)
+    torch.testing.assert_close(shifted.log_probs, plain.log_probs, rtol=0, atol=1e-8)
+
+
+def test_idempotent():
+    """q lies in the ball (to 1e-9), so projecting it again changes nothing that matters."""
+    for family in ("flat", "peaked", "nearly_disjoint"):
+        old, new = (tensor(x) for x in pairs(family, 60, 9, seed=4))
+        once = project(new, old, kl_bound=0.05)
+        twice = project(once.log_probs, old, kl_bound=0.05)
+        torch.testing.assert_close(twice.log_probs.exp(), once.log_probs.exp(), rtol=0, atol=1e-7)
+        assert twice.multiplier.max() <= 1e-5
+
+
+def test_the_rows_of_a_batch_do_not_touch_each_other():
+    """Each has a bound of its own."""
+    old, new = (np.concatenate(x) for x in zip(*(pairs(f, 6, 9, seed=5) for f in FAMILIES), strict=True))
+    kl_bound = bounds(len(old))
+    kl_bound[::7] = math.inf
+    together = project(tensor(new), tensor(old), kl_bound=tensor(kl_bound))
+    assert not together.projected[::7].any()
+    for b in range(len(old)):
+        alone = project(tensor(new[b : b + 1]), tensor(old[b : b + 1]), kl_bound=float(kl_bound[b]))
+        torch.testing.assert_close(alone.log_probs[0], together.log_probs[b], rtol=0, atol=1e-12)
+        assert alone.iterations[0] == together.iterations[b]
+
+
+LOGITS = st.lists(
+    st.tuples(*[st.one_of(st.floats(-40, 40), st.sampled_from([0.0, -math.inf]))] * 2), min_size=1, max_size=9
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(rows=LOGITS, exponent=st.floats(-3, 0), solver=st.sampled_from(list(SOLVERS)))
+def test_any_pair(rows, exponent, solver):
+    old, new = np.array(rows).T.reshape(2, -1)
+    assume(reference.is_finite_row(old) and reference.is_finite_row(new))
+    kl_bound = 10.0**exponent
+    row = reference.project(new, old, kl_bound)
+    assume(abs(row.solution.kl_before - kl_bound) > 1e-9)
+    projection = project(tensor(new), tensor(old), kl_bound=kl_bound, solver=solver)
+    assert bool(projection.projected) == row.solution.projected
+    assert projection.kl_before.item() == pytest.approx(row.solution.kl_before, rel=1e-9, abs=1e-12)
+    if solver == "bracket" and row.solution.multiplier > 99:
+        return
+    if row.solution.projected:
+        after = true_kl(array(projection.log_probs)[None], old[None])[0]
+        assert after <= kl_bound + 1e-9
+        if solver == "newton" or kl_bound >= 0.01:
+            assert abs(after - kl_bound) <= 1e-9
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Broken rows and bad input
+
+
+@pytest.mark.parametrize("side", ["new", "old"])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_rows_that_are_not_finite(side, solver):
+    old, new = random_logits(6, 5), random_logits(6, 5, seed=1)
+    clean = project(new, old, kl_bound=0.05, solver=solver)
+    target = new if side == "new" else old
+    target[1, 2] = math.nan
+    target[2, 0] = math.inf
+    target[3] = -math.inf
+    logits = new.requires_grad_()
+    projection = project(logits, old, kl_bound=0.05, solver=solver)
+    assert projection.kl_before[1:4].isnan().all()
+    assert projection.log_probs[1:4].isnan().all()
+    fine = torch.tensor([0, 4, 5])
+    assert torch.equal(projection.log_probs[fine], clean.log_probs[fine])
+    (gradient,) = torch.autograd.grad(projection.log_probs[fine].sum(), logits)
+    assert gradient[fine].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("kl_bound", {"kl_bound": 0.0}),
+        ("kl_bound", {"kl_bound": -0.1}),
+        ("kl_bound", {"kl_bound": math.nan}),
+        ("kl_bound", {"kl_bound": torch.tensor([0.1, 0.0])}),
+        ("kl_bound", {"kl_bound": torch.tensor([0.1, math.nan])}),
+        ("kl_bound", {"kl_bound": torch.tensor([0.1, 0.1, 0.1])}),
+        ("kl_bound", {"kl_bound": torch.full((2, 2), 0.1)}),
+        ("solver.*newton, bracket.*newtn", {"solver": "newtn"}),
+        ("old_log_probs", {"old_log_probs": torch.zeros(2, 5)}),
+        ("old_log_probs", {"old_log_probs": torch.zeros(3, 4)}),
+    ],
+)
+def test_bad_input(argument, change):
+    arguments = {"new_log_probs": torch.zeros(2, 4), "old_log_probs": torch.zeros(2, 4), "kl_bound": 0.05} | change
+    with pytest.raises(ValueError, match=argument):
+        project(**arguments)

@@ -1,0 +1,189 @@
+"""The kernels of a step against the torch code next to them, in float64."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.trust_region.cases import FAMILIES, array, bounds, pairs, tensor, true_kl
+from tests.trust_region.steps import (
+    DEVICE,
+    DIFFERENTIABLE,
+    FIELDS,
+    Case,
+    assert_agrees,
+    case_of,
+    numbers,
+    run,
+    triton_step,
+)
+from troll.trust_region import step_triton
+from troll.trust_region.kernels import VARIABLE
+from troll.trust_region.policy.on_support import PolicyOnSupport
+from troll.trust_region.policy.sparse import SparsePolicy
+from troll.trust_region.policy.top import Top
+from troll.trust_region.policy.top_triton import slots
+from troll.trust_region.step import TAILS, trust_region_step
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("size", [7, 33])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_agrees_with_torch(family, size, tail):
+    """Values, and the gradient of all outputs together."""
+    rows = 16
+    case = case_of(family, rows, size, tail)
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(rows, generator=generator).to(DEVICE) for name in DIFFERENTIABLE}
+    made = assert_agrees(case, tail, weights)
+    assert not made.projected.all()
+    assert made.projected.any() or family == "nearly_equal"
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_proximal_pull_agrees_with_torch(family, tail):
+    """Inside the ball and outside; the other outputs and their gradients do not depend on the pull."""
+    case = case_of(family, 12, 7, tail, seed=3)
+    assert_agrees(case, tail, pull="proximal")
+    assert_agrees(case, tail, {"regression": torch.linspace(-1, 1, 12, device=DEVICE)}, pull="proximal")
+    made, (gradient, *_) = run(case, tail, {"log_ratio": torch.ones(12)}, pull="proximal", by_triton=True)
+    plain, (expected, *_) = run(case, tail, {"log_ratio": torch.ones(12)}, by_triton=True)
+    assert torch.equal(gradient, expected)
+    assert all(
+        torch.equal(getattr(made, name), getattr(plain, name))
+        for name in FIELDS
+        if name not in ("regression", "entropy")
+    )
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradient_of_one_output(name, tail):
+    """Nothing arrives at the others."""
+    for family in ("peaked", "masked"):
+        case = case_of(family, 12, 5, tail, seed=1)
+        weights = {name: torch.linspace(-2, 2, 12, device=DEVICE)}
+        assert_agrees(case, tail, weights)
+        _, (gradient, *_) = run(case, tail, weights, by_triton=True)
+        assert gradient.abs().max() > 0.05
+
+
+def test_without_entropy_and_without_gradient():
+    case = case_of("peaked", 6, 5, "bucket")
+    expected, _ = run(case, "bucket", by_triton=True)
+    new, old = case._replace(logits=case.logits.clone().requires_grad_()).policies()
+    with torch.no_grad():
+        quiet = triton_step(new, old, case.bound)
+    made = triton_step(new, old, case.bound)
+    assert made.entropy is None and made.log_ratio.requires_grad and not quiet.log_ratio.requires_grad
+    assert not (made.kl_before.requires_grad or made.multiplier.requires_grad)
+    for one in (made, quiet):
+        assert all(torch.equal(getattr(one, name), getattr(expected, name)) for name in FIELDS if name != "entropy")
+
+
+@pytest.mark.parametrize("family", ["peaked", "nearly_disjoint", "near_deterministic", "masked"])
+def test_the_bound_is_met_whatever_is_sampled(family):
+    """To the promise for float32, judged in float64: the whole of q is read by sampling every outcome."""
+    rows, size = 8, 5
+    old, new = (tensor(x) for x in pairs(family, rows, size, seed=2))
+    kl_bound = bounds(rows, seed=3)
+    nothing = torch.full((rows * size,), -math.inf)
+    case = Case(
+        new.float().repeat_interleave(size, 0),
+        nothing,
+        torch.zeros(rows * size),
+        torch.arange(size).expand(rows * size, -1),
+        old.log_softmax(-1).float().repeat_interleave(size, 0),
+        nothing,
+        torch.arange(size).repeat(rows),
+        tensor(kl_bound, torch.float32).repeat_interleave(size),
+        size,  # with "floor", ratios are of the floored policies
+    )
+    made, _ = run(case.each(lambda x: x.to(DEVICE)), "floor", by_triton=True)
+    projected = array(made.projected.cpu()).reshape(rows, size)
+    assert (projected == projected[:, :1]).all() and projected.any()
+    floored = old.log_softmax(-1).clamp(min=math.log(1e-12)).log_softmax(-1)
+    log_q = array(floored) + array(made.log_ratio.cpu()).reshape(rows, size)
+    np.testing.assert_allclose(np.exp(log_q[projected[:, 0]]).sum(-1), 1, atol=1e-5)
+    kl = true_kl(log_q, array(old))[projected[:, 0]]
+    np.testing.assert_allclose(kl, kl_bound[projected[:, 0]], rtol=1e-3)
+    np.testing.assert_allclose(array(made.kl_after.cpu()).reshape(rows, size)[projected[:, 0], 0], kl, rtol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # of a step that is not taken
+@pytest.mark.parametrize("family", ["flat", "near_deterministic"])
+def test_bounds_below_what_float32_can_meet(family):
+    """No promise is made below 1e-3, but the search ends, and every value and gradient is finite."""
+    bound = tensor(bounds(12, low=1e-14, high=1e-6), torch.float32).to(DEVICE)
+    case = case_of(family, 12, 5, "bucket", seed=4)._replace(bound=bound)
+    made, grads = run(case, "bucket", by_triton=True)
+    assert made.projected.sum() > 3
+    assert all(x.isfinite().all() for x in numbers(made, grads).values())
+    assert (made.kl_after <= bound * (1 + 1e-3))[made.projected].all()
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_equal_policies_that_were_captured_have_ratio_one_to_the_last_digit(tail):
+    """What normalises a captured policy is computed as what normalises the one that is read at its slots."""
+    generator = torch.Generator().manual_seed(0)
+    rows, k = 20, 12
+    ids = torch.stack([torch.randperm(50, generator=generator)[:k].sort().values for _ in range(rows)]).to(DEVICE)
+    z = (5 * torch.randn(rows, k, generator=generator)).to(DEVICE)
+    rest = torch.randn(rows, generator=generator).to(DEVICE)
+    kept, log_probs, tail_log_prob, slot = slots(Top(ids, z, z, z[:, 3].clone(), rest), ids[:, 3].clone(), 50, 1e-2)
+    at = (kept.unsqueeze(-1) == ids.unsqueeze(1)).to(torch.uint8).argmax(-1)
+    logits = z.gather(-1, at).masked_fill(kept < 0, -math.inf)
+    dropped = ~(kept.unsqueeze(1) == ids.unsqueeze(-1)).any(-1)
+    tail_logit = torch.logsumexp(torch.cat([rest.unsqueeze(-1), z.masked_fill(~dropped, -math.inf)], -1), -1)
+    new = PolicyOnSupport(kept, logits, tail_logit, 50)
+    made = triton_step(new, SparsePolicy(kept, log_probs, tail_log_prob, slot, 50, 1e-2), 0.05, tail)
+    assert (kept < 0).any() and not made.projected.any()
+    torch.testing.assert_close(made.log_prob, log_probs.gather(-1, slot.unsqueeze(-1)).squeeze(-1), rtol=0, atol=0)
+    assert not made.log_ratio.any()
+
+
+def test_no_tokens_and_shapes_and_bounds_that_broadcast():
+    case = case_of("peaked", 6, 5, "bucket")._replace(bound=torch.tensor([0.01, 0.1, 1.0], device=DEVICE).repeat(2))
+    expected, _ = run(case, "bucket", by_triton=True)
+    ids, logits, log_probs = (x.view(2, 3, -1) for x in (case.ids, case.logits, case.old_log_probs))
+    tail_logit, old_tail, slot = (x.view(2, 3) for x in (case.tail_logit, case.old_tail, case.slot))
+    strided = logits.movedim(-1, 0).contiguous().movedim(0, -1)
+    new = PolicyOnSupport(ids, strided, tail_logit.T.contiguous().T, case.vocab_size)
+    old = SparsePolicy(ids, log_probs, old_tail, slot.T.contiguous().T, case.vocab_size, 0.0)
+    made = triton_step(new, old, torch.tensor([0.01, 0.1, 1.0], dtype=torch.float64))
+    assert all(torch.equal(getattr(made, n), getattr(expected, n).view(2, 3)) for n in FIELDS if n != "entropy")
+    one_bound = triton_step(new, old, 0.1)
+    assert torch.equal(one_bound.log_ratio[:, 1], made.log_ratio[:, 1])
+    none = triton_step(
+        PolicyOnSupport(ids[:0], logits[:0].clone().requires_grad_(), tail_logit[:0], 9),
+        SparsePolicy(ids[:0], log_probs[:0], old_tail[:0], slot[:0], 9, 0.0),
+        0.1,
+    )
+    assert none.log_ratio.shape == (0, 3)
+    none.log_ratio.sum().backward()
+
+
+@pytest.mark.parametrize("kl_bound", [0.0, -1.0, math.nan])
+def test_bad_bounds(kl_bound):
+    with pytest.raises(ValueError, match="kl_bound"):
+        triton_step(*case_of("flat", 3, 4, "bucket").policies(), kl_bound)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "solver", "taken"),
+    [(torch.float32, "newton", True), (torch.float64, "newton", False), (torch.float32, "bracket", False)],
+)
+def test_what_the_kernel_computes(dtype, solver, taken, monkeypatch):
+    """Float64 and the other solver are left to torch."""
+    spy = mock.Mock(wraps=step_triton.step)
+    monkeypatch.setenv(VARIABLE, "triton")
+    monkeypatch.setattr(step_triton, "step", spy)
+    trust_region_step(*case_of("peaked", 3, 6, "bucket").to(dtype).policies(), 0.05, solver=solver)
+    assert spy.called == taken
