@@ -19,7 +19,8 @@ from troll.trl.seam import needed
 
 def trainer_like(**changes: Any) -> type:
     """A class with `GRPOTrainer`'s methods, of which some are changed or, if None, left out."""
-    methods = {method.name: getattr(GRPOTrainer, method.name) for method in (*needed.OVERRIDDEN, *needed.RELIED_ON)}
+    names = [str(method.name) for method in (*needed.OVERRIDDEN, *needed.RELIED_ON)]
+    methods = {name: getattr(GRPOTrainer, name) for name in names}
     return type("OtherTrainer", (), {name: value for name, value in (methods | changes).items() if value is not None})
 
 

@@ -51,7 +51,7 @@ try:
 except ImportError as error:
     print(error)
 """
-    assert "troll.verl builds on what verl" in run(program)
+    assert "troll.verl does not work with verl" in run(program)
 
 
 def test_a_verl_that_lacks_something_has_its_own_servers() -> None:

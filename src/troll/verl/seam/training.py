@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from troll.verl.seam import Needed, check, lacking
+from troll.needed import Needed
+from troll.verl.seam import check, lacking
 
 try:
     from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
