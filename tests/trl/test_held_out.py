@@ -167,9 +167,9 @@ class ById(Grader):
 def test_success_is_exact_where_the_last_batch_is_filled_up(make):
     trainer = evaluate(make, samples=2, eval_steps=2)
     rows = tiny.make_dataset(7).add_column("number", list(range(7)))
-    with judged_by(trainer, [ById()], None):
-        metrics = trainer.evaluate(rows)
-        own = trainer.evaluate(rows, metric_key_prefix="eval_own")
+    judge = judged_by(trainer, [ById()], None)
+    metrics = judge.evaluate(rows)
+    own = judge.evaluate(rows, metric_key_prefix="eval_own")
     logged = trainer.state.log_history[0]
     assert (
         metrics["eval_pass@1"] == logged["eval_rewards/success/mean"] == own["eval_own_rewards/success/mean"] == 2 / 7
@@ -198,9 +198,7 @@ def test_another_task_is_judged_by_its_own_rewards(make):
     trainer = evaluate(make, eval_steps=2, log_completions=True)
     before = dict(vars(trainer))
     rows = tiny.make_dataset(4).add_column("color", list("abcd"))
-    with pytest.raises(KeyboardInterrupt), judged_by(trainer, [success, more], [1.0, 0.5]):
-        metrics = trainer.evaluate(rows, metric_key_prefix="eval_colors")
-        raise KeyboardInterrupt
+    metrics = judged_by(trainer, [success, more], [1.0, 0.5]).evaluate(rows, metric_key_prefix="eval_colors")
     assert [
         name for name, value in before.items() if name.lstrip("_") in SWAPPED and vars(trainer)[name] is not value
     ] == []

@@ -14,6 +14,7 @@ from trl import GRPOConfig
 
 from troll.trl.advantages.estimators import ESTIMATORS
 from troll.trl.surrogates import SURROGATES
+from troll.trl.surrogates.terms import DppoOutcomes, KlDirection
 from troll.trust_region.bounds import BOUNDS, Bound, make_bound
 from troll.trust_region.policy.sparse import TAILS, Tail
 from troll.trust_region.projecting.constraint import CONSTRAINTS, REDUCTIONS, Reduction, Scope
@@ -21,8 +22,6 @@ from troll.trust_region.projecting.dual import SOLVERS
 from troll.trust_region.projecting.pull import PULLS, Pull
 
 Anchor = Literal["old", "rollout"]
-DppoOutcomes = Literal["binary", "top_k"]
-KlDirection = Literal["old_new", "new_old"]
 
 #: The dtypes to which the weights of rollouts can be rounded.
 ROLLOUT_DTYPES = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -629,6 +628,13 @@ class TrollConfig(GRPOConfig):
         if not isinstance(options, dict):
             raise ValueError(f"kl_bound_schedule_kwargs must be a JSON object, got {options!r}")
         return make_bound(self.kl_bound_schedule, self.kl_bound, total_steps=total_steps, **options)
+
+    @property
+    def penalty_weight(self) -> float:
+        """The first weight of the surrogate's pull or KL penalty; 0 if it weights none."""
+        name = SURROGATES[self.surrogate].penalty
+        weight: float = getattr(self, f"{name}_weight") if name else 0.0
+        return weight
 
     @property
     def penalty_target(self) -> float | None:

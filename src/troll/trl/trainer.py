@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
+from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
 
 from troll.huggingface.adapters import refuse_merging
@@ -38,6 +39,7 @@ from troll.trl.generation import generate_in_chunks
 from troll.trl.held_out import HeldOut, sampling_temperature
 from troll.trl.monitor import Monitor
 from troll.trl.old_policy import OLD_POLICY, OldPolicy
+from troll.trl.penalty import PenaltyWeight
 from troll.trl.resampling import Resampling
 from troll.trl.rollout_weights import RolloutWeights
 from troll.trl.surrogates import SURROGATES, ScoredTokens, Terms
@@ -117,6 +119,8 @@ class TrollTrainer(GRPOTrainer):
             warn_about_saving(self.accelerator, self.model)
         warn_about_precision(self.accelerator, args, self.model)
         refuse_an_empty_reference(self.accelerator, self.ref_model)
+        if args.kl_in_reward:
+            self.beta = 0.0  # or the parent would add the KL to the loss too
         if args.disable_dropout:  # TRL switches only layers off
             disable_dropout(self.model)
 
@@ -134,13 +138,21 @@ class TrollTrainer(GRPOTrainer):
         self.held_out = HeldOut(self.reward_funcs, self.reward_func_names)
         if args.generation_chunk_size and not args.use_vllm:
             generate_in_chunks(self.model, args.generation_chunk_size)
-        self.updates = Updates(self)
+        self.penalty_weight = PenaltyWeight(
+            self.accelerator, self.surrogate.penalty, args.penalty_weight, args.penalty_target
+        )
+        self.updates = Updates(
+            args,
+            penalty_weight=self.penalty_weight,
+            critic=self.advantages.critic,
+            rollout_weights=self.rollout_weights,
+            monitor=self.monitor,
+            diagnostics=self.diagnostics,
+            unscored=self.unscored,
+            passes_done=partial(seam.micro_batches_done, self),
+            add_metrics=partial(seam.add_metrics, self),
+        )
         self.add_callback(self.updates)
-        # Before the callbacks that report and the user's, which then see what an update did.
-        callbacks = self.callback_handler.callbacks
-        callbacks.insert(1, callbacks.pop())
-        # The scores that the parent's loss will ask for next.
-        self._scores: seam.Scores | None = None
         self._use_checked = False
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -158,7 +170,6 @@ class TrollTrainer(GRPOTrainer):
         refuse_columns(self, inputs[0])  # a stream knows its columns and prompts only now
         refuse_token_ids(self, self._missing_tokens, [example["prompt"] for example in inputs])
         training = self.model.training
-        self._scores = None  # an exception may have left some
         self.old_policy.start(training=training, reads_policies=self._reads_policies())
         with ExitStack() as stack:
             if training and self.rollout_weights is not None:
@@ -170,6 +181,8 @@ class TrollTrainer(GRPOTrainer):
             rolled_out = self.anchor.read(rolled_out)
         if not training:
             return rolled_out
+        if self.args.kl_in_reward:
+            rolled_out["ref_per_token_logps"] = seam.reference_log_probs(self, rolled_out)
         rolled_out, metrics = self.old_policy.add_to(self.unscored.without(rolled_out))
         seam.add_metrics(self, metrics)
         rolled_out, advantages, metrics = self.advantages.of(rolled_out)
@@ -197,13 +210,10 @@ class TrollTrainer(GRPOTrainer):
         self.advantages.observe(rewards, self.reward_weights)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        scores, self._scores = self._scores, None
-        if scores is not None:
-            return scores
         score = super()._get_per_token_logps_and_entropies
-        return (
-            self.old_policy.score(score, *args, **kwargs) if self.old_policy.claim_scoring() else score(*args, **kwargs)
-        )
+        if self.old_policy.claim_scoring():
+            return self.old_policy.score(score, *args, **kwargs)
+        return score(*args, **kwargs)
 
     def _reads_policies(self) -> bool:
         """Whether an update with the next rollout needs more of the old policy than log-probabilities."""
@@ -230,13 +240,7 @@ class TrollTrainer(GRPOTrainer):
             self.advantages.train_critic(inputs)
         # With vLLM's importance correction, on-policy updates have old log-probabilities too.
         off_policy = training and "old_per_token_logps" in inputs and not self.args.always_on_policy
-        beta = self.beta
-        if self.args.kl_in_reward:  # the parent needs β for the rollout's reference, but would add the KL to the loss
-            self.beta = 0.0
-        try:
-            loss = self._surrogate_loss(model, inputs) if off_policy else super()._compute_loss(model, inputs)
-        finally:
-            self.beta = beta
+        loss = self._surrogate_loss(model, inputs) if off_policy else super()._compute_loss(model, inputs)
         if training and not (off_policy and self.surrogate.reads_policies(self.args)):  # else, it has been
             self.monitor.check_loss(loss, self.state.global_step)
         if not self.surrogate.clips:
@@ -262,14 +266,14 @@ class TrollTrainer(GRPOTrainer):
             old_log_probs=old_log_probs[at],
             advantages=advantages[at],
             kl_bound=self._token_bounds(old, advantages[at]),
-            penalty_weight=self.updates.penalty_weight.value,
+            penalty_weight=self.penalty_weight.value,
             constraint=self._constraint(mask, at),
             old=old,
             new=new,
         )
         terms = self.surrogate.terms(tokens, self.args) if self.surrogate.terms else Terms()
         if terms.penalised_kl is not None:
-            self.updates.penalty_weight.observe(terms.penalised_kl, mask[at])
+            self.penalty_weight.observe(terms.penalised_kl, mask[at])
 
         # The parent takes its ratio from raw − old log-probabilities, and everything else (KL to the reference,
         # off-policy mask, metrics) from the raw ones. Other old ones change that ratio and nothing else.
@@ -283,9 +287,9 @@ class TrollTrainer(GRPOTrainer):
                 penalties.append(self._reference_kl_correction(changed, old_log_probs, scores.log_probs, log_ratio))
         if terms.keep is not None:
             changed["advantages"] = advantages * scatter(terms.keep.to(advantages), scored)
-        self._scores = scores
-        loss = super()._compute_loss(model, changed)
-        if self._scores is not None:
+        handed = iter([scores])
+        loss = super()._compute_loss(seam.standing_in(lambda **_: next(handed)), changed)
+        if next(handed, None) is not None:
             raise RuntimeError("GRPOTrainer did not score the new policy where TrollTrainer expects it")
         if shifted is not None:
             self._check_use(loss, shifted)
@@ -438,7 +442,7 @@ class TrollTrainer(GRPOTrainer):
         return super().train(self.updates.resumed[0], *positional, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        checkpoint = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        checkpoint = seam.checkpoint_folder(self, trial)
         with marked(self, checkpoint):
             super()._save_checkpoint(model, trial)
             if not self.args.save_only_model:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from troll.files import write_atomically
-from troll.trl import seam
 from troll.trl.advantages.critic import Critic
 from troll.trl.checkpoints import say_resumed
 from troll.trl.config import TrollConfig
+from troll.trl.diagnostics import Diagnostics
+from troll.trl.monitor import Monitor
 from troll.trl.penalty import PenaltyWeight
+from troll.trl.rollout_weights import RolloutWeights
 from troll.trl.surrogates import SURROGATES
+from troll.trl.unscored import Unscored
 from troll.trust_region.bounds import Bound
 
 #: The file of a checkpoint that holds the state of the bound's schedule or controller.
@@ -28,36 +32,42 @@ class Updates(TrainerCallback):
     """Follows the updates of a `TrollTrainer`; every event runs on every process.
 
     Args:
-        trainer: The `TrollTrainer`.
+        args: The trainer's configuration.
+        penalty_weight: The weight of a pull or a KL penalty.
+        critic: PPO's critic, if there is one.
+        rollout_weights: The weights that rollouts are sampled with, if they differ from the trained ones.
+        monitor: What the trust region does.
+        diagnostics: What `diagnostics_steps` asks for.
+        unscored: Which completions could not be judged.
+        passes_done: Returns the number of forward-backward passes since training began.
+        add_metrics: Has numbers logged the next time that the trainer logs.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._args: TrollConfig = trainer.args
-        self._critic: Critic | None = trainer.advantages.critic
+    def __init__(
+        self,
+        args: TrollConfig,
+        *,
+        penalty_weight: PenaltyWeight,
+        critic: Critic | None,
+        rollout_weights: RolloutWeights | None,
+        monitor: Monitor,
+        diagnostics: Diagnostics,
+        unscored: Unscored,
+        passes_done: Callable[[], int],
+        add_metrics: Callable[[dict[str, float]], None],
+    ) -> None:
+        self._args, self._penalty_weight, self._critic = args, penalty_weight, critic
+        self._monitor, self._diagnostics, self._unscored = monitor, diagnostics, unscored
+        self._passes_done, self._add_metrics = passes_done, add_metrics
         # What has files of its own in a checkpoint.
-        self._saved = [part for part in (self._critic, trainer.rollout_weights) if part is not None]
-        self._bound: Bound | None = None
-        self._used_bound = self._args.kl_bound
-        self._rests = False
-        self._penalty = SURROGATES[self._args.surrogate].penalty
-        self._penalty_adapts = self._args.penalty_target is not None
-        #: The weight of a pull or a KL penalty, for the next update.
-        self.penalty_weight = self._initial_penalty_weight()
-        self._used_penalty_weight, self._rollouts = self.penalty_weight.value, 0
+        self._saved = [part for part in (critic, rollout_weights) if part is not None]
+        #: The bound: its value now, and its schedule; `on_train_begin` makes that of the training.
+        self.kl_bound: Bound = args.make_bound(total_steps=1)
+        # Those of the last update.
+        self._used_bound, self._used_penalty_weight = self.kl_bound.value, penalty_weight.value
+        self._rests, self._rollouts = False, 0
         #: The checkpoint to resume from, if any, and what newer ones lack.
         self.resumed: tuple[str | None, dict[Path, str]] = None, {}
-
-    @property
-    def kl_bound(self) -> Bound:
-        """The bound: its value now, and its schedule."""
-        if self._bound is None:  # only training knows how long it takes
-            self._bound = self._args.make_bound(total_steps=max(1, self._trainer.state.max_steps))
-        return self._bound
-
-    def _initial_penalty_weight(self) -> PenaltyWeight:
-        weight = getattr(self._args, f"{self._penalty}_weight") if self._penalty else 0.0
-        return PenaltyWeight(self._trainer.accelerator, self._penalty or "", weight, self._args.penalty_target)
 
     def save(self, checkpoint: Path) -> None:
         """Writes the files of a checkpoint that `on_train_begin` reads."""
@@ -65,14 +75,14 @@ class Updates(TrainerCallback):
             part.save(checkpoint)
         if self._args.should_save:
             write_atomically(checkpoint / BOUND_STATE, json.dumps(self.kl_bound.state_dict()))
-            if self._penalty_adapts:
-                write_atomically(checkpoint / PENALTY_STATE, json.dumps(self.penalty_weight.state_dict()))
+            if self._penalty_weight.adapts:
+                write_atomically(checkpoint / PENALTY_STATE, json.dumps(self._penalty_weight.state_dict()))
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Restores ε, β and the critic from a checkpoint, and drops what an interrupted update has left."""
-        self._bound, self.penalty_weight = None, self._initial_penalty_weight()
+        self.kl_bound = self._args.make_bound(total_steps=max(1, state.max_steps))  # only training knows how many
         self._rollouts = self._rollouts_done()
-        for part in (self._trainer.monitor, self._trainer.unscored, *self._saved):
+        for part in (self._monitor, self._unscored, self._penalty_weight, *self._saved):
             part.start()
         checkpoint, passed_over = self.resumed
         if checkpoint is None:
@@ -85,10 +95,11 @@ class Updates(TrainerCallback):
         elif self._args.kl_bound_schedule != "fixed":
             warnings.warn(f"{checkpoint} has no {BOUND_STATE}: the schedule of kl_bound starts anew", stacklevel=2)
         path = Path(checkpoint) / PENALTY_STATE
-        if self._penalty_adapts and path.is_file():
-            self.penalty_weight.load_state_dict(json.loads(path.read_text()))
-        elif self._penalty_adapts:
-            warnings.warn(f"{checkpoint} has no {PENALTY_STATE}: {self._penalty}_weight starts anew", stacklevel=2)
+        if self._penalty_weight.adapts and path.is_file():
+            self._penalty_weight.load_state_dict(json.loads(path.read_text()))
+        elif self._penalty_weight.adapts:
+            name = self._penalty_weight.name
+            warnings.warn(f"{checkpoint} has no {PENALTY_STATE}: {name}_weight starts anew", stacklevel=2)
         if state.is_world_process_zero:
             say_resumed(Path(checkpoint), state.global_step, state.max_steps, passed_over)
 
@@ -96,7 +107,7 @@ class Updates(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """Updates the critic before the policy, so that an error stops both; without a judged token, neither moves."""
-        nothing_judged = self._trainer.unscored.left_nothing()
+        nothing_judged = self._unscored.left_nothing()
         self._rests = nothing_judged or (self._critic is not None and self._critic.warming_up)
         if self._rests:
             # Without a gradient, the optimiser leaves a parameter as it is; one of zero would go on with its momentum.
@@ -107,33 +118,34 @@ class Updates(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adapts ε to what was seen in the update, and β to what was seen in a rollout's last update."""
-        rollouts, self._used_penalty_weight = self._rollouts_done(), self.penalty_weight.value
-        self.penalty_weight.end_update(adapt=rollouts > self._rollouts and not self._rests)
+        rollouts, self._used_penalty_weight = self._rollouts_done(), self._penalty_weight.value
+        self._penalty_weight.end_update(adapt=rollouts > self._rollouts and not self._rests)
         self._rollouts = rollouts
-        statistics = self._trainer.monitor.end_update()
+        statistics = self._monitor.end_update()
         if statistics is not None:
             self._used_bound = self.kl_bound.value
             if not self._rests:  # a policy that does not move says nothing about ε
                 self.kl_bound.update(state.global_step, statistics)
+        self._log(state, control)
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, float] | None = None, **_: Any
-    ) -> None:
-        """Adds `trust_region/*` and `critic/*`, over all tokens since the last log, before any callback reports."""
-        trainer = self._trainer
-        if logs is None or not trainer.model.training:
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Has the metrics logged where transformers logs once an epoch, or training ends early."""
+        self._log(state, control)
+
+    def _log(self, state: TrainerState, control: TrainerControl) -> None:
+        """Adds `trust_region/*` and `critic/*`, over all tokens since the last log, to what TRL is about to log."""
+        if not (control.should_log or control.should_training_stop):  # the last line has what is left
             return
-        metrics = trainer.monitor.metrics(state.global_step) | trainer.diagnostics.metrics()
+        metrics = self._monitor.metrics(state.global_step) | self._diagnostics.metrics()
         if metrics and SURROGATES[self._args.surrogate].projects:
             metrics["trust_region/kl_bound"] = self._used_bound
-        if metrics and self._penalty:
-            metrics[f"trust_region/{self._penalty}_weight"] = self._used_penalty_weight
-            metrics |= {f"trust_region/{name}": value for name, value in self.penalty_weight.metrics().items()}
+        if metrics and self._penalty_weight.name:
+            metrics[f"trust_region/{self._penalty_weight.name}_weight"] = self._used_penalty_weight
+            metrics |= {f"trust_region/{name}": value for name, value in self._penalty_weight.metrics().items()}
         if self._critic is not None:
             metrics |= {f"critic/{name}": value for name, value in self._critic.metrics().items()}
-        logs.update(metrics)
-        state.log_history[-1].update(metrics)
+        self._add_metrics(metrics)
 
     def _rollouts_done(self) -> int:
         """Rollouts that have been used up."""
-        return seam.micro_batches_done(self._trainer) // self._args.rollout_steps
+        return self._passes_done() // self._args.rollout_steps

@@ -70,7 +70,7 @@ OVERRIDDEN = (
     Needed(
         GRPOTrainer,
         "_get_per_token_logps_and_entropies",
-        "scoring completions, where the old policy is captured and the new one's scores are handed in",
+        "scoring completions, where the old policy is captured",
         parameters=("model", "input_ids", "attention_mask", "logits_to_keep", "compute_entropy", "compute_aux_loss"),
         uses=("labels", "fused_lm_head", "log_probs", "entropy", "aux_loss"),
     ),
@@ -81,6 +81,7 @@ OVERRIDDEN = (
         parameters=("model", "inputs"),
         uses=(
             "_get_per_token_logps_and_entropies",
+            "model",
             "old_per_token_logps",
             "sampling_per_token_logps",
             "advantages",
@@ -141,6 +142,7 @@ FUNCTIONS = (
     "get_callable_name",
     "get_config_model_id",
     "nanstd",
+    "use_adapter",
 )
 
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from troll.trl.surrogates.terms import ScoredTokens, Terms
+from troll.trl.surrogates.terms import ScoredTokens, Settings, Terms
 from troll.trust_region.objective import trust_region_step
 from troll.trust_region.policy.values import divergence, floored
 from troll.trust_region.projecting.pull import to_old
 from troll.trust_region.projecting.step import common_outcomes
 
-if TYPE_CHECKING:  # the configuration imports the surrogates
-    from troll.trl.config import TrollConfig
 
-
-def troll(tokens: ScoredTokens, args: TrollConfig) -> Terms:
+def troll(tokens: ScoredTokens, args: Settings) -> Terms:
     """TROLL (arXiv 2510.03817): the projected policy's ratio q(o)/p(o), and the pull α KL(p̃ ‖ ⌊q⌋) or α KL(p ‖ p̃)."""
     assert tokens.old is not None and tokens.new is not None
     step = trust_region_step(
@@ -39,12 +35,12 @@ def troll(tokens: ScoredTokens, args: TrollConfig) -> Terms:
     )
 
 
-def regression(tokens: ScoredTokens, args: TrollConfig) -> Terms:
+def regression(tokens: ScoredTokens, args: Settings) -> Terms:
     """TROLL's pull only, with the raw ratio p̃(o)/p(o)."""
     return dataclasses.replace(troll(tokens, args), log_ratio=None)
 
 
-def kl_penalty(tokens: ScoredTokens, args: TrollConfig) -> Terms:
+def kl_penalty(tokens: ScoredTokens, args: Settings) -> Terms:
     """The raw ratio, and the penalty β KL(p ‖ p̃) or β KL(p̃ ‖ p) (arXiv 1707.06347, eq. 8).
 
     The divergence is over the outcomes that TROLL projects: the old policy's support and its tail, floored. A clip and
@@ -81,34 +77,34 @@ def limited_log_ratio(tokens: ScoredTokens, clip: float | None, cap: float | Non
     return log_ratio if cap is None else log_ratio.clamp(max=math.log(cap))
 
 
-def drpo(tokens: ScoredTokens, args: TrollConfig) -> Terms:
+def drpo(tokens: ScoredTokens, args: Settings) -> Terms:
     """DRPO (arXiv 2606.09821): the loss `−A r + |A| p(o) (r − 1)² / 2ε` with the raw ratio r, with both gradients."""
     growth = torch.expm1(tokens.log_ratio)
     moved = tokens.old_log_probs.exp() * growth  # p̃(o) − p(o); by itself (r − 1)² could overflow
     return Terms(penalty=tokens.advantages.abs() * moved * growth / (2 * args.drpo_threshold))
 
 
-def gmpo(tokens: ScoredTokens, args: TrollConfig) -> Terms:
+def gmpo(tokens: ScoredTokens, args: Settings) -> Terms:
     """GMPO (arXiv 2507.20673): clips log ratios that the advantage pushes out; TRL takes a sequence's mean."""
     log_ratio, bound = tokens.log_ratio, args.gmpo_range
     return Terms(log_ratio=torch.where(tokens.advantages > 0, log_ratio.clamp(max=bound), log_ratio.clamp(min=-bound)))
 
 
-def dppo_tv(tokens: ScoredTokens, args: TrollConfig) -> Terms:
+def dppo_tv(tokens: ScoredTokens, args: Settings) -> Terms:
     """DPPO's mask by total variation (arXiv 2602.04879): `½ Σ |p̃ − p|` over two outcomes, or over the top K."""
     new, old = _outcomes(tokens, args)
     variation = 0.5 * (new.exp() - old.exp()).abs().sum(-1)
     return _mask(tokens, variation > args.divergence_threshold)
 
 
-def dppo_kl(tokens: ScoredTokens, args: TrollConfig) -> Terms:
+def dppo_kl(tokens: ScoredTokens, args: Settings) -> Terms:
     """DPPO's mask by KL(p ‖ p̃) (arXiv 2602.04879) over two outcomes, or over the top K."""
     new, old = _outcomes(tokens, args)
     kl = divergence((old - new).masked_fill(new == -torch.inf, 0.0), new)
     return _mask(tokens, kl > args.divergence_threshold)
 
 
-def ipo(tokens: ScoredTokens, args: TrollConfig) -> Terms:
+def ipo(tokens: ScoredTokens, args: Settings) -> Terms:
     """prime-rl's IPO: drops tokens with `|p̃(o) − p(o)|` above the threshold, and adds the penalty λ (log r)²."""
     moved = tokens.new_log_probs.detach().exp() - tokens.old_log_probs.exp()
     # Where λ is 0, an infinite log ratio must not make NaN.
@@ -116,7 +112,7 @@ def ipo(tokens: ScoredTokens, args: TrollConfig) -> Terms:
     return Terms(keep=moved.abs() <= args.ipo_threshold, penalty=penalty)
 
 
-def _outcomes(tokens: ScoredTokens, args: TrollConfig) -> tuple[Tensor, Tensor]:
+def _outcomes(tokens: ScoredTokens, args: Settings) -> tuple[Tensor, Tensor]:
     """Both policies' floored log-probabilities: of the sampled token and the rest, or of the top K and the tail."""
     if args.dppo_outcomes == "top_k":
         assert tokens.old is not None and tokens.new is not None

@@ -4,17 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from troll.trust_region.policy.outcomes import Outcomes
-from troll.trust_region.policy.sparse import SparsePolicy
+from troll.trust_region.policy.sparse import SparsePolicy, Tail
 from troll.trust_region.projecting.constraint import Constraint
+from troll.trust_region.projecting.pull import Pull
 from troll.trust_region.projecting.step import TrustRegionStep
 
-if TYPE_CHECKING:  # the configuration imports the surrogates
-    from troll.trl.config import TrollConfig
+DppoOutcomes = Literal["binary", "top_k"]
+KlDirection = Literal["old_new", "new_old"]
+
+
+class Settings(Protocol):
+    """The fields of `TrollConfig` that the surrogates read."""
+
+    tail: Tail
+    solver: str
+    pull: Pull
+    kl_penalty_direction: KlDirection
+    kl_penalty_clip: float | None
+    kl_penalty_cap: float | None
+    dppo_outcomes: DppoOutcomes
+    drpo_threshold: float
+    ipo_threshold: float
+    ipo_kl_weight: float
+    gmpo_range: float
+
+    @property
+    def divergence_threshold(self) -> float:
+        """δ of the DPPO mask."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +103,9 @@ class Surrogate:
     """
 
     settings: tuple[str, ...] = ()
-    terms: Callable[[ScoredTokens, TrollConfig], Terms] | None = None
+    terms: Callable[[ScoredTokens, Settings], Terms] | None = None
     sets: Mapping[str, str] = field(default_factory=dict)
     penalty: str | None = None
     clips: bool = False
     projects: bool = False
-    reads_policies: Callable[[TrollConfig], bool] = lambda args: False
+    reads_policies: Callable[[Settings], bool] = lambda args: False
