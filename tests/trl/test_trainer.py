@@ -7,6 +7,7 @@ import math
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from tests.trl.tiny import (
     rollout,
 )
 from troll.trl import TrollConfig, TrollTrainer, monitor, old_policy, seam
+from troll.trl.monitor import Monitor
 from troll.trl.trainer import OLD_POLICY
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
@@ -481,6 +483,24 @@ def test_nan_stops_the_training_before_the_update(make, surrogate, found):
         trainer.train()
     assert trainer.state.global_step == 1
     assert sum(bool(value.isnan().any()) for value in trainer.model.parameters()) == 1
+
+
+def test_monitor_waits_for_the_device_once_in_an_update(make, monkeypatch):
+    """However many micro-batches it takes: what the host has to know is summed up on the device."""
+    micro_batches, waits = [], []
+    observe, check = Monitor.observe, Monitor.check
+    monkeypatch.setattr(Monitor, "observe", lambda *args: (micro_batches.append(1), observe(*args)))
+    trainer = make(gradient_accumulation_steps=4, updates_per_rollout=2, max_steps=4)
+
+    def counted(self: Monitor, global_step: int) -> None:
+        with mock.patch.object(self, "_accelerator", wraps=self._accelerator) as accelerator:
+            check(self, global_step)
+        waits.append(accelerator.reduce.call_count)
+
+    monkeypatch.setattr(Monitor, "check", counted)
+    trainer.train()
+    assert len(micro_batches) == 16
+    assert waits == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import torch
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from troll.trust_region.coverage import support_statistics, support_too_small
 from troll.trust_region.metrics import Totals
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.projecting.step import TrustRegionStep
+from troll.trust_region.tally import at_once
 
 #: What to do about NaN and infinity.
 REMEDY = (
@@ -22,6 +22,8 @@ REMEDY = (
 )
 #: A larger fraction of projected tokens than this, over this many optimiser steps, is worth a warning.
 WATCHED_FRACTION, WATCHED_STEPS = 0.1, 100
+#: The sums over an update's tokens that the host has to know before it ends.
+_KNOWN = ("nonfinite", "tokens", "projected_fraction", "kl_before_mean")
 
 
 class Monitor:
@@ -42,53 +44,59 @@ class Monitor:
     def start(self) -> None:
         """Drops the sums of an interrupted update."""
         self.totals = Totals()
-        self._update = torch.zeros(3, dtype=torch.float64)
+        # What the host has to know of the update under way, on the device; and of the last one, on the host.
+        self._update, self._known = Totals(), dict[str, float]()
 
-    def observe(self, step: TrustRegionStep, old: SparsePolicy, mask: Tensor, loss: Tensor, global_step: int) -> None:
+    def observe(self, step: TrustRegionStep, old: SparsePolicy, mask: Tensor) -> None:
         """Adds the N tokens of a micro-batch.
 
         Args:
             step: What the trust region did with them, each (N,).
             old: Their old policies, (N,).
             mask: (N,), 1 for the tokens that count.
-            loss: That of the micro-batch.
-            global_step: Optimiser steps made so far, for the error.
-
-        Raises:
-            FloatingPointError: If logits or the loss are NaN or infinite in any process, on every process.
         """
         totals = Totals.of(step, mask)
         sums = totals.sums
         # Tool tokens are masked by multiplication in the parent, which NaN survives: they are counted too.
         sums["nonfinite"] = (~step.kl_before.isfinite()).sum().to(sums["tokens"])
-        # One collective, and one wait for the device, for all that the host has to know now.
-        names = ("nonfinite", "tokens", "projected_fraction", "kl_before_mean")
-        known = torch.stack([(~loss.detach().isfinite()).to(sums["tokens"]), *(sums[name] for name in names)])
-        losses, nonfinite, *update = self._accelerator.reduce(known, reduction="sum").cpu().double()
-        if nonfinite:
+        self._update += Totals({name: sums[name] for name in _KNOWN})
+        self.totals += totals + Totals(support_statistics(old, mask))
+
+    def observe_loss(self, loss: Tensor) -> None:
+        """Adds the loss of a micro-batch."""
+        self._update += Totals({"nonfinite_losses": (~loss.detach().isfinite()).to(loss.dtype)})
+
+    def check(self, global_step: int) -> None:
+        """Checks what was observed of an update, before its last backward pass.
+
+        With one collective, and one wait for the device, for all that the host has to know of an update.
+
+        Args:
+            global_step: Optimiser steps made so far, for the error.
+
+        Raises:
+            FloatingPointError: If logits or losses are NaN or infinite in any process, on every process.
+        """
+        sums = at_once(self._update.sums, lambda sums: self._accelerator.reduce(sums, reduction="sum").cpu())
+        self._update, self._known = Totals(), {name: value.item() for name, value in sums.items()}
+        if nonfinite := self._known.get("nonfinite"):
             raise FloatingPointError(
                 f"step {global_step + 1}: the logits of {int(nonfinite)} tokens are NaN or infinite, {REMEDY}"
             )
-        _check_losses(losses, global_step)
-        self._update += torch.stack(update)
-        if self._watched_since is None:
+        if self._known.get("nonfinite_losses"):
+            raise FloatingPointError(f"step {global_step + 1}: the loss is NaN or infinite, {REMEDY}")
+        if self._watched_since is None and "tokens" in self._known:
             self._watched_since = global_step
-        self.totals += totals + Totals(support_statistics(old, mask))
-
-    def check_loss(self, loss: Tensor, global_step: int) -> None:
-        """Checks the loss of a micro-batch, for updates in which no distributions are observed.
-
-        Raises:
-            FloatingPointError: If it is NaN or infinite in any process, on every process.
-        """
-        nonfinite = (~loss.detach().isfinite()).float()
-        _check_losses(self._accelerator.reduce(nonfinite, reduction="sum"), global_step)
 
     def end_update(self) -> BoundStatistics | None:
-        """What all processes saw since the last call, one optimiser step ago; None if no token was observed."""
-        tokens, projected, kl = self._update.tolist()
-        self._update = torch.zeros_like(self._update)
-        return BoundStatistics(projected_fraction=projected / tokens, kl=kl / tokens) if tokens else None
+        """What all processes saw in the update that ends here; None if no token was observed."""
+        known, self._known = self._known, {}
+        tokens = known.get("tokens")
+        if not tokens:
+            return None
+        return BoundStatistics(
+            projected_fraction=known["projected_fraction"] / tokens, kl=known["kl_before_mean"] / tokens
+        )
 
     def metrics(self, global_step: int) -> dict[str, float]:
         """`trust_region/*` over all tokens since the last call and all processes, and warnings about them."""
@@ -125,9 +133,3 @@ class Monitor:
         if message is not None and not self._warned_of_coverage:
             self._warned_of_coverage = True
             warnings.warn(message, stacklevel=2)
-
-
-def _check_losses(nonfinite: Tensor, global_step: int) -> None:
-    """Raises if the losses of some processes, `nonfinite` of them, are NaN or infinite."""
-    if nonfinite:
-        raise FloatingPointError(f"step {global_step + 1}: the loss is NaN or infinite, {REMEDY}")

@@ -241,8 +241,10 @@ class TrollTrainer(GRPOTrainer):
         # With vLLM's importance correction, on-policy updates have old log-probabilities too.
         off_policy = training and "old_per_token_logps" in inputs and not self.args.always_on_policy
         loss = self._surrogate_loss(model, inputs) if off_policy else super()._compute_loss(model, inputs)
-        if training and not (off_policy and self.surrogate.reads_policies(self.args)):  # else, it has been
-            self.monitor.check_loss(loss, self.state.global_step)
+        if training:
+            self.monitor.observe_loss(loss)
+            if self.accelerator.sync_gradients:  # DeepSpeed makes the update in the backward pass of this micro-batch
+                self.monitor.check(self.state.global_step)
         if not self.surrogate.clips:
             seam.drop_clip_metrics(self)
         return loss
@@ -295,7 +297,7 @@ class TrollTrainer(GRPOTrainer):
             self._check_use(loss, shifted)
         if penalties:
             loss = loss + self._aggregate(sum(penalties[1:], penalties[0]), mask, inputs)
-        self._observe(tokens, terms, mask[at], loss)
+        self._observe(tokens, terms, mask[at])
         if diagnosed:
             self.diagnostics.observe(tokens, scored, mask, self.state.global_step)
         return loss
@@ -355,7 +357,7 @@ class TrollTrainer(GRPOTrainer):
         processes = torch.distributed.group.WORLD if self.accelerator.num_processes > 1 else None
         return Constraint.batch(mask, reduction, processes)[at]
 
-    def _observe(self, tokens: ScoredTokens, terms: Terms, mask: Tensor, loss: Tensor) -> None:
+    def _observe(self, tokens: ScoredTokens, terms: Terms, mask: Tensor) -> None:
         """Shows the monitor what the surrogate did with a micro-batch; without a projection, the KL that it reached."""
         if tokens.old is None or tokens.new is None:
             return
@@ -363,7 +365,7 @@ class TrollTrainer(GRPOTrainer):
         if step is None:
             with torch.no_grad():
                 step = trust_region_step(tokens.new, tokens.old, torch.inf, tail=self.args.tail)
-        self.monitor.observe(step, tokens.old, mask, loss, self.state.global_step)
+        self.monitor.observe(step, tokens.old, mask)
 
     def _reference_kl_correction(
         self, inputs: dict[str, Any], old_log_probs: Tensor, new_log_probs: Tensor, log_ratio: Tensor
