@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from trl import ModelConfig, TrlParser
@@ -34,8 +34,19 @@ FOLDER = Path(__file__).parent
 CONFIGS = (TaskConfig, TrollConfig, ModelConfig)
 _FIELDS: dict[str, Field[Any]] = {field.name: field for config in CONFIGS for field in fields(config) if field.init}
 FIELDS = frozenset(_FIELDS)
+
+
+def _takes_list(hint: Any) -> bool:
+    """Whether a type is a list, or a union with one."""
+    return list in (hint, get_origin(hint)) or (
+        get_origin(hint) in (Union, UnionType) and any(map(_takes_list, get_args(hint)))
+    )
+
+
 #: Fields that hold several values at once, so that more than one value is not a choice between them.
-LISTS = frozenset(name for name, field in _FIELDS.items() if re.search(r"\b[Ll]ist\b", str(field.type)))
+LISTS = frozenset(
+    name for config in CONFIGS for name, hint in get_type_hints(config).items() if name in FIELDS and _takes_list(hint)
+)
 
 #: Different settings of one thing, the number of updates that share a rollout. The one that is set last wins.
 _ROLLOUT = frozenset({"updates_per_rollout", "steps_per_generation", "generation_batch_size"})
