@@ -315,9 +315,8 @@ class WithDropout(nn.Module):
 
 
 def test_disable_dropout_leaves_other_numbers_alone():
-    model = nn.Sequential(WithDropout(), nn.AlphaDropout(0.6))
-    disable_dropout(model)
-    first, last = model
+    first, last = WithDropout(), nn.AlphaDropout(0.6)
+    disable_dropout(nn.Sequential(first, last))
     assert (first.resid_dropout.p, first.attention_dropout, first.layerdrop, last.p) == (0, 0, 0, 0)
     assert (first.drop_threshold, first.token_dropout, first.p) == (0.4, True, 0.5)
 
@@ -325,7 +324,14 @@ def test_disable_dropout_leaves_other_numbers_alone():
 @pytest.mark.parametrize("architecture", ["llama", "bloom", "opt", "gpt2"])
 def test_disable_dropout_finds_every_rate_of_a_configuration(architecture):
     """Two models, with and without dropout, are the same afterwards in every number."""
-    sizes = {"n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 64, "ffn_dim": 48, "word_embed_proj_dim": 32}
+    sizes: dict[str, Any] = {
+        "n_embd": 32,
+        "n_head": 2,
+        "n_layer": 2,
+        "n_positions": 64,
+        "ffn_dim": 48,
+        "word_embed_proj_dim": 32,
+    }
     names = ("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout", "layerdrop")
     numbers = []
     for rate in (0.0, 0.3):

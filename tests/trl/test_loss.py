@@ -111,8 +111,8 @@ def test_vllm_weights_apply_to_the_policy_term_alone(make):
     assert_same_update(ours, theirs, inputs)
 
     # The regression term is the same with and without the weights.
-    ours.updates.kl_bound, losses = make_bound("fixed", 0.02), {}
-    weight = ours.penalty_weight
+    ours.callback.kl_bound, losses = make_bound("fixed", 0.02), {}
+    weight = ours.kl_controller
     for ours.use_vllm, weight.value in itertools.product((True, False), (0.0, 1.0)):
         losses[ours.use_vllm, weight.value] = loss_and_gradients(ours, inputs)[0]
     weighted, plain = (losses[vllm, 1.0] - losses[vllm, 0.0] for vllm in (True, False))

@@ -17,7 +17,7 @@ from troll.files import write_atomically
 from troll.study.metrics import SUCCESS
 from troll.tasks import Task
 from troll.trl import TrollTrainer
-from troll.trl.held_out import judged_by
+from troll.trl.eval_metrics import judged_by
 
 #: The figures of the logs in the progress line: label, key, format.
 SHOWN = (

@@ -32,7 +32,7 @@ PROBED_TOKENS = 32
 
 #: `(input_ids (1, L), attention_mask (1, L), positions (n,)) -> logits (n, V)` of the network now, without gradient.
 #: Positions are below 0, from the end: prompt-learning PEFT puts virtual tokens in front.
-Logits = Callable[[Tensor, Tensor, Tensor], Tensor]
+FullLogits = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Diagnostics:
         logits: Reads whole distributions of the network now.
     """
 
-    def __init__(self, accelerator: Accelerator, args: TrollConfig, logits: Logits) -> None:
+    def __init__(self, accelerator: Accelerator, args: TrollConfig, logits: FullLogits) -> None:
         self._accelerator, self._args, self._logits = accelerator, args, logits
         self._tally = Tally()
         self._probe: Probe | None = None

@@ -20,6 +20,7 @@ from troll.huggingface.token_ids import without_embedding
 from troll.trl import seam
 from troll.trl.advantages.rollouts import Advantages
 from troll.trl.anchor import RolloutAnchor
+from troll.trl.callback import TrollCallback
 from troll.trl.checkpoints import marked, resolved
 from troll.trl.checks import (
     disable_dropout,
@@ -35,16 +36,15 @@ from troll.trl.checks import (
 )
 from troll.trl.config import AGGREGATION, TrollConfig
 from troll.trl.diagnostics import Diagnostics
+from troll.trl.eval_metrics import EvalMetrics, sampling_temperature
 from troll.trl.generation import generate_in_chunks
-from troll.trl.held_out import HeldOut, sampling_temperature
+from troll.trl.kl_controller import AdaptiveKLController
 from troll.trl.monitor import Monitor
 from troll.trl.old_policy import OLD_POLICY, OldPolicy
-from troll.trl.penalty import PenaltyWeight
 from troll.trl.resampling import Resampling
 from troll.trl.rollout_weights import RolloutWeights
 from troll.trl.surrogates import SURROGATES, ScoredTokens, Terms
-from troll.trl.unscored import Unscored
-from troll.trl.updates import Updates
+from troll.trl.ungraded import UngradedFilter
 from troll.trust_region.bounds.per_token import by_advantage, entropy_scaled
 from troll.trust_region.objective import aggregate, trust_region_step
 from troll.trust_region.policy.outcomes import Outcomes, sparse_entropy
@@ -128,31 +128,31 @@ class TrollTrainer(GRPOTrainer):
         # With delayed weights, scoring with the weights that sampled the tokens gives the anchor; no engine reports it.
         self.anchor = RolloutAnchor(self) if args.anchor == "rollout" and not self.rollout_weights else None
         self.old_policy = OldPolicy(self.accelerator, args, self.temperature, self.anchor)
-        self.unscored = Unscored(self.accelerator, self.reward_funcs)
+        self.ungraded = UngradedFilter(self.accelerator, self.reward_funcs)
         self.advantages = Advantages(self.accelerator, args, self.model, model)
         if self.advantages.critic is not None:
             refuse_fewer_tokens("critic", self.advantages.critic.model, self, self._missing_tokens)
         self.resampling = Resampling(self) if args.resampling_rounds else None
         self.monitor = Monitor(self.accelerator, args)
         self.diagnostics = Diagnostics(self.accelerator, args, self._full_logits)
-        self.held_out = HeldOut(self.reward_funcs, self.reward_func_names)
+        self.eval_metrics = EvalMetrics(self.reward_funcs, self.reward_func_names)
         if args.generation_chunk_size and not args.use_vllm:
             generate_in_chunks(self.model, args.generation_chunk_size)
-        self.penalty_weight = PenaltyWeight(
+        self.kl_controller = AdaptiveKLController(
             self.accelerator, self.surrogate.penalty, args.penalty_weight, args.penalty_target
         )
-        self.updates = Updates(
+        self.callback = TrollCallback(
             args,
-            penalty_weight=self.penalty_weight,
+            kl_controller=self.kl_controller,
             critic=self.advantages.critic,
             rollout_weights=self.rollout_weights,
             monitor=self.monitor,
             diagnostics=self.diagnostics,
-            unscored=self.unscored,
+            ungraded=self.ungraded,
             passes_done=partial(seam.micro_batches_done, self),
             add_metrics=partial(seam.add_metrics, self),
         )
-        self.add_callback(self.updates)
+        self.add_callback(self.callback)
         self._use_checked = False
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -183,7 +183,7 @@ class TrollTrainer(GRPOTrainer):
             return rolled_out
         if self.args.kl_in_reward:
             rolled_out["ref_per_token_logps"] = seam.reference_log_probs(self, rolled_out)
-        rolled_out, metrics = self.old_policy.add_to(self.unscored.without(rolled_out))
+        rolled_out, metrics = self.old_policy.add_to(self.ungraded.without(rolled_out))
         seam.add_metrics(self, metrics)
         rolled_out, advantages, metrics = self.advantages.of(rolled_out)
         seam.add_metrics(self, metrics)
@@ -196,17 +196,17 @@ class TrollTrainer(GRPOTrainer):
         return rolled_out
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        rewards = self.unscored.excluded(super()._calculate_rewards(*args, **kwargs))
+        rewards = self.ungraded.excluded(super()._calculate_rewards(*args, **kwargs))
         if self.model.training:
             self.observe_rewards(rewards)
-            seam.add_metrics(self, self.unscored.metrics(rewards))
+            seam.add_metrics(self, self.ungraded.metrics(rewards))
         else:
-            self.held_out.observe(rewards)
+            self.eval_metrics.observe(rewards)
         return rewards
 
     def observe_rewards(self, rewards: Tensor) -> None:
         """Keeps the (N, F) rewards of all processes' rollout, as it will be trained on."""
-        self.unscored.observe(rewards)
+        self.ungraded.observe(rewards)
         self.advantages.observe(rewards, self.reward_weights)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -236,7 +236,7 @@ class TrollTrainer(GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         training = self.model.training
         if training:
-            self.unscored.count(inputs)
+            self.ungraded.count(inputs)
             self.advantages.train_critic(inputs)
         # With vLLM's importance correction, on-policy updates have old log-probabilities too.
         off_policy = training and "old_per_token_logps" in inputs and not self.args.always_on_policy
@@ -268,14 +268,14 @@ class TrollTrainer(GRPOTrainer):
             old_log_probs=old_log_probs[at],
             advantages=advantages[at],
             kl_bound=self._token_bounds(old, advantages[at]),
-            penalty_weight=self.penalty_weight.value,
+            penalty_weight=self.kl_controller.value,
             constraint=self._constraint(mask, at),
             old=old,
             new=new,
         )
         terms = self.surrogate.terms(tokens, self.args) if self.surrogate.terms else Terms()
         if terms.penalised_kl is not None:
-            self.penalty_weight.observe(terms.penalised_kl, mask[at])
+            self.kl_controller.observe(terms.penalised_kl, mask[at])
 
         # The parent takes its ratio from raw − old log-probabilities, and everything else (KL to the reference,
         # off-policy mask, metrics) from the raw ones. Other old ones change that ratio and nothing else.
@@ -339,7 +339,7 @@ class TrollTrainer(GRPOTrainer):
 
     def _token_bounds(self, old: SparsePolicy | None, advantages: Tensor) -> float | Tensor:
         """ε of the N tokens: (N,), or one number for all."""
-        bound: float | Tensor = self.updates.kl_bound.value
+        bound: float | Tensor = self.callback.kl_bound.value
         if self.args.kl_bound_entropy_exponent and old is not None:
             exponent = self.args.kl_bound_entropy_exponent
             bound = entropy_scaled(bound, sparse_entropy(old), self.old_policy.mean_entropy, exponent=exponent)
@@ -414,14 +414,14 @@ class TrollTrainer(GRPOTrainer):
         `eval_aime24_pass@1`.
         """
         own = seam.evaluation_metrics(self)
-        self.held_out.start()
+        self.eval_metrics.start()
         own.clear()
         with sampling_temperature(self, self.args.eval_temperature):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
         problems = len(dataloader.dataset) if has_length(dataloader.dataset) else None
-        found = self.held_out.metrics(self.num_generations_eval, problems)
+        found = self.eval_metrics.metrics(self.num_generations_eval, problems)
         for name in found.keys() & own.keys():
             del own[name]
         if metric_key_prefix != "eval":  # TRL logs its metrics of every data set under the same names
@@ -440,15 +440,15 @@ class TrollTrainer(GRPOTrainer):
             ValueError: If there is none, the processes see different ones, or the given checkpoint is incomplete.
         """
         self._use_checked = False
-        self.updates.resumed = resolved(Path(str(self.args.output_dir)), resume_from_checkpoint)
-        return super().train(self.updates.resumed[0], *positional, **kwargs)
+        self.callback.resumed = resolved(Path(str(self.args.output_dir)), resume_from_checkpoint)
+        return super().train(self.callback.resumed[0], *positional, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         checkpoint = seam.checkpoint_folder(self, trial)
         with marked(self, checkpoint):
             super()._save_checkpoint(model, trial)
             if not self.args.save_only_model:
-                self.updates.save(checkpoint)
+                self.callback.save(checkpoint)
 
 
 def _mean(values: list[float]) -> float | None:

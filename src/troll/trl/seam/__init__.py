@@ -103,7 +103,8 @@ def standing_in(read: Callable[..., Scores]) -> Callable[..., Any]:
 
 def reference_log_probs(trainer: Any, rolled_out: dict[str, Any]) -> Tensor:
     """The reference model's log-probabilities of a rollout's completions, (B, T), as TRL computes them."""
-    model, adapted = trainer.ref_model, contextlib.nullcontext()
+    model: Any = trainer.ref_model
+    adapted: AbstractContextManager[Any] = contextlib.nullcontext()
     if model is None:  # with PEFT, the model itself without its adapter, or with the one that it began with
         model, policy = trainer.model, trainer.accelerator.unwrap_model(trainer.model)
         adapted = utils.use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None)

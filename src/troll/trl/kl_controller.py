@@ -30,7 +30,7 @@ def adapted(weight: float, kl: float, target: float) -> float:
     return weight * WEIGHT_FACTOR if kl > target * TARGET_RATIO else weight
 
 
-class PenaltyWeight:
+class AdaptiveKLController:
     """β over the training; every method runs on every process.
 
     The paper compares d with the mean KL of a whole rollout after its last update, which would take another pass. Here

@@ -17,13 +17,13 @@ from transformers import GenerationConfig
 from troll.evaluation.metrics import task_estimates
 from troll.rewards.grading import Grader, Verdict
 from troll.trl.seam import get_callable_name, sampling_config, start_table
-from troll.trl.unscored import Unscored
+from troll.trl.ungraded import UngradedFilter
 
 #: The reward that tells success from failure, by its function's name.
 SUCCESS = "success"
 
 
-class HeldOut:
+class EvalMetrics:
     """Collects verdicts of held-out completions; every method runs on every process.
 
     Args:
@@ -126,7 +126,10 @@ def judged_by(trainer: Any, reward_funcs: Sequence[Any], reward_weights: Sequenc
     judge.reward_funcs, judge.reward_func_names = list(reward_funcs), names
     judge.reward_processing_classes = [None] * len(names)
     judge.reward_weights = torch.tensor([1.0] * len(names) if reward_weights is None else list(reward_weights))
-    judge.held_out, judge.unscored = HeldOut(reward_funcs, names), Unscored(trainer.accelerator, reward_funcs)
+    judge.eval_metrics, judge.ungraded = (
+        EvalMetrics(reward_funcs, names),
+        UngradedFilter(trainer.accelerator, reward_funcs),
+    )
     judge.log_completions = False
     start_table(judge)
     return judge
