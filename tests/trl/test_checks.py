@@ -335,7 +335,8 @@ def test_disable_dropout_finds_every_rate_of_a_configuration(architecture):
     names = ("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout", "layerdrop")
     numbers = []
     for rate in (0.0, 0.3):
-        model = make_model(architecture, **sizes, **dict.fromkeys(names, rate))
+        changes: dict[str, Any] = {**sizes, **dict.fromkeys(names, rate)}
+        model = make_model(architecture, **changes)
         disable_dropout(model)
         numbers.append([value for module in model.modules() for value in vars(module).values() if type(value) is float])
     assert numbers[0] == numbers[1]
