@@ -289,7 +289,7 @@ def _with_trainer(run: Callable[[], int]) -> int:
     """Runs what reads recipes, and prints its errors."""
     from troll.recipes import RecipeError
     from troll.tasks import TaskError
-    from troll.trl.unscored import NothingJudgedError
+    from troll.trl.ungraded import NothingJudgedError
 
     _silence_libraries()
     try:

@@ -277,3 +277,8 @@ def test_recipes_of_methods_are_the_quickstart_with_another_estimator(name: str,
     assert recipe.task == quickstart.task
     assert recipe.training.max_steps == quickstart.training.max_steps
     assert recipe.training.output_dir == f"runs/{name}"
+
+
+def test_fields_that_take_several_values_are_found_by_their_types() -> None:
+    assert {"reward_weights", "eval_tasks", "lora_target_modules", "report_to", "optim_target_modules"} <= recipes.LISTS
+    assert not recipes.LISTS & {"kl_bound", "kl_bound_schedule_kwargs", "generation_kwargs", "surrogate", "task"}

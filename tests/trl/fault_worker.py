@@ -58,7 +58,7 @@ class KeepState(TrainerCallback):
             f"{kind} {name}": value.clone()
             for kind, model in models.items()
             for name, value in accelerator.unwrap_model(model).state_dict().items()
-        } | {"bound": torch.tensor(self.trainer.updates.kl_bound.value)}
+        } | {"bound": torch.tensor(self.trainer.callback.kl_bound.value)}
 
 
 def train(model_path: Path, output_dir: Path, place: str, resume: bool | str | None, **settings: Any) -> dict[str, Any]:
@@ -69,7 +69,8 @@ def train(model_path: Path, output_dir: Path, place: str, resume: bool | str | N
     logger = logging.getLogger("troll.trl.checkpoints")
     logger.addHandler(log)
     make = tiny.Maker(lambda _: model_path, output_dir)
-    keep.trainer = make(TrollTrainer, callbacks=[keep, *callbacks], **{**SETTINGS, **settings})
+    keep.trainer = make(TrollTrainer, callbacks=callbacks, **{**SETTINGS, **settings})
+    keep.trainer.add_callback(keep)  # after the trainer's own, so that it sees what that restores and adapts
     with context:
         keep.trainer.train(resume_from_checkpoint=resume)
     logger.removeHandler(log)

@@ -19,7 +19,7 @@ from tests.trl.engine import Engine, EngineGeneration, RolloutFunc, take_the_pla
 from tests.trl.tiny import logged, move
 from troll.trl import TrollConfig, TrollTrainer
 from troll.trl.anchor import (
-    EngineReports,
+    EngineTopLogprobs,
     check_engine,
     check_rollout_source,
     check_sampling,
@@ -49,9 +49,9 @@ def generation(**settings: Any) -> Any:
     return EngineGeneration(engine(**settings), model=None, accelerator=None)
 
 
-def reporting(number: int = 8, **settings: Any) -> tuple[Any, EngineReports]:
+def reporting(number: int = 8, **settings: Any) -> tuple[Any, EngineTopLogprobs]:
     """An engine in vLLM's place, and where it reports to."""
-    vllm, reports = generation(**settings), EngineReports()
+    vllm, reports = generation(**settings), EngineTopLogprobs()
     report_top_log_probs(vllm, number, reports)
     return vllm, reports
 
@@ -66,7 +66,7 @@ def padded(lists: list[list[int]], length: int) -> torch.Tensor:
     return torch.tensor([row + [0] * (length - len(row)) for row in lists])
 
 
-def policies_of(reports: EngineReports, rows: list[list[int]], completion_ids: list[list[int]], length: int) -> Any:
+def policies_of(reports: EngineTopLogprobs, rows: list[list[int]], completion_ids: list[list[int]], length: int) -> Any:
     mask = padded([[1] * len(ids) for ids in completion_ids], length)
     return reports.policies(padded(rows, length), padded(completion_ids, length), mask, **CAPTURE)
 
@@ -76,7 +76,7 @@ def policies_of(reports: EngineReports, rows: list[list[int]], completion_ids: l
 
 
 def test_the_sampled_tokens_log_prob_is_found_by_its_id():
-    reports = EngineReports()
+    reports = EngineTopLogprobs()
     rows = reports.add([[5, 4], [7]], [[[-0.5, -1.5, -4.0], [-0.1, -3.0]], [[-0.2]]], [[[8, 3, 5], [4, 9]], [[7]]])
     assert rows == [[1, 2], [3]]
     assert reports.add([[9], []], [[[-1.0, -2.0]], []], [[[9, 1]], []]) == [[4], []]
@@ -89,7 +89,7 @@ def test_the_sampled_tokens_log_prob_is_found_by_its_id():
 
 @pytest.mark.parametrize("entries", [[None, None], [-0.5, None], [-0.5, math.nan], [-math.inf, 0.0], [], None])
 def test_a_token_that_the_engine_does_not_know_has_no_row(entries):
-    reports = EngineReports()
+    reports = EngineTopLogprobs()
     assert reports.add([[5, 4, 6]], [[[-0.5, -1.0], entries, [-2.0]]], [[[8, 5], [4, 9], [6]]]) == [[1, 0, 2]]
     torch.testing.assert_close(reports.log_probs(torch.tensor([1, 0, 2])), torch.tensor([-1.0, 0.0, -2.0]))
 
@@ -105,7 +105,7 @@ def test_a_token_that_the_engine_does_not_know_has_no_row(entries):
 )
 def test_lists_that_do_not_fit_are_refused(top_log_probs, top_token_ids, message):
     with pytest.raises(ValueError, match=message):
-        EngineReports().add([[5, 4]], top_log_probs, top_token_ids)
+        EngineTopLogprobs().add([[5, 4]], top_log_probs, top_token_ids)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_a_rollout_function_reports_in_two_keys_that_rewards_do_not_see(make):
         seen.update(columns)
         return [float(len(completion)) for completion in completions]
 
-    trainer, reports = make(GRPOTrainer, reward_funcs=reward), EngineReports()
+    trainer, reports = make(GRPOTrainer, reward_funcs=reward), EngineTopLogprobs()
     function = RolloutFunc(Engine())
 
     def with_a_column(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def test_a_rollout_function_that_reports_nothing_is_refused(left_out):
         return output
 
     with pytest.raises(ValueError, match="rollout_func must return top_logprobs and top_logprob_token_ids"):
-        reporting_rollout_func(function, EngineReports())(PROMPTS, None)
+        reporting_rollout_func(function, EngineTopLogprobs())(PROMPTS, None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -442,8 +442,7 @@ def test_a_moved_network_is_measured_against_the_engine(anchored):
     inputs = tiny.rollout(trainer)[0]
     move(trainer.model, 0.2)
     tiny.loss_and_gradients(trainer, inputs)
-    trainer.log({})
-    entry = trainer.state.log_history[-1]
+    entry = trainer.monitor.metrics(global_step=1)
     assert entry["trust_region/kl_before_max"] > KL_BOUND
     assert entry["trust_region/kl_after_max"] <= KL_BOUND * (1 + within(1e-3))
 

@@ -89,7 +89,7 @@ def test_a_schedule_is_logged_and_ends_where_it_should(make):
     trainer.train()
     bounds = logged(trainer, "trust_region/kl_bound")
     assert bounds == pytest.approx([0.1, 0.08, 0.06, 0.04])
-    assert trainer.updates.kl_bound.value == pytest.approx(0.02)
+    assert trainer.callback.kl_bound.value == pytest.approx(0.02)
     largest = logged(trainer, "trust_region/kl_after_max")
     assert all(kl <= bound * (1 + within(1e-3)) for kl, bound in zip(largest, bounds, strict=True))
     assert largest[3] == pytest.approx(0.04, rel=1e-3)

@@ -30,7 +30,7 @@ from tests.trl.tiny import (
     rolled_out,
 )
 from troll.evaluation.model import find_model, load_model
-from troll.trl.checks import unresolved_share, warn_about_precision
+from troll.trl.checks import disable_dropout, unresolved_share, warn_about_precision
 from troll.trl.seam import sequences
 
 ONE_PROCESS = SimpleNamespace(distributed_type=DistributedType.NO, mixed_precision="bf16")
@@ -302,3 +302,41 @@ def test_single_tokens_are_trained_and_saved(make, surrogate, tied, beta, tmp_pa
     torch.testing.assert_close(again, expected, rtol=0, atol=LOG_PROB_ERROR)
     merged = load_model(find_model(str(tmp_path / "adapter")), "float32")(ids).logits
     torch.testing.assert_close(merged, expected, rtol=0, atol=LOG_PROB_ERROR)
+
+
+class WithDropout(nn.Module):
+    """Rates as modules of transformers keep them, and other numbers whose names have "drop" in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.resid_dropout = nn.Dropout(0.1)
+        self.attention_dropout, self.layerdrop = 0.2, 0.3
+        self.drop_threshold, self.token_dropout, self.p = 0.4, True, 0.5
+
+
+def test_disable_dropout_leaves_other_numbers_alone():
+    first, last = WithDropout(), nn.AlphaDropout(0.6)
+    disable_dropout(nn.Sequential(first, last))
+    assert (first.resid_dropout.p, first.attention_dropout, first.layerdrop, last.p) == (0, 0, 0, 0)
+    assert (first.drop_threshold, first.token_dropout, first.p) == (0.4, True, 0.5)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bloom", "opt", "gpt2"])
+def test_disable_dropout_finds_every_rate_of_a_configuration(architecture):
+    """Two models, with and without dropout, are the same afterwards in every number."""
+    sizes: dict[str, Any] = {
+        "n_embd": 32,
+        "n_head": 2,
+        "n_layer": 2,
+        "n_positions": 64,
+        "ffn_dim": 48,
+        "word_embed_proj_dim": 32,
+    }
+    names = ("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout", "layerdrop")
+    numbers = []
+    for rate in (0.0, 0.3):
+        changes: dict[str, Any] = {**sizes, **dict.fromkeys(names, rate)}
+        model = make_model(architecture, **changes)
+        disable_dropout(model)
+        numbers.append([value for module in model.modules() for value in vars(module).values() if type(value) is float])
+    assert numbers[0] == numbers[1]

@@ -19,7 +19,8 @@ from troll.trl.seam import needed
 
 def trainer_like(**changes: Any) -> type:
     """A class with `GRPOTrainer`'s methods, of which some are changed or, if None, left out."""
-    methods = {method.name: getattr(GRPOTrainer, method.name) for method in (*needed.OVERRIDDEN, *needed.RELIED_ON)}
+    names = [str(method.name) for method in (*needed.OVERRIDDEN, *needed.RELIED_ON)]
+    methods = {name: getattr(GRPOTrainer, name) for name in names}
     return type("OtherTrainer", (), {name: value for name, value in (methods | changes).items() if value is not None})
 
 
@@ -152,6 +153,6 @@ def test_kl_in_the_reward_is_rloos(make):
     torch.testing.assert_close(inputs["advantages"], (shaped - mean_of_others).flatten(), rtol=0, atol=1e-4)
 
     loss, _ = loss_and_gradients(trainer, inputs)
-    assert trainer.beta == 0.3
-    trainer.beta = 0.0
+    assert trainer.args.beta == 0.3 and trainer.beta == 0.0
+    inputs["ref_per_token_logps"] = inputs["ref_per_token_logps"] - 1
     assert loss_and_gradients(trainer, inputs)[0] == loss

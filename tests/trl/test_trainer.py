@@ -7,6 +7,7 @@ import math
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -481,6 +482,18 @@ def test_nan_stops_the_training_before_the_update(make, surrogate, found):
         trainer.train()
     assert trainer.state.global_step == 1
     assert sum(bool(value.isnan().any()) for value in trainer.model.parameters()) == 1
+
+
+def test_monitor_waits_for_the_device_once_in_an_update(make, monkeypatch):
+    """However many micro-batches it takes: what the host has to know is summed up on the device."""
+    trainer = make(gradient_accumulation_steps=4, steps_per_generation=8, max_steps=4, logging_steps=100)
+    accelerator = mock.Mock(wraps=trainer.monitor._accelerator)
+    observe = mock.Mock(wraps=trainer.monitor.observe)
+    monkeypatch.setattr(trainer.monitor, "_accelerator", accelerator)
+    monkeypatch.setattr(trainer.monitor, "observe", observe)
+    trainer.train()
+    assert observe.call_count == 16
+    assert accelerator.reduce.call_count == 4 + 1, "the log's is one more"
 
 
 @pytest.mark.parametrize(

@@ -51,14 +51,17 @@ try:
 except ImportError as error:
     print(error)
 """
-    assert "troll.verl builds on what verl" in run(program)
+    assert "troll.verl does not work with verl" in run(program)
 
 
-def test_a_verl_that_lacks_something_has_its_own_servers() -> None:
-    program = """
+#: verl lacks something that our rollouts need, and its own servers and agent loops know their configuration.
+LACKING = """
 import sys
+from types import SimpleNamespace
 import verl.workers.rollout.replica as replica
-class Own: ...
+class Own:
+    def __init__(self, config):
+        self.config = self.rollout_config = config
 # The loader that ours was put before, without vLLM.
 from troll.verl import plugin
 replica.RolloutReplicaRegistry._registry["vllm"] = lambda: Own
@@ -67,9 +70,33 @@ import verl.experimental.agent_loop.agent_loop as loop
 del replica.TokenOutput.model_fields["extra_fields"]
 for name in [name for name in sys.modules if name.startswith("troll.verl") and name != "troll.verl.plugin"]:
     del sys.modules[name]
-print(replica.RolloutReplicaRegistry.get("vllm") is Own)
+class Loop(Own): ...
+plugin._carry(SimpleNamespace(AgentLoopBase=Loop))
+Server = replica.RolloutReplicaRegistry.get("vllm")
+old, rollout = (SimpleNamespace(custom={"trust_region": {"anchor": anchor}}) for anchor in ("old", "rollout"))
 """
-    assert run(program) == "True"
+
+
+def test_plugin_leaves_verls_own_servers_where_it_cannot_be_used() -> None:
+    program = """
+assert issubclass(Server, Own) and Server.__name__ == "Own"
+for config in (old, SimpleNamespace(custom=None), SimpleNamespace()):
+    assert Server(config).config is Loop(config).config is config
+print("as without TROLL")
+"""
+    assert run(LACKING + program) == "as without TROLL"
+
+
+@pytest.mark.parametrize("which", ["Server", "Loop"])
+def test_plugin_raises_the_first_cause_where_a_rollout_needs_it(which: str) -> None:
+    program = f"""
+try:
+    {which}(rollout)
+except RuntimeError as error:
+    print(error, type(error.__cause__).__name__)
+"""
+    said = run(LACKING + program)
+    assert "anchor=rollout needs" in said and "extra_fields of TokenOutput" in said and said.endswith("ImportError")
 
 
 @pytest.mark.parametrize("policy", ["none", "another"])

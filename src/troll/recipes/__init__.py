@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from trl import ModelConfig, TrlParser
@@ -39,17 +39,20 @@ FOLDER = Path(__file__).parent
 CONFIGS = (TaskConfig, TrollConfig, ModelConfig)
 _FIELDS: dict[str, Field[Any]] = {field.name: field for config in CONFIGS for field in fields(config) if field.init}
 FIELDS = frozenset(_FIELDS)
+
+
+def _takes(kind: type, hint: Any) -> bool:
+    """Whether a type is of a kind, such as `list`, or a union with one."""
+    return kind in (hint, get_origin(hint)) or (
+        get_origin(hint) in (Union, UnionType) and any(_takes(kind, part) for part in get_args(hint))
+    )
+
+
+_HINTS = {name: hint for config in CONFIGS for name, hint in get_type_hints(config).items() if name in FIELDS}
 #: Fields that hold several values at once, so that more than one value is not a choice between them.
-LISTS = frozenset(name for name, field in _FIELDS.items() if re.search(r"\b[Ll]ist\b", str(field.type)))
-
-
-def _can_be(kind: type, hint: Any) -> bool:
-    return kind in (hint, getattr(hint, "__origin__", None)) or any(_can_be(kind, part) for part in get_args(hint))
-
-
-_HINTS = {name: hint for config in CONFIGS for name, hint in get_type_hints(config).items()}
+LISTS = frozenset(name for name, hint in _HINTS.items() if _takes(list, hint))
 #: Fields that hold a dictionary, whose settings have names of their own: `field.name`.
-DICTIONARIES = frozenset(name for name in FIELDS if _can_be(dict, _HINTS[name]))
+DICTIONARIES = frozenset(name for name, hint in _HINTS.items() if _takes(dict, hint))
 
 #: Different settings of one thing, the number of updates that share a rollout. The one that is set last wins.
 _ROLLOUT = frozenset({"updates_per_rollout", "steps_per_generation", "generation_batch_size"})

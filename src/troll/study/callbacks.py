@@ -17,7 +17,7 @@ from troll.files import write_atomically
 from troll.study.metrics import SUCCESS
 from troll.tasks import Task
 from troll.trl import TrollTrainer
-from troll.trl.held_out import judged_by
+from troll.trl.eval_metrics import judged_by
 
 #: The figures of the logs in the progress line: label, key, format.
 SHOWN = (
@@ -114,8 +114,8 @@ class OtherTasks(TrainerCallback):
         """Logs the metrics of each, judged by its own rewards, under `eval_<short name>_...`."""
         if "eval_loss" in kwargs["metrics"]:
             for task in self.tasks:
-                with judged_by(self.trainer, task.reward_funcs, task.reward_weights):
-                    self.trainer.evaluate(task.eval_dataset, metric_key_prefix=f"eval_{task.short_name}")
+                judge = judged_by(self.trainer, task.reward_funcs, task.reward_weights)
+                judge.evaluate(task.eval_dataset, metric_key_prefix=f"eval_{task.short_name}")
 
 
 def _figures(shown: Mapping[str, str]) -> str:

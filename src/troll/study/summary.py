@@ -82,7 +82,7 @@ def write_verdicts(folder: Path, trainer: TrollTrainer, task: Task) -> None:
     """
     steps = [logs["step"] for logs in trainer.state.log_history if f"eval_{SUCCESS}" in logs]
     samples = trainer.num_generations_eval or 1
-    successes = trainer.held_out.successes[: len(task.eval_dataset) * samples]
+    successes = trainer.eval_metrics.successes[: len(task.eval_dataset) * samples]
     if not steps or len(successes) < len(task.eval_dataset) * samples:
         return
     first: dict[str, int] = {}

@@ -50,7 +50,7 @@ MOST_ROWS = 2**24
 Entries = Sequence[Sequence[Sequence[Any] | None]]
 
 
-class EngineReports:
+class EngineTopLogprobs:
     """An engine's reports on the tokens that it samples in one rollout: a row for each.
 
     TRL carries one number for each token, meant for its log-prob, through its dialogues with tools: it cuts and joins
@@ -174,7 +174,7 @@ def _unnamed(sampled: Any, counts: Any, wrong: Any, ids: Sequence[Any]) -> Value
     )
 
 
-def report_top_log_probs(generation: Any, number: int, reports: EngineReports) -> None:
+def report_top_log_probs(generation: Any, number: int, reports: EngineTopLogprobs) -> None:
     """Makes a `trl.generation.vllm_generation.VLLMGeneration` ask for more log-probs than TRL does, and report them.
 
     `generate` still returns one entry for each token, which now is the token's row. TRL takes the first entry for the
@@ -195,7 +195,7 @@ def report_top_log_probs(generation: Any, number: int, reports: EngineReports) -
 
 
 def reporting_rollout_func(
-    rollout_func: Callable[..., dict[str, Any]], reports: EngineReports
+    rollout_func: Callable[..., dict[str, Any]], reports: EngineTopLogprobs
 ) -> Callable[..., dict[str, Any]]:
     """Wraps a TRL rollout function that also returns the top log-probs: its `logprobs` become rows.
 
@@ -233,7 +233,7 @@ class RolloutAnchor:
     def __init__(self, trainer: Any) -> None:
         self._args, self._accelerator = trainer.args, trainer.accelerator
         self._vocab_size = trainer.model.config.get_text_config().vocab_size
-        self.reports, self._rows = EngineReports(), torch.empty(0, dtype=torch.int64)
+        self.reports, self._rows = EngineTopLogprobs(), torch.empty(0, dtype=torch.int64)
         check_rollout_source(
             trainer.args, has_rollout_func=trainer.rollout_func is not None, has_tools=bool(trainer.tools)
         )

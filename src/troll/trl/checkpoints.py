@@ -19,6 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from troll.files import write_atomically
 from troll.run_folder import read_json
+from troll.trl.seam import push_checkpoint
 
 #: The file of a checkpoint that says whether it is complete, and how large its files are.
 MARKER = "checkpoint.json"
@@ -134,7 +135,7 @@ def marked(trainer: Any, checkpoint: Path) -> Iterator[None]:
     if saves:
         _complete(checkpoint)
     if args.push_to_hub:
-        trainer._push_from_checkpoint(str(checkpoint))
+        push_checkpoint(trainer, checkpoint)
     if saves:
         _delete_older(checkpoint, args.save_total_limit, trainer.state.best_model_checkpoint)
 

@@ -21,12 +21,39 @@ from troll.trl.seam import prompt_ids
 MAX_UNRESOLVED = 0.1
 
 
+#: The attributes in which modules of transformers keep a rate that a function reads (`torch.nn.functional.dropout`, an
+#: attention kernel, or a draw that skips a whole layer), in place of a layer of torch's.
+FUNCTIONAL_RATES = frozenset(
+    {
+        "activation_dropout",
+        "attention_dropout",
+        "attn_dropout",
+        "attn_dropout_p",
+        "attn_pdrop",
+        "drop_prob",
+        "dropout",
+        "dropout_p",
+        "dropout_positions",
+        "dropout_prob",
+        "dropout_rate",
+        "embedding_dropout",
+        "emb_pdrop",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "layerdrop",
+        "resid_pdrop",
+        "residual_dropout",
+    }
+)
+
+
 def dropout_rates(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
     """Every non-zero dropout rate of a model, as a module and the name of its attribute."""
     for module in model.modules():
-        for name, value in vars(module).items():
-            is_rate = "drop" in name or (name == "p" and isinstance(module, torch.nn.modules.dropout._DropoutNd))
-            if is_rate and isinstance(value, float) and value > 0:
+        is_layer = isinstance(module, torch.nn.modules.dropout._DropoutNd)
+        for name in ("p",) if is_layer else FUNCTIONAL_RATES & vars(module).keys():
+            rate = getattr(module, name)
+            if isinstance(rate, float) and rate > 0:
                 yield module, name
 
 

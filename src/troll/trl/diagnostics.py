@@ -33,7 +33,7 @@ PROBED_TOKENS = 32
 
 #: `(input_ids (1, L), attention_mask (1, L), positions (n,)) -> logits (n, V)` of the network now, without gradient.
 #: Positions are below 0, from the end: prompt-learning PEFT puts virtual tokens in front.
-ReadLogits = Callable[[Tensor, Tensor, Tensor], Tensor]
+FullLogits = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Diagnostics:
         logits: Reads whole distributions of the network now.
     """
 
-    def __init__(self, accelerator: Accelerator, args: TrollConfig, logits: ReadLogits) -> None:
+    def __init__(self, accelerator: Accelerator, args: TrollConfig, logits: FullLogits) -> None:
         self._accelerator, self._args, self._logits = accelerator, args, logits
         self._tally = Tally()
         self._probe: Probe | None = None

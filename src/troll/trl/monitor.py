@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import torch
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -22,6 +21,8 @@ REMEDY = (
 )
 #: A larger fraction of projected tokens than this, over this many optimiser steps, is worth a warning.
 WATCHED_FRACTION, WATCHED_STEPS = 0.1, 100
+#: The means over an update's tokens that the host has to know before it ends.
+_KNOWN = ("projected_fraction", "kl_before_mean")
 
 
 class Monitor:
@@ -42,51 +43,55 @@ class Monitor:
     def start(self) -> None:
         """Drops the sums of an interrupted update."""
         self.tally = Tally()
-        self._update = torch.zeros(3, dtype=torch.float64)
+        # What the host has to know of the update under way, on the device; and of the last one, on the host.
+        self._update, self._known = Tally(), dict[str, Tensor]()
 
-    def observe(self, step: TrustRegionStep, old: SparsePolicy, mask: Tensor, loss: Tensor, global_step: int) -> None:
+    def observe(self, step: TrustRegionStep, old: SparsePolicy, mask: Tensor) -> None:
         """Adds the N tokens of a micro-batch.
 
         Args:
             step: What the trust region did with them, each (N,).
             old: Their old policies, (N,).
             mask: (N,), 1 for the tokens that count.
-            loss: That of the micro-batch.
-            global_step: Optimiser steps made so far, for the error.
-
-        Raises:
-            FloatingPointError: If logits or the loss are NaN or infinite in any process, on every process.
         """
         tally = step_tally(step, mask)
         # Tool tokens are masked by multiplication in the parent, which NaN survives: they are counted too.
-        tally.counts["nonfinite"] = nonfinite = (~step.kl_before.isfinite()).sum().to(step.kl_before)
-        # One collective, and one wait for the device, for all that the host has to know now.
-        (projected, tokens), (kl, _) = tally.totals["projected_fraction"], tally.totals["kl_before_mean"]
-        known = torch.stack([(~loss.detach().isfinite()).to(tokens), nonfinite, tokens, projected, kl])
-        losses, broken, *update = self._accelerator.reduce(known, reduction="sum").cpu().double()
-        if broken:
+        tally.counts["nonfinite"] = (~step.kl_before.isfinite()).sum().to(step.kl_before)
+        self._update += Tally({name: tally.totals[name] for name in _KNOWN}, counts=tally.counts)
+        self.tally += tally + support_tally(old, mask)
+
+    def observe_loss(self, loss: Tensor) -> None:
+        """Adds the loss of a micro-batch."""
+        self._update += Tally(counts={"nonfinite_losses": (~loss.detach().isfinite()).to(loss.dtype)})
+
+    def check(self, global_step: int) -> None:
+        """Checks what was observed of an update, before its last backward pass.
+
+        With one collective, and one wait for the device, for all that the host has to know of an update.
+
+        Args:
+            global_step: Optimiser steps made so far, for the error.
+
+        Raises:
+            FloatingPointError: If logits or losses are NaN or infinite in any process, on every process.
+        """
+        known, self._update = over_processes(self._update, self._accelerator), Tally()
+        self._known = known.totals
+        if broken := known.counts.get("nonfinite"):
             raise FloatingPointError(
                 f"step {global_step + 1}: the logits of {int(broken)} tokens are NaN or infinite, {REMEDY}"
             )
-        _check_losses(losses, global_step)
-        self._update += torch.stack(update)
-        if self._watched_since is None:
+        if known.counts.get("nonfinite_losses"):
+            raise FloatingPointError(f"step {global_step + 1}: the loss is NaN or infinite, {REMEDY}")
+        if self._watched_since is None and self._known:
             self._watched_since = global_step
-        self.tally += tally + support_tally(old, mask)
-
-    def check_loss(self, loss: Tensor, global_step: int) -> None:
-        """Checks the loss of a micro-batch, for updates in which no distributions are observed.
-
-        Raises:
-            FloatingPointError: If it is NaN or infinite in any process, on every process.
-        """
-        nonfinite = (~loss.detach().isfinite()).float()
-        _check_losses(self._accelerator.reduce(nonfinite, reduction="sum"), global_step)
 
     def end_update(self) -> BoundStatistics | None:
-        """What all processes saw since the last call, one optimiser step ago; None if no token was observed."""
-        tokens, projected, kl = self._update.tolist()
-        self._update = torch.zeros_like(self._update)
+        """What all processes saw in the update that ends here; None if no token was observed."""
+        known, self._known = self._known, {}
+        if not known:
+            return None
+        (projected, tokens), (kl, _) = known["projected_fraction"].tolist(), known["kl_before_mean"].tolist()
         return BoundStatistics(projected_fraction=projected / tokens, kl=kl / tokens) if tokens else None
 
     def metrics(self, global_step: int) -> dict[str, float]:
@@ -130,9 +135,3 @@ def over_processes(tally: Tally, accelerator: Accelerator) -> Tally:
         lambda sums: accelerator.reduce(sums, reduction="sum").cpu(),
         lambda maxima: accelerator.gather(maxima.unsqueeze(0)).amax(0).cpu(),
     )
-
-
-def _check_losses(nonfinite: Tensor, global_step: int) -> None:
-    """Raises if the losses of some processes, `nonfinite` of them, are NaN or infinite."""
-    if nonfinite:
-        raise FloatingPointError(f"step {global_step + 1}: the loss is NaN or infinite, {REMEDY}")

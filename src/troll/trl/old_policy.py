@@ -13,7 +13,7 @@ from torch import Tensor
 from troll.huggingface.policies import capture_tokens, scatter, spread, targets_of
 from troll.trl.anchor import RolloutAnchor
 from troll.trl.config import TrollConfig
-from troll.trl.seam import Scores, loss_mask, scoring_function
+from troll.trl.seam import Scores, loss_mask, standing_in
 from troll.trust_region.metrics import masked_total
 from troll.trust_region.policy.on_support import sparse_entropy
 from troll.trust_region.policy.packed import PackedPolicy
@@ -87,7 +87,7 @@ class OldPolicy:
             return Scores(ids.new_zeros((len(ids), length), dtype=torch.float32), None, None)
         policies: list[PackedPolicy] = []
 
-        def capture(labels: Tensor, **inputs: Tensor) -> Tensor:
+        def capture(labels: Tensor, **inputs: Tensor) -> Scores:
             targets = targets_of(inputs["input_ids"], labels)[:, -length:]
             captured = capture_tokens(
                 model,
@@ -100,9 +100,9 @@ class OldPolicy:
             )
             # Packed at once: padded, a token takes 12 bytes for each of K slots.
             policies.extend(spread(PackedPolicy.of(captured), targets != -100).unbind())
-            return scatter(captured.log_prob, targets != -100)
+            return Scores(scatter(captured.log_prob, targets != -100), None, None)
 
-        scores = score(scoring_function(capture), ids, mask, length, *rest, **named)
+        scores = score(standing_in(capture), ids, mask, length, *rest, **named)
         self._captured = policies, scores[0]
         return scores
 

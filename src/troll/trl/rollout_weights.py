@@ -89,9 +89,8 @@ class RolloutWeights:
         largest = self._trainer.args.rollout_correction
         if largest is None:
             return rolled_out
-        with torch.no_grad(), self._sampling():
-            batch = self._trainer.args.per_device_train_batch_size
-            sampled = seam.score(self._trainer, self._trainer.model, rolled_out, batch_size=batch).log_probs
+        with self._sampling():
+            sampled = seam.log_probs(self._trainer, self._trainer.model, rolled_out)
         ratio = torch.exp(rolled_out["old_per_token_logps"] - sampled)
         seam.add_metrics(self._trainer, {"sampling/importance_ratio": self._mean(ratio, seam.loss_mask(rolled_out))})
         advantages = rolled_out["advantages"]

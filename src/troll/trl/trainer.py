@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
+from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
 
 from troll.huggingface.adapters import refuse_merging
@@ -19,6 +20,7 @@ from troll.huggingface.token_ids import without_embedding
 from troll.trl import seam
 from troll.trl.advantages.rollouts import Advantages
 from troll.trl.anchor import RolloutAnchor
+from troll.trl.callback import TrollCallback
 from troll.trl.checkpoints import marked, resolved
 from troll.trl.checks import (
     disable_dropout,
@@ -34,15 +36,15 @@ from troll.trl.checks import (
 )
 from troll.trl.config import AGGREGATION, TrollConfig
 from troll.trl.diagnostics import Diagnostics
+from troll.trl.eval_metrics import EvalMetrics, sampling_temperature
 from troll.trl.generation import generate_in_chunks
-from troll.trl.held_out import HeldOut, sampling_temperature
+from troll.trl.kl_controller import AdaptiveKLController
 from troll.trl.monitor import Monitor
 from troll.trl.old_policy import OLD_POLICY, OldPolicy
 from troll.trl.resampling import Resampling
 from troll.trl.rollout_weights import RolloutWeights
 from troll.trl.surrogates import SURROGATES, ScoredTokens, Terms
-from troll.trl.unscored import Unscored
-from troll.trl.updates import Updates
+from troll.trl.ungraded import UngradedFilter
 from troll.trust_region.constraint import Constraint
 from troll.trust_region.loss import aggregate
 from troll.trust_region.policy.on_support import PolicyOnSupport, sparse_entropy
@@ -119,6 +121,8 @@ class TrollTrainer(GRPOTrainer):
             warn_about_saving(self.accelerator, self.model)
         warn_about_precision(self.accelerator, args, self.model)
         refuse_an_empty_reference(self.accelerator, self.ref_model)
+        if args.kl_in_reward:
+            self.beta = 0.0  # or the parent would add the KL to the loss too
         if args.disable_dropout:  # TRL switches only layers off
             disable_dropout(self.model)
 
@@ -126,23 +130,31 @@ class TrollTrainer(GRPOTrainer):
         # With delayed weights, scoring with the weights that sampled the tokens gives the anchor; no engine reports it.
         self.anchor = RolloutAnchor(self) if args.anchor == "rollout" and not self.rollout_weights else None
         self.old_policy = OldPolicy(self.accelerator, args, self.temperature, self.anchor)
-        self.unscored = Unscored(self.accelerator, self.reward_funcs)
+        self.ungraded = UngradedFilter(self.accelerator, self.reward_funcs)
         self.advantages = Advantages(self.accelerator, args, self.model, model)
         if self.advantages.critic is not None:
             refuse_fewer_tokens("critic", self.advantages.critic.model, self, self._missing_tokens)
         self.resampling = Resampling(self) if args.resampling_rounds else None
         self.monitor = Monitor(self.accelerator, args)
         self.diagnostics = Diagnostics(self.accelerator, args, self._full_logits)
-        self.held_out = HeldOut(self.reward_funcs, self.reward_func_names)
+        self.eval_metrics = EvalMetrics(self.reward_funcs, self.reward_func_names)
         if args.generation_chunk_size and not args.use_vllm:
             generate_in_chunks(self.model, args.generation_chunk_size)
-        self.updates = Updates(self)
-        self.add_callback(self.updates)
-        # Before the callbacks that report and the user's, which then see what an update did.
-        callbacks = self.callback_handler.callbacks
-        callbacks.insert(1, callbacks.pop())
-        # The scores that the parent's loss will ask for next.
-        self._scores: seam.Scores | None = None
+        self.kl_controller = AdaptiveKLController(
+            self.accelerator, self.surrogate.penalty, args.penalty_weight, args.penalty_target
+        )
+        self.callback = TrollCallback(
+            args,
+            kl_controller=self.kl_controller,
+            critic=self.advantages.critic,
+            rollout_weights=self.rollout_weights,
+            monitor=self.monitor,
+            diagnostics=self.diagnostics,
+            ungraded=self.ungraded,
+            passes_done=partial(seam.micro_batches_done, self),
+            add_metrics=partial(seam.add_metrics, self),
+        )
+        self.add_callback(self.callback)
         self._use_checked = False
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -160,7 +172,6 @@ class TrollTrainer(GRPOTrainer):
         refuse_columns(self, inputs[0])  # a stream knows its columns and prompts only now
         refuse_token_ids(self, self._missing_tokens, [example["prompt"] for example in inputs])
         training = self.model.training
-        self._scores = None  # an exception may have left some
         self.old_policy.start(training=training, reads_policies=self._reads_policies())
         with ExitStack() as stack:
             if training and self.rollout_weights is not None:
@@ -172,7 +183,9 @@ class TrollTrainer(GRPOTrainer):
             rolled_out = self.anchor.read(rolled_out)
         if not training:
             return rolled_out
-        rolled_out, metrics = self.old_policy.add_to(self.unscored.without(rolled_out))
+        if self.args.kl_in_reward:
+            rolled_out["ref_per_token_logps"] = seam.reference_log_probs(self, rolled_out)
+        rolled_out, metrics = self.old_policy.add_to(self.ungraded.without(rolled_out))
         seam.add_metrics(self, metrics)
         rolled_out, advantages, metrics = self.advantages.of(rolled_out)
         seam.add_metrics(self, metrics)
@@ -185,27 +198,24 @@ class TrollTrainer(GRPOTrainer):
         return rolled_out
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        rewards = self.unscored.excluded(super()._calculate_rewards(*args, **kwargs))
+        rewards = self.ungraded.excluded(super()._calculate_rewards(*args, **kwargs))
         if self.model.training:
             self.observe_rewards(rewards)
-            seam.add_metrics(self, self.unscored.metrics(rewards))
+            seam.add_metrics(self, self.ungraded.metrics(rewards))
         else:
-            self.held_out.observe(rewards)
+            self.eval_metrics.observe(rewards)
         return rewards
 
     def observe_rewards(self, rewards: Tensor) -> None:
         """Keeps the (N, F) rewards of all processes' rollout, as it will be trained on."""
-        self.unscored.observe(rewards)
+        self.ungraded.observe(rewards)
         self.advantages.observe(rewards, self.reward_weights)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        scores, self._scores = self._scores, None
-        if scores is not None:
-            return scores
         score = super()._get_per_token_logps_and_entropies
-        return (
-            self.old_policy.score(score, *args, **kwargs) if self.old_policy.claim_scoring() else score(*args, **kwargs)
-        )
+        if self.old_policy.claim_scoring():
+            return self.old_policy.score(score, *args, **kwargs)
+        return score(*args, **kwargs)
 
     def _reads_policies(self) -> bool:
         """Whether an update with the next rollout needs more of the old policy than log-probabilities."""
@@ -228,19 +238,15 @@ class TrollTrainer(GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         training = self.model.training
         if training:
-            self.unscored.count(inputs)
+            self.ungraded.count(inputs)
             self.advantages.train_critic(inputs)
         # With vLLM's importance correction, on-policy updates have old log-probabilities too.
         off_policy = training and "old_per_token_logps" in inputs and not self.args.always_on_policy
-        beta = self.beta
-        if self.args.kl_in_reward:  # the parent needs β for the rollout's reference, but would add the KL to the loss
-            self.beta = 0.0
-        try:
-            loss = self._surrogate_loss(model, inputs) if off_policy else super()._compute_loss(model, inputs)
-        finally:
-            self.beta = beta
-        if training and not (off_policy and self.surrogate.reads_policies(self.args)):  # else, it has been
-            self.monitor.check_loss(loss, self.state.global_step)
+        loss = self._surrogate_loss(model, inputs) if off_policy else super()._compute_loss(model, inputs)
+        if training:
+            self.monitor.observe_loss(loss)
+            if self.accelerator.sync_gradients:  # DeepSpeed makes the update in the backward pass of this micro-batch
+                self.monitor.check(self.state.global_step)
         if not self.surrogate.clips:
             seam.drop_clip_metrics(self)
         return loss
@@ -264,14 +270,14 @@ class TrollTrainer(GRPOTrainer):
             old_log_probs=old_log_probs[at],
             advantages=advantages[at],
             kl_bound=self._token_bounds(old, advantages[at]),
-            penalty_weight=self.updates.penalty_weight.value,
+            penalty_weight=self.kl_controller.value,
             constraint=self._constraint(mask, at),
             old=old,
             new=new,
         )
         terms = self.surrogate.terms(tokens, self.args, self._own_settings) if self.surrogate.terms else Terms()
         if terms.penalised_kl is not None:
-            self.updates.penalty_weight.observe(terms.penalised_kl, mask[at])
+            self.kl_controller.observe(terms.penalised_kl, mask[at])
 
         # The parent takes its ratio from raw − old log-probabilities, and everything else (KL to the reference,
         # off-policy mask, metrics) from the raw ones. Other old ones change that ratio and nothing else.
@@ -285,15 +291,15 @@ class TrollTrainer(GRPOTrainer):
                 penalties.append(self._reference_kl_correction(changed, old_log_probs, scores.log_probs, log_ratio))
         if terms.keep is not None:
             changed["advantages"] = advantages * scatter(terms.keep.to(advantages), scored)
-        self._scores = scores
-        loss = super()._compute_loss(model, changed)
-        if self._scores is not None:
+        handed = iter([scores])
+        loss = super()._compute_loss(seam.standing_in(lambda **_: next(handed)), changed)
+        if next(handed, None) is not None:
             raise RuntimeError("GRPOTrainer did not score the new policy where TrollTrainer expects it")
         if shifted is not None:
             self._check_use(loss, shifted)
         if penalties:
             loss = loss + self._aggregate(sum(penalties[1:], penalties[0]), mask, inputs)
-        self._observe(tokens, terms, mask[at], loss)
+        self._observe(tokens, terms, mask[at])
         if diagnosed:
             self.diagnostics.observe(tokens, scored, mask, self.state.global_step)
         return loss
@@ -335,7 +341,7 @@ class TrollTrainer(GRPOTrainer):
 
     def _token_bounds(self, old: SparsePolicy | None, advantages: Tensor) -> float | Tensor:
         """ε of the N tokens: (N,), or one number for all."""
-        bound: float | Tensor = self.updates.kl_bound.value
+        bound: float | Tensor = self.callback.kl_bound.value
         if self.args.kl_bound_entropy_exponent and old is not None:
             exponent = self.args.kl_bound_entropy_exponent
             bound = entropy_scaled(bound, sparse_entropy(old), self.old_policy.mean_entropy, exponent=exponent)
@@ -353,7 +359,7 @@ class TrollTrainer(GRPOTrainer):
         processes = torch.distributed.group.WORLD if self.accelerator.num_processes > 1 else None
         return Constraint.batch(mask, reduction, processes)[at]
 
-    def _observe(self, tokens: ScoredTokens, terms: Terms, mask: Tensor, loss: Tensor) -> None:
+    def _observe(self, tokens: ScoredTokens, terms: Terms, mask: Tensor) -> None:
         """Shows the monitor what the surrogate did with a micro-batch; without a projection, the KL that it reached."""
         if tokens.old is None or tokens.new is None:
             return
@@ -361,7 +367,7 @@ class TrollTrainer(GRPOTrainer):
         if step is None:
             with torch.no_grad():
                 step = trust_region_step(tokens.new, tokens.old, torch.inf, tail=self.args.tail)
-        self.monitor.observe(step, tokens.old, mask, loss, self.state.global_step)
+        self.monitor.observe(step, tokens.old, mask)
 
     def _reference_kl_correction(
         self, inputs: dict[str, Any], old_log_probs: Tensor, new_log_probs: Tensor, log_ratio: Tensor
@@ -410,14 +416,14 @@ class TrollTrainer(GRPOTrainer):
         `eval_aime24_pass@1`.
         """
         own = seam.evaluation_metrics(self)
-        self.held_out.start()
+        self.eval_metrics.start()
         own.clear()
         with sampling_temperature(self, self.args.eval_temperature):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
         problems = len(dataloader.dataset) if has_length(dataloader.dataset) else None
-        found = self.held_out.metrics(self.num_generations_eval, problems)
+        found = self.eval_metrics.metrics(self.num_generations_eval, problems)
         for name in found.keys() & own.keys():
             del own[name]
         if metric_key_prefix != "eval":  # TRL logs its metrics of every data set under the same names
@@ -436,15 +442,15 @@ class TrollTrainer(GRPOTrainer):
             ValueError: If there is none, the processes see different ones, or the given checkpoint is incomplete.
         """
         self._use_checked = False
-        self.updates.resumed = resolved(Path(str(self.args.output_dir)), resume_from_checkpoint)
-        return super().train(self.updates.resumed[0], *positional, **kwargs)
+        self.callback.resumed = resolved(Path(str(self.args.output_dir)), resume_from_checkpoint)
+        return super().train(self.callback.resumed[0], *positional, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        checkpoint = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        checkpoint = seam.checkpoint_folder(self, trial)
         with marked(self, checkpoint):
             super()._save_checkpoint(model, trial)
             if not self.args.save_only_model:
-                self.updates.save(checkpoint)
+                self.callback.save(checkpoint)
 
 
 def _mean(values: list[float]) -> float | None:

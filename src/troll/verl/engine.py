@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from troll.verl.hooks import Capture, Hook, Score, Update
 from troll.verl.old_policies import Captured
 from troll.verl.seam import tu
+from troll.verl.seam.training import assign
 from troll.verl.settings import BACKEND_PREFIX, TrollPolicyLossConfig
 
 logger = logging.getLogger(__name__)
@@ -55,12 +56,12 @@ class TrustRegionEngine:
             )
         self.trust_region = settings
         # verl's engine compares the strategy with its own names.
-        object.__setattr__(engine_config, "strategy", engine_config.strategy.removeprefix(BACKEND_PREFIX))
+        assign(engine_config, strategy=engine_config.strategy.removeprefix(BACKEND_PREFIX))
         # verl's fused kernels would replace the forward in which the head is read. The reference and the critic share
         # the model's configuration, and keep them.
         model_config = copy.copy(model_config)
         for config in (model_config, engine_config):
-            object.__setattr__(config, "use_fused_kernels", False)
+            assign(config, use_fused_kernels=False)
         super().__init__(model_config, engine_config, *args, **kwargs)  # type: ignore[call-arg]
         self.captured = Captured()
 

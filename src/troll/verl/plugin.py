@@ -1,12 +1,13 @@
 """The plugin that verl loads in every process by its entry point `verl.plugins`: hooks that wait for two modules.
 
 verl logs errors of plugins only at DEBUG, and runs without TROLL load this one too. So nothing is done before it is
-needed, and the configuration checks whether everything is there, and raises if not.
+needed. What goes wrong then is raised where a rollout with `anchor: rollout` begins, and is the cause of that error.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from wrapt import when_imported
@@ -22,16 +23,35 @@ def _report(module: Any) -> None:
     def load() -> Any:
         try:
             from troll.verl.vllm_rollout import replica_class
-        except Exception:  # of a verl that lacks something: with TROLL the driver has raised before
-            return own()
+        except Exception as error:
+            return type(own().__name__, (own(),), {"__init__": _refusing(own().__init__, error, "config")})
         return replica_class(own())
 
     registry.register("vllm", load)
 
 
 @when_imported("verl.experimental.agent_loop.agent_loop")
-def _carry(_: Any) -> None:
-    with suppress(Exception):  # likewise
+def _carry(module: Any) -> None:
+    try:
         from troll.verl.agent_loop import carry_old_policies
 
         carry_old_policies()
+    except Exception as error:
+        base = module.AgentLoopBase
+        base.__init__ = _refusing(base.__init__, error, "rollout_config")
+
+
+def _refusing(init: Callable[..., None], error: Exception, config: str) -> Callable[..., None]:
+    """Wraps the `__init__` of an object that has a rollout's configuration: with `anchor: rollout` it raises."""
+
+    @wraps(init)
+    def refusing(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        custom = getattr(getattr(self, config, None), "custom", None) or {}
+        if (custom.get("trust_region") or {}).get("anchor") == "rollout":
+            raise RuntimeError(
+                "actor_rollout_ref.actor.policy_loss.anchor=rollout needs the rollout to report its distributions, and "
+                f"troll.verl cannot be used here: {error}. Fix this on every machine, or set anchor=old"
+            ) from error
+
+    return refusing

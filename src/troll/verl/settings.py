@@ -13,7 +13,7 @@ from troll.trust_region.constraint import CONSTRAINTS
 from troll.trust_region.loss import RATIO_LEVELS
 from troll.trust_region.policy.sparse import check_capture
 from troll.trust_region.step import PULLS, TAILS
-from troll.verl.seam.training import FSDPActorConfig, McoreActorConfig, MegatronEngine, PolicyLossConfig
+from troll.verl.seam.training import FSDPActorConfig, McoreActorConfig, MegatronEngine, PolicyLossConfig, assign
 
 ANCHORS = ("old", "rollout")
 
@@ -191,8 +191,7 @@ class _TrollActor:
         if self.use_prefix_grouper:
             raise ValueError(f"TROLL needs every token's logits: set {_ACTOR}.use_prefix_grouper=False")
         # The worker looks up the engine by this name, and passes it only this configuration.
-        object.__setattr__(self.engine, "strategy", BACKEND_PREFIX + self.strategy)
-        object.__setattr__(self.engine, "trust_region", self.policy_loss)
+        assign(self.engine, strategy=BACKEND_PREFIX + self.strategy, trust_region=self.policy_loss)
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Mapping[str, Any] | None = None) -> None:
         """Runs verl's checks on the driver, and warns if the trust region can never do anything."""

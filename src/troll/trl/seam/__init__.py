@@ -1,20 +1,23 @@
-"""Everything private of TRL that we touch. `needed` checks at import that it has the shape we rely on.
+"""Everything private of TRL and transformers that we touch. `needed` checks at import that it has the shape we rely on.
 
-Nothing else in `troll.trl` names anything private of TRL.
+Nothing else in `troll.trl` names anything private of theirs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import utils
@@ -38,22 +41,23 @@ class Scores(NamedTuple):
     aux_loss: Tensor | None
 
 
-def score(trainer: Any, model: Any, inputs: dict[str, Any], batch_size: int | None = None) -> Scores:
-    """Scores a micro-batch as TRL's own loss does; or a rollout, `batch_size` sequences at a time."""
+def score(trainer: Any, model: Any, inputs: dict[str, Any]) -> Scores:
+    """Scores a micro-batch as TRL's own loss does."""
+    return _scored(trainer, model, inputs, compute_entropy=True, compute_aux_loss=trainer.aux_loss_enabled)
+
+
+@torch.no_grad()
+def log_probs(trainer: Any, model: Any, rolled_out: dict[str, Any]) -> Tensor:
+    """A model's log-probabilities of a rollout's completions, (B, T), as TRL computes the old policy's."""
+    return _scored(trainer, model, rolled_out, batch_size=trainer.args.per_device_train_batch_size).log_probs
+
+
+def _scored(trainer: Any, model: Any, inputs: dict[str, Any], **asked: Any) -> Scores:
     ids, mask = sequences(inputs)
     images = {name: inputs.get(name) for name in (*MODEL_INPUTS, "num_images", "num_tiles") if name in inputs}
-    scores = GRPOTrainer._get_per_token_logps_and_entropies(
-        trainer,
-        model,
-        ids,
-        mask,
-        inputs["completion_ids"].shape[1],
-        batch_size,
-        compute_entropy=True,
-        compute_aux_loss=trainer.aux_loss_enabled,
-        **images,
-    )
-    return Scores(*scores)
+    length = inputs["completion_ids"].shape[1]
+    # Not the trainer's own method, which captures the old policy.
+    return Scores(*GRPOTrainer._get_per_token_logps_and_entropies(trainer, model, ids, mask, length, **asked, **images))
 
 
 def prompt_ids(trainer: Any, prompts: list[Any]) -> list[list[int]]:
@@ -82,18 +86,30 @@ def loss_mask(batch: dict[str, Any]) -> Tensor:
     return mask * batch["tool_mask"] if "tool_mask" in batch else mask
 
 
-def scoring_function(log_probs_of: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Wraps a function so that TRL can call it in place of the model to score sequences of a rollout.
+def standing_in(read: Callable[..., Scores]) -> Callable[..., Any]:
+    """Wraps a function so that TRL's scoring can call it in place of a model.
 
     Args:
-        log_probs_of: Takes `labels` (B, L) and the arguments of the model's forward; returns log-probabilities of the
-            labels from the second on, (B, L − 1).
+        read: Takes `labels` (B, L) and the arguments of the model's forward; returns the scores of the labels, of which
+            TRL takes the last T of each row.
     """
 
-    def score(*, fused_lm_head: bool, **inputs: Any) -> utils.FusedCausalLMOutput:
-        return utils.FusedCausalLMOutput(log_probs=log_probs_of(**inputs))
+    def forward(*, fused_lm_head: bool, **inputs: Any) -> utils.FusedCausalLMOutput:
+        scores = read(**inputs)
+        return utils.FusedCausalLMOutput(log_probs=scores.log_probs, entropy=scores.entropies, aux_loss=scores.aux_loss)
 
-    return score
+    return forward
+
+
+def reference_log_probs(trainer: Any, rolled_out: dict[str, Any]) -> Tensor:
+    """The reference model's log-probabilities of a rollout's completions, (B, T), as TRL computes them."""
+    model: Any = trainer.ref_model
+    adapted: AbstractContextManager[Any] = contextlib.nullcontext()
+    if model is None:  # with PEFT, the model itself without its adapter, or with the one that it began with
+        model, policy = trainer.model, trainer.accelerator.unwrap_model(trainer.model)
+        adapted = utils.use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None)
+    with adapted:
+        return log_probs(trainer, model, rolled_out)
 
 
 def add_metrics(trainer: Any, metrics: dict[str, float]) -> None:
@@ -226,10 +242,20 @@ def micro_batches_done(trainer: Any) -> int:
     return int(trainer._step)
 
 
-def empty_logs() -> dict[str, Any]:
-    """The attribute in which TRL collects its table of completions, with no completion in it."""
+def checkpoint_folder(trainer: Any, trial: Any) -> Path:
+    """The folder of the checkpoint that transformers saves at this step."""
+    return Path(trainer._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
+
+
+def push_checkpoint(trainer: Any, checkpoint: Path) -> None:
+    """Pushes a checkpoint to the hub, as transformers does after saving it."""
+    trainer._push_from_checkpoint(str(checkpoint))
+
+
+def start_table(trainer: Any) -> None:
+    """Gives a trainer a table of completions of its own, with no completion in it."""
     logs: dict[str, Any] = {name: [] for name in ("images", "prompt", "completion", "advantages")}
-    return {"_logs": logs | {"rewards": defaultdict(list), "extra": defaultdict(list)}}
+    trainer._logs = logs | {"rewards": defaultdict(list), "extra": defaultdict(list)}
 
 
 def sampling_config(trainer: Any) -> tuple[Any, str]:

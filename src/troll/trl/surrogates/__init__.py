@@ -6,7 +6,7 @@ register both in `SURROGATES`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from troll.trl.surrogates.formulas import (
     DPPOKLSettings,
@@ -24,10 +24,7 @@ from troll.trl.surrogates.formulas import (
     regression,
     troll,
 )
-from troll.trl.surrogates.terms import NoSettings, ScoredTokens, Surrogate, Terms
-
-if TYPE_CHECKING:  # the configuration imports the surrogates
-    from troll.trl.config import TrollConfig
+from troll.trl.surrogates.terms import NoSettings, ScoredTokens, Settings, Surrogate, Terms
 
 __all__ = ["SURROGATES", "NoSettings", "ScoredTokens", "Surrogate", "Terms", "settings_read"]
 
@@ -50,7 +47,7 @@ _TROLL_SETTINGS = (
 )
 
 
-def _measures_top_k(args: TrollConfig) -> bool:
+def _measures_top_k(args: Settings) -> bool:
     return bool(args.own_settings.outcomes == "top_k")
 
 
@@ -79,8 +76,8 @@ SURROGATES: dict[str, Surrogate] = {
 }
 
 
-def settings_read(args: TrollConfig) -> dict[str, Any]:
-    """The settings that the configured surrogate reads and some others do not, by the names in `Surrogate.reads`."""
+def settings_read(args: Any) -> dict[str, Any]:
+    """The values of `Surrogate.reads` in a `TrollConfig`, by name."""
     surrogate = SURROGATES[args.surrogate]
     own = {f"surrogate_kwargs.{name}": value for name, value in vars(args.own_settings).items()}
     return {name: getattr(args, name) for name in surrogate.settings} | own

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from troll.trust_region.constraint import Constraint
 from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.policy.sparse import SparsePolicy
-from troll.trust_region.step import TrustRegionStep
+from troll.trust_region.step import Pull, Tail, TrustRegionStep
 
-if TYPE_CHECKING:  # the configuration imports the surrogates
-    from troll.trl.config import TrollConfig
+
+class Settings(Protocol):
+    """The fields of `TrollConfig` that the surrogates read, and the settings of the chosen one's own."""
+
+    tail: Tail
+    solver: str
+    pull: Pull
+
+    @property
+    def own_settings(self) -> Any:
+        """The surrogate's own settings, an instance of `Surrogate.own`."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +97,14 @@ class Surrogate:
         reads_policies: Whether it needs distributions in addition to the sampled tokens' log-probabilities.
     """
 
-    terms: Callable[[ScoredTokens, TrollConfig, Any], Terms] | None = None
+    terms: Callable[[ScoredTokens, Settings, Any], Terms] | None = None
     own: type[Any] = NoSettings
     settings: tuple[str, ...] = ()
     sets: Mapping[str, str] = field(default_factory=dict)
     penalty: str | None = None
     clips: bool = False
     projects: bool = False
-    reads_policies: Callable[[TrollConfig], bool] = lambda args: False
+    reads_policies: Callable[[Settings], bool] = lambda args: False
 
     @property
     def reads(self) -> tuple[str, ...]:

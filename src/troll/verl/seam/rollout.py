@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from troll.verl.seam import Needed, check, lacking
+from troll.needed import Needed
+from troll.verl.seam import check, lacking
 
 try:
     from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput

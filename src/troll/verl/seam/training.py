@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from troll.verl.seam import Needed, check, lacking
+from troll.needed import Needed
+from troll.verl.seam import check, lacking
 
 try:
     from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
@@ -73,6 +74,14 @@ if MegatronEngine is not None:
 check(NEEDED)
 
 
+def assign(config: Any, **values: Any) -> None:
+    """Sets fields of one of verl's configurations, those that it would freeze too."""
+    # verl freezes all fields but these. The attribute itself is one, once it is set on an instance.
+    config._mutable_fields = config._mutable_fields | {"_mutable_fields", *values}
+    for name, value in values.items():
+        setattr(config, name, value)
+
+
 def gives_logits(model: Any) -> bool:
     """Whether a transformers model's forward returns logits: verl's fused kernels replace the forward of its class."""
     return type(model).forward.__name__ not in ("forward_with_torch_backend", "forward_with_triton_backend")
@@ -86,6 +95,7 @@ __all__ = [
     "MegatronEngine",
     "PolicyLossConfig",
     "agg_loss",
+    "assign",
     "get_ulysses_sequence_parallel_group",
     "gives_logits",
     "masked_mean",

@@ -1,4 +1,4 @@
-"""What either of two processes does for test_unscored: see `tests.trl.worker`."""
+"""What either of two processes does for test_ungraded: see `tests.trl.worker`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from tests.trl import tiny
 from troll.rewards.grading import Grader, Verdict
-from troll.trl.unscored import NothingJudgedError, Unscored
+from troll.trl.ungraded import NothingJudgedError, UngradedFilter
 
 #: Three groups, of which the middle one lies on both of two processes.
 SETTINGS: dict[str, Any] = {"num_generations": 4, "per_device_train_batch_size": 6, "steps_per_generation": 2}
@@ -41,7 +41,7 @@ def form(completions: Any, **_: Any) -> list[float]:
 def ended(accelerator: Any) -> str:
     """With what a run ends in which nothing can be judged; two of three times for lack of memory."""
     grader = Sometimes()
-    unscored = Unscored(accelerator, [grader])
+    unscored = UngradedFilter(accelerator, [grader])
     reasons = ["no process"] if accelerator.process_index == 0 else ["no memory"] * 2
     grader.latest = [Verdict(None, "program", f"unscored: {reason}") for reason in reasons]
     batch = {"completion_mask": torch.ones(2, 2), "num_items_in_batch": torch.tensor(8.0)}
@@ -72,8 +72,8 @@ def work(mode: str, models: Callable[[str], Path], folder: Path) -> dict[str, An
     evaluated = trainer.evaluate()
     left_nothing = []
     for tokens in (trainer.accelerator.process_index, 0):  # of another process, and of none
-        trainer.unscored.count({"completion_mask": torch.tensor([tokens])})
-        left_nothing.append(trainer.unscored.left_nothing())
+        trainer.ungraded.count({"completion_mask": torch.tensor([tokens])})
+        left_nothing.append(trainer.ungraded.left_nothing())
     kept = {name: value for name, value in rollout.items() if isinstance(value, torch.Tensor)}
     return {
         "rollout": kept,
@@ -82,5 +82,5 @@ def work(mode: str, models: Callable[[str], Path], folder: Path) -> dict[str, An
         "evaluated": {name: value for name, value in evaluated.items() if isinstance(value, float)},
         "left_nothing": left_nothing,
         "ended": ended(trainer.accelerator),
-        "answers": [verdict.answer for verdict in trainer.held_out._verdicts],
+        "answers": [verdict.answer for verdict in trainer.eval_metrics._verdicts],
     }

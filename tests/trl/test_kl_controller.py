@@ -13,8 +13,8 @@ from accelerate import Accelerator
 
 from tests.trl import resuming
 from tests.trl.tiny import logged, same_updates
-from troll.trl.penalty import PenaltyWeight, adapted
-from troll.trl.updates import PENALTY_STATE
+from troll.trl.callback import PENALTY_STATE
+from troll.trl.kl_controller import AdaptiveKLController, adapted
 
 WEIGHT, SEEN = "trust_region/kl_penalty_weight", "trust_region/kl_penalty_kl"
 
@@ -28,7 +28,7 @@ def test_the_rule_is_ppos(kl, expected):
 
 
 def test_the_weight_adapts_to_the_mean_of_an_update_and_of_the_tokens_that_count():
-    weight = PenaltyWeight(Accelerator(cpu=True), "kl_penalty", 1.0, target=0.03)
+    weight = AdaptiveKLController(Accelerator(cpu=True), "kl_penalty", 1.0, target=0.03)
     weight.observe(torch.tensor([0.1, 9.0, 0.1]), torch.tensor([1, 0, 1]))
     weight.observe(torch.tensor([0.0, 0.0]), torch.tensor([1, 1]))
     weight.end_update(adapt=True)
@@ -39,16 +39,16 @@ def test_the_weight_adapts_to_the_mean_of_an_update_and_of_the_tokens_that_count
     weight.end_update(adapt=True)
     assert weight.value == 2.0
     weight.observe(torch.tensor([9.0]), torch.tensor([1]))
-    weight.start()  # interrupted
+    weight.start()  # interrupted, and begun again
     weight.end_update(adapt=True)
     weight.observe(torch.tensor([9.0]), torch.tensor([0]))  # nothing was seen
     weight.end_update(adapt=True)
-    assert weight.value == 2.0
+    assert weight.value == 1.0
 
 
 @pytest.mark.parametrize(("kl", "limit"), [(9.0, 3.0 * 1024), (0.0, 3.0 / 1024)])
 def test_a_target_out_of_reach_takes_the_weight_to_a_limit_and_is_warned_about_once(kl, limit):
-    weight = PenaltyWeight(Accelerator(cpu=True), "kl_penalty", 3.0, target=0.03)
+    weight = AdaptiveKLController(Accelerator(cpu=True), "kl_penalty", 3.0, target=0.03)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for rollouts in range(1, 41):
@@ -60,13 +60,13 @@ def test_a_target_out_of_reach_takes_the_weight_to_a_limit_and_is_warned_about_o
 
 
 def test_a_restored_weight_is_exactly_that_of_the_checkpoint():
-    weight = PenaltyWeight(Accelerator(cpu=True), "kl_penalty", 3.0, target=0.03)
+    weight = AdaptiveKLController(Accelerator(cpu=True), "kl_penalty", 3.0, target=0.03)
     weight.load_state_dict({"weight": 1e9})  # that of a run with another initial weight
     assert weight.state_dict() == {"weight": 1e9}
 
 
 def test_a_fixed_weight_stays():
-    weight = PenaltyWeight(Accelerator(cpu=True), "kl_penalty", 1.0, target=None)
+    weight = AdaptiveKLController(Accelerator(cpu=True), "kl_penalty", 1.0, target=None)
     weight.observe(torch.tensor([9.0]), torch.tensor([1]))
     weight.end_update(adapt=True)
     assert weight.value == 1.0
@@ -100,7 +100,7 @@ def test_a_rollouts_last_update_decides(make):
 
 def test_the_loss_takes_the_weight_that_has_adapted(make):
     adaptive = make(surrogate="kl_penalty", surrogate_kwargs={"target": 0.01})
-    adaptive.updates.penalty_weight.value = 6.0
+    adaptive.kl_controller.value = 6.0
     for _ in same_updates(adaptive, make(surrogate="kl_penalty", surrogate_kwargs={"weight": 6.0})):
         pass
 

@@ -13,12 +13,12 @@ import torch
 from transformers import TrainerCallback
 
 from tests.trl import tiny
-from tests.trl.unscored_worker import SETTINGS, Sometimes, form, stuck, success
+from tests.trl.ungraded_worker import SETTINGS, Sometimes, form, stuck, success
 from troll.rewards.code import CodeGrader, passed_fraction
 from troll.rewards.grading import Grader, Verdict, leaves_unscored
-from troll.trl.held_out import judged_by
+from troll.trl.eval_metrics import judged_by
 from troll.trl.old_policy import OLD_POLICY, _entropies
-from troll.trl.unscored import NothingJudgedError, Unscored
+from troll.trl.ungraded import NothingJudgedError, UngradedFilter
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(could not be judged|is on-policy)")
 
@@ -84,11 +84,11 @@ def test_whose_none_means_that_a_row_could_not_be_judged():
     share = passed_fraction(CodeGrader(workers=1, sandbox=lambda *_, **__: []))
     assert leaves_unscored(share)
     rewards = torch.tensor([[1.0, 0.5, NAN], [NAN, 0.5, 0.0], [0.0, NAN, 1.0]])
-    unscored = Unscored(accelerator, [Never(), shy, form])
+    unscored = UngradedFilter(accelerator, [Never(), shy, form])
     assert unscored.rows(rewards).tolist() == [False, True, False]
     assert unscored.excluded(rewards).isnan().tolist() == [[False, False, True], [True] * 3, [False, True, False]]
     assert unscored.metrics(rewards) == {"rewards/unscored": pytest.approx(1 / 3)}
-    without = Unscored(accelerator, [shy, form])
+    without = UngradedFilter(accelerator, [shy, form])
     assert torch.equal(without.excluded(rewards[:, 1:]).isnan(), rewards[:, 1:].isnan())
     assert without.metrics(rewards[:, 1:]) == {}
 
@@ -253,7 +253,7 @@ JUDGED, WRONG = Verdict(0.0, "program", "wrong answer"), Verdict(0.0, None, "no 
 STUCK, OTHER = (Verdict(None, "program", f"unscored: {reason}") for reason in ("no memory", "no process"))
 
 
-def roll_out(unscored: Unscored, *verdicts: Sequence[Verdict]) -> None:
+def roll_out(unscored: UngradedFilter, *verdicts: Sequence[Verdict]) -> None:
     """A rollout, judged by one grader after the other."""
     for grader, own in zip(unscored._graders, verdicts, strict=True):
         grader.latest = own
@@ -278,7 +278,7 @@ ACCELERATOR: Any = SimpleNamespace(process_index=0, is_main_process=True, reduce
     ids=["all", "all with a program", "by one of two"],
 )
 def test_three_rollouts_in_a_row_without_a_verdict_end_a_run(hopeless):
-    unscored = Unscored(ACCELERATOR, [Never() for _ in hopeless])
+    unscored = UngradedFilter(ACCELERATOR, [Never() for _ in hopeless])
     better = tuple([*verdicts[:-1], JUDGED] for verdicts in hopeless)
     for rollout in [hopeless, hopeless, better, hopeless, hopeless]:
         roll_out(unscored, *rollout)
@@ -297,7 +297,7 @@ def test_a_function_that_keeps_no_verdicts_ends_a_run_too(make):
 
 
 def test_some_completions_without_a_verdict_are_warned_of_more_and_more_rarely(recwarn):
-    unscored = Unscored(ACCELERATOR, [Never()])
+    unscored = UngradedFilter(ACCELERATOR, [Never()])
     for _ in range(9):
         roll_out(unscored, [JUDGED, STUCK, WRONG, STUCK])
         roll_out(unscored, [JUDGED, WRONG])
@@ -321,12 +321,12 @@ def test_evaluation_leaves_them_out_and_counts_them(make):
     held_out = {"eval_dataset": tiny.make_dataset(4), "do_eval": True, "num_generations_eval": 4}
     trainer = make_one(make, eval_strategy="steps", eval_steps=2, **held_out)
     metrics = trainer.evaluate()
-    completions = [verdict.answer for verdict in trainer.held_out._verdicts]
+    completions = [verdict.answer for verdict in trainer.eval_metrics._verdicts]
     kept = [text for text in completions if not stuck(text)]
     assert 0 < len(kept) < len(completions) == 16
     assert metrics["eval_rewards/unscored"] == pytest.approx(1 - len(kept) / 16)
     assert metrics["eval_rewards/success/mean"] == pytest.approx(sum(map(success, kept)) / len(kept))
-    assert trainer.held_out.successes == [None if stuck(text) else success(text) for text in completions]
+    assert trainer.eval_metrics.successes == [None if stuck(text) else success(text) for text in completions]
     groups = [[text for text in completions[i : i + 4] if not stuck(text)] for i in range(0, 16, 4)]
     shares = [sum(map(success, group)) / len(group) for group in groups if group]
     assert metrics["eval_pass@1"] == pytest.approx(sum(shares) / len(shares))
@@ -335,10 +335,8 @@ def test_evaluation_leaves_them_out_and_counts_them(make):
 def test_another_task_is_judged_by_its_own_functions(make):
     held_out = {"eval_dataset": tiny.make_dataset(4), "do_eval": True, "num_generations_eval": 4}
     trainer = make_one(make, reward_funcs=[form, Sometimes()], eval_strategy="steps", eval_steps=2, **held_out)
-    with judged_by(trainer, [shy], None):
-        assert "eval_rewards/unscored" not in trainer.evaluate()
-    with judged_by(trainer, [Never()], None):
-        assert trainer.evaluate()["eval_rewards/unscored"] == 1.0
+    assert "eval_rewards/unscored" not in judged_by(trainer, [shy], None).evaluate()
+    assert judged_by(trainer, [Never()], None).evaluate()["eval_rewards/unscored"] == 1.0
     assert 0 < trainer.evaluate()["eval_rewards/unscored"] < 1
 
 

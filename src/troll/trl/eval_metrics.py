@@ -16,14 +16,14 @@ from transformers import GenerationConfig
 
 from troll.evaluation.metrics import task_estimates
 from troll.rewards.grading import Grader, Verdict
-from troll.trl.seam import empty_logs, get_callable_name, sampling_config
-from troll.trl.unscored import Unscored
+from troll.trl.seam import get_callable_name, sampling_config, start_table
+from troll.trl.ungraded import UngradedFilter
 
 #: The reward that tells success from failure, by its function's name.
 SUCCESS = "success"
 
 
-class HeldOut:
+class EvalMetrics:
     """Collects verdicts of held-out completions; every method runs on every process.
 
     Args:
@@ -110,11 +110,11 @@ def sampling_temperature(trainer: Any, temperature: float | None) -> Iterator[No
         setattr(owner, name, before)
 
 
-@contextmanager
-def judged_by(trainer: Any, reward_funcs: Sequence[Any], reward_weights: Sequence[float] | None) -> Iterator[None]:
-    """Judges by the rewards of another task within the context.
+def judged_by(trainer: Any, reward_funcs: Sequence[Any], reward_weights: Sequence[float] | None) -> Any:
+    """A view of a trainer that evaluates by the rewards of another task.
 
-    The trainer's table of completions remains that of its own task, since a step has only one.
+    It is a copy of the trainer that shares the model, the state, the callbacks and the log with it. The table of
+    completions remains that of the trainer's own task, since a step has only one.
 
     Args:
         trainer: The `TrollTrainer`.
@@ -122,19 +122,14 @@ def judged_by(trainer: Any, reward_funcs: Sequence[Any], reward_weights: Sequenc
         reward_weights: One weight for each; None for 1.0.
     """
     names = [get_callable_name(reward) for reward in reward_funcs]
-    others = {
-        "reward_funcs": list(reward_funcs),
-        "reward_func_names": names,
-        "reward_processing_classes": [None] * len(names),
-        "reward_weights": torch.tensor([1.0] * len(names) if reward_weights is None else list(reward_weights)),
-        "held_out": HeldOut(reward_funcs, names),
-        "unscored": Unscored(trainer.accelerator, reward_funcs),
-        "log_completions": False,
-        **empty_logs(),
-    }
-    before = {name: getattr(trainer, name) for name in others}
-    vars(trainer).update(others)
-    try:
-        yield
-    finally:
-        vars(trainer).update(before)
+    judge = copy.copy(trainer)
+    judge.reward_funcs, judge.reward_func_names = list(reward_funcs), names
+    judge.reward_processing_classes = [None] * len(names)
+    judge.reward_weights = torch.tensor([1.0] * len(names) if reward_weights is None else list(reward_weights))
+    judge.eval_metrics, judge.ungraded = (
+        EvalMetrics(reward_funcs, names),
+        UngradedFilter(trainer.accelerator, reward_funcs),
+    )
+    judge.log_completions = False
+    start_table(judge)
+    return judge

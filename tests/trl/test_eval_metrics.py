@@ -11,7 +11,7 @@ import torch
 
 from tests.trl import tiny
 from troll.rewards.grading import Grader, Verdict
-from troll.trl.held_out import HeldOut, judged_by, sampling_temperature
+from troll.trl.eval_metrics import EvalMetrics, judged_by, sampling_temperature
 
 REWARD_MEAN, UNSCORED = "rewards/success/mean", "rewards/unscored"
 
@@ -26,8 +26,8 @@ class LastLetter(Grader):
         return [Verdict(float((answer or "z") < "n"), answer, "") for answer in answers]
 
 
-def observed(grader: Any, batches: list[list[str]]) -> HeldOut:
-    held_out = HeldOut([tiny.reward, grader], ["reward", "success"])
+def observed(grader: Any, batches: list[list[str]]) -> EvalMetrics:
+    held_out = EvalMetrics([tiny.reward, grader], ["reward", "success"])
     for texts in batches:
         rewards = grader(prompts=texts, completions=texts)
         scores = torch.tensor([torch.nan if reward is None else reward for reward in rewards])
@@ -54,10 +54,10 @@ def test_a_function_named_success_has_no_votes_and_other_rewards_nothing():
     def success(prompts, completions, **columns):
         return [1.0, float("nan")]
 
-    held_out = HeldOut([success], ["success"])
+    held_out = EvalMetrics([success], ["success"])
     held_out.observe(torch.tensor([[1.0], [torch.nan]]))
     assert held_out.metrics(2, 1) == {"pass@1": 1.0, "mean@2": 1.0, REWARD_MEAN: 1.0}  # None is no failure
-    without = HeldOut([tiny.reward], ["reward"])
+    without = EvalMetrics([tiny.reward], ["reward"])
     without.observe(torch.ones(2, 1))
     assert without.metrics(2, 1) == {}
 
@@ -95,7 +95,7 @@ def test_what_could_not_be_judged_is_left_out_and_counted():
 
 def test_what_another_grader_could_not_judge_is_left_out():
     grader = LastLetter()
-    held_out = HeldOut([Stuck(), grader], ["stuck", "success"])
+    held_out = EvalMetrics([Stuck(), grader], ["stuck", "success"])
     grader.latest = grader.grade(["a", "z"])
     held_out.observe(torch.tensor([[torch.nan, torch.nan], [0.0, 0.0]]))
     assert held_out.metrics(2, 1) == {
@@ -111,7 +111,7 @@ def test_the_mean_of_a_reward_with_shares_is_its_own():
     def success(prompts, completions, **columns):
         return [0.5, 0.25]
 
-    held_out = HeldOut([success], ["success"])
+    held_out = EvalMetrics([success], ["success"])
     held_out.observe(torch.tensor([[0.5], [0.25]]))
     assert held_out.metrics(2, 1)[REWARD_MEAN] == 0.375
 
@@ -151,7 +151,8 @@ SWAPPED = [
     "reward_func_names",
     "reward_processing_classes",
     "reward_weights",
-    "held_out",
+    "eval_metrics",
+    "ungraded",
     "logs",
     "log_completions",
 ]
@@ -167,9 +168,9 @@ class ById(Grader):
 def test_success_is_exact_where_the_last_batch_is_filled_up(make):
     trainer = evaluate(make, samples=2, eval_steps=2)
     rows = tiny.make_dataset(7).add_column("number", list(range(7)))
-    with judged_by(trainer, [ById()], None):
-        metrics = trainer.evaluate(rows)
-        own = trainer.evaluate(rows, metric_key_prefix="eval_own")
+    judge = judged_by(trainer, [ById()], None)
+    metrics = judge.evaluate(rows)
+    own = judge.evaluate(rows, metric_key_prefix="eval_own")
     logged = trainer.state.log_history[0]
     assert (
         metrics["eval_pass@1"] == logged["eval_rewards/success/mean"] == own["eval_own_rewards/success/mean"] == 2 / 7
@@ -178,10 +179,10 @@ def test_success_is_exact_where_the_last_batch_is_filled_up(make):
 
 def test_an_evaluation_that_was_interrupted_leaves_nothing(make):
     trainer = evaluate(make, eval_steps=2)
-    trainer.held_out._verdicts = [Verdict(1.0, "a", "")] * 400
+    trainer.eval_metrics._verdicts = [Verdict(1.0, "a", "")] * 400
     trainer._metrics["eval"]["reward"].append(1000.0)
     trainer.evaluate()
-    assert len(trainer.held_out._verdicts) == 16
+    assert len(trainer.eval_metrics._verdicts) == 16
     assert trainer.state.log_history[0]["eval_reward"] <= 1
 
 
@@ -198,9 +199,7 @@ def test_another_task_is_judged_by_its_own_rewards(make):
     trainer = evaluate(make, eval_steps=2, log_completions=True)
     before = dict(vars(trainer))
     rows = tiny.make_dataset(4).add_column("color", list("abcd"))
-    with pytest.raises(KeyboardInterrupt), judged_by(trainer, [success, more], [1.0, 0.5]):
-        metrics = trainer.evaluate(rows, metric_key_prefix="eval_colors")
-        raise KeyboardInterrupt
+    metrics = judged_by(trainer, [success, more], [1.0, 0.5]).evaluate(rows, metric_key_prefix="eval_colors")
     assert [
         name for name, value in before.items() if name.lstrip("_") in SWAPPED and vars(trainer)[name] is not value
     ] == []

@@ -23,7 +23,7 @@ class NothingJudgedError(RuntimeError):
     """Raised when a grader can judge nothing any more; the message names the most frequent cause."""
 
 
-class Unscored:
+class UngradedFilter:
     """Leaves out the completions of a rollout that could not be judged; every method runs on every process.
 
     To TRL, None from a reward function means that the function does not apply, and the other functions' rewards count:

@@ -31,7 +31,7 @@ def adapted(weight: float, kl: float, target: float) -> float:
     return weight * WEIGHT_FACTOR if kl > target * TARGET_RATIO else weight
 
 
-class PenaltyWeight:
+class AdaptiveKLController:
     """β over the training; every method runs on every process.
 
     The paper compares d with the mean KL of a whole rollout after its last update, which would take another pass. Here
@@ -41,21 +41,22 @@ class PenaltyWeight:
 
     Args:
         accelerator: Adds up what the trainer's processes saw.
-        name: The beginning of the settings' names: "kl_penalty" or "regression".
+        name: The beginning of the settings' names: "kl_penalty" or "regression"; None if the surrogate weights nothing.
         weight: β at the start.
         target: d, in nats; None keeps β.
     """
 
-    def __init__(self, accelerator: Accelerator, name: str, weight: float, target: float | None) -> None:
-        self._accelerator, self._name, self._target = accelerator, name, target
+    def __init__(self, accelerator: Accelerator, name: str | None, weight: float, target: float | None) -> None:
+        self._accelerator, self._initial, self._target = accelerator, weight, target
         self._limits = weight / WEIGHT_RANGE, weight * WEIGHT_RANGE
         self._warned = False
-        self._kl: float | None = None
-        self.value = weight
+        self.name, self.adapts = name, target is not None
         self.start()
 
     def start(self) -> None:
-        """Drops the sums of an interrupted update."""
+        """Begins a training: β is the first one, and what an interrupted update has left is dropped."""
+        self.value = self._initial
+        self._kl: float | None = None
         self._seen = Tally()
 
     def observe(self, kl: Tensor, mask: Tensor) -> None:
@@ -80,7 +81,7 @@ class PenaltyWeight:
         if self.value != weight and self._accelerator.is_main_process and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self._name}_weight stays at {self.value:g}, the limit of its range, though the mean KL is "
+                f"{self.name}_weight stays at {self.value:g}, the limit of its range, though the mean KL is "
                 f"{self._kl:.2g} and the target {self._target:g}: choose another target, learning_rate or "
                 "updates_per_rollout",
                 stacklevel=2,
@@ -89,7 +90,7 @@ class PenaltyWeight:
     def metrics(self) -> dict[str, float]:
         """The mean KL that β last adapted to, if there is one since the last call."""
         kl, self._kl = self._kl, None
-        return {} if kl is None else {f"{self._name}_kl": kl}
+        return {} if kl is None else {f"{self.name}_kl": kl}
 
     def state_dict(self) -> dict[str, float]:
         """β, for a checkpoint."""

@@ -1,0 +1,151 @@
+"""What follows an update: the critic's step, ε, β and the log; and the state that a resumed run needs."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from troll.files import write_atomically
+from troll.trl.advantages.critic import Critic
+from troll.trl.checkpoints import say_resumed
+from troll.trl.config import TrollConfig
+from troll.trl.diagnostics import Diagnostics
+from troll.trl.kl_controller import AdaptiveKLController
+from troll.trl.monitor import Monitor
+from troll.trl.rollout_weights import RolloutWeights
+from troll.trl.surrogates import SURROGATES
+from troll.trl.ungraded import UngradedFilter
+from troll.trust_region.bounds import Bound
+
+#: The file of a checkpoint that holds the state of the bound's schedule or controller.
+BOUND_STATE = "kl_bound.json"
+#: The file that holds the weight of a pull or a KL penalty, if it adapts.
+PENALTY_STATE = "kl_penalty.json"
+
+
+class TrollCallback(TrainerCallback):
+    """Follows the updates of a `TrollTrainer`; every event runs on every process.
+
+    Args:
+        args: The trainer's configuration.
+        kl_controller: The weight of a pull or a KL penalty.
+        critic: PPO's critic, if there is one.
+        rollout_weights: The weights that rollouts are sampled with, if they differ from the trained ones.
+        monitor: What the trust region does.
+        diagnostics: What `diagnostics_steps` asks for.
+        ungraded: Which completions could not be judged.
+        passes_done: Returns the number of forward-backward passes since training began.
+        add_metrics: Has numbers logged the next time that the trainer logs.
+    """
+
+    def __init__(
+        self,
+        args: TrollConfig,
+        *,
+        kl_controller: AdaptiveKLController,
+        critic: Critic | None,
+        rollout_weights: RolloutWeights | None,
+        monitor: Monitor,
+        diagnostics: Diagnostics,
+        ungraded: UngradedFilter,
+        passes_done: Callable[[], int],
+        add_metrics: Callable[[dict[str, float]], None],
+    ) -> None:
+        self._args, self._kl_controller, self._critic = args, kl_controller, critic
+        self._monitor, self._diagnostics, self._ungraded = monitor, diagnostics, ungraded
+        self._passes_done, self._add_metrics = passes_done, add_metrics
+        # What has files of its own in a checkpoint.
+        self._saved = [part for part in (critic, rollout_weights) if part is not None]
+        #: The bound: its value now, and its schedule; `on_train_begin` makes that of the training.
+        self.kl_bound: Bound = args.make_bound(total_steps=1)
+        # Those of the last update.
+        self._used_bound, self._used_penalty_weight = self.kl_bound.value, kl_controller.value
+        self._rests, self._rollouts = False, 0
+        #: The checkpoint to resume from, if any, and what newer ones lack.
+        self.resumed: tuple[str | None, dict[Path, str]] = None, {}
+
+    def save(self, checkpoint: Path) -> None:
+        """Writes the files of a checkpoint that `on_train_begin` reads."""
+        for part in self._saved:
+            part.save(checkpoint)
+        if self._args.should_save:
+            write_atomically(checkpoint / BOUND_STATE, json.dumps(self.kl_bound.state_dict()))
+            if self._kl_controller.adapts:
+                write_atomically(checkpoint / PENALTY_STATE, json.dumps(self._kl_controller.state_dict()))
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Restores ε, β and the critic from a checkpoint, and drops what an interrupted update has left."""
+        self.kl_bound = self._args.make_bound(total_steps=max(1, state.max_steps))  # only training knows how many
+        self._rollouts = self._rollouts_done()
+        for part in (self._monitor, self._ungraded, self._kl_controller, *self._saved):
+            part.start()
+        checkpoint, passed_over = self.resumed
+        if checkpoint is None:
+            return
+        for part in self._saved:
+            part.load(Path(checkpoint))
+        path = Path(checkpoint) / BOUND_STATE
+        if path.is_file():
+            self.kl_bound.load_state_dict(json.loads(path.read_text()))
+        elif self._args.kl_bound_schedule != "fixed":
+            warnings.warn(f"{checkpoint} has no {BOUND_STATE}: the schedule of kl_bound starts anew", stacklevel=2)
+        path = Path(checkpoint) / PENALTY_STATE
+        if self._kl_controller.adapts and path.is_file():
+            self._kl_controller.load_state_dict(json.loads(path.read_text()))
+        elif self._kl_controller.adapts:
+            name = self._kl_controller.name
+            warnings.warn(f"{checkpoint} has no {PENALTY_STATE}: {name}_weight starts anew", stacklevel=2)
+        if state.is_world_process_zero:
+            say_resumed(Path(checkpoint), state.global_step, state.max_steps, passed_over)
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Updates the critic before the policy, so that an error stops both; without a judged token, neither moves."""
+        nothing_judged = self._ungraded.left_nothing()
+        self._rests = nothing_judged or (self._critic is not None and self._critic.warming_up)
+        if self._rests:
+            # Without a gradient, the optimiser leaves a parameter as it is; one of zero would go on with its momentum.
+            # DeepSpeed has made its update in the backward pass.
+            model.zero_grad()
+        if self._critic is not None and not nothing_judged:
+            self._critic.step()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Adapts ε to what was seen in the update, and β to what was seen in a rollout's last update."""
+        rollouts, self._used_penalty_weight = self._rollouts_done(), self._kl_controller.value
+        self._kl_controller.end_update(adapt=rollouts > self._rollouts and not self._rests)
+        self._rollouts = rollouts
+        statistics = self._monitor.end_update()
+        if statistics is not None:
+            self._used_bound = self.kl_bound.value
+            if not self._rests:  # a policy that does not move says nothing about ε
+                self.kl_bound.update(state.global_step, statistics)
+        self._log(state, control)
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Has the metrics logged where transformers logs once an epoch, or training ends early."""
+        self._log(state, control)
+
+    def _log(self, state: TrainerState, control: TrainerControl) -> None:
+        """Adds `trust_region/*` and `critic/*`, over all tokens since the last log, to what TRL is about to log."""
+        if not (control.should_log or control.should_training_stop):  # the last line has what is left
+            return
+        metrics = self._monitor.metrics(state.global_step) | self._diagnostics.metrics()
+        if metrics and SURROGATES[self._args.surrogate].projects:
+            metrics["trust_region/kl_bound"] = self._used_bound
+        if metrics and self._kl_controller.name:
+            metrics[f"trust_region/{self._kl_controller.name}_weight"] = self._used_penalty_weight
+            metrics |= {f"trust_region/{name}": value for name, value in self._kl_controller.metrics().items()}
+        if self._critic is not None:
+            metrics |= {f"critic/{name}": value for name, value in self._critic.metrics().items()}
+        self._add_metrics(metrics)
+
+    def _rollouts_done(self) -> int:
+        """Rollouts that have been used up."""
+        return self._passes_done() // self._args.rollout_steps
