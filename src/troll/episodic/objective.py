@@ -13,8 +13,8 @@ from torch import Tensor
 
 from troll.gaussian import Gaussian, GaussianProjection, project_kl, trust_region_loss
 
+#: From a policy to the log-density of each event of the batch, (...), in nats.
 LogProb = Callable[[Gaussian], Tensor]
-"""From a policy to the log-density of each event of the batch, (...), in nats."""
 
 
 def ratio_loss(log_ratio: Tensor, advantages: Tensor) -> Tensor:
