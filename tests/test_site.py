@@ -19,6 +19,7 @@ CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
 PUBLIC = (
     "troll",
     "troll.gaussian",
+    "troll.episodic",
     "troll.huggingface",
     "troll.trl",
     "troll.verl",

@@ -69,7 +69,7 @@ class EpisodicConfig:
     iterations: int = 400
     episodes: int = 64
     updates: int = 20
-    critic_updates: int = 20
+    critic_updates: int = 10
     learning_rate: float = 3e-4
     critic_learning_rate: float = 1e-3
     hidden: int = 64

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import gymnasium
+try:
+    import gymnasium
+    import mujoco  # noqa: F401 (first: the arms need it)
+except ModuleNotFoundError as error:
+    if error.name not in ("gymnasium", "mujoco"):
+        raise
+    raise ImportError(
+        'troll.episodic.environments needs gymnasium and mujoco: pip install "troll-rl[episodic]"'
+    ) from None
 import numpy as np
 from numpy.typing import NDArray
 

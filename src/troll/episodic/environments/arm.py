@@ -97,7 +97,7 @@ class Arm(gymnasium.Env):
         action = np.clip(action, -1, 1)
         self.data.ctrl[:] = action
         mujoco.mj_step(self.model, self.data, 2)
-        mujoco.mj_forward(self.model, self.data)  # positions of the tip, after the last step
+        mujoco.mj_kinematics(self.model, self.data)  # where the last step has brought the tip
         self.age += 1
         last = self.age >= self.NUM_STEPS
         return self.observe(), self.reward(action, last), False, last, {"success": self.success()}
@@ -105,7 +105,7 @@ class Arm(gymnasium.Env):
     @property
     def tip(self) -> NDArray[np.float64]:
         """Where the tip is in the plane, in metres."""
-        return self.data.site("tip").xpos[:2].copy()
+        return self.data.site_xpos[0, :2].copy()  # the only site
 
     def place(self) -> None:
         """Draws the episode's task."""
@@ -138,7 +138,7 @@ class ArmReach(Arm):
 
     def place(self) -> None:
         """Draws a target in the part of the ring that the arm looks at."""
-        angle, radius = self.np_random.uniform(-2, 2), np.sqrt(self.np_random.uniform(0.4**2, 1.1**2))
+        angle, radius = self.np_random.uniform(-1.5, 1.5), np.sqrt(self.np_random.uniform(0.5**2, 1.1**2))
         self.target = radius * np.array([np.cos(angle), np.sin(angle)])
 
     def observe(self) -> NDArray[np.float64]:
