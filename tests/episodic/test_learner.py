@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,10 @@ from troll.gaussian import kl_parts
 
 STEPS, OBSERVED, JOINTS = 20, 4, 2
 PRIMITIVE = ProDMP(num_bases=2, num_steps=STEPS, time_step=0.05)
-QUICK = {"num_bases": 2, "segment_points": 5, "hidden": 16, "initial_scale": 0.5, "learning_rate": 3e-3}
+QUICK: dict[str, Any] = {"num_bases": 2, "segment_points": 5, "hidden": 16, "initial_scale": 0.5, "learning_rate": 3e-3}
 
 
-def learner_of(**settings: object) -> Learner:
+def learner_of(**settings: Any) -> Learner:
     return Learner(EpisodicConfig(**{**QUICK, **settings}), PRIMITIVE, OBSERVED, JOINTS)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -100,5 +102,6 @@ def test_each_weight_moves_a_joint_by_at_most_one() -> None:
     [("num_bases", 0), ("num_steps", 0), ("time_step", 0.0), ("alpha", -1.0), ("alpha_phase", float("nan"))],
 )
 def test_arguments_that_are_not_above_zero_are_refused(name: str, value: float) -> None:
+    settings: dict[str, Any] = {"num_bases": 2, "num_steps": 10, "time_step": 0.1, name: value}
     with pytest.raises(ValueError, match=f"{name} must be above 0 and finite, got {value}"):
-        ProDMP(**{"num_bases": 2, "num_steps": 10, "time_step": 0.1, name: value})
+        ProDMP(**settings)

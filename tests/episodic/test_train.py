@@ -17,7 +17,7 @@ from troll.episodic.config import EpisodicConfig
 from troll.episodic.report import is_episodic, write_report
 from troll.episodic.train import train
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "episodes": 4,
     "eval_episodes": 8,
     "num_envs": 4,
@@ -31,9 +31,9 @@ SMALL = {
 
 
 def run(folder: Path, **settings: Any) -> str:
-    console = Console(file=io.StringIO(), width=200)
-    assert train(EpisodicConfig(output_dir=str(folder), **{**SMALL, **settings}), console)
-    return console.file.getvalue()
+    said = io.StringIO()
+    assert train(EpisodicConfig(output_dir=str(folder), **{**SMALL, **settings}), Console(file=said, width=200))
+    return said.getvalue()
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -77,7 +77,8 @@ def test_report_has_curves_and_the_ways_before_and_after(finished: Path) -> None
 
 
 def test_interrupted_run_resumes_exactly(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    update, calls = module.Learner.update, []
+    update = module.Learner.update
+    calls: list[None] = []
 
     def interrupt(*arguments: Any) -> dict[str, float]:
         calls.append(None)

@@ -22,6 +22,9 @@ class Critic(nn.Module):
     Values are in units of the first rollout's returns, so that one learning rate serves rewards of any size.
     """
 
+    offset: Tensor
+    scale: Tensor
+
     def __init__(self, observed: int, hidden: int) -> None:
         super().__init__()
         self.network = network(observed + 1, 1, hidden, last_layer=0.01)

@@ -57,13 +57,11 @@ class MovementPolicy(nn.Module):
 
 def network(inputs: int, outputs: int, hidden: int, last_layer: float = 1.0) -> nn.Sequential:
     """Two hidden layers with tanh, in float64; the weights of the last layer are scaled by `last_layer`."""
-    layers = nn.Sequential(
-        nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, outputs)
-    ).double()
+    last = nn.Linear(hidden, outputs)
     with torch.no_grad():
-        layers[-1].weight.mul_(last_layer)
-        layers[-1].bias.zero_()
-    return layers
+        last.weight.mul_(last_layer)
+        last.bias.zero_()
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), last).double()
 
 
 def sample(policy: Gaussian, generator: torch.Generator | None = None) -> Tensor:

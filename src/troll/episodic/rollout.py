@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from torch import Tensor
 
 from troll.episodic.environments import Task
 from troll.episodic.prodmp import ProDMP
+
+Environments = SyncVectorEnv | AsyncVectorEnv
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +37,7 @@ class Rollout:
         return self.observations[:, 0]
 
 
-def make_environments(task: Task, count: int, processes: bool) -> VectorEnv:
+def make_environments(task: Task, count: int, processes: bool) -> Environments:
     """A number of environments of a task, in this process or with a process for each.
 
     Processes cost about as much time for a step as the arm's physics does; they pay where a step takes milliseconds.
@@ -45,7 +47,7 @@ def make_environments(task: Task, count: int, processes: bool) -> VectorEnv:
 
 def collect(
     task: Task,
-    environments: VectorEnv,
+    environments: Environments,
     primitive: ProDMP,
     choose: Callable[[Tensor], Tensor],
     seeds: Sequence[int],
@@ -73,7 +75,7 @@ def collect(
 
 
 def _episodes(
-    task: Task, environments: VectorEnv, primitive: ProDMP, choose: Callable[[Tensor], Tensor], seeds: Sequence[int]
+    task: Task, environments: Environments, primitive: ProDMP, choose: Callable[[Tensor], Tensor], seeds: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     now, _ = environments.reset(seed=list(seeds))
     observations, rewards = [torch.as_tensor(now, dtype=torch.float64)], []

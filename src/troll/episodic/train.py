@@ -203,9 +203,8 @@ class _Run:
 
 def _check_folder(config: EpisodicConfig, folder: Path) -> None:
     """Refuses a folder that is not new, or, to resume, that does not hold this run."""
-    held = folder / CONFIG
     if not config.resume_from_checkpoint:
-        if held.is_file():
+        if (folder / CHECKPOINT).is_file():
             raise ValueError(
                 f"output_dir {folder} holds a run: choose another with --output_dir, or go on with it with "
                 "--resume_from_checkpoint"
@@ -213,7 +212,7 @@ def _check_folder(config: EpisodicConfig, folder: Path) -> None:
         return
     if not (folder / CHECKPOINT).is_file():
         raise ValueError(f"resume_from_checkpoint: {folder} has no {CHECKPOINT}")
-    before = read_yaml(held)
+    before = read_yaml(folder / CONFIG)
     for name, value in config.settings().items():
         if name not in _MAY_CHANGE and before.get(name) != value:
             raise ValueError(

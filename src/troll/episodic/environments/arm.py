@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import mujoco
@@ -72,7 +72,6 @@ class Arm(gymnasium.Env):
         observed: Numbers in an observation.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
     NUM_STEPS = 100
 
     def __init__(self, model: mujoco.MjModel, observed: int) -> None:
