@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
 import numpy as np
 from numpy.typing import NDArray
 
-from troll.episodic.environments.arm import ArmReach, joints_of, torques
+from troll.episodic.environments.arm import Arm, ArmReach, joints_of, torques
 from troll.episodic.environments.box import BoxPushing
 from troll.episodic.environments.metaworld import gripper_of, make_metaworld, steps_to
 
@@ -56,13 +56,13 @@ def make_task(name: str) -> Task:
         ValueError: On another name.
     """
     if name == "reach":
-        return Task(ArmReach, 100, 0.02, joints_of, torques, ArmReach.TIP, ArmReach.TARGET)
+        return Task(ArmReach, Arm.NUM_STEPS, Arm.TIME_STEP, joints_of, torques, ArmReach.TIP, ArmReach.TARGET)
     if name in ("box", "box-sparse"):
 
         def make() -> gymnasium.Env:
             return BoxPushing(sparse=name == "box-sparse")
 
-        return Task(make, 100, 0.02, joints_of, torques, BoxPushing.BOX, BoxPushing.TARGET)
+        return Task(make, Arm.NUM_STEPS, Arm.TIME_STEP, joints_of, torques, BoxPushing.BOX, BoxPushing.TARGET)
     if name.startswith("metaworld:"):
         task_name = name.removeprefix("metaworld:")
         return Task(lambda: make_metaworld(task_name), 500, 0.0125, gripper_of, steps_to, slice(0, 2), slice(36, 38))

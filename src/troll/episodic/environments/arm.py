@@ -72,7 +72,7 @@ class Arm(gymnasium.Env):
         observed: Numbers in an observation.
     """
 
-    NUM_STEPS = 100
+    NUM_STEPS, TIME_STEP = 100, 0.02
 
     def __init__(self, model: mujoco.MjModel, observed: int) -> None:
         self.model, self.data = model, mujoco.MjData(model)
