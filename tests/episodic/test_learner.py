@@ -12,7 +12,7 @@ pytest.importorskip("mujoco")
 
 from troll.episodic import ProDMP, sample
 from troll.episodic.config import EpisodicConfig
-from troll.episodic.learner import Critic, Learner
+from troll.episodic.learner import Critic, Learner, descend
 from troll.episodic.rollout import Rollout
 from troll.gaussian import kl_parts
 
@@ -103,6 +103,15 @@ def test_critic_knows_that_an_episode_ends() -> None:
     assert values.shape == (3, STEPS + 1)
     assert not values[:, -1].any()
     assert values[:, 0].mean().item() == pytest.approx((STEPS + 1) / 2, rel=0.1)
+
+
+def test_long_gradients_are_shortened() -> None:
+    weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    descend(optimizer, 50 * weight.square().sum(), max_grad_norm=1.0)
+    torch.testing.assert_close(weight.detach(), torch.tensor([2.4, 3.2]))
+    descend(optimizer, 0.05 * weight.square().sum(), max_grad_norm=1.0)
+    torch.testing.assert_close(weight.detach(), torch.tensor([2.16, 2.88]))
 
 
 def test_update_stops_on_a_loss_that_is_not_finite() -> None:

@@ -41,6 +41,8 @@ class EpisodicConfig:
         critic_updates: Of the critic, on each rollout as a whole.
         learning_rate: Adam's, for the policy.
         critic_learning_rate: Adam's, for the critic.
+        max_grad_norm: A longer gradient is shortened to it. The pull grows with the square of the distance to the
+            region, so one step too far would otherwise lead to larger ones.
         hidden: Units in each of two hidden layers of the networks.
         eval_every: Iterations between evaluations, each of which also saves a checkpoint.
         eval_episodes: Episodes of an evaluation, always the same, with the mean movement.
@@ -72,6 +74,7 @@ class EpisodicConfig:
     critic_updates: int = 10
     learning_rate: float = 3e-4
     critic_learning_rate: float = 1e-3
+    max_grad_norm: float = 1.0
     hidden: int = 64
     eval_every: int = 20
     eval_episodes: int = 128

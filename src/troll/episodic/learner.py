@@ -118,7 +118,7 @@ class Learner:
                     config.pull_weight,
                 )
                 projected.append(projection.mean_projected.double().mean().item())
-            _descend(self.optimizer, loss)
+            descend(self.optimizer, loss, config.max_grad_norm)
         with torch.no_grad():
             new = self.policy(rollout.contexts)
             if config.constraint == "trust_region":
@@ -142,7 +142,7 @@ class Learner:
         for _ in range(self.config.critic_updates):
             error = (self.critic(rollout.observations)[:, :-1] - targets) / self.critic.scale
             loss = error.square().mean()
-            _descend(self.critic_optimizer, loss)
+            descend(self.critic_optimizer, loss, self.config.max_grad_norm)
         explained = 1 - (targets - values[:, :-1]).var() / targets.var().clamp(min=1e-12)
         return {"value_loss": loss.item(), "explained_variance": explained.item()}
 
@@ -164,9 +164,16 @@ class Learner:
         }
 
 
-def _descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+def descend(optimizer: torch.optim.Optimizer, loss: Tensor, max_grad_norm: float) -> None:
+    """Takes one step, along a gradient of at most this length.
+
+    Raises:
+        FloatingPointError: If the loss is NaN or infinite.
+    """
     if not loss.isfinite():
         raise FloatingPointError(f"the loss became {loss.item()}: lower the learning rate or the bounds")
     optimizer.zero_grad()
     loss.backward()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    nn.utils.clip_grad_norm_(parameters, max_grad_norm)
     optimizer.step()
