@@ -144,7 +144,11 @@ def _curve(card: _Card, rows: Rows) -> str:
         have = [(row["environment_steps"], row[key]) for row in rows if key in row]
         return [step for step, _ in have], [value for _, value in have]
 
+    last = max(1, rows[-1]["environment_steps"])
+
     def paint(axes: Axes) -> None:
+        from matplotlib.ticker import MaxNLocator
+
         for colour, key in zip(COLOURS, card.lines, strict=False):
             steps, values = points(key)
             if key.startswith("eval_"):
@@ -154,9 +158,10 @@ def _curve(card: _Card, rows: Rows) -> str:
                 axes.errorbar(steps, values, ends, fmt="o", markersize=3, elinewidth=1, color=LIGHT[colour], zorder=3)
             else:
                 axes.plot(steps, values, color=LIGHT[colour], linewidth=1)
-        axes.set_xlim(0, max(1, rows[-1]["environment_steps"]) * 1.02)
+        axes.set_xlim(0, last * 1.02)
         axes.set_xlabel("environment steps")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} M" if value >= 1e6 else f"{value / 1e3:g} k")
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} M" if last >= 1e6 else f"{value / 1e3:g} k")
         set_scale(axes, card.scale, [value for key in card.lines for value in points(key)[1]])
 
     slug = card.title.lower().replace(" ", "-")
