@@ -13,6 +13,7 @@ import pytest
         ("troll.trl", ["trl", "transformers", "accelerate", "datasets", "peft"], "trl"),
         ("troll.huggingface", ["transformers", "accelerate", "peft"], "trl"),
         ("troll.tasks", ["datasets"], "tasks"),
+        ("troll.episodic.environments", ["gymnasium", "mujoco"], "episodic"),
     ],
 )
 def test_what_is_missing_is_told(module: str, missing: list[str], extra: str) -> None:

@@ -24,7 +24,9 @@ HEAVY = {
 }
 
 
-@pytest.mark.parametrize("package", ["troll", "troll.gaussian", "troll.rewards", "troll.evaluation", "troll.terminal"])
+@pytest.mark.parametrize(
+    "package", ["troll", "troll.gaussian", "troll.episodic", "troll.rewards", "troll.evaluation", "troll.terminal"]
+)
 def test_import_takes_no_heavy_dependency(package: str) -> None:
     result = subprocess.run([sys.executable, "-c", PROBE.format(package)], capture_output=True, text=True, check=True)
     taken = set(result.stdout.split())
@@ -96,7 +98,16 @@ def test_public_names() -> None:
 # troll.trl and troll.verl are imported where their trainers are: tests/trl and tests/verl.
 @pytest.mark.parametrize(
     "package",
-    ["troll", "troll.bounds", "troll.diagnostics", "troll.gaussian", "troll.rewards", "troll.testing", "troll_sandbox"],
+    [
+        "troll",
+        "troll.bounds",
+        "troll.diagnostics",
+        "troll.episodic",
+        "troll.gaussian",
+        "troll.rewards",
+        "troll.testing",
+        "troll_sandbox",
+    ],
 )
 def test_every_public_name_is_there(package: str) -> None:
     module = importlib.import_module(package)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from troll.episodic.config import EpisodicConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -100,7 +103,8 @@ def test_options_exist() -> None:
         "rootless",
         "solution",
     }
-    known = recipes.FIELDS | of_commands | of_compare
+    of_movements = {field.name for field in fields(EpisodicConfig)}
+    known = recipes.FIELDS | of_commands | of_compare | of_movements
     found = 0
     for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         text = path.read_text(encoding="utf-8").replace("\\\n", " ")

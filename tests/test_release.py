@@ -232,6 +232,13 @@ print("loss", get_policy_loss_fn("troll").__module__)
     assert "loss troll.verl.loss" in said
 
 
+def movements(installed: Installed) -> None:
+    """An arm learns for one iteration, and its page is written anew."""
+    few = ["--iterations", "1", "--episodes", "4", "--eval_episodes", "4", "--num_envs", "4"]
+    installed.run("troll", "train", "tce-reach", *few, "--output_dir", "reach")
+    assert "report.html" in installed.run("troll", "report", "reach")
+
+
 def importing(name: str) -> tuple[str, ...]:
     return "python", "-c", f"import {name}"
 
@@ -255,6 +262,7 @@ MATRIX: dict[str, tuple[list[Callable[[Installed], None]], list[tuple[str, ...]]
     "trl": ([the_core, a_trainer, own_loops], [TRAINING, VERL]),
     "tasks": ([the_core, tasks_and_rewards], [TRAINING, EVALUATION, TRL, MODELS]),
     "report": ([the_core, a_report], [TRAINING, EVALUATION, TRL, TASKS]),
+    "episodic": ([the_core, movements], [TRAINING, EVALUATION, TRL, TASKS]),
     "triton": ([the_core, kernels], [TRL]),
     EVERYTHING: ([the_core, a_trainer, own_loops, tasks_and_rewards, the_command_line], [VERL, TRITON]),
     "verl": ([the_core, verl], [TRL]),

@@ -21,6 +21,7 @@ PUBLIC = (
     "troll.bounds",
     "troll.diagnostics",
     "troll.gaussian",
+    "troll.episodic",
     "troll.huggingface",
     "troll.trl",
     "troll.verl",

@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "train",
         help="train a model by a recipe",
         description="Train a model by a recipe: the path of a YAML file, or one of " + ", ".join(recipe_names()) + ".",
-        epilog="Any field of TaskConfig, TrollConfig or trl.ModelConfig can follow, e.g. --learning_rate 1e-5.",
+        epilog="Any field of TaskConfig, TrollConfig or trl.ModelConfig can follow, e.g. --learning_rate 1e-5. "
+        "The recipe tce-reach trains movements of a robot; any field of EpisodicConfig can follow it.",
     )
     train.add_argument("recipe", metavar="RECIPE")
     plan = commands.add_parser(
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv, fields = without_fields(argv)
     arguments = parser.parse_args(argv)
     run: dict[str, Callable[[], int]] = {
-        "train": lambda: _with_trainer(lambda: _train(arguments.recipe, fields)),
+        "train": lambda: _train_by(arguments.recipe, fields),
         "plan": lambda: _plan(arguments.recipe, fields),
         "compare": lambda: _with_trainer(lambda: _compare(arguments.recipes, fields)),
         "eval": lambda: _with_tasks(lambda: _eval(arguments)),
@@ -194,6 +195,31 @@ def _check(arguments: argparse.Namespace) -> int:
     return _with_tasks(run)
 
 
+def _train_by(recipe_name: str, overrides: list[str]) -> int:
+    from troll.episodic.config import is_recipe
+
+    return (_train_movements if is_recipe(recipe_name) else _train_model)(recipe_name, overrides)
+
+
+def _train_movements(recipe_name: str, overrides: list[str]) -> int:
+    from rich.console import Console
+
+    from troll.episodic import config
+    from troll.episodic.train import train
+
+    try:
+        return 0 if train(config.load(recipe_name, overrides), Console()) else INTERRUPTED
+    except ValueError as error:
+        return _fail(error)
+    except FloatingPointError as error:
+        _fail(error)
+        return FAILED
+
+
+def _train_model(recipe_name: str, overrides: list[str]) -> int:
+    return _with_trainer(lambda: _train(recipe_name, overrides))
+
+
 def _train(recipe_name: str, overrides: list[str]) -> int:
     from rich.console import Console
 
@@ -317,6 +343,7 @@ def _silence_libraries() -> None:
 
 def _report(folders: list[Path], output_dir: Path | None) -> int:
     try:
+        from troll.episodic import report as episodic
         from troll.study.comparison import is_comparison
         from troll.study.comparison_page import write_comparison
         from troll.study.report import write_report
@@ -327,7 +354,7 @@ def _report(folders: list[Path], output_dir: Path | None) -> int:
         else:
             if output_dir is not None:
                 raise ValueError("--output_dir is for the page about several runs: a run's own stays in its folder")
-            print(write_report(folders[0]))
+            print((episodic.write_report if episodic.is_episodic(folders[0]) else write_report)(folders[0]))
     except ModuleNotFoundError as error:
         return _fail(ImportError(f'{error}: pip install "troll-rl[report]"'))
     except (ImportError, OSError, ValueError) as error:

@@ -1,0 +1,24 @@
+"""Temporally-correlated episodic RL (TCE, arXiv 2401.11437): whole movements as actions, judged segment by segment.
+
+The policy is a Gaussian over the weights of a movement primitive, updated within the trust regions of `troll.gaussian`.
+These names need torch only; environments and `troll train` need the extra `episodic`.
+"""
+
+from troll.episodic.objective import clip_loss, ratio_loss, trust_region_objective
+from troll.episodic.policy import MovementPolicy, sample, segment_log_prob
+from troll.episodic.prodmp import ProDMP
+from troll.episodic.segments import generalised_advantages, normalised, random_cuts, segment_advantages
+
+__all__ = [
+    "MovementPolicy",
+    "ProDMP",
+    "clip_loss",
+    "generalised_advantages",
+    "normalised",
+    "random_cuts",
+    "ratio_loss",
+    "sample",
+    "segment_advantages",
+    "segment_log_prob",
+    "trust_region_objective",
+]

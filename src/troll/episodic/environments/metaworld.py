@@ -1,0 +1,62 @@
+"""Tasks of Meta-World 3, which a movement of the gripper drives.
+
+Meta-World pins MuJoCo 3.3.0, so it is no part of the extra `episodic`: `pip install metaworld` in an environment of its
+own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from numpy.typing import NDArray
+
+#: How far an action of 1 moves the gripper, in metres.
+_STEP = 0.01
+
+
+class _SeededTask(gymnasium.Wrapper):
+    """Draws the episode's task by the seed of the reset: Meta-World's own draw cannot be repeated."""
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[NDArray[np.float64], dict[str, Any]]:
+        if seed is not None:
+            self.np_random = np.random.default_rng(seed)
+        tasks = self.get_wrapper_attr("tasks")
+        self.get_wrapper_attr("toggle_sample_tasks_on_reset")(False)
+        self.get_wrapper_attr("set_task")(tasks[self.np_random.integers(len(tasks))])
+        return self.env.reset(seed=seed, options=options)
+
+
+def make_metaworld(name: str) -> gymnasium.Env:
+    """A task of Meta-World's MT1, such as `reach-v3`: episodes of 500 steps, the goal in the observation.
+
+    Raises:
+        ImportError: If Meta-World is not installed.
+    """
+    try:
+        import metaworld  # noqa: F401  it registers its environments
+    except ImportError as error:
+        raise ImportError(
+            "metaworld is not installed; it needs its own version of mujoco: pip install metaworld in an environment "
+            "of its own"
+        ) from error
+    # The tasks are always the same 50. gymnasium's checker only warns about the bounds of observations.
+    return _SeededTask(gymnasium.make("Meta-World/MT1", env_name=name, seed=0, disable_env_checker=True))
+
+
+def gripper_of(observations: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The place of the gripper in metres and how far it is open, (B, 4), at rest."""
+    position = observations[:, :4].copy()
+    return position, np.zeros_like(position)
+
+
+def steps_to(
+    observations: NDArray[np.float64], position: NDArray[np.float64], velocity: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """The actions (B, 4) that bring the gripper to a place; the fourth, its force, is 1 − opening, scaled to ±1."""
+    move = (position[:, :3] - observations[:, :3]) / _STEP
+    force = 1 - 2 * position[:, 3:]
+    return np.clip(np.concatenate([move, force], 1), -1, 1)

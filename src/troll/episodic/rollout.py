@@ -1,0 +1,90 @@
+"""Whole episodes of many environments at once, each driven by one movement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from torch import Tensor
+
+from troll.episodic.environments import Task
+from troll.episodic.prodmp import ProDMP
+
+Environments = SyncVectorEnv | AsyncVectorEnv
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """B episodes of T steps, float64.
+
+    Attributes:
+        observations: From the first to the one after the last step, (B, T + 1, o).
+        rewards: (B, T).
+        weights: Of the movements, (B, d).
+        success: At the last step, (B,) bool.
+    """
+
+    observations: Tensor
+    rewards: Tensor
+    weights: Tensor
+    success: Tensor
+
+    @property
+    def contexts(self) -> Tensor:
+        """The first observations, (B, o), from which the policy chooses a movement."""
+        return self.observations[:, 0]
+
+
+def make_environments(task: Task, count: int, processes: bool) -> Environments:
+    """A number of environments of a task, in this process or with a process for each.
+
+    Processes cost about as much time for a step as the arm's physics does; they pay where a step takes milliseconds.
+    """
+    return (AsyncVectorEnv if processes else SyncVectorEnv)([task.make] * count)
+
+
+def collect(
+    task: Task,
+    environments: Environments,
+    primitive: ProDMP,
+    choose: Callable[[Tensor], Tensor],
+    seeds: Sequence[int],
+) -> Rollout:
+    """Runs an episode for each seed, as many at once as there are environments.
+
+    Args:
+        task: What the environments are.
+        environments: From `make_environments`.
+        primitive: The tables of the task's movements.
+        choose: From contexts, (b, o), to the weights of movements, (b, d).
+        seeds: Of the episodes; their number is a multiple of that of the environments.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    count = environments.num_envs
+    if len(seeds) % count:
+        raise ValueError(f"seeds must be a multiple of the {count} environments, got {len(seeds)}")
+    parts = [
+        _episodes(task, environments, primitive, choose, seeds[first : first + count])
+        for first in range(0, len(seeds), count)
+    ]
+    return Rollout(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _episodes(
+    task: Task, environments: Environments, primitive: ProDMP, choose: Callable[[Tensor], Tensor], seeds: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    now, _ = environments.reset(seed=list(seeds))
+    observations, rewards = [torch.as_tensor(now, dtype=torch.float64)], []
+    weights = choose(observations[0])
+    start = (torch.as_tensor(x, dtype=torch.float64) for x in task.start(now))
+    position, velocity = (x.numpy() for x in primitive.trajectory(weights, *start))
+    for step in range(1, task.num_steps + 1):
+        now, reward, *_, info = environments.step(task.control(now, position[:, step], velocity[:, step]))
+        observations.append(torch.as_tensor(now, dtype=torch.float64))
+        rewards.append(torch.as_tensor(reward, dtype=torch.float64))
+    success = torch.as_tensor(info["success"]).bool()
+    return torch.stack(observations, 1), torch.stack(rewards, 1), weights, success
