@@ -48,7 +48,7 @@ def test_the_first_screen_is_short() -> None:
 
 def test_what_it_says_of_the_study_is_so() -> None:
     pytest.importorskip("matplotlib")
-    from benchmarks.study import figures
+    from experiments import figures
 
     left, middle, right = figures.shown(ROOT / "docs" / "results" / "robustness.svg")
     assert "8 updates" in left["title"] and "32 updates" in middle["title"] and "rewards replaced" in right["title"]

@@ -198,7 +198,7 @@ def _train(recipe_name: str, overrides: list[str]) -> int:
     from rich.console import Console
 
     from troll import recipes
-    from troll.study.run import train
+    from troll.runs.train import train
 
     return 0 if train(recipes.load(recipe_name, overrides), Console()) else INTERRUPTED
 
@@ -225,8 +225,8 @@ def _plan(recipe_name: str, fields: list[str]) -> int:
         from rich.console import Console
 
         from troll import recipes
-        from troll.study.plan import plan, show, this_machine
-        from troll.study.without_data import UnknownMemory
+        from troll.runs.plan import plan, show, this_machine
+        from troll.runs.without_data import UnknownMemory
 
         # transformers refuses bf16 without a GPU, and vLLM is assumed to be installed on another machine.
         cpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
@@ -245,9 +245,9 @@ def _plan(recipe_name: str, fields: list[str]) -> int:
 def _compare(recipe_names: list[str], fields: list[str]) -> int:
     from rich.console import Console
 
-    from troll.study.compare import compare
-    from troll.study.grid import expand, parse_command
-    from troll.study.tuning import Tuning
+    from troll.runs.compare import compare
+    from troll.runs.grid import expand, parse_command
+    from troll.runs.tuning import Tuning
 
     command = parse_command(recipe_names, fields)
     study = (
@@ -317,9 +317,9 @@ def _silence_libraries() -> None:
 
 def _report(folders: list[Path], output_dir: Path | None) -> int:
     try:
-        from troll.study.comparison import is_comparison
-        from troll.study.comparison_page import write_comparison
-        from troll.study.report import write_report
+        from troll.runs.comparison import is_comparison
+        from troll.runs.comparison_page import write_comparison
+        from troll.runs.report import write_report
 
         if len(folders) > 1 or is_comparison(folders[0]):
             single = len(folders) == 1

@@ -1,12 +1,18 @@
-"""Files that are written as a whole or not at all, and folders that only one process uses at a time."""
+"""Files read with errors that name them, files written as a whole or not at all, and folders that are locked."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import yaml
+
+from troll.terminal import one_line
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -17,6 +23,36 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+        ValueError: If the file does not hold one.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Reads a file of settings: a recipe, a task, or a run's `config.yaml`.
+
+    Raises:
+        ValueError: If the file does not hold "field: value" lines.
+    """
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not YAML ({one_line(error)})") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: expected 'field: value' lines")
+    return settings
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import yaml
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from troll.study.embedded import embedded_model
+from troll.runs.toy_model import embedded_model
 from troll.tasks.reasoning_gym import DEFAULT_TRAIN_SIZE, Question, questions
 from troll.tasks.registry import DEFAULT_EVAL_SIZE, TaskConfig
 

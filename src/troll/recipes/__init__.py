@@ -24,8 +24,7 @@ import yaml
 from trl import ModelConfig, TrlParser
 
 from troll.evaluation.vllm import vllm_is_usable
-from troll.files import write_atomically
-from troll.run_folder import read_yaml
+from troll.files import read_yaml, write_atomically
 from troll.tasks import TaskConfig
 from troll.terminal import one_line
 from troll.trl import TrollConfig

@@ -46,7 +46,7 @@ class TaskConfig:
         eval_tasks: Other tasks to evaluate on as well: names, `name=path` for local data, or dictionaries with `task`,
             `dataset_path` and `task_options`.
         warm_up: How the embedded model learns the task before: fields of
-            [WarmUp][troll.study.embedded.WarmUp]. Other models take none.
+            [WarmUp][troll.runs.toy_model.WarmUp]. Other models take none.
 
     Raises:
         TaskError: If `task_options` is a string that is not a JSON object, or a size is below one.
@@ -105,7 +105,7 @@ class TaskConfig:
         default=None,
         metadata={
             "help": "How the embedded model learns the task before the run, as a JSON object with fields of "
-            "`troll.study.embedded.WarmUp`, e.g. '{\"max_steps\": 500}'. Only for the embedded model."
+            "`troll.runs.toy_model.WarmUp`, e.g. '{\"max_steps\": 500}'. Only for the embedded model."
         },
     )
 
