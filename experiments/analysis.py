@@ -14,6 +14,8 @@ from statistics import fmean
 
 import numpy as np
 
+from experiments import contest
+from experiments.inference import crossed_bootstrap_interval, holm, leave_one_out_choice, range_within
 from experiments.protocol import (
     ADDED_RATES,
     BOUNDS,
@@ -29,16 +31,7 @@ from experiments.protocol import (
 )
 from experiments.table import Result, Settings, read_questions
 from troll.evaluation.estimators import Interval
-from troll.runs import contest
-from troll.runs.statistics import (
-    Estimate,
-    crossed_bootstrap_interval,
-    holm,
-    leave_one_out_choice,
-    mean_estimate,
-    paired_difference,
-    range_within,
-)
+from troll.runs.statistics import Estimate, mean_estimate, paired_difference
 
 
 @dataclass(frozen=True)

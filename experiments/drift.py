@@ -21,19 +21,21 @@ from typing import Any
 import torch
 from matplotlib import style
 from matplotlib.figure import Figure
+from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from troll import recipes
-from troll.cli import main as troll
 from troll.evaluation.generate import Sampling, TransformersGenerator, seed_of
 from troll.evaluation.model import find_model, load_model, load_tokenizer
 from troll.evaluation.problems import load_problems
 from troll.files import read_json, write_atomically
+from troll.runs.build import model_path
+from troll.runs.compare import compare
 from troll.runs.comparison import read_runs
+from troll.runs.grid import expand, parse_command
 from troll.runs.plot import STYLE
-from troll.runs.train import model_path
 from troll.tasks import TaskConfig
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -80,8 +82,9 @@ def train(folder: Path, method: Sequence[str], seeds: int, fields: Sequence[str]
         "1000",
     ]
     numbers = [str(seed) for seed in range(seeds)]
-    shared = ["--learning_rate", RATE, "--seed", *numbers, "--output_dir", str(folder), "--jobs", "1", *saving, *fields]
-    return troll(["compare", RECIPE, *method, *shared])
+    shared = ["--learning_rate", RATE, "--seed", *numbers, *saving, *fields]
+    axes = parse_command([RECIPE], [*method, *shared]).axes
+    return 0 if compare(expand([RECIPE], axes), folder, Console(), jobs=1) == "finished" else 1
 
 
 def measure(run: Path, seed: int) -> dict[str, Any]:

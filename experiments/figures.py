@@ -15,9 +15,9 @@ from xml.etree import ElementTree
 import numpy as np
 
 from experiments.analysis import Section
+from experiments.contest import rate_text
 from experiments.protocol import MARGIN, METHODS, REGIMES
 from troll.files import write_atomically
-from troll.runs.contest import rate_text
 from troll.runs.plot import COLOURS, LIGHT, STYLE
 
 if TYPE_CHECKING:

@@ -6,9 +6,7 @@ The columns are those of `Result`; every setting has its own column, empty in ro
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from statistics import fmean
 from typing import Literal, cast, get_args
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from troll.files import write_atomically
@@ -189,13 +188,9 @@ def merge(old: Iterable[Result], new: Iterable[Result]) -> list[Result]:
 def to_csv(results: Sequence[Result]) -> str:
     """The table as CSV, in the order of the rows."""
     settings = sorted({name for row in results for name, _ in row.settings})
-    written = io.StringIO()
-    writer = csv.DictWriter(written, [*_IDENTITY, *settings, *_REST], restval="", lineterminator="\n")
-    writer.writeheader()
-    for row in results:
-        columns = {name: _text(getattr(row, name)) for name in (*_IDENTITY, *_REST)}
-        writer.writerow(columns | dict(row.settings))
-    return written.getvalue()
+    rows = [{name: _text(getattr(row, name)) for name in (*_IDENTITY, *_REST)} | dict(row.settings) for row in results]
+    table = pd.DataFrame(rows, columns=[*_IDENTITY, *settings, *_REST], dtype=str)
+    return str(table.to_csv(index=False, na_rep="", lineterminator="\n"))
 
 
 def read_csv(path: Path) -> list[Result]:
@@ -204,15 +199,16 @@ def read_csv(path: Path) -> list[Result]:
     Raises:
         ValueError: If the file is no such table.
     """
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        missing = {*_IDENTITY, *_REST} - set(reader.fieldnames or ())
-        if missing:
-            raise ValueError(f"{path} is no table of results: it has no column {min(missing)}")
+    table = pd.read_csv(path, dtype=str, keep_default_na=False)
+    if missing := {*_IDENTITY, *_REST} - set(table):
+        raise ValueError(f"{path} is no table of results: it has no column {min(missing)}")
+    results = []
+    for line, row in enumerate(table.to_dict("records"), start=2):
         try:
-            return [_parse(row) for row in reader]
+            results.append(_parse(row))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
+            raise ValueError(f"{path}, line {line}: {error}") from error
+    return results
 
 
 def _parse(row: dict[str, str]) -> Result:

@@ -7,11 +7,11 @@ from statistics import fmean, median
 from typing import Any
 
 from experiments.analysis import Method, Section, lead_shrinks
+from experiments.contest import counts_text, range_text, rate_text
 from experiments.protocol import BOUNDS, MARGIN, METHODS, REGIMES, SEEDS, TUNING_RATES, letter
 from experiments.table import Result
 from troll.evaluation.estimators import Interval
 from troll.runs.comparison_tables import estimate_text, markdown_table
-from troll.runs.contest import counts_text, range_text, rate_text
 from troll.runs.statistics import Estimate, mean_estimate, paired_difference
 
 NOTHING = "–"

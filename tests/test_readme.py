@@ -89,7 +89,7 @@ def test_options_exist() -> None:
     """Of the commands that the README and the pages show, and those that they mention in a sentence."""
     recipes = pytest.importorskip("troll.recipes", reason="needs TRL")
     of_commands = set(re.findall(r'"--(\w+)"', (ROOT / "src" / "troll" / "cli.py").read_text()))
-    of_compare = {"seeds", "tune", "tuning_seeds", "jobs"}
+    of_compare = {"seeds", "jobs"}
     of_others = {
         "field",
         "logprobs-mode",
@@ -99,6 +99,7 @@ def test_options_exist() -> None:
         "privileged",
         "rootless",
         "solution",
+        "tune",
     }
     known = recipes.FIELDS | of_commands | of_compare
     found = 0

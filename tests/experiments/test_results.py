@@ -18,12 +18,13 @@ from scipy import stats
 from experiments import __main__ as command
 from experiments import analysis, figures, page, table, tables
 from experiments.collect import _recipe, collect
+from experiments.contest import rate_text
 from experiments.grid import missing
+from experiments.inference import crossed_bootstrap_interval
 from experiments.protocol import LEARNING_RATES, METHODS, REGIMES, TUNING_RATES, TUNING_SEEDS
 from experiments.table import Phase, Result
-from troll.runs.contest import rate_text
 from troll.runs.grid import expand
-from troll.runs.statistics import Estimate, crossed_bootstrap_interval
+from troll.runs.statistics import Estimate
 from troll.trl.surrogates import SURROGATES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -731,9 +732,9 @@ def test_command_collects_and_says_what_is_wrong(
 ) -> None:
     run, csv = run_folder(tmp_path / "run"), tmp_path / "results" / "new.csv"
     monkeypatch.setattr(sys, "argv", ["results", "collect", str(run), "--output", str(csv)])
-    command.main()
+    assert command.main() == 0
     assert "new.csv: 1 runs added or replaced; 0 are not finished" in capsys.readouterr().out
     assert table.read_csv(csv)[0].phase == "counted"
     monkeypatch.setattr(sys, "argv", ["results", "collect", str(tmp_path / "none"), "--output", str(csv)])
-    with pytest.raises(SystemExit, match=r"error: .*none is neither a run folder"):
-        command.main()
+    assert command.main() == 2
+    assert re.search(r"error: .*none is neither a run folder", capsys.readouterr().err)

@@ -56,10 +56,10 @@ def logged(folder: Path) -> list[dict[str, Any]]:
 
 
 def trainer_with(*callbacks: TrainerCallback) -> Callable[..., Any]:
-    """What makes the trainer of a run, in place of `train._trainer`: it has these callbacks too."""
-    from troll.runs import train  # slow to import
+    """What makes the trainer of a run, in place of `build._trainer`: it has these callbacks too."""
+    from troll.runs import build  # slow to import
 
-    make = train._trainer
+    make = build._trainer
 
     def make_with(*arguments: Any) -> Any:
         trainer = make(*arguments)

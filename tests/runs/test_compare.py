@@ -20,9 +20,7 @@ from troll.recipes import RecipeError
 from troll.runs import compare as module
 from troll.runs import slots, worker
 from troll.runs.compare import compare
-from troll.runs.grid import PlannedRun, expand, parse_command
-from troll.runs.manifest import claim_tuning
-from troll.runs.tuning import Tuning
+from troll.runs.grid import PlannedRun, expand
 
 #: A worker whose runs stand in for `troll train`: they leave the files of a run, fail, or wait for Ctrl-C.
 WORKER = """
@@ -365,68 +363,6 @@ def test_on_a_terminal_bars_show_the_steps(tmp_path: Path, how: dict[str, str]) 
     assert compare(grid(), tmp_path / "all", terminal, jobs=2) == "finished"
     assert "quickstart-seed=0" in text_of(terminal)
     assert "started" not in text_of(terminal)
-
-
-TUNE = ["--surrogate", "troll", "clip", "--tune", "kl_bound=0.2,0.01", "epsilon=0.1,0.3", "learning_rate=1e-5,1e-4"]
-TUNE += ["--tuning_seeds", "7", "8", "--learning_rate", "1e-4", "1e-3", "--seeds", "2"]
-
-
-def tuning(*arguments: str) -> Tuning:
-    command = parse_command(["quickstart"], arguments or TUNE)
-    return Tuning(["quickstart"], command.axes, command.tuned, command.tuning_seeds)
-
-
-def test_each_method_is_compared_with_the_settings_that_were_chosen_for_it(
-    tmp_path: Path, how: dict[str, str], console: Console
-) -> None:
-    folder = tmp_path / "all"
-    how["tune-quickstart-troll-kl_bound=0.01-learning_rate=1e-5-seed=8"] = "reach=0.9"
-    how["tune-quickstart-clip-epsilon=0.3-learning_rate=1e-4-seed=7"] = "fail"
-    assert compare(tuning(), folder, console, jobs=2) == "failed"
-    manifest = json.loads((folder / "compare.json").read_text())
-    assert len(manifest["runs"]) == len(manifest["tuning"]["runs"]) == 16
-    assert not list(folder.glob("quickstart-*")), "nothing is chosen yet"
-
-    how["tune-quickstart-clip-epsilon=0.3-learning_rate=1e-4-seed=7"] = "reach=0.8"
-    for _ in range(2):  # the second time, nothing is left to be done
-        assert compare(tuning(), folder, console, jobs=2, command="troll compare it") == "finished"
-    manifest = json.loads((folder / "compare.json").read_text())
-    chosen = {choice["surrogate"]: choice for choice in manifest["tuning"]["chosen"]}
-    assert chosen["troll"]["chosen"] == {"kl_bound": "0.01", "learning_rate": "1e-5"}
-    assert chosen["troll"]["means"][0]["mean"] == pytest.approx(0.7)
-    assert [len(choice["means"]) for choice in chosen.values()] == [4, 4]
-    counted = {name: settings for name, settings in manifest["runs"].items() if not name.startswith("tune-")}
-    assert {(run["surrogate"], run["learning_rate"], run["seed"]) for run in counted.values()} == {
-        (surrogate, rate, seed) for surrogate in ("troll", "clip") for rate in (1e-4, 1e-3) for seed in (0, 1)
-    }
-    assert {run["kl_bound"] for run in counted.values() if run["surrogate"] == "troll"} == {0.01}
-    assert {run["epsilon"] for run in counted.values() if run["surrogate"] == "clip"} == {0.3}
-    assert all(len(starts(folder, name)) == 1 for name in counted)
-    assert "chosen    quickstart clip: epsilon=0.3 learning_rate=1e-4 (mean 0.650)" in text_of(console)
-    assert "16 runs, 16 finished already" in text_of(console)
-    comparison = json.loads((folder / "comparison.json").read_text())
-    assert [len(group["success_by_seed"]) for group in comparison["groups"]] == [2] * 4, "without the tuning's runs"
-
-    claim_tuning(folder, "troll compare it", tuning())  # begun once more, and stopped
-    manifest = json.loads((folder / "compare.json").read_text())
-    assert set(manifest["recipes"]) == set(manifest["runs"]) > set(counted)
-
-    match = "its run tune-.* is not in this grid"
-    with pytest.raises(RecipeError, match=match):
-        compare(grid(), folder, console)
-    more = ["kl_bound=0.2,0.01,0.5" if part.startswith("kl_bound") else part for part in TUNE]
-    how["tune-quickstart-troll-kl_bound=0.5-learning_rate=1e-5-seed=7"] = "reach=1"
-    how["tune-quickstart-troll-kl_bound=0.5-learning_rate=1e-5-seed=8"] = "reach=1"
-    with pytest.raises(RecipeError, match=r"its run quickstart-troll.* \(kl_bound is 0.01 there and 0.5 here\)"):
-        compare(tuning(*more), folder, console)
-
-
-def test_a_tuning_that_measures_nothing_is_refused(
-    tmp_path: Path, how: dict[str, str], console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slots, "WORKER", [*slots.WORKER[:3], WORKER.replace("success_after", "other"), worker.__file__])
-    with pytest.raises(RecipeError, match=r"tune-quickstart-clip-.* has no held-out success after training"):
-        compare(tuning(), tmp_path / "all", console, jobs=2)
 
 
 @pytest.mark.slow

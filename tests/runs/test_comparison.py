@@ -8,10 +8,9 @@ import pytest
 from rich.console import Console
 
 from tests.runs.test_report import Page, check_page
-from troll.runs.comparison import MANIFEST, Comparison, read_comparison, read_runs
+from troll.runs.comparison import MANIFEST, Comparison, read_runs
 from troll.runs.comparison_page import write_comparison
 from troll.runs.comparison_tables import console_table, markdown
-from troll.runs.contest import contestants, contrasts
 
 READ = {"troll": ["kl_bound"], "regression": ["kl_bound"], "clip": ["epsilon"], "none": []}
 
@@ -278,66 +277,23 @@ def test_bands_reach_from_the_smallest_to_the_largest_seed(folder: Path) -> None
     assert max(edge) - max(middle) == pytest.approx(0.05 / 0.12 * (max(middle) - min(middle)), rel=0.1)
 
 
-def rates(tmp_path: Path) -> list[Path]:
-    """Three methods at three learning rates on four seeds; `none` does what `troll` does, one rate lower."""
-    successes = {
-        "troll": {1e-5: (0.5, 0.5, 0.5, 0.5), 1e-4: (0.8, 0.4, 0.8, 0.8), 1e-3: (0.6, 0.9, 0.6, 0.6)},
-        "clip": {1e-5: (0.4, 0.4, 0.5, 0.5), 1e-4: (0.6, 0.7, 0.6, 0.65), 1e-3: (0.1, 0.1, 0.1, 0.1)},
-        "none": {1e-5: (0.8, 0.4, 0.8, 0.8), 1e-4: (0.6, 0.9, 0.6, 0.6), 1e-3: (0.0, 0.0, 0.0, 0.0)},
-    }
-    return [
-        write_run(tmp_path / f"{surrogate}-{rate}-{seed}", surrogate, seed, success, learning_rate=rate)
-        for surrogate, by_rate in successes.items()
-        for rate, values in by_rate.items()
-        for seed, success in enumerate(values)
-    ]
-
-
-def test_each_method_has_the_learning_rate_that_suits_it(tmp_path: Path) -> None:
-    methods = contestants(Comparison(read_runs(rates(tmp_path))))
-    troll, clip, none = methods
-    # Over the other seeds, 1e-4 has a mean of 0.67 without seed 0 and of 0.8 without seed 1; 1e-3 has 0.7 and 0.6.
-    assert troll.rates == {0: 1e-3, 1: 1e-4, 2: 1e-3, 3: 1e-3}
-    assert troll.finals == {0: 0.6, 1: 0.4, 2: 0.6, 3: 0.6}
-    assert (clip.rates, none.rates[0]) == (dict.fromkeys(range(4), 1e-4), 1e-4)
-    assert clip.final is not None and clip.final.mean == pytest.approx(0.6375)
-    assert clip.range == pytest.approx((10**-4.34, 10**-3.88), rel=0.1)
-    one, other = contrasts(methods)
-    assert (one.second, other.second) == (clip, none)
-    assert one.estimate.mean == pytest.approx(0.55 - 0.6375)
-    assert one.p_value == pytest.approx(0.5)  # -0.3 and -0.05 are larger than 0, of the sums of ± 0, 0, 0.3, 0.05
-    assert (other.estimate.mean, other.p_value, other.equivalence) == (0, 1, 0)
-    assert [found.corrected for found in (one, other)] == [1, 1]
-
-
-def test_the_page_compares_methods_at_their_best_rates(tmp_path: Path) -> None:
-    page = Page(write_comparison(rates(tmp_path), tmp_path))
-    for text in ("Tuned against tuned", "0.0 (4), no seed differs", "55.0 ± 10.0 (4)1e-4 (1),1e-3 (3)", "≥ 1e-3"):
-        assert text in page.text
-    assert "+0.0 [" not in page.text
-    for card in ("outcome-1", "lead-1", "learning-rates-1"):
-        assert page.card(card) is not None
-    lines = str(page.card("learning-rates-1"))
-    assert len(set(re.findall(r"stroke-dasharray: ([\d., ]+)", lines)) - {"2.1,0.9"}) >= 2, "no line hides another"
-    figures = json.loads((tmp_path / "comparison.json").read_text())
-    assert figures["methods"][0]["learning_rate_by_seed"] == {"0": 1e-3, "1": 1e-4, "2": 1e-3, "3": 1e-3}
-    assert figures["methods"][1]["by_learning_rate"][1] == {"learning_rate": 1e-4, "success": pytest.approx(0.6375)}
-    assert figures["contrasts"][1]["success"] == {
-        "mean": 0.0,
-        "standard_deviation": 0.0,
-        "seeds": 4,
-        "interval": None,
-        "interval_method": None,
-    }
-
-
 def test_the_first_figure_says_who_won_and_by_how_much(folder: Path) -> None:
     page = Page(write_comparison([folder], folder))
     outcome, lead = str(page.card("outcome-1")), str(page.card("lead-1"))
     assert "troll   65.0 %" in outcome and "clip   68.0 %" in outcome
     assert "troll − clip   −3.0 [−66.5, +60.5] points" in lead
     assert page.source.index('id="outcome-1"') < page.source.index("<table>")
-    assert "Tuned against tuned" not in page.text
+
+
+def test_settings_that_were_chosen_for_each_method_make_no_row(tmp_path: Path) -> None:
+    for name, surrogate, bound in (("a", "troll", 0.01), ("b", "regression", 0.2)):
+        write_run(tmp_path / name, surrogate, 0, 0.5, kl_bound=bound)
+    for settled, labels in (
+        ([], ["quickstart kl_bound=0.01 troll", "quickstart kl_bound=0.2 regression"]),
+        (["kl_bound"], ["quickstart troll", "quickstart regression"]),
+    ):
+        (tmp_path / MANIFEST).write_text(json.dumps({"runs": {"a": {}, "b": {}}, "settled": settled}))
+        assert [group.label for group in Comparison(read_runs([tmp_path])).groups] == labels
 
 
 def test_with_one_row_the_plots_share_the_width(tmp_path: Path) -> None:
@@ -360,33 +316,6 @@ def test_seeds_that_agree_have_no_interval(tmp_path: Path) -> None:
     assert "50.0 ± 0.0 (2)50" not in Page(write_comparison(equal, tmp_path)).text
 
 
-def test_a_tuning_does_not_count_and_is_told(tmp_path: Path) -> None:
-    runs = {
-        "a": ("troll", 0, 0.01),
-        "b": ("regression", 0, 0.2),
-        "tune-c": ("troll", 7, 0.2),
-        "tune-d": ("troll", 8, 0.2),
-    }
-    for name, (surrogate, seed, bound) in runs.items():
-        write_run(tmp_path / name, surrogate, seed, None if name == "tune-d" else 0.5, kl_bound=bound)
-    chosen = {
-        **{"recipe": "quickstart", "surrogate": "troll", "settings": {}, "chosen": {"kl_bound": "0.01"}},
-        "means": [{"values": {"kl_bound": "0.01"}, "mean": 0.5}, {"values": {"kl_bound": "0.2"}, "mean": 0.25}],
-    }
-    content = {
-        "runs": {name: {} for name in runs},
-        "tuning": {"settled": ["kl_bound"], "runs": ["tune-c", "tune-d"], "chosen": [chosen]},
-    }
-    (tmp_path / MANIFEST).write_text(json.dumps(content))
-    comparison = read_comparison([tmp_path])
-    assert [group.label for group in comparison.groups] == ["quickstart troll", "quickstart regression"]
-    assert [group.planned for group in comparison.groups] == [1, 1]
-    page = Page(write_comparison([tmp_path], tmp_path))
-    for text in ("Tuned against tuned", "quickstart trollkl_bound=0.010.500", "kl_bound=0.20.250", "2 runs, 1 seed"):
-        assert text in page.text
-    assert json.loads((tmp_path / "comparison.json").read_text())["tuning"] == [chosen]
-
-
 def test_one_seed_has_wilsons_interval(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", "troll", 0, 0.5)
     page = Page(write_comparison([run, write_run(tmp_path / "two", "clip", 0, 0.75)], tmp_path / "out"))
@@ -401,7 +330,7 @@ def test_before_any_run_has_finished(tmp_path: Path) -> None:
 def test_many_rows_share_the_colours(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / str(i), "troll", 0, 0.5, kl_bound=0.01 * (i + 1)) for i in range(8)]
     page = Page(write_comparison(runs, tmp_path))
-    assert page.tags.count("svg") == 4 * 2 + 1, "the outcome has them all"
+    assert page.tags.count("svg") == 4 * 2 + 2, "the two of the outcome have them all"
     card = page.card("reward-2")
     assert card is not None and card.count("<li>") == 2
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.dying import dying, in_new_process
 from tests.runs.conftest import logged, trainer_with
 from troll import cli
-from troll.runs import train
+from troll.runs import build
 
 
 def command(overrides: list[str], place: str, output: Path) -> None:
@@ -23,7 +23,7 @@ def command(overrides: list[str], place: str, output: Path) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     callbacks, context = dying(place)
-    train._trainer = trainer_with(*callbacks)
+    build._trainer = trainer_with(*callbacks)
     with context:
         code = cli.main(["train", "quickstart", *overrides])
     raise SystemExit(code)

@@ -90,12 +90,6 @@ def test_names_are_folders_and_unique(tmp_path: Path) -> None:
         (["quickstart", "--output_dir", "a", "b"], "--output_dir takes one folder, got a b"),
         (["quickstart", "--resume_from_checkpoint"], "a comparison resumes by itself"),
         (["quickstart", "--reward_weights", "1.0", "0.5"], "--reward_weights takes a list.* write it in a recipe"),
-        (["quickstart", "--tune", "kl_bound=1,2"], "--tune .* and --tuning_seeds .* go together"),
-        (["quickstart", "--tuning_seeds", "1"], "--tune .* and --tuning_seeds .* go together"),
-        (["quickstart", "--tune", "kl_bound=1", "--tuning_seeds", "1"], "--tune kl_bound needs values to choose from"),
-        (["quickstart", "--tune", "kl_bound", "--tuning_seeds", "1"], "--tune kl_bound needs values to choose from"),
-        (["quickstart", "--tune", "kl_bound=1,2", "kl-bound=3,4", "--tuning_seeds", "1"], "--tune has kl_bound twice"),
-        (["quickstart", "--tune", "seed=1,2", "--tuning_seeds", "1"], "--tune seed: a comparison is over the seeds"),
         (
             ["quickstart", "--kl_bound", "0.1", "0.10"],
             "quickstart-kl_bound=0.1 and quickstart-kl_bound=0.10 are the same run",

@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForSequenceClas
 from tests.runs.test_memory import peak_of_one
 from troll import cli, recipes
 from troll.recipes import Recipe, RecipeError
-from troll.runs import budget, memory, plan, train
+from troll.runs import budget, build, memory, plan
 from troll.runs.budget import PHASES, changes, optimiser_bytes, phases, rollout_bytes
 from troll.runs.memory import Parameters
 from troll.runs.plan import GIB, Machine, Plan, longest_prompt
 from troll.runs.shapes import model_shape, shape_file
 from troll.runs.toy_model import character_tokenizer
 from troll.runs.toy_network import EMBEDDED, EMBEDDED_MODELS, EMBEDDED_MOE, model_config
+from troll.runs.train import train
 from troll.runs.without_data import Network, UnknownMemory
 from troll.tasks import Task, TaskConfig
 
@@ -247,15 +248,15 @@ def test_training_refuses_what_a_gpu_cannot_hold_before_it_loads_the_model(
     def load(*_: Any) -> None:
         raise Loaded
 
-    monkeypatch.setattr(train, "_trainer", load)
-    monkeypatch.setattr(train, "machine_of_run", lambda args: machine(1e-5, on_gpu))
+    monkeypatch.setattr(build, "_trainer", load)
+    monkeypatch.setattr(build, "machine_of_run", lambda args: machine(1e-5, on_gpu))
     recipe = recipes.load("quickstart", short_run)
     if on_gpu:
         with pytest.raises(RecipeError, match=r"takes up to .* GiB, and a GPU of 1e-05 GiB is all there is"):
-            train.train(recipe, Console())
+            train(recipe, Console())
     else:
         with pytest.warns(UserWarning, match="is all there is"), pytest.raises(Loaded):
-            train.train(recipe, Console())
+            train(recipe, Console())
     printed = capsys.readouterr().out
     assert printed.startswith("memory      at most ")
     assert "rollouts    2: 4 prompts, 16 completions, 2 updates" in printed
@@ -268,9 +269,9 @@ def test_a_model_that_cannot_be_estimated_is_trained_all_the_same(
         raise UnknownMemory("the memory of a strange model cannot be estimated")
 
     monkeypatch.setattr(budget.memory, "parameters", unknown)
-    monkeypatch.setattr(train, "_trainer", lambda *_: pytest.skip("reached"))
+    monkeypatch.setattr(build, "_trainer", lambda *_: pytest.skip("reached"))
     with pytest.warns(UserWarning, match="strange model cannot be estimated"), pytest.raises(pytest.skip.Exception):
-        train.train(recipes.load("quickstart", short_run), Console(quiet=True))
+        train(recipes.load("quickstart", short_run), Console(quiet=True))
 
 
 @pytest.mark.slow
@@ -314,8 +315,8 @@ def test_a_whole_run_takes_what_was_planned(
         found.append(plan.plan(*given))
         return found[-1]
 
-    monkeypatch.setattr(train, "plan", keep)
-    measured = peak_of_one(lambda: train.train(recipe, Console(quiet=True)))
+    monkeypatch.setattr(build, "plan", keep)
+    measured = peak_of_one(lambda: train(recipe, Console(quiet=True)))
     assert max(found[0].totals) == pytest.approx(measured, rel=0.15)
 
 

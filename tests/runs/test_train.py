@@ -15,8 +15,9 @@ from tests.runs.conftest import logged, trainer_with
 from troll import recipes
 from troll.evaluation.training_task import TrainingTask, find_training_task
 from troll.recipes import Recipe, RecipeError
-from troll.runs import train as module
+from troll.runs import build
 from troll.runs.page_frame import percent
+from troll.runs.resume import checkpoint_of
 from troll.runs.train import train
 from troll.tasks import TaskError, load_task
 from troll.trl.checkpoints import check_complete
@@ -132,7 +133,7 @@ def test_an_interrupted_run_is_usable_and_resumes_exactly(
     assert train(recipes.load("quickstart", uninterrupted), console)
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "_trainer", trainer_with(InterruptAt(3)))
+        patched.setattr(build, "_trainer", trainer_with(InterruptAt(3)))
         assert not train(recipes.load("quickstart", short_run), console)
     folder = tmp_path / "run"
     assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
@@ -157,7 +158,7 @@ def test_training_that_breaks_down_leaves_its_folder(
             with torch.no_grad():
                 next(model.parameters()).fill_(torch.nan)
 
-    monkeypatch.setattr(module, "_trainer", trainer_with(Poison()))
+    monkeypatch.setattr(build, "_trainer", trainer_with(Poison()))
     with pytest.raises(FloatingPointError, match="step 2"):
         train(recipes.load("quickstart", short_run), console)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
@@ -167,7 +168,7 @@ def test_training_that_breaks_down_leaves_its_folder(
 def test_mistakes_are_found_before_training(
     short_run: list[str], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_trainer", lambda *_: pytest.fail("training was set up"))
+    monkeypatch.setattr(build, "_trainer", lambda *_: pytest.fail("training was set up"))
 
     def attempt(*overrides: str, recipe: str = "quickstart") -> None:
         train(recipes.load(recipe, [*short_run, *overrides]), console)
@@ -194,7 +195,7 @@ def test_mistakes_are_found_before_training(
         attempt("--task", "nonsense")
     with monkeypatch.context() as patched:
         patched.setattr(integration_utils, "is_wandb_available", lambda: False)
-        patched.setattr(module, "model_path", lambda *_: pytest.fail("the model was looked for"))
+        patched.setattr(build, "model_path", lambda *_: pytest.fail("the model was looked for"))
         with pytest.raises(RecipeError, match="report_to: wandb is not installed"):
             attempt("--report_to", "wandb")
         with pytest.raises(RecipeError, match=r"push_to_hub: .*log in with hf auth login"):
@@ -234,9 +235,9 @@ def test_what_a_resumed_run_may_change(
         with pytest.raises(
             RecipeError, match=f"holds a run with other settings: {field} is .* there and .*{value}.* here"
         ):
-            module._checkpoint(changed, folder)
+            checkpoint_of(changed, folder)
     else:
-        assert module._checkpoint(changed, folder) is True
+        assert checkpoint_of(changed, folder) is True
 
 
 CHAT_TEMPLATE = (
@@ -333,9 +334,9 @@ def test_a_chat_template_that_refuses_is_one_line(short_run: list[str], tiny_mod
     overrides = [*short_run, "--model_name_or_path", str(model), "--task", "math", "--dataset_path", str(rows)]
     for more, message in (
         (["--task_options", '{"system_prompt": "Be brief."}'], "prompts of math: System role not supported; check"),
-        (["--task_options", "{}", "--chat_template_kwargs", '{"conversation": 1}'], "check chat_template_kwargs"),
+        (["--task_options", "{}", "--chat_template_kwargs", '{"conversation": 1}'], "check --chat_template_kwargs"),
     ):
-        with pytest.raises(RecipeError, match=message) as error:
+        with pytest.raises(TaskError, match=message) as error:
             train(recipes.load("quickstart", [*overrides, *more]), Console(quiet=True))
         assert "\n" not in str(error.value)
 

@@ -10,9 +10,9 @@ from troll.runs.slots import Slot
 def test_forked_runs_are_those_of_fresh_processes_to_the_last_bit(short_run: list[str], tmp_path: Path) -> None:
     # Two threads: torch's pool would not survive a fork, so that nothing may start it before.
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    arguments = ["train", "quickstart", *short_run]
+    arguments = ["quickstart", *short_run]
     fresh, first, second = (tmp_path / name for name in ("fresh", "first", "second"))
-    command = [sys.executable, "-m", "troll.cli", *arguments, "--output_dir", str(fresh)]
+    command = [sys.executable, "-m", "troll.cli", "train", *arguments, "--output_dir", str(fresh)]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     with (tmp_path / "lock").open("a") as lock:
         slot = Slot(environment, lock.fileno())

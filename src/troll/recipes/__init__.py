@@ -26,7 +26,7 @@ from trl import ModelConfig, TrlParser
 from troll.evaluation.vllm import vllm_is_usable
 from troll.files import read_yaml, write_atomically
 from troll.tasks import TaskConfig
-from troll.terminal import one_line
+from troll.terminal import UsageError, one_line
 from troll.trl import TrollConfig
 
 FOLDER = Path(__file__).parent
@@ -43,8 +43,8 @@ _ROLLOUT = frozenset({"updates_per_rollout", "steps_per_generation", "generation
 CONFIG_FILE = "config.yaml"
 
 
-class RecipeError(ValueError):
-    """A recipe or setting that cannot be used; the message is one line that says what is wrong and what to do."""
+class RecipeError(UsageError):
+    """A recipe or setting that cannot be used."""
 
 
 @dataclass

@@ -18,15 +18,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from troll.files import locked, read_json
 from troll.recipes import RecipeError
-from troll.runs.comparison import MANIFEST, measure_of, read_comparison, read_runs
+from troll.runs.build import model_path
+from troll.runs.comparison import MANIFEST, read_comparison
 from troll.runs.comparison_page import write_comparison
 from troll.runs.comparison_tables import console_table
 from troll.runs.folder import is_finished
 from troll.runs.grid import PlannedRun
-from troll.runs.manifest import claim, claim_tuning
+from troll.runs.manifest import claim
+from troll.runs.resume import check_same_run
 from troll.runs.slots import Slot, environments, gpus
-from troll.runs.train import check_same_run, model_path
-from troll.runs.tuning import Tuning
 from troll.terminal import say
 from troll.trl.checkpoints import newest_complete
 
@@ -38,11 +38,12 @@ Outcome = Literal["finished", "failed", "interrupted"]
 
 
 def compare(
-    study: Sequence[PlannedRun] | Tuning,
+    runs: Sequence[PlannedRun],
     folder: Path,
     console: Console,
     jobs: int | None = None,
     command: str | None = None,
+    settled: Sequence[str] = (),
 ) -> Outcome:
     """Makes the runs of a grid that are not finished yet, and writes the comparison of all finished ones.
 
@@ -51,13 +52,13 @@ def compare(
     ones resume from their last checkpoint. If a run fails, the others still run.
 
     Args:
-        study: Runs from `troll.runs.grid.expand`; or a tuning. Once the runs of its first stage are all finished, its
-            choice is made and recorded in the manifest, and the runs of the second stage start.
+        runs: The runs from `troll.runs.grid.expand`.
         folder: The folder of the comparison; made if it does not exist.
         console: The console for progress and results.
         jobs: The number of runs at once, at least 1. By default one for each GPU, or for each core if there is no GPU.
             Each run sees one GPU.
         command: The command that made the runs, for the page.
+        settled: The fields whose values were chosen for each method, so that other values make no other method.
 
     Returns:
         "finished" if every run is; "failed" if one failed; "interrupted" after Ctrl-C, which stops the runs so that
@@ -65,33 +66,14 @@ def compare(
 
     Raises:
         RecipeError: If `folder` holds anything but (a part of) this grid, another comparison or a run that it left
-            behind uses it, a model cannot be made, or the tuning measured nothing.
+            behind uses it, or a model cannot be made.
         troll.tasks.TaskError: If the embedded model cannot learn a task.
     """
     with _locked(folder) as lock:
-        if not isinstance(study, Tuning):
-            return _make(claim(folder, command, study), folder, lock, jobs, console)
-        tuned = claim_tuning(folder, command, study)
-        outcome = _make(tuned, folder, lock, jobs, console, stage="tuning: ")
-        if outcome != "finished":
-            if outcome == "failed":
-                say(console, "nothing is chosen yet: that needs all runs of the tuning")
-            return outcome
-        choices = study.choose(tuned, _results(folder, tuned))
-        for choice in choices:
-            say(console, f"chosen    {choice.text}")
-        counted = claim(folder, command, study.counted(choices), tuned, study.record(tuned, choices))
-        return _make(counted, folder, lock, jobs, console)
+        return _make(claim(folder, command, runs, settled), folder, lock, jobs, console)
 
 
-def _make(
-    runs: Sequence[PlannedRun],
-    folder: Path,
-    lock: int,
-    jobs: int | None,
-    console: Console,
-    stage: str = "",
-) -> Outcome:
+def _make(runs: Sequence[PlannedRun], folder: Path, lock: int, jobs: int | None, console: Console) -> Outcome:
     """Makes those of some runs that are not finished, and prints what became of them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     devices = [] if all(run.recipe.training.use_cpu for run in runs) else gpus()
@@ -100,7 +82,7 @@ def _make(
         check_same_run(run.settings, folder / run.name, may_change=lambda name: name == "output_dir")
     waiting = [run for run in runs if not _is_finished(folder / run.name)]
     done = len(runs) - len(waiting)
-    say(console, f"{stage}{len(runs)} runs, {done} finished already, {jobs} at once; output in {folder}")
+    say(console, f"{len(runs)} runs, {done} finished already, {jobs} at once; output in {folder}")
     outcome: Outcome = "finished"
     failed: list[str] = []
     with _stopped_by_signals() as interrupts:
@@ -116,20 +98,6 @@ def _make(
     if outcome == "interrupted":
         say(console, "interrupted; the same command resumes")
     return outcome
-
-
-def _results(folder: Path, tuned: Sequence[PlannedRun]) -> dict[str, float]:
-    """The final success of each run of a tuning; the final reward if no run measured success."""
-    names = {run.name for run in tuned}
-    runs = [run for run in read_runs([folder]) if run.name in names]
-    measure = measure_of(runs)
-    results = {run.name: value for run in runs if (value := run.final(measure)) is not None}
-    if missing := sorted(names - set(results)):
-        raise RecipeError(
-            f"{missing[0]} has no held-out {measure} after training, so that nothing can be chosen: the recipe needs "
-            "eval_strategy and eval_size"
-        )
-    return results
 
 
 def _locked(folder: Path) -> contextlib.AbstractContextManager[int]:
@@ -226,9 +194,9 @@ def _checkpoint(output: Path, console: Console) -> Path | None:
 
 
 def _arguments(run: PlannedRun, output: Path, checkpoint: Path | None) -> list[str]:
-    """The arguments of `troll` for a run."""
+    """The arguments of `troll train` for a run."""
     resume = [] if checkpoint is None else ["--resume_from_checkpoint", str(checkpoint)]
-    return ["train", run.recipe.given, *run.overrides, "--output_dir", str(output), *resume]
+    return [run.recipe.given, *run.overrides, "--output_dir", str(output), *resume]
 
 
 def _stop(slots: Sequence[Slot], running: Sequence[Slot], console: Console) -> None:
@@ -298,8 +266,7 @@ class _Board:
 def _tell(runs: Sequence[PlannedRun], folder: Path, failed: Sequence[str], console: Console) -> None:
     if any(_is_finished(folder / run.name) for run in runs):
         comparison = read_comparison([folder])
-        if comparison.groups:  # there are none while it is tuned
-            console.print(console_table(comparison))
+        console.print(console_table(comparison))
         try:
             say(console, f"comparison  {write_comparison([folder], folder)}")
         except ImportError as error:

@@ -44,7 +44,6 @@ class Run:
         rows: The lines of `metrics.jsonl`.
         planned_recipe: The recipe in the manifest, for runs without a summary.
         folder: The folder of the run.
-        tuning: Whether it only served to choose settings.
         settled: The settings that were chosen for its method, and so belong to the method.
     """
 
@@ -54,7 +53,6 @@ class Run:
     rows: Sequence[Mapping[str, Any]]
     planned_recipe: str | None
     folder: Path
-    tuning: bool = False
     settled: frozenset[str] = frozenset()
 
     @property
@@ -112,9 +110,6 @@ class Method:
         return " ".join(filter(None, [row_label(self.row), self.surrogate]))
 
 
-M = TypeVar("M", bound=Method)
-
-
 @dataclass(frozen=True)
 class Group(Method):
     """The finished runs of a method, which differ only in their seed.
@@ -155,7 +150,32 @@ class Compared(Protocol):
         """The final result of each seed."""
 
 
+class Measured(Compared, Protocol):
+    """A method with results, as `Group` is one."""
+
+    @property
+    def row(self) -> Row:
+        """The row of the table."""
+
+    @property
+    def surrogate(self) -> str:
+        """The column of the table."""
+
+    @property
+    def label(self) -> str:
+        """Its name in words."""
+
+    @property
+    def measure(self) -> Measure:
+        """What the results are."""
+
+    @property
+    def final(self) -> Estimate | None:
+        """The mean over seeds; None without a result."""
+
+
 C = TypeVar("C", bound=Compared)
+M = TypeVar("M", bound=Measured)
 
 
 @dataclass(frozen=True)
@@ -180,17 +200,15 @@ class Comparison:
     Attributes:
         runs: All runs, including the unfinished ones.
         commands: The commands that made them, as far as these are known.
-        choices: The choices of tunings, from the manifests.
     """
 
     runs: Sequence[Run]
     commands: Sequence[str] = ()
-    choices: Sequence[Mapping[str, Any]] = ()
 
     @cached_property
     def finished(self) -> list[Run]:
-        """The finished runs, except for those of tunings."""
-        return [run for run in self.runs if run.finished and not run.tuning]
+        """The finished runs."""
+        return [run for run in self.runs if run.finished]
 
     @cached_property
     def measure(self) -> Measure:
@@ -220,7 +238,7 @@ class Comparison:
             if run.seed in runs:
                 raise ValueError(f"{runs[run.seed].name} and {run.name} do not differ: leave one of them out")
             runs[run.seed] = run
-        left_out = [run for run in self.runs if not run.finished and not run.tuning]
+        left_out = [run for run in self.runs if not run.finished]
         return [
             Group(
                 row=row,
@@ -326,8 +344,7 @@ def read_comparison(paths: Sequence[Path]) -> Comparison:
     """
     manifests = [read_json(path / MANIFEST) for path in paths if is_comparison(path)]
     commands = [manifest.get("command") for manifest in manifests]
-    choices = [choice for manifest in manifests for choice in _tuning(manifest).get("chosen", ())]
-    return Comparison(read_runs(paths), [command for command in commands if isinstance(command, str)], choices)
+    return Comparison(read_runs(paths), [command for command in commands if isinstance(command, str)])
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -342,9 +359,9 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         if is_comparison(path):
             manifest = read_json(path / MANIFEST)
             planned, recipes = (manifest.get(key) or {} for key in ("runs", "recipes"))
-            tuned, settled = (frozenset(_tuning(manifest).get(key, ())) for key in ("runs", "settled"))
+            settled = frozenset(manifest.get("settled", ()))
             read = [_read_run(path / name, settings, recipes.get(name)) for name, settings in planned.items()]
-            runs += [replace(run, tuning=run.name in tuned, settled=settled) for run in read]
+            runs += [replace(run, settled=settled) for run in read]
         elif (path / "config.yaml").is_file():
             runs.append(_read_run(path))
         else:
@@ -352,10 +369,6 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     if not any((run.folder / "config.yaml").is_file() for run in runs):
         raise FileNotFoundError(f"{paths[0]} has no runs yet")
     return runs
-
-
-def _tuning(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
-    return manifest.get("tuning") or {}
 
 
 def _read_run(folder: Path, planned: Mapping[str, Any] | None = None, planned_recipe: str | None = None) -> Run:

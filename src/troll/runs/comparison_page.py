@@ -17,9 +17,9 @@ import yaml
 from troll.files import write_atomically
 from troll.runs.charts import HELD_OUT
 from troll.runs.comparison import Comparison, Group, Measure, Run, panels, read_comparison, row_label
-from troll.runs.comparison_outcome import outcome
 from troll.runs.comparison_tables import as_json, cell, difference, figure, markdown, result_interval
 from troll.runs.curves import held_out_success, metric_points
+from troll.runs.outcome_figures import outcome
 from troll.runs.page_frame import duration, figure_card, html_table, render
 from troll.runs.plot import (
     COLOURS,
@@ -54,7 +54,6 @@ _DIFFERENCE_NOTE = (
 )
 _PERCENT: dict[Measure, str] = {"success": ", %", "reward": ""}
 _POINTS: dict[Measure, str] = {"success": ", percentage points", "reward": ""}
-_TUNING_NOTE = "The settings were chosen by these means, on seeds that are used nowhere else on this page."
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def write_comparison(paths: Sequence[Path], folder: Path) -> Path:
 def comparison_html(comparison: Comparison, folder: Path) -> str:
     """The page; its links to the pages of single runs are relative to `folder`."""
     seeds = {run.seed for run in comparison.finished}
-    sections = (outcome, _final_table, _difference_table, _curves, _effort_table)
+    sections = (_outcome, _final_table, _difference_table, _curves, _effort_table)
     body = [section(comparison) for section in sections if comparison.groups]
     body = body or ['<p class="note">No run has finished yet.</p>']
     recipes = ", ".join(dict.fromkeys(escape(run.recipe) for run in comparison.finished))
@@ -147,27 +146,16 @@ def comparison_html(comparison: Comparison, folder: Path) -> str:
         body="\n".join(
             filter(
                 None,
-                [*body, _tuning(comparison), _unfinished(comparison.runs), _how_it_was_made(comparison, folder)],
+                [*body, _unfinished(comparison.runs), _how_it_was_made(comparison, folder)],
             )
         ),
         footer="Written by <code>troll report</code>.",
     )
 
 
-def _tuning(comparison: Comparison) -> str:
-    """The choices of the first stage, and their alternatives."""
-    if not comparison.choices:
-        return ""
-    rows = []
-    for choice in comparison.choices:
-        place = " ".join(f"{name}={value}" for name, value in choice["settings"].items())
-        method = " ".join(filter(None, [str(choice["recipe"]), place, str(choice["surrogate"])]))
-        for rank, entry in enumerate(choice["means"]):
-            text = escape(" ".join(f"{name}={value}" for name, value in entry["values"].items()))
-            text = f'<span class="best">{text}</span>' if rank == 0 else text
-            rows.append([escape(method) if rank == 0 else "", text, f"{entry['mean']:.3f}"])
-    table = html_table(["", "settings, the chosen ones first", "mean over the tuning seeds"], rows)
-    return f'<h2>Tuning</h2>\n{table}\n<p class="note">{_TUNING_NOTE}</p>'
+def _outcome(comparison: Comparison) -> str:
+    """The figures of the results and of the differences."""
+    return outcome(comparison.groups, comparison.differences)
 
 
 def _final_table(comparison: Comparison) -> str:

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from troll.evaluation.estimators import Interval
 from troll.runs.comparison import Comparison, Group, Measure, Method, row_label
-from troll.runs.contest import Contestant, Contrast, contestants, contrasts
 from troll.runs.statistics import Estimate
 
 _UNITS: dict[Measure, str] = {"success": "in per cent", "reward": "mean of the answers"}
@@ -134,18 +133,14 @@ def markdown_row(texts: Sequence[str]) -> str:
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """Every figure of the page, without rounding."""
     measure = comparison.measure
-    methods = contestants(comparison)
     return {
         "metric": f"final held-out {measure}",
         "commands": list(comparison.commands),
-        "tuning": [dict(choice) for choice in comparison.choices],
-        "methods": [_contestant(method) for method in methods],
-        "contrasts": [_contrast(found) for found in contrasts(methods)],
         "groups": [
             {
-                **_method(group),
+                **method_json(group),
                 f"{measure}_by_seed": {str(seed): value for seed, value in group.finals.items()},
-                measure: None if group.final is None else _estimate(group.final),
+                measure: None if group.final is None else estimate_json(group.final),
                 "success_before": group.mean("success_before"),
                 "reward_before": group.mean("reward_before"),
                 "reward_after": group.mean("reward_after"),
@@ -159,9 +154,9 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         ],
         "differences": [
             {
-                "first": _method(found.first),
-                "second": _method(found.second),
-                measure: _estimate(found.estimate),
+                "first": method_json(found.first),
+                "second": method_json(found.second),
+                measure: estimate_json(found.estimate),
             }
             for found in comparison.differences
         ],
@@ -169,39 +164,13 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _method(method: Method) -> dict[str, Any]:
+def method_json(method: Method) -> dict[str, Any]:
+    """What tells a method from others."""
     return {"row": dict(method.row), "surrogate": method.surrogate}
 
 
-def _contestant(method: Contestant) -> dict[str, Any]:
-    """A method at its learning rates."""
-    return {
-        **_method(method),
-        f"{method.measure}_by_seed": {str(seed): value for seed, value in method.finals.items()},
-        "learning_rate_by_seed": {str(seed): rate for seed, rate in method.rates.items()},
-        method.measure: None if method.final is None else _estimate(method.final),
-        "by_learning_rate": [
-            {"learning_rate": rate, method.measure: mean}
-            for rate, mean in method.means.items()
-            if len(method.means) > 1
-        ],
-        "learning_rates_within_90_percent": method.range,
-    }
-
-
-def _contrast(found: Contrast[Contestant]) -> dict[str, Any]:
-    measure = found.first.measure
-    return {
-        "first": _method(found.first),
-        "second": _method(found.second),
-        measure: _estimate(found.estimate),
-        "sign_flip_p_value": found.p_value,
-        "holm_p_value": found.corrected,
-        "equivalence_p_value": found.equivalence,
-    }
-
-
-def _estimate(estimate: Estimate) -> dict[str, Any]:
+def estimate_json(estimate: Estimate) -> dict[str, Any]:
+    """An estimate without rounding."""
     return {
         "mean": estimate.mean,
         "standard_deviation": estimate.spread,

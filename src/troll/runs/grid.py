@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,15 @@ class PlannedRun:
         """The resolved settings, without those of the folder: runs with equal settings are the same run."""
         return {name: value for name, value in recipes.plain(self.recipe).items() if name not in _PER_RUN}
 
+    def with_values(self, values: Mapping[str, str]) -> PlannedRun:
+        """The run of the same name with other values of some fields.
+
+        Raises:
+            RecipeError: If `troll.recipes.load` refuses a value.
+        """
+        assignment = {**self.assignment, **values}
+        return PlannedRun(self.name, recipes.load(self.recipe.given, _overrides(assignment)), assignment)
+
 
 @dataclass(frozen=True)
 class Command:
@@ -55,15 +64,11 @@ class Command:
         axes: The values of every field.
         output_dir: The folder of the comparison.
         jobs: The number of runs at once; None for the machine's default.
-        tuned: The values of the fields that are tuned first; empty without `--tune`.
-        tuning_seeds: The seeds on which the tuned fields are chosen.
     """
 
     axes: Axes
     output_dir: str
     jobs: int | None
-    tuned: Axes = field(default_factory=dict)
-    tuning_seeds: Sequence[str] = ()
 
 
 def parse_command(recipe_names: Sequence[str], arguments: Sequence[str]) -> Command:
@@ -91,31 +96,11 @@ def parse_command(recipe_names: Sequence[str], arguments: Sequence[str]) -> Comm
             raise RecipeError("--seeds N runs the seeds 0 to N - 1, and --seed names them: give one of the two")
         axes["seed"] = [str(seed) for seed in range(seeds)]
     jobs = _count(axes, "jobs")
-    tuned = _tuned(axes)
-    tuning_seeds = axes.pop("tuning_seeds", [])
-    if bool(tuned) != bool(tuning_seeds):
-        raise RecipeError("--tune FIELD=VALUE,VALUE ... and --tuning_seeds SEED ... go together: give both")
     stems = dict.fromkeys(recipes.name_of(Path(name)) for name in recipe_names)
     folders = axes.pop("output_dir", ["runs/compare-" + "-".join(stems)[:60]])
     if len(folders) != 1:
         raise RecipeError(f"--output_dir takes one folder, got {' '.join(folders) or 'nothing'}")
-    return Command(axes, folders[0], jobs, tuned, tuning_seeds)
-
-
-def _tuned(axes: dict[str, list[str]]) -> Axes:
-    """Takes `--tune` out of the axes: FIELD=VALUE,VALUE, or only FIELD if `--FIELD` gives the values."""
-    tuned: dict[str, list[str]] = {}
-    for given in axes.pop("tune", []):
-        name, equals, values = given.partition("=")
-        name = name.replace("-", "_")
-        if name in ("surrogate", "seed"):
-            raise RecipeError(f"--tune {name}: a comparison is over the {name}s; name settings such as kl_bound")
-        if name in tuned:
-            raise RecipeError(f"--tune has {name} twice: give it all its values at once")
-        tuned[name] = values.split(",") if equals else axes.pop(name, [])
-        if not all(tuned[name]) or len(tuned[name]) < 2:
-            raise RecipeError(f"--tune {name} needs values to choose from: --tune {name}=VALUE,VALUE")
-    return tuned
+    return Command(axes, folders[0], jobs)
 
 
 def _count(axes: dict[str, list[str]], name: str) -> int | None:
@@ -127,12 +112,7 @@ def _count(axes: dict[str, list[str]], name: str) -> int | None:
     return int(given[0])
 
 
-def expand(
-    recipe_names: Sequence[str],
-    axes: Axes,
-    settle: Callable[[str, Mapping[str, str | None]], Mapping[str, str | None]] = lambda recipe, assignment: assignment,
-    prefix: str = "",
-) -> list[PlannedRun]:
+def expand(recipe_names: Sequence[str], axes: Axes) -> list[PlannedRun]:
     """Makes the runs of a grid, all of them valid.
 
     Recipes, with their own `grid`, are multiplied by the axes, which override it. A field that only some surrogates
@@ -142,8 +122,6 @@ def expand(
     Args:
         recipe_names: Names or paths of recipes.
         axes: The axes from `parse_command`. Fields with one value, or none, are plain overrides.
-        settle: Takes a recipe and the values of a run's fields, and returns the values that it will have.
-        prefix: The beginning of the runs' names.
 
     Returns:
         At least one run; no two have the same name or the same settings.
@@ -162,13 +140,12 @@ def expand(
     points = [point for name in dict.fromkeys(recipe_names) for point in _points(name, axes)]
     seeds = list(dict.fromkeys(point.assignment.get("seed") for point in points))
     for point in sorted(points, key=lambda point: seeds.index(point.assignment.get("seed"))):
-        assignment = settle(point.recipe_name, point.assignment)
-        overrides = _overrides(assignment)
+        overrides = _overrides(point.assignment)
         recipe = recipes.load(point.recipe_name, overrides)
-        name = prefix + "-".join([recipe.name, *point.labels])
+        name = "-".join([recipe.name, *point.labels])
         if name in planned:  # recipes of one file name, or values that differ in signs a folder cannot have
             name += "-" + hashlib.sha256(json.dumps([point.recipe_name, overrides]).encode()).hexdigest()[:8]
-        planned[name] = PlannedRun(name, recipe, assignment)
+        planned[name] = PlannedRun(name, recipe, point.assignment)
         settings = json.dumps(planned[name].settings, sort_keys=True)
         if settings in same:
             raise RecipeError(f"{same[settings]} and {name} are the same run: leave one of them out")

@@ -33,7 +33,7 @@ class Slot:
         """Starts a run, once the last one has ended.
 
         Args:
-            arguments: The arguments of `troll` on the command line.
+            arguments: The arguments of `troll train` on the command line.
             log: The file to which the run's output is appended.
         """
         if self._worker is None or self._worker.poll() is not None:

@@ -1,6 +1,6 @@
 """A process that has imported everything that runs need, and forks for each run: `troll compare` has one in each slot.
 
-It reads one run in each line of stdin, `{"arguments": ["train", ...], "log": PATH}`, and answers with its exit code. A
+It reads one run in each line of stdin, `{"arguments": [RECIPE, ...], "log": PATH}`, and answers with its exit code. A
 fork starts in the state of a fresh process after its imports: no random number is drawn, and neither CUDA nor torch's
 thread pool has started, which would not survive a fork. (The threads of OpenBLAS and of jemalloc have started, and do.)
 """
@@ -22,10 +22,12 @@ _IMPORTS = ("troll.runs.train", "reasoning_gym", "matplotlib.style", "matplotlib
 
 
 def main() -> None:
-    """Imports everything, and serves until stdin ends."""
+    """Imports everything, and serves until stdin ends; with arguments, makes their run in this process."""
+    if sys.argv[1:]:
+        sys.exit(_train(sys.argv[1:]))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends without a traceback as long as there is no run to interrupt
     if sys.platform == "darwin":  # its frameworks do not survive a fork
-        serve(lambda arguments: os.execv(sys.executable, [sys.executable, "-m", "troll.cli", *arguments]))
+        serve(lambda arguments: os.execv(sys.executable, [sys.executable, "-m", "troll.runs.worker", *arguments]))
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # as the command line does
@@ -35,16 +37,25 @@ def main() -> None:
     # From 3.12 on, Python warns of any thread at a fork.
     warnings.filterwarnings("ignore", message=".*use of fork", category=DeprecationWarning)
     gc.freeze()  # the collector would write to every object, and so copy the memory that forks share
-    from troll import cli
+    serve(_train)
 
-    serve(cli.main)
+
+def _train(arguments: Sequence[str]) -> int:
+    from troll.terminal import run_command
+
+    def command() -> int:
+        from troll.runs.train import train_command  # what it imports may be missing, and then this run says so
+
+        return train_command(arguments[0], arguments[1:])
+
+    return run_command(command)
 
 
 def serve(run: Callable[[Sequence[str]], int]) -> None:
     """Makes the runs that stdin asks for, one after the other.
 
     Args:
-        run: Takes the arguments of `troll` on the command line, and returns the exit code.
+        run: Takes the arguments of `troll train` on the command line, and returns the exit code.
     """
     for line in sys.stdin:
         job = json.loads(line)
@@ -67,7 +78,7 @@ def _in_a_fork(run: Callable[[Sequence[str]], int], arguments: Sequence[str], lo
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, sys.stdin.fileno())
         os.close(nothing)
-        sys.argv = ["troll", *arguments]
+        sys.argv = ["troll", "train", *arguments]
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         sys.exit(run(arguments))
 

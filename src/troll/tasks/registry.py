@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from troll.rewards.columns import clash
 from troll.rewards.preference import load_reward_model
+from troll.terminal import UsageError
 
 RewardFunc = Callable[..., list[float]]
 #: A reward that a trainer takes: a function, or a reward model (`transformers.PreTrainedModel`).
@@ -23,8 +24,8 @@ DEFAULT_EVAL_SIZE = 256
 CHAT_PROMPT = "chat_prompt"
 
 
-class TaskError(ValueError):
-    """A task that cannot be loaded; the message is one line that says what is wrong and what to do."""
+class TaskError(UsageError):
+    """A task that cannot be loaded."""
 
 
 @dataclass

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from troll.runs.summary import commit_of
+from troll.runs.outcome import commit_of
 
 
 @pytest.fixture

@@ -7,17 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from troll.runs.comparison import C, Comparison, Difference, Group, Measure, Method, Row, rivals
-from troll.runs.statistics import (
-    Estimate,
+from experiments.inference import (
     equivalence_p_value,
     holm,
     leave_one_out_choice,
-    mean_estimate,
     range_within,
-    seed_differences,
     sign_flip_p_value,
 )
+from troll.runs.comparison import C, Comparison, Difference, Group, Measure, Method, Row, rivals
+from troll.runs.statistics import Estimate, mean_estimate, seed_differences
 
 RATE = "learning_rate"
 #: Methods whose success differs by less than this are as good as each other.

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich.console import Console
+
+from experiments.contest_page import write_contest
+from troll.files import write_atomically
 from troll.recipes import RecipeError
-from troll.runs.grid import Axes, PlannedRun, expand
+from troll.runs.compare import Outcome, compare
+from troll.runs.comparison import measure_of, read_runs
+from troll.runs.grid import Axes, PlannedRun, expand, parse_command
+from troll.runs.manifest import claim
+from troll.terminal import say
 
 #: The place of one choice: the recipe, and the values of all fields except for the tuned ones and the seed.
 Place = tuple[str, tuple[tuple[str, str | None], ...]]
@@ -44,7 +55,7 @@ class Choice:
         return f"{' '.join(filter(None, [self.recipe, place, self.surrogate]))}: {values} (mean {self.means[0][1]:.3f})"
 
     def as_json(self) -> dict[str, Any]:
-        """The choice for the manifest."""
+        """The choice for `tuning.json`."""
         return {
             "recipe": self.recipe,
             "surrogate": self.surrogate,
@@ -71,6 +82,20 @@ class Tuning:
     fields: Axes
     seeds: Sequence[str]
 
+    @classmethod
+    def parse(cls, recipe_names: Sequence[str], axes: Axes) -> Tuning:
+        """The plan from the options of the command, among which are `--tune` and `--tuning_seeds`.
+
+        Raises:
+            RecipeError: If one of the two is missing, or a tuned field has fewer than two values.
+        """
+        left = {name: list(values) for name, values in axes.items()}
+        fields = _tuned(left)
+        seeds = left.pop("tuning_seeds", [])
+        if not fields or not seeds:
+            raise RecipeError("--tune FIELD=VALUE,VALUE ... and --tuning_seeds SEED ... go together: give both")
+        return cls(recipe_names, left, fields, seeds)
+
     @property
     def settled(self) -> list[str]:
         """The fields that have the chosen values in the second stage."""
@@ -85,7 +110,7 @@ class Tuning:
             RecipeError: As `troll.runs.grid.expand`, for both stages; or if there is nothing to choose, or a seed is
                 in both stages.
         """
-        every = expand(self.recipe_names, {**self.axes, **self.fields, "seed": self.seeds}, prefix="tune-")
+        every = expand(self.recipe_names, {**self.axes, **self.fields, "seed": self.seeds})
         runs = [run for run in every if any(name in run.assignment for name in self.settled)]
         if not runs:
             raise RecipeError(
@@ -107,15 +132,14 @@ class Tuning:
             choices: The choices from `choose`. A method without a choice has the first value of each field.
         """
         chosen = {choice.place: choice.values for choice in choices}
-
-        def settle(recipe_name: str, assignment: Mapping[str, str | None]) -> Mapping[str, str | None]:
-            values = chosen.get(self._place(recipe_name, assignment), {})
-            return {
-                name: values.get(name, value) if name in self.settled else value for name, value in assignment.items()
-            }
-
         firsts = {name: self.fields[name][:1] for name in self.settled}
-        return expand(self.recipe_names, {**self.axes, **firsts}, settle)
+        planned = expand(self.recipe_names, {**self.axes, **firsts})
+        return [run.with_values(self._settled_values(run, chosen)) for run in planned]
+
+    def _settled_values(self, run: PlannedRun, chosen: Mapping[Place, Values]) -> Values:
+        """The values that were chosen for a run, of the fields that it reads and that have no values of their own."""
+        values = chosen.get(self._place(run.recipe.given, run.assignment), {})
+        return {name: value for name, value in values.items() if name in self.settled and name in run.assignment}
 
     def choose(self, runs: Sequence[PlannedRun], results: Mapping[str, float]) -> list[Choice]:
         """Chooses for every method the combination with the best mean over the tuning seeds; of equals, the smaller.
@@ -141,19 +165,81 @@ class Tuning:
             for place, combinations in found.items()
         ]
 
-    def record(self, runs: Sequence[PlannedRun], choices: Sequence[Choice] | None = None) -> dict[str, Any]:
-        """What the manifest holds about the tuning.
-
-        Args:
-            runs: The runs of the first stage.
-            choices: The choices from `choose`; None as long as they are open.
-        """
-        chosen = {} if choices is None else {"chosen": [choice.as_json() for choice in choices]}
-        return {"settled": self.settled, "runs": [run.name for run in runs], **chosen}
-
     def _place(self, recipe_name: str, assignment: Mapping[str, str | None]) -> Place:
         apart = {"seed", *self.fields}
         return recipe_name, tuple((name, value) for name, value in assignment.items() if name not in apart)
+
+
+def tune(recipe_names: Sequence[str], arguments: Sequence[str], console: Console) -> Outcome:
+    """Makes the runs of both stages, and writes the page of the contest.
+
+    The folder holds a comparison in `tuning`, the choices in `tuning.json`, the comparison of the chosen settings in
+    `counted`, and the page. The same command resumes in either stage.
+
+    Args:
+        recipe_names: The names or paths of the recipes.
+        arguments: The fields and options, as for `troll compare`, with `--tune` and `--tuning_seeds`.
+        console: The console for progress and results.
+
+    Returns:
+        "finished" if every run is; "failed" if one failed, without a second stage if it was of the first;
+        "interrupted" after Ctrl-C.
+
+    Raises:
+        RecipeError: If a stage is not a valid grid, if its folder holds another one, or if the first stage has measured
+            nothing.
+    """
+    command = parse_command(recipe_names, arguments)
+    plan, folder = Tuning.parse(recipe_names, command.axes), Path(command.output_dir)
+    tuning, counted = folder / "tuning", folder / "counted"
+    given = shlex.join(["python", "-m", "experiments", "tune", *recipe_names, *arguments])
+    runs = plan.runs()
+    say(console, "first stage: settings are chosen on the tuning seeds")
+    outcome = compare(runs, tuning, console, command.jobs, given)
+    if outcome == "failed":
+        say(console, "nothing is chosen yet: that needs all runs of the tuning")
+    if outcome != "finished":
+        return outcome
+    runs = claim(tuning, given, runs)  # with the names that an earlier, smaller grid gave them
+    choices = plan.choose(runs, _results(tuning, runs))
+    for choice in choices:
+        say(console, f"chosen    {choice.text}")
+    content = [choice.as_json() for choice in choices]
+    write_atomically(folder / "tuning.json", json.dumps(content, indent=2) + "\n")
+    say(console, "second stage: the chosen settings are compared on seeds that do not count in the tuning")
+    outcome = compare(plan.counted(choices), counted, console, command.jobs, given, plan.settled)
+    say(console, f"contest     {write_contest([counted], folder, content)}")
+    return outcome
+
+
+def _results(folder: Path, runs: Sequence[PlannedRun]) -> dict[str, float]:
+    """The final success of each run of the first stage; the final reward if no run measured success."""
+    names = {run.name for run in runs}
+    finished = [run for run in read_runs([folder]) if run.name in names]
+    measure = measure_of(finished)
+    results = {run.name: value for run in finished if (value := run.final(measure)) is not None}
+    if missing := sorted(names - set(results)):
+        raise RecipeError(
+            f"{missing[0]} has no held-out {measure} after training, so that nothing can be chosen: the recipe needs "
+            "eval_strategy and eval_size"
+        )
+    return results
+
+
+def _tuned(axes: dict[str, list[str]]) -> Axes:
+    """Takes `--tune` out of the axes: FIELD=VALUE,VALUE, or only FIELD if `--FIELD` gives the values."""
+    tuned: dict[str, list[str]] = {}
+    for given in axes.pop("tune", []):
+        name, equals, values = given.partition("=")
+        name = name.replace("-", "_")
+        if name in ("surrogate", "seed"):
+            raise RecipeError(f"--tune {name}: a comparison is over the {name}s; name settings such as kl_bound")
+        if name in tuned:
+            raise RecipeError(f"--tune has {name} twice: give it all its values at once")
+        tuned[name] = values.split(",") if equals else axes.pop(name, [])
+        if not all(tuned[name]) or len(tuned[name]) < 2:
+            raise RecipeError(f"--tune {name} needs values to choose from: --tune {name}=VALUE,VALUE")
+    return tuned
 
 
 def _best_first(means: Mapping[tuple[tuple[str, str], ...], float]) -> list[tuple[Values, float]]:

@@ -1,11 +1,13 @@
-"""What came of a run: its summary, the verdict of each held-out completion, and the lines that end it."""
+"""What came of a run: its model, summary, verdicts and card, and the lines that end it."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import platform
+import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,65 @@ from rich.console import Console
 
 from troll.files import write_atomically
 from troll.recipes import Recipe
+from troll.runs.build import BuiltRun
 from troll.runs.charts import SUCCESS
+from troll.runs.model_card import CARD_FILE, model_card
+from troll.runs.publishing import push
 from troll.runs.report import write_report
 from troll.tasks import Task
 from troll.terminal import say
 from troll.trl import TrollTrainer
 from troll.trl.checkpoints import newest_complete
 from troll.trl.surrogates import SURROGATES
+
+
+class RunOutcome:
+    """What a run leaves in its folder.
+
+    The time of the run begins here, and the commit is read here, since a checkout may move on meanwhile.
+
+    Args:
+        run: The run, of which every process makes an outcome; only the main one writes.
+    """
+
+    def __init__(self, run: BuiltRun) -> None:
+        self._run, self._status = run, "unfinished"
+        self._start, self._commit = time.monotonic(), commit_of(Path(__file__).parents[1])
+
+    def write(self, status: str, console: Console) -> None:
+        """Saves the model, writes all files at the end of training, and prints what came of it.
+
+        Args:
+            status: "finished", "interrupted" or "failed".
+            console: The console for the lines.
+        """
+        self._status = status
+        run, trainer, folder = self._run, self._run.trainer, self._run.folder
+        trainer.save_model(str(folder / "model"), _internal_call=True)  # pushed below, when it is complete
+        if not trainer.is_world_process_zero():
+            return
+        summary = self._summary()
+        write_atomically(folder / "summary.json", json.dumps(summary, indent=2))
+        write_verdicts(folder, trainer, run.task)
+        run.trained_on.write(folder / "model")
+        self.write_card()
+        shutil.copyfile(folder / CARD_FILE, folder / "model" / CARD_FILE)
+        if status == "finished" and trainer.hub_model_id is not None:
+            say(console, push(folder / "model", trainer.hub_model_id, run.recipe.training))
+        tell(summary, folder, console)
+
+    def write_card(self, *_: Any, **__: Any) -> None:
+        """Writes the model card; takes the arguments of TRL's `create_model_card`, which it replaces."""
+        run = self._run
+        if run.trainer.is_world_process_zero():
+            name = run.trainer.hub_model_id or str(run.folder / "model")
+            card = model_card(run.recipe, run.task, run.trained_on, self._summary(), name)
+            write_atomically(run.folder / CARD_FILE, card)
+
+    def _summary(self) -> dict[str, Any]:
+        seconds = time.monotonic() - self._start
+        run = self._run
+        return summary_of(run.recipe, run.trainer, self._status, seconds, len(run.task.eval_dataset), self._commit)
 
 
 def summary_of(

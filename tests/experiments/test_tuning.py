@@ -1,15 +1,22 @@
-import pytest
+import json
+from pathlib import Path
+from typing import Any
 
+import pytest
+from rich.console import Console
+
+from experiments.tuning import Tuning, tune
+from tests.runs.test_compare import WORKER, console, grid, how, starts, text_of  # noqa: F401  two are fixtures
 from troll.recipes import RecipeError
+from troll.runs import slots, worker
+from troll.runs.compare import compare
 from troll.runs.grid import PlannedRun, parse_command
-from troll.runs.tuning import Tuning
 
 BOUNDS = ["--tune", "kl_bound=0.2,0.05", "epsilon=0.3,0.1", "learning_rate=1e-4,3e-4", "--tuning_seeds", "8", "9"]
 
 
 def plan(*arguments: str, recipes: tuple[str, ...] = ("quickstart",)) -> Tuning:
-    command = parse_command(recipes, arguments)
-    return Tuning(recipes, command.axes, command.tuned, command.tuning_seeds)
+    return Tuning.parse(recipes, parse_command(recipes, arguments).axes)
 
 
 def values(runs: list[PlannedRun], *names: str) -> list[tuple[object, ...]]:
@@ -24,7 +31,7 @@ def test_each_method_tries_the_values_that_it_reads() -> None:
     assert values(troll, "kl_bound", "learning_rate", "seed") == expected
     expected = [(width, rate, seed) for seed in (8, 9) for width in (0.3, 0.1) for rate in (1e-4, 3e-4)]
     assert values(clip, "epsilon", "learning_rate", "seed") == expected
-    assert runs[0].name == "tune-quickstart-troll-kl_bound=0.2-learning_rate=1e-4-seed=8"
+    assert runs[0].name == "quickstart-troll-kl_bound=0.2-learning_rate=1e-4-seed=8"
 
 
 def test_the_best_mean_is_chosen_and_of_equal_ones_the_smaller_values() -> None:
@@ -102,3 +109,80 @@ def test_mistakes_in_either_stage_are_found_first() -> None:
         plan(*BOUNDS, "--learning_rate", "fast", "slow").runs()
     with pytest.raises(RecipeError, match="--tune learning_rate chooses nothing"):
         plan("--tune", "learning_rate=1,2", "--tuning_seeds", "9", "--learning_rate", "1e-4", "1e-5").runs()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tune", "kl_bound=1,2"], "--tune .* and --tuning_seeds .* go together"),
+        (["--tuning_seeds", "1"], "--tune .* and --tuning_seeds .* go together"),
+        (["--tune", "kl_bound=1", "--tuning_seeds", "1"], "--tune kl_bound needs values to choose from"),
+        (["--tune", "kl_bound", "--tuning_seeds", "1"], "--tune kl_bound needs values to choose from"),
+        (["--tune", "kl_bound=1,2", "kl-bound=3,4", "--tuning_seeds", "1"], "--tune has kl_bound twice"),
+        (["--tune", "seed=1,2", "--tuning_seeds", "1"], "--tune seed: a comparison is over the seeds"),
+    ],
+)
+def test_mistakes_in_the_options_are_one_line(options: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as raised:
+        plan(*options)
+    assert "\n" not in str(raised.value)
+
+
+TUNE = ["--surrogate", "troll", "clip", "--tune", "kl_bound=0.2,0.01", "epsilon=0.1,0.3", "learning_rate=1e-5,1e-4"]
+TUNE += ["--tuning_seeds", "7", "8", "--learning_rate", "1e-4", "1e-3", "--seeds", "2", "--jobs", "2"]
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_each_method_is_compared_with_the_settings_that_were_chosen_for_it(
+    tmp_path: Path,
+    how: dict[str, str],  # noqa: F811
+    console: Console,  # noqa: F811
+) -> None:
+    folder = tmp_path / "all"
+    command = [*TUNE, "--output_dir", str(folder)]
+    how["quickstart-troll-kl_bound=0.01-learning_rate=1e-5-seed=8"] = "reach=0.9"
+    how["quickstart-clip-epsilon=0.3-learning_rate=1e-4-seed=7"] = "fail"
+    assert tune(["quickstart"], command, console) == "failed"
+    assert len(read(folder / "tuning" / "compare.json")["runs"]) == 16
+    assert not (folder / "counted").exists(), "nothing is chosen yet"
+
+    how["quickstart-clip-epsilon=0.3-learning_rate=1e-4-seed=7"] = "reach=0.8"
+    for _ in range(2):  # the second time, nothing is left to be done
+        assert tune(["quickstart"], command, console) == "finished"
+    chosen = {choice["surrogate"]: choice for choice in read(folder / "tuning.json")}
+    assert chosen["troll"]["chosen"] == {"kl_bound": "0.01", "learning_rate": "1e-5"}
+    assert chosen["troll"]["means"][0]["mean"] == pytest.approx(0.7)
+    assert [len(choice["means"]) for choice in chosen.values()] == [4, 4]
+    counted = read(folder / "counted" / "compare.json")["runs"]
+    assert {(run["surrogate"], run["learning_rate"], run["seed"]) for run in counted.values()} == {
+        (surrogate, rate, seed) for surrogate in ("troll", "clip") for rate in (1e-4, 1e-3) for seed in (0, 1)
+    }
+    assert {run["kl_bound"] for run in counted.values() if run["surrogate"] == "troll"} == {0.01}
+    assert {run["epsilon"] for run in counted.values() if run["surrogate"] == "clip"} == {0.3}
+    assert all(len(starts(folder / "counted", name)) == 1 for name in counted)
+    assert "chosen    quickstart clip: epsilon=0.3 learning_rate=1e-4 (mean 0.650)" in text_of(console)
+    assert "16 runs, 16 finished already" in text_of(console)
+    assert [len(method["success_by_seed"]) for method in read(folder / "contest.json")["methods"]] == [2, 2]
+    assert (folder / "contest.html").is_file()
+
+    with pytest.raises(RecipeError, match=r"its run quickstart-.* is not in this grid"):
+        compare(grid(), folder / "tuning", console)
+    more = ["kl_bound=0.2,0.01,0.5" if part.startswith("kl_bound") else part for part in command]
+    how["quickstart-troll-kl_bound=0.5-learning_rate=1e-5-seed=7"] = "reach=1"
+    how["quickstart-troll-kl_bound=0.5-learning_rate=1e-5-seed=8"] = "reach=1"
+    with pytest.raises(RecipeError, match=r"its run quickstart-troll.* \(kl_bound is 0.01 there and 0.5 here\)"):
+        tune(["quickstart"], more, console)
+
+
+def test_a_tuning_that_measures_nothing_is_refused(
+    tmp_path: Path,
+    how: dict[str, str],  # noqa: F811
+    console: Console,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slots, "WORKER", [*slots.WORKER[:3], WORKER.replace("success_after", "other"), worker.__file__])
+    with pytest.raises(RecipeError, match=r"quickstart-clip-.* has no held-out success after training"):
+        tune(["quickstart"], [*TUNE, "--output_dir", str(tmp_path / "all")], console)
