@@ -31,7 +31,7 @@ from experiments.protocol import (
 )
 from experiments.table import Result, Settings, read_questions
 from troll.evaluation.estimators import Interval
-from troll.runs.statistics import Estimate, mean_estimate, paired_difference
+from troll.runs.statistics import SeedMean, paired_difference, seed_mean
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ class Method:
         return {seed: run.success_after for seed, run in self.tuned.items()}
 
     @property
-    def success(self) -> Estimate | None:
+    def success(self) -> SeedMean | None:
         """Held-out success at the chosen rates; None for fewer than two seeds."""
-        return mean_estimate(list(self.finals.values())) if self.tuned else None
+        return seed_mean(list(self.finals.values())) if self.tuned else None
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class Section:
         found = {contrast.second.surrogate: contrast for contrast in self.contrasts}
         equal = {name for name, one in found.items() if one.equivalence is not None and one.equivalence < LEVEL}
         penalty = "kl_penalty" in equal or found["kl_penalty"].verdict == "worse"
-        faster = troll.decades > clip.decades and _above_zero(mean_estimate(list(self.lead("troll").values())))
+        faster = troll.decades > clip.decades and _above_zero(seed_mean(list(self.lead("troll").values())))
         return "clip" in equal, faster, "regression" in equal, penalty
 
 
@@ -381,7 +381,7 @@ def _bootstrap(first: Method, second: Method, folder: Path) -> Interval | None:
     return crossed_bootstrap_interval(differences, read_questions(folder, names.pop()))
 
 
-def _above_zero(difference: Estimate | None) -> bool:
+def _above_zero(difference: SeedMean | None) -> bool:
     return difference is not None and difference.interval is not None and difference.interval[0] > 0
 
 

@@ -15,9 +15,10 @@ from experiments.table import Identity, Phase, Result, Settings, merge, pack, re
 from troll import recipes
 from troll.files import read_json, write_atomically
 from troll.runs.charts import SUCCESS, TRUST
-from troll.runs.comparison import Run, read_comparison
+from troll.runs.comparison import read_comparison
 from troll.runs.curves import metric_points, number
 from troll.runs.grid import PlannedRun
+from troll.runs.recorded import Run
 from troll.trl.surrogates import SURROGATES
 
 # Settings with their own column, and settings of a run's output only.

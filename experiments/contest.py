@@ -14,8 +14,9 @@ from experiments.inference import (
     range_within,
     sign_flip_p_value,
 )
-from troll.runs.comparison import C, Comparison, Difference, Group, Measure, Method, Row, rivals
-from troll.runs.statistics import Estimate, mean_estimate, seed_differences
+from troll.runs.comparison import C, Comparison, Difference, Group, Method, Row, rivals
+from troll.runs.recorded import Measure
+from troll.runs.statistics import SeedMean, seed_differences, seed_mean
 
 RATE = "learning_rate"
 #: Methods whose success differs by less than this are as good as each other.
@@ -55,11 +56,11 @@ class Contestant(Method):
         return {seed: self._finals[rate][seed] for seed, rate in self.rates.items()}
 
     @property
-    def final(self) -> Estimate | None:
+    def final(self) -> SeedMean | None:
         """The mean of the final results over seeds; None if there are none."""
         if len(self.groups) == 1:
             return next(iter(self.groups.values())).final
-        return mean_estimate(list(self.finals.values())) if self.finals else None
+        return seed_mean(list(self.finals.values())) if self.finals else None
 
     @property
     def range(self) -> tuple[float, float] | None:
@@ -139,7 +140,7 @@ def contrasts_of(pairs: Sequence[tuple[C, C]], margin: float) -> list[Contrast[C
     compared = [(one, other, seed_differences(one.finals, other.finals)) for one, other in pairs]
     return [
         Contrast(
-            *(one, other, mean_estimate(differences)),
+            *(one, other, seed_mean(differences)),
             p_value=sign_flip_p_value(differences),
             equivalence=equivalence_p_value(differences, margin),
         )

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.contest import Contestant, Contrast, contestants, contrasts, counts_text, range_text, rate_text
 from troll.files import write_atomically
-from troll.runs.comparison import Measure, panels, read_comparison
+from troll.runs.comparison import panels, read_comparison
 from troll.runs.comparison_tables import difference, estimate_json, estimate_text, method_json
-from troll.runs.outcome_figures import format_axis, outcome
+from troll.runs.dot_figures import format_axis, outcome_section
 from troll.runs.page_frame import figure_card, html_table, render
 from troll.runs.plot import drawing, line_mark, line_style
+from troll.runs.recorded import Measure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,7 +76,7 @@ def contest_html(
     """The page, from the methods and the contrasts between them."""
     tuned = any(len(method.groups) > 1 for method in methods)
     notes = [*([_RATE_NOTE] if tuned else []), *([_CHOSEN_NOTE] if choices else [])]
-    parts = [outcome(methods, found, notes)]
+    parts = [outcome_section(methods, found, notes)]
     if found:
         parts += ["<h2>Tuned against tuned</h2>", _contrast_table(found), f'<p class="note">{_CONTRAST_NOTE}</p>']
     if tuned:

@@ -33,9 +33,9 @@ from troll.evaluation.problems import load_problems
 from troll.files import read_json, write_atomically
 from troll.runs.build import model_path
 from troll.runs.compare import compare
-from troll.runs.comparison import read_runs
 from troll.runs.grid import expand, parse_command
 from troll.runs.plot import STYLE
+from troll.runs.recorded import read_runs
 from troll.tasks import TaskConfig
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -22,7 +22,7 @@ from experiments.analysis import Section, exploratory_sections, primary_sections
 from experiments.protocol import METHODS, REGIMES
 from experiments.table import Result, read_csv
 from troll.files import read_json, write_atomically
-from troll.runs.statistics import mean_estimate, paired_difference
+from troll.runs.statistics import paired_difference, seed_mean
 
 TEMPLATE = Path(__file__).with_name("template.md")
 _PLACEHOLDER = re.compile(r"\{\{(.+?)\}\}")
@@ -161,7 +161,7 @@ def _number(section: Section, wanted: str) -> str:
     if unknown := {first, second or first} - set(METHODS):
         raise ValueError(f"the template asks for {{{{{section.regime} {wanted}}}}}: {unknown.pop()!r} is no method")
     finals, *others = [section.finals(name, float(rate) if rate else None) for name in (first, second) if name]
-    found = paired_difference(finals, others[0]) if minus else mean_estimate(list(finals.values())) if finals else None
+    found = paired_difference(finals, others[0]) if minus else seed_mean(list(finals.values())) if finals else None
     if found is None:
         return "(no runs yet)"
     if minus:

@@ -12,7 +12,7 @@ from experiments.protocol import BOUNDS, MARGIN, METHODS, REGIMES, SEEDS, TUNING
 from experiments.table import Result
 from troll.evaluation.estimators import Interval
 from troll.runs.comparison_tables import estimate_text, markdown_table
-from troll.runs.statistics import Estimate, mean_estimate, paired_difference
+from troll.runs.statistics import SeedMean, paired_difference, seed_mean
 
 NOTHING = "–"
 SHARES = ("right, in brackets or not: before and after", "in brackets, right or not")
@@ -242,7 +242,7 @@ def interval(ends: Interval | None) -> str:
     return NOTHING if ends is None else f"[{points(ends[0])}, {points(ends[1])}]"
 
 
-def success(estimate: Estimate | None) -> str:
+def success(estimate: SeedMean | None) -> str:
     """A success with its interval."""
     if estimate is None:
         return NOTHING
@@ -261,7 +261,7 @@ def _cell(runs: Sequence[Result]) -> str:
     """Mean ± standard deviation over seeds, their number, and how many of them collapsed."""
     if not runs:
         return NOTHING
-    text = estimate_text(mean_estimate([run.success_after for run in runs]), "success")
+    text = estimate_text(seed_mean([run.success_after for run in runs]), "success")
     lost = sum(run.collapsed for run in runs)
     return text + (f", {lost} collapsed" if lost else "")
 
@@ -319,7 +319,7 @@ def _mean(values: Sequence[float | None]) -> str:
     return f"{fmean(known):.3g}" if known else NOTHING
 
 
-def _difference(estimate: Estimate | None) -> str:
+def _difference(estimate: SeedMean | None) -> str:
     return NOTHING if estimate is None else f"{points(estimate.mean)} {interval(estimate.interval)}"
 
 

@@ -16,9 +16,10 @@ from experiments.contest_page import write_contest
 from troll.files import write_atomically
 from troll.recipes import RecipeError
 from troll.runs.compare import Outcome, compare
-from troll.runs.comparison import measure_of, read_runs
+from troll.runs.comparison import measure_of
 from troll.runs.grid import Axes, PlannedRun, expand, parse_command
 from troll.runs.manifest import claim
+from troll.runs.recorded import read_runs
 from troll.terminal import say
 
 #: The place of one choice: the recipe, and the values of all fields except for the tuned ones and the seed.

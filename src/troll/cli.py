@@ -255,8 +255,8 @@ def _compare(recipe_names: list[str], fields: list[str]) -> int:
 
 
 def _report(folders: list[Path], output_dir: Path | None) -> int:
-    from troll.runs.comparison import is_comparison
     from troll.runs.comparison_page import write_comparison
+    from troll.runs.recorded import is_comparison
     from troll.runs.report import write_report
 
     try:

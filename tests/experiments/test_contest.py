@@ -12,7 +12,8 @@ from experiments.contest import contestants, contrasts
 from experiments.contest_page import write_contest
 from tests.runs.test_comparison import write_run
 from tests.runs.test_report import Page, check_page
-from troll.runs.comparison import MANIFEST, Comparison, read_runs
+from troll.runs.comparison import Comparison
+from troll.runs.recorded import MANIFEST, read_runs
 
 
 def rates(tmp_path: Path) -> list[Path]:

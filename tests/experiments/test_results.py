@@ -24,7 +24,7 @@ from experiments.inference import crossed_bootstrap_interval
 from experiments.protocol import LEARNING_RATES, METHODS, REGIMES, TUNING_RATES, TUNING_SEEDS
 from experiments.table import Phase, Result
 from troll.runs.grid import expand
-from troll.runs.statistics import Estimate
+from troll.runs.statistics import SeedMean
 from troll.trl.surrogates import SURROGATES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -413,7 +413,7 @@ def test_counted_runs_of_a_method_have_one_setting_and_are_counted_once(tmp_path
     ],
 )
 def test_verdicts(mean: float, corrected: float | None, equivalence: float | None, verdict: str) -> None:
-    estimate = Estimate(mean, 0.1, 20, None, "t")
+    estimate = SeedMean(mean, 0.1, 20, None, "t")
     method = analysis.Method("troll", (), "TROLL", {})
     found = analysis.Contrast(method, method, estimate, 0.5, equivalence, corrected)
     assert found.verdict == verdict

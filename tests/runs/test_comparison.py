@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console
 
 from tests.runs.test_report import Page, check_page
-from troll.runs.comparison import MANIFEST, Comparison, read_runs
+from troll.runs.comparison import Comparison
 from troll.runs.comparison_page import write_comparison
 from troll.runs.comparison_tables import console_table, markdown
+from troll.runs.recorded import MANIFEST, read_runs
 
 READ = {"troll": ["kl_bound"], "regression": ["kl_bound"], "clip": ["epsilon"], "none": []}
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 from scipy import stats
 
-from troll.runs.statistics import mean_estimate, paired_difference, t_interval
+from troll.runs.statistics import paired_difference, seed_mean, t_interval
 
 
 def test_the_module_is_imported_without_scipy() -> None:
@@ -27,13 +27,13 @@ def test_an_interval_takes_two_values() -> None:
 
 
 def test_success_of_several_seeds_and_of_one() -> None:
-    several = mean_estimate([0.5, 0.7], answers=100)
+    several = seed_mean([0.5, 0.7], answers=100)
     assert (several.mean, several.size, several.method) == (pytest.approx(0.6), 2, "t")
     assert several.spread == pytest.approx(stats.tstd([0.5, 0.7]))
-    one = mean_estimate([0.3], answers=50)
+    one = seed_mean([0.3], answers=50)
     assert one.interval == pytest.approx(stats.binomtest(15, 50).proportion_ci(0.95, method="wilson"), rel=1e-9)
     assert (one.spread, one.size, one.method) == (None, 1, "wilson")
-    unknown = mean_estimate([0.3], answers=None)
+    unknown = seed_mean([0.3], answers=None)
     assert (unknown.interval, unknown.method) == (None, None)
 
 

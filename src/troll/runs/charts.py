@@ -11,7 +11,7 @@ from troll.runs.plot import Scale
 
 
 @dataclass(frozen=True)
-class Curve:
+class Chart:
     """A card of the page about one run.
 
     Attributes:
@@ -20,7 +20,7 @@ class Curve:
         unit: The unit of the values.
         scale: The scale of the vertical axis.
         lines: The text in the legend by metric; held-out metrics start with "eval_".
-        caption: The meaning of the curve, and what to look for.
+        caption: The meaning of the chart, and what to look for.
         with_bound: Whether ε is drawn too.
         shown: When the card is shown. With "always", a sentence replaces a card without data; the others leave it out.
     """
@@ -46,9 +46,9 @@ _DIAGNOSTICS = TRUST + "diagnostics/"
 #: The conditioning of the projection's multiplier, and the norm of the whole gradient.
 CONDITIONING, GRADIENT_NORM = _DIAGNOSTICS + "conditioning", "grad_norm"
 
-#: The curves of a single run, in the order of the page.
-CURVES = (
-    Curve(
+#: The charts of a single run, in the order of the page.
+CHARTS = (
+    Chart(
         "Learning",
         "Success",
         "share of completions",
@@ -57,7 +57,7 @@ CURVES = (
         "How many sampled completions solve their problem, on the training batches and on held-out problems (points "
         "with 95 % intervals). Higher is better.",
     ),
-    Curve(
+    Chart(
         "Learning",
         "Reward",
         "mean per completion",
@@ -66,7 +66,7 @@ CURVES = (
         "What training maximises. If it rises while success does not, the reward is earned in some other way than by "
         "solving problems.",
     ),
-    Curve(
+    Chart(
         "Trust region",
         "KL to the old policy, mean token",
         "nats, log scale",
@@ -76,7 +76,7 @@ CURVES = (
         "projection, which the loss uses (after). The first update of a rollout, with almost 0, is below the axis.",
         with_bound=True,
     ),
-    Curve(
+    Chart(
         "Trust region",
         "KL to the old policy, largest token",
         "nats, log scale",
@@ -86,7 +86,7 @@ CURVES = (
         "is the trust region.",
         with_bound=True,
     ),
-    Curve(
+    Chart(
         "Trust region",
         "Projected fraction",
         "share of tokens",
@@ -95,7 +95,7 @@ CURVES = (
         "How many tokens had left the trust region and were projected back onto its boundary. At 0 % the bound does "
         "nothing; above 10 % over many steps, lower the learning rate.",
     ),
-    Curve(
+    Chart(
         "Trust region",
         "Multiplier η",
         "mean of the projected tokens",
@@ -104,7 +104,7 @@ CURVES = (
         "How hard the projection pulls a projected token towards the old policy: larger the further the "
         "network has left it.",
     ),
-    Curve(
+    Chart(
         "Trust region",
         "KL bound ε",
         "nats",
@@ -113,7 +113,7 @@ CURVES = (
         "The bound itself, which this run changes while it trains.",
         shown="if it changes",
     ),
-    Curve(
+    Chart(
         "Trust region",
         "Clipped fraction",
         "share of tokens",
@@ -122,7 +122,7 @@ CURVES = (
         "How many tokens had a ratio outside the clip's range, on the side where the clip cuts the gradient.",
         shown="if logged",
     ),
-    Curve(
+    Chart(
         "Policy",
         "Entropy",
         "nats per token",
@@ -131,7 +131,7 @@ CURVES = (
         "How undecided the policy is about its next token. A slow fall is learning; a drop to almost 0 means it "
         "no longer explores.",
     ),
-    Curve(
+    Chart(
         "Policy",
         "Completion length",
         "mean, in tokens",
@@ -139,7 +139,7 @@ CURVES = (
         {"completions/mean_length": "length"},
         "How long the sampled completions are. A climb or a collapse here often explains a surprise in the reward.",
     ),
-    Curve(
+    Chart(
         "Policy",
         "Support size",
         "tokens kept per position",
@@ -148,7 +148,7 @@ CURVES = (
         "How many of the old policy's most likely tokens the projection works on. It shrinks as the policy gets more "
         "certain.",
     ),
-    Curve(
+    Chart(
         "Policy",
         "Tail mass",
         "probability, log scale",
@@ -157,7 +157,7 @@ CURVES = (
         "How much of the old policy's probability lies outside that support. The smaller it is, the closer the KL "
         "above is to the one over the whole vocabulary.",
     ),
-    Curve(
+    Chart(
         "Critic",
         "Value loss",
         "mean token",
@@ -167,7 +167,7 @@ CURVES = (
         "when the policy earns returns that the critic has not seen.",
         shown="if logged",
     ),
-    Curve(
+    Chart(
         "Critic",
         "Explained variance",
         "of the returns",
@@ -256,20 +256,20 @@ _FAMILIES: tuple[tuple[str, str, str, Scale, str], ...] = (
 )
 
 
-def diagnostic_curves(names: Iterable[str]) -> list[Curve]:
-    """The curves of the metrics below `trust_region/diagnostics/` among `names`: families first."""
+def diagnostic_charts(names: Iterable[str]) -> list[Chart]:
+    """The charts of the metrics below `trust_region/diagnostics/` among `names`: families first."""
     left = [name.removeprefix(_DIAGNOSTICS) for name in dict.fromkeys(names) if name.startswith(_DIAGNOSTICS)]
-    curves = []
+    charts = []
     for pattern, title, unit, scale, caption in _FAMILIES:
         members = [name for name in left if re.match(rf"({pattern})(_|$)", name)]
         left = [name for name in left if name not in members]
-        curves.append(_diagnostic(title, unit, scale, members, caption))
-    curves += [_diagnostic(_words(name).capitalize(), "", "linear", [name], "") for name in left]
-    return [curve for curve in curves if curve.lines]
+        charts.append(_diagnostic(title, unit, scale, members, caption))
+    charts += [_diagnostic(_words(name).capitalize(), "", "linear", [name], "") for name in left]
+    return [chart for chart in charts if chart.lines]
 
 
-def evaluation_curves(names: Iterable[str]) -> list[Curve]:
-    """The curves of other metrics of evaluations than success: several completions of a problem, and other tasks."""
+def evaluation_charts(names: Iterable[str]) -> list[Chart]:
+    """The charts of other metrics of evaluations than success: several completions of a problem, and other tasks."""
     lines: dict[str, dict[str, str]] = {}
     for name in dict.fromkeys(names):
         if found := re.fullmatch(r"eval_(?:(.+)_)?(pass|maj)@(\d+)", name):
@@ -280,17 +280,17 @@ def evaluation_curves(names: Iterable[str]) -> list[Curve]:
         "pass": "How likely it is that at least one of {} completions solves a held-out problem.",
         "maj": "How often the answer that most of {} completions give is right.",
     }
-    curves = []
+    charts = []
     for title, members in lines.items():
         measure, count = title.split("@")
         caption = captions[measure].format(count)
-        curves.append(Curve("Evaluation", title, "share of problems", "percent", members, caption, shown="if logged"))
-    return curves
+        charts.append(Chart("Evaluation", title, "share of problems", "percent", members, caption, shown="if logged"))
+    return charts
 
 
-def _diagnostic(title: str, unit: str, scale: Scale, names: Sequence[str], caption: str) -> Curve:
+def _diagnostic(title: str, unit: str, scale: Scale, names: Sequence[str], caption: str) -> Chart:
     lines = {_DIAGNOSTICS + name: _words(name) for name in names}
-    return Curve("Diagnostics", title, unit, scale, lines, caption, shown="if logged")
+    return Chart("Diagnostics", title, unit, scale, lines, caption, shown="if logged")
 
 
 def _words(name: str) -> str:

@@ -19,12 +19,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from troll.files import locked, read_json
 from troll.recipes import RecipeError
 from troll.runs.build import model_path
-from troll.runs.comparison import MANIFEST, read_comparison
+from troll.runs.comparison import read_comparison
 from troll.runs.comparison_page import write_comparison
 from troll.runs.comparison_tables import console_table
-from troll.runs.folder import is_finished
 from troll.runs.grid import PlannedRun
 from troll.runs.manifest import claim
+from troll.runs.recorded import MANIFEST, is_finished
 from troll.runs.resume import check_same_run
 from troll.runs.slots import Slot, environments, gpus
 from troll.terminal import say
@@ -70,34 +70,30 @@ def compare(
         troll.tasks.TaskError: If the embedded model cannot learn a task.
     """
     with _locked(folder) as lock:
-        return _make(claim(folder, command, runs, settled), folder, lock, jobs, console)
-
-
-def _make(runs: Sequence[PlannedRun], folder: Path, lock: int, jobs: int | None, console: Console) -> Outcome:
-    """Makes those of some runs that are not finished, and prints what became of them."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    devices = [] if all(run.recipe.training.use_cpu for run in runs) else gpus()
-    jobs = min(len(runs), jobs or len(devices) or cores)
-    for run in runs:
-        check_same_run(run.settings, folder / run.name, may_change=lambda name: name == "output_dir")
-    waiting = [run for run in runs if not _is_finished(folder / run.name)]
-    done = len(runs) - len(waiting)
-    say(console, f"{len(runs)} runs, {done} finished already, {jobs} at once; output in {folder}")
-    outcome: Outcome = "finished"
-    failed: list[str] = []
-    with _stopped_by_signals() as interrupts:
-        try:
-            for run in waiting:  # before any run starts, or two processes would make the same model
-                model_path(run.recipe)
-            slots = [Slot(environment, lock) for environment in environments(jobs, cores, devices)]
-            failed = _run_all(waiting, folder, slots, interrupts, console)
-            outcome = "failed" if failed else "finished"
-        except KeyboardInterrupt:
-            outcome = "interrupted"
-    _tell(runs, folder, failed, console)
-    if outcome == "interrupted":
-        say(console, "interrupted; the same command resumes")
-    return outcome
+        runs = claim(folder, command, runs, settled)
+        for run in runs:
+            check_same_run(run.settings, folder / run.name, may_change=lambda name: name == "output_dir")
+        waiting = [run for run in runs if not _is_finished(folder / run.name)]
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        devices = [] if all(run.recipe.training.use_cpu for run in runs) else gpus()
+        jobs = min(len(runs), jobs or len(devices) or cores)
+        done = len(runs) - len(waiting)
+        say(console, f"{len(runs)} runs, {done} finished already, {jobs} at once; output in {folder}")
+        outcome: Outcome = "finished"
+        failed: list[str] = []
+        with _stopped_by_signals() as interrupts:
+            try:
+                for run in waiting:  # before any run starts, or two processes would make the same model
+                    model_path(run.recipe)
+                slots = [Slot(environment, lock) for environment in environments(jobs, cores, devices)]
+                failed = _run_all(waiting, folder, slots, interrupts, console)
+                outcome = "failed" if failed else "finished"
+            except KeyboardInterrupt:
+                outcome = "interrupted"
+        _tell(runs, folder, failed, console)
+        if outcome == "interrupted":
+            say(console, "interrupted; the same command resumes")
+        return outcome
 
 
 def _locked(folder: Path) -> contextlib.AbstractContextManager[int]:

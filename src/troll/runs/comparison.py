@@ -1,95 +1,29 @@
 """Several runs together: groups of runs that differ only in their seed, and the differences between groups.
 
-It reads only the runs' folders, and needs neither the trainer nor the recipes.
+It needs neither the trainer nor the recipes.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from troll.files import read_json, read_yaml
-from troll.runs.curves import SHARE, number
-from troll.runs.folder import is_finished, read_metrics
-from troll.runs.statistics import Estimate, mean_estimate, paired_difference
+from troll.files import read_json
+from troll.runs.curves import number
+from troll.runs.recorded import DEFAULT_SURROGATE, MANIFEST, SURROGATE, Measure, Run, is_comparison, read_runs
+from troll.runs.statistics import SeedMean, paired_difference, seed_mean
 
-#: The file that makes a folder a comparison: it holds the settings and the recipe of each run by name, and the command.
-MANIFEST = "compare.json"
-
-#: The measure of runs: the share of held-out problems solved, or the mean held-out reward if no run measured that.
-Measure = Literal["success", "reward"]
-
-_SURROGATE, DEFAULT_SURROGATE = "surrogate", "troll"
 # Settings whose differences do not make another method.
 _OF_THE_FOLDER = {"output_dir", "resume_from_checkpoint"}
-_NO_AXIS = _OF_THE_FOLDER | {"seed", _SURROGATE}
+_NO_AXIS = _OF_THE_FOLDER | {"seed", SURROGATE}
 
 Row = tuple[tuple[str, str], ...]  # the recipe, then (field, value) of each other difference of runs, without the seed
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run, as its folder describes it.
-
-    Attributes:
-        name: The name of the folder.
-        settings: The content of `config.yaml`; before the run has started, its settings in the comparison's manifest.
-        summary: The content of `summary.json`, empty if the run has not written it.
-        rows: The lines of `metrics.jsonl`.
-        planned_recipe: The recipe in the manifest, for runs without a summary.
-        folder: The folder of the run.
-        settled: The settings that were chosen for its method, and so belong to the method.
-    """
-
-    name: str
-    settings: Mapping[str, Any]
-    summary: Mapping[str, Any]
-    rows: Sequence[Mapping[str, Any]]
-    planned_recipe: str | None
-    folder: Path
-    settled: frozenset[str] = frozenset()
-
-    @property
-    def recipe(self) -> str:
-        """The recipe's name."""
-        return str(self.summary.get("recipe") or self.planned_recipe or self.name)
-
-    @property
-    def surrogate(self) -> str:
-        """The surrogate, which kept the updates near the old policy."""
-        return str(self.summary.get(_SURROGATE) or self.settings.get(_SURROGATE) or DEFAULT_SURROGATE)
-
-    @property
-    def seed(self) -> int:
-        """The seed of the run."""
-        return int(self.settings.get("seed", self.summary.get("seed", 0)))
-
-    @property
-    def finished(self) -> bool:
-        """Whether training reached its end."""
-        return is_finished(self.summary)
-
-    @property
-    def status(self) -> str:
-        """The state of an unfinished run, in words."""
-        started = (self.folder / "config.yaml").is_file()
-        return str(self.summary.get("status") or ("unfinished" if started else "not started"))
-
-    @property
-    def settings_read(self) -> set[str] | None:
-        """The settings that its surrogate reads and some others do not; None if unknown: it may then read any."""
-        names = self.summary.get("surrogate_settings")
-        return None if names is None else set(names)
-
-    def final(self, measure: Measure) -> float | None:
-        """The held-out success or reward after training."""
-        return number(self.summary.get(f"{measure}_after"), SHARE if measure == "success" else (-math.inf, math.inf))
 
 
 @dataclass(frozen=True)
@@ -130,11 +64,11 @@ class Group(Method):
         return {run.seed: value for run in self.runs if (value := run.final(self.measure)) is not None}
 
     @property
-    def final(self) -> Estimate | None:
+    def final(self) -> SeedMean | None:
         """The mean of the final measure over seeds; None if no run has it."""
         values = list(self.finals.values())
         size = number(self.runs[0].summary.get("eval_size"), (1, math.inf)) if self.measure == "success" else None
-        return mean_estimate(values, None if size is None else int(size)) if values else None
+        return seed_mean(values, None if size is None else int(size)) if values else None
 
     def mean(self, key: str) -> float | None:
         """The mean of a figure of the summary over the runs that have it."""
@@ -170,7 +104,7 @@ class Measured(Compared, Protocol):
         """What the results are."""
 
     @property
-    def final(self) -> Estimate | None:
+    def final(self) -> SeedMean | None:
         """The mean over seeds; None without a result."""
 
 
@@ -190,7 +124,7 @@ class Difference(Generic[C]):
 
     first: C
     second: C
-    estimate: Estimate
+    estimate: SeedMean
 
 
 @dataclass(frozen=True)
@@ -330,11 +264,6 @@ def _agree(first: Row, second: Row) -> bool:
     return all(values.get(name, value) == value for name, value in first)
 
 
-def is_comparison(folder: Path) -> bool:
-    """Whether `troll compare` made this folder."""
-    return (folder / MANIFEST).is_file()
-
-
 def read_comparison(paths: Sequence[Path]) -> Comparison:
     """Reads run folders and comparison folders.
 
@@ -345,42 +274,6 @@ def read_comparison(paths: Sequence[Path]) -> Comparison:
     manifests = [read_json(path / MANIFEST) for path in paths if is_comparison(path)]
     commands = [manifest.get("command") for manifest in manifests]
     return Comparison(read_runs(paths), [command for command in commands if isinstance(command, str)])
-
-
-def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Reads run folders, and the runs of comparison folders; runs that have not started are empty.
-
-    Raises:
-        FileNotFoundError: If a folder is neither, or none has a run.
-        ValueError: If a file is malformed.
-    """
-    runs = []
-    for path in paths:
-        if is_comparison(path):
-            manifest = read_json(path / MANIFEST)
-            planned, recipes = (manifest.get(key) or {} for key in ("runs", "recipes"))
-            settled = frozenset(manifest.get("settled", ()))
-            read = [_read_run(path / name, settings, recipes.get(name)) for name, settings in planned.items()]
-            runs += [replace(run, settled=settled) for run in read]
-        elif (path / "config.yaml").is_file():
-            runs.append(_read_run(path))
-        else:
-            raise FileNotFoundError(f"{path} is neither a run folder (no config.yaml) nor a comparison ({MANIFEST})")
-    if not any((run.folder / "config.yaml").is_file() for run in runs):
-        raise FileNotFoundError(f"{paths[0]} has no runs yet")
-    return runs
-
-
-def _read_run(folder: Path, planned: Mapping[str, Any] | None = None, planned_recipe: str | None = None) -> Run:
-    config, summary, metrics = (folder / name for name in ("config.yaml", "summary.json", "metrics.jsonl"))
-    return Run(
-        name=folder.resolve().name,
-        settings=read_yaml(config) if config.is_file() else planned or {},
-        summary=read_json(summary) if summary.is_file() else {},
-        rows=read_metrics(metrics) if metrics.is_file() else [],
-        planned_recipe=planned_recipe,
-        folder=folder,
-    )
 
 
 def _belongs(run: Run, row: Row, surrogate: str) -> bool:

@@ -16,10 +16,10 @@ import yaml
 
 from troll.files import write_atomically
 from troll.runs.charts import HELD_OUT
-from troll.runs.comparison import Comparison, Group, Measure, Run, panels, read_comparison, row_label
+from troll.runs.comparison import Comparison, Group, panels, read_comparison, row_label
 from troll.runs.comparison_tables import as_json, cell, difference, figure, markdown, result_interval
 from troll.runs.curves import held_out_success, metric_points
-from troll.runs.outcome_figures import outcome
+from troll.runs.dot_figures import outcome_section
 from troll.runs.page_frame import duration, figure_card, html_table, render
 from troll.runs.plot import (
     COLOURS,
@@ -34,6 +34,7 @@ from troll.runs.plot import (
     thin,
     window,
 )
+from troll.runs.recorded import Measure, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -155,7 +156,7 @@ def comparison_html(comparison: Comparison, folder: Path) -> str:
 
 def _outcome(comparison: Comparison) -> str:
     """The figures of the results and of the differences."""
-    return outcome(comparison.groups, comparison.differences)
+    return outcome_section(comparison.groups, comparison.differences)
 
 
 def _final_table(comparison: Comparison) -> str:

@@ -9,8 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from troll.evaluation.estimators import Interval
-from troll.runs.comparison import Comparison, Group, Measure, Method, row_label
-from troll.runs.statistics import Estimate
+from troll.runs.comparison import Comparison, Group, Method, row_label
+from troll.runs.recorded import Measure
+from troll.runs.statistics import SeedMean
 
 _UNITS: dict[Measure, str] = {"success": "in per cent", "reward": "mean of the answers"}
 _ROUNDING = 1e-12  # equal differences differ by this much
@@ -26,13 +27,13 @@ def cell(group: Group | None) -> str:
     return estimate_text(estimate, group.measure, seeds)
 
 
-def estimate_text(estimate: Estimate, measure: Measure, seeds: str = "") -> str:
+def estimate_text(estimate: SeedMean, measure: Measure, seeds: str = "") -> str:
     """A mean, the standard deviation over seeds, and their number, or `seeds` in its place."""
     spread = "" if estimate.spread is None else f" ± {figure(estimate.spread, measure)}"
     return f"{figure(estimate.mean, measure)}{spread} ({seeds or estimate.size})"
 
 
-def difference(estimate: Estimate, measure: Measure) -> str:
+def difference(estimate: SeedMean, measure: Measure) -> str:
     """A difference with its interval, or with a word on why there is none, and the number of seeds."""
     shown = f"{plain_difference(estimate, measure)} ({estimate.size})"
     if not is_constant(estimate):
@@ -40,7 +41,7 @@ def difference(estimate: Estimate, measure: Measure) -> str:
     return f"{shown}, no seed differs" if abs(estimate.mean) < _ROUNDING else f"{shown}, the same for every seed"
 
 
-def plain_difference(estimate: Estimate, measure: Measure) -> str:
+def plain_difference(estimate: SeedMean, measure: Measure) -> str:
     """A difference with its interval."""
     mean = 0.0 if abs(estimate.mean) < _ROUNDING else estimate.mean
     ends = [figure(end, measure, sign="+") for end in interval_of(estimate) or ()]
@@ -48,17 +49,17 @@ def plain_difference(estimate: Estimate, measure: Measure) -> str:
     return f"{figure(mean, measure, sign='+' if mean else '')}{interval}"
 
 
-def is_constant(estimate: Estimate) -> bool:
+def is_constant(estimate: SeedMean) -> bool:
     """Whether several seeds have the same value, so that there is no interval."""
     return estimate.spread is not None and estimate.spread < _ROUNDING
 
 
-def interval_of(estimate: Estimate) -> Interval | None:
+def interval_of(estimate: SeedMean) -> Interval | None:
     """The interval of an estimate; None if nothing is known about it."""
     return None if is_constant(estimate) else estimate.interval
 
 
-def result_interval(estimate: Estimate, measure: Measure) -> Interval | None:
+def result_interval(estimate: SeedMean, measure: Measure) -> Interval | None:
     """The interval of a result, with the part of a success's that Student's t puts below 0 % or above 100 % cut off."""
     interval = interval_of(estimate)
     if interval is None or measure == "reward":
@@ -169,7 +170,7 @@ def method_json(method: Method) -> dict[str, Any]:
     return {"row": dict(method.row), "surrogate": method.surrogate}
 
 
-def estimate_json(estimate: Estimate) -> dict[str, Any]:
+def estimate_json(estimate: SeedMean) -> dict[str, Any]:
     """An estimate without rounding."""
     return {
         "mean": estimate.mean,

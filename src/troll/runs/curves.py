@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from troll.runs.charts import (
     BOUND,
+    CHARTS,
     CONDITIONING,
-    CURVES,
     GRADIENT_NORM,
     HELD_OUT,
     TRUST,
-    Curve,
-    diagnostic_curves,
-    evaluation_curves,
+    Chart,
+    diagnostic_charts,
+    evaluation_charts,
 )
 from troll.runs.page_frame import figure_card
 from troll.runs.plot import COLOURS, LIGHT, Points, columns, running_mean, set_scale, svg, thin, window
@@ -59,7 +59,7 @@ def held_out_success(rows: Rows, summary: Mapping[str, Any]) -> Points:
 
 
 def curves_html(rows: Rows, summary: Mapping[str, Any]) -> str:
-    """The cards of all curves with data, and a sentence for each curve that should have data and has none.
+    """The cards of all curves with data, and a sentence for each chart that should have data and has none.
 
     Args:
         rows: The lines of `metrics.jsonl`, at least one.
@@ -79,22 +79,22 @@ def curves_html(rows: Rows, summary: Mapping[str, Any]) -> str:
     # A run without a trust region does not lack what it cannot log.
     without_region = summary.get("surrogate", "troll") != "troll"
     names = dict.fromkeys(name for row in rows for name in row)
-    every = [*CURVES, *evaluation_curves(names), *diagnostic_curves(names)]
+    every = [*CHARTS, *evaluation_charts(names), *diagnostic_charts(names)]
     parts = []
-    for section in dict.fromkeys(curve.section for curve in every):
+    for section in dict.fromkeys(chart.section for chart in every):
         cards, missing = [], []
-        for curve in (curve for curve in every if curve.section == section):
-            data = {key: metric_points(rows, key) for key in curve.lines}
+        for chart in (chart for chart in every if chart.section == section):
+            data = {key: metric_points(rows, key) for key in chart.lines}
             if HELD_OUT in data:
                 data[HELD_OUT] = held_out_success(rows, summary)
-            if curve.shown == "if it changes" and not any(map(_changes, data.values())):
+            if chart.shown == "if it changes" and not any(map(_changes, data.values())):
                 continue
-            if any(value > 0 or curve.scale != "log" for points in data.values() for _, value in points):
-                shown_bound = bound if curve.with_bound else []
-                cards.append(_card(curve, data, last, shown_bound, size, _note(curve, rows)))
-            elif curve.shown == "always" and not (without_region and all(key.startswith(TRUST) for key in data)):
+            if any(value > 0 or chart.scale != "log" for points in data.values() for _, value in points):
+                shown_bound = bound if chart.with_bound else []
+                cards.append(_card(chart, data, last, shown_bound, size, _note(chart, rows)))
+            elif chart.shown == "always" and not (without_region and all(key.startswith(TRUST) for key in data)):
                 why = "it was never above zero" if any(data.values()) else "this run logged no value of it"
-                missing.append(f"<li>{curve.title} is left out: {why}.</li>")
+                missing.append(f"<li>{chart.title} is left out: {why}.</li>")
         parts += [f"<h2>{section}</h2>"] if cards or missing else []
         parts += ['<div class="cards">', *cards, "</div>"] if cards else []
         parts += ['<ul class="missing">', *missing, "</ul>"] if missing else []
@@ -105,11 +105,11 @@ def _changes(points: Points) -> bool:
     return len({value for _, value in points}) > 1
 
 
-def _note(curve: Curve, rows: Rows) -> str:
+def _note(chart: Chart, rows: Rows) -> str:
     """A note on whether an ill-conditioned projection shows in the gradient, if the run logged both."""
     notes = []
     norm = dict(metric_points(rows, GRADIENT_NORM))
-    for key, label in curve.lines.items():
+    for key, label in chart.lines.items():
         if key.startswith(CONDITIONING):
             values = dict(metric_points(rows, key))
             steps = sorted(values.keys() & norm.keys())
@@ -122,39 +122,39 @@ def _note(curve: Curve, rows: Rows) -> str:
     return " ".join(notes)
 
 
-def _card(curve: Curve, data: Mapping[str, Points], last: int, bound: Points, size: int | None, note: str) -> str:
-    drawn = {key: escape(label) for key, label in curve.lines.items() if data[key]}
-    caption = [curve.caption, note]
+def _card(chart: Chart, data: Mapping[str, Points], last: int, bound: Points, size: int | None, note: str) -> str:
+    drawn = {key: escape(label) for key, label in chart.lines.items() if data[key]}
+    caption = [chart.caption, note]
     if trained := [len(data[key]) for key in drawn if not key.startswith("eval_")]:
         caption += _smoothing_note(max(trained))
-    caption += [f"Not logged: {label}." for key, label in curve.lines.items() if key not in drawn]
-    legend = {label: _mark(curve, key) for key, label in drawn.items()}
+    caption += [f"Not logged: {label}." for key, label in chart.lines.items() if key not in drawn]
+    legend = {label: _mark(chart, key) for key, label in drawn.items()}
     legend |= {f"bound ε{'' if _changes(bound) else f' = {bound[0][1]:g}'}": "bound"} if bound else {}
-    title = escape(curve.title)
-    slug = re.sub(r"\W+", "-", curve.title.lower())
+    title = escape(chart.title)
+    slug = re.sub(r"\W+", "-", chart.title.lower())
 
     def paint(axes: Axes) -> None:
         for key, points in data.items():
             if key.startswith("eval_"):
                 _draw_held_out(axes, points, size if key == HELD_OUT else None)
             else:
-                _draw_line(axes, thin(points, _MOST_POINTS, key.endswith("_max")), LIGHT[_mark(curve, key)])
+                _draw_line(axes, thin(points, _MOST_POINTS, key.endswith("_max")), LIGHT[_mark(chart, key)])
         seen = [value for points in [*data.values(), bound] for _, value in points]
-        set_scale(axes, curve.scale, seen)
+        set_scale(axes, chart.scale, seen)
         if bound:
             _draw_bound(axes, bound)
 
     return figure_card(
         slug,
-        f'{title} <span class="unit">{curve.unit}</span>',
+        f'{title} <span class="unit">{chart.unit}</span>',
         svg(slug, title, last, paint),
-        legend if len(curve.lines) > 1 or bound else None,
+        legend if len(chart.lines) > 1 or bound else None,
         " ".join(filter(None, caption)),
     )
 
 
-def _mark(curve: Curve, key: str) -> str:
-    return "points" if key.startswith("eval_") else COLOURS[list(curve.lines).index(key) % len(COLOURS)]
+def _mark(chart: Chart, key: str) -> str:
+    return "points" if key.startswith("eval_") else COLOURS[list(chart.lines).index(key) % len(COLOURS)]
 
 
 def _smoothing_note(count: int) -> list[str]:

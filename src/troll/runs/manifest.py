@@ -10,8 +10,8 @@ from typing import Any
 
 from troll.files import read_json, write_atomically
 from troll.recipes import RecipeError, differences
-from troll.runs.comparison import MANIFEST
 from troll.runs.grid import PlannedRun
+from troll.runs.recorded import MANIFEST
 
 _ANOTHER_FOLDER = "choose another folder with --output_dir"
 

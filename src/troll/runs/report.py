@@ -10,8 +10,8 @@ from typing import Any
 
 from troll.files import read_json, write_atomically
 from troll.runs.curves import SHARE, curves_html, number
-from troll.runs.folder import read_metrics
 from troll.runs.page_frame import duration, percent, render
+from troll.runs.recorded import read_metrics
 from troll.runs.statistics import wilson_interval
 
 

@@ -16,7 +16,7 @@ from troll.evaluation.estimators import Interval, wilson_interval
 
 
 @dataclass(frozen=True)
-class Estimate:
+class SeedMean:
     """A mean over seeds.
 
     Attributes:
@@ -46,7 +46,7 @@ def t_interval(values: Sequence[float]) -> Interval | None:
     return fmean(values) - half, fmean(values) + half
 
 
-def mean_estimate(values: Sequence[float], answers: int | None = None) -> Estimate:
+def seed_mean(values: Sequence[float], answers: int | None = None) -> SeedMean:
     """The mean over seeds, in which the answers' noise is part of the spread between seeds.
 
     Args:
@@ -54,10 +54,10 @@ def mean_estimate(values: Sequence[float], answers: int | None = None) -> Estima
         answers: The number of answers on which a success was measured, used for a single seed; None for other values.
     """
     if len(values) > 1:
-        return Estimate(fmean(values), stdev(values), len(values), t_interval(values), "t")
+        return SeedMean(fmean(values), stdev(values), len(values), t_interval(values), "t")
     if answers is None:
-        return Estimate(values[0], None, 1, None, None)
-    return Estimate(values[0], None, 1, wilson_interval(values[0], answers), "wilson")
+        return SeedMean(values[0], None, 1, None, None)
+    return SeedMean(values[0], None, 1, wilson_interval(values[0], answers), "wilson")
 
 
 def seed_differences(first: Mapping[int, float], second: Mapping[int, float]) -> list[float]:
@@ -65,7 +65,7 @@ def seed_differences(first: Mapping[int, float], second: Mapping[int, float]) ->
     return [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
 
 
-def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate | None:
+def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -> SeedMean | None:
     """The mean of first − second over the seeds that both have, with the paired t interval; None if they share none.
 
     What a seed fixes (the initial model, the order of the problems) cancels in each difference.
@@ -75,4 +75,4 @@ def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -
         second: The values to subtract, by seed.
     """
     differences = seed_differences(first, second)
-    return mean_estimate(differences) if differences else None
+    return seed_mean(differences) if differences else None

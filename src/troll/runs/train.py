@@ -10,7 +10,7 @@ from troll import recipes
 from troll.recipes import Recipe
 from troll.runs.build import build
 from troll.runs.callbacks import MetricsFile, OtherTasks, ProgressLine, TaskFile
-from troll.runs.outcome import RunOutcome
+from troll.runs.result import RunResult
 from troll.terminal import FAILED, INTERRUPTED, fail, say, silence_libraries
 from troll.trl import TrollConfig
 from troll.trl.unscored import NothingJudgedError
@@ -71,9 +71,9 @@ def train(recipe: Recipe, console: Console) -> bool:
     if run.others:
         trainer.add_callback(OtherTasks(trainer, run.others))
 
-    outcome = RunOutcome(run)
+    result = RunResult(run)
     # TRL would write its own card, which knows nothing of the run, with every checkpoint and before every push.
-    trainer.create_model_card = outcome.write_card  # type: ignore[method-assign]
+    trainer.create_model_card = result.write_card  # type: ignore[method-assign]
     status = "failed"
     try:
         trainer.train(resume_from_checkpoint=run.checkpoint)
@@ -82,7 +82,7 @@ def train(recipe: Recipe, console: Console) -> bool:
         status = "interrupted"
     finally:
         progress.stop()
-        outcome.write(status, console)
+        result.write(status, console)
     return status == "finished"
 
 

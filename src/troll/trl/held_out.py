@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import GenerationConfig
 
-from troll.evaluation.metrics import task_estimates
+from troll.evaluation.estimates import task_estimates
 from troll.rewards.grading import Grader, Verdict
 from troll.trl.seam import empty_logs, get_callable_name, sampling_config
 from troll.trl.unscored import Unscored

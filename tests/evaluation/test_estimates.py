@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from troll.evaluation.estimates import task_estimates
 from troll.evaluation.estimators import clustered_interval, wilson_interval
-from troll.evaluation.metrics import task_estimates
 from troll.rewards.grading import Verdict
 
 
@@ -92,6 +92,6 @@ def test_mistakes(problems: list[list[Verdict]], ks: list[int] | None, message: 
 
 
 def test_metrics_take_neither_torch_nor_transformers() -> None:
-    program = "import sys, troll.evaluation.metrics; print(*{'transformers', 'trl', 'datasets'} & set(sys.modules))"
+    program = "import sys, troll.evaluation.estimates; print(*{'transformers', 'trl', 'datasets'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.split() == []

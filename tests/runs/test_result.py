@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from troll.runs.outcome import commit_of
+from troll.runs.result import commit_of
 
 
 @pytest.fixture

@@ -8,10 +8,11 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from troll.evaluation.estimators import Interval
-from troll.runs.comparison import Difference, M, Measure, panels
+from troll.runs.comparison import Difference, M, panels
 from troll.runs.comparison_tables import figure, interval_of, plain_difference, result_interval
 from troll.runs.page_frame import figure_card
 from troll.runs.plot import LIGHT, drawing, line_style
+from troll.runs.recorded import Measure
 from troll.runs.statistics import seed_differences
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _DOT_NOTE = (
 )
 
 
-def outcome(methods: Sequence[M], differences: Sequence[Difference[M]], notes: Sequence[str] = ()) -> str:
+def outcome_section(methods: Sequence[M], differences: Sequence[Difference[M]], notes: Sequence[str] = ()) -> str:
     """The section of the page with the figures; empty if no method has a result.
 
     Args:
@@ -35,14 +36,14 @@ def outcome(methods: Sequence[M], differences: Sequence[Difference[M]], notes: S
         differences: Their paired differences.
         notes: Sentences that follow the explanation of the dots.
     """
-    cards = outcome_figures(methods, differences)
+    cards = dot_figures(methods, differences)
     if not cards:
         return ""
     note = f'<p class="note">{" ".join([_DOT_NOTE, *notes])}</p>'
     return "\n".join(["<h2>Outcome</h2>", f'<div class="cards">{"".join(cards)}</div>', note])
 
 
-def outcome_figures(methods: Sequence[M], differences: Sequence[Difference[M]]) -> list[str]:
+def dot_figures(methods: Sequence[M], differences: Sequence[Difference[M]]) -> list[str]:
     """Cards with the results of the methods, each followed by the paired differences."""
     cards = []
     for number, (title, members) in enumerate(panels(methods), start=1):

@@ -29,7 +29,7 @@ from troll.trl.checkpoints import newest_complete
 from troll.trl.surrogates import SURROGATES
 
 
-class RunOutcome:
+class RunResult:
     """What a run leaves in its folder.
 
     The time of the run begins here, and the commit is read here, since a checkout may move on meanwhile.
