@@ -133,8 +133,8 @@ def test_models_that_are_none(tiny_model: Path, tmp_path: Path, monkeypatch: pyt
         load_tokenizer(source)
     with pytest.raises(EvaluationError, match="does not hold a model"):
         load_model(source, "auto")
-    with pytest.raises(EvaluationError, match="the embedded model is made by troll train: give the folder of a run"):
-        find_model("embedded")
+    with pytest.raises(EvaluationError, match="the toy model is made by troll train: give the folder of a run"):
+        find_model("toy")
     with pytest.raises(EvaluationError, match="model_revision is for models on the hub"):
         find_model(str(tiny_model), revision="v2")
 

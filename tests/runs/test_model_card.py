@@ -47,7 +47,7 @@ def card(
     return model_card(recipe, task or task_of(["1 + 1 ="]), trained_on, SUMMARY | changed, model)
 
 
-def test_the_embedded_model_has_no_base_on_the_hub() -> None:
+def test_the_toy_model_has_no_base_on_the_hub() -> None:
     text = card()
     assert "None" not in text
     metadata = ModelCard(text).data.to_dict()

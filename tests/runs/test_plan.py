@@ -20,7 +20,7 @@ from troll.runs.memory import Parameters
 from troll.runs.plan import GIB, Machine, Plan, longest_prompt
 from troll.runs.shapes import model_shape, shape_file
 from troll.runs.toy_model import character_tokenizer
-from troll.runs.toy_network import EMBEDDED, EMBEDDED_MODELS, EMBEDDED_MOE, model_config
+from troll.runs.toy_network import TOY, TOY_MODELS, TOY_MOE, model_config
 from troll.runs.train import train
 from troll.runs.without_data import Network, UnknownMemory
 from troll.tasks import Task, TaskConfig
@@ -42,7 +42,7 @@ def test_the_shape_of_every_model_of_a_recipe_ships() -> None:
     fields = [recipes.read(name)[0] for name in recipes.names()]
     named = {each.get(field) for each in fields for field in ("model_name_or_path", "reward_model")} - {
         None,
-        *EMBEDDED_MODELS,
+        *TOY_MODELS,
     }
     assert len(named) >= 3
     assert [name for name in sorted(map(str, named)) if not shape_file(name).is_file()] == []
@@ -61,11 +61,11 @@ def test_shapes_have_the_published_numbers_of_parameters(name: str, count: int) 
     assert memory.parameters(Network(model_shape(name, TaskConfig()))).numbers == count
 
 
-def test_the_shape_of_the_embedded_model_needs_no_model() -> None:
-    sums, text = (model_shape(EMBEDDED, TaskConfig(task=task)) for task in ("reasoning_gym:chain_sum", "free_text"))
+def test_the_shape_of_the_toy_model_needs_no_model() -> None:
+    sums, text = (model_shape(TOY, TaskConfig(task=task)) for task in ("reasoning_gym:chain_sum", "free_text"))
     assert sums.vocab_size == len(character_tokenizer())
     assert text.vocab_size == 4096
-    assert model_shape(EMBEDDED_MOE, TaskConfig()).architectures == ["Qwen3MoeForCausalLM"]
+    assert model_shape(TOY_MOE, TaskConfig()).architectures == ["Qwen3MoeForCausalLM"]
 
 
 def test_an_unknown_model_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +325,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     fields = ["--per_device_train_batch_size", "8", "--prompt_tokens", "16"]
     assert cli.main(["plan", "quickstart", "--gpu_memory", "24", *fields]) == 0
     printed = capsys.readouterr()
-    assert "quickstart: embedded" in printed.out
+    assert "quickstart: toy" in printed.out
     assert "a GPU of 24 GiB; with completions of 8 tokens and prompts of 16" in printed.out
     assert printed.err == ""
     assert cli.main(["plan", "quickstart", "--gpu_memory", "0.01", *fields]) == 2

@@ -34,7 +34,7 @@ def summary_of(rollouts, changes=None):
         "status": "finished",
         "recipe": "quickstart",
         "task": "chain_sum",
-        "model": "embedded",
+        "model": "toy",
         "kl_bound": KL_BOUND,
         "steps": 8 * rollouts,
         "rollouts": rollouts,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from troll.runs.toy_model import CHARACTERS, character_tokenizer, embedded_model
-from troll.runs.toy_network import EMBEDDED_MOE, cached_model, default_cache_dir, model_config
+from troll.runs.toy_model import CHARACTERS, character_tokenizer, toy_model
+from troll.runs.toy_network import TOY_MOE, cached_model, default_cache_dir, model_config
 from troll.tasks import TaskConfig, TaskError, load_task
 from troll.tasks.reasoning_gym import questions
 
@@ -19,7 +19,7 @@ TASK = TaskConfig(task_options=OPTIONS, train_size=64, eval_size=64, warm_up=SHO
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return embedded_model(TASK, cache_dir=tmp_path_factory.mktemp("cache"))
+    return toy_model(TASK, cache_dir=tmp_path_factory.mktemp("cache"))
 
 
 def test_one_id_per_character_and_exact_round_trip(folder):
@@ -52,7 +52,7 @@ def test_the_folder_loads_and_generates(folder):
 
 def test_the_mixture_of_experts_is_as_large_and_generates(folder, tmp_path):
     dense: Any = AutoModelForCausalLM.from_pretrained(folder)
-    mixture: Any = AutoModelForCausalLM.from_pretrained(embedded_model(TASK, EMBEDDED_MOE, cache_dir=tmp_path))
+    mixture: Any = AutoModelForCausalLM.from_pretrained(toy_model(TASK, TOY_MOE, cache_dir=tmp_path))
     assert mixture.config.model_type == "qwen3_moe"
     # What the experts' routers add: one row for each of eight experts in each of three layers.
     assert mixture.num_parameters() == dense.num_parameters() + 3 * 8 * 128
@@ -64,7 +64,7 @@ def test_the_same_arguments_give_the_same_model_and_do_not_touch_the_random_stat
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    again = embedded_model(TASK, cache_dir=tmp_path)
+    again = toy_model(TASK, cache_dir=tmp_path)
     assert torch.equal(torch.rand(3), expected)
     assert again.name == folder.name
     assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
@@ -72,7 +72,7 @@ def test_the_same_arguments_give_the_same_model_and_do_not_touch_the_random_stat
 
 def test_sizes_of_the_task_do_not_matter_but_seed_and_options_do(folder):
     def name(task, **arguments):
-        return embedded_model(task, cache_dir=folder.parent, **arguments).name
+        return toy_model(task, cache_dir=folder.parent, **arguments).name
 
     assert name(TaskConfig(task_options=OPTIONS, train_size=9, eval_size=9, warm_up=SHORT)) == folder.name
     assert len({name(TASK, seed=1), name(replace(TASK, task_options={**OPTIONS, "max_terms": 3})), folder.name}) == 3
@@ -80,7 +80,7 @@ def test_sizes_of_the_task_do_not_matter_but_seed_and_options_do(folder):
 
 def test_a_cached_model_is_reused(folder):
     before = os.stat(folder / "model.safetensors")
-    assert embedded_model(TASK, cache_dir=folder.parent) == folder
+    assert toy_model(TASK, cache_dir=folder.parent) == folder
     assert os.stat(folder / "model.safetensors") == before
     assert not [path for path in folder.parent.iterdir() if path.name.startswith(".")]
 
@@ -97,7 +97,7 @@ def test_a_damaged_cache_is_made_anew(folder, damage):
         manifest.unlink()
     else:
         manifest.write_text('{"files": ')
-    assert embedded_model(TASK, cache_dir=folder.parent) == folder
+    assert toy_model(TASK, cache_dir=folder.parent) == folder
     assert model.read_bytes() == content
     assert json.loads(manifest.read_text())["steps"] == SHORT["max_steps"]
 
@@ -124,7 +124,7 @@ def test_an_interrupted_warm_up_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr("troll.runs.toy_network._sha256", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        embedded_model(TASK, cache_dir=tmp_path)
+        toy_model(TASK, cache_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -140,7 +140,7 @@ def test_a_share_of_the_answers_in_a_format_is_calibrated(tmp_path):
     options = {**OPTIONS, "answer_format": "<{answer}>"}
     warm_up = {"target_success": None, "max_steps": 60, "batch_size": 32, "learning_rate": 3e-3, "format_share": 0.2}
     config = TaskConfig(task_options=options, warm_up={**warm_up, "test_size": 64})
-    folder = embedded_model(config, cache_dir=tmp_path)
+    folder = toy_model(config, cache_dir=tmp_path)
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["steps"] == 60
     # Measured again from what was saved, of the same questions.
@@ -161,7 +161,7 @@ def test_calibration_has_its_own_number_of_steps(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("troll.runs.toy_model._CALIBRATION_STEPS", 3)
     options = {**OPTIONS, "answer_format": "<{answer}>"}
     warm_up = {**SHORT, "max_steps": 50, "target_success": 0.0, "test_every": 1, "format_share": 0.5}
-    embedded_model(TaskConfig(task_options=options, warm_up=warm_up), cache_dir=tmp_path)
+    toy_model(TaskConfig(task_options=options, warm_up=warm_up), cache_dir=tmp_path)
     assert len(batches) == 1 + 3
     assert "not with format_share=0.5" in caplog.text
 
@@ -181,17 +181,17 @@ def test_calibration_has_its_own_number_of_steps(tmp_path, monkeypatch, caplog):
 def test_a_warm_up_that_cannot_be_used(options, warm_up, message, tmp_path):
     config = TaskConfig(task_options={**OPTIONS, **options}, warm_up=warm_up)
     with pytest.raises(TaskError, match=message) as error:
-        embedded_model(config, cache_dir=tmp_path)
+        toy_model(config, cache_dir=tmp_path)
     assert "\n" not in str(error.value)
 
 
 def test_free_text_takes_no_warm_up(tmp_path):
     with pytest.raises(TaskError, match="'free_text' takes none"):
-        embedded_model(TaskConfig("free_text", warm_up=SHORT), cache_dir=tmp_path)
+        toy_model(TaskConfig("free_text", warm_up=SHORT), cache_dir=tmp_path)
 
 
 def test_a_warm_up_below_its_target_warns(tmp_path, caplog):
-    embedded_model(TASK, cache_dir=tmp_path)
+    toy_model(TASK, cache_dir=tmp_path)
     assert "below its target of 30 %" in caplog.text
 
 
@@ -205,7 +205,7 @@ def test_a_warm_up_below_its_target_warns(tmp_path, caplog):
 )
 def test_tasks_it_cannot_learn(task, message, tmp_path):
     with pytest.raises(TaskError, match=message):
-        embedded_model(task, cache_dir=tmp_path)
+        toy_model(task, cache_dir=tmp_path)
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def test_tasks_it_cannot_learn(task, message, tmp_path):
 def test_a_full_warm_up_reaches_its_target_in_samples(tmp_path, seed):
     options = {"min_terms": 3, "max_terms": 3, "max_digits": 1, "prompt": "{expression} ="}
     config = TaskConfig(task_options=options, train_size=1, eval_size=512)
-    folder = embedded_model(config, seed=seed, cache_dir=tmp_path)
+    folder = toy_model(config, seed=seed, cache_dir=tmp_path)
     task = load_task(config)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from troll.runs.toy_model import embedded_model
-from troll.runs.toy_network import EMBEDDED_MOE
-from troll.runs.toy_text_model import TextWarmUp, embedded_text_model, word_piece_tokenizer
+from troll.runs.toy_model import toy_model
+from troll.runs.toy_network import TOY_MOE
+from troll.runs.toy_text_model import TextWarmUp, toy_text_model, word_piece_tokenizer
 from troll.tasks import TaskConfig
 from troll.tasks import free_text as free_text_module
 
@@ -26,7 +26,7 @@ def little_text(monkeypatch):
 def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("troll.runs.toy_text_model.paragraphs", lambda split: PARAGRAPHS)
-        return embedded_text_model(cache_dir=tmp_path_factory.mktemp("cache"), warm_up=SHORT)
+        return toy_text_model(cache_dir=tmp_path_factory.mktemp("cache"), warm_up=SHORT)
 
 
 @pytest.mark.parametrize("text", ["The first sentence.", "  spaces \n\n and 'quotes' ", "ünïcode – ✓", ""])
@@ -54,32 +54,32 @@ def test_the_folder_loads_and_has_learned_to_continue_the_text(folder):
 def test_the_best_weights_are_kept_where_the_loss_rises(tmp_path):
     # Far too fast: it ends at the second test.
     hasty = TextWarmUp(**{**vars(SHORT), "learning_rate": 1.0, "rise_steps": 40, "test_every": 2})
-    folder = embedded_text_model(cache_dir=tmp_path, warm_up=hasty)
+    folder = toy_text_model(cache_dir=tmp_path, warm_up=hasty)
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["steps"] < hasty.max_steps
     assert manifest["loss"] < 6
 
 
 def test_the_same_arguments_give_the_same_model_and_others_another(folder, tmp_path, monkeypatch):
-    again = embedded_text_model(cache_dir=tmp_path, warm_up=SHORT)
+    again = toy_text_model(cache_dir=tmp_path, warm_up=SHORT)
     assert again.name == folder.name
     assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-    assert embedded_text_model(cache_dir=folder.parent, warm_up=SHORT) == folder
+    assert toy_text_model(cache_dir=folder.parent, warm_up=SHORT) == folder
     quick = TextWarmUp(**{**vars(SHORT), "max_steps": 1})
-    names = {folder.name, embedded_text_model(cache_dir=tmp_path, warm_up=quick).name}
-    names.add(embedded_text_model(cache_dir=tmp_path, warm_up=quick, seed=1).name)
+    names = {folder.name, toy_text_model(cache_dir=tmp_path, warm_up=quick).name}
+    names.add(toy_text_model(cache_dir=tmp_path, warm_up=quick, seed=1).name)
     monkeypatch.setattr("troll.runs.toy_text_model.paragraphs", lambda split: PARAGRAPHS[:3])
-    names.add(embedded_text_model(cache_dir=tmp_path, warm_up=quick).name)
+    names.add(toy_text_model(cache_dir=tmp_path, warm_up=quick).name)
     assert len(names) == 4
 
 
-def test_it_is_the_embedded_model_of_free_text(folder, monkeypatch):
+def test_it_is_the_toy_model_of_free_text(folder, monkeypatch):
     seen: dict[str, Any] = {}
 
     def stand_in(name, **arguments):
         seen.update(arguments, name=name)
         return folder
 
-    monkeypatch.setattr("troll.runs.toy_model.embedded_text_model", stand_in)
-    assert embedded_model(TaskConfig(task=free_text_module.NAME), EMBEDDED_MOE, seed=3) == folder
-    assert seen == {"name": "embedded-moe", "seed": 3, "cache_dir": None}
+    monkeypatch.setattr("troll.runs.toy_model.toy_text_model", stand_in)
+    assert toy_model(TaskConfig(task=free_text_module.NAME), TOY_MOE, seed=3) == folder
+    assert seen == {"name": "toy-moe", "seed": 3, "cache_dir": None}

@@ -189,7 +189,7 @@ def test_mistakes_are_found_before_training(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(RecipeError, match="no such folder"):
         attempt("--model_name_or_path", "nobody/nothing")
-    with pytest.raises(RecipeError, match="warm_up is how the model 'embedded' learns the task before"):
+    with pytest.raises(RecipeError, match="warm_up is how the model 'toy' learns the task before"):
         attempt("--model_name_or_path", str(occupied), "--warm_up", '{"max_steps": 3}')
     with pytest.raises(TaskError, match="unknown task"):
         attempt("--task", "nonsense")

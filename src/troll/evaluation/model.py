@@ -65,10 +65,8 @@ def find_model(name_or_path: str, revision: str | None = None, trust_remote_code
     folder = Path(name_or_path).expanduser()
     if revision is not None and folder.is_dir():
         raise EvaluationError(f"model_revision is for models on the hub, and {name_or_path} is a folder: leave it out")
-    if name_or_path in ("embedded", "embedded-moe") and not folder.is_dir():
-        raise EvaluationError(
-            "the embedded model is made by troll train: give the folder of a run, as in runs/quickstart"
-        )
+    if name_or_path in ("toy", "toy-moe") and not folder.is_dir():
+        raise EvaluationError("the toy model is made by troll train: give the folder of a run, as in runs/quickstart")
     if folder.is_dir() and not _is_model(folder) and _is_model(folder / "model"):
         folder = folder / "model"
     path = str(folder) if folder.is_dir() else name_or_path

@@ -18,8 +18,8 @@ from troll.recipes import Recipe, RecipeError
 from troll.runs.plan import longest_prompt, machine_of_run, plan
 from troll.runs.publishing import check_back_ends, check_hub
 from troll.runs.resume import checkpoint_of
-from troll.runs.toy_model import embedded_model
-from troll.runs.toy_network import EMBEDDED, EMBEDDED_MODELS
+from troll.runs.toy_model import toy_model
+from troll.runs.toy_network import TOY, TOY_MODELS
 from troll.runs.without_data import UnknownMemory
 from troll.tasks import Task, load_task
 from troll.tasks.chat_template import prompt_texts
@@ -86,25 +86,25 @@ def build(recipe: Recipe, console: Console) -> BuiltRun:
 
 
 def model_path(recipe: Recipe) -> str:
-    """The name or the folder of the recipe's model; an embedded model is made if the cache lacks it.
+    """The name or the folder of the recipe's model; a toy model is made if the cache lacks it.
 
     Raises:
-        RecipeError: If the recipe names no model, or an embedded model cannot be kept.
-        troll.tasks.TaskError: If the embedded model cannot learn the task.
+        RecipeError: If the recipe names no model, or a toy model cannot be kept.
+        troll.tasks.TaskError: If the toy model cannot learn the task.
     """
     name = recipe.model.model_name_or_path
     if name is None:
         raise RecipeError("no model: name one with --model_name_or_path")
-    if name not in EMBEDDED_MODELS:
+    if name not in TOY_MODELS:
         if recipe.task.warm_up:
             raise RecipeError(
-                f"warm_up is how the model {EMBEDDED!r} learns the task before the run: leave it out for {name!r}"
+                f"warm_up is how the model {TOY!r} learns the task before the run: leave it out for {name!r}"
             )
         return name
     try:
-        return str(embedded_model(recipe.task, name, seed=recipe.training.seed))
+        return str(toy_model(recipe.task, name, seed=recipe.training.seed))
     except OSError as error:
-        raise RecipeError(f"the embedded model cannot be kept in the cache folder: {error}") from error
+        raise RecipeError(f"the toy model cannot be kept in the cache folder: {error}") from error
 
 
 def _tasks(recipe: Recipe, conversational: bool) -> tuple[Task, list[Task]]:

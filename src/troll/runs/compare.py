@@ -67,7 +67,7 @@ def compare(
     Raises:
         RecipeError: If `folder` holds anything but (a part of) this grid, another comparison or a run that it left
             behind uses it, or a model cannot be made.
-        troll.tasks.TaskError: If the embedded model cannot learn a task.
+        troll.tasks.TaskError: If the toy model cannot learn a task.
     """
     with _locked(folder) as lock:
         runs = claim(folder, command, runs, settled)

@@ -13,7 +13,7 @@ from troll.recipes import Recipe, as_argument
 from troll.runs.comparison_tables import markdown_table
 from troll.runs.page_frame import duration, percent
 from troll.runs.statistics import wilson_interval
-from troll.runs.toy_network import EMBEDDED_MODELS
+from troll.runs.toy_network import TOY_MODELS
 from troll.tasks import Task
 
 CARD_FILE = "README.md"
@@ -95,7 +95,7 @@ def model_card(recipe: Recipe, task: Task, trained_on: TrainingTask, summary: Ma
 
 def _base(name: str) -> tuple[str, str | None]:
     """The base model in words, and its name if it is on the hub."""
-    if name in EMBEDDED_MODELS:
+    if name in TOY_MODELS:
         return "the small language model that `troll train` makes itself", None
     if Path(name).expanduser().is_dir():
         return f"the model of a local folder, `{Path(name).expanduser().resolve().name}`", None

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from troll import recipes
 from troll.recipes import RecipeError
 from troll.runs.toy_model import character_tokenizer
-from troll.runs.toy_network import EMBEDDED_MODELS, model_config
+from troll.runs.toy_network import TOY_MODELS, model_config
 from troll.runs.toy_text_model import TextWarmUp
 from troll.tasks import TaskConfig, free_text
 
@@ -29,15 +29,15 @@ def model_shape(name: str, task: TaskConfig, revision: str | None = None, trust_
     """The configuration of a model: the one that ships with the recipes, or else that of a folder or of the hub.
 
     Args:
-        name: A name on the hub, a folder, or one of `EMBEDDED_MODELS`.
-        task: The task of an embedded model.
+        name: A name on the hub, a folder, or one of `TOY_MODELS`.
+        task: The task of a toy model.
         revision: The branch, tag or commit on the hub.
         trust_remote_code: Whether the configuration's own code may run.
 
     Raises:
         RecipeError: If it cannot be read.
     """
-    if name in EMBEDDED_MODELS:
+    if name in TOY_MODELS:
         config = model_config(character_tokenizer(), name)
         if task.task == free_text.NAME:
             config.vocab_size = TextWarmUp().vocab_size

@@ -14,10 +14,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from troll.runs.toy_network import (
-    EMBEDDED,
     EOS,
     IGNORED_LABEL,
     PAD,
+    TOY,
     UNKNOWN,
     cached_model,
     learn,
@@ -26,7 +26,7 @@ from troll.runs.toy_network import (
     shuffled_batches,
     token_losses,
 )
-from troll.runs.toy_text_model import embedded_text_model
+from troll.runs.toy_text_model import toy_text_model
 from troll.tasks import free_text
 from troll.tasks.reasoning_gym import PLAIN, SPLITS, Question, questions
 from troll.tasks.registry import TaskConfig, TaskError
@@ -41,7 +41,7 @@ CHARACTERS = "\n" + "".join(character for character in string.printable if chara
 
 @dataclass(frozen=True)
 class WarmUp:
-    """How the embedded model is prepared by supervised learning.
+    """How the toy model is prepared by supervised learning.
 
     Attributes:
         target_success: Warm-up ends once the probability of sampling exactly the correct answer (temperature 1), in the
@@ -118,12 +118,10 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def embedded_model(
-    task_config: TaskConfig, name: str = EMBEDDED, *, seed: int = 0, cache_dir: str | Path | None = None
-) -> Path:
+def toy_model(task_config: TaskConfig, name: str = TOY, *, seed: int = 0, cache_dir: str | Path | None = None) -> Path:
     """Returns the folder of a small language model that can do a little of a task; makes it if the cache lacks it.
 
-    For `free_text` it writes text in word-pieces, see `troll.runs.toy_text_model.embedded_text_model`. For
+    For `free_text` it writes text in word-pieces, see `troll.runs.toy_text_model.toy_text_model`. For
     `reasoning_gym:<data set>`, it is a Qwen3 of about 0.7 million parameters that reads and writes characters, warmed
     up on questions of the task that are neither in its training nor in its evaluation data. Models are kept in a
     cache, see `troll.runs.toy_network.cached_model`.
@@ -131,7 +129,7 @@ def embedded_model(
     Args:
         task_config: The task `free_text`, or one of reasoning-gym whose data set gives one answer per question; its
             `warm_up` says how the model learns it.
-        name: One of `EMBEDDED_MODELS`.
+        name: One of `TOY_MODELS`.
         seed: The seed of the initial weights and of the order of the questions.
         cache_dir: The folder in which models are kept. Default: `troll` in `$XDG_CACHE_HOME`, or in `~/.cache`.
 
@@ -146,10 +144,10 @@ def embedded_model(
     if task_config.task == free_text.NAME:
         if task_config.warm_up:
             raise TaskError(f"warm_up is for tasks with answers: the task {free_text.NAME!r} takes none")
-        return embedded_text_model(name, seed=seed, cache_dir=cache_dir)
+        return toy_text_model(name, seed=seed, cache_dir=cache_dir)
     if prefix != "reasoning_gym" or not data_set:
         raise TaskError(
-            f"the embedded model learns '{free_text.NAME}' and 'reasoning_gym:<data set>' tasks, not "
+            f"the toy model learns '{free_text.NAME}' and 'reasoning_gym:<data set>' tasks, not "
             f"{task_config.task!r}: name another model with --model_name_or_path"
         )
     warm_up, tokenizer = WarmUp.of(task_config), character_tokenizer()

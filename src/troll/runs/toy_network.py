@@ -23,8 +23,8 @@ from transformers import (
 PAD, EOS, UNKNOWN = "<|pad|>", "<|eos|>", "<|unknown|>"
 
 #: The names of the models that this package makes by itself; they replace a path.
-EMBEDDED, EMBEDDED_MOE = "embedded", "embedded-moe"
-EMBEDDED_MODELS = (EMBEDDED, EMBEDDED_MOE)
+TOY, TOY_MOE = "toy", "toy-moe"
+TOY_MODELS = (TOY, TOY_MOE)
 
 #: A target that the loss leaves out.
 IGNORED_LABEL = -100
@@ -32,12 +32,12 @@ IGNORED_LABEL = -100
 _MANIFEST = "manifest.json"
 
 
-def model_config(tokenizer: PreTrainedTokenizerFast, name: str = EMBEDDED) -> Qwen3Config | Qwen3MoeConfig:
-    """Returns an embedded model's architecture: 3 layers, and 0.7 million parameters without the embeddings.
+def model_config(tokenizer: PreTrainedTokenizerFast, name: str = TOY) -> Qwen3Config | Qwen3MoeConfig:
+    """Returns a toy model's architecture: 3 layers, and 0.7 million parameters without the embeddings.
 
     Args:
         tokenizer: The model's tokenizer.
-        name: One of `EMBEDDED_MODELS`: a Qwen3, or a Qwen3-MoE with 8 experts, of which 2 read a token.
+        name: One of `TOY_MODELS`: a Qwen3, or a Qwen3-MoE with 8 experts, of which 2 read a token.
     """
     shared = {
         "vocab_size": len(tokenizer),
@@ -52,7 +52,7 @@ def model_config(tokenizer: PreTrainedTokenizerFast, name: str = EMBEDDED) -> Qw
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    if name == EMBEDDED_MOE:
+    if name == TOY_MOE:
         return Qwen3MoeConfig(
             num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True, **shared
         )
@@ -96,7 +96,7 @@ def cached_model(
         "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers")},
     }
     digest = hashlib.sha256(json.dumps(determined_by, sort_keys=True).encode()).hexdigest()[:16]
-    folder = (Path(cache_dir) if cache_dir else default_cache_dir()) / f"embedded-{digest}"
+    folder = (Path(cache_dir) if cache_dir else default_cache_dir()) / f"toy-{digest}"
     if _is_intact(folder):
         return folder
     with torch.random.fork_rng(devices=[]):

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from troll.runs.toy_network import (
-    EMBEDDED,
     EOS,
     IGNORED_LABEL,
     PAD,
+    TOY,
     cached_model,
     learn,
     model_config,
@@ -52,8 +52,8 @@ class TextWarmUp:
     test_every: int = 50
 
 
-def embedded_text_model(
-    name: str = EMBEDDED, *, seed: int = 0, cache_dir: str | Path | None = None, warm_up: TextWarmUp = TextWarmUp()
+def toy_text_model(
+    name: str = TOY, *, seed: int = 0, cache_dir: str | Path | None = None, warm_up: TextWarmUp = TextWarmUp()
 ) -> Path:
     """Returns the folder of a small language model that continues English prose; makes it if the cache lacks it.
 
@@ -61,7 +61,7 @@ def embedded_text_model(
     neither in the training nor in the evaluation data of the task `free_text`.
 
     Args:
-        name: One of `EMBEDDED_MODELS`.
+        name: One of `TOY_MODELS`.
         seed: The seed of the initial weights and of the order of the text.
         cache_dir: The folder in which models are kept, see `troll.runs.toy_network.cached_model`.
         warm_up: How the model learns before reinforcement learning.

@@ -46,7 +46,7 @@ class TaskConfig:
             rows are held out.
         eval_tasks: Other tasks to evaluate on as well: names, `name=path` for local data, or dictionaries with `task`,
             `dataset_path` and `task_options`.
-        warm_up: How the embedded model learns the task before: fields of
+        warm_up: How the toy model learns the task before: fields of
             [WarmUp][troll.runs.toy_model.WarmUp]. Other models take none.
 
     Raises:
@@ -105,8 +105,8 @@ class TaskConfig:
     warm_up: dict | str | None = field(
         default=None,
         metadata={
-            "help": "How the embedded model learns the task before the run, as a JSON object with fields of "
-            "`troll.runs.toy_model.WarmUp`, e.g. '{\"max_steps\": 500}'. Only for the embedded model."
+            "help": "How the toy model learns the task before the run, as a JSON object with fields of "
+            "`troll.runs.toy_model.WarmUp`, e.g. '{\"max_steps\": 500}'. Only for the toy model."
         },
     )
 

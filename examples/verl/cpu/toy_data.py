@@ -1,6 +1,6 @@
-"""Writes what verl trains on: the embedded model and its task, as `main_ppo` reads them.
+"""Writes what verl trains on: the toy model and its task, as `main_ppo` reads them.
 
-    python embedded_data.py FOLDER
+    python toy_data.py FOLDER
 
 `FOLDER/model` loads with transformers; `FOLDER/train.parquet` and `FOLDER/test.parquet` have verl's columns.
 """
@@ -17,7 +17,7 @@ import yaml
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from troll.runs.toy_model import embedded_model
+from troll.runs.toy_model import toy_model
 from troll.tasks.reasoning_gym import DEFAULT_TRAIN_SIZE, Question, questions
 from troll.tasks.registry import DEFAULT_EVAL_SIZE, TaskConfig
 
@@ -32,8 +32,8 @@ def quickstart_task() -> TaskConfig:
 
 
 def write_model(folder: Path, task: TaskConfig, seed: int) -> None:
-    """Writes the embedded model, warmed up on its own split of the task, with a chat template."""
-    shutil.copytree(embedded_model(task, seed=seed), folder, dirs_exist_ok=True)
+    """Writes the toy model, warmed up on its own split of the task, with a chat template."""
+    shutil.copytree(toy_model(task, seed=seed), folder, dirs_exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = _CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
