@@ -19,15 +19,16 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks import measure
-from tests.rewards.sandbox.hostile import HOSTILE, ON_THE_MACHINE, ON_THE_USER
+from tests.troll_sandbox.hostile import HOSTILE, ON_THE_MACHINE, ON_THE_USER
 from troll.rewards.program import parse_tests
-from troll.rewards.sandbox.bubblewrap import Bubblewrap
-from troll.rewards.sandbox.gvisor import GVisor
-from troll.rewards.sandbox.launch import INTERPRETER_FLAGS, Launcher, SandboxError
-from troll.rewards.sandbox.limits import Limits
-from troll.rewards.sandbox.local import LocalSandbox
-from troll.rewards.sandbox.pool import Pool
-from troll.rewards.sandbox.stdio import run_stdio
+from troll_sandbox.bubblewrap import Bubblewrap
+from troll_sandbox.errors import SandboxError
+from troll_sandbox.executor import Executor, Job
+from troll_sandbox.gvisor import GVisor
+from troll_sandbox.launch import INTERPRETER_FLAGS, Launcher
+from troll_sandbox.limits import Limits
+from troll_sandbox.local import LocalSandbox
+from troll_sandbox.stream_runs import run_stdio
 
 PROGRAMS = 512
 PROGRAM = "a, b = map(int, input().split())\nprint(a + b)\n"
@@ -46,17 +47,17 @@ def main(device: str, repeats: int) -> list[dict[str, Any]]:
     sandbox = Bubblewrap()
     workers = len(os.sched_getaffinity(0))
     local = LocalSandbox(sandbox, sandbox)
-    pool = Pool(local, Limits(), workers, local.close)
+    executor = Executor(lambda: (local, local.close), Limits(), workers)
     contenders: dict[str, Runner] = {
         "python -c": _plain,
         "sandbox, input and output": lambda tests: _sandboxed(sandbox, tests),
-        "sandbox, function calls": lambda tests: _called(pool, tests),
+        "sandbox, function calls": lambda tests: _called(executor, tests),
     }
     rows: list[dict[str, Any]] = []
     for tests in (1, 5):
         rows += _throughput(contenders, tests, workers, repeats)
     rows += _starts(sandbox, repeats) + _neighbours(sandbox, workers)
-    pool.close()
+    executor.close()
     return rows
 
 
@@ -75,9 +76,11 @@ def _sandboxed(sandbox: Launcher, tests: int) -> None:
         raise RuntimeError(f"in the sandbox: {outcomes}")
 
 
-def _called(pool: Pool, tests: int) -> None:
+def _called(executor: Executor, tests: int) -> None:
     asserts = [f"assert add({number}, 1) == {number + 1}" for number in range(tests)]
-    outcomes = pool.submit(FUNCTION, parse_tests(json.dumps({"asserts": asserts})), False).result()
+    [outcomes] = executor.run([Job(FUNCTION, parse_tests(json.dumps({"asserts": asserts})), False)])
+    if isinstance(outcomes, SandboxError):
+        raise outcomes
     if not all(outcome.passed for outcome in outcomes):
         raise RuntimeError(f"in the sandbox, by function calls: {outcomes}")
 

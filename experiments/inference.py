@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,15 +18,18 @@ _MOST_EXACT = 20  # differences of which all sign flips are tried: about a milli
 _BLOCK = 1000  # bootstrap samples held in memory at once
 
 
-def sign_flip_p_value(differences: Sequence[float]) -> float:
-    """The two-sided p-value of the mean paired difference, by flipping signs.
+def sign_flip_p_value(
+    differences: Sequence[float], alternative: Literal["two-sided", "greater"] = "two-sided"
+) -> float:
+    """The p-value of the mean paired difference, by flipping signs.
 
     If two methods are equally good, a seed's difference is as likely as its negative. The p-value is the share of all
-    sign patterns whose mean is at least as far from 0 as the observed one: exact for up to 20 differences, so never
-    below 2 / 2ⁿ; for more, from a million random patterns with a fixed seed.
+    sign patterns whose mean is at least as far from 0 (or at least as large) as the observed one: exact for up to 20
+    differences, so never below 2 / 2ⁿ (or 1 / 2ⁿ); for more, from a million random patterns with a fixed seed.
 
     Args:
         differences: The difference of each seed, at least one.
+        alternative: "two-sided"; or "greater", if only a mean above 0 counts against equality.
 
     Raises:
         ValueError: If there is no difference.
@@ -41,6 +45,7 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
             vectorized=True,
             n_resamples=2**_MOST_EXACT,
             batch=2**14,
+            alternative=alternative,
             rng=np.random.default_rng(0),
         )
         return float(found.pvalue)
@@ -48,6 +53,8 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
     for difference in differences:
         sums = np.concatenate([sums + difference, sums - difference])
     rounding = 1e-12 * sum(map(abs, differences))
+    if alternative == "greater":
+        return float(np.mean(sums >= sum(differences) - rounding))
     return float(np.mean(np.abs(sums) >= abs(sum(differences)) - rounding))
 
 

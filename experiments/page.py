@@ -4,8 +4,9 @@ The template is the page's prose. Between double braces stands what the data fil
 `{{contrasts}}`, `{{fast}}`, `{{changes}}`, `{{settings}}`, `{{moved}}`, `{{tabular}}`, `{{data}}`,
 `{{figure robustness}}`, `{{figure contrasts}}`; `{{regime NAME}}`, everything about a primary regime, and
 `{{kept NAME}}`, what its methods kept and learned; `{{exploratory TABLE}}`, a table's exploratory runs, which must be
-there for each table that has any; and within a sentence `{{REGIME METHOD}}`, a success, or
-`{{REGIME METHOD - METHOD}}`, the difference of two, by surrogates, each at its own rates or, with ` @ RATE`, at one.
+there for each table that has any; `{{second TABLE}}`, the tuning of a regime of the second part; and within a sentence
+`{{REGIME METHOD}}`, a success, or `{{REGIME METHOD - METHOD}}`, the difference of two, by surrogates, each at its own
+rates or, with ` @ RATE`, at one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments import figures, tables
+from experiments import figures, second, tables
 from experiments.analysis import Section, exploratory_sections, primary_sections
 from experiments.protocol import METHODS, REGIMES
 from experiments.table import Result, read_csv
@@ -81,8 +82,9 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
     Raises:
         ValueError: A placeholder is unknown, exploratory runs have none, or the data contradict the protocol.
     """
-    primary = primary_sections(rows, folder)
-    explored = exploratory_sections(rows)
+    first = {name: results for name, results in rows.items() if name not in second.REGIMES}
+    primary = primary_sections(first, folder)
+    explored = exploratory_sections(first)
     asked = [key.strip() for key in _PLACEHOLDER.findall(template)]
     if hidden := [table for table in explored if f"exploratory {table}" not in asked]:
         raise ValueError(
@@ -109,6 +111,8 @@ def build(rows: Mapping[str, Sequence[Result]], folder: Path, template: str) -> 
             return _block(key, parts)
         if kind == "regime" and name in REGIMES:
             return _block(key, _regime(primary[name], page))
+        if kind == "second" and name in second.REGIMES:
+            return _block(key, [tables.second_tuning(name, rows.get(name, ()))])
         if kind == "kept" and name in REGIMES:
             return _block(key, [tables.kept(primary[name])])
         if key == "figure robustness":

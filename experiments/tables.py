@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
+from experiments import second, second_analysis
 from experiments.analysis import Method, Section, lead_shrinks
 from experiments.contest import counts_text, range_text, rate_text
 from experiments.protocol import BOUNDS, MARGIN, METHODS, REGIMES, SEEDS, TUNING_RATES, letter
@@ -202,6 +203,29 @@ def tuning(section: Section) -> str:
         for method in section.tuning
     ]
     return table(["tuning", *map(rate_text, TUNING_RATES), "mean", "chosen"], rows)
+
+
+def second_tuning(table_name: str, rows: Sequence[Result]) -> str:
+    """How the configurations of the second part's methods did on the tuning seeds, and which ones are chosen."""
+    tried, rates = second_analysis.candidates(table_name, rows), second.REGIMES[table_name].tuning_rates
+    best = second_analysis.chosen(tried).values()
+    lines = [
+        [
+            second.METHODS[candidate.method].name,
+            " ".join(f"`{name}={value}`" for name, value in candidate.changes.items()),
+            *(_cell(runs) for runs in candidate.runs.values()),
+            percent(candidate.mean) if candidate.size else NOTHING,
+            "yes" if candidate in best else "",
+        ]
+        for candidate in tried
+    ]
+    made, planned = sum(candidate.size for candidate in tried), len(tried) * len(rates) * len(second.TUNING_SEEDS)
+    name = second.REGIMES[table_name].name
+    status = f"{made} of {planned} tuning runs" + (
+        "" if made == planned else "; nothing is chosen before all are there"
+    )
+    head = ["method", "configuration", *map(rate_text, rates), "mean", "chosen"]
+    return f"*{name}: {status}.*\n\n{table(head, lines)}"
 
 
 def tabular(rows: Sequence[Mapping[str, Any]]) -> str:

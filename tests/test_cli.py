@@ -11,7 +11,7 @@ import pytest
 from tests.runs.conftest import tiny_model  # noqa: F401  a fixture
 from troll import cli
 from troll.rewards.mathematics import MathGrader
-from troll.rewards.sandbox.launch import SandboxError
+from troll_sandbox.errors import SandboxError
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,44 @@ def test_import_takes_no_heavy_dependency(package: str) -> None:
     assert not taken & HEAVY
 
 
+QUIET = """
+import os, sys, threading
+import torch, transformers
+from trl import GRPOConfig, GRPOTrainer  # what these start, and need of the system, is not ours to answer for
+for name in ("fcntl", "resource"):
+    sys.modules[name] = None  # as on Windows: an import fails
+found = []
+register = os.register_at_fork
+os.register_at_fork = lambda **hooks: (found.append(hooks), register(**hooks))
+events = ("subprocess.Popen", "os.fork", "os.posix_spawn")
+sys.addaudithook(lambda event, arguments: found.append(event) if event in events else None)
+threads = threading.active_count()
+import troll, troll.trl, troll.huggingface, troll.rewards, troll.rewards.mathematics, troll.files
+print(found, threading.active_count() - threads, [name for name in sys.modules if name.startswith("troll_sandbox")])
+"""
+
+
+def test_import_of_the_adapters_starts_nothing_and_needs_no_unix() -> None:
+    pytest.importorskip("trl")
+    result = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "[] 0 []"
+
+
+SANDBOX = """
+import sys
+import troll_sandbox
+print(*sorted({name.split(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)))
+"""
+
+
+def test_import_of_the_sandbox_takes_the_standard_library_only() -> None:
+    result = subprocess.run([sys.executable, "-c", SANDBOX], capture_output=True, text=True, check=True)
+    taken = set(result.stdout.split())
+    assert "troll_sandbox" in taken
+    assert not taken & ({"troll", "torch"} | HEAVY)
+
+
 def test_public_names() -> None:
     assert set(troll.__all__) == {
         "Bound",
@@ -70,7 +108,7 @@ def test_public_names() -> None:
 
 
 # troll.trl and troll.verl are imported where their trainers are: tests/trl and tests/verl.
-@pytest.mark.parametrize("package", ["troll", "troll.gaussian", "troll.rewards", "troll.testing"])
+@pytest.mark.parametrize("package", ["troll", "troll.gaussian", "troll.rewards", "troll.testing", "troll_sandbox"])
 def test_every_public_name_is_there(package: str) -> None:
     module = importlib.import_module(package)
     for name in module.__all__:

@@ -86,7 +86,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 def test_the_wheel_holds_the_package_and_nothing_else(release: tuple[Path, Path]) -> None:
     files = {name for name in contents(release[0]) if ".dist-info/" not in name}
-    assert files == {name.removeprefix("src/") for name in in_the_checkout("src/troll")}
+    assert files == {name.removeprefix("src/") for name in in_the_checkout("src")}
     assert "troll/py.typed" in files
     for data in (r"recipes/quickstart\.yaml", r"recipes/accelerate/.*\.yaml", r"recipes/shapes/.*\.json"):
         assert any(re.fullmatch(f"troll/{data}", name) for name in files), data

@@ -26,6 +26,7 @@ PUBLIC = (
     "troll.tasks",
     "troll.evaluation",
     "troll.testing",
+    "troll_sandbox",
 )
 
 
@@ -45,7 +46,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def package() -> griffe.Module:
-    package = griffe.load("troll", search_paths=[ROOT / "src"])
+    loader = griffe.GriffeLoader(search_paths=[ROOT / "src"])
+    package = loader.load("troll")
+    loader.load("troll_sandbox")
     assert isinstance(package, griffe.Module)
     return package
 

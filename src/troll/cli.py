@@ -120,8 +120,8 @@ def _eval(arguments: argparse.Namespace) -> int:
     from troll.evaluation.command import as_in_training, configuration, other_prompts
     from troll.evaluation.run import evaluate
     from troll.evaluation.training_task import find_training_task
-    from troll.rewards.sandbox.launch import SandboxError
     from troll.terminal import say
+    from troll_sandbox import SandboxError
 
     silence_libraries()
     console, trained = Console(), find_training_task(arguments.model, arguments.model_revision)
@@ -171,9 +171,9 @@ def _check(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from troll.rewards.sandbox.launch import SandboxError
     from troll.tasks import TaskConfig, load_task
     from troll.tasks.check import check, show, size
+    from troll_sandbox import SandboxError
 
     if arguments.limit is not None and arguments.limit < 1:
         raise UsageError(f"limit must be at least 1, got {arguments.limit}")

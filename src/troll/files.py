@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -70,6 +69,10 @@ def locked(folder: Path, lock: str, *, marker: str, content: str, holder: str, e
     Yields:
         The descriptor of the lock file.
     """
+    try:
+        import fcntl  # not on Windows, where all but commands works
+    except ImportError as cause:
+        raise error(f"output_dir {folder} cannot be locked here: that takes Linux or macOS ({cause})") from cause
     choose = "choose another folder with --output_dir"
     try:
         folder.mkdir(parents=True, exist_ok=True)

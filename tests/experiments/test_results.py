@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,11 +17,11 @@ import yaml
 from scipy import stats
 
 from experiments import __main__ as command
-from experiments import analysis, figures, page, table, tables
-from experiments.collect import _recipe, collect
+from experiments import analysis, figures, page, second, second_analysis, table, tables
+from experiments.collect import _recipe, collect, identity_of
 from experiments.contest import rate_text
-from experiments.grid import missing
-from experiments.inference import crossed_bootstrap_interval
+from experiments.grid import missing, run_second
+from experiments.inference import crossed_bootstrap_interval, sign_flip_p_value
 from experiments.protocol import LEARNING_RATES, METHODS, REGIMES, TUNING_RATES, TUNING_SEEDS
 from experiments.table import Phase, Result
 from troll.runs.grid import expand
@@ -320,6 +321,161 @@ def test_only_runs_of_the_protocol_count(tmp_path: Path, changes: dict[str, Any]
     with pytest.raises(ValueError, match=f"{message}.*; collect it with --exploratory, into another table"):
         collect([run], tmp_path / "new.csv", exploratory=False)
     assert collect([run], tmp_path / "new.csv", exploratory=True) == (1, 0)
+
+
+def second_run(folder: Path, method: str, number: int, **changes: Any) -> Path:
+    """A tuning run of regime (a) of the second part, as `run_folder` makes it."""
+    changes = {"seed": 100, **changes}
+    configuration = second.METHODS[method].configurations[number]
+    (planned,) = second.plan("second-a", method, configuration, [3e-4], changes["seed"])
+    training = planned.recipe.training
+    read = {name: getattr(training, name) for name in SURROGATES[training.surrogate].settings}
+    settings = planned.settings | changes.pop("settings", {})
+    return run_folder(folder, training.surrogate, settings=settings, surrogate_settings=read, **changes)
+
+
+@pytest.mark.parametrize("table_name", second.REGIMES)
+def test_tuning_runs_of_the_second_part_are_the_protocols(table_name: str) -> None:
+    runs = second.tuning_runs(table_name, seed=100)
+    assert len({identity_of(run) for run in runs}) == len(runs) == 15 * len(second.REGIMES[table_name].tuning_rates)
+    assert len({run.name for run in runs}) == len(runs)
+
+
+@pytest.mark.parametrize(("method", "number"), [("proximal", 2), ("bounded-penalty", 0), ("clip", 1)])
+def test_collect_knows_the_tuning_runs_of_the_second_part(tmp_path: Path, method: str, number: int) -> None:
+    csv = tmp_path / "second-a.csv"
+    run = second_run(tmp_path / "run", method, number)
+    assert collect([run], csv, exploratory=False) == (1, 0)
+    (row,) = table.read_csv(csv)
+    assert row.phase == "tuning"
+    tried = second_analysis.candidates("second-a", [row])
+    assert [(one.method, one.changes) for one in tried if one.size] == [
+        (method, second.METHODS[method].configurations[number])
+    ]
+    counted = second_run(tmp_path / "counted", method, number, seed=20)
+    collect([counted], csv, exploratory=False)
+    assert sorted(row.phase for row in table.read_csv(csv)) == ["counted", "tuning"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"settings": {"kl_bound": 0.4}}, "the protocol has no such configuration in second-a"),
+        ({"settings": {"eval_size": 4}}, "the protocol has no such configuration in second-a"),
+        ({"seed": 0}, "the protocol has no run in second-a with learning rate 0.0003 and seed 0"),
+        ({"settings": {"learning_rate": 1e-3}}, "no run in second-a with learning rate 0.001 and seed 100"),
+    ],
+)
+def test_collect_refuses_what_the_second_part_has_not(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    run = second_run(tmp_path / "run", "proximal", 0, **changes)
+    with pytest.raises(ValueError, match=message):
+        collect([run], tmp_path / "second-a.csv", exploratory=False)
+
+
+def test_second_part_chooses_the_best_configuration_of_complete_tuning_runs() -> None:
+    rows = []
+    for method, number, mean in [("troll", 0, 0.25), ("troll", 1, 0.5), ("troll", 2, 0.5), ("clip", 0, 0.75)]:
+        configuration = second.METHODS[method].configurations[number]
+        for planned in second.plan("second-a", method, configuration, [1e-4, 3e-4], seed=0):
+            _, surrogate, rate, settings, _ = identity_of(planned)
+            rows += [result(surrogate, rate, seed, mean, settings=settings, phase="tuning") for seed in range(100, 104)]
+    chosen = second_analysis.chosen(second_analysis.candidates("second-a", rows))
+    assert {method: one.changes for method, one in chosen.items()} == {"troll": {"kl_bound": "0.2"}}
+    shown = tables.second_tuning("second-a", rows)
+    assert shown.startswith("*(a) 8 updates a rollout: 32 of 120 tuning runs; nothing is chosen before all are there.*")
+    assert "| TROLL | `kl_bound=0.2` | 50.0 ± 0.0 (4) | 50.0 ± 0.0 (4) | 50.0 | yes |" in shown
+
+
+def second_rows(table_name: str, means: dict[str, list[float]], chosen: int = 0) -> list[Result]:
+    """A regime's complete tuning, which chooses one configuration of all methods, and its counted runs.
+
+    The success of a counted run is the mean of its method at its rate, a little better for two of three seeds.
+    """
+    regime, rows = second.REGIMES[table_name], []
+    for method, changes in second.configurations():
+        number = second.METHODS[method].configurations.index(changes)
+        for planned in second.plan(table_name, method, changes, regime.tuning_rates, seed=0):
+            _, surrogate, rate, settings, _ = identity_of(planned)
+            for seed in second.TUNING_SEEDS:
+                success = 0.5 if number == chosen else 0.25
+                rows.append(result(surrogate, rate, seed, success, phase="tuning", settings=settings))
+        if number == chosen:
+            for rate, mean in zip(regime.rates, means[method], strict=True):
+                rows += [
+                    result(surrogate, rate, seed, mean, settings=settings, success_after=mean + seed % 3 / 64)
+                    for seed in regime.seeds
+                ]
+    return [replace(row, regime=regime.recipe) for row in rows]
+
+
+EQUAL = {method: [0.25, 0.5, 0.25] for method in second.METHODS}
+
+
+def second_contests(**means: dict[str, list[float]]) -> dict[str, second_analysis.Contest]:
+    return {
+        name: second_analysis.contest(name, second_rows(name, means.get(name[-1], EQUAL), chosen=1))
+        for name in second.REGIMES
+    }
+
+
+def test_second_part_of_equal_methods_confirms_only_that_the_new_one_is_no_worse() -> None:
+    contests = second_contests()
+    assert all(contest.complete for contest in contests.values())
+    assert contests["second-a"].best_rate("clip") == 3e-4 and contests["second-a"].fast_rate == 1e-3
+    first, *others = second_analysis.hypotheses(contests)
+    # The differences are all 0: no less than -5 points for sure, and not above 0.
+    assert (first.holds, len(first.tests), [one.holds for one in others]) == (True, 6, [False] * 3)
+    assert [len(one.tests) for one in others] == [4, 3, 2]
+
+
+def test_second_part_confirms_a_lead_at_the_fast_rate_and_on_old_rollouts() -> None:
+    better = {**EQUAL, "proximal": [0.25, 0.5, 0.4]}
+    contests = second_contests(a=better, b=better, d={**EQUAL, "proximal": [0.25, 0.6, 0.25]})
+    hypotheses = second_analysis.hypotheses(contests)
+    assert [one.holds for one in hypotheses] == [True] * 4
+    assert hypotheses[1].p_value == 2**-20 and hypotheses[2].p_value == 2**-10  # every seed is better
+    assert hypotheses[1].corrected == 3 * 2**-20 and hypotheses[2].corrected == 2**-10  # Holm: times 3, 2 and 1
+    assert hypotheses[1].tests[0].rates == (1e-3, 1e-3) and hypotheses[2].tests[0].rates == (1e-4, 1e-4)
+    assert hypotheses[1].tests[0].estimate.mean == pytest.approx(0.15)
+
+
+def test_second_part_that_loses_in_one_regime_does_not_confirm_it() -> None:
+    worse = {**EQUAL, "bounded-penalty": [0.25, 0.6, 0.25]}
+    first, second_one, _, _ = second_analysis.hypotheses(second_contests(b=worse))
+    assert first.holds is False and second_one.holds is False
+
+
+def test_second_part_is_open_until_all_its_runs_are_there() -> None:
+    contests = second_contests()
+    contests["second-b"].finals["clip"][1e-4].pop(20)  # type: ignore[attr-defined]
+    assert [one.holds for one in second_analysis.hypotheses(contests)] == [None, None, False, None]
+    faster = {**EQUAL, "clip": [0.25, 0.3, 0.5]}
+    contests = second_contests(a=faster)
+    assert contests["second-a"].added_rates == {3e-3} and not contests["second-a"].complete
+
+
+def test_counted_runs_of_the_second_part_are_in_the_chosen_configuration(tmp_path: Path) -> None:
+    rows = second_rows("second-d", EQUAL, chosen=1)
+    other = [row for row in second_rows("second-d", EQUAL, chosen=0) if row.phase == "counted"]
+    with pytest.raises(ValueError, match="second-d: a counted run of clip with seed 20 has a configuration that the"):
+        second_analysis.contest("second-d", [*rows, *(row for row in other if row.surrogate == "clip")])
+    counted = next(row for row in rows if row.phase == "counted")
+    with pytest.raises(ValueError, match=r"second-d: counted runs at 0\.001, which the protocol adds only when"):
+        second_analysis.contest("second-d", [*rows, replace(counted, learning_rate=1e-3)])
+    csv = tmp_path / "second-d.csv"
+    with pytest.raises(ValueError, match=r"seed 20 counts, but the tuning of proximal, troll, .* is not complete"):
+        run_second(csv, [20], tmp_path / "runs", None)
+    csv.write_text(table.to_csv(table.merge([], rows)))
+    assert run_second(csv, [*second.TUNING_SEEDS, *range(20, 30)], tmp_path / "runs", None) == ("finished", 0)
+
+
+def test_one_sided_sign_flips_count_patterns_that_are_as_large() -> None:
+    differences = [0.25, 0.5, -0.125, 0.375]
+    sums = [
+        sum(sign * one for sign, one in zip(signs, differences, strict=True)) for signs in product((1, -1), repeat=4)
+    ]
+    assert sign_flip_p_value(differences, "greater") == fmean(one >= sum(differences) for one in sums)
+    assert sign_flip_p_value([0.25, 0.5], "greater") == 0.25 and sign_flip_p_value([-0.25, -0.5], "greater") == 1.0
 
 
 def test_a_run_keeps_what_it_counts_for_and_is_named_once(tmp_path: Path) -> None:

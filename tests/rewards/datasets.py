@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import pytest
 
-from troll.rewards.program import CodeTests, parse_tests
+from troll.rewards.program import parse_tests
+from troll_sandbox.cases import CodeTests
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 

@@ -19,12 +19,12 @@ import pytest
 from tests.rewards import datasets
 from tests.rewards.datasets import Problem
 from tests.rewards.mutants import mutants, plain_run_passes
-from tests.rewards.sandbox.processes import needs_bubblewrap, wait_until
+from tests.troll_sandbox.processes import needs_bubblewrap, wait_until
 from troll.rewards.code import CodeGrader, compute_score, passed_fraction
 from troll.rewards.grading import Verdict
-from troll.rewards.sandbox.launch import SandboxError, StarvedError
-from troll.rewards.sandbox.limits import Limits, Outcome
-from troll.rewards.sandbox.supervise import _tree
+from troll_sandbox.errors import SandboxError, StarvedError
+from troll_sandbox.limits import Limits, Outcome
+from troll_sandbox.supervise import _tree
 
 pytestmark = needs_bubblewrap
 
@@ -137,7 +137,7 @@ def test_the_fraction_of_a_graded_batch_runs_nothing_again(monkeypatch):
     assert (grader.__name__, reward.__name__) == ("success", "passed_fraction")
     completions = [f"# {time.time_ns()}\ndef double(x): return 4", "def double(x): return 2 * x"]
     assert grader(["p"] * 2, completions, tests=[DOUBLE] * 2) == [0.0, 1.0]
-    monkeypatch.setattr(grader._pool, "submit", None)
+    monkeypatch.setattr(grader._executor, "run", None)
     assert reward(["p"] * 2, completions, tests=[DOUBLE] * 2) == pytest.approx([1 / 3, 1.0])
     with pytest.raises(TypeError):  # other completions do run
         reward(["p"], ["def double(x): return x"], tests=[DOUBLE])
@@ -146,13 +146,13 @@ def test_the_fraction_of_a_graded_batch_runs_nothing_again(monkeypatch):
 
 def test_equal_programs_run_once(grader, monkeypatch):
     submitted = []
-    submit = grader._pool.submit
+    run = grader._executor.run
 
-    def count(*job):
-        submitted.append(job)
-        return submit(*job)
+    def count(jobs):
+        submitted.extend(jobs)
+        return run(jobs)
 
-    monkeypatch.setattr(grader._pool, "submit", count)
+    monkeypatch.setattr(grader._executor, "run", count)
     completions = [fenced("def double(x): return x + x"), "def double(x): return x + x\n"] * 3
     other = json.dumps({"asserts": ["assert double(1) == 2"]})
     grader.grade(completions, tests=[DOUBLE, DOUBLE, DOUBLE, DOUBLE, other, DOUBLE])
@@ -213,13 +213,13 @@ def test_a_copy_of_a_grader_works(grader):
 def test_a_closed_grader_makes_no_sandbox_until_it_is_used(monkeypatch):
     grader = CodeGrader(workers=1)
     made = []
-    start = grader._start
+    start = grader._executor._open
 
     def count() -> None:
         made.append(1)
         start()
 
-    monkeypatch.setattr(grader, "_start", count)
+    monkeypatch.setattr(grader._executor, "_open", count)
     grader.close()
     assert not made
     assert grader(["p"], ["def double(x): return 2 * x"], tests=[DOUBLE]) == [1.0]
@@ -246,7 +246,7 @@ def test_a_forked_process_makes_judges_of_its_own(grader):
 
 def test_a_judge_that_ends_is_replaced(grader):
     grader(["p"], ["def double(x): return 2 * x"], tests=[DOUBLE])
-    for judge in grader._pool._sandbox._judges:
+    for judge in grader._executor._crew._sandbox._judges:
         judge.process.kill()
         judge.process.wait()
     program = f"# {time.time_ns()}\ndef double(x): return 2 * x"
@@ -386,7 +386,7 @@ def test_ctrl_c_ends_within_two_seconds():
     program = r"""
 import json, signal, time
 from troll.rewards.code import CodeGrader
-from troll.rewards.sandbox.limits import Limits
+from troll_sandbox.limits import Limits
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
 tests = [{"inputs": [""], "outputs": [""]}, {"asserts": ["assert f() == 1"]}]
 sleeping = "import time\nprint('x', flush=True)\ntime.sleep(100)\ndef f(): return 1"

@@ -3,9 +3,9 @@ import json
 import pytest
 
 from tests.rewards import datasets
-from tests.rewards.sandbox import idioms
+from tests.troll_sandbox import idioms
 from troll.rewards.demands import borrowed_packages, needs_plain
-from troll.rewards.program import CodeTests
+from troll_sandbox.cases import CodeTests
 
 
 def parsed(*asserts: str, **fields: object) -> CodeTests:

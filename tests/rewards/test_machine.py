@@ -3,8 +3,9 @@ import os
 import pytest
 
 from troll.rewards import machine
-from troll.rewards.machine import cores, default_workers, local_ranks, memory_limit
-from troll.rewards.sandbox.limits import MEBIBYTE, Limits
+from troll.rewards.code import default_workers
+from troll.rewards.machine import cores, local_ranks, memory_limit
+from troll_sandbox.limits import MEBIBYTE, Limits
 
 GIBIBYTE = 1024 * MEBIBYTE
 

@@ -2,49 +2,39 @@
 
 from __future__ import annotations
 
-import os
-import random
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from troll.rewards.grading import Completion, Grader, Verdict, completion_text
-from troll.rewards.machine import default_workers
-from troll.rewards.program import Tests, parse_tests, read_program
-from troll.rewards.sandbox.bubblewrap import Bubblewrap
-from troll.rewards.sandbox.fusion import SandboxFusion
-from troll.rewards.sandbox.gvisor import GVisor
-from troll.rewards.sandbox.launch import SandboxError, StarvedError
-from troll.rewards.sandbox.lifetime import at_end
-from troll.rewards.sandbox.limits import Limits, Outcome, printable
-from troll.rewards.sandbox.local import LocalSandbox
-from troll.rewards.sandbox.pool import Pool
-from troll.rewards.sandbox.protocol import Sandbox
-from troll.rewards.sandbox.stdio import TIME_LIMIT
+from troll.rewards.machine import processes
+from troll.rewards.program import parse_tests, read_program
+from troll_sandbox import (
+    Bubblewrap,
+    Executor,
+    GVisor,
+    Job,
+    Limits,
+    LocalSandbox,
+    Outcome,
+    Sandbox,
+    SandboxError,
+    SandboxFusion,
+)
+from troll_sandbox.limits import printable
 
 Reward = Callable[..., list[float | None]]
 
-#: A program, its tests as text, and whether testing stops at its first failure.
-_Job = tuple[str, str, bool]
-
-#: One outcome for each test, or the error that kept the program from being tested.
-_Found = list[Outcome] | SandboxError
-
-#: After this many programs in a row that could not be tested, those that wait are not tried.
-HOPELESS_PROGRAMS = 4
-
-#: Seconds before the first retry; each further one waits twice as long.
-PAUSE = 0.5
-
-#: The name that selects the sandbox of `gvisor.py`.
+#: The name that selects gVisor.
 GVISOR = "gvisor"
 
 #: Programs that a server runs at a time by default: verl's number.
 REMOTE_WORKERS = 64
+
+#: Memory for one program, in units of `memory_bytes`: the program may use one, and its judge two.
+SHARES = 3
 
 
 class CodeGrader(Grader):
@@ -70,7 +60,7 @@ class CodeGrader(Grader):
             Otherwise testing stops at the first failure, and the score is 0.0 or 1.0.
         run_without_isolation: Run programs without a sandbox, as plain processes that can do anything the user can.
         sandbox: The sandbox to use instead of bubblewrap: "gvisor", the address of a SandboxFusion server, or any
-            function that [Sandbox][troll.rewards.Sandbox] describes.
+            function that [Sandbox][troll_sandbox.Sandbox] describes.
 
     Raises:
         SandboxError: If no sandbox can start here; the message says what to install or to allow.
@@ -103,19 +93,12 @@ class CodeGrader(Grader):
         self._start()
 
     def _start(self) -> None:
-        workers = self._workers or (
-            REMOTE_WORKERS if isinstance(self._sandbox, SandboxFusion) else default_workers(self._limits)
+        limits, remote = self._limits, isinstance(self._sandbox, SandboxFusion)
+        workers = self._workers or (REMOTE_WORKERS if remote else default_workers(limits))
+        self._executor = Executor(
+            partial(_make_sandbox, self._sandbox, self._packages, self._isolated), limits, workers
         )
-        if self._sandbox is None or isinstance(self._sandbox, str):
-            programs = GVisor(packages=self._packages) if self._sandbox == GVISOR else None
-            own = Bubblewrap(packages=self._packages, run_without_isolation=not self._isolated)
-            local = LocalSandbox(programs or own, own)
-            pool = Pool(local, self._limits, workers, local.close)
-        else:
-            pool = Pool(self._sandbox, self._limits, workers)
-        self._pool, self._process = pool, os.getpid()
         self._last: tuple[Any, list[Verdict]] | None = None
-        self._finalizer = at_end(self, pool.close)
 
     def grade(
         self,
@@ -154,7 +137,7 @@ class CodeGrader(Grader):
 
     def close(self) -> None:
         """Ends programs and judges; the grader can be used again, and then starts new ones."""
-        self._finalizer()
+        self._executor.close()
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("partial_credit", "_limits", "_workers", "_packages", "_isolated", "_sandbox")
@@ -165,83 +148,43 @@ class CodeGrader(Grader):
         self._start()
 
     def _verdicts(self, batch: Sequence[tuple[str, str, str]]) -> list[Verdict]:
-        parsed: dict[_Job, Tests] = {}
-        jobs: list[_Job | None] = []
+        jobs: dict[tuple[str, str], Job] = {}  # by the program and the text of its tests
+        keys: list[tuple[str, str] | None] = []
         for row, (completion, text, prefix) in enumerate(batch):
             try:
                 tests = parse_tests(text)
             except ValueError as error:
                 raise ValueError(f"row {row}: {error}") from None
             program = read_program(completion, tests, prefix)
-            jobs.append(None if program is None else (program, text, not self.partial_credit))
-            if jobs[-1] is not None:
-                parsed[jobs[-1]] = tests
-        found = self._tested_with_retries(parsed)
-        found = {job: [TIME_LIMIT] if isinstance(result, StarvedError) else result for job, result in found.items()}
-        return [Verdict(0.0, None, "no program") if job is None else _verdict(job, found[job]) for job in jobs]
-
-    def _tested_with_retries(self, jobs: Mapping[_Job, Tests]) -> dict[_Job, _Found]:
-        """Tests programs; those that could not be tested are tried again once all others have ended."""
-        found = self._tested(jobs)
-        end, attempt = time.monotonic() + self._limits.wall_seconds, 0
-        while failed := [job for job in jobs if isinstance(found[job], SandboxError)]:
-            pause = min(PAUSE * 2**attempt, end - time.monotonic())
-            if pause <= 0:
-                break
-            time.sleep(pause)
-            # One first: if nothing can be tested, not hundreds of programs have to find out. It is a random one, since
-            # some programs may always fail, and these must not keep the others from being tested.
-            probe = random.Random(attempt).choice(failed)
-            found |= self._tested({probe: jobs[probe]})
-            if not isinstance(found[probe], SandboxError):
-                found |= self._tested({job: jobs[job] for job in failed if job != probe}, give_up=False)
-            attempt += 1
-        return found
-
-    def _tested(self, jobs: Mapping[_Job, Tests], *, give_up: bool = True) -> dict[_Job, _Found]:
-        """The outcomes of programs, or the errors that kept them from being tested.
-
-        Args:
-            jobs: The programs and their tests.
-            give_up: Whether programs that wait are not tried once `HOPELESS_PROGRAMS` in a row could not be tested.
-        """
-        found: dict[_Job, _Found] = {}
-        try:
-            # After a fork, threads and judges belong to the other process; after `close`, they are gone.
-            if self._process != os.getpid() or not self._finalizer.alive:
-                self._start()
-            running = {job: self._pool.submit(job[0], tests, job[2]) for job, tests in jobs.items()}
-            failures: list[SandboxError] = []
-            for job, future in running.items():
-                try:
-                    found[job] = future.result()
-                    failures.clear()
-                except CancelledError:
-                    found[job] = failures[-1] if failures else SandboxError("the grader was closed")
-                except StarvedError as error:  # which says more about the program than about the machine
-                    found[job] = error
-                except SandboxError as error:
-                    found[job] = error
-                    failures.append(error)
-                    if give_up and len(failures) == HOPELESS_PROGRAMS:
-                        # The machine fails, and not every program has to find out.
-                        for waiting in running.values():
-                            waiting.cancel()
-        except SandboxError as error:
-            return dict.fromkeys(jobs, error)
-        except BaseException:
-            self.close()
-            raise
-        return found
+            keys.append(None if program is None else (program, text))
+            if program is not None:
+                jobs[program, text] = Job(program, tests, stop_at_failure=not self.partial_credit)
+        verdicts = dict(zip(jobs, map(_verdict, jobs.values(), self._executor.run(list(jobs.values()))), strict=True))
+        return [Verdict(0.0, None, "no program") if key is None else verdicts[key] for key in keys]
 
 
-def _verdict(job: _Job, found: _Found) -> Verdict:
-    program, _, stopped = job
+def default_workers(limits: Limits) -> int:
+    """The programs to run at a time by default, if every program and its judge use all of their memory."""
+    return processes(SHARES * limits.memory_bytes + limits.disk_bytes)
+
+
+def _make_sandbox(
+    sandbox: Sandbox | str | None, packages: Sequence[Path], isolated: bool
+) -> tuple[Sandbox, Callable[[], None] | None]:
+    if sandbox is not None and not isinstance(sandbox, str):
+        return sandbox, None
+    programs = GVisor(packages=packages) if sandbox == GVISOR else None
+    own = Bubblewrap(packages=packages, run_without_isolation=not isolated)
+    local = LocalSandbox(programs or own, own)
+    return local, local.close
+
+
+def _verdict(job: Job, found: list[Outcome] | SandboxError) -> Verdict:
     if isinstance(found, SandboxError):
-        return Verdict(None, program, f"unscored: {printable(str(found))}")
+        return Verdict(None, job.program, f"unscored: {printable(str(found))}")
     failures = [outcome.reason for outcome in found if not outcome.passed]
-    score = float(not failures) if stopped else (len(found) - len(failures)) / len(found)
-    return Verdict(score, program, failures[0] if failures else "correct")
+    score = float(not failures) if job.stop_at_failure else (len(found) - len(failures)) / len(found)
+    return Verdict(score, job.program, failures[0] if failures else "correct")
 
 
 def passed_fraction(grader: CodeGrader) -> Reward:

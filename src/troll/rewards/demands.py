@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Sequence
 
-from troll.rewards.program import CodeTests
-from troll.rewards.unbounded import parse
+from troll_sandbox.cases import CodeTests
+from troll_sandbox.unbounded import parse
 
 #: Names of packages in tests. If the tests do not import one, the program may define something of that name.
 PACKAGES = {

@@ -20,6 +20,13 @@ def completion_text(completion: Completion) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
+def printable(text: str) -> str:
+    """The text with a backslash escape for every character that a terminal or a file may not take."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The judgement of one completion.

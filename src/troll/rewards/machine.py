@@ -1,4 +1,4 @@
-"""How many programs this machine can run at a time."""
+"""How many processes this machine can run at a time."""
 
 from __future__ import annotations
 
@@ -7,25 +7,8 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from troll.rewards.sandbox.limits import Limits
-
 #: Environment variables with the number of processes on this machine: torchrun's and accelerate's, then those of MPIs.
 LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
-
-#: Memory for one program, in units of `memory_bytes`: the program may use one, and its judge two.
-SHARES = 3
-
-
-def default_workers(limits: Limits) -> int:
-    """The programs to run at a time by default.
-
-    Args:
-        limits: The limits of each program.
-
-    Returns:
-        The number from `processes`, if every program and its judge use all of their memory.
-    """
-    return processes(SHARES * limits.memory_bytes + limits.disk_bytes)
 
 
 def processes(memory_bytes: int) -> int:

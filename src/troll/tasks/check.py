@@ -17,9 +17,8 @@ from rich.text import Text
 
 from troll.rewards.answers import marked
 from troll.rewards.code import CodeGrader
-from troll.rewards.grading import Grader, Verdict
+from troll.rewards.grading import Grader, Verdict, printable
 from troll.rewards.mathematics import MathGrader
-from troll.rewards.sandbox.limits import printable
 from troll.tasks.registry import Task, TaskError
 
 #: The kinds of answers that are graded against a gold answer, and whether they are right.

@@ -13,15 +13,16 @@ from datasets import Dataset
 
 from troll.rewards.code import GVISOR, CodeGrader, passed_fraction
 from troll.rewards.demands import PACKAGES, borrowed_packages, needs_plain
-from troll.rewards.program import CodeTests, StreamTests, Tests, parse_tests
-from troll.rewards.sandbox.launch import SandboxError
-from troll.rewards.sandbox.limits import MEBIBYTE, Limits
-from troll.rewards.unbounded import parse, read_json, write_json
+from troll.rewards.program import parse_tests
 from troll.tasks.dataset_task import Example, PromptStyle, Read, dataset_task, take_shaping, without
 from troll.tasks.options import Options
 from troll.tasks.registry import Reward, Task, TaskConfig, TaskError, register_task
 from troll.tasks.row import Column, Row
 from troll.tasks.splits import Divide, Source
+from troll_sandbox import CodeTests, Limits, SandboxError, StreamTests
+from troll_sandbox.cases import Tests
+from troll_sandbox.limits import MEBIBYTE
+from troll_sandbox.unbounded import parse, read_json, write_json
 
 #: The end of a message that asks for a program.
 INSTRUCTION = "Write the whole program in one ```python block."
@@ -56,7 +57,7 @@ def load_code(
     `dataset_task`, and two about running the tests:
 
     - `compare`: how printed text is compared if the tests do not say, "tokens" or "numbers"; see
-      `troll.rewards.output.same_output`.
+      `troll_sandbox.output.same_output`.
     - `plain_tests`: which tests that are code run in the program's own process, where a program can fake its verdict:
       those that say so ("stated"); also those that do not say but need it, as far as
       `troll.rewards.demands.needs_plain` finds out ("needed"); all of them ("always"); or none ("never").

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rewards.sandbox.processes import busy_machine, wait_until
+from tests.troll_sandbox.processes import busy_machine, wait_until
 from troll.rewards import machine
 from troll.rewards.mathematics import pool as pool_module
 from troll.rewards.mathematics.pool import Comparison, ask
@@ -154,7 +154,7 @@ def test_a_fork_amid_a_comparison(pool):
         if child == 0:
             status = 1
             try:
-                own = pool_module._pool
+                own = pool_module._the_pool()
                 status = 0 if own is not pool and _is_right() and not set(_processes(own)) & set(before) else 2
                 own.stop()
             finally:
@@ -340,7 +340,7 @@ _TRAINER = """
 import json, os, sys, time
 from troll.rewards.mathematics import pool, success
 assert success.grade([r"\\boxed{18}", "18"], answer=["18"] * 2)[0].success
-assert not {"sympy", "math_verify"} & set(sys.modules) and not any(p._process for p in pool._pool._processes)
+assert not {"sympy", "math_verify"} & set(sys.modules) and pool._pool is None
 pool.ask([("9", r"\\frac{18}{2}")] * 2, 2.0)
 loader = os.fork()  # holds on to the pipes
 if loader == 0:

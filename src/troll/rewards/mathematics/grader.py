@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from troll.rewards.answers import AnswerFormat, check_answer_format, final_answer
-from troll.rewards.grading import Grader, Verdict
+from troll.rewards.grading import Grader, Verdict, printable
 from troll.rewards.mathematics.comparison import check_math_verify, compare
 from troll.rewards.mathematics.pool import Comparison
-from troll.rewards.sandbox.limits import printable
 
 
 class MathGrader(Grader):

@@ -10,9 +10,11 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from functools import cache
 from typing import IO
 
 from troll.rewards.machine import processes
@@ -60,7 +62,7 @@ def ask(questions: Sequence[tuple[str, str]], cpu_seconds: float, positive_symbo
     Raises:
         RuntimeError: If math-verify is installed, but cannot be imported.
     """
-    return _pool.compare(questions, cpu_seconds, positive_symbols)
+    return _the_pool().compare(questions, cpu_seconds, positive_symbols)
 
 
 class _Pool:
@@ -286,14 +288,33 @@ def _size() -> int:
     return min(_MOST_PROCESSES, processes(worker.MEMORY_BYTES))
 
 
-_pool = _Pool(_size())
+_pool: _Pool | None = None
+_making = threading.Lock()
 
 
-def _renew() -> None:
+def _the_pool() -> _Pool:
+    """The pool of this process, which is made for its first question."""
     global _pool
-    _pool.abandon()
-    _pool = _Pool(_size())
+    _watch_forks_and_the_end()
+    with _making:
+        if _pool is None:
+            _pool = _Pool(_size())
+        return _pool
 
 
-os.register_at_fork(after_in_child=_renew)
-atexit.register(lambda: _pool.stop())
+@cache
+def _watch_forks_and_the_end() -> None:
+    os.register_at_fork(after_in_child=_abandon)
+    atexit.register(_stop)
+
+
+def _abandon() -> None:
+    global _pool, _making
+    if _pool is not None:
+        _pool.abandon()
+    _pool, _making = None, threading.Lock()  # another thread may have held the lock
+
+
+def _stop() -> None:
+    if _pool is not None:
+        _pool.stop()

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import mmap
 import os
-import resource
 import runpy
 import signal
 import struct
@@ -70,6 +69,8 @@ def main() -> None:
         is_equal(gold, answer)
     expressions["forbid_code"]()
     sys.addaudithook(_forbid)
+    import resource  # here, because `pool.py` imports this file also where there is none
+
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     in_hand = mmap.mmap(-1, _IN_HAND.size)  # shared with the children: the question that one is working on
@@ -99,6 +100,8 @@ def _silence() -> None:
 
 def _serve(is_equal: Callable[[str, str, bool], bool], questions: int, verdicts: int, in_hand: mmap.mmap) -> NoReturn:
     """Answers questions until there are no more."""
+    import resource
+
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             number, cpu_seconds, positive_symbols, *sizes = QUESTION.unpack(_read(questions, QUESTION.size))

@@ -1,1 +1,0 @@
-"""Runs programs that a model wrote, isolated from everything of the user's."""

@@ -1,0 +1,29 @@
+"""Runs programs that a model wrote, isolated from everything of the user's, and judges them by their tests.
+
+Nothing here needs torch or TROLL. `README.md` says what it promises.
+"""
+
+from troll_sandbox.bubblewrap import Bubblewrap
+from troll_sandbox.cases import CodeTests, FunctionTests, StreamTests
+from troll_sandbox.errors import SandboxError
+from troll_sandbox.executor import Executor, Job, Sandbox
+from troll_sandbox.fusion import SandboxFusion
+from troll_sandbox.gvisor import GVisor
+from troll_sandbox.limits import Limits, Outcome
+from troll_sandbox.local import LocalSandbox
+
+__all__ = [
+    "Bubblewrap",
+    "CodeTests",
+    "Executor",
+    "FunctionTests",
+    "GVisor",
+    "Job",
+    "Limits",
+    "LocalSandbox",
+    "Outcome",
+    "Sandbox",
+    "SandboxError",
+    "SandboxFusion",
+    "StreamTests",
+]

@@ -1,0 +1,267 @@
+"""Has many programs tested, several at a time, and knows what trouble of the machine is and what a program's own doing.
+
+This is the only place that tries again. A sandbox makes one attempt, and raises a `SandboxError` if that says nothing
+about the program.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from typing import NamedTuple, Protocol
+
+from troll_sandbox.cases import StreamTests, Tests, number_of
+from troll_sandbox.errors import KilledError, SandboxError, StarvedError
+from troll_sandbox.lifetime import at_end
+from troll_sandbox.limits import NOT_RUN, TIME_LIMIT, Limits, Outcome
+
+#: Seconds before the first retry; each further one waits twice as long, up to the longest.
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 1.0
+
+#: A program can end in a way that looks like a kill from outside. If that happens so often, it is the program's doing.
+KILLS = 4
+
+#: After this many programs in a row that could not be tested, those that wait are not tried.
+HOPELESS_PROGRAMS = 4
+
+#: How long threads whose programs were killed may take to notice.
+END_SECONDS = 1.0
+
+
+class Sandbox(Protocol):
+    """Tests a program where it can do no harm; any function of this signature is one.
+
+    It is called by several threads at a time.
+    """
+
+    def __call__(self, program: str, tests: Tests, *, limits: Limits, stop_at_failure: bool) -> list[Outcome]:
+        """Tests a program, in one attempt.
+
+        Args:
+            program: Python source, as a model wrote it.
+            tests: The tests that the program has to pass.
+            limits: What it may use.
+            stop_at_failure: Whether the tests after the first failing one may be left out.
+
+        Returns:
+            An outcome per test; "not run" of those left out.
+
+        Raises:
+            SandboxError: The program could not be tested, for a reason that is not the program's. It is tried again.
+        """
+        ...
+
+
+class Job(NamedTuple):
+    """A program, its tests, and whether testing stops at its first failure."""
+
+    program: str
+    tests: Tests
+    stop_at_failure: bool
+
+
+class Executor:
+    """Tests programs in threads, and tries again what trouble of the machine has hit.
+
+    Programs that could not be tested are tried again after the others, for as long as another program may keep the
+    machine busy (`Limits.wall_seconds`), with growing pauses. Tests by standard input that have ended keep their
+    outcomes. Two kinds of trouble become a verdict if they last:
+
+    - A program that got too little CPU time to end is judged "time limit": `while True` must not end a training run.
+    - A program that was killed `KILLS` times has ended itself.
+
+    The sandbox is made at once, and again when it is needed after `close` or after a fork.
+
+    Args:
+        make: Makes the sandbox, and what ends the programs that run in it for good (None if nothing can). It raises
+            `SandboxError` if there can be no sandbox.
+        limits: What each program may use.
+        workers: The number of programs that run at a time.
+
+    Raises:
+        SandboxError: No sandbox can be made.
+    """
+
+    def __init__(
+        self, make: Callable[[], tuple[Sandbox, Callable[[], object] | None]], limits: Limits, workers: int
+    ) -> None:
+        self._make, self._limits, self._workers = make, limits, workers
+        self._open()
+
+    def run(self, jobs: Sequence[Job]) -> list[list[Outcome] | SandboxError]:
+        """Tests programs. An exception such as `KeyboardInterrupt` kills those that run.
+
+        Returns:
+            For each program its outcomes, one per test, or what kept it from being tested to the last.
+        """
+        trials = [_Trial(job) for job in jobs]
+        self._try(trials, give_up=True)
+        end, pause, chance = time.monotonic() + self._limits.wall_seconds, FIRST_PAUSE, random.Random(0)
+        while failed := [trial for trial in trials if trial.error is not None]:
+            pause = min(pause, end - time.monotonic())
+            if pause <= 0:
+                break
+            time.sleep(pause)
+            # One first: if nothing can be tested, not hundreds of programs have to find out. It is a random one, since
+            # some programs may always fail, and these must not keep the others from being tested.
+            probe = chance.choice(failed)
+            self._try([probe])
+            if probe.error is None:
+                self._try([trial for trial in failed if trial is not probe])
+            pause = min(2 * pause, LONGEST_PAUSE)
+        return [trial.result() for trial in trials]
+
+    def close(self) -> None:
+        """Drops the programs that wait and stops those that run, in about a second."""
+        self._finalizer()
+
+    def _open(self) -> None:
+        self._crew = _Crew(*self._make(), self._limits, self._workers)
+        self._process, self._finalizer = os.getpid(), at_end(self, self._crew.close)
+
+    def _try(self, trials: Sequence[_Trial], give_up: bool = False) -> None:
+        """Makes one attempt at each; with `give_up`, those that wait have none after `HOPELESS_PROGRAMS` in a row."""
+        try:
+            if self._process != os.getpid() or not self._finalizer.alive:
+                self._open()
+            running = [(trial, self._crew.submit(trial)) for trial in trials]
+            failures: list[SandboxError] = []
+            for trial, future in running:
+                try:
+                    future.result()
+                except CancelledError:
+                    trial.error = failures[-1] if failures else SandboxError("the sandbox was closed")
+                    continue
+                if trial.error is None:
+                    failures.clear()
+                elif not isinstance(trial.error, StarvedError):  # which says more about the program
+                    failures.append(trial.error)
+                if give_up and len(failures) == HOPELESS_PROGRAMS:
+                    for _, waiting in running:
+                        waiting.cancel()
+        except SandboxError as error:
+            for trial in trials:
+                trial.error = error
+        except BaseException:
+            self.close()
+            raise
+
+
+@dataclass(eq=False)
+class _Trial:
+    """A program on its way to its outcomes.
+
+    Attributes:
+        ended: Outcomes of the first tests; all of them once there is no error.
+        error: What the last attempt failed for.
+        kills: How many attempts were killed.
+    """
+
+    job: Job
+    ended: list[Outcome] = field(default_factory=list)
+    error: SandboxError | None = None
+    kills: int = 0
+
+    def attempt(self, sandbox: Sandbox, limits: Limits) -> None:
+        program, tests, stop = self.job
+        if isinstance(tests, StreamTests):
+            start = len(self.ended)
+            tests = replace(tests, inputs=tests.inputs[start:], outputs=tests.outputs[start:])
+        try:
+            found = sandbox(program, tests, limits=limits, stop_at_failure=stop)
+            if len(found) != number_of(tests):
+                raise SandboxError(f"the sandbox has {len(found)} outcomes for {number_of(tests)} tests")
+            self.ended += found
+            self.error = None
+        except KilledError as error:
+            self.kills += 1
+            self.error = error if self.kills < KILLS else None
+            self.ended += [] if self.error else error.outcomes
+        except SandboxError as error:
+            self.ended += error.ended
+            self.error = error
+        except BaseException as error:  # no file can be opened, for one; no program may end a run
+            self.error = SandboxError(f"a program could not be tested: {type(error).__name__}: {error}")
+            self.error.__cause__ = error
+
+    def result(self) -> list[Outcome] | SandboxError:
+        if isinstance(self.error, StarvedError):
+            outcomes = [*self.ended, TIME_LIMIT]
+            return outcomes + [NOT_RUN] * (number_of(self.job.tests) - len(outcomes))
+        return self.error or self.ended
+
+
+class _Crew:
+    """Threads, which start with the first programs.
+
+    They are daemons: at the end of the process nobody waits for a program, and the sandboxes that a thread has started
+    end with it.
+    """
+
+    def __init__(self, sandbox: Sandbox, stop: Callable[[], object] | None, limits: Limits, workers: int) -> None:
+        self._sandbox, self._stop, self._limits, self._workers = sandbox, stop, limits, workers
+        self._waiting = SimpleQueue[tuple[Future[None], _Trial] | None]()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def submit(self, trial: _Trial) -> Future[None]:
+        """Has an attempt made.
+
+        Raises:
+            SandboxError: No thread could be started.
+        """
+        with self._lock:
+            if len(self._threads) < self._workers:
+                self._start_thread()
+        future = Future[None]()
+        self._waiting.put((future, trial))
+        return future
+
+    def close(self) -> None:
+        self._closed = True
+        try:
+            while True:
+                if (waiting := self._waiting.get_nowait()) is not None:
+                    waiting[0].cancel()
+        except Empty:
+            pass
+        if self._stop is not None:
+            self._stop()
+        for _ in self._threads:
+            self._waiting.put(None)
+        deadline = time.monotonic() + END_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._work, name=f"troll-sandbox-{len(self._threads)}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no process is left in this container, for one
+            if not self._threads:
+                raise SandboxError(f"programs cannot be run: {error}") from error
+        else:
+            self._threads.append(thread)
+
+    def _work(self) -> None:
+        while (waiting := self._waiting.get()) is not None:
+            future, trial = waiting
+            if not future.set_running_or_notify_cancel():
+                continue
+            trial.attempt(self._unless_closed, self._limits)
+            future.set_result(None)
+
+    def _unless_closed(self, program: str, tests: Tests, *, limits: Limits, stop_at_failure: bool) -> list[Outcome]:
+        """What the sandbox says, unless it was stopped meanwhile: what was killed on the way has not failed."""
+        try:
+            return self._sandbox(program, tests, limits=limits, stop_at_failure=stop_at_failure)
+        finally:
+            if self._closed:
+                raise SandboxError("the sandbox was closed")

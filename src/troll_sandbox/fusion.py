@@ -1,0 +1,161 @@
+"""Programs tested by a SandboxFusion server (https://github.com/bytedance/SandboxFusion), as verl's users have one."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import secrets
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from troll_sandbox.cases import CodeTests, FunctionTests, StreamTests, Tests, number_of
+from troll_sandbox.errors import SandboxError
+from troll_sandbox.function_calls import ENDED
+from troll_sandbox.launch import INSIDE
+from troll_sandbox.limits import MEBIBYTE, NOT_RUN, TIME_LIMIT, Limits, Outcome
+from troll_sandbox.output import same_output
+from troll_sandbox.stream_runs import REASON_LENGTH, failure
+from troll_sandbox.unbounded import write_json
+
+#: What a request may take beyond the time that the program has: the network, and the server's queue.
+REQUEST_SECONDS = 30.0
+
+
+class SandboxFusion:
+    """Tests programs on a server; see `Sandbox`.
+
+    Tests by standard input and output are compared here, so a pass proves what it proves with bubblewrap. Function
+    tests run in the program's own process: a program that looks for them there can read what they expect, or patch what
+    compares. The server enforces its own isolation, `Limits.memory_bytes`, and wall time: a test ends after
+    `cpu_seconds + idle_seconds`, and all tests of a program after `wall_seconds`.
+
+    Args:
+        url: Address of the server's `run_code`, such as `http://localhost:8080/run_code`: verl's `sandbox_fusion.url`.
+
+    Raises:
+        ValueError: The address is not one of HTTP.
+        SandboxError: The server does not run a program; the message says why.
+    """
+
+    def __init__(self, url: str) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"a SandboxFusion server has an address like http://localhost:8080/run_code, got {url!r}")
+        self._url = url
+        limits = Limits()
+        if _failure(self._run("print()", "", limits.cpu_seconds, limits)):
+            raise SandboxError(f"{url} cannot run Python programs")
+
+    def __call__(self, program: str, tests: Tests, *, limits: Limits, stop_at_failure: bool) -> list[Outcome]:
+        """Tests a program."""
+        try:
+            program.encode()
+        except UnicodeEncodeError:
+            return [Outcome(False, "the program is no text")] * number_of(tests)
+        outcomes: list[Outcome] = []
+        if isinstance(tests, StreamTests):
+            try:
+                for outcome in self._streams(program, tests, limits, stop_at_failure):
+                    outcomes.append(outcome)
+            except SandboxError as error:
+                error.ended = outcomes
+                raise
+        else:
+            outcomes = self._functions(program, tests, limits, stop_at_failure)
+        return outcomes + [NOT_RUN] * (number_of(tests) - len(outcomes))
+
+    def _streams(self, program: str, tests: StreamTests, limits: Limits, stop_at_failure: bool) -> Iterator[Outcome]:
+        left = limits.wall_seconds
+        for text, expected in zip(tests.inputs, tests.outputs, strict=True):
+            response = self._run(program, text, left, limits)
+            outcome = _failure(response)
+            if outcome is None:
+                right = same_output(response["run_result"].get("stdout") or "", expected, tests.compare)
+                outcome = Outcome(right, "passed" if right else "wrong answer")
+            yield outcome
+            left -= float((response.get("run_result") or {}).get("execution_time") or 0.0)
+            if outcome == TIME_LIMIT or left <= 0 or (stop_at_failure and not outcome.passed):
+                return
+
+    def _functions(
+        self, program: str, tests: CodeTests | FunctionTests, limits: Limits, stop_at_failure: bool
+    ) -> list[Outcome]:
+        mark = secrets.token_hex()
+        job = {"mark": mark, "source": program, "stop_at_failure": stop_at_failure, **vars(tests)}
+        response = self._run(_script(), write_json(job), limits.wall_seconds, limits)
+        lines = ((response.get("run_result") or {}).get("stdout") or "").splitlines()
+        reports = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
+        outcomes = [_reported(report) for report in reports[: number_of(tests)]]
+        if len(outcomes) == number_of(tests) or (stop_at_failure and outcomes and not outcomes[-1].passed):
+            return outcomes
+        ended = _failure(response) or Outcome(False, ENDED)
+        return outcomes + [ended] * (1 if stop_at_failure else number_of(tests) - len(outcomes))
+
+    def _run(self, code: str, stdin: str, seconds: float, limits: Limits) -> dict[str, Any]:
+        """The server's response; raises `SandboxError` where it has none, or says itself that it failed."""
+        seconds = min(seconds, limits.cpu_seconds + limits.idle_seconds)
+        content = {
+            "code": code,
+            "stdin": stdin,
+            "language": "python",
+            "compile_timeout": seconds,
+            "run_timeout": seconds,
+            "memory_limit_MB": limits.memory_bytes // MEBIBYTE,
+            "files": {},
+            "fetch_files": [],
+        }
+        request = urllib.request.Request(
+            self._url, json.dumps(content).encode(), {"Content-Type": "application/json", "Accept": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=2 * seconds + REQUEST_SECONDS) as answer:
+                response: dict[str, Any] = json.load(answer)
+            if response["status"] in ("Success", "Failed"):
+                if not (response.get("run_result") or response.get("compile_result")):
+                    raise ValueError("it ran nothing")
+                return response
+            cause = f"{response['status']}: {response.get('message') or ''}"
+        except urllib.error.HTTPError as error:
+            cause = f"HTTP {error.code} {error.reason}"
+            error.close()
+        except (OSError, http.client.HTTPException) as error:
+            cause = str(error) or type(error).__name__
+        except (ValueError, KeyError, TypeError) as error:
+            cause = f"an answer that is none of SandboxFusion's ({type(error).__name__}: {error})"
+        raise SandboxError(f"the sandbox at {self._url} failed: {cause[:REASON_LENGTH]}")
+
+
+@cache
+def _script() -> str:
+    """What the server runs where functions are tested; the program and its tests are its standard input."""
+    modules = {name: (INSIDE / f"{name}.py").read_text() for name in ("values", "prelude", "one_process")}
+    return f"""import sys
+
+for name, source in {modules!r}.items():
+    sys.modules[name] = type(sys)(name)
+    exec(source, vars(sys.modules[name]))
+
+""" + (INSIDE / "fusion_main.py").read_text()
+
+
+def _reported(report: str) -> Outcome:
+    """An outcome that the script reports, or a program that has found out how."""
+    try:
+        passed, reason = json.loads(report)
+        return Outcome(passed is True, str(reason))
+    except (ValueError, TypeError):
+        return Outcome(False, "the program forged a report")
+
+
+def _failure(response: dict[str, Any]) -> Outcome | None:
+    """Why a program did not end with status 0; None if it did."""
+    for kind, part in (("compile error", response.get("compile_result")), ("", response.get("run_result"))):
+        if part is None:
+            continue
+        if part["status"] == "TimeLimitExceeded":
+            return TIME_LIMIT
+        if code := part.get("return_code"):
+            return Outcome(False, kind or failure(code, part.get("stderr") or ""))
+    return None

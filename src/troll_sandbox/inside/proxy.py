@@ -1,0 +1,93 @@
+"""An object of the other side, of which only a reference is here."""
+
+from __future__ import annotations
+
+from _collections import deque
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+class Proxy:
+    """Asks the other side for operations, through a `Peer`. Equality and hash are those of the reference."""
+
+    __slots__ = ("_proxy_number", "_proxy_peer")  # names that no object of the other side has
+
+    def __init__(self, peer: Any, number: int):
+        object.__setattr__(self, "_proxy_peer", peer)
+        object.__setattr__(self, "_proxy_number", number)
+
+    def __getattr__(self, name: str) -> Any:
+        # Protocols of the standard library (copying, pickling, number classes) look for their methods here.
+        if name.startswith("__") and name not in ("__name__", "__qualname__", "__dict__", "__annotations__"):
+            raise AttributeError(name)
+        return ask(self, "get", name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        ask(self, "set", name, value)
+
+    def __call__(self, /, *args: object, **kwargs: object) -> Any:
+        """Calls it with copies of the arguments, and repeats in the arguments what it did to the copies."""
+        peer = object.__getattribute__(self, "_proxy_peer")
+        result, changed = ask(self, "call", peer.pack((args, kwargs)))
+        if changed is not None:
+            merge((args, kwargs), peer.unpack(changed))
+        return result
+
+    def __iter__(self) -> Any:
+        return ask(self, "iter")
+
+    def __next__(self) -> Any:
+        return ask(self, "next")
+
+    def __bool__(self) -> Any:
+        return ask(self, "bool")
+
+
+def ask(proxy: Proxy, operation: str, *operands: object) -> Any:
+    """Returns what an operation on the proxy's object gives there."""
+    peer = object.__getattribute__(proxy, "_proxy_peer")
+    return peer.request(operation, proxy, *operands)
+
+
+def merge(mine: Any, theirs: Any, changed: set[int] | None = None) -> Any:
+    """Repeats in `mine` what a call did to its copy: mutable containers are changed in place, down to nested ones.
+
+    Args:
+        mine: What the copy was made of.
+        theirs: The copy after the call.
+        changed: Ids of containers that have been changed. One that is at several places of `mine` has a copy at each,
+            of which only one may have been changed; the others must not undo that.
+
+    Returns:
+        `mine` where it could be changed to equal `theirs`, otherwise `theirs`.
+    """
+    changed = set() if changed is None else changed
+    if type(mine) is not type(theirs):
+        return theirs
+    if isinstance(mine, tuple) and len(mine) == len(theirs):
+        parts = tuple(merge(a, b, changed) for a, b in zip(mine, theirs, strict=True))
+        return mine if all(a is b for a, b in zip(mine, parts, strict=True)) else parts
+    if id(mine) in changed:
+        return mine
+    before = mine.copy() if isinstance(mine, list | deque | dict | set | bytearray) else None
+    if isinstance(mine, list | deque):
+        kept = [merge(a, b, changed) for a, b in zip(mine, theirs, strict=False)]
+        rest = list(theirs)[len(kept) :]
+        mine.clear()
+        mine.extend(kept + rest)
+    elif isinstance(mine, dict):
+        items = {key: merge(mine[key], value, changed) if key in mine else value for key, value in theirs.items()}
+        mine.clear()
+        mine.update(items)
+    elif isinstance(mine, set):
+        mine.clear()
+        mine.update(theirs)
+    elif isinstance(mine, bytearray):
+        mine[:] = theirs
+    else:
+        return theirs
+    if mine != before:
+        changed.add(id(mine))
+    return mine

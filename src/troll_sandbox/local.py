@@ -1,0 +1,60 @@
+"""Programs tested on this machine, each in a sandbox of its own, with a judge per thread that stays warm."""
+
+from __future__ import annotations
+
+import threading
+
+from troll_sandbox.cases import StreamTests, Tests
+from troll_sandbox.function_calls import Judge, JudgeEndedError, run_functions
+from troll_sandbox.launch import Launcher
+from troll_sandbox.limits import Limits, Outcome
+from troll_sandbox.stream_runs import run_stdio
+
+
+class LocalSandbox:
+    """Tests programs by standard input and output, or by calling their functions; see `Sandbox`.
+
+    Args:
+        programs: Where programs run.
+        judges: Where those run that test functions: bubblewrap's sandboxes.
+    """
+
+    def __init__(self, programs: Launcher, judges: Launcher) -> None:
+        self._programs, self._judged_in = programs, judges
+        self._here = threading.local()
+        self._judges: list[Judge] = []
+
+    def __call__(self, program: str, tests: Tests, *, limits: Limits, stop_at_failure: bool) -> list[Outcome]:
+        """Tests a program."""
+        if isinstance(tests, StreamTests):
+            return run_stdio(
+                self._programs,
+                program,
+                tests.inputs,
+                tests.outputs,
+                limits,
+                compare=tests.compare,
+                stop_at_failure=stop_at_failure,
+            )
+        judge = self._judge()
+        try:
+            return run_functions(self._programs, judge, program, tests, limits, stop_at_failure=stop_at_failure)
+        except JudgeEndedError:
+            self._judges.remove(judge)
+            judge.close()
+            self._here.judge = None
+            raise
+
+    def close(self) -> None:
+        """Kills programs and judges; those that run have no outcome then."""
+        self._programs.stop()
+        self._judged_in.stop()
+        for judge in self._judges:
+            judge.close()
+
+    def _judge(self) -> Judge:
+        judge: Judge | None = getattr(self._here, "judge", None)
+        if judge is None:
+            judge = self._here.judge = Judge(self._judged_in)
+            self._judges.append(judge)
+        return judge

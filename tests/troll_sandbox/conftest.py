@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+import pytest
+
+from troll_sandbox.bubblewrap import Bubblewrap
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Bubblewrap:
+    return Bubblewrap()

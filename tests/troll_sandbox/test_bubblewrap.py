@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.troll_sandbox.hostile import HOSTILE
+from tests.troll_sandbox.processes import needs_bubblewrap, only_program, running, wait_until, wait_until_gone
+from troll_sandbox import bubblewrap
+from troll_sandbox.bubblewrap import Bubblewrap
+from troll_sandbox.errors import SandboxError
+from troll_sandbox.launch import Process
+from troll_sandbox.limits import Limits
+from troll_sandbox.stream_runs import run_stdio
+from troll_sandbox.system import System, system
+
+pytestmark = needs_bubblewrap
+
+LIMITS = Limits(cpu_seconds=1, wall_seconds=30, idle_seconds=1)
+
+#: Runs a program that sleeps, in a process that a signal will end.
+PARENT = """
+import signal, sys, warnings
+from troll_sandbox.bubblewrap import Bubblewrap
+from troll_sandbox.limits import Limits
+from troll_sandbox.stream_runs import run_stdio
+warnings.simplefilter("ignore")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
+limits = Limits(idle_seconds=50, output_bytes=int(sys.argv[1]))
+run_stdio(Bubblewrap(run_without_isolation=sys.argv[2] == "True"), "import time\\ntime.sleep(100)", [""], [""], limits)
+"""
+
+
+@pytest.fixture
+def open_sandbox() -> Bubblewrap:
+    with pytest.warns(RuntimeWarning, match="as your user"):
+        return Bubblewrap(run_without_isolation=True)
+
+
+def test_without_bubblewrap_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxError, match="apt install bubblewrap"):
+        Bubblewrap()
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (
+            "echo 'bwrap: setting up uid map: Permission denied' >&2; exit 1",
+            r"uid map: Permission denied\): namespaces may be forbidden.*docs/sandbox",
+        ),
+        ("echo 'bwrap: Unknown option --size' >&2; exit 1", r"0\.7 or later"),
+        ("exec sleep 100", "did not start"),
+    ],
+    ids=["forbidden", "old", "hanging"],
+)
+def test_a_bubblewrap_that_does_not_work_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
+) -> None:
+    only_program(tmp_path, "bwrap", script, monkeypatch)
+    if "sleep" in script:
+        monkeypatch.setattr(bubblewrap, "TRIAL_SECONDS", 0.2)
+    with pytest.raises(SandboxError, match=message):
+        Bubblewrap()
+
+
+def test_where_sigchld_is_ignored_it_says_so(sandbox: Bubblewrap) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(SandboxError, match="SIGCHLD is ignored"):
+            Bubblewrap()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_sandbox_that_somebody_else_has_reaped_ends_all_the_same(sandbox: Bubblewrap) -> None:
+    process = sandbox.start("ready", limits=LIMITS, stdin=None, stdout=None)
+    os.waitid(os.P_PID, process.pid, os.WEXITED)
+    assert process.end() == 0.0
+    assert process.returncode == 255
+
+
+def test_an_unknown_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with pytest.raises(SandboxError, match="riscv64"):
+        Bubblewrap()
+
+
+def test_packages_can_be_imported_and_not_changed(tmp_path: Path) -> None:
+    (tmp_path / "given.py").write_text("three = 3\n")
+    program = "import given\nprint(given.three)\nopen(given.__file__, 'w')"
+    (outcome,) = run_stdio(Bubblewrap(packages=[tmp_path]), program, [""], ["3"], LIMITS)
+    assert outcome.reason.startswith("raised OSError: [Errno 30] Read-only file system")
+    assert (tmp_path / "given.py").read_text() == "three = 3\n"
+    with pytest.raises(SandboxError, match="not a folder"):
+        Bubblewrap(packages=[tmp_path / "given.py"])
+
+
+def test_no_descriptor_of_the_user_gets_in(sandbox: Bubblewrap) -> None:
+    program = """
+import os
+found = []
+for number in range(2048):
+    try:
+        os.fstat(number)
+        found.append(number)
+    except OSError:
+        pass
+print(found)
+"""
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(600)]
+    for file in files:
+        os.set_inheritable(file, True)
+    try:
+        outcomes = run_stdio(sandbox, program, ["", ""], ["[0, 1, 2]"] * 2, LIMITS)
+    finally:
+        for file in files:
+            os.close(file)
+    assert [outcome.reason for outcome in outcomes] == ["passed", "passed"]
+
+
+def test_the_root_shows_nothing_of_the_user(sandbox: Bubblewrap) -> None:
+    program = """
+import os
+print(sorted(set(os.listdir("/")) - {"root", "home", "opt", "work", "lib32", "libx32", "lib64", "libexec"}))
+print(os.listdir("."), sorted(os.listdir("/dev")), os.getuid(), os.getcwd(), os.uname().nodename)
+"""
+    expected = """['dev', 'etc', 'input', 'inside', 'lib', 'packages', 'tmp', 'usr']
+[] ['null', 'stdin', 'urandom', 'zero'] 65534 /tmp sandbox"""
+    (outcome,) = run_stdio(sandbox, program, [""], [expected], LIMITS)
+    assert outcome.reason == "passed"
+
+
+def test_only_what_a_program_needs_is_there(sandbox: Bubblewrap) -> None:
+    program = """
+import glob, os, sys
+print([path for path in ("/usr/bin/env", "/usr/sbin", "/bin/sh", "/etc/passwd") if os.path.exists(path)])
+found = [os.listdir(folder) for folder in glob.glob(f"{sys.prefix}/lib/python3*/site-packages")]
+print(sum(map(len, found)), os.path.isdir("/usr/share/zoneinfo") == bool(glob.glob("/usr/share/*")))
+"""
+    (outcome,) = run_stdio(sandbox, program, [""], ["[]\n0 True"], LIMITS)
+    assert outcome.reason == "passed"
+
+
+def test_where_that_is_not_enough_all_of_usr_is_shown_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bubblewrap, "NEED_LIBRARIES", ("xml.does_not_exist", "nothing", "antigravity.x"))
+    assert Bubblewrap()  # a Python may lack modules
+
+    def lacking(interpreter: Path, all_of_usr: bool) -> System:
+        seen = system(interpreter, all_of_usr)
+        return seen if all_of_usr else replace(seen, links={})
+
+    monkeypatch.setattr(bubblewrap, "system", lacking)
+    with pytest.warns(RuntimeWarning, match="all of /usr"):
+        sandbox = Bubblewrap()
+    program = "import os\nprint(os.path.exists('/usr/bin/env'))"
+    assert run_stdio(sandbox, program, [""], ["True"], LIMITS)[0].passed
+
+
+def inside(process: Process) -> Path:
+    """What the kernel says of the first process of a sandbox that has started."""
+    (pid,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return Path("/proc", pid)
+
+
+@pytest.fixture
+def started(sandbox: Bubblewrap) -> Iterator[Process]:
+    read, write = os.pipe()
+    process = sandbox.start("stdio", ["/input"], limits=LIMITS, stdin=read, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.read(1) == b"+"
+    yield process
+    process.end()
+    process.stdout.close()
+    os.close(read)
+    os.close(write)
+
+
+def test_what_runs_inside_is_in_the_group_that_is_killed(started: Process) -> None:
+    assert os.getpgid(int(inside(started).name)) == started.pid
+
+
+def test_who_is_killed_from_outside_is_told_from_who_ends(started: Process, sandbox: Bubblewrap) -> None:
+    assert not started.killed(0.05)
+    os.kill(int(inside(started).name), signal.SIGKILL)
+    assert started.killed(10)
+    ended = sandbox.start("ready", limits=LIMITS, stdin=None, stdout=None)
+    assert not ended.killed(10)
+    assert ended.returncode == 0
+    assert ended.end() > 0  # its CPU time is known all the same
+
+
+def test_a_sandbox_is_the_first_to_go_when_memory_runs_out(started: Process) -> None:
+    assert (inside(started) / "oom_score_adj").read_text() == "1000\n"
+
+
+def test_no_capability_is_left_and_no_user_of_ours(started: Process) -> None:
+    status = dict(line.split(":\t", 1) for line in (inside(started) / "status").read_text().splitlines())
+    for name in ("CapInh", "CapPrm", "CapEff", "CapAmb"):
+        assert int(status[name], 16) == 0, name
+    assert status["NoNewPrivs"] == "1"
+    if os.geteuid() == 0:
+        assert set(status["Uid"].split() + status["Gid"].split()) == {"65534"}
+        assert status["Groups"].split() == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="nobody else has a choice")
+def test_where_programs_cannot_be_another_user_they_run_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    maps: list[str] = []
+    write_text = Path.write_text
+
+    def refusing(path: Path, text: str) -> int:
+        if path.name in ("uid_map", "gid_map"):
+            maps.append(path.name)
+            raise PermissionError
+        return write_text(path, text)
+
+    monkeypatch.setattr(Path, "write_text", refusing)
+    sandbox = Bubblewrap()
+    assert maps == ["uid_map", "gid_map"]  # at the first trial only
+    assert run_stdio(sandbox, "import os\nprint(os.getuid())", [""], ["65534"], LIMITS)[0].passed
+
+
+def test_where_the_kernel_does_not_count_threads_the_supervisor_does(open_sandbox: Bubblewrap) -> None:
+    program = "import threading, time\nthreading.stack_size(1 << 16)\n"
+    program += "for _ in range(99): threading.Thread(target=time.sleep, args=(9,)).start()"
+    (outcome,) = run_stdio(open_sandbox, program, [""], [""], LIMITS)
+    assert outcome.reason == "thread limit"
+
+
+def test_the_kernel_bounds_threads_and_files(sandbox: Bubblewrap) -> None:
+    program = """
+import os, threading, time
+threads = files = 0
+threading.stack_size(1 << 16)
+try:
+    while True:
+        threading.Thread(target=time.sleep, args=(9,), daemon=True).start()
+        threads += 1
+except RuntimeError:
+    pass
+try:
+    while True:
+        open(f"{files}", "w").close()
+        files += 1
+except OSError:
+    print(threads, files)
+"""
+    (outcome,) = run_stdio(sandbox, program, [""], ["99 255"], replace(LIMITS, threads=100, disk_bytes=1 << 20))
+    assert outcome.reason == "passed"
+
+
+def run_in_worker(results: multiprocessing.Queue[list[str]]) -> None:
+    outcomes = run_stdio(Bubblewrap(), "print(3)", ["", ""], ["3", "3"], LIMITS)
+    results.put([outcome.reason for outcome in outcomes])
+
+
+def test_it_works_in_a_daemonic_worker() -> None:
+    context = multiprocessing.get_context("fork")
+    results: multiprocessing.Queue[list[str]] = context.Queue()
+    worker = context.Process(target=run_in_worker, args=(results,), daemon=True)
+    worker.start()
+    assert results.get(timeout=60) == ["passed", "passed"]
+    worker.join()
+
+
+def program_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]
+    except OSError:  # it has ended
+        return "bwrap"
+
+
+@pytest.mark.parametrize("without_isolation", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_outlives_the_parent(number: signal.Signals, without_isolation: bool, tmp_path: Path) -> None:
+    mark = 3_000_000 + os.getpid() % 100_000 * 10 + without_isolation * 2 + (number == signal.SIGINT)
+    command = [sys.executable, "-c", PARENT, str(mark), str(without_isolation)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True, env=environment)
+    # Until bubblewrap has started the script: a bwrap whose parent is killed before that waits for ever.
+    wait_until(lambda: any(os.path.basename(program_of(pid)) != "bwrap" for pid in running(f",{mark},")), 60)
+    os.killpg(parent.pid, number)
+    _, errors = parent.communicate(timeout=30)
+    assert (b"KeyboardInterrupt" in errors) == (number == signal.SIGINT)
+    wait_until_gone(f",{mark},")
+
+
+def test_without_isolation_programs_run_under_the_same_limits(open_sandbox: Bubblewrap) -> None:
+    def reason(program: str) -> str:
+        return run_stdio(open_sandbox, program, ["1"], ["3"], LIMITS)[0].reason
+
+    assert reason("print(2 + int(input()))") == "passed"
+    assert reason("while True: pass") == "time limit"
+    assert reason("import time\ntime.sleep(100)") == "idle limit"
+    assert reason("x = bytearray(1 << 40)") == "memory limit"
+    assert reason("import os\nos.fork()").startswith("raised PermissionError")
+    assert reason("import os\nprint(3 + len(os.environ.get('TROLL_SECRET', '')))") == "passed"
+
+
+def test_without_isolation_no_folder_is_left(open_sandbox: Bubblewrap) -> None:
+    folder = open_sandbox._folder
+    run_stdio(open_sandbox, "open('file', 'w')\nprint(3)", ["", ""], ["3", "3"], LIMITS)
+    assert list(folder.iterdir()) == []
+    del open_sandbox
+    gc.collect()
+
+
+@pytest.mark.parametrize("name", ["reading files", "symbolic links"])
+def test_the_attacks_get_through_where_nothing_isolates(open_sandbox: Bubblewrap, tmp_path: Path, name: str) -> None:
+    (tmp_path / "secret").write_text("secret")
+    source = HOSTILE[name].replace("$SECRET", str(tmp_path / "secret"))
+    assert run_stdio(open_sandbox, source, [""], ["breach"], LIMITS)[0].passed

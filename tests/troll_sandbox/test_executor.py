@@ -1,0 +1,233 @@
+import itertools
+import threading
+import time
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from troll_sandbox import executor as executor_module
+from troll_sandbox.cases import CodeTests, StreamTests, Tests
+from troll_sandbox.errors import KilledError, SandboxError, StarvedError
+from troll_sandbox.executor import KILLS, Executor, Job
+from troll_sandbox.limits import NOT_RUN, PASSED, TIME_LIMIT, Limits, Outcome
+
+TESTS = StreamTests(("",), ("",))
+CALLS = CodeTests(("assert f()",) * 2, "", ("f",), (), ())
+SHORT = Limits(wall_seconds=0.1)
+FAILED = Outcome(False, "wrong answer")
+
+
+def executor(sandbox: Any, limits: Limits = SHORT, workers: int = 1, stop: Any = None) -> Executor:
+    return Executor(lambda: (sandbox, stop), limits, workers)
+
+
+def found(sandbox: Any, limits: Limits = SHORT, tests: Tests = TESTS) -> Any:
+    with closing(executor(sandbox, limits)) as running:
+        [result] = running.run([Job("a", tests, True)])
+    return result
+
+
+def test_run_passes_on_what_is_asked_for() -> None:
+    calls = []
+
+    def sandbox(program: str, tests: Tests, *, limits: Limits, stop_at_failure: bool) -> list[Outcome]:
+        calls.append((program, tests, limits, stop_at_failure))
+        return [PASSED]
+
+    limits = Limits(cpu_seconds=1.0)
+    with closing(executor(sandbox, limits)) as running:
+        assert running.run([Job("a", TESTS, True), Job("b", TESTS, False)]) == [[PASSED], [PASSED]]
+    assert calls == [("a", TESTS, limits, True), ("b", TESTS, limits, False)]
+
+
+def test_run_tests_as_many_at_a_time_as_there_are_workers() -> None:
+    together = threading.Barrier(3)
+
+    def sandbox(*_: Any, **__: Any) -> list[Outcome]:
+        together.wait(10)
+        return [PASSED]
+
+    with closing(executor(sandbox, Limits(), workers=3)) as running:
+        assert running.run([Job(str(number), TESTS, True) for number in range(6)]) == [[PASSED]] * 6
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (SandboxError("no namespaces"), "no namespaces"),
+        (OSError(24, "Too many open files"), "a program could not be tested: OSError: [Errno 24] Too many open files"),
+        (MemoryError(), "a program could not be tested: MemoryError: "),
+        (KeyError("mine"), "a program could not be tested: KeyError: 'mine'"),
+    ],
+)
+def test_run_takes_any_exception_for_trouble(error: BaseException, message: str) -> None:
+    def sandbox(*_: Any, **__: Any) -> list[Outcome]:
+        raise error
+
+    trouble = found(sandbox)
+    assert isinstance(trouble, SandboxError) and str(trouble) == message
+    assert error in (trouble, trouble.__cause__)
+
+
+@pytest.mark.parametrize("outcomes", [[], [PASSED] * 2])
+def test_run_wants_an_outcome_for_every_test(outcomes: list[Outcome]) -> None:
+    trouble = found(lambda *_, **__: outcomes)
+    assert isinstance(trouble, SandboxError)
+    assert str(trouble) == f"the sandbox has {len(outcomes)} outcomes for 1 tests"
+
+
+def test_run_needs_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, failing = threading.Thread.start, [True]
+
+    def refuse(thread: threading.Thread) -> None:
+        if failing:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    running = executor(lambda *_, **__: [PASSED], workers=2)
+    [trouble] = running.run([Job("a", TESTS, True)])
+    assert isinstance(trouble, SandboxError) and "can't start new thread" in str(trouble)
+    failing.clear()
+    assert running.run([Job("a", TESTS, True)]) == [[PASSED]]
+    failing.append(True)
+    assert running.run([Job("b", TESTS, True)]) == [[PASSED]]  # by the thread that there is
+    running.close()
+
+
+def test_run_tries_again_for_some_time_with_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "FIRST_PAUSE", 0.02)
+    attempts: list[float] = []
+
+    def sandbox(*_: Any, **__: Any) -> list[Outcome]:
+        attempts.append(time.monotonic())
+        if len(attempts) < 4:
+            raise SandboxError("no processes")
+        return [PASSED]
+
+    assert found(sandbox, Limits(wall_seconds=10)) == [PASSED]
+    assert [round((b - a) / 0.02) >= 2**n for n, (a, b) in enumerate(itertools.pairwise(attempts))] == [True] * 3
+    attempts.clear()
+    assert isinstance(found(sandbox, Limits(wall_seconds=0.01)), SandboxError)
+    assert 1 <= len(attempts) <= 3
+
+
+def test_run_makes_a_sandbox_again_where_one_could_not_be_made() -> None:
+    made = []
+
+    def make() -> Any:
+        made.append(1)
+        if len(made) in (2, 3):
+            raise SandboxError("no process is left")
+        return lambda *_, **__: [PASSED], None
+
+    running = Executor(make, Limits(wall_seconds=5), 1)
+    running.close()
+    assert running.run([Job("a", TESTS, True)]) == [[PASSED]]
+    assert len(made) == 4
+    running.close()
+
+
+def test_run_judges_a_program_that_always_starves() -> None:
+    attempts = []
+
+    def sandbox(*_: Any, **__: Any) -> list[Outcome]:
+        attempts.append(1)
+        raise StarvedError("too busy", [PASSED][: len(attempts) == 1])
+
+    tests = StreamTests(("",) * 3, ("",) * 3)
+    assert found(sandbox, tests=tests) == [PASSED, TIME_LIMIT, NOT_RUN]
+    assert len(attempts) == 2  # not again and again: each attempt takes a minute
+
+
+def test_run_takes_a_program_that_is_killed_every_time_for_its_own_killer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "FIRST_PAUSE", 0.001)
+    attempts = []
+
+    def sandbox(program: str, tests: Tests, **_: Any) -> list[Outcome]:
+        attempts.append(tests)
+        if len(attempts) == until:
+            return [PASSED] * 2
+        raise KilledError([PASSED, FAILED])
+
+    until = KILLS + 1
+    assert found(sandbox, Limits(), CALLS) == [PASSED, FAILED]
+    assert attempts == [CALLS] * KILLS
+    attempts, until = [], KILLS
+    assert found(sandbox, Limits(), CALLS) == [PASSED] * 2
+
+
+def test_run_repeats_no_test_by_standard_input_that_has_ended() -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def sandbox(program: str, tests: StreamTests, **_: Any) -> list[Outcome]:
+        asked.append(tests.inputs)
+        if len(asked) == 1:
+            raise SandboxError("killed", [PASSED, FAILED])
+        return [PASSED] * len(tests.inputs)
+
+    tests = StreamTests(("1", "2", "3"), ("", "", ""))
+    assert found(sandbox, Limits(), tests) == [PASSED, FAILED, PASSED]
+    assert asked == [("1", "2", "3"), ("3",)]
+
+
+def test_close_leaves_what_it_stops_without_a_verdict() -> None:
+    started, stopped = threading.Event(), threading.Event()
+    programs = []
+
+    def sandbox(program: str, *_: Any, **__: Any) -> list[Outcome]:
+        programs.append(program)
+        if len(programs) > 1:
+            return [PASSED]
+        started.set()
+        stopped.wait(10)
+        return [Outcome(False, "the sandbox ended early")]
+
+    running = executor(sandbox, stop=stopped.set)
+    results: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: results.extend(running.run([Job("a", TESTS, True), Job("b", TESTS, True)]))
+    )
+    thread.start()
+    started.wait(10)
+    running.close()
+    thread.join(10)
+    assert results == [[PASSED], [PASSED]]  # tested again, since somebody waits for it
+    assert programs[0] == "a" and sorted(programs[1:]) == ["a", "b"]
+    running.close()
+
+
+def test_an_interrupted_run_stops_its_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = threading.Event()
+
+    def sandbox(*_: Any, **__: Any) -> list[Outcome]:
+        stopped.wait(10)
+        return [PASSED]
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    running = executor(sandbox, stop=stopped.set)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(executor_module.Future, "result", interrupt)
+        running.run([Job("a", TESTS, True)])
+    assert stopped.is_set()
+
+
+def test_close_waits_for_no_sandbox_that_does_not_stop() -> None:
+    started, end = threading.Event(), threading.Event()
+
+    def sandbox(*_: Any, **__: Any) -> list[Outcome]:
+        started.set()
+        end.wait(30)
+        return [PASSED]
+
+    running = executor(sandbox)
+    thread = threading.Thread(target=lambda: running.run([Job("a", TESTS, True)]), daemon=True)
+    thread.start()
+    started.wait(10)
+    begin = time.monotonic()
+    running.close()
+    assert time.monotonic() - begin < 3
+    end.set()

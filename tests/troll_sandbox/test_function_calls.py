@@ -1,0 +1,727 @@
+import contextlib
+import json
+import math
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.troll_sandbox import cheats, hostile, idioms
+from tests.troll_sandbox.processes import (
+    needs_bubblewrap,
+    start_at_the_third_attempt_only,
+    tried_again,
+    wait_until_gone,
+)
+from troll.rewards.program import parse_tests
+from troll_sandbox import bubblewrap, function_calls
+from troll_sandbox.bubblewrap import Bubblewrap
+from troll_sandbox.cases import CodeTests, FunctionTests
+from troll_sandbox.errors import KilledError, SandboxError
+from troll_sandbox.executor import Executor, Job
+from troll_sandbox.function_calls import ENDED, Judge, JudgeEndedError, run_functions
+from troll_sandbox.launch import Process
+from troll_sandbox.limits import PASSED, Limits, Outcome
+from troll_sandbox.local import LocalSandbox
+from troll_sandbox.supervise import _tree
+
+pytestmark = needs_bubblewrap
+
+LIMITS = Limits(cpu_seconds=0.5, idle_seconds=0.5, wall_seconds=20.0)
+
+#: A mark that stands in the command line of everything in a sandbox.
+MARK = 4_000_000 + os.getpid() % 100_000
+
+Run = Callable[..., list[Outcome]]
+
+
+@pytest.fixture(scope="module")
+def judge(sandbox) -> Iterator[Judge]:
+    with closing(Judge(sandbox)) as judge:
+        yield judge
+
+
+def run_in(
+    sandbox: Bubblewrap,
+    judge: Judge,
+    program: str,
+    *asserts: str,
+    limits: Limits = LIMITS,
+    stop_at_failure: bool = False,
+    **fields: object,
+) -> list[Outcome]:
+    tests = parse_tests(json.dumps({"asserts": list(asserts), **fields} if asserts else fields))
+    assert isinstance(tests, CodeTests | FunctionTests)
+    try:
+        return run_functions(sandbox, judge, program, tests, limits, stop_at_failure=stop_at_failure)
+    except KilledError as error:  # what it comes to if it happens again
+        return error.outcomes
+
+
+@pytest.fixture
+def run(sandbox, judge) -> Run:
+    return partial(run_in, sandbox, judge)
+
+
+def reasons(outcomes: list[Outcome]) -> list[str]:
+    assert all(outcome.passed == (outcome.reason == "passed") for outcome in outcomes)
+    return [outcome.reason for outcome in outcomes]
+
+
+def test_the_tests_of_the_cheats_can_be_passed(run):
+    assert set(reasons(run("import math\ndef double(x): return x * 2", *cheats.TESTS))) == {"passed"}
+
+
+@pytest.mark.parametrize("name", cheats.CHEATS)
+def test_cheating_passes_no_test(run, name):
+    outcomes = run(cheats.CHEATS[name], *cheats.TESTS, setup="import math")
+    assert not any(outcome.passed for outcome in outcomes), reasons(outcomes)
+
+
+@pytest.mark.parametrize("name", cheats.CALLBACKS)
+def test_functions_that_tests_pass_build_nothing_that_equals_everything(run, name):
+    test, program = cheats.CALLBACKS[name]
+    assert not run(program, test)[0].passed
+
+
+@pytest.mark.parametrize("answer", cheats.ANSWERING_PROGRAMS)
+def test_objects_that_answer_every_operator_pass_no_test(run, answer):
+    outcomes = run(cheats.ANSWERING_PROGRAMS[answer], *cheats.ASKING)
+    assert [test for test, outcome in zip(cheats.ASKING, outcomes, strict=True) if outcome.passed] == []
+    assert not any("Syntax" in outcome.reason or "NameError" in outcome.reason for outcome in outcomes)
+
+
+def test_no_object_is_asked_whether_it_is_what_is_expected(run):
+    program = """
+class Yes:
+    equals = equal = allclose = isclose = identical = issubset = startswith = lambda self, *others: True
+def double(x): return Yes()
+class Point:
+    def __init__(self, x): self.x = x
+    def equals(self, other): return self.x == other.x
+"""
+    questions = ["equals", "equal", "allclose", "isclose", "identical", "issubset", "startswith"]
+    found = reasons(run(program, *(f"assert double(2).{name}([4])" for name in questions)))
+    assert all("is a question" in reason for reason in found)
+    assert reasons(run(program, "assert Point(1).equals(Point(1))")) == ["passed"]
+
+
+ANY_NAME = "has an attribute of any name"
+
+
+@pytest.mark.parametrize("answer", ["lambda *others: True", "self", "Yes.answer"])
+def test_no_object_has_a_method_of_every_name(run, answer):
+    program = f"""
+class Yes:
+    def answer(*others): return True
+    __call__ = answer
+    def __getattr__(self, name): return {answer}
+class Meta(type):
+    __getattr__ = Yes.__getattr__
+class All(metaclass=Meta): pass
+yes = Yes()
+def double(x): return All if x == 5 else yes
+class Failed(Exception):
+    __getattr__ = Yes.__getattr__
+def fail(): raise Failed
+"""
+    calls = [f"double(2).{name}([4])" for name in ("eq", "compare", "matches", "has", "is_what_is_expected")]
+    calls += ["double(5).eq([10])", "getattr(double(2), 'eq', None)([4])", "yes.eq([4])", "[double(2)][0].eq([4])"]
+    asserts = [f"assert {call}" for call in calls]
+    asserts += ["assert hasattr(double(2), 'eq')", "assert not hasattr(double(2), 'eq')"]
+    asserts += ["try:\n    fail()\nexcept Failed as error:\n    assert error.eq([4])"]
+    assert [reason for reason in reasons(run(program, *asserts)) if ANY_NAME not in reason] == []
+
+
+def test_objects_that_find_their_attributes_themselves(run):
+    program = """
+from types import SimpleNamespace
+from unittest.mock import Mock
+class Record:
+    def __init__(self, fields): self.__dict__["fields"] = fields
+    def __getattr__(self, name): return self.fields[name]
+class Wrapper:
+    def __init__(self, thing): self.__dict__["thing"] = thing
+    def __getattr__(self, name): return getattr(self.thing, name)
+class Lenient:
+    def __getattr__(self, name): return None
+class Path:
+    def __init__(self, *parts): self.parts = parts
+    def __getattr__(self, name): return Path(*self.parts, name)
+    def __call__(self): return "/".join(self.parts)
+def record(**fields): return Record(fields)
+def wrapped(items): return Wrapper(items)
+def plain(**fields): return SimpleNamespace(**fields)
+def lenient(): return Lenient()
+def mock(): return Mock()
+def path(): return Path()
+"""
+    outcomes = run(
+        program,
+        "found = record(a=1, f=lambda: 2)\nassert found.a == 1 and found.f() == 2",
+        "items = wrapped([1])\nitems.append(2)\nassert items.index(2) == 1 and items.thing == [1, 2]",
+        "found = plain(a=1, f=len)\nassert found.a == 1 and found.f('ab') == 2 and not hasattr(found, 'b')",
+        "assert lenient().anything is None",
+        "assert Path().users.parts == ('users',) and Path('a').b() == 'a/b'",  # a class that is what is tested
+    )
+    assert reasons(outcomes) == ["passed"] * 5
+    refused = reasons(
+        run(program, "assert mock().eq(4)", "mock().assert_called_once", "assert path().users() == 'users'")
+    )
+    assert all(ANY_NAME in reason for reason in refused)
+
+
+def test_what_asks_objects_can_be_passed(run):
+    program = """
+def double(x): return x * 2 if not isinstance(x, set) else {2 * i for i in x}
+def Double(x): return double(x)
+from dataclasses import dataclass
+class Trie:
+    def startswith(self, text): return True
+@dataclass(order=True)
+class Point:
+    x: int
+    y: int
+    def __enter__(self): return self
+    def __exit__(self, *args): return True
+    def __sub__(self, other): return Point(self.x - other, self.y - other)
+"""
+    passed = run(
+        program,
+        "assert abs(Double(1.5) - 3.0) < 1e-6 and abs(Double(1.5) / 3.0 - 1) < 1e-6 and not (Double(2) - 4)",
+        "assert len(Double({1}) ^ {2}) == 0 and str(Double(2) - 4) == '0' and (Double(2) - 4).real == 0",
+        "assert double('a').startswith('aa') and double({1}).issubset({2}) and Trie().startswith('a')",
+        "assert Point(1, 2) == Point(1, 2) != Point(3, 4) and Point(1, 2) in [Point(1, 2)]",
+        "assert sorted([Point(2, 2), Point(1, 1)])[0].x == 1 and Point(1, 1) < Point(1, 2)",
+        "assert (Point(3, 4) - 1).x == 2 and Point(3, 4) - 1 == Point(2, 3)",
+        "with Point(5, 6) as found:\n    assert found.x == 5",
+    )
+    assert reasons(passed) == ["passed"] * 7
+    # The program's word is not enough to hide that an assertion failed.
+    swallowed = run(program, "with Point(5, 6) as found:\n    assert found.x == 6")
+    assert reasons(swallowed) == ["wrong answer"]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_ordinary_idioms(run, plain):
+    found = reasons(run(idioms.PROGRAM, *idioms.JUDGED.values(), plain=plain))
+    assert dict(zip(idioms.JUDGED, found, strict=True)) == dict.fromkeys(idioms.JUDGED, "passed")
+
+
+@pytest.mark.parametrize("name", idioms.CASES)
+def test_other_idioms(run, name):
+    program, asserts = idioms.CASES[name]
+    assert reasons(run(program, *asserts)) == ["passed"] * len(asserts)
+
+
+def test_idioms_of_one_process(run):
+    found = dict(zip(idioms.PLAIN, reasons(run(idioms.PLAIN_PROGRAM, *idioms.PLAIN.values())), strict=True))
+    assert not {"passed", ENDED} & set(found.values()), found
+    assert set(reasons(run(idioms.PLAIN_PROGRAM, *idioms.PLAIN.values(), plain=True))) == {"passed"}
+
+
+def test_plain_tests_have_reasons_too(run):
+    program = "import os\ndef f(x):\n    if x == 3: os._exit(0)\n    return [0] * 10**10 if x == 2 else x"
+    asserts = ["assert f(1) == 1", "assert f(1) == 2", "assert f(2)", "f(1).x", "assert f(3)", "assert f(1) == 1"]
+    wanted = ["passed", "wrong answer", "memory limit", "raised AttributeError: 'int' object has no attribute 'x'"]
+    ended = "exited before the tests ended"
+    assert reasons(run(program, *asserts, plain=True)) == [*wanted, ended, ended]
+    assert reasons(run("def f(:", "assert f()", "assert f()", plain=True))[1].startswith("raised SyntaxError")
+    loop = "def f(x):\n    while x: pass\n    return 1"
+    assert reasons(run(loop, "assert f(0)", "assert f(1)", "f(0)", plain=True)) == ["passed", *["time limit"] * 2]
+
+
+@pytest.mark.parametrize("name", ["exit before the tests", "hard exit before the tests", "results on all descriptors"])
+def test_plain_tests_refuse_what_is_easily_refused(run, name):
+    assert not any(
+        outcome.passed for outcome in run(cheats.CHEATS[name], *cheats.TESTS, setup="import math", plain=True)
+    )
+
+
+LINES = ["", "[", "{}", "[true]", "5", "[" * 10**5, "[true, 5]", "[1, 'x']", '[1, "passed"]', '[true, "passed"]']
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_what_a_program_reports_of_itself_raises_nothing(run, line):
+    program = f"""
+import os, sys
+frame = sys._getframe()
+while "mark" not in frame.f_locals:
+    frame = frame.f_back
+os.write(frame.f_locals["report"], (frame.f_locals["mark"] + {line!r} + "\\n").encode())
+os._exit(0)
+"""
+    # The last one is why the promise of plain tests is the weaker one.
+    assert run(program, "assert f()", plain=True)[0].passed == (line == LINES[-1])
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_tests_after_the_first_failure_can_be_left_out(run, plain):
+    asserts = ["assert f(1) == 1", "assert f(1) == 2", "assert f(0) == 0", "while True: pass"]
+    start = time.monotonic()
+    outcomes = run("def f(x): return x", *asserts, plain=plain, limits=Limits(), stop_at_failure=True)
+    assert reasons(outcomes) == ["passed", "wrong answer", "not run", "not run"]
+    assert time.monotonic() - start < Limits().cpu_seconds
+    broken = run("f = 1 / 0", *asserts, plain=plain, stop_at_failure=True)
+    assert reasons(broken) == ["raised ZeroDivisionError: division by zero", *["not run"] * 3]
+
+
+@pytest.fixture
+def trace(monkeypatch) -> Iterator[Callable[[str], tuple[str, Callable[[], bytes]]]]:
+    """Gives programs a function `breach` that this process hears of, however they end."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+
+    class Hearing(Process):
+        def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], **options: Any) -> None:
+            super().__init__(command, pass_fds=(*pass_fds, write), **options)
+
+    monkeypatch.setattr(bubblewrap, "Process", Hearing)
+
+    def traced(program: str) -> tuple[str, Callable[[], bytes]]:
+        breach = f"def breach(*what, write=__import__('os').write):\n    write({write}, repr(what).encode())\n"
+        return breach + program, heard
+
+    def heard() -> bytes:
+        with contextlib.suppress(BlockingIOError):
+            return os.read(read, 1000)
+        return b""
+
+    yield traced
+    os.close(read)
+    os.close(write)
+
+
+def test_a_breach_is_heard_of(run, trace):
+    program, heard = trace("import os\nbreach('here')\nos.abort()")
+    assert not run(program, "assert f()")[0].passed
+    assert heard() == b"('here',)"
+
+
+#: About a parent process and a file with the input, which programs whose functions are called do not have.
+OF_STREAMS = {"limits of the parent", "writing to the input"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*hostile.ON_THE_MACHINE, *hostile.ON_THE_USER} - OF_STREAMS))
+def test_what_breaks_nothing_in_the_sandbox_breaks_nothing_here(run, trace, name):
+    program, heard = trace({**hostile.ON_THE_MACHINE, **hostile.ON_THE_USER}[name])
+    start = time.monotonic()
+    assert not run(program, "assert answer()", limits=replace(LIMITS, output_bytes=MARK))[0].passed
+    assert time.monotonic() - start < 15
+    assert heard() == b""
+    wait_until_gone(f",{MARK},")
+    assert reasons(run("def f(): return 1", "assert f() == 1")) == ["passed"]
+
+
+@pytest.mark.parametrize("answer", ["sleep", "return"])
+def test_no_program_outlives_its_verdict(run, answer):
+    limits = replace(LIMITS, idle_seconds=10.0, output_bytes=MARK)
+    if answer == "sleep":
+        program = f"{hostile.OUTLIVING}\ndef f(x):\n    os.closerange(0, 64)\n    time.sleep(1000)"
+    else:  # and stays when the channel is closed
+        patch = "sys.modules['peer'].Peer._receive = lambda *_: time.sleep(1000)"
+        program = (
+            f"import sys\n{hostile.OUTLIVING.replace('os.closerange(3, 64)', '')}\ndef f(x):\n    {patch}\n    return x"
+        )
+    start = time.monotonic()
+    assert reasons(run(program, "assert f(1) == 1", limits=limits)) == [
+        "passed" if answer == "return" else "exited before the tests ended"
+    ]
+    assert time.monotonic() - start < limits.idle_seconds  # nobody waits for it to end
+    wait_until_gone(f",{MARK},")
+    signal_kept = "import ctypes\ndef f(): return ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)"
+    assert reasons(run(signal_kept, "assert f() == -1")) == ["passed"]
+
+
+def test_a_program_that_passes_all_tests_in_too_much_time_fails(run):
+    program = """
+import time
+def f(x):
+    end = time.process_time() + x
+    while time.process_time() < end: pass
+    return 1
+"""
+    limits = replace(LIMITS, cpu_seconds=2.0)
+    assert reasons(run(program, "assert f(0.2) == 1", "assert f(0.2) == 1", limits=limits)) == ["passed"] * 2
+    limits = replace(LIMITS, cpu_seconds=0.3)
+    assert reasons(run(program, "assert f(0.2) == 1", "assert f(0.2) == 1", limits=limits)) == ["passed", "time limit"]
+
+
+def test_a_program_that_drips_is_idle(run):
+    work = "def work(end=0.002):\n    end += time.process_time()\n    while time.process_time() < end: pass\n"
+    program = f"import time\n{work}def f():\n    while True:\n        time.sleep(0.08)\n        work()"
+    start = time.monotonic()
+    assert reasons(run(program, "assert f()", limits=Limits(idle_seconds=1.0))) == ["idle limit"]
+    assert time.monotonic() - start < 20
+
+
+def test_a_long_reason_stays_within_what_is_read(run):
+    outcomes = run("def f(): raise ValueError(chr(0x1F600) * 600)", *["assert f()"] * 3)
+    assert [len(outcome.reason) for outcome in outcomes] == [200] * 3
+
+
+ONE = ("def f(): return 1", CodeTests(("assert f() == 1",), "", ("f",), (), ()))
+
+
+def test_a_sandbox_that_does_not_start_is_no_verdict(sandbox, monkeypatch):
+    programs = Bubblewrap()
+    start_at_the_third_attempt_only(programs, monkeypatch)
+    assert tried_again(programs, *ONE, judges=sandbox) == [PASSED]
+    assert isinstance(tried_again(programs, *ONE, Limits(wall_seconds=0.5), sandbox), SandboxError)
+
+
+def test_exceptions_of_the_program(run):
+    program = """
+class Mine(KeyError): pass
+class Other(Exception): pass
+errors = {"value": ValueError("text"), "mine": Mine("key"), "other": Other("x"), "exit": SystemExit(3)}
+def fail(kind): raise errors[kind]
+def group(): raise ExceptionGroup("g", [ValueError()])
+"""
+    outcomes = run(
+        program,
+        "try:\n    fail('value')\nexcept ValueError as e:\n    assert str(e) == 'text'\nelse:\n    assert False",
+        "try:\n    fail('mine')\nexcept KeyError:\n    pass\nelse:\n    assert False",
+        "try:\n    fail('exit')\nexcept SystemExit:\n    pass\nelse:\n    assert False",
+        "fail('other')",
+        "fail('mine')",
+        "group()",
+        "assert fail('value') == 1",
+    )
+    assert reasons(outcomes) == [
+        *["passed"] * 3, "raised Other: x", "raised Mine: 'key'", "raised ExceptionGroup: g (1 sub-exception)",
+        "raised ValueError: text",
+    ]  # fmt: skip
+
+
+def test_exceptions_of_the_program_by_their_own_class(run):
+    program = """
+class Base(Exception): pass
+class Mine(Base, KeyError):
+    kinds = ["a"]
+    def __init__(self, code, *more):
+        super().__init__(f"code {code}", *more)
+        self.code = code
+    def twice(self): return 2 * self.code
+def fail(code): raise Mine(code, [code])
+def call(f):
+    try:
+        return f()
+    except Mine as error:
+        return ("mine", error.code)
+    except ValueError as error:
+        return ("value", error.args)
+"""
+    outcomes = run(
+        program,
+        "try:\n    fail(3)\nexcept Mine as e:\n    assert e.code == 3 and e.twice() == 6 and e.args == ('code 3', [3])",
+        "try:\n    fail(3)\nexcept Base as e:\n    assert type(e) is Mine and issubclass(Mine, (Base, KeyError))",
+        "try:\n    fail(3)\nexcept KeyError as e:\n    assert isinstance(e, Mine) and str(e) == str(Mine(3, [3]))",
+        "try:\n    raise Mine(4)\nexcept Mine as e:\n    assert e.code == 4 and Mine.kinds == ['a']",
+        # One that comes back to the side that raised it is the very same.
+        "def back(): raise Mine(5)\nassert call(back) == ('mine', 5) and call(lambda: fail(6)) == ('mine', 6)",
+        "class Own(Exception): pass\ndef own(): raise Own('x')\ntry:\n    call(own)\n"
+        "except Own as e:\n    assert str(e) == 'x'\nelse:\n    assert False",
+        "def bad(): raise ValueError(1, 'two')\nassert call(bad) == ('value', (1, 'two'))",
+        "def wrong(): assert False\ncall(wrong)",
+        "fail(7)",
+    )
+    assert reasons(outcomes) == [*["passed"] * 7, "wrong answer", "raised Mine: ('code 7', [7])"]
+
+
+@pytest.mark.parametrize(
+    "lineage",
+    [
+        "('X', X, (('Y', 1, ()),))", "('X', X, ())", "('X', X, 5)", "(1, X, (E,))", "5", "('X',)", "(X, X, X)", "int",
+        "('X', 5, (E,))", "('X', X, (int,))", "('a\\0', X, (E,))", "('X', X, (KeyError, OSError, E))",
+    ],
+)  # fmt: skip
+def test_exceptions_that_are_none_pass_nothing(run, lineage):
+    program = f"""
+import sys
+peer = sys.modules["peer"]
+class X(Exception): pass
+E = Exception
+peer.describe = lambda error: ({lineage}, "text", (), error)
+def double(x): raise X
+"""
+    test = "try:\n    double(1)\nexcept ValueError:\n    pass\nassert double(2) == 4"
+    assert not run(program, test)[0].passed
+
+
+def test_which_names_are_the_programs(run):
+    program = "import math\nLIMIT = 7\ndef sum(a): return 42\ndef f(): return helper()\ndef helper(): return 1"
+    one = "assert f() == 1"
+    assert reasons(run(program, "assert sum([1]) == 42", one, names=["sum"])) == ["passed"] * 2
+    assert reasons(run(program, "assert sum([1]) == 1 and LIMIT == 7 and math.pi > 3")) == ["passed"]
+    assert reasons(run("def f(): pass", "assert math.pi > f()")) == [
+        "the tests raised NameError: name 'math' is not defined"
+    ]
+    # What the setup defines is the tests', also where the program has it, unless it is declared.
+    assert reasons(run(program, "assert helper() == 5 and f() == 1", setup="def helper(): return 5")) == ["passed"]
+    setup = "def helper(): return 5\ndef f(): return 0"
+    assert reasons(run(program, one, setup=setup, names=["f"])) == ["passed"]
+    check = "def check(candidate):\n    assert candidate() == 1\n    assert f() == 1\n    assert helper() == 5"
+    assert reasons(run(program, check=check, entry_point="f", setup=setup)) == ["passed"]
+
+
+def test_calls_compared_as_the_data_sets_do(run):
+    program = """
+def pair(a, b): return (a, (b,))
+class Solution:
+    def lookup(self, table, key): return table.get(key)
+"""
+    calls = {"function": "pair", "inputs": [[1, 2], [1, 2], [1, 2], [1, 2]]}
+    outcomes = run(program, **calls, outputs=[[1, [2]], [[1, [2]]], [1, 2], [[1, [3]]]])
+    assert [outcome.passed for outcome in outcomes] == [True, True, False, False]
+    calls = {"function": "lookup", "inputs": [[{"1": "a"}, 1], [{"x": "a"}, "x"]], "outputs": ["a", "a"]}
+    assert reasons(run(program, **calls)) == ["passed"] * 2
+    by_key = "def keyed(d): return {k: [{v: d}] for k, v in sorted(d.items())}\ndef texts(d): return {'1': 2}"
+    calls = {"function": "keyed", "inputs": [[{"1": 5}]]}
+    assert run(by_key, **calls, outputs=[{"1": [{"5": {"1": 5}}]}])[0].passed
+    assert not run(by_key, **calls, outputs=[{"1": [{"5": {"01": 5}}]}])[0].passed
+    assert run(by_key, function="texts", inputs=[[[{"7": 1}]]], outputs=[{"1": 2}])[0].passed
+    nested = "def inner(xs): return [sum(x) for x in xs] + [{1: 2, '1': 2}][:len(xs) - 1]"
+    assert run(nested, function="inner", inputs=[[[{"7": 1}]]], outputs=[[7]])[0].passed
+    assert not run(nested, function="inner", inputs=[[[{"7": 1}, {"1": 1}]]], outputs=[[7, 1, {"1": 2}]])[0].passed
+    missing = run("x = 1", function="absent", inputs=[[]], outputs=[1])
+    assert reasons(missing) == ["the tests raised NameError: name 'absent' is not defined"]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_numbers_of_any_length_and_values_of_any_depth(run, plain):
+    digits = "7" * 5000
+    asserts = [f"assert f({digits}) == -{digits}", "assert len(str(f(10**5000))) == 5002"]
+    assert reasons(run("def f(x): return -x", *asserts, plain=plain, limits=Limits())) == ["passed"] * 2
+    deep = "value = []\nfor _ in range(3000): value = [value]\nassert g(value) == value != [value]"
+    assert reasons(run("def g(x): return x", deep, plain=plain, limits=Limits())) == ["passed"]
+
+
+def test_calls_with_what_json_holds(run):
+    deep: Any = []
+    for _ in range(700):
+        deep = [deep]
+    program = "def f(x): return x\ndef depth(x): return 1 + depth(x[0]) if x else 0\ndef text(x): return str(10**x)"
+    calls = [[[[]]], deep, {"1": {"a": deep}}, math.nan, [math.inf], "\ud800", 10**4000, -0.0]
+    wanted = [[[[]]], deep, {"1": {"a": deep}}, math.nan, [math.inf], "\ud800", 10**4000, 0]
+    outcomes = run(program, function="f", inputs=[[each] for each in calls], outputs=wanted, limits=Limits())
+    assert reasons(outcomes) == ["passed"] * 8
+    assert reasons(run(program, function="depth", inputs=[[deep]], outputs=[700])) == ["passed"]
+    assert reasons(run(program, function="text", inputs=[[9000]], outputs=["1" + "0" * 9000])) == ["passed"]
+    assert reasons(run("def f(n): return n and 1 + f(n - 1)", function="f", inputs=[[20000]], outputs=[20000])) == [
+        "passed"
+    ]
+
+
+def test_floats_are_compared_as_printed_ones_and_asserts_as_python_does(run):
+    program = "def f(x): return [x + 0.1, (x / 3,)]\ndef g(x): return x / 3"
+    calls = {"function": "f", "inputs": [[0.2], [0.2], [0.2]]}
+    outcomes = run(program, **calls, outputs=[[0.3, [0.0666667]], [0.3, [0.0667]], [0, [0.0666667]]])
+    assert [outcome.passed for outcome in outcomes] == [True, False, False]
+    assert reasons(run(program, "assert g(1) == 0.333333", "assert abs(g(1) - 0.333333) < 1e-6")) == [
+        "wrong answer",
+        "passed",
+    ]
+
+
+STARTER = """
+class Solution:
+    def f(self, nums: List[int], k: Optional[int] = None) -> Dict[str, int]:
+        return sum(accumulate(deque(sorted(nums)[bisect_left(nums, 0):])))
+"""
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_starter_code_finds_its_names_and_tests_do_not(run, plain):
+    one = "assert Solution().f([1, 2]) == 4"
+    leak = "assert math.floor(Solution().f([1, 2])) == 4 and List"
+    found = reasons(run(STARTER, one, leak, plain=plain))
+    assert found[0] == "passed" and "NameError: name 'math' is not defined" in found[1]
+    assert (
+        "raised NameError: name 'List'" in reasons(run("def f(x: List[int]): return 1", "assert f(1)", plain=plain))[0]
+    )
+    if not plain:
+        assert reasons(run(STARTER, function="f", inputs=[[[1, 2]]], outputs=[4])) == ["passed"]
+        assert "line 3" in run("\n\ndef f(:", function="f", inputs=[[1]], outputs=[1])[0].reason
+
+
+def test_a_thread_of_a_function_has_a_large_stack(run):
+    program = """
+import sys, threading
+def f(n):
+    sys.setrecursionlimit(10**6)
+    threading.stack_size(2**29)
+    found = []
+    def go(n): return 1 + max(map(go, [n - 1])) if n else 0
+    thread = threading.Thread(target=lambda: found.append(go(n)))
+    thread.start()
+    thread.join()
+    return found
+"""
+    limits = replace(LIMITS, cpu_seconds=5.0)
+    assert reasons(run(program, function="f", inputs=[[50000]], outputs=[[50000]], limits=limits)) == ["passed"]
+
+
+def test_a_program_that_ends_takes_the_tests_after_it_along(run):
+    program = "import os\ndef f(x):\n    return x if x else os._exit(0)"
+    hiding = "try:\n    f(0)\nexcept:\n    pass"
+    outcomes = run(program, "assert f(1) == 1", hiding, "assert f(1) == 1")
+    assert reasons(outcomes) == ["passed", *["exited before the tests ended"] * 2]
+    loop = "def f(x):\n    while x: pass\n    return 1"
+    assert reasons(run(loop, "assert f(0) == 1", "f(1)", "assert f(0) == 1")) == ["passed", *["time limit"] * 2]
+    memory = run("def f(): return bytearray(10**10)", "assert f()", "assert True")
+    assert reasons(memory) == ["memory limit", "passed"]
+    assert (
+        reasons(run("def f(:", "assert f()", "assert True"))
+        == ["raised SyntaxError: invalid syntax (solution.py, line 1)"] * 2
+    )
+
+
+def test_tests_that_never_end_are_ended(run):
+    outcomes = run("def f(): return 1", "assert f()", "while True: f", "assert f()", limits=Limits(cpu_seconds=0.25))
+    assert reasons(outcomes) == ["passed", *["the results took too long to check"] * 2]
+
+
+def test_a_long_call_in_the_judge_is_not_repeated(run, monkeypatch):
+    runs, run_judged = [], function_calls._run_judged
+
+    def noted(*arguments: Any) -> Any:
+        runs.append(arguments)
+        return run_judged(*arguments)
+
+    monkeypatch.setattr(function_calls, "_run_judged", noted)
+    limits = Limits(cpu_seconds=0.25, wall_seconds=60)
+    program = "def f(): return range(10 ** 15)"  # no handler of a signal runs amid its sum
+    assert reasons(run(program, "assert sum(f()) == 1", limits=limits)) == ["the results took too long to check"]
+    assert len(runs) == 1
+
+
+def test_a_judge_in_a_long_call_is_not_waited_for(monkeypatch):
+    ended: Any = SimpleNamespace(period=0.01, verdict=lambda: "wall", end=lambda: 0.0)
+    monkeypatch.setattr(function_calls, "END_SECONDS", 0.1)
+    report, theirs = os.pipe()
+    os.write(theirs, b"text")
+    assert function_calls._read(ended, ended, report, 1000) == (b"text", "wall")
+    os.close(report)
+    os.close(theirs)
+
+
+def test_judges_of_several_threads_do_not_disturb_each_other(sandbox):
+    passed: dict[int, list[bool]] = {}
+
+    def work(number: int) -> None:
+        asserts = [f"assert f({number}) == {number}"] * 3
+        with closing(Judge(sandbox)) as judge:
+            for _ in range(5):
+                outcomes = run_in(sandbox, judge, "def f(x): return x", *asserts, limits=Limits())
+                passed.setdefault(number, []).extend(outcome.passed for outcome in outcomes)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert passed == {number: [True] * 15 for number in range(4)}
+
+
+def test_a_judge_that_ends_amid_a_program_fails_no_program(sandbox):
+    program = "import time\ndef f(x):\n    time.sleep(x)\n    return 1"
+    with closing(Judge(sandbox)) as judge, pytest.raises(JudgeEndedError):
+        threading.Timer(0.3, judge.process.kill).start()
+        run_in(sandbox, judge, program, "assert f(0) == 1", "assert f(0.6) == 1", limits=Limits())
+
+
+def test_a_judge_that_is_gone_is_an_error(sandbox):
+    judge = Judge(sandbox)
+    judge.close()
+    with pytest.raises(JudgeEndedError):
+        run_in(sandbox, judge, "def f(): return 1", "assert f()")
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_annotations_of_the_tests(run, plain):
+    program = "class Node: pass\ndef f(n): return n"
+    annotated = "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
+    annotated += "def g(node: Node | None, kind: type[int] = int) -> list[Node]: pass\n"
+    test = "assert f(P(1).x) == 1 and P(2) == P(2)"
+    for setup in (annotated, f"from __future__ import annotations\n{annotated}"):
+        assert reasons(run(program, test, setup=setup, plain=plain)) == ["passed"]
+    assert reasons(run(program, f"{annotated}{test}", plain=plain)) == ["passed"]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_is_killed_from_outside_fails_no_program(sandbox, monkeypatch, plain):
+    chosen, start = random.Random(0), sandbox.start
+    local = LocalSandbox(sandbox, sandbox)
+    started: list[Process] = []
+    program = "import time\ndef f(x):\n    time.sleep(0.1)\n    return x"
+    tests = CodeTests(("assert f(1) == 1", "assert f(2) == 2"), "", ("f",), (), (), plain)
+    killed = []
+
+    def note(*arguments: Any, **options: Any) -> Process:
+        started.append(start(*arguments, **options))
+        return started[-1]
+
+    def kill() -> None:
+        tree = _tree(chosen.choice([started[-1], *(judge.process for judge in local._judges)]).pid)
+        with contextlib.suppress(ProcessLookupError):
+            killed.append(chosen.choice(tree))
+            os.kill(killed[-1], signal.SIGKILL)
+
+    monkeypatch.setattr(sandbox, "start", note)
+    with closing(Executor(lambda: (local, None), Limits(), workers=1)) as executor:
+        for _ in range(8):
+            timer = threading.Timer(chosen.uniform(0.05, 0.35), kill)
+            timer.start()
+            assert executor.run([Job(program, tests, False)]) == [[PASSED] * 2]
+            timer.join()
+    assert len(killed) == 8
+
+
+def test_a_program_that_kills_itself_fails(run):
+    program = "import os\ndef f(): os.kill(os.getpid(), 9)\ndef g(): os.abort()"
+    for plain in (False, True):
+        for test in ("assert f()", "assert g()"):
+            assert not run(program, test, plain=plain)[0].passed
+
+
+def test_one_program_leaves_nothing_to_the_next(run):
+    first = "import builtins, math\nbuiltins.leak = math.leak = 1\nopen('/tmp/leak', 'w').write('x')\ndef f(): return 1"
+    second = "import builtins, math, os\ndef f(): return hasattr(builtins, 'leak'), hasattr(math, 'leak'), os.listdir()"
+    assert reasons(run(first, "assert f() == 1\nimport math\nmath.changed = 1")) == ["passed"]
+    assert reasons(
+        run(second, "assert f() == (False, False, [])\nimport math\nassert not hasattr(math, 'changed')")
+    ) == ["passed"]
+
+
+def test_packages(run, judge):
+    program = """
+import numpy as np
+def f(): return [np.int64(3), np.float64(0.5), np.bool_(True), np.float32(0.5)]
+def g(): return np.arange(3)
+"""
+    asserts = ["assert f() == [3, 0.5, True, 0.5]", "assert g().tolist() == [0, 1, 2]"]
+    assert "raised ModuleNotFoundError" in run(program, *asserts)[0].reason
+    with_packages = Bubblewrap(packages=[Path(np.__file__).parents[1]])
+    assert reasons(run_in(with_packages, judge, program, *asserts, limits=Limits())) == ["passed"] * 2
+
+
+def test_without_isolation():
+    with pytest.warns(RuntimeWarning, match="without_isolation"):
+        plain = Bubblewrap(run_without_isolation=True)
+    programs = ["def f(x): return x + 1", "def f(x): return x", "import os\nos.fork()\ndef f(x): return 2"]
+    with closing(Judge(plain)) as judge:
+        outcomes = [run_in(plain, judge, each, "assert f(1) == 2", limits=Limits())[0].passed for each in programs]
+    assert outcomes == [True, False, False]

@@ -1,0 +1,368 @@
+"""A SandboxFusion server, of which a stand-in speaks the protocol: it runs programs as plain processes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from troll.rewards.code import CodeGrader, compute_score
+from troll.rewards.program import parse_tests
+from troll_sandbox import fusion
+from troll_sandbox.errors import SandboxError
+from troll_sandbox.executor import Executor, Job
+from troll_sandbox.fusion import SandboxFusion
+from troll_sandbox.limits import MEBIBYTE, PASSED, Limits, Outcome
+
+#: What the server's own model of a request takes, and the defaults of what may be left out.
+REQUEST = {
+    "compile_timeout": float,
+    "run_timeout": float,
+    "memory_limit_MB": int,
+    "code": str,
+    "stdin": str,
+    "language": str,
+    "files": dict,
+    "fetch_files": list,
+}
+
+DOUBLE = {"asserts": ["assert double(2) == 4", "assert double(3) == 6", "assert double(0) == 0"]}
+SUM = {"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3\n", "7\n", "11\n"]}
+ADD = "print(sum(map(int, input().split())))"
+LIMITS = Limits(cpu_seconds=1.0, idle_seconds=1.0, wall_seconds=5.0)
+
+
+class Server(ThreadingHTTPServer):
+    """Answers `/run_code` as SandboxFusion does; `answers` come first, a status and a body, or None for no answer."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers: list[tuple[int, bytes] | None] = []
+        self.requests: list[dict[str, Any]] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/run_code"
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that has gone is none of its business."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *_: Any) -> None: ...
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append(request)
+        if self.path != "/run_code":
+            self.answer(404, b'{"detail":"Not Found"}')
+            return
+        if self.server.answers:
+            answer = self.server.answers.pop(0)
+            if answer is None:
+                self.connection.close()
+            else:
+                self.answer(*answer)
+            return
+        wrong = [name for name, kind in REQUEST.items() if not isinstance(request.get(name), kind)]
+        if wrong or set(request) - set(REQUEST) or request["language"] != "python":
+            self.answer(422, json.dumps({"detail": wrong}).encode())
+        else:
+            self.answer(200, json.dumps(run(request)).encode())
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    """What the server says of a run, of which `run_command_bare` and `parse_run_status` are its own parts."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "program.py"
+        path.write_text(request["code"])
+        begin = time.monotonic()
+        try:
+            done = subprocess.run(
+                [sys.executable, str(path)],
+                input=request["stdin"].encode(),
+                capture_output=True,
+                timeout=request["run_timeout"],
+                cwd=folder,
+            )
+            result = {"status": "Finished", "return_code": done.returncode}
+        except subprocess.TimeoutExpired as expired:
+            done, result = expired, {"status": "TimeLimitExceeded", "return_code": None}  # type: ignore[assignment]
+        result |= {name: (getattr(done, name) or b"").decode() for name in ("stdout", "stderr")}
+        result["execution_time"] = time.monotonic() - begin
+    succeeded = result["status"] == "Finished" and result["return_code"] == 0
+    return answered("Success" if succeeded else "Failed", run_result=result)
+
+
+def answered(status: str, **parts: Any) -> dict[str, Any]:
+    empty: dict[str, Any] = {
+        "message": "",
+        "compile_result": None,
+        "run_result": None,
+        "executor_pod_name": None,
+        "files": {},
+    }
+    return {"status": status, **empty, **parts}
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def sandbox(server: Server) -> SandboxFusion:
+    made = SandboxFusion(server.url)
+    server.requests.clear()
+    return made
+
+
+def outcomes_of(
+    sandbox: Any, program: str, tests: dict[str, Any], stop: bool = False, limits: Limits = LIMITS
+) -> list[Any]:
+    outcomes = sandbox(program, parse_tests(json.dumps(tests)), limits=limits, stop_at_failure=stop)
+    assert all(isinstance(each, Outcome) and each.passed == (each.reason == "passed") for each in outcomes)
+    return [True if outcome.passed else outcome.reason for outcome in outcomes]
+
+
+def test_programs_by_standard_input(server, sandbox):
+    assert outcomes_of(sandbox, ADD, SUM) == [True] * 3
+    assert outcomes_of(sandbox, f"{ADD} if input else 0\nassert 0", SUM)[0] == "raised AssertionError"
+    assert outcomes_of(sandbox, "print(7)", SUM) == ["wrong answer", True, "wrong answer"]
+    assert outcomes_of(sandbox, "print(7)", SUM, stop=True) == ["wrong answer", "not run", "not run"]
+    assert len(server.requests) == 3 + 3 + 3 + 1
+    assert {request["stdin"] for request in server.requests} == set(SUM["inputs"])
+    assert {request["memory_limit_MB"] for request in server.requests} == {LIMITS.memory_bytes // MEBIBYTE}
+    numbers = {"inputs": [""], "outputs": ["3"], "compare": "numbers"}
+    assert outcomes_of(sandbox, "print(3.0)", numbers) == [True]
+
+
+def test_programs_whose_functions_are_called(server, sandbox):
+    assert outcomes_of(sandbox, "def double(x): return 2 * x", DOUBLE) == [True] * 3
+    assert outcomes_of(sandbox, "print('x')\ndef double(x): print(x); return 4", DOUBLE) == [
+        True,
+        "wrong answer",
+        "wrong answer",
+    ]
+    assert outcomes_of(sandbox, "def double(x): return 2 * x if x else 1 / x", DOUBLE)[2].startswith(
+        "raised ZeroDivision"
+    )
+    assert len(server.requests) == 3
+    assert outcomes_of(sandbox, "def double(x): return 6", DOUBLE, stop=True) == ["wrong answer", "not run", "not run"]
+    calls = {"function": "f", "inputs": [[1, 2], [{"1": 2}]], "outputs": [[3, 4], [[2]]]}
+    assert outcomes_of(sandbox, "def f(x, y=None): return (3, 4) if y else [x[1]]", calls) == [True, True]
+    assert outcomes_of(sandbox, "class Solution:\n    def f(self, x, y=None): return [3, 4]", calls) == [
+        True,
+        "wrong answer",
+    ]
+    nested = {"function": "f", "inputs": [[[{"1": 2}]]], "outputs": [[{"a": {"3": [4]}}]]}
+    assert outcomes_of(sandbox, "def f(x): return [{'a': {3: (x[0][1] + 2,)}}]", nested) == [True]
+    starter = "class Solution:\n    def f(self, x: List[int]) -> Optional[int]: return int('7' * 5000) + math.inf"
+    assert outcomes_of(sandbox, starter, {"function": "f", "inputs": [[[1]]], "outputs": [0]}) == [
+        "raised OverflowError: int too large to convert to float"
+    ]
+    deep: Any = 10**4000
+    for _ in range(700):
+        deep = [deep, 0.1 + 0.2]
+    calls = {"function": "f", "inputs": [[deep]], "outputs": [deep]}
+    assert outcomes_of(sandbox, "def f(x): return x", calls) == [True]
+    future = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n"
+    assert outcomes_of(sandbox, future + "def double(x): return 2 * A(x).x", DOUBLE) == [True] * 3
+    check = {"check": "def check(c): assert c(1) == two", "entry_point": "f", "setup": "two = 2\ndef f(x): ..."}
+    assert outcomes_of(sandbox, "def f(x): return x + 1", check) == [True]
+    assert outcomes_of(sandbox, "def f(x): return x", {**check, "setup": "1 / 0"}) == [
+        "raised ZeroDivisionError: division by zero"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("def double(x:", "raised SyntaxError"),
+        ("import nowhere", "raised ModuleNotFoundError"),
+        ("import os; os._exit(0)", "exited before the tests ended"),
+        ("import os; os._exit(3)", "exit status 3"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed by signal 11"),
+        ("import sys; sys.exit(0)", "raised SystemExit"),
+        ("while True: pass", "time limit"),
+        ("raise MemoryError", "memory limit"),
+        ("print('{\"mark\": 1}')", "raised NameError"),
+        ("x = '\ud800'", "the program is no text"),
+    ],
+)
+def test_programs_that_pass_no_test(sandbox, program, reason):
+    found = outcomes_of(sandbox, program, DOUBLE)
+    assert len(found) == 3 and all(str(each).startswith(reason) for each in found), found
+    stopped = outcomes_of(sandbox, program, DOUBLE, stop=True)
+    assert str(stopped[0]).startswith(reason)
+
+
+def test_a_program_that_forges_its_report_costs_nobody_else_anything(sandbox):
+    forged = """
+import os, sys
+frame = sys._getframe()
+while "mark" not in frame.f_locals:
+    frame = frame.f_back
+mark = frame.f_locals["mark"]
+for descriptor in range(3, 20):
+    try:
+        os.write(descriptor, (mark + '{"nonsense": [}\\n' + mark + '7\\n').encode())
+    except OSError:
+        pass
+def double(x): return 2 * x
+"""
+    assert outcomes_of(sandbox, forged, DOUBLE)[0] == "the program forged a report"
+
+
+def test_the_module_main_shows_a_program_nothing(sandbox):
+    source = "import __main__, sys\ndef f(): return sorted(name for name in vars(__main__) if name in {})"
+    known = ["job", "mark", "out", "outputs", "tests"]
+    calls = {"function": "f", "inputs": [[]], "outputs": [[]]}
+    assert outcomes_of(sandbox, source.format(known), calls) == [True]
+
+
+@pytest.mark.parametrize("change", ["sys.modules.clear()", "sys.modules['values'] = type('', (), {'check': print})"])
+def test_a_program_that_changes_modules_changes_no_comparison(sandbox, change):
+    calls = {"function": "f", "inputs": [[2], [3]], "outputs": [[4], [6]]}
+    program = f"import sys\n{change}\ndef f(x): return 2 * x if x < 3 else 7"
+    assert outcomes_of(sandbox, program, calls) == [True, "wrong answer"]
+
+
+def test_what_was_passed_before_the_end_counts(sandbox):
+    late = "import os\ndef double(x):\n    if x == 3: os._exit(0)\n    return 2 * x"
+    assert outcomes_of(sandbox, late, DOUBLE) == [
+        True,
+        "exited before the tests ended",
+        "exited before the tests ended",
+    ]
+    slow = "def double(x):\n    while x == 3: pass\n    return 2 * x"
+    assert outcomes_of(sandbox, slow, DOUBLE, stop=True) == [True, "time limit", "not run"]
+
+
+def test_a_program_has_one_wall_time_for_all_its_tests(server, sandbox):
+    sleeping = "import time; time.sleep(0.6)"
+    many = {"inputs": [""] * 10, "outputs": [""] * 10}
+    found = outcomes_of(sandbox, sleeping, many, limits=Limits(wall_seconds=1.0))
+    assert found[0] is True and found[-1] == "not run" and len(found) == 10
+    assert len(server.requests) == 2
+    assert outcomes_of(sandbox, "while True: pass", many) == ["time limit", *["not run"] * 9]
+
+
+def test_compile_errors_of_the_server(server, sandbox):
+    broken = {"status": "Finished", "return_code": 1, "stderr": "no", "stdout": "", "execution_time": 0.1}
+    server.answers.append((200, json.dumps(answered("Failed", compile_result=broken)).encode()))
+    assert outcomes_of(sandbox, ADD, SUM, stop=True) == ["compile error", "not run", "not run"]
+    late = {"status": "TimeLimitExceeded", "return_code": None, "stderr": "", "stdout": "", "execution_time": 9.0}
+    server.answers.append((200, json.dumps(answered("Failed", compile_result=late)).encode()))
+    assert outcomes_of(sandbox, ADD, SUM) == ["time limit", "not run", "not run"]
+
+
+BROKEN = {"status": "Error", "execution_time": None, "return_code": None, "stdout": None, "stderr": "fork failed"}
+
+FAILURES = [
+    ((500, b'{"detail": "boom"}'), "HTTP 500"),
+    ((502, b"<html>"), "HTTP 502"),
+    ((504, b""), "HTTP 504"),
+    ((429, b""), "HTTP 429"),
+    (None, "closed|reset|Remote end"),
+    ((200, b"<html>hello</html>"), "none of SandboxFusion's"),
+    ((200, b"[]"), "none of SandboxFusion's"),
+    ((200, b'{"status": "Success"'), "none of SandboxFusion's"),
+    ((200, json.dumps(answered("Success")).encode()), "none of SandboxFusion's"),
+    (
+        (200, json.dumps(answered("SandboxError", message="fork failed", run_result=BROKEN)).encode()),
+        "SandboxError: fork failed",
+    ),
+]
+
+
+@pytest.mark.parametrize(("answer", "cause"), FAILURES, ids=lambda value: str(value)[:20])
+def test_trouble_of_the_server_is_tried_again_and_is_no_verdict(server, sandbox, answer, cause):
+    server.answers += [answer] * 2
+    with closing(Executor(lambda: (sandbox, None), LIMITS, workers=1)) as executor:
+        assert executor.run([Job(ADD, parse_tests(json.dumps(SUM)), False)]) == [[PASSED] * 3]
+    server.answers += [answer]
+    with pytest.raises(SandboxError, match=f"the sandbox at {server.url} failed: .*({cause})"):
+        outcomes_of(sandbox, ADD, SUM)
+
+
+def test_trouble_of_the_server_costs_no_run_that_has_ended(server, sandbox, monkeypatch):
+    ran, run_one = [], sandbox._run
+
+    def run_then_fail(code: str, stdin: str, *limits: Any) -> Any:
+        ran.append(stdin)
+        if len(ran) == 2:
+            raise SandboxError("HTTP 503")
+        return run_one(code, stdin, *limits)
+
+    monkeypatch.setattr(sandbox, "_run", run_then_fail)
+    with closing(Executor(lambda: (sandbox, None), LIMITS, workers=1)) as executor:
+        assert executor.run([Job(ADD, parse_tests(json.dumps(SUM)), False)]) == [[PASSED] * 3]
+    first, second, third = SUM["inputs"]
+    assert ran == [first, second, second, third]
+
+
+def test_what_the_server_refuses_says_why(server, sandbox):
+    server.answers += [(422, b"{}")]
+    with pytest.raises(SandboxError, match="HTTP 422"):
+        outcomes_of(sandbox, ADD, SUM)
+    assert len(server.requests) == 1
+
+
+def test_a_server_that_never_answers_is_given_up(server, sandbox, monkeypatch):
+    monkeypatch.setattr(fusion, "REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(Handler, "do_POST", lambda self: time.sleep(3))
+    with pytest.raises(SandboxError, match="timed out"):
+        outcomes_of(sandbox, ADD, SUM, limits=Limits(wall_seconds=0.1))
+
+
+def test_wrong_addresses(server):
+    for url in ("file:///etc/passwd", "localhost:8080", ""):
+        with pytest.raises(ValueError, match="an address like http"):
+            SandboxFusion(url)
+    with pytest.raises(SandboxError, match="HTTP 404"):
+        SandboxFusion(server.url.removesuffix("run_code"))
+    with pytest.raises(SandboxError, match="refused"):
+        SandboxFusion("http://127.0.0.1:9/run_code")
+
+
+def test_a_grader_with_a_server_that_goes(server):
+    grader = CodeGrader(sandbox=server.url, limits=Limits(wall_seconds=0.5))
+    tests = [json.dumps(DOUBLE), json.dumps(SUM)]
+    assert grader(["p"] * 2, ["def double(x): return 2 * x", ADD], tests=tests) == [1.0, 1.0]
+    copy = pickle.loads(pickle.dumps(grader))
+    assert copy(["p"], [ADD], tests=tests[1:]) == [1.0]
+    server.answers += [(503, b"")] * 50
+    verdicts = grader.grade(["def double(x): return x", ""], tests=tests)
+    assert [verdict.score for verdict in verdicts] == [None, 0.0]
+    assert "HTTP 503 Service Unavailable" in verdicts[0].reason
+    server.answers.clear()
+    assert grader(["p"], ["def double(x): return 2 + x"], tests=tests[:1]) == [0.0]
+
+
+def test_the_address_that_verl_passes_on(server):
+    score = compute_score("taco", ADD, json.dumps(SUM), sandbox=server.url, memory_limit_mb=1024)
+    assert score == {"score": 1.0, "acc": 1.0, "reason": "correct"}
+    assert len(server.requests) == 1 + 3

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.troll_sandbox.hostile import HOSTILE
+from tests.troll_sandbox.processes import needs_bubblewrap, only_program, running, wait_until, wait_until_gone
+from troll.rewards.code import CodeGrader
+from troll_sandbox.errors import SandboxError
+from troll_sandbox.gvisor import GVisor
+from troll_sandbox.limits import MEBIBYTE, Limits
+from troll_sandbox.stream_runs import run_stdio
+
+LIMITS = Limits(cpu_seconds=0.5, idle_seconds=1, memory_bytes=256 * MEBIBYTE, output_bytes=1 << 20)
+
+#: Programs that are to print 3 for "1 2", and what becomes of them.
+PROGRAMS = {
+    "print(sum(map(int, input().split())))": "passed",
+    "import sys\nprint(sum(map(int, open('/dev/stdin').read().split())))": "passed",
+    "import bz2, ctypes, decimal, sqlite3, threading, zoneinfo\nprint(3 * bool(zoneinfo.ZoneInfo('UTC')))": "passed",
+    "import os\nprint(os.environ.get('TROLL_SECRET', 3), *os.listdir('.'))": "passed",
+    "open('own', 'w').write('x' * 1000)\nprint(len(open('own').read()) // 333)": "passed",
+    "print(4)": "wrong answer",
+    "1 / 0": "raised ZeroDivisionError: division by zero",
+    "import sys\nsys.exit(3)": "exit status 3",
+    "while True: pass": "time limit",
+    "import time\ntime.sleep(100)": "idle limit",
+    "x = bytearray(1 << 30)": "memory limit",
+    "print('x' * (2 << 20))": "output limit",
+    "while True: open('own', 'ab').write(bytes(1 << 19))": "raised OSError: [Errno 27] File too large",
+    "import os\nwhile True: os.fork()": "raised PermissionError: [Errno 1] Operation not permitted",
+    "import socket\nsocket.socket()": "raised PermissionError: [Errno 1] Operation not permitted",
+    "open('/usr/own', 'w')": "raised PermissionError: [Errno 13] Permission denied: '/usr/own'",
+    "open('$SECRET')": "raised FileNotFoundError: [Errno 2] No such file or directory: '$SECRET'",
+    "import threading, time\nthreading.stack_size(1 << 16)\n"
+    "while True: threading.Thread(target=time.sleep, args=(99,)).start()": "thread limit|time limit",
+}
+
+#: Of those that want more than what `PROGRAMS` have.
+ATTACKS = (
+    "killing all others",
+    "leases and watches",
+    "disk filler",
+    "memory in files without a name",
+    "tracing the runner",
+)
+
+#: Runs a program that never ends, until a signal ends it.
+PARENT = """
+import signal, sys
+from troll_sandbox.gvisor import GVisor
+from troll_sandbox.limits import Limits
+from troll_sandbox.stream_runs import run_stdio
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
+limits = Limits(cpu_seconds=50, wall_seconds=100)
+sandbox = GVisor()
+print(sandbox._folder, flush=True)
+run_stdio(sandbox, "while True: pass", [""], [""], limits)
+"""
+
+
+@cache
+def refusal() -> str | None:
+    """Why there is no gVisor here."""
+    try:
+        GVisor()
+    except SandboxError as error:
+        return str(error)
+    return None
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> GVisor:
+    if cause := refusal():
+        pytest.skip(cause)
+    return GVisor()
+
+
+@pytest.fixture
+def grader(sandbox: GVisor) -> Iterator[CodeGrader]:
+    with closing(CodeGrader(limits=LIMITS, workers=2, sandbox="gvisor", partial_credit=True)) as grader:
+        yield grader
+
+
+def test_the_contract_of_sandboxes(sandbox: GVisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TROLL_SECRET", "4")
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+
+    def reason(program: str) -> str:
+        return run_stdio(sandbox, program.replace("$SECRET", str(secret)), ["1 2"], ["3"], LIMITS)[0].reason
+
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(zip(PROGRAMS, pool.map(reason, PROGRAMS), strict=True))
+    wanted = {program: text.replace("$SECRET", str(secret)).split("|") for program, text in PROGRAMS.items()}
+    assert not {program: text for program, text in found.items() if text not in wanted[program]}
+    folder = sandbox._folder
+    assert [path.name for path in folder.iterdir()] == ["root"]
+    wait_until_gone(str(folder))
+
+
+def test_all_tests_of_a_program_share_one_sandbox(sandbox: GVisor) -> None:
+    program = "a, b = map(int, input().split())\nif a == 5: open('left', 'w')\nprint(a + b)"
+    outcomes = run_stdio(sandbox, program, ["1 2", "5 5", "3 4"], ["3", "9", "7"], LIMITS)
+    assert [outcome.reason for outcome in outcomes] == ["passed", "wrong answer", "passed"]
+
+
+def test_attacks_do_not_get_through(sandbox: GVisor) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = pool.map(lambda name: run_stdio(sandbox, HOSTILE[name], ["input"], ["breach"], LIMITS)[0], ATTACKS)
+    assert not [(name, outcome.reason) for name, outcome in zip(ATTACKS, outcomes, strict=True) if outcome.passed]
+    wait_until_gone(str(sandbox._folder))
+
+
+@needs_bubblewrap
+def test_functions_are_judged_outside(grader: CodeGrader) -> None:
+    tests: list[dict[str, object]] = [{"asserts": ["assert f(2) == [4]", "assert f('a') == ['aa']"]}] * 4
+    tests += [{**tests[0], "plain": True}] * 2
+    programs = [
+        "def f(x): return [2 * x]",
+        "class Any:\n    def __eq__(self, other): return True\ndef f(x): return Any()",
+        "def f(x):\n    while x == 'a': pass\n    return [2 * x]",
+        "import os\ndef f(x): os._exit(0)",
+        "def f(x): return [x + x]",
+        "def f(x): return x",
+    ]
+    verdicts = grader.grade(programs, tests=list(map(json.dumps, tests)))
+    assert [verdict.score for verdict in verdicts] == [1.0, 0.0, 0.5, 0.0, 1.0, 0.0]
+    assert verdicts[2].reason == "time limit"
+
+
+def test_packages_can_be_imported_and_not_changed(sandbox: GVisor, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)  # programs are nobody
+    (tmp_path / "given.py").write_text("three = 3\n")
+    program = "import given\nprint(given.three)\nopen(given.__file__, 'w')"
+    (outcome,) = run_stdio(GVisor(packages=[tmp_path]), program, [""], ["3"], LIMITS)
+    assert outcome.reason.startswith("raised ") and (tmp_path / "given.py").read_text() == "three = 3\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_outlives_the_parent(sandbox: GVisor, number: signal.Signals) -> None:
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        folder = parent.stdout.readline().strip()
+        wait_until(lambda: any(b"boot" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in running(folder)))
+        os.kill(parent.pid, number)
+        parent.communicate(timeout=20)  # the program has 50 s
+    wait_until_gone(folder)
+    assert Path(folder).exists() == (number == signal.SIGKILL)
+    subprocess.run(["rm", "-rf", folder], check=True)
+
+
+def test_without_runsc_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxError, match="apt install runsc"):
+        CodeGrader(sandbox="gvisor", workers=1)
+    (tmp_path / "runsc").touch(0o755)
+    with pytest.raises(SandboxError, match="install util-linux"):
+        GVisor()
+
+
+def test_where_containers_do_not_start_it_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_program(tmp_path, "runsc", "echo 'cannot set up namespaces' >&2; exit 128", monkeypatch)
+    with pytest.raises(SandboxError, match=r"gVisor does not start \(cannot set up namespaces\): see docs/sandbox"):
+        GVisor()

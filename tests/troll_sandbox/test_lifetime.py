@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from troll_sandbox.control_groups import MemoryGroups
+from troll_sandbox.lifetime import at_end, temporary_folder
+
+#: A program that makes something, and a forked process that ends as programs do, which uses it no longer either.
+FORK = """
+import os, sys
+from pathlib import Path
+from tests.troll_sandbox.test_lifetime import MAKE
+
+kept = MAKE[sys.argv[1]](Path(sys.argv[2]))
+if os.fork() == 0:
+    del kept
+    sys.exit()
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+print(len(os.listdir(sys.argv[2])))
+"""
+
+
+class Owner:
+    pass
+
+
+def folder(place: Path) -> Owner:
+    owner = Owner()
+    temporary_folder(owner, f"{place}/")
+    return owner
+
+
+def group(place: Path) -> MemoryGroups:
+    groups = MemoryGroups(place)
+    groups.give_back(groups.take(1))
+    return groups
+
+
+MAKE = {"a temporary folder": folder, "an idle group": group}
+
+
+@pytest.mark.parametrize("thing", MAKE)
+def test_a_forked_process_leaves_what_is_its_parents(thing: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORK, thing, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert (done.stdout, done.stderr) == ("1\n", "")
+    assert not list(tmp_path.iterdir())  # gone with the parent
+
+
+def test_it_is_done_once_for_its_owner() -> None:
+    owner = Owner()
+    done: list[int] = []
+    at_end(owner, done.append, 1)
+    called = at_end(owner, done.append, 2)
+    called()
+    assert done == [2] and not called.alive
+    del owner
+    assert done == [2, 1]

@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.troll_sandbox.processes import needs_bubblewrap, running, start_at_the_third_attempt_only, tried_again
+from troll_sandbox.bubblewrap import Bubblewrap
+from troll_sandbox.cases import StreamTests
+from troll_sandbox.errors import SandboxError
+from troll_sandbox.limits import MEBIBYTE, PASSED, Limits, Outcome
+from troll_sandbox.stream_runs import run_stdio
+
+pytestmark = needs_bubblewrap
+
+LIMITS = Limits(cpu_seconds=1, wall_seconds=30, idle_seconds=1)
+ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
+
+
+def reason(sandbox: Bubblewrap, program: str, text: str = "", expected: str = "3", limits: Limits = LIMITS) -> str:
+    (outcome,) = run_stdio(sandbox, program, [text], [expected], limits)
+    assert outcome.passed == (outcome.reason == "passed")
+    return outcome.reason
+
+
+def test_every_test_has_its_outcome(sandbox: Bubblewrap) -> None:
+    outcomes = run_stdio(sandbox, ADD, ["1 2\n", "2 2\n", "x\n", "5 6"], ["3\n", "5", "", "11"], LIMITS)
+    reasons = [outcome.reason for outcome in outcomes]
+    assert reasons[:2] == ["passed", "wrong answer"]
+    assert reasons[2].startswith("raised ValueError: ")
+    assert reasons[3] == "passed"
+
+
+@pytest.mark.parametrize(
+    ("program", "wanted"),
+    [
+        ("print(3)", "passed"),
+        ("print(3)\nexit()", "passed"),
+        ("print(3)\nquit(0)", "passed"),
+        ("import os\nos.write(1, b'3')\nos._exit(0)", "passed"),
+        ("print(3, end='')\nimport sys\nsys.exit()", "passed"),
+        ("import atexit\natexit.register(print, 3)", "passed"),
+        ("import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.05), print(3))).start()", "passed"),
+        ("if __name__ == '__main__':\n    print(3)", "passed"),
+        ("import sys\nprint(3)\nprint('noise', file=sys.stderr)", "passed"),
+        ("import __main__\nx = 3\nprint(__main__.x)", "passed"),
+        ("import asyncio\nasync def main():\n    print(3)\nasyncio.run(main())", "passed"),
+        ("import tempfile\nwith tempfile.TemporaryFile() as file:\n    print(3)", "passed"),
+        ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 3\nprint(A().x)", "passed"),
+        (
+            "import sys\nsys.setrecursionlimit(10**6)\nf = lambda n: n and f(n - 1)\nprint(3 + f(20000))",
+            "passed",
+        ),
+        ("file = open(1, 'w', closefd=False)\nfile.write('3')", "passed"),
+        ("import io, sys\nprint(3)\nsys.stdout = io.StringIO()", "passed"),
+        ("import os, sys\nsys.stdout = os.fdopen(1, 'w', 100)\nprint(3)", "passed"),
+        ("import sys\nsys.stdout.close()\nprint(3)", "raised ValueError: I/O operation on closed file."),
+        ("print(3)\nexit(3)", "exit status 3"),
+        ("print(3)\nexit('sorry')", "raised sorry"),
+        ("print(3)\nimport os\nos._exit(7)", "exit status 7"),
+        ("print(3)\nraise ValueError('no')", "raised ValueError: no"),
+        ("print(3)\nx = bytearray(1 << 40)", "memory limit"),
+        ("print(3)\nimport os, signal\nos.kill(os.getpid(), signal.SIGTERM)", "killed by signal 15"),
+        ("print(3)\nwhile True: pass", "time limit"),
+        ("print(3, flush=True)\nimport time\ntime.sleep(100)", "idle limit"),
+        ("print(4)", "wrong answer"),
+        ("print(3", "raised SyntaxError: '(' was never closed"),
+        ("print(3)\0", "raised SyntaxError: source code string cannot contain null bytes"),
+    ],
+)
+def test_how_a_program_ends(sandbox: Bubblewrap, program: str, wanted: str) -> None:
+    assert reason(sandbox, program) == wanted
+
+
+def test_output_is_bounded(sandbox: Bubblewrap) -> None:
+    limits = Limits(output_bytes=1000)
+    assert reason(sandbox, "print('x' * 998)", expected="x" * 998, limits=limits) == "passed"
+    assert reason(sandbox, "print('x' * 2000)", expected="x" * 250, limits=limits) == "output limit"
+    quiet = "try:\n    print('x' * 2000, flush=True)\nexcept OSError:\n    import os\n    os._exit(0)"
+    assert reason(sandbox, quiet, expected="x" * 250, limits=limits) == "output limit"
+
+
+def test_memory_is_bounded(sandbox: Bubblewrap) -> None:
+    program = "x = bytearray(200 << 20)\nprint(3)"
+    assert reason(sandbox, program, limits=Limits(memory_bytes=128 * MEBIBYTE)) == "memory limit"
+    assert reason(sandbox, program, limits=Limits(memory_bytes=256 * MEBIBYTE)) == "passed"
+
+
+DEPTH = """
+import sys
+from functools import lru_cache
+sys.setrecursionlimit(10**6)
+class Caller:
+    def __call__(self, n): return n and 1 + self(n - 1)
+@lru_cache(None)
+def cached(n): return n and 1 + cached(n - 1)
+print(Caller()(100_000) + cached(100_000) + max(map(lambda n: Caller()(n), [100_000])))
+"""
+
+
+def test_recursion_is_bounded_by_memory(sandbox: Bubblewrap) -> None:
+    assert reason(sandbox, DEPTH, expected="300000", limits=Limits()) == "passed"
+    unasked = "def f(n): return n and 1 + f(n - 1)\nprint(f(20_000))"
+    assert reason(sandbox, unasked, expected="20000") == "passed"
+    caught = "def f(n): return f(n + 1)\ntry:\n    f(0)\nexcept RecursionError:\n    print(3)"
+    assert reason(sandbox, caught) == "passed"
+
+
+def test_integers_have_any_number_of_digits(sandbox: Bubblewrap) -> None:
+    assert reason(sandbox, "print(int(input()) + 1)", "7" * 5000, "7" * 4999 + "8") == "passed"
+    assert reason(sandbox, f"print({'7' * 5000} % 10 - 4, len(str(1 << 99999)))", "", "3 30103") == "passed"
+
+
+def test_expected_output_fits_into_what_a_program_may_print(sandbox: Bubblewrap) -> None:
+    expected = "abc\n" * 3000
+    program = "for _ in range(3000): print('abc', ' ' * int(input()))"
+    limits = Limits(output_bytes=1000)
+    outcomes = run_stdio(
+        sandbox, "n = int(input())\n" + program.replace("int(input())", "n"), ["5", "5000"], [expected] * 2, limits
+    )
+    assert [outcome.reason for outcome in outcomes][1] in ("output limit", "raised OSError: [Errno 27] File too large")
+    assert outcomes[0].passed
+
+
+@pytest.mark.parametrize("size", ["2**27", "2**29", "2**30", "2**31", "10**8"])
+def test_stacks_cost_what_is_used_of_them(sandbox: Bubblewrap, size: str) -> None:
+    program = f"""
+import sys, threading
+sys.setrecursionlimit(10**6)
+threading.stack_size({size})
+def depth(n): return 1 + max(map(depth, [n - 1])) if n else 0
+thread = threading.Thread(target=lambda: print(depth(20_000) // 20_000 + 2))
+thread.start()
+held = bytearray(200 << 20)
+thread.join()
+assert threading.stack_size() == {size}
+"""
+    assert reason(sandbox, program, limits=Limits()) == "passed"
+
+
+def test_threads_and_large_stacks_leave_the_rest_of_the_memory(sandbox: Bubblewrap) -> None:
+    program = """
+import threading, time
+def start(count):
+    threads = [threading.Thread(target=time.sleep, args=(0.2,)) for _ in range(count)]
+    [thread.start() for thread in threads]
+    return threads
+threading.stack_size(2**29)
+threads = start(2)
+threading.stack_size(0)
+threads += start(50)
+held = bytearray(b"x") * (200 << 20)
+[thread.join() for thread in threads]
+print(3)
+"""
+    assert reason(sandbox, program, limits=Limits()) == "passed"
+
+
+#: They take all the address space that they may have for stacks.
+GREEDY = "import mmap, resource\nmost = resource.getrlimit(resource.RLIMIT_AS)[1]\n"
+GREEDY += "resource.setrlimit(resource.RLIMIT_AS, (most, most))\nif input() == '1':\n"
+
+
+@pytest.mark.parametrize("groups", [True, False])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "    held = []\n    while True: held.append(bytearray(b'x') * (1 << 24))",
+        "    held = mmap.mmap(-1, 900 << 20)\n    held[:] = bytes(1) * len(held)\n    while True: pass",
+    ],
+)
+def test_memory_for_stacks_counts_when_it_is_used(monkeypatch: pytest.MonkeyPatch, groups: bool, program: str) -> None:
+    if not groups:
+        monkeypatch.setattr("troll_sandbox.launch.groups_folder", lambda: None)
+    outcomes = run_stdio(Bubblewrap(), f"{GREEDY}{program}\nprint(3)", ["1", "2"], ["3"] * 2, Limits())
+    assert [outcome.reason for outcome in outcomes] == ["memory limit", "passed"]
+
+
+def test_the_work_folder_is_bounded(sandbox: Bubblewrap) -> None:
+    program = "open('file', 'wb').write(bytes(3 << 20))\nprint(3)"
+    assert reason(sandbox, program, limits=Limits(disk_bytes=2 * MEBIBYTE)).startswith("raised OSError: [Errno 28]")
+    assert reason(sandbox, program, limits=Limits(disk_bytes=8 * MEBIBYTE)) == "passed"
+
+
+def test_a_fraction_of_a_second_decides(sandbox: Bubblewrap) -> None:
+    program = "import time\nwhile time.process_time() < 0.4: pass\nprint(3)"
+    assert reason(sandbox, program, limits=Limits(cpu_seconds=0.2)) == "time limit"
+    assert reason(sandbox, program, limits=Limits(cpu_seconds=0.8)) == "passed"
+
+
+def test_megabytes_go_in_and_out(sandbox: Bubblewrap) -> None:
+    text = "0123456789abcde\n" * (3 << 16)
+    assert reason(sandbox, "import sys\nsys.stdout.write(sys.stdin.read())", text, text) == "passed"
+    assert reason(sandbox, "#" * (5 << 20) + "\nprint(3)") == "passed"
+
+
+def test_text_that_utf8_cannot_hold_is_an_outcome(sandbox: Bubblewrap) -> None:
+    assert reason(sandbox, "print('\ud800')").startswith("raised SyntaxError")
+    assert reason(sandbox, "print(3)", "\ud800") == "passed"
+    assert reason(sandbox, "print(input())", "\ud800", "\ud800") == "passed"
+    assert reason(sandbox, "print(input())", "\ud800", "\ud801") == "wrong answer"
+    assert reason(sandbox, "import os\nos.write(1, b'\\xff')", "", "\ufffd") == "wrong answer"
+    assert reason(sandbox, "print(input())", "Ünï\n", "Ünï") == "passed"
+
+
+def test_a_test_leaves_nothing_to_the_next(sandbox: Bubblewrap) -> None:
+    program = "import os\nprint(os.listdir('.'))\nopen('left', 'w')\nos.mkdir('folder')"
+    outcomes = run_stdio(sandbox, program, [""] * 3, ["[]"] * 3, LIMITS)
+    assert all(outcome.passed for outcome in outcomes)
+
+
+def test_a_killed_test_costs_those_after_it_and_none_before(sandbox: Bubblewrap) -> None:
+    program = "import time\nn = int(input())\nif n == 1: time.sleep(100)\nwhile n == 2: pass\nprint(3)"
+    for killed, reason in (("1", "idle limit"), ("2", "time limit")):
+        outcomes = run_stdio(sandbox, program, ["0", killed, "3"], ["3"] * 3, LIMITS)
+        assert [outcome.reason for outcome in outcomes] == ["passed", reason, "not run"]
+
+
+def test_a_crash_costs_one_test(sandbox: Bubblewrap) -> None:
+    program = "import os\nif input() == '1': os.abort()\nprint(3)"
+    outcomes = run_stdio(sandbox, program, ["0", "1", "2"], ["3"] * 3, LIMITS)
+    assert [outcome.passed for outcome in outcomes] == [True, False, True]
+
+
+def test_the_wall_is_a_backstop(sandbox: Bubblewrap) -> None:
+    program = "import time\nwhile True: time.sleep(0.1)"
+    limits = Limits(wall_seconds=1, idle_seconds=100)
+    assert reason(sandbox, program, limits=limits) == "wall limit"
+
+
+def test_runs_can_be_repeated(sandbox: Bubblewrap) -> None:
+    program = "print(hash('a'), sorted({'a', 'b', 'c'}) == list({'a', 'b', 'c'}))"
+    first = run_stdio(sandbox, program + "\n1 / 0", [""], [""], LIMITS)
+    assert first == run_stdio(sandbox, program + "\n1 / 0", [""], [""], LIMITS)
+
+
+def test_many_threads_at_once_and_no_descriptor_is_left(sandbox: Bubblewrap) -> None:
+    def one(number: int) -> bool:
+        return run_stdio(sandbox, ADD, [f"{number} 1"], [str(number + 1)], LIMITS)[0].passed
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(one, range(8)))
+        before = len(os.listdir("/proc/self/fd"))
+        assert all(pool.map(one, range(50)))
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_sandbox_that_cannot_start_is_no_verdict_on_the_program(
+    sandbox: Bubblewrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_at_the_third_attempt_only(sandbox, monkeypatch)
+    three = StreamTests(("",), ("3",))
+    assert tried_again(sandbox, "print(3)", three) == [PASSED]
+    assert isinstance(tried_again(sandbox, "print(3)", three, Limits(wall_seconds=0.5)), SandboxError)
+
+
+def test_standard_input_has_a_name(sandbox: Bubblewrap) -> None:
+    program = "print(open('/dev/stdin').read() == input() == 'x' * 100_000)"
+    assert run_stdio(sandbox, program, ["x" * 100_000, "y"], ["True", "False"], LIMITS) == [
+        Outcome(True, "passed"),
+        Outcome(True, "passed"),
+    ]
+
+
+def test_the_first_failure_can_be_the_last_test(sandbox: Bubblewrap) -> None:
+    inputs, outputs = ["1 2", "2 2", "1 1", "5 6"], ["3", "4", "3", "11"]
+    outcomes = run_stdio(sandbox, ADD, inputs, outputs, LIMITS, stop_at_failure=True)
+    assert [outcome.reason for outcome in outcomes] == ["passed", "passed", "wrong answer", "not run"]
+    outcomes = run_stdio(sandbox, ADD, inputs, outputs, LIMITS)
+    assert [outcome.reason for outcome in outcomes] == ["passed", "passed", "wrong answer", "passed"]
+
+
+@pytest.mark.parametrize("tidy", [True, False])
+def test_all_tests_of_a_program_share_the_wall_time(sandbox: Bubblewrap, tidy: bool) -> None:
+    program = "import time\ntime.sleep(0.5)\nprint(3)" + ("" if tidy else "\nopen('left', 'w')")
+    start = time.monotonic()
+    outcomes = run_stdio(sandbox, program, [""] * 20, ["3"] * 20, Limits(wall_seconds=2))
+    reasons = [outcome.reason for outcome in outcomes]
+    passed = reasons.count("passed")
+    assert 1 <= passed <= 4
+    assert reasons == ["passed"] * passed + ["wall limit"] + ["not run"] * (19 - passed)
+    assert time.monotonic() - start < 10
+
+
+def test_whatever_is_killed_there_is_no_wrong_verdict(sandbox: Bubblewrap) -> None:
+    program = (
+        "import time\nx = int(input())\nend = time.monotonic() + 0.05\nwhile time.monotonic() < end: pass\nprint(x)"
+    )
+    mark = 4_000_000 + os.getpid() % 100_000
+    limits = Limits(output_bytes=mark, wall_seconds=100)  # for as long, what is killed is run again
+    chance, killed = random.Random(0), 0
+    with ThreadPoolExecutor(2) as pool:
+        tests = StreamTests(("1", "2", "3"), ("1", "2", "3"))
+        runs = [pool.submit(tried_again, sandbox, program, tests, limits) for _ in range(20)]
+        while not all(run.done() for run in runs):
+            time.sleep(chance.uniform(0.0, 0.3))
+            if victims := running(f",{mark},"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(chance.choice(victims), signal.SIGKILL)
+                    killed += 1
+    assert killed > 5
+    assert [run.result() for run in runs] == [[PASSED] * 3] * 20
+
+
+def test_a_signal_to_its_group_reaches_the_program_only(sandbox: Bubblewrap) -> None:
+    program = (
+        "import os, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.kill(0, signal.SIGTERM)\n"
+        "print(os.getpgrp() == os.getpid())"
+    )
+    assert reason(sandbox, program, expected="True", limits=Limits(wall_seconds=2)) == "passed"
+
+
+def test_as_many_inputs_as_outputs(sandbox: Bubblewrap) -> None:
+    assert run_stdio(sandbox, ADD, [], [], LIMITS) == []
+    with pytest.raises(ValueError, match="1 and 2"):
+        run_stdio(sandbox, ADD, [""], ["", ""], LIMITS)
