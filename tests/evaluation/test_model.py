@@ -3,18 +3,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.trl.tiny import adapted
 from troll.evaluation.config import EvaluationError
-from troll.evaluation.model import find_model, load_model, load_tokenizer, prompt_texts
+from troll.evaluation.model import find_model, load_model, load_tokenizer, longest_prompt, prompt_texts
+from troll.study.embedded import character_tokenizer
+from troll.tasks import Task
 
 TEMPLATE = (
     "{% if shout is defined %}LOUD {% endif %}{% for message in messages %}<{{ message.role }}>{{ message.content }}"
@@ -192,3 +196,11 @@ def test_conversations_go_through_the_chat_template(tiny_model: Path) -> None:
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(EvaluationError, match=r"prompts: System role not supported; .* option system_prompt"):
         prompt_texts(tokenizer, [conversation], {})
+
+
+def test_longest_prompt_counts_tokens() -> None:
+    rows = Dataset.from_dict({"prompt": ["1 + 2 =", "1 + 22 ="]})
+    task = Task(name="t", train_dataset=rows, eval_dataset=rows, reward_funcs=[])
+    assert longest_prompt([task], character_tokenizer(), {}) == 8
+    pictures = replace(task, train_dataset=rows.add_column("images", [[], []]))
+    assert longest_prompt([pictures], character_tokenizer(), {}) is None

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from troll.evaluation.config import EvaluationError
 from troll.huggingface.adapters import untie_adapted
+from troll.tasks import Task
 from troll.terminal import one_line
 
 _ADAPTER = "adapter_config.json"
@@ -183,6 +184,23 @@ def prompt_texts(tokenizer: Any, prompts: Sequence[Any], template_options: Mappi
             f"the model's chat template does not take the prompts: {one_line(error)}; check --chat_template_kwargs, "
             "and the task option system_prompt"
         ) from error
+
+
+def longest_prompt(tasks: Sequence[Task], processor: Any, template_options: Mapping[str, Any]) -> int | None:
+    """The tokens of the longest prompt of some tasks; None if prompts have images.
+
+    Args:
+        tasks: The tasks to train and evaluate on.
+        processor: The policy's tokenizer or processor.
+        template_options: More variables of the chat template.
+    """
+    rows = [data for task in tasks for data in (task.train_dataset, task.eval_dataset) if len(data)]
+    if any({"image", "images"} & set(data.column_names) for data in rows):
+        return None
+    # Tokens are counted for a few prompts of each data set, the longest in characters.
+    prompts = [prompt for data in rows for prompt in sorted(data["prompt"], key=lambda p: len(str(p)))[-16:]]
+    texts = prompt_texts(processor, prompts, template_options)
+    return max((len(processor(text=text)["input_ids"]) for text in texts), default=None)
 
 
 def fingerprint(content: Any) -> str:

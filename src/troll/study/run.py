@@ -17,6 +17,7 @@ from transformers import AutoProcessor, PreTrainedTokenizerBase, PrinterCallback
 from trl import get_peft_config, get_quantization_config
 
 from troll import recipes
+from troll.evaluation.model import longest_prompt
 from troll.evaluation.training_task import TrainingTask
 from troll.files import write_atomically
 from troll.recipes import Recipe, RecipeError
@@ -24,11 +25,11 @@ from troll.run_folder import read_yaml
 from troll.study.callbacks import MetricsFile, OtherTasks, ProgressLine, TaskFile
 from troll.study.card import CARD_FILE, model_card
 from troll.study.embedded import embedded_model
-from troll.study.plan import longest_prompt, machine_of_run, plan
+from troll.study.memory import UnknownMemory
+from troll.study.plan import Plan, this_machine
 from troll.study.publishing import check_back_ends, check_hub, push
 from troll.study.small_model import EMBEDDED, EMBEDDED_MODELS
 from troll.study.summary import commit_of, summary_of, tell, write_verdicts
-from troll.study.without_data import UnknownMemory
 from troll.tasks import Task, load_task
 from troll.tasks.decontaminate import decontaminate
 from troll.terminal import one_line, say
@@ -256,7 +257,7 @@ def _check_memory(
 ) -> None:
     """Prints the memory that the run takes, and refuses a run that cannot fit on a GPU."""
     prompt = longest_prompt(tasks, processor, _template_variables(recipe))
-    found = plan(recipe, machine_of_run(recipe.training), model_path, prompt)
+    found = Plan(recipe, this_machine(recipe.training), model_path, prompt)
     main = recipe.training.process_index == 0
     try:
         lines = found.lines()
