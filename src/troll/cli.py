@@ -216,8 +216,8 @@ def _plan(recipe_name: str, fields: list[str]) -> int:
     from rich.console import Console
 
     from troll import recipes
-    from troll.runs.plan import plan, show, this_machine
-    from troll.runs.without_data import UnknownMemory
+    from troll.runs.memory import UnknownMemory
+    from troll.runs.plan import Plan, show, this_machine
 
     parser = _Parser(prog="troll", allow_abbrev=False, add_help=False)
     _add_plan_options(parser)
@@ -230,8 +230,8 @@ def _plan(recipe_name: str, fields: list[str]) -> int:
     # transformers refuses bf16 without a GPU, and vLLM is assumed to be installed on another machine.
     cpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
     recipe = recipes.load(recipe_name, [*overrides, *cpu], vllm=None if options.gpu_memory is None else True)
-    machine = this_machine(options.gpu_memory, options.gpus, options.gpus > 1, recipe.training.use_cpu)
-    found = plan(recipe, machine, prompt_tokens=options.prompt_tokens)
+    machine = this_machine(recipe.training, options.gpu_memory, options.gpus)
+    found = Plan(recipe, machine, longest_prompt=options.prompt_tokens)
     try:
         show(found, Console())
     except UnknownMemory as error:

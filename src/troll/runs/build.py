@@ -15,14 +15,14 @@ from trl import get_peft_config, get_quantization_config
 
 from troll.evaluation.training_task import TrainingTask
 from troll.recipes import Recipe, RecipeError
-from troll.runs.plan import longest_prompt, machine_of_run, plan
+from troll.runs.memory import UnknownMemory
+from troll.runs.plan import Plan, this_machine
 from troll.runs.publishing import check_back_ends, check_hub
 from troll.runs.resume import checkpoint_of
 from troll.runs.toy_model import toy_model
 from troll.runs.toy_network import TOY, TOY_MODELS
-from troll.runs.without_data import UnknownMemory
 from troll.tasks import Task, load_task
-from troll.tasks.chat_template import prompt_texts
+from troll.tasks.chat_template import longest_prompt, prompt_texts
 from troll.tasks.decontaminate import decontaminate
 from troll.terminal import one_line, say
 from troll.trl import TrollTrainer
@@ -136,7 +136,7 @@ def _check_memory(
 ) -> None:
     """Prints the memory that the run takes, and refuses a run that cannot fit on a GPU."""
     prompt = longest_prompt(tasks, processor, variables)
-    found = plan(recipe, machine_of_run(recipe.training), model_path, prompt)
+    found = Plan(recipe, this_machine(recipe.training), model_path, prompt)
     main = recipe.training.process_index == 0
     try:
         lines = found.lines()

@@ -1,298 +1,186 @@
-"""The peak memory of a model: it runs on tensors without data, whose bytes are counted.
+"""The peak memory of a model, which runs on tensors that have a shape and a dtype, but no data.
 
-Nothing is downloaded and nothing computed, so a model of any size is measured in seconds, on any machine. Each function
-measures one thing that a run does with one model; `troll.runs.plan` combines them.
+torch's `FakeTensorMode` computes with such tensors, and its `MemTracker` counts the bytes of those that live at once.
+Nothing is downloaded, and a model of any size is measured in seconds. `troll.runs.plan` combines the measurements.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-import weakref
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import transformers
+from peft import get_peft_model
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import AutoModelForCausalLM
 
-from troll.runs.without_data import Network, base_of, without_data
-from troll.trust_region.policy.top import BLOCK
-from troll.trust_region.reading.head import GATHERED, TOKEN_TILE, VOCABULARY_TILE, WHOLE_ROWS, WHOLE_ROWS_ON_GPU
+import troll
+from troll.terminal import one_line
 
 #: Bytes of a quantised weight in bitsandbytes, by its bits: 4 bits have one float32 scale for each 64 weights.
 QUANTISED = {4: 0.5 + 4 / 64, 8: 1.0}
 
-#: Bytes of a step for each token and slot of a support; and bytes of finding the top K for each sorted logit, if these
-#: are the K blocks with the largest maxima, or a whole row with few blocks.
-STEP_SLOT, SORTED_OF_BLOCKS, SORTED = 50, 36, 24
+#: What `_Tracker` needs of `MemTracker`, whose hooks have private names.
+_NEEDED = ("_pre_fw_hook", "_post_fw_hook", "_pre_bw_hook", "_post_bw_hook", "track_external", "get_tracker_snapshot")
+_MISSING = [name for name in _NEEDED if not hasattr(MemTracker, name)]
 
-#: Tokens and vocabulary entries of a tile of TRL's own fused head, which reads the reference. It takes whole tiles even
-#: of a smaller vocabulary, and on a CPU three float32 copies of the part that is used.
-REFERENCE_TOKENS, REFERENCE_VOCABULARY, REFERENCE_COPIES = 4096, 32768, 3
+
+class UnknownMemory(RuntimeError):
+    """Raised for a model that does not run on tensors without data, and for a torch that cannot count their bytes."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model as a run loads it.
+
+    Attributes:
+        config: Its configuration, a `PreTrainedConfig`.
+        dtype: The dtype of its weights.
+        peft: The `LoraConfig` of its adapter; None trains all weights.
+        bits: 4 or 8 if bitsandbytes quantises the weights below the adapter; else None.
+        checkpointing: Whether layers are computed again in the backward pass.
+    """
+
+    config: Any = field(hash=False)
+    dtype: torch.dtype = torch.float32
+    peft: Any | None = field(default=None, hash=False)
+    bits: int | None = None
+    checkpointing: bool = False
 
 
 class Parameters(NamedTuple):
-    """Bytes of a network's weights."""
+    """The number of a network's weights and their bytes, those of gradients and of the optimiser's state.
 
-    weights: int
-    """All weights, adapters included."""
-    trained: int
-    """The weights with a gradient, which has the same size."""
+    `gathered` are the weights that are whole on a GPU at once if the model is sharded: two layers, and those in none.
+    """
+
     numbers: int
-    """The number of weights, as numbers instead of bytes."""
-    trained_numbers: int
-    """The number of trained ones."""
-    factored: int
-    """The numbers that Adafactor keeps: one for each row and column of the trained matrices, and all others."""
+    weights: int
+    gradients: int
+    optimiser: float
     gathered: int
-    """The numbers that are whole on a GPU at once if the model is sharded: two layers, and those in no layer."""
 
 
-class Update(NamedTuple):
-    """Bytes of forward and backward of one micro-batch, at their peak."""
-
-    activations: int
-    """The peak beyond weights and gradients, without the LM head, with everything that is cast and added up."""
-    head: int
-    """The LM head's addition to the peak."""
-
-
-class Generation(NamedTuple):
-    """Bytes of one call of transformers' `generate`, at its peak."""
-
-    cache: int
-    """The keys and values of all tokens."""
-    activations: int
-    """The rest without the weights: the largest pass, autocast's copies, and the logits of the next token."""
-
-
-class Micro(NamedTuple):
-    """The shape of a batch, and how it is computed."""
+class Batch(NamedTuple):
+    """The shape of a batch, whose rows have full length in tokens, and how it is computed."""
 
     rows: int
     prompt: int
-    """Tokens."""
     completion: int
-    """Tokens."""
-    autocast: torch.dtype | None
-    on_gpu: bool
+    autocast: torch.dtype | None = None
+
+    def casting(self) -> torch.autocast:
+        """The context in which a run calls the model."""
+        return torch.autocast("cpu", self.autocast or torch.bfloat16, enabled=self.autocast is not None)
 
 
 @functools.cache
-def parameters(network: Network) -> Parameters:
-    """Counts a network's weights."""
-    with without_data(network) as model:
-        base = base_of(model)
-        weights = sum(_bytes(p) for p in model.parameters())
-        if network.bits:
-            weights -= sum(_bytes(m.weight) - int(m.weight.numel() * QUANTISED[network.bits]) for m in _quantised(base))
-        trained = [p for p in model.parameters() if p.requires_grad]
-        layers = [sum(p.numel() for p in layer.parameters()) for layer in _layers(base)]
-        total = sum(p.numel() for p in model.parameters())
+def parameters(network: Network, optimiser: str = "adamw_torch") -> Parameters:
+    """Counts a network's weights, and what an optimiser, by its name in transformers, keeps for them."""
+    with _without_data(network) as model:
+        base, names = _base(model), set(_base(model)._no_split_modules or ())  # the layers that FSDP gathers one by one
+        layers = [sum(map(Tensor.numel, m.parameters())) for m in base.modules() if type(m).__name__ in names]
+        weights = sum(p.nbytes for p in model.parameters())
+        for module in base.modules() if network.bits else ():  # linear layers are quantised, but not the LM head
+            quantised = type(module) is nn.Linear and not module.weight.requires_grad
+            if quantised and module is not base.get_output_embeddings():
+                weights += int(module.weight.numel() * QUANTISED[network.bits or 8]) - module.weight.nbytes
+        numbers, trained = sum(map(Tensor.numel, model.parameters())), _trained(model)
+        gathered = numbers - sum(layers) + 2 * max(layers, default=0)
         return Parameters(
-            weights=weights,
-            trained=sum(map(_bytes, trained)),
-            numbers=total,
-            trained_numbers=sum(p.numel() for p in trained),
-            factored=sum(sum(p.shape) if p.dim() == 2 else p.numel() for p in trained),
-            gathered=total - sum(layers) + 2 * max(layers, default=0),
+            numbers, weights, sum(p.nbytes for p in trained), optimiser_bytes(optimiser, trained), gathered
         )
 
 
-@functools.cache
-def update(network: Network, batch: Micro, top_k: int, accumulates: bool, with_head: bool = True) -> Update:
-    """Measures forward and backward of one micro-batch.
+def optimiser_bytes(name: str, trained: list[Tensor]) -> float:
+    """The bytes of an optimiser's state: AdamW's for one of an unknown name, as no usual optimiser keeps more."""
+    if name == "adafactor":  # keeps one number for each row and column of a matrix
+        return 4.0 * sum(sum(p.shape) if p.dim() == 2 else p.numel() for p in trained)
+    moments = 0 if name == "sgd" else 1 if any(kind in name for kind in ("lion", "rmsprop", "adagrad")) else 2
+    quantised = {"8bit": 1.0, "4bit": 0.5}.get(name.rpartition("_")[2])
+    return moments * sum(p.numel() * (quantised or p.element_size()) for p in trained)
 
-    Args:
-        network: The model that is trained.
-        batch: The shape of the micro-batch, with rows of full length.
-        top_k: K of the old policy.
-        accumulates: Whether gradients of an earlier micro-batch exist already.
-        with_head: Whether the completions are read through the fused LM head; a critic has none.
+
+@functools.cache
+def update(network: Network, batch: Batch, top_k: int, accumulates: bool) -> int:
+    """The bytes beyond weights and gradients of forward and backward of one micro-batch.
+
+    The old policy has K = `top_k`; `accumulates` where gradients of an earlier micro-batch exist already.
     """
-    with without_data(network, training=True) as model:
-        ids, mask = _inputs(batch.rows, batch.prompt + batch.completion)
-        decoder, head = base_of(model).get_decoder(), base_of(model).get_output_embeddings()
-        gradients = sum(_bytes(p) for p in model.parameters() if p.requires_grad)
-        if accumulates:
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        ledger = _Ledger(tensor for p in model.parameters() for tensor in (p, p.grad) if tensor is not None)
-        with ledger:
-            with _autocast(batch.autocast):
-                hidden = decoder(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-                scored = hidden[:, -batch.completion - 1 : -1].flatten(0, 1)
-                if with_head:
-                    dtype, (vocabulary, width) = batch.autocast or scored.dtype, head.weight.shape
-                    scratch = head_scratch(len(scored), vocabulary, width, top_k, dtype.itemsize, batch.on_gpu)
-                    loss = _Head.apply(ledger, scratch, scored, head.weight)
-                else:
-                    loss = scored.float().sum()
-            del hidden, scored
+    with _without_data(network, training=True) as model:
+        for parameter in _trained(model) if accumulates else ():
+            parameter.grad = torch.zeros_like(parameter)
+        with (tracker := _Tracker(model)):
+            with batch.casting():
+                head = troll.LMHead(_hidden(model, batch), _base(model).get_output_embeddings().weight)
+                ids = torch.zeros(len(head.hidden), top_k, dtype=torch.long)
+                old = troll.capture_top(ids, 1.0 * ids, ids[:, 0], 1.0 * ids[:, 0], head.width, top_k=top_k)
+                step = troll.trust_region_step(head, old)
+            loss = (step.log_ratio.exp() + step.regression).mean()
             loss.backward()
-        there = 0 if accumulates else gradients
-        activations = max(0, ledger.peak_without_head - there) + _dequantised(network, model)
-        return Update(activations, max(ledger.peak, there) - max(ledger.peak_without_head, there))
+        return max(0, tracker.peak - (0 if accumulates else sum(p.nbytes for p in _trained(model))))
 
 
 @functools.cache
-def capture(network: Network, batch: Micro, top_k: int, reference: bool = False) -> int:
-    """Measures the pass without gradient that captures the old policy of one micro-batch, in bytes beyond the weights.
+def score(network: Network, batch: Batch, top_k: int | None) -> int:
+    """The bytes beyond the weights of a pass without gradient; None for `top_k` where it captures no old policies."""
+    with _without_data(network) as model:
+        with (tracker := _Tracker(model)), torch.no_grad(), batch.casting():
+            hidden = _hidden(model, batch)
+            if top_k is not None:
+                head = troll.LMHead(hidden, _base(model).get_output_embeddings().weight)
+                troll.capture(head, torch.zeros(len(hidden), dtype=torch.long), top_k=top_k)
+        return tracker.peak
 
-    Args:
-        network: The policy's model.
-        batch: The shape of the micro-batch, with rows of full length.
-        top_k: K of the old policy.
-        reference: Whether a reference makes the same pass too, which TRL's own head reads.
+
+def generation(network: Network, batch: Batch) -> tuple[int, int]:
+    """The bytes of one call of transformers' `generate`: the keys and values, and the rest beyond the weights.
+
+    Keys have the dtype of the weights, and values that of the products. The rest is the pass over the prompts; or that
+    of the last token, with its logits, and one layer's keys and values, which are copied to add the token.
     """
-    with without_data(network) as model:
-        ids, mask = _inputs(batch.rows, batch.prompt + batch.completion)
-        vocabulary = base_of(model).get_output_embeddings().weight.shape[0]
-        ledger = _Ledger(model.parameters())
-        with ledger, torch.no_grad(), _autocast(batch.autocast):
-            hidden = base_of(model).get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-            dtype = batch.autocast or hidden.dtype
-            most = WHOLE_ROWS_ON_GPU if batch.on_gpu else WHOLE_ROWS["cpu"]
-            tokens = max(1, min(batch.rows * batch.completion, most // vocabulary, TOKEN_TILE))
-            tile = tokens * vocabulary * (dtype.itemsize if batch.on_gpu else dtype.itemsize % 4 + 4)
-            _touch(tile + tokens * _top_bytes(vocabulary, top_k))
-            if reference:
-                _touch(_reference_scratch(batch, vocabulary, dtype.itemsize))
-        return ledger.peak + _dequantised(network, model)
+    text, tokens = network.config.get_text_config(), batch.prompt + batch.completion
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    row = heads * width * (network.dtype.itemsize + (batch.autocast or network.dtype).itemsize) * text.num_hidden_layers
+    # Memory grows linearly with the rows, so that two measurements serve for all sizes of a call.
+    one, two = (score(network, batch._replace(rows=rows, completion=0), None) for rows in (1, 2))
+    prompts = one + (batch.rows - 1) * (two - one) - batch.rows * row * batch.completion
+    # Logits, the same divided by the temperature, and probabilities are float32.
+    last = 2 * one - two + batch.rows * (row * tokens // text.num_hidden_layers + 12 * text.vocab_size)
+    return batch.rows * row * tokens, max(prompts, last)
 
 
-@functools.cache
-def generation(network: Network, batch: Micro) -> Generation:
-    """Measures transformers' `generate` for rows that all end at full length.
+class _Tracker(MemTracker):
+    """torch's tracker, without its statistics of every module, which take most of its time."""
 
-    Args:
-        network: The policy.
-        batch: The shape of one call.
-    """
-    with without_data(network) as model:
-        ids, mask = _inputs(batch.rows, batch.prompt + batch.completion)
-        base = base_of(model)
-        ledger = _Ledger(model.parameters())
-        with ledger, torch.no_grad():
-            # All but the last token at once: the size of such a cache does not depend on how it was filled.
-            with _autocast(batch.autocast):
-                cache = base(ids[:, :-1], attention_mask=mask[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
-            full = ledger.now
-            ledger.forget_peak()
-            with _autocast(batch.autocast):
-                output = base(ids[:, -1:], attention_mask=mask, past_key_values=cache, logits_to_keep=1)
-            logits = output.logits.float()
-            scores = logits[:, -1].to(torch.float32, copy=True)
-            chosen = scores.softmax(-1)
-            _touch(_bytes(chosen))  # inside torch.multinomial
-            last = ledger.peak - full
-            del cache, output, logits, scores, chosen
-            ledger.forget_peak()
-            with _autocast(batch.autocast):
-                base(ids[:, : batch.prompt], attention_mask=mask[:, : batch.prompt], use_cache=True, logits_to_keep=1)
-        first = ledger.peak
-        return Generation(full, max(last, first - full, 0) + _dequantised(network, model))
+    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = None  # type: ignore[assignment]
 
-
-@functools.cache
-def forward(network: Network, rows: int, tokens: int) -> int:
-    """Measures one forward pass without gradient, as of a reward model on a rollout, in bytes beyond the weights.
-
-    Args:
-        network: A sequence classifier.
-        rows: The rows of the call.
-        tokens: The tokens of each row.
-    """
-    with without_data(network) as model:
-        ids, mask = _inputs(rows, tokens)
-        ledger = _Ledger(model.parameters())
-        with ledger, torch.no_grad():
-            # Without its head, which gives one number a token: which of them counts depends on data.
-            output = base_of(model).base_model(input_ids=ids, attention_mask=mask, use_cache=False)
-        del output
-        return ledger.peak
-
-
-def head_scratch(tokens: int, vocabulary: int, width: int, top_k: int, itemsize: int, on_gpu: bool) -> tuple[int, int]:
-    """The memory of the fused LM head for its tiles, without the sums of its gradients.
-
-    Args:
-        tokens: The tokens that are scored in a micro-batch.
-        vocabulary: V, the tokens in the vocabulary.
-        width: H, the width of the hidden states.
-        top_k: K of the old policy.
-        itemsize: The bytes of a number of the products: 2 or 4.
-        on_gpu: Whether Triton's kernels work on the tiles; on a CPU, torch makes float32 copies.
-
-    Returns:
-        The bytes in the forward and in the backward pass.
-    """
-    logits = min(tokens, TOKEN_TILE) * min(vocabulary, VOCABULARY_TILE)
-    part = min(vocabulary, VOCABULARY_TILE) * width
-    step = tokens * (top_k + 1) * STEP_SLOT
-    if itemsize == 4:
-        return 4 * logits + step, 4 * logits + step
-    product = 2 * (logits + part) + step
-    if on_gpu:
-        return product, product
-    copies = (8 if vocabulary > VOCABULARY_TILE else 4) * logits
-    gathered = 6 * min(tokens * top_k * width, GATHERED)  # the support's logits, again in float32
-    return product + max(copies, gathered), product + 10 * logits + 4 * part
-
-
-def _reference_scratch(batch: Micro, vocabulary: int, itemsize: int) -> int:
-    # Without Triton, TRL scores the prompts too.
-    tokens = min(batch.rows * (batch.completion + (0 if batch.on_gpu else batch.prompt)), REFERENCE_TOKENS)
-    copies = 0 if batch.on_gpu else REFERENCE_COPIES + (itemsize < 4)
-    return tokens * (REFERENCE_VOCABULARY * itemsize + 4 * copies * min(vocabulary, REFERENCE_VOCABULARY))
-
-
-def _top_bytes(vocabulary: int, top_k: int) -> int:
-    """The bytes of finding the K largest logits of one token."""
-    if vocabulary // BLOCK > 2 * top_k:
-        return top_k * BLOCK * SORTED_OF_BLOCKS
-    return vocabulary * SORTED
-
-
-class _Ledger(TorchDispatchMode):
-    """Counts the bytes of all living tensors, except for those that are known from the start."""
-
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.now = self.peak = self.head = self.peak_without_head = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self.track_external(model)
+        self._known = self._total("current")  # the model's weights and gradients
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that lived at once."""
+        return self._total("peak") - self._known
+
+    def _total(self, kind: str) -> int:
+        return sum(snapshot["Total"] for snapshot in self.get_tracker_snapshot(kind).values())
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten._grouped_mm.default:
-            output = _grouped_product(*args, **(kwargs or {}))
-        else:
-            output = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor):
-                self._count(leaf.untyped_storage())
-        return output
-
-    def forget_peak(self) -> None:
-        """Starts again from the tensors that live now."""
-        self.peak = self.peak_without_head = self.now
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        self.peak_without_head = max(self.peak_without_head, self.now - self.head)
-
-        def freed() -> None:
-            self._known.discard(key)
-            self.now -= size
-
-        weakref.finalize(storage, freed)
+        if function is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return False  # `if wrong.any(): raise`
+        return super().__torch_dispatch__(_LARGEST.get(function, function), types, args, kwargs)
 
 
 def _grouped_product(first: Tensor, second: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
@@ -301,64 +189,54 @@ def _grouped_product(first: Tensor, second: Tensor, offs: Tensor | None = None, 
     return first.new_empty(*groups, first.shape[-2], second.shape[-1])
 
 
-class _Head(torch.autograd.Function):
-    """Takes the memory of the fused LM head: tiles in both passes, and float32 sums of gradients in the backward."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, ledger: _Ledger, scratch: tuple[int, int], hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        ctx.ledger, ctx.scratch = ledger, scratch[1]  # type: ignore[attr-defined]
-        ledger.head = scratch[0]
-        _touch(scratch[0])
-        ledger.head = 0
-        return hidden.new_zeros((), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight = ctx.saved_tensors
-        needed = ctx.needs_input_grad[2:]
-        sums = [
-            torch.zeros_like(x, dtype=torch.float32) if needs else None
-            for x, needs in zip((hidden, weight), needed, strict=True)
-        ]
-        ctx.ledger.head = ctx.scratch
-        _touch(ctx.scratch)
-        ctx.ledger.head = 0
-        return None, None, *(None if x is None else x.to(y.dtype) for x, y in zip(sums, (hidden, weight), strict=True))
+#: Operators whose shape is not known without data, and others that give the largest one.
+_LARGEST = {
+    torch.ops.aten._grouped_mm.default: _grouped_product,
+    torch.ops.aten.nonzero.default: lambda x: x.new_empty(x.numel(), x.dim(), dtype=torch.long),
+}
 
 
-def _touch(size: int) -> None:
-    """Allocates this many bytes for a moment."""
-    torch.empty(size, dtype=torch.uint8)
+@contextmanager
+def _without_data(network: Network, training: bool = False) -> Iterator[Any]:
+    """The model; all tensors that are made within the context have a shape and a dtype, but no data."""
+    try:
+        if _MISSING:
+            raise AttributeError(f"the MemTracker of torch {torch.__version__} has no {_MISSING[0]}")
+        with warnings.catch_warnings(action="ignore"):
+            model = _on_meta(network, training)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                model.to_empty(device="cpu")
+                _base(model).tie_weights()
+                yield model
+    except Exception as error:  # the code of an architecture may raise anything
+        raise UnknownMemory(
+            f"the memory of a {network.config.model_type} model cannot be estimated: {one_line(error, 200)}"
+        ) from error
 
 
-def _inputs(rows: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """Token ids and a mask, with padding as in real batches."""
-    ids = torch.ones(rows, tokens, dtype=torch.long)
-    return ids, torch.ones_like(ids)
+def _on_meta(network: Network, training: bool) -> Any:
+    build = getattr(transformers, (network.config.architectures or [""])[0], AutoModelForCausalLM.from_config)
+    with torch.device("meta"):
+        model = build(copy.deepcopy(network.config)).to(network.dtype).train(training)
+        if training and network.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        if network.peft is not None:
+            model = get_peft_model(model, copy.deepcopy(network.peft))
+    return model
 
 
-def _autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+def _trained(model: Any) -> list[Tensor]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _layers(base: Any) -> list[nn.Module]:
-    """The layers that FSDP gathers one by one."""
-    names = set(base._no_split_modules or ())
-    return [module for module in base.modules() if type(module).__name__ in names]
+def _base(model: Any) -> Any:
+    """The model below its adapter, if it has one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _quantised(base: Any) -> list[Any]:
-    """The layers that bitsandbytes quantises: linear ones, but not the LM head."""
-    head = base.get_output_embeddings()
-    linear = [module for module in base.modules() if type(module) is nn.Linear]
-    return [module for module in linear if module is not head and module.weight.requires_grad is False]
-
-
-def _dequantised(network: Network, model: Any) -> int:
-    """The bytes of the largest quantised layer, which is dequantised while it computes."""
-    return max((_bytes(m.weight) for m in _quantised(base_of(model))), default=0) if network.bits else 0
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _hidden(model: Any, batch: Batch) -> Tensor:
+    """The hidden states that predict the completions' tokens."""
+    ids = torch.ones(batch.rows, batch.prompt + batch.completion, dtype=torch.long)
+    output = _base(model).get_decoder()(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    return output.last_hidden_state[:, -batch.completion - 1 : -1].flatten(0, 1)

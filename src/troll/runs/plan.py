@@ -2,131 +2,132 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoConfig
 from trl import get_peft_config
 
 from troll import recipes
 from troll.recipes import Recipe, RecipeError
-from troll.runs.budget import PHASES, Fields, Settings, changes, phases, rows_of, totals_of
-from troll.runs.shapes import model_shape
-from troll.runs.without_data import Network
-from troll.tasks import Task
+from troll.runs import memory
+from troll.runs.memory import Batch, Network
+from troll.runs.toy_model import character_tokenizer
+from troll.runs.toy_network import TOY_MODELS, model_config
+from troll.runs.toy_text_model import TextWarmUp
+from troll.tasks import free_text
 from troll.terminal import say
 from troll.trl import TrollConfig
 from troll.trl.surrogates import SURROGATES
 
 GIB = 1 << 30
 
-#: Tokens of a prompt, if no setting gives their number: it is not known before they are downloaded.
-ASSUMED_PROMPT = 512
-
-#: Numbers of GPUs that are tried if a run does not fit on one.
-_GPUS = (2, 4, 8, 16, 32, 64)
-
-#: Tokens are counted for this many prompts, the longest in characters.
-_LONGEST = 16
+#: The phases of a run: completions are generated, then scored by the reward model and the policy, then trained on.
+PHASES = ("generate", "score", "update")
 
 
 class Machine(NamedTuple):
-    """The machine for which a plan is made."""
+    """The bytes of each GPU, or of the RAM; and the processes, which may share the model by FSDP2 or ZeRO-3."""
 
     memory: float
-    """The bytes of each GPU, or of the RAM."""
     name: str
     on_gpu: bool
     gpus: int
-    """The processes of the run."""
     sharded: bool
-    """Whether they share the model, by FSDP2 or ZeRO-3."""
-
-
-class Work(NamedTuple):
-    """The work of a run, over all GPUs."""
-
-    updates: int | None
-    """The updates in all; None if the size of the data set decides."""
-    updates_per_rollout: float
-    prompts: int
-    """The prompts of a rollout."""
-    completions: int
-    """The completions of a rollout."""
-    completion: int
-    """The tokens of a completion at most."""
-    batch: int
-    """The completions of an update."""
-    evaluations: int | None
-    """The evaluations in all; None if the size of the data set decides."""
-    eval_tasks: int
-    eval_problems: int | None
-    """The held-out problems of each task at most; None for the whole test set."""
-    eval_samples: int
-    """The completions of each problem."""
-    eval_batch: int
-    """The completions of one call of `generate`."""
-
-    def lines(self) -> list[str]:
-        """The lines to print."""
-        per_update = f"{self.updates_per_rollout:g} updates of {self.batch} completions each"
-        rollout = f"{self.prompts} prompts, {self.completions} completions, {per_update}"
-        if self.updates is None:
-            work = [f"rollouts    as many as the data set fills: {rollout}"]
-        else:
-            rollouts = math.ceil(self.updates / self.updates_per_rollout)
-            generated = rollouts * self.completions * self.completion
-            trained = self.updates * self.batch * self.completion
-            work = [
-                f"rollouts    {rollouts}: {rollout}; {self.updates} updates in all",
-                f"tokens      at most {_short(generated)} generated and {_short(trained)} trained on "
-                f"({self.completion} a completion)",
-            ]
-        return [*work, f"evaluation  {self._evaluation()}"]
-
-    def _evaluation(self) -> str:
-        if self.evaluations == 0:
-            return "none"
-        times = "after every epoch" if self.evaluations is None else f"{self.evaluations} times"
-        of = "" if self.eval_tasks == 1 else f" of each of {self.eval_tasks} tasks"
-        if self.eval_problems is None:
-            return (
-                f"{times}: the whole test set{of}, {self.eval_samples} completions a problem, {self.eval_batch} a call"
-            )
-        completions = self.eval_tasks * self.eval_problems * self.eval_samples
-        calls = self.eval_tasks * math.ceil(self.eval_problems * self.eval_samples / self.eval_batch)
-        return (
-            f"{times}: {self.eval_problems} problems{of}, {completions} completions, {calls} generate calls of at most "
-            f"{self.eval_batch}"
-        )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe's memory and work, on a machine."""
+    """A recipe's memory on a machine, and its work.
+
+    Attributes:
+        recipe: The recipe from `troll.recipes.load`.
+        machine: The machine, from `this_machine`.
+        model: The name or the folder of the model; by default the recipe's.
+        longest_prompt: Its tokens. Default: what `vllm_max_model_length` leaves, or 512.
+        changes: The fields in which the recipe differs from the user's.
+    """
 
     recipe: Recipe
-    settings: Settings
-    work: Work
     machine: Machine
-    prompt_known: bool
+    model: str | None = None
+    longest_prompt: int | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def policy(self) -> Network:
+        """The model that is trained; RecipeError if its configuration cannot be read, or the recipe names no model."""
+        args, model = self.recipe.training, self.recipe.model
+        name = self.model or model.model_name_or_path
+        if name is None:
+            raise RecipeError("no model: name one with --model_name_or_path")
+        config = model_shape(name, self.recipe, model.model_revision)
+        dtype = dict(args.model_init_kwargs or {}).get("dtype", model.dtype)  # type: ignore[arg-type]  # was parsed
+        if not isinstance(dtype, torch.dtype):
+            dtype = (config.dtype or torch.float32) if dtype in (None, "auto") else getattr(torch, dtype)
+        bits = 4 if model.load_in_4bit else 8 if model.load_in_8bit else None
+        return Network(config, dtype, get_peft_config(model), bits, bool(args.gradient_checkpointing))
+
+    @property
+    def prompt(self) -> int:
+        """The tokens of a prompt, which are assumed if no setting gives their number."""
+        args = self.recipe.training
+        left = (args.vllm_max_model_length or 0) - (args.max_completion_length or 0)
+        return self.longest_prompt or (left if left > 0 else 512)
 
     @cached_property
     def table(self) -> dict[str, tuple[float, ...]]:
-        """The bytes on one GPU by row and phase."""
-        return rows_of(self.settings, self.machine.memory)
+        """The bytes on one GPU by row and phase; UnknownMemory if a model does not run on tensors without data."""
+        args, task, policy, prompt = self.recipe.training, self.recipe.task, self.policy, self.prompt
+        shards = self.machine.gpus if self.machine.sharded else 1
+        half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        batch = Batch(args.per_device_train_batch_size, prompt, args.max_completion_length or 0, half)
+        reads = SURROGATES[args.surrogate].reads_policies(args) and not args.always_on_policy
+        held = memory.parameters(policy, str(getattr(args.optim, "value", args.optim)))
+        # FSDP gathers layers in the dtype of their products: two ahead, the weights in no layer, and their gradients.
+        computing = policy if shards == 1 else replace(policy, dtype=half or policy.dtype)
+        gathered = held.gathered * computing.dtype.itemsize if shards > 1 else 0
+        generating = (0, 0) if args.use_vllm else memory.generation(computing, batch._replace(rows=_at_once(args)))
+        top_k, accumulates = args.support_top_k if reads else 1, shards > 1 or args.gradient_accumulation_steps > 1
+        scoring, updating = memory.score(computing, batch, top_k), memory.update(computing, batch, top_k, accumulates)
+        share, rollout = _vllm_share(args) * self.machine.memory, batch.rows * (args.steps_per_generation or 1)
+        # Ids, masks and log-probabilities, and the packed old policies, as if every token kept all K.
+        waiting = rollout * (16 * prompt + (28 + (12 + 8 * top_k) * reads) * batch.completion)
+        table: dict[str, tuple[float, ...]] = {
+            "weights": (held.weights / shards,) * 3,
+            "gradients": (0, 0, held.gradients / shards),
+            "optimiser": (held.optimiser / shards,) * 3,
+            "rollout and old policies": (waiting,) * 3,
+            "gathered layers": (gathered, gathered, 2 * gathered),
+            "keys and values": (generating[0], 0, 0),
+            "vLLM's share": (share, 0, 0) if args.vllm_enable_sleep_mode else (share,) * 3,
+        }
+        if args.advantage_estimator == "gae":  # a critic of another model counts as one of the policy's size
+            critic = memory.parameters(replace(policy, dtype=torch.float32, bits=None))
+            kept = (critic.weights + critic.optimiser) / shards
+            table["critic"] = (kept, kept, kept + critic.gradients / shards)
+        if args.beta > 0 and policy.peft is None:
+            table["reference model"] = table["weights"]
+        if task.reward_model is not None:  # it reads the whole rollout in one call
+            config = model_shape(task.reward_model, self.recipe)
+            reward = Network(config, config.dtype or torch.float32)
+            table["reward model"] = (memory.parameters(reward).weights / shards,) * 3
+            scoring = max(scoring, memory.score(reward, batch._replace(rows=rollout, autocast=None), None))
+        return {**table, "activations": (generating[1], scoring, updating)}
 
-    @cached_property
+    @property
     def totals(self) -> tuple[float, ...]:
         """The bytes on one GPU by phase."""
-        return totals_of(self.table)
+        return tuple(map(sum, zip(*self.table.values(), strict=True)))
 
     @property
     def fits(self) -> bool:
@@ -134,235 +135,115 @@ class Plan:
         return max(self.totals) <= self.machine.memory
 
     def lines(self) -> list[str]:
-        """The lines to print below the table: the largest phase, and the work."""
-        largest = PHASES[self.totals.index(max(self.totals))]
-        assumed = "" if self.prompt_known else " (assumed: --prompt_tokens)"
-        each = f" on each of {self.machine.gpus} GPUs" if self.machine.gpus > 1 else ""
-        memory = (
-            f"memory      at most {_gib(max(self.totals))} GiB{each} ({largest}), of {self.machine.name}; with "
-            f"completions of {self.settings.completion} tokens and prompts of {self.settings.prompt}{assumed}"
-        )
-        return [memory, *self.work.lines()]
+        """The lines to print below the table: the largest phase, and the work over all GPUs."""
+        args, gpus, phase = self.recipe.training, self.machine.gpus, PHASES[self.totals.index(max(self.totals))]
+        length = args.max_completion_length or 0
+        assumed = "" if self.longest_prompt or args.vllm_max_model_length else " (assumed: --prompt_tokens)"
+        updates, rows = args.rollout_steps / args.gradient_accumulation_steps, args.per_device_train_batch_size * gpus
+        completions, batch = rows * (args.steps_per_generation or 1), rows * args.gradient_accumulation_steps
+        rollouts = math.ceil(args.max_steps / updates) if args.max_steps > 0 else "as many as the data set fills"
+        largest = f"{_gib(max(self.totals))} GiB" + (f" on each of {gpus} GPUs" if gpus > 1 else "")
+        lines = [
+            f"memory      at most {largest} ({phase}), of {self.machine.name}; with completions of {length} tokens and "
+            f"prompts of {self.prompt}{assumed}",
+            f"rollouts    {rollouts}: {completions // (args.num_generations or 1)} prompts, {completions} completions, "
+            f"{updates:g} updates of {batch} completions each",
+        ]
+        if isinstance(rollouts, int):
+            generated, trained = (count * length / 1e6 for count in (rollouts * completions, args.max_steps * batch))
+            lines.append(f"tokens      at most {generated:.1f} million generated and {trained:.1f} million trained on")
+        return lines
 
     def remedy(self) -> str:
         """One line that says that the run does not fit, and what to change."""
-        limit = self.machine.memory
-        fields, changed = changes(self.settings, limit)
-        needed = max(self.totals)
-        line = f"{self.recipe.name} takes up to {_gib(needed)} GiB, and {self.machine.name} is all there is"
-        after = max(phases(changed, limit))
-        how = self._as_arguments(fields)
-        if fields and after <= limit:
-            return f"{line}: add {how} (then {_gib(after)} GiB)"
-        with_them = f" even with {how} ({_gib(after)} GiB)" if fields else ""
-        return f"{line}{with_them}: {self._more_gpus()}"
+        line = f"{self.recipe.name} takes up to {_gib(max(self.totals))} GiB, and {self.machine.name} is all there is"
+        found = self
+        while not found.fits and (lower := found._lower()):
+            found = lower
+        how = " ".join(f"--{name} {recipes.as_argument(value)}" for name, value in found.changes.items())
+        if found.fits:
+            return f"{line}: add {how} (then {_gib(max(found.totals))} GiB)"
+        line += f" even with {how} ({_gib(max(found.totals))} GiB)" if how else ""
+        return f"{line}: take a smaller model, shorter completions (--max_completion_length), or more GPUs (--gpus)"
 
-    def _as_arguments(self, fields: Fields) -> str:
-        fields, given = dict(fields), self.recipe.settings
-        if "per_device_train_batch_size" in fields and given.get("steps_per_generation") is not None:
-            fields["steps_per_generation"] = round(self.settings.rollout / fields["per_device_train_batch_size"])
-        return " ".join(f"--{name} {recipes.as_argument(value)}" for name, value in fields.items())
+    def _lower(self) -> Plan | None:
+        """The plan with the least harmful change of settings that lowers the largest phase."""
+        phase = self.totals.index(max(self.totals))
+        changed = (self._changed(fields) for fields in self._changes(PHASES[phase]))
+        return next((other for other in changed if other.totals[phase] < self.totals[phase]), None)
 
-    def _more_gpus(self) -> str:
-        for gpus in (gpus for gpus in _GPUS if gpus > self.machine.gpus and self.settings.policy.bits is None):
-            if max(phases(replace(self.settings, sharded_over=gpus), self.machine.memory)) <= self.machine.memory:
-                return f"share the model over {gpus} such GPUs with FSDP2 or ZeRO-3 (see --gpus {gpus})"
-        return "take a smaller model, or shorter completions (--max_completion_length)"
+    def _changes(self, phase: str) -> Iterator[dict[str, Any]]:
+        args, share = self.recipe.training, _vllm_share(self.recipe.training)
+        if phase == "generate" and not args.use_vllm:
+            yield {"generation_chunk_size": max(1, _at_once(args) // 2)}
+        if share and phase != "generate":
+            yield {"vllm_enable_sleep_mode": True}
+        # vLLM needs its own weights, in half precision, and some keys and values.
+        if (share - 0.05) * self.machine.memory > 2.5 * memory.parameters(self.policy).numbers:
+            yield {"vllm_gpu_memory_utilization": round(share - 0.05, 2)}
+        if phase == "update":
+            yield {"gradient_checkpointing": True}
+        if phase != "generate" and args.per_device_train_batch_size % 2 == 0:  # and as many completions a rollout
+            halves = {"per_device_train_batch_size": args.per_device_train_batch_size // 2}
+            doubles = ("gradient_accumulation_steps", "steps_per_generation")
+            yield halves | {name: 2 * getattr(args, name) for name in doubles}
+        yield {"use_peft": True}
 
-
-def plan(recipe: Recipe, machine: Machine, model: str | None = None, prompt_tokens: int | None = None) -> Plan:
-    """Plans a recipe's memory and work on a machine.
-
-    Args:
-        recipe: The recipe from `troll.recipes.load`.
-        machine: The machine, from `this_machine` or another one.
-        model: The name or the folder of the model; by default the recipe's.
-        prompt_tokens: The tokens of the longest prompt. Default: what `vllm_max_model_length` leaves, or 512.
-
-    Raises:
-        RecipeError: If the configuration of a model cannot be read, or the recipe names no model.
-    """
-    settings = settings_of(recipe, machine, model, prompt_tokens)
-    known = prompt_tokens is not None or recipe.training.vllm_max_model_length is not None
-    return Plan(recipe, settings, work_of(recipe, machine.gpus), machine, known)
-
-
-def settings_of(recipe: Recipe, machine: Machine, model: str | None, prompt_tokens: int | None) -> Settings:
-    """The settings of a recipe on which memory depends, for one GPU; see `plan`."""
-    args, of_model = recipe.training, recipe.model
-    name = model or of_model.model_name_or_path
-    if name is None:
-        raise RecipeError("no model: name one with --model_name_or_path")
-    config = model_shape(name, recipe.task, of_model.model_revision, args.trust_remote_code)
-    given = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]  # a string was parsed
-    peft = get_peft_config(of_model)
-    policy = Network(
-        config,
-        _dtype(given.get("dtype", of_model.dtype), config),
-        peft,
-        4 if of_model.load_in_4bit else 8 if of_model.load_in_8bit else None,
-        bool(args.gradient_checkpointing),
-        args.trust_remote_code,
-    )
-    assert args.steps_per_generation is not None and args.max_completion_length is not None  # set by the parent
-    rollout = args.per_device_train_batch_size * args.steps_per_generation
-    at_once = max(rollout, args.per_device_eval_batch_size if args.eval_strategy != "no" else 1)
-    chunk: int | None = args.generation_chunk_size
-    reads = SURROGATES[args.surrogate].reads_policies(args) and not args.always_on_policy
-    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    return Settings(
-        policy=policy,
-        critic=_critic(recipe, policy) if args.advantage_estimator == "gae" else None,
-        reference=args.beta > 0 and peft is None,
-        kl=args.beta > 0,
-        reward_model=_reward_model(recipe),
-        autocast=half,
-        optimiser=str(getattr(args.optim, "value", args.optim)),
-        rows=args.per_device_train_batch_size,
-        accumulation=args.gradient_accumulation_steps,
-        rollout=rollout,
-        updates=max(1, args.rollout_steps // args.gradient_accumulation_steps),
-        prompt=_prompt_tokens(args, config, prompt_tokens),
-        completion=args.max_completion_length,
-        at_once=min(at_once, chunk or at_once),
-        top_k=args.support_top_k if reads else 0,
-        vllm=_vllm_share(args),
-        sleeps=args.vllm_enable_sleep_mode,
-        sharded_over=machine.gpus if machine.sharded else 1,
-        on_gpu=machine.on_gpu,
-    )
+    def _changed(self, fields: dict[str, Any]) -> Plan:
+        training, model = copy.copy(self.recipe.training), copy.copy(self.recipe.model)
+        for name, value in fields.items():
+            setattr(training if hasattr(training, name) else model, name, value)
+        if "steps_per_generation" not in self.recipe.settings:  # it follows from the others
+            fields.pop("steps_per_generation", None)
+        changes = {**self.changes, **fields}
+        return replace(self, recipe=replace(self.recipe, training=training, model=model), changes=changes)
 
 
-def _dtype(name: Any, config: Any) -> torch.dtype:
-    if isinstance(name, torch.dtype):
-        return name
-    return (config.dtype or torch.float32) if name in (None, "auto") else getattr(torch, name)
+def _at_once(args: TrollConfig) -> int:
+    """The completions that transformers generates in one call, at most."""
+    rollout = args.per_device_train_batch_size * (args.steps_per_generation or 1)
+    most = max(rollout, args.per_device_eval_batch_size if args.eval_strategy != "no" else 1)
+    return min(most, args.generation_chunk_size or most)
 
 
-def _critic(recipe: Recipe, policy: Network) -> Network:
-    name = recipe.training.critic_model_name_or_path
-    trusted = recipe.training.trust_remote_code
-    config = policy.config if name is None else model_shape(name, recipe.task, trust_remote_code=trusted)
-    return Network(config, torch.float32, policy.peft, None, policy.checkpointing, trusted)
+def _vllm_share(args: TrollConfig) -> float:
+    """The part of each GPU that vLLM takes."""
+    return float(args.vllm_gpu_memory_utilization) if args.use_vllm and args.vllm_mode == "colocate" else 0.0
 
 
-def _reward_model(recipe: Recipe) -> Network | None:
-    if recipe.task.reward_model is None:
-        return None
-    config = model_shape(recipe.task.reward_model, recipe.task)
-    return Network(config, _dtype("auto", config))
+def model_shape(name: str, recipe: Recipe, revision: str | None = None) -> Any:
+    """The configuration of a model: the one that ships with the recipes, or else that of a folder or of the hub."""
+    if name in TOY_MODELS:
+        config = model_config(character_tokenizer(), name)
+        config.vocab_size = TextWarmUp().vocab_size if recipe.task.task == free_text.NAME else config.vocab_size
+        return config
+    shipped = recipes.FOLDER / "shapes" / f"{name.replace('/', '--')}.json"
+    source = shipped if shipped.is_file() and not Path(name).exists() else name
+    try:
+        return AutoConfig.from_pretrained(
+            source, revision=revision, trust_remote_code=recipe.training.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"no configuration of {name!r} in a folder or on the hub: check name and network") from error
 
 
-def _prompt_tokens(args: TrollConfig, config: Any, longest: int | None) -> int:
-    assert args.max_completion_length is not None
-    context = args.vllm_max_model_length or getattr(config.get_text_config(), "max_position_embeddings", None)
-    left = max(1, context - args.max_completion_length) if context else ASSUMED_PROMPT
-    if longest is not None:
-        return longest
-    return left if args.vllm_max_model_length else min(left, ASSUMED_PROMPT)
-
-
-def _vllm_share(args: TrollConfig) -> float | None:
-    if not args.use_vllm:
-        return None
-    return args.vllm_gpu_memory_utilization if args.vllm_mode == "colocate" else 0.0
-
-
-def work_of(recipe: Recipe, gpus: int) -> Work:
-    """The work of a recipe.
-
-    Args:
-        recipe: The recipe from `troll.recipes.load`.
-        gpus: The number of GPUs, each with the recipe's batches.
-    """
-    args, task = recipe.training, recipe.task
-    assert args.steps_per_generation is not None and args.max_completion_length is not None  # set by the parent
-    assert args.num_generations is not None
-    completions = args.per_device_train_batch_size * args.steps_per_generation * gpus
-    return Work(
-        updates=args.max_steps if args.max_steps > 0 else None,
-        updates_per_rollout=args.rollout_steps / args.gradient_accumulation_steps,
-        prompts=completions // args.num_generations,
-        completions=completions,
-        completion=args.max_completion_length,
-        batch=args.per_device_train_batch_size * args.gradient_accumulation_steps * gpus,
-        evaluations=_evaluations(args),
-        eval_tasks=1 + len(task.eval_tasks or []),
-        eval_problems=task.eval_size,
-        eval_samples=args.num_generations_eval or args.num_generations,
-        eval_batch=args.per_device_eval_batch_size * gpus,
-    )
-
-
-def _evaluations(args: TrollConfig) -> int | None:
-    strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
-    if strategy == "no":
-        return int(args.eval_on_start)
-    if strategy == "epoch" or args.max_steps <= 0:
-        return None
-    every = args.eval_steps or args.logging_steps
-    every = every if every >= 1 else math.ceil(every * args.max_steps)
-    return int(args.eval_on_start) + int(args.max_steps // every)
-
-
-def this_machine(
-    gpu_memory: float | None = None, gpus: int = 1, sharded: bool = False, use_cpu: bool = False
-) -> Machine:
-    """This machine, by its GPU, or else its RAM.
-
-    Args:
-        gpu_memory: The GiB of each GPU; None for what this machine has.
-        gpus: The processes of the run.
-        sharded: Whether they share the model.
-        use_cpu: Whether a GPU of this machine is not used.
-    """
+def this_machine(args: TrollConfig, gpu_memory: float | None = None, gpus: int | None = None) -> Machine:
+    """This machine with the processes of a run; or `gpus` that share the model, with `gpu_memory` GiB each."""
+    sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true" or getattr(args.deepspeed_plugin, "zero_stage", 0) == 3
+    processes = (gpus or args.world_size, (gpus or args.world_size) > 1 and (sharded or gpus is not None))
     if gpu_memory is not None:
-        return Machine(gpu_memory * GIB, f"a GPU of {gpu_memory:g} GiB", True, gpus, sharded)
-    if torch.cuda.is_available() and not use_cpu:
+        return Machine(gpu_memory * GIB, f"a GPU of {gpu_memory:g} GiB", True, *processes)
+    if torch.cuda.is_available() and not args.use_cpu:
         size = torch.cuda.get_device_properties(0).total_memory
-        return Machine(size, f"the {_gib(size)} GiB of {torch.cuda.get_device_name(0)}", True, gpus, sharded)
+        return Machine(size, f"the {_gib(size)} GiB of {torch.cuda.get_device_name(0)}", True, *processes)
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Machine(size, f"the {_gib(size)} GiB of RAM here", False, gpus, sharded)
-
-
-def machine_of_run(args: TrollConfig) -> Machine:
-    """This machine for a run that has been started, with the number of its processes."""
-    deepspeed = args.deepspeed_plugin
-    sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true" or (deepspeed is not None and deepspeed.zero_stage == 3)
-    return this_machine(None, args.world_size, sharded and args.world_size > 1, args.use_cpu)
-
-
-def longest_prompt(
-    tasks: Sequence[Task], processor: PreTrainedTokenizerBase | ProcessorMixin, variables: dict[str, Any]
-) -> int | None:
-    """The tokens of the longest prompt of some tasks; None if prompts have images.
-
-    Args:
-        tasks: The tasks to train and evaluate on.
-        processor: The policy's tokenizer or processor.
-        variables: The variables of the chat template.
-    """
-    found = 0
-    for data in (data for task in tasks for data in (task.train_dataset, task.eval_dataset) if len(data)):
-        if {"image", "images"} & set(data.column_names):
-            return None
-        prompts = sorted(data["prompt"], key=lambda prompt: len(str(prompt)))[-_LONGEST:]
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                text = prompt
-            else:
-                text = str(
-                    processor.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **variables)
-                )
-            found = max(found, len(processor(text=text)["input_ids"]))
-    return found or None
+    return Machine(size, f"the {_gib(size)} GiB of RAM here", False, *processes)
 
 
 def show(found: Plan, console: Console) -> None:
     """Prints the table and the last lines."""
-    table = Table(title=f"{found.recipe.name}: {found.recipe.model.model_name_or_path}, GiB of one GPU")
-    for column in ("", *PHASES):
-        table.add_column(column, justify="right" if column else "left")
+    model = found.model or found.recipe.model.model_name_or_path
+    table = Table("", *PHASES, title=f"{found.recipe.name}: {model}, GiB of one GPU")
     for name, sizes in found.table.items():
         if any(sizes):
             table.add_row(name, *(_gib(size) if size else "–" for size in sizes))
@@ -375,10 +256,3 @@ def show(found: Plan, console: Console) -> None:
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2f}"
-
-
-def _short(count: float) -> str:
-    for unit, name in ((1e9, "billion"), (1e6, "million")):
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count:,.0f}"
