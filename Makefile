@@ -123,7 +123,7 @@ dist: setup
 
 # docs/results.md and its figures, from the runs in docs/results/*.csv.
 results: setup
-	$(BIN)/python -m benchmarks.study page
+	$(BIN)/python -m experiments page
 
 # The pictures of projections in docs/method.md and docs/gaussian.md.
 picture: setup

@@ -85,7 +85,7 @@ def training(device: str, repeats: int, folder: Path, seconds: float) -> list[di
         raise Skipped(missing)
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from troll.study.embedded import character_tokenizer
+    from troll.runs.toy_model import character_tokenizer
 
     tokenizer = character_tokenizer()
     size: dict[str, Any] = SMALL_MODEL if measure.small else MODEL

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from troll.cli import main as troll
 from troll.evaluation.estimators import wilson_interval
-from troll.run_folder import read_json
+from troll.files import read_json
 
 MODEL = Path("models/SmolLM2-135M-Instruct")
 PROBLEMS = 8

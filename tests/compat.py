@@ -56,7 +56,7 @@ SOURCES = "trl-sources"
 #: The newest TRL that is refused.
 REFUSED = "trl==1.14.*"
 
-TESTS = tuple(f"tests/{name}" for name in ("huggingface", "trl", "recipes", "study"))
+TESTS = tuple(f"tests/{name}" for name in ("huggingface", "trl", "recipes", "runs"))
 
 
 @dataclass(frozen=True)

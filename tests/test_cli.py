@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.study.conftest import tiny_model  # noqa: F401  a fixture
+from tests.runs.conftest import tiny_model  # noqa: F401  a fixture
 from troll import cli
 from troll.rewards.mathematics import MathGrader
 from troll_sandbox.errors import SandboxError
@@ -233,7 +233,7 @@ def test_a_report_needs_a_folder(tmp_path: Path) -> None:
 
 
 def test_compare_hands_over_the_whole_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    from troll.study import compare
+    from troll.runs import compare
 
     seen: dict[str, object] = {}
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -125,3 +127,12 @@ def test_evaluation_is_imported_when_it_is_named() -> None:
     assert callable(troll.evaluation.evaluate)
     with pytest.raises(AttributeError, match=r"module 'troll.evaluation' has no attribute 'evaluation'"):
         troll.evaluation.evaluation  # noqa: B018
+
+
+def test_no_arrow_runs_up() -> None:
+    """Nothing imports the command line, and the package does not know the workshop around it."""
+    source = Path(__file__).parents[1] / "src"
+    upward = re.compile(
+        r"^\s*(?:from|import) (?:troll\.cli|experiments|benchmarks)\b|from troll import .*\bcli\b", re.M
+    )
+    assert not [path for path in source.rglob("*.py") if upward.search(path.read_text(encoding="utf-8"))]

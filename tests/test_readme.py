@@ -51,7 +51,7 @@ def test_the_first_screen_is_short() -> None:
 
 def test_what_it_says_of_the_study_is_so() -> None:
     pytest.importorskip("matplotlib")
-    from benchmarks.study import figures
+    from experiments import figures
 
     left, middle, right = figures.shown(ROOT / "docs" / "results" / "robustness.svg")
     assert "8 updates" in left["title"] and "32 updates" in middle["title"] and "rewards replaced" in right["title"]
@@ -92,7 +92,7 @@ def test_options_exist() -> None:
     """Of the commands that the README and the pages show, and those that they mention in a sentence."""
     recipes = pytest.importorskip("troll.recipes", reason="needs TRL")
     of_commands = set(re.findall(r'"--(\w+)"', (ROOT / "src" / "troll" / "cli.py").read_text()))
-    of_compare = {"seeds", "tune", "tuning_seeds", "jobs"}
+    of_compare = {"seeds", "jobs"}
     of_others = {
         "field",
         "logprobs-mode",
@@ -102,6 +102,7 @@ def test_options_exist() -> None:
         "privileged",
         "rootless",
         "solution",
+        "tune",
     }
     of_movements = {field.name for field in fields(EpisodicConfig)}
     known = recipes.FIELDS | of_commands | of_compare | of_movements

@@ -95,7 +95,7 @@ def test_every_public_name_is_documented(package: griffe.Module) -> None:
 
 
 def test_the_documentation_imports_public_names_only(package: griffe.Module) -> None:
-    # examples/verl/cpu stands in for a cluster; small_model.py and smollm2_demo.py are made of parts of the study.
+    # examples/verl/cpu stands in for a cluster; small_model.py and smollm2_demo.py are made of parts of `troll.runs`.
     made = [ROOT / "examples" / name for name in ("small_model.py", "smollm2_demo.py")]
     internal = [*(ROOT / "examples" / "verl" / "cpu").rglob("*.py"), *made]
     documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]

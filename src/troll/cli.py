@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shlex
 import sys
 import warnings
@@ -11,8 +10,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-#: Exit codes: training failed (in one of the runs), a mistake in the command, and Ctrl-C.
-FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
+from troll.terminal import (
+    FAILED,
+    INTERRUPTED,
+    USAGE_ERROR,
+    UsageError,
+    fail,
+    run_command,
+    silence_libraries,
+    without_fields,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="train by recipes over methods, settings and seeds",
         description="Train by every recipe with every combination of the values that follow the fields, and compare.",
         epilog="Fields are those of `troll train`; each may have several values: --surrogate troll clip none. "
-        "--seeds N: the seeds 0 to N - 1. --tune FIELD=VALUE,VALUE ... --tuning_seeds SEED ...: choose the values of "
-        "these fields first, for each method. --jobs N: how many runs at once (default: one for each GPU, else core). "
+        "--seeds N: the seeds 0 to N - 1. --jobs N: how many runs at once (default: one for each GPU, else core). "
         "--output_dir DIR: the folder; the same command again, or one with more values, continues there.",
     )
     compare.add_argument("recipes", metavar="RECIPE", nargs="+")
@@ -61,33 +67,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     fields: list[str] = []
     if argv[:1] in (["train"], ["plan"], ["compare"]) and not {"-h", "--help"} & set(argv):
         if argv[1:2] and argv[1].startswith("-"):
-            return _fail(ValueError(f"the recipe comes first: troll {argv[0]} RECIPE [--field value ...]"))
+            return fail(f"the recipe comes first: troll {argv[0]} RECIPE [--field value ...]")
         argv, fields = without_fields(argv)
     arguments = parser.parse_args(argv)
-    run: dict[str, Callable[[], int]] = {
-        "train": lambda: _train_by(arguments.recipe, fields),
+    commands_by_name: dict[str, Callable[[], int]] = {
+        "train": lambda: _train(arguments.recipe, fields),
         "plan": lambda: _plan(arguments.recipe, fields),
-        "compare": lambda: _with_trainer(lambda: _compare(arguments.recipes, fields)),
-        "eval": lambda: _with_tasks(lambda: _eval(arguments)),
+        "compare": lambda: _compare(arguments.recipes, fields),
+        "eval": lambda: _eval(arguments),
         "tasks": lambda: _check(arguments) if arguments.action == "check" else _tasks(),
         "report": lambda: _report(arguments.folders, arguments.output_dir),
     }
-    try:
-        return _with_packages(run[arguments.command])
-    except KeyboardInterrupt:
-        print("troll: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    extras = "report" if arguments.command == "report" else "trl,tasks,report"
+    return run_command(commands_by_name[arguments.command], extras)
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE_ERROR, f"troll: error: {message}\n")
-
-
-def without_fields(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits off `--field value ...`: argparse does not know these, and would take the values for recipes."""
-    first = next((index for index, argument in enumerate(arguments) if argument.startswith("--")), len(arguments))
-    return list(arguments[:first]), list(arguments[first:])
 
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +122,9 @@ def _eval(arguments: argparse.Namespace) -> int:
     from troll.evaluation.run import evaluate
     from troll.evaluation.training_task import find_training_task
     from troll.terminal import say
+    from troll_sandbox import SandboxError
 
+    silence_libraries()
     console, trained = Console(), find_training_task(arguments.model, arguments.model_revision)
     config = configuration(arguments, trained)
     if trained is not None:
@@ -133,7 +132,10 @@ def _eval(arguments: argparse.Namespace) -> int:
             say(console, line)
         for difference in other_prompts(config, trained):
             warnings.warn(difference, stacklevel=2)
-    return 0 if evaluate(config, console) else INTERRUPTED
+    try:
+        return 0 if evaluate(config, console) else INTERRUPTED
+    except SandboxError as error:
+        raise UsageError(str(error)) from error
 
 
 def _add_tasks(parser: argparse.ArgumentParser) -> None:
@@ -167,66 +169,43 @@ def _tasks() -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from troll.tasks import TaskConfig, load_task
+    from troll.tasks.check import check, show, size
+    from troll_sandbox import SandboxError
+
     if arguments.limit is not None and arguments.limit < 1:
-        return _fail(ValueError(f"limit must be at least 1, got {arguments.limit}"))
-
-    def run() -> int:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        from troll.tasks import TaskConfig, load_task
-        from troll.tasks.check import check, show, size
-
-        task = load_task(
-            TaskConfig(
-                arguments.task,
-                dataset_path=arguments.dataset_path,
-                task_options=arguments.task_options,
-                eval_size=arguments.eval_size,
-            )
+        raise UsageError(f"limit must be at least 1, got {arguments.limit}")
+    silence_libraries()
+    task = load_task(
+        TaskConfig(
+            arguments.task,
+            dataset_path=arguments.dataset_path,
+            task_options=arguments.task_options,
+            eval_size=arguments.eval_size,
         )
-        console = Console()
+    )
+    console = Console()
+    try:
         with Progress(console=console, transient=True) as progress:
             bar = progress.add_task("grading", total=size(task, arguments.limit))
             report = check(task, arguments.limit, advance=lambda rows: progress.advance(bar, rows))
-        show(report, console)
-        return 0 if report.passed else FAILED
-
-    return _with_tasks(run)
-
-
-def _train_by(recipe_name: str, overrides: list[str]) -> int:
-    from troll.episodic.config import is_recipe
-
-    return (_train_movements if is_recipe(recipe_name) else _train_model)(recipe_name, overrides)
-
-
-def _train_movements(recipe_name: str, overrides: list[str]) -> int:
-    from rich.console import Console
-
-    from troll.episodic import config
-    from troll.episodic.train import train
-
-    try:
-        return 0 if train(config.load(recipe_name, overrides), Console()) else INTERRUPTED
-    except ValueError as error:
-        return _fail(error)
-    except FloatingPointError as error:
-        _fail(error)
-        return FAILED
-
-
-def _train_model(recipe_name: str, overrides: list[str]) -> int:
-    return _with_trainer(lambda: _train(recipe_name, overrides))
+    except SandboxError as error:
+        raise UsageError(str(error)) from error
+    show(report, console)
+    return 0 if report.passed else FAILED
 
 
 def _train(recipe_name: str, overrides: list[str]) -> int:
-    from rich.console import Console
+    from troll.episodic.config import is_recipe
 
-    from troll import recipes
-    from troll.study.run import train
-
-    return 0 if train(recipes.load(recipe_name, overrides), Console()) else INTERRUPTED
+    if is_recipe(recipe_name):
+        from troll.episodic.train import train_command
+    else:
+        from troll.runs.train import train_command
+    return train_command(recipe_name, overrides)
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
@@ -238,142 +217,70 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(recipe_name: str, fields: list[str]) -> int:
+    import torch
+    from rich.console import Console
+
+    from troll import recipes
+    from troll.runs.memory import UnknownMemory
+    from troll.runs.plan import Plan, show, this_machine
+
     parser = _Parser(prog="troll", allow_abbrev=False, add_help=False)
     _add_plan_options(parser)
     options, overrides = parser.parse_known_args(fields)
     for name in ("gpu_memory", "gpus", "prompt_tokens"):
         value = getattr(options, name)
         if value is not None and not value > 0:
-            return _fail(ValueError(f"{name} must be above 0, got {value}"))
-
-    def run() -> int:
-        import torch
-        from rich.console import Console
-
-        from troll import recipes
-        from troll.study.plan import plan, show, this_machine
-        from troll.study.without_data import UnknownMemory
-
-        # transformers refuses bf16 without a GPU, and vLLM is assumed to be installed on another machine.
-        cpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
-        recipe = recipes.load(recipe_name, [*overrides, *cpu], vllm=None if options.gpu_memory is None else True)
-        machine = this_machine(options.gpu_memory, options.gpus, options.gpus > 1, recipe.training.use_cpu)
-        found = plan(recipe, machine, prompt_tokens=options.prompt_tokens)
-        try:
-            show(found, Console())
-            return 0 if found.fits else _fail(ValueError(found.remedy()))
-        except UnknownMemory as error:
-            return _fail(error)
-
-    return _with_trainer(run)
+            raise UsageError(f"{name} must be above 0, got {value}")
+    silence_libraries()
+    # transformers refuses bf16 without a GPU, and vLLM is assumed to be installed on another machine.
+    cpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
+    recipe = recipes.load(recipe_name, [*overrides, *cpu], vllm=None if options.gpu_memory is None else True)
+    machine = this_machine(recipe.training, options.gpu_memory, options.gpus)
+    found = Plan(recipe, machine, longest_prompt=options.prompt_tokens)
+    try:
+        show(found, Console())
+    except UnknownMemory as error:
+        raise UsageError(str(error)) from error
+    if not found.fits:
+        raise UsageError(found.remedy())
+    return 0
 
 
 def _compare(recipe_names: list[str], fields: list[str]) -> int:
     from rich.console import Console
 
-    from troll.study.compare import compare
-    from troll.study.grid import expand, parse_command
-    from troll.study.tuning import Tuning
+    from troll.runs.compare import compare
+    from troll.runs.grid import expand, parse_command
 
+    silence_libraries()
     command = parse_command(recipe_names, fields)
-    study = (
-        Tuning(recipe_names, command.axes, command.tuned, command.tuning_seeds)
-        if command.tuned
-        else expand(recipe_names, command.axes)
-    )
     given = shlex.join(["troll", "compare", *recipe_names, *fields])
-    outcome = compare(study, Path(command.output_dir), Console(), command.jobs, given)
+    outcome = compare(expand(recipe_names, command.axes), Path(command.output_dir), Console(), command.jobs, given)
     return {"finished": 0, "failed": FAILED, "interrupted": INTERRUPTED}[outcome]
 
 
-def _with_packages(run: Callable[[], int]) -> int:
-    """Runs a command, which may need packages that are missing."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # between libraries: a user can do nothing about them
-            return run()
-    except ModuleNotFoundError as error:
-        return _fail(ImportError(f'{error}: pip install "troll-rl[trl,tasks,report]"'))
-    except ImportError as error:
-        return _fail(error)
-
-
-def _with_tasks(run: Callable[[], int]) -> int:
-    """Runs what grades completions, and prints its errors."""
-    from troll.evaluation import EvaluationError
-    from troll.tasks import TaskError
-    from troll_sandbox import SandboxError
-
-    _silence_libraries()
-    try:
-        return run()
-    except (EvaluationError, SandboxError, TaskError) as error:
-        return _fail(error)
-
-
-def _with_trainer(run: Callable[[], int]) -> int:
-    """Runs what reads recipes, and prints its errors."""
-    from troll.recipes import RecipeError
-    from troll.tasks import TaskError
-    from troll.trl.ungraded import NothingJudgedError
-
-    _silence_libraries()
-    try:
-        return run()
-    except (RecipeError, TaskError) as error:
-        return _fail(error)
-    except (FloatingPointError, NothingJudgedError) as error:
-        _fail(error)
-        return FAILED
-
-
-def _silence_libraries() -> None:
-    import datasets
-    import huggingface_hub
-
-    warnings.showwarning = _show_warning
-    huggingface_hub.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    with contextlib.suppress(ModuleNotFoundError):  # rewards need none
-        import transformers
-
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-
-
 def _report(folders: list[Path], output_dir: Path | None) -> int:
-    try:
-        from troll.episodic import report as episodic
-        from troll.study.comparison import is_comparison
-        from troll.study.comparison_page import write_comparison
-        from troll.study.report import write_report
+    from troll.episodic import report as episodic
+    from troll.runs.comparison_page import write_comparison
+    from troll.runs.recorded import is_comparison
+    from troll.runs.report import write_report
 
+    try:
         if len(folders) > 1 or is_comparison(folders[0]):
             single = len(folders) == 1
             print(write_comparison(folders, output_dir or (folders[0] if single else Path())))
+        elif output_dir is not None:
+            raise UsageError("--output_dir is for the page about several runs: a run's own stays in its folder")
         else:
-            if output_dir is not None:
-                raise ValueError("--output_dir is for the page about several runs: a run's own stays in its folder")
             print((episodic.write_report if episodic.is_episodic(folders[0]) else write_report)(folders[0]))
-    except ModuleNotFoundError as error:
-        return _fail(ImportError(f'{error}: pip install "troll-rl[report]"'))
-    except (ImportError, OSError, ValueError) as error:
-        return _fail(error)
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from error
     return 0
 
 
 def recipe_names() -> list[str]:
     """As `troll.recipes.names`, which the help cannot call: it must not wait for torch to import."""
     return sorted(path.stem for path in (Path(__file__).parent / "recipes").glob("*.yaml"))
-
-
-def _fail(error: Exception) -> int:
-    print(f"troll: error: {error}", file=sys.stderr)
-    return USAGE_ERROR
-
-
-def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"troll: warning: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

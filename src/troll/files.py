@@ -1,11 +1,20 @@
-"""Files that are written as a whole or not at all, and folders that only one process uses at a time."""
+"""Files read with errors that name them, files written as a whole or not at all, and folders that are locked."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import yaml
+
+from troll.terminal import one_line
+
+#: Fields of a run's settings that hold a dictionary of settings.
+_DICTIONARIES = ("surrogate_kwargs", "critic_kwargs")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -16,6 +25,42 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+        ValueError: If the file does not hold one.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Reads a file of settings: a recipe, a task, or a run's `config.yaml`.
+
+    Raises:
+        ValueError: If the file does not hold "field: value" lines.
+    """
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not YAML ({one_line(error)})") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: expected 'field: value' lines")
+    return settings
+
+
+def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run, with those of its surrogate and its critic as `surrogate_kwargs.NAME` and so on."""
+    inner = {f"{name}.{key}": value for name in _DICTIONARIES for key, value in (settings.get(name) or {}).items()}
+    return {name: value for name, value in settings.items() if name not in _DICTIONARIES} | inner
 
 
 @contextlib.contextmanager

@@ -1,11 +1,76 @@
-"""Printing lines and errors of commands."""
+"""What commands share: how they run and end, their lines, and their errors."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # `one_line` is for packages that do without it
     from rich.console import Console
+
+#: Exit codes: training failed (in one of the runs), a mistake in the command, and Ctrl-C.
+FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
+
+
+class UsageError(ValueError):
+    """A mistake in a command or its files; the message is one line that says what is wrong and what to do."""
+
+
+def run_command(command: Callable[[], int], extras: str = "trl,tasks,report") -> int:
+    """Runs a command and prints its errors, each in one line.
+
+    Args:
+        command: Returns its exit code. It may import packages that are not installed, and may raise UsageError.
+        extras: The extras that bring its packages.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # between libraries: a user can do nothing about them
+            return command()
+    except KeyboardInterrupt:
+        print("troll: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except ModuleNotFoundError as error:
+        return fail(f'{error}: pip install "troll-rl[{extras}]"')
+    except (ImportError, UsageError) as error:
+        return fail(error)
+
+
+def fail(error: object, code: int = USAGE_ERROR) -> int:
+    """Prints an error, and returns the exit code."""
+    print(f"troll: error: {error}", file=sys.stderr)
+    return code
+
+
+def silence_libraries() -> None:
+    """Turns off the libraries' progress bars and remarks, and prints warnings in one line."""
+    import datasets
+    import huggingface_hub
+
+    warnings.showwarning = _show_warning
+    huggingface_hub.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    with contextlib.suppress(ModuleNotFoundError):  # rewards need none
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"troll: warning: {message}", file=sys.stderr)
+
+
+def without_fields(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Splits off `--field value ...`: argparse does not know these, and would take the values for recipes."""
+    first = next((index for index, argument in enumerate(arguments) if argument.startswith("--")), len(arguments))
+    return list(arguments[:first]), list(arguments[first:])
 
 
 def say(console: Console, line: str) -> None:

@@ -14,12 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.trl.tiny import adapted
 from troll.evaluation.config import EvaluationError
-from troll.evaluation.model import find_model, load_model, load_tokenizer, prompt_texts
-
-TEMPLATE = (
-    "{% if shout is defined %}LOUD {% endif %}{% for message in messages %}<{{ message.role }}>{{ message.content }}"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+from troll.evaluation.model import find_model, load_model, load_tokenizer
 
 
 def test_a_run_folder_means_its_model(tiny_model: Path, tmp_path: Path) -> None:
@@ -138,8 +133,8 @@ def test_models_that_are_none(tiny_model: Path, tmp_path: Path, monkeypatch: pyt
         load_tokenizer(source)
     with pytest.raises(EvaluationError, match="does not hold a model"):
         load_model(source, "auto")
-    with pytest.raises(EvaluationError, match="the embedded model is made by troll train: give the folder of a run"):
-        find_model("embedded")
+    with pytest.raises(EvaluationError, match="the toy model is made by troll train: give the folder of a run"):
+        find_model("toy")
     with pytest.raises(EvaluationError, match="model_revision is for models on the hub"):
         find_model(str(tiny_model), revision="v2")
 
@@ -176,19 +171,3 @@ def test_revision_and_remote_code_reach_every_part(monkeypatch: pytest.MonkeyPat
     load_tokenizer(source)
     load_model(source, "auto")
     assert seen == [{"revision": "v2", "trust_remote_code": True}] * 3
-
-
-def test_conversations_go_through_the_chat_template(tiny_model: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    tokenizer.chat_template = TEMPLATE
-    conversation = [{"role": "user", "content": "1 + 1?"}]
-    assert prompt_texts(tokenizer, [conversation], {}) == ["<user>1 + 1?<assistant>"]
-    assert prompt_texts(tokenizer, [conversation], {"shout": True}) == ["LOUD <user>1 + 1?<assistant>"]
-    assert prompt_texts(tokenizer, ["1 + 1?"], {}) == ["1 + 1?"]
-    with pytest.raises(
-        EvaluationError, match=r"chat template does not take the prompts: .*check --chat_template_kwargs"
-    ):
-        prompt_texts(tokenizer, [conversation], {"conversation": 1})
-    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(EvaluationError, match=r"prompts: System role not supported; .* option system_prompt"):
-        prompt_texts(tokenizer, [conversation], {})

@@ -14,7 +14,7 @@ pytest.importorskip("trl")
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 
-from tests.study.conftest import tiny_model  # noqa: E402, F401  a fixture
+from tests.runs.conftest import tiny_model  # noqa: E402, F401  a fixture
 from troll import cli  # noqa: E402
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "gsm8k_colab.ipynb"

@@ -6,7 +6,7 @@ import yaml
 
 from troll import recipes
 from troll.recipes import RecipeError
-from troll.study.grid import expand
+from troll.runs.grid import expand
 
 
 def on_cpu(name: str) -> list[str]:

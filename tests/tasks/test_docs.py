@@ -9,7 +9,7 @@ import pytest
 import yaml
 from datasets import load_dataset
 
-from troll.study.embedded import WarmUp
+from troll.runs.toy_model import WarmUp
 from troll.tasks import TaskConfig, load_task
 from troll.tasks.registry import known_tasks
 

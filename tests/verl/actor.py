@@ -30,7 +30,7 @@ from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
 
-from troll.study.embedded import character_tokenizer
+from troll.runs.toy_model import character_tokenizer
 from troll.trust_region.policy.serialized import to_records
 
 PLUG_IN = ("hydra.searchpath=[pkg://troll.verl.config]", "+troll=fsdp")

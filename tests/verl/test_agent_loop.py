@@ -27,7 +27,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from tests.verl.test_reported import SETTINGS, check_slots, engine_rows
-from troll.study.embedded import character_tokenizer
+from troll.runs.toy_model import character_tokenizer
 from troll.trust_region.policy.serialized import from_records
 from troll.verl.agent_loop import carry_old_policies
 from troll.verl.old_policies import OLD_POLICIES

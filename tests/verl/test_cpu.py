@@ -12,9 +12,9 @@ from typing import Any
 import pandas
 import pytest
 import torch
-from embedded_data import quickstart_task, write_questions
 from omegaconf import OmegaConf
 from torch import Tensor
+from toy_data import quickstart_task, write_questions
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from verl.plugin.platform import get_platform
 from verl.utils.device import get_device_id, get_device_name

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from demo import METHODS, Run
-from embedded_data import prepare
+from toy_data import prepare
 
 from tests.tolerance import within
 
@@ -31,7 +31,7 @@ TROLL = "actor_rollout_ref.actor.policy_loss"
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("embedded")
+    folder = tmp_path_factory.mktemp("toy")
     prepare(folder)
     return folder
 

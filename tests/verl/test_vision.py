@@ -12,7 +12,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from tests.tolerance import within
 from tests.verl.actor import SMALL, Actor, as_batch, configuration, in_this_process, policy_loss, rollout, saved
 from tests.verl.reference import compared
-from troll.study.embedded import character_tokenizer
+from troll.runs.toy_model import character_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Trains the embedded task with verl's unmodified `main_ppo` on a CPU: its own clip, then TROLL, and compares them.
+"""Trains the toy task with verl's unmodified `main_ppo` on a CPU: its own clip, then TROLL, and compares them.
 
 It ends with a table, and a page of curves, `comparison.html`.
 
@@ -49,9 +49,9 @@ class Run:
     steps: int
 
     def command(self, data: Path, ray_folder: Path, settings: list[str]) -> list[str]:
-        """Returns the command line, for `data` as `embedded_data.py` writes it."""
+        """Returns the command line, for `data` as `toy_data.py` writes it."""
         return [
-            *(sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(HERE), "--config-name", "embedded"),
+            *(sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(HERE), "--config-name", "toy"),
             f"data.train_files={data / 'train.parquet'}",
             f"data.val_files={data / 'test.parquet'}",
             f"actor_rollout_ref.model.path={data / 'model'}",
@@ -151,7 +151,7 @@ def main() -> None:
         sys.exit("verl is not installed here: `make verl-demo` sets up an environment of its own for it")
     # As Ctrl-C, so that verl is ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    from embedded_data import prepare
+    from toy_data import prepare
 
     folder = arguments.output_dir.resolve()
     console = Console()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from troll.run_folder import read_yaml
+from troll.files import read_yaml
 
 FOLDER = Path(__file__).parent / "recipes"
 CHOICES = {"events": ("segments", "episodes"), "constraint": ("trust_region", "clip")}

@@ -8,10 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from troll.files import write_atomically
-from troll.run_folder import read_json, read_metrics
-from troll.study.page import duration, figure_card, percent, render
-from troll.study.plot import COLOURS, LIGHT, Scale, drawing, set_scale
+from troll.files import read_json, write_atomically
+from troll.runs.page_frame import duration, figure_card, percent, render
+from troll.runs.plot import COLOURS, LIGHT, Scale, drawing, set_scale
+from troll.runs.recorded import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

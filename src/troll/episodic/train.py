@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from troll.episodic.config import EpisodicConfig
+from troll.episodic.config import EpisodicConfig, load
 from troll.episodic.environments import make_task
 from troll.episodic.learner import Learner
 from troll.episodic.policy import sample
@@ -27,10 +27,10 @@ from troll.episodic.prodmp import ProDMP
 from troll.episodic.report import CONFIG, METRICS, PATHS, SUMMARY, write_report
 from troll.episodic.rollout import Rollout, collect, make_environments
 from troll.evaluation.estimators import wilson_interval
-from troll.files import locked, write_atomically
-from troll.run_folder import read_json, read_metrics, read_yaml
-from troll.study.statistics import t_interval
-from troll.terminal import say
+from troll.files import locked, read_json, read_yaml, write_atomically
+from troll.runs.recorded import read_metrics
+from troll.runs.statistics import t_interval
+from troll.terminal import FAILED, INTERRUPTED, UsageError, fail, say
 
 CHECKPOINT = "checkpoint.pt"
 #: Settings that a resumed run may change.
@@ -41,6 +41,27 @@ _EPISODES, _MOVEMENTS, _EVALUATION = range(3)
 _PICTURED = 12
 
 Choose = Callable[[Tensor], Tensor]
+
+
+def train_command(recipe_name: str, overrides: list[str]) -> int:
+    """`troll train` with a recipe of movements.
+
+    Args:
+        recipe_name: The recipe's name, or the path of its file.
+        overrides: The fields that follow it.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: If a setting or the folder cannot be used.
+    """
+    try:
+        return 0 if train(load(recipe_name, overrides), Console()) else INTERRUPTED
+    except FloatingPointError as error:
+        return fail(error, FAILED)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def train(config: EpisodicConfig, console: Console) -> bool:

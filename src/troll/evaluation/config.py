@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from troll.tasks import TaskConfig
+from troll.terminal import UsageError
 
 BACKENDS = ("auto", "vllm", "transformers")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-class EvaluationError(ValueError):
-    """An evaluation that cannot be made; the message is one line that says what is wrong and what to do."""
+class EvaluationError(UsageError):
+    """An evaluation that cannot be made."""
 
 
 @dataclass(frozen=True)

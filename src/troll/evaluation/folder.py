@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from troll.evaluation.config import EvaluationError
-from troll.files import locked, write_atomically
-from troll.run_folder import read_json
+from troll.files import locked, read_json, write_atomically
 
 #: The settings on which the generations depend; written before the first of them.
 SETTINGS = "settings.json"

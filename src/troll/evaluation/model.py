@@ -1,17 +1,15 @@
-"""The model that `troll eval` evaluates, by name or folder, its tokenizer, and its prompts."""
+"""The model that `troll eval` evaluates, by name or folder, and its tokenizer."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -67,10 +65,8 @@ def find_model(name_or_path: str, revision: str | None = None, trust_remote_code
     folder = Path(name_or_path).expanduser()
     if revision is not None and folder.is_dir():
         raise EvaluationError(f"model_revision is for models on the hub, and {name_or_path} is a folder: leave it out")
-    if name_or_path in ("embedded", "embedded-moe") and not folder.is_dir():
-        raise EvaluationError(
-            "the embedded model is made by troll train: give the folder of a run, as in runs/quickstart"
-        )
+    if name_or_path in ("toy", "toy-moe") and not folder.is_dir():
+        raise EvaluationError("the toy model is made by troll train: give the folder of a run, as in runs/quickstart")
     if folder.is_dir() and not _is_model(folder) and _is_model(folder / "model"):
         folder = folder / "model"
     path = str(folder) if folder.is_dir() else name_or_path
@@ -158,31 +154,6 @@ def _with_adapter(source: ModelSource, dtype: str) -> Any:
         if embedding.fullmatch(key) and len(weight) != len(base.get_input_embeddings().weight):
             base.resize_token_embeddings(len(weight))  # the adapter brings the values of all rows
     return PeftModel.from_pretrained(base, source.path)
-
-
-def prompt_texts(tokenizer: Any, prompts: Sequence[Any], template_options: Mapping[str, Any]) -> list[str]:
-    """The texts that the model reads: conversations through the chat template, plain prompts unchanged.
-
-    Args:
-        tokenizer: The model's tokenizer, with a chat template if there are conversations.
-        prompts: Strings, or lists of messages.
-        template_options: More variables of the chat template.
-
-    Raises:
-        EvaluationError: If the template refuses a conversation or a variable.
-    """
-    try:
-        return [
-            prompt
-            if isinstance(prompt, str)
-            else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **template_options)
-            for prompt in prompts
-        ]
-    except (TemplateError, TypeError) as error:
-        raise EvaluationError(
-            f"the model's chat template does not take the prompts: {one_line(error)}; check --chat_template_kwargs, "
-            "and the task option system_prompt"
-        ) from error
 
 
 def fingerprint(content: Any) -> str:

@@ -9,10 +9,11 @@ from typing import Any
 
 from troll.evaluation.config import EvaluationError
 from troll.evaluation.estimators import SameAnswer
-from troll.evaluation.model import fingerprint, prompt_texts
+from troll.evaluation.model import fingerprint
 from troll.huggingface.token_ids import REMEDY
 from troll.rewards.grading import Grader, Verdict
 from troll.tasks import Task, TaskConfig, load_task
+from troll.tasks.chat_template import prompt_texts
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def load_problems(config: TaskConfig, tokenizer: Any, template_options: Mapping[
         template_options: More variables of the chat template.
 
     Raises:
-        troll.tasks.TaskError: If the task cannot be loaded.
+        troll.tasks.TaskError: If the task cannot be loaded, or the chat template refuses its prompts.
         EvaluationError: If the task cannot tell success from failure, or has images or a prompt without a token.
     """
     conversational = tokenizer.chat_template is not None
@@ -95,7 +96,7 @@ def load_problems(config: TaskConfig, tokenizer: Any, template_options: Mapping[
         raise EvaluationError(f"task {task.name!r} has images, and troll eval reads text only")
     prompts = list(rows["prompt"])
     columns = {name: list(rows[name]) for name in rows.column_names if name != "prompt"}
-    texts = prompt_texts(tokenizer, prompts, template_options)
+    texts = prompt_texts(tokenizer, prompts, task.name, template_options)
     # A chat template has written the special tokens already.
     ids = tokenizer(texts, add_special_tokens=not conversational)["input_ids"]
     if empty := [row for row, tokens in enumerate(ids) if not tokens]:

@@ -12,8 +12,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
 from troll.evaluation.config import EvaluationError
-from troll.files import write_atomically
-from troll.run_folder import read_json
+from troll.files import read_json, write_atomically
 from troll.tasks import TaskConfig
 from troll.tasks.registry import is_file
 

@@ -28,10 +28,9 @@ import yaml
 from trl import ModelConfig, TrlParser
 
 from troll.evaluation.vllm import vllm_is_usable
-from troll.files import write_atomically
-from troll.run_folder import flat, read_yaml
+from troll.files import flat, read_yaml, write_atomically
 from troll.tasks import TaskConfig
-from troll.terminal import one_line
+from troll.terminal import UsageError, one_line
 from troll.trl import TrollConfig
 from troll.trl.surrogates import SURROGATES
 
@@ -63,8 +62,8 @@ _OWN = "surrogate_kwargs"
 CONFIG_FILE = "config.yaml"
 
 
-class RecipeError(ValueError):
-    """A recipe or setting that cannot be used; the message is one line that says what is wrong and what to do."""
+class RecipeError(UsageError):
+    """A recipe or setting that cannot be used."""
 
 
 @dataclass

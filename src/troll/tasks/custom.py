@@ -12,9 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from troll.files import read_yaml
 from troll.rewards.answers import INSTRUCTIONS
 from troll.rewards.columns import TAKEN
-from troll.run_folder import read_yaml
 from troll.tasks.code import load_tested
 from troll.tasks.dataset_task import Example, PromptStyle, dataset_task
 from troll.tasks.mathematics import boxed_or_whole, load_mathematics

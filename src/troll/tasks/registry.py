@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from troll.rewards.columns import clash
 from troll.rewards.preference import load_reward_model
+from troll.terminal import UsageError
 
 RewardFunc = Callable[..., list[float]]
 #: A reward that a trainer takes: a function, or a reward model (`transformers.PreTrainedModel`).
@@ -23,8 +24,8 @@ DEFAULT_EVAL_SIZE = 256
 CHAT_PROMPT = "chat_prompt"
 
 
-class TaskError(ValueError):
-    """A task that cannot be loaded; the message is one line that says what is wrong and what to do."""
+class TaskError(UsageError):
+    """A task that cannot be loaded."""
 
 
 @dataclass
@@ -45,8 +46,8 @@ class TaskConfig:
             rows are held out.
         eval_tasks: Other tasks to evaluate on as well: names, `name=path` for local data, or dictionaries with `task`,
             `dataset_path` and `task_options`.
-        warm_up: How the embedded model learns the task before: fields of
-            [WarmUp][troll.study.embedded.WarmUp]. Other models take none.
+        warm_up: How the toy model learns the task before: fields of
+            [WarmUp][troll.runs.toy_model.WarmUp]. Other models take none.
 
     Raises:
         TaskError: If `task_options` is a string that is not a JSON object, or a size is below one.
@@ -104,8 +105,8 @@ class TaskConfig:
     warm_up: dict | str | None = field(
         default=None,
         metadata={
-            "help": "How the embedded model learns the task before the run, as a JSON object with fields of "
-            "`troll.study.embedded.WarmUp`, e.g. '{\"max_steps\": 500}'. Only for the embedded model."
+            "help": "How the toy model learns the task before the run, as a JSON object with fields of "
+            "`troll.runs.toy_model.WarmUp`, e.g. '{\"max_steps\": 500}'. Only for the toy model."
         },
     )
 

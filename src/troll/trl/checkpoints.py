@@ -17,8 +17,7 @@ from accelerate.utils import gather_object
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from troll.files import write_atomically
-from troll.run_folder import read_json
+from troll.files import read_json, write_atomically
 from troll.trl.seam import push_checkpoint
 
 #: The file of a checkpoint that says whether it is complete, and how large its files are.

@@ -8,7 +8,7 @@
     OMP_NUM_THREADS=1                   where workers are as many as cores
 
 Ray's workers inherit it. What is registered: the platform `cpu`, with gloo between processes; verl's own FSDP engines
-for that platform (`strategy: fsdp2`); and the rollout `transformers`. `embedded.yaml` in the folder above has settings
+for that platform (`strategy: fsdp2`); and the rollout `transformers`. `toy.yaml` in the folder above has settings
 that go with it.
 
 All but the platform waits for the module of verl that it changes: of a dozen processes, most need neither an engine nor

@@ -1,4 +1,4 @@
-"""The embedded task's reward in verl's signature, for `reward.custom_reward_function.path`."""
+"""The toy task's reward in verl's signature, for `reward.custom_reward_function.path`."""
 
 from __future__ import annotations
 

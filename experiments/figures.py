@@ -1,0 +1,277 @@
+"""The figures of the page. Each shows plain data, which its files carry in their metadata."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+import numpy as np
+
+from experiments.analysis import Section
+from experiments.contest import rate_text
+from experiments.protocol import MARGIN, METHODS, REGIMES
+from troll.files import write_atomically
+from troll.runs.plot import COLOURS, LIGHT, STYLE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+#: The data of a figure, in numbers and words that JSON can hold.
+Data = dict[str, Any]
+
+_MARKERS, _DASHES = "osD^vP", ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1.5, 2)), (0, (1, 1.5)))
+_STYLE = STYLE | {
+    "figure.facecolor": LIGHT["card"],  # a page may be dark
+    "axes.facecolor": LIGHT["card"],
+    "text.color": LIGHT["ink"],
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure that is not drawn yet.
+
+    Attributes:
+        data: What it shows.
+        draw: Draws the data.
+        caption: What it is, in words.
+    """
+
+    data: Any
+    draw: Callable[[Any], Figure]
+    caption: str
+
+
+def rates(sections: Sequence[Section]) -> Drawing:
+    """Success over the learning rate, with one panel for each regime."""
+    return Drawing(list(map(rate_data, sections)), draw_rates, "Held-out success over the learning rate")
+
+
+def contrasts(sections: Sequence[Section]) -> Drawing:
+    """TROLL minus each rival in each regime."""
+    return Drawing(contrast_data(sections), draw_contrasts, "TROLL minus each rival")
+
+
+def seeds(sections: Sequence[Section]) -> Drawing:
+    """Success of each method at each rate, with a dot for each seed."""
+    return Drawing(seed_data(sections), draw_seeds, "Held-out success of each seed, by method")
+
+
+def rate_data(section: Section) -> Data:
+    """Success over the learning rate: for each method its mean, and the quartiles over seeds, by rate."""
+    lines = {}
+    for method in section.methods:
+        quartiles = [np.quantile(list(finals.values()), [0.25, 0.75]) for finals in method.by_rate.values()]
+        lines[method.label] = {
+            "rate": list(method.by_rate),
+            "mean": [_rounded(mean) for mean in method.means.values()],
+            "low": [_rounded(low) for low, _ in quartiles],
+            "high": [_rounded(high) for _, high in quartiles],
+        }
+    return {"title": _name(section), "lines": lines}
+
+
+def contrast_data(sections: Sequence[Section]) -> list[Data]:
+    """TROLL minus each rival in each regime, in points, with t intervals if there are two seeds."""
+    rows = []
+    for section in sections:
+        for contrast in section.contrasts:
+            if contrast.estimate.interval is not None:
+                low, high = contrast.estimate.interval
+                points = {"mean": contrast.estimate.mean, "low": low, "high": high}
+                names = {"regime": _name(section), "rival": contrast.second.label}
+                rows.append(names | {name: _rounded(100 * value) for name, value in points.items()})
+    return rows
+
+
+def seed_data(sections: Sequence[Section]) -> list[Data]:
+    """Success after training of each seed, by regime, method and rate."""
+    return [
+        {
+            "regime": REGIMES.get(section.regime, section.regime),
+            "method": method.label,
+            "rate": rate,
+            "success": [_rounded(final) for final in finals.values()],
+        }
+        for section in sections
+        for method in section.methods
+        for rate, finals in method.by_rate.items()
+    ]
+
+
+def _name(section: Section) -> str:
+    """The regime's name, with a note if runs are missing, since a figure may be seen without the page."""
+    return REGIMES.get(section.regime, section.regime) + section.mark
+
+
+def draw_rates(panels: Sequence[Data]) -> Figure:
+    """Draws success over the learning rate, with one panel for each of the data from `rate_data`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(panels) + 0.7, 3.7), layout="constrained")
+    labels = list(dict.fromkeys(label for panel in panels for label in panel["lines"]))
+    top = max(high for panel in panels for line in panel["lines"].values() for high in line["high"])
+    for place, panel in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), place + 1)
+        _draw_lines(axes, panel, labels)
+        axes.set_ylim(0, max(0.05, 1.05 * top))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+        if place == 0:
+            axes.set_ylabel("held-out success after training")
+    return figure
+
+
+def _draw_lines(axes: Axes, panel: Data, labels: Sequence[str]) -> None:
+    lines = panel["lines"]
+    learning_rates = sorted({rate for line in lines.values() for rate in line["rate"]})
+    ends = []
+    for label, line in lines.items():
+        place = labels.index(label)
+        colour = LIGHT[COLOURS[place % len(COLOURS)]]
+        # Side by side, or equal methods would hide each other.
+        x = [rate * 10 ** (0.03 * (place - (len(labels) - 1) / 2)) for rate in line["rate"]]
+        axes.vlines(x, line["low"], line["high"], color=colour, linewidth=1.2, alpha=0.55)
+        style: dict[str, Any] = {"linestyle": _DASHES[place % len(_DASHES)], "marker": _MARKERS[place % len(_MARKERS)]}
+        main = place == 0
+        axes.plot(x, line["mean"], color=colour, linewidth=2.6 if main else 1.5, markersize=5, zorder=4 - main, **style)
+        ends.append((label, x[-1], line["mean"][-1], colour))
+    axes.set_xscale("log")
+    axes.set_xlim(learning_rates[0] / 1.3, learning_rates[-1] * 1.3)
+    axes.set_xticks(learning_rates, [rate_text(rate) for rate in learning_rates])
+    axes.minorticks_off()
+    axes.grid(axis="y")
+    axes.set_xlabel("learning rate")
+    axes.set_title(textwrap.fill(panel["title"], 50))
+    tops = max(high for line in lines.values() for high in line["high"])
+    texts = _apart([mean for _, _, mean, _ in ends], 0.062 * max(0.05, tops))
+    for (label, _, mean, colour), y in zip(ends, texts, strict=True):
+        axes.annotate(
+            label, (1, mean), (1.02, y), xycoords=axes.get_yaxis_transform(), textcoords=axes.get_yaxis_transform(),
+            color=colour, va="center", annotation_clip=False,
+        )  # fmt: skip
+
+
+def _apart(heights: Sequence[float], gap: float) -> list[float]:
+    """Heights at least a gap apart, in the same order and near where they were."""
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    placed = [heights[i] for i in order]
+    for i in range(1, len(placed)):
+        placed[i] = max(placed[i], placed[i - 1] + gap)
+    shift = (sum(heights) - sum(placed)) / len(placed) if placed else 0.0
+    found = [0.0] * len(heights)
+    for i, height in zip(order, placed, strict=True):
+        found[i] = height + max(shift, -placed[0])
+    return found
+
+
+def draw_contrasts(data: Sequence[Data]) -> Figure:
+    """Draws differences with their intervals, and the band within which methods count as equal."""
+    figure, axes, heights = _rows([(row["regime"], f"minus {row['rival']}") for row in data], 0.27)
+    margin = 100 * MARGIN
+    axes.axvspan(-margin, margin, color=LIGHT["rule"], alpha=0.6, linewidth=0)
+    axes.axvline(0, color=LIGHT["soft"], linewidth=0.8)
+    for row, y in zip(data, heights, strict=True):
+        place = [*METHODS.values()].index(row["rival"]) if row["rival"] in METHODS.values() else 0
+        colour = LIGHT[COLOURS[place % len(COLOURS)]]
+        axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=1.8)
+        axes.plot(row["mean"], y, "o", color=colour, markersize=6)
+    ends = [abs(row[end]) for row in data for end in ("low", "high")]
+    reach = 1.08 * max(2 * margin, *ends)
+    axes.set_xlim(-reach, reach)
+    gap = "\N{EM SPACE}" * 2  # browsers show several plain spaces as one
+    axes.set_xlabel(f"← TROLL is worse{gap}points of held-out success{gap}TROLL is better →")
+    return figure
+
+
+def draw_seeds(data: Sequence[Data]) -> Figure:
+    """Draws a dot for each seed and a bar for their mean, in a colour for each rate."""
+    learning_rates = sorted({row["rate"] for row in data})
+    labels = list(dict.fromkeys((row["regime"], row["method"]) for row in data))
+    figure, axes, heights = _rows(labels, 0.24 + 0.06 * len(learning_rates))
+    places = dict(zip(labels, heights, strict=True))
+    for row in data:
+        label = (row["regime"], row["method"])
+        own = [other["rate"] for other in data if (other["regime"], other["method"]) == label]
+        y = places[label] - 0.22 * (own.index(row["rate"]) - (len(own) - 1) / 2)
+        colour = LIGHT[COLOURS[learning_rates.index(row["rate"]) % len(COLOURS)]]
+        mean = float(np.mean(row["success"]))
+        axes.plot(row["success"], [y] * len(row["success"]), "o", color=colour, markersize=4, alpha=0.5, linewidth=0)
+        axes.plot([mean, mean], [y - 0.16, y + 0.16], color=colour, linewidth=2.6, label=rate_text(row["rate"]))
+    axes.set_xlim(left=-0.01)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+    axes.grid(axis="x")
+    axes.set_xlabel("held-out success after training")
+    if len(learning_rates) > 1:
+        lines, names = axes.get_legend_handles_labels()
+        shown = dict(zip(names, lines, strict=True))
+        names = [rate_text(rate) for rate in learning_rates]
+        handles = [shown[name] for name in names]
+        figure.legend(handles, names, title="learning rate", ncols=len(names), loc="outside upper center")
+    return figure
+
+
+def _rows(labels: Sequence[tuple[str, str]], height: float) -> tuple[Figure, Axes, list[float]]:
+    """A figure with a labelled row for each regime and name, below the name of its regime, and the rows' heights."""
+    from matplotlib.figure import Figure
+
+    regimes = list(dict.fromkeys(regime for regime, _ in labels))
+    figure = Figure(figsize=(6.6, 0.7 + height * len(labels) + 0.36 * len(regimes)), layout="constrained")
+    axes = figure.add_subplot()
+    heights, y = [], 0.0
+    for place, (regime, _) in enumerate(labels):
+        if place == 0 or regime != labels[place - 1][0]:
+            y -= 1.35 if place else 0.0
+            axes.annotate(
+                regime, (0, y), xycoords=axes.get_yaxis_transform(), va="center", fontweight="bold", zorder=5,
+                bbox={"facecolor": LIGHT["card"], "edgecolor": "none", "pad": 1},
+            )  # fmt: skip
+        y -= 1
+        heights.append(y)
+    axes.set_yticks(heights, [textwrap.fill(label, 42, break_on_hyphens=False) for _, label in labels])
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_ylim(y - 0.75, 0.7)
+    return figure, axes, heights
+
+
+def save(figure: Figure, data: Data | Sequence[Data], path: Path) -> list[Path]:
+    """Writes a figure as SVG and PNG; the same figure gives the same bytes.
+
+    Args:
+        figure: What is drawn.
+        data: What it shows, for the metadata.
+        path: Without a suffix.
+    """
+    svg = io.StringIO()
+    text = json.dumps(data, ensure_ascii=False)
+    figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None, "Description": text})
+    lines = [line.rstrip() for line in svg.getvalue().splitlines()]
+    write_atomically(path.with_suffix(".svg"), "\n".join(lines) + "\n")
+    figure.savefig(path.with_suffix(".png"), dpi=160, metadata={"Software": None, "Description": text})
+    return [path.with_suffix(".svg"), path.with_suffix(".png")]
+
+
+def shown(path: Path) -> Any:
+    """The data that a figure of `save` shows, from its SVG."""
+    found = ElementTree.parse(path).find(".//{http://purl.org/dc/elements/1.1/}description")
+    assert found is not None and found.text is not None, f"{path} does not say what it shows"
+    return json.loads(found.text)
+
+
+def style(name: str) -> dict[str, Any]:
+    """Of a figure: everything that a reader's own matplotlibrc could change is set back before by "default"."""
+    return {**_STYLE, "svg.hashsalt": name}
+
+
+def _rounded(value: float) -> float:
+    return round(float(value), 4) if math.isfinite(value) else value

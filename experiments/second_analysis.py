@@ -1,0 +1,257 @@
+"""The analysis of the protocol's second part: what the tuning chooses, and which hypotheses hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from scipy import stats
+
+from experiments import second
+from experiments.collect import identity_of
+from experiments.inference import holm, sign_flip_p_value
+from experiments.protocol import LEVEL, MARGIN
+from experiments.table import Result, Settings
+from troll.runs.statistics import SeedMean, paired_difference, seed_differences
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration of a method, and its tuning runs.
+
+    Attributes:
+        method: The method's key in `second.METHODS`.
+        changes: The settings of the configuration, as on the command line.
+        runs: The tuning runs by learning rate.
+        complete: Whether all runs of the protocol are there.
+    """
+
+    method: str
+    changes: second.Changes
+    runs: Mapping[float, Sequence[Result]]
+    complete: bool
+
+    @property
+    def size(self) -> int:
+        """The number of tuning runs."""
+        return sum(map(len, self.runs.values()))
+
+    @property
+    def mean(self) -> float:
+        """The mean final success over all rates and seeds together; NaN without runs."""
+        finals = [run.success_after for runs in self.runs.values() for run in runs]
+        return fmean(finals) if finals else float("nan")
+
+
+def candidates(table: str, rows: Sequence[Result]) -> list[Candidate]:
+    """All configurations of a regime with their tuning runs, in the order of the protocol.
+
+    Args:
+        table: The name of the regime's table.
+        rows: The runs of that table.
+    """
+    rates = second.REGIMES[table].tuning_rates
+    tuning = [row for row in rows if row.phase == "tuning"]
+    found = []
+    for method, changes in second.configurations():
+        place = _planned_place(table, method, changes)
+        mine = [row for row in tuning if _place(row) == place]
+        runs = {rate: [row for row in mine if row.learning_rate == rate] for rate in rates}
+        complete = all({row.seed for row in runs[rate]} == set(second.TUNING_SEEDS) for rate in rates)
+        found.append(Candidate(method, changes, runs, complete))
+    return found
+
+
+def chosen(tried: Sequence[Candidate]) -> dict[str, Candidate]:
+    """The best configuration of each method whose tuning is complete; of equal ones the first.
+
+    Args:
+        tried: All configurations, from `candidates`.
+
+    Returns:
+        The choices, by the methods' keys in `second.METHODS`.
+    """
+    found = {}
+    for method in second.METHODS:
+        mine = [candidate for candidate in tried if candidate.method == method]
+        if all(candidate.complete for candidate in mine):
+            found[method] = max(mine, key=lambda candidate: candidate.mean)
+    return found
+
+
+@dataclass(frozen=True)
+class Contest:
+    """The counted runs of a regime, each method in the configuration that its tuning chose.
+
+    Attributes:
+        regime: The regime, with its planned rates and seeds.
+        finals: Final success by method, learning rate and seed.
+    """
+
+    regime: second.Regime
+    finals: Mapping[str, Mapping[float, Mapping[int, float]]]
+
+    @property
+    def added_rates(self) -> set[float]:
+        """The rates that the protocol adds, since a method is best at an end of the complete planned range."""
+        planned = self.regime.rates
+        if not self._has(planned):
+            return set()
+        best = {max(planned, key=lambda rate: fmean(runs[rate].values())) for runs in self.finals.values()}
+        return {self.regime.added_rates[rate] for rate in best & self.regime.added_rates.keys()}
+
+    @property
+    def rates(self) -> list[float]:
+        """All rates at which the protocol wants runs, in ascending order."""
+        return sorted({*self.regime.rates, *self.added_rates})
+
+    @property
+    def complete(self) -> bool:
+        """Whether all runs of the protocol are there."""
+        return self._has(self.rates)
+
+    def best_rate(self, method: str) -> float:
+        """The rate of a method's best mean over all seeds; of equal ones the lowest."""
+        means = {rate: fmean(finals.values()) for rate, finals in sorted(self.finals[method].items())}
+        return max(means, key=means.__getitem__)
+
+    @property
+    def fast_rate(self) -> float | None:
+        """The rate above the clip's best one, about three times it; None if there is none."""
+        best = self.best_rate("clip")
+        return min((rate for rate in self.rates if rate > best), default=None)
+
+    def _has(self, rates: Sequence[float]) -> bool:
+        seeds = set(self.regime.seeds)
+        return all(self.finals[method].get(rate, {}).keys() >= seeds for method in second.METHODS for rate in rates)
+
+
+def contest(table: str, rows: Sequence[Result]) -> Contest:
+    """The counted runs of a regime.
+
+    Args:
+        table: The name of the regime's table.
+        rows: The runs of that table.
+
+    Raises:
+        ValueError: If a counted run has another configuration than the tuning chose, or a rate that the protocol adds
+            only later.
+    """
+    best = chosen(candidates(table, rows))
+    places = {_planned_place(table, method, one.changes): method for method, one in best.items()}
+    finals: dict[str, dict[float, dict[int, float]]] = {method: {} for method in second.METHODS}
+    for row in rows:
+        if row.phase == "counted":
+            if _place(row) not in places:
+                raise ValueError(
+                    f"{table}: a counted run of {row.surrogate} with seed {row.seed} has a configuration that the "
+                    "tuning did not choose"
+                )
+            finals[places[_place(row)]].setdefault(row.learning_rate, {})[row.seed] = row.success_after
+    found = Contest(second.REGIMES[table], finals)
+    if unplanned := {rate for by_rate in finals.values() for rate in by_rate} - set(found.rates):
+        raise ValueError(
+            f"{table}: counted runs at {min(unplanned):g}, which the protocol adds only when all runs at the planned "
+            "rates are there and a method is best at that end"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class PairedTest:
+    """The new method minus a rival in one regime, paired by seed.
+
+    Attributes:
+        table: The name of the regime's table.
+        rival: The rival's key in `second.METHODS`.
+        rates: The learning rates of the new method and of the rival.
+        estimate: The mean difference.
+        p_value: One-sided.
+    """
+
+    table: str
+    rival: str
+    rates: tuple[float, float]
+    estimate: SeedMean
+    p_value: float
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A hypothesis of the second part with its tests, all of which must be significant.
+
+    Attributes:
+        name: Its name in `docs/study.md`.
+        tests: Its tests; empty before all runs are there, or where there is no rate above the clip's best one.
+        corrected: Its largest p-value after Holm's correction, for those that are corrected together.
+    """
+
+    name: str
+    tests: Sequence[PairedTest]
+    corrected: float | None = None
+
+    @property
+    def p_value(self) -> float | None:
+        """The largest p-value of its tests; None without tests."""
+        return max((test.p_value for test in self.tests), default=None)
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether it holds; None as long as that is open."""
+        decisive = self.p_value if self.corrected is None else self.corrected
+        return None if self.p_value is None or decisive is None else decisive < LEVEL
+
+
+def hypotheses(contests: Mapping[str, Contest]) -> list[Hypothesis]:
+    """H1 to H4 of `docs/study.md`.
+
+    Args:
+        contests: The counted runs of each regime, by the name of its table.
+    """
+
+    def tests(tables: Sequence[str], rivals: Sequence[str], *, fast: bool, margin: float = 0.0) -> list[PairedTest]:
+        """One test for each regime and rival; none unless all can be made."""
+        made = []
+        for table in tables:
+            found = contests[table]
+            if not found.complete or (fast and found.fast_rate is None):
+                return []
+            for rival in rivals:
+                fast_rate = found.fast_rate if fast else None
+                rates = fast_rate or found.best_rate(second.NEW), fast_rate or found.best_rate(rival)
+                made.append(_test(found, table, rival, rates, margin))
+        return made
+
+    first = Hypothesis("H1", tests(list(second.REGIMES), second.PENALTIES, fast=False, margin=MARGIN))
+    others = [
+        Hypothesis("H2", tests(second.FAST, second.PENALTIES, fast=True)),
+        Hypothesis("H3", tests([second.OLD], ["clip", *second.PENALTIES], fast=False)),
+        Hypothesis("H4", tests(second.FAST, ["troll"], fast=True)),
+    ]
+    # One that is still open counts with 1.
+    corrected = holm([1.0 if one.p_value is None else one.p_value for one in others])
+    return [first, *(replace(one, corrected=value) for one, value in zip(others, corrected, strict=True))]
+
+
+def _test(found: Contest, table: str, rival: str, rates: tuple[float, float], margin: float) -> PairedTest:
+    """With a margin, a t test that the difference is above −margin; else sign flips, that it is above 0."""
+    first, second_finals = found.finals[second.NEW][rates[0]], found.finals[rival][rates[1]]
+    estimate, differences = paired_difference(first, second_finals), seed_differences(first, second_finals)
+    assert estimate is not None  # a complete regime has all seeds
+    if margin:
+        p_value = float(stats.ttest_1samp(differences, -margin, alternative="greater").pvalue)
+    else:
+        p_value = sign_flip_p_value(differences, "greater")
+    return PairedTest(table, rival, rates, estimate, p_value)
+
+
+def _place(row: Result) -> tuple[str, str, Settings]:
+    """What a run has in common with the others of its configuration."""
+    return row.regime, row.surrogate, row.settings
+
+
+def _planned_place(table: str, method: str, changes: second.Changes) -> tuple[str, str, Settings]:
+    rates = second.REGIMES[table].rates
+    regime, surrogate, _, settings, _ = identity_of(second.plan(table, method, changes, rates[:1], seed=0)[0])
+    return regime, surrogate, settings

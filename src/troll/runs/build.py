@@ -1,0 +1,225 @@
+"""Everything that a run needs before its first step, from its recipe. A mistake in the recipe is found here."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from safetensors import SafetensorError
+from transformers import AutoProcessor, PreTrainedTokenizerBase, PrinterCallback, ProcessorMixin, ProgressCallback
+from trl import get_peft_config, get_quantization_config
+
+from troll.evaluation.training_task import TrainingTask
+from troll.recipes import Recipe, RecipeError
+from troll.runs.memory import UnknownMemory
+from troll.runs.plan import Plan, this_machine
+from troll.runs.publishing import check_back_ends, check_hub
+from troll.runs.resume import checkpoint_of
+from troll.runs.toy_model import toy_model
+from troll.runs.toy_network import TOY, TOY_MODELS
+from troll.tasks import Task, load_task
+from troll.tasks.chat_template import longest_prompt, prompt_texts
+from troll.tasks.decontaminate import decontaminate
+from troll.terminal import one_line, say
+from troll.trl import TrollTrainer
+
+
+@dataclass(frozen=True)
+class BuiltRun:
+    """A run that can start.
+
+    Attributes:
+        recipe: What was asked for, with every setting resolved.
+        folder: Its folder, which exists.
+        checkpoint: The trainer's `resume_from_checkpoint`.
+        task: The task to train on.
+        others: The other tasks to evaluate on.
+        trained_on: How the model is prompted, for `task.json`.
+        trainer: The trainer, which logs and saves nothing by itself.
+    """
+
+    recipe: Recipe
+    folder: Path
+    checkpoint: str | bool | None
+    task: Task
+    others: Sequence[Task]
+    trained_on: TrainingTask
+    trainer: TrollTrainer
+
+
+def build(recipe: Recipe, console: Console) -> BuiltRun:
+    """Checks a recipe, loads what it names, and makes the trainer.
+
+    Args:
+        recipe: The recipe from `troll.recipes.load`.
+        console: The console for the lines about memory.
+
+    Raises:
+        RecipeError: If the output folder, the model, a checkpoint, a logging back end or the hub cannot be used, the
+            run does not fit into the GPU's memory, or a resumed run has other settings than before.
+        troll.tasks.TaskError: If the task cannot be loaded, or the model's chat template refuses its prompts.
+    """
+    folder = Path(recipe.training.output_dir or "trainer_output")
+    try:
+        check_back_ends(recipe.training.report_to or [])
+        check_hub(recipe.training)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    # One process comes first, and the others find the cached model.
+    with recipe.training.main_process_first(local=False):
+        checkpoint = checkpoint_of(recipe, folder)
+        path = model_path(recipe)
+    processor = _processor(recipe, path)
+    task, others = _tasks(recipe, conversational=processor.chat_template is not None)
+    variables = dict(recipe.training.chat_template_kwargs or {})  # type: ignore[arg-type]  # a string was parsed
+    for each in (task, *others):
+        _check_prompt(processor, each, variables)
+    _check_memory(recipe, path, [task, *others], processor, variables, console)
+    trainer = _trainer(recipe, path, processor, task)
+    # A resumed run has its first evaluation in the checkpoint's log; another one would use up random numbers.
+    trainer.args.eval_on_start = trainer.args.eval_on_start and checkpoint is None
+    return BuiltRun(recipe, folder, checkpoint, task, others, TrainingTask.of(recipe.task, variables), trainer)
+
+
+def model_path(recipe: Recipe) -> str:
+    """The name or the folder of the recipe's model; a toy model is made if the cache lacks it.
+
+    Raises:
+        RecipeError: If the recipe names no model, or a toy model cannot be kept.
+        troll.tasks.TaskError: If the toy model cannot learn the task.
+    """
+    name = recipe.model.model_name_or_path
+    if name is None:
+        raise RecipeError("no model: name one with --model_name_or_path")
+    if name not in TOY_MODELS:
+        if recipe.task.warm_up:
+            raise RecipeError(
+                f"warm_up is how the model {TOY!r} learns the task before the run: leave it out for {name!r}"
+            )
+        return name
+    try:
+        return str(toy_model(recipe.task, name, seed=recipe.training.seed))
+    except OSError as error:
+        raise RecipeError(f"the toy model cannot be kept in the cache folder: {error}") from error
+
+
+def _tasks(recipe: Recipe, conversational: bool) -> tuple[Task, list[Task]]:
+    """The task to train on, and the other tasks to evaluate on."""
+    if recipe.task.eval_tasks and recipe.training.dataloader_persistent_workers:
+        raise RecipeError(
+            "eval_tasks and dataloader_persistent_workers exclude each other: transformers keeps the workers of one "
+            "data set, and would evaluate on it again; leave one of them out"
+        )
+    task = load_task(recipe.task, conversational=conversational, for_training=True)
+    others = [load_task(config, conversational=conversational) for config in recipe.task.other_tasks()]
+    return (decontaminate(task, others) if others else task), others
+
+
+def _check_prompt(processor: PreTrainedTokenizerBase | ProcessorMixin, task: Task, variables: dict[str, Any]) -> None:
+    """Writes a prompt as TRL will, since some chat templates refuse some conversations."""
+    if "images" not in task.eval_dataset.column_names:
+        prompt = task.eval_dataset.select_columns("prompt")[0]["prompt"]
+        prompt_texts(processor, [prompt], task.name, variables)
+
+
+def _check_memory(
+    recipe: Recipe,
+    model_path: str,
+    tasks: Sequence[Task],
+    processor: PreTrainedTokenizerBase | ProcessorMixin,
+    variables: dict[str, Any],
+    console: Console,
+) -> None:
+    """Prints the memory that the run takes, and refuses a run that cannot fit on a GPU."""
+    prompt = longest_prompt(tasks, processor, variables)
+    found = Plan(recipe, this_machine(recipe.training), model_path, prompt)
+    main = recipe.training.process_index == 0
+    try:
+        lines = found.lines()
+    except UnknownMemory as error:
+        if main:
+            warnings.warn(str(error), stacklevel=2)
+        return
+    if main:
+        for line in lines:
+            say(console, line)
+    if found.fits:
+        return
+    if found.machine.on_gpu:
+        raise RecipeError(found.remedy())
+    if main:  # on a CPU this is only a warning, since RAM can be swapped
+        warnings.warn(found.remedy(), stacklevel=2)
+
+
+def _processor(recipe: Recipe, model_path: str) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """The model's tokenizer; for a vision-language model, its processor."""
+    try:
+        return AutoProcessor.from_pretrained(
+            model_path,
+            revision=recipe.model.model_revision,
+            trust_remote_code=recipe.training.trust_remote_code,
+            padding_side="left",
+        )
+    except ImportError as error:
+        raise RecipeError(
+            f"the processor of {model_path} needs a package that is missing: {one_line(error)}"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise _missing_model(model_path) from error
+
+
+def _missing_model(model_path: str) -> RecipeError:
+    if Path(model_path).exists():
+        return RecipeError(f"{model_path} does not hold a model and a tokenizer that transformers can load")
+    return RecipeError(
+        f"cannot load the model {model_path!r}: there is no such folder, and the Hugging Face hub does not have it or "
+        "cannot be reached; check the name and the network, or give a local folder with --model_name_or_path"
+    )
+
+
+def _trainer(
+    recipe: Recipe, model_path: str, processor: PreTrainedTokenizerBase | ProcessorMixin, task: Task
+) -> TrollTrainer:
+    training, model = recipe.training, recipe.model
+    # As in TRL's own script; the configuration has parsed a string.
+    training.model_init_kwargs = {
+        "revision": model.model_revision,
+        "trust_remote_code": training.trust_remote_code,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+    } | dict(training.model_init_kwargs or {})  # type: ignore[arg-type]
+    training.disable_tqdm = True
+    if training.reward_weights is None:
+        training.reward_weights = task.reward_weights
+    try:
+        trainer = TrollTrainer(
+            model_path,
+            task.reward_funcs,
+            training,
+            train_dataset=task.train_dataset,
+            eval_dataset=task.eval_dataset,
+            processing_class=processor,
+            peft_config=get_peft_config(model),
+            quantization_config=get_quantization_config(model),
+        )
+    except SafetensorError as error:
+        raise RecipeError(f"the weights of {model_path} cannot be read, {error}: fetch or save them anew") from error
+    except OSError as error:
+        raise _missing_model(model_path) from error
+    except ValueError as error:  # TRL checks some settings only here
+        raise RecipeError(one_line(error)) from error
+    assert training.generation_batch_size is not None and training.num_generations is not None  # set by the parent
+    wanted = training.generation_batch_size // training.num_generations
+    if len(task.train_dataset) < wanted:  # TRL would drop the incomplete rollout, and end without a step
+        raise RecipeError(
+            f"a rollout takes {wanted} prompts (generation_batch_size / num_generations), and task {task.name} has "
+            f"{len(task.train_dataset)} to train on: lower per_device_train_batch_size or updates_per_rollout, or "
+            "raise num_generations"
+        )
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    return trainer

@@ -1,0 +1,315 @@
+"""Several runs together: groups of runs that differ only in their seed, and the differences between groups.
+
+It needs neither the trainer nor the recipes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Generic, Protocol, TypeVar
+
+from troll.files import read_json
+from troll.runs.curves import number
+from troll.runs.recorded import DEFAULT_SURROGATE, MANIFEST, SURROGATE, Measure, Run, is_comparison, read_runs
+from troll.runs.statistics import SeedMean, paired_difference, seed_mean
+
+# Settings whose differences do not make another method.
+_OF_THE_FOLDER = {"output_dir", "resume_from_checkpoint"}
+_NO_AXIS = _OF_THE_FOLDER | {"seed", SURROGATE}
+
+Row = tuple[tuple[str, str], ...]  # the recipe, then (field, value) of each other difference of runs, without the seed
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method: a surrogate, and the row of the table in which it is.
+
+    Attributes:
+        row: The recipe and the settings that distinguish it from others with its surrogate.
+        surrogate: What kept the updates near the old policy, which is its column of the table.
+    """
+
+    row: Row
+    surrogate: str
+
+    @property
+    def label(self) -> str:
+        """The method in words."""
+        return " ".join(filter(None, [row_label(self.row), self.surrogate]))
+
+
+@dataclass(frozen=True)
+class Group(Method):
+    """The finished runs of a method, which differ only in their seed.
+
+    Attributes:
+        runs: The runs in the order of their seeds, at least one.
+        planned: The number of runs with the unfinished ones.
+        measure: The measure by which they are compared.
+    """
+
+    runs: Sequence[Run]
+    planned: int
+    measure: Measure
+
+    @property
+    def finals(self) -> dict[int, float]:
+        """The measure after training by seed, of the runs that have it."""
+        return {run.seed: value for run in self.runs if (value := run.final(self.measure)) is not None}
+
+    @property
+    def final(self) -> SeedMean | None:
+        """The mean of the final measure over seeds; None if no run has it."""
+        values = list(self.finals.values())
+        size = number(self.runs[0].summary.get("eval_size"), (1, math.inf)) if self.measure == "success" else None
+        return seed_mean(values, None if size is None else int(size)) if values else None
+
+    def mean(self, key: str) -> float | None:
+        """The mean of a figure of the summary over the runs that have it."""
+        values = [value for run in self.runs if (value := number(run.summary.get(key))) is not None]
+        return fmean(values) if values else None
+
+
+class Compared(Protocol):
+    """What can be compared seed by seed."""
+
+    @property
+    def finals(self) -> dict[int, float]:
+        """The final result of each seed."""
+
+
+class Measured(Compared, Protocol):
+    """A method with results, as `Group` is one."""
+
+    @property
+    def row(self) -> Row:
+        """The row of the table."""
+
+    @property
+    def surrogate(self) -> str:
+        """The column of the table."""
+
+    @property
+    def label(self) -> str:
+        """Its name in words."""
+
+    @property
+    def measure(self) -> Measure:
+        """What the results are."""
+
+    @property
+    def final(self) -> SeedMean | None:
+        """The mean over seeds; None without a result."""
+
+
+C = TypeVar("C", bound=Compared)
+M = TypeVar("M", bound=Measured)
+
+
+@dataclass(frozen=True)
+class Difference(Generic[C]):
+    """The difference between two methods, seed by seed.
+
+    Attributes:
+        first: The method from which is subtracted.
+        second: The method that is subtracted.
+        estimate: The mean difference of the final results, over common seeds.
+    """
+
+    first: C
+    second: C
+    estimate: SeedMean
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several runs, ordered.
+
+    Attributes:
+        runs: All runs, including the unfinished ones.
+        commands: The commands that made them, as far as these are known.
+    """
+
+    runs: Sequence[Run]
+    commands: Sequence[str] = ()
+
+    @cached_property
+    def finished(self) -> list[Run]:
+        """The finished runs."""
+        return [run for run in self.runs if run.finished]
+
+    @cached_property
+    def measure(self) -> Measure:
+        """The measure by which the runs are compared."""
+        return measure_of(self.finished)
+
+    @cached_property
+    def common_settings(self) -> dict[str, Any]:
+        """The settings that all finished runs share, except for their folder."""
+        first, *others = [dict(run.settings) for run in self.finished] or [{}]
+        return {
+            name: value
+            for name, value in first.items()
+            if name not in _OF_THE_FOLDER and all(name in other and other[name] == value for other in others)
+        }
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The finished runs by everything but their seed, in the order of the runs.
+
+        Raises:
+            ValueError: If two runs do not differ, not even in their seed.
+        """
+        members: dict[tuple[Row, str], dict[int, Run]] = {}
+        for run, row in zip(self.finished, _rows(self.finished), strict=True):
+            runs = members.setdefault((row, run.surrogate), {})
+            if run.seed in runs:
+                raise ValueError(f"{runs[run.seed].name} and {run.name} do not differ: leave one of them out")
+            runs[run.seed] = run
+        left_out = [run for run in self.runs if not run.finished]
+        return [
+            Group(
+                row=row,
+                surrogate=surrogate,
+                runs=[runs[seed] for seed in sorted(runs)],
+                planned=len(runs) + sum(_belongs(run, row, surrogate) for run in left_out),
+                measure=self.measure,
+            )
+            for (row, surrogate), runs in members.items()
+        ]
+
+    @cached_property
+    def surrogates(self) -> list[str]:
+        """The table's columns."""
+        return list(dict.fromkeys(group.surrogate for group in self.groups))
+
+    @cached_property
+    def table(self) -> dict[Row, dict[str, Group]]:
+        """The groups by row and column."""
+        return table_of(self.groups)
+
+    @cached_property
+    def differences(self) -> list[Difference[Group]]:
+        """TROLL's groups (or the first surrogate's) minus each other's; with one surrogate, each group minus the first.
+
+        Two groups are compared if they agree on the settings that both read, and have a common seed.
+        """
+        several = len(self.surrogates) > 1
+        pairs = rivals(self.groups) if several else [(group, self.groups[0]) for group in self.groups[1:]]
+        estimates = [(one, other, paired_difference(one.finals, other.finals)) for one, other in pairs]
+        return [Difference(first, second, found) for first, second, found in estimates if found is not None]
+
+
+def measure_of(runs: Sequence[Run]) -> Measure:
+    """The measure by which finished runs can be compared."""
+    finals, rewards = [run.final("success") for run in runs], [run.final("reward") for run in runs]
+    return "reward" if set(finals) == {None} and set(rewards) != {None} else "success"
+
+
+def row_label(row: Row) -> str:
+    """A row in words: the recipe, and the settings as `field=value`."""
+    return " ".join(value if name == "recipe" else f"{name}={value}" for name, value in row)
+
+
+def table_of(methods: Sequence[M]) -> dict[Row, dict[str, M]]:
+    """The methods by row and surrogate.
+
+    A method that does not read all of a row's settings belongs to several rows, if no other with its surrogate reads
+    more of them. A row whose settings are all part of another row's is merged into that one.
+    """
+    rows = dict.fromkeys(method.row for method in methods)
+    table: dict[Row, dict[str, M]] = {row: {} for row in rows if not any(set(row) < set(other) for other in rows)}
+    for method in sorted(methods, key=lambda method: len(method.row), reverse=True):
+        for row, cells in table.items():
+            if set(method.row) <= set(row):
+                cells.setdefault(method.surrogate, method)
+    return table
+
+
+def panels(methods: Sequence[M]) -> list[tuple[str, dict[str, M]]]:
+    """The methods that share a plot, by name: the surrogates of a row; with a single surrogate, the rows."""
+    surrogates = list(dict.fromkeys(method.surrogate for method in methods))
+    if len(surrogates) == 1:
+        return [(surrogates[0], {row_label(method.row): method for method in methods})]
+    return [
+        (row_label(row), {name: cells[name] for name in surrogates if name in cells})
+        for row, cells in table_of(methods).items()
+    ]
+
+
+def rivals(methods: Sequence[M]) -> list[tuple[M, M]]:
+    """TROLL's methods, or else the first surrogate's, each with every other surrogate's that it can be compared to.
+
+    Two methods can be compared if they agree on the settings that both read.
+    """
+    surrogates = [method.surrogate for method in methods]
+    base = DEFAULT_SURROGATE if DEFAULT_SURROGATE in surrogates else next(iter(surrogates), "")
+    return [
+        (one, other)
+        for one in methods
+        for other in methods
+        if one.surrogate == base != other.surrogate and _agree(one.row, other.row)
+    ]
+
+
+def _agree(first: Row, second: Row) -> bool:
+    """Whether two rows have the same values of the settings that both contain."""
+    values = dict(second)
+    return all(values.get(name, value) == value for name, value in first)
+
+
+def read_comparison(paths: Sequence[Path]) -> Comparison:
+    """Reads run folders and comparison folders.
+
+    Raises:
+        FileNotFoundError: If a folder is neither, or none has a run.
+        ValueError: If a file is malformed.
+    """
+    manifests = [read_json(path / MANIFEST) for path in paths if is_comparison(path)]
+    commands = [manifest.get("command") for manifest in manifests]
+    return Comparison(read_runs(paths), [command for command in commands if isinstance(command, str)])
+
+
+def _belongs(run: Run, row: Row, surrogate: str) -> bool:
+    """Whether an unfinished run would belong to a group."""
+    (_, recipe), *settings = row
+    return (
+        run.surrogate == surrogate
+        and run.recipe == recipe
+        and all(_text(run.settings.get(name)) == value for name, value in settings)
+    )
+
+
+def _rows(runs: Sequence[Run]) -> list[Row]:
+    """The row of each run: its recipe, and the settings in which runs differ, without the surrogate and the seed.
+
+    A setting in which runs of one recipe differ counts for runs whose surrogate reads it, or may read it.
+    """
+    by_some: set[str] = set().union(*(run.settings_read or () for run in runs))
+    own = []
+    for run in runs:
+        unread = set() if run.settings_read is None else by_some - run.settings_read
+        unread |= set(run.summary.get("surrogate_sets", ()))  # the recipe's value was replaced
+        unread |= run.settled  # each method has its own value
+        # A run's configuration leaves out what is None, which another run may have set.
+        settings = {**(run.summary.get("surrogate_settings") or {}), **run.settings}
+        own.append({name: _text(value) for name, value in settings.items() if name not in _NO_AXIS | unread})
+    values: dict[tuple[str, str], set[str]] = {}
+    for run, settings in zip(runs, own, strict=True):
+        for name, value in settings.items():
+            values.setdefault((run.recipe, name), set()).add(value)
+    axes = {name for (_, name), seen in values.items() if len(seen) > 1}
+    return [
+        (("recipe", run.recipe), *((name, value) for name, value in settings.items() if name in axes))
+        for run, settings in zip(runs, own, strict=True)
+    ]
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,331 @@
+"""The page about several runs: final success, paired differences and curves over seeds in a single HTML file."""
+
+from __future__ import annotations
+
+import json
+import os.path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import yaml
+
+from troll.files import write_atomically
+from troll.runs.charts import HELD_OUT
+from troll.runs.comparison import Comparison, Group, panels, read_comparison, row_label
+from troll.runs.comparison_tables import as_json, cell, difference, figure, markdown, result_interval
+from troll.runs.curves import held_out_success, metric_points
+from troll.runs.dot_figures import outcome_section
+from troll.runs.page_frame import duration, figure_card, html_table, render
+from troll.runs.plot import (
+    COLOURS,
+    Points,
+    Scale,
+    columns,
+    line_mark,
+    line_style,
+    running_mean,
+    set_scale,
+    svg,
+    thin,
+    window,
+)
+from troll.runs.recorded import Measure, Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MOST_POINTS = 100  # points of a line: a page has many lines
+_TABLE_NOTE = (
+    "Mean ± standard deviation over seeds; in brackets the number of seeds, and of planned ones if some runs have not "
+    "finished; below it the 95 % interval of the mean, by Student's t over seeds"
+)
+_TABLE_NOTE_ENDS: dict[Measure, str] = {
+    "success": ", or for a single seed by Wilson's formula over its answers.",
+    "reward": ". Rewards of different tasks, or of different reward models, do not compare.",
+}
+_DIFFERENCE_NOTE = (
+    "The difference of each seed: what a seed fixes, such as the initial model, cancels. In square brackets the 95 % "
+    "interval of the mean by the paired t, in round ones the number of seeds. An interval that contains 0 is no "
+    "evidence of a difference."
+)
+_PERCENT: dict[Measure, str] = {"success": ", %", "reward": ""}
+_POINTS: dict[Measure, str] = {"success": ", percentage points", "reward": ""}
+
+
+@dataclass(frozen=True)
+class _Metric:
+    key: str
+    title: str
+    scale: Scale
+    caption: str
+
+
+_METRICS = (
+    _Metric(HELD_OUT, "Held-out success", "percent", "Share of sampled answers to held-out problems that are right."),
+    _Metric("eval_reward", "Held-out reward", "linear", "Mean per answer to the held-out prompts."),
+    _Metric("reward", "Reward", "linear", "Mean per completion of the training batches."),
+    _Metric("entropy", "Entropy", "from zero", "Nats per token. A drop to almost 0 means no more exploration."),
+    _Metric(
+        "trust_region/kl_before_mean",
+        "KL to the old policy",
+        "from zero",
+        "Nats, of the mean token before any projection.",
+    ),
+    _Metric(
+        "trust_region/diagnostics/sequence_kl",
+        "KL of whole sequences",
+        "from zero",
+        "Nats, from the policy that sampled a completion to the network, summed over its tokens.",
+    ),
+    _Metric("trust_region/projected_fraction", "Projected fraction", "percent", "Share of tokens outside the bound."),
+    _Metric("clip_ratio/region_mean", "Clipped fraction", "percent", "Share of tokens whose gradient the clip cuts."),
+    _Metric(
+        "trust_region/tail_mass",
+        "Tail mass",
+        "from zero",
+        "Probability of the old policy outside the tokens that are kept.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class _Band:
+    """A metric of a group at common steps: mean, smallest and largest of its runs.
+
+    Its place gives it its colour: that among all groups of its row, so that a plot without some of them keeps colours.
+    """
+
+    place: int
+    mean: Points
+    low: Points
+    high: Points
+
+
+def write_comparison(paths: Sequence[Path], folder: Path) -> Path:
+    """Writes `comparison.json`, `comparison.md` and `comparison.html` about several runs.
+
+    The same files give the same bytes. Unfinished runs are named and do not count.
+
+    Args:
+        paths: Run folders, and folders of `troll compare`.
+        folder: The folder to write to; made if it does not exist.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        FileNotFoundError: If a path holds no runs.
+        ValueError: If a file is malformed, or two runs do not differ.
+        ImportError: If matplotlib is not installed; the other two files are still written.
+    """
+    comparison = read_comparison(paths)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "comparison.json", json.dumps(as_json(comparison), indent=2) + "\n")
+    write_atomically(folder / "comparison.md", markdown(comparison))
+    page = folder / "comparison.html"
+    write_atomically(page, comparison_html(comparison, folder))
+    return page
+
+
+def comparison_html(comparison: Comparison, folder: Path) -> str:
+    """The page; its links to the pages of single runs are relative to `folder`."""
+    seeds = {run.seed for run in comparison.finished}
+    sections = (_outcome, _final_table, _difference_table, _curves, _effort_table)
+    body = [section(comparison) for section in sections if comparison.groups]
+    body = body or ['<p class="note">No run has finished yet.</p>']
+    recipes = ", ".join(dict.fromkeys(escape(run.recipe) for run in comparison.finished))
+    count = len(comparison.finished)
+    return render(
+        title="TROLL: comparison",
+        heading=f"TROLL · comparison of {recipes}" if recipes else "TROLL · comparison",
+        headline=f'<p class="headline">{count} run{"s" * (count != 1)}, {len(seeds)} seed{"s" * (len(seeds) != 1)}</p>',
+        body="\n".join(
+            filter(
+                None,
+                [*body, _unfinished(comparison.runs), _how_it_was_made(comparison, folder)],
+            )
+        ),
+        footer="Written by <code>troll report</code>.",
+    )
+
+
+def _outcome(comparison: Comparison) -> str:
+    """The figures of the results and of the differences."""
+    return outcome_section(comparison.groups, comparison.differences)
+
+
+def _final_table(comparison: Comparison) -> str:
+    measure = comparison.measure
+    rows = [
+        [escape(row_label(row))] + [_final(cells.get(name)) for name in comparison.surrogates]
+        for row, cells in comparison.table.items()
+    ]
+    table = html_table(["", *map(escape, comparison.surrogates)], rows)
+    note = f'<p class="note">{_TABLE_NOTE}{_TABLE_NOTE_ENDS[measure]}</p>'
+    return f"<h2>Final held-out {measure}{_PERCENT[measure]}</h2>\n{table}\n{note}"
+
+
+def _final(group: Group | None) -> str:
+    estimate = group.final if group else None
+    interval = None if group is None or estimate is None else result_interval(estimate, group.measure)
+    if group is None or interval is None:
+        return cell(group)
+    low, high = interval
+    return f"{cell(group)}<small>{figure(low, group.measure)} to {figure(high, group.measure)}</small>"
+
+
+def _difference_table(comparison: Comparison) -> str:
+    if not comparison.differences:
+        return ""
+    measure = comparison.measure
+    rows = [
+        [escape(found.first.label), escape(found.second.label), difference(found.estimate, measure)]
+        for found in comparison.differences
+    ]
+    table = html_table(["", "minus", "difference"], rows)
+    return (
+        f'<h2>Paired differences in {measure}{_POINTS[measure]}</h2>\n{table}\n<p class="note">{_DIFFERENCE_NOTE}</p>'
+    )
+
+
+def _effort_table(comparison: Comparison) -> str:
+    rows = []
+    for group in comparison.groups:
+        time, training = group.mean("seconds"), group.mean("training_seconds")
+        entropy, before = group.mean("entropy_after"), group.mean(f"{comparison.measure}_before")
+        rows.append(
+            [
+                escape(group.label),
+                str(len(group.runs)),
+                "–" if before is None else figure(before, comparison.measure),
+                "–" if entropy is None else f"{entropy:.3f}",
+                "–" if time is None else duration(time),
+                "–" if training is None else duration(training),
+            ]
+        )
+    before_head = f"{comparison.measure} before{_PERCENT[comparison.measure]}"
+    head = ["", "runs", before_head, "final entropy", "time since the last resume", "time in training steps"]
+    return f"<h2>Runs</h2>\n{html_table(head, rows)}"
+
+
+def _unfinished(runs: Sequence[Run]) -> str:
+    items = [
+        f"<li>{escape(run.name)} is left out: it is {escape(run.status)}.</li>" for run in runs if not run.finished
+    ]
+    return f'<ul class="missing">{"".join(items)}</ul>' if items else ""
+
+
+def _how_it_was_made(comparison: Comparison, folder: Path) -> str:
+    """The commands, the settings that the finished runs share, and links to the pages of single runs."""
+    parts = [
+        f"<details open><summary>Command</summary><pre>{escape(text)}</pre></details>" for text in comparison.commands
+    ]
+    if comparison.common_settings:
+        settings = escape(yaml.safe_dump(comparison.common_settings, sort_keys=False))
+        parts.append(f"<details><summary>Settings that all runs share</summary><pre>{settings}</pre></details>")
+    reports = [(run.name, run.folder / "report.html") for run in comparison.runs]
+    links = [
+        f'<li><a href="{escape(quote(Path(os.path.relpath(report, folder)).as_posix()))}">{escape(name)}</a></li>'
+        for name, report in reports
+        if report.is_file()
+    ]
+    if links:
+        parts.append(f"<details><summary>Pages of single runs</summary><ul>{''.join(links)}</ul></details>")
+    return "\n".join(["<h2>How it was made</h2>", *parts]) if parts else ""
+
+
+def _curves(comparison: Comparison) -> str:
+    found = []
+    for metric in _METRICS:
+        plots = [
+            (title, {label: band for label, place, group in lines if (band := _band(metric, group, place)) is not None})
+            for title, lines in _plots(comparison)
+        ]
+        if plots := [(title, bands) for title, bands in plots if bands]:
+            found.append((metric, plots))
+    how = "Line: mean over seeds; band: smallest to largest seed."
+    if all(len(plots) == 1 for _, plots in found):  # a plot for each metric: they share the width of the page
+        cards = [
+            _card(f"{metric.title} 1", metric.title, bands, metric, [bands], metric.caption)
+            for metric, ((_, bands),) in found
+        ]
+        return "\n".join(["<h2>Curves</h2>", '<div class="cards">', *cards, "</div>", f'<p class="note">{how}</p>'])
+    parts = []
+    for metric, plots in found:
+        every = [bands for _, bands in plots]
+        cards = [
+            _card(f"{metric.title} {index}", title, bands, metric, every)
+            for index, (title, bands) in enumerate(plots, start=1)
+        ]
+        note = f"{metric.caption} {how[:-1]}; one scale in all plots."
+        parts += [f"<h2>{metric.title}</h2>", '<div class="cards">', *cards, "</div>", f'<p class="note">{note}</p>']
+    return "\n".join(parts)
+
+
+def _plots(comparison: Comparison) -> list[tuple[str, list[tuple[str, int, Group]]]]:
+    """The groups that share a plot, at most one for each colour, each with its label and its place."""
+    numbered = [
+        (title, [(label, place, group) for place, (label, group) in enumerate(lines.items())])
+        for title, lines in panels(comparison.groups)
+    ]
+    return [
+        (title, lines[start : start + len(COLOURS)])
+        for title, lines in numbered
+        for start in range(0, len(lines), len(COLOURS))
+    ]
+
+
+def _band(metric: _Metric, group: Group, place: int) -> _Band | None:
+    logged = [dict(points) for run in group.runs if (points := _logged(metric, run))]
+    common = sorted(set.intersection(*map(set, logged))) if logged else []
+    # Thinned only once they have the same steps: otherwise lines that began at different steps would share no point.
+    smoothed = [_smoothed(metric, [(step, line[step]) for step in common]) for line in logged]
+
+    def over_seeds(pick: Callable[[list[float]], float]) -> Points:
+        return [(points[0][0], pick([value for _, value in points])) for points in zip(*smoothed, strict=True)]
+
+    return _Band(place, over_seeds(fmean), over_seeds(min), over_seeds(max)) if common else None
+
+
+def _logged(metric: _Metric, run: Run) -> Points:
+    return held_out_success(run.rows, run.summary) if metric.key == HELD_OUT else metric_points(run.rows, metric.key)
+
+
+def _smoothed(metric: _Metric, points: Points) -> Points:
+    if metric.key.startswith("eval_"):
+        return points
+    points = thin(points, _MOST_POINTS)
+    return running_mean(points, window(len(points)))
+
+
+def _card(
+    name: str,
+    title: str,
+    bands: Mapping[str, _Band],
+    metric: _Metric,
+    every: Sequence[Mapping[str, _Band]],
+    caption: str | None = None,
+) -> str:
+    """A plot of some bands on the scales of all of them."""
+    slug = name.lower().replace(" ", "-")
+    ends = [value for panel in every for band in panel.values() for _, value in [*band.low, *band.high]]
+    margin = 0.05 * ((max(ends) - min(ends)) or 1.0)
+    last = max(step for panel in every for band in panel.values() for step, _ in band.mean)
+
+    def paint(axes: Axes) -> None:
+        for band in bands.values():
+            style, (steps, means) = line_style(band.place), columns(band.mean)
+            low, high = columns(band.low)[1], columns(band.high)[1]
+            axes.fill_between(steps, low, high, color=style["color"], alpha=0.15, linewidth=0)
+            axes.plot(steps, means, **style, marker="." if len(steps) <= 2 else "")
+        set_scale(axes, metric.scale, [])
+        axes.set_ylim(min(ends) - margin, max(ends) + margin)
+
+    plot = svg(slug, escape(f"{metric.title}, {title}"), max(1, last), paint)
+    legend = {escape(label): line_mark(band.place) for label, band in bands.items()}
+    return figure_card(slug, escape(title), plot, legend, caption)

@@ -1,0 +1,203 @@
+"""What came of a run: its model, summary, verdicts and card, and the lines that end it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from troll.files import write_atomically
+from troll.recipes import Recipe
+from troll.runs.build import BuiltRun
+from troll.runs.charts import SUCCESS
+from troll.runs.model_card import CARD_FILE, model_card
+from troll.runs.publishing import push
+from troll.runs.report import write_report
+from troll.tasks import Task
+from troll.terminal import say
+from troll.trl import TrollTrainer
+from troll.trl.checkpoints import newest_complete
+from troll.trl.surrogates import SURROGATES, settings_read
+
+
+class RunResult:
+    """What a run leaves in its folder.
+
+    The time of the run begins here, and the commit is read here, since a checkout may move on meanwhile.
+
+    Args:
+        run: The run, of which every process makes an outcome; only the main one writes.
+    """
+
+    def __init__(self, run: BuiltRun) -> None:
+        self._run, self._status = run, "unfinished"
+        self._start, self._commit = time.monotonic(), commit_of(Path(__file__).parents[1])
+
+    def write(self, status: str, console: Console) -> None:
+        """Saves the model, writes all files at the end of training, and prints what came of it.
+
+        Args:
+            status: "finished", "interrupted" or "failed".
+            console: The console for the lines.
+        """
+        self._status = status
+        run, trainer, folder = self._run, self._run.trainer, self._run.folder
+        trainer.save_model(str(folder / "model"), _internal_call=True)  # pushed below, when it is complete
+        if not trainer.is_world_process_zero():
+            return
+        summary = self._summary()
+        write_atomically(folder / "summary.json", json.dumps(summary, indent=2))
+        write_verdicts(folder, trainer, run.task)
+        run.trained_on.write(folder / "model")
+        self.write_card()
+        shutil.copyfile(folder / CARD_FILE, folder / "model" / CARD_FILE)
+        if status == "finished" and trainer.hub_model_id is not None:
+            say(console, push(folder / "model", trainer.hub_model_id, run.recipe.training))
+        tell(summary, folder, console)
+
+    def write_card(self, *_: Any, **__: Any) -> None:
+        """Writes the model card; takes the arguments of TRL's `create_model_card`, which it replaces."""
+        run = self._run
+        if run.trainer.is_world_process_zero():
+            name = run.trainer.hub_model_id or str(run.folder / "model")
+            card = model_card(run.recipe, run.task, run.trained_on, self._summary(), name)
+            write_atomically(run.folder / CARD_FILE, card)
+
+    def _summary(self) -> dict[str, Any]:
+        seconds = time.monotonic() - self._start
+        run = self._run
+        return summary_of(run.recipe, run.trainer, self._status, seconds, len(run.task.eval_dataset), self._commit)
+
+
+def summary_of(
+    recipe: Recipe, trainer: TrollTrainer, status: str, seconds: float, eval_size: int, commit: str | None
+) -> dict[str, Any]:
+    """The content of `summary.json`.
+
+    Args:
+        recipe: The recipe of the run.
+        trainer: The trainer, whose log has the evaluations.
+        status: "finished", "interrupted", "failed" or "unfinished".
+        seconds: Wall time since the process began to train.
+        eval_size: The number of held-out problems.
+        commit: The commit of the code, from `commit_of` when the run began: a checkout may move on meanwhile.
+    """
+    training, steps = recipe.training, trainer.state.global_step
+    held_out = [logs for logs in trainer.state.log_history if "eval_reward" in logs]
+    first, last = (held_out[0], held_out[-1]) if held_out else ({}, {})
+    before, after = first if first.get("step") == 0 else {}, last if last.get("step", 0) > 0 else {}
+    passes = steps * training.gradient_accumulation_steps
+    logged = [logs for logs in trainer.state.log_history if "step_time" in logs]
+    return {
+        "status": status,
+        "recipe": recipe.name,
+        "task": recipe.task.task,
+        "model": recipe.model.model_name_or_path,
+        "surrogate": training.surrogate,
+        "surrogate_settings": settings_read(training),
+        "surrogate_sets": dict(SURROGATES[training.surrogate].sets),
+        "advantage_estimator": training.advantage_estimator,
+        "kl_bound": training.kl_bound,
+        "steps": steps,
+        "rollouts": -(-passes // training.rollout_steps),
+        "updates_per_rollout": training.rollout_steps // training.gradient_accumulation_steps,
+        "seconds": round(seconds, 1),
+        # Of the whole run, even if it was resumed, without evaluations and checkpoints.
+        "training_seconds": round(_training_seconds(logged), 1),
+        "entropy_after": logged[-1].get("entropy") if logged else None,
+        "success_before": before.get(f"eval_{SUCCESS}"),
+        "success_after": after.get(f"eval_{SUCCESS}"),
+        "success_after_step": last.get("step"),
+        "reward_before": before.get("eval_reward"),
+        "reward_after": after.get("eval_reward"),
+        "eval_size": eval_size,
+        "seed": training.seed,
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in ("troll-rl", "torch", "trl", "transformers")},
+        "commit": commit,
+        "machine": _machine(),
+    }
+
+
+def write_verdicts(folder: Path, trainer: TrollTrainer, task: Task) -> None:
+    """Writes `verdicts.json`: the step of the last evaluation, and each completion's question and success.
+
+    The success is null if the completion could not be judged. A question is the number of the first held-out prompt
+    with the same text. Nothing is written if the task cannot tell success from failure, or no evaluation was completed.
+    """
+    steps = [logs["step"] for logs in trainer.state.log_history if f"eval_{SUCCESS}" in logs]
+    samples = trainer.num_generations_eval or 1
+    successes = trainer.eval_metrics.successes[: len(task.eval_dataset) * samples]
+    if not steps or len(successes) < len(task.eval_dataset) * samples:
+        return
+    first: dict[str, int] = {}
+    prompts = [json.dumps(prompt) for prompt in task.eval_dataset.select_columns("prompt")["prompt"]]
+    numbers = [first.setdefault(prompt, number) for number, prompt in enumerate(prompts)]
+    verdicts = {
+        "step": steps[-1],
+        "question": [number for number in numbers for _ in range(samples)],
+        "success": [None if success is None else int(success) for success in successes],
+    }
+    write_atomically(folder / "verdicts.json", json.dumps(verdicts) + "\n")
+
+
+def _training_seconds(logged: Sequence[dict[str, Any]]) -> float:
+    """The seconds in optimiser steps: TRL logs their mean since the last log."""
+    ends = [0, *(logs["step"] for logs in logged)]
+    return sum(logs["step_time"] * (end - start) for logs, start, end in zip(logged, ends, ends[1:], strict=False))
+
+
+def commit_of(package: Path) -> str | None:
+    """The commit of the checkout that has a package, with a `+` if files of the package have changed since.
+
+    None for a package that is not the checkout's own, such as one installed in it, or without git.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")
+        return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _machine() -> str:
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+
+def tell(summary: dict[str, Any], folder: Path, console: Console) -> None:
+    """Prints what came of a run and where it is, and writes its report."""
+    before, after = summary["success_before"], summary["success_after"]
+    if before is not None and after is not None:
+        say(
+            console,
+            f"held-out success {before:.1%} -> {after:.1%} ({100 * (after - before):+.1f} points, "
+            f"{summary['eval_size']} answers, step {summary['success_after_step']})",
+        )
+    elif summary["reward_before"] is not None and summary["reward_after"] is not None:
+        say(console, f"held-out reward {summary['reward_before']:.3f} -> {summary['reward_after']:.3f}")
+    say(console, f"time    {summary['seconds']:.0f} s to step {summary['steps']}")
+    say(console, f"model   {folder / 'model'}")
+    try:
+        say(console, f"report  {write_report(folder)}")
+    except ImportError as error:
+        say(console, f"no report: {error}")
+    if summary["status"] != "finished":
+        resume = "resume with the same command and --resume_from_checkpoint"
+        last, _ = newest_complete(folder)
+        how = resume if last else "there is no complete checkpoint yet to resume from"
+        say(console, f"{summary['status']} at step {summary['steps']}; {how}")

@@ -1,0 +1,54 @@
+"""Prompts as a model reads them, through its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from troll.tasks.registry import Task, TaskError
+from troll.terminal import one_line
+
+
+def prompt_texts(tokenizer: Any, prompts: Sequence[Any], task: str, variables: Mapping[str, Any]) -> list[str]:
+    """The texts that the model reads: conversations through the chat template, plain prompts unchanged.
+
+    Args:
+        tokenizer: The model's tokenizer or processor, with a chat template if there are conversations.
+        prompts: Strings, or lists of messages.
+        task: The name of the task, for errors.
+        variables: More variables of the chat template.
+
+    Raises:
+        TaskError: If the template refuses a conversation or a variable.
+    """
+    try:
+        return [
+            prompt
+            if isinstance(prompt, str)
+            else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **variables)
+            for prompt in prompts
+        ]
+    except (TemplateError, TypeError) as error:
+        raise TaskError(
+            f"the model's chat template does not take the prompts of {task}: {one_line(error)}; check "
+            "--chat_template_kwargs, and the task option system_prompt"
+        ) from error
+
+
+def longest_prompt(tasks: Sequence[Task], processor: Any, variables: Mapping[str, Any]) -> int | None:
+    """The tokens of the longest prompt of some tasks; None if prompts have images.
+
+    Args:
+        tasks: The tasks to train and evaluate on.
+        processor: The policy's tokenizer or processor.
+        variables: More variables of the chat template.
+    """
+    rows = [(task.name, data) for task in tasks for data in (task.train_dataset, task.eval_dataset) if len(data)]
+    if any({"image", "images"} & set(data.column_names) for _, data in rows):
+        return None
+    # Tokens are counted for a few prompts of each data set, the longest in characters.
+    longest = [(name, sorted(data["prompt"], key=lambda prompt: len(str(prompt)))[-16:]) for name, data in rows]
+    texts = [text for name, prompts in longest for text in prompt_texts(processor, prompts, name, variables)]
+    return max((len(processor(text=text)["input_ids"]) for text in texts), default=None)

@@ -1,0 +1,895 @@
+"""The published results: that page and tables agree, and how both are made."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from scipy import stats
+
+from experiments import __main__ as command
+from experiments import analysis, figures, page, second, second_analysis, table, tables
+from experiments.collect import _recipe, collect, identity_of
+from experiments.contest import rate_text
+from experiments.grid import missing, run_second
+from experiments.inference import crossed_bootstrap_interval, sign_flip_p_value
+from experiments.protocol import LEARNING_RATES, METHODS, REGIMES, TUNING_RATES, TUNING_SEEDS
+from experiments.table import Phase, Result
+from troll.runs.grid import expand
+from troll.runs.statistics import SeedMean
+from troll.trl.surrogates import settings_read
+
+DOCS = Path(__file__).parents[2] / "docs"
+REGIME = "sparse-signal"
+SETTINGS = {"troll": (("kl_bound", "0.05"),), "clip": (("epsilon", "0.2"),)}
+DRAWS = 64
+
+
+def result(surrogate: str, rate: float, seed: int, success: float, **changes: Any) -> Result:
+    """A run of four rollouts with as many right draws as its success says, the same ones for a seed and success."""
+    right = np.random.default_rng(seed).permutation(DRAWS) < round(success * DRAWS)
+    values: dict[str, Any] = {
+        "regime": REGIME,
+        "surrogate": surrogate,
+        "learning_rate": rate,
+        "settings": SETTINGS.get(surrogate, ()),
+        "seed": seed,
+        "phase": "counted",
+        "success_before": None,
+        "success_after": float(right.mean()),
+        "right_before": 0.875,
+        "right_after": 0.75,
+        "formatted_after": None,
+        "eval_size": DRAWS,
+        "token_kl": 1e-3,
+        "sequence_kl": None,
+        "completions": 16,
+        "curve": (1, 4, 8, 9),
+        "entropy": (0.75, 0.5),
+        "questions": "",
+        "verdicts": table.pack(right.tolist()),
+        "commit": "0123456789",
+        "machine": "CPU (x86_64, 1 threads)",
+        "versions": "python 3.11 torch 2.13",
+    }
+    return Result(**values | changes)
+
+
+def study(folder: Path, seeds: int = 4, phase: Phase = "counted", spread: float = 0.2) -> list[Result]:
+    """TROLL and the clip at two rates; TROLL is better at the higher one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = table.write_questions(folder, [draw // 2 for draw in range(DRAWS)])
+    means = {("troll", 1e-4): 0.4, ("troll", 3e-4): 0.6, ("clip", 1e-4): 0.45, ("clip", 3e-4): 0.1}
+    rng = np.random.default_rng(0)
+    return [
+        result(surrogate, rate, seed, mean + spread * (rng.random() - 0.5), questions=name, phase=phase)
+        for (surrogate, rate), mean in means.items()
+        for seed in range(seeds)
+    ]
+
+
+def write(folder: Path, name: str, rows: list[Result]) -> None:
+    (folder / f"{name}.csv").write_text(table.to_csv(table.merge([], rows)))
+
+
+# What is committed.
+
+
+def test_the_page_says_what_the_tables_say() -> None:
+    built = page.build(page.read_tables(DOCS / "results"), DOCS / "results", page.TEMPLATE.read_text(encoding="utf-8"))
+    assert (DOCS / "results.md").read_text(encoding="utf-8") == built.text, "run: make results"
+    for name, drawing in built.figures.items():
+        assert figures.shown(DOCS / "results" / f"{name}.svg") == drawing.data, f"run: make results ({name})"
+        assert (DOCS / "results" / f"{name}.png").is_file(), "run: make results"
+    assert {path.stem for path in (DOCS / "results").glob("*.svg")} == set(built.figures), "a figure of former data"
+
+
+def test_numbers_in_sentences_stand_in_the_tables() -> None:
+    """Sentences are written by hand: one whose number is in no table any more was forgotten."""
+    text = (DOCS / "results.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"<!-- from the tables.*?<!-- end -->", text, re.S)
+    prose = re.sub(r"\{\{.*?\}\}|`[^`]*`", "", page.TEMPLATE.read_text(encoding="utf-8"))
+    decimals = r"(?<![\w.])\d+\.\d+"
+    found = set(re.findall(decimals, prose))
+    assert len(found) > 30
+    assert found - set(re.findall(decimals, "".join(blocks))) == {"0.95", "2509.26114"}, "Adam's β₂ and a paper remain"
+
+
+def test_committed_tables_are_sorted_consistent_and_small() -> None:
+    for path in (DOCS / "results").glob("*.csv"):
+        rows = table.read_csv(path)
+        assert table.to_csv(table.merge([], rows)) == path.read_text(encoding="utf-8"), path
+        for row in rows:
+            if row.verdicts:
+                assert row.successes.mean() == pytest.approx(row.success_after, abs=1e-6), (path, row.identity)
+                assert len(table.read_questions(path.parent, row.questions)) == row.eval_size
+    assert sum(path.stat().st_size for path in (DOCS / "results").glob("*")) < 10e6
+
+
+def test_a_run_that_was_made_again_was_the_same() -> None:
+    """The page says so of those that are in two tables."""
+    counted = {row.identity: row for row in table.read_csv(DOCS / "results" / "sparse-signal.csv")}
+    again = table.read_csv(DOCS / "results" / "forgetting.csv")
+    for row in again:
+        first = counted[row.identity]
+        for name in ("success_after", "curve", "verdicts", "entropy", "sequence_kl"):
+            assert getattr(row, name) == getattr(first, name), (name, row.identity)
+
+
+# Tables.
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    rows = study(tmp_path)
+    rows += [replace(rows[0], seed=9, success_before=0.25, sequence_kl=0.5, verdicts="", questions="")]
+    write(tmp_path, "one", rows)
+    read = table.read_csv(tmp_path / "one.csv")
+    assert sorted(read, key=lambda row: row.identity) == sorted(rows, key=lambda row: row.identity)
+    head, first = (tmp_path / "one.csv").read_text().splitlines()[:2]
+    assert head.startswith("regime,surrogate,learning_rate,epsilon,kl_bound,seed,phase,")
+    assert first.startswith("sparse-signal,clip,0.0001,0.2,,0,counted,")
+
+
+def test_new_rows_replace_old_ones_of_the_same_run() -> None:
+    old, other = result("troll", 1e-4, 0, 0.5), result("troll", 1e-4, 1, 0.5)
+    new = replace(old, success_after=0.75)
+    assert table.merge([other, old], [new]) == [new, other]
+
+
+RISING = (0, 20, 40, 60, 80, 80)
+
+
+def test_rollouts_to_a_half_of_the_running_mean() -> None:
+    reached = [
+        result("troll", 1e-4, 0, 0.5, completions=100, curve=curve).rollouts_to_half
+        for curve in (RISING, (50, 50, 50, 50, 50, 50), (60, 60), (100, 40, 40, 40, 20))
+    ]
+    assert reached == [6, 5, 2, None], "of two rollouts, the running mean has both"
+
+
+@pytest.mark.parametrize(
+    ("final", "curve", "expected"),
+    [
+        (0.27, RISING, True),  # the best five have a mean of .56
+        (0.29, RISING, False),
+        (0.1, (*RISING, 0, 0, 0), True),
+        (0.0, (4,) * 10, False),  # there was nothing to lose
+        (0.0, (6,) * 10, True),
+        (0.1, (50, 10, 10, 10, 10), False),  # one lucky rollout is no learning
+    ],
+)
+def test_a_run_collapses_that_loses_half_of_its_best(final: float, curve: tuple[int, ...], expected: bool) -> None:
+    run = result("troll", 1e-4, 0, 0.5, completions=100, curve=curve, success_after=final)
+    assert run.collapsed is expected
+
+
+@pytest.mark.parametrize("verdicts", [[1], [0, 1, 1, 0, 1, 0, 0, 0], [0, 0, 1] * 7])
+def test_verdicts_are_packed_without_loss(verdicts: list[int]) -> None:
+    assert table.unpack(table.pack(verdicts), len(verdicts)).astype(int).tolist() == verdicts
+
+
+def test_verdicts_are_bits_from_the_left() -> None:
+    assert table.pack([1, 0, 0, 0, 0, 0, 0, 0, 1, 1]) == "80c0"
+
+
+def test_equal_lists_of_questions_have_one_name(tmp_path: Path) -> None:
+    name = table.write_questions(tmp_path, [7, 3, 7])
+    assert table.write_questions(tmp_path, [0, 1, 0]) == name != table.write_questions(tmp_path, [0, 1, 1])
+    assert table.read_questions(tmp_path, name).tolist() == [0, 1, 0]
+
+
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=r"other\.csv is no table of results: it has no column collapsed"):
+        table.read_csv(tmp_path / "other.csv")
+    write(tmp_path, "bad", [result("troll", 1e-4, 0, 0.5, phase="guessed")])
+    with pytest.raises(ValueError, match=r"bad.csv, line 2: phase must be one of tuning, counted, exploratory"):
+        table.read_csv(tmp_path / "bad.csv")
+
+
+# Collecting.
+
+
+def run_folder(folder: Path, surrogate: str = "troll", seed: int = 0, **changes: Any) -> Path:
+    """A run of the protocol, cut down to two rollouts and four draws, as `troll train` leaves it."""
+    folder.mkdir(parents=True)
+    read: dict[str, Any] = {
+        "troll": {"kl_bound": 0.05, "kl_bound_schedule_kwargs": None, "regression_weight": 1.0},
+        "clip": {"epsilon": 0.2, "epsilon_high": None},
+    }.get(surrogate, {})
+    settings = {
+        **{**_recipe(REGIME)[0], "surrogate": surrogate, "seed": seed, "learning_rate": 3e-4, "save_steps": 3},
+        **{"output_dir": str(folder), "kl_bound": 0.05, "epsilon": 0.2},
+    }
+    settings |= read | changes.pop("settings", {})
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    summary = {
+        **{"status": "finished", "recipe": REGIME, "surrogate": surrogate, "surrogate_settings": read},
+        **{"success_before": None, "success_after": 0.5, "success_after_step": 16, "eval_size": 4},
+        **{"rollouts": 2, "updates_per_rollout": 8, "commit": "0123456789", "machine": "CPU"},
+        "versions": {"python": "3.11", "torch": "2.13"},
+    }
+    (folder / "summary.json").write_text(json.dumps(summary | changes))
+    logs = [
+        {
+            "step": 8,
+            "rewards/success/mean": 1 / 256,
+            "rewards/right/mean": 0.875,
+            "entropy": 0.123456,
+            "trust_region/kl_before_mean": 0.001,
+        },
+        {"step": 16, "rewards/success/mean": 3 / 256, "entropy": 0.1, "trust_region/kl_before_mean": 0.003},
+        {"step": 16, "eval_rewards/success/mean": 0.5, "eval_rewards/right/mean": 0.75},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logs))
+    verdicts = {"step": 16, "question": [0, 1, 0, 3], "success": [1, 0, 1, 0]}
+    (folder / "verdicts.json").write_text(json.dumps(verdicts))
+    return folder
+
+
+def test_collecting_takes_what_the_folders_say(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", settings={"temperature": 0.5})
+    csv = tmp_path / "results" / "new.csv"
+    assert collect([run], csv, exploratory=True) == (1, 0)
+    (row,) = table.read_csv(csv)
+    name = row.questions
+    assert row == Result(
+        regime=REGIME,
+        surrogate="troll",
+        learning_rate=3e-4,
+        # The first two, for TROLL reads them; the temperature, for the recipe has another; no epsilon.
+        settings=(("kl_bound", "0.05"), ("regression_weight", "1.0"), ("temperature", "0.5")),
+        seed=0,
+        phase="exploratory",
+        success_before=None,
+        success_after=0.5,
+        right_before=0.875,
+        right_after=0.75,
+        formatted_after=None,
+        eval_size=4,
+        token_kl=0.002,
+        sequence_kl=None,
+        completions=256,
+        curve=(1, 3),
+        entropy=(0.1235, 0.1),
+        questions=name,
+        verdicts="a0",
+        commit="0123456789",
+        machine="CPU",
+        versions="python 3.11 torch 2.13",
+    )
+    assert table.read_questions(csv.parent, name).tolist() == [0, 1, 0, 2]
+
+
+@pytest.mark.parametrize("surrogate", ["troll", "kl_penalty", "clip"])
+def test_a_planned_run_is_missing_until_the_table_has_it(tmp_path: Path, surrogate: str) -> None:
+    axes = {"surrogate": [surrogate], "temperature": ["0.5"], "learning_rate": ["3e-4"], "seed": ["0", "1"]}
+    planned = expand([REGIME], axes)
+    csv, elsewhere = tmp_path / "results.csv", tmp_path / "elsewhere"
+    assert missing(planned, csv, elsewhere) == planned
+    read = settings_read(planned[0].recipe.training)
+    folder = run_folder(tmp_path / "runs" / planned[0].name, surrogate, surrogate_settings=read)
+    (folder / "config.yaml").write_text(yaml.safe_dump({**planned[0].settings, "output_dir": str(folder)}))
+    collect([folder], csv, exploratory=True)
+    assert missing(planned, csv, elsewhere) == planned[1:]
+    assert missing(planned, csv, folder.parent) == planned  # its folder knows it, and leaves it as it is
+
+
+def test_collecting_a_comparison_again_changes_nothing(tmp_path: Path) -> None:
+    folder, csv = tmp_path / "compare", tmp_path / "results.csv"
+    for seed in (1, 0, 100):
+        run_folder(folder / f"troll-{seed}", seed=seed)
+    run_folder(folder / "clip-0", "clip", status="interrupted")
+    names = ["troll-1", "troll-0", "troll-100", "clip-0", "clip-1"]
+    command = f"troll compare sparse-signal --seeds 2 --output_dir {Path.cwd()}/runs/a"
+    (folder / "compare.json").write_text(json.dumps({"runs": {name: {} for name in names}, "command": command}))
+    assert collect([folder], csv, exploratory=False) == (3, 2)
+    first = csv.read_bytes()
+    assert [(row.seed, row.phase) for row in table.read_csv(csv)] == [(0, "counted"), (1, "counted"), (100, "tuning")]
+    assert collect([folder], csv, exploratory=False) == (3, 2)
+    assert csv.read_bytes() == first
+    assert csv.with_suffix(".txt").read_text() == "troll compare sparse-signal --seeds 2 --output_dir runs/a\n"
+    collect([run_folder(tmp_path / "later", "clip", seed=5)], csv, exploratory=True)
+    rows = table.read_csv(csv)
+    assert (rows[0].surrogate, rows[0].phase, len(rows)) == ("clip", "exploratory", 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 20}, "the protocol has no run of sparse-signal with troll, learning rate 0.0003 and seed 20"),
+        ({"seed": 100, "settings": {"learning_rate": 1e-3}}, "no run of .* learning rate 0.001 and seed 100"),
+        ({"settings": {"learning_rate": 2e-4}}, "no run of .* learning rate 0.0002 and seed 0"),
+        ({"recipe": "sparse-signal-long"}, "not as its recipe, eval_steps is 320 there and 960 here"),
+        ({"settings": {"regression_weight": 0.0}}, "not as its recipe, regression_weight is 0.0 there and 1.0 here"),
+        ({"settings": {"eval_size": 4}}, "not as its recipe, eval_size is 4 there and 1024 here"),
+        ({"surrogate": "clip", "settings": {"epsilon_high": 0.3}}, "not as its recipe, epsilon_high is 0.3 there"),
+    ],
+)
+def test_only_runs_of_the_protocol_count(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    run = run_folder(tmp_path / "run", **changes)
+    with pytest.raises(ValueError, match=f"{message}.*; collect it with --exploratory, into another table"):
+        collect([run], tmp_path / "new.csv", exploratory=False)
+    assert collect([run], tmp_path / "new.csv", exploratory=True) == (1, 0)
+
+
+def second_run(folder: Path, method: str, number: int, **changes: Any) -> Path:
+    """A tuning run of regime (a) of the second part, as `run_folder` makes it."""
+    changes = {"seed": 100, **changes}
+    configuration = second.METHODS[method].configurations[number]
+    (planned,) = second.plan("second-a", method, configuration, [3e-4], changes["seed"])
+    training = planned.recipe.training
+    read = settings_read(training)
+    settings = planned.settings | changes.pop("settings", {})
+    return run_folder(folder, training.surrogate, settings=settings, surrogate_settings=read, **changes)
+
+
+@pytest.mark.parametrize("table_name", second.REGIMES)
+def test_tuning_runs_of_the_second_part_are_the_protocols(table_name: str) -> None:
+    runs = second.tuning_runs(table_name, seed=100)
+    assert len({identity_of(run) for run in runs}) == len(runs) == 15 * len(second.REGIMES[table_name].tuning_rates)
+    assert len({run.name for run in runs}) == len(runs)
+
+
+@pytest.mark.parametrize(("method", "number"), [("proximal", 2), ("bounded-penalty", 0), ("clip", 1)])
+def test_collect_knows_the_tuning_runs_of_the_second_part(tmp_path: Path, method: str, number: int) -> None:
+    csv = tmp_path / "second-a.csv"
+    run = second_run(tmp_path / "run", method, number)
+    assert collect([run], csv, exploratory=False) == (1, 0)
+    (row,) = table.read_csv(csv)
+    assert row.phase == "tuning"
+    tried = second_analysis.candidates("second-a", [row])
+    assert [(one.method, one.changes) for one in tried if one.size] == [
+        (method, second.METHODS[method].configurations[number])
+    ]
+    counted = second_run(tmp_path / "counted", method, number, seed=20)
+    collect([counted], csv, exploratory=False)
+    assert sorted(row.phase for row in table.read_csv(csv)) == ["counted", "tuning"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"settings": {"kl_bound": 0.4}}, "the protocol has no such configuration in second-a"),
+        ({"settings": {"eval_size": 4}}, "the protocol has no such configuration in second-a"),
+        ({"seed": 0}, "the protocol has no run in second-a with learning rate 0.0003 and seed 0"),
+        ({"settings": {"learning_rate": 1e-3}}, "no run in second-a with learning rate 0.001 and seed 100"),
+    ],
+)
+def test_collect_refuses_what_the_second_part_has_not(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    run = second_run(tmp_path / "run", "proximal", 0, **changes)
+    with pytest.raises(ValueError, match=message):
+        collect([run], tmp_path / "second-a.csv", exploratory=False)
+
+
+def test_second_part_chooses_the_best_configuration_of_complete_tuning_runs() -> None:
+    rows = []
+    for method, number, mean in [("troll", 0, 0.25), ("troll", 1, 0.5), ("troll", 2, 0.5), ("clip", 0, 0.75)]:
+        configuration = second.METHODS[method].configurations[number]
+        for planned in second.plan("second-a", method, configuration, [1e-4, 3e-4], seed=0):
+            _, surrogate, rate, settings, _ = identity_of(planned)
+            rows += [result(surrogate, rate, seed, mean, settings=settings, phase="tuning") for seed in range(100, 104)]
+    chosen = second_analysis.chosen(second_analysis.candidates("second-a", rows))
+    assert {method: one.changes for method, one in chosen.items()} == {"troll": {"kl_bound": "0.2"}}
+    shown = tables.second_tuning("second-a", rows)
+    assert shown.startswith("*(a) 8 updates a rollout: 32 of 120 tuning runs; nothing is chosen before all are there.*")
+    assert "| TROLL | `kl_bound=0.2` | 50.0 ± 0.0 (4) | 50.0 ± 0.0 (4) | 50.0 | yes |" in shown
+
+
+def second_rows(table_name: str, means: dict[str, list[float]], chosen: int = 0) -> list[Result]:
+    """A regime's complete tuning, which chooses one configuration of all methods, and its counted runs.
+
+    The success of a counted run is the mean of its method at its rate, a little better for two of three seeds.
+    """
+    regime, rows = second.REGIMES[table_name], []
+    for method, changes in second.configurations():
+        number = second.METHODS[method].configurations.index(changes)
+        for planned in second.plan(table_name, method, changes, regime.tuning_rates, seed=0):
+            _, surrogate, rate, settings, _ = identity_of(planned)
+            for seed in second.TUNING_SEEDS:
+                success = 0.5 if number == chosen else 0.25
+                rows.append(result(surrogate, rate, seed, success, phase="tuning", settings=settings))
+        if number == chosen:
+            for rate, mean in zip(regime.rates, means[method], strict=True):
+                rows += [
+                    result(surrogate, rate, seed, mean, settings=settings, success_after=mean + seed % 3 / 64)
+                    for seed in regime.seeds
+                ]
+    return [replace(row, regime=regime.recipe) for row in rows]
+
+
+EQUAL = {method: [0.25, 0.5, 0.25] for method in second.METHODS}
+
+
+def second_contests(**means: dict[str, list[float]]) -> dict[str, second_analysis.Contest]:
+    return {
+        name: second_analysis.contest(name, second_rows(name, means.get(name[-1], EQUAL), chosen=1))
+        for name in second.REGIMES
+    }
+
+
+def test_second_part_of_equal_methods_confirms_only_that_the_new_one_is_no_worse() -> None:
+    contests = second_contests()
+    assert all(contest.complete for contest in contests.values())
+    assert contests["second-a"].best_rate("clip") == 3e-4 and contests["second-a"].fast_rate == 1e-3
+    first, *others = second_analysis.hypotheses(contests)
+    # The differences are all 0: no less than -5 points for sure, and not above 0.
+    assert (first.holds, len(first.tests), [one.holds for one in others]) == (True, 6, [False] * 3)
+    assert [len(one.tests) for one in others] == [4, 3, 2]
+
+
+def test_second_part_confirms_a_lead_at_the_fast_rate_and_on_old_rollouts() -> None:
+    better = {**EQUAL, "proximal": [0.25, 0.5, 0.4]}
+    contests = second_contests(a=better, b=better, d={**EQUAL, "proximal": [0.25, 0.6, 0.25]})
+    hypotheses = second_analysis.hypotheses(contests)
+    assert [one.holds for one in hypotheses] == [True] * 4
+    assert hypotheses[1].p_value == 2**-20 and hypotheses[2].p_value == 2**-10  # every seed is better
+    assert hypotheses[1].corrected == 3 * 2**-20 and hypotheses[2].corrected == 2**-10  # Holm: times 3, 2 and 1
+    assert hypotheses[1].tests[0].rates == (1e-3, 1e-3) and hypotheses[2].tests[0].rates == (1e-4, 1e-4)
+    assert hypotheses[1].tests[0].estimate.mean == pytest.approx(0.15)
+
+
+def test_second_part_that_loses_in_one_regime_does_not_confirm_it() -> None:
+    worse = {**EQUAL, "bounded-penalty": [0.25, 0.6, 0.25]}
+    first, second_one, _, _ = second_analysis.hypotheses(second_contests(b=worse))
+    assert first.holds is False and second_one.holds is False
+
+
+def test_second_part_is_open_until_all_its_runs_are_there() -> None:
+    contests = second_contests()
+    contests["second-b"].finals["clip"][1e-4].pop(20)  # type: ignore[attr-defined]
+    assert [one.holds for one in second_analysis.hypotheses(contests)] == [None, None, False, None]
+    faster = {**EQUAL, "clip": [0.25, 0.3, 0.5]}
+    contests = second_contests(a=faster)
+    assert contests["second-a"].added_rates == {3e-3} and not contests["second-a"].complete
+
+
+def test_counted_runs_of_the_second_part_are_in_the_chosen_configuration(tmp_path: Path) -> None:
+    rows = second_rows("second-d", EQUAL, chosen=1)
+    other = [row for row in second_rows("second-d", EQUAL, chosen=0) if row.phase == "counted"]
+    with pytest.raises(ValueError, match="second-d: a counted run of clip with seed 20 has a configuration that the"):
+        second_analysis.contest("second-d", [*rows, *(row for row in other if row.surrogate == "clip")])
+    counted = next(row for row in rows if row.phase == "counted")
+    with pytest.raises(ValueError, match=r"second-d: counted runs at 0\.001, which the protocol adds only when"):
+        second_analysis.contest("second-d", [*rows, replace(counted, learning_rate=1e-3)])
+    csv = tmp_path / "second-d.csv"
+    with pytest.raises(ValueError, match=r"seed 20 counts, but the tuning of proximal, troll, .* is not complete"):
+        run_second(csv, [20], tmp_path / "runs", None)
+    csv.write_text(table.to_csv(table.merge([], rows)))
+    assert run_second(csv, [*second.TUNING_SEEDS, *range(20, 30)], tmp_path / "runs", None) == ("finished", 0)
+
+
+def test_one_sided_sign_flips_count_patterns_that_are_as_large() -> None:
+    differences = [0.25, 0.5, -0.125, 0.375]
+    sums = [
+        sum(sign * one for sign, one in zip(signs, differences, strict=True)) for signs in product((1, -1), repeat=4)
+    ]
+    assert sign_flip_p_value(differences, "greater") == fmean(one >= sum(differences) for one in sums)
+    assert sign_flip_p_value([0.25, 0.5], "greater") == 0.25 and sign_flip_p_value([-0.25, -0.5], "greater") == 1.0
+
+
+def test_a_run_keeps_what_it_counts_for_and_is_named_once(tmp_path: Path) -> None:
+    one, same = run_folder(tmp_path / "one"), run_folder(tmp_path / "same")
+    with pytest.raises(ValueError, match=r"one and .*same are the same run: name one of them only"):
+        collect([one, same], tmp_path / "new.csv", exploratory=False)
+    collect([one], tmp_path / "new.csv", exploratory=False)
+    with pytest.raises(ValueError, match=r"same is in .*new\.csv as a counted run: collect it as such"):
+        collect([same], tmp_path / "new.csv", exploratory=True)
+    assert table.read_csv(tmp_path / "new.csv")[0].phase == "counted"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recipe": "my-own"}, "my-own is no recipe of the package"),
+        ({"rollouts": 3}, "in 2 lines for 3 rollouts: set logging_steps"),
+        ({"settings": {"per_device_train_batch_size": 3}}, "is no share of 24 completions"),
+        ({"success_after": 0.75}, "is not the success_after of summary.json"),
+        ({"success_after_step": 8}, "is of step 16, not of the last evaluation"),
+        ({"success_after": None}, "has no success_after"),
+        ({"surrogate_settings": None}, "has no surrogate_settings"),
+    ],
+)
+def test_a_run_that_contradicts_itself_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    run = run_folder(tmp_path / "run", **changes)
+    with pytest.raises(ValueError, match=message):
+        collect([run], tmp_path / "new.csv", exploratory=True)
+    assert not (tmp_path / "new.csv").exists()
+
+
+def test_a_run_without_verdicts_has_its_success_only(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run")
+    (run / "verdicts.json").unlink()
+    collect([run], tmp_path / "new.csv", exploratory=False)
+    (row,) = table.read_csv(tmp_path / "new.csv")
+    assert (row.eval_size, row.success_after, row.verdicts, row.questions) == (4, 0.5, "", "")
+
+
+# The analysis.
+
+
+def test_methods_are_compared_at_their_own_rates(tmp_path: Path) -> None:
+    rows = study(tmp_path)
+    section = analysis.primary_sections({"one": rows}, tmp_path)[REGIME]
+    troll, clip = section.methods
+    assert [method.label for method in section.methods] == ["TROLL", "clip"]
+    assert {run.learning_rate for run in troll.tuned.values()} == {3e-4}
+    assert {run.learning_rate for run in clip.tuned.values()} == {1e-4}
+    (contrast,) = section.contrasts
+    differences = [troll.tuned[seed].success_after - clip.tuned[seed].success_after for seed in range(4)]
+    assert contrast.estimate.mean == pytest.approx(fmean(differences))
+    test = stats.permutation_test((np.array(differences),), np.mean, permutation_type="samples", vectorized=True)
+    assert contrast.p_value == pytest.approx(test.pvalue)
+    assert contrast.corrected == pytest.approx(min(1.0, 9 * contrast.p_value)), "Holm over nine, eight to come"
+    verdicts = np.stack([troll.tuned[seed].successes * 1 - clip.tuned[seed].successes for seed in range(4)])
+    assert contrast.bootstrap == crossed_bootstrap_interval(verdicts, np.arange(DRAWS) // 2)
+    assert section.fast_rate == 3e-4 and section.seeds == 4
+
+
+def test_missing_verdicts_leave_out_one_interval_and_differing_questions_are_refused(tmp_path: Path) -> None:
+    rows = study(tmp_path)
+    without = [replace(row, questions="", verdicts="") if row.seed == 0 else row for row in rows]
+    (contrast,) = analysis.primary_sections({"one": without}, tmp_path)[REGIME].contrasts
+    assert contrast.bootstrap is None and contrast.estimate.interval is not None
+    other = [replace(row, questions="other") if row.seed == 0 else row for row in rows]
+    with pytest.raises(ValueError, match="sparse-signal: runs answer different questions"):
+        analysis.primary_sections({"one": other}, tmp_path)
+
+
+def test_counted_runs_of_a_method_have_one_setting_and_are_counted_once(tmp_path: Path) -> None:
+    rows = study(tmp_path)
+    ablation = replace(rows[0], settings=(("kl_bound", "0.2"),))
+    with pytest.raises(ValueError, match=r"troll differ in their settings \(TROLL kl_bound=0.05\)"):
+        analysis.primary_sections({"one": [*rows, ablation]}, tmp_path)
+    found = analysis.primary_sections({"one": rows, "two": [replace(ablation, phase="exploratory")]}, tmp_path)
+    assert found[REGIME].size == len(rows)
+    with pytest.raises(ValueError, match="troll at 1e-4 with seed 0 is in two tables"):
+        analysis.primary_sections({"one": rows, "two": rows[:1]}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mean", "corrected", "equivalence", "verdict"),
+    [
+        (0.1, 0.01, 0.9, "better"),
+        (-0.1, 0.01, 0.9, "worse"),
+        (0.02, 0.01, 0.01, "better, by less than 5 points"),
+        (0.02, 0.3, 0.01, "equivalent within 5 points"),
+        (0.1, 0.3, 0.9, "undecided"),
+        (0.1, None, None, "undecided"),
+    ],
+)
+def test_verdicts(mean: float, corrected: float | None, equivalence: float | None, verdict: str) -> None:
+    estimate = SeedMean(mean, 0.1, 20, None, "t")
+    method = analysis.Method("troll", (), "TROLL", {})
+    found = analysis.Contrast(method, method, estimate, 0.5, equivalence, corrected)
+    assert found.verdict == verdict
+
+
+def test_the_bound_is_the_best_of_complete_tuning_runs(tmp_path: Path) -> None:
+    means = {0.01: (0.2, 0.4), 0.05: (0.5, 0.1), 0.2: (0.0, 0.6)}  # two are equal over both rates
+    tuning = [
+        result("troll", rate, seed, mean, settings=(("kl_bound", str(bound)),), phase="tuning")
+        for bound, by_rate in means.items()
+        for rate, mean in zip(TUNING_RATES, by_rate, strict=True)
+        for seed in TUNING_SEEDS
+    ]
+    section = analysis.primary_sections({"one": tuning}, tmp_path)[REGIME]
+    assert {name: method.bound for name, method in section.chosen.items()} == {"troll": 0.01}
+    assert [line.endswith("| yes |") for line in tables.tuning(section).splitlines()[2:]] == [True, False, False]
+    assert not analysis.primary_sections({"one": tuning[1:]}, tmp_path)[REGIME].chosen
+    with pytest.raises(ValueError, match=r"the bound of troll is 0\.05 in the counted runs, .* chose 0\.01"):
+        analysis.primary_sections({"one": [*tuning, *study(tmp_path)]}, tmp_path)
+
+
+def test_seeds_are_those_that_all_methods_have(tmp_path: Path) -> None:
+    seeds = {"troll": range(4), "clip": range(2, 6)}
+    rows = [row for row in study(tmp_path, seeds=6) if row.seed in seeds[row.surrogate]]
+    assert analysis.primary_sections({"one": rows}, tmp_path)[REGIME].seeds == 2
+
+
+def test_learning_rates_are_written_as_people_do() -> None:
+    assert [rate_text(rate) for rate in (3e-5, 1e-4, 0.003, 2.5e-4)] == ["3e-5", "1e-4", "3e-3", "2.5e-4"]
+
+
+# The page.
+
+TEMPLATE = """\
+Prose {{sparse-signal troll - clip}} and {{sparse-signal troll}}.
+{{contrasts}}
+{{figure contrasts}}
+{{figure robustness}}
+{{fast}}
+{{regime sparse-signal}}
+{{regime sparse-signal-resampled}}
+{{data}}
+"""
+
+
+def test_page_of_a_part_of_the_study(tmp_path: Path) -> None:
+    rows = study(tmp_path)
+    tuned = [replace(rows[0], seed=100 + i, phase="tuning", settings=(("kl_bound", str(i)),)) for i in (1, 2)]
+    write(tmp_path, "primary", [*rows, replace(tuned[0], success_after=0.9), tuned[1]])
+    (tmp_path / "primary.txt").write_text("troll compare sparse-signal --seeds 4\n")
+    built = page.build(page.read_tables(tmp_path), tmp_path, TEMPLATE)
+    (contrast,) = analysis.primary_sections({"one": rows}, tmp_path)[REGIME].contrasts
+    difference = f"{tables.points(contrast.estimate.mean)} points {tables.interval(contrast.estimate.interval)}"
+    assert built.text.startswith(f"Prose {difference} (interim) and ")
+    assert "*Interim: 16 of 400 counted runs; 0 of 20 seeds can be compared for all methods. The bounds" in built.text
+    assert "*No counted runs yet.*" in built.text
+    assert "| TROLL kl_bound=1 | 90.0 (1) | – | 90.0 |  |" in built.text
+    assert "| [primary.csv](results/primary.csv) | `sparse-signal` | 16 counted |" in built.text
+    assert "```\ntroll compare sparse-signal --seeds 4\n```" in built.text
+    assert set(built.figures) == {"contrasts", "robustness", REGIME}
+    cells = [line for line in built.text.splitlines() if line.startswith("| (a) (interim) | 3e-4")]
+    assert len(cells) == 1 and cells[0].count("(4)") == 1 and cells[0].endswith("] | – | – |")
+    assert built.text.count("<!-- from the tables: ") == built.text.count("<!-- end -->") == 7
+
+
+def test_numbers_at_one_rate(tmp_path: Path) -> None:
+    rows = changed(whole_regime(best_of_clip=1e-4), "clip", 3e-4, 0.1)
+    template = f"{{{{{REGIME} clip @ 3e-4}}}}; {{{{{REGIME} troll - clip @ 3e-4}}}}; {{{{{REGIME} troll - clip}}}}"
+    text = page.build({"one": rows}, tmp_path, template).text
+    assert text == "10.0 [10.0, 10.0] %; +15.0 points [+15.0, +15.0]; +0.0 points [+0.0, +0.0]"
+    assert page.build({}, tmp_path, f"{{{{{REGIME} troll - clip @ 3e-4}}}}").text == "(no runs yet)"
+
+
+def test_settings_rates_and_what_was_kept(tmp_path: Path) -> None:
+    rows = [replace(row, sequence_kl=0.01 * (row.seed + 1)) for row in study(tmp_path)]
+    text = page.build({"one": rows}, tmp_path, f"{{{{moved}}}}\n{{{{settings}}}}\n{{{{kept {REGIME}}}}}").text
+    assert "|  | (a) at 1e-4 (interim) | (a) at 3e-4 (interim) |" in text and "| clip | 0.025 | 0.025 |" in text
+    assert "| TROLL (`kl_bound`) | 0.05, rate 3e-4 |" in text and "| clip (`epsilon`) | 0.2, rate 1e-4 |" in text
+    assert "| KL penalty (`surrogate_kwargs.weight`) | – |" in text and "| no bound | – |" in text
+    assert "| clip | 87.5 | 75.0 (–) | 75.0 (–) |" in text
+
+
+def test_what_another_regime_changes(tmp_path: Path) -> None:
+    rows = whole_regime(best_of_clip=1e-4)
+    others = [replace(row, regime="sparse-signal-32-updates") for row in changed(rows, "clip", 1e-4, 0.4)]
+    text = page.build({"one": rows, "two": others}, tmp_path, "{{changes}}").text
+    assert "|  | (b) minus (a) |" in text
+    assert "| clip | −10.0 [−10.0, −10.0] |" in text and "| TROLL | +0.0 [+0.0, +0.0] |" in text
+    assert "Nothing to show yet." in page.build({"one": rows}, tmp_path, "{{changes}}").text
+
+
+def test_one_changed_run_changes_the_page(tmp_path: Path) -> None:
+    rows = study(tmp_path)
+    texts = set()
+    for success in (rows[5].success_after, rows[5].success_after + 1 / DRAWS):
+        rows[5] = replace(rows[5], success_after=success)
+        texts.add(page.build({"one": rows}, tmp_path, "{{regime sparse-signal}}").text)
+    assert len(texts) == 2
+
+
+def whole_regime(best_of_clip: float) -> list[Result]:
+    """All planned runs of a regime, in which every method but the clip is best at 1e-4."""
+    return [
+        result(name, rate, seed, 0.5 if rate == (best_of_clip if name == "clip" else 1e-4) else 0.25)
+        for name in METHODS
+        for rate in LEARNING_RATES
+        for seed in range(20)
+    ]
+
+
+REGIME_TEMPLATE = "{{regime sparse-signal}} {{contrasts}} {{sparse-signal troll - clip}}."
+
+
+def test_a_regime_is_complete_with_all_methods_rates_and_seeds(tmp_path: Path) -> None:
+    rows = whole_regime(best_of_clip=1e-4)
+    text = page.build({"one": rows}, tmp_path, REGIME_TEMPLATE).text
+    assert "*All 400 counted runs. The bounds of TROLL, KL penalty, pull only, clip were not chosen by" in text
+    assert "| equivalent within 5 points |" in text and "interim" not in text
+    assert "| no bound | +0.0 | [+0.0, +0.0] | – | – | – | – | 20 | not tested |" in text
+    with pytest.raises(ValueError, match="sparse-signal: counted runs at 1e-5, which the protocol adds only when"):
+        page.build({"one": [*rows, result("clip", 1e-5, 0, 0.25)]}, tmp_path, REGIME_TEMPLATE)
+
+
+def test_a_method_that_is_best_at_an_end_adds_a_rate_for_all(tmp_path: Path) -> None:
+    text = page.build({"one": whole_regime(best_of_clip=1e-3)}, tmp_path, REGIME_TEMPLATE).text
+    assert "*Interim: 400 of 500 counted runs; 20 of 20 seeds" in text and "so 3e-3 was added for all.*" in text
+    assert "equivalent" not in text and "| interim |" in text and text.endswith("points [+0.0, +0.0] (interim).")
+
+
+def changed(rows: list[Result], surrogate: str, rate: float, success: float) -> list[Result]:
+    """With another success of one method at one rate."""
+    return [
+        replace(r, success_after=success) if (r.surrogate, r.learning_rate) == (surrogate, rate) else r for r in rows
+    ]
+
+
+def answers(tmp_path: Path, rows: list[Result]) -> tuple[bool, bool, bool, bool] | None:
+    return analysis.primary_sections({"one": rows}, tmp_path)[REGIME].hypotheses
+
+
+def test_hypotheses_of_one_regime(tmp_path: Path) -> None:
+    rows = whole_regime(best_of_clip=1e-4)
+    assert answers(tmp_path, rows) == (True, False, True, True)  # all methods are the same
+    assert answers(tmp_path, changed(rows, "clip", 3e-4, 0.0)) == (True, True, True, True)
+    assert answers(tmp_path, changed(rows, "clip", 1e-4, 0.4)) == (False, False, True, True)
+    assert answers(tmp_path, changed(rows, "regression", 1e-4, 0.4)) == (True, False, False, True)
+    assert answers(tmp_path, changed(rows, "kl_penalty", 1e-4, 0.4)) == (True, False, True, False)
+    assert answers(tmp_path, changed(rows, "kl_penalty", 1e-4, 0.6)) == (True, False, True, True)
+    # Ahead at the fast rate, but not over a wider range: TROLL's is the narrower one.
+    narrow = changed(changed(rows, "troll", 3e-5, 0.0), "clip", 3e-4, 0.2)
+    assert answers(tmp_path, narrow) == (True, False, True, True)
+    assert answers(tmp_path, rows[1:]) is None and answers(tmp_path, []) is None
+
+
+@pytest.mark.parametrize(("resampled", "answer"), [(0.0, False), (0.2, True)])
+def test_the_fourth_hypothesis_compares_two_regimes(tmp_path: Path, resampled: float, answer: bool) -> None:
+    rows = changed(whole_regime(best_of_clip=1e-4), "clip", 3e-4, 0.0)
+    others = [replace(row, regime="sparse-signal-resampled") for row in changed(rows, "clip", 3e-4, resampled)]
+    sections = analysis.primary_sections({"one": rows, "two": others}, tmp_path)
+    assert analysis.lead_shrinks(sections) is answer
+    text = page.build({"one": rows, "two": others}, tmp_path, "{{hypotheses}}").text
+    assert "| 1. Tuned, TROLL and the clip are equal | holds | – | holds |" in text
+    assert text.splitlines()[-3].endswith(f"| – | – | {'holds' if answer else 'not confirmed'} |")
+    assert analysis.lead_shrinks(analysis.primary_sections({"one": rows}, tmp_path)) is None
+
+
+def test_what_never_succeeded_has_no_range_of_rates(tmp_path: Path) -> None:
+    rows = [result("troll", rate, seed, 0.0) for rate in LEARNING_RATES for seed in range(2)]
+    section = analysis.primary_sections({"one": rows}, tmp_path)[REGIME]
+    assert tables.secondary(section).splitlines()[2].startswith("| TROLL | – | – | 2 of 2 |")
+
+
+def test_what_resampling_takes_from_the_lead(tmp_path: Path) -> None:
+    rows = study(tmp_path)
+    gains = {"troll": 0.0, "clip": 0.25}
+    closer = [
+        replace(row, regime="sparse-signal-resampled", success_after=row.success_after + gains[row.surrogate])
+        for row in rows
+    ]
+    sections = analysis.primary_sections({"one": [*rows, *closer]}, tmp_path)
+    last = tables.fast(list(sections.values())).splitlines()[-1]
+    assert last == "| (a) minus (c) (interim) |  |  | +25.0 [+25.0, +25.0] | – | – |"
+
+
+def test_page_of_exploration_only(tmp_path: Path) -> None:
+    rows = study(tmp_path, phase="exploratory")
+    rivals = [row for row in rows if row.surrogate != "troll"]
+    built = page.build({"first": rows, "second": rivals}, tmp_path, "{{exploratory second}}\n{{exploratory first}}")
+    second, first = built.text.split("from the tables: exploratory first")
+    assert f"*first: recipe `{REGIME}`, {len(rows)} exploratory runs.*" in first
+    assert "|  | 1e-4 | 3e-4 | minus TROLL at 1e-4 | minus TROLL at 3e-4 |" in first
+    finals = {(row.surrogate, row.learning_rate, row.seed): row.success_after for row in rows}
+    lead = fmean(finals["clip", 3e-4, seed] - finals["troll", 3e-4, seed] for seed in range(4))
+    (line,) = (line for line in first.splitlines() if line.startswith("| clip |"))
+    assert line.split(" | ")[4].startswith(tables.points(lead))
+    assert "|  | 1e-4 | 3e-4 |\n" in second, "there is no TROLL to subtract"
+    assert set(built.figures) == {"first", "second"}
+
+
+def test_exploration_at_one_rate_has_other_measures(tmp_path: Path) -> None:
+    rows = [row for row in study(tmp_path, phase="exploratory") if row.learning_rate == 3e-4]
+    text = page.build({"fast": rows}, tmp_path, "{{exploratory fast}}").text
+    assert "|  | 3e-4 | minus TROLL | right, in brackets or not: before and after |" in text
+    assert "| 0.75 to 0.5 |" in text, "the entropy of the first rollout and of the last"
+
+
+def test_rollouts_of_a_rare_action(tmp_path: Path) -> None:
+    row = {"start": 0.003, "step": 0.1, "least_clip": 29, "least_kl": 5} | {name: [7, 8, 12] for name in METHODS}
+    (tmp_path / "tabular-cpu.json").write_text(json.dumps({"environment": {}, "rows": [row]}))
+    text = page.build({}, tmp_path, "{{tabular}}").text
+    assert f"| 0.003 | 0.1 |{5 * ' 9.0 (7 to 12) |'} 29 | 5 |" in text
+    assert "Nothing to show yet." in page.build({}, tmp_path / "none", "{{tabular}}").text
+
+
+def test_exploration_is_shown_with_the_counted_runs_that_it_compares_with(tmp_path: Path) -> None:
+    rows = study(tmp_path)
+    narrow = [
+        replace(row, phase="exploratory", settings=(("epsilon", "0.05"),))
+        for row in rows
+        if row.surrogate == "clip" and row.learning_rate == 1e-4 and row.seed < 2
+    ]
+    text = page.build({"primary": rows, "narrow": narrow}, tmp_path, "{{exploratory narrow}}").text
+    assert f"*narrow: recipe `{REGIME}`, 2 exploratory runs, with the counted runs of these rates and seeds.*" in text
+    assert "|  | 1e-4 | minus TROLL |" in text  # not the rate that was not explored
+    assert text.index("| TROLL |") < text.index("| clip |") < text.index("| clip epsilon=0.05 |")
+    # A run that is there in both phases is shown once.
+    again = [replace(row, phase="exploratory") for row in rows]
+    text = page.build({"primary": rows, "again": again}, tmp_path, "{{exploratory again}}").text
+    assert f"recipe `{REGIME}`, {len(rows)} exploratory runs.*" in text
+
+
+def test_page_without_any_run(tmp_path: Path) -> None:
+    built = page.build({}, tmp_path, TEMPLATE)
+    assert built.figures == {} and built.text.startswith("Prose (no runs yet) and (no runs yet).")
+
+
+@pytest.mark.parametrize(
+    ("placeholder", "message"),
+    [
+        ("regime spars", "asks for {{regime spars}}, which is unknown"),
+        ("exploratory", "asks for {{exploratory}}, which is unknown"),
+        (f"{REGIME} trol", "'trol' is no method"),
+    ],
+)
+def test_a_mistake_in_the_template_is_named(tmp_path: Path, placeholder: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("{", r"\{")):
+        page.build({}, tmp_path, f"{{{{{placeholder}}}}}")
+
+
+def test_exploration_that_the_template_does_not_show_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no exploratory runs of rivals: add \{\{exploratory rivals\}\}"):
+        page.build({"rivals": study(tmp_path, phase="exploratory")}, tmp_path, "Prose.")
+
+
+# Figures.
+
+
+def test_figures_are_the_same_bytes_again_and_say_what_they_show(tmp_path: Path) -> None:
+    write(tmp_path, "primary", study(tmp_path))
+    written = []
+    for place in ("one", "two"):
+        page.write_page(tmp_path, tmp_path / place)
+        files = sorted((tmp_path / place).rglob("*.*"))
+        written.append({path.name: path.read_bytes() for path in files})
+    assert written[0] == written[1]
+    assert set(written[0]) == {"results.md"} | {
+        f"{name}.{kind}" for name in ("contrasts", "robustness", REGIME) for kind in ("svg", "png")
+    }
+    (panel,) = figures.shown(tmp_path / "one" / "results" / f"{REGIME}.svg")
+    finals = [row.success_after for row in study(tmp_path) if (row.surrogate, row.learning_rate) == ("clip", 1e-4)]
+    line = panel["lines"]["clip"]
+    assert panel["title"] == f"{REGIMES[REGIME]} (interim)" and line["rate"] == [1e-4, 3e-4]
+    assert line["mean"][0] == pytest.approx(fmean(finals), abs=1e-4)
+    assert (line["low"][0], line["high"][0]) == pytest.approx(np.quantile(finals, [0.25, 0.75]), abs=1e-4)
+
+
+def test_lines_are_drawn_where_the_data_are(tmp_path: Path) -> None:
+    data = figures.rate_data(analysis.primary_sections({"one": study(tmp_path)}, tmp_path)[REGIME])
+    axes = figures.draw_rates([data]).axes[0]
+    assert [np.asarray(line.get_ydata()).tolist() for line in axes.lines] == [
+        line["mean"] for line in data["lines"].values()
+    ]
+    labels = [text.get_text() for text in axes.texts]
+    assert labels == ["TROLL", "clip"]
+
+
+def test_seeds_are_drawn_where_the_data_are(tmp_path: Path) -> None:
+    """In the row of their method, with a bar at their mean, and a colour for each rate that the legend names."""
+    sections = analysis.exploratory_sections({"one": study(tmp_path, phase="exploratory")})["one"]
+    drawing = figures.seeds(sections)
+    figure = drawing.draw(drawing.data)
+    axes, (legend,) = figure.axes[0], figure.legends
+    dots, bars = axes.lines[::2], axes.lines[1::2]
+    rows = {(row["method"], row["rate"]): row["success"] for row in drawing.data}
+    assert [np.asarray(line.get_xdata()).tolist() for line in dots] == list(rows.values())
+    means = [fmean(finals) for finals in rows.values()]
+    assert [np.asarray(line.get_xdata())[0] for line in bars] == pytest.approx(means)
+    ticks = dict(zip(axes.get_yticks(), (text.get_text() for text in axes.get_yticklabels()), strict=True))
+    drawn = [ticks[min(ticks, key=lambda y: abs(y - np.asarray(line.get_ydata())[0]))] for line in dots]
+    assert drawn == [method for method, _ in rows]
+    assert [text.get_text() for text in legend.get_texts()] == ["1e-4", "3e-4"]
+    assert len({line.get_color() for line in dots}) == 2
+
+
+def test_labels_at_one_height_are_moved_apart() -> None:
+    found = figures._apart([0.5, 0.5, 0.0, 0.52], 0.1)
+    assert found[2] == min(found) >= 0
+    assert np.diff(sorted(found)).min() >= 0.1 - 1e-9
+
+
+# The command.
+
+
+def test_command_collects_and_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, csv = run_folder(tmp_path / "run"), tmp_path / "results" / "new.csv"
+    monkeypatch.setattr(sys, "argv", ["results", "collect", str(run), "--output", str(csv)])
+    assert command.main() == 0
+    assert "new.csv: 1 runs added or replaced; 0 are not finished" in capsys.readouterr().out
+    assert table.read_csv(csv)[0].phase == "counted"
+    monkeypatch.setattr(sys, "argv", ["results", "collect", str(tmp_path / "none"), "--output", str(csv)])
+    assert command.main() == 2
+    assert re.search(r"error: .*none is neither a run folder", capsys.readouterr().err)

@@ -1,0 +1,361 @@
+import json
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from huggingface_hub import HfApi
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers.integrations import integration_utils
+
+from tests.runs.conftest import logged, trainer_with
+from troll import recipes
+from troll.evaluation.training_task import TrainingTask, find_training_task
+from troll.recipes import Recipe, RecipeError
+from troll.runs import build
+from troll.runs.page_frame import percent
+from troll.runs.resume import checkpoint_of
+from troll.runs.train import train
+from troll.tasks import TaskError, load_task
+from troll.trl.checkpoints import check_complete
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(record=True, width=200, quiet=False, file=open("/dev/null", "w"))
+
+
+def lines_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+
+
+def test_a_run_leaves_a_complete_folder(short_run: list[str], tmp_path: Path, console: Console) -> None:
+    assert train(recipes.load("quickstart", short_run), console)
+    folder = tmp_path / "run"
+
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["rollouts"]) == ("finished", 4, 2)
+    assert 0 <= summary["success_before"] <= 1
+    assert 0 <= summary["success_after"] <= 1
+
+    lines = lines_of(folder)
+    assert (summary["surrogate"], summary["advantage_estimator"]) == ("troll", "group")
+    assert summary["surrogate_settings"]["kl_bound"] == 0.05
+    assert summary["entropy_after"] == [line["entropy"] for line in lines if "loss" in line][-1]
+    assert summary["training_seconds"] == pytest.approx(sum(line.get("step_time", 0) for line in lines), abs=0.06)
+    assert summary["training_seconds"] < summary["seconds"]
+    assert "with TROLL, KL bound 0.05" in console.export_text(clear=False)
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if "eval_reward" in line] == [0, 2, 4]
+    trust_region = [line["trust_region/kl_before_mean"] for line in lines if "loss" in line]
+    assert trust_region[0] == pytest.approx(0, abs=1e-9), "the first update of a rollout is on-policy"
+    assert trust_region[1] > 0
+
+    verdicts = json.loads((folder / "verdicts.json").read_text())
+    assert verdicts["step"] == 4
+    assert len(verdicts["question"]) == len(verdicts["success"]) == summary["eval_size"]
+    assert sum(verdicts["success"]) / summary["eval_size"] == pytest.approx(summary["success_after"])
+    prompts = load_task(recipes.load("quickstart", short_run).task).eval_dataset["prompt"]
+    assert [prompts[number] for number in verdicts["question"]] == prompts
+    assert len(set(verdicts["question"])) == len(set(prompts))
+
+    AutoTokenizer.from_pretrained(folder / "model")
+    assert weights(folder)
+    assert "<html" in (folder / "report.html").read_text()
+    assert recipes.load(str(folder / "config.yaml")).settings["max_steps"] == 4
+    assert "report" in console.export_text()
+
+    trained = TrainingTask.of(recipes.load("quickstart", short_run).task, None)
+    assert trained.task_options["prompt"] == "{expression} ="
+    for place in (folder, folder / "model", folder / "checkpoint-2", folder / "checkpoint-4"):
+        assert find_training_task(str(place)) == trained
+        assert (place / "task.json").is_file()
+    check_complete(folder / "checkpoint-4")  # what was added later does not count
+    card = (folder / "model" / "README.md").read_text()
+    assert f"| after step 4 | {percent(summary['success_after'])} |" in card
+    assert f"from_pretrained('{folder / 'model'}')" in card
+    assert (folder / "README.md").read_text() == card
+
+
+def test_the_hub_shows_the_card_of_the_run(
+    short_run: list[str], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads: list[dict[str, str]] = []
+
+    def upload_folder(api, *, repo_id, folder_path, **options) -> Future:
+        assert repo_id == "you/sums"
+        uploads.append(
+            {
+                path.name: path.read_text()
+                for path in Path(folder_path).iterdir()
+                if path.suffix != ".bin" and path.suffix != ".safetensors" and path.is_file()
+            }
+        )
+        uploads[-1]["folder"] = Path(folder_path).name
+        done: Future = Future()
+        done.set_result(None)
+        return done
+
+    monkeypatch.setattr(HfApi, "whoami", lambda api: {"name": "you"})
+    monkeypatch.setattr(HfApi, "create_repo", lambda api, name, **options: SimpleNamespace(repo_id="you/sums"))
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    pushed = ["--push_to_hub", "true", "--hub_model_id", "you/sums"]
+    assert train(recipes.load("quickstart", [*short_run, *pushed]), console)
+    assert [upload["folder"] for upload in uploads] == ["run", "run", "model"]
+    for upload in uploads:
+        assert "from_pretrained('you/sums')" in upload["README.md"] and "task.json" in upload
+    first, _, last = (upload["README.md"] for upload in uploads)
+    assert "(unfinished)" in first and "| after step 4 |" not in first
+    assert "(unfinished)" not in last and "| after step 4 |" in last
+    assert "pushed  https://huggingface.co/you/sums" in console.export_text()
+
+
+class InterruptAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_is_usable_and_resumes_exactly(
+    short_run: list[str], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uninterrupted = [*short_run, "--output_dir", str(tmp_path / "whole")]
+    assert train(recipes.load("quickstart", uninterrupted), console)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(build, "_trainer", trainer_with(InterruptAt(3)))
+        assert not train(recipes.load("quickstart", short_run), console)
+    folder = tmp_path / "run"
+    assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
+    assert "interrupted" in (folder / "report.html").read_text()
+    assert weights(folder)
+    assert "resume with the same command and --resume_from_checkpoint" in console.export_text()
+
+    with pytest.raises(RecipeError, match=r"other settings: learning_rate is 0\.01 there and 0\.1 here; use the same"):
+        train(recipes.load("quickstart", [*short_run, "--resume_from_checkpoint", "--learning_rate", "0.1"]), console)
+
+    assert train(recipes.load("quickstart", [*short_run, "--resume_from_checkpoint"]), console)
+    for name, weight in weights(tmp_path / "whole").items():
+        torch.testing.assert_close(weights(folder)[name], weight, rtol=0, atol=0)
+    assert logged(folder) == logged(tmp_path / "whole")
+
+
+def test_training_that_breaks_down_leaves_its_folder(
+    short_run: list[str], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Poison(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+            with torch.no_grad():
+                next(model.parameters()).fill_(torch.nan)
+
+    monkeypatch.setattr(build, "_trainer", trainer_with(Poison()))
+    with pytest.raises(FloatingPointError, match="step 2"):
+        train(recipes.load("quickstart", short_run), console)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    assert ">failed</span>" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_mistakes_are_found_before_training(
+    short_run: list[str], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_trainer", lambda *_: pytest.fail("training was set up"))
+
+    def attempt(*overrides: str, recipe: str = "quickstart") -> None:
+        train(recipes.load(recipe, [*short_run, *overrides]), console)
+
+    occupied = tmp_path / "occupied"
+    occupied.mkdir()
+    (occupied / "precious").touch()
+    with pytest.raises(RecipeError, match=r"is not empty: choose another with --output_dir$"):
+        attempt("--output_dir", str(occupied))
+    with pytest.raises(RecipeError, match="cannot be used: Not a directory"):
+        attempt("--output_dir", str(occupied / "precious" / "below"))
+    with pytest.raises(RecipeError, match="no complete checkpoint in output_dir"):
+        attempt("--resume_from_checkpoint")
+    with pytest.raises(RecipeError, match="not the folder of a checkpoint"):
+        attempt("--resume_from_checkpoint", str(occupied))
+    with pytest.raises(RecipeError, match="does not hold a model"):
+        attempt("--model_name_or_path", str(occupied))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(RecipeError, match="no such folder"):
+        attempt("--model_name_or_path", "nobody/nothing")
+    with pytest.raises(RecipeError, match="warm_up is how the model 'toy' learns the task before"):
+        attempt("--model_name_or_path", str(occupied), "--warm_up", '{"max_steps": 3}')
+    with pytest.raises(TaskError, match="unknown task"):
+        attempt("--task", "nonsense")
+    with monkeypatch.context() as patched:
+        patched.setattr(integration_utils, "is_wandb_available", lambda: False)
+        patched.setattr(build, "model_path", lambda *_: pytest.fail("the model was looked for"))
+        with pytest.raises(RecipeError, match="report_to: wandb is not installed"):
+            attempt("--report_to", "wandb")
+        with pytest.raises(RecipeError, match=r"push_to_hub: .*log in with hf auth login"):
+            attempt("--push_to_hub", "true")
+    with pytest.raises(RecipeError, match="eval_tasks and dataloader_persistent_workers exclude each other"):
+        workers = ["--dataloader_num_workers", "1", "--dataloader_persistent_workers", "true"]
+        attempt("--eval_tasks", "free_text", *workers)
+    unanswered = tmp_path / "unanswered.jsonl"
+    unanswered.write_text('{"question": "1 + 1?", "answer": "two"}\n' * 20)
+    with pytest.raises(TaskError, match="test row 12 "):
+        attempt("--dataset_path", str(unanswered), recipe="gsm8k-qwen3-80gb")
+    assert (occupied / "precious").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "refused"),
+    [
+        ("kl_bound", "0.1", True),
+        ("eval_size", "4", True),
+        ("eval_tasks", "free_text", True),
+        ("seed", "1", True),
+        ("max_steps", "6", False),
+        ("logging_steps", "2", False),
+        ("save_total_limit", "3", False),
+        ("eval_steps", "4", False),
+    ],
+)
+def test_what_a_resumed_run_may_change(
+    short_run: list[str], tmp_path: Path, field: str, value: str, refused: bool
+) -> None:
+    folder = tmp_path / "run"
+    (folder / "checkpoint-2").mkdir(parents=True)
+    (folder / "checkpoint-2" / "trainer_state.json").write_text("{}")
+    recipes.save(recipes.load("quickstart", short_run), folder / "config.yaml")
+    changed = recipes.load("quickstart", [*short_run, f"--{field}", value, "--resume_from_checkpoint"])
+    if refused:
+        with pytest.raises(
+            RecipeError, match=f"holds a run with other settings: {field} is .* there and .*{value}.* here"
+        ):
+            checkpoint_of(changed, folder)
+    else:
+        assert checkpoint_of(changed, folder) is True
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+
+
+def on_local_files(short_run: list[str], recipe: str, path: Path, *overrides: str) -> Recipe:
+    """A recipe for real data, shortened to two updates of a tiny model."""
+    if not path.exists():
+        pytest.skip(f"needs the files of ../shared/data/{path.relative_to(DATA)}")
+    short = ["--dataset_path", str(path), "--dtype", "float32", "--max_completion_length", "16", "--max_steps", "2"]
+    return recipes.load(recipe, [*short_run, *short, "--gradient_accumulation_steps", "1", *overrides])
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["plain prompts", "chat template"])
+def test_gsm8k_recipe_runs_on_local_files(
+    short_run: list[str], tiny_model: Path, tmp_path: Path, console: Console, chat: bool
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    if chat:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.chat_template = CHAT_TEMPLATE
+        tokenizer.save_pretrained(model)
+    assert train(
+        on_local_files(short_run, "gsm8k-qwen3-80gb", DATA / "gsm8k", "--model_name_or_path", str(model)), console
+    )
+    lines = lines_of(tmp_path / "run")
+    assert all(0 <= line["rewards/success/mean"] <= 1 for line in lines if "reward" in line)
+    assert any(line.get("trust_region/kl_before_mean", 0) > 0 for line in lines)
+
+
+def test_fewer_prompts_than_a_rollout_takes_are_refused(short_run: list[str], console: Console) -> None:
+    with pytest.raises(RecipeError, match=r"a rollout takes 4 prompts .* has 3 to train on"):
+        train(recipes.load("quickstart", [*short_run, "--train_size", "3"]), console)
+
+
+def test_other_tasks_are_evaluated_beside_the_one_trained_on(
+    short_run: list[str], tmp_path: Path, console: Console
+) -> None:
+    benchmarks = [f"{name}={DATA / 'math_eval' / name}.jsonl" for name in ("aime24", "amc23")]
+    several = ["--num_generations_eval", "2", "--eval_temperature", "1", "--eval_tasks", *benchmarks]
+    assert train(on_local_files(short_run, "gsm8k-qwen3-80gb", DATA / "gsm8k", *several), console)
+    lines = lines_of(tmp_path / "run")
+    for step in (0, 2):
+        found = [line for line in lines if line["step"] == step]
+        assert [sum(f"eval_{name}pass@1" in line for line in found) for name in ("", "aime24_", "amc23_")] == [1, 1, 1]
+    last = next(line for line in lines if "eval_aime24_pass@1" in line)
+    assert {"eval_aime24_pass@2", "eval_aime24_maj@2", "eval_aime24_rewards/success/mean"} < last.keys()
+    assert "eval_reward" not in last
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "maj@2" in page and "aime24" in page
+
+
+def test_tasks_of_ones_own_are_judged_by_their_own_rewards(
+    short_run: list[str], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    (tmp_path / "rows.jsonl").write_text('{"q": "a?", "a": "1"}\n{"q": "b?", "a": "2"}\n')
+    (tmp_path / "rewards.py").write_text(
+        "def success(prompts, completions, a, **columns):\n"
+        "    assert all(prompt in ('Q: a?', 'Q: b?') for prompt in prompts)\n"
+        "    return [float(each == '2') for each in a]\n"
+    )
+    (tmp_path / "own.yaml").write_text(
+        "{dataset: rows.jsonl, eval_dataset: rows.jsonl, columns: {prompt: q, a: a}, reward: 'rewards.py:success'}"
+    )
+    own = {"task": str(tmp_path / "own.yaml"), "task_options": {"prompt": "Q: {question}"}}
+    recipe.write_text(json.dumps({"extends": "quickstart", "eval_tasks": [own]}))
+    assert train(recipes.load(str(recipe), short_run), console)
+    lines = [line for line in lines_of(tmp_path / "run") if "eval_own_pass@1" in line]
+    assert [line["step"] for line in lines] == [0, 2, 4]
+    assert {(line["eval_own_pass@1"], line["eval_own_reward"]) for line in lines} == {(0.5, 0.5)}
+    assert all("eval_own_maj@2" not in line for line in lines)
+    again = recipes.load(str(tmp_path / "run" / "config.yaml"), ["--output_dir", str(tmp_path / "again")])
+    assert again.task.other_tasks()[0].options == own["task_options"]
+
+
+def test_a_chat_template_that_refuses_is_one_line(short_run: list[str], tiny_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        + CHAT_TEMPLATE
+    )
+    tokenizer.save_pretrained(model)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"problem": f"{n}?", "answer": n}) + "\n" for n in range(12)))
+    overrides = [*short_run, "--model_name_or_path", str(model), "--task", "math", "--dataset_path", str(rows)]
+    for more, message in (
+        (["--task_options", '{"system_prompt": "Be brief."}'], "prompts of math: System role not supported; check"),
+        (["--task_options", "{}", "--chat_template_kwargs", '{"conversation": 1}'], "check --chat_template_kwargs"),
+    ):
+        with pytest.raises(TaskError, match=message) as error:
+            train(recipes.load("quickstart", [*overrides, *more]), Console(quiet=True))
+        assert "\n" not in str(error.value)
+
+
+def test_weights_that_are_cut_short_are_one_line(short_run: list[str], tiny_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    with (model / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(RecipeError, match=r"the weights of .*model cannot be read"):
+        train(recipes.load("quickstart", [*short_run, "--model_name_or_path", str(model)]), Console(quiet=True))
+
+
+def test_mbpp_recipe_trains_on_the_fraction_of_tests_and_logs_success(
+    short_run: list[str], tmp_path: Path, console: Console
+) -> None:
+    if shutil.which("bwrap") is None:
+        pytest.skip("needs bubblewrap")
+    assert train(on_local_files(short_run, "mbpp-qwen3", DATA / "mbpp" / "mbpp.jsonl"), console)
+    lines = lines_of(tmp_path / "run")
+    assert any("rewards/success/mean" in line and "rewards/passed_fraction/mean" in line for line in lines)
+    assert any("eval_pass@1" in line for line in lines)
