@@ -95,7 +95,7 @@ def test_table_has_references_critics_and_reward_models(tmp_path: Path) -> None:
     assert more.table["reference model"] == (weights,) * 3
     critic = more.table["critic"]
     assert critic[2] - critic[1] == pytest.approx(critic[1] / 3)  # weights and two moments, and then gradients
-    assert "reference model" not in planned("--beta", "0.1", "--use_peft", "true").table
+    assert planned("--beta", "0.1", "--use_peft", "true").table["reference model"] == (0, 0, 0)
     config = Qwen3Config(vocab_size=99, hidden_size=64, intermediate_size=8192, num_hidden_layers=1)
     config.num_labels = 1
     classifier: Any = Qwen3ForSequenceClassification(config)

@@ -86,12 +86,12 @@ class Batch(NamedTuple):
 def parameters(network: Network, optimiser: str = "adamw_torch") -> Parameters:
     """Counts a network's weights, and what an optimiser, by its name in transformers, keeps for them."""
     with _without_data(network) as model:
-        base, names = _base(model), set(_base(model)._no_split_modules or ())  # the layers that FSDP gathers one by one
+        base, head = _base(model), _base(model).get_output_embeddings()
+        names = set(base._no_split_modules or ())  # the layers that FSDP gathers one by one
         layers = [sum(map(Tensor.numel, m.parameters())) for m in base.modules() if type(m).__name__ in names]
         weights = sum(p.nbytes for p in model.parameters())
         for module in base.modules() if network.bits else ():  # linear layers are quantised, but not the LM head
-            quantised = type(module) is nn.Linear and not module.weight.requires_grad
-            if quantised and module is not base.get_output_embeddings():
+            if type(module) is nn.Linear and not module.weight.requires_grad and module is not head:
                 weights += int(module.weight.numel() * QUANTISED[network.bits or 8]) - module.weight.nbytes
         numbers, trained = sum(map(Tensor.numel, model.parameters())), _trained(model)
         gathered = numbers - sum(layers) + 2 * max(layers, default=0)
@@ -111,10 +111,7 @@ def optimiser_bytes(name: str, trained: list[Tensor]) -> float:
 
 @functools.cache
 def update(network: Network, batch: Batch, top_k: int, accumulates: bool) -> int:
-    """The bytes beyond weights and gradients of forward and backward of one micro-batch.
-
-    The old policy has K = `top_k`; `accumulates` where gradients of an earlier micro-batch exist already.
-    """
+    """The bytes beyond weights and gradients of forward and backward; `accumulates` where gradients exist already."""
     with _without_data(network, training=True) as model:
         for parameter in _trained(model) if accumulates else ():
             parameter.grad = torch.zeros_like(parameter)
@@ -124,8 +121,7 @@ def update(network: Network, batch: Batch, top_k: int, accumulates: bool) -> int
                 ids = torch.zeros(len(head.hidden), top_k, dtype=torch.long)
                 old = troll.capture_top(ids, 1.0 * ids, ids[:, 0], 1.0 * ids[:, 0], head.width, top_k=top_k)
                 step = troll.trust_region_step(head, old)
-            loss = (step.log_ratio.exp() + step.regression).mean()
-            loss.backward()
+            (step.log_ratio.exp() + step.regression).mean().backward()
         return max(0, tracker.peak - (0 if accumulates else sum(p.nbytes for p in _trained(model))))
 
 
@@ -145,7 +141,7 @@ def generation(network: Network, batch: Batch) -> tuple[int, int]:
     """The bytes of one call of transformers' `generate`: the keys and values, and the rest beyond the weights.
 
     Keys have the dtype of the weights, and values that of the products. The rest is the pass over the prompts; or that
-    of the last token, with its logits, and one layer's keys and values, which are copied to add the token.
+    of the last token, with three times its logits, and a layer's keys and values, which are copied to add the token.
     """
     text, tokens = network.config.get_text_config(), batch.prompt + batch.completion
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -154,7 +150,6 @@ def generation(network: Network, batch: Batch) -> tuple[int, int]:
     # Memory grows linearly with the rows, so that two measurements serve for all sizes of a call.
     one, two = (score(network, batch._replace(rows=rows, completion=0), None) for rows in (1, 2))
     prompts = one + (batch.rows - 1) * (two - one) - batch.rows * row * batch.completion
-    # Logits, the same divided by the temperature, and probabilities are float32.
     last = 2 * one - two + batch.rows * (row * tokens // text.num_hidden_layers + 12 * text.vocab_size)
     return batch.rows * row * tokens, max(prompts, last)
 

@@ -115,8 +115,13 @@ class Plan:
             critic = memory.parameters(replace(policy, dtype=torch.float32, bits=None))
             kept = (critic.weights + critic.optimiser) / shards
             table["critic"] = (kept, kept, kept + critic.gradients / shards)
-        if args.beta > 0 and policy.peft is None:
-            table["reference model"] = table["weights"]
+        if args.beta > 0:  # TRL's own head reads the reference: tiles of 4096 x 32,768, and float32 copies on a CPU
+            table["reference model"] = (0, 0, 0) if policy.peft else table["weights"]
+            copies = 0 if self.machine.on_gpu else 16 * min(policy.config.get_text_config().vocab_size, 32768)
+            tile = min(batch.rows * (prompt + batch.completion), 4096) * (
+                32768 * (half or policy.dtype).itemsize + copies
+            )
+            scoring = max(scoring, memory.score(computing, batch, None) + tile)
         if task.reward_model is not None:  # it reads the whole rollout in one call
             config = model_shape(task.reward_model, self.recipe)
             reward = Network(config, config.dtype or torch.float32)
