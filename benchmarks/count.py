@@ -117,7 +117,7 @@ def half_tiles(tokens: int, vocabulary: int) -> Iterator[None]:
     """Two row tiles where there would be one."""
     with (
         mock.patch.object(logits, "TILE_LOGITS", tokens * vocabulary // 2),
-        mock.patch.object(head, "WHOLE_ROWS_ON_GPU", tokens * vocabulary // 2),
+        mock.patch.dict(head.WHOLE_ROWS, gpu=tokens * vocabulary // 2),
         mock.patch.object(head, "TOKEN_TILE", tokens // 2),
     ):
         yield

@@ -56,7 +56,7 @@ def test_a_target_out_of_reach_takes_the_weight_to_a_limit_and_is_warned_about_o
             weight.end_update(adapt=True)
             assert len(said) == (rollouts > 10)
     assert weight.value == limit
-    assert str(said[0].message).startswith(f"kl_penalty_weight stays at {limit:g}, the limit of its range, though the ")
+    assert str(said[0].message).startswith(f"trust_region/kl_penalty_weight stays at {limit:g}, the limit ")
 
 
 def test_a_restored_weight_is_exactly_that_of_the_checkpoint():
@@ -152,5 +152,5 @@ def test_a_checkpoint_without_a_weight_is_told(make, tmp_path):
     checkpoint = Path(shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "checkpoint-2"))
     (checkpoint / PENALTY_STATE).unlink()
     (checkpoint / "checkpoint.json").unlink()  # of an older version
-    with pytest.warns(UserWarning, match=f"{PENALTY_STATE}: kl_penalty_weight starts anew"):
+    with pytest.warns(UserWarning, match=f"{PENALTY_STATE}: trust_region/kl_penalty_weight starts anew"):
         make(output_dir=str(tmp_path), **settings).train(resume_from_checkpoint=str(checkpoint))

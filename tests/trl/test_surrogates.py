@@ -375,7 +375,7 @@ def test_all_surrogates_start_from_the_same_rollout(make):
 def test_settings_of_a_surrogate_are_settings(make):
     known = {field.name for field in dataclasses.fields(make().args)}
     for name, surrogate in SURROGATES.items():
-        assert set(surrogate.settings) <= known, name
+        assert set(surrogate.fields) <= known, name
 
 
 @pytest.mark.parametrize("surrogate", ["clip", "none", "dppo_tv", "drpo", "gmpo", "cispo"])

@@ -22,6 +22,7 @@ import troll.trl.trainer as trainer_module
 from tests.tolerance import within
 from tests.trl import dense, tiny
 from tests.trl.distributed_worker import SameRollouts
+from tests.trl.resuming import SETTINGS as RESUMED
 from tests.trl.resuming import interrupted, resumed_exactly
 from tests.trl.tiny import (
     ARCHITECTURES,
@@ -586,6 +587,29 @@ def test_a_resumed_run_repeats_the_interrupted_one(make, tmp_path, settings):
     log = resumed_exactly(interrupted(make, tmp_path, ddp_backend=None, **settings))
     assert max(entry["trust_region/projected_fraction"] for entry in log) > 0
     assert "2510.03817" in (tmp_path / "README.md").read_text()
+
+
+class BreakOff(TrainerCallback):
+    """Breaks a training off after its third update, once."""
+
+    broken = False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3 and not self.broken:
+            self.broken = True
+            raise RuntimeError("broken off")
+
+
+def test_train_resumes_in_the_trainer_that_was_interrupted_with_a_rollout_of_its_own(make, tmp_path):
+    """After the first update of the second rollout; what is left of that rollout is not used again."""
+    whole = resumed_exactly(interrupted(make, tmp_path / "whole", ddp_backend=None, diagnostics_steps=1))
+    settings = RESUMED | {"ddp_backend": None, "output_dir": str(tmp_path / "broken"), "diagnostics_steps": 1}
+    trainer = make(callbacks=[BreakOff()], **settings)
+    with pytest.raises(RuntimeError, match="broken off"):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=True)
+    steps = [entry for entry in trainer.state.log_history if entry["step"] > 2 and "loss" in entry]
+    assert [{key: value for key, value in entry.items() if key != "step_time"} for entry in steps] == whole
 
 
 def test_a_resumed_run_does_not_judge_its_first_entry_as_many_steps(make, tmp_path, monkeypatch):

@@ -258,6 +258,7 @@ def roll_out(unscored: UngradedFilter, *verdicts: Sequence[Verdict]) -> None:
     for grader, own in zip(unscored._graders, verdicts, strict=True):
         grader.latest = own
     rewards = [[NAN if each.score is None else each.score for each in row] for row in zip(*verdicts, strict=True)]
+    unscored.count_verdicts()
     unscored.observe(torch.tensor(rewards))
     rows = len(rewards)
     unscored.without({"completion_mask": torch.ones(rows, 2), "num_items_in_batch": torch.tensor(2.0 * rows)})

@@ -47,6 +47,7 @@ def ended(accelerator: Any) -> str:
     batch = {"completion_mask": torch.ones(2, 2), "num_items_in_batch": torch.tensor(8.0)}
     try:
         for _ in range(3):
+            unscored.count_verdicts()
             unscored.observe(torch.full((4, 1), torch.nan))
             unscored.without(batch)
     except NothingJudgedError as error:

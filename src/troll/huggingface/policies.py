@@ -19,7 +19,7 @@ from troll.trust_region.reading.capture import union_support
 from troll.trust_region.reading.head import LMHead
 from troll.trust_region.reading.read import read
 from troll.trust_region.step import Pull, Tail, TrustRegionStep
-from troll.trust_region.step import trust_region_step as step_of_outcomes
+from troll.trust_region.step import trust_region_step as step_of_policy
 
 
 def capture(
@@ -142,7 +142,7 @@ def trust_region_step(
         **model_inputs,
     )
     bound = kl_bound.expand(targets.shape)[at] if isinstance(kl_bound, Tensor) and kl_bound.dim() else kl_bound
-    step = step_of_outcomes(
+    step = step_of_policy(
         new,
         counted,
         bound,

@@ -91,7 +91,7 @@ class Plan:
         shards = self.machine.gpus if self.machine.sharded else 1
         half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         batch = Batch(args.per_device_train_batch_size, prompt, args.max_completion_length or 0, half)
-        reads = SURROGATES[args.surrogate].reads_policies(args) and not args.always_on_policy
+        reads = SURROGATES[args.surrogate].reads_policies(args.own_settings) and not args.always_on_policy
         held = memory.parameters(policy, str(getattr(args.optim, "value", args.optim)))
         # FSDP gathers layers in the dtype of their products: two ahead, the weights in no layer, and their gradients.
         computing = policy if shards == 1 else replace(policy, dtype=half or policy.dtype)

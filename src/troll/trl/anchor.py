@@ -240,7 +240,7 @@ class RolloutAnchor:
         check_sampling(trainer.args)
         if trainer.args.use_vllm:
             # A surrogate that does not read policies needs only the sampled token, which vLLM always returns.
-            reads = trainer.surrogate.reads_policies(trainer.args) or trainer.args.diagnostics_steps
+            reads = trainer.surrogate.reads_policies(trainer.args.own_settings) or trainer.args.diagnostics_steps
             number = min(trainer.args.support_top_k, self._vocab_size) if reads else 0
             check_engine(engine_settings(trainer.vllm_generation), number, trainer.vllm_generation.mode)
             report_top_log_probs(trainer.vllm_generation, number, self.reports)

@@ -63,7 +63,7 @@ class TrollCallback(TrainerCallback):
         self._saved = [part for part in (critic, rollout_weights) if part is not None]
         #: The bound: its value now, and its schedule; `on_train_begin` makes that of the training.
         self.kl_bound: Bound = args.make_bound(total_steps=1)
-        # Those of the last update.
+        # The bound and the weight that the last update used, for the log: both have moved on by then.
         self._used_bound, self._used_penalty_weight = self.kl_bound.value, kl_controller.value
         self._rests, self._rollouts = False, 0
         #: The checkpoint to resume from, if any, and what newer ones lack.
@@ -82,7 +82,7 @@ class TrollCallback(TrainerCallback):
         """Restores ε, β and the critic from a checkpoint, and drops what an interrupted update has left."""
         self.kl_bound = self._args.make_bound(total_steps=max(1, state.max_steps))  # only training knows how many
         self._rollouts = self._rollouts_done()
-        for part in (self._monitor, self._ungraded, self._kl_controller, *self._saved):
+        for part in (self._monitor, self._diagnostics, self._ungraded, self._kl_controller, *self._saved):
             part.start()
         checkpoint, passed_over = self.resumed
         if checkpoint is None:
@@ -92,14 +92,14 @@ class TrollCallback(TrainerCallback):
         path = Path(checkpoint) / BOUND_STATE
         if path.is_file():
             self.kl_bound.load_state_dict(json.loads(path.read_text()))
-        elif self._args.kl_bound_schedule != "fixed":
+        elif self._args.kl_bound_schedule != "fixed" and state.is_world_process_zero:
             warnings.warn(f"{checkpoint} has no {BOUND_STATE}: the schedule of kl_bound starts anew", stacklevel=2)
         path = Path(checkpoint) / PENALTY_STATE
         if self._kl_controller.adapts and path.is_file():
             self._kl_controller.load_state_dict(json.loads(path.read_text()))
-        elif self._kl_controller.adapts:
+        elif self._kl_controller.adapts and state.is_world_process_zero:
             name = self._kl_controller.name
-            warnings.warn(f"{checkpoint} has no {PENALTY_STATE}: {name}_weight starts anew", stacklevel=2)
+            warnings.warn(f"{checkpoint} has no {PENALTY_STATE}: trust_region/{name}_weight starts anew", stacklevel=2)
         if state.is_world_process_zero:
             say_resumed(Path(checkpoint), state.global_step, state.max_steps, passed_over)
 

@@ -243,14 +243,8 @@ def warn_about(args: TrollConfig, model: torch.nn.Module) -> None:
             "noise, which the trust region projects",
             stacklevel=3,
         )
-    updates, rest = divmod(args.rollout_steps, args.gradient_accumulation_steps)
-    if (
-        args.save_strategy == "steps"
-        and updates > 1
-        and not rest
-        and args.save_steps >= 1
-        and args.save_steps % updates
-    ):
+    updates = args.updates_per_rollout or 1  # None where an update takes passes over two rollouts
+    if args.save_strategy == "steps" and args.save_steps >= 1 and args.save_steps % updates:
         warnings.warn(
             f"save_steps={args.save_steps} is not a multiple of the {updates} updates of a rollout: a run resumed from "
             "the middle of a rollout starts a new one and does not repeat the interrupted run exactly",

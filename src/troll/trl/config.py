@@ -16,6 +16,7 @@ from troll.trl.own_settings import RANGES, count, flag, number, parse
 from troll.trl.surrogates import SURROGATES
 from troll.trl.surrogates.formulas import KLPenaltySettings
 from troll.trust_region.bounds import BOUNDS, Bound, make_bound
+from troll.trust_region.checks import check_choice
 from troll.trust_region.constraint import CONSTRAINTS, REDUCTIONS, Reduction, Scope
 from troll.trust_region.dual import SOLVERS
 from troll.trust_region.step import PULLS, TAILS, Pull, Tail
@@ -71,7 +72,7 @@ class _One(int):
 
 @dataclass(frozen=True)
 class CriticSettings:
-    """The settings of "gae": PPO's critic and what becomes of its values; `critic_kwargs`.
+    """The settings of the estimator "gae", in `critic_kwargs`: its discounts, and PPO's critic.
 
     Attributes:
         gamma: Discount γ, in [0, 1].
@@ -389,13 +390,13 @@ class TrollConfig(GRPOConfig):
                     "with surrogate 'cispo', epsilon_high is the largest ratio itself, and must be at least 1, got "
                     f"{self.epsilon_high}: leave it out for {CISPO_LARGEST_RATIO}"
                 )
-        default = {name: field.default for name, field in GRPOConfig.__dataclass_fields__.items()}
+        default = {name: entry.default for name, entry in GRPOConfig.__dataclass_fields__.items()}
         for name, value in surrogate.sets.items():
             given = getattr(self, name)
             if given not in (value, default[name]):
                 warnings.warn(f"{name}={given!r} is now {value!r}: surrogate {self.surrogate!r} sets it", stacklevel=4)
             setattr(self, name, value)
-        unread = [name for name in ("epsilon", "epsilon_high") if name not in surrogate.settings]
+        unread = [name for name in ("epsilon", "epsilon_high") if name not in surrogate.fields]
         ignored = [name for name in unread if getattr(self, name) != default[name]]
         if ignored:
             warnings.warn(
@@ -450,16 +451,16 @@ class TrollConfig(GRPOConfig):
             )
 
     def _check_generation(self) -> None:
-        """Refuses TRL's continuous batching where it would change the weights, and a delay that has no effect."""
+        """Checks that the settings of generation go together."""
         if self.rollout_dtype not in ROLLOUT_DTYPES:
             known = " or ".join(repr(name) for name in ROLLOUT_DTYPES if name)
             raise ValueError(f"rollout_dtype must be {known}, got {self.rollout_dtype!r}")
-        if (self.rollout_delay or self.rollout_dtype) and self.use_vllm:
+        behind = self.rollout_delay or self.rollout_dtype
+        if behind and self.use_vllm:
             raise ValueError(
                 "rollout_delay and rollout_dtype change the weights of transformers' generation, and vLLM has its own "
                 "weights: set use_vllm=False, or leave them out"
             )
-        behind = self.rollout_delay or self.rollout_dtype
         if self.rollout_correction is not None and (self.anchor == "rollout" or not behind):
             raise ValueError(
                 "rollout_correction is for rollouts with other weights than the old policy's: set rollout_delay or "
@@ -489,9 +490,8 @@ class TrollConfig(GRPOConfig):
             "anchor": get_args(Anchor),
         }
         for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-        unread = GRPOConfig.__dataclass_fields__.keys() - set(SURROGATES[self.surrogate].settings)
+            check_choice(name, getattr(self, name), known)
+        unread = GRPOConfig.__dataclass_fields__.keys() - set(SURROGATES[self.surrogate].fields)
         for takes, names in NUMBERS.items():
             for name in names:
                 value = getattr(self, name)
@@ -516,7 +516,8 @@ class TrollConfig(GRPOConfig):
             )
         if self.penalty_target is not None:
             self._check_penalty_target()
-        own, _ = self.own_settings, self.critic_settings
+        _ = self.critic_settings  # finds wrong ones before training
+        own = self.own_settings
         limits = isinstance(own, KLPenaltySettings) and (own.clip is not None or own.cap is not None)
         if limits and self.importance_sampling_level != "token":
             raise ValueError(
@@ -564,18 +565,18 @@ class TrollConfig(GRPOConfig):
     @property
     def penalty_weight(self) -> float:
         """The weight of the surrogate's divergence at the start: α of a pull, β of a KL penalty; 0 without one."""
-        own, weights = self.own_settings, SURROGATES[self.surrogate].penalty is not None
+        own = self.own_settings
         if isinstance(own, KLPenaltySettings):
             return own.weight
-        return self.regression_weight if weights else 0.0
+        return self.regression_weight if SURROGATES[self.surrogate].weighted else 0.0
 
     @property
     def penalty_target(self) -> float | None:
         """The divergence to which the weight of the surrogate's divergence adapts; None if it is fixed."""
-        own, weights = self.own_settings, SURROGATES[self.surrogate].penalty is not None
+        own = self.own_settings
         if isinstance(own, KLPenaltySettings):
             return own.target
-        return self.regression_target if weights else None
+        return self.regression_target if SURROGATES[self.surrogate].weighted else None
 
     @property
     def rollout_steps(self) -> int:

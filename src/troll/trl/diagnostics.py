@@ -66,6 +66,10 @@ class Diagnostics:
 
     def __init__(self, accelerator: Accelerator, args: TrollConfig, logits: FullLogits) -> None:
         self._accelerator, self._args, self._logits = accelerator, args, logits
+        self.start()
+
+    def start(self) -> None:
+        """Drops what an interrupted update has left."""
         self._tally = Tally()
         self._probe: Probe | None = None
         self._probed_update: int | None = None

@@ -32,7 +32,7 @@ def adapted(weight: float, kl: float, target: float) -> float:
 
 
 class AdaptiveKLController:
-    """β over the training; every method runs on every process.
+    """The weight of a divergence over the training, called β here; every method runs on every process.
 
     The paper compares d with the mean KL of a whole rollout after its last update, which would take another pass. Here
     it is the mean over the tokens of the rollout's last update, over all processes, as read for that update: with U
@@ -41,7 +41,8 @@ class AdaptiveKLController:
 
     Args:
         accelerator: Adds up what the trainer's processes saw.
-        name: The beginning of the settings' names: "kl_penalty" or "regression"; None if the surrogate weights nothing.
+        name: The divergence's name in the log, where its weight is `trust_region/NAME_weight`: "kl_penalty" or
+            "regression"; None if the surrogate weights nothing.
         weight: β at the start.
         target: d, in nats; None keeps β.
     """
@@ -81,8 +82,8 @@ class AdaptiveKLController:
         if self.value != weight and self._accelerator.is_main_process and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self.name}_weight stays at {self.value:g}, the limit of its range, though the mean KL is "
-                f"{self._kl:.2g} and the target {self._target:g}: choose another target, learning_rate or "
+                f"trust_region/{self.name}_weight stays at {self.value:g}, the limit of its range, though the mean KL "
+                f"is {self._kl:.2g} and the target {self._target:g}: choose another target, learning_rate or "
                 "updates_per_rollout",
                 stacklevel=2,
             )

@@ -114,7 +114,7 @@ class Monitor:
         if self._watched_since is None or global_step - self._watched_since < WATCHED_STEPS:
             return
         fraction = self._watched["projected"] / max(self._watched["tokens"], 1)
-        if fraction > WATCHED_FRACTION:
+        if fraction > WATCHED_FRACTION and self._accelerator.is_main_process:
             warnings.warn(
                 f"{fraction:.0%} of the tokens were projected in the last {WATCHED_STEPS} steps or more, so the bound "
                 "rather than the advantages decides the update: lower learning_rate or the updates per rollout",
@@ -124,7 +124,7 @@ class Monitor:
 
     def _watch_coverage(self, tail_mass: float) -> None:
         message = support_too_small(tail_mass, top_k=self._args.support_top_k, setting="support_top_k")
-        if message is not None and not self._warned_of_coverage:
+        if message is not None and not self._warned_of_coverage and self._accelerator.is_main_process:
             self._warned_of_coverage = True
             warnings.warn(message, stacklevel=2)
 

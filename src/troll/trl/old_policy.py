@@ -18,7 +18,8 @@ from troll.trust_region.metrics import masked_total
 from troll.trust_region.policy.on_support import sparse_entropy
 from troll.trust_region.policy.packed import PackedPolicy
 
-#: The old policy travels through TRL's buffer (shuffled, split) under this key, as a list of one packed policy each.
+#: The old policy travels through TRL's buffer (shuffled, split) under this key, as a list with one packed policy for
+#: each completion.
 OLD_POLICY = "troll_old_policy"
 
 
@@ -31,7 +32,7 @@ class OldPolicy:
         accelerator: Averages metrics over the trainer's processes.
         args: The trainer's configuration.
         temperature: The sampling temperature, by which logits are divided.
-        anchor: The engine's reports with `anchor="rollout"`; None with `anchor="old"`.
+        anchor: The engine's reports; None where the training network scores the rollout.
     """
 
     def __init__(

@@ -112,9 +112,9 @@ class TrollTrainer(GRPOTrainer):
         self.surrogate = SURROGATES[args.surrogate]
         self._own_settings = args.own_settings
         # Infinity in the configuration itself would not be valid JSON.
-        if "epsilon" not in self.surrogate.settings:
+        if "epsilon" not in self.surrogate.fields:
             self.epsilon_low = torch.inf
-        if "epsilon_high" not in self.surrogate.settings:
+        if "epsilon_high" not in self.surrogate.fields:
             self.epsilon_high = torch.inf
         if self.accelerator.is_main_process:
             warn_about(args, self.model)
@@ -141,7 +141,7 @@ class TrollTrainer(GRPOTrainer):
         if args.generation_chunk_size and not args.use_vllm:
             generate_in_chunks(self.model, args.generation_chunk_size)
         self.kl_controller = AdaptiveKLController(
-            self.accelerator, self.surrogate.penalty, args.penalty_weight, args.penalty_target
+            self.accelerator, self.surrogate.weighted, args.penalty_weight, args.penalty_target
         )
         self.callback = TrollCallback(
             args,
@@ -200,6 +200,7 @@ class TrollTrainer(GRPOTrainer):
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         rewards = self.ungraded.excluded(super()._calculate_rewards(*args, **kwargs))
         if self.model.training:
+            self.ungraded.count_verdicts()
             self.observe_rewards(rewards)
             seam.add_metrics(self, self.ungraded.metrics(rewards))
         else:
@@ -220,7 +221,7 @@ class TrollTrainer(GRPOTrainer):
     def _reads_policies(self) -> bool:
         """Whether an update with the next rollout needs more of the old policy than log-probabilities."""
         return not self.args.always_on_policy and (
-            self.surrogate.reads_policies(self.args) or self._diagnostics_due(self._updates_of_rollout())
+            self.surrogate.reads_policies(self._own_settings) or self._diagnostics_due(self._updates_of_rollout())
         )
 
     def _diagnostics_due(self, updates: int = 1) -> bool:
@@ -254,7 +255,7 @@ class TrollTrainer(GRPOTrainer):
     def _surrogate_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """The parent's loss, in which the surrogate replaces the ratio, drops tokens or adds a penalty."""
         diagnosed = OLD_POLICY in inputs and self._diagnostics_due()
-        reads_policies = OLD_POLICY in inputs and (diagnosed or self.surrogate.reads_policies(self.args))
+        reads_policies = OLD_POLICY in inputs and (diagnosed or self.surrogate.reads_policies(self._own_settings))
         if self.surrogate.terms is None and not reads_policies:
             return super()._compute_loss(model, inputs)
 
@@ -279,8 +280,9 @@ class TrollTrainer(GRPOTrainer):
         if terms.penalised_kl is not None:
             self.kl_controller.observe(terms.penalised_kl, mask[at])
 
-        # The parent takes its ratio from raw − old log-probabilities, and everything else (KL to the reference,
-        # off-policy mask, metrics) from the raw ones. Other old ones change that ratio and nothing else.
+        # The parent takes its ratio from raw − old log-probabilities, so that shifted old ones make it the surrogate's.
+        # Its off-policy mask would read the shifted ones too: it gets the true ones as the sampler's. All else (KL to
+        # the reference, metrics) is of the raw ones.
         changed, shifted = {"sampling_per_token_logps": old_log_probs, **inputs}, None
         penalties = [] if terms.penalty is None else [scatter(terms.penalty, scored)]
         if terms.log_ratio is not None:
@@ -298,7 +300,7 @@ class TrollTrainer(GRPOTrainer):
         if shifted is not None:
             self._check_use(loss, shifted)
         if penalties:
-            loss = loss + self._aggregate(sum(penalties[1:], penalties[0]), mask, inputs)
+            loss = loss + self._aggregate(torch.stack(penalties).sum(0), mask, inputs)
         self._observe(tokens, terms, mask[at])
         if diagnosed:
             self.diagnostics.observe(tokens, scored, mask, self.state.global_step)
@@ -442,6 +444,7 @@ class TrollTrainer(GRPOTrainer):
             ValueError: If there is none, the processes see different ones, or the given checkpoint is incomplete.
         """
         self._use_checked = False
+        seam.forget_rollout(self)
         self.callback.resumed = resolved(Path(str(self.args.output_dir)), resume_from_checkpoint)
         return super().train(self.callback.resumed[0], *positional, **kwargs)
 

@@ -67,8 +67,11 @@ class UngradedFilter:
     # The rollout
 
     def observe(self, rewards: Tensor) -> None:
-        """Notes which rows of all processes' rollout could not be judged; call it right after grading."""
+        """Notes which rows of all processes' rollout, as it will be trained on, could not be judged."""
         self._rows = self.rows(rewards)
+
+    def count_verdicts(self) -> None:
+        """Counts this process's verdicts and their reasons; call it once after each grading."""
         for place, grader in enumerate(self._graders):
             for verdict in grader.latest:
                 self._verdicts[place, verdict.answer is not None, verdict.score is not None] += 1
@@ -89,8 +92,8 @@ class UngradedFilter:
             return rolled_out
         mask: Tensor = rolled_out["completion_mask"]
         first = self._accelerator.process_index * len(mask)
-        scored = ~self._rows[first : first + len(mask)].unsqueeze(1)
-        rolled_out = rolled_out | {"tool_mask": rolled_out.get("tool_mask", torch.ones_like(mask)) * scored}
+        judged = ~self._rows[first : first + len(mask)].unsqueeze(1)
+        rolled_out = rolled_out | {"tool_mask": rolled_out.get("tool_mask", torch.ones_like(mask)) * judged}
         tokens = self._accelerator.reduce(loss_mask(rolled_out).sum(), reduction="sum")
         return rolled_out | {"num_items_in_batch": tokens.to(rolled_out["num_items_in_batch"])}
 

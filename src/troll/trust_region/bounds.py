@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from troll.trust_region.checks import check_choice, check_positive
+
 #: The range of ε that the projection meets in float32, and a controller's default limits.
 CONTROLLED_RANGE = (1e-3, 1.0)
 
@@ -121,7 +123,9 @@ class Schedule(Bound):
     def __init__(
         self, kl_bound: float, total_steps: int | None = None, *, end: float, steps: float | None = None
     ) -> None:
-        self._start, self._end = positive("kl_bound", kl_bound), positive("end", end)
+        check_positive("kl_bound", kl_bound)
+        check_positive("end", end)
+        self._start, self._end = kl_bound, end
         self._steps = _duration(steps, total_steps)
         self._step = 0
 
@@ -212,7 +216,8 @@ class Controller(Bound):
             raise ValueError(f"minimum and maximum must be 0 < minimum <= maximum < inf, got {minimum} and {maximum}")
         if not minimum <= kl_bound <= maximum:
             raise ValueError(f"kl_bound must be within minimum and maximum, [{minimum}, {maximum}], got {kl_bound}")
-        self._target, self._rate, self._smoothing = target, positive("rate", rate), smoothing
+        check_positive("rate", rate)
+        self._target, self._rate, self._smoothing = target, rate, smoothing
         self._limits = (minimum, maximum)
         self._value = kl_bound
         # A weighted sum of the measurements, and of their weights: the first ones count in full.
@@ -291,17 +296,14 @@ def make_bound(name: str, kl_bound: float, *, total_steps: int | None = None, **
     Raises:
         ValueError: On an unknown name, an unknown or missing option, or a value out of its range.
     """
-    if name not in BOUNDS:
-        raise ValueError(f"bound must be one of {', '.join(BOUNDS)}, got {name!r}")
+    check_choice("bound", name, BOUNDS)
     if not kl_bound > 0:
         raise ValueError(f"kl_bound must be above 0, got {kl_bound}")
     parameters = inspect.signature(BOUNDS[name]).parameters.values()
     known = {p.name: p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
     unknown = [option for option in options if option not in known]
     if unknown:
-        raise ValueError(
-            f"options of the {name!r} bound must be of: {', '.join(known) or 'none'}; got {', '.join(unknown)}"
-        )
+        raise ValueError(f"the {name!r} bound takes {', '.join(known) or 'no options'}, got {', '.join(unknown)}")
     missing = [option for option, p in known.items() if p.default is p.empty and option not in options]
     if missing:
         raise ValueError(f"the {name!r} bound needs {', '.join(missing)}, got {', '.join(options) or 'no options'}")
@@ -311,13 +313,6 @@ def make_bound(name: str, kl_bound: float, *, total_steps: int | None = None, **
         if not number and not (value is None and known[option].default is None):
             raise ValueError(f"{option} must be a number, got {value!r}")
     return BOUNDS[name](kl_bound, total_steps, **options)
-
-
-def positive(name: str, value: float) -> float:
-    """The value; raises ValueError unless it is above 0 and finite."""
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be above 0 and finite, got {value}")
-    return value
 
 
 def _clamped(value: float, limits: tuple[float, float]) -> float:

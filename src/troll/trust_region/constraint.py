@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from troll.trust_region.checks import check_choice
 from troll.trust_region.dual import Moments, TokenCurve
 
 if TYPE_CHECKING:
@@ -161,8 +162,7 @@ class SharedCurve(TokenCurve):
 
 
 def _weight(counts: Tensor, total: Tensor, reduction: Reduction) -> Tensor:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    check_choice("reduction", reduction, REDUCTIONS)
     return counts.double() / (total.clamp(min=1) if reduction == "mean" else 1)
 
 

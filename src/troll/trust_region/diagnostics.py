@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from troll.trust_region.checks import check_mask_fits, shape_text
+from troll.trust_region.checks import check_choice, check_mask_fits, shape_text
 from troll.trust_region.constraint import Constraint
 from troll.trust_region.dual import SOLVERS
 from troll.trust_region.metrics import Tally, counted, distribution, largest, quantiles, total
@@ -20,7 +20,7 @@ from troll.trust_region.policy.on_support import PolicyOnSupport, sparse_entropy
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.probabilities import PROBABILITY_FLOOR, as_float, divergence, floored
 from troll.trust_region.projection import broadcast_bound, outside_ball
-from troll.trust_region.step import Tail, check_tail, common_outcomes
+from troll.trust_region.step import TAILS, Tail, common_outcomes, pull_to_old
 
 
 @torch.no_grad()
@@ -115,7 +115,7 @@ def tail_gap(new_logits: Tensor, old_logits: Tensor, old: SparsePolicy) -> TailG
 
 def outside_support(old: SparsePolicy) -> Tensor:
     """(..., V) bool, true for the tokens that the old policy does not keep."""
-    # Unused slots stand in for the first one.
+    # An unused slot repeats the id of the first slot, which is always used.
     ids = torch.where(old.used, old.token_ids, old.token_ids[..., :1])
     return ids.new_ones((*old.shape, old.vocab_size), dtype=torch.bool).scatter(-1, ids, False)
 
@@ -158,9 +158,8 @@ def old_to_new_kl(new: PolicyOnSupport, old: SparsePolicy, tail: Tail = "bucket"
     Raises:
         ValueError: If the new policy was read at other tokens, or `tail` is unknown.
     """
-    check_tail(tail)
-    log_new, log_old, present = common_outcomes(new, old, tail)
-    return divergence((log_old - log_new).masked_fill(~present, 0.0), log_new)
+    check_choice("tail", tail, TAILS)
+    return pull_to_old(common_outcomes(new, old, tail))
 
 
 @torch.no_grad()
@@ -197,10 +196,9 @@ def dual_report(
     Raises:
         ValueError: On positions that are not those of the mask, ε ≤ 0, or an unknown tail or solver.
     """
-    check_tail(tail)
+    check_choice("tail", tail, TAILS)
     check_mask_fits(mask, new=new.tail_logit, old=old.tail_log_prob)
-    if solver not in SOLVERS:
-        raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
+    check_choice("solver", solver, SOLVERS)
     counts = mask.bool()
     log_new, log_old, present = (x[counts] for x in common_outcomes(new, old, tail))
     bound = broadcast_bound(kl_bound, mask.shape, log_new)[counts]

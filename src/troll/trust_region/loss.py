@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from troll.trust_region.checks import shape_text
+from troll.trust_region.checks import check_choice, shape_text
 from troll.trust_region.metrics import step_tally
 from troll.trust_region.step import TrustRegionStep
 
@@ -62,8 +62,7 @@ def troll_loss(
         )
     if not regression_weight >= 0:
         raise ValueError(f"regression_weight must be at least 0, got {regression_weight}")
-    if ratio_level not in RATIO_LEVELS:
-        raise ValueError(f"ratio_level must be one of {', '.join(RATIO_LEVELS)}, got {ratio_level!r}")
+    check_choice("ratio_level", ratio_level, RATIO_LEVELS)
 
     mask = mask.bool()
     log_ratio = torch.where(mask, step.log_ratio, 0.0)
@@ -83,8 +82,7 @@ def aggregate(
     num_tokens: float | Tensor | None = None,
 ) -> Tensor:
     """Aggregates (B, T) values over the tokens of the mask; arguments as for [troll_loss][troll.troll_loss]."""
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {aggregation!r}")
+    check_choice("aggregation", aggregation, AGGREGATIONS)
     if (max_length is not None) != (aggregation == "fixed_length"):
         raise ValueError(f"max_length goes with aggregation 'fixed_length', got {max_length} with {aggregation!r}")
     if max_length is not None and max_length < 1:

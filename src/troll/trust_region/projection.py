@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from troll.trust_region.checks import check_choice
 from troll.trust_region.constraint import Constraint, SharedCurve
 from troll.trust_region.dual import SOLVERS, TokenCurve, tilt
 from troll.trust_region.policy.on_support import PolicyOnSupport, present_outcomes
@@ -156,12 +157,13 @@ class TokenProjection(NamedTuple):
     row_index: Tensor
     """The indices of the projected tokens, (N',)."""
     broken: Tensor
+    """(N,) bool: the tokens without a projection, since they are no distributions."""
     multiplier: Tensor
     kl_before: Tensor
     kl_after: Tensor
     projected: Tensor
     iterations: Tensor
-    """All (N,)."""
+    """This and the four before it: (N,), as in `Projection`."""
 
 
 def project_tokens(
@@ -183,8 +185,7 @@ def project_tokens(
     Raises:
         ValueError: If the bound or the constraint does not fit, or the solver is unknown.
     """
-    if solver not in SOLVERS:
-        raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
+    check_choice("solver", solver, SOLVERS)
     shape = outcomes.new.shape[:-1]
     bound = broadcast_bound(kl_bound, shape, outcomes.new).reshape(-1)
     new, old, present = (x.reshape(-1, x.shape[-1]) for x in outcomes)

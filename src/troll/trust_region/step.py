@@ -13,7 +13,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from troll.trust_region.checks import check_choice
 from troll.trust_region.constraint import Constraint
+from troll.trust_region.dual import SOLVERS
 from troll.trust_region.kernels import use_triton
 from troll.trust_region.policy.on_support import PolicyOnSupport, present_outcomes
 from troll.trust_region.policy.sparse import SparsePolicy
@@ -94,14 +96,13 @@ def trust_region_step(
         pull: What `step.regression` is: "projection", the paper's KL(p̃ ‖ ⌊q⌋), which acts outside the ball only; or
             "proximal", KL(p ‖ p̃), which keeps the network near the old policy at every token. With a bound of infinity
             nothing is projected, and the latter is a KL penalty.
-        entropy: Whether the step's `entropy` is computed.
+        entropy: Whether the step's `entropy` is computed. A policy that has been read brings its own, or none.
 
     Raises:
         ValueError: If the positions or the vocabulary do not fit, ε ≤ 0, or a name is unknown.
     """
-    check_tail(tail)
-    if pull not in PULLS:
-        raise ValueError(f"pull must be one of {', '.join(PULLS)}, got {pull!r}")
+    for name, value, known in (("tail", tail, TAILS), ("pull", pull, PULLS), ("solver", solver, SOLVERS)):
+        check_choice(name, value, known)
     source = Logits(source) if isinstance(source, Tensor) else source
     if tail == "floor":
         _warn_of_floor(old)
@@ -212,12 +213,6 @@ def on_tokens_of(new: PolicyOnSupport, old: SparsePolicy, tail: Tail) -> SparseP
         raise ValueError("new must be read at the old policy's tokens: log_probs_at(_, old.token_ids)")
     log_probs = torch.nn.functional.pad(old.log_probs, (0, more), value=-torch.inf)
     return dataclasses.replace(old, token_ids=new.token_ids, log_probs=log_probs)
-
-
-def check_tail(tail: str) -> None:
-    """Raises ValueError if there is no tail of this name."""
-    if tail not in TAILS:
-        raise ValueError(f"tail must be one of {', '.join(TAILS)}, got {tail!r}")
 
 
 def _warn_of_floor(old: SparsePolicy) -> None:

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from troll.trust_region.bounds import positive
+from troll.trust_region.checks import check_positive
 from troll.trust_region.probabilities import as_float
 
 
@@ -71,5 +71,5 @@ def by_advantage(kl_bound: float | Tensor, advantages: Tensor, *, negative_kl_bo
     Raises:
         ValueError: If the ratio is out of its range.
     """
-    ratio = positive("negative_kl_bound_ratio", negative_kl_bound_ratio)
-    return kl_bound * torch.ones_like(as_float(advantages)).masked_fill(advantages < 0, ratio)
+    check_positive("negative_kl_bound_ratio", negative_kl_bound_ratio)
+    return kl_bound * torch.ones_like(as_float(advantages)).masked_fill(advantages < 0, negative_kl_bound_ratio)

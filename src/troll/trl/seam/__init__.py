@@ -242,6 +242,11 @@ def micro_batches_done(trainer: Any) -> int:
     return int(trainer._step)
 
 
+def forget_rollout(trainer: Any) -> None:
+    """Has TRL make a rollout in its next pass, instead of going on with one that was interrupted."""
+    trainer._step, trainer._buffered_inputs = 0, None
+
+
 def checkpoint_folder(trainer: Any, trial: Any) -> Path:
     """The folder of the checkpoint that transformers saves at this step."""
     return Path(trainer._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")

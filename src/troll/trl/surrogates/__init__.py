@@ -24,7 +24,7 @@ from troll.trl.surrogates.formulas import (
     regression,
     troll,
 )
-from troll.trl.surrogates.terms import NoSettings, ScoredTokens, Settings, Surrogate, Terms
+from troll.trl.surrogates.terms import NoSettings, ScoredTokens, Surrogate, Terms
 
 __all__ = ["SURROGATES", "NoSettings", "ScoredTokens", "Surrogate", "Terms", "settings_read"]
 
@@ -47,30 +47,30 @@ _TROLL_SETTINGS = (
 )
 
 
-def _measures_top_k(args: Settings) -> bool:
-    return bool(args.own_settings.outcomes == "top_k")
+def _measures_top_k(own: DPPOTVSettings | DPPOKLSettings) -> bool:
+    return own.outcomes == "top_k"
 
 
 SURROGATES: dict[str, Surrogate] = {
     "troll": Surrogate(
-        troll, settings=_TROLL_SETTINGS, penalty="regression", projects=True, reads_policies=lambda args: True
+        troll, fields=_TROLL_SETTINGS, weighted="regression", projects=True, reads_policies=lambda own: True
     ),
     "regression": Surrogate(
-        regression, settings=_TROLL_SETTINGS, penalty="regression", projects=True, reads_policies=lambda args: True
+        regression, fields=_TROLL_SETTINGS, weighted="regression", projects=True, reads_policies=lambda own: True
     ),
     "kl_penalty": Surrogate(
-        kl_penalty, KLPenaltySettings, _OUTCOMES, penalty="kl_penalty", reads_policies=lambda args: True
+        kl_penalty, KLPenaltySettings, _OUTCOMES, weighted="kl_penalty", reads_policies=lambda own: True
     ),
-    "clip": Surrogate(settings=("epsilon", "epsilon_high", "delta"), clips=True),
+    "clip": Surrogate(fields=("epsilon", "epsilon_high", "delta"), clips=True),
     "dppo_tv": Surrogate(dppo_tv, DPPOTVSettings, _OUTCOMES, reads_policies=_measures_top_k),
     "dppo_kl": Surrogate(dppo_kl, DPPOKLSettings, _OUTCOMES, reads_policies=_measures_top_k),
     "drpo": Surrogate(drpo, DRPOSettings),
     "ipo": Surrogate(ipo, IPOSettings),
     "gmpo": Surrogate(gmpo, GMPOSettings, sets={"loss_type": "grpo", "importance_sampling_level": "sequence"}),
-    "cispo": Surrogate(settings=("epsilon_high",), sets={"loss_type": "cispo"}),
-    "sapo": Surrogate(settings=("sapo_temperature_pos", "sapo_temperature_neg"), sets={"loss_type": "sapo"}),
+    "cispo": Surrogate(fields=("epsilon_high",), sets={"loss_type": "cispo"}),
+    "sapo": Surrogate(fields=("sapo_temperature_pos", "sapo_temperature_neg"), sets={"loss_type": "sapo"}),
     "vespo": Surrogate(
-        settings=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), sets={"loss_type": "vespo"}
+        fields=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), sets={"loss_type": "vespo"}
     ),
     "none": Surrogate(),
 }
@@ -80,4 +80,4 @@ def settings_read(args: Any) -> dict[str, Any]:
     """The values of `Surrogate.reads` in a `TrollConfig`, by name."""
     surrogate = SURROGATES[args.surrogate]
     own = {f"surrogate_kwargs.{name}": value for name, value in vars(args.own_settings).items()}
-    return {name: getattr(args, name) for name in surrogate.settings} | own
+    return {name: getattr(args, name) for name in surrogate.fields} | own

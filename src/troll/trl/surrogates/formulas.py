@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from troll.trl.own_settings import choice, number
-from troll.trl.surrogates.terms import NoSettings, ScoredTokens, Settings, Terms
+from troll.trl.surrogates.terms import ConfigFields, NoSettings, ScoredTokens, Terms
 from troll.trust_region.probabilities import divergence, floored
 from troll.trust_region.step import common_outcomes, pull_to_old, trust_region_step
 
 
-def troll(tokens: ScoredTokens, args: Settings, own: NoSettings) -> Terms:
+def troll(tokens: ScoredTokens, args: ConfigFields, own: NoSettings) -> Terms:
     """TROLL (arXiv 2510.03817): the projected policy's ratio q(o)/p(o), and the pull α KL(p̃ ‖ ⌊q⌋) or α KL(p ‖ p̃)."""
     assert tokens.old is not None and tokens.new is not None
     step = trust_region_step(
@@ -36,7 +36,7 @@ def troll(tokens: ScoredTokens, args: Settings, own: NoSettings) -> Terms:
     )
 
 
-def regression(tokens: ScoredTokens, args: Settings, own: NoSettings) -> Terms:
+def regression(tokens: ScoredTokens, args: ConfigFields, own: NoSettings) -> Terms:
     """TROLL's pull only, with the raw ratio p̃(o)/p(o)."""
     return dataclasses.replace(troll(tokens, args, own), log_ratio=None)
 
@@ -63,7 +63,7 @@ class KLPenaltySettings:
     cap: float | None = number(None, "above 1")
 
 
-def kl_penalty(tokens: ScoredTokens, args: Settings, own: KLPenaltySettings) -> Terms:
+def kl_penalty(tokens: ScoredTokens, args: ConfigFields, own: KLPenaltySettings) -> Terms:
     """The raw ratio, and the penalty β KL(p ‖ p̃) or β KL(p̃ ‖ p) (arXiv 1707.06347, eq. 8).
 
     The divergence is over the outcomes that TROLL projects: the old policy's support and its tail, floored. A clip and
@@ -111,7 +111,7 @@ class DRPOSettings:
     threshold: float = number(12.5, "finite and above 0")
 
 
-def drpo(tokens: ScoredTokens, args: Settings, own: DRPOSettings) -> Terms:
+def drpo(tokens: ScoredTokens, args: ConfigFields, own: DRPOSettings) -> Terms:
     """DRPO (arXiv 2606.09821): the loss `−A r + |A| p(o) (r − 1)² / 2ε` with the raw ratio r, with both gradients."""
     growth = torch.expm1(tokens.log_ratio)
     moved = tokens.old_log_probs.exp() * growth  # p̃(o) − p(o); by itself (r − 1)² could overflow
@@ -129,7 +129,7 @@ class GMPOSettings:
     range: float = number(0.4, "finite and above 0")
 
 
-def gmpo(tokens: ScoredTokens, args: Settings, own: GMPOSettings) -> Terms:
+def gmpo(tokens: ScoredTokens, args: ConfigFields, own: GMPOSettings) -> Terms:
     """GMPO (arXiv 2507.20673): clips log ratios that the advantage pushes out; TRL takes a sequence's mean."""
     log_ratio, bound = tokens.log_ratio, own.range
     return Terms(log_ratio=torch.where(tokens.advantages > 0, log_ratio.clamp(max=bound), log_ratio.clamp(min=-bound)))
@@ -162,14 +162,14 @@ class DPPOKLSettings:
     outcomes: Literal["binary", "top_k"] = choice("binary", ("binary", "top_k"))
 
 
-def dppo_tv(tokens: ScoredTokens, args: Settings, own: DPPOTVSettings) -> Terms:
+def dppo_tv(tokens: ScoredTokens, args: ConfigFields, own: DPPOTVSettings) -> Terms:
     """DPPO's mask by total variation (arXiv 2602.04879): `½ Σ |p̃ − p|` over two outcomes, or over the top K."""
     new, old = _outcomes(tokens, args, own.outcomes)
     variation = 0.5 * (new.exp() - old.exp()).abs().sum(-1)
     return _mask(tokens, variation > own.threshold)
 
 
-def dppo_kl(tokens: ScoredTokens, args: Settings, own: DPPOKLSettings) -> Terms:
+def dppo_kl(tokens: ScoredTokens, args: ConfigFields, own: DPPOKLSettings) -> Terms:
     """DPPO's mask by KL(p ‖ p̃) (arXiv 2602.04879) over two outcomes, or over the top K."""
     new, old = _outcomes(tokens, args, own.outcomes)
     kl = divergence((old - new).masked_fill(new == -torch.inf, 0.0), new)
@@ -189,7 +189,7 @@ class IPOSettings:
     kl_weight: float = number(0.0, "finite and at least 0")
 
 
-def ipo(tokens: ScoredTokens, args: Settings, own: IPOSettings) -> Terms:
+def ipo(tokens: ScoredTokens, args: ConfigFields, own: IPOSettings) -> Terms:
     """prime-rl's IPO: drops tokens with `|p̃(o) − p(o)|` above the threshold, and adds the penalty λ (log r)²."""
     moved = tokens.new_log_probs.detach().exp() - tokens.old_log_probs.exp()
     # Where λ is 0, an infinite log ratio must not make NaN.
@@ -197,7 +197,7 @@ def ipo(tokens: ScoredTokens, args: Settings, own: IPOSettings) -> Terms:
     return Terms(keep=moved.abs() <= own.threshold, penalty=penalty)
 
 
-def _outcomes(tokens: ScoredTokens, args: Settings, outcomes: str) -> tuple[Tensor, Tensor]:
+def _outcomes(tokens: ScoredTokens, args: ConfigFields, outcomes: str) -> tuple[Tensor, Tensor]:
     """Both policies' floored log-probabilities: of the sampled token and the rest, or of the top K and the tail."""
     if outcomes == "top_k":
         assert tokens.old is not None and tokens.new is not None

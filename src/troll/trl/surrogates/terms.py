@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -14,16 +15,12 @@ from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.step import Pull, Tail, TrustRegionStep
 
 
-class Settings(Protocol):
-    """The fields of `TrollConfig` that the surrogates read, and the settings of the chosen one's own."""
+class ConfigFields(Protocol):
+    """The fields of `TrollConfig` that surrogates read in addition to their own settings."""
 
     tail: Tail
     solver: str
     pull: Pull
-
-    @property
-    def own_settings(self) -> Any:
-        """The surrogate's own settings, an instance of `Surrogate.own`."""
 
 
 @dataclass(frozen=True)
@@ -89,24 +86,25 @@ class Surrogate:
         terms: The surrogate itself, a function of the tokens, the configuration, and the surrogate's own settings; None
             leaves TRL's loss as it is.
         own: The class of its own settings, which `surrogate_kwargs` holds.
-        settings: The fields of `TrollConfig` that this surrogate reads and some others do not.
+        fields: The fields of `TrollConfig` that this surrogate reads and some others do not.
         sets: Fields of TRL's `GRPOConfig`, and the values that they must have with this surrogate.
-        penalty: The name of its divergence in the log, as `*_weight` and `*_kl`; None if it weights none.
+        weighted: The name in the log of the divergence that has a weight, as `*_weight` and `*_kl`; None for none.
         clips: Whether TRL's clip stays on.
         projects: Whether there is a projection within ε, to be measured and logged.
-        reads_policies: Whether it needs distributions in addition to the sampled tokens' log-probabilities.
+        reads_policies: Takes its own settings, and says whether it needs distributions in addition to the sampled
+            tokens' log-probabilities.
     """
 
-    terms: Callable[[ScoredTokens, Settings, Any], Terms] | None = None
+    terms: Callable[[ScoredTokens, ConfigFields, Any], Terms] | None = None
     own: type[Any] = NoSettings
-    settings: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
     sets: Mapping[str, str] = field(default_factory=dict)
-    penalty: str | None = None
+    weighted: str | None = None
     clips: bool = False
     projects: bool = False
-    reads_policies: Callable[[Settings], bool] = lambda args: False
+    reads_policies: Callable[[Any], bool] = lambda own: False
 
     @property
     def reads(self) -> tuple[str, ...]:
         """All settings that it reads and some others do not, its own ones as `surrogate_kwargs.NAME`."""
-        return self.settings + tuple(f"surrogate_kwargs.{entry.name}" for entry in fields(self.own))
+        return self.fields + tuple(f"surrogate_kwargs.{entry.name}" for entry in dataclasses.fields(self.own))

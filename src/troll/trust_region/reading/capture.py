@@ -56,7 +56,7 @@ def capture_with_entropy(
     """[capture][troll.capture], and the entropy over the whole vocabulary, (...), in nats, in the same pass.
 
     Args:
-        source: Logits of any source, as in `capture`, but not outcomes.
+        source: Logits of any source, as in `capture`, but not a policy that has been read.
         token_ids: The sampled tokens, (...), as in `capture`.
         top_k: K, at least 1.
         mass_threshold: δ in [0, 1).
