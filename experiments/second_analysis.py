@@ -23,12 +23,14 @@ class Candidate:
     Attributes:
         method: The method's key in `second.METHODS`.
         changes: The settings of the configuration, as on the command line.
+        place: What all its runs have in common in a table.
         runs: The tuning runs by learning rate.
         complete: Whether all runs of the protocol are there.
     """
 
     method: str
     changes: second.Changes
+    place: tuple[str, str, Settings]
     runs: Mapping[float, Sequence[Result]]
     complete: bool
 
@@ -59,7 +61,7 @@ def candidates(table: str, rows: Sequence[Result]) -> list[Candidate]:
         mine = [row for row in tuning if _place(row) == place]
         runs = {rate: [row for row in mine if row.learning_rate == rate] for rate in rates}
         complete = all({row.seed for row in runs[rate]} == set(second.TUNING_SEEDS) for rate in rates)
-        found.append(Candidate(method, changes, runs, complete))
+        found.append(Candidate(method, changes, place, runs, complete))
     return found
 
 
@@ -139,7 +141,7 @@ def contest(table: str, rows: Sequence[Result]) -> Contest:
             only later.
     """
     best = chosen(candidates(table, rows))
-    places = {_planned_place(table, method, one.changes): method for method, one in best.items()}
+    places = {one.place: method for method, one in best.items()}
     finals: dict[str, dict[float, dict[int, float]]] = {method: {} for method in second.METHODS}
     for row in rows:
         if row.phase == "counted":

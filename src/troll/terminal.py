@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # `one_line` is for packages that do without it
@@ -81,3 +82,9 @@ def say(console: Console, line: str) -> None:
 def one_line(message: object, most: int | None = None) -> str:
     """An error's message without its line breaks, cut to at most `most` characters."""
     return " ".join(str(message).split())[:most]
+
+
+def did_you_mean(name: str, known: Collection[str], prefix: str = "") -> str:
+    """The end of an error about an unknown name: the known one that is most like it, or nothing."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f", did you mean {prefix}{close[0]}?" if close else ""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from troll.files import read_yaml
+from troll.terminal import did_you_mean
 
 FOLDER = Path(__file__).parent / "recipes"
 CHOICES = {"events": ("segments", "episodes"), "constraint": ("trust_region", "clip")}
@@ -136,8 +136,7 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> EpisodicConfig:
     known = {field.name for field in fields(EpisodicConfig)}
     for name in [*settings, *(argument.removeprefix("--") for argument in unknown)]:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            raise ValueError(f"unknown field {name!r}" + (f", did you mean {close[0]}?" if close else ""))
+            raise ValueError(f"unknown field {name!r}{did_you_mean(name, known)}")
     return EpisodicConfig(**settings)
 
 

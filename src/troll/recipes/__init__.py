@@ -14,7 +14,6 @@ time; the command says so, and the run's own settings hold `use_vllm: false`.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -30,7 +29,7 @@ from trl import ModelConfig, TrlParser
 from troll.evaluation.vllm import vllm_is_usable
 from troll.files import flat, read_yaml, write_atomically
 from troll.tasks import TaskConfig
-from troll.terminal import UsageError, one_line
+from troll.terminal import UsageError, did_you_mean, one_line
 from troll.trl import TrollConfig
 from troll.trl.surrogates import SURROGATES
 
@@ -110,7 +109,7 @@ def find(name_or_path: str) -> Path:
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return path
-    hint = _did_you_mean(name_or_path, names())
+    hint = did_you_mean(name_or_path, names())
     raise RecipeError(f"no recipe or YAML file {name_or_path!r}{hint}; recipes: {', '.join(names())}")
 
 
@@ -145,7 +144,7 @@ def _read(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
         raise RecipeError(f"{path}: grid must hold 'field: [value, value, ...]' lines, got {axes!r}")
     for name in (*own, *axes):
         if name not in FIELDS and not (name in axes and _field_of(str(name)) in DICTIONARIES):
-            raise RecipeError(f"{path}: unknown field {name!r}{_did_you_mean(str(name), FIELDS)}")
+            raise RecipeError(f"{path}: unknown field {name!r}{did_you_mean(str(name), FIELDS)}")
     for name, values in axes.items():
         if any(isinstance(value, list) for value in values):
             raise RecipeError(f"{path}: grid cannot hold lists, and {name} has one: write a recipe for each of them")
@@ -212,7 +211,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
         raise RecipeError(one_line(error)) from error
     if unknown:
         field = unknown[0].removeprefix("--").split("=")[0]
-        raise RecipeError(f"unknown argument {unknown[0]!r}{_did_you_mean(field, FIELDS, prefix='--')}")
+        raise RecipeError(f"unknown argument {unknown[0]!r}{did_you_mean(field, FIELDS, prefix='--')}")
 
     unread = {name for entry in SURROGATES.values() for name in entry.reads} - {*SURROGATES[training.surrogate].reads}
     set_here = given | inner.keys() | {name for name in unread if _field_of(name) == _OWN}
@@ -319,7 +318,7 @@ def _without_inner(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]
             rest.append(word)
             continue
         if _field_of(name) not in DICTIONARIES:
-            raise RecipeError(f"unknown argument '--{name}'{_did_you_mean(_field_of(name), DICTIONARIES, prefix='--')}")
+            raise RecipeError(f"unknown argument '--{name}'{did_you_mean(_field_of(name), DICTIONARIES, prefix='--')}")
         if not equals:
             if not words or words[0].startswith("--"):
                 raise RecipeError(f"--{name} needs a value")
@@ -345,8 +344,3 @@ def _complete(overrides: Sequence[str]) -> list[str]:
         if argument == "--resume_from_checkpoint" and follows.startswith("--"):
             completed[index] = "--resume_from_checkpoint=last"
     return completed
-
-
-def _did_you_mean(name: str, known: Collection[str], prefix: str = "") -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f", did you mean {prefix}{close[0]}?" if close else ""

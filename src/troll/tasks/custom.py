@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import sys
@@ -22,7 +21,7 @@ from troll.tasks.options import Options
 from troll.tasks.registry import RewardFunc, Task, TaskConfig, TaskError, register_task_file
 from troll.tasks.row import Column, Row
 from troll.tasks.splits import Source
-from troll.terminal import one_line
+from troll.terminal import did_you_mean, one_line
 
 # The fields of a YAML file, and their types.
 _FIELDS: dict[str, type] = {
@@ -128,8 +127,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise TaskError(str(error)) from error
     for name, value in fields.items():
         if name not in _FIELDS:
-            close = difflib.get_close_matches(str(name), _FIELDS, n=1)
-            hint = f", did you mean {close[0]}?" if close else f"; it has {', '.join(_FIELDS)}"
+            hint = did_you_mean(str(name), _FIELDS) or f"; it has {', '.join(_FIELDS)}"
             raise TaskError(f"{path}: unknown field {name!r}{hint}")
         if not isinstance(value, _FIELDS[name]):
             kind = "a mapping" if _FIELDS[name] is dict else "a text"

@@ -5,12 +5,13 @@ Each part has a frozen dataclass, whose fields say what they take.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields
 from numbers import Real
 from typing import Any, TypeVar
+
+from troll.terminal import did_you_mean
 
 T = TypeVar("T")
 
@@ -84,7 +85,6 @@ def parse(kind: type[T], given: Any, name: str, owner: str) -> T:
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    if close:
-        return f", did you mean {close[0]}?"
+    if hint := did_you_mean(name, known):
+        return hint
     return f"; it has {', '.join(known)}" if known else ", and none of its own"
