@@ -153,7 +153,7 @@ def test_waiting_for_a_cpu_is_no_wall_time(
     now = 0.0
     monkeypatch.setattr(supervise, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(supervise, "_cpu_seconds", lambda pids: share * now * len(pids))
-    monkeypatch.setattr(supervise, "_tree", lambda pid: [pid])
+    monkeypatch.setattr(supervise, "_tree", lambda *pids: list(pids))
     monkeypatch.setattr(supervise, "_busy", lambda pid: busy)
     monkeypatch.setattr(supervise, "_threads", lambda pid: ["1"])
     process = SimpleNamespace(pid=1, own_threads=1, most=None)
