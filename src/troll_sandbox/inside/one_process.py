@@ -1,6 +1,6 @@
-"""A program and its tests in one process, as in one file: in a sandbox for `plain.py`, and on a server.
+"""Runs a program and its tests in one process, as in one file; used by `plain.py` in a sandbox, and on a server.
 
-The program can find there what its tests expect, and change what compares.
+The program can find the expected values there, and change the comparison.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def outcomes(job: dict[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Yields for each test, as far as they are reached, whether it passed and why not."""
-    program = _module("solution")  # as the harnesses of the data sets load programs
+    """Yields for each test that is reached whether it passed, and the reason."""
+    program = _module("solution")  # as the harnesses of the data sets import programs
     run = partial(execute, job["source"], "solution.py", program, is_provided(job))
     if "function" in job:
-        tests = _calls(job, program)  # imports what compares, which the program could replace when it runs
+        tests = _calls(job, program)  # before the program runs, which could replace the comparison's module
         broken = _failure(run)
     else:
         space = _module("tests")
@@ -36,7 +36,7 @@ def outcomes(job: dict[str, Any]) -> Iterator[tuple[bool, str]]:
 
 def _calls(job: dict[str, Any], program: dict[str, Any]) -> Iterator[Callable[[], None]]:
     """Tests that call one function, or a method of `Solution`."""
-    from values import check, integer_keys  # which the tests below do without
+    from values import check, integer_keys  # not needed by other tests
 
     name = job["function"]
 
@@ -48,22 +48,22 @@ def _calls(job: dict[str, Any], program: dict[str, Any]) -> Iterator[Callable[[]
 
 
 def _prepare(job: dict[str, Any], program: dict[str, Any], space: dict[str, Any]) -> None:
-    """Puts the program's names and the setup's into the tests' module."""
+    """Puts the names of the program and of the setup into the module of the tests."""
     space.update({**program, "__name__": "tests"})
-    del space["__builtins__"]  # of the program, which may have more than Python's
+    del space["__builtins__"]  # the program's may have more names than Python's
     execute(job["setup"], "tests.py", space, False)
-    # The setup may define the same name: a prompt holds the signature.
+    # The setup may define the same name, because a prompt holds the signature.
     space.update({name: program[name] for name in job["names"] if name in program})
 
 
 def _module(name: str) -> dict[str, Any]:
-    """The names of a new module, where data classes look for what their annotations name."""
+    """The namespace of a new module in `sys.modules`, where data classes resolve their annotations."""
     module = sys.modules[name] = type(sys)(name)
     return vars(module)
 
 
 def _failure(action: Callable[[], object]) -> str | None:
-    """Why it failed, in a few words; None where it did not."""
+    """Why it failed, in a few words; None if it did not."""
     try:
         action()
     except AssertionError:

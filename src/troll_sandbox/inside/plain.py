@@ -1,7 +1,7 @@
 """Runs inside the sandbox: a program and its tests in one process, as in one file.
 
-Standard input holds what `troll_sandbox.function_calls` sends; standard output hears that the sandbox stands, and
-then of each test, in a line that begins with a mark. The program shares this process, so it can say all that itself.
+Standard input is the job from `troll_sandbox.function_calls`. Standard output reports that the sandbox has started, and
+then one outcome a line, each after a mark. The program shares this process, so it can write all this itself.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import sys
 import confine
 from one_process import outcomes
 
-end, write = os._exit, os.write  # which the program may overwrite
+end, write = os._exit, os.write  # the program may overwrite them
 
 
 def main() -> None:
-    """Reports on the tests, one after the other."""
+    """Reports the outcomes, one after the other."""
     confine.die_with_parent()
     confine.confine(sys.argv[1])
     confine.main_module()
     with open(0, encoding="utf-8", closefd=False) as file:
         job = json.load(file)
     report = os.dup(1)
-    write(report, b"+")  # the sandbox stands
+    write(report, b"+")  # the sandbox has started
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)

@@ -1,4 +1,4 @@
-"""An object of the other side, of which only a reference is here."""
+"""Stands for an object of the other side of the channel."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
 
 
 class Proxy:
-    """Asks the other side for operations, through a `Peer`. Equality and hash are those of the reference."""
+    """Asks the other side for operations, through a `Peer`. Equality and hash are those of this object."""
 
-    __slots__ = ("_proxy_number", "_proxy_peer")  # names that no object of the other side has
+    __slots__ = ("_proxy_number", "_proxy_peer")  # unlike any attribute of the other side's object
 
     def __init__(self, peer: Any, number: int):
         object.__setattr__(self, "_proxy_peer", peer)
         object.__setattr__(self, "_proxy_number", number)
 
     def __getattr__(self, name: str) -> Any:
-        # Protocols of the standard library (copying, pickling, number classes) look for their methods here.
+        # Copying, pickling and number classes of the standard library look for their special methods here.
         if name.startswith("__") and name not in ("__name__", "__qualname__", "__dict__", "__annotations__"):
             raise AttributeError(name)
         return ask(self, "get", name)
@@ -28,7 +28,7 @@ class Proxy:
         ask(self, "set", name, value)
 
     def __call__(self, /, *args: object, **kwargs: object) -> Any:
-        """Calls it with copies of the arguments, and repeats in the arguments what it did to the copies."""
+        """Calls it with copies of the arguments, and repeats changes of the copies in the arguments."""
         peer = object.__getattribute__(self, "_proxy_peer")
         result, changed = ask(self, "call", peer.pack((args, kwargs)))
         if changed is not None:
@@ -46,22 +46,22 @@ class Proxy:
 
 
 def ask(proxy: Proxy, operation: str, *operands: object) -> Any:
-    """Returns what an operation on the proxy's object gives there."""
+    """Returns the result of an operation on the proxy's object."""
     peer = object.__getattribute__(proxy, "_proxy_peer")
     return peer.request(operation, proxy, *operands)
 
 
 def merge(mine: Any, theirs: Any, changed: set[int] | None = None) -> Any:
-    """Repeats in `mine` what a call did to its copy: mutable containers are changed in place, down to nested ones.
+    """Repeats in `mine` the changes of its copy. Mutable containers are changed in place, at any depth.
 
     Args:
-        mine: What the copy was made of.
+        mine: The original of the copy.
         theirs: The copy after the call.
-        changed: Ids of containers that have been changed. One that is at several places of `mine` has a copy at each,
-            of which only one may have been changed; the others must not undo that.
+        changed: Ids of containers that have been changed. A container that occurs several times in `mine` has several
+            copies. If only one of them was changed, the others must not undo that.
 
     Returns:
-        `mine` where it could be changed to equal `theirs`, otherwise `theirs`.
+        `mine` if it could be changed to equal `theirs`, otherwise `theirs`.
     """
     changed = set() if changed is None else changed
     if type(mine) is not type(theirs):

@@ -1,4 +1,4 @@
-"""Exceptions that cross the channel: a class of the other side's has a twin here, which `except` can name."""
+"""Exceptions that cross the channel. An exception class of the other side has a twin here, for use in `except`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TEXT = 300
 
 
 def lineage(kind: type[BaseException]) -> object:
-    """Returns what `Peer.twin` makes a class of: a builtin exception, or its name, itself and its bases' lineages."""
+    """Returns what `Peer.twin` makes a twin from: a builtin exception, or (name, class, lineages of its bases)."""
     if exception_type(kind.__name__) is kind:
         return kind
     bases = tuple(lineage(base) for base in kind.__bases__ if issubclass(base, BaseException))
@@ -21,27 +21,27 @@ def lineage(kind: type[BaseException]) -> object:
 
 
 def known_base(kind: type[BaseException]) -> type[BaseException]:
-    """Returns the builtin exception that a class is or inherits from."""
+    """Returns the nearest builtin exception that a class is or inherits from."""
     return next(base for base in kind.__mro__ if exception_type(base.__name__) is base)
 
 
 def describe(error: BaseException) -> tuple[object, str, tuple[object, ...], BaseException]:
-    """Returns an exception's lineage, its text, its arguments and itself."""
+    """Returns an exception's lineage, text and arguments, and the exception."""
     try:
         text = str(error)[:_TEXT]
     except Exception:
         text = ""
-    error.__traceback__ = None  # the other side may hold it for long, and with it all that its frames hold
+    error.__traceback__ = None  # it holds frames, and the other side may hold the exception for long
     return lineage(type(error)), text, tuple(error.args), error
 
 
 def made(kind: type[BaseException], text: str, args: tuple[object, ...], original: object) -> BaseException:
-    """Makes the exception that stands for one of the other side's, the original."""
+    """Makes the exception that stands for `original`, an exception of the other side."""
     text = text[:_TEXT]
     error: BaseException
     try:
         error = kind.__new__(kind, *args) if isinstance(kind, Twin) else kind(*args)
-    except Exception:  # some take other arguments than they tell
+    except Exception:  # some classes take other arguments than `args`
         error = RuntimeError(text)
     remote = f"{kind.__name__}: {text}" if text else kind.__name__
     vars(error).update(_text=text, _origin=original, remote=remote)
@@ -49,7 +49,7 @@ def made(kind: type[BaseException], text: str, args: tuple[object, ...], origina
 
 
 def original_of(value: Any) -> object:
-    """Returns the other side's object where this is its twin, a class or an exception; otherwise the value."""
+    """Returns the other side's object if this is its twin (a class or an exception), otherwise the value itself."""
     if isinstance(value, type | BaseException):
         origin = vars(value).get("_origin")
         return origin if isinstance(origin, Proxy) else value
@@ -63,14 +63,14 @@ def _attribute_of(twin: Any, name: str) -> Any:
 
 
 class Twin(type):
-    """The class of classes that stand here for exception classes of the other side."""
+    """The metaclass of twins."""
 
     _origin: Any
     __getattr__ = _attribute_of
 
     @classmethod
     def of(cls, name: str, parents: tuple[type[BaseException], ...], origin: Proxy) -> Twin:
-        """Makes the class that stands for the other side's `origin`; its parents are twins and builtin exceptions."""
+        """Makes the twin of `origin`; its parents are twins and builtin exceptions."""
         members = {"_origin": origin, "__str__": _text_of, "__getattr__": _attribute_of}
         try:
             return cls(name, parents, members)
@@ -78,7 +78,7 @@ class Twin(type):
             return cls(name, parents[:1], members)
 
     def __call__(cls, /, *args: object, **kwargs: object) -> Any:
-        """Makes an exception there, and what stands for it here."""
+        """Makes an exception of the other side, and the one that stands for it here."""
         original = cls._origin(*args, **kwargs)
         return made(cls, str(original), args, original)  # type: ignore[arg-type]
 
