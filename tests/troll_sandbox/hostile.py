@@ -1,12 +1,12 @@
-"""Programs that attack: each prints "breach" and ends well where it got through, and does neither where it did not.
+"""Programs that attack: each prints "breach" and exits with status 0 if it succeeds, and does neither if it fails.
 
-`$SECRET` stands for a file of the user's with a secret in it, `$PORT` for a port on which the user's process listens,
-`$ABSTRACT` for the name of its abstract Unix socket; the user's environment holds TROLL_SECRET.
+`$SECRET` is the path of a secret file, `$PORT` a port on which the user's process listens, and `$ABSTRACT` the name of
+its abstract Unix socket. TROLL_SECRET is in the user's environment.
 """
 
 from __future__ import annotations
 
-#: Takes back the signal that would end it with its parent, and lets go of all descriptors.
+#: Tries to cancel the signal that ends it with its parent, and closes all descriptors.
 OUTLIVING = """
 import ctypes, os, time
 library = ctypes.CDLL(None)
