@@ -208,16 +208,8 @@ def _follow(
 ) -> _Run:
     """Reads the outcomes of a program, ends its sandbox, and finds out why tests are missing.
 
-    Args:
-        processes: The program's sandbox, and the judge if there is one.
-        report: File descriptor from which the greeting and a line for each outcome are read.
-        count: The number of tests.
-        limits: Limits of the program.
-        mark: Starts each line that is an outcome.
-        greeting: Comes before the first line.
-
-    Raises:
-        SandboxError: There was no greeting.
+    The first process is the program's sandbox, the second its judge, if there is one. The report starts with the
+    greeting, and each outcome is a line after the mark; raises `SandboxError` if there is no greeting.
     """
     process, judged = processes[0], len(processes) > 1
     watch = Watch(processes, limits)
@@ -225,7 +217,7 @@ def _follow(
     if not text.startswith(greeting):
         raise SandboxError("the sandbox did not start")
     *lines, _ = text[len(greeting) :].split(b"\n")  # the last line may be cut off
-    found = (_outcome(line[len(mark) :]) for line in lines[:count] if line.startswith(mark))
+    found = (read_outcome(line[len(mark) :]) for line in lines[:count] if line.startswith(mark))
     outcomes = [outcome for outcome in found if outcome is not None]
     failed = bool(outcomes) and not outcomes[-1].passed
     ended = failed and outcomes[-1].reason == ENDED
@@ -254,8 +246,8 @@ def _follow(
     return _Run(outcomes, cause, killed)
 
 
-def _outcome(line: bytes) -> Outcome | None:
-    """The outcome in a line; None if there is none, which happens only if a plain program writes lines itself."""
+def read_outcome(line: str | bytes) -> Outcome | None:
+    """The outcome in a line of JSON; None if there is none: a program may write lines to the report itself."""
     try:
         passed, reason = json.loads(line)
     except (ValueError, TypeError, RecursionError):

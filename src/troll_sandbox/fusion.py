@@ -13,7 +13,7 @@ from typing import Any
 
 from troll_sandbox.cases import CodeTests, FunctionTests, StreamTests, Tests, number_of
 from troll_sandbox.errors import SandboxError
-from troll_sandbox.function_calls import ENDED
+from troll_sandbox.function_calls import ENDED, read_outcome
 from troll_sandbox.launch import INSIDE
 from troll_sandbox.limits import MEBIBYTE, NOT_RUN, TIME_LIMIT, Limits, Outcome
 from troll_sandbox.output import same_output
@@ -87,7 +87,8 @@ class SandboxFusion:
         response = self._run(_script(), write_json(job), limits.wall_seconds, limits)
         lines = ((response.get("run_result") or {}).get("stdout") or "").splitlines()
         reports = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
-        outcomes = [_reported(report) for report in reports[: number_of(tests)]]
+        forged = Outcome(False, "the program forged a report")
+        outcomes = [read_outcome(report) or forged for report in reports[: number_of(tests)]]
         if len(outcomes) == number_of(tests) or (stop_at_failure and outcomes and not outcomes[-1].passed):
             return outcomes
         ended = _failure(response) or Outcome(False, ENDED)
@@ -138,15 +139,6 @@ for name, source in {modules!r}.items():
     exec(source, vars(sys.modules[name]))
 
 """ + (INSIDE / "fusion_main.py").read_text()
-
-
-def _reported(report: str) -> Outcome:
-    """The outcome in a line of the script, or of a program that has found out how the script writes them."""
-    try:
-        passed, reason = json.loads(report)
-        return Outcome(passed is True, str(reason))
-    except (ValueError, TypeError):
-        return Outcome(False, "the program forged a report")
 
 
 def _failure(response: dict[str, Any]) -> Outcome | None:

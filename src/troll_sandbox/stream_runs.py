@@ -88,16 +88,7 @@ def _is_last(outcome: Outcome, stop_at_failure: bool) -> bool:
 
 
 class _Runner:
-    """Tests one program in one sandbox.
-
-    Args:
-        process: The sandbox, with pipes.
-        program: Python source.
-        limits: Limits of the start and of each test.
-
-    Attributes:
-        clean: Whether the sandbox can be used for another test.
-        watch: Of the start, until it is replaced.
+    """Tests one program in one sandbox, which is `clean` until it cannot be used for another test.
 
     Raises:
         SandboxError: The sandbox does not report that it has started; until then nothing of the program runs.

@@ -238,7 +238,7 @@ def double(x): return 2 * x
 
 def test_fusion_hides_the_script_from_the_module_main(sandbox):
     source = "import __main__, sys\ndef f(): return sorted(name for name in vars(__main__) if name in {})"
-    known = ["job", "mark", "out", "outputs", "tests"]
+    known = ["job", "mark", "outcomes", "outputs", "report", "tests"]
     calls = {"function": "f", "inputs": [[]], "outputs": [[]]}
     assert outcomes_of(sandbox, source.format(known), calls) == [True]
 

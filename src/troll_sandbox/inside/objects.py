@@ -71,10 +71,10 @@ class ProgramObject(Proxy):
     def __getattr__(self, name: str) -> Any:
         if name in _PLAIN_NAMES:
             _refuse_mixed(self)
-        if name in _QUESTIONS and _role(self) == _NOTHING:
+        if name in _QUESTIONS and self._proxy_role == _NOTHING:
             raise TypeError(f"{name} is a question about data, and the program returned an object of its own")
         value = super().__getattr__(name)
-        if is_object(value) and _role(self) == _NOTHING:
+        if is_object(value) and self._proxy_role == _NOTHING:
             _refuse_any_name(self)
         return value
 
@@ -85,7 +85,7 @@ class ProgramObject(Proxy):
         """Calls it, as `Proxy` does; the result of a class is an instance."""
         _refuse_mixed(self)
         result = super().__call__(*args, **kwargs)
-        if _role(self) == _CLASS and is_object(result):
+        if self._proxy_role == _CLASS and is_object(result):
             _mark(result, _INSTANCE)
         return result
 
@@ -143,7 +143,7 @@ class Type(type, metaclass=_Types):
 
 def _refuse_any_name(thing: ProgramObject) -> None:
     """Asks an object once for an attribute with a random name, which looks like a word; raises if there is one."""
-    if object.__getattribute__(thing, "_proxy_probed"):
+    if thing._proxy_probed:
         return
     name = "".join(_chance.choice(letters) for letters in ("bdfgklmnprstv", "aeiou") * 4)
     try:
@@ -164,8 +164,8 @@ def _same(left: Any, right: Any) -> bool:
     """
     if left is right:
         return True
-    peer = object.__getattribute__(left, "_proxy_peer")
-    pair = (object.__getattribute__(left, "_proxy_number"), object.__getattribute__(right, "_proxy_number"))
+    peer = left._proxy_peer
+    pair = (left._proxy_number, right._proxy_number)
     if pair in peer.comparing:  # objects that hold each other
         return True
     answer = peer.request("equal", left, right)
@@ -196,15 +196,15 @@ def _ordered(name: str, left: Any, right: Any) -> bool:
 
 def _operated(name: str, left: Any, right: Any) -> Any:
     objects = [value for value in (left, right) if is_object(value)]
-    mixed = len(objects) == 1 or any(_role(value) == _MIXED for value in objects)
-    if len(objects) == 1 and _role(objects[0]) < _INSTANCE:
+    mixed = len(objects) == 1 or any(value._proxy_role == _MIXED for value in objects)
+    if len(objects) == 1 and objects[0]._proxy_role < _INSTANCE:
         return NotImplemented
-    peer = object.__getattribute__(objects[0], "_proxy_peer")
+    peer = objects[0]._proxy_peer
     result = peer.request("operate", left, name, right)
     if mixed and not is_object(result):
         raise TypeError(f"the program's {name} with a value of the tests has to return an object of its own")
-    if is_object(result) and any(map(_role, objects)):
-        _mark(result, _MIXED if mixed else max(_INSTANCE, _role(result)))
+    if is_object(result) and any(value._proxy_role for value in objects):
+        _mark(result, _MIXED if mixed else max(_INSTANCE, result._proxy_role))
     return result
 
 
@@ -214,13 +214,8 @@ def _plain(self: ProgramObject, operation: str, *operands: object) -> Any:
 
 
 def _refuse_mixed(*values: Any) -> None:
-    if any(_role(value) == _MIXED for value in values):
+    if any(value._proxy_role == _MIXED for value in values):
         raise TypeError("an object that the program made from a value of the tests has only attributes and equality")
-
-
-def _role(value: Any) -> int:
-    role: int = object.__getattribute__(value, "_proxy_role")
-    return role
 
 
 def _mark(value: Any, role: int) -> None:

@@ -81,7 +81,7 @@ class Peer:
         name, origin, bases = lineage
         if not isinstance(origin, Proxy):  # a class of this side comes back
             return self.twin(origin)
-        number = object.__getattribute__(origin, "_proxy_number")
+        number = origin._proxy_number
         if number not in self._twins:
             parents = tuple(map(self.twin, bases)) if type(bases) is tuple else ()
             if not parents:
@@ -157,10 +157,10 @@ class Peer:
             return original
         return made(self.twin(lineage), text, args, original)
 
-    def _refer(self, value: object) -> tuple[bool, int]:
+    def _refer(self, value: Any) -> tuple[bool, int]:
         value = original_of(value)
         if issubclass(type(value), Proxy):
-            return True, object.__getattribute__(value, "_proxy_number")
+            return True, value._proxy_number
         number = self._numbers.get(id(value))
         if number is None:
             number = self._numbers[id(value)] = len(self._mine)

@@ -29,7 +29,7 @@ class Proxy:
 
     def __call__(self, /, *args: object, **kwargs: object) -> Any:
         """Calls it with copies of the arguments, and repeats changes of the copies in the arguments."""
-        peer = object.__getattribute__(self, "_proxy_peer")
+        peer = self._proxy_peer
         result, changed = ask(self, "call", peer.pack((args, kwargs)))
         if changed is not None:
             merge((args, kwargs), peer.unpack(changed))
@@ -47,7 +47,7 @@ class Proxy:
 
 def ask(proxy: Proxy, operation: str, *operands: object) -> Any:
     """Returns the result of an operation on the proxy's object."""
-    peer = object.__getattribute__(proxy, "_proxy_peer")
+    peer = proxy._proxy_peer
     return peer.request(operation, proxy, *operands)
 
 
