@@ -13,7 +13,7 @@ import sys
 import confine
 from peer import Peer
 from prelude import execute
-from twins import lineage
+from proxy import lineage
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

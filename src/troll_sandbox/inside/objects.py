@@ -24,8 +24,7 @@ from fractions import Fraction
 from random import SystemRandom
 from typing import Any
 
-from proxy import Proxy, ask
-from twins import Twin, known_base
+from proxy import Proxy, Twin, ask, known_base
 
 #: How names of classes are written, unlike those of most functions.
 CLASS_NAME = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")

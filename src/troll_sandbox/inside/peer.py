@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from messages import MAX_BYTES, MessageError, decode, encode
-from proxy import Proxy
-from twins import Twin, describe, made, original_of
+from proxy import Proxy, Twin, describe, made, original_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
