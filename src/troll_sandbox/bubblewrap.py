@@ -64,42 +64,32 @@ class Bubblewrap(Launcher):
     def _launch(self, script: str, arguments: Sequence[str], limits: Limits, streams: dict[str, Any]) -> Process:
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # bubblewrap inherits this, and would never end
             raise SandboxError("the sandbox cannot run while SIGCHLD is ignored: set it to SIG_DFL")
-        environment = dict(ENVIRONMENT)
-        folder: str | None = None
-        if self.isolated:
-            scripts, packages, disk = Path("/inside"), list(self.packages), limits.disk_bytes
-        else:
-            folder = environment["HOME"] = environment["TMPDIR"] = tempfile.mkdtemp(dir=self._folder)
-            scripts, packages, disk = INSIDE, list(map(str, self.packages.values())), 0
-        environment["PYTHONPATH"] = os.pathsep.join(packages)
-        # Without a user namespace of its own, the kernel would count all threads of the user. The process that starts
-        # a test counts as one. The limit on CPU time is only a backstop: supervise.py watches the CPU time.
-        threads, cpu_seconds = limits.threads + 1 if self.isolated else 0, math.ceil(2 * limits.cpu_seconds) + 1
-        settings = self._settings(limits, cpu_seconds=cpu_seconds, threads=threads)
-        with contextlib.ExitStack() as stack:
-            starting = stack.enter_context(_Starting(self._as_nobody)) if self.isolated else None
-            left_open = starting.left_open if starting else -1
-            command = [str(self.interpreter), *INTERPRETER_FLAGS, f"{scripts}/enter.py", script, str(disk)]
-            command += [str(left_open), settings, *arguments]
-            if starting is not None:
-                command = [*self.command(), *starting.options, "--", *command]
+        if not self.isolated:
+            return self._launch_openly(script, arguments, limits, streams)
+        # In the sandbox's own user namespace, the kernel counts only its threads; one of them starts the tests.
+        settings = self._settings(limits, cpu_seconds=_backstop(limits), threads=limits.threads + 1)
+        with _Starting(self._as_nobody) as starting:
+            command = [*self.command(), *starting.options, "--", str(self.interpreter), *INTERPRETER_FLAGS]
+            command += ["/inside/enter.py", script, str(limits.disk_bytes), str(starting.left_open), settings]
+            environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(self.packages)}
+            process = _start([*command, *arguments], streams, pass_fds=starting.theirs, cwd="/", env=environment)
             try:
-                process = Process(
-                    command,
-                    **streams,
-                    pass_fds=starting.theirs if starting else (),
-                    cwd=folder or "/",
-                    env=environment,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise SandboxError(f"cannot start {command[0]}: {error.strerror}") from error
-            process.folder = folder
-            try:
-                self._bound(process, starting.inside() if starting else process.pid, script, limits)
+                self._bound(process, starting.inside(), script, limits)
             except BaseException:
                 process.close()
                 raise
+        return process
+
+    def _launch_openly(self, script: str, arguments: Sequence[str], limits: Limits, streams: dict[str, Any]) -> Process:
+        """Starts it without isolation. The kernel would count all threads of the user, so it does not bound them."""
+        settings = self._settings(limits, cpu_seconds=_backstop(limits), threads=0)
+        folder = tempfile.mkdtemp(dir=self._folder)
+        packages = os.pathsep.join(map(str, self.packages.values()))
+        environment = {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder, "PYTHONPATH": packages}
+        command = [str(self.interpreter), *INTERPRETER_FLAGS, f"{INSIDE}/enter.py", script, "0", "-1", settings]
+        process = _start([*command, *arguments], streams, cwd=folder, env=environment)
+        process.folder = folder
+        self._bound(process, process.pid, script, limits)
         return process
 
     def command(self) -> list[str]:
@@ -158,6 +148,18 @@ class Bubblewrap(Launcher):
         if "ModuleNotFoundError" in errors[-1]:
             return f"the sandbox needs a complete Python ({errors[-1]}): {sys.base_prefix} lacks a standard module"
         return f"the sandbox does not start ({errors[-1]}): namespaces may be forbidden here; {ALLOW}"
+
+
+def _backstop(limits: Limits) -> int:
+    """The kernel's limit on CPU time in seconds; `supervise.py` enforces the real one."""
+    return math.ceil(2 * limits.cpu_seconds) + 1
+
+
+def _start(command: list[str], streams: dict[str, Any], **options: Any) -> Process:
+    try:
+        return Process(command, **streams, **options, start_new_session=True)
+    except OSError as error:
+        raise SandboxError(f"cannot start {command[0]}: {error.strerror}") from error
 
 
 class _Starting:

@@ -20,7 +20,7 @@ from troll_sandbox.lifetime import at_end
 from troll_sandbox.limits import MEBIBYTE
 
 #: How long killed processes may take to be gone.
-END_SECONDS = 1.0
+REMOVAL_SECONDS = 1.0
 
 #: Memory that a group may still hold when it is used again: cached pages of files that programs have read.
 KEPT_BYTES = 16 * MEBIBYTE
@@ -121,7 +121,7 @@ class MemoryGroups:
             self._returned[group.path] = group
 
 
-def remove(groups: Collection[Path], seconds: float = END_SECONDS) -> None:
+def remove(groups: Collection[Path], seconds: float = REMOVAL_SECONDS) -> None:
     """Removes groups whose processes have been killed; waits up to some seconds until these are gone."""
     end = time.monotonic() + seconds
     # Looks at all of them each time: when the process ends, its threads may still give groups back.

@@ -31,7 +31,7 @@ KILLS = 4
 HOPELESS_PROGRAMS = 4
 
 #: How long threads may take to notice that their programs were killed.
-END_SECONDS = 1.0
+CLOSE_SECONDS = 1.0
 
 
 class Sandbox(Protocol):
@@ -233,7 +233,7 @@ class _Crew:
             self._stop()
         for _ in self._threads:
             self._waiting.put(None)
-        deadline = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
