@@ -63,13 +63,14 @@ def run_stdio(
     outcomes: list[Outcome] = []
     longest = max(map(len, outputs), default=0)
     limits = replace(limits, output_bytes=max(limits.output_bytes, 4 * longest))  # the rest is room for white space
-    left, folder, pipe = limits.wall_seconds, ["/input"] if sandbox.isolated else [], subprocess.PIPE
+    left = limits.wall_seconds
+    folder = ["/input"] if sandbox.isolated else []
     try:
         while len(outcomes) < len(inputs) and not (outcomes and _is_last(outcomes[-1], stop_at_failure)):
             if left <= 0:
                 outcomes.append(Outcome(False, REASONS["wall"]))
                 break
-            with sandbox.start("stdio", folder, limits=limits, stdin=pipe, stdout=pipe) as process:
+            with sandbox.start("stdio", folder, limits=limits, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
                 runner = _Runner(process, program, limits)
                 runner.watch = Watch([process], replace(limits, wall_seconds=left))
                 for text, expected in list(zip(inputs, outputs, strict=True))[len(outcomes) :]:

@@ -99,7 +99,7 @@ def f(own, form):
     return int(form("{0.__globals__[expected]}", own))
 """,
     ),
-    "arguments that change under the eye": (
+    "arguments that change between checks": (
         "assert f(2, map, type) == 4",
         """
 import sys, gc

@@ -146,7 +146,7 @@ try:
 except KeyboardInterrupt:
     print(sum(seen))
 """,
-    "what cannot be had fails cleanly": """
+    "forbidden calls fail cleanly": """
 import multiprocessing, os, shutil, socket, subprocess
 for attempt in (
     lambda: subprocess.run(["true"]),

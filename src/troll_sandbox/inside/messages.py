@@ -38,7 +38,7 @@ _SHARED_TYPES = {
 }  # fmt: skip
 _BUILTINS = dict(vars(builtins))  # a copy: programs write to the module
 #: Factories of `defaultdict`, sent as their index here; any other is sent as None.
-_FACTORIES = (None, list, dict, set, int, float, str, tuple, bool)
+_FACTORIES: tuple[Any, ...] = (None, list, dict, set, int, float, str, tuple, bool)
 
 
 def exception_type(name: object) -> type[BaseException] | None:
