@@ -6,9 +6,9 @@ import os
 import select
 import signal
 import struct
-import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
+from subprocess import PIPE
 
 from troll_sandbox.errors import SandboxError
 from troll_sandbox.launch import Launcher, Process
@@ -70,7 +70,7 @@ def run_stdio(
             if left <= 0:
                 outcomes.append(Outcome(False, REASONS["wall"]))
                 break
-            with sandbox.start("stdio", folder, limits=limits, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            with sandbox.start("stdio", folder, limits=limits, stdin=PIPE, stdout=PIPE) as process:
                 runner = _Runner(process, program, limits)
                 runner.watch = Watch([process], replace(limits, wall_seconds=left))
                 for text, expected in list(zip(inputs, outputs, strict=True))[len(outcomes) :]:

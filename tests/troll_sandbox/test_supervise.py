@@ -99,9 +99,7 @@ def test_watch_has_a_wall_limit(sandbox: Bubblewrap) -> None:
 
 
 def test_watch_counts_uninterruptible_waiting_as_idle() -> None:
-    source = (
-        "import ctypes, time\nctypes.CDLL(None).vfork()\ntime.sleep(1000)"  # the kernel suspends the parent
-    )
+    source = "import ctypes, time\nctypes.CDLL(None).vfork()\ntime.sleep(1000)"  # the kernel suspends the parent
     process = Process([sys.executable, "-S", "-c", source], start_new_session=True)
     wait_until(lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "D")
     assert watched(process, LIMITS) == "idle"
