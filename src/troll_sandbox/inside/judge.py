@@ -109,15 +109,14 @@ class Tests:
             yield lambda test=test: exec(test, self._namespace)
 
     def _call(self, arguments: list[Any], expected: Any) -> None:
-        values.check(self._function()(*map(values.integer_keys, arguments)), expected)
-
-    def _function(self) -> Any:
         name = self._job["function"]
         if self._peer.request("has", name) is True:
-            return self._named(name)
-        if self._peer.request("has", "Solution") is True:
-            return getattr(self._named("Solution")(), name)
-        raise NameError(f"name {name!r} is not defined")
+            function = self._named(name)
+        elif self._peer.request("has", "Solution") is True:
+            function = getattr(self._named("Solution")(), name)
+        else:
+            raise NameError(f"name {name!r} is not defined")
+        values.check(function(*map(values.integer_keys, arguments)), expected)
 
     def _serve(self, operation: str, *operands: Any) -> Any:
         """What the program may do with objects that tests pass to it: call, iterate, and test for truth."""

@@ -97,19 +97,18 @@ class Peer:
         return decode(data, self._resolve)
 
     def _next_answer(self) -> tuple[str, Any] | None:
+        """Receives a message: returns an answer, or answers a request and returns None."""
         kind, *content = self._receive()
-        if kind == "ask":
-            self._answer(*content)
-            return None
-        return kind, content[0]
-
-    def _answer(self, operation: str, operands: tuple[object, ...]) -> None:
+        if kind != "ask":
+            return kind, content[0]
+        operation, operands = content
         try:
             self._send(("value", self._serve(operation, *operands)))
         except Closed:
             raise
         except BaseException as error:
             self._send(("error", self._description(error)))
+        return None
 
     def _send(self, message: tuple[object, ...]) -> None:
         content = self.pack(message)
