@@ -89,7 +89,11 @@ class Bubblewrap(Launcher):
         command = [str(self.interpreter), *INTERPRETER_FLAGS, f"{INSIDE}/enter.py", script, "0", "-1", settings]
         process = _start([*command, *arguments], streams, cwd=folder, env=environment)
         process.folder = folder
-        self._bound(process, process.pid, script, limits)
+        try:
+            self._bound(process, process.pid, script, limits)
+        except BaseException:
+            process.close()
+            raise
         return process
 
     def command(self) -> list[str]:
