@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from troll.evaluation.config import EvaluationConfig, EvaluationError, slug
-from troll.evaluation.estimates import task_estimates
+from troll.evaluation.estimators import task_estimates
 from troll.evaluation.folder import RESULTS, claimed, read_object
 from troll.evaluation.generate import Generation, Generator, Sampling, TransformersGenerator, seed_of
 from troll.evaluation.model import ModelSource, find_model, load_model, load_tokenizer
