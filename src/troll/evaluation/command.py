@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +56,13 @@ def configuration(arguments: Namespace, trained: TrainingTask | None) -> Evaluat
                 eval_size=own.eval_size if own and arguments.eval_size is None else arguments.eval_size,
             )
         )
+    own_forms = ("tasks", "ks", "chat_template_kwargs")
+    same_names = [field.name for field in fields(EvaluationConfig) if field.name not in own_forms]
     return EvaluationConfig(
-        model=arguments.model,
         tasks=tasks,
-        samples=arguments.samples,
         ks=arguments.k,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        max_new_tokens=arguments.max_new_tokens,
-        batch_size=arguments.batch_size,
-        backend=arguments.backend,
-        seed=arguments.seed,
-        dtype=arguments.dtype,
         chat_template_kwargs=_merged({} if trained is None else trained.chat_template_kwargs, variables),
-        model_revision=arguments.model_revision,
-        trust_remote_code=arguments.trust_remote_code,
-        output_dir=arguments.output_dir,
+        **{name: getattr(arguments, name) for name in same_names},
     )
 
 

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from troll.evaluation.config import EvaluationConfig
-from troll.evaluation.records import Record
+from troll.evaluation.folder import Record
 from troll.terminal import say
 
 
