@@ -250,9 +250,7 @@ def test_what_could_not_be_judged_is_left_out() -> None:
         (PROBLEMS, [0], "k must be between 1 and samples=4, got 0"),
     ],
 )
-def test_task_estimates_refuses_what_cannot_be(
-    problems: list[list[Verdict]], ks: list[int] | None, message: str
-) -> None:
+def test_task_estimates_names_mistakes(problems: list[list[Verdict]], ks: list[int] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         task_estimates(problems, ks)
 

@@ -29,12 +29,10 @@ _ANOTHER = "choose another folder with --output_dir"
 def claimed(folder: Path, settings: Mapping[str, Any], tasks: Mapping[str, Any]) -> Iterator[None]:
     """Makes the folder of an evaluation, holds its lock, and records the settings.
 
-    The tasks need not be those that the folder has: some may be new, and some left out.
-
     Args:
         folder: The folder: new, empty, or of an evaluation with the same settings.
         settings: The settings that all tasks share, as JSON.
-        tasks: The settings of each task by name, as JSON.
+        tasks: The settings of each task by name. Some may be new to the folder, and some left out.
 
     Raises:
         EvaluationError: If the folder cannot be used, holds something else or other settings, or is in use.
@@ -87,7 +85,7 @@ def read_records(path: Path, expected: Sequence[tuple[int, int]], batch_size: in
         batch_size: The number of lines that are generated together.
 
     Returns:
-        The records that remain in the file.
+        The records that are left.
 
     Raises:
         EvaluationError: If a line is not the record that belongs there. A last line that a crash cut short is dropped
