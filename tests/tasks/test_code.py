@@ -9,7 +9,7 @@ import pytest
 from tests.rewards.datasets import DATA
 from troll.tasks import TaskConfig, TaskError, load_task
 from troll.tasks.code import eurus_tests, load_tested, names_under_test
-from troll.tasks.row import Column
+from troll.tasks.rows import Column
 from troll.tasks.splits import Source
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap on this machine")

@@ -17,7 +17,7 @@ from troll.rewards.program import parse_tests
 from troll.tasks.dataset_task import Example, PromptStyle, Read, dataset_task, take_shaping, without
 from troll.tasks.options import Options
 from troll.tasks.registry import Reward, Task, TaskConfig, TaskError, register_task
-from troll.tasks.row import Column, Row
+from troll.tasks.rows import Column, Row
 from troll.tasks.splits import Divide, Source
 from troll_sandbox import CodeTests, Limits, SandboxError, StreamTests
 from troll_sandbox.cases import Tests

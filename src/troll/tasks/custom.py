@@ -19,7 +19,7 @@ from troll.tasks.dataset_task import Example, PromptStyle, dataset_task
 from troll.tasks.mathematics import load_mathematics
 from troll.tasks.options import Options
 from troll.tasks.registry import RewardFunc, Task, TaskConfig, TaskError
-from troll.tasks.row import Column, Row
+from troll.tasks.rows import Column, Row
 from troll.tasks.splits import Source
 from troll.terminal import did_you_mean, one_line
 

@@ -13,8 +13,8 @@ from datasets import Dataset, concatenate_datasets
 from troll.rewards.answers import AnswerFormat, FormatReward
 from troll.tasks.options import Options
 from troll.tasks.registry import CHAT_PROMPT, Reward, Task, TaskConfig, TaskError, spaced_once
-from troll.tasks.row import Column, Row
-from troll.tasks.splits import Divide, Rows, Source, read_splits
+from troll.tasks.rows import Column, Row, Rows
+from troll.tasks.splits import Divide, Source, read_splits
 
 _PLACEHOLDER = re.compile(r"\{(question|instruction)\}")
 # Of rows with megabytes of tests, Arrow's 32-bit offsets hold a few thousand.
@@ -53,19 +53,6 @@ class PromptStyle:
     chat: str
     instruction: str
 
-    def with_options(self, options: Options) -> PromptStyle:
-        """Takes the option `prompt`, one template for plain texts and messages.
-
-        Raises:
-            TaskError: If it has no `{question}`.
-        """
-        template = options.text("prompt")
-        if template is None:
-            return self
-        if "{question}" not in template:
-            raise TaskError(f"task option prompt must have the placeholder {{question}}, got {template!r}")
-        return replace(self, plain=template, chat=template)
-
     def fill(self, template: str, question: str) -> str:
         """Returns a template with its placeholders filled. All other braces stay, since mathematics has many."""
         values = {"question": question, "instruction": self.instruction}
@@ -87,21 +74,21 @@ def dataset_task(
 ) -> Task:
     """Makes a task from a data set.
 
-    It takes the options `prompt`, `system_prompt`, `examples`, `columns` and `skip_unanswered`, and refuses the others.
-    Training rows with a held-out question are dropped, regardless of spacing, and so are rows that repeat another one
-    in every column that is read.
+    It takes the options `prompt` (one template for plain texts and messages), `system_prompt`, `examples`, `columns`
+    and `skip_unanswered`, and refuses the others. Training rows with a held-out question are dropped, regardless of
+    spacing, and so are rows that repeat another one in every column that is read.
 
     Args:
         config: The path of the data, and the sizes.
         source: The hub's data set.
-        options: The options of the task, from which it has taken its own.
+        options: The options of the task, without those that the caller has taken.
         columns: The columns to read, by the task's names for them, if the option does not name others.
         read: Returns a row's example; raises TaskError if the row lacks something.
         style: How questions become prompts, if the option `prompt` does not say it.
-        rewards: The rewards; the first is named `success`. They are read after the options and before the data.
+        rewards: The rewards; the first is named `success`. They are made after the options are checked.
         skip_unanswered: Whether rows that lack something are left out by default; otherwise they are an error.
-        reward_weights: One weight for each reward, see `Task`; None for 1.0 each.
-        divide: Divides one file as the data set's authors did; None to hold out the last rows.
+        reward_weights: One weight for each reward, see `Task`.
+        divide: See `read_splits`.
 
     Returns:
         The task. Its data sets have the column `prompt`, the columns of the examples, and `chat_prompt` if it differs.
@@ -110,7 +97,10 @@ def dataset_task(
         TaskError: If an option is unknown or unusable, the data cannot be reached or read, or a row lacks something
             that is read.
     """
-    style = style.with_options(options)
+    template = options.text("prompt")
+    if template is not None and "{question}" not in template:
+        raise TaskError(f"task option prompt must have the placeholder {{question}}, got {template!r}")
+    style = style if template is None else replace(style, plain=template, chat=template)
     system_prompt, examples = options.text("system_prompt"), options.pairs("examples")
     columns = options.columns(columns)
     skip_unanswered = options.flag("skip_unanswered", skip_unanswered)
@@ -215,17 +205,12 @@ def _examples(
 
 
 def _dataset(examples: Sequence[Example], style: PromptStyle) -> Dataset:
-    parts = [
-        Dataset.from_dict(_columns(examples[start : start + _ROWS_AT_ONCE], style))
-        for start in range(0, len(examples), _ROWS_AT_ONCE)
-    ]
+    parts = []
+    for start in range(0, len(examples), _ROWS_AT_ONCE):
+        part = examples[start : start + _ROWS_AT_ONCE]
+        columns: dict[str, list[Any]] = {"prompt": [style.fill(style.plain, example.question) for example in part]}
+        if style.chat != style.plain:
+            columns[CHAT_PROMPT] = [style.fill(style.chat, example.question) for example in part]
+        columns |= {name: [example.columns[name] for example in part] for name in part[0].columns}
+        parts.append(Dataset.from_dict(columns))
     return concatenate_datasets(parts) if parts else Dataset.from_dict({"prompt": []})
-
-
-def _columns(examples: Sequence[Example], style: PromptStyle) -> dict[str, list[Any]]:
-    columns: dict[str, list[Any]] = {"prompt": [style.fill(style.plain, example.question) for example in examples]}
-    if style.chat != style.plain:
-        columns[CHAT_PROMPT] = [style.fill(style.chat, example.question) for example in examples]
-    for name in examples[0].columns:
-        columns[name] = [example.columns[name] for example in examples]
-    return columns

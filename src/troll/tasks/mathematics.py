@@ -12,7 +12,7 @@ from troll.rewards.mathematics import MathGrader
 from troll.tasks.dataset_task import Example, PromptStyle, dataset_task, take_shaping, without
 from troll.tasks.options import Options
 from troll.tasks.registry import Task, TaskConfig, TaskError, register_task
-from troll.tasks.row import Column, Row
+from troll.tasks.rows import Column, Row
 from troll.tasks.splits import Source
 
 _TEMPLATE = "{question}\n{instruction}"
