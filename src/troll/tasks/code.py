@@ -63,9 +63,7 @@ def load_code(
       `troll.rewards.demands.needs_plain` finds out ("needed"); all of them ("always"); or none ("never").
 
     Warns of rows whose tests need the program's process or run there, and of those that leave a package to the program.
-
-    Returns:
-        The task. With `partial_credit` the reward is the fraction of the tests that pass, and `success` is logged.
+    With `partial_credit` the reward is the fraction of the tests that pass, and `success` is logged.
 
     Raises:
         TaskError: If programs cannot be isolated, an option is unknown or unusable, the data cannot be reached or read,
@@ -237,16 +235,9 @@ def eurus_code(config: TaskConfig, argument: str = "") -> Task:
 
 
 def load_tested(config: TaskConfig, source: Source, *, columns: dict[str, Column]) -> Task:
-    """Loads a task from the columns `prompt` and `tests`.
+    """Loads a task from the columns of `prompt` and of `tests`, as `load_code` does.
 
-    Args:
-        config: The task's configuration.
-        source: The task's data set.
-        columns: The columns of `prompt` and of `tests`: JSON as `troll.rewards.program` reads it, or a list of assert
-            statements.
-
-    Raises:
-        TaskError: As `load_code`.
+    Tests are JSON as `troll.rewards.program` reads it, or a list of assert statements.
     """
 
     def read(row: Row) -> Example:

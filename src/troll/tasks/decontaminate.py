@@ -9,14 +9,7 @@ from troll.tasks.registry import Task, TaskError
 
 
 def decontaminate(task: Task, others: Sequence[Task]) -> Task:
-    """Drops training rows with a question that another task holds out.
-
-    Args:
-        task: The task to train on, from `load_task`.
-        others: The other tasks on which the model is evaluated.
-
-    Returns:
-        The task without those rows. Only the questions are compared, not the prompts around them.
+    """Drops training rows with a question that another task holds out; the prompts around it are not compared.
 
     Raises:
         TaskError: If two tasks have the same name for their metrics, one of the others cannot tell success from
@@ -34,10 +27,9 @@ def decontaminate(task: Task, others: Sequence[Task]) -> Task:
     kept = [row for row, question in enumerate(questions) if question not in asked]
     if not kept:
         raise TaskError(f"task {task.name!r} has no train rows left: eval_tasks hold all of them out")
-    references = task.references and [
-        *(task.references[row] for row in kept),
-        *task.references[len(task.train_dataset) :],
-    ]
+    references = task.references
+    if references:
+        references = [*(references[row] for row in kept), *references[len(task.train_dataset) :]]
     return replace(
         task,
         train_dataset=task.train_dataset.select(kept),

@@ -54,7 +54,7 @@ def read_splits(config: TaskConfig, source: Source, divide: Divide | None = None
         divide: Divides one file as the data set's authors did; None to hold out the last rows.
 
     Returns:
-        The rows to train on, none for a benchmark, and the held-out rows, which may be more than `eval_size`.
+        The rows to train on, and the held-out rows, which may be more than `eval_size`.
 
     Raises:
         TaskError: If the data cannot be reached or read, or there are too few rows.
