@@ -44,10 +44,9 @@ class CodeGrader(Grader):
     batch's verdicts are kept: if the reward of all tests and that of their fraction are asked one after the other, the
     programs run once.
 
-    Trouble of the machine (no memory, no process, a server that is gone) is never a verdict: the programs that it hits
-    are tried again after the others, for as long as somebody else's program may keep the machine busy
-    (`Limits.wall_seconds`), and are then unscored. Only a program that gets too little CPU time to end in all that time
-    is judged as if it had used up its own: `while True` in a program must not end a training run.
+    A failure of the machine (no memory, no process, no server) is never a verdict. Its programs run again after the
+    others, for up to `Limits.wall_seconds`, and are then unscored. A program that gets too little CPU time to finish in
+    all that time counts as one that used up its limit: `while True` in a program must not end a training run.
 
     It can be pickled and survives a fork: the processes of a pool make their own sandboxes.
 
@@ -107,9 +106,7 @@ class CodeGrader(Grader):
         prefix: Sequence[str | None] | None = None,
         **columns: Any,
     ) -> list[Verdict]:
-        """Judges completions.
-
-        Ctrl-C kills the programs that run.
+        """Judges completions. Ctrl-C kills the programs that run.
 
         Args:
             completions: B texts, as the model wrote them. A program is a fenced block of Python, with what it needs of
