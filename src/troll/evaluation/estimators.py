@@ -130,7 +130,7 @@ def majority_vote(answers: Sequence[str | None], successes: Sequence[bool], same
         same: Whether two different answers count as one; None for equality of strings.
 
     Returns:
-        A value in [0, 1]; 0 if nobody votes.
+        A value in [0, 1]; 0 if there is no vote.
 
     Raises:
         ValueError: If there are not as many answers as successes.

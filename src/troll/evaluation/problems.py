@@ -78,7 +78,7 @@ def load_problems(config: TaskConfig, tokenizer: Any, template_options: Mapping[
     """Loads the held-out rows of a task, as conversations if the tokenizer has a chat template.
 
     Args:
-        config: What to load.
+        config: The task, its options and its size.
         tokenizer: The model's tokenizer.
         template_options: More variables of the chat template.
 

@@ -46,8 +46,7 @@ def evaluate(config: EvaluationConfig, console: Console | None = None) -> bool:
     """Evaluates a model on tasks, prints a table, and leaves a folder with `results.json` and every generation.
 
     Args:
-        config: What to evaluate, and how. Its `folder` is where results go, and where the same settings go on if they
-            were stopped.
+        config: What to evaluate, and how. Results go into its `folder`, and the same settings resume there.
         console: Where progress and the table are printed; by default standard output.
 
     Returns:

@@ -36,11 +36,7 @@ def vllm_is_usable() -> bool:
 
 
 def adapter_problem(path: str) -> str | None:
-    """What of an adapter vLLM would refuse or, worse, ignore; None if it runs the adapter as it was trained.
-
-    Args:
-        path: The folder of a LoRA adapter.
-    """
+    """A part of the LoRA adapter in a folder that vLLM would refuse or, worse, ignore; None if there is none."""
     from peft import PeftConfig, load_peft_weights
 
     config = PeftConfig.from_pretrained(path)

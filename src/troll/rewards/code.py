@@ -190,7 +190,7 @@ def passed_fraction(grader: CodeGrader) -> Reward:
     Next to the grader itself as another reward, it runs no program a second time.
 
     Args:
-        grader: What tests the programs. From then on it runs all tests of a program.
+        grader: The grader that tests the programs. From then on it runs all tests of a program.
 
     Returns:
         A function of B completions to B numbers in [0, 1], and None where a program could not be tested.

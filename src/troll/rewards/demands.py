@@ -1,4 +1,4 @@
-"""What tests that are code need of the place where they run, as far as their text shows it."""
+"""Whether tests that are code need the program's own process or packages, as far as their text shows it."""
 
 from __future__ import annotations
 

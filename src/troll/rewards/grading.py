@@ -1,4 +1,4 @@
-"""Completions, and verdicts on them: what a reward says in addition to its number."""
+"""Completions and their verdicts, which say more than the number of a reward."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ def leaves_unscored(reward: object) -> bool:
 
 
 def clash(columns: Iterable[str], more: Iterable[str] = ()) -> str | None:
-    """What is wrong with the names of a data set's columns, and what to do; None if nothing is.
+    """An error about columns of a data set that reward functions cannot get; None if there are none.
 
     Args:
         columns: All names.
-        more: More names than `TAKEN` that reward functions get something else by.
+        more: Names that reward functions use for other arguments, in addition to `TAKEN`.
     """
     found = sorted({*TAKEN, *more}.intersection(columns))
     if not found:

@@ -92,8 +92,8 @@ def read_program(completion: str, tests: Tests, prefix: str = "") -> str | None:
     without blocks is itself the program. Everything up to the last `</think>` is ignored.
 
     If there is a prefix and the program defines none of the names that the tests use, it continues the prefix, up to
-    the first line that is not indented. If it defines one, it may use what comes before that definition in the prefix:
-    imports and helpers.
+    the first line that is not indented. If it defines one, it may use the imports and helpers before that definition in
+    the prefix.
 
     Args:
         completion: The text of the completion, as the model wrote it.
@@ -101,8 +101,8 @@ def read_program(completion: str, tests: Tests, prefix: str = "") -> str | None:
         prefix: The code with which the prompt ended.
 
     Returns:
-        The program, with line feeds for line ends; None if there is none, or if what was written after thinking and
-        the prefix have more than `MAX_PROGRAM` characters together.
+        The program, with line feeds for line ends; None if there is none, or if the text after thinking and the prefix
+        have more than `MAX_PROGRAM` characters together.
     """
     text = completion.rpartition("</think>")[2].replace("\r\n", "\n").replace("\r", "\n")
     if len(text) + len(prefix) > MAX_PROGRAM:

@@ -67,25 +67,24 @@ def load_code(
 
     Raises:
         TaskError: If programs cannot be isolated, an option is unknown or unusable, the data cannot be reached or read,
-            or a row lacks what is read.
+            or a row lacks a column that is read.
     """
     options = Options(config)
     partial_credit = options.flag("partial_credit")
     settings = _take_settings(options)
     running = _Running(options, on_server=config.options.get("sandbox") not in (None, GVISOR))
-    shaping, weights = take_shaping(options, answer_format=None)
+    shaping = take_shaping(options, answer_format=None)
 
-    def rewards() -> Iterator[Reward]:
+    def rewards() -> Iterator[tuple[Reward, float]]:
         try:
             grader = CodeGrader(**settings)
         except (SandboxError, ValueError) as error:
             raise TaskError(str(error)) from error
-        yield grader
+        yield grader, 0.0 if partial_credit else 1.0
         if partial_credit:
-            yield passed_fraction(grader)
+            yield passed_fraction(grader), 1.0
         yield from shaping
 
-    own_weights = [0.0, 1.0] if partial_credit else [1.0]
     task = dataset_task(
         config,
         source,
@@ -94,7 +93,6 @@ def load_code(
         read=lambda row: running.example(row, read(row)),
         style=style,
         rewards=rewards(),
-        reward_weights=[*own_weights, *weights] if partial_credit or shaping else None,
         divide=divide,
     )
     running.warn()

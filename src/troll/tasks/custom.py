@@ -114,7 +114,7 @@ def _load_rewarded(config: TaskConfig, source: Source, columns: dict[str, Column
         columns=columns,
         read=read,
         style=PromptStyle(template, template, instruction),
-        rewards=[reward],
+        rewards=[(reward, 1.0)],
     )
 
 

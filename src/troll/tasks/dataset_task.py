@@ -67,9 +67,8 @@ def dataset_task(
     columns: Mapping[str, Column],
     read: Read,
     style: PromptStyle,
-    rewards: Iterable[Reward],
+    rewards: Iterable[tuple[Reward, float]],
     skip_unanswered: bool = False,
-    reward_weights: list[float] | None = None,
     divide: Divide | None = None,
 ) -> Task:
     """Makes a task from a data set.
@@ -85,9 +84,9 @@ def dataset_task(
         columns: The columns to read, by the task's names for them, if the option does not name others.
         read: Returns a row's example; raises TaskError if the row lacks something.
         style: How questions become prompts, if the option `prompt` does not say it.
-        rewards: The rewards; the first is named `success`. They are made after the options are checked.
+        rewards: The rewards, each with its weight; the first is named `success`. They are made after the options are
+            checked.
         skip_unanswered: Whether rows that lack something are left out by default; otherwise they are an error.
-        reward_weights: One weight for each reward, see `Task`.
         divide: See `read_splits`.
 
     Returns:
@@ -105,7 +104,7 @@ def dataset_task(
     columns = options.columns(columns)
     skip_unanswered = options.flag("skip_unanswered", skip_unanswered)
     options.finish()
-    reward_funcs = list(rewards)
+    weighted = list(rewards)
     train, test = read_splits(config, source, divide)
     held_out = _examples(test, columns, read, skip_unanswered)
     # All held-out rows, not only those that are evaluated: a larger eval_size must not find training rows.
@@ -116,8 +115,8 @@ def dataset_task(
         name=config.task,
         train_dataset=_dataset(learned, style) if learned else eval_dataset.select([]),
         eval_dataset=eval_dataset,
-        reward_funcs=reward_funcs,
-        reward_weights=reward_weights,
+        reward_funcs=[reward for reward, _ in weighted],
+        reward_weights=[weight for _, weight in weighted] if len(weighted) > 1 else None,
         system_prompt=system_prompt,
         examples=examples,
         train_questions=[spaced_once(example.question) for example in learned],
@@ -127,7 +126,7 @@ def dataset_task(
     )
 
 
-def take_shaping(options: Options, answer_format: AnswerFormat | None) -> tuple[list[Reward], list[float]]:
+def take_shaping(options: Options, answer_format: AnswerFormat | None) -> list[tuple[Reward, float]]:
     """Takes the options that shape the form of a completion.
 
     `format_reward` is the weight of a reward of 1 for an answer in the format asked for. `overlong` is DAPO's soft
@@ -138,25 +137,22 @@ def take_shaping(options: Options, answer_format: AnswerFormat | None) -> tuple[
         answer_format: The format asked for; None for a task without one, which has no `format_reward`.
 
     Returns:
-        The rewards, and the weight of each.
+        The rewards, each with its weight.
 
     Raises:
         TaskError: If an option is unusable.
     """
-    rewards: list[Reward] = []
-    weights: list[float] = []
+    rewards: list[tuple[Reward, float]] = []
     if answer_format is not None and (weight := options.number("format_reward")) is not None:
-        rewards.append(FormatReward(answer_format))
-        weights.append(weight)
+        rewards.append((FormatReward(answer_format), weight))
     overlong = options.numbers("overlong", ("length", "cache"))
     if overlong is not None:
         if overlong["cache"] >= overlong["length"]:
             raise TaskError(f"task option overlong: cache must be below length, got {overlong}")
         from trl.rewards import get_soft_overlong_punishment
 
-        rewards.append(get_soft_overlong_punishment(int(overlong["length"]), int(overlong["cache"])))
-        weights.append(1.0)
-    return rewards, weights
+        rewards.append((get_soft_overlong_punishment(int(overlong["length"]), int(overlong["cache"])), 1.0))
+    return rewards
 
 
 def without(text: str, *instructions: str) -> str:

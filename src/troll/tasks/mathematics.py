@@ -43,7 +43,7 @@ def mathematics(
     r"""Registers a task: questions in text, each with one answer that math-verify can compare.
 
     Args:
-        name: What users type.
+        name: The name that users type.
         source: Its data set on the hub.
         question: The columns of the question, in order of preference.
         answer: The columns of the answer, in order of preference.
@@ -73,7 +73,7 @@ def load_mathematics(
     of `dataset_task`.
 
     Args:
-        config: The options, and what data to take instead of the source's.
+        config: The options, the sizes, and local data to take instead of the source.
         source: Its data set on the hub.
         columns: The columns of `prompt` and `answer`.
         gold: Takes the answer from the text of its column, and raises ValueError if there is none; by default
@@ -93,7 +93,7 @@ def load_mathematics(
     options = Options(config)
     answer_format = cast(AnswerFormat, options.choice("answer_format", list(INSTRUCTIONS)))
     positive_symbols = options.flag("positive_symbols", positive_symbols)
-    shaping, weights = take_shaping(options, answer_format)
+    shaping = take_shaping(options, answer_format)
 
     def read(row: Row) -> Example:
         question, answer = without(row.text("prompt"), *instructions), row.answer("answer")
@@ -109,9 +109,8 @@ def load_mathematics(
         columns=columns,
         read=read,
         style=PromptStyle(_TEMPLATE, _TEMPLATE, INSTRUCTIONS[answer_format]),
-        rewards=[MathGrader(answer_format, positive_symbols=positive_symbols), *shaping],
+        rewards=[(MathGrader(answer_format, positive_symbols=positive_symbols), 1.0), *shaping],
         skip_unanswered=skip_unanswered,
-        reward_weights=[1.0, *weights] if shaping else None,
     )
 
 

@@ -21,7 +21,7 @@ PLAIN = "{answer}"
 _SEEDS: dict[Split, int] = {"eval": 0, "warmup": 700_000_000, "train": 1_400_000_000}
 # The sixteenths of the space of questions in each split.
 _SIXTEENTHS: dict[Split, range] = {"eval": range(2), "warmup": range(2, 6), "train": range(6, 16)}
-# How questions are split, for the keys of what was learned from one of the splits.
+# How questions are split: part of the key under which a model that learned from a split is kept.
 SPLITS = {split: [_SEEDS[split], *_SIXTEENTHS[split]] for split in _SEEDS}
 # A split of two sixteenths accepts one draw in eight; far fewer means that the space has hardly any questions.
 _DRAWS_PER_QUESTION = 64
@@ -241,7 +241,7 @@ def is_correct(verifier: Any, answer: str, question: Question) -> bool:
     try:
         return bool(verifier.score_answer(answer, question.entry) >= 1.0)
     except Exception:
-        # Several verifiers evaluate or index what the model wrote and raise anything.
+        # Several verifiers evaluate or index the model's text, which can raise any error.
         return False
 
 

@@ -141,7 +141,7 @@ class Task:
 
     @property
     def short_name(self) -> str:
-        """What its metrics are called: its name; of a file, the file's without folder and ending."""
+        """The name of its metrics: the task's; of a file, the file's name without folder and ending."""
         path, colon, argument = self.name.partition(":")
         return re.sub(r"[^\w.-]+", "-", f"{Path(path).stem}{colon}{argument}") if is_file(self.name) else self.name
 

@@ -91,8 +91,8 @@ _NOT_AFTER_SYMBOL = re.compile(r"\\(?:log|lim|sum|prod|int|max|min|sup|inf) *$")
 def canonical(text: str) -> str:
     r"""Writes a mathematical text in one notation, e.g. `\sfrac12`, `½` and `{1 \over 2}` as `\frac{1}{2}`.
 
-    What only changes the look is dropped. What stands in `\text{}` is left as it is, and so is all where braces do not
-    match.
+    Commands that only change the look are dropped. The content of `\text{}` stays as it is. Where braces do not match,
+    arguments and groups stay as they are.
     """
     text = re.sub(r"(?<=[\w)\]}])[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda found: f"^{{{found[0].translate(_RAISED)}}}", text)
     text = re.sub(r"[₀-₉]+", lambda found: f"_{{{found[0].translate(_LOWERED)}}}", text)

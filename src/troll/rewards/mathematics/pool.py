@@ -22,7 +22,7 @@ from troll.rewards.mathematics import worker
 
 _MOST_PROCESSES = 8
 
-# CPU time decides. Wall time ends what the kernel cannot: a process that was stopped, or one on an overloaded machine.
+# CPU time decides. Wall time is for processes that use none: stopped ones, and those of an overloaded machine.
 _PATIENCE_SECONDS = 120.0
 _PATIENCE_FACTOR = 30.0
 # A machine that cannot start a process now, for lack of memory or of processes, may be able to soon.
@@ -86,7 +86,7 @@ class _Pool:
             return self._ask(processes, questions, (cpu_seconds, positive_symbols))
         finally:
             for process in processes:
-                if process.is_busy:  # after an exception, nobody waits for its verdict any more
+                if process.is_busy:  # after an exception, its verdict is not read any more
                     process.stop()
                 self._idle.put(process)
 

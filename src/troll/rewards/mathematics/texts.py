@@ -1,4 +1,4 @@
-"""The texts of answers before parsing: drops units, compares what needs no parser, and finds ambiguous answers."""
+"""The texts of answers before parsing: drops units, compares texts that need no parser, finds ambiguous answers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ _ARITHMETIC = re.compile(
 
 
 def tidy(text: str) -> str:
-    """Writes an answer in one notation, without what has no meaning for its value."""
+    """Writes an answer in one notation, without signs that do not change its value."""
     text = canonical(text.strip("\u200b\ufeff").rstrip("\\ ")).rstrip("\\ ,;:").lstrip("= ")
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip()
@@ -127,7 +127,7 @@ def same_at_sight(gold: str, answer: str) -> bool | None:
 def without_units(gold: str, answer: str) -> tuple[str, str]:
     r"""Drops the units of two tidy texts, which are not compared.
 
-    What stands in `\text{}` after a value is a unit. Letters and words without it are units after a plain number only,
+    `\text{}` after a value is a unit. Letters and words without it are units after a plain number only,
     in a gold answer only those that cannot be a product, and in an answer only where the gold one is a plain number:
     in `10 - 2t` and `\frac{1}{2} m`, letters are symbols.
     """
@@ -144,7 +144,7 @@ def without_units(gold: str, answer: str) -> tuple[str, str]:
         if quantity and _is_unit(quantity[2], _may_be_a_unit):
             return value, quantity[1].rstrip()
     letters = re.search(r"(?<![A-Za-z\\])[A-Za-z]+$", value)
-    if letters and re.search(rf"\\text\{{ *{letters[0]} *\}}$", answer):  # what the answer calls a unit is one there
+    if letters and re.search(rf"\\text\{{ *{letters[0]} *\}}$", answer):  # the answer says that it is a unit
         return value, _WORDS.sub(r" \1", answer)
     return value, _without_named_unit(answer)
 
