@@ -59,9 +59,8 @@ def task_estimates(
     sizes = sorted({1, samples} if ks is None else set(ks))
     if wrong := [k for k in sizes if not 1 <= k <= samples]:
         raise ValueError(f"k must be between 1 and samples={samples}, got {wrong[0]}")
-    judged = [
-        scored for problem in verdicts if (scored := [verdict for verdict in problem if verdict.score is not None])
-    ]
+    scored = [[verdict for verdict in problem if verdict.score is not None] for problem in verdicts]
+    judged = [problem for problem in scored if problem]
     by_problem = {
         f"pass@{k}": [
             pass_at_k(len(problem), sum(verdict.success for verdict in problem), k)

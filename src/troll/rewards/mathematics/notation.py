@@ -106,7 +106,7 @@ def canonical(text: str) -> str:
         infix = {"over": "frac", "choose": "binom"}
         text = _INFIX.sub(lambda found: rf"{{\{infix[found[2]]}{{{found[1]}}}{{{found[3]}}}}}", f"{{{text}}}")[1:-1]
     text = _NAME.sub(_renamed, text).strip()
-    partners = _partners(text)
+    partners = partners_of(text)
     if partners is not None:
         text = _without_groups(text, partners)
         with contextlib.suppress(RecursionError):  # of hundreds of powers in each other, which is no answer
@@ -154,7 +154,7 @@ def _renamed(found: re.Match[str]) -> str:
     return word.replace("I", r"\mathcal{I}") if len(word) <= 2 and rest != "(" else word
 
 
-def _partners(text: str) -> dict[int, int] | None:
+def partners_of(text: str) -> dict[int, int] | None:
     """Where each opening brace and parenthesis is closed; None if braces do not match."""
     partners, opened = {}, list[int]()
     for found in re.finditer(r"\\.|([{}()])", text, re.DOTALL):
