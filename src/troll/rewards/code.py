@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from troll.rewards.grading import Completion, Grader, Verdict, completion_text
+from troll.rewards.grading import Completion, Grader, Verdict, completion_text, printable
 from troll.rewards.machine import processes
 from troll.rewards.program import parse_tests, read_program
 from troll_sandbox import (
@@ -23,7 +23,6 @@ from troll_sandbox import (
     SandboxError,
     SandboxFusion,
 )
-from troll_sandbox.limits import printable
 
 Reward = Callable[..., list[float | None]]
 

@@ -20,12 +20,6 @@ from troll.rewards.mathematics.pool import Comparison, ask
 from troll.rewards.mathematics.texts import MAX_CHARACTERS, same_at_sight, tidy, without_units
 
 
-def check_math_verify() -> None:
-    """Raises ImportError where math-verify is missing."""
-    if find_spec("math_verify") is None:
-        raise ImportError('math rewards need math-verify: pip install "troll-rl[tasks]"')
-
-
 def compare(
     pairs: Sequence[tuple[str, str]], cpu_seconds: float = 2.0, positive_symbols: bool = False
 ) -> list[Comparison]:
@@ -43,6 +37,8 @@ def compare(
         ImportError: If math-verify is not installed.
         RuntimeError: If math-verify is installed, but cannot be imported.
     """
+    if find_spec("math_verify") is None:
+        raise ImportError('math rewards need math-verify: pip install "troll-rl[tasks]"')
     found: dict[tuple[str, str], Comparison] = {}
     questions: dict[tuple[str, str], tuple[str, str]] = {}
     for pair in set(pairs):
@@ -56,6 +52,5 @@ def compare(
         else:
             found[pair] = Comparison.EQUAL if same else Comparison.DIFFERENT
     if questions:
-        check_math_verify()
         found.update(zip(questions, ask(list(questions.values()), cpu_seconds, positive_symbols), strict=True))
     return [found[pair] for pair in pairs]

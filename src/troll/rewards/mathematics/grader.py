@@ -7,7 +7,7 @@ from typing import Any
 
 from troll.rewards.answers import AnswerFormat, check_answer_format, final_answer
 from troll.rewards.grading import Grader, Verdict, printable
-from troll.rewards.mathematics.comparison import check_math_verify, compare
+from troll.rewards.mathematics.comparison import compare
 from troll.rewards.mathematics.pool import Comparison
 
 
@@ -62,7 +62,6 @@ class MathGrader(Grader):
             raise ValueError("mathematics is graded against a column 'answer', which the data set lacks")
         if len(golds) != len(completions) or None in golds:
             raise ValueError(f"got {len(completions)} completions, and the column 'answer' has not one answer for each")
-        check_math_verify()
         answers = [final_answer(completion, self.answer_format) for completion in completions]
         pairs = [(str(gold), answer) for gold, answer in zip(golds, answers, strict=True) if answer is not None]
         compared = iter(compare(pairs, self.cpu_seconds, self.positive_symbols))
