@@ -89,7 +89,7 @@ def test_a_column_that_rewards_cannot_get_is_named(task_of, name):
 
 
 def test_a_reward_model_has_a_weight_beside_the_others(task_of, monkeypatch):
-    monkeypatch.setattr(registry_module, "load_reward_model", lambda name, conversational: name)
+    monkeypatch.setattr("troll.tasks.loading.load_reward_model", lambda name, conversational: name)
     rows = rows_of(1)
     for weights, expected in ((None, None), ([0.5], [0.5, 1.0])):
         task_of(rows, rows, reward_weights=weights)

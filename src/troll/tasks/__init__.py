@@ -9,6 +9,7 @@ except ModuleNotFoundError as error:
 
 # Each module registers its tasks.
 from troll.tasks import code, free_text, geometry3k, mathematics, prompts, reasoning_gym  # noqa: F401
-from troll.tasks.registry import Task, TaskConfig, TaskError, load_task, register_task
+from troll.tasks.loading import load_task
+from troll.tasks.registry import Task, TaskConfig, TaskError, register_task
 
 __all__ = ["Task", "TaskConfig", "TaskError", "load_task", "register_task"]

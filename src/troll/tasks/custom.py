@@ -39,8 +39,8 @@ _REWARDS = "math, code, FILE.py:function or module:function"
 _ANSWERS = {"math": "answer", "code": "tests"}
 
 
-def load_file(config: TaskConfig, argument: str) -> Task:
-    """Loads a task of the user's from a Python or a YAML file, `config.task`.
+def load_file(config: TaskConfig) -> Task:
+    """Loads a task of the user's from a Python or a YAML file.
 
     A Python file, `path.py[:argument]`, defines `load(config, argument)`, a function like those that `register_task`
     takes: it returns a `Task` whose prompts are plain text. docs/tasks.md describes the fields of a YAML file. Its
@@ -51,7 +51,8 @@ def load_file(config: TaskConfig, argument: str) -> Task:
         TaskError: If the file is missing or cannot be read, its function is missing or returns something else, or one
             of its fields is unknown, missing or unusable; names the file and the field.
     """
-    path = Path(config.task.partition(":")[0]).expanduser()
+    name, _, argument = config.task.partition(":")
+    path = Path(name).expanduser()
     if not path.is_file():
         raise TaskError(f"task {config.task!r}: there is no file {path}")
     if path.name.endswith(".py"):

@@ -1,18 +1,18 @@
+"""What a task is, its configuration, and the names of tasks."""
+
 from __future__ import annotations
 
 import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from datasets import Dataset
 
-from troll.rewards.grading import clash
-from troll.rewards.preference import load_reward_model
 from troll.terminal import UsageError
 
 RewardFunc = Callable[..., list[float]]
@@ -155,13 +155,15 @@ Loader = Callable[[TaskConfig, str], Task]
 
 
 @dataclass(frozen=True)
-class _Registration:
+class Registration:
+    """What `register_task` was told of a task."""
+
     pattern: str
     loader: Loader
     trains: bool
 
 
-_LOADERS: dict[str, _Registration] = {}
+_LOADERS: dict[str, Registration] = {}
 
 
 def register_task(pattern: str, *, trains: bool = True) -> Callable[[Loader], Loader]:
@@ -186,61 +188,33 @@ def register_task(pattern: str, *, trains: bool = True) -> Callable[[Loader], Lo
         raise ValueError(f"task {prefix!r} is registered already")
 
     def register(loader: Loader) -> Loader:
-        _LOADERS[prefix] = _Registration(pattern, loader, trains)
+        _LOADERS[prefix] = Registration(pattern, loader, trains)
         return loader
 
     return register
 
 
-def load_task(config: TaskConfig, *, conversational: bool = False, for_training: bool = False) -> Task:
-    """Loads the task that `config.task` names.
-
-    Args:
-        config: The name, or the path of a file with a task, options and sizes.
-        conversational: Whether prompts are conversations (`[{"role": "user", "content": ...}]`), to which TRL applies
-            the chat template, or plain strings. Pass `tokenizer.chat_template is not None`.
-        for_training: Whether a task without rows to train on is an error.
-
-    Returns:
-        The task, with held-out rows, and with the reward model of `config` as its last reward.
-
-    Raises:
-        TaskError: If the task, its data, its reward model or one of its options is unknown, missing or unusable.
-    """
-    loader, argument, trains = _find(config.task)
-    task = loader(config, argument)
-    if problem := clash([*task.train_dataset.column_names, *task.eval_dataset.column_names]):
-        raise TaskError(f"task {config.task!r}: {problem}")
-    if not len(task.eval_dataset):
-        raise TaskError(f"task {config.task!r} has no eval rows left: check its data and eval_size")
-    if for_training and not len(task.train_dataset):
-        others = ", ".join(pattern for pattern, trains in known_tasks().items() if trains)
-        raise TaskError(
-            f"task {config.task!r} has no train rows left: check its data and train_size"
-            if trains
-            else f"task {config.task!r} is a benchmark, without rows to train on; train on one of {others}"
-        )
-    if config.reward_model is not None:
-        try:
-            model = load_reward_model(config.reward_model, conversational=conversational)
-        except ValueError as error:
-            raise TaskError(str(error)) from error
-        weights = None if task.reward_weights is None else [*task.reward_weights, 1.0]
-        task = replace(task, reward_funcs=[*task.reward_funcs, model], reward_weights=weights)
-    if not conversational and "images" in task.eval_dataset.column_names:
-        raise TaskError(f"task {config.task!r} has images, which take a vision-language model with a chat template")
-    return replace(
-        task,
-        train_dataset=_with_prompts(task.train_dataset, task, conversational),
-        eval_dataset=_with_prompts(task.eval_dataset, task, conversational),
-        train_questions=_prompts(task.train_dataset) if task.train_questions is None else task.train_questions,
-        held_out_questions=_prompts(task.eval_dataset) if task.held_out_questions is None else task.held_out_questions,
-    )
-
-
 def known_tasks() -> dict[str, bool]:
     """Returns the patterns of the registered names, and whether each has rows to train on."""
     return {entry.pattern: entry.trains for entry in sorted(_LOADERS.values(), key=lambda entry: entry.pattern)}
+
+
+def registration_of(task: str) -> tuple[Registration, str]:
+    """The registration of a task's name, and the text after the colon in it.
+
+    Raises:
+        TaskError: If the task is unknown, or its name is not of the form that is registered.
+    """
+    prefix, colon, argument = task.partition(":")
+    if prefix not in _LOADERS:
+        raise TaskError(
+            f"unknown task {task!r}; known tasks: {', '.join(known_tasks())}; or the path of a .yaml or .py file"
+        )
+    pattern = _LOADERS[prefix].pattern
+    takes, needs = ":" in pattern, ":" in pattern and "[" not in pattern
+    if (argument and not takes) or (needs and not argument) or (colon and not argument):
+        raise TaskError(f"task {task!r} is not of the form {pattern!r}")
+    return _LOADERS[prefix], argument
 
 
 def is_file(task: str) -> bool:
@@ -265,46 +239,6 @@ def _to_evaluate(entry: Any, eval_size: int | None) -> TaskConfig:
     if not isinstance(entry, dict) or "task" not in entry or not fields.issuperset(entry):
         raise TaskError(f"eval_tasks takes names, or mappings with task, dataset_path and task_options, got {entry!r}")
     return TaskConfig(**entry, train_size=least_train_size(str(entry["task"])), eval_size=eval_size)
-
-
-def _prompts(dataset: Dataset) -> list[str]:
-    return [spaced_once(prompt) for prompt in dataset["prompt"]]
-
-
-def _find(task: str) -> tuple[Loader, str, bool]:
-    """The loader of a task, the loader's argument, and whether the task is known to have rows to train on."""
-    prefix, colon, argument = task.partition(":")
-    if is_file(task):
-        from troll.tasks.custom import load_file  # which uses this module
-
-        return load_file, argument, True
-    if prefix not in _LOADERS:
-        raise TaskError(
-            f"unknown task {task!r}; known tasks: {', '.join(known_tasks())}; or the path of a .yaml or .py file"
-        )
-    pattern = _LOADERS[prefix].pattern
-    takes, needs = ":" in pattern, ":" in pattern and "[" not in pattern
-    if (argument and not takes) or (needs and not argument) or (colon and not argument):
-        raise TaskError(f"task {task!r} is not of the form {pattern!r}")
-    return _LOADERS[prefix].loader, argument, _LOADERS[prefix].trains
-
-
-def _with_prompts(dataset: Dataset, task: Task, conversational: bool) -> Dataset:
-    """The rows with prompts that begin with the task's system prompt and examples."""
-    chat = conversational and CHAT_PROMPT in dataset.column_names
-    asked = dataset[CHAT_PROMPT if chat else "prompt"]
-    if conversational:
-        said = [] if task.system_prompt is None else [{"role": "system", "content": task.system_prompt}]
-        for prompt, answer in task.examples:
-            said += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        prompts: list[Any] = [[*said, {"role": "user", "content": prompt}] for prompt in asked]
-    else:
-        before = [] if task.system_prompt is None else [task.system_prompt]
-        before += [f"{prompt} {answer}" for prompt, answer in task.examples]
-        prompts = ["\n\n".join([*before, prompt]) for prompt in asked]
-    # Single columns are replaced: images in the others would be decoded.
-    old = [name for name in ("prompt", CHAT_PROMPT) if name in dataset.column_names]
-    return dataset.add_column("new_prompt", prompts).remove_columns(old).rename_column("new_prompt", "prompt")
 
 
 def json_object(name: str, text: str) -> dict[str, Any]:

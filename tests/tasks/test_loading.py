@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 
 from troll.tasks import Task, TaskConfig, TaskError, load_task
-from troll.tasks.decontaminate import decontaminate
+from troll.tasks.loading import decontaminate
 
 
 def success(prompts, completions, **columns):
