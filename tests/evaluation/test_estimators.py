@@ -59,7 +59,7 @@ def test_pass_at_k_has_no_bias() -> None:
 
 
 @pytest.mark.parametrize(("samples", "successes", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)])
-def test_pass_at_k_refuses_what_cannot_be(samples: int, successes: int, k: int) -> None:
+def test_pass_at_k_refuses_impossible_counts(samples: int, successes: int, k: int) -> None:
     with pytest.raises(ValueError, match="must be between"):
         pass_at_k(samples, successes, k)
 
@@ -193,7 +193,7 @@ def equal(first: str, second: str) -> bool:
     return float(first) == float(second)
 
 
-def test_every_number() -> None:
+def test_task_estimates_gives_every_metric() -> None:
     metrics = values(PROBLEMS, [4, 2, 2, 1], same=equal)
     assert list(metrics) == ["pass@1", "pass@2", "pass@4", "mean@4", "maj@4"]
     assert metrics["pass@1"] == pytest.approx((2 / 4 + 1 / 4) / 2)
@@ -203,13 +203,13 @@ def test_every_number() -> None:
     assert metrics["maj@4"] == pytest.approx(0.5)
 
 
-def test_what_is_measured_by_default() -> None:
+def test_task_estimates_measures_pass_at_1_and_n_by_default() -> None:
     assert list(values(PROBLEMS)) == ["pass@1", "pass@4", "mean@4"]
     alone = [[verdict(1.0, "1")], [verdict(0.0, "2")]]
     assert values(alone, same=equal) == {"pass@1": 0.5, "mean@1": 0.5}
 
 
-def test_intervals_are_over_problems() -> None:
+def test_task_estimates_has_intervals_over_problems() -> None:
     alone = [[verdict(float(index % 4 == 0))] for index in range(40)]
     assert task_estimates(alone)["pass@1"].interval == pytest.approx(wilson_interval(0.25, 40))
     copied = [problem * 8 for problem in alone]
@@ -217,7 +217,7 @@ def test_intervals_are_over_problems() -> None:
     assert task_estimates(copied)["pass@1"].interval == pytest.approx(wilson_interval(0.25, 40))
 
 
-def test_what_could_not_be_judged_is_left_out() -> None:
+def test_task_estimates_leaves_out_unscored_completions() -> None:
     unscored = verdict(None, "4")
     problems = [
         [verdict(1.0, "4"), unscored, verdict(0.0, "5"), unscored],

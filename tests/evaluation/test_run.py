@@ -115,7 +115,7 @@ def test_the_numbers_are_those_of_the_verdicts(
         assert cell in shown
 
 
-def test_what_could_not_be_judged_is_counted_and_judged_again(
+def test_unscored_completions_are_counted_and_judged_again(
     settings: Settings, letters: TaskConfig, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge, asked = Problems.judge, list[tuple[list[int], list[str]]]()
@@ -206,7 +206,7 @@ def test_a_finished_evaluation_takes_no_weights(
     assert after["settings"] == before["settings"]
 
 
-def test_the_batch_size_changes_the_order_of_work_alone(settings: Settings, tmp_path: Path, console: Console) -> None:
+def test_batch_size_changes_only_the_order_of_work(settings: Settings, tmp_path: Path, console: Console) -> None:
     files = [
         generated(settings(batch_size=size, output_dir=tmp_path / str(size), dtype="float32"), console)
         for size in (1, 4, 100)
@@ -214,7 +214,7 @@ def test_the_batch_size_changes_the_order_of_work_alone(settings: Settings, tmp_
     assert files[0] == files[1] == files[2]
 
 
-def test_greedy_is_the_same_whatever_the_seed(settings: Settings, tmp_path: Path, console: Console) -> None:
+def test_greedy_completions_do_not_depend_on_the_seed(settings: Settings, tmp_path: Path, console: Console) -> None:
     files = [generated(settings(samples=1, seed=seed, output_dir=tmp_path / str(seed)), console) for seed in (0, 1)]
     assert files[0] == files[1]
     assert "greedy" in console.export_text()
@@ -292,7 +292,7 @@ def test_the_context_bounds_completions_by_default(settings: Settings) -> None:
     assert made.sampling.max_new_tokens == 1024 - max(len(ids) for ids in made.problems[0].ids)
 
 
-def test_what_breaks_down_leaves_its_folder(
+def test_a_failed_evaluation_leaves_its_folder(
     settings: Settings, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def out_of_memory(*_: Any) -> list[Generation]:

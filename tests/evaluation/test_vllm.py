@@ -174,7 +174,7 @@ def test_vllm_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_what_vllm_would_leave_out_of_an_adapter_is_named(
+def test_adapter_problem_names_parts_that_vllm_does_not_read(
     tiny_model: Path, tmp_path: Path, settings: dict[str, Any], problem: str | None
 ) -> None:
     base = AutoModelForCausalLM.from_pretrained(tiny_model)

@@ -52,7 +52,7 @@ def test_a_row_without_an_answer_is_named(value):
         row(value).answer("answer")
 
 
-def test_the_text_of_a_conversation_is_what_the_user_says():
+def test_text_of_a_conversation_is_the_users_message():
     def said(*roles):
         return [{"role": role, "content": f"by {role}"} for role in roles]
 

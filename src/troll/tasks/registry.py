@@ -156,7 +156,7 @@ Loader = Callable[[TaskConfig, str], Task]
 
 @dataclass(frozen=True)
 class Registration:
-    """What `register_task` was told of a task."""
+    """The name, the loader and the kind of a task, see `register_task`."""
 
     pattern: str
     loader: Loader
