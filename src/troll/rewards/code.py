@@ -43,9 +43,9 @@ class CodeGrader(Grader):
     batch's verdicts are kept: if the reward of all tests and that of their fraction are asked one after the other, the
     programs run once.
 
-    A failure of the machine (no memory, no process, no server) is never a verdict. Its programs run again after the
-    others, for up to `Limits.wall_seconds`, and are then unscored. A program that gets too little CPU time to finish in
-    all that time counts as one that used up its limit: `while True` in a program must not end a training run.
+    A failure of the machine (no memory, no process, no server) is never a verdict. Programs that it hits run again
+    after the others, for up to `Limits.wall_seconds`, and are then unscored. A program that gets too little CPU time to
+    finish in all that time counts as one that used up its limit: `while True` in a program must not end a training run.
 
     It can be pickled and survives a fork: the processes of a pool make their own sandboxes.
 

@@ -22,7 +22,7 @@ from troll.rewards.mathematics import worker
 
 _MOST_PROCESSES = 8
 
-# CPU time decides. Wall time is for processes that use none: stopped ones, and those of an overloaded machine.
+# CPU time decides. Wall time bounds processes that get none: stopped ones, and those of an overloaded machine.
 _PATIENCE_SECONDS = 120.0
 _PATIENCE_FACTOR = 30.0
 # A machine that cannot start a process now, for lack of memory or of processes, may be able to soon.
@@ -45,7 +45,8 @@ class Comparison(Enum):
     @property
     def score(self) -> float | None:
         """1.0 for equal answers, else 0.0; None where the machine failed, which says nothing about the answer."""
-        return None if self.value.startswith("unscored") else float(self is Comparison.EQUAL)
+        failed = (Comparison.KILLED, Comparison.SILENT, Comparison.NOT_STARTED)
+        return None if self in failed else float(self is Comparison.EQUAL)
 
 
 _COMPARISONS = {
