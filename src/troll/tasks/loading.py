@@ -107,17 +107,19 @@ def _prompts(dataset: Dataset) -> list[str]:
 
 def _with_prompts(dataset: Dataset, task: Task, conversational: bool) -> Dataset:
     """The rows with prompts that begin with the task's system prompt and examples."""
-    chat = conversational and CHAT_PROMPT in dataset.column_names
-    asked = dataset[CHAT_PROMPT if chat else "prompt"]
+    other = [CHAT_PROMPT] if CHAT_PROMPT in dataset.column_names else []
     if conversational:
         said = [] if task.system_prompt is None else [{"role": "system", "content": task.system_prompt}]
         for prompt, answer in task.examples:
             said += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        asked = dataset[CHAT_PROMPT if other else "prompt"]
         prompts: list[Any] = [[*said, {"role": "user", "content": prompt}] for prompt in asked]
     else:
         before = [] if task.system_prompt is None else [task.system_prompt]
         before += [f"{prompt} {answer}" for prompt, answer in task.examples]
-        prompts = ["\n\n".join([*before, prompt]) for prompt in asked]
+        if not before:
+            return dataset.remove_columns(other)
+        prompts = ["\n\n".join([*before, prompt]) for prompt in dataset["prompt"]]
     # Single columns are replaced: images in the others would be decoded.
-    old = [name for name in ("prompt", CHAT_PROMPT) if name in dataset.column_names]
+    old = ["prompt", *other]
     return dataset.add_column("new_prompt", prompts).remove_columns(old).rename_column("new_prompt", "prompt")
