@@ -1,4 +1,4 @@
-"""Estimates from n completions of one problem, and the confidence interval of their mean over problems.
+"""Estimates from n completions of each problem, and the confidence intervals of their means over problems.
 
 These are pure functions of Python numbers.
 """
@@ -6,14 +6,83 @@ These are pure functions of Python numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
+from typing import NamedTuple
+
+from troll.rewards.grading import Verdict
 
 Interval = tuple[float, float]
 #: Whether two answers count as one; symmetric, and called only for different strings.
 SameAnswer = Callable[[str, str], bool]
 
 _NORMAL_QUANTILE = 1.959963984540054  # the standard normal's 97.5 % quantile
+
+
+class Estimate(NamedTuple):
+    """A mean over problems, in [0, 1], and its 95 % interval by `clustered_interval`."""
+
+    value: float
+    interval: Interval
+
+
+def task_estimates(
+    verdicts: Sequence[Sequence[Verdict]], ks: Iterable[int] | None = None, *, same: SameAnswer | None = None
+) -> dict[str, Estimate]:
+    """Estimates a model's performance on a task from n completions of each of N problems.
+
+    Completions that could not be judged are left out. A problem counts with its other completions, and does not count
+    in a pass@k with k above their number. A metric for which no problem has enough completions is missing.
+
+    Args:
+        verdicts: For each of N problems, the verdicts of its n completions.
+        ks: Sizes k ≤ n for pass@k, in any order; 1 and n by default.
+        same: Whether two different answers count as one in a majority vote, such as
+            `troll.rewards.grading.Grader.same_answer`; None if answers cannot be compared: then there is no vote.
+
+    Returns:
+        By name: `pass@k` for every k in ascending order, the probability that one of k completions succeeds; `mean@n`,
+        the mean score, in which partial credit counts; and, with `same` and n > 1, `maj@n`, the probability that the
+        most frequent answer is right. Each with its interval over problems.
+
+    Raises:
+        ValueError: If there is no problem or no completion, problems have different numbers of completions, or a k is
+            below 1 or above n.
+    """
+    counts = sorted({len(problem) for problem in verdicts})
+    if len(counts) != 1:
+        found = ", ".join(map(str, counts)) or "no problem"
+        raise ValueError(f"every problem must have the same number of completions, got {found}")
+    samples = counts[0]
+    if samples < 1:
+        raise ValueError("every problem must have at least one completion")
+    sizes = sorted({1, samples} if ks is None else set(ks))
+    if wrong := [k for k in sizes if not 1 <= k <= samples]:
+        raise ValueError(f"k must be between 1 and samples={samples}, got {wrong[0]}")
+    scored = [[verdict for verdict in problem if verdict.score is not None] for problem in verdicts]
+    judged = [problem for problem in scored if problem]
+    by_problem = {
+        f"pass@{k}": [
+            pass_at_k(len(problem), sum(verdict.success for verdict in problem), k)
+            for problem in judged
+            if len(problem) >= k
+        ]
+        for k in sizes
+    }
+    by_problem[f"mean@{samples}"] = [
+        fmean(verdict.score for verdict in problem if verdict.score is not None) for problem in judged
+    ]
+    if same is not None and samples > 1:
+        by_problem[f"maj@{samples}"] = [
+            majority_vote([verdict.answer for verdict in problem], [verdict.success for verdict in problem], same)
+            for problem in judged
+        ]
+    fewest = min(map(len, judged), default=0)
+    return {
+        name: Estimate(fmean(values), clustered_interval(values, fewest))
+        for name, values in by_problem.items()
+        if values
+    }
 
 
 def pass_at_k(samples: int, successes: int, k: int) -> float:
@@ -60,7 +129,7 @@ def majority_vote(answers: Sequence[str | None], successes: Sequence[bool], same
         same: Whether two different answers count as one; None for equality of strings.
 
     Returns:
-        A value in [0, 1]; 0 if nobody votes.
+        A value in [0, 1]; 0 if there is no vote.
 
     Raises:
         ValueError: If there are not as many answers as successes.

@@ -13,7 +13,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from troll.huggingface.token_ids import REMEDY, embedding_rows, without_embedding
-from troll.rewards.columns import clash
+from troll.rewards.grading import clash
 from troll.trl.config import TrollConfig
 from troll.trl.seam import prompt_ids
 

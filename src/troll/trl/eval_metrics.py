@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import GenerationConfig
 
-from troll.evaluation.estimates import task_estimates
+from troll.evaluation.estimators import task_estimates
 from troll.rewards.grading import Grader, Verdict
 from troll.trl.seam import get_callable_name, sampling_config, start_table
 from troll.trl.ungraded import UngradedFilter
