@@ -170,6 +170,38 @@ def test_completions_say_no_more_than_independent_ones() -> None:
     assert clustered_interval([0.5] * 16, 4) == pytest.approx(wilson_interval(0.5, 64))
 
 
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=20), st.integers(1, 5))
+def test_a_question_asked_several_times_counts_as_one(values: list[float], times: int) -> None:
+    again = clustered_interval(values * times, 1, list(range(len(values))) * times)
+    assert again[1] - again[0] >= clustered_interval(values, times)[1] - clustered_interval(values, times)[0] - 1e-9
+    if not any(0 < value < 1 for value in values):
+        assert again == pytest.approx(wilson_interval(fmean(values), len(values)), abs=1e-9)
+
+
+def test_the_interval_over_questions_covers_the_mean_of_the_population() -> None:
+    """150 questions, of which one in five is easy and asked four times, with chances that vary among the questions."""
+    random, hits, trials = np.random.default_rng(1), 0, 1000
+    for _ in range(trials):
+        easy = random.random(150) < 0.2
+        chances = np.where(easy, random.beta(4, 2, size=150), random.beta(1, 3, size=150))
+        questions = np.repeat(np.arange(150), np.where(easy, 4, 1))
+        values = (random.random(len(questions)) < chances[questions]).astype(float)
+        low, high = clustered_interval(values.tolist(), 1, questions.tolist())
+        hits += low <= (0.2 * 4 * 4 / 6 + 0.8 / 4) / (0.2 * 4 + 0.8) <= high
+    assert 0.92 < hits / trials < 0.98
+
+
+def test_clustered_interval_needs_a_question_for_each_value() -> None:
+    with pytest.raises(ValueError, match="one length, got 2 and 1"):
+        clustered_interval([0.0, 1.0], 1, ["a"])
+
+
+def test_task_estimates_has_intervals_over_questions() -> None:
+    right, wrong = [verdict(1.0)], [verdict(0.0)]
+    found = task_estimates([right, right, wrong, wrong], questions=["a", "a", "b", "b"])["pass@1"]
+    assert (found.value, found.interval) == (0.5, pytest.approx(wilson_interval(0.5, 2)))
+
+
 def test_an_interval_needs_a_problem() -> None:
     with pytest.raises(ValueError, match="at least one problem"):
         clustered_interval([], 1)

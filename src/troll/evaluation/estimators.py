@@ -6,7 +6,7 @@ These are pure functions of Python numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -27,7 +27,11 @@ class Estimate(NamedTuple):
 
 
 def task_estimates(
-    verdicts: Sequence[Sequence[Verdict]], ks: Iterable[int] | None = None, *, same: SameAnswer | None = None
+    verdicts: Sequence[Sequence[Verdict]],
+    ks: Iterable[int] | None = None,
+    *,
+    questions: Sequence[Hashable] | None = None,
+    same: SameAnswer | None = None,
 ) -> dict[str, Estimate]:
     """Estimates a model's performance on a task from n completions of each of N problems.
 
@@ -37,13 +41,14 @@ def task_estimates(
     Args:
         verdicts: For each of N problems, the verdicts of its n completions.
         ks: Sizes k ≤ n for pass@k, in any order; 1 and n by default.
+        questions: What each problem asks, which a generator of tasks may ask several times; None if no two are alike.
         same: Whether two different answers count as one in a majority vote, such as
             `troll.rewards.grading.Grader.same_answer`; None if answers cannot be compared: then there is no vote.
 
     Returns:
         By name: `pass@k` for every k in ascending order, the probability that one of k completions succeeds; `mean@n`,
         the mean score, in which partial credit counts; and, with `same` and n > 1, `maj@n`, the probability that the
-        most frequent answer is right. Each with its interval over problems.
+        most frequent answer is right. Each with its interval over questions.
 
     Raises:
         ValueError: If there is no problem or no completion, problems have different numbers of completions, or a k is
@@ -60,29 +65,38 @@ def task_estimates(
     if wrong := [k for k in sizes if not 1 <= k <= samples]:
         raise ValueError(f"k must be between 1 and samples={samples}, got {wrong[0]}")
     scored = [[verdict for verdict in problem if verdict.score is not None] for problem in verdicts]
-    judged = [problem for problem in scored if problem]
+    asked = range(len(verdicts)) if questions is None else questions
+    judged = [(question, problem) for question, problem in zip(asked, scored, strict=True) if problem]
     by_problem = {
         f"pass@{k}": [
-            pass_at_k(len(problem), sum(verdict.success for verdict in problem), k)
-            for problem in judged
+            (question, pass_at_k(len(problem), sum(verdict.success for verdict in problem), k))
+            for question, problem in judged
             if len(problem) >= k
         ]
         for k in sizes
     }
     by_problem[f"mean@{samples}"] = [
-        fmean(verdict.score for verdict in problem if verdict.score is not None) for problem in judged
+        (question, fmean(verdict.score for verdict in problem if verdict.score is not None))
+        for question, problem in judged
     ]
     if same is not None and samples > 1:
         by_problem[f"maj@{samples}"] = [
-            majority_vote([verdict.answer for verdict in problem], [verdict.success for verdict in problem], same)
-            for problem in judged
+            (
+                question,
+                majority_vote([verdict.answer for verdict in problem], [verdict.success for verdict in problem], same),
+            )
+            for question, problem in judged
         ]
-    fewest = min(map(len, judged), default=0)
-    return {
-        name: Estimate(fmean(values), clustered_interval(values, fewest))
-        for name, values in by_problem.items()
-        if values
-    }
+    fewest = min((len(problem) for _, problem in judged), default=0)
+    return {name: _estimate(values, fewest) for name, values in by_problem.items() if values}
+
+
+def _estimate(values: Sequence[tuple[Hashable, float]], samples: int) -> Estimate:
+    """The mean of the values of problems, each with its question."""
+    return Estimate(
+        fmean(value for _, value in values),
+        clustered_interval([value for _, value in values], samples, [question for question, _ in values]),
+    )
 
 
 def pass_at_k(samples: int, successes: int, k: int) -> float:
@@ -173,36 +187,42 @@ def wilson_interval(success: float, size: float) -> Interval:
     return low, high
 
 
-def clustered_interval(values: Sequence[float], samples: int) -> Interval:
+def clustered_interval(values: Sequence[float], samples: int, questions: Sequence[Hashable] | None = None) -> Interval:
     """The 95 % interval of a mean over problems, whose completions are not independent of each other.
 
     Wilson's interval with an effective number of trials, as in surveys with clusters (Korn and Graubard, 1998): the
     number of independent trials whose proportion would vary as much as the mean over problems does. With x the values,
-    m their mean, N their number,
+    m their mean, N their number, and Q different questions,
 
-        size = m (1 − m) / (σ² / N),    σ² = Σ (x − m)² / N,    N ≤ size ≤ N · samples.
+        size = m (1 − m) / σ²,    σ² = Σ_questions (Σ_its problems (x − m))² / N²,    Q ≤ size ≤ N · samples.
 
     The upper limit holds because N · n completions say no more than N · n independent ones. If every value is 0 or 1,
-    as with one completion a problem, then size = N, and this is Wilson's interval itself. Unlike a normal interval and
-    the bootstrap, it stays within [0, 1] and has a width even if all values are equal.
+    as with one completion a problem, and no question is asked twice, then size = N, and this is Wilson's interval
+    itself. Unlike a normal interval and the bootstrap, it stays within [0, 1] and has a width even if all values are
+    equal.
 
     Args:
         values: One estimate for each problem, in [0, 1]; at least one.
         samples: The number of completions behind each value.
+        questions: What each problem asks; None if no two are alike.
 
     Returns:
         The interval's lower and upper end, both in [0, 1].
 
     Raises:
-        ValueError: If there is no value.
+        ValueError: If there is no value, or not one question for each value.
     """
     if not values:
         raise ValueError("an interval needs at least one problem")
+    if questions is not None and len(questions) != len(values):
+        raise ValueError(f"values and questions must have one length, got {len(values)} and {len(questions)}")
     problems, mean = len(values), min(1.0, max(0.0, fmean(values)))
-    variance = fmean((value - mean) ** 2 for value in values)
-    most = problems * samples
+    deviations: dict[Hashable, float] = {}
+    for question, value in zip(range(problems) if questions is None else questions, values, strict=True):
+        deviations[question] = deviations.get(question, 0.0) + value - mean
     # m = 0 or 1 also has a variance of zero: the completions of a problem may then be as good as copies.
     if mean in (0.0, 1.0):
-        return wilson_interval(mean, problems)
-    size = most if variance == 0 else min(most, max(problems, mean * (1 - mean) * problems / variance))
+        return wilson_interval(mean, len(deviations))
+    variance, most = sum(x * x for x in deviations.values()) / problems**2, problems * samples
+    size = most if variance == 0 else min(most, max(len(deviations), mean * (1 - mean) / variance))
     return wilson_interval(mean, size)

@@ -204,7 +204,9 @@ class _Evaluation:
         for record in records:
             verdicts[record["problem"]][record["sample"]] = verdict_of(record)
         by_sample = [[one[sample] for sample in sorted(one)] for one in verdicts]
-        estimates = task_estimates(by_sample, self.config.resolved_ks, same=problems.same_answer)
+        estimates = task_estimates(
+            by_sample, self.config.resolved_ks, questions=problems.texts, same=problems.same_answer
+        )
         # The text after a colon is about one completion only, such as the message of an exception.
         reasons = Counter(record["reason"].partition(":")[0] for record in records)
         return {
@@ -220,7 +222,7 @@ class _Evaluation:
         content = {
             "status": status,
             "settings": self.settings | {"tasks": self.task_settings},
-            "interval": "95 %, Wilson's with the effective number of trials over problems",
+            "interval": "95 %, Wilson's with the effective number of trials over questions",
             "tasks": self.results,
             "versions": _versions(),
         }

@@ -28,7 +28,7 @@ def results_table(results: Mapping[str, Mapping[str, Any]], config: EvaluationCo
     completions = "1 completion" if config.samples == 1 else f"{config.samples} completions"
     table = Table(
         title=f"per cent, {completions} per problem, {sampling}",
-        caption="95 % intervals over problems: Wilson's, with the effective number of trials",
+        caption="95 % intervals over questions: Wilson's, with the effective number of trials",
     )
     table.add_column("task", overflow="fold", min_width=16)
     for name in (*names, "problems", "finished", "tokens"):
