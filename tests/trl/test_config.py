@@ -532,6 +532,17 @@ def test_the_command_line_offers_the_choices(tmp_path, capsys, option, value):
     assert f"invalid choice: '{value}'" in capsys.readouterr().err
 
 
+def test_every_field_has_its_entry_of_the_docstring_as_help(tmp_path):
+    own = {
+        field.name: field.metadata.get("help")
+        for field in fields(TrollConfig)
+        if field.name in TrollConfig.__annotations__
+    }
+    assert len(own) > 25 and all(own.values())
+    assert own["mass_threshold"] == ("δ: fewer are kept where they already cover 1 − δ of the probability mass.")
+    assert own["tail"].startswith('How the other tokens count: "bucket" makes') and own["tail"].endswith("code does.")
+
+
 def test_a_yaml_file_sets_fields_and_the_command_line_wins(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from troll.trl.own_settings import RANGES, choice, count, flag, number, parse
+from troll.trl.own_settings import RANGES, choice, flag, number, parse
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Settings:
     rate: float = number(0.5, "in (0, 1]")
     target: float | None = number(None, "finite and above 0")
     word: str = choice("one", ("one", "two"))
-    steps: int = count(0)
+    steps: int = number(0, "an integer, at least 0")
     on: bool = flag(False)
     path: str | None = None
 
