@@ -127,7 +127,7 @@ def test_they_are_those_of_full_logits(make, surrogate):
 
     # The chain rule, on the probed tokens.
     with torch.no_grad():
-        new_logits = trainer._full_logits(probed.input_ids, probed.attention_mask, probed.positions).double()
+        new_logits = trainer.diagnostics.full_logits(probed.input_ids, probed.attention_mask, probed.positions).double()
     full_new, full_old = new_logits.log_softmax(-1), probed.old_logits.double().log_softmax(-1)
     full = (full_new.exp() * (full_new - full_old)).sum(-1)
     ids = probed.old.token_ids

@@ -15,9 +15,8 @@ from torch.nn.functional import pad
 
 from troll.huggingface.policies import spread
 from troll.trl.config import TrollConfig
-from troll.trl.seam import change_generation, engine_settings, loss_mask
+from troll.trl.seam import add_metrics, engine_settings, loss_mask
 from troll.trust_region.policy.packed import PackedPolicy
-from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.policy.top import capture_top
 
 #: What a rollout function returns in addition to TRL's keys, in the format of `VLLMGeneration.generate`.
@@ -66,7 +65,6 @@ class EngineTopLogprobs:
         # Blocks of rows, and in the first of them row 0.
         self._token_ids, self._log_probs = [torch.empty(1, 0, dtype=torch.int32)], [torch.empty(1, 0)]
         self._sampled = [torch.zeros(1)]
-        self._rows = 0
 
     def add(
         self, completion_ids: Sequence[Sequence[int]], top_log_probs: Entries, top_token_ids: Entries
@@ -108,15 +106,13 @@ class EngineTopLogprobs:
             raise _unnamed(sampled, counts, wrong, ids)
         own = log_probs[np.arange(len(sampled)), is_sampled.argmax(-1)]
         known &= own > -np.inf  # nothing samples the impossible, and no ratio has it as a denominator
-        rows = np.zeros(len(sampled), np.int64)
-        rows[known] = np.arange(self._rows + 1, self._rows + 1 + known.sum())
-        self._rows += int(known.sum())
-        if self._rows > MOST_ROWS:
+        first = sum(map(len, self._sampled))
+        if first + known.sum() > MOST_ROWS + 1:
             raise ValueError(f'anchor="rollout" takes at most {MOST_ROWS} tokens a rollout and process')
-        for kept, values in zip(
-            (self._token_ids, self._log_probs, self._sampled), (token_ids, log_probs, own), strict=True
-        ):
-            kept.append(torch.from_numpy(values[known]))
+        rows = np.where(known, first - 1 + known.cumsum(), 0)
+        self._token_ids.append(torch.from_numpy(token_ids[known]))
+        self._log_probs.append(torch.from_numpy(log_probs[known]))
+        self._sampled.append(torch.from_numpy(own[known]))
         return [row.tolist() for row in np.split(rows, np.cumsum(sizes[0], dtype=np.int64))[:-1]]
 
     def log_probs(self, rows: Tensor) -> Tensor:
@@ -148,10 +144,9 @@ class EngineTopLogprobs:
         log_probs = torch.where(rows > 0, self.log_probs(rows), PLACEHOLDER)
         packed: list[PackedPolicy] = []
         for row, ids, sampled, scored in zip(rows, completion_ids, log_probs, mask.bool(), strict=True):
-            at = row[scored]
-            policy: SparsePolicy = capture_top(
-                table_ids[at].long(),
-                table[at],
+            policy = capture_top(
+                table_ids[row[scored]].long(),
+                table[row[scored]],
                 ids[scored],
                 sampled[scored],
                 vocab_size,
@@ -185,13 +180,17 @@ def report_top_log_probs(generation: Any, number: int, reports: EngineTopLogprob
         number: N: log-probs of the N likeliest tokens are asked for.
         reports: Collects them.
     """
+    generation.logprobs = number
+    generate = generation.generate
 
-    def with_rows(prompt_ids: Any, completion_ids: Any, log_probs: Any, token_ids: Any) -> tuple[Any, ...]:
+    @functools.wraps(generate)
+    def generate_and_report(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        prompt_ids, completion_ids, log_probs, token_ids = generate(*args, **kwargs)
         rows = reports.add(completion_ids, log_probs, token_ids)
         of_each = [[[[x] for x in completion] for completion in values] for values in (rows, completion_ids)]
         return prompt_ids, completion_ids, *of_each
 
-    change_generation(generation, number, with_rows)
+    generation.generate = generate_and_report
 
 
 def reporting_rollout_func(
@@ -231,7 +230,7 @@ class RolloutAnchor:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._args, self._accelerator = trainer.args, trainer.accelerator
+        self._trainer, self._args = trainer, trainer.args
         self._vocab_size = trainer.model.config.get_text_config().vocab_size
         self.reports, self._rows = EngineTopLogprobs(), torch.empty(0, dtype=torch.int64)
         check_rollout_source(
@@ -252,21 +251,21 @@ class RolloutAnchor:
         self._rows = rolled_out["sampling_per_token_logps"].nan_to_num(0.0).long()
         return rolled_out | {"sampling_per_token_logps": self.reports.log_probs(self._rows)}
 
-    def as_old_policy(self, rolled_out: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    def as_old_policy(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
         """Makes the engine's log-probs the old policy's in a rollout from `read`; tokens without a report are masked.
 
-        Returns:
-            The rollout, and the share of all processes' sampled tokens that have no report.
+        The share of such tokens over all processes is logged as `sampling/unreported_fraction`.
         """
         known = (self._rows > 0).to(rolled_out["completion_mask"])
         mask = loss_mask(rolled_out)
         counts = torch.stack([(mask * known).sum(), mask.sum()])
-        trained, sampled = self._accelerator.reduce(counts, reduction="sum").tolist()
+        trained, sampled = self._trainer.accelerator.reduce(counts, reduction="sum").tolist()
+        add_metrics(self._trainer, {"sampling/unreported_fraction": (sampled - trained) / max(sampled, 1)})
         rolled_out = rolled_out | {"old_per_token_logps": rolled_out["sampling_per_token_logps"]}
         if trained < sampled:
             rolled_out["tool_mask"] = rolled_out.get("tool_mask", torch.ones_like(known)) * known
             rolled_out["num_items_in_batch"] = torch.full_like(rolled_out["num_items_in_batch"], trained)
-        return rolled_out, (sampled - trained) / max(sampled, 1)
+        return rolled_out
 
     def policies(self, rolled_out: dict[str, Any]) -> list[PackedPolicy]:
         """The engine's policies of a rollout from `read`, one for each completion."""

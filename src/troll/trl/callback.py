@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from troll.files import write_atomically
-from troll.trl.advantages.critic import Critic
+from troll.trl import seam
 from troll.trl.checkpoints import say_resumed
-from troll.trl.config import TrollConfig
-from troll.trl.diagnostics import Diagnostics
-from troll.trl.kl_controller import AdaptiveKLController
-from troll.trl.monitor import Monitor
-from troll.trl.rollout_weights import RolloutWeights
-from troll.trl.surrogates import SURROGATES
-from troll.trl.ungraded import UngradedFilter
 from troll.trust_region.bounds import Bound
 
 #: The file of a checkpoint that holds the state of the bound's schedule or controller.
@@ -29,42 +21,18 @@ PENALTY_STATE = "kl_penalty.json"
 
 
 class TrollCallback(TrainerCallback):
-    """Follows the updates of a `TrollTrainer`; every event runs on every process.
+    """Follows the updates of a `TrollTrainer`, set up except for its callbacks; every event runs on every process."""
 
-    Args:
-        args: The trainer's configuration.
-        kl_controller: The weight of a pull or a KL penalty.
-        critic: PPO's critic, if there is one.
-        rollout_weights: The weights that rollouts are sampled with, if they differ from the trained ones.
-        monitor: What the trust region does.
-        diagnostics: What `diagnostics_steps` asks for.
-        ungraded: Which completions could not be judged.
-        passes_done: Returns the number of forward-backward passes since training began.
-        add_metrics: Has numbers logged the next time that the trainer logs.
-    """
-
-    def __init__(
-        self,
-        args: TrollConfig,
-        *,
-        kl_controller: AdaptiveKLController,
-        critic: Critic | None,
-        rollout_weights: RolloutWeights | None,
-        monitor: Monitor,
-        diagnostics: Diagnostics,
-        ungraded: UngradedFilter,
-        passes_done: Callable[[], int],
-        add_metrics: Callable[[dict[str, float]], None],
-    ) -> None:
-        self._args, self._kl_controller, self._critic = args, kl_controller, critic
-        self._monitor, self._diagnostics, self._ungraded = monitor, diagnostics, ungraded
-        self._passes_done, self._add_metrics = passes_done, add_metrics
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._args, self._critic = trainer, trainer.args, trainer.advantages.critic
+        self._monitor, self._diagnostics, self._ungraded = trainer.monitor, trainer.diagnostics, trainer.ungraded
+        self._kl_controller = trainer.kl_controller
         # What has files of its own in a checkpoint.
-        self._saved = [part for part in (critic, rollout_weights) if part is not None]
+        self._saved = [part for part in (self._critic, trainer.rollout_weights) if part is not None]
         #: The bound: its value now, and its schedule; `on_train_begin` makes that of the training.
-        self.kl_bound: Bound = args.make_bound(total_steps=1)
+        self.kl_bound: Bound = self._args.make_bound(total_steps=1)
         # The bound and the weight that the last update used, for the log: both have moved on by then.
-        self._used_bound, self._used_penalty_weight = self.kl_bound.value, kl_controller.value
+        self._used_bound, self._used_penalty_weight = self.kl_bound.value, self._kl_controller.value
         self._rests, self._rollouts = False, 0
         #: The checkpoint to resume from, if any, and what newer ones lack.
         self.resumed: tuple[str | None, dict[Path, str]] = None, {}
@@ -137,15 +105,15 @@ class TrollCallback(TrainerCallback):
         if not (control.should_log or control.should_training_stop):  # the last line has what is left
             return
         metrics = self._monitor.metrics(state.global_step) | self._diagnostics.metrics()
-        if metrics and SURROGATES[self._args.surrogate].projects:
+        if metrics and self._trainer.surrogate.projects:
             metrics["trust_region/kl_bound"] = self._used_bound
         if metrics and self._kl_controller.name:
             metrics[f"trust_region/{self._kl_controller.name}_weight"] = self._used_penalty_weight
             metrics |= {f"trust_region/{name}": value for name, value in self._kl_controller.metrics().items()}
         if self._critic is not None:
             metrics |= {f"critic/{name}": value for name, value in self._critic.metrics().items()}
-        self._add_metrics(metrics)
+        seam.add_metrics(self._trainer, metrics)
 
     def _rollouts_done(self) -> int:
         """Rollouts that have been used up."""
-        return self._passes_done() // self._args.rollout_steps
+        return seam.micro_batches_done(self._trainer) // self._args.rollout_steps

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from troll.huggingface.policies import scatter
-from troll.trl.config import TrollConfig
 from troll.trl.monitor import over_processes
-from troll.trl.surrogates import SURROGATES, ScoredTokens
+from troll.trl.surrogates import ScoredTokens
 from troll.trust_region.diagnostics import (
     coverage,
     dual_report,
@@ -31,10 +28,6 @@ from troll.trust_region.reading.capture import capture
 #: Tokens of a rollout, on each process, whose whole distributions are compared.
 PROBED_TOKENS = 32
 
-#: `(input_ids (1, L), attention_mask (1, L), positions (n,)) -> logits (n, V)` of the network now, without gradient.
-#: Positions are below 0, from the end: prompt-learning PEFT puts virtual tokens in front.
-FullLogits = Callable[[Tensor, Tensor, Tensor], Tensor]
-
 
 @dataclass(frozen=True)
 class Probe:
@@ -43,7 +36,7 @@ class Probe:
     Attributes:
         input_ids: (1, L) of the prompt and the completion.
         attention_mask: (1, L), 0 at padding.
-        positions: (n,) where the tokens' logits are, counted from the end.
+        positions: (n,), where the tokens' logits are, counted from the end: virtual tokens of PEFT stand in front.
         old_logits: (n, V) at the rollout.
         old: The sparse policy captured of them, (n,).
     """
@@ -56,16 +49,10 @@ class Probe:
 
 
 class Diagnostics:
-    """Measures an update, micro-batch by micro-batch; every method runs on every process.
+    """Measures an update of a `TrollTrainer`, micro-batch by micro-batch; every method runs on every process."""
 
-    Args:
-        accelerator: Adds up what the trainer's processes saw.
-        args: The trainer's configuration.
-        logits: Reads whole distributions of the network now.
-    """
-
-    def __init__(self, accelerator: Accelerator, args: TrollConfig, logits: FullLogits) -> None:
-        self._accelerator, self._args, self._logits = accelerator, args, logits
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._args = trainer, trainer.args
         self.start()
 
     def start(self) -> None:
@@ -94,7 +81,7 @@ class Diagnostics:
             for name in ("ids", "mask")
         )
         positions = at - mask.shape[1] - 1
-        logits = self._logits(ids, attention, positions)
+        logits = self.full_logits(ids, attention, positions)
         old = capture(
             logits,
             rolled_out["completion_ids"][row][at],
@@ -119,25 +106,33 @@ class Diagnostics:
         log_ratio, counts = tokens.new_log_probs - tokens.old_log_probs, mask[scored.bool()]
         tally = sequence_report(scatter(token_kl, scored), scatter(log_ratio, scored), mask * scored)
         tally += coverage(old, counts) + ratio_report(log_ratio, tokens.advantages, counts)
-        if SURROGATES[self._args.surrogate].projects:
+        if self._trainer.surrogate.projects:
             tally += dual_report(
                 new, old, counts, tokens.kl_bound, self._args.tail, self._args.solver, tokens.constraint
             )
         if self._probe is not None and self._probed_update != update:
             probe, self._probed_update = self._probe, update
-            new_logits = self._logits(probe.input_ids, probe.attention_mask, probe.positions)
+            new_logits = self.full_logits(probe.input_ids, probe.attention_mask, probe.positions)
             gap = tail_gap(new_logits, probe.old_logits, probe.old)
             tally += tail_report(gap, torch.ones_like(gap.gap))
         self._tally += tally
 
-    def metrics(self) -> dict[str, float]:
-        """`trust_region/diagnostics/*` since the last call, over all tokens and processes; empty if none was due.
+    @torch.no_grad()
+    def full_logits(self, input_ids: Tensor, attention_mask: Tensor, positions: Tensor) -> Tensor:
+        """The network's logits now at some positions of a sequence, (n, V); arguments as in `Probe`."""
+        trainer = self._trainer
+        with trainer.accelerator.autocast():
+            output = trainer.model(input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=positions)
+        return output.logits[0].float() / trainer.temperature
 
-        Those for which there was nothing to measure are left out, as where all completions are masked.
+    def metrics(self) -> dict[str, float]:
+        """`trust_region/diagnostics/*` since the last call, over all tokens and processes.
+
+        Those without anything to measure are left out, as all are where no measurement was due.
         """
         if not self._tally.totals:
             return {}
-        found = over_processes(self._tally, self._accelerator).values()
+        found = over_processes(self._tally, self._trainer.accelerator).values()
         self._tally = Tally()
         numbers = {name: value.item() for name, value in found.items()}
         return {f"trust_region/diagnostics/{name}": x for name, x in numbers.items() if not math.isnan(x)}

@@ -7,7 +7,7 @@ import warnings
 from accelerate import Accelerator
 from torch import Tensor
 
-from troll.trust_region.metrics import Tally, masked_total
+from troll.trust_region.metrics import masked_total
 
 #: β changes where the KL divergence differs from its target by more than the first factor; it changes by the second.
 TARGET_RATIO, WEIGHT_FACTOR = 1.5, 2.0
@@ -49,7 +49,6 @@ class AdaptiveKLController:
 
     def __init__(self, accelerator: Accelerator, name: str | None, weight: float, target: float | None) -> None:
         self._accelerator, self._initial, self._target = accelerator, weight, target
-        self._limits = weight / WEIGHT_RANGE, weight * WEIGHT_RANGE
         self._warned = False
         self.name, self.adapts = name, target is not None
         self.start()
@@ -58,27 +57,25 @@ class AdaptiveKLController:
         """Begins a training: β is the first one, and what an interrupted update has left is dropped."""
         self.value = self._initial
         self._kl: float | None = None
-        self._seen = Tally()
+        self._seen: Tensor | None = None
 
     def observe(self, kl: Tensor, mask: Tensor) -> None:
         """Adds the KL (N,) of a micro-batch's tokens, in nats; the (N,) mask is 1 for those that count."""
-        if self._target is not None:
-            self._seen += Tally({"kl": masked_total(kl, mask)})
+        if self.adapts:
+            total = masked_total(kl, mask)
+            self._seen = total if self._seen is None else self._seen + total
 
     def end_update(self, *, adapt: bool) -> None:
         """Ends an update; with `adapt`, β adapts to what was seen since the last call."""
-        seen, self._seen = self._seen, Tally()
-        if not seen.totals or self._target is None or not adapt:
+        seen, self._seen = self._seen, None
+        if seen is None or self._target is None or not adapt:
             return
-        kl, tokens = self._accelerator.reduce(seen.totals["kl"], reduction="sum").tolist()
-        if tokens:
-            self._kl = kl / tokens
-            self._set(adapted(self.value, self._kl, self._target))
-
-    def _set(self, weight: float) -> None:
-        """Sets β as far as its limits allow."""
-        low, high = self._limits
-        self.value = min(max(weight, low), high)
+        kl, tokens = self._accelerator.reduce(seen, reduction="sum").tolist()
+        if not tokens:
+            return
+        self._kl = kl / tokens
+        weight = adapted(self.value, self._kl, self._target)
+        self.value = min(max(weight, self._initial / WEIGHT_RANGE), self._initial * WEIGHT_RANGE)
         if self.value != weight and self._accelerator.is_main_process and not self._warned:
             self._warned = True
             warnings.warn(

@@ -6,7 +6,6 @@ Nothing else in `troll.trl` names anything private of theirs.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,7 +18,6 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
-from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import utils
 
 from troll.trl.seam.needed import MODEL_INPUTS, check
@@ -263,11 +261,6 @@ def start_table(trainer: Any) -> None:
     trainer._logs = logs | {"rewards": defaultdict(list), "extra": defaultdict(list)}
 
 
-def sampling_config(trainer: Any) -> tuple[Any, str]:
-    """The object that holds the sampling temperature, and the name of the attribute that sets it."""
-    return (trainer.vllm_generation, "temperature") if trainer.use_vllm else (trainer, "generation_config")
-
-
 def engine_settings(generation: Any) -> dict[str, Any]:
     """`logprobs_mode` and `max_logprobs` of the vLLM engine behind a `VLLMGeneration`, on every process."""
     names = ("logprobs_mode", "max_logprobs")
@@ -288,27 +281,6 @@ def engine_settings(generation: Any) -> dict[str, Any]:
             f"(VLLM_SERVER_DEV_MODE=1), and asking for them failed: {answers[0]}"
         )
     return answers[0]
-
-
-def change_generation(
-    generation: VLLMGeneration, number: int, change: Callable[[Any, Any, Any, Any], tuple[Any, ...]]
-) -> None:
-    """Has vLLM return the log-probabilities of the N likeliest tokens too, and changes what TRL gets of them.
-
-    Args:
-        generation: Its `generate` is replaced.
-        number: N, the log-probabilities to ask for of each token.
-        change: Takes and returns prompt ids, completion ids, log-probabilities and their token ids; the last two are
-            indexed [completion][token][entry].
-    """
-    generation.logprobs = number
-    generate = generation.generate
-
-    @functools.wraps(generate)
-    def changed(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return change(*generate(*args, **kwargs))
-
-    generation.generate = changed  # type: ignore[method-assign]
 
 
 get_callable_name = utils.get_callable_name
