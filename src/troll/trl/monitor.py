@@ -36,7 +36,8 @@ class Monitor:
     def __init__(self, accelerator: Accelerator, args: TrollConfig) -> None:
         self._accelerator, self._args = accelerator, args
         self.start()
-        self._watched = {"projected": 0.0, "tokens": 0.0}
+        # Projected tokens, and all, since some step.
+        self._watched = [0.0, 0.0]
         self._watched_since: int | None = None
         self._warned_of_coverage = False
 
@@ -67,7 +68,7 @@ class Monitor:
     def check(self, global_step: int) -> None:
         """Checks what was observed of an update, before its last backward pass.
 
-        With one collective, and one wait for the device, for all that the host has to know of an update.
+        One collective and one wait for the device bring all that the host has to know of an update.
 
         Args:
             global_step: Optimiser steps made so far, for the error.
@@ -100,33 +101,29 @@ class Monitor:
             return {}
         tally = over_processes(self.tally, self._accelerator)
         self.tally = Tally()
-        metrics = tally.values(empty=0.0)
+        metrics = {name: value.item() for name, value in tally.values(empty=0.0).items()}
         # One multiplier for many tokens projects them all, and a controller projects as many as it was told to.
         if self._args.constraint == "token" and self._args.kl_bound_schedule != "hold_projected_fraction":
             projected, tokens = tally.totals["projected_fraction"].tolist()
             self._watch_projections(projected, tokens, global_step)
-        self._watch_coverage(metrics["tail_mass"].item())
-        return {f"trust_region/{name}": value.item() for name, value in metrics.items()}
+        message = support_too_small(metrics["tail_mass"], top_k=self._args.support_top_k, setting="support_top_k")
+        if message is not None and not self._warned_of_coverage and self._accelerator.is_main_process:
+            self._warned_of_coverage = True
+            warnings.warn(message, stacklevel=2)
+        return {f"trust_region/{name}": value for name, value in metrics.items()}
 
     def _watch_projections(self, projected: float, tokens: float, global_step: int) -> None:
-        self._watched["projected"] += projected
-        self._watched["tokens"] += tokens
+        self._watched = [self._watched[0] + projected, self._watched[1] + tokens]
         if self._watched_since is None or global_step - self._watched_since < WATCHED_STEPS:
             return
-        fraction = self._watched["projected"] / max(self._watched["tokens"], 1)
+        fraction = self._watched[0] / max(self._watched[1], 1)
         if fraction > WATCHED_FRACTION and self._accelerator.is_main_process:
             warnings.warn(
                 f"{fraction:.0%} of the tokens were projected in the last {WATCHED_STEPS} steps or more, so the bound "
                 "rather than the advantages decides the update: lower learning_rate or the updates per rollout",
                 stacklevel=2,
             )
-        self._watched, self._watched_since = {"projected": 0.0, "tokens": 0.0}, None
-
-    def _watch_coverage(self, tail_mass: float) -> None:
-        message = support_too_small(tail_mass, top_k=self._args.support_top_k, setting="support_top_k")
-        if message is not None and not self._warned_of_coverage and self._accelerator.is_main_process:
-            self._warned_of_coverage = True
-            warnings.warn(message, stacklevel=2)
+        self._watched, self._watched_since = [0.0, 0.0], None
 
 
 def over_processes(tally: Tally, accelerator: Accelerator) -> Tally:

@@ -30,6 +30,8 @@ from troll.trust_region.metrics import Tally, masked_total
 
 #: The file that `Critic.save` writes: only one, so that it is replaced as a whole.
 CRITIC_FILE = "critic.pt"
+#: The whole state, on the CPU of the main process, of the trained weights only.
+_OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
 
 def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, value_clip: float) -> Tensor:
@@ -240,9 +242,9 @@ class Critic:
         They go into one file of the folder, `CRITIC_FILE`, atomically. Every process has to call it.
         """
         state = {
-            "weights": get_model_state_dict(self.model, options=_options()),
+            "weights": get_model_state_dict(self.model, options=_OPTIONS),
             # Without a step there is no state, and asking torch for it would make one.
-            "optimizer": get_optimizer_state_dict(self.model, self._raw_optimizer, options=_options())
+            "optimizer": get_optimizer_state_dict(self.model, self._raw_optimizer, options=_OPTIONS)
             if self.steps
             else None,
             "steps": self.steps,
@@ -265,9 +267,9 @@ class Critic:
             raise ValueError(
                 f"{path} holds the weights of another critic: {_difference(shapes, self._trained_shapes())}"
             )
-        set_model_state_dict(self.model, state["weights"], options=_options())
+        set_model_state_dict(self.model, state["weights"], options=_OPTIONS)
         if state["optimizer"] is not None:
-            set_optimizer_state_dict(self.model, self._raw_optimizer, state["optimizer"], options=_options())
+            set_optimizer_state_dict(self.model, self._raw_optimizer, state["optimizer"], options=_OPTIONS)
         self.steps = state["steps"]
 
     def _trained_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -277,11 +279,6 @@ class Critic:
     @property
     def _raw_optimizer(self) -> torch.optim.Optimizer:
         return self.optimizer.optimizer
-
-
-def _options() -> StateDictOptions:
-    """Options for the whole state, on the CPU of the main process, of the trained weights only."""
-    return StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
 
 def _difference(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> str:

@@ -14,7 +14,9 @@ MIN_VARIANCE = 1e-8
 #: Sums a small tensor over processes.
 Reduce = Callable[[Tensor], Tensor]
 
-#: `(rewards (N,), num_generations, token_counts (N,)) -> advantages (N,)`, all of the global batch, group by group.
+#: `(rewards (N,), num_generations, token_counts (N,)) -> advantages (N,)`, all of the global batch, group by group. A
+#: reward is NaN where a completion could not be scored, and its advantage then 0; a group is the `num_generations`
+#: completions of a prompt; token counts are of the tokens in the loss.
 SequenceAdvantages = Callable[[Tensor, int, Tensor], Tensor]
 
 
@@ -74,15 +76,8 @@ def reinforce_plus_plus(rewards: Tensor, num_generations: int, token_counts: Ten
 
     A completion's tokens share its reward, so the mean and the standard deviation over tokens are those over
     completions, weighted with their numbers of tokens. The paper's KL penalty in the reward is
-    `TrollConfig.kl_in_reward`.
-
-    Args:
-        rewards: (N,) of the global batch, NaN where a completion could not be scored.
-        num_generations: Completions per prompt; not used.
-        token_counts: (N,), the number of each completion's tokens in the loss.
-
-    Returns:
-        (N,) advantages, 0 for completions without a reward or without tokens.
+    `TrollConfig.kl_in_reward`. Arguments and result are those of `SequenceAdvantages`; a completion without tokens also
+    has advantage 0.
     """
     return whiten(rewards, torch.where(rewards.isnan(), 0, token_counts))
 
@@ -90,13 +85,7 @@ def reinforce_plus_plus(rewards: Tensor, num_generations: int, token_counts: Ten
 def reinforce_plus_plus_baseline(rewards: Tensor, num_generations: int, token_counts: Tensor) -> Tensor:
     """REINFORCE++ with a group baseline (arXiv 2501.03262): r − mean of the group, whitened as `reinforce_plus_plus`.
 
-    Args:
-        rewards: (N,) of the global batch, group by group, NaN where a completion could not be scored.
-        num_generations: Completions per prompt, at least 2.
-        token_counts: (N,), the number of each completion's tokens in the loss.
-
-    Returns:
-        (N,) advantages, 0 for completions without a reward or without tokens.
+    Arguments and result are those of `SequenceAdvantages`, with at least 2 completions of a prompt.
     """
     grouped = rewards.view(-1, num_generations)
     centred = (grouped - grouped.nanmean(dim=1, keepdim=True)).flatten()
@@ -106,13 +95,8 @@ def reinforce_plus_plus_baseline(rewards: Tensor, num_generations: int, token_co
 def rloo(rewards: Tensor, num_generations: int, token_counts: Tensor) -> Tensor:
     """RLOO (arXiv 2402.14740): A_i = r_i − 1/(n − 1) Σ_{j ≠ i} r_j, over the n scored completions of a prompt.
 
-    Args:
-        rewards: (N,) of the global batch, group by group, NaN where a completion could not be scored.
-        num_generations: Completions per prompt, at least 2.
-        token_counts: (N,), not used.
-
-    Returns:
-        (N,) advantages, 0 for completions without a reward or without another scored one in their group.
+    Arguments and result are those of `SequenceAdvantages`, with at least 2 completions of a prompt. A completion
+    without another scored one in its group also has advantage 0.
     """
     grouped = rewards.view(-1, num_generations)
     others = (~grouped.isnan()).sum(dim=1, keepdim=True) - 1
