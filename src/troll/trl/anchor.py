@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from troll.huggingface.policies import spread
 from troll.trl.config import TrollConfig
-from troll.trl.seam import add_metrics, engine_settings, loss_mask
+from troll.trl.seam import add_metrics, engine_settings, loss_mask, restricted
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.top import capture_top
 
@@ -239,7 +239,7 @@ class RolloutAnchor:
         check_sampling(trainer.args)
         if trainer.args.use_vllm:
             # A surrogate that does not read policies needs only the sampled token, which vLLM always returns.
-            reads = trainer.surrogate.reads_policies(trainer.args.own_settings) or trainer.args.diagnostics_steps
+            reads = trainer.reads_policies or trainer.args.diagnostics_steps
             number = min(trainer.args.support_top_k, self._vocab_size) if reads else 0
             check_engine(engine_settings(trainer.vllm_generation), number, trainer.vllm_generation.mode)
             report_top_log_probs(trainer.vllm_generation, number, self.reports)
@@ -256,16 +256,13 @@ class RolloutAnchor:
 
         The share of such tokens over all processes is logged as `sampling/unreported_fraction`.
         """
-        known = (self._rows > 0).to(rolled_out["completion_mask"])
-        mask = loss_mask(rolled_out)
-        counts = torch.stack([(mask * known).sum(), mask.sum()])
-        trained, sampled = self._trainer.accelerator.reduce(counts, reduction="sum").tolist()
+        known, mask = (self._rows > 0).to(rolled_out["completion_mask"]), loss_mask(rolled_out)
+        accelerator = self._trainer.accelerator
+        trained, sampled = accelerator.reduce(torch.stack([(mask * known).sum(), mask.sum()]), reduction="sum").tolist()
         add_metrics(self._trainer, {"sampling/unreported_fraction": (sampled - trained) / max(sampled, 1)})
-        rolled_out = rolled_out | {"old_per_token_logps": rolled_out["sampling_per_token_logps"]}
         if trained < sampled:
-            rolled_out["tool_mask"] = rolled_out.get("tool_mask", torch.ones_like(known)) * known
-            rolled_out["num_items_in_batch"] = torch.full_like(rolled_out["num_items_in_batch"], trained)
-        return rolled_out
+            rolled_out = restricted(accelerator, rolled_out, known)
+        return rolled_out | {"old_per_token_logps": rolled_out["sampling_per_token_logps"]}
 
     def policies(self, rolled_out: dict[str, Any]) -> list[PackedPolicy]:
         """The engine's policies of a rollout from `read`, one for each completion."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from troll.huggingface.policies import scatter
 from troll.trl.monitor import over_processes
+from troll.trl.seam import loss_mask, micro_batches_done, sequences
 from troll.trl.surrogates import ScoredTokens
 from troll.trust_region.diagnostics import (
     coverage,
@@ -61,25 +62,27 @@ class Diagnostics:
         self._probe: Probe | None = None
         self._probed_update: int | None = None
 
-    def probe(self, rolled_out: dict[str, Any], mask: Tensor) -> None:
-        """Keeps the old distributions of some tokens of the longest completion, for the updates of this rollout.
+    def due(self, *, rollout: bool = False) -> bool:
+        """Whether the update under way is to be measured; with `rollout`, one of those with a rollout made now."""
+        updates, every, step = 1, self._args.diagnostics_steps, self._trainer.state.global_step
+        if rollout:  # its micro-batches may begin and end within an update
+            accumulated = self._args.gradient_accumulation_steps
+            updates = -(-(micro_batches_done(self._trainer) % accumulated + self._args.rollout_steps) // accumulated)
+        return every > 0 and (step + updates) // every > step // every
+
+    def probe(self, rolled_out: dict[str, Any]) -> None:
+        """Keeps the old distributions of some tokens of the longest completion, for the updates of a scored rollout.
 
         A rollout with images is skipped, since the images are not passed on.
-
-        Args:
-            rolled_out: TRL's dictionary of a scored rollout.
-            mask: (B, T), 1 for the tokens of the policy.
         """
         self._probe = None
         if "pixel_values" in rolled_out or self._args.tail != "bucket" or self._args.anchor != "old":
             return
+        mask = loss_mask(rolled_out)
         row = mask.sum(-1).argmax()
         at = mask[row].nonzero().squeeze(-1)
         at = at[torch.linspace(0, max(len(at) - 1, 0), min(PROBED_TOKENS, len(at)), device=at.device).long()]
-        ids, attention = (
-            torch.cat([rolled_out[f"prompt_{name}"][row], rolled_out[f"completion_{name}"][row]]).unsqueeze(0)
-            for name in ("ids", "mask")
-        )
+        ids, attention = (each[row].unsqueeze(0) for each in sequences(rolled_out))
         positions = at - mask.shape[1] - 1
         logits = self.full_logits(ids, attention, positions)
         old = capture(
@@ -91,27 +94,27 @@ class Diagnostics:
         self._probe = Probe(ids, attention, positions, logits, old)
 
     @torch.no_grad()
-    def observe(self, tokens: ScoredTokens, scored: Tensor, mask: Tensor, update: int) -> None:
-        """Adds a micro-batch of an update.
+    def observe(self, tokens: ScoredTokens, scored: Tensor, mask: Tensor) -> None:
+        """Adds a micro-batch of an update; the probe is read once in each update.
 
         Args:
             tokens: Its N scored tokens in both policies.
-            scored: (B, T), true at those tokens.
+            scored: (B, T) bool, true at those tokens.
             mask: (B, T), 1 for the tokens that count.
-            update: Optimiser steps made so far; the probe is read once in each.
         """
         old, new = tokens.old, tokens.new
         assert old is not None and new is not None
         token_kl = old_to_new_kl(new, old, self._args.tail)
-        log_ratio, counts = tokens.new_log_probs - tokens.old_log_probs, mask[scored.bool()]
+        log_ratio, counts = tokens.log_ratio, mask[scored]
         tally = sequence_report(scatter(token_kl, scored), scatter(log_ratio, scored), mask * scored)
         tally += coverage(old, counts) + ratio_report(log_ratio, tokens.advantages, counts)
         if self._trainer.surrogate.projects:
             tally += dual_report(
                 new, old, counts, tokens.kl_bound, self._args.tail, self._args.solver, tokens.constraint
             )
-        if self._probe is not None and self._probed_update != update:
-            probe, self._probed_update = self._probe, update
+        probe, update = self._probe, self._trainer.state.global_step
+        if probe is not None and self._probed_update != update:
+            self._probed_update = update
             new_logits = self.full_logits(probe.input_ids, probe.attention_mask, probe.positions)
             gap = tail_gap(new_logits, probe.old_logits, probe.old)
             tally += tail_report(gap, torch.ones_like(gap.gap))

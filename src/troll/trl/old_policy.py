@@ -39,8 +39,9 @@ class OldPolicy:
 
     def start(self) -> None:
         """Begins a rollout, and drops what an exception may have left of the one before."""
-        training = self._trainer.model.training
-        self._captured, self._reads = None, training and self._trainer.reads_policies()
+        trainer, training = self._trainer, self._trainer.model.training
+        reads = trainer.reads_policies or trainer.diagnostics.due(rollout=True)
+        self._captured, self._reads = None, training and reads and not self._args.always_on_policy
         # The policy's scores are the first that TRL asks for; a reference's, of the same model with PEFT, follow.
         self._scores_expected = training and self._args.scores_rollouts and (self._reads or self._anchor is not None)
         if self._anchor is not None:

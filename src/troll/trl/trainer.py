@@ -98,6 +98,8 @@ class TrollTrainer(GRPOTrainer):
         checks.refuse_fewer_tokens("reference model", self.ref_model, self, self._missing_tokens)
         self.surrogate = SURROGATES[args.surrogate]
         self._own_settings = args.own_settings
+        #: Whether it needs distributions in addition to the sampled tokens' log-probabilities.
+        self.reads_policies = self.surrogate.reads_policies(self._own_settings)
         # Infinity in the configuration itself would not be valid JSON.
         if "epsilon" not in self.surrogate.fields:
             self.epsilon_low = torch.inf
@@ -167,8 +169,8 @@ class TrollTrainer(GRPOTrainer):
         rolled_out = self.advantages.put_into(self.old_policy.added_to(self.ungraded.without(rolled_out)))
         if self.rollout_weights is not None:
             rolled_out = self.rollout_weights.corrected(rolled_out)
-        if OLD_POLICY in rolled_out and self._diagnostics_due(self._updates_of_rollout()):
-            self.diagnostics.probe(rolled_out, seam.loss_mask(rolled_out))
+        if OLD_POLICY in rolled_out and self.diagnostics.due(rollout=True):
+            self.diagnostics.probe(rolled_out)
         return rolled_out
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -192,22 +194,6 @@ class TrollTrainer(GRPOTrainer):
             return self.old_policy.score(score, *args, **kwargs)
         return score(*args, **kwargs)
 
-    def reads_policies(self) -> bool:
-        """Whether an update with the next rollout needs more of the old policy than log-probabilities."""
-        return not self.args.always_on_policy and (
-            self.surrogate.reads_policies(self._own_settings) or self._diagnostics_due(self._updates_of_rollout())
-        )
-
-    def _diagnostics_due(self, updates: int = 1) -> bool:
-        """Whether one of the next updates is to be measured."""
-        every, step = self.args.diagnostics_steps, self.state.global_step
-        return every > 0 and (step + updates) // every > step // every
-
-    def _updates_of_rollout(self) -> int:
-        """The updates in which a rollout made now takes part: its micro-batches may begin and end within one."""
-        accumulated = self.args.gradient_accumulation_steps
-        return -(-(seam.micro_batches_done(self) % accumulated + self.args.rollout_steps) // accumulated)
-
     # The update
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -228,8 +214,8 @@ class TrollTrainer(GRPOTrainer):
 
     def _surrogate_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """The parent's loss, in which the surrogate replaces the ratio, drops tokens or adds a penalty."""
-        diagnosed = OLD_POLICY in inputs and self._diagnostics_due()
-        reads_policies = OLD_POLICY in inputs and (diagnosed or self.surrogate.reads_policies(self._own_settings))
+        diagnosed = OLD_POLICY in inputs and self.diagnostics.due()
+        reads_policies = diagnosed or (OLD_POLICY in inputs and self.reads_policies)
         if self.surrogate.terms is None and not reads_policies:
             return super()._compute_loss(model, inputs)
 
@@ -277,7 +263,7 @@ class TrollTrainer(GRPOTrainer):
             loss = loss + self._aggregate(torch.stack(penalties).sum(0), mask, inputs)
         self._observe(tokens, terms, mask[at])
         if diagnosed:
-            self.diagnostics.observe(tokens, scored, mask, self.state.global_step)
+            self.diagnostics.observe(tokens, scored, mask)
         return loss
 
     def _check_use(self, loss: Tensor, shifted: Tensor) -> None:

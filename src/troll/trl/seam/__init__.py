@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -82,6 +83,14 @@ def loss_mask(batch: dict[str, Any]) -> Tensor:
     """The tokens that the policy chose, (B, T)."""
     mask: Tensor = batch["completion_mask"]
     return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+
+
+def restricted(accelerator: Accelerator, rolled_out: dict[str, Any], kept: Tensor) -> dict[str, Any]:
+    """A rollout whose loss leaves out the tokens with a 0 in `kept`, which broadcasts to (B, T)."""
+    mask = rolled_out.get("tool_mask", torch.ones_like(rolled_out["completion_mask"]))
+    rolled_out = rolled_out | {"tool_mask": mask * kept}
+    tokens = accelerator.reduce(loss_mask(rolled_out).sum(), reduction="sum")
+    return rolled_out | {"num_items_in_batch": tokens.to(rolled_out["num_items_in_batch"])}
 
 
 def standing_in(read: Callable[..., Scores]) -> Callable[..., Any]:
