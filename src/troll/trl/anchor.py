@@ -69,15 +69,12 @@ class EngineTopLogprobs:
     def add(
         self, completion_ids: Sequence[Sequence[int]], top_log_probs: Entries, top_token_ids: Entries
     ) -> list[list[int]]:
-        """Adds sampled tokens, and numbers their rows.
+        """Adds sampled tokens, and returns the row of each, 0 for a token without a report: [completion][token].
 
         Args:
             completion_ids: [completion][token], the sampled tokens.
             top_log_probs: [completion][token][entry], in any order; None or NaN for what the engine does not know.
             top_token_ids: [completion][token][entry], the token of each log-probability.
-
-        Returns:
-            [completion][token]: the row of each token, 0 for a token without a report.
 
         Raises:
             ValueError: If the lists do not fit each other, or a sampled token is not among its entries.
@@ -131,8 +128,8 @@ class EngineTopLogprobs:
             completion_ids: (B, T), the tokens.
             mask: (B, T), 1 for the tokens of the completions.
             vocab_size: V of the model.
-            top_k: K, the tokens kept at most.
-            mass_threshold: δ: fewer tokens are kept where they already cover 1 − δ of the mass.
+            top_k: K of `capture_top`.
+            mass_threshold: δ of `capture_top`.
         """
         width = max(1, *(block.shape[-1] for block in self._token_ids))
         table_ids, table = (
@@ -170,15 +167,10 @@ def _unnamed(sampled: Any, counts: Any, wrong: Any, ids: Sequence[Any]) -> Value
 
 
 def report_top_log_probs(generation: Any, number: int, reports: EngineTopLogprobs) -> None:
-    """Makes a `trl.generation.vllm_generation.VLLMGeneration` ask for more log-probs than TRL does, and report them.
+    """Makes TRL's `VLLMGeneration` ask for the log-probs of the `number` likeliest tokens, and report them.
 
     `generate` still returns one entry for each token, which now is the token's row. TRL takes the first entry for the
     sampled token's, although the first of vLLM's entries is the likeliest token's.
-
-    Args:
-        generation: Its `generate` is replaced.
-        number: N: log-probs of the N likeliest tokens are asked for.
-        reports: Collects them.
     """
     generation.logprobs = number
     generate = generation.generate
@@ -317,7 +309,7 @@ def check_engine(settings: dict[str, Any], number: int, mode: str) -> None:
     """Raises ValueError unless an engine returns enough log-probs, of the distribution that it samples from.
 
     Args:
-        settings: The engine's settings, from `engine_settings`.
+        settings: The engine's, from `engine_settings`.
         number: N, the log-probs needed of each token.
         mode: TRL's `vllm_mode`, "server" or "colocate".
     """

@@ -154,11 +154,7 @@ def save_state(state: dict[str, Any], path: Path) -> None:
 
 
 def load_state(path: Path, run: str) -> dict[str, Any]:
-    """Reads what `save_state` wrote, to the CPU.
-
-    Args:
-        path: The file of a checkpoint.
-        run: What kind of run writes it, for the error.
+    """Reads what `save_state` wrote, to the CPU; `run` says what kind of run writes such a file, for the error.
 
     Raises:
         FileNotFoundError: If the checkpoint has no such file.

@@ -41,7 +41,7 @@ def generate_in_chunks(model: Any, size: int) -> None:
 
 
 def split(inputs: dict[str, Any], size: int) -> list[dict[str, Tensor]] | None:
-    """Splits the arguments of `generate` for a batch of prompts.
+    """Splits the arguments of `generate` for a batch of B prompts into those of at most `size` prompts each.
 
     Args:
         inputs: Keyword arguments of `generate`: `input_ids` (B, L), and tensors with one row a prompt. With

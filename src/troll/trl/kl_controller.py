@@ -22,9 +22,6 @@ def adapted(weight: float, kl: float, target: float) -> float:
         weight: β before the rollout.
         kl: The mean divergence seen, in nats.
         target: d, the divergence to reach, in nats.
-
-    Returns:
-        The new β.
     """
     if kl < target / TARGET_RATIO:
         return weight / WEIGHT_FACTOR

@@ -66,12 +66,9 @@ class Monitor:
         self._update += Tally(counts={"nonfinite_losses": (~loss.detach().isfinite()).to(loss.dtype)})
 
     def check(self, global_step: int) -> None:
-        """Checks what was observed of an update, before its last backward pass.
+        """Checks what was observed of an update, before its last backward pass; `global_step` steps were made so far.
 
         One collective and one wait for the device bring all that the host has to know of an update.
-
-        Args:
-            global_step: Optimiser steps made so far, for the error.
 
         Raises:
             FloatingPointError: If logits or losses are NaN or infinite in any process, on every process.

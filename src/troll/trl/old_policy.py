@@ -70,8 +70,8 @@ class OldPolicy:
             ids: Token ids of prompts and completions, (B, P + T).
             mask: Their attention mask, (B, P + T).
             length: T, the tokens of a completion.
-            *rest: Further positional arguments of `score`.
-            **named: Further keyword arguments of `score`.
+            *rest: Further positional arguments.
+            **named: Further keyword arguments.
         """
         if self._anchor is not None:  # the engine has scored the completions: no pass
             return Scores(ids.new_zeros((len(ids), length), dtype=torch.float32), None, None)

@@ -103,14 +103,14 @@ class Resampling:
 
 
 def equal_groups(rewards: Tensor, num_generations: int) -> Tensor:
-    """Which groups have nothing to compare, because all of their scored completions have the same reward.
+    """Which groups have nothing to compare, since all of their scored completions have the same reward.
 
     Args:
         rewards: (N,), group by group; NaN where a completion was not scored.
-        num_generations: Completions per group.
+        num_generations: n, completions per group.
 
     Returns:
-        (N / num_generations,) bool.
+        (N / n,) bool.
     """
     grouped = rewards.view(-1, num_generations)
     largest = grouped.nan_to_num(nan=-torch.inf).amax(1)

@@ -40,13 +40,10 @@ def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, value_clip: 
     A value that has moved by more than c towards its target gets no gradient any more; one that has moved away does.
 
     Args:
-        values: V, the critic's values now, any shape.
-        returns: R, their targets, of the same shape.
-        old_values: V_old, the values at the rollout, of the same shape.
+        values: V, the critic's values now, any shape; the loss and the next two have the same.
+        returns: R, their targets.
+        old_values: V_old, the values at the rollout.
         value_clip: c, in units of reward.
-
-    Returns:
-        The loss of each value, of the same shape.
     """
     clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
     return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
@@ -110,16 +107,15 @@ class Critic:
     def values(
         self, input_ids: Tensor, attention_mask: Tensor, completion_length: int, batch_size: int | None = None
     ) -> Tensor:
-        """The values of the states in which the completions' tokens were chosen, without gradient.
+        """The values of the states in which the completions' tokens were chosen, (B, T) in float32, without gradient.
+
+        Values at padding mean nothing.
 
         Args:
             input_ids: (B, P + T), prompts padded on the left and completions on the right.
             attention_mask: (B, P + T), 0 at padding.
             completion_length: T, the tokens of a completion.
             batch_size: Rows in one forward pass; all by default.
-
-        Returns:
-            (B, T) in float32. Values at padding mean nothing.
         """
         self.model.eval()
         size = batch_size or len(input_ids)
@@ -145,7 +141,7 @@ class Critic:
         """Runs forward and backward on one micro-batch.
 
         Args:
-            input_ids: (B, P + T), prompts padded on the left and completions on the right.
+            input_ids: (B, P + T), as for `values`.
             attention_mask: (B, P + T), 0 at padding.
             returns: (B, T), the targets.
             old_values: (B, T), as `values` gave them at the rollout.
@@ -206,17 +202,15 @@ class Critic:
         self._tally += Tally({name: masked_total(numbers.float(), mask) for name, numbers in measured.items()})
 
     def metrics(self) -> dict[str, float]:
-        """What happened since the last call, over all tokens and processes, by name.
+        """What happened since the last call, over all tokens and processes; every process has to call it.
 
-        - `value_loss`, the mean.
+        - `value_loss`, `value_mean` and `return_mean`, the means over tokens.
         - `clip_fraction`, the share of values that have moved by more than `value_clip` since the rollout.
-        - `value_mean` and `return_mean`.
         - `explained_variance` = 1 − Var(R − V_old) / Var(R), of the values at the rollout, before they were trained on
           these returns: 1 is perfect, 0 no better than a constant. It is left out if all returns are equal.
         - `grad_norm`, before clipping, the mean over updates.
 
-        Every process has to call it. It is empty if there was no micro-batch since the last call; without a token, as
-        where all completions are masked, only `grad_norm` is left.
+        It is empty without a micro-batch. Where all completions are masked, only `grad_norm` is left.
         """
         if not self._tally.totals:
             return {}

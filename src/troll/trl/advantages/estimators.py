@@ -36,14 +36,11 @@ class Estimator:
 
 
 def combine_rewards(rewards_per_function: Tensor, weights: Tensor) -> Tensor:
-    """The reward of each completion: r_i = Σ_f w_f r_if over the functions that scored it.
+    """The reward of each completion: r_i = Σ_f w_f r_if over the functions that scored it, NaN where none did, (N,).
 
     Args:
         rewards_per_function: (N, F), NaN where a function returned None.
         weights: (F,), the weights of the functions.
-
-    Returns:
-        (N,) rewards, NaN where no function scored the completion.
     """
     rewards = (rewards_per_function * weights.to(rewards_per_function)).nansum(dim=1)
     return rewards.masked_fill(rewards_per_function.isnan().all(dim=1), torch.nan)
@@ -53,13 +50,10 @@ def whiten(values: Tensor, mask: Tensor, reduce: Reduce = lambda tensor: tensor)
     """Values with mean 0 and variance 1 under the mask: (x − mean) / √max(var, 1e-8), with var = mean of (x − mean)².
 
     Args:
-        values: Any shape; may be NaN where the mask is 0.
+        values: Any shape; may be NaN where the mask is 0, and is 0 there in the result.
         mask: Of the same shape: 0 and 1, or any weights that are not negative.
         reduce: Sums a tensor over processes, if each of them holds a part of the values. Each process calls it twice,
             even if its mask is empty.
-
-    Returns:
-        Like `values`, with 0 where the mask is 0.
     """
     weights = mask.to(values.dtype)
     values = values.masked_fill(weights == 0, 0.0)
@@ -105,14 +99,11 @@ def rloo(rewards: Tensor, num_generations: int, token_counts: Tensor) -> Tensor:
 
 
 def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Puts each completion's reward at its last token under the mask.
+    """Rewards of tokens, (B, T): that of a completion at its last token under the mask, 0 elsewhere.
 
     Args:
         rewards: (B,), one for each completion.
         mask: (B, T), 1 for the tokens of the policy; a row without any gets no reward.
-
-    Returns:
-        (B, T) rewards of tokens, 0 except at the last ones.
     """
     positions = torch.arange(1, mask.shape[1] + 1, device=mask.device) * mask.bool()
     is_last = (positions == positions.amax(dim=1, keepdim=True)) & mask.bool()
@@ -120,7 +111,7 @@ def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438).
+    """Generalised advantage estimation (arXiv 1506.02438): advantages and returns, (B, T) each, 0 where the mask is 0.
 
         δ_t = r_t + γ V_{t+1} − V_t,   A_t = δ_t + γ λ A_{t+1},   R_t = A_t + V_t
 
@@ -133,9 +124,6 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         mask: (B, T), 1 for the tokens of the policy. Rewards and values may be NaN elsewhere.
         gamma: Discount γ, in [0, 1].
         lam: λ in [0, 1]: 0 is the one-step temporal difference, 1 the whole return less the value.
-
-    Returns:
-        Advantages and returns, (B, T) each, 0 where the mask is 0.
 
     Raises:
         ValueError: If the shapes differ.
@@ -191,9 +179,6 @@ def token_advantages(
         lam: GAE's λ, in [0, 1].
         whitened: Whether the advantages get mean 0 and variance 1 over the tokens of all processes.
         reduce: Sums a tensor over processes.
-
-    Raises:
-        ValueError: If the shapes differ.
     """
     mask = mask.bool() & ~rewards.isnan().unsqueeze(1)
     advantages, returns = gae(terminal_rewards(rewards, mask), values, mask, gamma, lam)

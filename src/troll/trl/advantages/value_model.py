@@ -36,11 +36,10 @@ class ValueHead(nn.Linear):
             return nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())
 
     def reset_parameters(self) -> None:
-        """Sets all weights to zero, so that values start at 0.
+        """Sets all weights to zero, so that values start at 0, and the first updates are those of REINFORCE.
 
-        Then the first advantages are the rewards themselves and the first updates REINFORCE's; a random head would add
-        the noise of a random function of the text. The head's own gradient is that of a linear regression, so the head
-        leaves zero at the first step, and the backbone learns from the second step on.
+        A random head would add the noise of a random function of the text. The head's own gradient is that of a linear
+        regression, so it leaves zero at the first step, and the backbone learns from the second step on.
         """
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
@@ -52,7 +51,7 @@ def value_model(
     model_init_kwargs: dict[str, Any] | None = None,
     gradient_checkpointing: bool = False,
 ) -> nn.Module:
-    """Builds a value model: the backbone of a language model, without dropout, with a `ValueHead`.
+    """A value model: the backbone of a language model, without dropout, with a `ValueHead`.
 
     Dropout is off because the critic's values at the rollout are compared with those in the update.
 

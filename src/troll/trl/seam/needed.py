@@ -120,10 +120,7 @@ FUNCTIONS = (
 def differences(trainer: type = GRPOTrainer, engine: type = VLLMGeneration, functions: Any = utils) -> Iterator[str]:
     """Yields a sentence for each thing that TRL lacks and the seam needs; none if all is there.
 
-    Args:
-        trainer: `GRPOTrainer`, or another class in its place.
-        engine: `VLLMGeneration`, or another class in its place.
-        functions: `trl.trainer.utils`, or another module in its place.
+    The arguments are `GRPOTrainer`, `VLLMGeneration` and `trl.trainer.utils`, or what stands in for them.
     """
     for needed in (*OVERRIDDEN, *RELIED_ON, *ENGINE):
         yield from dataclasses.replace(needed, owner=trainer if needed.owner is GRPOTrainer else engine).missing()

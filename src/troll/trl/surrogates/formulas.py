@@ -88,9 +88,8 @@ def limited_log_ratio(tokens: ScoredTokens, clip: float | None, cap: float | Non
 
     Args:
         tokens: The tokens, (N,).
-        clip: ε: `−A r` becomes `−min(A r, A clip(r, 1 − ε, 1 + ε))`; from 1 on, there is no lower end. None clips
-            nothing.
-        cap: c: r becomes `min(r, c)`, with either sign of the advantage. None caps nothing.
+        clip: ε: `−A r` becomes `−min(A r, A clip(r, 1 − ε, 1 + ε))`, from 1 on without a lower end; None clips nothing.
+        cap: c: r becomes `min(r, c)`, with either sign of the advantage; None caps nothing.
     """
     log_ratio = tokens.log_ratio
     if clip is not None:
