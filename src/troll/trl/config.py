@@ -15,7 +15,7 @@ import torch
 from trl import GRPOConfig
 
 from troll.trl.advantages.estimators import ESTIMATORS
-from troll.trl.own_settings import RANGES, flag, number, parse
+from troll.trl.own_settings import RANGES, number, parse
 from troll.trl.surrogates import SURROGATES
 from troll.trl.surrogates.formulas import KLPenaltySettings
 from troll.trust_region.bounds import BOUNDS, Bound, make_bound
@@ -95,7 +95,7 @@ class CriticSettings:
 
     gamma: float = number(1.0, "in [0, 1]")
     gae_lambda: float = number(0.95, "in [0, 1]")
-    whiten_advantages: bool = flag(True)
+    whiten_advantages: bool = True
     value_clip: float = number(0.2, "finite and above 0")
     model_name_or_path: str | None = None
     learning_rate: float = number(1e-5, "finite and above 0")

@@ -1,15 +1,15 @@
 """Settings of a part of the trainer that a configuration holds as a dictionary: `surrogate_kwargs`, `critic_kwargs`.
 
-Each part has a frozen dataclass, whose fields say what they take.
+Each part has a frozen dataclass, whose fields say what they take: `bool`, a `Literal` of words, or a `number`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import field, fields
+from collections.abc import Callable
+from dataclasses import Field, field, fields
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from troll.terminal import did_you_mean
 
@@ -32,22 +32,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {
 
 def number(default: float | None, takes: str) -> Any:
     """A field that holds a number; with the default None, also None. `takes` is a key of `RANGES`."""
-
-    def holds(value: Any) -> bool:
-        return isinstance(value, Real) and not isinstance(value, bool) and RANGES[takes](value)
-
-    return field(default=default, metadata={"takes": takes, "holds": holds})
-
-
-def flag(default: bool) -> Any:
-    """A field that is true or false."""
-    return field(default=default, metadata={"takes": "true or false", "holds": lambda value: isinstance(value, bool)})
-
-
-def choice(default: str, known: Sequence[str]) -> Any:
-    """A field that holds one of several words."""
-    takes = f"one of {', '.join(known)}"
-    return field(default=default, metadata={"takes": takes, "holds": lambda value: value in known})
+    return field(default=default, metadata={"takes": takes})
 
 
 def parse(kind: type[T], given: Any, name: str, owner: str) -> T:
@@ -65,15 +50,27 @@ def parse(kind: type[T], given: Any, name: str, owner: str) -> T:
     if not isinstance(given, dict | None):
         raise ValueError(f"{name} must be a JSON object, got {given!r}")
     values, known = dict(given or {}), {entry.name: entry for entry in fields(kind)}  # type: ignore[arg-type]
+    hints = get_type_hints(kind)
     for key, value in list(values.items()):
         if key not in known:
             hint = did_you_mean(str(key), list(known)) or (f"; it has {', '.join(known)}" if known else "")
             raise ValueError(f"{name}: {owner} has no setting {key!r}{hint or ', and none of its own'}")
         entry = known[key]
-        if not entry.metadata or (value is None and entry.default is None):
-            continue
-        if not entry.metadata["holds"](value):
-            raise ValueError(f"{name}: {key} of {owner} must be {entry.metadata['takes']}, got {value!r}")
-        if isinstance(value, int) and not isinstance(entry.default, int):
+        takes, holds = _check(entry, hints[key], value)
+        if not holds and not (value is None and entry.default is None):
+            raise ValueError(f"{name}: {key} of {owner} must be {takes}, got {value!r}")
+        if entry.metadata and isinstance(value, int) and not isinstance(entry.default, int):
             values[key] = float(value)
     return kind(**values)
+
+
+def _check(entry: Field[Any], hint: Any, value: Any) -> tuple[str, bool]:
+    """What a field takes, in words, and whether a value is that; a field that says nothing takes everything."""
+    if hint is bool:
+        return "true or false", isinstance(value, bool)
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}", value in get_args(hint)
+    if not entry.metadata:
+        return "", True
+    takes = entry.metadata["takes"]
+    return takes, isinstance(value, Real) and not isinstance(value, bool) and RANGES[takes](value)

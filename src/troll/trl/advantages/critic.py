@@ -156,7 +156,17 @@ class Critic:
             losses = value_loss(values, returns, old_values, self._settings.value_clip)
             self.accelerator.backward(losses.sum())
         self._tokens += mask.sum()
-        self._observe(losses.detach(), values.detach(), returns, old_values, mask)
+        values, error = values.detach(), returns - old_values
+        measured = {
+            "value_loss": losses,
+            "clip_fraction": mask & ((values - old_values).abs() > self._settings.value_clip),
+            "value_mean": values,
+            "return_mean": returns,
+            "return_square": returns**2,
+            "error": error,
+            "error_square": error**2,
+        }
+        self._tally += Tally({name: masked_total(numbers.float(), mask) for name, numbers in measured.items()})
 
     def step(self) -> None:
         """Makes an optimiser step if the last micro-batch ended an update.
@@ -184,22 +194,6 @@ class Critic:
         self.optimizer.zero_grad()
         self.steps += 1
         self._grad_norms.append(norm)
-
-    # What it did
-
-    def _observe(self, losses: Tensor, values: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor) -> None:
-        moved = mask & ((values - old_values).abs() > self._settings.value_clip)
-        error = returns - old_values
-        measured = {
-            "value_loss": losses,
-            "clip_fraction": moved,
-            "value_mean": values,
-            "return_mean": returns,
-            "return_square": returns**2,
-            "error": error,
-            "error_square": error**2,
-        }
-        self._tally += Tally({name: masked_total(numbers.float(), mask) for name, numbers in measured.items()})
 
     def metrics(self) -> dict[str, float]:
         """What happened since the last call, over all tokens and processes; every process has to call it.
@@ -235,16 +229,11 @@ class Critic:
 
         They go into one file of the folder, `CRITIC_FILE`, atomically. Every process has to call it.
         """
-        state = {
-            "weights": get_model_state_dict(self.model, options=_OPTIONS),
-            # Without a step there is no state, and asking torch for it would make one.
-            "optimizer": get_optimizer_state_dict(self.model, self._raw_optimizer, options=_OPTIONS)
-            if self.steps
-            else None,
-            "steps": self.steps,
-        }
+        weights, optimizer = get_model_state_dict(self.model, options=_OPTIONS), None
+        if self.steps:  # before, there is no state, and asking torch for it would make one
+            optimizer = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=_OPTIONS)
         if self.accelerator.is_main_process:
-            save_state(state, Path(folder, CRITIC_FILE))
+            save_state({"weights": weights, "optimizer": optimizer, "steps": self.steps}, Path(folder, CRITIC_FILE))
         self.accelerator.wait_for_everyone()
 
     def load(self, folder: str | os.PathLike[str]) -> None:
@@ -256,29 +245,20 @@ class Critic:
         """
         path = Path(folder, CRITIC_FILE)
         state = load_state(path, "a run with a critic")
-        shapes = {name: tuple(weight.shape) for name, weight in state["weights"].items()}
-        if shapes != self._trained_shapes():
+        model = self.accelerator.unwrap_model(self.model)
+        expected = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+        found = {name: tuple(weight.shape) for name, weight in state["weights"].items()}
+        wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        if wrong:
+            name = wrong[0]
             raise ValueError(
-                f"{path} holds the weights of another critic: {_difference(shapes, self._trained_shapes())}"
+                f"{path} holds the weights of another critic: {name} has shape {found.get(name)} in it and "
+                f"{expected.get(name)} here ({len(wrong)} differ)"
             )
         set_model_state_dict(self.model, state["weights"], options=_OPTIONS)
         if state["optimizer"] is not None:
-            set_optimizer_state_dict(self.model, self._raw_optimizer, state["optimizer"], options=_OPTIONS)
+            set_optimizer_state_dict(self.model, self.optimizer.optimizer, state["optimizer"], options=_OPTIONS)
         self.steps = state["steps"]
-
-    def _trained_shapes(self) -> dict[str, tuple[int, ...]]:
-        model = self.accelerator.unwrap_model(self.model)
-        return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-
-    @property
-    def _raw_optimizer(self) -> torch.optim.Optimizer:
-        return self.optimizer.optimizer
-
-
-def _difference(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> str:
-    names = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-    name = names[0]
-    return f"{name} has shape {found.get(name)} in it and {expected.get(name)} here ({len(names)} differ)"
 
 
 def _refuse(accelerator: Accelerator) -> None:

@@ -5,10 +5,9 @@ Nothing else in `troll.trl` names anything private of theirs.
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,8 +60,7 @@ def _scored(trainer: Any, model: Any, inputs: dict[str, Any], **asked: Any) -> S
 
 def prompt_ids(trainer: Any, prompts: list[Any]) -> list[list[int]]:
     """Token ids of text prompts, as TRL generates from them."""
-    ids: list[list[int]] = trainer._tokenize_prompts(prompts)[0]
-    return ids
+    return trainer._tokenize_prompts(prompts)[0]
 
 
 def sequences(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -111,7 +109,7 @@ def standing_in(read: Callable[..., Scores]) -> Callable[..., Any]:
 def reference_log_probs(trainer: Any, rolled_out: dict[str, Any]) -> Tensor:
     """The reference model's log-probabilities of a rollout's completions, (B, T), as TRL computes them."""
     model: Any = trainer.ref_model
-    adapted: AbstractContextManager[Any] = contextlib.nullcontext()
+    adapted: AbstractContextManager[Any] = nullcontext()
     if model is None:  # with PEFT, the model itself without its adapter, or with the one that it began with
         model, policy = trainer.model, trainer.accelerator.unwrap_model(trainer.model)
         adapted = utils.use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None)

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from troll.trl.own_settings import choice, number
+from troll.trl.own_settings import number
 from troll.trl.surrogates.terms import ConfigFields, NoSettings, ScoredTokens, Terms
 from troll.trust_region.probabilities import divergence, floored
 from troll.trust_region.step import common_outcomes, pull_to_old, trust_region_step
@@ -57,7 +57,7 @@ class KLPenaltySettings:
     """
 
     weight: float = number(1.0, "finite and above 0")
-    direction: Literal["old_new", "new_old"] = choice("old_new", ("old_new", "new_old"))
+    direction: Literal["old_new", "new_old"] = "old_new"
     target: float | None = number(None, "finite and above 0")
     clip: float | None = number(None, "finite and above 0")
     cap: float | None = number(None, "above 1")
@@ -145,7 +145,7 @@ class DPPOTVSettings:
     """
 
     threshold: float = number(0.15, "in (0, 1]")
-    outcomes: Literal["binary", "top_k"] = choice("binary", ("binary", "top_k"))
+    outcomes: Literal["binary", "top_k"] = "binary"
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class DPPOKLSettings:
     """
 
     threshold: float = number(0.05, "finite and above 0")
-    outcomes: Literal["binary", "top_k"] = choice("binary", ("binary", "top_k"))
+    outcomes: Literal["binary", "top_k"] = "binary"
 
 
 def dppo_tv(tokens: ScoredTokens, args: ConfigFields, own: DPPOTVSettings) -> Terms:
