@@ -19,7 +19,7 @@ from troll.trl.seam import add_metrics, engine_settings, loss_mask, restricted
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.top import capture_top
 
-#: What a rollout function returns in addition to TRL's keys, in the format of `VLLMGeneration.generate`.
+#: The keys that a rollout function returns next to TRL's, in the format of `VLLMGeneration.generate`.
 TOP_LOG_PROBS, TOP_TOKEN_IDS = "top_logprobs", "top_logprob_token_ids"
 
 #: Settings of vLLM's sampling that change the distribution, and the values with which they do not.
@@ -73,7 +73,7 @@ class EngineTopLogprobs:
 
         Args:
             completion_ids: [completion][token], the sampled tokens.
-            top_log_probs: [completion][token][entry], in any order; None or NaN for what the engine does not know.
+            top_log_probs: [completion][token][entry], in any order; None or NaN where the engine does not know it.
             top_token_ids: [completion][token][entry], the token of each log-probability.
 
         Raises:
@@ -218,7 +218,7 @@ class RolloutAnchor:
         trainer: The trainer, set up. Its rollout function and vLLM's `generate` are wrapped.
 
     Raises:
-        ValueError: On every process, if the configuration cannot report log-probs; says what to set instead.
+        ValueError: On every process, if the configuration cannot report log-probs; names the settings that can.
     """
 
     def __init__(self, trainer: Any) -> None:

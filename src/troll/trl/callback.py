@@ -1,4 +1,4 @@
-"""What follows an update: the critic's step, ε, β and the log; and the state that a resumed run needs."""
+"""The work after an update: the critic's step, ε, β and the log; and the state that a resumed run needs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class TrollCallback(TrainerCallback):
         self._trainer, self._args, self._critic = trainer, trainer.args, trainer.advantages.critic
         self._monitor, self._diagnostics, self._ungraded = trainer.monitor, trainer.diagnostics, trainer.ungraded
         self._kl_controller = trainer.kl_controller
-        # What has files of its own in a checkpoint.
+        # These have files of their own in a checkpoint.
         self._saved = [part for part in (self._critic, trainer.rollout_weights) if part is not None]
         #: The bound: its value now, and its schedule; `on_train_begin` makes that of the training.
         self.kl_bound: Bound = self._args.make_bound(total_steps=1)
         # The bound and the weight that the last update used, for the log: both have moved on by then.
         self._used_bound, self._used_penalty_weight = self.kl_bound.value, self._kl_controller.value
         self._rests, self._rollouts = False, 0
-        #: The checkpoint to resume from, if any, and what newer ones lack.
+        #: From `checkpoints.resolved`: the checkpoint to resume from, if any, and the defects of newer ones.
         self.resumed: tuple[str | None, dict[Path, str]] = None, {}
 
     def save(self, checkpoint: Path) -> None:
@@ -47,7 +47,7 @@ class TrollCallback(TrainerCallback):
                 write_atomically(checkpoint / PENALTY_STATE, json.dumps(self._kl_controller.state_dict()))
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Restores ε, β and the critic from a checkpoint, and drops what an interrupted update has left."""
+        """Restores ε, β and the critic from a checkpoint, and drops the state of an interrupted update."""
         self.kl_bound = self._args.make_bound(total_steps=max(1, state.max_steps))  # only training knows how many
         self._rollouts = self._rollouts_done()
         for part in (self._monitor, self._diagnostics, self._ungraded, self._kl_controller, *self._saved):
@@ -85,7 +85,7 @@ class TrollCallback(TrainerCallback):
             self._critic.step()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Adapts ε to what was seen in the update, and β to what was seen in a rollout's last update."""
+        """Adapts ε to the statistics of the update, and β to those of a rollout's last update."""
         rollouts, self._used_penalty_weight = self._rollouts_done(), self._kl_controller.value
         self._kl_controller.end_update(adapt=rollouts > self._rollouts and not self._rests)
         self._rollouts = rollouts
@@ -101,7 +101,7 @@ class TrollCallback(TrainerCallback):
         self._log(state, control)
 
     def _log(self, state: TrainerState, control: TrainerControl) -> None:
-        """Adds `trust_region/*` and `critic/*`, over all tokens since the last log, to what TRL is about to log."""
+        """Has TRL log `trust_region/*` and `critic/*`, over all tokens since the last log, with its own metrics."""
         if not (control.should_log or control.should_training_stop):  # the last line has what is left
             return
         metrics = self._monitor.metrics(state.global_step) | self._diagnostics.metrics()

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def defect(checkpoint: Path) -> str | None:
-    """What a checkpoint's folder lacks, in words; None if it is complete.
+    """The defect of a checkpoint's folder in words; None if it is complete.
 
     A checkpoint is complete if its marker says so and every file has the size that it had. A trainer that writes no
     marker, such as TRL's own, has completed it if there is a readable `trainer_state.json`: transformers writes that
@@ -42,7 +42,7 @@ def defect(checkpoint: Path) -> str | None:
 
 
 def newest_complete(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The complete checkpoint of the highest step, if any; and what each checkpoint of a higher step lacks."""
+    """The complete checkpoint of the highest step, if any; and the defect of each checkpoint of a higher step."""
     passed_over: dict[Path, str] = {}
     for checkpoint in _checkpoints(output_dir):
         lacks = defect(checkpoint)
@@ -56,7 +56,7 @@ def last_checkpoint(output_dir: Path) -> tuple[Path, dict[Path, str]]:
     """As `newest_complete`, but raises if there is none.
 
     Raises:
-        ValueError: If no checkpoint is complete; names the incomplete ones, and what they lack.
+        ValueError: If no checkpoint is complete; names the incomplete ones and their defects.
     """
     checkpoint, passed_over = newest_complete(output_dir)
     if checkpoint is None:
@@ -69,7 +69,7 @@ def last_checkpoint(output_dir: Path) -> tuple[Path, dict[Path, str]]:
 def check_complete(checkpoint: Path) -> None:
     """Raises ValueError if a checkpoint is incomplete.
 
-    The error says what is wrong, which one to take instead, and what to do if it was changed on purpose.
+    The error names the defect, the one to take instead, and the remedy if it was changed on purpose.
     """
     lacks, was_complete = _judge(checkpoint)
     if lacks is None:
@@ -83,7 +83,7 @@ def check_complete(checkpoint: Path) -> None:
 
 
 def resolved(output_dir: Path, resume_from_checkpoint: str | bool | None) -> tuple[str | None, dict[Path, str]]:
-    """The checkpoint to resume from, None to start anew; and what each newer one lacks.
+    """The checkpoint to resume from, None to start anew; and the defect of each newer one.
 
     Args:
         output_dir: The run's folder.
@@ -154,7 +154,7 @@ def save_state(state: dict[str, Any], path: Path) -> None:
 
 
 def load_state(path: Path, run: str) -> dict[str, Any]:
-    """Reads what `save_state` wrote, to the CPU; `run` says what kind of run writes such a file, for the error.
+    """Reads a file of `save_state` to the CPU; `run` describes the runs that write it, for the error.
 
     Raises:
         FileNotFoundError: If the checkpoint has no such file.

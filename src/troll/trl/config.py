@@ -42,8 +42,8 @@ CISPO_LARGEST_RATIO = 5.0
 #: Updates for which a rollout is used by default.
 UPDATES_PER_ROLLOUT = 8
 
-#: What numbers must be, by the keys of `RANGES`. None is allowed where it is the default. TRL's settings are checked
-#: only with a surrogate that reads them.
+#: The range of each number, a key of `RANGES`. None is allowed where it is the default. TRL's settings are checked only
+#: with a surrogate that reads them.
 NUMBERS: dict[str, tuple[str, ...]] = {
     "above 0": ("kl_bound", "epsilon", "epsilon_high"),
     "above 1": ("delta",),  # the largest ratio: at most 1, tokens with a positive advantage would not learn
@@ -234,7 +234,7 @@ class TrollConfig(GRPOConfig):
     def __post_init__(self) -> None:
         check_choice("advantage_estimator", self.advantage_estimator, ESTIMATORS)
         self._set_steps_per_generation()
-        # Both are set in a copy of a configuration, where TRL would refuse what it has written itself.
+        # A copy of a configuration has both, which TRL has set itself and would refuse.
         batch = self.generation_batch_size
         if self.steps_per_generation is not None:
             self.generation_batch_size = None

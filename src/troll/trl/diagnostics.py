@@ -1,4 +1,4 @@
-"""What `TrollConfig.diagnostics_steps` asks for: an update measured in detail, see docs/diagnostics.md."""
+"""Detailed measurements of an update, every `TrollConfig.diagnostics_steps` steps: see docs/diagnostics.md."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Diagnostics:
         self.start()
 
     def start(self) -> None:
-        """Drops what an interrupted update has left."""
+        """Begins a training, without the measurements of an interrupted update."""
         self._tally = Tally()
         self._probe: Probe | None = None
         self._probed_update: int | None = None

@@ -37,7 +37,7 @@ class EvalMetrics:
         self.start()
 
     def start(self) -> None:
-        """Drops what an interrupted evaluation has left."""
+        """Begins an evaluation, without the verdicts of an interrupted one."""
         self._verdicts: list[Verdict] = []
         #: The reward `success` of each completion of the last evaluation; None if it could not be judged. Completions
         #: that only fill up the last batch are among them.
@@ -57,7 +57,7 @@ class EvalMetrics:
             self._verdicts.append(Verdict(None if reward is None else score, answer, ""))
 
     def metrics(self, samples: int | None, problems: int | None) -> dict[str, float]:
-        """The metrics of what was observed, by name; empty if there is nothing to measure.
+        """The metrics of the observed completions, by name; empty if there is nothing to measure.
 
         The mean reward is among them, since TRL's mean counts the completions that fill up the last batch. Completions
         that could not be judged are left out; with a grader, their share is `rewards/unscored`.

@@ -37,7 +37,7 @@ class AdaptiveKLController:
     paper's, β has limits, and a warning says when one holds it.
 
     Args:
-        accelerator: Adds up what the trainer's processes saw.
+        accelerator: Adds up the KL of the trainer's processes.
         name: The divergence's name in the log, where its weight is `trust_region/NAME_weight`: "kl_penalty" or
             "regression"; None if the surrogate weights nothing.
         weight: β at the start.
@@ -51,7 +51,7 @@ class AdaptiveKLController:
         self.start()
 
     def start(self) -> None:
-        """Begins a training: β is the first one, and what an interrupted update has left is dropped."""
+        """Begins a training with the first β, without the sums of an interrupted update."""
         self.value = self._initial
         self._kl: float | None = None
         self._seen: Tensor | None = None
@@ -63,7 +63,7 @@ class AdaptiveKLController:
             self._seen = total if self._seen is None else self._seen + total
 
     def end_update(self, *, adapt: bool) -> None:
-        """Ends an update; with `adapt`, β adapts to what was seen since the last call."""
+        """Ends an update; with `adapt`, β adapts to the KL observed since the last call."""
         seen, self._seen = self._seen, None
         if seen is None or self._target is None or not adapt:
             return

@@ -1,4 +1,4 @@
-"""What the trust region did in every update, over micro-batches and processes: for the log and for adaptive bounds."""
+"""Statistics of the trust region in every update, over micro-batches and processes, for the log and adaptive bounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from troll.trust_region.metrics import Tally, step_tally, support_tally
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.step import TrustRegionStep
 
-#: What to do about NaN and infinity.
+#: The remedy against NaN and infinity.
 REMEDY = (
     "and the update was not made. Resume from the last checkpoint with a lower learning_rate or max_grad_norm; in "
     "fp16, use bf16"
@@ -29,7 +29,7 @@ class Monitor:
     """Collects `TrustRegionStep` of the micro-batches; every method runs on every process.
 
     Args:
-        accelerator: Adds up what the trainer's processes saw.
+        accelerator: Adds up the statistics of the trainer's processes.
         args: The trainer's configuration.
     """
 
@@ -42,16 +42,16 @@ class Monitor:
         self._warned_of_coverage = False
 
     def start(self) -> None:
-        """Drops the sums of an interrupted update."""
+        """Begins a training, without the sums of an interrupted update."""
         self.tally = Tally()
-        # What the host has to know of the update under way, on the device; and of the last one, on the host.
+        # The sums that the host has to know: of the update under way, on the device; and of the last one, on the host.
         self._update, self._known = Tally(), dict[str, Tensor]()
 
     def observe(self, step: TrustRegionStep, old: SparsePolicy, mask: Tensor) -> None:
         """Adds the N tokens of a micro-batch.
 
         Args:
-            step: What the trust region did with them, each (N,).
+            step: Their trust region, each (N,).
             old: Their old policies, (N,).
             mask: (N,), 1 for the tokens that count.
         """
@@ -66,9 +66,9 @@ class Monitor:
         self._update += Tally(counts={"nonfinite_losses": (~loss.detach().isfinite()).to(loss.dtype)})
 
     def check(self, global_step: int) -> None:
-        """Checks what was observed of an update, before its last backward pass; `global_step` steps were made so far.
+        """Checks the tokens and losses of an update, made after `global_step` others, before its last backward pass.
 
-        One collective and one wait for the device bring all that the host has to know of an update.
+        All sums that the host has to know come with one collective and one wait for the device.
 
         Raises:
             FloatingPointError: If logits or losses are NaN or infinite in any process, on every process.
@@ -85,7 +85,7 @@ class Monitor:
             self._watched_since = global_step
 
     def end_update(self) -> BoundStatistics | None:
-        """What all processes saw in the update that ends here; None if no token was observed."""
+        """The statistics of the update that ends here, over all processes; None if no token was observed."""
         known, self._known = self._known, {}
         if not known:
             return None

@@ -1,4 +1,4 @@
-"""The old policy of a rollout: captured where TRL scores the completions, or read from what the engine reported."""
+"""The old policy of a rollout: captured where TRL scores the completions, or read from the engine's reports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class OldPolicy:
         self.mean_entropy = 0.0
 
     def start(self) -> None:
-        """Begins a rollout, and drops what an exception may have left of the one before."""
+        """Begins a rollout, and forgets one that an exception has broken off."""
         trainer, training = self._trainer, self._trainer.model.training
         reads = trainer.reads_policies or trainer.diagnostics.due(rollout=True)
         self._captured, self._reads = None, training and reads and not self._args.always_on_policy
@@ -100,7 +100,7 @@ class OldPolicy:
         """A rollout with the old policy.
 
         Raises:
-            RuntimeError: If TRL did not score the completions with what it asked for.
+            RuntimeError: If TRL took its old log-probabilities from elsewhere than `score`.
         """
         if self._anchor is not None:
             rolled_out = self._anchor.as_old_policy(rolled_out)

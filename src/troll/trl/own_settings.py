@@ -15,7 +15,7 @@ from troll.terminal import did_you_mean
 
 T = TypeVar("T")
 
-#: What a number may be.
+#: The ranges of numbers, by the words that error messages use.
 RANGES: dict[str, Callable[[Any], bool]] = {
     "above 0": lambda value: value > 0,
     "above 1": lambda value: value > 1,
@@ -45,7 +45,7 @@ def parse(kind: type[T], given: Any, name: str, owner: str) -> T:
         owner: The part, for errors, such as "surrogate 'kl_penalty'".
 
     Raises:
-        ValueError: If `given` is no dictionary, has an unknown field, or a value is not what its field takes.
+        ValueError: If `given` is no dictionary, or has an unknown field or a value that its field does not take.
     """
     if not isinstance(given, dict | None):
         raise ValueError(f"{name} must be a JSON object, got {given!r}")
@@ -65,7 +65,7 @@ def parse(kind: type[T], given: Any, name: str, owner: str) -> T:
 
 
 def _check(entry: Field[Any], hint: Any, value: Any) -> tuple[str, bool]:
-    """What a field takes, in words, and whether a value is that; a field that says nothing takes everything."""
+    """The values that a field takes, in words, and whether a value is one; a field that says nothing takes everything."""
     if hint is bool:
         return "true or false", isinstance(value, bool)
     if get_origin(hint) is Literal:

@@ -129,9 +129,9 @@ def draw(size: int, count: int, seed: str) -> list[int]:
 
 
 def reward_metrics(rewards_per_function: Tensor, weights: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """What TRL logs of (N, F) rewards, NaN where a function returned None, with the F functions' weights and names.
+    """TRL's metrics of (N, F) rewards, NaN where a function returned None, from the F functions' weights and names.
 
-    That is `rewards/NAME/mean` and `rewards/NAME/std` of each function, `reward` and `reward_std`.
+    These are `rewards/NAME/mean` and `rewards/NAME/std` of each function, `reward` and `reward_std`.
     """
     total = combine_rewards(rewards_per_function, weights)
     metrics = {"reward": float(total.nanmean()), "reward_std": float(seam.nanstd(total))}
@@ -147,7 +147,7 @@ def _completions(groups: Tensor, size: int) -> list[int]:
 
 
 def _refuse(trainer: Any) -> None:
-    """Refuses what resampling cannot do: a completion must come from one call of TRL's generation and a text."""
+    """Raises ValueError unless each completion comes from one call of TRL's generation and a text."""
     found = {
         "tools": trainer.tools,
         "environments": trainer.environment_factories,

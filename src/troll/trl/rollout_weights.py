@@ -26,7 +26,7 @@ class RolloutWeights:
 
     A rollout is made and trained on in one process, and is still as old as one that waited in a queue of k. With
     `anchor="old"`, only generation sees these weights, and the old policy is the network when the rollout is scored.
-    With `anchor="rollout"`, scoring sees them too, so the old policy is exactly what sampled the tokens.
+    With `anchor="rollout"`, scoring sees them too, so the old policy is exactly the one that sampled the tokens.
 
     It keeps k + 1 copies of the trained weights in memory, and k in every checkpoint. Every method runs on every
     process.
@@ -106,7 +106,7 @@ class RolloutWeights:
             save_state(state, checkpoint / WEIGHTS_STATE)
 
     def load(self, checkpoint: Path) -> None:
-        """Reads what `save` wrote; a checkpoint without it, or of another delay, raises an error."""
+        """Reads the weights of `save`; raises an error if the checkpoint has none, or those of another delay."""
         if not self._delay:
             return
         state = load_state(checkpoint / WEIGHTS_STATE, f"a run with rollout_delay={self._delay}")

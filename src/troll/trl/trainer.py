@@ -52,8 +52,8 @@ class TrollTrainer(GRPOTrainer):
     `TrollConfig.surrogate` puts a rival, or TRL's clip, in TROLL's place, and `TrollConfig.advantage_estimator` changes
     how rewards become advantages; a comparison changes exactly one of them.
 
-    Everything else is as in `GRPOTrainer`, its arguments included. The network p̃ is what is saved and used for
-    inference.
+    Everything else is as in `GRPOTrainer`, its arguments included. The network p̃ is saved and used for inference, never
+    the projection q.
 
     Raises:
         TypeError: If `args` is not a `TrollConfig`.
@@ -322,7 +322,7 @@ class TrollTrainer(GRPOTrainer):
         return Constraint.batch(mask, reduction, processes)[at]
 
     def _observe(self, tokens: ScoredTokens, terms: Terms, mask: Tensor) -> None:
-        """Shows the monitor what the surrogate did with a micro-batch; without a projection, the KL that it reached."""
+        """Shows the monitor the trust region of a micro-batch; without a projection, the KL of the network."""
         if tokens.old is None or tokens.new is None:
             return
         step = terms.step

@@ -91,7 +91,7 @@ class Critic:
         self.start()
 
     def start(self) -> None:
-        """Drops what an interrupted update has left."""
+        """Begins a training, without the gradients and sums of an interrupted update."""
         self.optimizer.zero_grad()
         self._tokens = torch.zeros((), device=self.accelerator.device)
         self._tally = Tally()
@@ -196,7 +196,7 @@ class Critic:
         self._grad_norms.append(norm)
 
     def metrics(self) -> dict[str, float]:
-        """What happened since the last call, over all tokens and processes; every process has to call it.
+        """The numbers for the log since the last call, over all tokens and processes; every process has to call it.
 
         - `value_loss`, `value_mean` and `return_mean`, the means over tokens.
         - `clip_fraction`, the share of values that have moved by more than `value_clip` since the rollout.
@@ -237,7 +237,7 @@ class Critic:
         self.accelerator.wait_for_everyone()
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Restores what `save` wrote: with the same data, training repeats bit by bit. Every process has to call it.
+        """Restores a critic from `save`: with the same data, training repeats bit by bit. Every process has to call it.
 
         Raises:
             FileNotFoundError: If the folder has no critic.

@@ -146,7 +146,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """What PPO trains on, (B, T) each.
+    """The advantages of PPO and the targets of its critic, (B, T) each.
 
     Args:
         advantages: A_t for the policy, whitened if asked; 0 outside of `mask`.

@@ -12,7 +12,7 @@ from troll.trl.advantages.critic import Critic
 from troll.trl.advantages.estimators import ESTIMATORS, combine_rewards, token_advantages
 from troll.trl.seam import add_metrics, loss_mask, replace_logged_advantages, sequences
 
-#: The keys under which TRL's buffer carries what the critic learns from, (B, T) each.
+#: The keys under which TRL's buffer carries the critic's values and targets, and the mask of both, (B, T) each.
 VALUES, RETURNS, VALUE_MASK = "troll_values", "troll_returns", "troll_value_mask"
 
 

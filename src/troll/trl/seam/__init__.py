@@ -26,7 +26,7 @@ check()
 
 
 class Scores(NamedTuple):
-    """What `_get_per_token_logps_and_entropies` returns of a micro-batch.
+    """The result of `_get_per_token_logps_and_entropies` for a micro-batch.
 
     Attributes:
         log_probs: Raw log-probabilities of the completions' tokens, (B, T); 0 where a token was not scored.
@@ -70,7 +70,7 @@ def sequences(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def model_inputs(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """What the model's forward takes of a whole micro-batch, and the request for its router's loss."""
+    """The arguments of the model's forward for a whole micro-batch, with the request for its router's loss."""
     ids, mask = sequences(batch)
     images = {name: batch[name] for name in MODEL_INPUTS if batch.get(name) is not None}
     router = {"output_router_logits": True} if trainer.aux_loss_enabled else {}
@@ -135,8 +135,8 @@ class Completions:
 
     Attributes:
         examples: n rows of the data set.
-        output: What TRL's `_generate` returned: lists with an entry for each completion, and values about all of them.
-        extras: n dictionaries of what reward functions logged about a completion, by column.
+        output: The result of TRL's `_generate`: lists with an entry for each completion, and values about all of them.
+        extras: n dictionaries of the values that reward functions logged about a completion, by column.
         rewards: (N, F), by F reward functions.
     """
 
@@ -173,7 +173,7 @@ def sample(trainer: Any, examples: list[dict[str, Any]]) -> Completions:
 
 @contextmanager
 def unlogged(trainer: Any) -> Iterator[None]:
-    """Keeps what is generated meanwhile out of TRL's metrics, except for the number of tokens."""
+    """Keeps completions generated within the context out of TRL's metrics, except for their number of tokens."""
     kept = trainer._metrics["train"], trainer._pending_metrics
     before = [{name: list(values) for name, values in metrics.items()} for metrics in kept]
     try:
@@ -199,7 +199,7 @@ def sampled(trainer: Any, completions: Completions) -> Iterator[None]:
 
 @contextmanager
 def generating_within(trainer: Any, context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Has TRL generate completions within a context; what it does with them happens outside of it."""
+    """Has TRL generate completions within a context, and score and judge them outside of it."""
     generate = trainer._generate
 
     def within(*args: Any) -> Any:
@@ -238,7 +238,7 @@ def drop_clip_metrics(trainer: Any) -> None:
 
 
 def evaluation_metrics(trainer: Any) -> dict[str, list[float]]:
-    """What TRL has collected in the current evaluation: for each metric, the values of the batches so far."""
+    """TRL's metrics of the current evaluation: for each, the values of the batches so far."""
     return trainer._metrics["eval"]
 
 

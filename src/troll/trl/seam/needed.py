@@ -1,4 +1,4 @@
-"""What we need of TRL and transformers: each private method that we touch, why, and the shape that it must have."""
+"""The private methods of TRL that we touch: why, and the shape that each must have."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ FUNCTIONS = (
 def differences(trainer: type = GRPOTrainer, engine: type = VLLMGeneration, functions: Any = utils) -> Iterator[str]:
     """Yields a sentence for each thing that TRL lacks and the seam needs; none if all is there.
 
-    The arguments are `GRPOTrainer`, `VLLMGeneration` and `trl.trainer.utils`, or what stands in for them.
+    The arguments stand in for `GRPOTrainer`, `VLLMGeneration` and `trl.trainer.utils` in tests.
     """
     for needed in (*OVERRIDDEN, *RELIED_ON, *ENGINE):
         yield from dataclasses.replace(needed, owner=trainer if needed.owner is GRPOTrainer else engine).missing()

@@ -1,4 +1,4 @@
-"""The surrogates: what each makes of the scored tokens. docs/surrogates.md has the formulas side by side."""
+"""The surrogates as functions of the scored tokens. docs/surrogates.md has the formulas side by side."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Terms:
         penalty: Added to the loss of each token, with the policy term's normalisation; differentiable.
         penalised_kl: The KL divergence that the penalty weights, in nats, without gradient; an adaptive weight follows
             it.
-        step: What the trust region did, for the log.
+        step: The trust region, for the log.
     """
 
     log_ratio: Tensor | None = None
