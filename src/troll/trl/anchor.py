@@ -93,14 +93,15 @@ class EngineTopLogprobs:
         log_probs[used] = np.array(list(chain.from_iterable(entries)), np.float32)  # None becomes NaN
         known = (counts > 0) & ~np.isnan(log_probs).any(-1)
         token_ids = np.full(used.shape, -1, np.int32)
-        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-        if (wrong := known & (lengths != counts)).any():
-            raise _unnamed(sampled, counts, wrong, ids)
-        fits = used & (lengths == counts)[:, None]
-        token_ids[fits] = _integers(list(entry) for entry, fit in zip(ids, lengths == counts, strict=True) if fit)
+        fits = np.fromiter(map(len, ids), np.int64, len(ids)) == counts
+        token_ids[used & fits[:, None]] = _integers(list(entry) for entry, fit in zip(ids, fits, strict=True) if fit)
         is_sampled = token_ids == sampled[:, None]
-        if (wrong := known & ~is_sampled.any(-1)).any():
-            raise _unnamed(sampled, counts, wrong, ids)
+        if (wrong := known & ~is_sampled.any(-1)).any():  # also where ids and log-probs differ in number
+            at = int(wrong.argmax())
+            raise ValueError(
+                f"{TOP_TOKEN_IDS} must name the token of each of {counts[at]} entries, the sampled token {sampled[at]} "
+                f"among them, got {list(ids[at]) or None}"
+            )
         own = log_probs[np.arange(len(sampled)), is_sampled.argmax(-1)]
         known &= own > -np.inf  # nothing samples the impossible, and no ratio has it as a denominator
         first = sum(map(len, self._sampled))
@@ -156,14 +157,6 @@ class EngineTopLogprobs:
 
 def _integers(lists: Any) -> Any:
     return np.fromiter(chain.from_iterable(lists), np.int64)
-
-
-def _unnamed(sampled: Any, counts: Any, wrong: Any, ids: Sequence[Any]) -> ValueError:
-    at = int(wrong.argmax())
-    return ValueError(
-        f"{TOP_TOKEN_IDS} must name the token of each of {counts[at]} entries, the sampled token {sampled[at]} among "
-        f"them, got {list(ids[at]) or None}"
-    )
 
 
 def report_top_log_probs(generation: Any, number: int, reports: EngineTopLogprobs) -> None:

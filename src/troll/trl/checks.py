@@ -76,20 +76,19 @@ def refuse_model_parallelism(*, tensor: int, context: int, sequence: int) -> Non
             )
 
 
-def refuse_columns(trainer: Any, *rows: Mapping[str, Any]) -> None:
+def refuse_columns(trainer: Any, row: Mapping[str, Any] | None = None) -> None:
     """Raises ValueError if a column of the data has the name of another argument that TRL passes to reward functions.
 
     Args:
         trainer: A `GRPOTrainer`, set up.
-        *rows: The first rows of a batch; without any, the trainer's data sets are checked, as far as they know their
-            columns before they are read.
+        row: The first row of a batch; None for the trainer's data sets, as far as they know their columns before they
+            are read.
     """
     if all(isinstance(reward, torch.nn.Module) for reward in trainer.reward_funcs):  # which get no columns
         return
-    columns = [name for row in rows for name in row]
-    if not rows and not trainer.args.remove_unused_columns:
-        known = [getattr(data, "column_names", None) or [] for data in _data_sets(trainer)]
-        columns = [name for names in known for name in names]
+    columns = list(row or ())
+    if row is None and not trainer.args.remove_unused_columns:
+        columns = [name for data in _data_sets(trainer) for name in getattr(data, "column_names", None) or ()]
     if problem := clash(columns, ["environments"] if trainer.environment_factories is not None else []):
         raise ValueError(problem)
 
@@ -99,17 +98,17 @@ def tokenizer_of(trainer: Any) -> Any:
     return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
 
 
-def refuse_token_ids(trainer: Any, missing: Mapping[int, str], prompts: list[Any] | None = None) -> None:
+def refuse_token_ids(trainer: Any, prompts: list[Any] | None = None) -> None:
     """Raises ValueError if a token of the prompts, the tokenizer's end or its padding has no row in the embedding.
 
     A tokenizer may have tokens that the model lacks, as Gemma 3's has, if they occur nowhere. So text prompts are
     tokenized here, but only with such a tokenizer.
 
     Args:
-        trainer: A `GRPOTrainer`, set up.
-        missing: The tokens that the model lacks by id, from `without_embedding`.
+        trainer: A `TrollTrainer`, which knows its missing tokens.
         prompts: Those of a rollout; None for those of the data sets that have a length.
     """
+    missing: dict[int, str] = trainer.missing_tokens
     if not missing:
         return
     tokenizer, rows = tokenizer_of(trainer), embedding_rows(trainer.model)
@@ -129,20 +128,19 @@ def refuse_token_ids(trainer: Any, missing: Mapping[int, str], prompts: list[Any
         )
 
 
-def refuse_fewer_tokens(name: str, other: Any, trainer: Any, missing: Mapping[int, str]) -> None:
+def refuse_fewer_tokens(name: str, other: Any, trainer: Any) -> None:
     """Raises ValueError if another model lacks a token of the tokenizer that the trained model reads.
 
     Args:
-        name: What the model is, for the error.
+        name: The model in words, for the error.
         other: A model; None is not checked.
-        trainer: A `GRPOTrainer`, set up.
-        missing: The tokens that the trained model lacks by id, from `without_embedding`.
+        trainer: A `TrollTrainer`, which knows its missing tokens.
     """
     if other is None:
         return
     other = trainer.accelerator.unwrap_model(other)
     rows, lacked = embedding_rows(trainer.model), without_embedding(other, tokenizer_of(trainer))
-    for number in sorted(lacked.keys() - missing.keys()):
+    for number in sorted(lacked.keys() - trainer.missing_tokens.keys()):
         raise ValueError(
             f"the embedding of the {name} has {embedding_rows(other)} rows, and that of the trained model {rows}: it "
             f"lacks {lacked[number]!r} (id {number}) of the tokenizer. Save it with as many, by "

@@ -65,7 +65,7 @@ def parse(kind: type[T], given: Any, name: str, owner: str) -> T:
 
 
 def _check(entry: Field[Any], hint: Any, value: Any) -> tuple[str, bool]:
-    """The values that a field takes, in words, and whether a value is one; a field that says nothing takes everything."""
+    """The values that a field takes, in words, and whether a value is one; without metadata, a field takes all."""
     if hint is bool:
         return "true or false", isinstance(value, bool)
     if get_origin(hint) is Literal:

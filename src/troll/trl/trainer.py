@@ -74,12 +74,7 @@ class TrollTrainer(GRPOTrainer):
     }
 
     def __init__(
-        self,
-        model: Any,
-        reward_funcs: Any = None,
-        args: TrollConfig | None = None,
-        *positional: Any,
-        **kwargs: Any,
+        self, model: Any, reward_funcs: Any = None, args: TrollConfig | None = None, *positional: Any, **kwargs: Any
     ) -> None:
         if args is None:
             name = model if isinstance(model, str) else seam.get_config_model_id(model.config)
@@ -93,9 +88,10 @@ class TrollTrainer(GRPOTrainer):
             head.bias = None
         if args.use_vllm:
             refuse_merging(self.model, "use_vllm")
-        self._missing_tokens = without_embedding(self.model, checks.tokenizer_of(self))
-        checks.refuse_token_ids(self, self._missing_tokens)
-        checks.refuse_fewer_tokens("reference model", self.ref_model, self, self._missing_tokens)
+        #: The tokens of the tokenizer that the model lacks, by id.
+        self.missing_tokens = without_embedding(self.model, checks.tokenizer_of(self))
+        checks.refuse_token_ids(self)
+        checks.refuse_fewer_tokens("reference model", self.ref_model, self)
         self.surrogate = SURROGATES[args.surrogate]
         self._own_settings = args.own_settings
         #: Whether it needs distributions in addition to the sampled tokens' log-probabilities.
@@ -122,7 +118,7 @@ class TrollTrainer(GRPOTrainer):
         self.ungraded = UngradedFilter(self.accelerator, self.reward_funcs)
         self.advantages = Advantages(self, model)
         if self.advantages.critic is not None:
-            checks.refuse_fewer_tokens("critic", self.advantages.critic.model, self, self._missing_tokens)
+            checks.refuse_fewer_tokens("critic", self.advantages.critic.model, self)
         self.resampling = Resampling(self) if args.resampling_rounds else None
         self.monitor = Monitor(self.accelerator, args)
         self.diagnostics = Diagnostics(self)
@@ -151,7 +147,7 @@ class TrollTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         checks.refuse_columns(self, inputs[0])  # a stream knows its columns and prompts only now
-        checks.refuse_token_ids(self, self._missing_tokens, [example["prompt"] for example in inputs])
+        checks.refuse_token_ids(self, [example["prompt"] for example in inputs])
         training = self.model.training
         self.old_policy.start()
         with ExitStack() as stack:
@@ -304,11 +300,9 @@ class TrollTrainer(GRPOTrainer):
     def _token_bounds(self, old: SparsePolicy | None, advantages: Tensor) -> float | Tensor:
         """ε of the N tokens: (N,), or one number for all."""
         bound: float | Tensor = self.callback.kl_bound.value
-        if self.args.kl_bound_entropy_exponent and old is not None:
-            exponent = self.args.kl_bound_entropy_exponent
+        if (exponent := self.args.kl_bound_entropy_exponent) and old is not None:
             bound = entropy_scaled(bound, sparse_entropy(old), self.old_policy.mean_entropy, exponent=exponent)
-        if self.args.kl_bound_negative_ratio != 1.0:
-            ratio = self.args.kl_bound_negative_ratio
+        if (ratio := self.args.kl_bound_negative_ratio) != 1.0:
             bound = by_advantage(bound, advantages, negative_kl_bound_ratio=ratio)
         return bound
 

@@ -56,9 +56,7 @@ SURROGATES: dict[str, Surrogate] = {
     "drpo": Surrogate(formulas.drpo, formulas.DRPOSettings),
     "ipo": Surrogate(formulas.ipo, formulas.IPOSettings),
     "gmpo": Surrogate(
-        formulas.gmpo,
-        formulas.GMPOSettings,
-        sets={"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        formulas.gmpo, formulas.GMPOSettings, sets={"loss_type": "grpo", "importance_sampling_level": "sequence"}
     ),
     "cispo": Surrogate(fields=("epsilon_high",), sets={"loss_type": "cispo"}),
     "sapo": Surrogate(fields=("sapo_temperature_pos", "sapo_temperature_neg"), sets={"loss_type": "sapo"}),
