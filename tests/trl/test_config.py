@@ -539,8 +539,12 @@ def test_every_field_has_its_entry_of_the_docstring_as_help(tmp_path):
         if field.name in TrollConfig.__annotations__
     }
     assert len(own) > 25 and all(own.values())
-    assert own["mass_threshold"] == ("δ: fewer are kept where they already cover 1 − δ of the probability mass.")
-    assert own["tail"].startswith('How the other tokens count: "bucket" makes') and own["tail"].endswith("code does.")
+    assert own["mass_threshold"] == (
+        "δ: fewer than `support_top_k` are kept where they already cover 1 − δ of the probability mass."
+    )
+    assert own["tail"].startswith('How the tokens that are not kept count: "bucket" makes') and own["tail"].endswith(
+        "code does."
+    )
 
 
 def test_a_yaml_file_sets_fields_and_the_command_line_wins(tmp_path):

@@ -6,7 +6,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args
@@ -107,9 +107,10 @@ class CriticSettings:
 def _described(kind: type[T]) -> type[T]:
     """Makes the entries of a dataclass's docstring the help of its fields on the command line."""
     entries = re.findall(r"^    (\w+): (.+(?:\n        .+)*)", inspect.cleandoc(kind.__doc__ or ""), re.MULTILINE)
+    known = {entry.name: entry for entry in fields(kind)}  # type: ignore[arg-type]
     for name, text in entries:
-        if entry := kind.__dict__["__dataclass_fields__"].get(name):
-            entry.metadata = MappingProxyType({"help": " ".join(text.split()), **entry.metadata})
+        if name in known:
+            known[name].metadata = MappingProxyType({"help": " ".join(text.split()), **known[name].metadata})
     return kind
 
 
@@ -157,9 +158,9 @@ class TrollConfig(GRPOConfig):
         regression_target: The mean of the pull's divergence (nats) to which α adapts, as β of "kl_penalty" does to its
             `target`. Default: α is fixed.
         support_top_k: K, how many tokens of the old policy are kept per position (`top_k` is TRL's, for sampling).
-        mass_threshold: δ: fewer are kept where they already cover 1 − δ of the probability mass.
-        tail: How the other tokens count: "bucket" makes them one more outcome with their exact mass; "floor" gives
-            each the probability 1e-12, as the paper's code does.
+        mass_threshold: δ: fewer than `support_top_k` are kept where they already cover 1 − δ of the probability mass.
+        tail: How the tokens that are not kept count: "bucket" makes them one more outcome with their exact mass;
+            "floor" gives each the probability 1e-12, as the paper's code does.
         solver: How the multiplier of a token is found: "newton", or "bracket", the paper's search.
         disable_dropout: Whether all dropout is set to 0. TRL's setting, but true by default: the projection would take
             the noise of dropout between scoring and update for learning.

@@ -67,7 +67,10 @@ def value_model(
         ValueError: If transformers has no token classifier for the architecture, or the adapter is not LoRA.
     """
     if isinstance(model, str | os.PathLike):
-        critic = _from_folder(os.fspath(model), dict(model_init_kwargs or {}))
+        kwargs: dict[str, Any] = {"dtype": torch.float32, **(model_init_kwargs or {})}
+        chosen = {key: kwargs[key] for key in ("revision", "trust_remote_code", "token", "cache_dir") if key in kwargs}
+        config = _value_config(AutoConfig.from_pretrained(os.fspath(model), **chosen))
+        critic: Any = AutoModelForTokenClassification.from_pretrained(os.fspath(model), config=config, **kwargs)
     else:
         critic = _from_model(model.get_base_model() if isinstance(model, PeftModel) else model)
     if not isinstance(getattr(critic, "score", None), nn.Linear):
@@ -82,13 +85,6 @@ def value_model(
         enable = getattr(critic, "activation_checkpointing_enable", None) or critic.gradient_checkpointing_enable
         enable({"use_reentrant": False})  # a reentrant one would lose the gradient where the embedding is frozen
     return critic if peft_config is None else get_peft_model(critic, _adapter_of_critic(peft_config))
-
-
-def _from_folder(name: str, kwargs: dict[str, Any]) -> Any:
-    chosen = {key: kwargs[key] for key in ("revision", "trust_remote_code", "token", "cache_dir") if key in kwargs}
-    config = _value_config(AutoConfig.from_pretrained(name, **chosen))
-    kwargs.setdefault("dtype", torch.float32)
-    return AutoModelForTokenClassification.from_pretrained(name, config=config, **kwargs)
 
 
 def _from_model(model: Any) -> Any:
