@@ -144,21 +144,6 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     return advantages, torch.where(acts, advantages + values, 0.0)
 
 
-@dataclass(frozen=True)
-class TokenAdvantages:
-    """The advantages of PPO and the targets of its critic, (B, T) each.
-
-    Args:
-        advantages: A_t for the policy, whitened if asked; 0 outside of `mask`.
-        returns: The critic's targets R_t = A_t + V_t, with A_t before whitening; 0 outside of `mask`.
-        mask: 1 for the policy's tokens in completions that have a reward.
-    """
-
-    advantages: Tensor
-    returns: Tensor
-    mask: Tensor
-
-
 def token_advantages(
     rewards: Tensor,
     values: Tensor,
@@ -168,7 +153,7 @@ def token_advantages(
     *,
     whitened: bool = True,
     reduce: Reduce = lambda tensor: tensor,
-) -> TokenAdvantages:
+) -> tuple[Tensor, Tensor, Tensor]:
     """PPO's advantages (arXiv 1707.06347): GAE from a reward at the last token, whitened over the global batch.
 
     Args:
@@ -179,12 +164,16 @@ def token_advantages(
         lam: GAE's λ, in [0, 1].
         whitened: Whether the advantages get mean 0 and variance 1 over the tokens of all processes.
         reduce: Sums a tensor over processes.
+
+    Returns:
+        Advantages A_t; the critic's targets R_t = A_t + V_t, with A_t before whitening; and the mask of the policy's
+        tokens in completions that have a reward. Each is (B, T), and the first two are 0 outside of that mask.
     """
     mask = mask.bool() & ~rewards.isnan().unsqueeze(1)
     advantages, returns = gae(terminal_rewards(rewards, mask), values, mask, gamma, lam)
     if whitened:
         advantages = whiten(advantages, mask, reduce)
-    return TokenAdvantages(advantages, returns, mask)
+    return advantages, returns, mask
 
 
 #: The estimators by name. "group" leaves TRL's own: GRPO, or with other settings of TRL Dr.GRPO and GSPO.

@@ -50,7 +50,7 @@ class Advantages:
             ids, attention_mask = sequences(rolled_out)
             values = self.critic.values(ids, attention_mask, mask.shape[1], self._args.per_device_train_batch_size)
             settings = self._args.critic_settings
-            made = token_advantages(
+            advantages, returns, counted = token_advantages(
                 self._rewards[own],
                 values,
                 mask,
@@ -59,10 +59,9 @@ class Advantages:
                 whitened=settings.whiten_advantages,
                 reduce=self._accelerator.reduce,
             )
-            means = made.advantages.sum(-1) / made.mask.sum(-1).clamp(min=1)
+            means = advantages.sum(-1) / counted.sum(-1).clamp(min=1)
             replace_logged_advantages(self._trainer, self._accelerator.gather(means))
-            learned = {VALUES: values, RETURNS: made.returns, VALUE_MASK: made.mask}
-            return rolled_out | {"advantages": made.advantages} | learned
+            return rolled_out | {"advantages": advantages, VALUES: values, RETURNS: returns, VALUE_MASK: counted}
         if self._estimator.of_sequences is None:  # TRL's own
             return rolled_out
         token_counts = self._accelerator.gather(mask.sum(-1))
