@@ -92,7 +92,7 @@ def test_whitened_values_have_mean_zero_and_variance_one():
     assert not whitened[~mask].any()
 
 
-def test_whitening_in_float32_keeps_a_small_variance_beside_a_large_mean():
+def test_whitening_in_float32_keeps_a_small_variance_next_to_a_large_mean():
     values = 1000 + 0.1 * torch.arange(64.0)
     expected = (values.double() - values.double().mean()) / values.double().std(correction=0)
     torch.testing.assert_close(whiten(values, torch.ones(64)).double(), expected, rtol=1e-3, atol=1e-3)
