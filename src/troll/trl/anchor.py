@@ -207,8 +207,7 @@ def reporting_rollout_func(
 class RolloutAnchor:
     """The engine's policy as the old one, for `anchor="rollout"`; every method runs on every process.
 
-    Args:
-        trainer: The trainer, set up. Its rollout function and vLLM's `generate` are wrapped.
+    It wraps the trainer's rollout function, and vLLM's `generate`.
 
     Raises:
         ValueError: On every process, if the configuration cannot report log-probs; names the settings that can.

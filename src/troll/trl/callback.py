@@ -109,7 +109,7 @@ class TrollCallback(TrainerCallback):
             metrics["trust_region/kl_bound"] = self._used_bound
         if metrics and self._kl_controller.name:
             metrics[f"trust_region/{self._kl_controller.name}_weight"] = self._used_penalty_weight
-            metrics |= {f"trust_region/{name}": value for name, value in self._kl_controller.metrics().items()}
+            metrics |= self._kl_controller.metrics()
         if self._critic is not None:
             metrics |= {f"critic/{name}": value for name, value in self._critic.metrics().items()}
         seam.add_metrics(self._trainer, metrics)

@@ -83,9 +83,9 @@ class AdaptiveKLController:
             )
 
     def metrics(self) -> dict[str, float]:
-        """The mean KL that β last adapted to, if there is one since the last call."""
+        """`trust_region/NAME_kl`, the mean KL that β last adapted to, if there is one since the last call."""
         kl, self._kl = self._kl, None
-        return {} if kl is None else {f"{self.name}_kl": kl}
+        return {} if kl is None else {f"trust_region/{self.name}_kl": kl}
 
     def state_dict(self) -> dict[str, float]:
         """β, for a checkpoint."""

@@ -23,10 +23,7 @@ OLD_POLICY = "troll_old_policy"
 class OldPolicy:
     """Adds the old policy to a rollout whose updates need more of it than the sampled tokens' log-probabilities.
 
-    Every method runs on every process.
-
-    Args:
-        trainer: The `TrollTrainer`. Its `anchor` is None where the training network scores the rollout.
+    Where the trainer has no `anchor`, the training network scores the rollout. Every method runs on every process.
     """
 
     def __init__(self, trainer: Any) -> None:

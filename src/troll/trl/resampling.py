@@ -17,14 +17,11 @@ from troll.trl.advantages.estimators import combine_rewards
 
 
 class Resampling:
-    """Replaces the groups of a rollout whose rewards are all equal; every method runs on every process.
+    """Replaces the groups of a trainer's rollout whose rewards are all equal; every method runs on every process.
 
     After a rollout's own prompts, further rounds generate completions of others, a whole rollout each time, until every
     such group has been replaced by one with different rewards, or `TrollConfig.resampling_rounds` are over. Only then
     does TRL score completions and compute advantages, so it sees the rollout as it will be trained on.
-
-    Args:
-        trainer: The `TrollTrainer`, set up except for its callbacks.
 
     Raises:
         ValueError: With images, tools, environments, a rollout function or a data set without length.

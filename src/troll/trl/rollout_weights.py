@@ -31,9 +31,6 @@ class RolloutWeights:
     It keeps k + 1 copies of the trained weights in memory, and k in every checkpoint. Every method runs on every
     process.
 
-    Args:
-        trainer: The `TrollTrainer`.
-
     Raises:
         ValueError: With a rollout function, or where a process holds only a part of the weights.
     """
