@@ -23,7 +23,7 @@ WEIGHT, SEEN = "trust_region/kl_penalty_weight", "trust_region/kl_penalty_kl"
     ("kl", "expected"),
     [(0.0, 1.5), (0.0199, 1.5), (0.0201, 3.0), (0.03, 3.0), (0.0449, 3.0), (0.0451, 6.0), (5.0, 6.0)],
 )
-def test_the_rule_is_ppos(kl, expected):
+def test_adapted_follows_ppos_rule(kl, expected):
     assert adapted(3.0, kl, target=0.03) == expected
 
 
@@ -81,7 +81,7 @@ TWO_ROLLOUTS: dict[str, Any] = {
 }
 
 
-def test_a_rollouts_last_update_decides(make):
+def test_weight_adapts_to_the_last_update_of_a_rollout(make):
     """Once a rollout, by the mean KL of all tokens of its second update; the first one's is 0."""
     fixed = make(**TWO_ROLLOUTS)
     fixed.train()
@@ -146,7 +146,7 @@ def test_a_fixed_weight_is_the_settings_in_a_resumed_run_too(make, tmp_path):
     assert logged(trainer, WEIGHT) == [1, 1, 5, 5]
 
 
-def test_a_checkpoint_without_a_weight_is_told(make, tmp_path):
+def test_checkpoint_without_a_weight_is_warned_about(make, tmp_path):
     settings = resuming.SETTINGS | ADAPTIVE
     make(output_dir=str(tmp_path / "whole"), **settings).train()
     checkpoint = Path(shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "checkpoint-2"))
