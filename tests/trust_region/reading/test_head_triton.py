@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from tests.trust_region.reading.tiles import DEVICE, some_ids
 from troll.trust_region.reading.head_triton import gathered_products
-from troll.trust_region.reading.tiles import TorchTile
+from troll.trust_region.reading.tiles import Tile
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -29,12 +29,10 @@ def test_products(slots, width, dtype, weight_dtype, bias):
     actual = gathered_products(hidden, weight, biases, ids, 0)
     # Products of operands in the hidden states' dtype; nothing else is rounded to it.
     rounded = weight.to(dtype).double()
-    expected = TorchTile.gathered_products(
-        hidden.double(), rounded, biases if biases is None else biases.double(), ids, 0
-    )
+    expected = Tile.gathered_products(hidden.double(), rounded, biases if biases is None else biases.double(), ids, 0)
     assert actual.dtype == torch.float32
     # A sum of `width` terms is off by less than an ulp of their sizes for each of them; three times as much.
-    size = TorchTile.gathered_products(hidden.double().abs(), rounded.abs(), None, ids, 0)
+    size = Tile.gathered_products(hidden.double().abs(), rounded.abs(), None, ids, 0)
     used = ids >= 0
     assert ((actual - expected).abs() <= 3 * 2.0**-24 * width * (size + 1))[used].all()
     assert actual[~used].isneginf().all()

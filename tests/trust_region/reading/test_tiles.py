@@ -18,7 +18,7 @@ from troll.trust_region.reading.tiles import (
     NO_TOKEN,
     Support,
     TailSums,
-    TorchTile,
+    Tile,
     Transform,
     Upstream,
 )
@@ -26,9 +26,9 @@ from troll.trust_region.reading.tiles import (
 PLAIN = Transform()
 
 
-def tile_of(values: Tensor, first: int = 0) -> TorchTile:
+def tile_of(values: Tensor, first: int = 0) -> Tile:
     """In memory of its own, which may be used up."""
-    return TorchTile(values.clone(), PLAIN, first, slice(0, len(values)), slice(0, values.shape[-1]))
+    return Tile(values.clone(), PLAIN, first, slice(0, len(values)), slice(0, values.shape[-1]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

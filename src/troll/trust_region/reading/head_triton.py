@@ -18,7 +18,7 @@ SLOTS = 16
 
 
 def gathered_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, first: int) -> Tensor:
-    """As `TorchTile.gathered_products`, with the same arguments: a program gathers the weights that it multiplies."""
+    """As `Tile.gathered_products`, with the same arguments: a program gathers the weights that it multiplies."""
     rows, slots = ids.shape
     products = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
     if not products.numel():

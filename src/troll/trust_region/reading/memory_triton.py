@@ -30,11 +30,20 @@ class Memory(NamedTuple):
     """(n,) int64: where each row begins in the memory of `values`, in elements; multiples of its strides."""
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The arguments of a kernel that say where the rows are: see `row_of`."""
-        if self.offsets is None:
-            return self.values, None, self.values.stride(0)
-        return self.values, self.offsets, 0
+    def place(self) -> tuple[Tensor, Tensor | None, int]:
+        """A kernel's `values`, `offsets` and `stride`, for `row_of`."""
+        return self.values, self.offsets, self.values.stride(0) if self.offsets is None else 0
+
+    def arguments(self, transform: Transform) -> tuple[Any, ...]:
+        """A kernel's `place`, `width`, `scale` and `cap`, the last two for `logits_of`."""
+        scale, cap = transform.scale / transform.temperature, 1.0
+        if transform.softcap is not None:
+            scale, cap = transform.scale / transform.softcap, transform.softcap / transform.temperature
+        return *self.place, self.width, scale, cap
+
+    def constants(self, transform: Transform) -> dict[str, Any]:
+        """A kernel's `SOFTCAP`, and the `ALIGNMENT` of its rows."""
+        return {"SOFTCAP": transform.softcap is not None, "ALIGNMENT": self.alignment}
 
     @property
     def alignment(self) -> int:
@@ -65,13 +74,6 @@ class Memory(NamedTuple):
         return cls(values, width, first.flatten()[rows])
 
 
-def factors(transform: Transform) -> tuple[float, float]:
-    """`scale` and `cap` of `logits_of`: `cap · tanh(scale · x)` with a softcap, `scale · x` without."""
-    if transform.softcap is None:
-        return transform.scale / transform.temperature, 1.0
-    return transform.scale / transform.softcap, transform.softcap / transform.temperature
-
-
 @triton.jit
 def row_of(values, offsets, stride, row, ALIGNMENT: tl.constexpr):
     """Where a row begins, in elements: from `offsets`, or `stride` apart if that is None."""
@@ -84,7 +86,7 @@ def row_of(values, offsets, stride, row, ALIGNMENT: tl.constexpr):
 
 @triton.jit
 def logits_of(x, scale, cap, SOFTCAP: tl.constexpr):
-    """The source's numbers as logits, in float32; `scale` and `cap` are from `factors`."""
+    """The source's numbers as logits, in float32: `cap · tanh(scale · x)` with a softcap, `scale · x` without."""
     z = x.to(tl.float32) * scale
     if SOFTCAP:
         z = tanh(z) * cap

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from troll.trust_region.checks import check_integers, shape_text
 from troll.trust_region.kernels import MAX_OUTCOMES, use_triton
-from troll.trust_region.reading.tiles import Support, Tile, TorchTile, Transform, Upstream
-from troll.trust_region.reading.vocabulary import Vocabulary, held_vocabulary
+from troll.trust_region.reading.tiles import Support, Tile, Transform, Upstream
+from troll.trust_region.reading.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,7 +72,7 @@ class LogitsSource(ABC):
     @property
     def vocabulary(self) -> Vocabulary:
         """The vocabulary entries that this process holds."""
-        return held_vocabulary(self.width, self.vocab_group)
+        return Vocabulary.held(self.width, self.vocab_group)
 
     def check(self, tensor_name: str, tensor: Tensor, last: str) -> None:
         """Raises ValueError unless the settings are in their ranges, and `rows` fit a tensor (..., last)."""
@@ -117,7 +117,7 @@ class Reading(ABC):
         #: Which rows of the source's tensor they are, (N,); None for all.
         self.row_index = None if source.rows is None else source.rows.long()
         #: The class of the tiles.
-        self.tile: type[Tile] = TorchTile
+        self.tile: type[Tile] = Tile
         if use_triton(memory, slots, max_slots):
             from troll.trust_region.reading.tiles_triton import TritonTile
 

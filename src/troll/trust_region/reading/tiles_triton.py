@@ -15,7 +15,7 @@ from torch import Tensor
 from troll.trust_region.kernels import launching_on
 from troll.trust_region.reading import head_triton, select_triton, tiles
 from troll.trust_region.reading.launch_triton import grid_of, launcher
-from troll.trust_region.reading.memory_triton import Memory, factors, logits_of, row_of, tanh
+from troll.trust_region.reading.memory_triton import Memory, logits_of, row_of, tanh
 from troll.trust_region.reading.tiles import Support, TailSums, TensorRows, Tile, Transform, Upstream
 
 _NO_TOKEN = tl.constexpr(tiles.NO_TOKEN)
@@ -74,10 +74,8 @@ class TritonTile(Tile):
         sums, memory = ("maximum", "exp_sum", "weighted_sum"), self.memory
         with launching_on(logits.device):
             launcher(_read_kernel, (rows,), rows, memory.width, memory.values, restore=sums)(
-                *memory.arguments,
-                memory.width,
+                *memory.arguments(self.transform),
                 self.first,
-                *factors(self.transform),
                 support.ids.contiguous(),
                 support.ascending.contiguous(),
                 slots,
@@ -85,10 +83,9 @@ class TritonTile(Tile):
                 outside.maximum,
                 outside.exp_sum,
                 outside.weighted_sum if entropy else outside.exp_sum,  # which is not touched twice
-                SOFTCAP=self.transform.softcap is not None,
                 ENTROPY=entropy,
-                ALIGNMENT=memory.alignment,
                 SLOTS=triton.next_power_of_2(slots),
+                **memory.constants(self.transform),
             )
 
     def gradient(self, support: Support, upstream: Upstream) -> Tensor:
@@ -109,28 +106,22 @@ class TritonTile(Tile):
         memory = self.memory
         # Gradients of sums come expanded.
         upstream = Upstream._make(None if x is None else x.contiguous() for x in upstream)
-        entropy = upstream.tail_entropy is not None and upstream.tail_entropy_gradient is not None
         # A launch overwrites what it reads, and a copy of all logits, to try sizes on, would be too large.
         in_place = out.values.untyped_storage().data_ptr() == memory.values.untyped_storage().data_ptr()
         restore = None if in_place else ()
 
         with launching_on(memory.values.device):
             launcher(_gradient_kernel, grid_of(rows, memory.width), rows, memory.width, memory.values, restore=restore)(
-                *memory.arguments,
-                *out.arguments,
-                memory.width,
+                *memory.arguments(self.transform),
+                *out.place,
                 self.first,
-                *factors(self.transform),
                 support.ids.contiguous(),
                 slots,
-                *upstream[:3],
-                upstream.tail_entropy if entropy else None,
-                upstream.tail_entropy_gradient if entropy else None,
-                SOFTCAP=self.transform.softcap is not None,
-                ENTROPY=entropy,
-                ALIGNMENT=memory.alignment,
+                *upstream,
+                ENTROPY=upstream.tail_entropy is not None,
                 OUT_ALIGNMENT=out.alignment,
                 SLOTS=triton.next_power_of_2(slots),
+                **memory.constants(self.transform),
             )
 
 
@@ -148,9 +139,9 @@ def _read_kernel(
     offsets,
     stride,
     width,
-    first,
     scale,
     cap,
+    first,
     ids,  # (n, slots), and the one after it
     ascending,
     slots,
@@ -224,13 +215,13 @@ def _gradient_kernel(
     values,
     offsets,
     stride,
+    width,
+    scale,
+    cap,
     out_values,
     out_offsets,
     out_stride,
-    width,
     first,
-    scale,
-    cap,
     ids,  # (n, slots)
     slots,
     log_outside,  # (n,)
