@@ -1,4 +1,4 @@
-"""The packed policy: a sparse policy without its unused slots, as a rollout buffer or a network should carry it."""
+"""The packed policy: a sparse policy without its unused slots."""
 
 from __future__ import annotations
 
@@ -107,15 +107,12 @@ class PackedPolicy:
     def to(self, *args: Any, **kwargs: Any) -> PackedPolicy:
         """Moves devices and casts the log-probabilities, with the arguments of `torch.Tensor.to`."""
         log_probs = self.log_probs.to(*args, **kwargs)
-        device, non_blocking = log_probs.device, kwargs.get("non_blocking", False)
-        return dataclasses.replace(
-            self,
-            token_ids=self.token_ids.to(device, non_blocking=non_blocking),
-            log_probs=log_probs,
-            counts=self.counts.to(device, non_blocking=non_blocking),
-            tail_log_prob=self.tail_log_prob.to(*args, **kwargs),
-            slot=self.slot.to(device, non_blocking=non_blocking),
-        )
+        integers = {
+            name: getattr(self, name).to(log_probs.device, non_blocking=kwargs.get("non_blocking", False))
+            for name in ("token_ids", "counts", "slot")
+        }
+        tail_log_prob = self.tail_log_prob.to(*args, **kwargs)
+        return dataclasses.replace(self, log_probs=log_probs, tail_log_prob=tail_log_prob, **integers)
 
     def __getitem__(self, index: Any) -> PackedPolicy:
         """Indexes the token positions, as a tensor of shape (...) would be: an integer or a plain slice makes views.

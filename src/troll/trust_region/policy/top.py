@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -144,12 +143,13 @@ def policy_from_top(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: 
         The policies, (N,). A row that is no distribution, or whose sampled token is outside the vocabulary, has NaN in
         its used slots and in its tail; in the latter case token 0 replaces the sampled one.
     """
-    slots: Callable[[Top, Tensor, int, float], tuple[Tensor, Tensor, Tensor, Tensor]] = _slots
     if use_triton(top.logits, top.logits.shape[-1], MAX_SELECTED):
         from troll.trust_region.policy import top_triton
 
-        slots = top_triton.slots
-    return SparsePolicy(*slots(top, sampled, vocab_size, mass_threshold), vocab_size, mass_threshold)
+        slots = top_triton.slots(top, sampled, vocab_size, mass_threshold)
+    else:
+        slots = _slots(top, sampled, vocab_size, mass_threshold)
+    return SparsePolicy(*slots, vocab_size, mass_threshold)
 
 
 def _slots(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -26,17 +26,7 @@ COMPARED = 4
 def slots(
     top: tuple[Tensor, ...], sampled: Tensor, vocab_size: int, mass_threshold: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `top._slots`.
-
-    Args:
-        top: The fields of `top.Top`, of N distributions in float32.
-        sampled: The sampled tokens, (N,) int64.
-        vocab_size: V, the tokens in the vocabulary.
-        mass_threshold: δ in [0, 1); 0 keeps all entries.
-
-    Returns:
-        Ids and log-probabilities (N, K), the tail's (N,), and the slot of the sampled token (N,), int64.
-    """
+    """As `top._slots`, from the fields of a `top.Top` in float32."""
     (tokens, k), z = top[0].shape, top[1]
     ids, log_probs = top[0].new_empty((tokens, k)), z.new_empty((tokens, k))
     order = torch.empty_like(ids, dtype=torch.int32)
