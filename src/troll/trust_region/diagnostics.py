@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from troll.trust_region.checks import check_choice, check_mask_fits, shape_text
+from troll.trust_region.checks import check_choice, check_mask_fits, check_shape, shape_text
 from troll.trust_region.constraint import Constraint
 from troll.trust_region.dual import SOLVERS
 from troll.trust_region.metrics import Tally, counted, distribution, largest, quantiles, total
@@ -95,10 +95,7 @@ def tail_gap(new_logits: Tensor, old_logits: Tensor, old: SparsePolicy) -> TailG
         ValueError: On shapes that do not fit.
     """
     for name, logits in (("new_logits", new_logits), ("old_logits", old_logits)):
-        if logits.shape != (*old.shape, old.vocab_size):
-            raise ValueError(
-                f"{name} must be {shape_text((*old.shape, old.vocab_size))}, got {shape_text(logits.shape)}"
-            )
+        check_shape(name, logits, (*old.shape, old.vocab_size))
     new_raw, old_raw = (torch.log_softmax(as_float(logits), dim=-1) for logits in (new_logits, old_logits))
     in_tail = outside_support(old)
     count = in_tail.sum(-1)

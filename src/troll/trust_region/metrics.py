@@ -38,18 +38,15 @@ class Tally:
             _combined(self.counts, other.counts, torch.add),
         )
 
-    def reduced(self, total: Callable[[Tensor], Tensor], largest: Callable[[Tensor], Tensor]) -> Tally:
+    def reduced(self, sum_all: Callable[[Tensor], Tensor], max_all: Callable[[Tensor], Tensor]) -> Tally:
         """The tally of all processes, in two collective operations; each must hold the same names in the same order.
 
         Args:
-            total: Adds up a tensor over processes.
-            largest: Takes the element-wise maximum of a tensor over processes.
-
-        Returns:
-            The tally of all processes, on each of them.
+            sum_all: Adds up a tensor over processes.
+            max_all: Takes the element-wise maximum of a tensor over processes.
         """
-        sums = _at_once(self.totals | self.counts, total)
-        extremes = _at_once(self.maxima | {name: -value for name, value in self.minima.items()}, largest)
+        sums = _at_once(self.totals | self.counts, sum_all)
+        extremes = _at_once(self.maxima | {name: -value for name, value in self.minima.items()}, max_all)
         return Tally(
             {name: sums[name] for name in self.totals},
             {name: extremes[name] for name in self.maxima},
@@ -138,12 +135,9 @@ def quantiles(name: str, values: Tensor, percents: Sequence[int]) -> dict[str, T
     """Percentiles of (n,) values, each as a sum and a count that weights it n times in a mean."""
     if len(values) == 0:
         return {f"{name}_p{percent}": values.new_zeros(2) for percent in percents}
-    fractions = values.new_tensor([percent / 100 for percent in percents])
     weight = values.new_tensor(float(len(values)))
-    return {
-        f"{name}_p{percent}": torch.stack([quantile * weight, weight])
-        for percent, quantile in zip(percents, torch.quantile(values, fractions), strict=True)
-    }
+    sums = weight * torch.quantile(values, values.new_tensor([percent / 100 for percent in percents]))
+    return {f"{name}_p{percent}": torch.stack([x, weight]) for percent, x in zip(percents, sums, strict=True)}
 
 
 def distribution(name: str, values: Tensor, percents: Sequence[int]) -> dict[str, Tensor]:

@@ -106,25 +106,21 @@ def trust_region_step(
     source = Logits(source) if isinstance(source, Tensor) else source
     if tail == "floor":
         _warn_of_floor(old)
-    if isinstance(source, PolicyOnSupport):
-        new = source
-    else:
-        token_ids = _tokens_to_read(source, old, tail)
-        new = read(source, token_ids, entropy=entropy)
+    new = source
+    if not isinstance(new, PolicyOnSupport):
+        new = read(new, _tokens_to_read(new, old, tail), entropy=entropy)
     old = on_tokens_of(new, old, tail)
     # The Triton program solves for one token at a time, without a constraint.
     if constraint is None and solver == "newton" and use_triton(new.logits, new.logits.shape[-1] + 1):
         from troll.trust_region import step_triton
 
-        return TrustRegionStep(*step_triton.step(new, old, kl_bound, tail, pull))  # type: ignore[arg-type]
+        return step_triton.step(new, old, kl_bound, tail, pull)
 
-    raw = as_float(new.outcomes)
-    outcomes = common_outcomes(new, old, tail)
-    at = old.slot.unsqueeze(-1)
-    before, after = (outcomes.old, outcomes.new) if tail == "floor" else (old.log_probs.to(raw.dtype), raw)
-    log_p, log_p_new = before.gather(-1, at).squeeze(-1), after.gather(-1, at).squeeze(-1)
+    new_raw, outcomes, at = as_float(new.outcomes), common_outcomes(new, old, tail), old.slot.unsqueeze(-1)
+    of_ratio = (outcomes.new, outcomes.old) if tail == "floor" else (new_raw, old.log_probs.to(new_raw.dtype))
+    sampled_new, sampled_old = (log_probs.gather(-1, at).squeeze(-1) for log_probs in of_ratio)
     # What the old policy excludes cannot have been sampled from it, and has no ratio.
-    sampled_s = torch.where(log_p == -torch.inf, 0.0, log_p_new - log_p)
+    sampled_s = torch.where(sampled_old == -torch.inf, 0.0, sampled_new - sampled_old)
 
     found = project_tokens(outcomes, sampled_s, kl_bound, solver, constraint)
     regression = pull_to_old(outcomes).reshape(-1) if pull == "proximal" else pull_to_projection(outcomes, found)
@@ -132,7 +128,7 @@ def trust_region_step(
     return TrustRegionStep(
         log_ratio=found.log_ratio.view(shape),
         regression=torch.where(broken, torch.nan, regression.view(shape)),
-        log_prob=torch.where(broken, torch.nan, raw.gather(-1, at).squeeze(-1)),
+        log_prob=torch.where(broken, torch.nan, new_raw.gather(-1, at).squeeze(-1)),
         kl_before=found.kl_before.view(shape),
         kl_after=found.kl_after.view(shape),
         multiplier=torch.where(broken, torch.nan, found.multiplier.view(shape)),
@@ -181,18 +177,19 @@ def common_outcomes(new: PolicyOnSupport, old: SparsePolicy, tail: Tail = "bucke
         ValueError: If the new policy was read at other tokens.
     """
     old = on_tokens_of(new, old, tail)
-    raw = as_float(new.outcomes)
-    before = old.outcomes.to(raw.dtype)
+    log_new = as_float(new.outcomes)
+    log_old = old.outcomes.to(log_new.dtype)
     if tail == "bucket":
         present = present_outcomes(new, old)
     else:
-        outside = (new.vocab_size - new.used.sum(-1, keepdim=True)).to(raw.dtype).log() + LOG_FLOOR
+        outside = (new.vocab_size - new.used.sum(-1, keepdim=True)).to(log_new.dtype).log() + LOG_FLOOR
         present = torch.cat([new.used, outside > -torch.inf], -1)
         # NaN has to remain in a row that is no distribution.
-        raw, before = (
-            torch.cat([x[..., :-1], torch.where(x[..., -1:].isnan(), torch.nan, outside)], -1) for x in (raw, before)
+        log_new, log_old = (
+            torch.cat([x[..., :-1], torch.where(x[..., -1:].isnan(), torch.nan, outside)], -1)
+            for x in (log_new, log_old)
         )
-    return CommonOutcomes(floored(raw, present), floored(before, present), present)
+    return CommonOutcomes(floored(log_new, present), floored(log_old, present), present)
 
 
 def on_tokens_of(new: PolicyOnSupport, old: SparsePolicy, tail: Tail) -> SparsePolicy:

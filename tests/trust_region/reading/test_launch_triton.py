@@ -38,9 +38,9 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_sizes_of_the_table():
-    assert launch_triton.launch("_gradient_kernel", 10**6, torch.bfloat16) == {"COLUMNS": 2048, "num_warps": 4}
-    assert launch_triton.launch("_gradient_kernel", 1000, torch.float32) == {"COLUMNS": 1024, "num_warps": 4}
-    assert launch_triton.launch("_gradient_kernel", 3, torch.float32)["COLUMNS"] == 128
+    assert launch_triton.sizes_of("_gradient_kernel", 10**6, torch.bfloat16) == {"COLUMNS": 2048, "num_warps": 4}
+    assert launch_triton.sizes_of("_gradient_kernel", 1000, torch.float32) == {"COLUMNS": 1024, "num_warps": 4}
+    assert launch_triton.sizes_of("_gradient_kernel", 3, torch.float32)["COLUMNS"] == 128
     for name, sizes in launch_triton.TABLE.items():
         for bytes_each in sizes:
             for columns, warps in launch_triton.candidates(name, bytes_each):

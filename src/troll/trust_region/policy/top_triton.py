@@ -11,13 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from troll.trust_region.kernels import launching_on
-from troll.trust_region.probabilities_triton import (
-    launch,
-    log_add_exp,
-    log_sum_exp,
-    nan_unless_finite,
-    sortable,
-)
+from troll.trust_region.probabilities_triton import log_add_exp, log_sum_exp, nan_unless_finite, program_of, sortable
 
 #: Entries with which all others are compared at once.
 COMPARED = 4
@@ -46,7 +40,7 @@ def slots(
                 slot,
                 KEEPS_ALL=mass_threshold == 0,
                 COMPARED=COMPARED,
-                **launch(k + 1),
+                **program_of(k + 1),
             )
     return ids, log_probs, tail, slot
 
@@ -74,7 +68,7 @@ def _slots_kernel(
     sampled_slot,
     KEEPS_ALL: tl.constexpr,
     COMPARED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    OUTCOMES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     wanted, wanted_z = tl.load(sampled + row), tl.load(sampled_logit + row * sampled_logit_stride)
@@ -85,7 +79,7 @@ def _slots_kernel(
     ids += row * ids_stride
     logits += row * logits_stride
     tail_logits += row * tail_logits_stride
-    lane = tl.arange(0, BLOCK)
+    lane = tl.arange(0, OUTCOMES)
     inside = lane < k
 
     token = tl.load(ids + lane, mask=inside, other=-1)
@@ -97,8 +91,8 @@ def _slots_kernel(
     total = nan_unless_finite(log_sum_exp(tl.where(lane == k, outside, z)))
     # No sort: an entry's rank is the number of those that come before it. All others remain with it.
     key = sortable(z)
-    rank = tl.zeros([BLOCK], tl.int32)
-    remaining = tl.zeros([BLOCK], tl.float32) + tl.exp(outside - total)
+    rank = tl.zeros([OUTCOMES], tl.int32)
+    remaining = tl.zeros([OUTCOMES], tl.float32) + tl.exp(outside - total)
     for start in range(0, k, COMPARED):
         other = start + tl.arange(0, COMPARED)
         other_z = tl.load(logits + other, mask=other < k, other=float("-inf"))
@@ -136,5 +130,5 @@ def _slots_kernel(
     tl.store(kept_ids + first + lane, token, mask=inside)
     tl.store(kept_log_probs + first + lane, tl.where(token >= 0, z - total, float("-inf")), mask=inside)
     tl.store(tail_log_prob + row, tail - total)
-    slot = tl.min(tl.where(inside & (token == wanted), lane, BLOCK), axis=0)
+    slot = tl.min(tl.where(inside & (token == wanted), lane, OUTCOMES), axis=0)
     tl.store(sampled_slot + row, slot.to(tl.int64))

@@ -6,7 +6,7 @@ reduces it to numbers per token, and drops it; the backward pass computes it aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +19,7 @@ from troll.trust_region.kernels import MAX_OUTCOMES
 from troll.trust_region.policy.top import BLOCK
 from troll.trust_region.probabilities import float_dtype
 from troll.trust_region.reading.source import LogitsSource, Reading, slices
-from troll.trust_region.reading.tiles import Support, Tile, Upstream
+from troll.trust_region.reading.tiles import Support, Tile, Upstream, rows_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -142,35 +142,29 @@ class _HeadReading(Reading):
         # A softcap makes −inf finite.
         return logits if self.transform.softcap is None else logits.masked_fill_(ids < 0, -torch.inf)
 
-    def new_gradients(self, needed: tuple[bool, ...]) -> list[Tensor | None]:
-        """See the parent: zeros in float32 (float64 for float64)."""
+    def gradients(self, support: Support, upstream: Upstream, needed: Sequence[bool]) -> list[Tensor | None]:
+        """See the parent: summed over tiles and slices of the vocabulary in float32 (float64 for float64)."""
         tensors = (self._hidden, self._head.weight, self._head.bias)
-        return [
+        sums = [
             torch.zeros_like(x, dtype=float_dtype(self.dtype)) if x is not None and needs else None
             for x, needs in zip(tensors, needed, strict=True)
         ]
-
-    def add_gradient(self, sums: list[Tensor | None], tile: Tile, support: Support, upstream: Upstream) -> None:
-        """See the parent."""
-        grad = tile.gradient(support, upstream).to(self.dtype)
         grad_hidden, grad_weight, grad_bias = sums
-        if grad_hidden is not None:
-            if self.row_index is None:
+        for tile in self.tiles():
+            grad = tile.gradient(rows_of(support, tile.rows), rows_of(upstream, tile.rows)).to(self.dtype)
+            if grad_hidden is not None and self.row_index is None:
                 _add_product(grad_hidden[tile.rows], grad, self._weight_part)
-            else:
+            elif grad_hidden is not None and self.row_index is not None:
                 own = torch.zeros_like(grad_hidden[: len(grad)])
                 _add_product(own, grad, self._weight_part)
                 grad_hidden.index_add_(0, self.row_index[tile.rows], own)
-        if grad_weight is not None:
-            _add_product(grad_weight[tile.columns], grad.t(), self._hidden_part)
-        if grad_bias is not None:
-            grad_bias[tile.columns] += grad.sum(0, dtype=grad_bias.dtype)
-
-    def finished(self, sums: list[Tensor | None]) -> list[Tensor | None]:
-        """See the parent: the gradients summed over the slices of the vocabulary, in the dtypes of the tensors."""
-        if sums[0] is not None:
-            self.vocabulary.add_up(sums[0])
-            sums[0] = sums[0].view(self._head.hidden.shape)
+            if grad_weight is not None:
+                _add_product(grad_weight[tile.columns], grad.t(), self._hidden_part)
+            if grad_bias is not None:
+                grad_bias[tile.columns] += grad.sum(0, dtype=grad_bias.dtype)
+        if grad_hidden is not None:
+            self.vocabulary.add_up(grad_hidden)
+            sums[0] = grad_hidden.view(self._head.hidden.shape)
         return [None if x is None else x.to(y.dtype) for x, y in zip(sums, self._head.tensors, strict=True)]  # type: ignore[union-attr]
 
 

@@ -31,7 +31,7 @@ SELECTED_A_WARP = 256
 MIN_TUNED_ROWS = 512
 
 
-def launch(name: str, width: int, dtype: torch.dtype) -> dict[str, int]:
+def sizes_of(name: str, width: int, dtype: torch.dtype) -> dict[str, int]:
     """The table's constants for a kernel: `COLUMNS` and `num_warps`.
 
     Args:
@@ -65,7 +65,7 @@ def launcher(
     name = kernel.fn.__name__
     if restore is not None and rows >= MIN_TUNED_ROWS and _tunes(values.device.type):
         return _tuner(kernel, values.element_size(), restore)[grid]
-    return functools.partial(kernel[grid], **launch(name, width, values.dtype))
+    return functools.partial(kernel[grid], **sizes_of(name, width, values.dtype))
 
 
 def grid_of(rows: int, width: int) -> Callable[[dict[str, int]], tuple[int, int]]:

@@ -116,9 +116,6 @@ class _Read(torch.autograd.Function):
             None if grad_entropy is None else tail_entropy,
             None if grad_entropy is None else grad_entropy.masked_fill(nothing_outside | broken, 0),
         )
-        support = Support(ids, ascending)
         with ctx.source.with_tensors(*tensors).reading(ids.shape[-1], dtype=ctx.dtype) as reading:
-            sums = reading.new_gradients(ctx.needs_input_grad[3:])
-            for tile in reading.tiles():
-                reading.add_gradient(sums, tile, rows_of(support, tile.rows), rows_of(upstream, tile.rows))
-            return None, None, None, *reading.finished(sums)
+            gradients = reading.gradients(Support(ids, ascending), upstream, ctx.needs_input_grad[3:])
+        return None, None, None, *gradients

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar
 
@@ -139,13 +139,5 @@ class Reading(ABC):
         return None
 
     @abstractmethod
-    def new_gradients(self, needed: tuple[bool, ...]) -> list[Tensor | None]:
-        """The sums of the gradients of the source's tensors before the first tile; None where they are not needed."""
-
-    @abstractmethod
-    def add_gradient(self, sums: list[Tensor | None], tile: Tile, support: Support, upstream: Upstream) -> None:
-        """Adds the gradient from a tile to the sums."""
-
-    @abstractmethod
-    def finished(self, sums: list[Tensor | None]) -> list[Tensor | None]:
-        """The gradients, from the sums over all tiles."""
+    def gradients(self, support: Support, upstream: Upstream, needed: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients of the source's tensors, from the numbers of its N tokens; None where they are not needed."""
