@@ -62,11 +62,7 @@ class Tally:
 
 
 def step_tally(step: TrustRegionStep, mask: Tensor) -> Tally:
-    """What the trust region did with some tokens; `values(empty=0.0)` makes the metrics of it.
-
-    Args:
-        step: The step at token positions (...).
-        mask: (...), true (or 1) where a token counts.
+    """What the trust region did with the tokens (...) of a mask; `values(empty=0.0)` makes the metrics of it.
 
     Returns:
         The means `projected_fraction`, `kl_before_mean`, `kl_after_mean` and `regression` over the tokens; `multiplier`
@@ -91,18 +87,9 @@ def step_tally(step: TrustRegionStep, mask: Tensor) -> Tally:
 
 
 def support_tally(old: SparsePolicy, mask: Tensor) -> Tally:
-    """The means over some tokens of `support_size`, the slots that are used, and of `tail_mass`, the mass outside.
-
-    Args:
-        old: The old policy at token positions (...).
-        mask: (...), true (or 1) where a token counts.
-    """
-    return Tally(
-        {
-            "support_size": masked_total(old.used.sum(-1).to(old.log_probs.dtype), mask),
-            "tail_mass": masked_total(old.tail_log_prob.exp(), mask),
-        }
-    )
+    """The means over a mask's tokens (...) of `support_size`, the used slots, and of `tail_mass`, the mass outside."""
+    used = old.used.sum(-1).to(old.log_probs.dtype)
+    return Tally({"support_size": masked_total(used, mask), "tail_mass": masked_total(old.tail_log_prob.exp(), mask)})
 
 
 def masked_total(values: Tensor, mask: Tensor) -> Tensor:

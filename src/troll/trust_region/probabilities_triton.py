@@ -1,6 +1,5 @@
 """Shared by Triton programs that hold a token's K + 1 outcomes in registers: first the slots, then the tail."""
 
-# Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ backward pass computes all of this again from the same logits, except for τ and
 gradients.
 """
 
-# Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations

@@ -19,13 +19,11 @@ class PackedPolicy:
     """A `SparsePolicy` without its unused slots, as a rollout buffer or a network should carry it.
 
     Make one with `PackedPolicy.of`. All operations work on the packed form; `unpack` is for the minibatch of an update.
+    For buffers that shuffle and cut lists of samples, `unbind` makes a list with one policy for each sequence, and
+    `stack` joins any of its entries in any order, without waiting for the device.
 
-    Many buffers shuffle and cut lists of samples. `unbind` makes such a list, with one policy for each sequence, and
-    `stack` makes a minibatch of any of its entries in any order, without waiting for the device.
-
-    Slots are stored position after position, with the number of slots that each position owns. These counts are stored
-    instead of offsets, because the counts of a part are a part of the counts: a view is a view in all five tensors, and
-    joining parts needs no arithmetic.
+    Counts are stored instead of offsets, because the counts of a part are a part of the counts: a view is a view in all
+    five tensors, and joining parts needs no arithmetic.
 
     Attributes:
         token_ids: (S,) int32, the used slots of all positions in order.

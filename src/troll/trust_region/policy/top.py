@@ -96,13 +96,7 @@ def largest_with_sampled(
 ) -> Top:
     """As `largest`, of entries in any order that the sampled tokens are among; they add to the tail as they are.
 
-    Args:
-        ids: (N, M), different in a row; −1 in unused entries.
-        logits: (N, M); −inf in unused entries.
-        sampled: The sampled tokens, (N,).
-        log_rest: (N, 1), the log-sum-exp of everything except for the entries.
-        vocab_size: V, the tokens in the vocabulary.
-        k: The entries to keep, at most M.
+    `log_rest`, (N, 1), is the log-sum-exp of everything except for the entries.
     """
     ids, order = ids.masked_fill(ids < 0, vocab_size).sort(-1)
     ids, logits = ids.masked_fill(ids == vocab_size, -1), logits.gather(-1, order)
@@ -111,12 +105,7 @@ def largest_with_sampled(
 
 
 def largest_of_policy(policy: PolicyOnSupport, sampled: Tensor, k: int) -> Top:
-    """The k largest entries of a policy that has been read already.
-
-    Args:
-        policy: At N positions in any shape, (...).
-        sampled: The sampled tokens, (N,).
-        k: The entries to keep; all, if the policy has fewer.
+    """The k largest entries, or all if there are fewer, of a policy that has been read at N positions.
 
     Raises:
         ValueError: If a sampled token is not among the tokens that were read.
@@ -131,17 +120,10 @@ def largest_of_policy(policy: PolicyOnSupport, sampled: Tensor, k: int) -> Top:
 
 
 def policy_from_top(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> SparsePolicy:
-    """The slots of a policy: tokens until they cover `1 − mass_threshold`, and always the sampled one.
+    """The policies of N tokens: of the largest entries those that cover `1 − mass_threshold`, and the sampled tokens.
 
-    Args:
-        top: The largest entries of N distributions.
-        sampled: The sampled tokens, (N,).
-        vocab_size: V, the tokens in the vocabulary.
-        mass_threshold: δ in [0, 1); 0 keeps all entries.
-
-    Returns:
-        The policies, (N,). A row that is no distribution, or whose sampled token is outside the vocabulary, has NaN in
-        its used slots and in its tail; in the latter case token 0 replaces the sampled one.
+    With a threshold of 0 all entries stay. A row that is no distribution, or whose sampled token is outside the
+    vocabulary, has NaN in its used slots and in its tail; in the latter case token 0 replaces the sampled one.
     """
     if use_triton(top.logits, top.logits.shape[-1], MAX_SELECTED):
         from troll.trust_region.policy import top_triton

@@ -1,6 +1,5 @@
 """The Triton counterpart of what `top.policy_from_top` computes: one program a token."""
 
-# Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Single logits of an LM head: products with a few rows of its weight, in float32."""
 
-# Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations

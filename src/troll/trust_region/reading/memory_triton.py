@@ -1,6 +1,5 @@
 """Shared by the kernels over a tile: where its rows are, and how its numbers become logits."""
 
-# Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ Both times the threshold is found digit by digit on integers that order like the
 registers, and a sort of the same numbers dozens.
 """
 
-# Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations

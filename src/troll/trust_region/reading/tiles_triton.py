@@ -3,7 +3,6 @@
 A tile is the source's numbers where they are, and logits are computed in registers. Only a gradient is written.
 """
 
-# Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
