@@ -93,11 +93,9 @@ def support_tally(old: SparsePolicy, mask: Tensor) -> Tally:
 
 
 def masked_total(values: Tensor, mask: Tensor) -> Tensor:
-    """The sum over the tokens of a mask, and their number, (2,), without gradient or a wait for the device.
+    """The sum of values (...) over a mask's tokens, and their number, (2,), without gradient or a wait for the device.
 
-    Args:
-        values: (...), floating point; those outside the mask do not matter, NaN included.
-        mask: (...), true (or 1) where a token counts.
+    Values outside the mask do not matter, NaN included.
     """
     mask = mask.bool()
     return torch.stack([torch.where(mask, values.detach(), 0.0).sum(), mask.sum().to(values.dtype)])

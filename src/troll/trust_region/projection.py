@@ -152,14 +152,9 @@ def project_tokens(
     solver: str,
     constraint: Constraint | None,
 ) -> TokenProjection:
-    """Projects policies on the same outcomes.
+    """Projects policies on the same outcomes, (..., M); the other arguments are those of [project][troll.project].
 
-    Args:
-        outcomes: Both policies at the token positions, (..., M).
-        sampled_s: s of the sampled tokens, (...), which may differ from their entries.
-        kl_bound: ε, as in [project][troll.project].
-        solver: A key of `SOLVERS`.
-        constraint: Which of the tokens (...) share a multiplier.
+    `sampled_s`, (...), is s of the sampled tokens, which may differ from their entries.
 
     Raises:
         ValueError: If the bound or the constraint does not fit, or the solver is unknown.

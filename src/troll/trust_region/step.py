@@ -163,15 +163,9 @@ def pull_to_old(outcomes: CommonOutcomes) -> Tensor:
 
 
 def common_outcomes(new: PolicyOnSupport, old: SparsePolicy, tail: Tail = "bucket") -> CommonOutcomes:
-    """Both policies' floored log-probabilities on the same outcomes, and which of these are present.
+    """Both policies' floored log-probabilities on the same K' + 1 outcomes, the tail last, and which are present.
 
-    Args:
-        new: p̃, (...), read at the tokens of `old`; for "floor", at the tokens of both supports, the old one's first.
-        old: p, (...), as captured.
-        tail: "bucket" or "floor".
-
-    Returns:
-        K' + 1 outcomes at each position, the tail last.
+    `new` was read at the tokens of `old`; for "floor", at the tokens of both supports, the old one's first.
 
     Raises:
         ValueError: If the new policy was read at other tokens.

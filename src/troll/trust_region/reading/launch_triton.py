@@ -32,13 +32,7 @@ MIN_TUNED_ROWS = 512
 
 
 def sizes_of(name: str, width: int, dtype: torch.dtype) -> dict[str, int]:
-    """The table's constants for a kernel: `COLUMNS` and `num_warps`.
-
-    Args:
-        name: A key of `TABLE`.
-        width: The columns of the tile; a program holds no more than these.
-        dtype: The dtype that the kernel reads.
-    """
+    """The table's `COLUMNS` and `num_warps` for a kernel that reads this dtype; no more columns than a tile is wide."""
     columns, warps = TABLE[name][dtype.itemsize]
     return {"COLUMNS": min(columns, max(128, triton.next_power_of_2(width))), "num_warps": warps}
 

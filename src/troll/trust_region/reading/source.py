@@ -100,14 +100,7 @@ def slices(length: int, size: int) -> Iterator[slice]:
 
 
 class Reading(ABC):
-    """One pass over the tiles of a source.
-
-    Args:
-        source: The source of the logits.
-        memory: A tensor with the dtype and device of the tiles.
-        slots: The numbers of each token that a kernel holds.
-        max_slots: Torch computes if there are more slots than this.
-    """
+    """One pass over the tiles of a source; they have the dtype and device of `memory`."""
 
     def __init__(self, source: LogitsSource, memory: Tensor, slots: int, max_slots: int) -> None:
         self.transform, self.vocabulary = source.transform, source.vocabulary
