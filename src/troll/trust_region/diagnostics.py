@@ -219,7 +219,7 @@ def dual_report(
 
 @torch.no_grad()
 def ratio_report(log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip: float = 0.2) -> Tally:
-    """The ratio r = p̃/p of the sampled tokens, and what PPO's clip would have done to it.
+    """The ratio r = p̃/p of the sampled tokens, and how often PPO's clip would have cut it.
 
     Args:
         log_ratio: `log p̃ − log p`, (...), of the network itself, not of its projection.
@@ -269,10 +269,8 @@ def coverage(old: SparsePolicy, mask: Tensor) -> Tally:
     """
     check_mask_fits(mask, old=old.tail_log_prob)
     old = old[mask.bool() & old.log_probs[..., 0].isfinite()]
-    kept = old.used.sum(-1)
-    totals = distribution("kept_tokens", as_float(kept), (5, 50, 95))
-    outside = old.tail_log_prob.exp()
-    totals |= distribution("covered_mass", 1 - outside, (5, 50, 95))
+    totals = distribution("kept_tokens", as_float(old.used.sum(-1)))
+    totals |= distribution("covered_mass", 1 - old.tail_log_prob.exp())
     return Tally(totals | {"old_entropy": total(sparse_entropy(old))})
 
 

@@ -125,9 +125,9 @@ def quantiles(name: str, values: Tensor, percents: Sequence[int]) -> dict[str, T
     return {f"{name}_p{percent}": torch.stack([x, weight]) for percent, x in zip(percents, sums, strict=True)}
 
 
-def distribution(name: str, values: Tensor, percents: Sequence[int]) -> dict[str, Tensor]:
-    """The mean and percentiles of (n,) values."""
-    return {name: total(values)} | quantiles(name, values, percents)
+def distribution(name: str, values: Tensor) -> dict[str, Tensor]:
+    """The mean of (n,) values, and their 5, 50 and 95 % quantiles."""
+    return {name: total(values)} | quantiles(name, values, (5, 50, 95))
 
 
 def _masked_largest(values: Tensor, mask: Tensor) -> Tensor:
@@ -138,12 +138,12 @@ def _masked_largest(values: Tensor, mask: Tensor) -> Tensor:
 def _combined(
     ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], how: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """The numbers of both; `how` makes one of two with the same name."""
+    """The numbers of both; `how` combines two of the same name."""
     return {**ours, **{name: how(ours[name], value) if name in ours else value for name, value in theirs.items()}}
 
 
 def _at_once(values: Mapping[str, Tensor], change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """What `change` makes of the values, called once, if there are any, with all of their elements in one vector."""
+    """Applies `change` once to all elements of the values, as one vector; not at all if there are none."""
     if not values:
         return {}
     sizes = [value.numel() for value in values.values()]

@@ -1,6 +1,6 @@
 """The trust region of one optimisation step: the new policy is read, projected, and reduced to a few numbers per token.
 
-`step_triton` does what follows the reading in one program for each token.
+With Triton, everything after the reading is one program for each token: `step_triton`.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def trust_region_step(
     new_raw, outcomes, at = as_float(new.outcomes), common_outcomes(new, old, tail), old.slot.unsqueeze(-1)
     of_ratio = (outcomes.new, outcomes.old) if tail == "floor" else (new_raw, old.log_probs.to(new_raw.dtype))
     sampled_new, sampled_old = (log_probs.gather(-1, at).squeeze(-1) for log_probs in of_ratio)
-    # What the old policy excludes cannot have been sampled from it, and has no ratio.
+    # A token that the old policy excludes cannot have been sampled from it, and has no ratio.
     sampled_s = torch.where(sampled_old == -torch.inf, 0.0, sampled_new - sampled_old)
 
     found = project_tokens(outcomes, sampled_s, kl_bound, solver, constraint)

@@ -28,8 +28,8 @@ class Top(NamedTuple):
     logits: Tensor
     """(N, K); −inf in unused slots."""
     tail_logits: Tensor
-    """(N, K), what these entries add to the tail if they are dropped: `logits`, or a tile's less precise numbers, as a
-    step reads them outside the support."""
+    """(N, K), the logits with which these entries count in the tail if they are dropped: `logits`, or a tile's less
+    precise numbers, as a step reads them outside the support."""
     sampled_logit: Tensor
     """(N,), the sampled token's logit; may be −inf where the token is one of the K."""
     log_rest: Tensor

@@ -1,4 +1,4 @@
-"""The Triton counterpart of what `top.policy_from_top` computes: one program a token."""
+"""The Triton counterpart of `top._slots`: one program a token."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -102,14 +102,14 @@ def _slots_kernel(
         rank += tl.sum((before & (other < k)[None, :]).to(tl.int32), axis=1)
         if not KEEPS_ALL:
             remaining += tl.sum(tl.where(before, 0.0, tl.exp(other_z - total)[None, :]), axis=1)
-    # A slot is used while what remains with it is more than the threshold. The larger it is, the more.
+    # A slot is used while it and all smaller ones hold more than the threshold: so the used ones are the largest.
     used = inside & (token >= 0)
     if not KEEPS_ALL:
         used &= remaining > mass_threshold
     count = tl.sum(used.to(tl.int32), axis=0)
     tl.store(order + first + rank, lane, mask=inside)
 
-    # Other threads wrote what each reads.
+    # A thread reads positions that others wrote.
     tl.debug_barrier()
     at = tl.load(order + first + lane, mask=inside, other=0)
     token = tl.load(ids + at, mask=inside, other=-1)

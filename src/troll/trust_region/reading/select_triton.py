@@ -137,7 +137,7 @@ def _select_kernel(
         maximum = tl.load(maxima + row * blocks + block, mask=block < blocks, other=0.0)
         place = places(ordered(maximum, block < blocks), k)
         tl.store(chosen + place, block, mask=place >= 0)
-        # Other threads wrote what each will read; and once more below.
+        # A thread will read numbers that others wrote; and once more below.
         tl.debug_barrier()
 
     # Blocks ascend, and so do columns: of equal logits the one with the smaller id comes first.

@@ -1,4 +1,4 @@
-"""Tiles: some tokens' logits for some entries of the vocabulary, and what is computed of each.
+"""Tiles: some tokens' logits for some entries of the vocabulary, and the operations on them.
 
 `Tile` computes with torch. `TritonTile`, in `tiles_triton`, does the same on a GPU; `kernels.use_triton` chooses.
 """
@@ -100,10 +100,7 @@ class TailSums(NamedTuple):
 
     @property
     def entropy(self) -> Tensor | None:
-        """The entropy of the tokens outside among themselves, (N,), in nats; 0 where there are none.
-
-        None if the weighted sum was not asked for.
-        """
+        """The entropy within the tokens outside, (N,), in nats; 0 where there are none; None without a weighted sum."""
         if self.weighted_sum is None:
             return None
         # −Σ w log w with w = e^{z − m}/Σ: the logarithm of Σ and the mean of m − z, neither of which is negative.
@@ -123,7 +120,7 @@ class Upstream(NamedTuple):
     on_support: Tensor
     """(N, K), the gradient with respect to the source's numbers on the support, written over the formula's."""
     tail_entropy: Tensor | None
-    """H, the entropy of the tokens outside among themselves, (N,); None where no gradient arrives through it."""
+    """H, the entropy within the tokens outside, (N,); None where no gradient arrives through it."""
     tail_entropy_gradient: Tensor | None
     """h = ∂L/∂H, (N,)."""
 
@@ -150,7 +147,7 @@ class Tile:
 
     Args:
         logits: (n, W) in float32 or float64, whose memory may be overwritten.
-        transform: What made them of the source's numbers.
+        transform: The map from the source's numbers to these logits.
         first: The vocabulary entry of the first column.
         rows: Which of a reading's N tokens they are.
         columns: Which of the entries that this process holds.

@@ -1,7 +1,7 @@
 """A vocabulary whose entries are spread over the processes of a group, as tensor parallelism spreads an LM head.
 
 Every process holds an equal, contiguous slice: of n processes, the one of rank r holds the tokens
-`[r·V/n, (r + 1)·V/n)`. This module combines what is read from the slices, so that every process gets the same numbers,
+`[r·V/n, (r + 1)·V/n)`. This module combines the readings of all slices, so that every process gets the same numbers,
 bit for bit, and other code need not know of slices. Token positions, hidden states and old policies are the same on
 every process, and all processes make the same calls in the same order. Without a group nothing is exchanged.
 """
@@ -99,7 +99,7 @@ class Vocabulary:
         return Top(*(x.movedim(0, -2).flatten(-2) for x in (parts[..., :slots].long(), *columns)))
 
     def merge_support(self, on_support: Tensor, token_ids: Tensor, *sums: Tensor) -> tuple[Tensor, ...]:
-        """Collects what is known of a support and of each slice, by one all-reduce of K + S·n numbers a token.
+        """Collects a support's logits, and S numbers about each slice, by one all-reduce of K + S·n numbers a token.
 
         Args:
             on_support: (N, K), the logits of the tokens in this process's slice; elsewhere anything.
