@@ -190,6 +190,8 @@ class Controller(Bound):
     """
 
     _changing = ("value", "measured", "weight")
+    #: The field of `BoundStatistics` that is held at the target.
+    _quantity: ClassVar[str]
     #: +1 if a larger ε makes the measurement smaller, else −1.
     _sign: ClassVar[int]
     _largest_target: ClassVar[float]
@@ -220,11 +222,6 @@ class Controller(Bound):
         # A weighted sum of the measurements, and of their weights: the first ones count in full.
         self._measured = self._weight = 0.0
 
-    @staticmethod
-    @abstractmethod
-    def _measurement(statistics: BoundStatistics) -> float:
-        """The quantity that is held at the target."""
-
     @property
     def value(self) -> float:
         """ε now, within [minimum, maximum], in nats."""
@@ -232,7 +229,8 @@ class Controller(Bound):
 
     def update(self, step: int, statistics: BoundStatistics) -> None:
         """Moves ε so that the measurement approaches its target."""
-        self._measured = self._smoothing * self._measured + (1 - self._smoothing) * self._measurement(statistics)
+        measurement = getattr(statistics, self._quantity)
+        self._measured = self._smoothing * self._measured + (1 - self._smoothing) * measurement
         self._weight = self._smoothing * self._weight + (1 - self._smoothing)
         error = min(max(self._measured / self._weight / self._target - 1, -1.0), 1.0)
         # The integral is ε itself, so a limit stops it: nothing winds up behind it.
@@ -248,12 +246,9 @@ class HoldProjectedFraction(Controller):
     """Holds the fraction of projected tokens at `target`: raises ε while it is larger. See `Controller`."""
 
     kind = "hold_projected_fraction"
+    _quantity = "projected_fraction"
     _sign = 1
     _largest_target = 1.0
-
-    @staticmethod
-    def _measurement(statistics: BoundStatistics) -> float:
-        return statistics.projected_fraction
 
 
 class HoldKL(Controller):
@@ -264,12 +259,9 @@ class HoldKL(Controller):
     """
 
     kind = "hold_kl"
+    _quantity = "kl"
     _sign = -1
     _largest_target = math.inf
-
-    @staticmethod
-    def _measurement(statistics: BoundStatistics) -> float:
-        return statistics.kl
 
 
 BOUNDS: dict[str, Callable[..., Bound]] = {
