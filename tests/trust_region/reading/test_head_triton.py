@@ -16,7 +16,7 @@ from troll.trust_region.reading.tiles import Tile
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("slots", "width"), [(1, 16), (20, 300)])
-def test_products(slots, width, dtype, weight_dtype, bias):
+def test_gathered_products_agree_with_torch(slots, width, dtype, weight_dtype, bias):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, width, generator=generator).to(DEVICE, dtype)
     weight = torch.randn(50, width, generator=generator).to(DEVICE, weight_dtype)
@@ -67,7 +67,7 @@ def test_unused_weights_are_not_read():
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
-def test_nothing(shape):
+def test_gathered_products_of_nothing(shape):
     ids = torch.zeros(shape, dtype=torch.int64, device=DEVICE)
     hidden, weight = torch.ones(shape[0], 16, device=DEVICE), torch.ones(5, 16, device=DEVICE)
     assert gathered_products(hidden, weight, None, ids, 0).shape == shape

@@ -58,7 +58,7 @@ def brought_together(case: Case, processes: list[dict[str, Any]], name: str) -> 
 
 
 @pytest.mark.parametrize("case", ALL_CASES, ids=str)
-def test_it_is_what_the_whole_vocabulary_gives(case, processes):
+def test_slices_give_what_the_whole_vocabulary_gives(case, processes):
     for name, expected in on_the_whole(case).items():
         actual = brought_together(case, processes, name)
         tolerance = 0.0
