@@ -197,7 +197,10 @@ class PackedPolicy:
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickles and deep copies of a tensor take its whole storage along, which a sequence shares with its rollout.
-        return {name: _own(value) if isinstance(value, Tensor) else value for name, value in vars(self).items()}
+        return {
+            name: x.clone() if isinstance(x, Tensor) and x.untyped_storage().nbytes() != x.nbytes else x
+            for name, x in vars(self).items()
+        }
 
 
 def _joined(policies: Sequence[PackedPolicy], join: Callable[[list[Tensor]], Tensor]) -> PackedPolicy:
@@ -212,8 +215,3 @@ def _joined(policies: Sequence[PackedPolicy], join: Callable[[list[Tensor]], Ten
 def _check_same(policies: Sequence[PackedPolicy], shapes: Sequence[Sequence[object]]) -> None:
     """Raises ValueError, naming what differs, unless the policies have one shape and were captured alike."""
     check_alike(policies, dtype=[policy.log_probs.dtype for policy in policies], shape=list(map(shape_text, shapes)))
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """The tensor in a storage of its own."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

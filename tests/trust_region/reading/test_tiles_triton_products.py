@@ -8,8 +8,10 @@ import torch
 pytest.importorskip("triton")
 
 from tests.trust_region.reading.tiles import DEVICE, some_ids
-from troll.trust_region.reading.head_triton import gathered_products
 from troll.trust_region.reading.tiles import Tile
+from troll.trust_region.reading.tiles_triton import TritonTile
+
+gathered_products = TritonTile.gathered_products
 
 
 @pytest.mark.parametrize("bias", [False, True])
