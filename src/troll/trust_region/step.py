@@ -116,9 +116,11 @@ def trust_region_step(
 
         return step_triton.step(new, old, kl_bound, tail, pull)
 
-    new_raw, outcomes, at = as_float(new.outcomes), common_outcomes(new, old, tail), old.slot.unsqueeze(-1)
-    of_ratio = (outcomes.new, outcomes.old) if tail == "floor" else (new_raw, old.log_probs.to(new_raw.dtype))
-    sampled_new, sampled_old = (log_probs.gather(-1, at).squeeze(-1) for log_probs in of_ratio)
+    new_raw = as_float(new.outcomes)
+    outcomes = common_outcomes(new, old, tail)
+    at = old.slot.unsqueeze(-1)
+    log_new, log_old = (outcomes.new, outcomes.old) if tail == "floor" else (new_raw, old.log_probs.to(new_raw.dtype))
+    sampled_new, sampled_old = (x.gather(-1, at).squeeze(-1) for x in (log_new, log_old))
     # A token that the old policy excludes cannot have been sampled from it, and has no ratio.
     sampled_s = torch.where(sampled_old == -torch.inf, 0.0, sampled_new - sampled_old)
 
