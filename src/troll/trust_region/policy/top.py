@@ -120,9 +120,9 @@ def largest_of_policy(policy: PolicyOnSupport, sampled: Tensor, k: int) -> Top:
 
 
 def policy_from_top(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> SparsePolicy:
-    """The policies of N tokens: of the largest entries those that cover `1 − mass_threshold`, and the sampled tokens.
+    """The policies of N tokens: entries until they cover `1 − mass_threshold`, and always the sampled token.
 
-    With a threshold of 0 all entries stay. A row that is no distribution, or whose sampled token is outside the
+    A threshold of 0 keeps all entries. A row that is no distribution, or whose sampled token is outside the
     vocabulary, has NaN in its used slots and in its tail; in the latter case token 0 replaces the sampled one.
     """
     if use_triton(top.logits, top.logits.shape[-1], MAX_SELECTED):
