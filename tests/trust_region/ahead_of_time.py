@@ -130,7 +130,6 @@ def _launch_step() -> Iterator[str]:
     from troll.trust_region import step_triton
     from troll.trust_region.policy.on_support import PolicyOnSupport
     from troll.trust_region.policy.sparse import SparsePolicy
-    from troll.trust_region.step import TrustRegionStep
 
     for k, tail, entropy, bound in ((64, "bucket", False, 0.05), (128, "floor", True, torch.full((2,), 0.05))):
         ids, row = torch.zeros(2, k, dtype=torch.int64), torch.zeros(2, requires_grad=True)
@@ -141,7 +140,7 @@ def _launch_step() -> Iterator[str]:
         with torch.no_grad():
             step_triton.step(new, old, bound, tail, "projection")  # type: ignore[arg-type]
         yield f"{variant}, without gradient"
-        step = TrustRegionStep(*step_triton.step(new, old, bound, tail, "projection"))  # type: ignore[arg-type]
+        step = step_triton.step(new, old, bound, tail, "projection")  # type: ignore[arg-type]
         outputs = (step.log_ratio, step.regression, step.log_prob, step.entropy)
         sum(x.sum() for x in outputs if x is not None).backward()  # type: ignore[union-attr]
         yield variant

@@ -112,7 +112,7 @@ def triton_step(
     pull: Pull = "projection",
 ) -> TrustRegionStep:
     """What `trust_region_step` makes of the kernel's numbers."""
-    return TrustRegionStep(*step_triton.step(new, old, kl_bound, tail, pull))  # type: ignore[arg-type]
+    return step_triton.step(new, old, kl_bound, tail, pull)
 
 
 def run(

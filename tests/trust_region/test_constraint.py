@@ -428,7 +428,7 @@ def test_no_tokens_and_no_weight(solver):
 
 @pytest.mark.parametrize("side", ["new", "old"])
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_a_broken_row_breaks_its_group_alone(side, solver):
+def test_a_row_that_is_no_distribution_breaks_only_its_group(side, solver):
     old, new = random_logits(4, 3, 5), random_logits(4, 3, 5, seed=1)
     mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0], [0, 0, 0]])
     constraint = Constraint.sequence(mask)

@@ -211,7 +211,7 @@ def test_tail_gap_in_float32_and_for_rows_that_are_no_distribution():
     assert whole["tail_gap"] == pytest.approx(keep.mean()) and whole["tail_gap_max"] == pytest.approx(keep.max())
 
 
-def test_tail_report_looks_at_the_mask_alone():
+def test_tail_report_reads_only_the_mask():
     gap = TailGap(torch.tensor([1.0, 3.0, NAN]), torch.tensor([2.0, 5.0, NAN]))
     found = numbers(tail_report(gap, torch.tensor([1, 1, 0])))
     assert_same_numbers(found, {"tail_gap": 2.0, "tail_gap_bound": 3.5, "tail_gap_max": 3.0, "tail_gap_bound_max": 5.0})
@@ -288,7 +288,7 @@ def test_dual_report_shows_a_bound_that_is_missed():
 
 @pytest.mark.parametrize("tail", ["bucket", "floor"])
 @pytest.mark.parametrize("per_token", [False, True])
-def test_dual_report_looks_at_the_mask_alone(per_token, tail):
+def test_dual_report_reads_only_the_mask(per_token, tail):
     old_logits, new_logits = pairs("peaked", 12, 33)
     mask = torch.arange(12).view(3, 4) % 3 != 0
     kl_bound = torch.linspace(0.01, 0.1, 12, dtype=torch.float64).view(3, 4) if per_token else 0.05

@@ -53,7 +53,7 @@ def test_newton_counts_its_bisections(dtype):
         assert bool(root.bisections.any()) == some, family
 
 
-def test_narrowed_to_some_roots_a_curve_says_the_same():
+def test_a_narrowed_curve_agrees_with_the_whole():
     """That of single tokens, and that of groups."""
     old, new = (torch.log_softmax(tensor(x), -1) for x in pairs("flat", 12, 5, seed=16))
     constraint = Constraint.sequence(torch.ones(4, 3)).flat(torch.Size([4, 3]))

@@ -73,7 +73,7 @@ def metrics_of(step: TrustRegionStep, mask: torch.Tensor) -> dict[str, torch.Ten
 
 
 @pytest.mark.parametrize("garbage", [None, math.nan, math.inf, -math.inf, 1e6])
-def test_metrics_are_of_the_mask_alone(garbage):
+def test_step_tally_reads_only_the_mask(garbage):
     step = random_step(garbage)
     metrics = metrics_of(step, MASK)
     for name, value in metrics.items():

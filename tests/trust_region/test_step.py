@@ -431,7 +431,7 @@ def test_numbers_about_the_step_carry_no_gradient():
 
 
 @pytest.mark.parametrize("tail", TAILS)
-def test_positions_do_not_know_of_each_other(tail):
+def test_step_positions_are_independent(tail):
     new_logits, old, _ = setting("peaked", 8, 1e-2)
     whole = trust_region_step(tensor(new_logits), old, 0.02, tail=tail)
     part = trust_region_step(tensor(new_logits)[5:9], PackedPolicy.of(old)[5:9].unpack(), 0.02, tail=tail)

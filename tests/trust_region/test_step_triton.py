@@ -89,7 +89,7 @@ def test_without_entropy_and_without_gradient():
 
 
 @pytest.mark.parametrize("family", ["peaked", "nearly_disjoint", "near_deterministic", "masked"])
-def test_the_bound_is_met_whatever_is_sampled(family):
+def test_the_bound_is_met_for_any_sampled_token(family):
     """To the promise for float32, judged in float64: the whole of q is read by sampling every outcome."""
     rows, size = 8, 5
     old, new = (tensor(x) for x in pairs(family, rows, size, seed=2))

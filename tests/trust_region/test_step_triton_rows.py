@@ -67,7 +67,7 @@ def test_a_row_of_minus_infinity():
     assert not any(g[0].any() for g in grads) and grads[0][1:].any()
 
 
-def test_nothing_that_arrives_where_nothing_depends_on_it_matters():
+def test_gradients_ignore_nan_at_outputs_that_do_not_depend_on_logits():
     """A masked token may bring NaN to the regression of a token that is not projected."""
     case = case_of("nearly_equal", 4, 5, "bucket")._replace(bound=torch.full((4,), math.inf, device=DEVICE))
     made, grads = run(case, "bucket", {"regression": torch.full((4,), math.nan)}, by_triton=True)

@@ -26,7 +26,7 @@ def test_entropy_scaled_against_its_formula():
     assert (entropy_scaled(0.05, h, 1.0, exponent=0.0) == 0.05).all()
 
 
-def test_entropy_scaled_is_a_bound_whatever_the_entropies_are():
+def test_entropy_scaled_is_a_bound_for_any_entropies():
     h = torch.tensor([torch.nan, -1e-9, 0.0, 3.0, torch.inf])
     for exponent in (0.5, 1.0, -1.0):
         for at in (0.0, 1.0, torch.tensor(1.0)):

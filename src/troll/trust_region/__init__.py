@@ -6,7 +6,7 @@ constraint      tokens that share one multiplier
 step            one optimisation step: the new policy is read, projected, and reduced to a few numbers per token
 loss            the loss of these numbers
 bounds          the size of the trust region over training; token_bounds: over the tokens of a batch
-metrics         what adds up over micro-batches and processes; diagnostics: what is measured once in a while
+metrics         sums over micro-batches and processes; diagnostics: measurements made once in many steps
 policy/         policies as values: sparse, packed, serialized, or on a given support
 reading/        from logits or an LM head to a policy, tile by tile
 probabilities   the floor, divergence and entropy that all of these share; checks: of arguments

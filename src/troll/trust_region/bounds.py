@@ -1,8 +1,7 @@
 """How ε (`kl_bound`) varies over training: fixed, annealed or adaptive. `token_bounds` varies it over a batch.
 
-A `Bound` has a `value`, and `update` tells it after every optimiser step what the trust region did. It is plain Python:
-the same numbers give the same bound on every process, and its state is JSON. To add a kind, write a class and name it
-in `BOUNDS`.
+A `Bound` is plain Python: the same numbers give the same `value` on every process, and its state is JSON. To add a
+kind, write a class and name it in `BOUNDS`.
 """
 
 from __future__ import annotations
@@ -105,8 +104,8 @@ class Fixed(Bound):
         """Changes nothing."""
 
 
-class Schedule(Bound):
-    """Moves ε from `kl_bound` to `end` over the first `steps` optimiser steps, and keeps it there.
+class Linear(Bound):
+    """Moves ε in a straight line from `kl_bound` to `end` over the first `steps` optimiser steps, and keeps it there.
 
     Args:
         kl_bound: ε at the start, finite, in nats.
@@ -118,6 +117,7 @@ class Schedule(Bound):
         ValueError: If a value is out of its range.
     """
 
+    kind = "linear"
     _changing = ("step",)
 
     def __init__(
@@ -125,14 +125,21 @@ class Schedule(Bound):
     ) -> None:
         check_positive("kl_bound", kl_bound)
         check_positive("end", end)
-        self._start, self._end = kl_bound, end
-        self._steps = _duration(steps, total_steps)
-        self._step = 0
+        self._start, self._end, self._step = kl_bound, end, 0
+        if steps is not None and not (isinstance(steps, int) and steps >= 1) and not 0 < steps < 1:
+            raise ValueError(f"steps must be an integer of at least 1, a fraction in (0, 1), or None, got {steps}")
+        if isinstance(steps, int):
+            self._steps: float = steps
+        elif total_steps is None or total_steps < 1:
+            given = "None" if steps is None else "a fraction"
+            raise ValueError(f"total_steps must be at least 1 if steps is {given}, got {total_steps}")
+        else:
+            self._steps = total_steps * (1.0 if steps is None else steps)
 
     @staticmethod
-    @abstractmethod
     def _way(done: float) -> float:
         """Maps the share of steps made, in [0, 1], to the share of the way from start to end, in [0, 1]."""
+        return done
 
     @property
     def value(self) -> float:
@@ -145,18 +152,8 @@ class Schedule(Bound):
         self._step = step
 
 
-class Linear(Schedule):
-    """Moves ε in a straight line; see `Schedule`."""
-
-    kind = "linear"
-
-    @staticmethod
-    def _way(done: float) -> float:
-        return done
-
-
-class Cosine(Schedule):
-    """Moves ε along half a cosine, slowly at both ends; see `Schedule`."""
+class Cosine(Linear):
+    """As `Linear`, but along half a cosine: slowly at both ends."""
 
     kind = "cosine"
 
@@ -193,6 +190,8 @@ class Controller(Bound):
     """
 
     _changing = ("value", "measured", "weight")
+    #: The field of `BoundStatistics` that is held at the target.
+    _quantity: ClassVar[str]
     #: +1 if a larger ε makes the measurement smaller, else −1.
     _sign: ClassVar[int]
     _largest_target: ClassVar[float]
@@ -223,11 +222,6 @@ class Controller(Bound):
         # A weighted sum of the measurements, and of their weights: the first ones count in full.
         self._measured = self._weight = 0.0
 
-    @staticmethod
-    @abstractmethod
-    def _measurement(statistics: BoundStatistics) -> float:
-        """The quantity that is held at the target."""
-
     @property
     def value(self) -> float:
         """ε now, within [minimum, maximum], in nats."""
@@ -235,7 +229,8 @@ class Controller(Bound):
 
     def update(self, step: int, statistics: BoundStatistics) -> None:
         """Moves ε so that the measurement approaches its target."""
-        self._measured = self._smoothing * self._measured + (1 - self._smoothing) * self._measurement(statistics)
+        measurement = getattr(statistics, self._quantity)
+        self._measured = self._smoothing * self._measured + (1 - self._smoothing) * measurement
         self._weight = self._smoothing * self._weight + (1 - self._smoothing)
         error = min(max(self._measured / self._weight / self._target - 1, -1.0), 1.0)
         # The integral is ε itself, so a limit stops it: nothing winds up behind it.
@@ -251,12 +246,9 @@ class HoldProjectedFraction(Controller):
     """Holds the fraction of projected tokens at `target`: raises ε while it is larger. See `Controller`."""
 
     kind = "hold_projected_fraction"
+    _quantity = "projected_fraction"
     _sign = 1
     _largest_target = 1.0
-
-    @staticmethod
-    def _measurement(statistics: BoundStatistics) -> float:
-        return statistics.projected_fraction
 
 
 class HoldKL(Controller):
@@ -267,12 +259,9 @@ class HoldKL(Controller):
     """
 
     kind = "hold_kl"
+    _quantity = "kl"
     _sign = -1
     _largest_target = math.inf
-
-    @staticmethod
-    def _measurement(statistics: BoundStatistics) -> float:
-        return statistics.kl
 
 
 BOUNDS: dict[str, Callable[..., Bound]] = {
@@ -317,16 +306,3 @@ def make_bound(name: str, kl_bound: float, *, total_steps: int | None = None, **
 
 def _clamped(value: float, limits: tuple[float, float]) -> float:
     return min(max(value, limits[0]), limits[1])
-
-
-def _duration(steps: float | None, total_steps: int | None) -> float:
-    """The length of a schedule in optimiser steps."""
-    if steps is not None and not (isinstance(steps, int) and steps >= 1) and not 0 < steps < 1:
-        raise ValueError(f"steps must be an integer of at least 1, a fraction in (0, 1), or None, got {steps}")
-    if isinstance(steps, int):
-        return steps
-    if total_steps is None or total_steps < 1:
-        raise ValueError(
-            f"total_steps must be at least 1 if steps is {'None' if steps is None else 'a fraction'}, got {total_steps}"
-        )
-    return total_steps * (1.0 if steps is None else steps)

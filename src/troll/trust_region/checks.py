@@ -37,16 +37,7 @@ def check_shape(name: str, tensor: Tensor, shape: Sequence[object]) -> None:
 
 
 def shared(owners: str, name: str, values: Sequence[T]) -> T:
-    """The one value that all owners have.
-
-    Args:
-        owners: Whose values they are, for the error: "policies".
-        name: What they are, for the error.
-        values: The value of each owner, at least one.
-
-    Raises:
-        ValueError: If they differ.
-    """
+    """The one value that all owners have; raises ValueError, which names owners and value, if theirs differ."""
     distinct = list(dict.fromkeys(values))
     if len(distinct) > 1:
         raise ValueError(f"{owners} must share one {name}, got {', '.join(map(str, distinct))}")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from troll.trust_region.checks import check_choice, check_mask_fits, shape_text
+from troll.trust_region.checks import check_choice, check_mask_fits, check_shape, shape_text
 from troll.trust_region.constraint import Constraint
 from troll.trust_region.dual import SOLVERS
 from troll.trust_region.metrics import Tally, counted, distribution, largest, quantiles, total
@@ -60,27 +60,24 @@ def sequence_report(token_kl: Tensor, log_ratio: Tensor, mask: Tensor) -> Tally:
 
 
 class TailGap(NamedTuple):
-    """The part of KL(p̃ ‖ p) that the K + 1 outcomes do not see, each (...), in nats."""
+    """What [tail_gap][troll.diagnostics.tail_gap] returns, each (...), in nats."""
 
     gap: Tensor
-    """`p̃(T) · KL(p̃(·|T) ‖ p(·|T))` over the tail T."""
     bound: Tensor
-    """The largest gap that the two tail masses allow."""
 
 
 @torch.no_grad()
 def tail_gap(new_logits: Tensor, old_logits: Tensor, old: SparsePolicy) -> TailGap:
     """By how much KL(p̃ ‖ p) over the vocabulary exceeds that over the K + 1 outcomes, on a sample of tokens.
 
-    By the chain rule, `KL_full = KL_bucket + p̃(T) · KL(p̃(·|T) ‖ p(·|T))`: the last term is computed itself, since the
-    difference of the other two would cancel. Probabilities are floored at f = 1e-12 over the vocabulary, as `project`
-    does for dense policies.
+    By the chain rule, `KL_full = KL_bucket + p̃(T) · KL(p̃(·|T) ‖ p(·|T))` with the tail T. The last term is computed
+    itself, since the difference of the other two would cancel. Probabilities are floored at f = 1e-12, as by `project`.
 
     The bound holds for any logits. Let a, b be the tails' masses once floored and normalised by Z. The gap is
-    `Σ_T p̃ log(p̃/a) + Σ_T p̃ log(b/p)`; no term of the first sum is above 0, and `p ≥ f/Z` in the second, so that it
-    is at most `a log(bZ/f)`. With n tokens in the tail and masses ã, b̃ before flooring, `a ≤ ã + nf` and
-    `bZ ≤ b̃ + nf`, and the gap is at most `(ã + nf) log(b̃/f + n)`. It comes close where the new policy puts its
-    whole tail on one token that the old one all but excludes.
+    `Σ_T p̃ log(p̃/a) + Σ_T p̃ log(b/p)`. No term of the first sum is above 0, and `p ≥ f/Z` in the second, so the gap is
+    at most `a log(bZ/f)`. With n tokens in the tail and masses ã, b̃ before flooring, `a ≤ ã + nf` and `bZ ≤ b̃ + nf`,
+    so it is at most `(ã + nf) log(b̃/f + n)`. It comes close where the new policy puts its whole tail on one token
+    that the old one all but excludes.
 
     Args:
         new_logits: (..., V), the network's logits now.
@@ -88,28 +85,23 @@ def tail_gap(new_logits: Tensor, old_logits: Tensor, old: SparsePolicy) -> TailG
         old: p on its support, at the same positions (...).
 
     Returns:
-        `gap` and `bound`, each (...), in nats: the last term of the chain rule, and the most that it can be with these
-        two tail masses.
+        `gap`, the last term of the chain rule, and `bound`, the most that these tail masses allow; in nats, each (...).
 
     Raises:
         ValueError: On shapes that do not fit.
     """
     for name, logits in (("new_logits", new_logits), ("old_logits", old_logits)):
-        if logits.shape != (*old.shape, old.vocab_size):
-            raise ValueError(
-                f"{name} must be {shape_text((*old.shape, old.vocab_size))}, got {shape_text(logits.shape)}"
-            )
+        check_shape(name, logits, (*old.shape, old.vocab_size))
     new_raw, old_raw = (torch.log_softmax(as_float(logits), dim=-1) for logits in (new_logits, old_logits))
     in_tail = outside_support(old)
     count = in_tail.sum(-1)
-    new_tail, old_tail = (_only(log_probs, in_tail).logsumexp(-1).exp() for log_probs in (new_raw, old_raw))
+    new_tail, old_tail = (x.masked_fill(~in_tail, -torch.inf).logsumexp(-1).exp() for x in (new_raw, old_raw))
     bound = (new_tail + count * PROBABILITY_FLOOR) * torch.log(old_tail / PROBABILITY_FLOOR + count)
 
     present = torch.ones_like(in_tail)
-    new, before = (_only(floored(log_probs, present), in_tail) for log_probs in (new_raw, old_raw))
-    mass = new.logsumexp(-1)
-    new_within, old_within = new.log_softmax(-1), before.log_softmax(-1)
-    gap = mass.exp() * divergence((new_within - old_within).masked_fill(~in_tail, 0.0), old_within)
+    log_new, log_old = (floored(x, present).masked_fill(~in_tail, -torch.inf) for x in (new_raw, old_raw))
+    new_within, old_within = log_new.log_softmax(-1), log_old.log_softmax(-1)
+    gap = log_new.logsumexp(-1).exp() * divergence((new_within - old_within).masked_fill(~in_tail, 0.0), old_within)
     return TailGap(*(x.masked_fill(count == 0, 0.0) for x in (gap, bound)))
 
 
@@ -135,10 +127,10 @@ def tail_report(gap: TailGap, mask: Tensor) -> Tally:
         ValueError: If the positions are not those of the mask.
     """
     check_mask_fits(mask, gap=gap.gap)
-    parts = {"tail_gap": counted(gap.gap, mask), "tail_gap_bound": counted(gap.bound, mask)}
+    gaps, limits = counted(gap.gap, mask), counted(gap.bound, mask)
     return Tally(
-        {name: total(values) for name, values in parts.items()},
-        {f"{name}_max": largest(values) for name, values in parts.items()},
+        {"tail_gap": total(gaps), "tail_gap_bound": total(limits)},
+        {"tail_gap_max": largest(gaps), "tail_gap_bound_max": largest(limits)},
     )
 
 
@@ -178,13 +170,12 @@ def dual_report(
     weighted sums.
 
     Args:
-        new: p̃ at (...), from [log_probs_at][troll.log_probs_at] as the step reads it: of the old policy's tokens, which
-            with "floor" the new policy's own follow.
+        new: p̃ at (...), as for [old_to_new_kl][troll.diagnostics.old_to_new_kl].
         old: p, at the same positions.
         mask: (...), true (or 1) where a token counts.
-        kl_bound: ε, in nats, as in the step.
-        tail: "bucket" or "floor", as in the step.
-        solver: "newton" or "bracket", as in the step.
+        kl_bound: ε, in nats, as in the step; so are `tail` and `solver`.
+        tail: "bucket" or "floor".
+        solver: "newton" or "bracket".
         constraint: Which tokens share a multiplier, as in the step; if it spans processes, all of them take part.
 
     Returns:
@@ -228,7 +219,7 @@ def dual_report(
 
 @torch.no_grad()
 def ratio_report(log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip: float = 0.2) -> Tally:
-    """The ratio r = p̃/p of the sampled tokens, and what PPO's clip would have done to it.
+    """The ratio r = p̃/p of the sampled tokens, and how often PPO's clip would have cut it.
 
     Args:
         log_ratio: `log p̃ − log p`, (...), of the network itself, not of its projection.
@@ -278,10 +269,8 @@ def coverage(old: SparsePolicy, mask: Tensor) -> Tally:
     """
     check_mask_fits(mask, old=old.tail_log_prob)
     old = old[mask.bool() & old.log_probs[..., 0].isfinite()]
-    kept = old.used.sum(-1)
-    totals = distribution("kept_tokens", as_float(kept), (5, 50, 95))
-    outside = old.tail_log_prob.exp()
-    totals |= distribution("covered_mass", 1 - outside, (5, 50, 95))
+    totals = distribution("kept_tokens", as_float(old.used.sum(-1)))
+    totals |= distribution("covered_mass", 1 - old.tail_log_prob.exp())
     return Tally(totals | {"old_entropy": total(sparse_entropy(old))})
 
 
@@ -289,7 +278,7 @@ def support_too_small(tail_mass: float, *, top_k: int, threshold: float = 0.1, s
     """A warning for users if K is too small for the distributions, as it is for flat ones; else None.
 
     The bucket does not see changes within the tail, and the share of KL(p̃ ‖ p) that it misses is usually about the
-    tail's mass: docs/diagnostics.md has figures. That δ is exceeded, as at most tokens of a small model, says little.
+    tail's mass: docs/diagnostics.md has figures. A mass above δ says little: most tokens of a small model have it.
 
     Args:
         tail_mass: The mean mass outside the support, in [0, 1]: `1 − covered_mass` of
@@ -297,9 +286,6 @@ def support_too_small(tail_mass: float, *, top_k: int, threshold: float = 0.1, s
         top_k: K of the capture.
         threshold: The largest mass that is fine, in [0, 1).
         setting: The name of the setting by which users get a larger K; the warning names it.
-
-    Returns:
-        The warning in a sentence or two; None where the mass is fine.
 
     Raises:
         ValueError: On a threshold out of its range.
@@ -313,7 +299,3 @@ def support_too_small(tail_mass: float, *, top_k: int, threshold: float = 0.1, s
         "does not see changes within it, usually about the same share of the divergence. Raise "
         f"{setting} to {4 * top_k}, or sample at a lower temperature; tail_gap measures what is missed"
     )
-
-
-def _only(log_probs: Tensor, which: Tensor) -> Tensor:
-    return log_probs.masked_fill(~which, -torch.inf)

@@ -3,7 +3,6 @@
 p is 0 on absent outcomes, and s any finite number there.
 """
 
-# Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Chooses between Triton kernels, in files whose names end in `_triton`, and the torch code next to each."""
+"""Chooses between Triton kernels, in files whose names end in `_triton`, and the torch code next to each.
+
+Kernels have no annotations: Triton's compiler evaluates those of parameters, and knows only its own.
+"""
 
 from __future__ import annotations
 

@@ -38,18 +38,15 @@ class Tally:
             _combined(self.counts, other.counts, torch.add),
         )
 
-    def reduced(self, total: Callable[[Tensor], Tensor], largest: Callable[[Tensor], Tensor]) -> Tally:
+    def reduced(self, sum_all: Callable[[Tensor], Tensor], max_all: Callable[[Tensor], Tensor]) -> Tally:
         """The tally of all processes, in two collective operations; each must hold the same names in the same order.
 
         Args:
-            total: Adds up a tensor over processes.
-            largest: Takes the element-wise maximum of a tensor over processes.
-
-        Returns:
-            The tally of all processes, on each of them.
+            sum_all: Adds up a tensor over processes.
+            max_all: Takes the element-wise maximum of a tensor over processes.
         """
-        sums = _at_once(self.totals | self.counts, total)
-        extremes = _at_once(self.maxima | {name: -value for name, value in self.minima.items()}, largest)
+        sums = _at_once(self.totals | self.counts, sum_all)
+        extremes = _at_once(self.maxima | {name: -value for name, value in self.minima.items()}, max_all)
         return Tally(
             {name: sums[name] for name in self.totals},
             {name: extremes[name] for name in self.maxima},
@@ -65,11 +62,7 @@ class Tally:
 
 
 def step_tally(step: TrustRegionStep, mask: Tensor) -> Tally:
-    """What the trust region did with some tokens; `values(empty=0.0)` makes the metrics of it.
-
-    Args:
-        step: The step at token positions (...).
-        mask: (...), true (or 1) where a token counts.
+    """What the trust region did with the tokens (...) of a mask; `values(empty=0.0)` makes the metrics of it.
 
     Returns:
         The means `projected_fraction`, `kl_before_mean`, `kl_after_mean` and `regression` over the tokens; `multiplier`
@@ -94,26 +87,15 @@ def step_tally(step: TrustRegionStep, mask: Tensor) -> Tally:
 
 
 def support_tally(old: SparsePolicy, mask: Tensor) -> Tally:
-    """The means over some tokens of `support_size`, the slots that are used, and of `tail_mass`, the mass outside.
-
-    Args:
-        old: The old policy at token positions (...).
-        mask: (...), true (or 1) where a token counts.
-    """
-    return Tally(
-        {
-            "support_size": masked_total(old.used.sum(-1).to(old.log_probs.dtype), mask),
-            "tail_mass": masked_total(old.tail_log_prob.exp(), mask),
-        }
-    )
+    """The means over a mask's tokens (...) of `support_size`, the used slots, and of `tail_mass`, the mass outside."""
+    used = old.used.sum(-1).to(old.log_probs.dtype)
+    return Tally({"support_size": masked_total(used, mask), "tail_mass": masked_total(old.tail_log_prob.exp(), mask)})
 
 
 def masked_total(values: Tensor, mask: Tensor) -> Tensor:
-    """The sum over the tokens of a mask, and their number, (2,), without gradient or a wait for the device.
+    """The sum of values (...) over a mask's tokens, and their number, (2,), without gradient or a wait for the device.
 
-    Args:
-        values: (...), floating point; those outside the mask do not matter, NaN included.
-        mask: (...), true (or 1) where a token counts.
+    Values outside the mask do not matter, NaN included.
     """
     mask = mask.bool()
     return torch.stack([torch.where(mask, values.detach(), 0.0).sum(), mask.sum().to(values.dtype)])
@@ -138,17 +120,14 @@ def quantiles(name: str, values: Tensor, percents: Sequence[int]) -> dict[str, T
     """Percentiles of (n,) values, each as a sum and a count that weights it n times in a mean."""
     if len(values) == 0:
         return {f"{name}_p{percent}": values.new_zeros(2) for percent in percents}
-    fractions = values.new_tensor([percent / 100 for percent in percents])
     weight = values.new_tensor(float(len(values)))
-    return {
-        f"{name}_p{percent}": torch.stack([quantile * weight, weight])
-        for percent, quantile in zip(percents, torch.quantile(values, fractions), strict=True)
-    }
+    sums = weight * torch.quantile(values, values.new_tensor([percent / 100 for percent in percents]))
+    return {f"{name}_p{percent}": torch.stack([x, weight]) for percent, x in zip(percents, sums, strict=True)}
 
 
-def distribution(name: str, values: Tensor, percents: Sequence[int]) -> dict[str, Tensor]:
-    """The mean and percentiles of (n,) values."""
-    return {name: total(values)} | quantiles(name, values, percents)
+def distribution(name: str, values: Tensor) -> dict[str, Tensor]:
+    """The mean of (n,) values, and their 5, 50 and 95 % quantiles."""
+    return {name: total(values)} | quantiles(name, values, (5, 50, 95))
 
 
 def _masked_largest(values: Tensor, mask: Tensor) -> Tensor:
@@ -159,12 +138,12 @@ def _masked_largest(values: Tensor, mask: Tensor) -> Tensor:
 def _combined(
     ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], how: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """The numbers of both; `how` makes one of two with the same name."""
+    """The numbers of both; `how` combines two of the same name."""
     return {**ours, **{name: how(ours[name], value) if name in ours else value for name, value in theirs.items()}}
 
 
 def _at_once(values: Mapping[str, Tensor], change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """What `change` makes of the values, called once, if there are any, with all of their elements in one vector."""
+    """Applies `change` once to all elements of the values, as one vector; not at all if there are none."""
     if not values:
         return {}
     sizes = [value.numel() for value in values.values()]

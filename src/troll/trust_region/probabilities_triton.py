@@ -1,6 +1,5 @@
 """Shared by Triton programs that hold a token's K + 1 outcomes in registers: first the slots, then the tail."""
 
-# Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -13,13 +12,10 @@ import triton.language as tl
 OUTCOMES_A_WARP = 256
 
 
-def launch(outcomes: int) -> dict[str, int]:
-    """The size and the warps of a program for one token.
-
-    All of these programs take them from here, so that two programs that add the same numbers get the same sum.
-    """
-    block = triton.next_power_of_2(outcomes)
-    return {"BLOCK": block, "num_warps": min(max(block // OUTCOMES_A_WARP, 1), 16)}
+def program_of(outcomes: int) -> dict[str, int]:
+    """The size and the warps of a program for one token: two programs that add the same numbers get the same sum."""
+    size = triton.next_power_of_2(outcomes)
+    return {"OUTCOMES": size, "num_warps": min(max(size // OUTCOMES_A_WARP, 1), 16)}
 
 
 @triton.jit

@@ -15,7 +15,7 @@ The conditions of Karush, Kuhn and Tucker give the gradient: see [project][troll
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,6 @@ from troll.trust_region.dual import SOLVERS, TokenCurve, tilt
 from troll.trust_region.policy.on_support import PolicyOnSupport, present_outcomes
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.probabilities import as_float, divergence, floored
-
-PolicyOfTokens = PolicyOnSupport | SparsePolicy
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,25 +55,9 @@ class Projection:
     iterations: Tensor
 
 
-@overload
 def project(
-    new_log_probs: Tensor,
-    old_log_probs: Tensor,
-    kl_bound: float | Tensor = ...,
-    solver: str = ...,
-    constraint: Constraint | None = ...,
-) -> Projection: ...
-@overload
-def project(
-    new_log_probs: PolicyOfTokens,
-    old_log_probs: PolicyOfTokens,
-    kl_bound: float | Tensor = ...,
-    solver: str = ...,
-    constraint: Constraint | None = ...,
-) -> Projection: ...
-def project(
-    new_log_probs: Tensor | PolicyOfTokens,
-    old_log_probs: Tensor | PolicyOfTokens,
+    new_log_probs: Tensor | PolicyOnSupport | SparsePolicy,
+    old_log_probs: Tensor | PolicyOnSupport | SparsePolicy,
     kl_bound: float | Tensor = 0.05,
     solver: str = "newton",
     constraint: Constraint | None = None,
@@ -114,25 +96,22 @@ def project(
                 f"got {tuple(new_log_probs.shape)} and {tuple(old_log_probs.shape)}"
             )
         dtype = torch.promote_types(as_float(new_log_probs).dtype, as_float(old_log_probs).dtype)
-        raw, old = (torch.log_softmax(x.to(dtype), dim=-1) for x in (new_log_probs, old_log_probs.detach()))
-        present = torch.ones_like(raw, dtype=torch.bool)
+        new, old = (torch.log_softmax(x.to(dtype), dim=-1) for x in (new_log_probs, old_log_probs.detach()))
+        present = torch.ones_like(new, dtype=torch.bool)
     elif isinstance(new_log_probs, Tensor) or isinstance(old_log_probs, Tensor):
         raise ValueError("new_log_probs and old_log_probs must both be tensors or both be policies on a support")
     else:
-        raw, old = as_float(new_log_probs.outcomes), as_float(old_log_probs.outcomes)
+        new, old = as_float(new_log_probs.outcomes), as_float(old_log_probs.outcomes)
         present = present_outcomes(new_log_probs, old_log_probs)
 
-    shape = raw.shape[:-1]
-    outcomes = CommonOutcomes(floored(raw, present), floored(old, present), present)
-    found = project_tokens(outcomes, raw.new_zeros(shape), kl_bound, solver, constraint)
+    shape = new.shape[:-1]
+    outcomes = CommonOutcomes(floored(new, present), floored(old, present), present)
+    found = project_tokens(outcomes, new.new_zeros(shape), kl_bound, solver, constraint)
     # Where nothing is projected, nothing is floored either.
-    raw = torch.where(found.broken.unsqueeze(-1), torch.nan, raw.reshape(-1, raw.shape[-1]))
+    new = torch.where(found.broken.unsqueeze(-1), torch.nan, new.reshape(-1, new.shape[-1]))
     return Projection(
-        raw.index_copy(0, found.row_index, found.log_q).view(*shape, raw.shape[-1]),
-        *(
-            x.view(shape)
-            for x in (found.multiplier, found.kl_before, found.kl_after, found.projected, found.iterations)
-        ),
+        new.index_copy(0, found.row_index, found.log_q).view(*shape, new.shape[-1]),
+        *(x.view(shape) for x in found[4:]),  # from `multiplier` on, the fields are the same
     )
 
 
@@ -173,14 +152,9 @@ def project_tokens(
     solver: str,
     constraint: Constraint | None,
 ) -> TokenProjection:
-    """Projects policies on the same outcomes.
+    """Projects policies on the same outcomes, (..., M); the other arguments are those of [project][troll.project].
 
-    Args:
-        outcomes: Both policies at the token positions, (..., M).
-        sampled_s: s of the sampled tokens, (...), which may differ from their entries.
-        kl_bound: ε, as in [project][troll.project].
-        solver: A key of `SOLVERS`.
-        constraint: Which of the tokens (...) share a multiplier.
+    `sampled_s`, (...), is s of the sampled tokens, which may differ from their entries.
 
     Raises:
         ValueError: If the bound or the constraint does not fit, or the solver is unknown.

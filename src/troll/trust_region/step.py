@@ -1,6 +1,6 @@
 """The trust region of one optimisation step: the new policy is read, projected, and reduced to a few numbers per token.
 
-`step_triton` does what follows the reading in one program for each token.
+With Triton, everything after the reading is one program for each token: `step_triton`.
 """
 
 from __future__ import annotations
@@ -106,25 +106,23 @@ def trust_region_step(
     source = Logits(source) if isinstance(source, Tensor) else source
     if tail == "floor":
         _warn_of_floor(old)
-    if isinstance(source, PolicyOnSupport):
-        new = source
-    else:
-        token_ids = _tokens_to_read(source, old, tail)
-        new = read(source, token_ids, entropy=entropy)
+    new = source
+    if not isinstance(new, PolicyOnSupport):
+        new = read(new, _tokens_to_read(new, old, tail), entropy=entropy)
     old = on_tokens_of(new, old, tail)
     # The Triton program solves for one token at a time, without a constraint.
     if constraint is None and solver == "newton" and use_triton(new.logits, new.logits.shape[-1] + 1):
         from troll.trust_region import step_triton
 
-        return TrustRegionStep(*step_triton.step(new, old, kl_bound, tail, pull))  # type: ignore[arg-type]
+        return step_triton.step(new, old, kl_bound, tail, pull)
 
-    raw = as_float(new.outcomes)
+    new_raw = as_float(new.outcomes)
     outcomes = common_outcomes(new, old, tail)
     at = old.slot.unsqueeze(-1)
-    before, after = (outcomes.old, outcomes.new) if tail == "floor" else (old.log_probs.to(raw.dtype), raw)
-    log_p, log_p_new = before.gather(-1, at).squeeze(-1), after.gather(-1, at).squeeze(-1)
-    # What the old policy excludes cannot have been sampled from it, and has no ratio.
-    sampled_s = torch.where(log_p == -torch.inf, 0.0, log_p_new - log_p)
+    log_new, log_old = (outcomes.new, outcomes.old) if tail == "floor" else (new_raw, old.log_probs.to(new_raw.dtype))
+    sampled_new, sampled_old = (x.gather(-1, at).squeeze(-1) for x in (log_new, log_old))
+    # A token that the old policy excludes cannot have been sampled from it, and has no ratio.
+    sampled_s = torch.where(sampled_old == -torch.inf, 0.0, sampled_new - sampled_old)
 
     found = project_tokens(outcomes, sampled_s, kl_bound, solver, constraint)
     regression = pull_to_old(outcomes).reshape(-1) if pull == "proximal" else pull_to_projection(outcomes, found)
@@ -132,7 +130,7 @@ def trust_region_step(
     return TrustRegionStep(
         log_ratio=found.log_ratio.view(shape),
         regression=torch.where(broken, torch.nan, regression.view(shape)),
-        log_prob=torch.where(broken, torch.nan, raw.gather(-1, at).squeeze(-1)),
+        log_prob=torch.where(broken, torch.nan, new_raw.gather(-1, at).squeeze(-1)),
         kl_before=found.kl_before.view(shape),
         kl_after=found.kl_after.view(shape),
         multiplier=torch.where(broken, torch.nan, found.multiplier.view(shape)),
@@ -167,32 +165,27 @@ def pull_to_old(outcomes: CommonOutcomes) -> Tensor:
 
 
 def common_outcomes(new: PolicyOnSupport, old: SparsePolicy, tail: Tail = "bucket") -> CommonOutcomes:
-    """Both policies' floored log-probabilities on the same outcomes, and which of these are present.
+    """Both policies' floored log-probabilities on the same K' + 1 outcomes, the tail last, and which are present.
 
-    Args:
-        new: p̃, (...), read at the tokens of `old`; for "floor", at the tokens of both supports, the old one's first.
-        old: p, (...), as captured.
-        tail: "bucket" or "floor".
-
-    Returns:
-        K' + 1 outcomes at each position, the tail last.
+    `new` was read at the tokens of `old`; for "floor", at the tokens of both supports, the old one's first.
 
     Raises:
         ValueError: If the new policy was read at other tokens.
     """
     old = on_tokens_of(new, old, tail)
-    raw = as_float(new.outcomes)
-    before = old.outcomes.to(raw.dtype)
+    log_new = as_float(new.outcomes)
+    log_old = old.outcomes.to(log_new.dtype)
     if tail == "bucket":
         present = present_outcomes(new, old)
     else:
-        outside = (new.vocab_size - new.used.sum(-1, keepdim=True)).to(raw.dtype).log() + LOG_FLOOR
+        outside = (new.vocab_size - new.used.sum(-1, keepdim=True)).to(log_new.dtype).log() + LOG_FLOOR
         present = torch.cat([new.used, outside > -torch.inf], -1)
         # NaN has to remain in a row that is no distribution.
-        raw, before = (
-            torch.cat([x[..., :-1], torch.where(x[..., -1:].isnan(), torch.nan, outside)], -1) for x in (raw, before)
+        log_new, log_old = (
+            torch.cat([x[..., :-1], torch.where(x[..., -1:].isnan(), torch.nan, outside)], -1)
+            for x in (log_new, log_old)
         )
-    return CommonOutcomes(floored(raw, present), floored(before, present), present)
+    return CommonOutcomes(floored(log_new, present), floored(log_old, present), present)
 
 
 def on_tokens_of(new: PolicyOnSupport, old: SparsePolicy, tail: Tail) -> SparsePolicy:

@@ -5,7 +5,6 @@ backward pass computes all of this again from the same logits, except for τ and
 gradients.
 """
 
-# Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -23,31 +22,17 @@ from troll.trust_region.dual_triton import divergence_terms, newton, tilt
 from troll.trust_region.kernels import launching_on
 from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.policy.sparse import SparsePolicy
-from troll.trust_region.probabilities_triton import launch, log_sum_exp, nan_unless_finite
+from troll.trust_region.probabilities_triton import log_sum_exp, nan_unless_finite, program_of
 from troll.trust_region.projection import broadcast_bound
-from troll.trust_region.step import Pull, Tail
+from troll.trust_region.step import Pull, Tail, TrustRegionStep
 
 LOG_FLOOR = tl.constexpr(probabilities.LOG_FLOOR)
 
 
-def step(
-    new: PolicyOnSupport,
-    old: SparsePolicy,
-    kl_bound: float | Tensor,
-    tail: Tail,
-    pull: Pull,
-) -> tuple[Tensor | None, ...]:
-    """What `step.trust_region_step` computes after the reading, by Newton's method, in float32.
+def step(new: PolicyOnSupport, old: SparsePolicy, kl_bound: float | Tensor, tail: Tail, pull: Pull) -> TrustRegionStep:
+    """`step.trust_region_step` of two policies on one support, by Newton's method in float32.
 
-    Args:
-        new: p̃, (...), as read.
-        old: p, (...), on the same slots.
-        kl_bound: ε > 0 in nats. Where a tensor is NaN or not above 0, the token's numbers are NaN.
-        tail: "bucket" or "floor".
-        pull: "projection" or "proximal".
-
-    Returns:
-        The fields of `step.TrustRegionStep`, in their order.
+    Where a tensor of bounds is NaN or not above 0, the token's numbers are NaN.
     """
     shape, k = new.shape, new.token_ids.shape[-1]
     logits, tail_logit = probabilities.as_float(new.logits), probabilities.as_float(new.tail_logit)
@@ -64,7 +49,7 @@ def step(
     wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in policies[:3])
     floor_of = new.vocab_size if tail == "floor" else None
     outputs = _Step.apply(*policies, bound, floor_of, pull == "proximal", wants_gradient)
-    return tuple(None if x is None else x.view(shape) for x in outputs)
+    return TrustRegionStep(*(None if x is None else x.view(shape) for x in outputs))  # type: ignore[arg-type]
 
 
 class _Step(torch.autograd.Function):
@@ -87,11 +72,8 @@ class _Step(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         tokens, k = logits.shape
-        log_ratio, regression, log_prob, kl_before, kl_after, multiplier = (
-            torch.empty_like(tail_logit) for _ in range(6)
-        )
         projected = torch.empty_like(tail_logit, dtype=torch.bool)
-        step = (log_ratio, regression, log_prob, kl_before, kl_after, multiplier, projected)
+        step = (*(torch.empty_like(tail_logit) for _ in range(6)), projected)
         entropy = None if tail_entropy is None else torch.empty_like(tail_logit)
         tau, center = (torch.empty_like(tail_logit) if wants_gradient else None for _ in range(2))
         policies = (logits, tail_logit, tail_entropy, ids, old_log_probs, old_tail, slot)
@@ -105,12 +87,12 @@ class _Step(torch.autograd.Function):
                     *step,
                     *(entropy, tau, center),
                     PROXIMAL=proximal,
-                    **launch(k + 1),
+                    **program_of(k + 1),
                 )
         if wants_gradient:
             ctx.save_for_backward(*policies, projected, tau, center)  # type: ignore[arg-type]
             ctx.floor_of, ctx.proximal = floor_of, proximal  # type: ignore[attr-defined]
-        ctx.mark_non_differentiable(kl_before, kl_after, multiplier, projected)
+        ctx.mark_non_differentiable(*step[3:])  # from `kl_before` on
         return *step, entropy
 
     @staticmethod
@@ -133,7 +115,7 @@ class _Step(torch.autograd.Function):
                     *(0 if x is None else x.stride(0) for x in upstream),
                     *(grad_logits, grad_tail, grad_entropy),
                     PROXIMAL=ctx.proximal,
-                    **launch(k + 1),
+                    **program_of(k + 1),
                 )
         return grad_logits, grad_tail, grad_entropy, *(None,) * 8
 
@@ -162,18 +144,18 @@ def _step_kernel(
     tau,
     center,
     PROXIMAL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    OUTCOMES: tl.constexpr,
 ):
     """The trust region of one token: docs/method.md has the formulas, `dual` the numerics."""
     row = tl.program_id(0).to(tl.int64)
-    sampled = tl.arange(0, BLOCK) == tl.load(slot + row)
-    raw, log_new, log_old, present, before = outcomes_of(
-        logits, tail_logit, ids, old_log_probs, old_tail, floor_of, row, k, BLOCK
+    sampled = tl.arange(0, OUTCOMES) == tl.load(slot + row)
+    new_raw, log_new, log_old, present, old_raw = outcomes_of(
+        logits, tail_logit, ids, old_log_probs, old_tail, floor_of, row, k, OUTCOMES
     )
     p = tl.where(present, tl.exp(log_old), 0.0)
     p_new = tl.where(present, tl.exp(log_new), 0.0)
     s = tl.where(present, log_new - log_old, 0.0)
-    sampled_s = s_of_sampled(raw, before, s, sampled, floor_of)
+    sampled_s = s_of_sampled(new_raw, old_raw, s, sampled, floor_of)
 
     limit = tl.load(bound + row * bound_stride)
     kl = tl.sum(divergence_terms(p, p_new, s))
@@ -199,14 +181,14 @@ def _step_kernel(
 
     tl.store(log_ratio + row, ratio + unless_broken)
     tl.store(regression + row, pull + unless_broken)
-    tl.store(log_prob + row, tl.sum(tl.where(sampled, raw, 0.0)) + unless_broken)
+    tl.store(log_prob + row, tl.sum(tl.where(sampled, new_raw, 0.0)) + unless_broken)
     tl.store(kl_before + row, kl + unless_broken)
     tl.store(kl_after + row, kl_of_q + unless_broken)
     tl.store(multiplier + row, eta + unless_broken)
     tl.store(projected + row, outside)
     if entropy is not None:
         in_tail = tl.load(tail_entropy + row)
-        tl.store(entropy + row, tl.sum(entropy_terms(raw, in_tail, k, BLOCK)) + unless_broken)
+        tl.store(entropy + row, tl.sum(entropy_terms(new_raw, in_tail, k, OUTCOMES)) + unless_broken)
     if tau is not None:
         tl.store(tau + row, root)
         tl.store(center + row, around)
@@ -238,26 +220,26 @@ def _step_gradient_kernel(
     tail_grad,  # (N,)
     tail_entropy_grad,  # (N,) or None
     PROXIMAL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    OUTCOMES: tl.constexpr,
 ):
     """One token's gradient: first with respect to raw log-probabilities, then to logits."""
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
+    lane = tl.arange(0, OUTCOMES)
     sampled = lane == tl.load(slot + row)
-    raw, log_new, log_old, present, before = outcomes_of(
-        logits, tail_logit, ids, old_log_probs, old_tail, floor_of, row, k, BLOCK
+    new_raw, log_new, log_old, present, old_raw = outcomes_of(
+        logits, tail_logit, ids, old_log_probs, old_tail, floor_of, row, k, OUTCOMES
     )
     new = tl.where(present, tl.exp(log_new), 0.0)
     # No gradient flows through a floored entry.
-    free = present & (raw >= LOG_FLOOR)
+    free = present & (new_raw >= LOG_FLOOR)
     if floor_of is not None:
         free &= lane < k  # the tail's probability is given
     outside, root = tl.load(projected + row), tl.load(tau + row)
     whole = root == root  # else the token is no distribution, and has no gradient
 
     # The gradient of the log-ratio is τ at s_o, which is raw, and of A(τ) at the floored outcomes.
-    pulled = tl.zeros([BLOCK], tl.float32)
-    from_tilt = tl.zeros([BLOCK], tl.float32)
+    pulled = tl.zeros([OUTCOMES], tl.float32)
+    from_tilt = tl.zeros([OUTCOMES], tl.float32)
     if outside:
         p = tl.where(present, tl.exp(log_old), 0.0)
         s = tl.where(present, log_new - log_old, 0.0)
@@ -265,7 +247,7 @@ def _step_gradient_kernel(
         _, q, _, _, mean, variance = tilt(p, s, root, around)
         # s − μ without rounding s − center a second time.
         deviation = s - around - mean
-        along = (s_of_sampled(raw, before, s, sampled, floor_of) - around - mean) / variance
+        along = (s_of_sampled(new_raw, old_raw, s, sampled, floor_of) - around - mean) / variance
         # With σ² = 0, nothing moves on the surface of the ball.
         along = tl.where(tl.abs(along) < float("inf"), along, 0.0)
         from_tilt = -q * (1 + along * deviation)
@@ -278,13 +260,13 @@ def _step_gradient_kernel(
         pulled = tl.where(free, tl.where(whole, new - tl.exp(log_old), 0.0), 0.0)
     if floor_of is None:
         # From s_o, and from the sum of the floored probabilities, which normalises all of them.
-        through_ratio = tl.where(sampled & (before > float("-inf")), root, 0.0)
+        through_ratio = tl.where(sampled & (old_raw > float("-inf")), root, 0.0)
         if outside:
             through_ratio += tl.where(free, root * (new + from_tilt), 0.0)
     else:
         through_ratio = tl.where(free, root * (tl.where(sampled, 1.0, 0.0) + from_tilt), 0.0)
 
-    grad = tl.zeros([BLOCK], tl.float32)
+    grad = tl.zeros([OUTCOMES], tl.float32)
     # The gradient at an output that does not depend on an outcome does not matter, NaN included.
     if log_ratio_grad is not None:
         through_ratio = tl.where(whole, through_ratio, 0.0)
@@ -295,11 +277,11 @@ def _step_gradient_kernel(
     if log_prob_grad is not None:
         upstream = tl.load(log_prob_grad + row * log_prob_stride)
         grad += tl.where(sampled, tl.where(whole, upstream, 0.0), 0.0)
-    probs = tl.where(whole, tl.exp(raw), 0.0)
+    probs = tl.where(whole, tl.exp(new_raw), 0.0)
     grad -= probs * tl.sum(grad)
     if entropy_grad is not None:
         in_tail = tl.load(tail_entropy + row)
-        terms = tl.where(whole, entropy_terms(raw, in_tail, k, BLOCK), 0.0)
+        terms = tl.where(whole, entropy_terms(new_raw, in_tail, k, OUTCOMES), 0.0)
         through_entropy = terms - probs * tl.sum(terms)
         upstream = tl.load(entropy_grad + row * entropy_stride)
         grad += tl.where(through_entropy != 0, through_entropy * upstream, 0.0)
@@ -310,47 +292,47 @@ def _step_gradient_kernel(
 
 
 @triton.jit
-def outcomes_of(logits, tail_logit, ids, old_log_probs, old_tail, floor_of, row, k, BLOCK: tl.constexpr):
+def outcomes_of(logits, tail_logit, ids, old_log_probs, old_tail, floor_of, row, k, OUTCOMES: tl.constexpr):
     """Both policies on the slots, and on the tail in lane k.
 
     Returns:
         Raw log p̃; log p̃ and log p, floored and renormalised; which outcomes are present; and raw log p.
     """
-    lane = tl.arange(0, BLOCK)
+    lane = tl.arange(0, OUTCOMES)
     inside, is_tail = lane < k, lane == k
     z = tl.load(logits + row * k + lane, mask=inside, other=float("-inf"))
     z = tl.where(is_tail, tl.load(tail_logit + row), z)
-    raw = z - nan_unless_finite(log_sum_exp(z))
-    before = tl.load(old_log_probs + row * k + lane, mask=inside, other=float("-inf"))
-    before = tl.where(is_tail, tl.load(old_tail + row), before)
+    new_raw = z - nan_unless_finite(log_sum_exp(z))
+    old_raw = tl.load(old_log_probs + row * k + lane, mask=inside, other=float("-inf"))
+    old_raw = tl.where(is_tail, tl.load(old_tail + row), old_raw)
     present = tl.load(ids + row * k + lane, mask=inside, other=-1) >= 0
     if floor_of is None:
-        present |= is_tail & ((raw > float("-inf")) | (before > float("-inf")))
-        log_new, log_old = floored(raw, present), floored(before, present)
+        present |= is_tail & ((new_raw > float("-inf")) | (old_raw > float("-inf")))
+        log_new, log_old = floored(new_raw, present), floored(old_raw, present)
     else:
         count = floor_of - tl.sum(present.to(tl.int32))
         present |= is_tail & (count > 0)
         # Not in a row that is no distribution, which NaN shows.
         constant = tl.log(count.to(tl.float32)) + LOG_FLOOR
-        log_new = floored(tl.where(is_tail & (raw == raw), constant, raw), present)
-        log_old = floored(tl.where(is_tail & (before == before), constant, before), present)
-    return raw, log_new, log_old, present, before
+        log_new = floored(tl.where(is_tail & (new_raw == new_raw), constant, new_raw), present)
+        log_old = floored(tl.where(is_tail & (old_raw == old_raw), constant, old_raw), present)
+    return new_raw, log_new, log_old, present, old_raw
 
 
 @triton.jit
-def s_of_sampled(raw, before, s, sampled, floor_of):
+def s_of_sampled(new_raw, old_raw, s, sampled, floor_of):
     """`log p̃ − log p` of the sampled token: raw, or floored like all others."""
     if floor_of is None:
         # A token that the old policy excludes cannot have been sampled from it, and has no ratio.
-        s = tl.where(before == float("-inf"), 0.0, raw - before)
+        s = tl.where(old_raw == float("-inf"), 0.0, new_raw - old_raw)
     return tl.sum(tl.where(sampled, s, 0.0))
 
 
 @triton.jit
-def entropy_terms(raw, in_tail, k, BLOCK: tl.constexpr):
+def entropy_terms(raw, in_tail, k, OUTCOMES: tl.constexpr):
     """−p log p of each slot; for the tail, with the entropy within it; 0 without mass."""
     probs = tl.exp(raw)
-    surprise = tl.where(tl.arange(0, BLOCK) == k, in_tail - raw, -raw)
+    surprise = tl.where(tl.arange(0, OUTCOMES) == k, in_tail - raw, -raw)
     return tl.where(probs > 0, probs * surprise, 0.0)
 
 

@@ -247,7 +247,7 @@ def test_pickles_are_exact(through, policy):
 
 
 @pytest.mark.parametrize("take", [lambda packed: packed[17], lambda packed: packed[17:18], lambda p: p.unbind()[17]])
-def test_a_pickle_of_a_part_holds_that_part_alone(take):
+def test_a_pickle_of_a_part_holds_only_that_part(take):
     packed = PackedPolicy.of(padded(torch.randint(1, 9, (64, 100)), 8))
     part = take(packed)
     assert len(pickle.dumps(part)) < part.nbytes + 3000 < packed.nbytes / 20

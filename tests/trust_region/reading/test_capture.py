@@ -207,7 +207,7 @@ def test_defaults_are_those_of_the_design():
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_broken_rows_leave_the_others_alone(broken):
+def test_capture_of_broken_rows_does_not_change_others(broken):
     logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(4))
     token_ids = torch.tensor([0, 1, 2, 3])
     clean = troll.capture(logits, token_ids, top_k=6)

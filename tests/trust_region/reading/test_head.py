@@ -214,7 +214,7 @@ def test_under_autocast_every_product_is_computed_in_its_dtype(monkeypatch):
     assert set(operands) == {(torch.float32, torch.bfloat16, torch.bfloat16)}
 
 
-def test_float64_is_left_alone_by_autocast():
+def test_autocast_does_not_change_float64():
     problem = Problem("head")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         under = troll.capture(problem.source(), problem.token_ids)

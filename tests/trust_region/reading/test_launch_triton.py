@@ -38,9 +38,9 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_sizes_of_the_table():
-    assert launch_triton.launch("_gradient_kernel", 10**6, torch.bfloat16) == {"COLUMNS": 2048, "num_warps": 4}
-    assert launch_triton.launch("_gradient_kernel", 1000, torch.float32) == {"COLUMNS": 1024, "num_warps": 4}
-    assert launch_triton.launch("_gradient_kernel", 3, torch.float32)["COLUMNS"] == 128
+    assert launch_triton.sizes_of("_gradient_kernel", 10**6, torch.bfloat16) == {"COLUMNS": 2048, "num_warps": 4}
+    assert launch_triton.sizes_of("_gradient_kernel", 1000, torch.float32) == {"COLUMNS": 1024, "num_warps": 4}
+    assert launch_triton.sizes_of("_gradient_kernel", 3, torch.float32)["COLUMNS"] == 128
     for name, sizes in launch_triton.TABLE.items():
         for bytes_each in sizes:
             for columns, warps in launch_triton.candidates(name, bytes_each):
@@ -53,7 +53,7 @@ def test_warps_of_a_selection():
 
 
 @pytest.mark.parametrize(("value", "device", "tunes"), [("0", "cuda", False), ("1", "cpu", False), ("1", "cuda", True)])
-def test_the_variable(monkeypatch, value, device, tunes):
+def test_tuning_follows_its_variable(monkeypatch, value, device, tunes):
     monkeypatch.setenv(launch_triton.VARIABLE, value)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert launch_triton._tunes(device) is tunes
@@ -61,7 +61,7 @@ def test_the_variable(monkeypatch, value, device, tunes):
     assert not launch_triton._tunes(device)
 
 
-def test_other_values_are_refused(monkeypatch):
+def test_tuning_refuses_other_values(monkeypatch):
     monkeypatch.setenv(launch_triton.VARIABLE, "yes")
     with pytest.raises(ValueError, match="TROLL_AUTOTUNE must be 0 or 1, got 'yes'"):
         launch_triton._tunes("cuda")

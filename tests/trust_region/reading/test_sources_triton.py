@@ -122,7 +122,7 @@ def test_donated_logits_hold_their_gradient(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_are_no_distribution_stay_alone(kind, monkeypatch):
+def test_rows_that_are_no_distribution_do_not_change_others(kind, monkeypatch):
     monkeypatch.setenv(VARIABLE, "triton")
     problem = Problem(kind, torch.float32)
     old = troll.capture(problem.source(problem.old), problem.sampled, top_k=9)

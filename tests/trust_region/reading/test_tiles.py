@@ -18,7 +18,7 @@ from troll.trust_region.reading.tiles import (
     NO_TOKEN,
     Support,
     TailSums,
-    TorchTile,
+    Tile,
     Transform,
     Upstream,
 )
@@ -26,9 +26,9 @@ from troll.trust_region.reading.tiles import (
 PLAIN = Transform()
 
 
-def tile_of(values: Tensor, first: int = 0) -> TorchTile:
+def tile_of(values: Tensor, first: int = 0) -> Tile:
     """In memory of its own, which may be used up."""
-    return TorchTile(values.clone(), PLAIN, first, slice(0, len(values)), slice(0, values.shape[-1]))
+    return Tile(values.clone(), PLAIN, first, slice(0, len(values)), slice(0, values.shape[-1]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_any_partition_into_tiles_has_the_same_sums(values, with_entropy, data):
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 @pytest.mark.parametrize("at", [0, 1, 3])
-def test_what_is_not_finite_is_not_forgotten(with_entropy, broken, at):
+def test_read_keeps_logits_that_are_not_finite(with_entropy, broken, at):
     """In the first tile or in the last one."""
     z = torch.zeros(2, 4)
     z[1, at] = broken

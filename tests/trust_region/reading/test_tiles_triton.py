@@ -154,7 +154,7 @@ def test_rows_that_are_no_distribution_and_logits_of_minus_infinity(order, trans
     assert actual[0][6, 0].isnan() and actual[0].isnan().sum() == 1
 
 
-def test_tiles_of_minus_infinity_leave_the_sums_alone():
+def test_read_of_minus_infinity_does_not_change_the_sums():
     nothing = torch.full((2, 100), -torch.inf, device=DEVICE)
     support = Support.from_ids(some_ids(2, 3, FIRST, FIRST + 100))
     (_, outside), _ = fold_both([made(nothing), made(nothing, first=FIRST + 100)], support)

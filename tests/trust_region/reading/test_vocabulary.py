@@ -18,7 +18,7 @@ from tests.trust_region.cases import array, capture_rows
 from tests.trust_region.reading.sources import plainly
 from tests.trust_region.reading.vocabulary_worker import CASES, HIDDEN, TRITON_CASES, Case, Result, main, run
 from troll.trust_region.policy.top import Top
-from troll.trust_region.reading.vocabulary import held_vocabulary
+from troll.trust_region.reading.vocabulary import Vocabulary
 
 INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 ALL_CASES = CASES + (TRITON_CASES if INTERPRETED else [])
@@ -58,7 +58,7 @@ def brought_together(case: Case, processes: list[dict[str, Any]], name: str) -> 
 
 
 @pytest.mark.parametrize("case", ALL_CASES, ids=str)
-def test_it_is_what_the_whole_vocabulary_gives(case, processes):
+def test_slices_give_what_the_whole_vocabulary_gives(case, processes):
     for name, expected in on_the_whole(case).items():
         actual = brought_together(case, processes, name)
         tolerance = 0.0
@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_refused_on_every_process(processes):
 
 
 def test_without_a_group_nothing_is_copied():
-    vocabulary = held_vocabulary(7, None)
+    vocabulary = Vocabulary.held(7, None)
     assert (vocabulary.start, vocabulary.size, vocabulary.width) == (0, 7, 7)
     ids, logits, total = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3), torch.zeros(2)
     top = Top(ids, logits, logits, total, total)

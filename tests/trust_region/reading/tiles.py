@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from troll.trust_region.reading.memory_triton import Memory
-from troll.trust_region.reading.tiles import TensorRows, TorchTile, Transform
+from troll.trust_region.reading.tiles import TensorRows, Tile, Transform
 from troll.trust_region.reading.tiles_triton import TritonTile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,10 +36,10 @@ class Made(NamedTuple):
     memory: Tensor
     logits: Tensor
 
-    def for_torch(self, dtype: torch.dtype = torch.float64) -> TorchTile:
+    def for_torch(self, dtype: torch.dtype = torch.float64) -> Tile:
         """A tile for torch, with memory of its own."""
         tile = self.tile
-        return TorchTile(self.logits.to(dtype, copy=True), tile.transform, tile.first, tile.rows, tile.columns)
+        return Tile(self.logits.to(dtype, copy=True), tile.transform, tile.first, tile.rows, tile.columns)
 
     def values(self) -> Tensor:
         """What the memory holds of the tile, (n, W)."""

@@ -15,14 +15,14 @@ from troll.trust_region.probabilities import as_float, entropy_of
 class PolicyOnSupport:
     """Next-token distributions on K tokens and everything else, as [log_probs_at][troll.log_probs_at] reads them.
 
-    The numbers are what was read, and are normalised when log-probabilities are asked for.
+    The logits are stored as they were read; log-probabilities are normalised when they are asked for.
 
     Attributes:
         token_ids: (..., K) int64; −1 in unused slots.
         logits: (..., K), these tokens' logits; −inf in unused slots.
         tail_logit: (...), log-sum-exp of all other logits; −inf where there are none.
         vocab_size: V, the tokens in the vocabulary.
-        tail_entropy: (...), the entropy of all other tokens among themselves, in nats; None unless it was asked for.
+        tail_entropy: (...), the entropy within all other tokens, in nats; None unless it was asked for.
     """
 
     token_ids: Tensor
@@ -97,7 +97,7 @@ def sparse_kl(new: PolicyOnSupport | SparsePolicy, old: PolicyOnSupport | Sparse
     present = present_outcomes(new, old)
     log_new, log_old = as_float(new.outcomes), as_float(old.outcomes)
     # Where new has no mass only old's part of the term is left; the difference there would be −inf, and 0 · −inf NaN.
-    # What is NaN already stays so.
+    # NaN stays NaN.
     counts = present & (log_new != -torch.inf)
     x = torch.where(counts, log_new, 0.0) - torch.where(counts, log_old, 0.0)
     # Σ new x + old − new: no term is negative, so that nothing cancels where the two are close.

@@ -1,4 +1,4 @@
-"""The packed policy: a sparse policy without its unused slots, as a rollout buffer or a network should carry it."""
+"""The packed policy: a sparse policy without its unused slots."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ class PackedPolicy:
     """A `SparsePolicy` without its unused slots, as a rollout buffer or a network should carry it.
 
     Make one with `PackedPolicy.of`. All operations work on the packed form; `unpack` is for the minibatch of an update.
+    For buffers that shuffle and cut lists of samples, `unbind` makes a list with one policy for each sequence, and
+    `stack` joins any of its entries in any order, without waiting for the device.
 
-    Many buffers shuffle and cut lists of samples. `unbind` makes such a list, with one policy for each sequence, and
-    `stack` makes a minibatch of any of its entries in any order, without waiting for the device.
-
-    Slots are stored position after position, with the number of slots that each position owns. These counts are stored
-    instead of offsets, because the counts of a part are a part of the counts: a view is a view in all five tensors, and
-    joining parts needs no arithmetic.
+    Counts are stored instead of offsets, because the counts of a part are a part of the counts: a view is a view in all
+    five tensors, and joining parts needs no arithmetic.
 
     Attributes:
         token_ids: (S,) int32, the used slots of all positions in order.
@@ -107,15 +105,12 @@ class PackedPolicy:
     def to(self, *args: Any, **kwargs: Any) -> PackedPolicy:
         """Moves devices and casts the log-probabilities, with the arguments of `torch.Tensor.to`."""
         log_probs = self.log_probs.to(*args, **kwargs)
-        device, non_blocking = log_probs.device, kwargs.get("non_blocking", False)
-        return dataclasses.replace(
-            self,
-            token_ids=self.token_ids.to(device, non_blocking=non_blocking),
-            log_probs=log_probs,
-            counts=self.counts.to(device, non_blocking=non_blocking),
-            tail_log_prob=self.tail_log_prob.to(*args, **kwargs),
-            slot=self.slot.to(device, non_blocking=non_blocking),
-        )
+        integers = {
+            name: getattr(self, name).to(log_probs.device, non_blocking=kwargs.get("non_blocking", False))
+            for name in ("token_ids", "counts", "slot")
+        }
+        tail_log_prob = self.tail_log_prob.to(*args, **kwargs)
+        return dataclasses.replace(self, log_probs=log_probs, tail_log_prob=tail_log_prob, **integers)
 
     def __getitem__(self, index: Any) -> PackedPolicy:
         """Indexes the token positions, as a tensor of shape (...) would be: an integer or a plain slice makes views.
@@ -202,7 +197,10 @@ class PackedPolicy:
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickles and deep copies of a tensor take its whole storage along, which a sequence shares with its rollout.
-        return {name: _own(value) if isinstance(value, Tensor) else value for name, value in vars(self).items()}
+        return {
+            name: x.clone() if isinstance(x, Tensor) and x.untyped_storage().nbytes() != x.nbytes else x
+            for name, x in vars(self).items()
+        }
 
 
 def _joined(policies: Sequence[PackedPolicy], join: Callable[[list[Tensor]], Tensor]) -> PackedPolicy:
@@ -217,8 +215,3 @@ def _joined(policies: Sequence[PackedPolicy], join: Callable[[list[Tensor]], Ten
 def _check_same(policies: Sequence[PackedPolicy], shapes: Sequence[Sequence[object]]) -> None:
     """Raises ValueError, naming what differs, unless the policies have one shape and were captured alike."""
     check_alike(policies, dtype=[policy.log_probs.dtype for policy in policies], shape=list(map(shape_text, shapes)))
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """The tensor in a storage of its own."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -21,7 +21,7 @@ _CHECKSUM_AT = 8
 
 
 class CorruptPolicy(ValueError):
-    """Raised when a record is not what `to_records` wrote."""
+    """Raised when a record is not as `to_records` wrote it."""
 
 
 def to_records(policy: PackedPolicy, lengths: Sequence[int]) -> list[Tensor]:
@@ -62,7 +62,7 @@ def to_records(policy: PackedPolicy, lengths: Sequence[int]) -> list[Tensor]:
     if edges[-1] != policy.token_ids.numel():
         raise ValueError(f"policy has counts of {edges[-1]} slots in all, and {policy.token_ids.numel()} slots")
     slots = [end - start for start, end in pairwise(edges)]
-    captured = [policy.top_k, policy.vocab_size, *_words(policy.mass_threshold), 0, 0]
+    captured = [policy.top_k, policy.vocab_size, *struct.unpack("<2i", struct.pack("<d", policy.mass_threshold)), 0, 0]
     words = [HEADER + 3 * positions + 2 * used for positions, used in zip(sizes, slots, strict=True)]
     headers = [[_MAGIC | _VERSION, *own, *captured] for own in zip(words, sizes, slots, strict=True)]
     records = zip(
@@ -112,22 +112,15 @@ def from_records(records: Sequence[Tensor]) -> PackedPolicy:
     known = torch.cat([headers, _checksums(flat, words)], dim=1).tolist()
     for index, (size, header) in enumerate(zip(words, known, strict=True)):
         _check_header(index, header[:HEADER], header[HEADER:], size)
-    mass_threshold = shared("records", "mass_threshold", [_number(header[6:8]) for header in known])
+    thresholds = [struct.unpack("<d", struct.pack("<2i", *header[6:8]))[0] for header in known]
+    mass_threshold = shared("records", "mass_threshold", thresholds)
     vocab_size = shared("records", "vocab_size", [header[5] for header in known])
     top_k = shared("records", "top_k", [header[4] for header in known])
 
     parts = flat.split([size for header in known for size in (HEADER, *[header[2]] * 3, *[header[3]] * 2)])
     counts, tail_log_prob, slot, token_ids, log_probs = (torch.cat(parts[first::6]) for first in range(1, 6))
-    return PackedPolicy(
-        token_ids=token_ids,
-        log_probs=log_probs.view(torch.float32),
-        counts=counts,
-        tail_log_prob=tail_log_prob.view(torch.float32),
-        slot=slot,
-        top_k=top_k,
-        vocab_size=vocab_size,
-        mass_threshold=mass_threshold,
-    )
+    log_probs, tail_log_prob = log_probs.view(torch.float32), tail_log_prob.view(torch.float32)
+    return PackedPolicy(token_ids, log_probs, counts, tail_log_prob, slot, top_k, vocab_size, mass_threshold)
 
 
 def _check_form(index: int, record: Tensor) -> None:
@@ -172,11 +165,3 @@ def _checksums(flat: Tensor, words: Sequence[int]) -> Tensor:
 def _on(device: torch.device, values: Sequence[object], dtype: torch.dtype = torch.int64) -> Tensor:
     """A tensor of host numbers on a device. It is made on the host first, since torch would wait for the device."""
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
-
-
-def _words(number: float) -> tuple[int, ...]:
-    return struct.unpack("<2i", struct.pack("<d", number))
-
-
-def _number(words: Sequence[int]) -> float:
-    return float(struct.unpack("<d", struct.pack("<2i", *words))[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,8 +28,8 @@ class Top(NamedTuple):
     logits: Tensor
     """(N, K); −inf in unused slots."""
     tail_logits: Tensor
-    """(N, K), what these entries add to the tail if they are dropped: `logits`, or a tile's less precise numbers, as a
-    step reads them outside the support."""
+    """(N, K), the logits with which these entries count in the tail if they are dropped: `logits`, or a tile's less
+    precise numbers, as a step reads them outside the support."""
     sampled_logit: Tensor
     """(N,), the sampled token's logit; may be −inf where the token is one of the K."""
     log_rest: Tensor
@@ -97,13 +96,7 @@ def largest_with_sampled(
 ) -> Top:
     """As `largest`, of entries in any order that the sampled tokens are among; they add to the tail as they are.
 
-    Args:
-        ids: (N, M), different in a row; −1 in unused entries.
-        logits: (N, M); −inf in unused entries.
-        sampled: The sampled tokens, (N,).
-        log_rest: (N, 1), the log-sum-exp of everything except for the entries.
-        vocab_size: V, the tokens in the vocabulary.
-        k: The entries to keep, at most M.
+    `log_rest`, (N, 1), is the log-sum-exp of everything except for the entries.
     """
     ids, order = ids.masked_fill(ids < 0, vocab_size).sort(-1)
     ids, logits = ids.masked_fill(ids == vocab_size, -1), logits.gather(-1, order)
@@ -112,12 +105,7 @@ def largest_with_sampled(
 
 
 def largest_of_policy(policy: PolicyOnSupport, sampled: Tensor, k: int) -> Top:
-    """The k largest entries of a policy that has been read already.
-
-    Args:
-        policy: At N positions in any shape, (...).
-        sampled: The sampled tokens, (N,).
-        k: The entries to keep; all, if the policy has fewer.
+    """The k largest entries, or all if there are fewer, of a policy that has been read at N positions.
 
     Raises:
         ValueError: If a sampled token is not among the tokens that were read.
@@ -132,24 +120,18 @@ def largest_of_policy(policy: PolicyOnSupport, sampled: Tensor, k: int) -> Top:
 
 
 def policy_from_top(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> SparsePolicy:
-    """The slots of a policy: tokens until they cover `1 − mass_threshold`, and always the sampled one.
+    """The policies of N tokens: entries until they cover `1 − mass_threshold`, and always the sampled token.
 
-    Args:
-        top: The largest entries of N distributions.
-        sampled: The sampled tokens, (N,).
-        vocab_size: V, the tokens in the vocabulary.
-        mass_threshold: δ in [0, 1); 0 keeps all entries.
-
-    Returns:
-        The policies, (N,). A row that is no distribution, or whose sampled token is outside the vocabulary, has NaN in
-        its used slots and in its tail; in the latter case token 0 replaces the sampled one.
+    A threshold of 0 keeps all entries. A row that is no distribution, or whose sampled token is outside the
+    vocabulary, has NaN in its used slots and in its tail; in the latter case token 0 replaces the sampled one.
     """
-    slots: Callable[[Top, Tensor, int, float], tuple[Tensor, Tensor, Tensor, Tensor]] = _slots
     if use_triton(top.logits, top.logits.shape[-1], MAX_SELECTED):
         from troll.trust_region.policy import top_triton
 
-        slots = top_triton.slots
-    return SparsePolicy(*slots(top, sampled, vocab_size, mass_threshold), vocab_size, mass_threshold)
+        slots = top_triton.slots(top, sampled, vocab_size, mass_threshold)
+    else:
+        slots = _slots(top, sampled, vocab_size, mass_threshold)
+    return SparsePolicy(*slots, vocab_size, mass_threshold)
 
 
 def _slots(top: Top, sampled: Tensor, vocab_size: int, mass_threshold: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

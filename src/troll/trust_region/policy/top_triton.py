@@ -1,6 +1,5 @@
-"""The Triton counterpart of what `top.policy_from_top` computes: one program a token."""
+"""The Triton counterpart of `top._slots`: one program a token."""
 
-# Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -11,13 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from troll.trust_region.kernels import launching_on
-from troll.trust_region.probabilities_triton import (
-    launch,
-    log_add_exp,
-    log_sum_exp,
-    nan_unless_finite,
-    sortable,
-)
+from troll.trust_region.probabilities_triton import log_add_exp, log_sum_exp, nan_unless_finite, program_of, sortable
 
 #: Entries with which all others are compared at once.
 COMPARED = 4
@@ -26,17 +19,7 @@ COMPARED = 4
 def slots(
     top: tuple[Tensor, ...], sampled: Tensor, vocab_size: int, mass_threshold: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `top._slots`.
-
-    Args:
-        top: The fields of `top.Top`, of N distributions in float32.
-        sampled: The sampled tokens, (N,) int64.
-        vocab_size: V, the tokens in the vocabulary.
-        mass_threshold: δ in [0, 1); 0 keeps all entries.
-
-    Returns:
-        Ids and log-probabilities (N, K), the tail's (N,), and the slot of the sampled token (N,), int64.
-    """
+    """As `top._slots`, from the fields of a `top.Top` in float32."""
     (tokens, k), z = top[0].shape, top[1]
     ids, log_probs = top[0].new_empty((tokens, k)), z.new_empty((tokens, k))
     order = torch.empty_like(ids, dtype=torch.int32)
@@ -56,7 +39,7 @@ def slots(
                 slot,
                 KEEPS_ALL=mass_threshold == 0,
                 COMPARED=COMPARED,
-                **launch(k + 1),
+                **program_of(k + 1),
             )
     return ids, log_probs, tail, slot
 
@@ -84,7 +67,7 @@ def _slots_kernel(
     sampled_slot,
     KEEPS_ALL: tl.constexpr,
     COMPARED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    OUTCOMES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     wanted, wanted_z = tl.load(sampled + row), tl.load(sampled_logit + row * sampled_logit_stride)
@@ -95,7 +78,7 @@ def _slots_kernel(
     ids += row * ids_stride
     logits += row * logits_stride
     tail_logits += row * tail_logits_stride
-    lane = tl.arange(0, BLOCK)
+    lane = tl.arange(0, OUTCOMES)
     inside = lane < k
 
     token = tl.load(ids + lane, mask=inside, other=-1)
@@ -107,8 +90,8 @@ def _slots_kernel(
     total = nan_unless_finite(log_sum_exp(tl.where(lane == k, outside, z)))
     # No sort: an entry's rank is the number of those that come before it. All others remain with it.
     key = sortable(z)
-    rank = tl.zeros([BLOCK], tl.int32)
-    remaining = tl.zeros([BLOCK], tl.float32) + tl.exp(outside - total)
+    rank = tl.zeros([OUTCOMES], tl.int32)
+    remaining = tl.zeros([OUTCOMES], tl.float32) + tl.exp(outside - total)
     for start in range(0, k, COMPARED):
         other = start + tl.arange(0, COMPARED)
         other_z = tl.load(logits + other, mask=other < k, other=float("-inf"))
@@ -119,14 +102,14 @@ def _slots_kernel(
         rank += tl.sum((before & (other < k)[None, :]).to(tl.int32), axis=1)
         if not KEEPS_ALL:
             remaining += tl.sum(tl.where(before, 0.0, tl.exp(other_z - total)[None, :]), axis=1)
-    # A slot is used while what remains with it is more than the threshold. The larger it is, the more.
+    # A slot is used while it and all smaller ones hold more than the threshold: so the used ones are the largest.
     used = inside & (token >= 0)
     if not KEEPS_ALL:
         used &= remaining > mass_threshold
     count = tl.sum(used.to(tl.int32), axis=0)
     tl.store(order + first + rank, lane, mask=inside)
 
-    # Other threads wrote what each reads.
+    # A thread reads positions that others wrote.
     tl.debug_barrier()
     at = tl.load(order + first + lane, mask=inside, other=0)
     token = tl.load(ids + at, mask=inside, other=-1)
@@ -146,5 +129,5 @@ def _slots_kernel(
     tl.store(kept_ids + first + lane, token, mask=inside)
     tl.store(kept_log_probs + first + lane, tl.where(token >= 0, z - total, float("-inf")), mask=inside)
     tl.store(tail_log_prob + row, tail - total)
-    slot = tl.min(tl.where(inside & (token == wanted), lane, BLOCK), axis=0)
+    slot = tl.min(tl.where(inside & (token == wanted), lane, OUTCOMES), axis=0)
     tl.store(sampled_slot + row, slot.to(tl.int64))

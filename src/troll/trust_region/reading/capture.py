@@ -17,7 +17,6 @@ from troll.trust_region.reading.tiles import TailSums, rows_of
 from troll.trust_region.reading.vocabulary import Vocabulary
 
 
-@torch.no_grad()
 def capture(
     source: LogitsSource | PolicyOnSupport | Tensor, token_ids: Tensor, *, top_k: int = 64, mass_threshold: float = 1e-5
 ) -> SparsePolicy:
@@ -40,37 +39,39 @@ def capture(
             slices of the vocabulary differ in size.
     """
     source = Logits(source) if isinstance(source, Tensor) else source
-    vocab_size = source.vocab_size if isinstance(source, PolicyOnSupport) else source.vocabulary.size
-    sampled = _checked(token_ids, source.shape, vocab_size, top_k, mass_threshold)
-    if isinstance(source, PolicyOnSupport):
-        top = largest_of_policy(source, sampled, top_k)
-    else:
-        top, _ = _top(source, sampled, top_k)
-    return policy_from_top(top, sampled, vocab_size, mass_threshold).view(token_ids.shape)
+    return _captured(source, token_ids, top_k, mass_threshold, entropy=False)[0]
 
 
-@torch.no_grad()
 def capture_with_entropy(
     source: LogitsSource, token_ids: Tensor, *, top_k: int, mass_threshold: float
 ) -> tuple[SparsePolicy, Tensor]:
     """[capture][troll.capture], and the entropy over the whole vocabulary, (...), in nats, in the same pass.
 
-    Args:
-        source: Logits of any source, as in `capture`, but not a policy that has been read.
-        token_ids: The sampled tokens, (...), as in `capture`.
-        top_k: K, at least 1.
-        mass_threshold: δ in [0, 1).
-
-    Raises:
-        ValueError: As `capture`.
+    Arguments and errors are those of `capture`, except that the source is not a policy that has been read.
     """
-    vocab_size = source.vocabulary.size
-    sampled = _checked(token_ids, source.shape, vocab_size, top_k, mass_threshold)
-    top, entropy = _top(source, sampled, top_k, entropy=True)
+    old, entropy = _captured(source, token_ids, top_k, mass_threshold, entropy=True)
     assert entropy is not None
-    return policy_from_top(top, sampled, vocab_size, mass_threshold).view(token_ids.shape), entropy.view(
-        token_ids.shape
-    )
+    return old, entropy
+
+
+@torch.no_grad()
+def _captured(
+    source: LogitsSource | PolicyOnSupport, token_ids: Tensor, top_k: int, mass_threshold: float, entropy: bool
+) -> tuple[SparsePolicy, Tensor | None]:
+    """The policy; and the entropy, (...), if it is asked for."""
+    check_capture(top_k, mass_threshold)
+    check_integers("token_ids", token_ids)
+    check_shape("token_ids", token_ids, source.shape)
+    vocab_size = source.vocab_size if isinstance(source, PolicyOnSupport) else source.vocabulary.size
+    sampled = token_ids.long().reshape(-1)
+    if sampled.device.type == "cpu":
+        check_tokens_in("token_ids", sampled, vocab_size)
+    if isinstance(source, PolicyOnSupport):
+        top, entropies = largest_of_policy(source, sampled, top_k), None
+    else:
+        top, entropies = _top(source, sampled, top_k, entropy)
+    old = policy_from_top(top, sampled, vocab_size, mass_threshold).view(token_ids.shape)
+    return old, None if entropies is None else entropies.view(token_ids.shape)
 
 
 def union_support(source: LogitsSource, old_token_ids: Tensor, sampled: Tensor, mass_threshold: float) -> Tensor:
@@ -89,18 +90,7 @@ def union_support(source: LogitsSource, old_token_ids: Tensor, sampled: Tensor, 
     return torch.cat([old_token_ids, own.masked_fill(known, -1)], -1)
 
 
-def _checked(token_ids: Tensor, shape: torch.Size, vocab_size: int, top_k: int, mass_threshold: float) -> Tensor:
-    """The sampled tokens, (N,) int64, after checking all arguments."""
-    check_capture(top_k, mass_threshold)
-    check_integers("token_ids", token_ids)
-    check_shape("token_ids", token_ids, shape)
-    sampled = token_ids.long().reshape(-1)
-    if sampled.device.type == "cpu":
-        check_tokens_in("token_ids", sampled, vocab_size)
-    return sampled
-
-
-def _top(source: LogitsSource, sampled: Tensor, top_k: int, entropy: bool = False) -> tuple[Top, Tensor | None]:
+def _top(source: LogitsSource, sampled: Tensor, top_k: int, entropy: bool) -> tuple[Top, Tensor | None]:
     """The largest logits of a source, the sampled tokens' and the log-sum-exp of all others; and the entropy, (N,)."""
     with source.reading(top_k, MAX_SELECTED) as reading:
         k = min(top_k, reading.vocabulary.width)

@@ -6,7 +6,7 @@ reduces it to numbers per token, and drops it; the backward pass computes it aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from troll.trust_region.checks import shape_text
+from troll.trust_region.checks import check_shape, shape_text
 from troll.trust_region.kernels import MAX_OUTCOMES
 from troll.trust_region.policy.top import BLOCK
 from troll.trust_region.probabilities import float_dtype
 from troll.trust_region.reading.source import LogitsSource, Reading, slices
-from troll.trust_region.reading.tiles import Support, Tile, Upstream
+from troll.trust_region.reading.tiles import Support, Tile, Upstream, rows_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -73,8 +73,8 @@ class LMHead(LogitsSource):
         self.check("hidden", self.hidden, "H")
         if self.weight.dim() != 2 or not len(self.weight) or self.weight.shape[1] != self.hidden.shape[-1]:
             raise ValueError(f"weight must be (V, {self.hidden.shape[-1]}), got {shape_text(self.weight.shape)}")
-        if self.bias is not None and self.bias.shape != self.weight.shape[:1]:
-            raise ValueError(f"bias must be {shape_text(self.weight.shape[:1])}, got {shape_text(self.bias.shape)}")
+        if self.bias is not None:
+            check_shape("bias", self.bias, self.weight.shape[:1])
 
     @property
     def width(self) -> int:
@@ -107,17 +107,16 @@ class _HeadReading(Reading):
     def tiles(self, whole_rows: bool = False) -> Iterator[Tile]:
         """See the parent."""
         width = self._head.width
+        most_rows, most_columns = TOKEN_TILE, VOCABULARY_TILE
         if whole_rows:
             logits = WHOLE_ROWS["cpu" if self._hidden.device.type == "cpu" else "gpu"]
-            size = max(1, min(logits // width, TOKEN_TILE)), width
-        else:
-            size = TOKEN_TILE, VOCABULARY_TILE
-        largest = [min(length, limit) for length, limit in zip((self.tokens, width), size, strict=True)]
-        self._memory = self._hidden.new_empty(largest[0] * _whole_blocks(largest[1]), dtype=self.dtype)
-        for rows in slices(self.tokens, size[0]):
+            most_rows, most_columns = max(1, min(logits // width, TOKEN_TILE)), width
+        size = min(self.tokens, most_rows) * _whole_blocks(min(width, most_columns))
+        self._memory = self._hidden.new_empty(size, dtype=self.dtype)
+        for rows in slices(self.tokens, most_rows):
             at = rows if self.row_index is None else self.row_index[rows]
             self._hidden_part = self._hidden[at].to(self.dtype)
-            for columns in slices(width, size[1]):
+            for columns in slices(width, most_columns):
                 first = self.vocabulary.start + columns.start
                 yield self.tile.of_product(self._product(columns), self.transform, first, rows, columns)
 
@@ -142,35 +141,30 @@ class _HeadReading(Reading):
         # A softcap makes −inf finite.
         return logits if self.transform.softcap is None else logits.masked_fill_(ids < 0, -torch.inf)
 
-    def new_gradients(self, needed: tuple[bool, ...]) -> list[Tensor | None]:
-        """See the parent: zeros in float32 (float64 for float64)."""
+    def gradients(self, support: Support, upstream: Upstream, needed: Sequence[bool]) -> list[Tensor | None]:
+        """See the parent: summed over tiles and slices of the vocabulary in float32 (float64 for float64)."""
         tensors = (self._hidden, self._head.weight, self._head.bias)
-        return [
+        sums = [
             torch.zeros_like(x, dtype=float_dtype(self.dtype)) if x is not None and needs else None
             for x, needs in zip(tensors, needed, strict=True)
         ]
-
-    def add_gradient(self, sums: list[Tensor | None], tile: Tile, support: Support, upstream: Upstream) -> None:
-        """See the parent."""
-        grad = tile.gradient(support, upstream).to(self.dtype)
         grad_hidden, grad_weight, grad_bias = sums
+        for tile in self.tiles():
+            grad = tile.gradient(rows_of(support, tile.rows), rows_of(upstream, tile.rows)).to(self.dtype)
+            if grad_hidden is not None:
+                if self.row_index is None:
+                    _add_product(grad_hidden[tile.rows], grad, self._weight_part)
+                else:
+                    own = torch.zeros_like(grad_hidden[: len(grad)])
+                    _add_product(own, grad, self._weight_part)
+                    grad_hidden.index_add_(0, self.row_index[tile.rows], own)
+            if grad_weight is not None:
+                _add_product(grad_weight[tile.columns], grad.t(), self._hidden_part)
+            if grad_bias is not None:
+                grad_bias[tile.columns] += grad.sum(0, dtype=grad_bias.dtype)
         if grad_hidden is not None:
-            if self.row_index is None:
-                _add_product(grad_hidden[tile.rows], grad, self._weight_part)
-            else:
-                own = torch.zeros_like(grad_hidden[: len(grad)])
-                _add_product(own, grad, self._weight_part)
-                grad_hidden.index_add_(0, self.row_index[tile.rows], own)
-        if grad_weight is not None:
-            _add_product(grad_weight[tile.columns], grad.t(), self._hidden_part)
-        if grad_bias is not None:
-            grad_bias[tile.columns] += grad.sum(0, dtype=grad_bias.dtype)
-
-    def finished(self, sums: list[Tensor | None]) -> list[Tensor | None]:
-        """See the parent: the gradients summed over the slices of the vocabulary, in the dtypes of the tensors."""
-        if sums[0] is not None:
-            self.vocabulary.add_up(sums[0])
-            sums[0] = sums[0].view(self._head.hidden.shape)
+            self.vocabulary.add_up(grad_hidden)
+            sums[0] = grad_hidden.view(self._head.hidden.shape)
         return [None if x is None else x.to(y.dtype) for x, y in zip(sums, self._head.tensors, strict=True)]  # type: ignore[union-attr]
 
 

@@ -31,14 +31,8 @@ SELECTED_A_WARP = 256
 MIN_TUNED_ROWS = 512
 
 
-def launch(name: str, width: int, dtype: torch.dtype) -> dict[str, int]:
-    """The table's constants for a kernel: `COLUMNS` and `num_warps`.
-
-    Args:
-        name: A key of `TABLE`.
-        width: The columns of the tile; a program holds no more than these.
-        dtype: The dtype that the kernel reads.
-    """
+def sizes_of(name: str, width: int, dtype: torch.dtype) -> dict[str, int]:
+    """The table's `COLUMNS` and `num_warps` for a kernel that reads this dtype; no more columns than a tile is wide."""
     columns, warps = TABLE[name][dtype.itemsize]
     return {"COLUMNS": min(columns, max(128, triton.next_power_of_2(width))), "num_warps": warps}
 
@@ -65,7 +59,7 @@ def launcher(
     name = kernel.fn.__name__
     if restore is not None and rows >= MIN_TUNED_ROWS and _tunes(values.device.type):
         return _tuner(kernel, values.element_size(), restore)[grid]
-    return functools.partial(kernel[grid], **launch(name, width, values.dtype))
+    return functools.partial(kernel[grid], **sizes_of(name, width, values.dtype))
 
 
 def grid_of(rows: int, width: int) -> Callable[[dict[str, int]], tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from troll.trust_region.kernels import MAX_OUTCOMES
 from troll.trust_region.reading.source import LogitsSource, Reading, slices
-from troll.trust_region.reading.tiles import Support, TensorRows, Tile, Upstream
+from troll.trust_region.reading.tiles import Support, TensorRows, Tile, Upstream, rows_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -100,24 +100,17 @@ class _LogitsReading(Reading):
         for rows in slices(self.tokens, max(1, step)):
             yield self.tile.of_tensor(self._rows, self.transform, self.vocabulary.start, rows)
 
-    def new_gradients(self, needed: tuple[bool, ...]) -> list[Tensor | None]:
-        """See the parent."""
-        if self._donate:
-            return [self._logits]
-        return [torch.empty(self._shape, dtype=self._logits.dtype, device=self._logits.device)]
-
-    def add_gradient(self, sums: list[Tensor | None], tile: Tile, support: Support, upstream: Upstream) -> None:
+    def gradients(self, support: Support, upstream: Upstream, needed: Sequence[bool]) -> list[Tensor | None]:
         """See the parent; every row is written once."""
-        assert sums[0] is not None
-        tile.write_gradient(support, upstream, TensorRows(sums[0], self.row_index))
-
-    def finished(self, sums: list[Tensor | None]) -> list[Tensor | None]:
-        """See the parent."""
-        assert sums[0] is not None
+        logits = self._logits
+        out = logits if self._donate else torch.empty(self._shape, dtype=logits.dtype, device=logits.device)
+        rows = TensorRows(out, self.row_index)
+        for tile in self.tiles():
+            tile.write_gradient(rows_of(support, tile.rows), rows_of(upstream, tile.rows), rows)
         if self.row_index is not None:
-            unread = torch.ones(self._shape[0], dtype=torch.bool, device=self._logits.device)
-            self.tile.clear(sums[0], unread.index_fill_(0, self.row_index, False))
+            unread = torch.ones(self._shape[0], dtype=torch.bool, device=logits.device)
+            self.tile.clear(out, unread.index_fill_(0, self.row_index, False))
         if self._donate:
             # Autograd does not see a kernel's writes: it must learn that logits saved elsewhere are gone.
-            torch.autograd.graph.increment_version(self._logits)
-        return sums
+            torch.autograd.graph.increment_version(logits)
+        return [out]

@@ -1,6 +1,5 @@
 """Shared by the kernels over a tile: where its rows are, and how its numbers become logits."""
 
-# Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -30,17 +29,26 @@ class Memory(NamedTuple):
     """(n,) int64: where each row begins in the memory of `values`, in elements; multiples of its strides."""
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The arguments of a kernel that say where the rows are: see `row_of`."""
-        if self.offsets is None:
-            return self.values, None, self.values.stride(0)
-        return self.values, self.offsets, 0
+    def place(self) -> tuple[Tensor, Tensor | None, int]:
+        """A kernel's `values`, `offsets` and `stride`, for `row_of`."""
+        return self.values, self.offsets, self.values.stride(0) if self.offsets is None else 0
+
+    def arguments(self, transform: Transform) -> tuple[Any, ...]:
+        """A kernel's `place`, `width`, `scale` and `cap`, the last two for `logits_of`."""
+        scale, cap = transform.scale / transform.temperature, 1.0
+        if transform.softcap is not None:
+            scale, cap = transform.scale / transform.softcap, transform.softcap / transform.temperature
+        return *self.place, self.width, scale, cap
+
+    def constants(self, transform: Transform) -> dict[str, Any]:
+        """A kernel's `SOFTCAP`, and the `ALIGNMENT` of its rows."""
+        return {"SOFTCAP": transform.softcap is not None, "ALIGNMENT": self.alignment}
 
     @property
     def alignment(self) -> int:
         """The largest divisor of `WIDEST` that divides all `offsets`, which are sums of multiples of the strides.
 
-        Without it the compiler would load element by element. It finds out by itself what the strides are divisible by.
+        Without it the compiler would load element by element. It knows the divisors of strides, but not of offsets.
         """
         shape, strides = self.values.shape[:-1], self.values.stride()[:-1]
         return math.gcd(WIDEST, *(stride for size, stride in zip(shape, strides, strict=True) if size > 1))
@@ -65,13 +73,6 @@ class Memory(NamedTuple):
         return cls(values, width, first.flatten()[rows])
 
 
-def factors(transform: Transform) -> tuple[float, float]:
-    """`scale` and `cap` of `logits_of`: `cap · tanh(scale · x)` with a softcap, `scale · x` without."""
-    if transform.softcap is None:
-        return transform.scale / transform.temperature, 1.0
-    return transform.scale / transform.softcap, transform.softcap / transform.temperature
-
-
 @triton.jit
 def row_of(values, offsets, stride, row, ALIGNMENT: tl.constexpr):
     """Where a row begins, in elements: from `offsets`, or `stride` apart if that is None."""
@@ -84,7 +85,7 @@ def row_of(values, offsets, stride, row, ALIGNMENT: tl.constexpr):
 
 @triton.jit
 def logits_of(x, scale, cap, SOFTCAP: tl.constexpr):
-    """The source's numbers as logits, in float32; `scale` and `cap` are from `factors`."""
+    """The source's numbers as logits, in float32: `cap · tanh(scale · x)` with a softcap, `scale · x` without."""
     z = x.to(tl.float32) * scale
     if SOFTCAP:
         z = tanh(z) * cap

@@ -13,7 +13,7 @@ from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.probabilities import float_dtype
 from troll.trust_region.reading.logits import Logits
 from troll.trust_region.reading.source import LogitsSource
-from troll.trust_region.reading.tiles import Support, TailSums, Transform, Upstream, rows_of
+from troll.trust_region.reading.tiles import Support, TailSums, Upstream, rows_of
 
 
 def read(source: LogitsSource, token_ids: Tensor, *, entropy: bool = False) -> PolicyOnSupport:
@@ -94,42 +94,28 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logits: Tensor | None, grad_tail: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         if ctx.spent:
             raise RuntimeError(
                 "these logits were donated and now hold their gradient: there is no second backward pass (donate=False)"
             )
         ctx.spent = getattr(ctx.source, "donate", False)
         *tensors, ids, ascending, logits, tail_logit, tail_entropy = ctx.saved_tensors
-        support = Support(ids, ascending)
-        upstream = _upstream(ctx.source.transform, ids, logits, tail_logit, tail_entropy, *grads)
+        total = torch.logsumexp(torch.cat([logits, tail_logit.unsqueeze(-1)], -1), -1)
+        broken = ~total.isfinite()  # a row that is no distribution has no gradient
+        nothing_outside = tail_logit == -torch.inf
+        absent = (ids < 0) | broken.unsqueeze(-1)
+        on_support = torch.zeros_like(logits) if grad_logits is None else grad_logits.masked_fill(absent, 0)
+        outside = torch.zeros_like(total) if grad_tail is None else grad_tail.masked_fill(nothing_outside | broken, 0)
+        upstream = Upstream(
+            tail_logit.masked_fill(nothing_outside, 0).masked_fill(broken, torch.nan),
+            outside,
+            on_support * ctx.source.transform.slope(logits.masked_fill(absent, 0)),
+            None if grad_entropy is None else tail_entropy,
+            None if grad_entropy is None else grad_entropy.masked_fill(nothing_outside | broken, 0),
+        )
         with ctx.source.with_tensors(*tensors).reading(ids.shape[-1], dtype=ctx.dtype) as reading:
-            sums = reading.new_gradients(ctx.needs_input_grad[3:])
-            for tile in reading.tiles():
-                reading.add_gradient(sums, tile, rows_of(support, tile.rows), rows_of(upstream, tile.rows))
-            return None, None, None, *reading.finished(sums)
-
-
-def _upstream(
-    transform: Transform,
-    ids: Tensor,
-    logits: Tensor,
-    tail_logit: Tensor,
-    tail_entropy: Tensor | None,
-    grad_logits: Tensor | None,
-    grad_tail: Tensor | None,
-    grad_entropy: Tensor | None,
-) -> Upstream:
-    total = torch.logsumexp(torch.cat([logits, tail_logit.unsqueeze(-1)], -1), -1)
-    broken = ~total.isfinite()  # a row that is no distribution has no gradient
-    nothing_outside = tail_logit == -torch.inf
-    absent = (ids < 0) | broken.unsqueeze(-1)
-    on_support = torch.zeros_like(logits) if grad_logits is None else grad_logits.masked_fill(absent, 0)
-    outside = torch.zeros_like(total) if grad_tail is None else grad_tail.masked_fill(nothing_outside | broken, 0)
-    return Upstream(
-        tail_logit.masked_fill(nothing_outside, 0).masked_fill(broken, torch.nan),
-        outside,
-        on_support * transform.slope(logits.masked_fill(absent, 0)),
-        None if grad_entropy is None else tail_entropy,
-        None if grad_entropy is None else grad_entropy.masked_fill(nothing_outside | broken, 0),
-    )
+            gradients = reading.gradients(Support(ids, ascending), upstream, ctx.needs_input_grad[3:])
+        return None, None, None, *gradients

@@ -4,7 +4,6 @@ Both times the threshold is found digit by digit on integers that order like the
 registers, and a sort of the same numbers dozens.
 """
 
-# Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from troll.trust_region.policy.top import BLOCK
 from troll.trust_region.probabilities_triton import sortable
 from troll.trust_region.reading import tiles
 from troll.trust_region.reading.launch_triton import grid_of, launcher, select_warps
-from troll.trust_region.reading.memory_triton import Memory, factors, logits_of, row_of
+from troll.trust_region.reading.memory_triton import Memory, logits_of, row_of
 from troll.trust_region.reading.tiles import Support, Transform
 
 _NO_TOKEN = tl.constexpr(tiles.NO_TOKEN)
@@ -32,17 +31,10 @@ _NO_BLOCK = tl.constexpr(2**24)
 
 
 def select(memory: Memory, transform: Transform, first: int, sampled: Tensor, k: int) -> Support:
-    """As `Tile.select`, in two launches; NaN is selected last.
-
-    Args:
-        memory: The source's numbers, (n, W), with W at most `LARGEST_WIDTH`; they are not changed.
-        transform: Maps them to logits.
-        first: The vocabulary entry of the first column.
-        sampled: The sampled tokens, (n,).
-        k: The number of largest logits, at most W and `kernels.MAX_SELECTED`.
+    """As `Tile.select`, of the tile in this memory, in two launches; NaN is selected last.
 
     Raises:
-        ValueError: If the tile is wider.
+        ValueError: If the tile is wider than `LARGEST_WIDTH`.
     """
     width = memory.width
     if width > LARGEST_WIDTH:
@@ -55,20 +47,18 @@ def select(memory: Memory, transform: Transform, first: int, sampled: Tensor, k:
     everything = blocks <= k
     maxima = sampled.new_empty((0 if everything else rows, blocks), dtype=torch.float32)
     chosen, selected = (sampled.new_empty((rows, k), dtype=torch.int32) for _ in range(2))
-    numbers = (*memory.arguments, width)
-    options = {"SOFTCAP": transform.softcap is not None, "ALIGNMENT": memory.alignment, "BLOCK": BLOCK}
+    arguments, constants = memory.arguments(transform), memory.constants(transform) | {"BLOCK": BLOCK}
     held = 1 if everything else triton.next_power_of_2(blocks)
     candidates = triton.next_power_of_2(blocks if everything else k)
 
     with launching_on(sampled.device):
         if not everything:
             launcher(_block_maxima_kernel, grid_of(rows, width), rows, width, memory.values)(
-                *numbers, *factors(transform), maxima, blocks, **options
+                *arguments, maxima, blocks, **constants
             )
         _select_kernel[(rows,)](
-            *numbers,
+            *arguments,
             first,
-            *factors(transform),
             maxima,
             blocks,
             chosen,
@@ -77,7 +67,7 @@ def select(memory: Memory, transform: Transform, first: int, sampled: Tensor, k:
             ids,
             ascending,
             k,
-            **options,
+            **constants,
             EVERYTHING=everything,
             BLOCKS=held,
             CANDIDATES=candidates,
@@ -119,9 +109,9 @@ def _select_kernel(
     offsets,
     stride,
     width,
-    first,
     scale,
     cap,
+    first,
     maxima,  # (n, blocks)
     blocks,
     chosen,  # (n, k): the numbers of the blocks, ascending
@@ -147,7 +137,7 @@ def _select_kernel(
         maximum = tl.load(maxima + row * blocks + block, mask=block < blocks, other=0.0)
         place = places(ordered(maximum, block < blocks), k)
         tl.store(chosen + place, block, mask=place >= 0)
-        # Other threads wrote what each will read; and once more below.
+        # A thread will read numbers that others wrote; and once more below.
         tl.debug_barrier()
 
     # Blocks ascend, and so do columns: of equal logits the one with the smaller id comes first.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from troll.trust_region.checks import check_integers, shape_text
 from troll.trust_region.kernels import MAX_OUTCOMES, use_triton
-from troll.trust_region.reading.tiles import Support, Tile, TorchTile, Transform, Upstream
-from troll.trust_region.reading.vocabulary import Vocabulary, held_vocabulary
+from troll.trust_region.reading.tiles import Support, Tile, Transform, Upstream
+from troll.trust_region.reading.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,7 +72,7 @@ class LogitsSource(ABC):
     @property
     def vocabulary(self) -> Vocabulary:
         """The vocabulary entries that this process holds."""
-        return held_vocabulary(self.width, self.vocab_group)
+        return Vocabulary.held(self.width, self.vocab_group)
 
     def check(self, tensor_name: str, tensor: Tensor, last: str) -> None:
         """Raises ValueError unless the settings are in their ranges, and `rows` fit a tensor (..., last)."""
@@ -100,14 +100,7 @@ def slices(length: int, size: int) -> Iterator[slice]:
 
 
 class Reading(ABC):
-    """One pass over the tiles of a source.
-
-    Args:
-        source: The source of the logits.
-        memory: A tensor with the dtype and device of the tiles.
-        slots: The numbers of each token that a kernel holds.
-        max_slots: Torch computes if there are more slots than this.
-    """
+    """One pass over the tiles of a source; they have the dtype and device of `memory`."""
 
     def __init__(self, source: LogitsSource, memory: Tensor, slots: int, max_slots: int) -> None:
         self.transform, self.vocabulary = source.transform, source.vocabulary
@@ -117,7 +110,7 @@ class Reading(ABC):
         #: Which rows of the source's tensor they are, (N,); None for all.
         self.row_index = None if source.rows is None else source.rows.long()
         #: The class of the tiles.
-        self.tile: type[Tile] = TorchTile
+        self.tile: type[Tile] = Tile
         if use_triton(memory, slots, max_slots):
             from troll.trust_region.reading.tiles_triton import TritonTile
 
@@ -139,13 +132,5 @@ class Reading(ABC):
         return None
 
     @abstractmethod
-    def new_gradients(self, needed: tuple[bool, ...]) -> list[Tensor | None]:
-        """The sums of the gradients of the source's tensors before the first tile; None where they are not needed."""
-
-    @abstractmethod
-    def add_gradient(self, sums: list[Tensor | None], tile: Tile, support: Support, upstream: Upstream) -> None:
-        """Adds the gradient from a tile to the sums."""
-
-    @abstractmethod
-    def finished(self, sums: list[Tensor | None]) -> list[Tensor | None]:
-        """The gradients, from the sums over all tiles."""
+    def gradients(self, support: Support, upstream: Upstream, needed: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients of the source's tensors, from the numbers of its N tokens; None where they are not needed."""

@@ -1,12 +1,11 @@
-"""Tiles: some tokens' logits for some entries of the vocabulary, and what is computed of each.
+"""Tiles: some tokens' logits for some entries of the vocabulary, and the operations on them.
 
-`TorchTile` is here. `TritonTile`, in `tiles_triton`, has the same operations for a GPU; `kernels.use_triton` chooses.
+`Tile` computes with torch. `TritonTile`, in `tiles_triton`, does the same on a GPU; `kernels.use_triton` chooses.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -101,10 +100,7 @@ class TailSums(NamedTuple):
 
     @property
     def entropy(self) -> Tensor | None:
-        """The entropy of the tokens outside among themselves, (N,), in nats; 0 where there are none.
-
-        None if the weighted sum was not asked for.
-        """
+        """The entropy within the tokens outside, (N,), in nats; 0 where there are none; None without a weighted sum."""
         if self.weighted_sum is None:
             return None
         # −Σ w log w with w = e^{z − m}/Σ: the logarithm of Σ and the mean of m − z, neither of which is negative.
@@ -124,7 +120,7 @@ class Upstream(NamedTuple):
     on_support: Tensor
     """(N, K), the gradient with respect to the source's numbers on the support, written over the formula's."""
     tail_entropy: Tensor | None
-    """H, the entropy of the tokens outside among themselves, (N,); None where no gradient arrives through it."""
+    """H, the entropy within the tokens outside, (N,); None where no gradient arrives through it."""
     tail_entropy_gradient: Tensor | None
     """h = ∂L/∂H, (N,)."""
 
@@ -146,23 +142,25 @@ def rows_of(numbers: OfTokens, rows: slice) -> OfTokens:
     return numbers._replace(**{name: x[rows] for name, x in numbers._asdict().items() if x is not None})
 
 
-class Tile(ABC):
-    """The logits of n tokens for W entries of the vocabulary.
+class Tile:
+    """The logits of n tokens for W entries of the vocabulary, by torch.
 
-    Attributes:
+    Args:
+        logits: (n, W) in float32 or float64, whose memory may be overwritten.
+        transform: The map from the source's numbers to these logits.
         first: The vocabulary entry of the first column.
         rows: Which of a reading's N tokens they are.
         columns: Which of the entries that this process holds.
     """
 
     #: Whether a tile of a tensor is a copy of it, which should not be large.
-    copies: ClassVar[bool]
-    first: int
-    rows: slice
-    columns: slice
+    copies: ClassVar[bool] = True
+
+    def __init__(self, logits: Tensor, transform: Transform, first: int, rows: slice, columns: slice) -> None:
+        self.logits, self.transform = logits, transform
+        self.first, self.rows, self.columns = first, rows, columns
 
     @staticmethod
-    @abstractmethod
     def gathered_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, first: int) -> Tensor:
         """`hidden · weight[id] + bias[id]` in float32, (N, K), with operands rounded to the hidden states' dtype.
 
@@ -173,79 +171,6 @@ class Tile(ABC):
             ids: The vocabulary entries, (N, K); an entry without a row in the weight gets −inf.
             first: The vocabulary entry of the weight's first row.
         """
-
-    @staticmethod
-    @abstractmethod
-    def clear(values: Tensor, rows: Tensor) -> None:
-        """Writes 0 to the rows of (L, W) values where a mask (L,) is true, in place."""
-
-    @classmethod
-    @abstractmethod
-    def of_product(cls, product: Tensor, transform: Transform, first: int, rows: slice, columns: slice) -> Tile:
-        """A tile of a head's product, (n, W), which may be overwritten."""
-
-    @classmethod
-    @abstractmethod
-    def of_tensor(cls, tensor: TensorRows, transform: Transform, first: int, rows: slice) -> Tile:
-        """A tile of some rows of a tensor, which is not changed."""
-
-    @abstractmethod
-    def select(self, sampled: Tensor, k: int) -> Support:
-        """The k largest logits, and the sampled tokens.
-
-        Args:
-            sampled: The sampled tokens, (n,), anywhere in the vocabulary.
-            k: The number of largest logits, at most W.
-
-        Returns:
-            A support of k + 1 slots: the k largest, ties by the smaller id, in ascending order of their ids; and in the
-            last slot the sampled token. That slot is unused where the token is among the others, or not in this tile.
-        """
-
-    @abstractmethod
-    def read(self, support: Support, logits: Tensor, outside: TailSums) -> None:
-        """Reads a support's logits and adds all others to the running sums, in place; the tile may be lost.
-
-        Args:
-            support: The support of the n tokens, with K slots.
-            logits: (n, K), which receives the logits of the support's tokens that are in this tile.
-            outside: The n tokens' running sums.
-        """
-
-    @abstractmethod
-    def gradient(self, support: Support, upstream: Upstream) -> Tensor:
-        """The gradient with respect to the source's numbers, (n, W), in the tile's memory; 0 in rows without one.
-
-        Args:
-            support: The support of the n tokens, with K slots.
-            upstream: The n tokens' numbers for the gradient.
-        """
-
-    @abstractmethod
-    def write_gradient(self, support: Support, upstream: Upstream, out: TensorRows) -> None:
-        """As `gradient`, written to the same rows of a tensor in its dtype."""
-
-
-class TorchTile(Tile):
-    """A tile by torch.
-
-    Args:
-        logits: (n, W) in float32 or float64, whose memory may be overwritten.
-        transform: What made them of the source's numbers.
-        first: The vocabulary entry of the first column.
-        rows: Which of the N tokens they are.
-        columns: Which of the entries that this process holds.
-    """
-
-    copies = True
-
-    def __init__(self, logits: Tensor, transform: Transform, first: int, rows: slice, columns: slice) -> None:
-        self.logits, self.transform = logits, transform
-        self.first, self.rows, self.columns = first, rows, columns
-
-    @staticmethod
-    def gathered_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, first: int) -> Tensor:
-        """See the parent."""
         step = max(1, GATHERED // max(1, ids.shape[-1] * hidden.shape[-1]))
         here = (ids >= first) & (ids < first + len(weight))
         at = torch.where(here, ids - first, 0)
@@ -260,17 +185,17 @@ class TorchTile(Tile):
 
     @staticmethod
     def clear(values: Tensor, rows: Tensor) -> None:
-        """See the parent."""
+        """Writes 0 to the rows of (L, W) values where a mask (L,) is true, in place."""
         values.masked_fill_(rows.unsqueeze(-1), 0)
 
     @classmethod
-    def of_product(cls, product: Tensor, transform: Transform, first: int, rows: slice, columns: slice) -> TorchTile:
-        """See the parent."""
+    def of_product(cls, product: Tensor, transform: Transform, first: int, rows: slice, columns: slice) -> Tile:
+        """A tile of a head's product, (n, W), which may be overwritten."""
         return cls(transform(product), transform, first, rows, columns)
 
     @classmethod
-    def of_tensor(cls, tensor: TensorRows, transform: Transform, first: int, rows: slice) -> TorchTile:
-        """See the parent: copies the rows."""
+    def of_tensor(cls, tensor: TensorRows, transform: Transform, first: int, rows: slice) -> Tile:
+        """A tile of some rows of a tensor, which is not changed."""
         values, row_index = tensor
         if row_index is not None:
             z = as_float(values[row_index[rows]])
@@ -283,7 +208,16 @@ class TorchTile(Tile):
         return cls(transform(z), transform, first, rows, slice(0, values.shape[-1]))
 
     def select(self, sampled: Tensor, k: int) -> Support:
-        """See the parent."""
+        """The k largest logits, and the sampled tokens.
+
+        Args:
+            sampled: The sampled tokens, (n,), anywhere in the vocabulary.
+            k: The number of largest logits, at most W.
+
+        Returns:
+            A support of k + 1 slots: the k largest, ties by the smaller id, in ascending order of their ids; and in the
+            last slot the sampled token. That slot is unused where the token is among the others, or not in this tile.
+        """
         ids = self.first + top_ids(self.logits, k).sort(-1).values
         sampled = sampled.unsqueeze(-1)
         elsewhere = (sampled < self.first) | (sampled >= self.first + self.logits.shape[-1])
@@ -291,7 +225,13 @@ class TorchTile(Tile):
         return Support.from_ids(torch.cat([ids, sampled.masked_fill(known, -1)], -1))
 
     def read(self, support: Support, logits: Tensor, outside: TailSums) -> None:
-        """See the parent."""
+        """Reads a support's logits and adds all others to the running sums, in place; the tile may be lost.
+
+        Args:
+            support: The support of the n tokens, with K slots.
+            logits: (n, K), which receives the logits of the support's tokens that are in this tile.
+            outside: The n tokens' running sums.
+        """
         z = self.logits
         at, slot, column = self._entries(support)
         logits[at, slot] = z[at, column]
@@ -311,7 +251,7 @@ class TorchTile(Tile):
         outside.maximum.copy_(maximum)
 
     def gradient(self, support: Support, upstream: Upstream) -> Tensor:
-        """See the parent."""
+        """The gradient with respect to the source's numbers, (n, W), in the tile's memory; 0 in rows without one."""
         z = self.logits
         slope = self.transform.slope(z)
         log_w = z.sub_(upstream.log_outside.unsqueeze(-1))
@@ -328,7 +268,7 @@ class TorchTile(Tile):
         return grad.masked_fill_(upstream.log_outside.isnan().unsqueeze(-1), 0)
 
     def write_gradient(self, support: Support, upstream: Upstream, out: TensorRows) -> None:
-        """See the parent."""
+        """As `gradient`, written to the same rows of a tensor in its dtype."""
         rows = out.values.view(-1, out.values.shape[-1])
         gradient = self.gradient(support, upstream)
         rows[self.rows if out.row_index is None else out.row_index[self.rows]] = gradient.to(rows.dtype)

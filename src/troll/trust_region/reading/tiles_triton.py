@@ -3,22 +3,25 @@
 A tile is the source's numbers where they are, and logits are computed in registers. Only a gradient is written.
 """
 
-# Triton's compiler evaluates the annotations of a kernel's parameters, and knows only its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from troll.trust_region.kernels import launching_on
-from troll.trust_region.reading import head_triton, select_triton, tiles
+from troll.trust_region.reading import select_triton, tiles
 from troll.trust_region.reading.launch_triton import grid_of, launcher
-from troll.trust_region.reading.memory_triton import Memory, factors, logits_of, row_of, tanh
+from troll.trust_region.reading.memory_triton import Memory, logits_of, row_of, tanh
 from troll.trust_region.reading.tiles import Support, TailSums, TensorRows, Tile, Transform, Upstream
 
 _NO_TOKEN = tl.constexpr(tiles.NO_TOKEN)
+
+#: Slots in a program that multiplies single entries of a head: their products hide each other's latency.
+MULTIPLIED = 16
 
 #: Columns of a program that writes zeros.
 CLEARED = 4096
@@ -36,11 +39,35 @@ class TritonTile(Tile):
     """
 
     copies = False
-    gathered_products = staticmethod(head_triton.gathered_products)
 
     def __init__(self, memory: Memory, transform: Transform, first: int, rows: slice, columns: slice) -> None:
         self.memory, self.transform = memory, transform
         self.first, self.rows, self.columns = first, rows, columns
+
+    @staticmethod
+    def gathered_products(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, first: int) -> Tensor:
+        """See the parent: a program gathers the weights that it multiplies."""
+        rows, slots = ids.shape
+        products = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
+        if not products.numel():
+            return products
+        with launching_on(ids.device):
+            launcher(_products_kernel, (rows, triton.cdiv(slots, MULTIPLIED)), rows, hidden.shape[1], weight)(
+                hidden,
+                *hidden.stride(),
+                weight,
+                *weight.stride(),
+                bias,
+                0 if bias is None else bias.stride(0),
+                ids.contiguous(),
+                slots,
+                first,
+                len(weight),
+                products,
+                hidden.shape[1],
+                SLOTS=MULTIPLIED,
+            )
+        return products
 
     @staticmethod
     def clear(values: Tensor, rows: Tensor) -> None:
@@ -74,10 +101,8 @@ class TritonTile(Tile):
         sums, memory = ("maximum", "exp_sum", "weighted_sum"), self.memory
         with launching_on(logits.device):
             launcher(_read_kernel, (rows,), rows, memory.width, memory.values, restore=sums)(
-                *memory.arguments,
-                memory.width,
+                *memory.arguments(self.transform),
                 self.first,
-                *factors(self.transform),
                 support.ids.contiguous(),
                 support.ascending.contiguous(),
                 slots,
@@ -85,10 +110,9 @@ class TritonTile(Tile):
                 outside.maximum,
                 outside.exp_sum,
                 outside.weighted_sum if entropy else outside.exp_sum,  # which is not touched twice
-                SOFTCAP=self.transform.softcap is not None,
                 ENTROPY=entropy,
-                ALIGNMENT=memory.alignment,
                 SLOTS=triton.next_power_of_2(slots),
+                **memory.constants(self.transform),
             )
 
     def gradient(self, support: Support, upstream: Upstream) -> Tensor:
@@ -109,29 +133,69 @@ class TritonTile(Tile):
         memory = self.memory
         # Gradients of sums come expanded.
         upstream = Upstream._make(None if x is None else x.contiguous() for x in upstream)
-        entropy = upstream.tail_entropy is not None and upstream.tail_entropy_gradient is not None
         # A launch overwrites what it reads, and a copy of all logits, to try sizes on, would be too large.
         in_place = out.values.untyped_storage().data_ptr() == memory.values.untyped_storage().data_ptr()
         restore = None if in_place else ()
 
         with launching_on(memory.values.device):
             launcher(_gradient_kernel, grid_of(rows, memory.width), rows, memory.width, memory.values, restore=restore)(
-                *memory.arguments,
-                *out.arguments,
-                memory.width,
+                *memory.arguments(self.transform),
+                *out.place,
                 self.first,
-                *factors(self.transform),
                 support.ids.contiguous(),
                 slots,
-                *upstream[:3],
-                upstream.tail_entropy if entropy else None,
-                upstream.tail_entropy_gradient if entropy else None,
-                SOFTCAP=self.transform.softcap is not None,
-                ENTROPY=entropy,
-                ALIGNMENT=memory.alignment,
+                *upstream,
+                ENTROPY=upstream.tail_entropy is not None,
                 OUT_ALIGNMENT=out.alignment,
                 SLOTS=triton.next_power_of_2(slots),
+                **memory.constants(self.transform),
             )
+
+
+@triton.jit
+def _products_kernel(
+    hidden,
+    hidden_stride,
+    hidden_column_stride,
+    weight,
+    weight_stride,
+    weight_column_stride,
+    bias,
+    bias_stride,
+    ids,  # (N, slots)
+    slots,
+    first,
+    entries,
+    products,  # (N, slots)
+    width,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
+    token = tl.load(ids + row * slots + slot, mask=slot < slots, other=-1)
+    used = (token >= first) & (token < first + entries)
+    token = tl.where(used, token - first, -1)
+    hidden += row * hidden_stride
+    lane = tl.arange(0, COLUMNS)
+    total = tl.zeros([SLOTS, COLUMNS], tl.float32)
+    # Without a used slot there is nothing to add up.
+    end = tl.where(tl.max(token, axis=0) >= 0, width, 0)
+    for start in range(0, end, COLUMNS):
+        column = (start + lane).to(tl.int64)
+        inside = column < width
+        h = tl.load(hidden + column * hidden_column_stride, mask=inside, other=0.0)
+        w = tl.load(
+            weight + token[:, None] * weight_stride + column[None, :] * weight_column_stride,
+            mask=used[:, None] & inside[None, :],
+            other=0.0,
+        )
+        # Operands in the tiles' precision, so that these products equal the tiles' except for the result's rounding.
+        total += h.to(tl.float32)[None, :] * w.to(hidden.dtype.element_ty).to(tl.float32)
+    product = tl.sum(total, axis=1)
+    if bias is not None:
+        product += tl.load(bias + token * bias_stride, mask=used, other=0.0).to(tl.float32)
+    tl.store(products + row * slots + slot, tl.where(used, product, float("-inf")), mask=slot < slots)
 
 
 @triton.jit
@@ -148,9 +212,9 @@ def _read_kernel(
     offsets,
     stride,
     width,
-    first,
     scale,
     cap,
+    first,
     ids,  # (n, slots), and the one after it
     ascending,
     slots,
@@ -224,13 +288,13 @@ def _gradient_kernel(
     values,
     offsets,
     stride,
+    width,
+    scale,
+    cap,
     out_values,
     out_offsets,
     out_stride,
-    width,
     first,
-    scale,
-    cap,
     ids,  # (n, slots)
     slots,
     log_outside,  # (n,)

@@ -1,10 +1,9 @@
 """A vocabulary whose entries are spread over the processes of a group, as tensor parallelism spreads an LM head.
 
 Every process holds an equal, contiguous slice: of n processes, the one of rank r holds the tokens
-`[r·V/n, (r + 1)·V/n)`. This module combines what is read from the slices, so that every process gets the same numbers,
+`[r·V/n, (r + 1)·V/n)`. This module combines the readings of all slices, so that every process gets the same numbers,
 bit for bit, and other code need not know of slices. Token positions, hidden states and old policies are the same on
-every process, and all processes make the same calls in the same order. Without a group, `Vocabulary` stands for all
-entries, and nothing is exchanged. docs/method.md says what is exchanged otherwise.
+every process, and all processes make the same calls in the same order. Without a group nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -37,6 +36,20 @@ class Vocabulary:
     slices: int = 1
     group: ProcessGroup | None = None
 
+    @classmethod
+    def held(cls, width: int, group: ProcessGroup | None) -> Vocabulary:
+        """The vocabulary of which this process holds `width` entries, together with the others of a group.
+
+        Raises:
+            ValueError: If this process is not in the group.
+        """
+        if group is None:
+            return cls(width)
+        rank, slices = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+        if rank < 0:
+            raise ValueError("vocab_group must be a group of this process, got one without it")
+        return cls(width, rank, slices, group) if slices > 1 else cls(width)
+
     @property
     def start(self) -> int:
         """The first entry that this process holds."""
@@ -48,10 +61,10 @@ class Vocabulary:
         return self.slices * self.width
 
     def merge_top(self, top: Top, sampled: Tensor, k: int) -> Top:
-        """Finds the k largest logits of all slices from the largest of each.
+        """The k largest logits of all slices, by one all-gather of 3 k' + 2 numbers a token from each process.
 
         Args:
-            top: The largest of this process's entries, (N, min(k, width)), with their ids in the whole vocabulary. Its
+            top: The k' = min(k, width) largest of this process's entries, with their ids in the whole vocabulary. Its
                 `sampled_logit` counts on the process that holds the token.
             sampled: The sampled tokens, (N,).
             k: The number of largest logits, at most V.
@@ -59,30 +72,8 @@ class Vocabulary:
         Raises:
             ValueError: If the slices differ in size.
         """
-        return top
-
-    def merge_support(self, on_support: Tensor, token_ids: Tensor, *sums: Tensor) -> tuple[Tensor, ...]:
-        """Collects the logits on a support whose tokens lie in several slices, and some numbers about each slice.
-
-        Args:
-            on_support: (N, K), the logits of the tokens in this process's slice; elsewhere anything.
-            token_ids: The support, (N, K), −1 in unused slots.
-            *sums: S tensors (N,), each with one number about this process's slice.
-
-        Returns:
-            The logits, (N, K), −inf in unused slots; and each of the sums as (N, n), one for each process.
-        """
-        return (on_support, *(x.unsqueeze(-1) for x in sums))
-
-    def add_up(self, gradient: Tensor) -> None:
-        """Adds up, in place, the processes' parts of the gradient of a tensor that all of them hold."""
-
-
-class VocabularySlice(Vocabulary):
-    """The vocabulary entries that this process of a group of several holds."""
-
-    def merge_top(self, top: Top, sampled: Tensor, k: int) -> Top:
-        """As the parent, by one all-gather of 3 k' + 2 numbers a token from each process, where `top` has k' logits."""
+        if self.group is None:
+            return top
         ids, logits, tail_logits, sampled_logit, log_rest = self._gather_top(top)
         # Slices follow in the order of their ids, so these ascend.
         sampled_logit = sampled_logit.amax(-1)  # −inf where it is not held
@@ -108,7 +99,18 @@ class VocabularySlice(Vocabulary):
         return Top(*(x.movedim(0, -2).flatten(-2) for x in (parts[..., :slots].long(), *columns)))
 
     def merge_support(self, on_support: Tensor, token_ids: Tensor, *sums: Tensor) -> tuple[Tensor, ...]:
-        """As the parent, by one all-reduce of K + S·n numbers a token."""
+        """Collects a support's logits, and S numbers about each slice, by one all-reduce of K + S·n numbers a token.
+
+        Args:
+            on_support: (N, K), the logits of the tokens in this process's slice; elsewhere anything.
+            token_ids: The support, (N, K), −1 in unused slots.
+            *sums: S tensors (N,), each with one number about this process's slice.
+
+        Returns:
+            The logits, (N, K), −inf in unused slots; and each of the sums as (N, n), one for each process.
+        """
+        if self.group is None:
+            return (on_support, *(x.unsqueeze(-1) for x in sums))
         slots = token_ids.shape[-1]
         elsewhere = (token_ids < self.start) | (token_ids >= self.start + self.width)
         shared = on_support.new_zeros(*token_ids.shape[:-1], slots + len(sums) * self.slices)
@@ -120,23 +122,6 @@ class VocabularySlice(Vocabulary):
         return (on_support.masked_fill(token_ids < 0, -torch.inf), *gathered)
 
     def add_up(self, gradient: Tensor) -> None:
-        """As the parent, by one all-reduce."""
-        torch.distributed.all_reduce(gradient, group=self.group)
-
-
-def held_vocabulary(width: int, group: ProcessGroup | None) -> Vocabulary:
-    """The vocabulary entries that this process holds.
-
-    Args:
-        width: The number of entries that it holds.
-        group: The processes that hold the vocabulary together; None if this process holds all of it.
-
-    Raises:
-        ValueError: If this process is not in the group.
-    """
-    if group is None:
-        return Vocabulary(width)
-    rank, slices = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-    if rank < 0:
-        raise ValueError("vocab_group must be a group of this process, got one without it")
-    return VocabularySlice(width, rank, slices, group) if slices > 1 else Vocabulary(width)
+        """Adds up, in place, the processes' parts of the gradient of a tensor that all of them hold."""
+        if self.group is not None:
+            torch.distributed.all_reduce(gradient, group=self.group)

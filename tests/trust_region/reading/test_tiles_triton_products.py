@@ -8,15 +8,17 @@ import torch
 pytest.importorskip("triton")
 
 from tests.trust_region.reading.tiles import DEVICE, some_ids
-from troll.trust_region.reading.head_triton import gathered_products
-from troll.trust_region.reading.tiles import TorchTile
+from troll.trust_region.reading.tiles import Tile
+from troll.trust_region.reading.tiles_triton import TritonTile
+
+gathered_products = TritonTile.gathered_products
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("slots", "width"), [(1, 16), (20, 300)])
-def test_products(slots, width, dtype, weight_dtype, bias):
+def test_gathered_products_agree_with_torch(slots, width, dtype, weight_dtype, bias):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, width, generator=generator).to(DEVICE, dtype)
     weight = torch.randn(50, width, generator=generator).to(DEVICE, weight_dtype)
@@ -29,12 +31,10 @@ def test_products(slots, width, dtype, weight_dtype, bias):
     actual = gathered_products(hidden, weight, biases, ids, 0)
     # Products of operands in the hidden states' dtype; nothing else is rounded to it.
     rounded = weight.to(dtype).double()
-    expected = TorchTile.gathered_products(
-        hidden.double(), rounded, biases if biases is None else biases.double(), ids, 0
-    )
+    expected = Tile.gathered_products(hidden.double(), rounded, biases if biases is None else biases.double(), ids, 0)
     assert actual.dtype == torch.float32
     # A sum of `width` terms is off by less than an ulp of their sizes for each of them; three times as much.
-    size = TorchTile.gathered_products(hidden.double().abs(), rounded.abs(), None, ids, 0)
+    size = Tile.gathered_products(hidden.double().abs(), rounded.abs(), None, ids, 0)
     used = ids >= 0
     assert ((actual - expected).abs() <= 3 * 2.0**-24 * width * (size + 1))[used].all()
     assert actual[~used].isneginf().all()
@@ -69,7 +69,7 @@ def test_unused_weights_are_not_read():
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
-def test_nothing(shape):
+def test_gathered_products_of_nothing(shape):
     ids = torch.zeros(shape, dtype=torch.int64, device=DEVICE)
     hidden, weight = torch.ones(shape[0], 16, device=DEVICE), torch.ones(5, 16, device=DEVICE)
     assert gathered_products(hidden, weight, None, ids, 0).shape == shape
