@@ -16,7 +16,7 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from troll.files import locked, read_json
+from troll.files import locked
 from troll.recipes import RecipeError
 from troll.runs.build import model_path
 from troll.runs.comparison import read_comparison
@@ -24,7 +24,7 @@ from troll.runs.comparison_page import write_comparison
 from troll.runs.comparison_tables import console_table
 from troll.runs.grid import PlannedRun
 from troll.runs.manifest import claim
-from troll.runs.recorded import MANIFEST, is_finished
+from troll.runs.recorded import MANIFEST, read_summary
 from troll.runs.resume import check_same_run
 from troll.runs.slots import Slot, environments, gpus
 from troll.terminal import say
@@ -103,8 +103,7 @@ def _locked(folder: Path) -> contextlib.AbstractContextManager[int]:
 
 
 def _is_finished(output: Path) -> bool:
-    summary = output / "summary.json"
-    return summary.is_file() and is_finished(read_json(summary))
+    return read_summary(output).get("status") == "finished"
 
 
 class _Interrupts:

@@ -6,7 +6,7 @@ It needs neither the trainer nor the recipes.
 from __future__ import annotations
 
 import json
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,8 +15,17 @@ from statistics import fmean
 from typing import Any, Generic, Protocol, TypeVar
 
 from troll.files import read_json
-from troll.runs.curves import number
-from troll.runs.recorded import DEFAULT_SURROGATE, MANIFEST, SURROGATE, Measure, Run, is_comparison, read_runs
+from troll.runs.recorded import (
+    DEFAULT_SURROGATE,
+    MANIFEST,
+    SURROGATE,
+    Measure,
+    Run,
+    eval_size,
+    is_comparison,
+    number,
+    read_runs,
+)
 from troll.runs.statistics import SeedMean, paired_difference, seed_mean
 
 # Settings whose differences do not make another method.
@@ -24,56 +33,6 @@ _OF_THE_FOLDER = {"output_dir", "resume_from_checkpoint"}
 _NO_AXIS = _OF_THE_FOLDER | {"seed", SURROGATE}
 
 Row = tuple[tuple[str, str], ...]  # the recipe, then (field, value) of each other difference of runs, without the seed
-
-
-@dataclass(frozen=True)
-class Method:
-    """A method: a surrogate, and the row of the table in which it is.
-
-    Attributes:
-        row: The recipe and the settings that distinguish it from others with its surrogate.
-        surrogate: What kept the updates near the old policy, which is its column of the table.
-    """
-
-    row: Row
-    surrogate: str
-
-    @property
-    def label(self) -> str:
-        """The method in words."""
-        return " ".join(filter(None, [row_label(self.row), self.surrogate]))
-
-
-@dataclass(frozen=True)
-class Group(Method):
-    """The finished runs of a method, which differ only in their seed.
-
-    Attributes:
-        runs: The runs in the order of their seeds, at least one.
-        planned: The number of runs with the unfinished ones.
-        measure: The measure by which they are compared.
-    """
-
-    runs: Sequence[Run]
-    planned: int
-    measure: Measure
-
-    @property
-    def finals(self) -> dict[int, float]:
-        """The measure after training by seed, of the runs that have it."""
-        return {run.seed: value for run in self.runs if (value := run.final(self.measure)) is not None}
-
-    @property
-    def final(self) -> SeedMean | None:
-        """The mean of the final measure over seeds; None if no run has it."""
-        values = list(self.finals.values())
-        size = number(self.runs[0].summary.get("eval_size"), (1, math.inf)) if self.measure == "success" else None
-        return seed_mean(values, None if size is None else int(size)) if values else None
-
-    def mean(self, key: str) -> float | None:
-        """The mean of a figure of the summary over the runs that have it."""
-        values = [value for run in self.runs if (value := number(run.summary.get(key))) is not None]
-        return fmean(values) if values else None
 
 
 class Compared(Protocol):
@@ -84,32 +43,67 @@ class Compared(Protocol):
         """The final result of each seed."""
 
 
-class Measured(Compared, Protocol):
-    """A method with results, as `Group` is one."""
+@dataclass(frozen=True)
+class Method(ABC):
+    """A method with its results.
 
-    @property
-    def row(self) -> Row:
-        """The row of the table."""
+    Attributes:
+        row: The recipe and the settings that distinguish it from others with its surrogate: its row of the table.
+        surrogate: What kept the updates near the old policy: its column of the table.
+        measure: What its results are.
+    """
 
-    @property
-    def surrogate(self) -> str:
-        """The column of the table."""
+    row: Row
+    surrogate: str
+    measure: Measure
 
     @property
     def label(self) -> str:
-        """Its name in words."""
+        """The method in words."""
+        return " ".join(filter(None, [row_label(self.row), self.surrogate]))
 
     @property
-    def measure(self) -> Measure:
-        """What the results are."""
+    @abstractmethod
+    def finals(self) -> dict[int, float]:
+        """The measure after training by seed, of the seeds that have it."""
+
+    @property
+    @abstractmethod
+    def final(self) -> SeedMean | None:
+        """The mean of the final results over seeds; None if there are none."""
+
+
+@dataclass(frozen=True)
+class Group(Method):
+    """The finished runs of a method, which differ only in their seed.
+
+    Attributes:
+        runs: The runs in the order of their seeds, at least one.
+        planned: The number of runs with the unfinished ones.
+    """
+
+    runs: Sequence[Run]
+    planned: int
+
+    @property
+    def finals(self) -> dict[int, float]:
+        """The measure after training by seed, of the runs that have it."""
+        return {run.seed: value for run in self.runs if (value := run.final(self.measure)) is not None}
 
     @property
     def final(self) -> SeedMean | None:
-        """The mean over seeds; None without a result."""
+        """The mean of the final measure over seeds; None if no run has it."""
+        answers = eval_size(self.runs[0].summary) if self.measure == "success" else None
+        return seed_mean(list(self.finals.values()), answers) if self.finals else None
+
+    def mean(self, key: str) -> float | None:
+        """The mean of a figure of the summary over the runs that have it."""
+        values = [value for run in self.runs if (value := number(run.summary.get(key))) is not None]
+        return fmean(values) if values else None
 
 
 C = TypeVar("C", bound=Compared)
-M = TypeVar("M", bound=Measured)
+M = TypeVar("M", bound=Method)
 
 
 @dataclass(frozen=True)
@@ -175,11 +169,9 @@ class Comparison:
         left_out = [run for run in self.runs if not run.finished]
         return [
             Group(
-                row=row,
-                surrogate=surrogate,
+                *(row, surrogate, self.measure),
                 runs=[runs[seed] for seed in sorted(runs)],
                 planned=len(runs) + sum(_belongs(run, row, surrogate) for run in left_out),
-                measure=self.measure,
             )
             for (row, surrogate), runs in members.items()
         ]

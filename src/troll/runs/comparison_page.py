@@ -18,7 +18,6 @@ from troll.files import write_atomically
 from troll.runs.charts import HELD_OUT
 from troll.runs.comparison import Comparison, Group, panels, read_comparison, row_label
 from troll.runs.comparison_tables import as_json, cell, difference, figure, markdown, result_interval
-from troll.runs.curves import held_out_success, metric_points
 from troll.runs.dot_figures import outcome_section
 from troll.runs.page_frame import duration, figure_card, html_table, render
 from troll.runs.plot import (
@@ -26,15 +25,15 @@ from troll.runs.plot import (
     Points,
     Scale,
     columns,
+    drawing,
     line_mark,
     line_style,
     running_mean,
     set_scale,
-    svg,
     thin,
     window,
 )
-from troll.runs.recorded import Measure, Run
+from troll.runs.recorded import Measure, Run, held_out_success, metric_points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -134,29 +133,20 @@ def write_comparison(paths: Sequence[Path], folder: Path) -> Path:
 
 def comparison_html(comparison: Comparison, folder: Path) -> str:
     """The page; its links to the pages of single runs are relative to `folder`."""
-    seeds = {run.seed for run in comparison.finished}
-    sections = (_outcome, _final_table, _difference_table, _curves, _effort_table)
-    body = [section(comparison) for section in sections if comparison.groups]
-    body = body or ['<p class="note">No run has finished yet.</p>']
+    body = ['<p class="note">No run has finished yet.</p>']
+    if comparison.groups:
+        body = [outcome_section(comparison.groups, comparison.differences)]
+        body += [section(comparison) for section in (_final_table, _difference_table, _curves, _effort_table)]
+    body += [_unfinished(comparison.runs), _how_it_was_made(comparison, folder)]
     recipes = ", ".join(dict.fromkeys(escape(run.recipe) for run in comparison.finished))
-    count = len(comparison.finished)
+    count, seeds = len(comparison.finished), len({run.seed for run in comparison.finished})
     return render(
         title="TROLL: comparison",
         heading=f"TROLL · comparison of {recipes}" if recipes else "TROLL · comparison",
-        headline=f'<p class="headline">{count} run{"s" * (count != 1)}, {len(seeds)} seed{"s" * (len(seeds) != 1)}</p>',
-        body="\n".join(
-            filter(
-                None,
-                [*body, _unfinished(comparison.runs), _how_it_was_made(comparison, folder)],
-            )
-        ),
+        headline=f'<p class="headline">{count} run{"s" * (count != 1)}, {seeds} seed{"s" * (seeds != 1)}</p>',
+        body="\n".join(filter(None, body)),
         footer="Written by <code>troll report</code>.",
     )
-
-
-def _outcome(comparison: Comparison) -> str:
-    """The figures of the results and of the differences."""
-    return outcome_section(comparison.groups, comparison.differences)
 
 
 def _final_table(comparison: Comparison) -> str:
@@ -172,11 +162,9 @@ def _final_table(comparison: Comparison) -> str:
 
 def _final(group: Group | None) -> str:
     estimate = group.final if group else None
-    interval = None if group is None or estimate is None else result_interval(estimate, group.measure)
-    if group is None or interval is None:
-        return cell(group)
-    low, high = interval
-    return f"{cell(group)}<small>{figure(low, group.measure)} to {figure(high, group.measure)}</small>"
+    interval = result_interval(estimate, group.measure) if group and estimate else None
+    ends = " to ".join(figure(end, group.measure) for end in interval) if group and interval else ""
+    return cell(group) + (f"<small>{ends}</small>" if ends else "")
 
 
 def _difference_table(comparison: Comparison) -> str:
@@ -188,9 +176,8 @@ def _difference_table(comparison: Comparison) -> str:
         for found in comparison.differences
     ]
     table = html_table(["", "minus", "difference"], rows)
-    return (
-        f'<h2>Paired differences in {measure}{_POINTS[measure]}</h2>\n{table}\n<p class="note">{_DIFFERENCE_NOTE}</p>'
-    )
+    note = f'<p class="note">{_DIFFERENCE_NOTE}</p>'
+    return f"<h2>Paired differences in {measure}{_POINTS[measure]}</h2>\n{table}\n{note}"
 
 
 def _effort_table(comparison: Comparison) -> str:
@@ -250,18 +237,12 @@ def _curves(comparison: Comparison) -> str:
             found.append((metric, plots))
     how = "Line: mean over seeds; band: smallest to largest seed."
     if all(len(plots) == 1 for _, plots in found):  # a plot for each metric: they share the width of the page
-        cards = [
-            _card(f"{metric.title} 1", metric.title, bands, metric, [bands], metric.caption)
-            for metric, ((_, bands),) in found
-        ]
+        cards = [_card(metric, 1, metric.title, bands, [bands], metric.caption) for metric, ((_, bands),) in found]
         return "\n".join(["<h2>Curves</h2>", '<div class="cards">', *cards, "</div>", f'<p class="note">{how}</p>'])
     parts = []
     for metric, plots in found:
         every = [bands for _, bands in plots]
-        cards = [
-            _card(f"{metric.title} {index}", title, bands, metric, every)
-            for index, (title, bands) in enumerate(plots, start=1)
-        ]
+        cards = [_card(metric, index, title, bands, every) for index, (title, bands) in enumerate(plots, start=1)]
         note = f"{metric.caption} {how[:-1]}; one scale in all plots."
         parts += [f"<h2>{metric.title}</h2>", '<div class="cards">', *cards, "</div>", f'<p class="note">{note}</p>']
     return "\n".join(parts)
@@ -304,15 +285,15 @@ def _smoothed(metric: _Metric, points: Points) -> Points:
 
 
 def _card(
-    name: str,
+    metric: _Metric,
+    index: int,
     title: str,
     bands: Mapping[str, _Band],
-    metric: _Metric,
     every: Sequence[Mapping[str, _Band]],
     caption: str | None = None,
 ) -> str:
     """A plot of some bands on the scales of all of them."""
-    slug = name.lower().replace(" ", "-")
+    slug = f"{metric.title} {index}".lower().replace(" ", "-")
     ends = [value for panel in every for band in panel.values() for _, value in [*band.low, *band.high]]
     margin = 0.05 * ((max(ends) - min(ends)) or 1.0)
     last = max(step for panel in every for band in panel.values() for step, _ in band.mean)
@@ -326,6 +307,6 @@ def _card(
         set_scale(axes, metric.scale, [])
         axes.set_ylim(min(ends) - margin, max(ends) + margin)
 
-    plot = svg(slug, escape(f"{metric.title}, {title}"), max(1, last), paint)
+    plot = drawing(slug, escape(f"{metric.title}, {title}"), paint, last_step=max(1, last))
     legend = {escape(label): line_mark(band.place) for label, band in bands.items()}
     return figure_card(slug, escape(title), plot, legend, caption)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -20,42 +20,14 @@ from troll.runs.charts import (
     evaluation_charts,
 )
 from troll.runs.page_frame import figure_card
-from troll.runs.plot import COLOURS, LIGHT, Points, columns, running_mean, set_scale, svg, thin, window
+from troll.runs.plot import COLOURS, LIGHT, Points, columns, drawing, running_mean, set_scale, thin, window
+from troll.runs.recorded import Rows, eval_size, held_out_success, metric_points, number
 from troll.runs.statistics import wilson_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Range = tuple[float, float]
-Rows = Sequence[Mapping[str, Any]]
-
 _MOST_POINTS = 400  # more points do not make a line more readable, and the page would exceed a megabyte
-SHARE: Range = (0.0, 1.0)
-
-
-def number(value: object, within: Range = (-math.inf, math.inf)) -> float | None:
-    """`value` if it is a finite number in the closed interval `within`, else None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value) if within[0] <= value <= within[1] else None
-
-
-def metric_points(rows: Rows, key: str) -> Points:
-    """The values of a metric by step; if a resumed run logged a step twice, the later value."""
-    values = {row["step"]: value for row in rows if (value := number(row.get(key))) is not None}
-    return sorted(values.items())
-
-
-def held_out_success(rows: Rows, summary: Mapping[str, Any]) -> Points:
-    """Held-out success by step, with the summary's first and last values if the metrics lack them."""
-    ends: dict[int, float] = {}
-    before, after = (number(summary.get(key), SHARE) for key in ("success_before", "success_after"))
-    steps = number(summary.get("success_after_step", summary.get("steps")), (0, math.inf))
-    if before is not None:
-        ends[0] = before
-    if after is not None and steps is not None:
-        ends[int(steps)] = after
-    return sorted({**ends, **dict(metric_points(rows, HELD_OUT))}.items())
 
 
 def curves_html(rows: Rows, summary: Mapping[str, Any]) -> str:
@@ -74,8 +46,6 @@ def curves_html(rows: Rows, summary: Mapping[str, Any]) -> str:
     last = max(1, int(number(summary.get("steps")) or 0), *(row["step"] for row in rows))
     if not _changes(bound):
         bound = [] if fixed is None else [(0, fixed)]
-    answers = number(summary.get("eval_size"), (1, math.inf))
-    size = None if answers is None else int(answers)
     # A run without a trust region does not lack what it cannot log.
     without_region = summary.get("surrogate", "troll") != "troll"
     names = dict.fromkeys(name for row in rows for name in row)
@@ -91,7 +61,7 @@ def curves_html(rows: Rows, summary: Mapping[str, Any]) -> str:
                 continue
             if any(value > 0 or chart.scale != "log" for points in data.values() for _, value in points):
                 shown_bound = bound if chart.with_bound else []
-                cards.append(_card(chart, data, last, shown_bound, size, _note(chart, rows)))
+                cards.append(_card(chart, data, last, shown_bound, eval_size(summary), _note(chart, rows)))
             elif chart.shown == "always" and not (without_region and all(key.startswith(TRUST) for key in data)):
                 why = "it was never above zero" if any(data.values()) else "this run logged no value of it"
                 missing.append(f"<li>{chart.title} is left out: {why}.</li>")
@@ -126,9 +96,13 @@ def _card(chart: Chart, data: Mapping[str, Points], last: int, bound: Points, si
     drawn = {key: escape(label) for key, label in chart.lines.items() if data[key]}
     caption = [chart.caption, note]
     if trained := [len(data[key]) for key in drawn if not key.startswith("eval_")]:
-        caption += _smoothing_note(max(trained))
+        caption.append(_smoothing_note(max(trained)))
     caption += [f"Not logged: {label}." for key, label in chart.lines.items() if key not in drawn]
-    legend = {label: _mark(chart, key) for key, label in drawn.items()}
+    marks = {
+        key: "points" if key.startswith("eval_") else COLOURS[place % len(COLOURS)]
+        for place, key in enumerate(chart.lines)
+    }
+    legend = {label: marks[key] for key, label in drawn.items()}
     legend |= {f"bound ε{'' if _changes(bound) else f' = {bound[0][1]:g}'}": "bound"} if bound else {}
     title = escape(chart.title)
     slug = re.sub(r"\W+", "-", chart.title.lower())
@@ -138,32 +112,27 @@ def _card(chart: Chart, data: Mapping[str, Points], last: int, bound: Points, si
             if key.startswith("eval_"):
                 _draw_held_out(axes, points, size if key == HELD_OUT else None)
             else:
-                _draw_line(axes, thin(points, _MOST_POINTS, key.endswith("_max")), LIGHT[_mark(chart, key)])
-        seen = [value for points in [*data.values(), bound] for _, value in points]
-        set_scale(axes, chart.scale, seen)
+                _draw_line(axes, thin(points, _MOST_POINTS, key.endswith("_max")), LIGHT[marks[key]])
+        set_scale(axes, chart.scale, [value for points in [*data.values(), bound] for _, value in points])
         if bound:
             _draw_bound(axes, bound)
 
     return figure_card(
         slug,
         f'{title} <span class="unit">{chart.unit}</span>',
-        svg(slug, title, last, paint),
+        drawing(slug, title, paint, last_step=last),
         legend if len(chart.lines) > 1 or bound else None,
         " ".join(filter(None, caption)),
     )
 
 
-def _mark(chart: Chart, key: str) -> str:
-    return "points" if key.startswith("eval_") else COLOURS[list(chart.lines).index(key) % len(COLOURS)]
-
-
-def _smoothing_note(count: int) -> list[str]:
+def _smoothing_note(count: int) -> str:
     group = math.ceil(count / _MOST_POINTS)
     width = window(math.ceil(count / group))
     if width == 1:
-        return []
+        return ""
     faint = "logged values" if group == 1 else f"logged values, {group} to a point"
-    return [f"Faint: {faint}; bold: running mean of {width} points."]
+    return f"Faint: {faint}; bold: running mean of {width} points."
 
 
 def _draw_line(axes: Axes, points: Points, colour: str) -> None:
@@ -179,10 +148,12 @@ def _draw_held_out(axes: Axes, points: Points, size: int | None) -> None:
     steps, values = columns(points)
     spread = None
     if size is not None:
-        ends = [wilson_interval(value, size) for value in values]
+        ends = [(value, *wilson_interval(value, size)) for value in values]
         # Rounding can put an end of the interval on the wrong side of 0 % or 100 %.
-        spread = [[max(0.0, v - low) for v, (low, _) in zip(values, ends, strict=True)]]
-        spread += [[max(0.0, high - v) for v, (_, high) in zip(values, ends, strict=True)]]
+        spread = [
+            [max(0.0, value - low) for value, low, _ in ends],
+            [max(0.0, high - value) for value, _, high in ends],
+        ]
     colour = LIGHT["second"]
     axes.errorbar(steps, values, spread, fmt="o", color=colour, markersize=4, elinewidth=1, clip_on=False, zorder=3)
 

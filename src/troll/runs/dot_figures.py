@@ -36,15 +36,6 @@ def outcome_section(methods: Sequence[M], differences: Sequence[Difference[M]], 
         differences: Their paired differences.
         notes: Sentences that follow the explanation of the dots.
     """
-    cards = dot_figures(methods, differences)
-    if not cards:
-        return ""
-    note = f'<p class="note">{" ".join([_DOT_NOTE, *notes])}</p>'
-    return "\n".join(["<h2>Outcome</h2>", f'<div class="cards">{"".join(cards)}</div>', note])
-
-
-def dot_figures(methods: Sequence[M], differences: Sequence[Difference[M]]) -> list[str]:
-    """Cards with the results of the methods, each followed by the paired differences."""
     cards = []
     for number, (title, members) in enumerate(panels(methods), start=1):
         measure = next(iter(members.values())).measure
@@ -62,7 +53,6 @@ def dot_figures(methods: Sequence[M], differences: Sequence[Difference[M]]) -> l
         if not lines:
             continue
         cards.append(_dots(f"outcome-{number}", title, f"final held-out {measure}", lines, measure))
-        of_panel = [found for found in differences if found.first in members.values()]
         lines = [
             _Line(
                 f"{_short(found.first, members)} − {_short(found.second, members)}   "
@@ -72,11 +62,14 @@ def dot_figures(methods: Sequence[M], differences: Sequence[Difference[M]]) -> l
                 interval_of(found.estimate),
                 seed_differences(found.first.finals, found.second.finals),
             )
-            for place, found in enumerate(of_panel)
+            for place, found in enumerate(found for found in differences if found.first in members.values())
         ]
         if lines:
             cards.append(_dots(f"lead-{number}", title, "paired difference, seed by seed", lines, measure, zero=True))
-    return cards
+    if not cards:
+        return ""
+    note = f'<p class="note">{" ".join([_DOT_NOTE, *notes])}</p>'
+    return "\n".join(["<h2>Outcome</h2>", f'<div class="cards">{"".join(cards)}</div>', note])
 
 
 def _short(method: M, members: Mapping[str, M]) -> str:
