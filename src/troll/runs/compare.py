@@ -22,10 +22,9 @@ from troll.runs.build import model_path
 from troll.runs.comparison import read_comparison
 from troll.runs.comparison_page import write_comparison
 from troll.runs.comparison_tables import console_table
+from troll.runs.folders import check_same_run, claim
 from troll.runs.grid import PlannedRun
-from troll.runs.manifest import claim
 from troll.runs.recorded import MANIFEST, read_summary
-from troll.runs.resume import check_same_run
 from troll.runs.slots import Slot, environments, gpus
 from troll.terminal import say
 from troll.trl.checkpoints import newest_complete
@@ -220,11 +219,6 @@ def _last_step(output: Path) -> int:
         return 0  # nothing is logged yet
 
 
-def _log_end(path: Path) -> list[str]:
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    return [line for line in lines if line.strip()][-_LOG_LINES:]
-
-
 class _Board:
     """Progress bars for all runs and for each running one; on anything but a terminal, a line per start and end."""
 
@@ -260,13 +254,14 @@ class _Board:
 
 def _tell(runs: Sequence[PlannedRun], folder: Path, failed: Sequence[str], console: Console) -> None:
     if any(_is_finished(folder / run.name) for run in runs):
-        comparison = read_comparison([folder])
-        console.print(console_table(comparison))
+        console.print(console_table(read_comparison([folder])))
         try:
             say(console, f"comparison  {write_comparison([folder], folder)}")
         except ImportError as error:
             say(console, f"no page: {error}")
     for name in failed:
-        say(console, f"failed: {name}; its log is {folder / name}.log and ends with")
-        for line in _log_end(folder / f"{name}.log"):
+        log = folder / f"{name}.log"
+        say(console, f"failed: {name}; its log is {log} and ends with")
+        lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+        for line in [line for line in lines if line.strip()][-_LOG_LINES:]:
             say(console, f"  {line}")

@@ -16,10 +16,7 @@ _WITHOUT_A_CHECK = ("flyte",)
 
 
 def check_back_ends(report_to: Sequence[str]) -> None:
-    """Checks, before a model is loaded, that transformers can log to these back ends.
-
-    Args:
-        report_to: Names such as `tensorboard`, `trackio` and `wandb`.
+    """Checks, before a model is loaded, that transformers can log to these back ends, such as `tensorboard`.
 
     Raises:
         ValueError: If transformers does not know a back end, or its package is missing; in one line.
@@ -32,10 +29,7 @@ def check_back_ends(report_to: Sequence[str]) -> None:
 
 
 def check_hub(training: GRPOConfig) -> None:
-    """Checks, before a model is loaded, that it can be pushed to the hub.
-
-    Args:
-        training: The trainer's configuration; nothing is checked unless its `push_to_hub` is set.
+    """Checks, before a model is loaded, that it can be pushed to the hub, if `push_to_hub` is set.
 
     Raises:
         ValueError: If nobody is logged in, or the hub cannot be reached; in one line.
@@ -51,12 +45,7 @@ def check_hub(training: GRPOConfig) -> None:
 
 
 def push(model_folder: Path, repository: str, training: GRPOConfig) -> str:
-    """Uploads a model with its card and its task.
-
-    Args:
-        model_folder: The folder whose files become those of the repository.
-        repository: The name on the hub, `owner/name`.
-        training: The trainer's configuration, with the token and the branch.
+    """Uploads a model with its card and its task to the repository `owner/name`.
 
     Returns:
         A line to print: where the model is now, or why it is not there and what to do.

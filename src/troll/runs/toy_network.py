@@ -80,7 +80,7 @@ def cached_model(
             random numbers, seeded by `seed`, so that the caller's are not used up.
         determined_by: The data and the settings of the warm-up, as JSON.
         seed: The seed of the initial weights and of the warm-up.
-        cache_dir: The folder in which models are kept. Default: `default_cache_dir`.
+        cache_dir: The folder in which models are kept; `default_cache_dir` if None.
 
     Returns:
         A folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.

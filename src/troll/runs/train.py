@@ -17,11 +17,7 @@ from troll.trl.ungraded import NothingJudgedError
 
 
 def train_command(recipe_name: str, overrides: Sequence[str]) -> int:
-    """Trains by a recipe.
-
-    Args:
-        recipe_name: The name or path of the recipe.
-        overrides: The fields that follow it on the command line.
+    """Trains by the recipe of a name or path, with the fields that follow it on the command line.
 
     Returns:
         The exit code.
@@ -42,10 +38,6 @@ def train(recipe: Recipe, console: Console) -> bool:
 
     It holds `config.yaml`, `task.json`, `metrics.jsonl`, `summary.json`, `README.md`, `report.html`, the `model` and
     checkpoints. Every mistake in a recipe is found before the first step.
-
-    Args:
-        recipe: The recipe from `troll.recipes.load`.
-        console: The console for progress and results.
 
     Returns:
         Whether training reached its end. Ctrl-C leaves a folder that is just as complete and can be resumed.
