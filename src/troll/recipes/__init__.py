@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from pathlib import Path
@@ -185,9 +185,8 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
             one point of a grid.
     """
     path = find(name_or_path)
-    settings, grid = read(name_or_path)
-    overrides, inner = _without_inner(_complete(overrides))
-    values_given = dict(_pairs(overrides))
+    settings, grid = _read(path, ())
+    arguments, values_given, inner = _split(overrides)
     given = set(values_given)
     settings = _without_rivals(settings, given)
     if "surrogate" in given:
@@ -203,10 +202,8 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
     parser.set_defaults_with_config(**settings)
     try:
         task, training, model, unknown = parser.parse_args_into_dataclasses(
-            args=overrides, return_remaining_strings=True
+            args=arguments, return_remaining_strings=True
         )
-    except RecipeError:
-        raise
     except (ValueError, TypeError) as error:  # the configurations' own validation
         raise RecipeError(one_line(error)) from error
     if unknown:
@@ -298,49 +295,41 @@ def _drop_foreign_kwargs(settings: dict[str, Any], surrogate: object) -> None:
         settings.pop(_OWN, None)
 
 
-def _pairs(arguments: Sequence[str]) -> Iterable[tuple[str, str | None]]:
-    """The name and the value of each `--name value` or `--name=value`; None for a flag."""
-    for index, argument in enumerate(arguments):
-        if argument.startswith("--"):
-            name, equals, value = argument[2:].partition("=")
-            following = arguments[index + 1] if index + 1 < len(arguments) else "--"
-            yield name.replace("-", "_"), value if equals else None if following.startswith("--") else following
+def _split(overrides: Sequence[str]) -> tuple[list[str], dict[str, str | None], dict[str, Any]]:
+    """Takes `--field value` pairs apart.
 
-
-def _without_inner(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Takes the settings inside dictionaries, `--field.name value`, out of the overrides."""
-    words, rest, inner = deque(overrides), list[str](), dict[str, Any]()
+    Returns:
+        What TRL's parser reads; the values of its fields, None for a flag; and the settings inside dictionaries, from
+        `--field.name value`.
+    """
+    words, rest, given, inner = deque(overrides), list[str](), dict[str, str | None](), dict[str, Any]()
     while words:
         word = words.popleft()
+        if not word.startswith("--"):
+            rest.append(word)
+            continue
         name, equals, value = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
-        if not word.startswith("--") or "." not in name:
-            rest.append(word)
+        found = value if equals else words[0] if words and not words[0].startswith("--") else None
+        if "." not in name:
+            # Without a value it means the last one; TRL's parser wants a value.
+            rest.append(f"{word}=last" if word == "--resume_from_checkpoint" and found is None else word)
+            given[name] = found
             continue
         if _field_of(name) not in DICTIONARIES:
             raise RecipeError(f"unknown argument '--{name}'{did_you_mean(_field_of(name), DICTIONARIES, prefix='--')}")
+        if found is None:
+            raise RecipeError(f"--{name} needs a value")
         if not equals:
-            if not words or words[0].startswith("--"):
-                raise RecipeError(f"--{name} needs a value")
-            value = words.popleft()
+            words.popleft()
         try:
-            inner[name] = json.loads(value)
+            inner[name] = json.loads(found)
         except json.JSONDecodeError:
-            inner[name] = value  # a word
-    return rest, inner
+            inner[name] = found  # a word
+    return rest, given, inner
 
 
 class _Parser(TrlParser):
     def error(self, message: str) -> Any:
         # argparse would print the usage of several hundred fields.
         raise RecipeError(one_line(message))
-
-
-def _complete(overrides: Sequence[str]) -> list[str]:
-    # `--resume_from_checkpoint` without a value means the last one; TRL's parser wants a value.
-    completed = list(overrides)
-    for index, argument in enumerate(completed):
-        follows = completed[index + 1] if index + 1 < len(completed) else "--"
-        if argument == "--resume_from_checkpoint" and follows.startswith("--"):
-            completed[index] = "--resume_from_checkpoint=last"
-    return completed

@@ -89,7 +89,7 @@ def compare(
                 outcome = "failed" if failed else "finished"
             except KeyboardInterrupt:
                 outcome = "interrupted"
-        _tell(runs, folder, failed, console)
+        _print_results(runs, folder, failed, console)
         if outcome == "interrupted":
             say(console, "interrupted; the same command resumes")
         return outcome
@@ -150,7 +150,7 @@ def _run_all(
 ) -> list[str]:
     """Runs all, and returns the names of those that failed."""
     queue, running, failed = deque(waiting), dict[Slot, PlannedRun](), list[str]()
-    board = _Board(console, len(waiting))
+    bars = _ProgressBars(console, len(waiting))
     try:
         while queue or running:
             for slot in slots:
@@ -160,19 +160,19 @@ def _run_all(
                     with interrupts.held_back():
                         slot.start(arguments, folder / f"{run.name}.log")
                         running[slot] = run
-                    board.started(run)
+                    bars.started(run)
             ended, _, _ = select.select(list(running), [], [], _POLL_SECONDS)
             for slot, run in list(running.items()):
                 output = folder / run.name
-                board.moved(run.name, _last_step(output))
+                bars.moved(run.name, _last_step(output))
                 if slot in ended:
                     code = slot.exit_code()
                     del running[slot]
                     succeeded = code == 0 and _is_finished(output)
                     failed += [] if succeeded else [run.name]
-                    board.ended(run.name, "finished" if succeeded else f"failed with exit code {code}")
+                    bars.ended(run.name, "finished" if succeeded else f"failed with exit code {code}")
     finally:
-        board.stop()
+        bars.stop()
         _stop(slots, list(running), console)
     return failed
 
@@ -219,7 +219,7 @@ def _last_step(output: Path) -> int:
         return 0  # nothing is logged yet
 
 
-class _Board:
+class _ProgressBars:
     """Progress bars for all runs and for each running one; on anything but a terminal, a line per start and end."""
 
     def __init__(self, console: Console, total: int) -> None:
@@ -252,7 +252,7 @@ class _Board:
             self.progress.stop()
 
 
-def _tell(runs: Sequence[PlannedRun], folder: Path, failed: Sequence[str], console: Console) -> None:
+def _print_results(runs: Sequence[PlannedRun], folder: Path, failed: Sequence[str], console: Console) -> None:
     if any(_is_finished(folder / run.name) for run in runs):
         console.print(console_table(read_comparison([folder])))
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os.path
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -94,15 +94,16 @@ _METRICS = (
 
 @dataclass(frozen=True)
 class _Band:
-    """A metric of a group at common steps: mean, smallest and largest of its runs.
+    """A metric of a group at the steps that its runs have in common: their mean, the smallest and the largest.
 
     Its place gives it its colour: that among all groups of its row, so that a plot without some of them keeps colours.
     """
 
     place: int
-    mean: Points
-    low: Points
-    high: Points
+    steps: Sequence[int]
+    mean: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
 
 
 def write_comparison(paths: Sequence[Path], folder: Path) -> Path:
@@ -264,13 +265,12 @@ def _plots(comparison: Comparison) -> list[tuple[str, list[tuple[str, int, Group
 def _band(metric: _Metric, group: Group, place: int) -> _Band | None:
     logged = [dict(points) for run in group.runs if (points := _logged(metric, run))]
     common = sorted(set.intersection(*map(set, logged))) if logged else []
+    if not common:
+        return None
     # Thinned only once they have the same steps: otherwise lines that began at different steps would share no point.
-    smoothed = [_smoothed(metric, [(step, line[step]) for step in common]) for line in logged]
-
-    def over_seeds(pick: Callable[[list[float]], float]) -> Points:
-        return [(points[0][0], pick([value for _, value in points])) for points in zip(*smoothed, strict=True)]
-
-    return _Band(place, over_seeds(fmean), over_seeds(min), over_seeds(max)) if common else None
+    lines = [columns(_smoothed(metric, [(step, line[step]) for step in common])) for line in logged]
+    values = list(zip(*(line for _, line in lines), strict=True))
+    return _Band(place, lines[0][0], list(map(fmean, values)), list(map(min, values)), list(map(max, values)))
 
 
 def _logged(metric: _Metric, run: Run) -> Points:
@@ -294,16 +294,15 @@ def _card(
 ) -> str:
     """A plot of some bands on the scales of all of them."""
     slug = f"{metric.title} {index}".lower().replace(" ", "-")
-    ends = [value for panel in every for band in panel.values() for _, value in [*band.low, *band.high]]
+    ends = [value for panel in every for band in panel.values() for value in [*band.low, *band.high]]
     margin = 0.05 * ((max(ends) - min(ends)) or 1.0)
-    last = max(step for panel in every for band in panel.values() for step, _ in band.mean)
+    last = max(band.steps[-1] for panel in every for band in panel.values())
 
     def paint(axes: Axes) -> None:
         for band in bands.values():
-            style, (steps, means) = line_style(band.place), columns(band.mean)
-            low, high = columns(band.low)[1], columns(band.high)[1]
-            axes.fill_between(steps, low, high, color=style["color"], alpha=0.15, linewidth=0)
-            axes.plot(steps, means, **style, marker="." if len(steps) <= 2 else "")
+            style = line_style(band.place)
+            axes.fill_between(band.steps, band.low, band.high, color=style["color"], alpha=0.15, linewidth=0)
+            axes.plot(band.steps, band.mean, **style, marker="." if len(band.steps) <= 2 else "")
         set_scale(axes, metric.scale, [])
         axes.set_ylim(min(ends) - margin, max(ends) + margin)
 

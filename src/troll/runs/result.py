@@ -61,7 +61,7 @@ class RunResult:
         shutil.copyfile(folder / CARD_FILE, folder / "model" / CARD_FILE)
         if status == "finished" and trainer.hub_model_id is not None:
             say(console, push(folder / "model", trainer.hub_model_id, run.recipe.training))
-        _tell(summary, folder, console)
+        _print_outcome(summary, folder, console)
 
     def write_card(self, *_: Any, **__: Any) -> None:
         """Writes the model card; takes the arguments of TRL's `create_model_card`, which it replaces."""
@@ -161,7 +161,7 @@ def _machine() -> str:
     return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
 
 
-def _tell(summary: Mapping[str, Any], folder: Path, console: Console) -> None:
+def _print_outcome(summary: Mapping[str, Any], folder: Path, console: Console) -> None:
     """Prints what came of a run and where it is, and writes its report."""
     before, after = summary["success_before"], summary["success_after"]
     if before is not None and after is not None:

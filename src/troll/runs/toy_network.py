@@ -153,8 +153,8 @@ def _publish(
 ) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     # In the same file system, so that the folder appears at once or not at all.
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True) as name:
+        temporary = Path(name)
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         hashes = {path.name: _sha256(path) for path in temporary.iterdir()}
@@ -166,8 +166,6 @@ def _publish(
             if not _is_intact(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
