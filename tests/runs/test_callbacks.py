@@ -6,8 +6,9 @@ from typing import Any
 from rich.console import Console
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from troll.evaluation.training_task import TrainingTask
 from troll.files import write_atomically
-from troll.runs.callbacks import MetricsFile, ProgressLine
+from troll.runs.callbacks import ProgressLine, RunFiles
 
 
 def state_with(logs: list[Any], step: int) -> TrainerState:
@@ -17,7 +18,8 @@ def state_with(logs: list[Any], step: int) -> TrainerState:
 def test_metrics_file_starts_from_the_checkpoint_and_grows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')  # an interrupted run went past its checkpoint
-    callback, arguments, control = MetricsFile(path), TrainingArguments(str(tmp_path)), TrainerControl()
+    callback = RunFiles(tmp_path, TrainingTask("gsm8k", None, {}, None, {}))
+    arguments, control = TrainingArguments(str(tmp_path)), TrainerControl()
     logs: list[Any] = [{"step": 1, "reward": 0.5}, {"step": 2, "reward": None}]
     callback.on_train_begin(arguments, state_with(logs, 2), control)
     logs.append({"step": 3, "reward": 1.0})

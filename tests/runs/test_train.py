@@ -16,8 +16,8 @@ from troll import recipes
 from troll.evaluation.training_task import TrainingTask, find_training_task
 from troll.recipes import Recipe, RecipeError
 from troll.runs import build
-from troll.runs.page_frame import percent
 from troll.runs.folders import checkpoint_of
+from troll.runs.page_frame import percent
 from troll.runs.train import train
 from troll.tasks import TaskError, load_task
 from troll.trl.checkpoints import check_complete

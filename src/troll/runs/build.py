@@ -52,11 +52,7 @@ class BuiltRun:
 
 
 def build(recipe: Recipe, console: Console) -> BuiltRun:
-    """Checks a recipe, loads what it names, and makes the trainer.
-
-    Args:
-        recipe: The recipe from `troll.recipes.load`.
-        console: The console for the lines about memory.
+    """Checks a recipe, loads what it names, prints the memory that it takes, and makes the trainer.
 
     Raises:
         RecipeError: If the output folder, the model, a checkpoint, a logging back end or the hub cannot be used, the

@@ -30,11 +30,14 @@ SHOWN = (
 )
 
 
-class MetricsFile(TrainerCallback):
-    """Writes every log as a line of JSON at once. A resumed run continues after its checkpoint's logs."""
+class RunFiles(TrainerCallback):
+    """Writes every log as a line of `metrics.jsonl` at once, and keeps the training task with every checkpoint.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    A resumed run continues after its checkpoint's logs.
+    """
+
+    def __init__(self, folder: Path, task: TrainingTask) -> None:
+        self.path, self.task = folder / "metrics.jsonl", task
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -48,6 +51,11 @@ class MetricsFile(TrainerCallback):
         if state.is_world_process_zero and "train_runtime" not in state.log_history[-1]:
             with self.path.open("a") as file:
                 file.write(_line(state.log_history[-1]))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Writes `task.json` into the checkpoint."""
+        if state.is_world_process_zero:
+            self.task.write(Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
 
 
 class ProgressLine(TrainerCallback):
@@ -85,18 +93,6 @@ class ProgressLine(TrainerCallback):
         """Ends the bar."""
         if self.progress.live.is_started:
             self.progress.stop()
-
-
-class TaskFile(TrainerCallback):
-    """Keeps the training task with every checkpoint."""
-
-    def __init__(self, task: TrainingTask) -> None:
-        self.task = task
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Writes `task.json` into the checkpoint."""
-        if state.is_world_process_zero:
-            self.task.write(Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
 
 
 class OtherTasks(TrainerCallback):

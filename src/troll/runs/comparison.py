@@ -108,13 +108,7 @@ M = TypeVar("M", bound=Method)
 
 @dataclass(frozen=True)
 class Difference(Generic[C]):
-    """The difference between two methods, seed by seed.
-
-    Attributes:
-        first: The method from which is subtracted.
-        second: The method that is subtracted.
-        estimate: The mean difference of the final results, over common seeds.
-    """
+    """The mean difference of two methods' final results, first − second, over their common seeds."""
 
     first: C
     second: C
@@ -123,12 +117,7 @@ class Difference(Generic[C]):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several runs, ordered.
-
-    Attributes:
-        runs: All runs, including the unfinished ones.
-        commands: The commands that made them, as far as these are known.
-    """
+    """Several runs, also unfinished ones, and the commands that made them, as far as these are known."""
 
     runs: Sequence[Run]
     commands: Sequence[str] = ()

@@ -22,7 +22,6 @@ from troll.runs.dot_figures import outcome_section
 from troll.runs.page_frame import duration, figure_card, html_table, render
 from troll.runs.plot import (
     COLOURS,
-    Points,
     Scale,
     columns,
     drawing,
@@ -263,25 +262,20 @@ def _plots(comparison: Comparison) -> list[tuple[str, list[tuple[str, int, Group
 
 
 def _band(metric: _Metric, group: Group, place: int) -> _Band | None:
-    logged = [dict(points) for run in group.runs if (points := _logged(metric, run))]
+    lines = [metric_points(run.rows, metric.key) for run in group.runs]
+    if metric.key == HELD_OUT:
+        lines = [held_out_success(run.rows, run.summary) for run in group.runs]
+    logged = [dict(points) for points in lines if points]
     common = sorted(set.intersection(*map(set, logged))) if logged else []
     if not common:
         return None
-    # Thinned only once they have the same steps: otherwise lines that began at different steps would share no point.
-    lines = [columns(_smoothed(metric, [(step, line[step]) for step in common])) for line in logged]
-    values = list(zip(*(line for _, line in lines), strict=True))
-    return _Band(place, lines[0][0], list(map(fmean, values)), list(map(min, values)), list(map(max, values)))
-
-
-def _logged(metric: _Metric, run: Run) -> Points:
-    return held_out_success(run.rows, run.summary) if metric.key == HELD_OUT else metric_points(run.rows, metric.key)
-
-
-def _smoothed(metric: _Metric, points: Points) -> Points:
-    if metric.key.startswith("eval_"):
-        return points
-    points = thin(points, _MOST_POINTS)
-    return running_mean(points, window(len(points)))
+    lines = [[(step, values[step]) for step in common] for values in logged]
+    if not metric.key.startswith("eval_"):
+        # Thinned only now that they have the same steps: lines that began at different steps would share no point.
+        lines = [thin(points, _MOST_POINTS) for points in lines]
+        lines = [running_mean(points, window(len(points))) for points in lines]
+    seeds = list(zip(*(columns(points)[1] for points in lines), strict=True))
+    return _Band(place, columns(lines[0])[0], [*map(fmean, seeds)], [*map(min, seeds)], [*map(max, seeds)])
 
 
 def _card(

@@ -33,13 +33,8 @@ _MOST_POINTS = 400  # more points do not make a line more readable, and the page
 def curves_html(rows: Rows, summary: Mapping[str, Any]) -> str:
     """The cards of all curves with data, and a sentence for each chart that should have data and has none.
 
-    Args:
-        rows: The lines of `metrics.jsonl`, at least one.
-        summary: The content of `summary.json`: `surrogate`, `kl_bound`, `eval_size`, `steps` and the successes are
-            read.
-
-    Returns:
-        HTML for the page's body.
+    There must be at least one row. Of the summary, `surrogate`, `kl_bound`, `eval_size`, `steps` and the successes are
+    read.
     """
     bound = metric_points(rows, BOUND)
     fixed = number(summary.get("kl_bound"), (1e-300, math.inf))

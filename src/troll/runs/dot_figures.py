@@ -29,12 +29,9 @@ _DOT_NOTE = (
 
 
 def outcome_section(methods: Sequence[M], differences: Sequence[Difference[M]], notes: Sequence[str] = ()) -> str:
-    """The section of the page with the figures; empty if no method has a result.
+    """The section of the page with a figure of the results and one of the differences for each panel.
 
-    Args:
-        methods: The methods in the order of their colours.
-        differences: Their paired differences.
-        notes: Sentences that follow the explanation of the dots.
+    It is empty if no method has a result. The notes follow the explanation of the dots.
     """
     cards = []
     for number, (title, members) in enumerate(panels(methods), start=1):

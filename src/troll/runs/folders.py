@@ -26,12 +26,7 @@ _CHOOSE = "choose another folder with --output_dir"
 def checkpoint_of(recipe: Recipe, folder: Path) -> str | bool | None:
     """The trainer's `resume_from_checkpoint`: a checkpoint, or True for the last complete one, which it then names.
 
-    Args:
-        recipe: The recipe of the run.
-        folder: The folder of the run; made if it does not exist.
-
-    Returns:
-        None for a run that starts anew.
+    It is None for a run that starts anew. A folder that does not exist is made.
 
     Raises:
         RecipeError: If the folder cannot be used or is not empty, or a resumed run has other settings than before or no
@@ -62,10 +57,7 @@ def checkpoint_of(recipe: Recipe, folder: Path) -> str | bool | None:
 def check_same_run(settings: Mapping[str, Any], folder: Path, may_change: Callable[[str], bool]) -> None:
     """Refuses a folder that holds a run with other settings. A folder without a `config.yaml` holds no run.
 
-    Args:
-        settings: The settings from `troll.recipes.plain`.
-        folder: The folder of the run.
-        may_change: Whether a field, given by its name, may differ.
+    The settings are those of `troll.recipes.plain`; `may_change` tells whether a field, given by its name, may differ.
 
     Raises:
         RecipeError: If settings differ; names the first such field, with both values.
@@ -90,11 +82,7 @@ def claim(
 ) -> list[PlannedRun]:
     """Writes the manifest of a comparison: its command and the settings of every run.
 
-    Args:
-        folder: The folder of the comparison.
-        command: The command that made it.
-        runs: All runs of the grid.
-        settled: The fields whose values were chosen for each method.
+    The `settled` fields are those whose values were chosen for each method.
 
     Returns:
         The runs. A recorded one keeps its name, which has fewer fields if the grid was smaller.

@@ -55,14 +55,9 @@ _CITATIONS = {
 
 
 def model_card(recipe: Recipe, task: Task, trained_on: TrainingTask, summary: Mapping[str, Any], model: str) -> str:
-    """Writes the card, with the hub's metadata on top.
+    """Writes the card of a run with this `summary.json`, with the hub's metadata on top.
 
-    Args:
-        recipe: The recipe of the run.
-        task: The task that it trained on.
-        trained_on: The options of the task, and the variables of the chat template.
-        summary: The results, as in `summary.json`.
-        model: The name on the hub, or the folder, that the quick start loads.
+    Its quick start loads `model`, a name on the hub or a folder.
     """
     training, surrogate = recipe.training, summary["surrogate"]
     base, base_on_hub = _base(str(recipe.model.model_name_or_path))

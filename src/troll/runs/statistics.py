@@ -69,10 +69,6 @@ def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -
     """The mean of first − second over the seeds that both have, with the paired t interval; None if they share none.
 
     What a seed fixes (the initial model, the order of the problems) cancels in each difference.
-
-    Args:
-        first: The values by seed.
-        second: The values to subtract, by seed.
     """
     differences = seed_differences(first, second)
     return seed_mean(differences) if differences else None

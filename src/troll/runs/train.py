@@ -9,7 +9,7 @@ from rich.console import Console
 from troll import recipes
 from troll.recipes import Recipe
 from troll.runs.build import build
-from troll.runs.callbacks import MetricsFile, OtherTasks, ProgressLine, TaskFile
+from troll.runs.callbacks import OtherTasks, ProgressLine, RunFiles
 from troll.runs.result import RunResult
 from troll.terminal import FAILED, INTERRUPTED, fail, say, silence_libraries
 from troll.trl import TrollConfig
@@ -57,8 +57,7 @@ def train(recipe: Recipe, console: Console) -> bool:
             say(console, recipe.note)
 
     progress = ProgressLine(console)
-    trainer.add_callback(MetricsFile(folder / "metrics.jsonl"))
-    trainer.add_callback(TaskFile(run.trained_on))
+    trainer.add_callback(RunFiles(folder, run.trained_on))
     trainer.add_callback(progress)
     if run.others:
         trainer.add_callback(OtherTasks(trainer, run.others))
