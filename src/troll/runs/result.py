@@ -18,8 +18,7 @@ from rich.console import Console
 from troll.files import write_atomically
 from troll.runs.build import BuiltRun
 from troll.runs.charts import HELD_OUT
-from troll.runs.model_card import CARD_FILE, model_card
-from troll.runs.publishing import push
+from troll.runs.publishing import CARD_FILE, model_card, push
 from troll.runs.report import write_report
 from troll.tasks import Task
 from troll.terminal import say
