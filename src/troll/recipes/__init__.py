@@ -53,9 +53,9 @@ LISTS = frozenset(name for name, hint in _HINTS.items() if _takes(list, hint))
 DICTIONARIES = frozenset(name for name, hint in _HINTS.items() if _takes(dict, hint))
 
 #: Different settings of one thing, the number of updates that share a rollout. The one that is set last wins.
-_ROLLOUT = frozenset({"updates_per_rollout", "steps_per_generation", "generation_batch_size"})
+_ROLLOUT_LENGTH = frozenset({"updates_per_rollout", "steps_per_generation", "generation_batch_size"})
 
-_OWN = "surrogate_kwargs"
+_SURROGATE_KWARGS = "surrogate_kwargs"
 
 #: The file in which a run keeps its resolved settings, itself a recipe.
 CONFIG_FILE = "config.yaml"
@@ -153,12 +153,19 @@ def _read(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
     inherited = {name: values for name, values in grid.items() if name not in own}
     if "surrogate" in own:
         _drop_foreign_kwargs(settings, own["surrogate"])
-    return {**_without_rivals(settings, {*own, *axes}), **own}, {**_without_rivals(inherited, {*own, *axes}), **axes}
+    return {**_without_replaced(settings, {*own, *axes}), **own}, {
+        **_without_replaced(inherited, {*own, *axes}),
+        **axes,
+    }
 
 
-def _without_rivals(settings: dict[str, Any], above: Collection[str]) -> dict[str, Any]:
+def _without_replaced(settings: dict[str, Any], above: Collection[str]) -> dict[str, Any]:
     """Leaves out settings that a layer above replaces by another setting of the same thing."""
-    return {name: value for name, value in settings.items() if name not in _ROLLOUT or not _ROLLOUT & set(above)}
+    return {
+        name: value
+        for name, value in settings.items()
+        if name not in _ROLLOUT_LENGTH or not _ROLLOUT_LENGTH & set(above)
+    }
 
 
 def _extended(path: Path, name: object) -> Path:
@@ -188,7 +195,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
     settings, grid = _read(path, ())
     arguments, values_given, inner = _split(overrides)
     given = set(values_given)
-    settings = _without_rivals(settings, given)
+    settings = _without_replaced(settings, given)
     if "surrogate" in given:
         _drop_foreign_kwargs(settings, values_given["surrogate"])
     for name, value in inner.items():
@@ -211,7 +218,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
         raise RecipeError(f"unknown argument {unknown[0]!r}{did_you_mean(field, FIELDS, prefix='--')}")
 
     unread = {name for entry in SURROGATES.values() for name in entry.reads} - {*SURROGATES[training.surrogate].reads}
-    set_here = given | inner.keys() | {name for name in unread if _field_of(name) == _OWN}
+    set_here = given | inner.keys() | {name for name in unread if _field_of(name) == _SURROGATE_KWARGS}
     if open_axes := [name for name in grid if name not in set_here]:
         raise RecipeError(
             f"{name_of(path)} is a grid over {', '.join(open_axes)}: run it with troll compare {name_or_path}"
@@ -226,8 +233,8 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
         )
 
     own = {field.name for field in fields(TaskConfig)} | set(TrollConfig.__annotations__)
-    if _ROLLOUT & (given | set(settings)):
-        own -= _ROLLOUT  # what is derived would contradict a later change
+    if _ROLLOUT_LENGTH & (given | set(settings)):
+        own -= _ROLLOUT_LENGTH  # what is derived would contradict a later change
     values = {field.name: getattr(config, field.name) for config in (task, training, model) for field in fields(config)}
     # The checkpoint that a run was resumed from is not one of its settings.
     names_set = sorted((given | own | set(settings)) - {"resume_from_checkpoint"})
@@ -292,7 +299,7 @@ def _field_of(name: str) -> str:
 def _drop_foreign_kwargs(settings: dict[str, Any], surrogate: object) -> None:
     """Leaves out the own settings of the surrogate below, if another one takes its place."""
     if settings.get("surrogate", TrollConfig.surrogate) != surrogate:
-        settings.pop(_OWN, None)
+        settings.pop(_SURROGATE_KWARGS, None)
 
 
 def _split(overrides: Sequence[str]) -> tuple[list[str], dict[str, str | None], dict[str, Any]]:

@@ -15,22 +15,12 @@ from statistics import fmean
 from typing import Any, Generic, Protocol, TypeVar
 
 from troll.files import read_json
-from troll.runs.recorded import (
-    DEFAULT_SURROGATE,
-    MANIFEST,
-    SURROGATE,
-    Measure,
-    Run,
-    eval_size,
-    is_comparison,
-    number,
-    read_runs,
-)
+from troll.runs.recorded import DEFAULT_SURROGATE, MANIFEST, Measure, Run, eval_size, is_comparison, number, read_runs
 from troll.runs.statistics import SeedMean, paired_difference, seed_mean
 
 # Settings whose differences do not make another method.
 _OF_THE_FOLDER = {"output_dir", "resume_from_checkpoint"}
-_NO_AXIS = _OF_THE_FOLDER | {"seed", SURROGATE}
+_NO_AXIS = _OF_THE_FOLDER | {"seed", "surrogate"}
 
 Row = tuple[tuple[str, str], ...]  # the recipe, then (field, value) of each other difference of runs, without the seed
 

@@ -22,7 +22,7 @@ MANIFEST = "compare.json"
 #: The measure of runs: the share of held-out problems solved, or the mean held-out reward if no run measured that.
 Measure = Literal["success", "reward"]
 
-SURROGATE, DEFAULT_SURROGATE = "surrogate", "troll"
+DEFAULT_SURROGATE = "troll"
 
 Range = tuple[float, float]
 Rows = Sequence[Mapping[str, Any]]
@@ -36,18 +36,18 @@ class Run:
 
     Attributes:
         folder: The folder of the run.
+        recipe: The recipe's name, from the summary or the comparison's manifest; without both, the folder's name.
         settings: The content of `config.yaml`; before the run has started, its settings in the comparison's manifest.
         summary: The content of `summary.json`, empty if the run has not written it.
         rows: The lines of `metrics.jsonl`.
-        planned_recipe: The recipe in the manifest, for runs without a summary.
         settled: The settings that were chosen for its method, and so belong to the method.
     """
 
     folder: Path
+    recipe: str
     settings: Mapping[str, Any]
     summary: Mapping[str, Any]
     rows: Rows
-    planned_recipe: str | None
     settled: frozenset[str]
 
     @property
@@ -56,14 +56,9 @@ class Run:
         return self.folder.resolve().name
 
     @property
-    def recipe(self) -> str:
-        """The recipe's name."""
-        return str(self.summary.get("recipe") or self.planned_recipe or self.name)
-
-    @property
     def surrogate(self) -> str:
         """The surrogate, which kept the updates near the old policy."""
-        return str(self.summary.get(SURROGATE) or self.settings.get(SURROGATE) or DEFAULT_SURROGATE)
+        return str(self.summary.get("surrogate") or self.settings.get("surrogate") or DEFAULT_SURROGATE)
 
     @property
     def seed(self) -> int:
@@ -123,8 +118,10 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 def _read_run(folder: Path, planned: Mapping[str, Any], planned_recipe: str | None, settled: frozenset[str]) -> Run:
     config, metrics = folder / "config.yaml", folder / "metrics.jsonl"
     settings = flat(read_yaml(config) if config.is_file() else planned or {})
+    summary = read_summary(folder)
+    recipe = str(summary.get("recipe") or planned_recipe or folder.resolve().name)
     rows = read_metrics(metrics) if metrics.is_file() else []
-    return Run(folder, settings, read_summary(folder), rows, planned_recipe, settled)
+    return Run(folder, recipe, settings, summary, rows, settled)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

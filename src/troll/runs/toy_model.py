@@ -1,3 +1,5 @@
+"""A small language model that can do a little of a task: its characters, and its warm-up on questions."""
+
 from __future__ import annotations
 
 import logging
