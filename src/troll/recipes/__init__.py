@@ -306,8 +306,8 @@ def _split(overrides: Sequence[str]) -> tuple[list[str], dict[str, str | None], 
     """Takes `--field value` pairs apart.
 
     Returns:
-        What TRL's parser reads; the values of its fields, None for a flag; and the settings inside dictionaries, from
-        `--field.name value`.
+        The arguments for TRL's parser; the value of each of their fields, None for a flag; and the settings inside
+        dictionaries, from `--field.name value`.
     """
     words, rest, given, inner = deque(overrides), list[str](), dict[str, str | None](), dict[str, Any]()
     while words:

@@ -33,7 +33,7 @@ class BuiltRun:
     """A run that can start.
 
     Attributes:
-        recipe: What was asked for, with every setting resolved.
+        recipe: The recipe, with every setting resolved.
         folder: Its folder, which exists.
         checkpoint: The trainer's `resume_from_checkpoint`.
         task: The task to train on.

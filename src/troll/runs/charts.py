@@ -15,12 +15,7 @@ class Chart:
     """A card of the page about one run.
 
     Attributes:
-        section: The heading of its section.
-        title: The title of the card.
-        unit: The unit of the values.
-        scale: The scale of the vertical axis.
         lines: The text in the legend by metric; held-out metrics start with "eval_".
-        caption: The meaning of the chart, and what to look for.
         with_bound: Whether ε is drawn too.
         shown: When the card is shown. With "always", a sentence replaces a card without data; the others leave it out.
     """

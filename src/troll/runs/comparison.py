@@ -26,7 +26,7 @@ Row = tuple[tuple[str, str], ...]  # the recipe, then (field, value) of each oth
 
 
 class Compared(Protocol):
-    """What can be compared seed by seed."""
+    """Results that can be compared seed by seed."""
 
     @property
     def finals(self) -> dict[int, float]:
@@ -39,8 +39,8 @@ class Method(ABC):
 
     Attributes:
         row: The recipe and the settings that distinguish it from others with its surrogate: its row of the table.
-        surrogate: What kept the updates near the old policy: its column of the table.
-        measure: What its results are.
+        surrogate: The surrogate, which is its column of the table.
+        measure: The measure of its results.
     """
 
     row: Row

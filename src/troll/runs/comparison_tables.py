@@ -166,7 +166,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def method_json(method: Method) -> dict[str, Any]:
-    """What tells a method from others."""
+    """The fields that identify a method."""
     return {"row": dict(method.row), "surrogate": method.surrogate}
 
 

@@ -1,4 +1,4 @@
-"""What came of a run: its model, summary, verdicts and card, and the lines that end it."""
+"""The end of a run: its model, summary, verdicts and card, and the last lines on the console."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from troll.trl.surrogates import SURROGATES, settings_read
 
 
 class RunResult:
-    """What a run leaves in its folder.
+    """Writes the files at the end of a run, however it ends.
 
     The time of the run begins here, and the commit is read here, since a checkout may move on meanwhile.
 
@@ -41,7 +41,7 @@ class RunResult:
         self._start, self._commit = time.monotonic(), commit_of(Path(__file__).parents[1])
 
     def write(self, status: str, console: Console) -> None:
-        """Saves the model, writes all files at the end of training, and prints what came of it.
+        """Saves the model, writes all files, and prints the outcome.
 
         Args:
             status: "finished", "interrupted" or "failed".
@@ -161,7 +161,7 @@ def _machine() -> str:
 
 
 def _print_outcome(summary: Mapping[str, Any], folder: Path, console: Console) -> None:
-    """Prints what came of a run and where it is, and writes its report."""
+    """Prints the outcome of a run and where its files are, and writes its report."""
     before, after = summary["success_before"], summary["success_after"]
     if before is not None and after is not None:
         gain = f"{100 * (after - before):+.1f} points"

@@ -20,8 +20,7 @@ class SeedMean:
     """A mean over seeds.
 
     Attributes:
-        mean: The mean of the values.
-        spread: Their standard deviation (n − 1); None for a single value.
+        spread: The standard deviation (n − 1) of the values; None for a single value.
         size: The number of values.
         interval: The 95 % interval of the mean; None if nothing is known about it.
         method: How the interval was made: by Student's t over the seeds, or Wilson's over the answers of a single seed.

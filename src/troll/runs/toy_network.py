@@ -162,7 +162,7 @@ def _publish(
         try:
             os.replace(temporary, folder)
         except OSError:
-            # The folder exists: it is the same model if another process was faster and may be reading it; or damage.
+            # The folder exists: another process was faster, and may be reading the same model; or it is damaged.
             if not _is_intact(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 os.replace(temporary, folder)
