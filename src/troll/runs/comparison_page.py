@@ -17,7 +17,7 @@ import yaml
 from troll.files import write_atomically
 from troll.runs.charts import HELD_OUT
 from troll.runs.comparison import Comparison, Group, panels, read_comparison, row_label
-from troll.runs.comparison_tables import as_json, cell, difference, figure, markdown, result_interval
+from troll.runs.comparison_tables import as_json, cell, difference, formatted, markdown, result_interval
 from troll.runs.dot_figures import outcome_section
 from troll.runs.page_frame import duration, figure_card, html_table, render
 from troll.runs.plot import (
@@ -163,7 +163,7 @@ def _final_table(comparison: Comparison) -> str:
 def _final(group: Group | None) -> str:
     estimate = group.final if group else None
     interval = result_interval(estimate, group.measure) if group and estimate else None
-    ends = " to ".join(figure(end, group.measure) for end in interval) if group and interval else ""
+    ends = " to ".join(formatted(end, group.measure) for end in interval) if group and interval else ""
     return cell(group) + (f"<small>{ends}</small>" if ends else "")
 
 
@@ -189,7 +189,7 @@ def _effort_table(comparison: Comparison) -> str:
             [
                 escape(group.label),
                 str(len(group.runs)),
-                "–" if before is None else figure(before, comparison.measure),
+                "–" if before is None else formatted(before, comparison.measure),
                 "–" if entropy is None else f"{entropy:.3f}",
                 "–" if time is None else duration(time),
                 "–" if training is None else duration(training),

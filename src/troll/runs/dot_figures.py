@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from troll.evaluation.estimators import Interval
 from troll.runs.comparison import Difference, M, panels
-from troll.runs.comparison_tables import figure, interval_of, plain_difference, result_interval
+from troll.runs.comparison_tables import formatted, interval_of, plain_difference, result_interval
 from troll.runs.page_frame import figure_card
 from troll.runs.plot import LIGHT, drawing, line_style
 from troll.runs.recorded import Measure
@@ -38,7 +38,7 @@ def outcome_section(methods: Sequence[M], differences: Sequence[Difference[M]], 
         measure = next(iter(members.values())).measure
         lines = [
             _Line(
-                f"{label}   {figure(final.mean, measure)}{_UNIT[measure]}",
+                f"{label}   {formatted(final.mean, measure)}{_UNIT[measure]}",
                 place,
                 final.mean,
                 result_interval(final, measure),
