@@ -16,9 +16,8 @@ from troll import recipes
 from troll.files import flat, read_json, write_atomically
 from troll.runs.charts import SUCCESS, TRUST
 from troll.runs.comparison import read_comparison
-from troll.runs.curves import metric_points, number
 from troll.runs.grid import PlannedRun
-from troll.runs.recorded import Run
+from troll.runs.recorded import Run, metric_points, number
 from troll.trl.surrogates import SURROGATES, settings_read
 
 # Settings with their own column, and settings of a run's output only.

@@ -15,7 +15,6 @@ from experiments.inference import (
     sign_flip_p_value,
 )
 from troll.runs.comparison import C, Comparison, Difference, Group, Method, Row, rivals
-from troll.runs.recorded import Measure
 from troll.runs.statistics import SeedMean, seed_differences, seed_mean
 
 RATE = "learning_rate"
@@ -32,11 +31,6 @@ class Contestant(Method):
     """
 
     groups: Mapping[float, Group]
-
-    @property
-    def measure(self) -> Measure:
-        """The measure by which it is compared."""
-        return next(iter(self.groups.values())).measure
 
     @cached_property
     def means(self) -> dict[float, float]:
@@ -114,7 +108,8 @@ def contestants(comparison: Comparison) -> list[Contestant]:
         row = tuple(entry for entry in group.row if entry[0] != RATE)
         rate = float(dict(group.row).get(RATE, "nan"))
         found.setdefault((row, group.surrogate), {})[rate] = group
-    return [Contestant(row, name, dict(sorted(groups.items()))) for (row, name), groups in found.items()]
+    measure = comparison.measure
+    return [Contestant(row, name, measure, dict(sorted(groups.items()))) for (row, name), groups in found.items()]
 
 
 def contrasts(methods: Sequence[Contestant]) -> list[Contrast[Contestant]]:

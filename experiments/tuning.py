@@ -17,8 +17,8 @@ from troll.files import write_atomically
 from troll.recipes import RecipeError
 from troll.runs.compare import Outcome, compare
 from troll.runs.comparison import measure_of
+from troll.runs.folders import claim
 from troll.runs.grid import Axes, PlannedRun, expand, parse_command
-from troll.runs.manifest import claim
 from troll.runs.recorded import read_runs
 from troll.terminal import say
 

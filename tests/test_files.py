@@ -1,8 +1,9 @@
 import sys
+from pathlib import Path
 
 import pytest
 
-from troll.files import locked
+from troll.files import locked, write_atomically
 
 
 def test_locked_says_where_it_works(monkeypatch, tmp_path):
@@ -11,3 +12,11 @@ def test_locked_says_where_it_works(monkeypatch, tmp_path):
     with pytest.raises(RuntimeError, match=r"output_dir .*run cannot be locked here: that takes Linux or macOS"), run:
         pass
     assert not (tmp_path / "run").exists()
+
+
+def test_writing_replaces_the_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("a longer old text")
+    write_atomically(path, "new")
+    assert path.read_text() == "new"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

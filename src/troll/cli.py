@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "The recipe tce-reach trains movements of a robot; any field of EpisodicConfig can follow it.",
     )
     train.add_argument("recipe", metavar="RECIPE")
+    train.set_defaults(run=_train)
     plan = commands.add_parser(
         "plan",
         help="what a recipe takes: memory, updates, tokens",
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     plan.add_argument("recipe", metavar="RECIPE")
     _add_plan_options(plan)
+    plan.set_defaults(run=_plan)
     compare = commands.add_parser(
         "compare",
         help="train by recipes over methods, settings and seeds",
@@ -53,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--output_dir DIR: the folder; the same command again, or one with more values, continues there.",
     )
     compare.add_argument("recipes", metavar="RECIPE", nargs="+")
+    compare.set_defaults(run=_compare)
     _add_eval(commands.add_parser("eval", help="evaluate a model on tasks"))
     _add_tasks(commands.add_parser("tasks", help="list the tasks, or check the answers of one"))
     report = commands.add_parser("report", help="write the page about a run anew, or about several runs together")
@@ -62,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=Path,
         help="where the page about several runs goes (default: the folder of troll compare, else the current one)",
     )
+    report.set_defaults(run=_report)
 
     argv = list(sys.argv[1:] if argv is None else argv)
     fields: list[str] = []
@@ -69,17 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[1:2] and argv[1].startswith("-"):
             return fail(f"the recipe comes first: troll {argv[0]} RECIPE [--field value ...]")
         argv, fields = without_fields(argv)
-    arguments = parser.parse_args(argv)
-    commands_by_name: dict[str, Callable[[], int]] = {
-        "train": lambda: _train(arguments.recipe, fields),
-        "plan": lambda: _plan(arguments.recipe, fields),
-        "compare": lambda: _compare(arguments.recipes, fields),
-        "eval": lambda: _eval(arguments),
-        "tasks": lambda: _check(arguments) if arguments.action == "check" else _tasks(),
-        "report": lambda: _report(arguments.folders, arguments.output_dir),
-    }
+    arguments = parser.parse_args(argv, argparse.Namespace(fields=fields))
     extras = "report" if arguments.command == "report" else "trl,tasks,report"
-    return run_command(commands_by_name[arguments.command], extras)
+    return run_command(lambda: arguments.run(arguments), extras)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -88,6 +84,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_eval)
     parser.description = "Generate completions of every problem of the tasks, grade them, and print a table."
     parser.epilog = "The same command again resumes where it was stopped. With several tasks, --dataset_path and "
     parser.epilog += "--task_options take TASK=VALUE for each. A model that troll train has saved brings the settings "
@@ -140,7 +137,8 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 def _add_tasks(parser: argparse.ArgumentParser) -> None:
     parser.description = "List the names of tasks; with `check`, find out whether a task's reward agrees with its data."
-    actions = parser.add_subparsers(dest="action", metavar="check")
+    parser.set_defaults(run=_tasks)
+    actions = parser.add_subparsers(metavar="check")
     check = actions.add_parser(
         "check",
         help="grade the gold answers of a task",
@@ -148,6 +146,7 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
         "and spoiled, and print where the reward disagrees.",
         epilog="Exit code 1 if a gold answer is not right against itself.",
     )
+    check.set_defaults(run=_check)
     check.add_argument("task", metavar="TASK", help="a name such as gsm8k, or the path of a YAML or Python file")
     check.add_argument("--dataset_path", metavar="PATH", help="local data of the task")
     check.add_argument("--task_options", metavar="JSON", help="options of the task")
@@ -155,7 +154,7 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
     check.add_argument("--limit", type=int, metavar="N", help="check the first N rows only")
 
 
-def _tasks() -> int:
+def _tasks(_: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
@@ -198,14 +197,14 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0 if report.passed else FAILED
 
 
-def _train(recipe_name: str, overrides: list[str]) -> int:
+def _train(arguments: argparse.Namespace) -> int:
     from troll.episodic.config import is_recipe
 
-    if is_recipe(recipe_name):
+    if is_recipe(arguments.recipe):
         from troll.episodic.train import train_command
     else:
         from troll.runs.train import train_command
-    return train_command(recipe_name, overrides)
+    return train_command(arguments.recipe, arguments.fields)
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
@@ -216,7 +215,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _plan(recipe_name: str, fields: list[str]) -> int:
+def _plan(arguments: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
@@ -226,7 +225,7 @@ def _plan(recipe_name: str, fields: list[str]) -> int:
 
     parser = _Parser(prog="troll", allow_abbrev=False, add_help=False)
     _add_plan_options(parser)
-    options, overrides = parser.parse_known_args(fields)
+    options, overrides = parser.parse_known_args(arguments.fields)
     for name in ("gpu_memory", "gpus", "prompt_tokens"):
         value = getattr(options, name)
         if value is not None and not value > 0:
@@ -234,7 +233,7 @@ def _plan(recipe_name: str, fields: list[str]) -> int:
     silence_libraries()
     # transformers refuses bf16 without a GPU, and vLLM is assumed to be installed on another machine.
     cpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
-    recipe = recipes.load(recipe_name, [*overrides, *cpu], vllm=None if options.gpu_memory is None else True)
+    recipe = recipes.load(arguments.recipe, [*overrides, *cpu], vllm=None if options.gpu_memory is None else True)
     machine = this_machine(recipe.training, options.gpu_memory, options.gpus)
     found = Plan(recipe, machine, longest_prompt=options.prompt_tokens)
     try:
@@ -246,33 +245,34 @@ def _plan(recipe_name: str, fields: list[str]) -> int:
     return 0
 
 
-def _compare(recipe_names: list[str], fields: list[str]) -> int:
+def _compare(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from troll.runs.compare import compare
     from troll.runs.grid import expand, parse_command
 
     silence_libraries()
-    command = parse_command(recipe_names, fields)
-    given = shlex.join(["troll", "compare", *recipe_names, *fields])
-    outcome = compare(expand(recipe_names, command.axes), Path(command.output_dir), Console(), command.jobs, given)
+    command = parse_command(arguments.recipes, arguments.fields)
+    given = shlex.join(["troll", "compare", *arguments.recipes, *arguments.fields])
+    runs = expand(arguments.recipes, command.axes)
+    outcome = compare(runs, Path(command.output_dir), Console(), command.jobs, given)
     return {"finished": 0, "failed": FAILED, "interrupted": INTERRUPTED}[outcome]
 
 
-def _report(folders: list[Path], output_dir: Path | None) -> int:
+def _report(arguments: argparse.Namespace) -> int:
     from troll.episodic import report as episodic
     from troll.runs.comparison_page import write_comparison
     from troll.runs.recorded import is_comparison
     from troll.runs.report import write_report
 
+    first, *others = arguments.folders
     try:
-        if len(folders) > 1 or is_comparison(folders[0]):
-            single = len(folders) == 1
-            print(write_comparison(folders, output_dir or (folders[0] if single else Path())))
-        elif output_dir is not None:
+        if others or is_comparison(first):
+            print(write_comparison(arguments.folders, arguments.output_dir or (Path() if others else first)))
+        elif arguments.output_dir is not None:
             raise UsageError("--output_dir is for the page about several runs: a run's own stays in its folder")
         else:
-            print((episodic.write_report if episodic.is_episodic(folders[0]) else write_report)(folders[0]))
+            print((episodic.write_report if episodic.is_episodic(first) else write_report)(first))
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from error
     return 0

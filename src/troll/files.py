@@ -71,8 +71,8 @@ def locked(folder: Path, lock: str, *, marker: str, content: str, holder: str, e
         folder: The folder: new, empty, or with a marker.
         lock: The name of the lock file in the folder.
         marker: The file that shows of which kind the folder is.
-        content: What such a folder holds, in words, for errors.
-        holder: Who else may hold the lock, in words, for errors.
+        content: The content of such a folder, in words, for errors.
+        holder: The other program that may hold the lock, in words, for errors.
         error: The exception to raise if the folder cannot be used, holds something else or is in use.
 
     Yields:

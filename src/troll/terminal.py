@@ -1,4 +1,4 @@
-"""What commands share: how they run and end, their lines, and their errors."""
+"""Shared by all commands: how they run and end, their lines, and their errors."""
 
 from __future__ import annotations
 

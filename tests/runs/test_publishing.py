@@ -1,14 +1,53 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
+from huggingface_hub import ModelCard
+from transformers import AutoTokenizer
 from transformers.integrations import integration_utils
 
+from troll import recipes
+from troll.evaluation.training_task import TrainingTask
 from troll.runs import publishing
-from troll.runs.publishing import check_back_ends, check_hub, push
+from troll.runs.publishing import check_back_ends, check_hub, model_card, push
+from troll.runs.statistics import wilson_interval
+from troll.tasks import Task
 from troll.trl import TrollConfig
+
+SUMMARY: dict[str, Any] = {
+    "status": "finished",
+    "recipe": "quickstart",
+    "surrogate": "troll",
+    "surrogate_settings": {"kl_bound": 0.05, "tail": "bucket"},
+    "steps": 16,
+    "updates_per_rollout": 8,
+    "seconds": 70.0,
+    "machine": "1 x GPU",
+    "success_before": 0.25,
+    "success_after": 0.5,
+    "success_after_step": 16,
+    "reward_before": 0.3,
+    "reward_after": 0.6,
+    "eval_size": 64,
+    "versions": {"trl": "1.16.0"},
+}
+
+
+def task_of(prompts: list[Any], **changed: Any) -> Task:
+    rows = Dataset.from_dict({"prompt": prompts})
+    return Task("gsm8k", rows, rows, [], **changed)
+
+
+def card(
+    *overrides: str, task: Task | None = None, variables: dict[str, Any] | None = None, model: str = "m", **changed: Any
+) -> str:
+    recipe = recipes.load("quickstart", ["--output_dir", "runs/sums", *overrides])
+    trained_on = TrainingTask.of(recipe.task, variables)
+    return model_card(recipe, task or task_of(["1 + 1 ="]), trained_on, SUMMARY | changed, model)
 
 
 def test_back_ends_that_are_not_there_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,3 +111,102 @@ def test_a_push_says_where_the_model_is_or_how_to_push_it(tmp_path: Path, monkey
     hub.reachable = False
     told = push(tmp_path, "you/model", training)
     assert told.startswith("not pushed: Token is required") and f"hf upload you/model {tmp_path} ." in told
+
+
+def test_the_toy_model_has_no_base_on_the_hub() -> None:
+    text = card()
+    assert "None" not in text
+    metadata = ModelCard(text).data.to_dict()
+    assert not {"base_model", "datasets"} & metadata.keys()
+    assert metadata["tags"] == ["trl", "reinforcement-learning", "troll"]
+    assert "# sums" in text
+    assert "This is the small language model that `troll train` makes itself, trained by" in text
+
+
+def test_a_model_and_a_data_set_of_the_hub_are_linked() -> None:
+    text = card("--model_name_or_path", "Qwen/Qwen3-0.6B", task=task_of(["?"], hub_dataset="openai/gsm8k"))
+    metadata = ModelCard(text).data.to_dict()
+    assert (metadata["base_model"], metadata["datasets"]) == ("Qwen/Qwen3-0.6B", ["openai/gsm8k"])
+    assert metadata["library_name"] == "transformers"
+    assert "[Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B), trained" in text
+    assert "`gsm8k` ([openai/gsm8k](https://huggingface.co/datasets/openai/gsm8k)) with [TROLL]" in text
+
+
+def test_local_models_and_data_are_named_and_not_linked(tmp_path: Path) -> None:
+    (tmp_path / "my-model").mkdir()
+    text = card("--model_name_or_path", str(tmp_path / "my-model"), "--dataset_path", str(tmp_path / "rows.jsonl"))
+    assert "base_model" not in ModelCard(text).data.to_dict()
+    assert "This is the model of a local folder, `my-model`, trained" in text
+    assert "(local data, `rows.jsonl`)" in text
+    assert str(tmp_path) not in text
+
+
+def test_an_adapter_says_so() -> None:
+    text = card("--model_name_or_path", "Qwen/Qwen3-0.6B", "--use_peft", "true")
+    assert ModelCard(text).data.to_dict()["library_name"] == "peft"
+    assert "This is a LoRA adapter of [Qwen/Qwen3-0.6B]" in text
+
+
+def test_success_has_its_intervals() -> None:
+    text = card().replace("\N{NO-BREAK SPACE}", " ")
+    low, high = wilson_interval(0.5, 64)
+    assert f"| after step 16 | 50.0 % | {100 * low:.1f} % to {100 * high:.1f} % |" in text
+    assert "| before training | 25.0 % |" in text
+    assert "64 held-out problems, one completion of each, at temperature 1." in text
+    text = card("--eval_temperature", "0.5", "--num_generations_eval", "2", success_before=None)
+    assert "2 completions of each, at temperature 0.5" in text
+    assert "before training" not in text
+
+
+def test_a_task_without_success_has_its_rewards() -> None:
+    text = card(success_before=None, success_after=None)
+    assert "| before training | 0.300 |\n| after step 16 | 0.600 |" in text
+    nothing: dict[str, Any] = {
+        "success_before": None,
+        "success_after": None,
+        "reward_before": None,
+        "reward_after": None,
+    }
+    assert "Not measured." in card(**nothing)
+
+
+def test_settings_and_citations_are_those_of_the_method() -> None:
+    text = card()
+    assert "| `surrogate` | `troll` |\n| `kl_bound` | `0.05` |" in text
+    assert "- trl 1.16.0" in text
+    assert "arXiv:2510.03817" in text and "vonwerra2020trl" in text
+    clip = card(surrogate="clip", surrogate_settings={"epsilon": 0.2}, status="interrupted")
+    assert "with the clipped ratio of GRPO." in clip
+    assert "2510.03817" not in clip and "vonwerra2020trl" in clip
+    assert "(interrupted)" in clip
+    assert ModelCard(clip).data.to_dict()["tags"] == ["trl", "reinforcement-learning"]
+
+
+@pytest.mark.parametrize("conversational", [False, True])
+def test_the_quick_start_runs(
+    conversational: bool, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt: Any = 'a "quoted"\nprompt ='
+    model = tiny_model
+    if conversational:
+        model, prompt = tmp_path / "model", [{"role": "user", "content": prompt}]
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        tokenizer.chat_template = "{{ shout }}{% for message in messages %}{{ message.content }}{% endfor %}"
+        tokenizer.save_pretrained(model)
+        for name in ("config.json", "model.safetensors"):
+            (model / name).symlink_to(tiny_model / name)
+    text = card(task=task_of([prompt]), model=str(model), variables={"shout": "LOUD "})
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(code, found)
+    read = found["tokenizer"].decode(found["inputs"]["input_ids"][0])
+    assert read == ('LOUD a "quoted"\nprompt =' if conversational else prompt)
+    assert 0 < found["output"].shape[1] - found["inputs"]["input_ids"].shape[1] <= 8
+    assert capsys.readouterr().out.endswith("\n")
+
+
+def test_images_have_no_quick_start() -> None:
+    rows = Dataset.from_dict({"prompt": ["?"], "images": [[]]})
+    text = card(task=Task("geometry3k", rows, rows, []))
+    assert "Quick start" not in text
+    assert ModelCard(text).data.to_dict()["pipeline_tag"] == "image-text-to-text"

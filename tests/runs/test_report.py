@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from troll.runs.plot import svg
+from troll.runs.plot import drawing
 from troll.runs.report import write_report
 from troll.runs.statistics import wilson_interval
 
@@ -493,5 +493,5 @@ def test_a_run_without_a_trust_region_misses_none(tmp_path):
 
 
 def test_a_title_is_no_pattern():
-    drawn = svg("slug", r"a\\1 \\g<0> \\d", 1, lambda axes: None)
+    drawn = drawing("slug", r"a\\1 \\g<0> \\d", lambda axes: None)
     assert r'aria-label="a\\1 \\g<0> \\d"' in drawn

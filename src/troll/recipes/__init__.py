@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from pathlib import Path
@@ -53,9 +53,9 @@ LISTS = frozenset(name for name, hint in _HINTS.items() if _takes(list, hint))
 DICTIONARIES = frozenset(name for name, hint in _HINTS.items() if _takes(dict, hint))
 
 #: Different settings of one thing, the number of updates that share a rollout. The one that is set last wins.
-_ROLLOUT = frozenset({"updates_per_rollout", "steps_per_generation", "generation_batch_size"})
+_ROLLOUT_LENGTH = frozenset({"updates_per_rollout", "steps_per_generation", "generation_batch_size"})
 
-_OWN = "surrogate_kwargs"
+_SURROGATE_KWARGS = "surrogate_kwargs"
 
 #: The file in which a run keeps its resolved settings, itself a recipe.
 CONFIG_FILE = "config.yaml"
@@ -153,12 +153,19 @@ def _read(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
     inherited = {name: values for name, values in grid.items() if name not in own}
     if "surrogate" in own:
         _drop_foreign_kwargs(settings, own["surrogate"])
-    return {**_without_rivals(settings, {*own, *axes}), **own}, {**_without_rivals(inherited, {*own, *axes}), **axes}
+    return {**_without_replaced(settings, {*own, *axes}), **own}, {
+        **_without_replaced(inherited, {*own, *axes}),
+        **axes,
+    }
 
 
-def _without_rivals(settings: dict[str, Any], above: Collection[str]) -> dict[str, Any]:
+def _without_replaced(settings: dict[str, Any], above: Collection[str]) -> dict[str, Any]:
     """Leaves out settings that a layer above replaces by another setting of the same thing."""
-    return {name: value for name, value in settings.items() if name not in _ROLLOUT or not _ROLLOUT & set(above)}
+    return {
+        name: value
+        for name, value in settings.items()
+        if name not in _ROLLOUT_LENGTH or not _ROLLOUT_LENGTH & set(above)
+    }
 
 
 def _extended(path: Path, name: object) -> Path:
@@ -185,11 +192,10 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
             one point of a grid.
     """
     path = find(name_or_path)
-    settings, grid = read(name_or_path)
-    overrides, inner = _without_inner(_complete(overrides))
-    values_given = dict(_pairs(overrides))
+    settings, grid = _read(path, ())
+    arguments, values_given, inner = _split(overrides)
     given = set(values_given)
-    settings = _without_rivals(settings, given)
+    settings = _without_replaced(settings, given)
     if "surrogate" in given:
         _drop_foreign_kwargs(settings, values_given["surrogate"])
     for name, value in inner.items():
@@ -203,10 +209,8 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
     parser.set_defaults_with_config(**settings)
     try:
         task, training, model, unknown = parser.parse_args_into_dataclasses(
-            args=overrides, return_remaining_strings=True
+            args=arguments, return_remaining_strings=True
         )
-    except RecipeError:
-        raise
     except (ValueError, TypeError) as error:  # the configurations' own validation
         raise RecipeError(one_line(error)) from error
     if unknown:
@@ -214,7 +218,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
         raise RecipeError(f"unknown argument {unknown[0]!r}{did_you_mean(field, FIELDS, prefix='--')}")
 
     unread = {name for entry in SURROGATES.values() for name in entry.reads} - {*SURROGATES[training.surrogate].reads}
-    set_here = given | inner.keys() | {name for name in unread if _field_of(name) == _OWN}
+    set_here = given | inner.keys() | {name for name in unread if _field_of(name) == _SURROGATE_KWARGS}
     if open_axes := [name for name in grid if name not in set_here]:
         raise RecipeError(
             f"{name_of(path)} is a grid over {', '.join(open_axes)}: run it with troll compare {name_or_path}"
@@ -229,8 +233,8 @@ def load(name_or_path: str, overrides: Sequence[str] = (), vllm: bool | None = N
         )
 
     own = {field.name for field in fields(TaskConfig)} | set(TrollConfig.__annotations__)
-    if _ROLLOUT & (given | set(settings)):
-        own -= _ROLLOUT  # what is derived would contradict a later change
+    if _ROLLOUT_LENGTH & (given | set(settings)):
+        own -= _ROLLOUT_LENGTH  # what is derived would contradict a later change
     values = {field.name: getattr(config, field.name) for config in (task, training, model) for field in fields(config)}
     # The checkpoint that a run was resumed from is not one of its settings.
     names_set = sorted((given | own | set(settings)) - {"resume_from_checkpoint"})
@@ -295,52 +299,44 @@ def _field_of(name: str) -> str:
 def _drop_foreign_kwargs(settings: dict[str, Any], surrogate: object) -> None:
     """Leaves out the own settings of the surrogate below, if another one takes its place."""
     if settings.get("surrogate", TrollConfig.surrogate) != surrogate:
-        settings.pop(_OWN, None)
+        settings.pop(_SURROGATE_KWARGS, None)
 
 
-def _pairs(arguments: Sequence[str]) -> Iterable[tuple[str, str | None]]:
-    """The name and the value of each `--name value` or `--name=value`; None for a flag."""
-    for index, argument in enumerate(arguments):
-        if argument.startswith("--"):
-            name, equals, value = argument[2:].partition("=")
-            following = arguments[index + 1] if index + 1 < len(arguments) else "--"
-            yield name.replace("-", "_"), value if equals else None if following.startswith("--") else following
+def _split(overrides: Sequence[str]) -> tuple[list[str], dict[str, str | None], dict[str, Any]]:
+    """Takes `--field value` pairs apart.
 
-
-def _without_inner(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Takes the settings inside dictionaries, `--field.name value`, out of the overrides."""
-    words, rest, inner = deque(overrides), list[str](), dict[str, Any]()
+    Returns:
+        The arguments for TRL's parser; the value of each of their fields, None for a flag; and the settings inside
+        dictionaries, from `--field.name value`.
+    """
+    words, rest, given, inner = deque(overrides), list[str](), dict[str, str | None](), dict[str, Any]()
     while words:
         word = words.popleft()
+        if not word.startswith("--"):
+            rest.append(word)
+            continue
         name, equals, value = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
-        if not word.startswith("--") or "." not in name:
-            rest.append(word)
+        found = value if equals else words[0] if words and not words[0].startswith("--") else None
+        if "." not in name:
+            # Without a value it means the last one; TRL's parser wants a value.
+            rest.append(f"{word}=last" if word == "--resume_from_checkpoint" and found is None else word)
+            given[name] = found
             continue
         if _field_of(name) not in DICTIONARIES:
             raise RecipeError(f"unknown argument '--{name}'{did_you_mean(_field_of(name), DICTIONARIES, prefix='--')}")
+        if found is None:
+            raise RecipeError(f"--{name} needs a value")
         if not equals:
-            if not words or words[0].startswith("--"):
-                raise RecipeError(f"--{name} needs a value")
-            value = words.popleft()
+            words.popleft()
         try:
-            inner[name] = json.loads(value)
+            inner[name] = json.loads(found)
         except json.JSONDecodeError:
-            inner[name] = value  # a word
-    return rest, inner
+            inner[name] = found  # a word
+    return rest, given, inner
 
 
 class _Parser(TrlParser):
     def error(self, message: str) -> Any:
         # argparse would print the usage of several hundred fields.
         raise RecipeError(one_line(message))
-
-
-def _complete(overrides: Sequence[str]) -> list[str]:
-    # `--resume_from_checkpoint` without a value means the last one; TRL's parser wants a value.
-    completed = list(overrides)
-    for index, argument in enumerate(completed):
-        follows = completed[index + 1] if index + 1 < len(completed) else "--"
-        if argument == "--resume_from_checkpoint" and follows.startswith("--"):
-            completed[index] = "--resume_from_checkpoint=last"
-    return completed

@@ -15,10 +15,10 @@ from trl import get_peft_config, get_quantization_config
 
 from troll.evaluation.training_task import TrainingTask
 from troll.recipes import Recipe, RecipeError
+from troll.runs.folders import checkpoint_of
 from troll.runs.memory import UnknownMemory
 from troll.runs.plan import Plan, this_machine
 from troll.runs.publishing import check_back_ends, check_hub
-from troll.runs.resume import checkpoint_of
 from troll.runs.toy_model import toy_model
 from troll.runs.toy_network import TOY, TOY_MODELS
 from troll.tasks import Task, load_task
@@ -33,7 +33,7 @@ class BuiltRun:
     """A run that can start.
 
     Attributes:
-        recipe: What was asked for, with every setting resolved.
+        recipe: The recipe, with every setting resolved.
         folder: Its folder, which exists.
         checkpoint: The trainer's `resume_from_checkpoint`.
         task: The task to train on.
@@ -52,11 +52,7 @@ class BuiltRun:
 
 
 def build(recipe: Recipe, console: Console) -> BuiltRun:
-    """Checks a recipe, loads what it names, and makes the trainer.
-
-    Args:
-        recipe: The recipe from `troll.recipes.load`.
-        console: The console for the lines about memory.
+    """Checks a recipe, loads what it names, prints the memory that it takes, and makes the trainer.
 
     Raises:
         RecipeError: If the output folder, the model, a checkpoint, a logging back end or the hub cannot be used, the
@@ -77,7 +73,8 @@ def build(recipe: Recipe, console: Console) -> BuiltRun:
     task, others = _tasks(recipe, conversational=processor.chat_template is not None)
     variables = dict(recipe.training.chat_template_kwargs or {})  # type: ignore[arg-type]  # a string was parsed
     for each in (task, *others):
-        _check_prompt(processor, each, variables)
+        if "images" not in each.eval_dataset.column_names:  # as TRL will: some templates refuse some conversations
+            prompt_texts(processor, [each.eval_dataset.select_columns("prompt")[0]["prompt"]], each.name, variables)
     _check_memory(recipe, path, [task, *others], processor, variables, console)
     trainer = _trainer(recipe, path, processor, task)
     # A resumed run has its first evaluation in the checkpoint's log; another one would use up random numbers.
@@ -119,13 +116,6 @@ def _tasks(recipe: Recipe, conversational: bool) -> tuple[Task, list[Task]]:
     return (decontaminate(task, others) if others else task), others
 
 
-def _check_prompt(processor: PreTrainedTokenizerBase | ProcessorMixin, task: Task, variables: dict[str, Any]) -> None:
-    """Writes a prompt as TRL will, since some chat templates refuse some conversations."""
-    if "images" not in task.eval_dataset.column_names:
-        prompt = task.eval_dataset.select_columns("prompt")[0]["prompt"]
-        prompt_texts(processor, [prompt], task.name, variables)
-
-
 def _check_memory(
     recipe: Recipe,
     model_path: str,
@@ -135,8 +125,7 @@ def _check_memory(
     console: Console,
 ) -> None:
     """Prints the memory that the run takes, and refuses a run that cannot fit on a GPU."""
-    prompt = longest_prompt(tasks, processor, variables)
-    found = Plan(recipe, this_machine(recipe.training), model_path, prompt)
+    found = Plan(recipe, this_machine(recipe.training), model_path, longest_prompt(tasks, processor, variables))
     main = recipe.training.process_index == 0
     try:
         lines = found.lines()

@@ -15,12 +15,7 @@ class Chart:
     """A card of the page about one run.
 
     Attributes:
-        section: The heading of its section.
-        title: The title of the card.
-        unit: The unit of the values.
-        scale: The scale of the vertical axis.
         lines: The text in the legend by metric; held-out metrics start with "eval_".
-        caption: The meaning of the chart, and what to look for.
         with_bound: Whether ε is drawn too.
         shown: When the card is shown. With "always", a sentence replaces a card without data; the others leave it out.
     """
@@ -178,90 +173,80 @@ CHARTS = (
     ),
 )
 
-# Diagnostics that share a card: the beginning of their names, and the card's title, unit, scale and caption.
-_FAMILIES: tuple[tuple[str, str, str, Scale, str], ...] = (
-    (
-        r"sequence_kl",
+# Diagnostics that share a card: by the beginning of their names, the card's title, unit, scale and caption.
+_FAMILIES: dict[str, tuple[str, str, Scale, str]] = {
+    "sequence_kl": (
         "KL of whole sequences",
         "nats per sequence",
         "linear",
         "KL(old ‖ new) over whole completions, from the tokens' distributions; k1 and k3 estimate it from the sampled "
         "tokens only, with more noise.",
     ),
-    (
-        r"kept_tokens",
+    "kept_tokens": (
         "Kept tokens",
         "per position",
         "from zero",
         "How many tokens of the old policy the support holds: mean and percentiles. Where the highest percentile is "
         "K, a larger K may be needed.",
     ),
-    (
-        r"covered_mass",
+    "covered_mass": (
         "Covered mass",
         "probability",
         "linear",
         "How much of the old policy's probability they cover. The closer to 1, the less the sparse KL misses.",
     ),
-    (
-        r"tail_gap",
+    "tail_gap": (
         "What the tail hides",
         "nats",
         "linear",
         "How much of a token's KL lies within the tail, measured on a sample, and the most it could be.",
     ),
-    (
-        r"ratio",
+    "ratio": (
         "Ratio of new to old probability",
         "of the sampled tokens, log scale",
         "log",
         "Percentiles over tokens: how far the updates of a rollout have moved the probabilities of the sampled tokens.",
     ),
-    (
-        r"clip_fraction",
+    "clip_fraction": (
         "What a clip would have cut",
         "share of tokens",
         "percent",
         "The tokens whose gradient PPO's clip at 0.2 would have dropped.",
     ),
-    (
-        r"solver_evaluations",
+    "solver_evaluations": (
         "Solver evaluations",
         "per projected token",
         "from zero",
         "How often KL(τ) was evaluated to find the multiplier.",
     ),
-    (
-        r"variance",
+    "variance": (
         "Variance σ²",
         "log scale",
         "log",
         "Of the log ratio under the projected policy: what the backward pass divides by.",
     ),
-    (
-        r"curvature",
+    "curvature": (
         "Curvature τ²σ²",
         "log scale",
         "log",
         "By how much the projection's KL changes for a relative change of τ.",
     ),
-    (
-        r"conditioning",
+    "conditioning": (
         "Conditioning of the multiplier",
         "log scale",
         "log",
         "The slope of log KL(τ) over log τ: 2 for small steps. Far below 2, a small change of the network makes a "
         "large change of the multiplier.",
     ),
-)
+}
 
 
 def diagnostic_charts(names: Iterable[str]) -> list[Chart]:
     """The charts of the metrics below `trust_region/diagnostics/` among `names`: families first."""
     left = [name.removeprefix(_DIAGNOSTICS) for name in dict.fromkeys(names) if name.startswith(_DIAGNOSTICS)]
     charts = []
-    for pattern, title, unit, scale, caption in _FAMILIES:
-        members = [name for name in left if re.match(rf"({pattern})(_|$)", name)]
+    for family, (title, unit, scale, caption) in _FAMILIES.items():
+        members = [name for name in left if name == family or name.startswith(f"{family}_")]
         left = [name for name in left if name not in members]
         charts.append(_diagnostic(title, unit, scale, members, caption))
     charts += [_diagnostic(_words(name).capitalize(), "", "linear", [name], "") for name in left]
@@ -270,22 +255,28 @@ def diagnostic_charts(names: Iterable[str]) -> list[Chart]:
 
 def evaluation_charts(names: Iterable[str]) -> list[Chart]:
     """The charts of other metrics of evaluations than success: several completions of a problem, and other tasks."""
-    lines: dict[str, dict[str, str]] = {}
-    for name in dict.fromkeys(names):
-        if found := re.fullmatch(r"eval_(?:(.+)_)?(pass|maj)@(\d+)", name):
-            task, measure, count = found.groups()
-            if task or count != "1":  # the task's own pass@1 is its success
-                lines.setdefault(f"{measure}@{count}", {})[name] = task or "the task trained on"
     captions = {
         "pass": "How likely it is that at least one of {} completions solves a held-out problem.",
         "maj": "How often the answer that most of {} completions give is right.",
     }
-    charts = []
-    for title, members in lines.items():
-        measure, count = title.split("@")
-        caption = captions[measure].format(count)
-        charts.append(Chart("Evaluation", title, "share of problems", "percent", members, caption, shown="if logged"))
-    return charts
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for name in dict.fromkeys(names):
+        if found := re.fullmatch(r"eval_(?:(.+)_)?(pass|maj)@(\d+)", name):
+            task, measure, count = found.groups()
+            if task or count != "1":  # the task's own pass@1 is its success
+                lines.setdefault((measure, count), {})[name] = task or "the task trained on"
+    return [
+        Chart(
+            "Evaluation",
+            f"{measure}@{count}",
+            "share of problems",
+            "percent",
+            members,
+            captions[measure].format(count),
+            shown="if logged",
+        )
+        for (measure, count), members in lines.items()
+    ]
 
 
 def _diagnostic(title: str, unit: str, scale: Scale, names: Sequence[str], caption: str) -> Chart:

@@ -16,16 +16,15 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from troll.files import locked, read_json
+from troll.files import locked
 from troll.recipes import RecipeError
 from troll.runs.build import model_path
 from troll.runs.comparison import read_comparison
 from troll.runs.comparison_page import write_comparison
 from troll.runs.comparison_tables import console_table
+from troll.runs.folders import check_same_run, claim
 from troll.runs.grid import PlannedRun
-from troll.runs.manifest import claim
-from troll.runs.recorded import MANIFEST, is_finished
-from troll.runs.resume import check_same_run
+from troll.runs.recorded import MANIFEST, read_summary
 from troll.runs.slots import Slot, environments, gpus
 from troll.terminal import say
 from troll.trl.checkpoints import newest_complete
@@ -90,7 +89,7 @@ def compare(
                 outcome = "failed" if failed else "finished"
             except KeyboardInterrupt:
                 outcome = "interrupted"
-        _tell(runs, folder, failed, console)
+        _print_results(runs, folder, failed, console)
         if outcome == "interrupted":
             say(console, "interrupted; the same command resumes")
         return outcome
@@ -103,8 +102,7 @@ def _locked(folder: Path) -> contextlib.AbstractContextManager[int]:
 
 
 def _is_finished(output: Path) -> bool:
-    summary = output / "summary.json"
-    return summary.is_file() and is_finished(read_json(summary))
+    return read_summary(output).get("status") == "finished"
 
 
 class _Interrupts:
@@ -152,7 +150,7 @@ def _run_all(
 ) -> list[str]:
     """Runs all, and returns the names of those that failed."""
     queue, running, failed = deque(waiting), dict[Slot, PlannedRun](), list[str]()
-    board = _Board(console, len(waiting))
+    bars = _ProgressBars(console, len(waiting))
     try:
         while queue or running:
             for slot in slots:
@@ -162,19 +160,19 @@ def _run_all(
                     with interrupts.held_back():
                         slot.start(arguments, folder / f"{run.name}.log")
                         running[slot] = run
-                    board.started(run)
+                    bars.started(run)
             ended, _, _ = select.select(list(running), [], [], _POLL_SECONDS)
             for slot, run in list(running.items()):
                 output = folder / run.name
-                board.moved(run.name, _last_step(output))
+                bars.moved(run.name, _last_step(output))
                 if slot in ended:
                     code = slot.exit_code()
                     del running[slot]
                     succeeded = code == 0 and _is_finished(output)
                     failed += [] if succeeded else [run.name]
-                    board.ended(run.name, "finished" if succeeded else f"failed with exit code {code}")
+                    bars.ended(run.name, "finished" if succeeded else f"failed with exit code {code}")
     finally:
-        board.stop()
+        bars.stop()
         _stop(slots, list(running), console)
     return failed
 
@@ -221,12 +219,7 @@ def _last_step(output: Path) -> int:
         return 0  # nothing is logged yet
 
 
-def _log_end(path: Path) -> list[str]:
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    return [line for line in lines if line.strip()][-_LOG_LINES:]
-
-
-class _Board:
+class _ProgressBars:
     """Progress bars for all runs and for each running one; on anything but a terminal, a line per start and end."""
 
     def __init__(self, console: Console, total: int) -> None:
@@ -259,15 +252,16 @@ class _Board:
             self.progress.stop()
 
 
-def _tell(runs: Sequence[PlannedRun], folder: Path, failed: Sequence[str], console: Console) -> None:
+def _print_results(runs: Sequence[PlannedRun], folder: Path, failed: Sequence[str], console: Console) -> None:
     if any(_is_finished(folder / run.name) for run in runs):
-        comparison = read_comparison([folder])
-        console.print(console_table(comparison))
+        console.print(console_table(read_comparison([folder])))
         try:
             say(console, f"comparison  {write_comparison([folder], folder)}")
         except ImportError as error:
             say(console, f"no page: {error}")
     for name in failed:
-        say(console, f"failed: {name}; its log is {folder / name}.log and ends with")
-        for line in _log_end(folder / f"{name}.log"):
+        log = folder / f"{name}.log"
+        say(console, f"failed: {name}; its log is {log} and ends with")
+        lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+        for line in [line for line in lines if line.strip()][-_LOG_LINES:]:
             say(console, f"  {line}")

@@ -6,7 +6,7 @@ It needs neither the trainer nor the recipes.
 from __future__ import annotations
 
 import json
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,33 +15,52 @@ from statistics import fmean
 from typing import Any, Generic, Protocol, TypeVar
 
 from troll.files import read_json
-from troll.runs.curves import number
-from troll.runs.recorded import DEFAULT_SURROGATE, MANIFEST, SURROGATE, Measure, Run, is_comparison, read_runs
+from troll.runs.recorded import DEFAULT_SURROGATE, MANIFEST, Measure, Run, eval_size, is_comparison, number, read_runs
 from troll.runs.statistics import SeedMean, paired_difference, seed_mean
 
 # Settings whose differences do not make another method.
 _OF_THE_FOLDER = {"output_dir", "resume_from_checkpoint"}
-_NO_AXIS = _OF_THE_FOLDER | {"seed", SURROGATE}
+_NO_AXIS = _OF_THE_FOLDER | {"seed", "surrogate"}
 
 Row = tuple[tuple[str, str], ...]  # the recipe, then (field, value) of each other difference of runs, without the seed
 
 
+class Compared(Protocol):
+    """Results that can be compared seed by seed."""
+
+    @property
+    def finals(self) -> dict[int, float]:
+        """The final result of each seed."""
+
+
 @dataclass(frozen=True)
-class Method:
-    """A method: a surrogate, and the row of the table in which it is.
+class Method(ABC):
+    """A method with its results.
 
     Attributes:
-        row: The recipe and the settings that distinguish it from others with its surrogate.
-        surrogate: What kept the updates near the old policy, which is its column of the table.
+        row: The recipe and the settings that distinguish it from others with its surrogate: its row of the table.
+        surrogate: The surrogate, which is its column of the table.
+        measure: The measure of its results.
     """
 
     row: Row
     surrogate: str
+    measure: Measure
 
     @property
     def label(self) -> str:
         """The method in words."""
         return " ".join(filter(None, [row_label(self.row), self.surrogate]))
+
+    @property
+    @abstractmethod
+    def finals(self) -> dict[int, float]:
+        """The measure after training by seed, of the seeds that have it."""
+
+    @property
+    @abstractmethod
+    def final(self) -> SeedMean | None:
+        """The mean of the final results over seeds; None if there are none."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +70,10 @@ class Group(Method):
     Attributes:
         runs: The runs in the order of their seeds, at least one.
         planned: The number of runs with the unfinished ones.
-        measure: The measure by which they are compared.
     """
 
     runs: Sequence[Run]
     planned: int
-    measure: Measure
 
     @property
     def finals(self) -> dict[int, float]:
@@ -66,9 +83,8 @@ class Group(Method):
     @property
     def final(self) -> SeedMean | None:
         """The mean of the final measure over seeds; None if no run has it."""
-        values = list(self.finals.values())
-        size = number(self.runs[0].summary.get("eval_size"), (1, math.inf)) if self.measure == "success" else None
-        return seed_mean(values, None if size is None else int(size)) if values else None
+        answers = eval_size(self.runs[0].summary) if self.measure == "success" else None
+        return seed_mean(list(self.finals.values()), answers) if self.finals else None
 
     def mean(self, key: str) -> float | None:
         """The mean of a figure of the summary over the runs that have it."""
@@ -76,51 +92,13 @@ class Group(Method):
         return fmean(values) if values else None
 
 
-class Compared(Protocol):
-    """What can be compared seed by seed."""
-
-    @property
-    def finals(self) -> dict[int, float]:
-        """The final result of each seed."""
-
-
-class Measured(Compared, Protocol):
-    """A method with results, as `Group` is one."""
-
-    @property
-    def row(self) -> Row:
-        """The row of the table."""
-
-    @property
-    def surrogate(self) -> str:
-        """The column of the table."""
-
-    @property
-    def label(self) -> str:
-        """Its name in words."""
-
-    @property
-    def measure(self) -> Measure:
-        """What the results are."""
-
-    @property
-    def final(self) -> SeedMean | None:
-        """The mean over seeds; None without a result."""
-
-
 C = TypeVar("C", bound=Compared)
-M = TypeVar("M", bound=Measured)
+M = TypeVar("M", bound=Method)
 
 
 @dataclass(frozen=True)
 class Difference(Generic[C]):
-    """The difference between two methods, seed by seed.
-
-    Attributes:
-        first: The method from which is subtracted.
-        second: The method that is subtracted.
-        estimate: The mean difference of the final results, over common seeds.
-    """
+    """The mean difference of two methods' final results, first − second, over their common seeds."""
 
     first: C
     second: C
@@ -129,12 +107,7 @@ class Difference(Generic[C]):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several runs, ordered.
-
-    Attributes:
-        runs: All runs, including the unfinished ones.
-        commands: The commands that made them, as far as these are known.
-    """
+    """Several runs, also unfinished ones, and the commands that made them, as far as these are known."""
 
     runs: Sequence[Run]
     commands: Sequence[str] = ()
@@ -175,11 +148,9 @@ class Comparison:
         left_out = [run for run in self.runs if not run.finished]
         return [
             Group(
-                row=row,
-                surrogate=surrogate,
+                *(row, surrogate, self.measure),
                 runs=[runs[seed] for seed in sorted(runs)],
                 planned=len(runs) + sum(_belongs(run, row, surrogate) for run in left_out),
-                measure=self.measure,
             )
             for (row, surrogate), runs in members.items()
         ]

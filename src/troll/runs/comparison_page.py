@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os.path
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -17,24 +17,22 @@ import yaml
 from troll.files import write_atomically
 from troll.runs.charts import HELD_OUT
 from troll.runs.comparison import Comparison, Group, panels, read_comparison, row_label
-from troll.runs.comparison_tables import as_json, cell, difference, figure, markdown, result_interval
-from troll.runs.curves import held_out_success, metric_points
+from troll.runs.comparison_tables import as_json, cell, difference, formatted, markdown, result_interval
 from troll.runs.dot_figures import outcome_section
 from troll.runs.page_frame import duration, figure_card, html_table, render
 from troll.runs.plot import (
     COLOURS,
-    Points,
     Scale,
     columns,
+    drawing,
     line_mark,
     line_style,
     running_mean,
     set_scale,
-    svg,
     thin,
     window,
 )
-from troll.runs.recorded import Measure, Run
+from troll.runs.recorded import Measure, Run, held_out_success, metric_points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,15 +93,16 @@ _METRICS = (
 
 @dataclass(frozen=True)
 class _Band:
-    """A metric of a group at common steps: mean, smallest and largest of its runs.
+    """A metric of a group at the steps that its runs have in common: their mean, the smallest and the largest.
 
     Its place gives it its colour: that among all groups of its row, so that a plot without some of them keeps colours.
     """
 
     place: int
-    mean: Points
-    low: Points
-    high: Points
+    steps: Sequence[int]
+    mean: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
 
 
 def write_comparison(paths: Sequence[Path], folder: Path) -> Path:
@@ -134,29 +133,20 @@ def write_comparison(paths: Sequence[Path], folder: Path) -> Path:
 
 def comparison_html(comparison: Comparison, folder: Path) -> str:
     """The page; its links to the pages of single runs are relative to `folder`."""
-    seeds = {run.seed for run in comparison.finished}
-    sections = (_outcome, _final_table, _difference_table, _curves, _effort_table)
-    body = [section(comparison) for section in sections if comparison.groups]
-    body = body or ['<p class="note">No run has finished yet.</p>']
+    body = ['<p class="note">No run has finished yet.</p>']
+    if comparison.groups:
+        body = [outcome_section(comparison.groups, comparison.differences)]
+        body += [section(comparison) for section in (_final_table, _difference_table, _curves, _effort_table)]
+    body += [_unfinished(comparison.runs), _how_it_was_made(comparison, folder)]
     recipes = ", ".join(dict.fromkeys(escape(run.recipe) for run in comparison.finished))
-    count = len(comparison.finished)
+    count, seeds = len(comparison.finished), len({run.seed for run in comparison.finished})
     return render(
         title="TROLL: comparison",
         heading=f"TROLL · comparison of {recipes}" if recipes else "TROLL · comparison",
-        headline=f'<p class="headline">{count} run{"s" * (count != 1)}, {len(seeds)} seed{"s" * (len(seeds) != 1)}</p>',
-        body="\n".join(
-            filter(
-                None,
-                [*body, _unfinished(comparison.runs), _how_it_was_made(comparison, folder)],
-            )
-        ),
+        headline=f'<p class="headline">{count} run{"s" * (count != 1)}, {seeds} seed{"s" * (seeds != 1)}</p>',
+        body="\n".join(filter(None, body)),
         footer="Written by <code>troll report</code>.",
     )
-
-
-def _outcome(comparison: Comparison) -> str:
-    """The figures of the results and of the differences."""
-    return outcome_section(comparison.groups, comparison.differences)
 
 
 def _final_table(comparison: Comparison) -> str:
@@ -172,11 +162,9 @@ def _final_table(comparison: Comparison) -> str:
 
 def _final(group: Group | None) -> str:
     estimate = group.final if group else None
-    interval = None if group is None or estimate is None else result_interval(estimate, group.measure)
-    if group is None or interval is None:
-        return cell(group)
-    low, high = interval
-    return f"{cell(group)}<small>{figure(low, group.measure)} to {figure(high, group.measure)}</small>"
+    interval = result_interval(estimate, group.measure) if group and estimate else None
+    ends = " to ".join(formatted(end, group.measure) for end in interval) if group and interval else ""
+    return cell(group) + (f"<small>{ends}</small>" if ends else "")
 
 
 def _difference_table(comparison: Comparison) -> str:
@@ -188,9 +176,8 @@ def _difference_table(comparison: Comparison) -> str:
         for found in comparison.differences
     ]
     table = html_table(["", "minus", "difference"], rows)
-    return (
-        f'<h2>Paired differences in {measure}{_POINTS[measure]}</h2>\n{table}\n<p class="note">{_DIFFERENCE_NOTE}</p>'
-    )
+    note = f'<p class="note">{_DIFFERENCE_NOTE}</p>'
+    return f"<h2>Paired differences in {measure}{_POINTS[measure]}</h2>\n{table}\n{note}"
 
 
 def _effort_table(comparison: Comparison) -> str:
@@ -202,7 +189,7 @@ def _effort_table(comparison: Comparison) -> str:
             [
                 escape(group.label),
                 str(len(group.runs)),
-                "–" if before is None else figure(before, comparison.measure),
+                "–" if before is None else formatted(before, comparison.measure),
                 "–" if entropy is None else f"{entropy:.3f}",
                 "–" if time is None else duration(time),
                 "–" if training is None else duration(training),
@@ -250,18 +237,12 @@ def _curves(comparison: Comparison) -> str:
             found.append((metric, plots))
     how = "Line: mean over seeds; band: smallest to largest seed."
     if all(len(plots) == 1 for _, plots in found):  # a plot for each metric: they share the width of the page
-        cards = [
-            _card(f"{metric.title} 1", metric.title, bands, metric, [bands], metric.caption)
-            for metric, ((_, bands),) in found
-        ]
+        cards = [_card(metric, 1, metric.title, bands, [bands], metric.caption) for metric, ((_, bands),) in found]
         return "\n".join(["<h2>Curves</h2>", '<div class="cards">', *cards, "</div>", f'<p class="note">{how}</p>'])
     parts = []
     for metric, plots in found:
         every = [bands for _, bands in plots]
-        cards = [
-            _card(f"{metric.title} {index}", title, bands, metric, every)
-            for index, (title, bands) in enumerate(plots, start=1)
-        ]
+        cards = [_card(metric, index, title, bands, every) for index, (title, bands) in enumerate(plots, start=1)]
         note = f"{metric.caption} {how[:-1]}; one scale in all plots."
         parts += [f"<h2>{metric.title}</h2>", '<div class="cards">', *cards, "</div>", f'<p class="note">{note}</p>']
     return "\n".join(parts)
@@ -281,51 +262,44 @@ def _plots(comparison: Comparison) -> list[tuple[str, list[tuple[str, int, Group
 
 
 def _band(metric: _Metric, group: Group, place: int) -> _Band | None:
-    logged = [dict(points) for run in group.runs if (points := _logged(metric, run))]
+    lines = [metric_points(run.rows, metric.key) for run in group.runs]
+    if metric.key == HELD_OUT:
+        lines = [held_out_success(run.rows, run.summary) for run in group.runs]
+    logged = [dict(points) for points in lines if points]
     common = sorted(set.intersection(*map(set, logged))) if logged else []
-    # Thinned only once they have the same steps: otherwise lines that began at different steps would share no point.
-    smoothed = [_smoothed(metric, [(step, line[step]) for step in common]) for line in logged]
-
-    def over_seeds(pick: Callable[[list[float]], float]) -> Points:
-        return [(points[0][0], pick([value for _, value in points])) for points in zip(*smoothed, strict=True)]
-
-    return _Band(place, over_seeds(fmean), over_seeds(min), over_seeds(max)) if common else None
-
-
-def _logged(metric: _Metric, run: Run) -> Points:
-    return held_out_success(run.rows, run.summary) if metric.key == HELD_OUT else metric_points(run.rows, metric.key)
-
-
-def _smoothed(metric: _Metric, points: Points) -> Points:
-    if metric.key.startswith("eval_"):
-        return points
-    points = thin(points, _MOST_POINTS)
-    return running_mean(points, window(len(points)))
+    if not common:
+        return None
+    lines = [[(step, values[step]) for step in common] for values in logged]
+    if not metric.key.startswith("eval_"):
+        # Thinned only now that they have the same steps: lines that began at different steps would share no point.
+        lines = [thin(points, _MOST_POINTS) for points in lines]
+        lines = [running_mean(points, window(len(points))) for points in lines]
+    seeds = list(zip(*(columns(points)[1] for points in lines), strict=True))
+    return _Band(place, columns(lines[0])[0], [*map(fmean, seeds)], [*map(min, seeds)], [*map(max, seeds)])
 
 
 def _card(
-    name: str,
+    metric: _Metric,
+    index: int,
     title: str,
     bands: Mapping[str, _Band],
-    metric: _Metric,
     every: Sequence[Mapping[str, _Band]],
     caption: str | None = None,
 ) -> str:
     """A plot of some bands on the scales of all of them."""
-    slug = name.lower().replace(" ", "-")
-    ends = [value for panel in every for band in panel.values() for _, value in [*band.low, *band.high]]
+    slug = f"{metric.title} {index}".lower().replace(" ", "-")
+    ends = [value for panel in every for band in panel.values() for value in [*band.low, *band.high]]
     margin = 0.05 * ((max(ends) - min(ends)) or 1.0)
-    last = max(step for panel in every for band in panel.values() for step, _ in band.mean)
+    last = max(band.steps[-1] for panel in every for band in panel.values())
 
     def paint(axes: Axes) -> None:
         for band in bands.values():
-            style, (steps, means) = line_style(band.place), columns(band.mean)
-            low, high = columns(band.low)[1], columns(band.high)[1]
-            axes.fill_between(steps, low, high, color=style["color"], alpha=0.15, linewidth=0)
-            axes.plot(steps, means, **style, marker="." if len(steps) <= 2 else "")
+            style = line_style(band.place)
+            axes.fill_between(band.steps, band.low, band.high, color=style["color"], alpha=0.15, linewidth=0)
+            axes.plot(band.steps, band.mean, **style, marker="." if len(band.steps) <= 2 else "")
         set_scale(axes, metric.scale, [])
         axes.set_ylim(min(ends) - margin, max(ends) + margin)
 
-    plot = svg(slug, escape(f"{metric.title}, {title}"), max(1, last), paint)
+    plot = drawing(slug, escape(f"{metric.title}, {title}"), paint, last_step=max(1, last))
     legend = {escape(label): line_mark(band.place) for label, band in bands.items()}
     return figure_card(slug, escape(title), plot, legend, caption)

@@ -29,8 +29,8 @@ def cell(group: Group | None) -> str:
 
 def estimate_text(estimate: SeedMean, measure: Measure, seeds: str = "") -> str:
     """A mean, the standard deviation over seeds, and their number, or `seeds` in its place."""
-    spread = "" if estimate.spread is None else f" ± {figure(estimate.spread, measure)}"
-    return f"{figure(estimate.mean, measure)}{spread} ({seeds or estimate.size})"
+    spread = "" if estimate.spread is None else f" ± {formatted(estimate.spread, measure)}"
+    return f"{formatted(estimate.mean, measure)}{spread} ({seeds or estimate.size})"
 
 
 def difference(estimate: SeedMean, measure: Measure) -> str:
@@ -44,9 +44,9 @@ def difference(estimate: SeedMean, measure: Measure) -> str:
 def plain_difference(estimate: SeedMean, measure: Measure) -> str:
     """A difference with its interval."""
     mean = 0.0 if abs(estimate.mean) < _ROUNDING else estimate.mean
-    ends = [figure(end, measure, sign="+") for end in interval_of(estimate) or ()]
+    ends = [formatted(end, measure, sign="+") for end in interval_of(estimate) or ()]
     interval = f" [{', '.join(ends)}]" if ends else ""
-    return f"{figure(mean, measure, sign='+' if mean else '')}{interval}"
+    return f"{formatted(mean, measure, sign='+' if mean else '')}{interval}"
 
 
 def is_constant(estimate: SeedMean) -> bool:
@@ -67,7 +67,7 @@ def result_interval(estimate: SeedMean, measure: Measure) -> Interval | None:
     return max(0.0, interval[0]), min(1.0, interval[1])
 
 
-def figure(value: float, measure: Measure, sign: str = "") -> str:
+def formatted(value: float, measure: Measure, sign: str = "") -> str:
     """A success in per cent, or a reward unchanged; with "+" as the sign, positive ones show it."""
     shown = f"{100 * value:{sign}.1f}" if measure == "success" else f"{value:{sign}.3f}"
     return shown.replace("-", "−")
@@ -166,7 +166,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def method_json(method: Method) -> dict[str, Any]:
-    """What tells a method from others."""
+    """The fields that identify a method."""
     return {"row": dict(method.row), "surrogate": method.surrogate}
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from troll.evaluation.estimators import Interval
 from troll.runs.comparison import Difference, M, panels
-from troll.runs.comparison_tables import figure, interval_of, plain_difference, result_interval
+from troll.runs.comparison_tables import formatted, interval_of, plain_difference, result_interval
 from troll.runs.page_frame import figure_card
 from troll.runs.plot import LIGHT, drawing, line_style
 from troll.runs.recorded import Measure
@@ -29,28 +29,16 @@ _DOT_NOTE = (
 
 
 def outcome_section(methods: Sequence[M], differences: Sequence[Difference[M]], notes: Sequence[str] = ()) -> str:
-    """The section of the page with the figures; empty if no method has a result.
+    """The section of the page with a figure of the results and one of the differences for each panel.
 
-    Args:
-        methods: The methods in the order of their colours.
-        differences: Their paired differences.
-        notes: Sentences that follow the explanation of the dots.
+    It is empty if no method has a result. The notes follow the explanation of the dots.
     """
-    cards = dot_figures(methods, differences)
-    if not cards:
-        return ""
-    note = f'<p class="note">{" ".join([_DOT_NOTE, *notes])}</p>'
-    return "\n".join(["<h2>Outcome</h2>", f'<div class="cards">{"".join(cards)}</div>', note])
-
-
-def dot_figures(methods: Sequence[M], differences: Sequence[Difference[M]]) -> list[str]:
-    """Cards with the results of the methods, each followed by the paired differences."""
     cards = []
     for number, (title, members) in enumerate(panels(methods), start=1):
         measure = next(iter(members.values())).measure
         lines = [
             _Line(
-                f"{label}   {figure(final.mean, measure)}{_UNIT[measure]}",
+                f"{label}   {formatted(final.mean, measure)}{_UNIT[measure]}",
                 place,
                 final.mean,
                 result_interval(final, measure),
@@ -62,7 +50,6 @@ def dot_figures(methods: Sequence[M], differences: Sequence[Difference[M]]) -> l
         if not lines:
             continue
         cards.append(_dots(f"outcome-{number}", title, f"final held-out {measure}", lines, measure))
-        of_panel = [found for found in differences if found.first in members.values()]
         lines = [
             _Line(
                 f"{_short(found.first, members)} − {_short(found.second, members)}   "
@@ -72,11 +59,14 @@ def dot_figures(methods: Sequence[M], differences: Sequence[Difference[M]]) -> l
                 interval_of(found.estimate),
                 seed_differences(found.first.finals, found.second.finals),
             )
-            for place, found in enumerate(of_panel)
+            for place, found in enumerate(found for found in differences if found.first in members.values())
         ]
         if lines:
             cards.append(_dots(f"lead-{number}", title, "paired difference, seed by seed", lines, measure, zero=True))
-    return cards
+    if not cards:
+        return ""
+    note = f'<p class="note">{" ".join([_DOT_NOTE, *notes])}</p>'
+    return "\n".join(["<h2>Outcome</h2>", f'<div class="cards">{"".join(cards)}</div>', note])
 
 
 def _short(method: M, members: Mapping[str, M]) -> str:

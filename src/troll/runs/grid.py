@@ -18,6 +18,8 @@ from troll.trl.surrogates import SURROGATES
 
 #: The values of each field, as on the command line; none for a flag such as `--use_cpu`.
 Axes = Mapping[str, Sequence[str]]
+#: The value of each field of a run; None for a flag.
+Assignment = Mapping[str, str | None]
 
 _PER_RUN = ("output_dir", "resume_from_checkpoint")  # set by the comparison itself
 
@@ -29,12 +31,12 @@ class PlannedRun:
     Attributes:
         name: The name of its folder: the recipe and the fields that the grid varies.
         recipe: The recipe with its overrides, loaded and therefore valid.
-        assignment: The value of each field, as on the command line; None for a flag such as `--use_cpu`.
+        assignment: The fields of the command line and of the recipe's grid.
     """
 
     name: str
     recipe: Recipe
-    assignment: Mapping[str, str | None]
+    assignment: Assignment
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -58,13 +60,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Command:
-    """The options of `troll compare`.
-
-    Attributes:
-        axes: The values of every field.
-        output_dir: The folder of the comparison.
-        jobs: The number of runs at once; None for the machine's default.
-    """
+    """The options of `troll compare`; `jobs` is None for the machine's default."""
 
     axes: Axes
     output_dir: str
@@ -72,11 +68,9 @@ class Command:
 
 
 def parse_command(recipe_names: Sequence[str], arguments: Sequence[str]) -> Command:
-    """Reads `--field value value ...`; `--seeds N` becomes the seeds 0 to N − 1.
+    """Reads `--field value value ...`, the arguments after the recipes, which name the default output folder.
 
-    Args:
-        recipe_names: The recipes, from which the default output folder gets its name.
-        arguments: The arguments after the recipes; the first starts with two hyphens.
+    `--seeds N` becomes the seeds 0 to N − 1.
 
     Raises:
         RecipeError: If a field is given twice, or the number of seeds or jobs is not a whole number above 0.
@@ -123,9 +117,6 @@ def expand(recipe_names: Sequence[str], axes: Axes) -> list[PlannedRun]:
         recipe_names: Names or paths of recipes.
         axes: The axes from `parse_command`. Fields with one value, or none, are plain overrides.
 
-    Returns:
-        At least one run; no two have the same name or the same settings.
-
     Raises:
         RecipeError: If `troll.recipes.load` refuses a run, two runs are the same, or a field that takes a list has
             several values.
@@ -137,15 +128,15 @@ def expand(recipe_names: Sequence[str], axes: Axes) -> list[PlannedRun]:
             raise RecipeError(f"--{name} takes a list, of which a command has one value at most: write it in a recipe")
     planned: dict[str, PlannedRun] = {}
     same: dict[str, str] = {}  # settings to the name of the run that has them
-    points = [point for name in dict.fromkeys(recipe_names) for point in _points(name, axes)]
-    seeds = list(dict.fromkeys(point.assignment.get("seed") for point in points))
-    for point in sorted(points, key=lambda point: seeds.index(point.assignment.get("seed"))):
-        overrides = _overrides(point.assignment)
-        recipe = recipes.load(point.recipe_name, overrides)
-        name = "-".join([recipe.name, *point.labels])
+    points = [(name, *point) for name in dict.fromkeys(recipe_names) for point in _points(name, axes)]
+    seeds = list(dict.fromkeys(assignment.get("seed") for _, assignment, _ in points))
+    for recipe_name, assignment, labels in sorted(points, key=lambda point: seeds.index(point[1].get("seed"))):
+        overrides = _overrides(assignment)
+        recipe = recipes.load(recipe_name, overrides)
+        name = "-".join([recipe.name, *labels])
         if name in planned:  # recipes of one file name, or values that differ in signs a folder cannot have
-            name += "-" + hashlib.sha256(json.dumps([point.recipe_name, overrides]).encode()).hexdigest()[:8]
-        planned[name] = PlannedRun(name, recipe, point.assignment)
+            name += "-" + hashlib.sha256(json.dumps([recipe_name, overrides]).encode()).hexdigest()[:8]
+        planned[name] = PlannedRun(name, recipe, assignment)
         settings = json.dumps(planned[name].settings, sort_keys=True)
         if settings in same:
             raise RecipeError(f"{same[settings]} and {name} are the same run: leave one of them out")
@@ -153,14 +144,8 @@ def expand(recipe_names: Sequence[str], axes: Axes) -> list[PlannedRun]:
     return list(planned.values())
 
 
-@dataclass(frozen=True)
-class _Point:
-    recipe_name: str
-    assignment: Mapping[str, str | None]
-    labels: tuple[str, ...]
-
-
-def _points(recipe_name: str, axes: Axes) -> Iterator[_Point]:
+def _points(recipe_name: str, axes: Axes) -> Iterator[tuple[Assignment, list[str]]]:
+    """The assignments of a recipe's runs, each with the parts of its name."""
     fields, grid = recipes.read(recipe_name)
     own_axes = {name: [recipes.as_argument(value) for value in values] for name, values in grid.items()}
     given_values: dict[str, Sequence[str]] = own_axes | dict(axes)
@@ -182,11 +167,10 @@ def _points(recipe_name: str, axes: Axes) -> Iterator[_Point]:
             continue
         seen.add(tuple(assignment.items()))
         varied = [(name, value) for name, value in assignment.items() if len(values[name]) > 1 and name not in unread]
-        labels = [_readable(name, str(value)) for name, value in varied]
-        yield _Point(recipe_name, assignment, tuple(labels))
+        yield assignment, [_readable(name, str(value)) for name, value in varied]
 
 
-def _overrides(assignment: Mapping[str, str | None]) -> tuple[str, ...]:
+def _overrides(assignment: Assignment) -> tuple[str, ...]:
     # In one word, since a value such as -1e-3 would be taken for an option.
     return tuple(f"--{name}" if value is None else f"--{name}={value}" for name, value in assignment.items())
 
@@ -194,11 +178,11 @@ def _overrides(assignment: Mapping[str, str | None]) -> tuple[str, ...]:
 def _unread(surrogate: str, all_surrogates: Sequence[str], values: Axes) -> set[str]:
     """The fields in which this surrogate's runs do not differ: it sets them, or only other surrogates read them."""
     if surrogate not in SURROGATES:
-        return set()  # loading the recipe says so
+        return set()  # loading the recipe will raise
     listed = {field for entry in SURROGATES.values() for field in entry.reads}
     present = {field for name in all_surrogates if name in SURROGATES for field in SURROGATES[name].reads}
     foreign = listed - set(SURROGATES[surrogate].reads) | set(SURROGATES[surrogate].sets)
-    # A value that nobody in the grid reads stays: the configuration may refuse it.
+    # A value that no surrogate of the grid reads stays: the configuration may refuse it.
     return {field for field, given in values.items() if field in foreign and (len(given) > 1 or field in present)}
 
 

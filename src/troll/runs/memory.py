@@ -28,7 +28,7 @@ from troll.terminal import one_line
 #: Bytes of a quantised weight in bitsandbytes, by its bits: 4 bits have one float32 scale for each 64 weights.
 QUANTISED = {4: 0.5 + 4 / 64, 8: 1.0}
 
-#: What `_Tracker` needs of `MemTracker`, whose hooks have private names.
+#: The methods of `MemTracker` that `_Tracker` needs; some have private names.
 _NEEDED = ("_pre_fw_hook", "_post_fw_hook", "_pre_bw_hook", "_post_bw_hook", "track_external", "get_tracker_snapshot")
 _MISSING = [name for name in _NEEDED if not hasattr(MemTracker, name)]
 

@@ -92,15 +92,7 @@ $body
 
 
 def render(title: str, heading: str, headline: str, body: str, footer: str) -> str:
-    """Renders a page. All texts except for the title are HTML.
-
-    Args:
-        title: The title in plain text, which is escaped.
-        heading: The heading, in the header.
-        headline: The headline, below the heading.
-        body: The sections.
-        footer: A sentence below them.
-    """
+    """Renders a page. All texts are HTML, except for the title, which is escaped."""
     return _PAGE.substitute(
         title=escape(title),
         light=_css_variables(LIGHT),
@@ -116,14 +108,9 @@ def render(title: str, heading: str, headline: str, body: str, footer: str) -> s
 def figure_card(
     slug: str, title: str, plot: str, legend: Mapping[str, str] | None = None, caption: str | None = None
 ) -> str:
-    """A card with a plot. All texts are HTML.
+    """A card with a plot from `troll.runs.plot`. All texts are HTML.
 
-    Args:
-        slug: The card's id, unique on the page.
-        title: The title of the card.
-        plot: The plot, from `troll.runs.plot`.
-        legend: The classes of each line's mark by the line's name.
-        caption: A text below the plot.
+    The slug is the card's id, unique on the page; the legend has the classes of each line's mark by the line's name.
     """
     marks = "".join(f'<li><i class="{classes}"></i>{name}</li>' for name, classes in (legend or {}).items())
     parts = [f'<figure class="card" id="{slug}">', f"<h3>{title}</h3>"]

@@ -1,4 +1,4 @@
-"""What a recipe takes, computed before anything is downloaded or loaded: memory by phase, and work."""
+"""The memory of a recipe by phase, and its work, computed before anything is downloaded or loaded."""
 
 from __future__ import annotations
 

@@ -98,38 +98,17 @@ def columns(points: Points) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def svg(slug: str, title: str, last: int, paint: Callable[[Axes], None]) -> str:
-    """A plot over optimiser steps.
+def drawing(
+    slug: str, title: str, paint: Callable[[Axes], None], height: float = 2.45, last_step: int | None = None
+) -> str:
+    """A plot as inline SVG.
 
     Args:
         slug: The card's id, unique on the page.
         title: The text for screen readers, as HTML.
-        last: The last step.
-        paint: Draws into the axes and sets the vertical scale.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-    """
-
-    def over_steps(axes: Axes) -> None:
-        from matplotlib.ticker import MaxNLocator
-
-        axes.set_xlim(0, last * 1.01)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.set_xlabel("optimiser step")
-        paint(axes)
-
-    return drawing(slug, title, over_steps)
-
-
-def drawing(slug: str, title: str, paint: Callable[[Axes], None], height: float = 2.45) -> str:
-    """A plot.
-
-    Args:
-        slug: The card's id, unique on the page.
-        title: The text for screen readers, as HTML.
-        paint: Draws into the axes, and sets both scales.
+        paint: Draws into the axes, and sets their scales.
         height: The height in inches; the width is 4.3.
+        last_step: The end of a horizontal axis of optimiser steps; None for another axis, which `paint` sets.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -137,6 +116,7 @@ def drawing(slug: str, title: str, paint: Callable[[Axes], None], height: float 
     try:
         from matplotlib import style
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ImportError('the report needs matplotlib: pip install "troll-rl[report]"') from error
 
@@ -144,6 +124,10 @@ def drawing(slug: str, title: str, paint: Callable[[Axes], None], height: float 
         figure = Figure(figsize=(4.3, height))  # small, so that its text is legible on a phone
         # The same in every card, so that steps line up; below it the labels, above it half a label.
         axes = figure.add_axes((0.14, 0.45 / height, 0.815, 1 - 0.525 / height))
+        if last_step is not None:
+            axes.set_xlim(0, last_step * 1.01)
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            axes.set_xlabel("optimiser step")
         paint(axes)
         written = io.StringIO()
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})

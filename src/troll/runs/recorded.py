@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from troll.files import flat, read_json, read_yaml
-from troll.runs.curves import SHARE, number
+from troll.runs.charts import HELD_OUT
+from troll.runs.plot import Points
 
 #: The file that makes a folder a comparison: it holds the settings and the recipe of each run by name, and the command.
 MANIFEST = "compare.json"
@@ -21,7 +22,12 @@ MANIFEST = "compare.json"
 #: The measure of runs: the share of held-out problems solved, or the mean held-out reward if no run measured that.
 Measure = Literal["success", "reward"]
 
-SURROGATE, DEFAULT_SURROGATE = "surrogate", "troll"
+DEFAULT_SURROGATE = "troll"
+
+Range = tuple[float, float]
+Rows = Sequence[Mapping[str, Any]]
+
+SHARE: Range = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -29,32 +35,30 @@ class Run:
     """One run, as its folder describes it.
 
     Attributes:
-        name: The name of the folder.
+        folder: The folder of the run.
+        recipe: The recipe's name, from the summary or the comparison's manifest; without both, the folder's name.
         settings: The content of `config.yaml`; before the run has started, its settings in the comparison's manifest.
         summary: The content of `summary.json`, empty if the run has not written it.
         rows: The lines of `metrics.jsonl`.
-        planned_recipe: The recipe in the manifest, for runs without a summary.
-        folder: The folder of the run.
         settled: The settings that were chosen for its method, and so belong to the method.
     """
 
-    name: str
+    folder: Path
+    recipe: str
     settings: Mapping[str, Any]
     summary: Mapping[str, Any]
-    rows: Sequence[Mapping[str, Any]]
-    planned_recipe: str | None
-    folder: Path
-    settled: frozenset[str] = frozenset()
+    rows: Rows
+    settled: frozenset[str]
 
     @property
-    def recipe(self) -> str:
-        """The recipe's name."""
-        return str(self.summary.get("recipe") or self.planned_recipe or self.name)
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.folder.resolve().name
 
     @property
     def surrogate(self) -> str:
         """The surrogate, which kept the updates near the old policy."""
-        return str(self.summary.get(SURROGATE) or self.settings.get(SURROGATE) or DEFAULT_SURROGATE)
+        return str(self.summary.get("surrogate") or self.settings.get("surrogate") or DEFAULT_SURROGATE)
 
     @property
     def seed(self) -> int:
@@ -64,7 +68,7 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether training reached its end."""
-        return is_finished(self.summary)
+        return self.summary.get("status") == "finished"
 
     @property
     def status(self) -> str:
@@ -101,10 +105,9 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             manifest = read_json(path / MANIFEST)
             planned, recipes = (manifest.get(key) or {} for key in ("runs", "recipes"))
             settled = frozenset(manifest.get("settled", ()))
-            read = [_read_run(path / name, settings, recipes.get(name)) for name, settings in planned.items()]
-            runs += [replace(run, settled=settled) for run in read]
+            runs += [_read_run(path / name, planned[name], recipes.get(name), settled) for name in planned]
         elif (path / "config.yaml").is_file():
-            runs.append(_read_run(path))
+            runs.append(_read_run(path, {}, None, frozenset()))
         else:
             raise FileNotFoundError(f"{path} is neither a run folder (no config.yaml) nor a comparison ({MANIFEST})")
     if not any((run.folder / "config.yaml").is_file() for run in runs):
@@ -112,21 +115,23 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     return runs
 
 
-def _read_run(folder: Path, planned: Mapping[str, Any] | None = None, planned_recipe: str | None = None) -> Run:
-    config, summary, metrics = (folder / name for name in ("config.yaml", "summary.json", "metrics.jsonl"))
-    return Run(
-        name=folder.resolve().name,
-        settings=flat(read_yaml(config) if config.is_file() else planned or {}),
-        summary=read_json(summary) if summary.is_file() else {},
-        rows=read_metrics(metrics) if metrics.is_file() else [],
-        planned_recipe=planned_recipe,
-        folder=folder,
-    )
+def _read_run(folder: Path, planned: Mapping[str, Any], planned_recipe: str | None, settled: frozenset[str]) -> Run:
+    config, metrics = folder / "config.yaml", folder / "metrics.jsonl"
+    settings = flat(read_yaml(config) if config.is_file() else planned or {})
+    summary = read_summary(folder)
+    recipe = str(summary.get("recipe") or planned_recipe or folder.resolve().name)
+    rows = read_metrics(metrics) if metrics.is_file() else []
+    return Run(folder, recipe, settings, summary, rows, settled)
 
 
-def is_finished(summary: Mapping[str, Any]) -> bool:
-    """Whether training reached its end, according to `summary.json`."""
-    return summary.get("status") == "finished"
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Reads the `summary.json` of a run's folder; empty if the run has not written it.
+
+    Raises:
+        ValueError: If the file does not hold a JSON object.
+    """
+    path = folder / "summary.json"
+    return read_json(path) if path.is_file() else {}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -150,3 +155,34 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f'{path}, line {line_number}: expected an object with an integer "step"')
         rows.append(row)
     return rows
+
+
+def number(value: object, within: Range = (-math.inf, math.inf)) -> float | None:
+    """`value` if it is a finite number in the closed interval `within`, else None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value) if within[0] <= value <= within[1] else None
+
+
+def eval_size(summary: Mapping[str, Any]) -> int | None:
+    """The number of answers to held-out problems, if the summary has it."""
+    size = number(summary.get("eval_size"), (1, math.inf))
+    return None if size is None else int(size)
+
+
+def metric_points(rows: Rows, key: str) -> Points:
+    """The values of a metric by step; if a resumed run logged a step twice, the later value."""
+    values = {row["step"]: value for row in rows if (value := number(row.get(key))) is not None}
+    return sorted(values.items())
+
+
+def held_out_success(rows: Rows, summary: Mapping[str, Any]) -> Points:
+    """Held-out success by step, with the summary's first and last values if the metrics lack them."""
+    ends: dict[int, float] = {}
+    before, after = (number(summary.get(key), SHARE) for key in ("success_before", "success_after"))
+    steps = number(summary.get("success_after_step", summary.get("steps")), (0, math.inf))
+    if before is not None:
+        ends[0] = before
+    if after is not None and steps is not None:
+        ends[int(steps)] = after
+    return sorted({**ends, **dict(metric_points(rows, HELD_OUT))}.items())

@@ -1,4 +1,4 @@
-"""What came of a run: its model, summary, verdicts and card, and the lines that end it."""
+"""The end of a run: its model, summary, verdicts and card, and the last lines on the console."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,9 @@ import torch
 from rich.console import Console
 
 from troll.files import write_atomically
-from troll.recipes import Recipe
 from troll.runs.build import BuiltRun
-from troll.runs.charts import SUCCESS
-from troll.runs.model_card import CARD_FILE, model_card
-from troll.runs.publishing import push
+from troll.runs.charts import HELD_OUT
+from troll.runs.publishing import CARD_FILE, model_card, push
 from troll.runs.report import write_report
 from troll.tasks import Task
 from troll.terminal import say
@@ -30,12 +28,12 @@ from troll.trl.surrogates import SURROGATES, settings_read
 
 
 class RunResult:
-    """What a run leaves in its folder.
+    """Writes the files at the end of a run, however it ends.
 
     The time of the run begins here, and the commit is read here, since a checkout may move on meanwhile.
 
     Args:
-        run: The run, of which every process makes an outcome; only the main one writes.
+        run: The run. Every process makes its result; only the main one writes it.
     """
 
     def __init__(self, run: BuiltRun) -> None:
@@ -43,11 +41,11 @@ class RunResult:
         self._start, self._commit = time.monotonic(), commit_of(Path(__file__).parents[1])
 
     def write(self, status: str, console: Console) -> None:
-        """Saves the model, writes all files at the end of training, and prints what came of it.
+        """Saves the model, writes all files, and prints the outcome.
 
         Args:
             status: "finished", "interrupted" or "failed".
-            console: The console for the lines.
+            console: Where to print.
         """
         self._status = status
         run, trainer, folder = self._run, self._run.trainer, self._run.folder
@@ -56,13 +54,13 @@ class RunResult:
             return
         summary = self._summary()
         write_atomically(folder / "summary.json", json.dumps(summary, indent=2))
-        write_verdicts(folder, trainer, run.task)
+        _write_verdicts(folder, trainer, run.task)
         run.trained_on.write(folder / "model")
         self.write_card()
         shutil.copyfile(folder / CARD_FILE, folder / "model" / CARD_FILE)
         if status == "finished" and trainer.hub_model_id is not None:
             say(console, push(folder / "model", trainer.hub_model_id, run.recipe.training))
-        tell(summary, folder, console)
+        _print_outcome(summary, folder, console)
 
     def write_card(self, *_: Any, **__: Any) -> None:
         """Writes the model card; takes the arguments of TRL's `create_model_card`, which it replaces."""
@@ -73,68 +71,51 @@ class RunResult:
             write_atomically(run.folder / CARD_FILE, card)
 
     def _summary(self) -> dict[str, Any]:
-        seconds = time.monotonic() - self._start
-        run = self._run
-        return summary_of(run.recipe, run.trainer, self._status, seconds, len(run.task.eval_dataset), self._commit)
+        """The content of `summary.json`."""
+        recipe, training, state = self._run.recipe, self._run.recipe.training, self._run.trainer.state
+        held_out = [logs for logs in state.log_history if "eval_reward" in logs]
+        first, last = (held_out[0], held_out[-1]) if held_out else ({}, {})
+        before, after = first if first.get("step") == 0 else {}, last if last.get("step", 0) > 0 else {}
+        logged = [logs for logs in state.log_history if "step_time" in logs]
+        passes = state.global_step * training.gradient_accumulation_steps
+        return {
+            "status": self._status,
+            "recipe": recipe.name,
+            "task": recipe.task.task,
+            "model": recipe.model.model_name_or_path,
+            "surrogate": training.surrogate,
+            "surrogate_settings": settings_read(training),
+            "surrogate_sets": dict(SURROGATES[training.surrogate].sets),
+            "advantage_estimator": training.advantage_estimator,
+            "kl_bound": training.kl_bound,
+            "steps": state.global_step,
+            "rollouts": -(-passes // training.rollout_steps),
+            "updates_per_rollout": training.rollout_steps // training.gradient_accumulation_steps,
+            "seconds": round(time.monotonic() - self._start, 1),
+            # Of the whole run, even if it was resumed, without evaluations and checkpoints.
+            "training_seconds": round(_training_seconds(logged), 1),
+            "entropy_after": logged[-1].get("entropy") if logged else None,
+            "success_before": before.get(HELD_OUT),
+            "success_after": after.get(HELD_OUT),
+            "success_after_step": last.get("step"),
+            "reward_before": before.get("eval_reward"),
+            "reward_after": after.get("eval_reward"),
+            "eval_size": len(self._run.task.eval_dataset),
+            "seed": training.seed,
+            "versions": {"python": platform.python_version()}
+            | {name: importlib.metadata.version(name) for name in ("troll-rl", "torch", "trl", "transformers")},
+            "commit": self._commit,
+            "machine": _machine(),
+        }
 
 
-def summary_of(
-    recipe: Recipe, trainer: TrollTrainer, status: str, seconds: float, eval_size: int, commit: str | None
-) -> dict[str, Any]:
-    """The content of `summary.json`.
-
-    Args:
-        recipe: The recipe of the run.
-        trainer: The trainer, whose log has the evaluations.
-        status: "finished", "interrupted", "failed" or "unfinished".
-        seconds: Wall time since the process began to train.
-        eval_size: The number of held-out problems.
-        commit: The commit of the code, from `commit_of` when the run began: a checkout may move on meanwhile.
-    """
-    training, steps = recipe.training, trainer.state.global_step
-    held_out = [logs for logs in trainer.state.log_history if "eval_reward" in logs]
-    first, last = (held_out[0], held_out[-1]) if held_out else ({}, {})
-    before, after = first if first.get("step") == 0 else {}, last if last.get("step", 0) > 0 else {}
-    passes = steps * training.gradient_accumulation_steps
-    logged = [logs for logs in trainer.state.log_history if "step_time" in logs]
-    return {
-        "status": status,
-        "recipe": recipe.name,
-        "task": recipe.task.task,
-        "model": recipe.model.model_name_or_path,
-        "surrogate": training.surrogate,
-        "surrogate_settings": settings_read(training),
-        "surrogate_sets": dict(SURROGATES[training.surrogate].sets),
-        "advantage_estimator": training.advantage_estimator,
-        "kl_bound": training.kl_bound,
-        "steps": steps,
-        "rollouts": -(-passes // training.rollout_steps),
-        "updates_per_rollout": training.rollout_steps // training.gradient_accumulation_steps,
-        "seconds": round(seconds, 1),
-        # Of the whole run, even if it was resumed, without evaluations and checkpoints.
-        "training_seconds": round(_training_seconds(logged), 1),
-        "entropy_after": logged[-1].get("entropy") if logged else None,
-        "success_before": before.get(f"eval_{SUCCESS}"),
-        "success_after": after.get(f"eval_{SUCCESS}"),
-        "success_after_step": last.get("step"),
-        "reward_before": before.get("eval_reward"),
-        "reward_after": after.get("eval_reward"),
-        "eval_size": eval_size,
-        "seed": training.seed,
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in ("troll-rl", "torch", "trl", "transformers")},
-        "commit": commit,
-        "machine": _machine(),
-    }
-
-
-def write_verdicts(folder: Path, trainer: TrollTrainer, task: Task) -> None:
+def _write_verdicts(folder: Path, trainer: TrollTrainer, task: Task) -> None:
     """Writes `verdicts.json`: the step of the last evaluation, and each completion's question and success.
 
     The success is null if the completion could not be judged. A question is the number of the first held-out prompt
     with the same text. Nothing is written if the task cannot tell success from failure, or no evaluation was completed.
     """
-    steps = [logs["step"] for logs in trainer.state.log_history if f"eval_{SUCCESS}" in logs]
+    steps = [logs["step"] for logs in trainer.state.log_history if HELD_OUT in logs]
     samples = trainer.num_generations_eval or 1
     successes = trainer.eval_metrics.successes[: len(task.eval_dataset) * samples]
     if not steps or len(successes) < len(task.eval_dataset) * samples:
@@ -179,15 +160,13 @@ def _machine() -> str:
     return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
 
 
-def tell(summary: dict[str, Any], folder: Path, console: Console) -> None:
-    """Prints what came of a run and where it is, and writes its report."""
+def _print_outcome(summary: Mapping[str, Any], folder: Path, console: Console) -> None:
+    """Prints the outcome of a run and where its files are, and writes its report."""
     before, after = summary["success_before"], summary["success_after"]
     if before is not None and after is not None:
-        say(
-            console,
-            f"held-out success {before:.1%} -> {after:.1%} ({100 * (after - before):+.1f} points, "
-            f"{summary['eval_size']} answers, step {summary['success_after_step']})",
-        )
+        gain = f"{100 * (after - before):+.1f} points"
+        of = f"{summary['eval_size']} answers, step {summary['success_after_step']}"
+        say(console, f"held-out success {before:.1%} -> {after:.1%} ({gain}, {of})")
     elif summary["reward_before"] is not None and summary["reward_after"] is not None:
         say(console, f"held-out reward {summary['reward_before']:.3f} -> {summary['reward_after']:.3f}")
     say(console, f"time    {summary['seconds']:.0f} s to step {summary['steps']}")
@@ -197,7 +176,7 @@ def tell(summary: dict[str, Any], folder: Path, console: Console) -> None:
     except ImportError as error:
         say(console, f"no report: {error}")
     if summary["status"] != "finished":
-        resume = "resume with the same command and --resume_from_checkpoint"
-        last, _ = newest_complete(folder)
-        how = resume if last else "there is no complete checkpoint yet to resume from"
+        how = "there is no complete checkpoint yet to resume from"
+        if newest_complete(folder)[0] is not None:
+            how = "resume with the same command and --resume_from_checkpoint"
         say(console, f"{summary['status']} at step {summary['steps']}; {how}")

@@ -30,20 +30,15 @@ class Slot:
         self._worker: subprocess.Popen[bytes] | None = None
 
     def start(self, arguments: Sequence[str], log: Path) -> None:
-        """Starts a run, once the last one has ended.
-
-        Args:
-            arguments: The arguments of `troll train` on the command line.
-            log: The file to which the run's output is appended.
-        """
+        """Starts `troll train` with these arguments, once the last run has ended, and appends its output to a log."""
         if self._worker is None or self._worker.poll() is not None:
-            with log.open("ab") as complaints:
+            with log.open("ab") as errors:
                 # In its own session, so that Ctrl-C reaches only the comparison, which passes it on once.
                 self._worker = subprocess.Popen(
                     WORKER,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    stderr=complaints,
+                    stderr=errors,
                     env=self._environment,
                     start_new_session=True,
                     pass_fds=[self._lock],
@@ -63,7 +58,7 @@ class Slot:
         assert self._worker is not None
         if answer := os.read(self.fileno(), 64):
             return int(answer)
-        self.kill()  # the worker has died, and the run may still be at work
+        self.kill()  # the worker has died, and the run may still be there
         return self._worker.returncode
 
     def interrupt(self) -> None:
@@ -98,12 +93,9 @@ def gpus() -> list[str]:
 
 
 def environments(jobs: int, cores: int, devices: Sequence[str]) -> list[dict[str, str]]:
-    """The environment variables of each slot: an equal share of the cores, and one of the GPUs.
+    """The environment variables of each of `jobs` slots: an equal share of the cores, and one of the GPUs.
 
-    Args:
-        jobs: The number of slots. If there are more slots than GPUs, several share one.
-        cores: The number of cores to divide.
-        devices: The GPUs from `gpus`; empty if none is to be used.
+    If there are more slots than GPUs, several slots share one. Without `devices`, no GPU is assigned.
     """
     shared = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // jobs))}
     if not devices:

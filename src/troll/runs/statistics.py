@@ -20,8 +20,7 @@ class SeedMean:
     """A mean over seeds.
 
     Attributes:
-        mean: The mean of the values.
-        spread: Their standard deviation (n − 1); None for a single value.
+        spread: The standard deviation (n − 1) of the values; None for a single value.
         size: The number of values.
         interval: The 95 % interval of the mean; None if nothing is known about it.
         method: How the interval was made: by Student's t over the seeds, or Wilson's over the answers of a single seed.
@@ -69,10 +68,6 @@ def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -
     """The mean of first − second over the seeds that both have, with the paired t interval; None if they share none.
 
     What a seed fixes (the initial model, the order of the problems) cancels in each difference.
-
-    Args:
-        first: The values by seed.
-        second: The values to subtract, by seed.
     """
     differences = seed_differences(first, second)
     return seed_mean(differences) if differences else None

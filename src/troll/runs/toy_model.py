@@ -1,3 +1,5 @@
+"""A small language model that can do a little of a task: its characters, and its warm-up on questions."""
+
 from __future__ import annotations
 
 import logging
@@ -97,12 +99,10 @@ class WarmUp:
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """Builds a tokenizer with one id for every printable ASCII character and the newline.
+    """Builds a tokenizer of 99 ids: every printable ASCII character, the newline, and three special ones.
 
-    Decoding what it encoded gives the text back exactly; characters outside ASCII become `<|unknown|>`.
-
-    Returns:
-        The tokenizer: 99 ids, three of them special (padding, end of sequence, unknown), padding on the left.
+    These are padding (on the left), end of sequence, and `<|unknown|>` for characters outside ASCII. Decoding what it
+    encoded gives the text back exactly.
     """
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -121,10 +121,9 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 def toy_model(task_config: TaskConfig, name: str = TOY, *, seed: int = 0, cache_dir: str | Path | None = None) -> Path:
     """Returns the folder of a small language model that can do a little of a task; makes it if the cache lacks it.
 
-    For `free_text` it writes text in word-pieces, see `troll.runs.toy_text_model.toy_text_model`. For
-    `reasoning_gym:<data set>`, it is a Qwen3 of about 0.7 million parameters that reads and writes characters, warmed
-    up on questions of the task that are neither in its training nor in its evaluation data. Models are kept in a
-    cache, see `troll.runs.toy_network.cached_model`.
+    For `free_text` it is that of `troll.runs.toy_text_model`. For `reasoning_gym:<data set>`, it is a Qwen3 of about
+    0.7 million parameters that reads and writes characters, warmed up on questions of the task that are neither in its
+    training nor in its evaluation data.
 
     Args:
         task_config: The task `free_text`, or one of reasoning-gym whose data set gives one answer per question; its
@@ -132,9 +131,6 @@ def toy_model(task_config: TaskConfig, name: str = TOY, *, seed: int = 0, cache_
         name: One of `TOY_MODELS`.
         seed: The seed of the initial weights and of the order of the questions.
         cache_dir: The folder in which models are kept. Default: `troll` in `$XDG_CACHE_HOME`, or in `~/.cache`.
-
-    Returns:
-        A folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.
 
     Raises:
         TaskError: If the task is another one, or it has no answers to learn from or an unusable `warm_up`.
@@ -151,6 +147,7 @@ def toy_model(task_config: TaskConfig, name: str = TOY, *, seed: int = 0, cache_
             f"{task_config.task!r}: name another model with --model_name_or_path"
         )
     warm_up, tokenizer = WarmUp.of(task_config), character_tokenizer()
+    config = model_config(tokenizer, name)
 
     def learn_answers(model: PreTrainedModel) -> dict[str, Any]:
         learned = questions(data_set, task_config.options, split="warmup", size=warm_up.num_questions)
@@ -167,14 +164,7 @@ def toy_model(task_config: TaskConfig, name: str = TOY, *, seed: int = 0, cache_
         "characters": CHARACTERS,
         "reasoning-gym": version("reasoning-gym"),
     }
-    return cached_model(
-        model_config(tokenizer, name),
-        tokenizer,
-        learn_answers,
-        determined_by=determined_by,
-        seed=seed,
-        cache_dir=cache_dir,
-    )
+    return cached_model(config, tokenizer, learn_answers, determined_by=determined_by, seed=seed, cache_dir=cache_dir)
 
 
 def _train(

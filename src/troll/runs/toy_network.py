@@ -80,7 +80,7 @@ def cached_model(
             random numbers, seeded by `seed`, so that the caller's are not used up.
         determined_by: The data and the settings of the warm-up, as JSON.
         seed: The seed of the initial weights and of the warm-up.
-        cache_dir: The folder in which models are kept. Default: `default_cache_dir`.
+        cache_dir: The folder in which models are kept; `default_cache_dir` if None.
 
     Returns:
         A folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.
@@ -153,8 +153,8 @@ def _publish(
 ) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     # In the same file system, so that the folder appears at once or not at all.
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True) as name:
+        temporary = Path(name)
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         hashes = {path.name: _sha256(path) for path in temporary.iterdir()}
@@ -162,12 +162,10 @@ def _publish(
         try:
             os.replace(temporary, folder)
         except OSError:
-            # The folder exists: it is the same model if another process was faster and may be reading it; or damage.
+            # The folder exists: another process was faster, and may be reading the same model; or it is damaged.
             if not _is_intact(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 

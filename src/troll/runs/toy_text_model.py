@@ -33,11 +33,9 @@ class TextWarmUp:
 
     Attributes:
         vocab_size: The word-pieces at most; the text may have fewer.
-        max_steps: Warm-up ends after this many steps at the latest.
         batch_size: The rows of a step. A row begins at a sentence and ends with its paragraph, or after `max_length`.
         max_length: The tokens of a row at most.
         learning_rate: The learning rate, constant after a linear rise over the first `rise_steps`.
-        rise_steps: The steps in which the learning rate rises.
         test_size: The rows of a test of the loss, at most.
         test_every: The steps between two tests.
     """
@@ -66,31 +64,20 @@ def toy_text_model(
         cache_dir: The folder in which models are kept, see `troll.runs.toy_network.cached_model`.
         warm_up: How the model learns before reinforcement learning.
 
-    Returns:
-        A folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.
-
     Raises:
         OSError: If the cache folder cannot be written.
     """
     learned, tested = paragraphs("warmup"), paragraphs("train")
     tokenizer = word_piece_tokenizer([" ".join(sentences) for sentences in learned], warm_up.vocab_size)
+    config = model_config(tokenizer, name)
 
     def learn_text(model: PreTrainedModel) -> dict[str, Any]:
         rows = _rows(tokenizer, learned, warm_up.max_length)
         return _train(model, rows, _rows(tokenizer, tested, warm_up.max_length)[: warm_up.test_size], warm_up)
 
-    determined_by = {
-        "text": hashlib.sha256(repr((learned, tested)).encode()).hexdigest(),
-        "warm_up": asdict(warm_up),
-    }
-    return cached_model(
-        model_config(tokenizer, name),
-        tokenizer,
-        learn_text,
-        determined_by=determined_by,
-        seed=seed,
-        cache_dir=cache_dir,
-    )
+    text = hashlib.sha256(repr((learned, tested)).encode()).hexdigest()
+    determined_by = {"text": text, "warm_up": asdict(warm_up)}
+    return cached_model(config, tokenizer, learn_text, determined_by=determined_by, seed=seed, cache_dir=cache_dir)
 
 
 def word_piece_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:

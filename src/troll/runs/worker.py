@@ -1,8 +1,8 @@
-"""A process that has imported everything that runs need, and forks for each run: `troll compare` has one in each slot.
+"""A process that imports all that runs need and forks for each run; `troll compare` has one in each slot.
 
-It reads one run in each line of stdin, `{"arguments": [RECIPE, ...], "log": PATH}`, and answers with its exit code. A
-fork starts in the state of a fresh process after its imports: no random number is drawn, and neither CUDA nor torch's
-thread pool has started, which would not survive a fork. (The threads of OpenBLAS and of jemalloc have started, and do.)
+Each line of stdin is a run, `{"arguments": [RECIPE, ...], "log": PATH}`; the worker writes back its exit code. A fork
+starts in the state of a new process after its imports: no random number is drawn, and CUDA and torch's thread pool,
+which do not survive a fork, have not started. (OpenBLAS and jemalloc have started threads; those do survive it.)
 """
 
 from __future__ import annotations
