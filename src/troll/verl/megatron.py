@@ -47,15 +47,15 @@ class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
         if not (head is None or type(head) is ColumnParallelLinear):
             raise ValueError(f"the LM head is not Megatron's own column-parallel layer, but {type(head).__name__}")
 
-    def agreed(self, flag: bool) -> bool:
-        """See the parent: in a pipeline, only the last stage knows the flag."""
+    def largest(self, value: float) -> float:
+        """See the parent: in a pipeline, only the last stage knows the number."""
         if mpu.get_pipeline_model_parallel_world_size() == 1:
-            return flag
-        flags = torch.tensor(float(flag), device=next(self.module[0].parameters()).device)
+            return value
+        number = torch.tensor(value, device=next(self.module[0].parameters()).device)
         torch.distributed.all_reduce(
-            flags, torch.distributed.ReduceOp.MAX, group=mpu.get_pipeline_model_parallel_group()
+            number, torch.distributed.ReduceOp.MAX, group=mpu.get_pipeline_model_parallel_group()
         )
-        return bool(flags)
+        return number.item()
 
     def forward_step(self, batch_iter: Any, model: Any, logits_processor_func: Any, **options: Any) -> Any:
         """As the parent, with a model that returns hidden states where its head is read."""

@@ -36,7 +36,8 @@ class TrollPolicyLossConfig(PolicyLossConfig):
             with `pull` "proximal" only.
         pull: What pulls the network itself: "projection", KL(p̃ ‖ ⌊q⌋), outside the ball only; or "proximal", KL(p ‖ p̃),
             at every token.
-        regression_weight: α ≥ 0, the weight of the pull.
+        regression_weight: α ≥ 0, the weight of the pull; with `regression_target`, its initial value.
+        regression_target: The mean of the pull's divergence (nats) to which α adapts, once a rollout; None keeps α.
         top_k: K, the tokens of the old policy that are kept at most.
         mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
         tail: "bucket" or "floor"; see `troll.trust_region_step`.
@@ -63,6 +64,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     kl_bound: float = 0.05
     pull: str = "projection"
     regression_weight: float = 1.0
+    regression_target: float | None = None
     top_k: int = 64
     mass_threshold: float = 1e-5
     tail: str = "bucket"
@@ -97,6 +99,8 @@ class TrollPolicyLossConfig(PolicyLossConfig):
             raise ValueError(
                 f"{_ACTOR}.policy_loss.regression_weight must be at least 0 and finite, got {self.regression_weight}"
             )
+        if self.regression_target is not None:
+            self._check_target(self.regression_target)
         check_capture(self.top_k, self.mass_threshold)
         choices = {
             "pull": PULLS,
@@ -109,6 +113,17 @@ class TrollPolicyLossConfig(PolicyLossConfig):
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{_ACTOR}.policy_loss.{name} must be one of {', '.join(allowed)}, got {value!r}")
         self._check_trainer()
+
+    def _check_target(self, target: object) -> None:
+        if not (isinstance(target, int | float) and 0 < target < math.inf):
+            raise ValueError(
+                f"{_ACTOR}.policy_loss.regression_target must be a finite number above 0, or null, got {target!r}"
+            )
+        if self.regression_weight == 0:
+            raise ValueError(
+                f"{_ACTOR}.policy_loss.regression_target adapts regression_weight, which must be above 0, got "
+                f"{self.regression_weight}"
+            )
 
     def _check_trainer(self) -> None:
         if not self.uses_v1_trainer:
@@ -194,16 +209,27 @@ class _TrollActor:
         assign(self.engine, strategy=BACKEND_PREFIX + self.strategy, trust_region=self.policy_loss)
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Mapping[str, Any] | None = None) -> None:
-        """Runs verl's checks on the driver, and warns if the trust region can never do anything."""
+        """Runs verl's checks on the driver, and warns if the trust region can never do anything.
+
+        Raises:
+            ValueError: If nothing is ever off-policy, and the weight of the pull is to adapt to what it sees.
+        """
         super().validate(n_gpus, train_batch_size, model_config)  # type: ignore[misc]
-        on_policy = self.ppo_epochs == 1 and train_batch_size <= self.ppo_mini_batch_size
-        if on_policy and self.policy_loss.anchor == "old":
-            warnings.warn(
-                "one update per rollout: old and new policy are always equal, and TROLL changes nothing. Lower "
-                f"{_ACTOR}.ppo_mini_batch_size ({self.ppo_mini_batch_size}) below data.train_batch_size "
-                f"({train_batch_size}), or raise {_ACTOR}.ppo_epochs",
-                stacklevel=2,
+        if self.policy_loss.anchor == "rollout" or self.ppo_epochs > 1 or train_batch_size > self.ppo_mini_batch_size:
+            return
+        remedy = (
+            f"lower {_ACTOR}.ppo_mini_batch_size ({self.ppo_mini_batch_size}) below data.train_batch_size "
+            f"({train_batch_size}), or raise {_ACTOR}.ppo_epochs"
+        )
+        if self.policy_loss.regression_target is not None:
+            raise ValueError(
+                f"{_ACTOR}.policy_loss.regression_target adapts the weight to the KL of a rollout's last update, which "
+                f"is 0 with one update per rollout: {remedy}, or leave it out"
             )
+        warnings.warn(
+            f"one update per rollout: old and new policy are always equal, and TROLL changes nothing: {remedy}",
+            stacklevel=2,
+        )
 
 
 @dataclass

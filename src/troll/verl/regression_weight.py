@@ -1,0 +1,70 @@
+"""α, the weight of the pull: fixed, or adapted after each rollout."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import torch
+
+from troll.files import read_json, write_atomically
+from troll.trust_region.weight import adapted, limited
+
+logger = logging.getLogger(__name__)
+
+#: The file of an actor's checkpoint that holds α, if it adapts.
+WEIGHT_STATE = "regression_weight.json"
+
+
+class RegressionWeight:
+    """α over the training, the same on every process; it adapts by PPO's rule (arXiv 1707.06347, section 4).
+
+    The divergence is the pull's, as read for the last update of a rollout: its mean over the tokens of all processes.
+
+    Args:
+        initial: α at the start.
+        target: The mean divergence to reach, in nats; None keeps α.
+
+    Attributes:
+        value: α now.
+        adapts: Whether there is a target.
+    """
+
+    def __init__(self, initial: float, target: float | None) -> None:
+        self.value, self.adapts = initial, target is not None
+        self._initial, self._target = initial, target
+        self._warned = False
+
+    def adapt(self, kl: float) -> None:
+        """Adapts α, within its limits, to the mean divergence of a rollout's last update, in nats."""
+        assert self._target is not None
+        wanted = adapted(self.value, kl, self._target)
+        self.value = limited(wanted, self._initial)
+        if self.value != wanted and not self._warned and torch.distributed.get_rank() == 0:
+            self._warned = True
+            logger.warning(
+                "regression_weight stays at %g, the limit of its range, though the mean KL is %.2g and "
+                "regression_target %g: choose another regression_target, optim.lr or ppo_mini_batch_size",
+                self.value,
+                kl,
+                self._target,
+            )
+
+    def save(self, checkpoint: Path) -> None:
+        """Writes α into a checkpoint, if it adapts; every process may call it."""
+        if self.adapts and torch.distributed.get_rank() == 0:
+            write_atomically(checkpoint / WEIGHT_STATE, json.dumps({"weight": self.value}))
+
+    def load(self, checkpoint: Path) -> None:
+        """Goes on with the α of a checkpoint, if it adapts; every process calls it, and the first one reads."""
+        if not self.adapts:
+            return
+        found = [self._initial]
+        if torch.distributed.get_rank() == 0:
+            if (checkpoint / WEIGHT_STATE).is_file():
+                found = [read_json(checkpoint / WEIGHT_STATE)["weight"]]
+            else:
+                logger.warning("%s has no %s: regression_weight starts anew", checkpoint, WEIGHT_STATE)
+        torch.distributed.broadcast_object_list(found)
+        (self.value,) = found
