@@ -128,16 +128,13 @@ def test_no_rollout_correction_at_all_is_verls_to_allow() -> None:
         (policy_loss("kl_bound=5%"), r"policy_loss\.kl_bound must be a number, got '5%'"),
         (policy_loss("regression_weight=-0.1"), r"policy_loss\.regression_weight must be at least 0"),
         (policy_loss("regression_weight=.nan"), r"policy_loss\.regression_weight must be at least 0"),
-        *(
-            (
-                policy_loss(f"regression_target={value}"),
-                r"policy_loss\.regression_target must be a finite number above 0",
-            )
-            for value in ("0", "-1", ".inf", ".nan", "small")
-        ),
+        (policy_loss("regression_target=0"), r"policy_loss\.regression_target must be above 0 and finite, got 0"),
+        (policy_loss("regression_target=.inf"), r"policy_loss\.regression_target must be above 0 and finite, got inf"),
+        (policy_loss("regression_target=.nan"), r"policy_loss\.regression_target must be above 0 and finite, got nan"),
+        (policy_loss("regression_target=small"), r"policy_loss\.regression_target must be a number, got 'small'"),
         (
             policy_loss("regression_target=0.01", "regression_weight=0"),
-            r"regression_target adapts regression_weight, which must be above 0, got 0",
+            r"with regression_target, .*\.regression_weight must be above 0 and finite, got 0",
         ),
         (
             [*policy_loss("regression_target=0.01"), "data.train_batch_size=4"],

@@ -20,9 +20,7 @@ try:
 except PackageNotFoundError:
     raise ImportError("troll.verl needs verl: pip install 'troll-rl[verl]'") from None
 
-from verl.utils import tensordict_utils as tu  # noqa: E402
-
-__all__ = ["check", "lacking", "tu"]
+from verl.utils import tensordict_utils as tu  # noqa: E402, F401
 
 
 def lacking(what: object) -> ImportError:

@@ -1,4 +1,5 @@
 """The parts of verl's engines, losses and configuration that we build on."""
+# ruff: noqa: F401 (the rest of the plug-in imports verl's names from here)
 
 from __future__ import annotations
 
@@ -89,24 +90,3 @@ def assign(config: Any, **values: Any) -> None:
 def gives_logits(model: Any) -> bool:
     """Whether a transformers model's forward returns logits: verl's fused kernels replace the forward of its class."""
     return type(model).forward.__name__ not in ("forward_with_torch_backend", "forward_with_triton_backend")
-
-
-__all__ = [
-    "EngineRegistry",
-    "FSDPActorConfig",
-    "FSDPEngineWithLMHead",
-    "McoreActorConfig",
-    "MegatronEngine",
-    "PolicyLossConfig",
-    "agg_loss",
-    "assign",
-    "get_ulysses_sequence_parallel_group",
-    "gives_logits",
-    "masked_mean",
-    "no_padding_2_padding",
-    "pad_packed_inputs",
-    "register_policy_loss",
-    "ulysses_pad_and_slice_inputs",
-]
-if MegatronEngine is not None:
-    __all__ += ["MegatronEngineWithLMHead", "preprocess_bshd_engine", "preprocess_thd_engine", "unwrap_model"]
