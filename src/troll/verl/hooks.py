@@ -234,15 +234,13 @@ class Update(Hook):
     def metrics(self) -> dict[str, float]:
         """The numbers to log, over all tokens of the batch and all processes; every process that observed calls it."""
 
-        def everywhere(numbers: Tensor, how: Any) -> Tensor:
+        def reduced(numbers: Tensor, how: Any) -> Tensor:
             if torch.distributed.is_initialized():
                 torch.distributed.all_reduce(numbers, how, group=self._processes)
             return numbers.cpu()
 
         operation = torch.distributed.ReduceOp
-        tally = self._tally.reduced(
-            lambda sums: everywhere(sums, operation.SUM), lambda maxima: everywhere(maxima, operation.MAX)
-        )
+        tally = self._tally.reduced(lambda x: reduced(x, operation.SUM), lambda x: reduced(x, operation.MAX))
         pull, tokens = tally.totals["regression"].tolist()
         if tokens:
             self.mean_pull = pull / tokens

@@ -198,24 +198,20 @@ def _records(data: TensorDict, vocab_size: int) -> list[Tensor]:
     else:  # a rollout that no agent loop of `troll.verl.agent_loop` asked
         fields: list[Mapping[str, Any]] = tu.get(data, "extra_fields", default=[{}] * len(counts))
         found = [field.get(OLD_POLICIES) for field in fields]
-    missing = sum(count and record is None for record, count in zip(found, counts, strict=True))
+    needed = [record if count else NO_RECORD for record, count in zip(found, counts, strict=True)]
+    missing = sum(record is None for record in needed)
     if missing:
         raise ValueError(
             f"{missing} of the batch's sequences came without their top-K log-probabilities, which "
             "policy_loss.anchor=rollout needs: see docs/verl.md for the rollouts that report them, or set anchor=old"
         )
-    records = [
-        record if count and record is not None and len(record) > len(NO_RECORD) else None
-        for record, count in zip(found, counts, strict=True)
-    ]
-    real = [record for record in records if record is not None]
+    records = [record for record in needed if record is not None]
+    real = [record for record in records if len(record) > len(NO_RECORD)]
     none = torch.empty(0)
     like = from_records(real[:1]) if real else PackedPolicy(none.int(), none, none, none, none, 1, vocab_size, 0.0)
-    like = dataclasses.replace(like, token_ids=like.token_ids.cpu(), log_probs=like.log_probs.cpu())
-    responses = data["responses"].unbind()
     return [
-        to_records(without_slots(len(response), like), [len(response)])[0] if record is None else record
-        for record, response in zip(records, responses, strict=True)
+        record if len(record) > len(NO_RECORD) else to_records(without_slots(len(response), like), [len(response)])[0]
+        for record, response in zip(records, data["responses"].unbind(), strict=True)
     ]
 
 
