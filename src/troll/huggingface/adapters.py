@@ -79,14 +79,16 @@ def refuse_merging(model: nn.Module, setting: str) -> None:
             f"{setting} cannot be used with trainable_token_indices, which reach the engine under names that it does "
             f"not know: train the embedding with modules_to_save, leave them out, or do without {setting}"
         )
-    for group in _shared(model) if configs else []:
+    if not configs:
+        return
+    for group in _shared(model):
         if _SAVED in group[0][0] and len({id(_original(model, name, own)) for name, _, own in group}) > 1:
             raise ValueError(
                 f"{setting} cannot be used where {_names(group)} share the weight that they train and not the one that "
                 "the model has, since the engine gets it for one of them: leave ensure_weight_tying out, or do without "
                 f"{setting}"
             )
-    for group in adapted_and_shared(model) if configs else []:
+    for group in adapted_and_shared(model):
         if len({id(_trained(model, name, own)) for name, _, own in group}) > 1:  # not tied again, by modules_to_save
             raise ValueError(
                 f"{setting} merges the adapter into the weight that {_names(group)} share (by tie_word_embeddings or "

@@ -102,9 +102,42 @@ def accept_requests(model: nn.Module) -> None:
     Raises:
         ValueError: If it is no such model, or has no head.
     """
-    base = causal_lm(model)
-    if not hasattr(base.forward, _TAKES_REQUESTS):
-        _install(base)
+    base: Any = causal_lm(model)
+    if hasattr(base.forward, _TAKES_REQUESTS):
+        return
+    bound: Any = base.forward
+    # A copy of the model has a copy of this forward, which must not compute with the weights of the original.
+    function = bound.__func__ if getattr(bound, "__self__", None) is base else None
+    # Under accelerate's mixed precision, the forward that is wrapped here enters autocast, and the reading would not.
+    mixed = hasattr(base, "_original_forward")
+    checked = False
+
+    # The signature stays the model's: `generate` validates its arguments against it. The frame itself is not compiled,
+    # as the tiles depend on the data; the backbone, which it calls, is.
+    @functools.wraps(type(base).forward)
+    @torch.compiler.disable(recursive=False)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal checked
+        plain = bound if function is None else functools.partial(function, self)
+        request: ReadingRequest | None = kwargs.pop(REQUEST, None)
+        if request is None:
+            return plain(*args, **kwargs)
+        if mixed and not torch.is_autocast_enabled(request.token_ids.device.type):
+            raise RuntimeError(
+                "the model was prepared with mixed precision: read it within `with accelerator.autocast():`"
+            )
+        if kwargs.get("labels") is None:  # PEFT passes it on
+            kwargs.pop("labels", None)
+        if getattr(self.config.get_text_config(), "output_router_logits", False):  # as the model's own forward does
+            kwargs.setdefault("output_router_logits", True)
+        kwargs["use_cache"] = False
+        outputs = self.base_model(*args, **kwargs)
+        if not checked:
+            checked = _check_against_logits(self, plain, outputs, request, args, kwargs)
+        return _read(self, outputs, request, kwargs)
+
+    setattr(forward, _TAKES_REQUESTS, True)
+    base.forward = types.MethodType(forward, base)
 
 
 def checked_output(model: nn.Module, output: Any) -> ReadingOutput:
@@ -147,43 +180,6 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     if inner.get_output_embeddings() is None or inner.base_model is inner:
         raise ValueError(f"model must have a language-modelling head on a backbone, got {type(inner).__name__}")
     return inner
-
-
-def _install(model: PreTrainedModel) -> None:
-    """Makes a model's forward take a request."""
-    bound: Any = model.forward
-    # A copy of the model has a copy of this forward, which must not compute with the weights of the original.
-    function = bound.__func__ if getattr(bound, "__self__", None) is model else None
-    # Under accelerate's mixed precision, the forward that is wrapped here enters autocast, and the reading would not.
-    mixed = hasattr(model, "_original_forward")
-    checked = False
-
-    # The signature stays the model's: `generate` validates its arguments against it. The frame itself is not compiled,
-    # as the tiles depend on the data; the backbone, which it calls, is.
-    @functools.wraps(type(model).forward)
-    @torch.compiler.disable(recursive=False)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal checked
-        plain = bound if function is None else functools.partial(function, self)
-        request: ReadingRequest | None = kwargs.pop(REQUEST, None)
-        if request is None:
-            return plain(*args, **kwargs)
-        if mixed and not torch.is_autocast_enabled(request.token_ids.device.type):
-            raise RuntimeError(
-                "the model was prepared with mixed precision: read it within `with accelerator.autocast():`"
-            )
-        if kwargs.get("labels") is None:  # PEFT passes it on
-            kwargs.pop("labels", None)
-        if getattr(self.config.get_text_config(), "output_router_logits", False):  # as the model's own forward does
-            kwargs.setdefault("output_router_logits", True)
-        kwargs["use_cache"] = False
-        outputs = self.base_model(*args, **kwargs)
-        if not checked:
-            checked = _check_against_logits(self, plain, outputs, request, args, kwargs)
-        return _read(self, outputs, request, kwargs)
-
-    setattr(forward, _TAKES_REQUESTS, True)
-    model.forward = types.MethodType(forward, model)
 
 
 def _read(model: Any, outputs: Any, request: ReadingRequest, kwargs: dict[str, Any]) -> ReadingOutput:

@@ -66,16 +66,14 @@ def capture(
         attention_mask=attention_mask,
         **model_inputs,
     )
-    certain = torch.zeros(policy.top_k, dtype=torch.int64, device=policy.slot.device)
-    certain[1:] = -1
+    token_ids = scatter(policy.token_ids, scored, fill=-1)
+    log_probs = scatter(policy.log_probs, scored, fill=-torch.inf)
+    for slots in (token_ids, log_probs):  # token 0 has all the mass where nothing is scored
+        slots[..., 0].masked_fill_(~scored, 0)
     return dataclasses.replace(
         policy,
-        token_ids=torch.where(scored.unsqueeze(-1), scatter(policy.token_ids, scored), certain),
-        log_probs=torch.where(
-            scored.unsqueeze(-1),
-            scatter(policy.log_probs, scored),
-            torch.zeros_like(certain, dtype=policy.log_probs.dtype).masked_fill(certain < 0, -torch.inf),
-        ),
+        token_ids=token_ids,
+        log_probs=log_probs,
         tail_log_prob=scatter(policy.tail_log_prob, scored, fill=-torch.inf),
         slot=scatter(policy.slot, scored),
     )
@@ -198,13 +196,10 @@ def capture_tokens(
 ) -> SparsePolicy:
     """Captures the policy of the N target tokens, (N,); the T targets follow the T positions before the last one.
 
+    The other arguments are those of [capture][troll.huggingface.capture] and of `ReadingRequest`.
+
     Args:
-        model: As in [capture][troll.huggingface.capture].
         targets: The next tokens, (B, T), −100 where there is none.
-        temperature: The sampling temperature, by which logits are divided.
-        top_k: K, at least 1.
-        mass_threshold: δ in [0, 1).
-        head_in_float32: Whether the head's product is computed in float32, outside autocast.
         **inputs: Arguments of the model's forward.
     """
 
@@ -236,18 +231,14 @@ def read_tokens(
     """The new policy on the outcomes that a step needs, (N,), differentiable; and the forward's output.
 
     The forward gets only integers, and the projection follows outside of it, since FSDP casts floating-point arguments
-    to the parameters' dtype.
+    to the parameters' dtype. Arguments that are not below are those of
+    [trust_region_step][troll.huggingface.trust_region_step] and of `ReadingRequest`.
 
     Args:
-        model: As in [capture][troll.huggingface.capture].
         token_ids: The sampled tokens, (N,).
         at: The row of each token and its place among the row's last T, (N,) and (N,).
         length: T, the tokens of each row in which the sampled ones are.
         old: The old policy of the N tokens, (N,).
-        tail: "bucket" or "floor".
-        temperature: The sampling temperature, by which logits are divided.
-        entropy: Whether the entropy over the vocabulary is read.
-        head_in_float32: Whether the head's product is computed in float32, outside autocast.
         **inputs: Arguments of the model's forward.
     """
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -95,12 +95,8 @@ class Update:
     metrics: Mapping[str, float | Tensor]
 
 
-class Adapter(Protocol):
-    """One call: the trainer's own capture and update, on a network that is a table."""
-
-    def __call__(self, case: Case, /) -> Update:
-        """The update of a case."""
-        ...
+Adapter = Callable[[Case], Update]
+"""The trainer's own capture and update, in one call, on a network that is a table."""
 
 
 def make_case(layout: Layout, dtype: torch.dtype) -> Case:

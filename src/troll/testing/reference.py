@@ -77,8 +77,9 @@ def reference(
     return Expected(float(loss.detach()), gradient, float(size.detach()), step, mask)
 
 
-def tolerance_of(case: Case, dtype: torch.dtype) -> float:
+def tolerance_of(case: Case) -> float:
     """The largest error that rounding and the solver explain, relative to the loss's size or the largest gradient."""
+    dtype = case.old_table.dtype
     largest = float(torch.maximum(case.old_table.abs().max(), case.new_table.abs().max())) / case.temperature
     rounding = torch.finfo(dtype).eps * VOCAB_SIZE * largest
     solver = SOLVER if dtype == torch.float32 else 1e-9 / case.kl_bound
