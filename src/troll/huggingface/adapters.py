@@ -1,7 +1,6 @@
-"""Weights that several modules of a model share, and what adapters of PEFT do to them.
+"""Adapters of PEFT on weights that several modules of a model share.
 
-An adapter of one of these modules changes only that module in PEFT's forward, and all of them once it is merged into
-the weight.
+In PEFT's forward, such an adapter changes only its own module. Merged into the weight, it changes all of them.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def _names(group: list[Place]) -> str:
 
 
 def _original(model: nn.Module, name: str, own: str) -> Any:
-    """The parameter in place of which a parameter of `modules_to_save` is trained."""
+    """The model's own parameter, which a parameter of `modules_to_save` replaces in training."""
     wrapper: Any = model.get_submodule(name.partition(_SAVED)[0])
     return getattr(wrapper.original_module, own)
 

@@ -196,10 +196,13 @@ def capture_tokens(
 ) -> SparsePolicy:
     """Captures the policy of the N target tokens, (N,); the T targets follow the T positions before the last one.
 
-    The other arguments are those of [capture][troll.huggingface.capture] and of `ReadingRequest`.
-
     Args:
+        model: As in [capture][troll.huggingface.capture].
         targets: The next tokens, (B, T), −100 where there is none.
+        temperature: The sampling temperature, by which logits are divided.
+        top_k: K, at least 1.
+        mass_threshold: δ in [0, 1).
+        head_in_float32: Whether the head's product is computed in float32, outside autocast.
         **inputs: Arguments of the model's forward.
     """
 
@@ -231,14 +234,18 @@ def read_tokens(
     """The new policy on the outcomes that a step needs, (N,), differentiable; and the forward's output.
 
     The forward gets only integers, and the projection follows outside of it, since FSDP casts floating-point arguments
-    to the parameters' dtype. Arguments that are not below are those of
-    [trust_region_step][troll.huggingface.trust_region_step] and of `ReadingRequest`.
+    to the parameters' dtype.
 
     Args:
+        model: As in [capture][troll.huggingface.capture].
         token_ids: The sampled tokens, (N,).
         at: The row of each token and its place among the row's last T, (N,) and (N,).
         length: T, the tokens of each row in which the sampled ones are.
         old: The old policy of the N tokens, (N,).
+        tail: "bucket" or "floor".
+        temperature: The sampling temperature, by which logits are divided.
+        entropy: Whether the entropy over the vocabulary is read.
+        head_in_float32: Whether the head's product is computed in float32, outside autocast.
         **inputs: Arguments of the model's forward.
     """
 

@@ -13,7 +13,7 @@ Layout = Literal["padded", "packed"]
 """How a trainer holds a batch: rows padded to one length, or tokens of all samples one after another."""
 
 VOCAB_SIZE = 48
-"""Tokens of a case. The first eight are left to the trainer (padding, end of sequence) and stand in no sample."""
+"""Tokens of a case. The first eight occur in no sample: they are the trainer's (padding, end of sequence)."""
 
 IGNORED = range(8, 24)
 """Tokens whose rows are read only at positions that do not count."""

@@ -1,9 +1,8 @@
 """Carries a rollout's reports into the field `OLD_POLICIES` of the batch, past everything in between.
 
-A completion's extra fields reach users' agent loops, reward functions and the JSON of reward servers. Of several turns
-verl keeps only the first one's extra fields, and of an interrupted completion none. So the records are taken out where
-a completion arrives, and put into the sample when it leaves for the transfer queue: as a separate tensor, which is
-fetched only where it is asked for.
+A completion's extra fields reach users' agent loops, reward functions and the JSON of reward servers. verl keeps those
+of the first turn only, and none of an interrupted completion. So the records are taken out of a completion when it
+arrives, and put into the sample when it leaves for the transfer queue: as a separate tensor, which only updates fetch.
 """
 
 from __future__ import annotations

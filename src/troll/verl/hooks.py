@@ -1,7 +1,7 @@
-"""What an engine of verl reads from a micro-batch's LM head: old policies, the projection of the new one, or scores.
+"""Hooks that read a micro-batch's LM head: for old policies, for the projection of the new policy, or for scores.
 
-A hook takes the place of the loss function. `read` computes per-token outputs from the head, or from logits if the head
-cannot be read, and `loss` computes the loss from these outputs.
+verl's engine gets a hook in place of the loss function. `read` computes per-token outputs from the head, or from logits
+if the head cannot be read, and `loss` computes the loss from these outputs.
 """
 
 from __future__ import annotations
@@ -109,10 +109,6 @@ class Score(Hook):
 
 class Capture(Hook):
     """Captures the old policies of a rollout in the pass that computes its old log-probabilities.
-
-    Args:
-        settings: The settings of the trust region.
-        entropy: Whether the entropy over the vocabulary is an output too.
 
     Attributes:
         captured: The old policies so far.
@@ -232,7 +228,7 @@ class Update(Hook):
         return bool(self._tally.totals)
 
     def metrics(self) -> dict[str, float]:
-        """The numbers to log, over all tokens of the batch and all processes; every process that observed calls it."""
+        """The numbers to log, over all tokens of the batch and all processes; all that `observed` call it."""
 
         def reduced(numbers: Tensor, how: Any) -> Tensor:
             if torch.distributed.is_initialized():

@@ -135,8 +135,8 @@ def _sequences(data: TensorDict) -> list[Hashable]:
 def reported(data: TensorDict, vocab_size: int) -> PackedPolicy:
     """The old policies of a micro-batch, (N,), as the inference engine reported them.
 
-    Tokens without a report have no slots: `fill_unreported` is for these. Tokens that do not count need no report, and
-    get a policy that is certain of them.
+    Tokens without a report have no slots: `fill_unreported` is for these. Tokens that do not count need no report:
+    their policy gives them probability 1.
 
     Args:
         data: The micro-batch.
@@ -162,8 +162,8 @@ def reported(data: TensorDict, vocab_size: int) -> PackedPolicy:
 def fill_unreported(old: SparsePolicy, own: SparsePolicy) -> SparsePolicy:
     """Reported policies, and the network's own where nothing was reported.
 
-    The engine's distribution of such a token is not known, so the trust region is around the network at the update: the
-    token's ratio is 1, and its gradient the plain policy gradient.
+    The engine's distribution at such a token is not known. So the trust region is around the network at the update: the
+    token's ratio is 1, and its gradient is the plain policy gradient.
 
     Args:
         old: The reported policies, (n,), without slots where nothing was reported.
@@ -216,7 +216,7 @@ def _records(data: TensorDict, vocab_size: int) -> list[Tensor]:
 
 
 def _certain_of(policy: PackedPolicy, token_ids: Tensor, which: Tensor) -> PackedPolicy:
-    """Gives a policy one slot at some positions (N,) without any: all their mass is on the token there."""
+    """Gives the token at some positions (N,) without slots probability 1."""
     counts = policy.counts + which.int()
     position = torch.arange(len(counts), device=counts.device)
     old = position.repeat_interleave(policy.counts, output_size=len(policy.token_ids))
