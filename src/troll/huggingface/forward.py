@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,6 +209,19 @@ def _read_head(model: Any, hidden: Tensor, request: ReadingRequest) -> tuple[tup
         return tuple(x.clone() if x is not None and x._is_view() else x for x in outputs), head.width
 
 
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within this context, a module has another forward; one of its own, with accelerate's hooks, comes back."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
 @torch.compiler.disable
 @torch.no_grad()
 def _check_against_logits(
@@ -238,17 +252,9 @@ def _check_against_logits(
         lambda _, inputs: (inputs[0][:, -1:], *inputs[1:])
     )
     devices = [request.token_ids.device] if request.token_ids.is_cuda else []
-    backbone = model.base_model
-    before = vars(backbone).get("forward")  # accelerate's hooks
-    backbone.forward = given
-    try:
-        with torch.random.fork_rng(devices):  # so that this check does not change a run's random numbers
-            logits = plain(*args, **{**kwargs, "return_dict": True}, **last).logits
-    finally:
-        trimmed.remove()
-        del backbone.forward
-        if before is not None:
-            backbone.forward = before
+    # The fork keeps this check from changing a run's random numbers.
+    with trimmed, replaced_forward(model.base_model, given), torch.random.fork_rng(devices):
+        logits = plain(*args, **{**kwargs, "return_dict": True}, **last).logits
     if logits is None:
         return True
     if not used and (model.training or kwargs.get("past_key_values") is not None):

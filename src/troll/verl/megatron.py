@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from troll import LMHead
+from troll.huggingface.forward import replaced_forward
 from troll.verl.engine import DEVICES, TrustRegionEngine
 from troll.verl.hooks import Hook, Update
 from troll.verl.old_policies import ResponseTokens, response_places
@@ -166,11 +167,5 @@ def hidden_states_for_logits(model: GPTModel) -> Iterator[list[Tensor]]:
             input_ = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False)
         return input_, None
 
-    before = vars(head).get("forward")
-    head.forward = forward
-    try:
+    with replaced_forward(head, forward):
         yield found
-    finally:
-        del head.forward
-        if before is not None:
-            head.forward = before
