@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -127,10 +126,9 @@ class TrustRegionEngine:
         self._skips_update = self.largest(metrics.get("nonfinite", 0.0)) > 0
         if self.regression_weight.adapts:
             metrics["regression_weight"] = self.regression_weight.value
-            kl = self.largest(hook.mean_pull) if last and not self._skips_update else -math.inf
-            if math.isfinite(kl):
-                metrics["regression_kl"] = kl
-                self.regression_weight.adapt(kl)
+            if last and not self._skips_update:
+                kl = self.regression_weight.adapt(self.largest(hook.mean_pull))
+                metrics |= {} if kl is None else {"regression_kl": kl}
         return metrics
 
     def optimizer_step(self) -> float:

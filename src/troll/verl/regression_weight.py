@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 
 import torch
@@ -36,9 +37,20 @@ class RegressionWeight:
         self._initial, self._target = initial, target
         self._warned = False
 
-    def adapt(self, kl: float) -> None:
-        """Adapts α, within its limits, to the mean divergence of a rollout's last update, in nats."""
+    def adapt(self, kl: float) -> float | None:
+        """Adapts α, within its limits, to the mean divergence of a rollout's last update.
+
+        Args:
+            kl: The divergence, in nats; not finite if no token counts. Every process calls this. The first one's number
+                decides, since rounding may differ between processes, and they must share one α.
+
+        Returns:
+            The first process's divergence; None if it is not finite.
+        """
         assert self._target is not None
+        kl = _from_first(kl)
+        if not math.isfinite(kl):
+            return None
         wanted = adapted(self.value, kl, self._target)
         self.value = limited(wanted, self._initial)
         if self.value != wanted and not self._warned and torch.distributed.get_rank() == 0:
@@ -50,6 +62,7 @@ class RegressionWeight:
                 kl,
                 self._target,
             )
+        return kl
 
     def save(self, checkpoint: Path) -> None:
         """Writes α into a checkpoint, if it adapts; every process may call it."""
@@ -60,11 +73,17 @@ class RegressionWeight:
         """Goes on with the α of a checkpoint, if it adapts; every process calls it, and the first one reads."""
         if not self.adapts:
             return
-        found = [self._initial]
+        value = self._initial
         if torch.distributed.get_rank() == 0:
             if (checkpoint / WEIGHT_STATE).is_file():
-                found = [read_json(checkpoint / WEIGHT_STATE)["weight"]]
+                value = read_json(checkpoint / WEIGHT_STATE)["weight"]
             else:
                 logger.warning("%s has no %s: regression_weight starts anew", checkpoint, WEIGHT_STATE)
-        torch.distributed.broadcast_object_list(found)
-        (self.value,) = found
+        self.value = _from_first(value)
+
+
+def _from_first(number: float) -> float:
+    """The first process's number, on every process."""
+    found = [number]
+    torch.distributed.broadcast_object_list(found)
+    return found[0]
