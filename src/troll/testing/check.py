@@ -96,9 +96,8 @@ def _check_update(adapter: Adapter, requirement: str, case: Case, hint: str, nor
     if max(loss, gradient) <= tolerance:
         return
     # A mistake may project where nothing should be.
-    close = (
-        text for text, wrong in mistakes(case, normalisation) if max(errors_of(update, wrong())) <= tolerance + SOLVER
-    )
+    wide = tolerance + SOLVER
+    close = (text for text, wrong in mistakes(case, normalisation).items() if max(errors_of(update, wrong())) <= wide)
     mistake = next(close, None)
     likely = f"Just this comes out where {mistake}" if mistake else f"Likely, {hint}"
     raise AssertionError(
