@@ -186,7 +186,7 @@ class _TrollActor:
         """Runs verl's checks on the driver, and warns if the trust region can never do anything.
 
         Raises:
-            ValueError: If nothing is ever off-policy, and the weight of the pull is to adapt to what it sees.
+            ValueError: If α is to adapt, and no update is ever off-policy.
         """
         super().validate(n_gpus, train_batch_size, model_config)  # type: ignore[misc]
         if self.policy_loss.anchor == "rollout" or self.ppo_epochs > 1 or train_batch_size > self.ppo_mini_batch_size:
