@@ -1,6 +1,6 @@
-"""Runs programs that a model wrote, isolated from everything of the user's, and judges them by their tests.
+"""Runs programs that a model wrote, isolated from the user, and judges them by their tests.
 
-Nothing here needs torch or TROLL. `README.md` says what it promises.
+Needs neither torch nor TROLL. `README.md` says what it promises.
 """
 
 from troll_sandbox.bubblewrap import Bubblewrap

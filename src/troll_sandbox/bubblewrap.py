@@ -1,4 +1,4 @@
-"""The sandbox: one fresh set of Linux namespaces per program, made by bubblewrap."""
+"""Sandboxes made by bubblewrap: a fresh set of Linux namespaces for each program."""
 
 from __future__ import annotations
 
@@ -14,22 +14,15 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from troll_sandbox.errors import SandboxError
-from troll_sandbox.launch import (
-    ENVIRONMENT,
-    INSIDE,
-    INTERPRETER_FLAGS,
-    NO_START,
-    TRIAL_SECONDS,
-    Launcher,
-    Process,
-)
+from troll_sandbox.launch import ENVIRONMENT, INSIDE, INTERPRETER_FLAGS, NO_START, TRIAL_SECONDS, Launcher, Process
 from troll_sandbox.lifetime import temporary_folder
 from troll_sandbox.limits import Limits
-from troll_sandbox.system import NEED_LIBRARIES, System, system
+from troll_sandbox.system import NEED_LIBRARIES, system
 
-#: Outside, the user that programs are where this process is root: the kernel does not count the threads of root.
+#: Where this process is root, programs run as this user outside too: the kernel does not count the threads of root.
 NOBODY = 65534
 
 INSTALL = "install it (Debian, Ubuntu: apt install bubblewrap; Fedora: dnf install bubblewrap)"
@@ -37,16 +30,13 @@ ALLOW = "see docs/sandbox.md for what to allow, on Ubuntu and in containers abov
 
 
 class Bubblewrap(Launcher):
-    """Starts scripts of `inside/`, each isolated from the user, the network and every other.
+    """Starts scripts of `inside/`, each isolated from the user, the network and all other programs.
 
-    Inside are, read-only: the interpreter with its standard library, the folders of the system's libraries, the time
-    zones and the packages; and a work folder of bounded size, /tmp, which is the only place to write to. There is no
-    /proc, /sys or /home, nothing of /etc but the list of libraries, no network, no process of anyone else's, and no
-    environment but `ENVIRONMENT`. The user is nobody and has no capabilities.
-
-    What works here is found out by trial starts. Where this process is root, programs are nobody outside as well, if
-    there is such a user here. Where the interpreter needs more of the system than its libraries, all of /usr is shown,
-    and a warning says so.
+    A program sees, read-only, the interpreter with its standard library, the system's libraries, the time zones and
+    the packages. It can write only to its work folder /tmp, which has a bounded size. It sees no /proc, /sys or /home,
+    nothing of /etc but the list of libraries, no network, no other processes, and no environment but `ENVIRONMENT`.
+    Its user is *nobody* without capabilities; if this process is root, it is *nobody* outside too, where that user
+    exists. Where Python needs more of the system than its libraries, programs see all of /usr, and a warning says so.
 
     Args:
         packages: Folders of Python packages that programs may import, e.g. a site-packages folder; read-only.
@@ -54,8 +44,8 @@ class Bubblewrap(Launcher):
             limits and system call filter. They can then read and change anything that the user can.
 
     Raises:
-        SandboxError: bubblewrap is missing or too old, namespaces are forbidden, or this is not Linux on x86_64 or
-            aarch64. Found out by one real run.
+        SandboxError: A trial start failed: bubblewrap is missing or too old, namespaces are forbidden, or this is not
+            Linux on x86_64 or aarch64.
     """
 
     def __init__(self, *, packages: Sequence[Path] = (), run_without_isolation: bool = False) -> None:
@@ -71,70 +61,71 @@ class Bubblewrap(Launcher):
             self._folder = temporary_folder(self, "troll-programs-")
         self._try()
 
-    def _launch(self, script: str, arguments: Sequence[str], limits: Limits, streams: tuple[int, ...]) -> Process:
-        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # bubblewrap inherits it, and would wait for ever
+    def _launch(self, script: str, arguments: Sequence[str], limits: Limits, streams: dict[str, Any]) -> Process:
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # bubblewrap inherits this, and would never end
             raise SandboxError("the sandbox cannot run while SIGCHLD is ignored: set it to SIG_DFL")
-        command = [str(self.interpreter), *INTERPRETER_FLAGS]
-        environment = dict(ENVIRONMENT)
-        folder = None
-        if self.isolated:
-            scripts, packages = "/inside", [f"/packages/{index}" for index in range(len(self.packages))]
-        else:
-            folder = environment["HOME"] = environment["TMPDIR"] = tempfile.mkdtemp(dir=self._folder)
-            scripts, packages = str(INSIDE), [str(path) for path in self.packages]
-        environment["PYTHONPATH"] = os.pathsep.join(packages)
-        disk = limits.disk_bytes if self.isolated else 0
-        # Outside a user namespace of its own, the kernel would count everything that the user runs. The process that
-        # starts a test counts as one. The limit on CPU time is for when nobody watches: see supervise.py.
-        threads, cpu_seconds = limits.threads + 1 if self.isolated else 0, math.ceil(2 * limits.cpu_seconds) + 1
-        settings = self._settings(limits, cpu_seconds=cpu_seconds, threads=threads)
-        with contextlib.ExitStack() as stack:
-            starting = stack.enter_context(_Starting(self._as_nobody)) if self.isolated else None
-            left = starting.left_open if starting else -1
-            command += [f"{scripts}/enter.py", script, str(disk), str(left), settings, *arguments]
-            if starting is not None:
-                command = [*self.command(), *starting.options, "--", *command]
+        if not self.isolated:
+            return self._launch_openly(script, arguments, limits, streams)
+        # In the sandbox's own user namespace, the kernel counts only its threads; one of them starts the tests.
+        settings = self._settings(limits, cpu_seconds=_backstop(limits), threads=limits.threads + 1)
+        with _Starting(self._as_nobody) as starting:
+            command = [*self.command(), *starting.options, "--", str(self.interpreter), *INTERPRETER_FLAGS]
+            command += ["/inside/enter.py", script, str(limits.disk_bytes), str(starting.left_open), settings]
+            environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(self.packages)}
+            process = _start([*command, *arguments], streams, pass_fds=starting.theirs, cwd="/", env=environment)
             try:
-                process = Process(
-                    command,
-                    stdin=streams[0],
-                    stdout=streams[1],
-                    stderr=streams[2],
-                    pass_fds=starting.theirs if starting else (),
-                    cwd=folder or "/",
-                    env=environment,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise SandboxError(f"cannot start {command[0]}: {error.strerror}") from error
-            process.folder = folder
-            try:
-                self._bound(process, starting.inside() if starting else process.pid, script, limits)
+                self._bound(process, starting.inside(), script, limits)
             except BaseException:
-                process.end()
+                process.close()
                 raise
         return process
 
+    def _launch_openly(self, script: str, arguments: Sequence[str], limits: Limits, streams: dict[str, Any]) -> Process:
+        """Starts it without isolation. The kernel would count all threads of the user, so it does not bound them."""
+        settings = self._settings(limits, cpu_seconds=_backstop(limits), threads=0)
+        folder = tempfile.mkdtemp(dir=self._folder)
+        packages = os.pathsep.join(map(str, self.packages.values()))
+        environment = {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder, "PYTHONPATH": packages}
+        command = [str(self.interpreter), *INTERPRETER_FLAGS, f"{INSIDE}/enter.py", script, "0", "-1", settings]
+        process = _start([*command, *arguments], streams, cwd=folder, env=environment)
+        process.folder = folder
+        try:
+            self._bound(process, process.pid, script, limits)
+        except BaseException:
+            process.close()
+            raise
+        return process
+
     def command(self) -> list[str]:
-        """Bubblewrap's command line, to which "--" and a program's is appended."""
+        """Bubblewrap's command line; append "--" and the command to run."""
         return list(self._prefix)
 
     def _isolation(self, bwrap: str) -> list[str]:
         user = "0" if self._as_nobody else str(NOBODY)
-        # No new session inside: what runs there stays in the process group that `Process.end` kills.
+        # No new session inside: the sandbox stays in the process group that `Process.end` kills.
         command = [bwrap, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
         command += ["--unshare-cgroup-try", "--die-with-parent", "--as-pid-1", "--uid", user, "--gid", user]
         command += ["--hostname", "sandbox", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
         if self._as_nobody:
             command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        command += _binds(system(self.interpreter, self._all_of_usr))
+        command += ["--dir", "/dev", "--symlink", "/input/input", "/dev/stdin"]
+        for device in ("null", "zero", "urandom"):
+            command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+        seen = system(self.interpreter, self._all_of_usr)
+        for path in seen.shown:
+            # The parent is made first: as a side effect of the mount it would be readable only by its owner.
+            command += ["--dir", str(path.parent), "--ro-bind", str(path), str(path)]
+        for path in seen.hidden:
+            command += ["--perms", "0555", "--tmpfs", str(path)]
+        for path, target in seen.links.items():
+            command += ["--symlink", target, str(path)]
         command += ["--ro-bind", str(INSIDE), "/inside", "--dir", "/packages"]
-        for index, folder in enumerate(self.packages):
-            command += ["--ro-bind", str(folder), f"/packages/{index}"]
+        for place, folder in self.packages.items():
+            command += ["--ro-bind", str(folder), place]
         return [*command, "--dir", "/tmp", "--dir", "/input", "--remount-ro", "/", "--chdir", "/"]
 
     def _try(self) -> None:
-        """Finds out how a sandbox starts here, the tightest way first."""
+        """Finds the tightest way in which a sandbox starts here."""
         self._as_nobody = False
         if not self.isolated:
             if refusal := self._trial():
@@ -163,17 +154,29 @@ class Bubblewrap(Launcher):
         return f"the sandbox does not start ({errors[-1]}): namespaces may be forbidden here; {ALLOW}"
 
 
+def _backstop(limits: Limits) -> int:
+    """The kernel's limit on CPU time in seconds; `supervise.py` enforces the real one."""
+    return math.ceil(2 * limits.cpu_seconds) + 1
+
+
+def _start(command: list[str], streams: dict[str, Any], **options: Any) -> Process:
+    try:
+        return Process(command, **streams, **options, start_new_session=True)
+    except OSError as error:
+        raise SandboxError(f"cannot start {command[0]}: {error.strerror}") from error
+
+
 class _Starting:
-    """The conversation with bubblewrap until it starts what it is to run.
+    """Bubblewrap's start, up to the moment when it starts the command.
 
     Args:
-        as_nobody: Whether to give the sandbox a user who is nobody outside. Bubblewrap itself can only give it the user
-            of this process, so it waits until this process has done it.
+        as_nobody: Whether the sandbox gets a user who is nobody outside. Bubblewrap itself can only map this process's
+            own user, so it waits until this process has written the map.
 
     Attributes:
         options: For bubblewrap's command line.
-        theirs: Descriptors for bubblewrap.
-        left_open: The one that it does not close; -1 where it closes all.
+        theirs: Descriptors that bubblewrap inherits.
+        left_open: The descriptor that bubblewrap passes on to the command; -1 if there is none.
     """
 
     def __init__(self, as_nobody: bool) -> None:
@@ -194,12 +197,12 @@ class _Starting:
             os.close(descriptor)
 
     def inside(self) -> int | None:
-        """The first process inside, as this process numbers it, once it may go on; None where bubblewrap has failed.
+        """Lets bubblewrap go on; returns the number (outside) of the first process inside, None if bubblewrap failed.
 
         Raises:
-            SandboxError: It does not say so in time.
+            SandboxError: Bubblewrap does not report that process in time.
         """
-        while self.theirs:  # so that bubblewrap's end is seen
+        while self.theirs:  # otherwise the pipe stays open when bubblewrap ends
             os.close(self.theirs.pop())
         text, poll = b"", select.poll()
         poll.register(self._information, select.POLLIN)
@@ -213,24 +216,10 @@ class _Starting:
         pid = int(json.loads(text)["child-pid"])
         if self._as_nobody:
             for name in ("uid_map", "gid_map"):
-                # Root as well, who mounts what nobody may not reach: who has given up the right to be it never is.
-                with contextlib.suppress(OSError):  # an unknown user: bubblewrap will say so
+                # Map root too: it must mount directories that *nobody* cannot read. After dropping privileges it
+                # cannot be regained.
+                with contextlib.suppress(OSError):  # nobody is not a user here; bubblewrap then fails with a message
                     Path(f"/proc/{pid}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
-            with contextlib.suppress(BrokenPipeError):  # it has been killed
+            with contextlib.suppress(BrokenPipeError):  # bubblewrap has been killed
                 os.write(self._go, b"+")
         return pid
-
-
-def _binds(seen: System) -> list[str]:
-    """What programs see of the system, and harmless devices."""
-    options = ["--dir", "/dev"]
-    for path in seen.shown:
-        # Without the first, folders around it can be for their owner only.
-        options += ["--dir", str(path.parent), "--ro-bind", str(path), str(path)]
-    for path in seen.hidden:
-        options += ["--perms", "0555", "--tmpfs", str(path)]
-    for path, target in seen.links.items():
-        options += ["--symlink", target, str(path)]
-    for device in ("null", "zero", "urandom"):
-        options += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    return [*options, "--symlink", "/input/input", "/dev/stdin"]

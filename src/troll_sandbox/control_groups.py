@@ -1,7 +1,7 @@
-"""A control group for each sandbox, where this user may make some: a bound on all the memory that it costs.
+"""A control group for each sandbox, where this user may make them: a bound on all the memory that a sandbox costs.
 
-Limits on a process bound its address space. Page tables, pipes, folders in memory and what a program has the kernel
-keep come on top of that.
+Limits on a process bound only its address space. Page tables, pipes, folders in memory and buffers of the kernel come
+on top of that.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 from troll_sandbox.lifetime import at_end
 from troll_sandbox.limits import MEBIBYTE
 
-#: How long processes that were killed may take to be gone.
-END_SECONDS = 1.0
+#: How long killed processes may take to be gone.
+REMOVAL_SECONDS = 1.0
 
-#: What a group may still hold when it is used again: pages of files that programs have read.
+#: Memory that a group may still hold when it is used again: cached pages of files that programs have read.
 KEPT_BYTES = 16 * MEBIBYTE
 
 _PREFIX = "troll-"
@@ -30,33 +30,42 @@ _numbers = itertools.count()
 
 
 class MemoryGroup:
-    """A control group; without one, where it cannot be made, a sandbox has the other limits only.
+    """A control group. If it cannot be made, nothing here has an effect, and a sandbox has only the other limits.
 
     Args:
-        folder: In which groups can be made; see `groups_folder`.
-        most: Bytes that all in it may use.
+        folder: The folder to make it in; see `groups_folder`.
+        most: Bytes that all its processes may use together.
 
     Attributes:
-        path: The folder that is the group.
+        path: The group's folder.
     """
 
     def __init__(self, folder: Path, most: int) -> None:
-        self.path, self.most, self._kills = _new_folder(folder), most, 0
+        self.most, self._kills = most, 0
+        while True:
+            self.path = folder / f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
+            try:
+                self.path.mkdir()
+            except FileExistsError:  # another container's, or left by a killed process
+                continue
+            except OSError:  # no group can be made here
+                pass
+            break
         bounds = {"memory.limit_in_bytes": most, "memory.max": most, "memory.swap.max": 0}
         for name, bound in bounds.items():  # of version 1, or of version 2
             self._write(name, bound)
 
     def add(self, pid: int) -> bool:
-        """Whether a process, and what it starts from now on, could be moved there."""
+        """Moves a process, and what it starts from now on, into the group; returns whether that worked."""
         self._kills = self._all_kills()
         return self._write("cgroup.procs", pid)
 
     def is_exceeded(self) -> bool:
-        """Whether the kernel has ended a process for it, since the last one was added."""
+        """Whether the kernel has killed a process for the bound since the last one was added."""
         return self._all_kills() > self._kills
 
     def is_emptied(self) -> bool:
-        """Whether its processes are gone, and their memory: then another sandbox can have it."""
+        """Whether its processes and their memory are gone, so that another sandbox can use it."""
         if self._read("cgroup.procs"):
             return False
         used = self._read("memory.usage_in_bytes") or self._read("memory.current")
@@ -74,7 +83,7 @@ class MemoryGroup:
 
     def _write(self, name: str, value: int) -> bool:
         try:
-            with open(self.path / name, "r+b", buffering=0) as file:  # which makes no file where there is none
+            with open(self.path / name, "r+b", buffering=0) as file:  # this mode makes no new file
                 file.write(str(value).encode())
         except OSError:
             return False
@@ -82,12 +91,12 @@ class MemoryGroup:
 
 
 class MemoryGroups:
-    """Groups in one folder, each for one sandbox after another: to make and to remove one slows down all others.
+    """Control groups, each used by one sandbox after another, since making or removing one slows down all others.
 
     They are removed when this object is no longer used, or when the process ends.
 
     Args:
-        folder: In which groups can be made.
+        folder: The folder to make them in.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -96,7 +105,7 @@ class MemoryGroups:
         at_end(self, remove, self._returned)
 
     def take(self, most: int) -> MemoryGroup:
-        """A group without processes, in which `most` bytes may be used."""
+        """A group without processes that bounds memory to `most` bytes."""
         with self._lock:
             for path, group in list(self._returned.items()):
                 is_emptied = group.most == most and group.is_emptied()
@@ -107,57 +116,44 @@ class MemoryGroups:
         return MemoryGroup(self._folder, most)
 
     def give_back(self, group: MemoryGroup) -> None:
-        """Takes a group whose processes have been killed."""
+        """Keeps a group, whose processes have been killed, for another sandbox."""
         with self._lock:
             self._returned[group.path] = group
 
 
-def remove(groups: Collection[Path], seconds: float = END_SECONDS) -> None:
-    """Removes groups whose processes have been killed; waits for those that are not gone yet, up to some seconds."""
+def remove(groups: Collection[Path], seconds: float = REMOVAL_SECONDS) -> None:
+    """Removes groups whose processes have been killed; waits up to some seconds until these are gone."""
     end = time.monotonic() + seconds
-    # All of them each time: when the process ends, its threads may still give groups back.
+    # Looks at all of them each time: when the process ends, its threads may still give groups back.
     while [path for path in list(groups) if not _removed(path)] and time.monotonic() < end:
         time.sleep(0.002)
 
 
-def _new_folder(folder: Path) -> Path:
-    """The folder of a new group, which nobody else uses; it is not there if it cannot be made."""
-    while True:
-        path = folder / f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
-        try:
-            path.mkdir()
-        except FileExistsError:  # of another container, or left by a process that was killed
-            continue
-        except OSError:
-            pass
-        return path
-
-
 def _removed(group: Path) -> bool:
-    """Whether a group is gone, which takes that its processes are."""
+    """Removes a group; returns whether it is gone. It stays as long as it has processes."""
     with contextlib.suppress(OSError):
         group.rmdir()
     return not group.exists()
 
 
 def groups_folder(root: Path = Path("/")) -> Path | None:
-    """Where this process may make groups with a bound on memory, None where it may not; found out by a trial.
+    """The folder in which this process may make groups with a bound on memory; None if a trial fails.
 
-    With version 1 that is its own group, with version 2 the one around it: there a group with processes has no others.
-    Groups that processes have left which were killed are removed, with what is in them: bubblewrap waits for ever where
-    its parent is killed while it starts.
+    With version 1 that is its own group. With version 2 it is the group around it, because there a group with processes
+    has no subgroups. Groups that a killed parent has left are removed, and their processes are killed: bubblewrap waits
+    for ever if its parent is killed while it starts.
     """
     with contextlib.suppress(OSError):
         folder = _own_or_outer(root)
         if folder is None:
             return None
-        left = [
-            path
-            for path in folder.glob(f"{_PREFIX}*-*")
-            if not (root / "proc" / path.name.removeprefix(_PREFIX).split("-")[0]).exists()
-        ]
+        groups = folder.glob(f"{_PREFIX}*-*")
+        left = [path for path in groups if not (root / "proc" / path.name.split("-")[1]).exists()]
         for path in left:
-            _end(path)
+            with contextlib.suppress(OSError):
+                for pid in map(int, (path / "cgroup.procs").read_text().split()):
+                    if pid > 0:  # a process of another container has the number 0 here
+                        os.kill(pid, signal.SIGKILL)
         remove(left)
         return folder if _works(folder) else None
     return None
@@ -171,17 +167,8 @@ def _own_or_outer(root: Path) -> Path | None:
             if controller in controllers.split(","):
                 hierarchy = root / "sys/fs/cgroup" / controller
                 folder = hierarchy / group.lstrip("/")
-                # Of the root's there is none around it.
-                return folder if controller or folder == hierarchy else folder.parent
+                return folder if controller or folder == hierarchy else folder.parent  # the root has no parent
     return None
-
-
-def _end(group: Path) -> None:
-    """Kills the processes of a group; one of another container's has the number 0 here."""
-    with contextlib.suppress(OSError):
-        for pid in map(int, (group / "cgroup.procs").read_text().split()):
-            if pid > 0:
-                os.kill(pid, signal.SIGKILL)
 
 
 def _works(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What keeps a program from being tested. None of it is a verdict: [Executor][troll_sandbox.Executor] tries again."""
+"""Why a program could not be tested. None of this is a verdict: [Executor][troll_sandbox.Executor] tries again."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from troll_sandbox.limits import Outcome
 
 
 class SandboxError(RuntimeError):
-    """There can be no sandbox here, or the machine kept a program from being tested; the message says why.
+    """No sandbox can be made here, or the machine kept a program from being tested; the message says why.
 
     Args:
         message: One line.
-        ended: Outcomes of the first tests by standard input, which need not be run again.
+        ended: Outcomes of the first tests by standard input, which a retry does not run again.
     """
 
     def __init__(self, message: str, ended: Sequence[Outcome] = ()) -> None:
@@ -21,14 +21,14 @@ class SandboxError(RuntimeError):
 
 
 class StarvedError(SandboxError):
-    """A program computed or waited for a CPU for several wall budgets, and others had the CPU for most of that time."""
+    """A program lasted for several wall budgets, and for most of that time other processes had the CPU."""
 
 
 class KilledError(SandboxError):
-    """A program was killed from outside, or ended in a way that looks like it.
+    """A program was killed from outside, or ended as if it had been.
 
     Args:
-        outcomes: The outcomes of all tests if that was the program's own doing.
+        outcomes: The outcomes of all tests, in case the program killed itself.
     """
 
     def __init__(self, outcomes: Sequence[Outcome]) -> None:

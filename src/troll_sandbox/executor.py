@@ -1,11 +1,11 @@
-"""Has many programs tested, several at a time, and knows what trouble of the machine is and what a program's own doing.
+"""Tests many programs, several at a time, and tells failures of the machine from failures of a program.
 
-This is the only place that tries again. A sandbox makes one attempt, and raises a `SandboxError` if that says nothing
-about the program.
+All retries are here. A sandbox makes one attempt, and raises a `SandboxError` if that says nothing about the program.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import threading
@@ -21,39 +21,36 @@ from troll_sandbox.errors import KilledError, SandboxError, StarvedError
 from troll_sandbox.lifetime import at_end
 from troll_sandbox.limits import NOT_RUN, TIME_LIMIT, Limits, Outcome
 
-#: Seconds before the first retry; each further one waits twice as long, up to the longest.
+#: Seconds before the first retry. Each further retry waits twice as long, up to the longest pause.
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 1.0
 
-#: A program can end in a way that looks like a kill from outside. If that happens so often, it is the program's doing.
+#: A program can end as if it had been killed from outside. After so many such ends, the program is the cause.
 KILLS = 4
 
-#: After this many programs in a row that could not be tested, those that wait are not tried.
+#: After this many programs in a row that could not be tested, the waiting ones are not tried.
 HOPELESS_PROGRAMS = 4
 
-#: How long threads whose programs were killed may take to notice.
-END_SECONDS = 1.0
+#: How long threads may take to notice that their programs were killed.
+CLOSE_SECONDS = 1.0
 
 
 class Sandbox(Protocol):
-    """Tests a program where it can do no harm; any function of this signature is one.
-
-    It is called by several threads at a time.
-    """
+    """Tests a program where it can do no harm. Any function of this signature is one; several threads call it."""
 
     def __call__(self, program: str, tests: Tests, *, limits: Limits, stop_at_failure: bool) -> list[Outcome]:
         """Tests a program, in one attempt.
 
         Args:
             program: Python source, as a model wrote it.
-            tests: The tests that the program has to pass.
-            limits: What it may use.
+            tests: Inputs or code of the tests, with the expected results.
+            limits: What the program may use.
             stop_at_failure: Whether the tests after the first failing one may be left out.
 
         Returns:
-            An outcome per test; "not run" of those left out.
+            An outcome per test; "not run" for those left out.
 
         Raises:
-            SandboxError: The program could not be tested, for a reason that is not the program's. It is tried again.
+            SandboxError: The program could not be tested, and is not the cause. The executor tries again.
         """
         ...
 
@@ -67,20 +64,21 @@ class Job(NamedTuple):
 
 
 class Executor:
-    """Tests programs in threads, and tries again what trouble of the machine has hit.
+    """Tests programs in threads, and tries again where the machine failed.
 
-    Programs that could not be tested are tried again after the others, for as long as another program may keep the
-    machine busy (`Limits.wall_seconds`), with growing pauses. Tests by standard input that have ended keep their
-    outcomes. Two kinds of trouble become a verdict if they last:
+    Programs that could not be tested are tried again after the others, with growing pauses, for `Limits.wall_seconds`:
+    as long as another program may keep the machine busy. Tests by standard input that have ended keep their outcomes.
+    Two failures become a verdict if they last:
 
-    - A program that got too little CPU time to end is judged "time limit": `while True` must not end a training run.
-    - A program that was killed `KILLS` times has ended itself.
+    - A program that gets too little CPU time to end has the outcome "time limit": `while True` must not end a training
+      run.
+    - A program that was killed `KILLS` times killed itself.
 
-    The sandbox is made at once, and again when it is needed after `close` or after a fork.
+    The sandbox is made now, and again when it is needed after `close` or after a fork.
 
     Args:
-        make: Makes the sandbox, and what ends the programs that run in it for good (None if nothing can). It raises
-            `SandboxError` if there can be no sandbox.
+        make: Returns a sandbox, and a function that ends all its programs for good (None if nothing can end them).
+            Raises `SandboxError` if no sandbox can be made.
         limits: What each program may use.
         workers: The number of programs that run at a time.
 
@@ -95,10 +93,10 @@ class Executor:
         self._open()
 
     def run(self, jobs: Sequence[Job]) -> list[list[Outcome] | SandboxError]:
-        """Tests programs. An exception such as `KeyboardInterrupt` kills those that run.
+        """Tests programs. An exception such as `KeyboardInterrupt` kills the running ones.
 
         Returns:
-            For each program its outcomes, one per test, or what kept it from being tested to the last.
+            For each program its outcomes, one per test, or the error of its last attempt.
         """
         trials = [_Trial(job) for job in jobs]
         self._try(trials, give_up=True)
@@ -108,8 +106,8 @@ class Executor:
             if pause <= 0:
                 break
             time.sleep(pause)
-            # One first: if nothing can be tested, not hundreds of programs have to find out. It is a random one, since
-            # some programs may always fail, and these must not keep the others from being tested.
+            # One program probes whether anything can be tested. It is a random one, because a program that always
+            # fails must not keep the others from being tested.
             probe = chance.choice(failed)
             self._try([probe])
             if probe.error is None:
@@ -118,7 +116,7 @@ class Executor:
         return [trial.result() for trial in trials]
 
     def close(self) -> None:
-        """Drops the programs that wait and stops those that run, in about a second."""
+        """Drops the waiting programs and stops the running ones, within about a second."""
         self._finalizer()
 
     def _open(self) -> None:
@@ -126,7 +124,7 @@ class Executor:
         self._process, self._finalizer = os.getpid(), at_end(self, self._crew.close)
 
     def _try(self, trials: Sequence[_Trial], give_up: bool = False) -> None:
-        """Makes one attempt at each; with `give_up`, those that wait have none after `HOPELESS_PROGRAMS` in a row."""
+        """Makes one attempt at each; with `give_up`, stops after `HOPELESS_PROGRAMS` failures in a row."""
         try:
             if self._process != os.getpid() or not self._finalizer.alive:
                 self._open()
@@ -140,7 +138,7 @@ class Executor:
                     continue
                 if trial.error is None:
                     failures.clear()
-                elif not isinstance(trial.error, StarvedError):  # which says more about the program
+                elif not isinstance(trial.error, StarvedError):  # which says more about the program than the machine
                     failures.append(trial.error)
                 if give_up and len(failures) == HOPELESS_PROGRAMS:
                     for _, waiting in running:
@@ -155,12 +153,12 @@ class Executor:
 
 @dataclass(eq=False)
 class _Trial:
-    """A program on its way to its outcomes.
+    """A program and what its attempts gave so far.
 
     Attributes:
         ended: Outcomes of the first tests; all of them once there is no error.
-        error: What the last attempt failed for.
-        kills: How many attempts were killed.
+        error: Why the last attempt failed.
+        kills: The number of attempts that were killed.
     """
 
     job: Job
@@ -186,7 +184,7 @@ class _Trial:
         except SandboxError as error:
             self.ended += error.ended
             self.error = error
-        except BaseException as error:  # no file can be opened, for one; no program may end a run
+        except BaseException as error:  # for example too many open files; no program may end a run
             self.error = SandboxError(f"a program could not be tested: {type(error).__name__}: {error}")
             self.error.__cause__ = error
 
@@ -198,10 +196,9 @@ class _Trial:
 
 
 class _Crew:
-    """Threads, which start with the first programs.
+    """Threads, started with the first programs.
 
-    They are daemons: at the end of the process nobody waits for a program, and the sandboxes that a thread has started
-    end with it.
+    They are daemons, so a process that ends does not wait for a program. A sandbox ends with its thread.
     """
 
     def __init__(self, sandbox: Sandbox, stop: Callable[[], object] | None, limits: Limits, workers: int) -> None:
@@ -212,43 +209,33 @@ class _Crew:
         self._closed = False
 
     def submit(self, trial: _Trial) -> Future[None]:
-        """Has an attempt made.
-
-        Raises:
-            SandboxError: No thread could be started.
-        """
+        """Queues an attempt; raises `SandboxError` if there is no thread and none can be started."""
         with self._lock:
             if len(self._threads) < self._workers:
-                self._start_thread()
+                thread = threading.Thread(target=self._work, name=f"troll-sandbox-{len(self._threads)}", daemon=True)
+                try:
+                    thread.start()
+                    self._threads.append(thread)
+                except RuntimeError as error:  # for example no process is left in this container
+                    if not self._threads:
+                        raise SandboxError(f"programs cannot be run: {error}") from error
         future = Future[None]()
         self._waiting.put((future, trial))
         return future
 
     def close(self) -> None:
         self._closed = True
-        try:
+        with contextlib.suppress(Empty):
             while True:
                 if (waiting := self._waiting.get_nowait()) is not None:
                     waiting[0].cancel()
-        except Empty:
-            pass
         if self._stop is not None:
             self._stop()
         for _ in self._threads:
             self._waiting.put(None)
-        deadline = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._work, name=f"troll-sandbox-{len(self._threads)}", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # no process is left in this container, for one
-            if not self._threads:
-                raise SandboxError(f"programs cannot be run: {error}") from error
-        else:
-            self._threads.append(thread)
 
     def _work(self) -> None:
         while (waiting := self._waiting.get()) is not None:
@@ -259,7 +246,7 @@ class _Crew:
             future.set_result(None)
 
     def _unless_closed(self, program: str, tests: Tests, *, limits: Limits, stop_at_failure: bool) -> list[Outcome]:
-        """What the sandbox says, unless it was stopped meanwhile: what was killed on the way has not failed."""
+        """The sandbox's outcomes; none once it is closed, because `close` killed the program, which has not failed."""
         try:
             return self._sandbox(program, tests, limits=limits, stop_at_failure=stop_at_failure)
         finally:

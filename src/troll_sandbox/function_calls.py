@@ -1,10 +1,10 @@
-"""Tests by calling functions: the program in a sandbox of its own, and its tests in the judge's.
+"""Tests by calling functions: the program runs in a sandbox of its own, and its tests run in the judge's sandbox.
 
-Neither a test nor an expected value enters the program's sandbox, but for what the tests pass to the program. The judge
-calls its functions over a channel and compares copies of what they return, so an outcome comes from a process that the
-program has no means to reach.
+No test and no expected value enters the program's sandbox, only what the tests pass to the program. The judge calls the
+program's functions over a channel and compares copies of what they return. So outcomes come from a process that the
+program cannot reach.
 
-Tests that need more run in the program's own process, where they are asked to: there an outcome is the program's word.
+Tests with `plain` run in the program's own process instead, where the program can fake its outcomes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import math
 import os
 import secrets
 import socket
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import FileIO
 from typing import Any
 
 from troll_sandbox.cases import CodeTests, FunctionTests, number_of
@@ -27,32 +29,30 @@ from troll_sandbox.limits import NOT_RUN, OUT_OF_MEMORY, REASONS, Limits, Outcom
 from troll_sandbox.supervise import PATIENCE, Watch, wait_for
 from troll_sandbox.unbounded import write_json
 
-#: How long a killed judge may take to be gone, and a judge whose program was killed to report what it has found.
+#: How long a killed judge may take to end, and a judge whose program was killed to report its outcomes.
 END_SECONDS = 1.0
 
-#: How long a sandbox may take to end whose program no longer answers; then it was not killed.
+#: A sandbox whose program no longer answers was killed if it ends by SIGKILL within this time.
 KILLED_SECONDS = 0.25
 
-#: What the judge says of a program that ended while it was asked; here it becomes the cause.
+#: The judge's reason for a program that ended during a test; it is replaced by the cause.
 ENDED = "exited before the tests ended"
 
-#: What a sandbox says before it runs anything of the program's.
+#: What a sandbox reports before it runs anything of the program's.
 READY = b"+"
 
-#: Of one outcome; the judge cuts reasons below that.
+#: Bound on the length of one outcome; the judge cuts reasons below it.
 _MOST_BYTES = 4096
 
 
 class Judge:
-    """One judge, for the programs of one thread, one after the other.
-
-    It lives no longer than the thread that makes it.
+    """A process that tests the programs of one thread, one after the other. It ends with the thread that makes it.
 
     Args:
         sandbox: Starts the judge.
 
     Attributes:
-        process: As `Launcher.start` returned it.
+        process: The judge's sandbox.
 
     Raises:
         SandboxError: It could not be started.
@@ -61,7 +61,7 @@ class Judge:
     def __init__(self, sandbox: Launcher) -> None:
         self._control, theirs = socket.socketpair()
         try:
-            # It does not confine itself: it has to fork, and what it runs is the user's.
+            # It does not confine itself: it has to fork, and it runs no code of the program's.
             self.process = sandbox.start("judge", limits=Limits(), stdin=theirs.fileno(), stdout=None)
         except BaseException:
             self._control.close()
@@ -69,33 +69,34 @@ class Judge:
         finally:
             theirs.close()
 
-    def submit(self, job: dict[str, Any], channel: int) -> int:
-        """Has a program judged.
+    def submit(self, job: dict[str, Any], channel: int) -> FileIO:
+        """Starts the tests of a program.
 
         Args:
             job: The tests, as `inside/judge.py` reads them.
             channel: File descriptor of the channel to the program.
 
         Returns:
-            File descriptor of a pipe with a line of JSON per outcome; the caller closes it.
+            A pipe from which each outcome can be read as a line of JSON.
 
         Raises:
             OSError: The judge is gone.
         """
-        report, theirs = os.pipe()
+        ours, theirs = os.pipe()
+        report = FileIO(ours)
         try:
             content = write_json(job).encode()
             socket.send_fds(self._control, [len(content).to_bytes(8, "big")], [channel, theirs])
             self._control.sendall(content)
         except BaseException:
-            os.close(report)
+            report.close()
             raise
         finally:
             os.close(theirs)
         return report
 
     def close(self) -> None:
-        """Ends it at once, also in the middle of a test."""
+        """Ends it at once, even during a test."""
         with contextlib.suppress(OSError):
             self._control.close()
         self.process.end()
@@ -116,22 +117,22 @@ def run_functions(
 ) -> list[Outcome]:
     """Runs a program once, in a fresh sandbox, and tests its functions.
 
-    Where `tests.plain`, there is no judge: the tests run in the program's process, inside its sandbox. They then have
-    everything that they have in one file: what the program prints, its classes to inherit from, its own comparisons.
-    In exchange the program can find what is expected, return objects that equal everything, change the modules that
-    the tests use, or report outcomes of its own. Only for data sets whose tests cannot do without.
+    With `tests.plain` there is no judge: the tests run in the program's process, in its sandbox. Everything works there
+    as in one file: tests can look at printed text, inherit from the program's classes and use its comparisons. In
+    exchange, the program can find the expected values, return objects that equal everything, change the modules that
+    the tests use, or report outcomes itself. Use it only for data sets whose tests need it.
 
     Args:
         sandbox: Starts the program.
         judge: Runs the tests.
         program: Python source.
-        tests: The tests, with what they expect.
-        limits: Of the program, for all its tests together; the judge has twice the CPU time to check
-            what comes back, and twice the memory.
-        stop_at_failure: Whether the tests after the first that fails are left out; their reason is "not run".
+        tests: Code or calls, with the expected results.
+        limits: Limits of the program for all its tests together. The judge has twice the CPU time for its checks, and
+            twice the memory.
+        stop_at_failure: Whether the tests after the first failing one are left out; their reason is "not run".
 
     Returns:
-        An outcome per test. Those that were not reached share the reason of the one that ended the program.
+        An outcome per test. Tests that were not reached have the reason for which the program ended.
 
     Raises:
         JudgeEndedError: The judge is gone.
@@ -142,116 +143,92 @@ def run_functions(
         "source": program,
         **vars(tests),
         "cpu_seconds": limits.cpu_seconds,
-        "wall_seconds": PATIENCE * limits.wall_seconds,  # for when nobody watches
+        "wall_seconds": PATIENCE * limits.wall_seconds,  # a backstop
         "memory_bytes": limits.memory_bytes,
         "stop_at_failure": stop_at_failure,
     }
     plain = isinstance(tests, CodeTests) and tests.plain
     count = number_of(tests)
-
-    heard = _run_plain(sandbox, job, count, limits) if plain else _run_judged(sandbox, judge, job, count, limits)
-    outcomes = _filled(heard, count, stop_at_failure)
-    if heard.killed:
+    run = _run_plain(sandbox, job, count, limits) if plain else _run_judged(sandbox, judge, job, count, limits)
+    outcomes = run.outcomes + [Outcome(False, run.rest)] * (count - len(run.outcomes))
+    if stop_at_failure:
+        ran = next((number for number, outcome in enumerate(outcomes, 1) if not outcome.passed), count)
+        outcomes[ran:] = [NOT_RUN] * (count - ran)
+    if run.killed:
         raise KilledError(outcomes)
     return outcomes
 
 
 @dataclass(frozen=True)
-class _Heard:
-    """What became of one run: outcomes, the reason of the tests that have none, and whether somebody killed it."""
+class _Run:
+    """One run of a program: its outcomes, the reason of the tests without one, and whether it was killed."""
 
     outcomes: list[Outcome]
     rest: str
     killed: bool
 
 
-def _filled(heard: _Heard, count: int, stop_at_failure: bool) -> list[Outcome]:
-    outcomes = heard.outcomes + [Outcome(False, heard.rest)] * (count - len(heard.outcomes))
-    first = next((number for number, outcome in enumerate(outcomes) if not outcome.passed), count)
-    if stop_at_failure and first < count:
-        outcomes[first + 1 :] = [NOT_RUN] * (count - first - 1)
-    return outcomes
-
-
-def _run_judged(sandbox: Launcher, judge: Judge, job: dict[str, Any], count: int, limits: Limits) -> _Heard:
+def _run_judged(sandbox: Launcher, judge: Judge, job: dict[str, Any], count: int, limits: Limits) -> _Run:
     ours, theirs = socket.socketpair()
-    ready, to_ready = os.pipe()
-    os.set_blocking(ready, False)
-    with ours, theirs, open(ready, "rb", buffering=0) as greeting:
-        try:
-            process = sandbox.start("functions", limits=limits, stdin=theirs.fileno(), stdout=to_ready)
-        finally:
-            os.close(to_ready)
-        try:
+    with ours, theirs:
+        process = sandbox.start("functions", limits=limits, stdin=theirs.fileno(), stdout=subprocess.PIPE)
+        with process:
             theirs.close()
             try:
                 report = judge.submit(job, ours.fileno())
             except OSError as error:
                 raise JudgeEndedError(f"the judge has ended: {error}") from error
             ours.close()
-            heard = _heard([process, judge.process], report, count, limits)
-            failed = bool(heard.outcomes) and not heard.outcomes[-1].passed
-            # The judge is gone, rather than only its process for this program, which is the first to go in either case.
-            if len(heard.outcomes) < count and judge.process.has_ended(0.0 if failed else END_SECONDS):
+            with report:
+                run = _follow([process, judge.process], report.fileno(), count, limits)
+            failed = bool(run.outcomes) and not run.outcomes[-1].passed
+            # Whether the judge itself is gone: its child for this program always ends first.
+            if len(run.outcomes) < count and judge.process.has_ended(0.0 if failed else END_SECONDS):
                 raise JudgeEndedError(f"the judge has ended with status {judge.process.returncode}")
-        finally:
-            process.end()
-        if greeting.read(1) != READY:
-            raise SandboxError("the sandbox did not start")
-    return heard
+            assert process.stdout is not None
+            os.set_blocking(process.stdout.fileno(), False)
+            if process.stdout.read(1) != READY:
+                raise SandboxError("the sandbox did not start")
+    return run
 
 
-def _run_plain(sandbox: Launcher, job: dict[str, Any], count: int, limits: Limits) -> _Heard:
-    mark = secrets.token_hex(8)  # so that not just any output is taken for an outcome
-    given = os.memfd_create("job")
-    report, theirs = os.pipe()
-    try:
-        os.write(given, write_json({**job, "mark": mark}).encode())
-        os.lseek(given, 0, os.SEEK_SET)
-        process = sandbox.start("plain", limits=limits, stdin=given, stdout=theirs)
-    except BaseException:
-        os.close(report)
-        raise
-    finally:
-        os.close(given)
-        os.close(theirs)
-    try:
-        return _heard([process], report, count, limits, mark.encode(), READY)
-    finally:
-        process.end()
+def _run_plain(sandbox: Launcher, job: dict[str, Any], count: int, limits: Limits) -> _Run:
+    mark = secrets.token_hex(8)  # tells outcomes from other output
+    with open(os.memfd_create("job"), "w+b") as given:
+        given.write(write_json({**job, "mark": mark}).encode())
+        given.seek(0)
+        process = sandbox.start("plain", limits=limits, stdin=given.fileno(), stdout=subprocess.PIPE)
+    with process:
+        assert process.stdout is not None
+        return _follow([process], process.stdout.fileno(), count, limits, mark.encode(), READY)
 
 
-def _heard(
+def _follow(
     processes: Sequence[Process], report: int, count: int, limits: Limits, mark: bytes = b"", greeting: bytes = b""
-) -> _Heard:
-    """What is reported on a program, whose process is the first; it has ended then.
+) -> _Run:
+    """Reads the outcomes of a program, ends its sandbox, and finds out why tests are missing.
 
-    Raises:
-        SandboxError: There was no greeting, but something should have been.
+    The first process is the program's sandbox, the second its judge, if there is one. The report starts with the
+    greeting, and each outcome is a line after the mark; raises `SandboxError` if there is no greeting.
     """
-    process = processes[0]
+    process, judged = processes[0], len(processes) > 1
     watch = Watch(processes, limits)
-    try:
-        text, kind = _read(process, watch, report, count * _MOST_BYTES)
-    finally:
-        os.close(report)
+    text, kind = _read(process, watch, report, count * _MOST_BYTES)
     if not text.startswith(greeting):
         raise SandboxError("the sandbox did not start")
-    *lines, _ = text[len(greeting) :].split(b"\n")  # the last may have been cut off
-    said = (_outcome(line[len(mark) :]) for line in lines[:count] if line.startswith(mark))
-    outcomes = [outcome for outcome in said if outcome is not None]
+    *lines, _ = text[len(greeting) :].split(b"\n")  # the last line may be cut off
+    found = (read_outcome(line[len(mark) :]) for line in lines[:count] if line.startswith(mark))
+    outcomes = [outcome for outcome in found if outcome is not None]
     failed = bool(outcomes) and not outcomes[-1].passed
-    judged = len(processes) > 1
     ended = failed and outcomes[-1].reason == ENDED
-    silent = len(outcomes) < count and not (judged and failed)  # nothing says why there are no more
+    silent = len(outcomes) < count and not (judged and failed)  # no outcome says why there are no more
     if kind is None and silent and judged:
-        # The judge's process for this program is gone. It says why, unless it is killed or amid one long call of C.
-        killed = watch.beside_seconds <= limits.cpu_seconds
+        # The judge's child for this program is gone. It reports why, unless it was killed, or is in a long call of C.
+        killed = watch.others_seconds <= limits.cpu_seconds
     else:
         killed = kind is None and (ended or silent) and process.killed(KILLED_SECONDS)
     over = process.out_of_memory()
-    # What counts is how much it has used until here, not how it would end.
-    watch.measure()
+    watch.measure()  # before the end: only the CPU time until now counts
     if max(process.end(), watch.cpu_seconds) > limits.cpu_seconds:
         kind, killed = kind or "cpu", False
     if kind:
@@ -266,11 +243,11 @@ def _heard(
         cause = outcomes[-1].reason
     if ended or (kind == "cpu" and len(outcomes) == count):
         outcomes[-1] = Outcome(False, cause)
-    return _Heard(outcomes, cause, killed)
+    return _Run(outcomes, cause, killed)
 
 
-def _outcome(line: bytes) -> Outcome | None:
-    """The outcome that a line reports; None where it is no report, which only a program in that process can have."""
+def read_outcome(line: str | bytes) -> Outcome | None:
+    """The outcome in a line of JSON; None if there is none: a program may write lines to the report itself."""
     try:
         passed, reason = json.loads(line)
     except (ValueError, TypeError, RecursionError):
@@ -279,7 +256,7 @@ def _outcome(line: bytes) -> Outcome | None:
 
 
 def _read(process: Process, watch: Watch, report: int, most: int) -> tuple[bytes, str | None]:
-    """What is reported, and which limit the program passed until then, if any; it is killed for that."""
+    """What is reported, and the limit that the program exceeded, if any; it is killed for that."""
     due = time.monotonic() + watch.period
     text, kind, end = b"", None, math.inf
     while len(text) <= most and time.monotonic() < end:

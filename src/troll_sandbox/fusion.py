@@ -1,4 +1,4 @@
-"""Programs tested by a SandboxFusion server (https://github.com/bytedance/SandboxFusion), as verl's users have one."""
+"""Tests programs on a SandboxFusion server (https://github.com/bytedance/SandboxFusion), as verl's users run it."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from typing import Any
 
 from troll_sandbox.cases import CodeTests, FunctionTests, StreamTests, Tests, number_of
 from troll_sandbox.errors import SandboxError
-from troll_sandbox.function_calls import ENDED
+from troll_sandbox.function_calls import ENDED, read_outcome
 from troll_sandbox.launch import INSIDE
 from troll_sandbox.limits import MEBIBYTE, NOT_RUN, TIME_LIMIT, Limits, Outcome
 from troll_sandbox.output import same_output
 from troll_sandbox.stream_runs import REASON_LENGTH, failure
 from troll_sandbox.unbounded import write_json
 
-#: What a request may take beyond the time that the program has: the network, and the server's queue.
+#: Time for the network and the server's queue, in addition to the program's time.
 REQUEST_SECONDS = 30.0
 
 
 class SandboxFusion:
     """Tests programs on a server; see `Sandbox`.
 
-    Tests by standard input and output are compared here, so a pass proves what it proves with bubblewrap. Function
-    tests run in the program's own process: a program that looks for them there can read what they expect, or patch what
-    compares. The server enforces its own isolation, `Limits.memory_bytes`, and wall time: a test ends after
-    `cpu_seconds + idle_seconds`, and all tests of a program after `wall_seconds`.
+    Tests by standard input and output are compared here, so a pass proves the same as with bubblewrap. Function tests
+    run in the program's own process, where a program can read the expected values or patch the comparison. The server
+    enforces its own isolation, `Limits.memory_bytes`, and wall time: `cpu_seconds + idle_seconds` for one test, and
+    `wall_seconds` for all tests of a program.
 
     Args:
-        url: Address of the server's `run_code`, such as `http://localhost:8080/run_code`: verl's `sandbox_fusion.url`.
+        url: Address of the server's `run_code`, e.g. `http://localhost:8080/run_code`; verl's `sandbox_fusion.url`.
 
     Raises:
-        ValueError: The address is not one of HTTP.
+        ValueError: The address does not start with `http://` or `https://`.
         SandboxError: The server does not run a program; the message says why.
     """
 
@@ -87,14 +87,15 @@ class SandboxFusion:
         response = self._run(_script(), write_json(job), limits.wall_seconds, limits)
         lines = ((response.get("run_result") or {}).get("stdout") or "").splitlines()
         reports = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
-        outcomes = [_reported(report) for report in reports[: number_of(tests)]]
+        forged = Outcome(False, "the program forged a report")
+        outcomes = [read_outcome(report) or forged for report in reports[: number_of(tests)]]
         if len(outcomes) == number_of(tests) or (stop_at_failure and outcomes and not outcomes[-1].passed):
             return outcomes
         ended = _failure(response) or Outcome(False, ENDED)
         return outcomes + [ended] * (1 if stop_at_failure else number_of(tests) - len(outcomes))
 
     def _run(self, code: str, stdin: str, seconds: float, limits: Limits) -> dict[str, Any]:
-        """The server's response; raises `SandboxError` where it has none, or says itself that it failed."""
+        """The server's response; raises `SandboxError` if there is none, or if it reports a failure of the server."""
         seconds = min(seconds, limits.cpu_seconds + limits.idle_seconds)
         content = {
             "code": code,
@@ -129,7 +130,7 @@ class SandboxFusion:
 
 @cache
 def _script() -> str:
-    """What the server runs where functions are tested; the program and its tests are its standard input."""
+    """The script that tests functions on the server; it reads the program and its tests from standard input."""
     modules = {name: (INSIDE / f"{name}.py").read_text() for name in ("values", "prelude", "one_process")}
     return f"""import sys
 
@@ -140,17 +141,8 @@ for name, source in {modules!r}.items():
 """ + (INSIDE / "fusion_main.py").read_text()
 
 
-def _reported(report: str) -> Outcome:
-    """An outcome that the script reports, or a program that has found out how."""
-    try:
-        passed, reason = json.loads(report)
-        return Outcome(passed is True, str(reason))
-    except (ValueError, TypeError):
-        return Outcome(False, "the program forged a report")
-
-
 def _failure(response: dict[str, Any]) -> Outcome | None:
-    """Why a program did not end with status 0; None if it did."""
+    """Why a program did not exit with status 0; None if it did."""
     for kind, part in (("compile error", response.get("compile_result")), ("", response.get("run_result"))):
         if part is None:
             continue

@@ -1,4 +1,4 @@
-"""Sandboxes made by gVisor: a kernel of its own for each program, which talks to the machine's very little."""
+"""Sandboxes made by gVisor: each program has its own kernel, which makes few system calls of the machine's."""
 
 from __future__ import annotations
 
@@ -13,23 +13,16 @@ from typing import Any
 
 from troll_sandbox.bubblewrap import NOBODY
 from troll_sandbox.errors import SandboxError
-from troll_sandbox.launch import (
-    ENVIRONMENT,
-    INSIDE,
-    INTERPRETER_FLAGS,
-    OUT_OF_MEMORY_SCORE,
-    Launcher,
-    Process,
-)
+from troll_sandbox.launch import ENVIRONMENT, INSIDE, INTERPRETER_FLAGS, OUT_OF_MEMORY_SCORE, Launcher, Process
 from troll_sandbox.lifetime import temporary_folder
 from troll_sandbox.limits import MEBIBYTE, Limits
 from troll_sandbox.supervise import PATIENCE
 from troll_sandbox.system import NEED_LIBRARIES, system
 
-#: Of gVisor itself, more than it has ever had; it has one more for each of the program's.
+#: More threads than gVisor itself was ever seen to have. It has one more for each of the program's.
 OWN_THREADS = 64
 
-#: Limits that programs inside cannot set. `confine.confine` asks for the same.
+#: Limits that cannot be set inside; the same values as in `confine.confine`.
 LIMITS = {"RLIMIT_MSGQUEUE": 0, "RLIMIT_SIGPENDING": 128}
 
 INSTALL = "install it (Debian: apt install runsc; else see https://gvisor.dev/docs/user_guide/install)"
@@ -38,15 +31,15 @@ INSTALL = "install it (Debian: apt install runsc; else see https://gvisor.dev/do
 class GVisor(Launcher):
     """Starts scripts of `inside/`, each in a gVisor sandbox (`runsc`), as an OCI container.
 
-    Programs see what they see with `Bubblewrap`, and gVisor's own /proc, /sys and /dev. The user is nobody, without
-    capabilities. Scripts confine themselves with the same limits and system call filter, which gVisor's kernel enforces
-    but for CPU time and the number of threads: its clock counts waiting for a CPU as well. `Watch` sees to these.
+    Programs see the same as with `Bubblewrap`, and gVisor's own /proc, /sys and /dev. The user is *nobody*, without
+    capabilities. Limits and system call filter are the same, and gVisor's kernel enforces them, except those on CPU
+    time (its clock also counts waiting for a CPU) and on threads: `Watch` enforces these from outside.
 
     Args:
         packages: Folders of Python packages that programs may import, e.g. a site-packages folder; read-only.
 
     Raises:
-        SandboxError: `runsc` or `setpriv` is missing, or a container does not start. Found out by one real run.
+        SandboxError: `runsc` or `setpriv` is missing, or a trial container did not start.
     """
 
     own_bytes = 256 * MEBIBYTE
@@ -58,7 +51,7 @@ class GVisor(Launcher):
             raise SandboxError(f"gVisor's program runsc is missing: {INSTALL}")
         if found["setpriv"] is None:
             raise SandboxError("gVisor's sandboxes need the program setpriv: install util-linux")
-        # It ends with the thread that starts it.
+        # setpriv makes it end with the thread that starts it.
         self._command = [found["setpriv"], "--pdeathsig", "KILL", found["runsc"], "--network=none", "--ignore-cgroups"]
         if os.geteuid() != 0:
             self._command.append("--rootless")
@@ -69,14 +62,15 @@ class GVisor(Launcher):
             raise SandboxError(refusal)
 
     def _make_root(self) -> list[dict[str, Any]]:
-        """Makes the root folder, which holds no more than places to mount to, and returns what is mounted there."""
+        """Makes the root folder, which holds only mount points; returns what is mounted on them."""
         seen = system(self.interpreter, all_of_usr=False)
-        shown = {path: path for path in seen.shown} | {Path("/inside"): INSIDE}
-        shown |= {Path(f"/packages/{index}"): folder for index, folder in enumerate(self.packages)}
+        shown = {str(path): path for path in seen.shown} | {"/inside": INSIDE, **self.packages}
         for place, path in shown.items():
-            inside = self._root / place.relative_to("/")
-            (inside if path.is_dir() else inside.parent).mkdir(parents=True, exist_ok=True)
-            if not path.is_dir():
+            inside = self._root / place.lstrip("/")
+            if path.is_dir():
+                inside.mkdir(parents=True, exist_ok=True)
+            else:
+                inside.parent.mkdir(parents=True, exist_ok=True)
                 inside.touch()
         for name in ("dev", "input", "proc", "sys", "tmp"):
             (self._root / name).mkdir()
@@ -84,22 +78,20 @@ class GVisor(Launcher):
             (self._root / link.relative_to("/")).symlink_to(target)
         for folder in (self._root, *self._root.rglob("*")):
             if not folder.is_symlink():
-                folder.chmod(0o755)  # the umask may be stricter, and programs are somebody else
+                folder.chmod(0o755)  # so that nobody can read it under any umask
         mounts = [_mount("bind", place, "ro", source=path) for place, path in shown.items()]
-        return [*mounts, *(_mount("tmpfs", path, "ro", "mode=555") for path in seen.hidden)]
+        return [*mounts, *(_mount("tmpfs", str(path), "ro", "mode=555") for path in seen.hidden)]
 
-    def _launch(self, script: str, arguments: Sequence[str], limits: Limits, streams: tuple[int, ...]) -> Process:
+    def _launch(self, script: str, arguments: Sequence[str], limits: Limits, streams: dict[str, Any]) -> Process:
         longest = math.ceil(PATIENCE * limits.wall_seconds) * (limits.threads + 1)  # by gVisor's clock
         settings = self._settings(limits, cpu_seconds=longest, threads=0)
         command = [str(self.interpreter), *INTERPRETER_FLAGS, "/inside/enter.py", script, "0", "-1", settings]
         folder = tempfile.mkdtemp(dir=self._folder, prefix="program-")
         try:
             Path(folder, "config.json").write_text(json.dumps(self._container([*command, *arguments], limits)))
-            process = Process(  # the name has to be the only one of its kind on this machine
+            process = Process(  # the container's name has to be unique on this machine
                 [*self._command, "--root", f"{folder}/state", "run", "--bundle", folder, Path(folder).name],
-                stdin=streams[0],
-                stdout=streams[1],
-                stderr=streams[2],
+                **streams,
                 cwd="/",
                 env={"PATH": os.defpath},
                 start_new_session=True,
@@ -113,18 +105,15 @@ class GVisor(Launcher):
 
     def _container(self, command: Sequence[str], limits: Limits) -> dict[str, Any]:
         """The container's `config.json`, see https://github.com/opencontainers/runtime-spec."""
-        packages = os.pathsep.join(f"/packages/{index}" for index in range(len(self.packages)))
-        mine = (f"uid={NOBODY}", f"gid={NOBODY}", "mode=700", "nosuid", "nodev")
-        folders = [
-            _mount("tmpfs", Path("/tmp"), f"size={limits.disk_bytes}", *mine),
-            _mount("tmpfs", Path("/input"), *mine),
-        ]
+        environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(self.packages)}
+        owned = (f"uid={NOBODY}", f"gid={NOBODY}", "mode=700", "nosuid", "nodev")
+        folders = [_mount("tmpfs", "/tmp", f"size={limits.disk_bytes}", *owned), _mount("tmpfs", "/input", *owned)]
         return {
             "ociVersion": "1.0.0",
             "process": {
                 "user": {"uid": NOBODY, "gid": NOBODY},
                 "args": list(command),
-                "env": [f"{name}={value}" for name, value in {**ENVIRONMENT, "PYTHONPATH": packages}.items()],
+                "env": [f"{name}={value}" for name, value in environment.items()],
                 "cwd": "/tmp",
                 "rlimits": [{"type": name, "soft": value, "hard": value} for name, value in LIMITS.items()],
                 "noNewPrivileges": True,
@@ -140,5 +129,5 @@ class GVisor(Launcher):
         return f"gVisor does not start ({errors[-1]}): see docs/sandbox.md"
 
 
-def _mount(kind: str, place: Path, *options: str, source: Path = Path("tmpfs")) -> dict[str, Any]:
-    return {"type": kind, "destination": str(place), "source": str(source), "options": list(options)}
+def _mount(kind: str, place: str, *options: str, source: Path = Path("tmpfs")) -> dict[str, Any]:
+    return {"type": kind, "destination": place, "source": str(source), "options": list(options)}

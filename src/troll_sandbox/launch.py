@@ -1,4 +1,4 @@
-"""What starts sandboxes, and what a running one is; `bubblewrap.py` and `gvisor.py` are two ways to make them."""
+"""What bubblewrap's and gVisor's sandboxes share: starting one, and ending it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from troll_sandbox.control_groups import MemoryGroup, MemoryGroups, groups_folder
 from troll_sandbox.errors import SandboxError
@@ -23,8 +24,8 @@ from troll_sandbox.seccomp import filter_program
 
 INSIDE = Path(__file__).parent / "inside"
 
-#: What a program finds in its environment. Hashes are fixed, so that verdicts can be repeated; libraries of linear
-#: algebra use one thread, and the allocator one arena, because both reserve address space for each.
+#: The environment of programs. The hash seed is fixed, so that verdicts can be repeated. Libraries of linear algebra
+#: get one thread, and the allocator one arena, because both reserve address space for each.
 ENVIRONMENT = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
@@ -35,30 +36,30 @@ ENVIRONMENT = {
     "PYTHONUTF8": "1",
 }
 
-#: Neither the user's packages nor the site module; PYTHONPATH is ours.
+#: No packages of the user's and no site module; PYTHONPATH is set here.
 INTERPRETER_FLAGS = ("-s", "-S", "-B")
 
-#: Long enough for the busiest machine: it bounds a hanging start, not a slow one.
+#: Enough for a slow start on a very busy machine: this bounds a start that hangs.
 TRIAL_SECONDS = 60.0
 NO_START = "the sandbox did not start in time"
 
-#: Exit statuses of what was killed; the last one is gVisor's, where it fails itself.
+#: Exit statuses of a killed sandbox; the last one is gVisor's own failure.
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL, 128)
 
-#: What a sandbox is to the kernel when memory runs out: the first to go.
+#: With this score, sandboxes are the first that the kernel kills when memory runs out.
 OUT_OF_MEMORY_SCORE = 1000
 
 
 class Process(subprocess.Popen[bytes]):
-    """A running sandbox.
+    """A running sandbox; as a context, it is closed at the end.
 
     Attributes:
-        folder: What is to be removed after it has ended: its files, or the program's own folder where nothing isolates.
-        own_threads: How many threads its processes may have that are not the program's.
+        folder: Removed after the end: the sandbox's files, or the program's work folder where nothing isolates.
+        own_threads: Number of threads that are not the program's.
         exact: Whether the CPU time that is measured inside is exact.
-        most: Bytes of memory that all of it may use; None where that is not bounded.
-        group: Its control group, if it has one and has not ended.
-        groups: Where the group comes from, and goes when it has ended.
+        most: Bound on the memory of the whole sandbox in bytes; None if there is none.
+        group: Its control group; None if it has none or has ended.
+        groups: Takes the group back at the end.
     """
 
     folder: str | None = None
@@ -70,11 +71,11 @@ class Process(subprocess.Popen[bytes]):
     _cpu_seconds = 0.0
 
     def out_of_memory(self) -> bool:
-        """Whether one of its processes was ended for the bound on the memory of all; to be asked before `end`."""
+        """Whether the kernel killed a process for the bound on the whole sandbox's memory; call it before `end`."""
         return self.group is not None and self.group.is_exceeded()
 
     def has_ended(self, seconds: float) -> bool:
-        """Whether it ends within some seconds; to be asked before `end`."""
+        """Whether it ends within some seconds; call it before `end`."""
         end = time.monotonic() + seconds
         while self.returncode is None and not self._reap(os.WNOHANG):
             if time.monotonic() >= end:
@@ -83,15 +84,14 @@ class Process(subprocess.Popen[bytes]):
         return True
 
     def killed(self, seconds: float) -> bool:
-        """Whether it ends within some seconds by a SIGKILL that is not this process's.
+        """Whether it ends within some seconds by a SIGKILL that did not come from here; call it before `end`.
 
-        To be asked before `end`. A program that is the first process of its sandbox can look like that by its exit
-        status, so what is killed twice is not the machine's fault.
+        A program that is the first process of its sandbox can return the same exit status.
         """
         return self.has_ended(seconds) and self.returncode in KILLED
 
     def end(self) -> float:
-        """Kills what is left of it and reaps it; returns the CPU seconds of what ended by itself."""
+        """Kills what is left of it and reaps it; returns the CPU seconds of the processes that ended by themselves."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -104,11 +104,21 @@ class Process(subprocess.Popen[bytes]):
                 shutil.rmtree(self.folder, ignore_errors=True)
         return self._cpu_seconds
 
+    def close(self) -> None:
+        """Ends it, and closes this process's ends of its pipes."""
+        self.end()
+        for stream in (self.stdin, self.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _reap(self, options: int) -> bool:
         """Whether it has ended; its exit status and CPU time are kept then."""
         try:
             pid, status, usage = os.wait4(self.pid, options)
-        except ChildProcessError:  # the caller reaps any child that has ended
+        except ChildProcessError:  # something else in this process reaps all children
             self.returncode = 255
             return True
         if pid:
@@ -118,15 +128,15 @@ class Process(subprocess.Popen[bytes]):
 
 
 class Launcher(ABC):
-    """Starts scripts of `inside/`, each in a sandbox of its own, all of which can be killed at once.
+    """Starts scripts of `inside/`, each in a sandbox of its own, and can kill all sandboxes at once.
 
     Args:
         packages: Folders of Python packages that programs may import, e.g. a site-packages folder; read-only.
 
     Attributes:
-        isolated: Whether it is one: programs can reach nothing of the user's.
+        isolated: Whether programs are kept from everything of the user's.
         interpreter: The Python that runs the scripts.
-        packages: The folders of packages, by their real paths.
+        packages: The folders of packages, by their paths inside.
 
     Raises:
         SandboxError: A folder is missing, or this is not Linux on x86_64 or aarch64.
@@ -134,15 +144,15 @@ class Launcher(ABC):
 
     isolated = True
 
-    #: What a sandbox may use besides the program: the process that starts tests, input, what the kernel keeps for it.
+    #: Memory of a sandbox on top of the program's: the process that starts tests, input, buffers of the kernel.
     own_bytes = 128 * MEBIBYTE
 
     def __init__(self, packages: Sequence[Path]) -> None:
-        self.packages = tuple(Path(folder).resolve() for folder in packages)
-        for folder in self.packages:
+        self.packages = {f"/packages/{index}": Path(folder).resolve() for index, folder in enumerate(packages)}
+        for folder in self.packages.values():
             if not folder.is_dir():
                 raise SandboxError(f"packages: {folder} is not a folder")
-        # What scripts import is not compiled again in every sandbox; an installed package has this done already.
+        # Otherwise every sandbox compiles the scripts' imports again. Installing a package does this already.
         compileall.compile_dir(INSIDE, quiet=2)
         self.interpreter = Path(os.path.realpath(sys._base_executable))  # type: ignore[attr-defined]
         try:
@@ -167,32 +177,33 @@ class Launcher(ABC):
     ) -> Process:
         """Starts a script in a fresh sandbox.
 
-        The script's first argument is for `confine.confine`, which it calls before it runs anything of the program's.
-        The sandbox lives no longer than the thread that starts it, which should therefore see it to its `end`.
+        The script gets one more argument in front, which it passes to `confine.confine` before it runs the program.
+        The sandbox ends with the thread that starts it, so that thread should wait for its end.
 
         Args:
             script: Name of a file in `inside/`, without ".py".
             arguments: Further arguments of the script.
             limits: What the program may use.
-            stdin: File descriptor, or a constant of `subprocess`; None is an empty one.
-            stdout: File descriptor, or a constant of `subprocess`; None discards what is written.
+            stdin: File descriptor, or a constant of `subprocess`; None is an empty input.
+            stdout: File descriptor, or a constant of `subprocess`; None discards the output.
             stderr: As `stdout`.
 
         Raises:
             SandboxError: The sandbox could not be started, or `stop` has been called.
         """
-        streams = tuple(subprocess.DEVNULL if stream is None else stream for stream in (stdin, stdout, stderr))
+        names = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+        streams = {name: subprocess.DEVNULL if stream is None else stream for name, stream in names.items()}
         if not self._stopped:
             process = self._launch(script, arguments, limits, streams)
             with self._lock:
                 self._running.add(process)
             if not self._stopped:
                 return process
-            process.end()  # `stop` came meanwhile
+            process.close()  # `stop` was called meanwhile
         raise SandboxError("the sandbox was closed")
 
     def stop(self) -> None:
-        """Kills what runs, for the threads that started it to reap, and starts nothing more."""
+        """Kills all sandboxes and starts no more. The threads that started them reap them."""
         with self._lock:
             self._stopped = True
             running = [process for process in self._running if process.returncode is None]
@@ -201,14 +212,14 @@ class Launcher(ABC):
                 os.killpg(process.pid, signal.SIGKILL)
 
     def _settings(self, limits: Limits, *, cpu_seconds: int, threads: int) -> str:
-        """What `confine.confine` reads; of the limits all but those on CPU time and threads, where 0 is none."""
+        """The argument for `confine.confine`, which takes CPU time and threads (0: not limited) from here."""
         numbers = (cpu_seconds, limits.memory_bytes, limits.output_bytes, threads)
         return ",".join((*map(str, numbers), self._filter))
 
     def _bound(self, process: Process, pid: int | None, script: str, limits: Limits) -> None:
-        """Bounds the memory of a sandbox, whose first process is `pid`; if none is left, the kernel ends it first.
+        """Bounds the memory of a sandbox, whose first process is `pid`; when memory runs out, it is killed first.
 
-        The judge may need more than the program that it judges, and is not bounded.
+        The judge may need more memory than the program that it judges, and has no bound.
         """
         with contextlib.suppress(OSError):
             Path(f"/proc/{pid}/oom_score_adj").write_text(str(OUT_OF_MEMORY_SCORE))
@@ -220,23 +231,21 @@ class Launcher(ABC):
             process.group.add(pid)
 
     @abstractmethod
-    def _launch(self, script: str, arguments: Sequence[str], limits: Limits, streams: tuple[int, ...]) -> Process:
-        """Starts it, with three file descriptors for its standard streams."""
+    def _launch(self, script: str, arguments: Sequence[str], limits: Limits, streams: dict[str, Any]) -> Process:
+        """Starts it; `streams` are the standard streams, as arguments of `subprocess.Popen`."""
 
     def _trial(self, modules: Sequence[str] = ()) -> str | None:
-        """Why a sandbox does not start or lacks what modules need, None where all is well."""
+        """Starts a sandbox; returns why it does not start or which library its modules lack, None if all is well."""
         pipe = subprocess.PIPE
         with self.start("ready", modules, limits=Limits(), stdin=None, stdout=pipe, stderr=pipe) as process:
             try:
                 output, errors = process.communicate(timeout=TRIAL_SECONDS)
             except subprocess.TimeoutExpired:
                 raise SandboxError(NO_START) from None
-            finally:
-                process.end()
         if output == b"ready":
             return None
         return self._refusal(errors.decode(errors="replace").strip().splitlines() or [f"status {process.returncode}"])
 
     @abstractmethod
     def _refusal(self, errors: list[str]) -> str:
-        """Why it does not start, by the lines of its errors."""
+        """Why it does not start, from the lines of its errors."""

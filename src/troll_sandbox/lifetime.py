@@ -1,4 +1,4 @@
-"""What belongs to this process and goes with it, but not with a process that was forked from it."""
+"""What ends with this process, but not with a process that was forked from it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 
 
 def at_end(owner: object, action: Callable[..., object], *arguments: object) -> weakref.finalize[..., Any]:
-    """Has something done once its owner is no longer used, or when this process ends; not in a forked process.
+    """Calls `action` once its owner is no longer used, or when this process ends, but not in a forked process.
 
     Args:
-        owner: The object that it is done for.
-        action: What is done. It must not refer to the owner.
-        *arguments: The arguments of the action.
+        owner: The object whose end is awaited.
+        action: Called with `arguments`. It must not refer to the owner.
+        *arguments: Positional arguments of the call.
 
     Returns:
-        What does it earlier if it is called.
+        A finalizer; calling it makes the call now.
     """
     return weakref.finalize(owner, _in_process, os.getpid(), action, *arguments)
 
 
 def temporary_folder(owner: object, prefix: str) -> Path:
-    """A new folder, which is removed with its owner; see `at_end`."""
+    """A new folder that is removed with its owner; see `at_end`."""
     folder = tempfile.mkdtemp(prefix=prefix)
     at_end(owner, shutil.rmtree, folder, True)
     return Path(folder)

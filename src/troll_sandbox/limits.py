@@ -1,4 +1,4 @@
-"""What a program may use, and what became of it."""
+"""Limits of a program, and outcomes of its tests."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ MINIMUM_MEMORY = 64 * MEBIBYTE
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one test by standard input and output, or of one sequence of calls.
+    """Limits of one test by standard input and output, or of all function tests of a program.
 
     Attributes:
-        cpu_seconds: CPU time of all its threads. Decides, so that results do not depend on how busy the machine is.
-            Measured exactly, while a program that does not end may use half a second more before it is killed.
-        wall_seconds: How long all tests of a program may take together: nobody else can be tested meanwhile.
-        idle_seconds: How long it may sleep or wait, using next to no CPU (under 10 %), also for a disk. Waiting for a
-            busy CPU is not idleness.
-        memory_bytes: Address space, so what is reserved counts as well, but for the stacks of threads, which count as
-            far as they are used; at least 64 MiB.
-        disk_bytes: Size of the work folder, which is in memory; it holds a file or folder for every 4 KiB of it.
-        output_bytes: Size of standard output, of standard error, and of each file it writes; at least four times the
-            length of what is expected.
-        threads: How many threads it may have. Where the kernel does not enforce this, without isolation for one, a
-            program that has more is ended.
+        cpu_seconds: CPU time of all threads. This limit decides, so results do not depend on how busy the machine is.
+            It is exact, but an endless program is killed up to half a second later.
+        wall_seconds: Wall time of all tests of a program, without the time it waits for a busy CPU.
+        idle_seconds: How long a program may sleep or wait, also for a disk, while it uses less than 10 % of a CPU.
+            Waiting for a busy CPU is not idling.
+        memory_bytes: Address space, so reserved memory counts too. Thread stacks count only as far as they are used.
+            At least 64 MiB.
+        disk_bytes: Size of the work folder, which is in memory and holds a file or folder for every 4 KiB of it.
+        output_bytes: Size of standard output, of standard error, and of each written file; at least four times the
+            length of the expected output.
+        threads: Number of threads. Where the kernel does not enforce it, e.g. without isolation, a program with more
+            threads is killed.
 
     Raises:
         ValueError: A limit is not a finite number above 0, or one of bytes or threads is not an integer.
@@ -55,10 +55,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one test.
+    """The outcome of one test.
 
     Attributes:
-        passed: Whether it passed.
+        passed: True if the program passed the test.
         reason: "passed", or why not in a few words: "wrong answer", "raised ValueError: ...", "time limit", "memory
             limit", "output limit", "exit status 3", ... Always `printable`.
     """
@@ -71,19 +71,17 @@ class Outcome:
 
 
 def printable(text: str) -> str:
-    """The text with a backslash escape for every character that cannot be printed or written to a file.
+    """Escapes every character that is not safe to print or to write to a file, with a backslash.
 
-    Those are control characters, with which a terminal can be told to do things, separators other than the space,
-    what changes the direction of the text around it, and lone surrogates, which no encoding takes.
+    These are control characters (a terminal obeys them), separators other than the space, characters that change the
+    direction of text, and lone surrogates (no encoding takes them).
     """
-    if text.isprintable():
-        return text
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
     )
 
 
-#: Reasons of tests that are ended for a limit.
+#: Reasons of tests that are killed at a limit.
 REASONS = {
     "cpu": "time limit",
     "idle": "idle limit",

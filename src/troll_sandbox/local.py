@@ -1,4 +1,4 @@
-"""Programs tested on this machine, each in a sandbox of its own, with a judge per thread that stays warm."""
+"""Tests programs on this machine: a sandbox for each program, and a judge for each thread that stays warm."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class LocalSandbox:
     """Tests programs by standard input and output, or by calling their functions; see `Sandbox`.
 
     Args:
-        programs: Where programs run.
-        judges: Where those run that test functions: bubblewrap's sandboxes.
+        programs: Starts the sandboxes of programs.
+        judges: Starts the sandboxes of judges, which call the functions; takes bubblewrap.
     """
 
     def __init__(self, programs: Launcher, judges: Launcher) -> None:
@@ -36,7 +36,10 @@ class LocalSandbox:
                 compare=tests.compare,
                 stop_at_failure=stop_at_failure,
             )
-        judge = self._judge()
+        judge: Judge | None = getattr(self._here, "judge", None)
+        if judge is None:
+            judge = self._here.judge = Judge(self._judged_in)
+            self._judges.append(judge)
         try:
             return run_functions(self._programs, judge, program, tests, limits, stop_at_failure=stop_at_failure)
         except JudgeEndedError:
@@ -46,15 +49,8 @@ class LocalSandbox:
             raise
 
     def close(self) -> None:
-        """Kills programs and judges; those that run have no outcome then."""
+        """Kills programs and judges; programs that run have no outcome then."""
         self._programs.stop()
         self._judged_in.stop()
         for judge in self._judges:
             judge.close()
-
-    def _judge(self) -> Judge:
-        judge: Judge | None = getattr(self._here, "judge", None)
-        if judge is None:
-            judge = self._here.judge = Judge(self._judged_in)
-            self._judges.append(judge)
-        return judge

@@ -8,7 +8,7 @@ from typing import Literal
 
 Compare = Literal["tokens", "numbers"]
 
-#: Numbers that differ by no more than this, absolutely or relative to the expected one, are equal.
+#: Numbers are equal if they differ by no more than this, absolutely or relative to the expected one.
 TOLERANCE = 1e-6
 
 #: Longer tokens are compared as texts or as integers, since a program may print one number of megabytes.
@@ -28,9 +28,9 @@ def same_output(actual: str, expected: str, compare: Compare = "tokens") -> bool
     Args:
         actual: The program's output.
         expected: The expected output.
-        compare: Which tokens are compared as numbers: with "tokens", those where the expected one is a decimal fraction
-            or has an exponent, so that an expected integer is a text; with "numbers", those where both are numbers, so
-            that `3.0` is `3`. Integers are then compared exactly, however large.
+        compare: Which tokens are compared as numbers. "tokens": those where the expected token is a decimal fraction
+            or has an exponent, so an expected integer is a text. "numbers": those where both are numbers, so `3.0` is
+            `3`. Two integers are compared exactly, however large.
     """
     ours, theirs = (text.strip().split("\n") for text in (actual, expected))
     return len(ours) == len(theirs) and all(_same_line(*lines, compare) for lines in zip(ours, theirs, strict=True))
@@ -50,12 +50,12 @@ def _same_token(actual: str, expected: str, compare: Compare) -> bool:
     if not (_is_number(expected) and _is_number(actual)):
         return False
     value, target = float(actual), float(expected)
-    # A number too large for a float equals no other text: relative to infinity, every number is close to it.
+    # Relative to infinity every number is close, so a number too large for a float equals only its own text.
     return math.isfinite(target) and abs(value - target) <= TOLERANCE * max(1.0, abs(target))
 
 
 def _digits(integer: str) -> str:
-    """An integer of any length, in the only way to write it."""
+    """An integer of any length, without plus and leading zeros."""
     digits = integer.lstrip("+-").lstrip("0")
     return f"-{digits}" if digits and integer[0] == "-" else digits
 

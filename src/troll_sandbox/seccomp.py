@@ -1,12 +1,11 @@
 """The system calls that a program may make, as a filter for the kernel (seccomp, classic BPF).
 
-Everything that is not listed here is refused, so a call that nobody has thought of, or that the kernel has yet to get,
-is refused too. Programs may start threads and no processes: with one process, the kernel's limits on CPU time and
-memory hold for the program as a whole. They may open, read and write files, wait, and ask what time it is. They get
-nothing by which they could hold up somebody else who uses the same files (leases, watches, exclusive locks, writing
-to the disk, dropping caches), reach another process, change what belongs to a file, or have memory that no limit
-counts. Nor can they send SIGKILL, or lower the limit on CPU time at which the kernel sends it: a SIGKILL always came
-from the kernel or the supervisor.
+Calls that are not listed here are refused, including those that the kernel does not have yet. Programs may start
+threads but no processes, so the kernel's limits on the CPU time and memory of a process hold for the whole program.
+They may open, read and write files, wait, and ask for the time. They may not hold up other users of the same files
+(leases, watches, exclusive locks, writing to the disk, dropping caches), reach another process, change attributes of a
+file, or use memory that no limit counts. They may neither send SIGKILL, nor lower the limit on CPU time at which the
+kernel sends it: a SIGKILL always came from the kernel or the supervisor.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import struct
 from dataclasses import dataclass
 from itertools import groupby
 
-#: The column of each machine in the tables below, and its AUDIT_ARCH.
+#: Each machine's column in the tables below, and its AUDIT_ARCH.
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 #: Numbers on (x86_64, aarch64); None where the machine has no such call.
@@ -167,8 +166,8 @@ ALLOWED: dict[str, Numbers] = {
     "getrandom": (318, 278),
 }
 
-#: Files are in memory or read-only: there is nothing to write to a disk, but the disk would flush its cache.
-#: These do nothing and succeed.
+#: These do nothing and succeed. Files are in memory or read-only, so there is nothing to write to a disk, but the disk
+#: would flush its cache.
 PRETENDED: dict[str, Numbers] = {
     "fsync": (74, 82),
     "fdatasync": (75, 83),
@@ -181,15 +180,15 @@ EQUAL, GREATER_EQUAL, ANY_BIT = 0x15, 0x35, 0x45  # BPF_JMP | BPF_JEQ, BPF_JGE, 
 
 @dataclass(frozen=True)
 class Rule:
-    """What one argument of a call decides. The low half of it is looked at, which is all that the kernel reads.
+    """A call that one argument allows or refuses. Only its low half is tested, which is all that the kernel reads.
 
     Attributes:
-        numbers: The call's number on each architecture.
-        argument: Which argument, from 0.
+        numbers: The call's number on each machine.
+        argument: Index of the argument, from 0.
         test: `EQUAL` or `ANY_BIT`.
-        operands: The values that the argument is tested with, one after the other.
-        allows: Whether the call is allowed where one of them holds, and refused where none does; or the reverse.
-        then: What becomes of a call that this rule allows: "allow", or the name of a further rule below this one.
+        operands: The argument is tested with each of these values.
+        allows: Whether the call is allowed if one of the tests holds and refused otherwise, or the reverse.
+        then: What to do with a call that this rule allows: "allow", or the name of a further rule below this one.
     """
 
     numbers: Numbers
@@ -227,8 +226,8 @@ CHECKED: dict[str, Rule] = {
     "socketpair": Rule((53, 199), 0, EQUAL, (AF_UNIX,)),
 }
 
-#: From here on numbers are the same on every machine, and calls so new (Linux 5.1) that C libraries do without them
-#: where they are missing: clone3 above all, whose flags no filter can see.
+#: From this number on, numbers are the same on every machine, and C libraries do without the calls if they are missing
+#: (Linux 5.1 and later). One is clone3, whose flags no filter can see.
 NEW = 424
 X32 = 0x40000000  # x86_64's second set of numbers
 
@@ -237,7 +236,7 @@ NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
 
 LOAD, RETURN = 0x20, 0x06  # BPF_LD | BPF_W | BPF_ABS, BPF_RET | BPF_K
 
-#: What the filter says, by the label of the line that says it.
+#: The filter's results, by the label of the line that returns them.
 ENDS = {
     "allow": 0x7FFF0000,
     "pretend": 0x00050000,
@@ -246,7 +245,7 @@ ENDS = {
     "end": 0x80000000,
 }
 
-#: Operation, operand, label to go to where it holds, and where it does not; "" is the next line.
+#: Operation, operand, and the labels to go to if it holds and if not; "" is the next line.
 Line = tuple[int, int, str, str]
 
 
@@ -283,7 +282,7 @@ def filter_program(machine: str | None = None) -> bytes:
 
 
 def _ranges(column: int) -> list[tuple[str, int]]:
-    """What becomes of all calls by their number: a label, and the first number that it is not for."""
+    """The label for each range of call numbers, with the first number after the range."""
     labels = {number: "allow" for numbers in ALLOWED.values() if (number := numbers[column]) is not None}
     labels |= {number: "pretend" for numbers in PRETENDED.values() if (number := numbers[column]) is not None}
     labels |= {number: name for name, rule in CHECKED.items() if (number := rule.numbers[column]) is not None}

@@ -1,4 +1,4 @@
-"""Tests by standard input and output: the program prints, and what it printed is compared outside its reach."""
+"""Tests by standard input and output. The output is compared outside the sandbox, where the program cannot reach."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
+from subprocess import PIPE
 
 from troll_sandbox.errors import SandboxError
 from troll_sandbox.launch import Launcher, Process
@@ -34,19 +35,21 @@ def run_stdio(
 ) -> list[Outcome]:
     """Runs a program once per input and compares what it prints.
 
-    A test is passed by an exit status of 0, within the limits, with the expected output (see `same_output`). Expected
-    outputs never enter the sandbox; an input enters it after the test before has ended. No test is run after one that
-    passed a limit of time or of threads; their reason is "not run".
+    A test is passed by exit status 0, within the limits, with the expected output (see `same_output`). Expected outputs
+    never enter the sandbox; an input enters it after the previous test has ended. After a test that exceeds a limit on
+    time or threads, the others are "not run".
+
+    All tests share one sandbox, each in a process of its own. A test that leaves files in the work folder, or that is
+    killed together with its sandbox, makes the next test start a new one.
 
     Args:
-        sandbox: Where to run it. All tests of this program share one, each in a process of its own; one that leaves
-            files in the work folder, or that had to be killed with its sandbox, gets the next test a fresh sandbox.
-        program: Python source; each test gets an outcome, even if this is no program.
+        sandbox: Starts the sandboxes.
+        program: Python source. Text that is not a program fails every test.
         inputs: T texts for standard input.
         outputs: T expected texts.
-        limits: What each test may use; the wall time is for all tests together.
-        compare: How outputs are compared; see `same_output`.
-        stop_at_failure: Whether no test is run after the first that fails.
+        limits: Limits of each test; the wall time is for all tests together.
+        compare: See `same_output`.
+        stop_at_failure: Whether the tests after the first failing one are left out.
 
     Returns:
         T outcomes.
@@ -59,21 +62,22 @@ def run_stdio(
         raise ValueError(f"as many inputs as outputs are needed, got {len(inputs)} and {len(outputs)}")
     outcomes: list[Outcome] = []
     longest = max(map(len, outputs), default=0)
-    limits = replace(limits, output_bytes=max(limits.output_bytes, 4 * longest))  # which leaves room for white space
+    limits = replace(limits, output_bytes=max(limits.output_bytes, 4 * longest))  # the rest is room for white space
     left = limits.wall_seconds
+    folder = ["/input"] if sandbox.isolated else []
     try:
         while len(outcomes) < len(inputs) and not (outcomes and _is_last(outcomes[-1], stop_at_failure)):
             if left <= 0:
                 outcomes.append(Outcome(False, REASONS["wall"]))
                 break
-            with _Runner(sandbox, limits) as runner:
-                runner.greet(program)
-                runner.watch(replace(limits, wall_seconds=left))
+            with sandbox.start("stdio", folder, limits=limits, stdin=PIPE, stdout=PIPE) as process:
+                runner = _Runner(process, program, limits)
+                runner.watch = Watch([process], replace(limits, wall_seconds=left))
                 for text, expected in list(zip(inputs, outputs, strict=True))[len(outcomes) :]:
                     outcomes.append(runner.test(text, expected, compare))
                     if not runner.clean or _is_last(outcomes[-1], stop_at_failure):
                         break
-                left -= runner.seconds
+                left -= runner.watch.seconds
     except SandboxError as error:
         error.ended = outcomes
         raise
@@ -85,71 +89,34 @@ def _is_last(outcome: Outcome, stop_at_failure: bool) -> bool:
 
 
 class _Runner:
-    """One sandbox that tests one program; `clean` until it cannot be used for another test."""
+    """Tests one program in one sandbox, which is `clean` until it cannot be used for another test.
 
-    def __init__(self, sandbox: Launcher, limits: Limits) -> None:
-        self.clean = True
-        theirs, self._to = os.pipe()
-        self._from, ours = os.pipe()
-        try:
-            folder = ["/input"] if sandbox.isolated else []
-            self._process: Process = sandbox.start("stdio", folder, limits=limits, stdin=theirs, stdout=ours)
-        except BaseException:
-            self._close_pipes()
-            raise
-        finally:
-            os.close(theirs)
-            os.close(ours)
+    Raises:
+        SandboxError: The sandbox does not report that it has started; until then nothing of the program runs.
+    """
+
+    def __init__(self, process: Process, program: str, limits: Limits) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self._process, self._limits = process, limits
+        self._to, self._from = process.stdin.fileno(), process.stdout.fileno()
         os.set_blocking(self._to, False)
         os.set_blocking(self._from, False)
-        self.watch(limits)
-
-    def __enter__(self) -> _Runner:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.end()
-        self._close_pipes()
-
-    def _close_pipes(self) -> None:
-        os.close(self._to)
-        os.close(self._from)
-
-    def watch(self, limits: Limits) -> None:
-        """Watches it from now on."""
-        self._limits = limits
-        self._watch = Watch([self._process], limits)
-
-    @property
-    def seconds(self) -> float:
-        """Wall time that counts, since it has been watched."""
-        return self._watch.seconds
-
-    def greet(self, program: str) -> None:
-        """Sends the program and hears that the sandbox stands, before which nothing of the program's can run.
-
-        Raises:
-            SandboxError: It does not.
-        """
+        self.clean, self.watch = True, Watch([process], limits)
         try:
-            self._send(_message(program))
+            self._send(program)
             self._receive(1)
         except _LimitError as error:
             raise SandboxError(f"the sandbox did not start: {error}") from None
 
     def test(self, text: str, expected: str, compare: Compare) -> Outcome:
-        """The outcome of one test.
-
-        Raises:
-            SandboxError: There is none.
-        """
-        self._watch.restart()
+        """The outcome of one test; raises `SandboxError` if there is none."""
+        self.watch.restart()
         try:
-            self._send(_message(text))
+            self._send(text)
             status, microseconds, clean, *lengths = REPORT.unpack(self._receive(REPORT.size))
             output, errors = (self._receive(length) for length in lengths)
             self.clean = bool(clean)
-            seconds = microseconds / 1e6 if self._process.exact else self._watch.cpu_seconds
+            seconds = microseconds / 1e6 if self._process.exact else self.watch.cpu_seconds
             outcome = _ended(status, seconds, output, errors, self._limits)
         except _LimitError as limit:
             self.clean = False
@@ -164,8 +131,9 @@ class _Runner:
             return Outcome(False, "wrong answer")
         return outcome
 
-    def _send(self, data: bytes) -> None:
-        view = memoryview(data)
+    def _send(self, text: str) -> None:
+        data = _bytes(text)
+        view = memoryview(len(data).to_bytes(8, "little") + data)
         while view:
             self._wait(self._to, select.POLLOUT)
             try:
@@ -177,7 +145,7 @@ class _Runner:
 
     def _receive(self, length: int) -> bytes:
         if not 0 <= length <= self._limits.output_bytes + REPORT.size + 2000:
-            raise SandboxError("the sandbox sent nonsense")
+            raise SandboxError(f"the sandbox reported an impossible length: {length}")
         parts = []
         while length:
             self._wait(self._from, select.POLLIN)
@@ -189,32 +157,26 @@ class _Runner:
         return b"".join(parts)
 
     def _wait(self, descriptor: int, event: int) -> None:
-        while not wait_for(descriptor, self._watch.period, event):
-            if verdict := self._watch.verdict():
+        while not wait_for(descriptor, self.watch.period, event):
+            if verdict := self.watch.verdict():
                 raise _LimitError(REASONS[verdict])
 
 
 class _LimitError(Exception):
-    """The program has passed a limit; the message is the test's reason."""
-
-
-def _message(text: str) -> bytes:
-    data = _bytes(text)
-    return len(data).to_bytes(8, "little") + data
+    """The program has exceeded a limit; the message is the test's reason."""
 
 
 def _bytes(text: str) -> bytes:
-    # Text that UTF-8 cannot hold becomes bytes that are not UTF-8: a program with it does not compile, and what a
-    # program reads and prints again is the same bytes.
+    # Lone surrogates become bytes that are not UTF-8: a program with them does not compile, and a program that prints
+    # them as it read them gives the same bytes.
     return text.encode("utf-8", "surrogatepass")
 
 
 def _ended(status: int, cpu_seconds: float, output: bytes, errors: bytes, limits: Limits) -> Outcome:
-    """The outcome of a test from its wait status and how much it used; whether it printed the right thing is left.
+    """The outcome of a test by its wait status and what it used, before its output is compared.
 
     Raises:
-        SandboxError: It was killed from outside, for lack of memory for one: programs cannot send SIGKILL, not to
-            themselves.
+        SandboxError: It was killed from outside, e.g. for lack of memory: programs cannot send SIGKILL.
     """
     code = os.waitstatus_to_exitcode(status)
     if cpu_seconds > limits.cpu_seconds:
@@ -229,7 +191,7 @@ def _ended(status: int, cpu_seconds: float, output: bytes, errors: bytes, limits
 
 
 def failure(code: int, errors: str) -> str:
-    """Why a program failed, by its exit status, negative for a signal, and what it wrote to standard error."""
+    """Why a program failed, from its exit status (negative for a signal) and its standard error."""
     if code < 0:
         return f"killed by signal {-code}"
     last = (errors.strip().splitlines() or [""])[-1]

@@ -1,7 +1,7 @@
-"""Watches a sandbox from outside: tells when it computes, idles or lasts too long, or has too many threads or memory.
+"""Watches a sandbox from outside: its CPU time, idle time, wall time, threads and memory.
 
-CPU time is read from the processes' clocks. The kernel's own limit on it counts ticks, which on a busy machine can be
-tens of per cent more than what a process had: it is set higher, for when nobody watches.
+CPU time is read from the clocks of the processes. The kernel's own limit counts ticks, which on a busy machine can be
+tens of per cent too many, so it is set higher and serves as a backstop.
 """
 
 from __future__ import annotations
@@ -19,38 +19,37 @@ from troll_sandbox.errors import StarvedError
 from troll_sandbox.launch import Process
 from troll_sandbox.limits import Limits
 
-#: Below this share of one CPU, a program that is not waiting for a CPU counts as idle.
+#: A program that uses less than this share of one CPU, and is not waiting for a CPU, is idle.
 IDLE_SHARE = 0.1
 
-#: Below this share of one CPU, a program that could use more is kept from it by others.
+#: A program that uses less than this share of one CPU, although it could use more, is kept from it by others.
 STARVED_SHARE = 0.5
 
-#: Wall budgets for which a program may last while others have the CPU that it wants.
+#: A program that gets too little CPU time may last for this many wall budgets.
 PATIENCE = 3
 
-#: What a sandbox may use to start up. A program that exits by itself is judged by its exact CPU time.
+#: CPU time for starting a sandbox. A program that exits by itself is judged by its exact CPU time.
 START_SECONDS = 0.25
 
-#: Without it a sandbox cannot be looked into: only wall time catches a program that sleeps, and only the kernel's limit
-#: on CPU time one whose functions are called.
+#: Some kernels do not list children. A sandbox cannot be looked into then: only the limit on wall time ends a program
+#: that sleeps, and only the kernel's limit on CPU time ends a function that loops.
 LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 
 
 class Watch:
-    """Tells when sandboxes have used too much CPU or memory, idled, run for too long, or started too many threads.
+    """Tells when a sandbox exceeds a limit.
 
     Args:
-        processes: As `Launcher.start` returned them; the first is the one that is watched. While one of the others
-            works, it is not idle.
-        limits: What it was started with. What it waits for a CPU is not part of its wall time.
+        processes: The sandbox, and those that it waits for, such as its judge: while they work, it is not idle.
+        limits: The limits with which the sandbox was started.
 
     Attributes:
-        cpu_seconds: CPU time since the start or the last restart, as last seen.
-        beside_seconds: CPU time of the others since then, as last seen.
+        cpu_seconds: CPU time of the sandbox since the start or the last restart, when last measured.
+        others_seconds: CPU time of the others since then.
     """
 
     def __init__(self, processes: Sequence[Process], limits: Limits) -> None:
-        self._watched, *self._beside = (process.pid for process in processes)
+        self._watched, *self._others = (process.pid for process in processes)
         self._limits, self._most_threads = limits, limits.threads + processes[0].own_threads
         self._most_bytes = processes[0].most
         self._period = min(0.25, limits.idle_seconds / 4, limits.wall_seconds / 4)
@@ -61,25 +60,25 @@ class Watch:
 
     @property
     def period(self) -> float:
-        """Seconds until the next call of `verdict`: random, so that no program can be busy at just these moments."""
+        """Seconds until the next call of `verdict`; random, so that no program can be busy at just these moments."""
         return self._period * self._random.uniform(0.5, 1.0)
 
     @property
     def seconds(self) -> float:
-        """Wall time since the start, as far as it counts: without what it waited for a CPU."""
+        """Wall time since the start, without the time it waited for a CPU."""
         return time.monotonic() - self._started - self._starved
 
     def restart(self) -> None:
-        """Starts counting anew, for the next test in the same sandbox; wall time goes on."""
-        self._before, self._before_beside = _cpu_seconds(_tree(self._watched)), self._cpu_beside()
-        self._seen = self.cpu_seconds = self.beside_seconds = 0.0
+        """Starts the count for the next test in the same sandbox; wall time goes on."""
+        self._before, self._others_before = _cpu_seconds(_tree(self._watched)), _cpu_seconds(_tree(*self._others))
+        self._seen = self.cpu_seconds = self.others_seconds = 0.0
         self._active = self._looked = time.monotonic()
 
     def verdict(self) -> Literal["cpu", "idle", "wall", "threads", "memory"] | None:
-        """Which of the limits has been passed, if any.
+        """The limit that is exceeded, if any.
 
         Raises:
-            StarvedError: It has lasted for `PATIENCE` wall budgets, and for most of the time others had the CPU.
+            StarvedError: It has lasted for `PATIENCE` wall budgets, and for most of that time others had the CPU.
         """
         now = time.monotonic()
         if self.seconds > self._limits.wall_seconds:
@@ -100,16 +99,13 @@ class Watch:
         return "idle" if now - self._active > self._limits.idle_seconds else None
 
     def measure(self) -> None:
-        """Reads the CPU time; what a process used that has been reaped since the last time is missing."""
+        """Reads the CPU time, without that of processes that were reaped since the last reading."""
         self.cpu_seconds = max(self.cpu_seconds, _cpu_seconds(_tree(self._watched)) - self._before)
-        self.beside_seconds = max(self.beside_seconds, self._cpu_beside() - self._before_beside)
-
-    def _cpu_beside(self) -> float:
-        return sum(_cpu_seconds(_tree(pid)) for pid in self._beside)
+        self.others_seconds = max(self.others_seconds, _cpu_seconds(_tree(*self._others)) - self._others_before)
 
     def _works(self, now: float) -> bool:
-        """Whether it has used a CPU since the last time, or could; what it could not use is counted."""
-        tree = [pid for root in (self._watched, *self._beside) for pid in _tree(root)]
+        """Whether it has used a CPU since the last time, or waits for one; the time that it waited is added up."""
+        tree = _tree(self._watched, *self._others)
         seen, self._seen = self._seen, _cpu_seconds(tree)
         looked, self._looked = self._looked, now
         share = abs(self._seen - seen) / max(now - looked, 1e-9)
@@ -121,26 +117,26 @@ class Watch:
 
 
 def wait_for(descriptor: int, seconds: float, events: int = select.POLLIN) -> bool:
-    """Whether a file descriptor becomes ready in time; `select.poll`, because descriptors may be above 1024."""
+    """Whether a file descriptor becomes ready in time. Uses `poll`, since `select` takes descriptors up to 1023."""
     poll = select.poll()
     poll.register(descriptor, events)
     return bool(poll.poll(seconds * 1000))
 
 
-def _tree(root: int) -> list[int]:
-    """A process and all below it, as this process numbers them."""
-    found, waiting = [], [root]
+def _tree(*roots: int) -> list[int]:
+    """Processes and all their descendants, by their numbers outside."""
+    found, waiting = [], list(roots)
     while waiting:
         pid = waiting.pop()
         found.append(pid)
-        for thread in _threads(pid):  # gVisor starts processes in any
+        for thread in _threads(pid):  # gVisor starts processes from any of its threads
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as children:
                 waiting += map(int, children.read().split())
     return found
 
 
-def _cpu_seconds(pids: list[int]) -> float:
-    """CPU time of processes by their own clocks: exact, and with no need of permissions."""
+def _cpu_seconds(pids: Sequence[int]) -> float:
+    """CPU time of processes by their own clocks, which are exact and need no permission."""
     seconds = 0.0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -149,14 +145,14 @@ def _cpu_seconds(pids: list[int]) -> float:
 
 
 def _threads(pid: int) -> list[str]:
-    """Threads of a process, none of one that has ended."""
+    """The threads of a process; empty if it has ended."""
     with contextlib.suppress(OSError):
         return os.listdir(f"/proc/{pid}/task")
     return []
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory that a process has touched; control groups, where there are any, are faster and count more."""
+    """Bytes of memory that a process has touched. A control group is faster and counts more, but may be missing."""
     with contextlib.suppress(OSError, ValueError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0

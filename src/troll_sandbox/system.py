@@ -6,7 +6,7 @@ import os
 import sys
 import sysconfig
 import zoneinfo
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +19,9 @@ class System:
     """Files and folders that have the same path inside as outside.
 
     Attributes:
-        shown: Of the interpreter, the system's libraries and the time zones, to read only; none is in another.
-        hidden: Folders of installed packages, in those that are shown: they are empty inside.
-        links: Symbolic links, and what they point to.
+        shown: The interpreter, the system's libraries and the time zones, read-only. None contains another.
+        hidden: Folders of installed packages within `shown`; they are empty inside.
+        links: Symbolic links and their targets.
     """
 
     shown: Sequence[Path]
@@ -30,11 +30,11 @@ class System:
 
 
 def system(interpreter: Path, all_of_usr: bool) -> System:
-    """Says what programs see.
+    """Finds what programs have to see.
 
     Args:
         interpreter: The Python that runs them.
-        all_of_usr: Whether they see all of /usr and of the interpreter's own folder, where libraries are not enough.
+        all_of_usr: Show all of /usr and of the interpreter's own folder, where libraries are not enough.
     """
     prefix = Path(sys.base_prefix).resolve()
     base = {"base": str(prefix), "platbase": str(prefix), "installed_base": str(prefix)}
@@ -48,17 +48,11 @@ def system(interpreter: Path, all_of_usr: bool) -> System:
         folders += [Path("/usr/lib", architecture), Path("/lib", architecture)]
     if all_of_usr:
         folders += [Path("/usr"), Path("/lib")]
-    shown = _outermost(path.resolve() for path in folders if path.exists())
+    shown: list[Path] = []
+    for path in sorted({path.resolve() for path in folders if path.exists()}):  # a folder comes before its content
+        if not any(path.is_relative_to(folder) for folder in shown):
+            shown.append(path)
     installed = {paths["purelib"], paths["platlib"], *paths["stdlib"].glob("*-packages")}
     hidden = [path for path in installed if path.is_dir() and any(path.is_relative_to(folder) for folder in shown)]
     libraries = map(Path, ("/lib", "/lib64", "/lib32", "/libx32"))
     return System(shown, hidden, {path: os.readlink(path) for path in libraries if path.is_symlink()})
-
-
-def _outermost(paths: Iterable[Path]) -> list[Path]:
-    """Those that are in none of the others, each once."""
-    found: list[Path] = []
-    for path in sorted(set(paths)):  # a folder comes before what is in it
-        if not any(path.is_relative_to(other) for other in found):
-            found.append(path)
-    return found

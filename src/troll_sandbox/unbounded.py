@@ -1,6 +1,6 @@
-"""JSON and source of tests, without what CPython limits for the sake of servers: the depth of JSON, digits of integers.
+"""JSON and source code without two limits that CPython sets to protect servers: depth of JSON, digits of integers.
 
-Both limits are the whole process's, so they are lifted only while one text is read or written.
+Both limits belong to the process, so they are lifted only while one text is read or written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _lock = threading.RLock()
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text; a `ValueError` says that it is none, or nested deeper than `DEPTH` levels."""
+    """The value of a JSON text; raises `ValueError` if it is none, or is nested deeper than `DEPTH` levels."""
     with _lifted(DEPTH):
         try:
             return json.loads(text)
@@ -30,15 +30,15 @@ def read_json(text: str) -> Any:
 
 
 def write_json(value: Any) -> str:
-    """The JSON text of a value of which `read_json` has returned parts."""
+    """The JSON text of a value that holds values from `read_json`."""
     with _lifted(DEPTH + 100):
         return json.dumps(value)
 
 
 def parse(source: str) -> ast.Module:
-    """The syntax tree of a source, as `ast.parse` returns it; as deep as usual, for its compiler needs more stack."""
+    """The syntax tree of a source. The recursion limit stays as it is, because the compiler needs more stack."""
     with _lifted(0), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escapes that Python will refuse one day
+        warnings.simplefilter("ignore")  # about escapes that a later Python will refuse
         return ast.parse(source)
 
 

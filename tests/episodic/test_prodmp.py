@@ -105,3 +105,17 @@ def test_arguments_that_are_not_above_zero_are_refused(name: str, value: float) 
     settings: dict[str, Any] = {"num_bases": 2, "num_steps": 10, "time_step": 0.1, name: value}
     with pytest.raises(ValueError, match=f"{name} must be above 0 and finite, got {value}"):
         ProDMP(**settings)
+
+
+def test_trajectory_is_that_of_mp_pytorch() -> None:
+    # mp-pytorch 0.1.4, with a basis_bandwidth_factor of 1 and a relative goal, gave these numbers every 0.2 s. It sums
+    # over steps of 1.25 ms. Halving them moved positions by 1.8e-5 and velocities by 1.2e-4, a quarter of the halving
+    # before, so a third of that is left.
+    positions = [0.2, 1.920361, 1.820669, 1.731833, 1.746116, 1.769678]
+    velocities = [-1.0, 2.59699, -1.12598, 0.00656, 0.13355, 0.02596]
+    primitive = ProDMP(4, 50, 0.02, alpha=25.0, alpha_phase=3.0)
+    weights = torch.tensor([300.0, -200.0, 100.0, 400.0, 1.5], dtype=torch.float64) / primitive.weight_scale
+    start, start_velocity = (torch.tensor([x], dtype=torch.float64) for x in (0.2, -1.0))
+    found, found_velocities = primitive.trajectory(weights, start, start_velocity)
+    torch.testing.assert_close(found[::10, 0].tolist(), positions, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found_velocities[::10, 0].tolist(), velocities, atol=1e-4, rtol=0)

@@ -102,7 +102,7 @@ def test_a_model_brings_the_settings_of_its_own_task() -> None:
         )
 
 
-def test_an_option_overrides_what_the_model_brings_one_by_one() -> None:
+def test_options_override_single_settings_of_the_training() -> None:
     config = configuration(
         typed(
             task=None,
@@ -124,7 +124,7 @@ def test_an_option_overrides_what_the_model_brings_one_by_one() -> None:
     ]
 
 
-def test_null_takes_out_what_the_model_brings() -> None:
+def test_null_removes_a_setting_of_the_training() -> None:
     arguments = typed(
         task=None, task_options=['{"system_prompt": null}'], chat_template_kwargs='{"enable_thinking": null}'
     )

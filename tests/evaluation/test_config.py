@@ -38,7 +38,7 @@ def test_mistakes_are_found_at_once(
         settings(**changed)
 
 
-def test_what_is_left_out(settings: Callable[..., EvaluationConfig]) -> None:
+def test_config_defaults(settings: Callable[..., EvaluationConfig]) -> None:
     assert settings(samples=1).resolved_temperature == 0
     assert settings(samples=2).resolved_temperature == 1
     assert settings(samples=1, temperature=0.5).resolved_temperature == 0.5

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from itertools import combinations
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special, stats
 
-from troll.evaluation.estimators import clustered_interval, majority_vote, pass_at_k, wilson_interval
+from troll.evaluation.estimators import (
+    clustered_interval,
+    majority_vote,
+    pass_at_k,
+    task_estimates,
+    wilson_interval,
+)
+from troll.rewards.grading import Verdict
 
 
 @pytest.mark.parametrize("samples", range(1, 8))
@@ -49,7 +59,7 @@ def test_pass_at_k_has_no_bias() -> None:
 
 
 @pytest.mark.parametrize(("samples", "successes", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)])
-def test_pass_at_k_refuses_what_cannot_be(samples: int, successes: int, k: int) -> None:
+def test_pass_at_k_refuses_impossible_counts(samples: int, successes: int, k: int) -> None:
     with pytest.raises(ValueError, match="must be between"):
         pass_at_k(samples, successes, k)
 
@@ -160,6 +170,124 @@ def test_completions_say_no_more_than_independent_ones() -> None:
     assert clustered_interval([0.5] * 16, 4) == pytest.approx(wilson_interval(0.5, 64))
 
 
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=20), st.integers(1, 5))
+def test_a_question_asked_several_times_counts_as_one(values: list[float], times: int) -> None:
+    again = clustered_interval(values * times, 1, list(range(len(values))) * times)
+    assert again[1] - again[0] >= clustered_interval(values, times)[1] - clustered_interval(values, times)[0] - 1e-9
+    if not any(0 < value < 1 for value in values):
+        assert again == pytest.approx(wilson_interval(fmean(values), len(values)), abs=1e-9)
+
+
+def test_the_interval_over_questions_covers_the_mean_of_the_population() -> None:
+    """150 questions, of which one in five is easy and asked four times, with chances that vary among the questions."""
+    random, hits, trials = np.random.default_rng(1), 0, 1000
+    for _ in range(trials):
+        easy = random.random(150) < 0.2
+        chances = np.where(easy, random.beta(4, 2, size=150), random.beta(1, 3, size=150))
+        questions = np.repeat(np.arange(150), np.where(easy, 4, 1))
+        values = (random.random(len(questions)) < chances[questions]).astype(float)
+        low, high = clustered_interval(values.tolist(), 1, questions.tolist())
+        hits += low <= (0.2 * 4 * 4 / 6 + 0.8 / 4) / (0.2 * 4 + 0.8) <= high
+    assert 0.92 < hits / trials < 0.98
+
+
+def test_clustered_interval_needs_a_question_for_each_value() -> None:
+    with pytest.raises(ValueError, match="one length, got 2 and 1"):
+        clustered_interval([0.0, 1.0], 1, ["a"])
+
+
+def test_task_estimates_has_intervals_over_questions() -> None:
+    right, wrong = [verdict(1.0)], [verdict(0.0)]
+    found = task_estimates([right, right, wrong, wrong], questions=["a", "a", "b", "b"])["pass@1"]
+    assert (found.value, found.interval) == (0.5, pytest.approx(wilson_interval(0.5, 2)))
+
+
 def test_an_interval_needs_a_problem() -> None:
     with pytest.raises(ValueError, match="at least one problem"):
         clustered_interval([], 1)
+
+
+def verdict(score: float | None, answer: str | None = None) -> Verdict:
+    return Verdict(score, answer, "")
+
+
+def values(problems: list[list[Verdict]], ks: list[int] | None = None, **more: Any) -> dict[str, float]:
+    return {name: estimate.value for name, estimate in task_estimates(problems, ks, **more).items()}
+
+
+PROBLEMS = [
+    [verdict(1.0, "4"), verdict(0.0, "5"), verdict(1.0, "4"), verdict(0.5)],
+    [verdict(0.0, "1"), verdict(0.0, "2"), verdict(0.0, "1.0"), verdict(1.0, "3")],
+]
+
+
+def equal(first: str, second: str) -> bool:
+    return float(first) == float(second)
+
+
+def test_task_estimates_gives_every_metric() -> None:
+    metrics = values(PROBLEMS, [4, 2, 2, 1], same=equal)
+    assert list(metrics) == ["pass@1", "pass@2", "pass@4", "mean@4", "maj@4"]
+    assert metrics["pass@1"] == pytest.approx((2 / 4 + 1 / 4) / 2)
+    assert metrics["pass@2"] == pytest.approx((5 / 6 + 3 / 6) / 2)
+    assert metrics["pass@4"] == 1.0
+    assert metrics["mean@4"] == pytest.approx((2.5 / 4 + 1 / 4) / 2)
+    assert metrics["maj@4"] == pytest.approx(0.5)
+
+
+def test_task_estimates_measures_pass_at_1_and_n_by_default() -> None:
+    assert list(values(PROBLEMS)) == ["pass@1", "pass@4", "mean@4"]
+    alone = [[verdict(1.0, "1")], [verdict(0.0, "2")]]
+    assert values(alone, same=equal) == {"pass@1": 0.5, "mean@1": 0.5}
+
+
+def test_task_estimates_has_intervals_over_problems() -> None:
+    alone = [[verdict(float(index % 4 == 0))] for index in range(40)]
+    assert task_estimates(alone)["pass@1"].interval == pytest.approx(wilson_interval(0.25, 40))
+    copied = [problem * 8 for problem in alone]
+    # Copies of a completion say nothing new about the model.
+    assert task_estimates(copied)["pass@1"].interval == pytest.approx(wilson_interval(0.25, 40))
+
+
+def test_task_estimates_leaves_out_unscored_completions() -> None:
+    unscored = verdict(None, "4")
+    problems = [
+        [verdict(1.0, "4"), unscored, verdict(0.0, "5"), unscored],
+        [unscored, unscored, unscored, verdict(0.5)],
+        [unscored] * 4,
+        PROBLEMS[1],
+    ]
+    metrics = values(problems, [1, 2, 4], same=equal)
+    assert metrics["pass@1"] == pytest.approx((1 / 2 + 0 + 1 / 4) / 3)
+    assert metrics["pass@2"] == pytest.approx((1 + 3 / 6) / 2)  # of one completion there are no two
+    assert metrics["pass@4"] == 1.0
+    assert metrics["mean@4"] == pytest.approx((1 / 2 + 1 / 2 + 1 / 4) / 3)
+    assert metrics["maj@4"] == pytest.approx((1 / 2 + 0 + 0) / 3)
+    estimate = task_estimates(problems, [1])["pass@1"]
+    assert estimate.interval == clustered_interval([1 / 2, 0, 1 / 4], 1)
+    assert task_estimates([[unscored] * 4], same=equal) == {}
+    without = [[each for each in problem if each.score is not None] for problem in problems[:1]]
+    assert values(problems[:1], [1, 2]) == pytest.approx(
+        {"mean@4" if name == "mean@2" else name: value for name, value in values(without, [1, 2]).items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("problems", "ks", "message"),
+    [
+        ([], None, "got no problem"),
+        ([[]], None, "at least one completion"),
+        ([PROBLEMS[0], PROBLEMS[1][:2]], None, "same number of completions, got 2, 4"),
+        (PROBLEMS, [5], "k must be between 1 and samples=4, got 5"),
+        (PROBLEMS, [0], "k must be between 1 and samples=4, got 0"),
+    ],
+)
+def test_task_estimates_names_mistakes(problems: list[list[Verdict]], ks: list[int] | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        task_estimates(problems, ks)
+
+
+def test_metrics_take_neither_torch_nor_transformers() -> None:
+    program = "import sys, troll.evaluation.estimators; print(*{'transformers', 'trl', 'datasets'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []

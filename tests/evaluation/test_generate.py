@@ -26,7 +26,7 @@ def encoded(folder: Path, texts: list[str] = PROMPTS) -> list[list[int]]:
     return ids
 
 
-def test_greedy_is_what_transformers_generates_for_each_prompt_alone(tiny_model: Path) -> None:
+def test_greedy_completions_are_those_of_transformers_for_single_prompts(tiny_model: Path) -> None:
     model, tokenizer = load(tiny_model)
     expected = []
     for ids in encoded(tiny_model):
@@ -37,7 +37,7 @@ def test_greedy_is_what_transformers_generates_for_each_prompt_alone(tiny_model:
     assert greedy.generate(encoded(tiny_model), [0] * 4) == greedy.generate(encoded(tiny_model), [1] * 4)
 
 
-def test_a_completion_depends_on_its_prompt_and_seed_alone(tiny_model: Path) -> None:
+def test_a_completion_depends_only_on_its_prompt_and_seed(tiny_model: Path) -> None:
     sampled = generator(tiny_model)
     ids = encoded(tiny_model)
     together = sampled.generate(ids * 2, list(range(8)))

@@ -71,7 +71,7 @@ def test_an_adapter_is_merged_into_its_base(tiny_model: Path, tmp_path: Path) ->
     ],
     ids=str,
 )
-def test_an_adapter_of_shared_weights_changes_only_what_it_did_in_training(
+def test_load_model_unties_shared_weights_of_an_adapter(
     tiny_model: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
@@ -85,7 +85,7 @@ def test_an_adapter_of_shared_weights_changes_only_what_it_did_in_training(
     torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_the_embedding_has_the_rows_of_training_whatever_the_tokenizer_has(tiny_model: Path, tmp_path: Path) -> None:
+def test_load_model_gives_the_embedding_the_rows_of_training(tiny_model: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     rows = len(tokenizer)
     tokenizer.add_tokens(["<new>", "<newer>"])

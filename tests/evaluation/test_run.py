@@ -22,6 +22,7 @@ from troll.evaluation import run as module
 from troll.evaluation.config import EvaluationConfig, EvaluationError
 from troll.evaluation.estimators import clustered_interval
 from troll.evaluation.generate import Generation, Sampling, TransformersGenerator
+from troll.evaluation.model import ModelSource
 from troll.evaluation.problems import Problems
 from troll.evaluation.run import completion_order, evaluate
 from troll.rewards.grading import Verdict
@@ -94,7 +95,7 @@ def test_the_numbers_are_those_of_the_verdicts(
 ) -> None:
     # Three of each of four problems, whose answers are a, b, c and d.
     texts = ["A", "a", "b", "b", "c", "", "a", "a", "c", "", "", ""]
-    monkeypatch.setattr(module, "_generator", lambda plan: Scripted(texts))
+    monkeypatch.setattr(module._Evaluation, "_load_generator", lambda self: Scripted(texts))
     config = settings(tasks=[letters], ks=[1, 2, 3])
     assert evaluate(config, console)
     one = results_of(config.folder)["tasks"]["letters"]
@@ -114,7 +115,7 @@ def test_the_numbers_are_those_of_the_verdicts(
         assert cell in shown
 
 
-def test_what_could_not_be_judged_is_counted_and_judged_again(
+def test_unscored_completions_are_counted_and_judged_again(
     settings: Settings, letters: TaskConfig, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge, asked = Problems.judge, list[tuple[list[int], list[str]]]()
@@ -128,7 +129,7 @@ def test_what_could_not_be_judged_is_counted_and_judged_again(
         ]
 
     texts = ["a", "?", "?", "b", "b", "", "?", "?", "?", "d", "?", ""]
-    monkeypatch.setattr(module, "_generator", lambda plan: Scripted(texts))
+    monkeypatch.setattr(module._Evaluation, "_load_generator", lambda self: Scripted(texts))
     config = settings(tasks=[letters], ks=[1, 3])
     with monkeypatch.context() as patched:
         patched.setattr(Problems, "judge", troubled)
@@ -205,7 +206,7 @@ def test_a_finished_evaluation_takes_no_weights(
     assert after["settings"] == before["settings"]
 
 
-def test_the_batch_size_changes_the_order_of_work_alone(settings: Settings, tmp_path: Path, console: Console) -> None:
+def test_batch_size_changes_only_the_order_of_work(settings: Settings, tmp_path: Path, console: Console) -> None:
     files = [
         generated(settings(batch_size=size, output_dir=tmp_path / str(size), dtype="float32"), console)
         for size in (1, 4, 100)
@@ -213,7 +214,7 @@ def test_the_batch_size_changes_the_order_of_work_alone(settings: Settings, tmp_
     assert files[0] == files[1] == files[2]
 
 
-def test_greedy_is_the_same_whatever_the_seed(settings: Settings, tmp_path: Path, console: Console) -> None:
+def test_greedy_completions_do_not_depend_on_the_seed(settings: Settings, tmp_path: Path, console: Console) -> None:
     files = [generated(settings(samples=1, seed=seed, output_dir=tmp_path / str(seed)), console) for seed in (0, 1)]
     assert files[0] == files[1]
     assert "greedy" in console.export_text()
@@ -287,11 +288,11 @@ def test_mistakes_are_found_before_the_weights_are_loaded(
 
 
 def test_the_context_bounds_completions_by_default(settings: Settings) -> None:
-    plan = module._plan(settings(max_new_tokens=None))
-    assert plan.sampling.max_new_tokens == 1024 - max(len(ids) for ids in plan.problems[0].ids)
+    made = module._Evaluation(settings(max_new_tokens=None), Console())
+    assert made.sampling.max_new_tokens == 1024 - max(len(ids) for ids in made.problems[0].ids)
 
 
-def test_what_breaks_down_leaves_its_folder(
+def test_a_failed_evaluation_leaves_its_folder(
     settings: Settings, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def out_of_memory(*_: Any) -> list[Generation]:
@@ -311,9 +312,9 @@ def test_vllm_is_taken_where_it_can_run(
     class Engine(Scripted):
         batch_size = 1024
 
-        def __init__(self, model: str, sampling: Sampling, **more: Any) -> None:
+        def __init__(self, source: ModelSource, sampling: Sampling, **more: Any) -> None:
             super().__init__(["1"] * 15)
-            made.update(model=model, sampling=sampling, engine=self, **more)
+            made.update(source=source, sampling=sampling, engine=self, **more)
 
     monkeypatch.setattr(module, "vllm_is_usable", lambda: True)
     monkeypatch.setattr(module, "VllmGenerator", Engine)
@@ -321,7 +322,8 @@ def test_vllm_is_taken_where_it_can_run(
     assert evaluate(config, console)
     assert results_of(config.folder)["settings"]["backend"] == "vllm"
     assert made["engine"].calls == 1
-    assert (made["model"], made["dtype"], made["adapter"]) == (str(tiny_model), "auto", None)
+    assert (made["source"].base, made["source"].adapter_rank) == (str(tiny_model), None)
+    assert made["dtype"] == "auto"
     longest = max(len(record["prompt"]) for record in read_lines(next((config.folder / "generations").iterdir())))
     assert made["context"] == longest + 6
 

@@ -50,7 +50,7 @@ def test_a_task_without_a_verdict_has_a_row_without_numbers(settings: Callable[.
     assert "25.0" in text and "–" in text and "mbpp" in text
 
 
-def test_progress_counts_what_was_judged() -> None:
+def test_progress_counts_only_judged_completions() -> None:
     console = Console(record=True, file=io.StringIO(), width=80)
     progress = CompletionProgress(console, "task", 10, [{"score": None}])
     progress.advance([{"score": None}])

@@ -77,7 +77,7 @@ def test_the_hub_has_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert asked == [("you/model", TASK_FILE, "v2")]
 
 
-def test_what_others_uploaded_names_no_file_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_training_task_ignores_local_files_of_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "hf_hub_download", lambda *_, **__: str(tmp_path / TASK_FILE))
     TrainingTask("/etc/own.py", "/etc/rows.jsonl", {"max_terms": 3}, 8, {"thinking": False}).write(tmp_path)
     found = find_training_task("someone/model")

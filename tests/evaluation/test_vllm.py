@@ -18,6 +18,7 @@ from tests.trl.tiny import adapted
 from troll.evaluation import vllm
 from troll.evaluation.config import EvaluationError
 from troll.evaluation.generate import Generation, Sampling
+from troll.evaluation.model import ModelSource
 
 
 @dataclass
@@ -108,8 +109,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("installed")
 def test_each_completion_is_a_request_with_its_own_seed() -> None:
     sampling = Sampling(temperature=0.6, top_p=0.95, top_k=20, max_new_tokens=9)
-    more: dict[str, Any] = {"revision": "v2", "trust_remote_code": True}
-    engine = vllm.VllmGenerator("some/model", sampling, dtype="bfloat16", context=300, **more)
+    source = ModelSource("some/model", "some/model", None, None, "", revision="v2", trust_remote_code=True)
+    engine = vllm.VllmGenerator(source, sampling, dtype="bfloat16", context=300)
     assert engine.generate([[1, 2], [1, 2], [3]], [5, 6, 9]) == [
         Generation("[1, 2] 5", 5, True),
         Generation("[1, 2] 6", 6, True),
@@ -131,14 +132,14 @@ def test_each_completion_is_a_request_with_its_own_seed() -> None:
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(("rank", "supported"), [(32, 32), (4, 8), (129, 256), (513, None)])
 def test_an_adapter_is_applied_by_the_engine(rank: int, supported: int | None) -> None:
-    settings: dict[str, Any] = {"dtype": "auto", "context": 10, "adapter": "folder", "adapter_rank": rank}
+    source, sampling = ModelSource("folder", "base", rank, None, ""), Sampling(0.0, 1.0, 0, 4)
     if supported is None:
         with pytest.raises(EvaluationError, match="rank 512 at most, got 513: use --backend transformers"):
-            vllm.VllmGenerator("base", Sampling(0.0, 1.0, 0, 4), **settings)
+            vllm.VllmGenerator(source, sampling, dtype="auto", context=10)
         return
-    engine = vllm.VllmGenerator("base", Sampling(0.0, 1.0, 0, 4), **settings)
+    engine = vllm.VllmGenerator(source, sampling, dtype="auto", context=10)
     engine.generate([[1]], [1])
-    assert (LLM.made["enable_lora"], LLM.made["max_lora_rank"]) == (True, supported)
+    assert (LLM.made["model"], LLM.made["enable_lora"], LLM.made["max_lora_rank"]) == ("base", True, supported)
     assert LLM.made["lora_request"] == LoRARequest("adapter", 1, "folder")
 
 
@@ -173,7 +174,7 @@ def test_vllm_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_what_vllm_would_leave_out_of_an_adapter_is_named(
+def test_adapter_problem_names_parts_that_vllm_does_not_read(
     tiny_model: Path, tmp_path: Path, settings: dict[str, Any], problem: str | None
 ) -> None:
     base = AutoModelForCausalLM.from_pretrained(tiny_model)

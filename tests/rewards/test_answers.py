@@ -144,7 +144,7 @@ def test_a_marked_answer_is_read(answer_format):
 @pytest.mark.parametrize(
     ("answer_format", "rewards"), [("boxed", [1, 0, 0, 0, 0]), ("hash", [0, 0, 0, 1, 0]), ("tag", [0, 0, 0, 0, 1])]
 )
-def test_the_format_alone_is_rewarded(answer_format, rewards):
+def test_format_reward_ignores_whether_the_answer_is_right(answer_format, rewards):
     texts = [r"\boxed{1}", r"\boxed{}", "1", "#### 1", "<answer>1</answer>"]
     chats = [[{"role": "assistant", "content": text}] for text in texts]
     reward = FormatReward(answer_format)

@@ -70,7 +70,7 @@ def test_a_corrected_block_follows_its_draft() -> None:
      "async def f(x): return x\n", "class f: pass\n", "class Solution:\n    def f(self, x): return x\n",
      "f=(1).__add__\n"],
 )  # fmt: skip
-def test_what_defines_a_name(program: str) -> None:
+def test_defines_finds_definitions_and_assignments(program: str) -> None:
     assert defines(program, ["f"]) and defines(program, ["g", "f"])
     assert (
         program_in(fenced(program, "print(f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10))\n")) == program
@@ -81,7 +81,7 @@ def test_what_defines_a_name(program: str) -> None:
     "program",
     ["f == 1\n", "ff = 1\n", "x.f = 1\n", "    f = 1\n", "f(x=1)\n", "def ff(): pass\n", "# f = 1\n", "f: int\n"],
 )
-def test_what_defines_no_name(program: str) -> None:
+def test_defines_ignores_other_uses_of_a_name(program: str) -> None:
     assert not defines(program, ["f"])
 
 
@@ -160,7 +160,7 @@ if __name__ == "__main__":
 '''
 
 
-def test_what_a_program_needs_of_other_blocks_is_put_in_front() -> None:
+def test_program_among_puts_needed_definitions_of_other_blocks_in_front() -> None:
     later = "def f(x):\n    return helper(x) % MOD, queue([x]), LETTERS\n"
     space = ran(program_in(fenced(EARLIER, later, "print(f(1))\n")))
     assert space["f"](1.5)[0] == 2  # type: ignore[operator]
@@ -171,12 +171,12 @@ def test_what_a_program_needs_of_other_blocks_is_put_in_front() -> None:
     assert ran(program_in(drafts))["f"](5) == 1  # type: ignore[operator]
 
 
-def test_the_tests_may_name_what_several_blocks_define() -> None:
+def test_program_among_takes_tested_names_from_several_blocks() -> None:
     text = fenced("class A:\n    x = 1\n", "def g(): return 1\n", "def f(): return 0\n")
     assert {"A", "f", "g"} <= ran(program_in(text, ("A", "f", "g"))).keys()
 
 
-def test_a_call_alone_runs_what_an_earlier_block_defines() -> None:
+def test_program_among_keeps_definitions_for_a_block_with_only_a_call() -> None:
     main = "import sys\ndef main():\n    n = int(input())\n    print(n)\n\nsys.setrecursionlimit(9999)\n"
     found = program_in(fenced(main, "if __name__ == '__main__':\n    main()\n"), (), whole=True)
     assert found is not None and found.startswith("def main") and found.endswith("    main()\n")

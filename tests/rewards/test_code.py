@@ -184,7 +184,7 @@ def test_mistakes_of_the_user_name_the_row(grader):
         CodeGrader(workers=0)
 
 
-def test_whatever_a_completion_holds_it_gets_a_verdict(grader):
+def test_grade_gives_every_completion_a_verdict(grader):
     completions = [
         "",
         "```python\n```",
@@ -278,7 +278,7 @@ def troubled(sandbox: Any, wall_seconds: float = 3.0, **options: Any) -> CodeGra
     return CodeGrader(limits=Limits(wall_seconds=wall_seconds), workers=2, sandbox=sandbox, **options)
 
 
-def test_what_could_not_be_tested_is_tested_again():
+def test_grade_tests_again_after_failures_of_the_machine():
     sandbox = Trouble(calls=3)
     verdicts = troubled(sandbox).grade([RIGHT, WRONG], tests=[DOUBLE] * 2)
     assert [verdict.score for verdict in verdicts] == [1.0, 0.0]
@@ -422,7 +422,7 @@ def test_a_program_that_was_interrupted_has_no_verdict_and_the_grader_goes_on(gr
     assert grader(["p"], [program], tests=[DOUBLE]) == [1.0]
 
 
-def test_verl_is_told_what_kept_a_completion_from_being_judged(monkeypatch):
+def test_compute_score_raises_with_the_cause_of_an_unscored_completion(monkeypatch):
     grader = troubled(Trouble(), wall_seconds=0.1)
     monkeypatch.setattr("troll.rewards.code._default_grader", lambda *_: grader)
     with pytest.raises(SandboxError, match="a completion is unscored: no process is left"):

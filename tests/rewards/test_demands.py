@@ -29,13 +29,13 @@ def parsed(*asserts: str, **fields: object) -> CodeTests:
         ("assert f.__code__.co_argcount == 1", "__code__ of the program's f is read"),
     ],
 )
-def test_what_only_the_programs_process_has(source, reason):
+def test_needs_plain_names_the_reason(source, reason):
     assert needs_plain(parsed("assert f(0)", source)) == [reason]
     assert needs_plain(parsed("assert f(0)", setup=source)) == [reason]
 
 
 @pytest.mark.parametrize("name", idioms.JUDGED)
-def test_what_a_judge_can_test_needs_no_more(name):
+def test_needs_plain_is_empty_for_tests_that_a_judge_can_run(name):
     assert needs_plain(parsed(idioms.JUDGED[name])) == []
 
 

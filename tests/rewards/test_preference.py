@@ -57,7 +57,7 @@ def test_a_chat_template_is_for_conversations(tmp_path):
         ({"pad": None}, "has no token to pad with"),
     ],
 )
-def test_what_is_no_reward_model_is_refused(tmp_path, arguments, message):
+def test_load_reward_model_refuses_other_models(tmp_path, arguments, message):
     folder = save(tmp_path, **arguments)
     with pytest.raises(ValueError, match=message) as error:
         load_reward_model(folder, conversational=False)

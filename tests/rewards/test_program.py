@@ -89,7 +89,7 @@ def test_a_completion_may_continue_a_prefix(completion, program):
         ("import a\n", F, F),  # no signature, so nothing says where the head would end
     ],
 )
-def test_a_function_may_use_what_stands_before_it_in_the_prefix(prefix, completion, program):
+def test_read_program_keeps_imports_and_helpers_of_the_prefix(prefix, completion, program):
     found = read_program(completion, TESTS, prefix)
     assert found is not None
     compile(found, "program", "exec")
@@ -108,7 +108,7 @@ def test_a_program_has_the_definitions_of_other_blocks_and_the_head_of_the_prefi
     assert read_program("```python\n    return x + 1\n```", TESTS, PREFIX) == PREFIX + "    return x + 1\n"
 
 
-def test_tests_hold_what_json_holds():
+def test_parse_tests_keeps_all_values_of_json():
     digits, deep = "7" * 5000, "[" * 5000 + "]" * 5000
     text = f'{{"function": "f", "inputs": [[{digits}, NaN, {deep}]], "outputs": [-{digits}]}}'
     tests = parse_tests(text)
@@ -202,7 +202,7 @@ def test_names_that_tests_take_from_the_program(source, inferred, modules):
         ('{"asserts": ["assert f()"], "plain": "yes"}', "plain takes true or false, got 'yes'"),
     ],
 )
-def test_what_is_wrong_with_tests_is_said(text, message):
+def test_parse_tests_names_mistakes(text, message):
     with pytest.raises(ValueError, match=message):
         parse_tests(text)
 

@@ -91,7 +91,7 @@ def test_golds_that_can_be_matched_in_one_spelling_only_are_found(write):
     assert [trial.kind for trial, _ in report.disagreements] == ["restated"]
 
 
-def test_what_could_not_be_graded_is_neither(write, monkeypatch):
+def test_check_counts_unscored_trials_separately(write, monkeypatch):
     task = _mathematics(write, "72")
     unscored = Verdict(None, "72", "unscored: \x1b[31mno processes")
     monkeypatch.setattr(MathGrader, "grade", lambda self, completions, **columns: [unscored] * len(completions))
@@ -137,7 +137,7 @@ def test_code_is_checked_by_its_solutions():
     assert check(_code([tests], ["def double(x:"])).counts == {("itself", False): 1}
 
 
-def test_what_cannot_be_checked():
+def test_check_refuses_other_rewards_and_data_without_solutions():
     with pytest.raises(TaskError, match="task 'own' has tests, but no solutions"):
         check(_code([{"asserts": ["assert f() == 1"]}], [None]))
     rows = Dataset.from_dict({"prompt": ["?"]})

@@ -9,16 +9,16 @@ import pytest
 from tests.rewards.datasets import DATA
 from troll.tasks import TaskConfig, TaskError, load_task
 from troll.tasks.code import eurus_tests, load_tested, names_under_test
-from troll.tasks.row import Column
+from troll.tasks.rows import Column
 from troll.tasks.splits import Source
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap on this machine")
 
 HUMANEVAL = DATA / "humaneval" / "HumanEval.jsonl"
 MBPP = DATA / "mbpp" / "mbpp.jsonl"
-needs_humaneval = pytest.mark.skipif(not HUMANEVAL.exists(), reason="no HumanEval beside the project, in ../shared")
+needs_humaneval = pytest.mark.skipif(not HUMANEVAL.exists(), reason="no HumanEval next to the project, in ../shared")
 ALL = pytest.param(1000, marks=pytest.mark.slow)
-needs_mbpp = pytest.mark.skipif(not MBPP.exists(), reason="no MBPP beside the project, in ../shared")
+needs_mbpp = pytest.mark.skipif(not MBPP.exists(), reason="no MBPP next to the project, in ../shared")
 
 
 def mbpp_row(number, **fields):
@@ -124,7 +124,7 @@ def test_options_are_checked(write):
         assert "\n" not in str(error.value)
 
 
-def test_without_a_sandbox_the_task_says_what_to_install(write, monkeypatch):
+def test_code_task_without_a_sandbox_names_the_package_to_install(write, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(TaskError, match="bubblewrap") as error:
         load_task(mbpp(write, [1, 2], eval_size=1))
@@ -239,7 +239,7 @@ def test_tests_that_need_the_programs_process_run_there_only_on_demand(write):
 
 
 @pytest.mark.filterwarnings("ignore:the tests of")
-def test_an_option_for_all_tests_wins_over_what_they_say_and_that_over_need(write):
+def test_plain_tests_option_overrides_statements_and_needs_of_tests(write):
     tests = [json.dumps({**json.loads(INSIDE), **said}) for said in ({}, {"plain": True}, {"plain": False})]
     for option, plain in [
         ({}, [False, True, False]),

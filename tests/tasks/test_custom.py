@@ -12,7 +12,7 @@ FIELDS = {"dataset": "rows.jsonl", "columns": {"prompt": "q", "answer": "result.
 
 @pytest.fixture
 def task_file(tmp_path, write, monkeypatch):
-    """Writes a YAML task beside `rows.jsonl`, and returns its path; the tests run in another folder."""
+    """Writes a YAML task next to `rows.jsonl`, and returns its path; the tests run in another folder."""
     write("rows.jsonl", ROWS)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -127,7 +127,7 @@ def test_mistakes_in_yaml_name_the_file_and_the_field(task_file, fields, message
 
 
 @pytest.mark.parametrize("text", ["a: [", "- a", ""])
-def test_what_is_no_yaml_task_is_named(tmp_path, text):
+def test_load_file_names_files_that_are_no_yaml_task(tmp_path, text):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(TaskError, match=r"mine\.yaml: (not YAML|expected 'field: value' lines)"):

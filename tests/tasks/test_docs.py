@@ -1,4 +1,4 @@
-"""What docs/tasks.md shows, and the examples beside it."""
+"""What docs/tasks.md shows, and the examples next to it."""
 
 import re
 import runpy

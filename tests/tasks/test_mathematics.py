@@ -19,7 +19,7 @@ FILES = {
 def real(name):
     path = DATA / FILES[name][0]
     if not path.exists():
-        pytest.skip(f"no {FILES[name][0]} beside the project, in ../shared/data")
+        pytest.skip(f"no {FILES[name][0]} next to the project, in ../shared/data")
     return str(path)
 
 
@@ -65,7 +65,7 @@ def test_held_out_questions_are_dropped_from_training(folder):
         assert len(task.eval_dataset) == eval_size
 
 
-def test_train_size_counts_what_is_left(folder):
+def test_train_size_counts_rows_without_held_out_questions(folder):
     path = folder(rows(9), rows(4))
     task = load_task(TaskConfig(task="gsm8k", dataset_path=path, train_size=3))
     assert task.train_dataset["answer"] == ["1004", "1005", "1006"]
@@ -116,7 +116,7 @@ def test_the_answer_format_is_asked_for_and_read(folder, answer_format, instruct
     assert success(prompts=[""] * 2, completions=[completion, "1000"], answer=["1000"] * 2) == [1.0, 0.0]
 
 
-def test_templates_leave_the_braces_of_latex_alone(write):
+def test_templates_keep_the_braces_of_latex(write):
     given = [{"problem": r"Find $\frac{1}{x}$ in {question} {0} {instruction}" + str(n), "answer": 1} for n in range(2)]
     options = {"prompt": "{question} [{instruction}] {so} \\frac{1}{2}", "system_prompt": "Be {brief}."}
     config = TaskConfig("math", write("rows.jsonl", given), task_options=options, eval_size=1)
@@ -263,7 +263,7 @@ def test_the_real_files_load_whole(name):
         assert (len(task.train_dataset), len(task.eval_dataset)) == FILES[name][1:]
 
 
-def test_solutions_of_gsm8k_count_by_their_end_alone():
+def test_after_hashes_reads_only_the_end_of_a_solution():
     task = load_task(TaskConfig("gsm8k", real("gsm8k"), eval_size=None, task_options={"answer_format": "hash"}))
     (success,) = task.reward_funcs
     lines = (DATA / "gsm8k" / "test.jsonl").read_text().splitlines()[:200]

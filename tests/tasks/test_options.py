@@ -2,7 +2,7 @@ import pytest
 
 from troll.tasks import TaskConfig, TaskError
 from troll.tasks.options import Options
-from troll.tasks.row import Column
+from troll.tasks.rows import Column
 
 
 def options(**given):

@@ -28,8 +28,8 @@ def test_texts_and_conversations_of_one_message(tmp_path):
         assert [reward.config.num_labels for reward in rewards] == [1]
 
 
-def test_what_is_no_prompt_can_be_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("troll.tasks.registry.load_reward_model", lambda name, conversational: name)
+def test_rows_without_a_prompt_can_be_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("troll.tasks.loading.load_reward_model", lambda name, conversational: name)
     mine = config(tmp_path, ["a", ""], ["b"], reward_model="judge")
     with pytest.raises(TaskError, match="skip_unanswered: true"):
         load_task(mine)

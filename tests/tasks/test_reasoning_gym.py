@@ -76,7 +76,7 @@ def test_answer_tags_and_conversations_are_read():
     assert _score(task, rows, [[{"role": "assistant", "content": reply}]]) == [1.0]
 
 
-def test_an_answer_format_decides_what_is_right():
+def test_success_needs_the_answer_format():
     task = _load(options={**EXPRESSION, "answer_format": "<{answer}>"})
     assert [reward.__name__ for reward in task.reward_funcs] == ["success", "formatted", "right"]
     assert task.reward_weights == [1.0, 0.0, 0.0]

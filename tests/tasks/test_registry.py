@@ -61,7 +61,7 @@ def test_prompts_may_read_otherwise_in_a_conversation(task_of):
     assert chat[0] == {"prompt": said, "prefix": "p"}
 
 
-def test_rows_to_train_on_are_needed_for_training_alone(task_of):
+def test_load_task_needs_rows_to_train_on_only_for_training(task_of):
     rows, none = rows_of(2), rows_of(0)
     config = TaskConfig("made")
     for trains, message in [
@@ -88,8 +88,8 @@ def test_a_column_that_rewards_cannot_get_is_named(task_of, name):
             load_task(TaskConfig("made"))
 
 
-def test_a_reward_model_has_a_weight_beside_the_others(task_of, monkeypatch):
-    monkeypatch.setattr(registry_module, "load_reward_model", lambda name, conversational: name)
+def test_load_task_gives_a_reward_model_a_weight_of_its_own(task_of, monkeypatch):
+    monkeypatch.setattr("troll.tasks.loading.load_reward_model", lambda name, conversational: name)
     rows = rows_of(1)
     for weights, expected in ((None, None), ([0.5], [0.5, 1.0])):
         task_of(rows, rows, reward_weights=weights)
@@ -151,7 +151,7 @@ def parsed(tmp_path, text, *arguments):
     return config
 
 
-def test_config_parses_from_the_command_line_beside_trls():
+def test_config_parses_from_the_command_line_with_those_of_trl():
     parser = TrlParser([TaskConfig, ModelConfig])  # type: ignore[list-item]
     config, _ = parser.parse_args_and_config(
         ["--task", "reasoning_gym:gcd", "--task_options", '{"max_terms": 3}', "--train_size", "7"]

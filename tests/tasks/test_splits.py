@@ -39,7 +39,7 @@ def test_one_file_holds_out_its_end(write):
             sizes(TaskConfig(dataset_path=path, eval_size=size))
 
 
-def test_everything_that_is_held_out_of_one_file_is_what_a_run_holds_out(write, hub):
+def test_read_splits_without_eval_size_holds_out_as_many_rows_as_a_run(write, hub):
     path = write("rows.jsonl", texts(300))
     train, test = read_splits(TaskConfig(dataset_path=path, eval_size=None), Source("hub/name"))
     assert (len(train), list(test.numbers)) == (44, list(range(44, 300)))
@@ -110,7 +110,7 @@ def test_an_unreachable_hub_is_one_line(monkeypatch):
         DatasetGenerationError("An error occurred while generating the dataset"),
     ],
 )
-def test_what_the_hub_has_and_datasets_cannot_read_is_one_line(monkeypatch, raised):
+def test_read_splits_gives_one_line_for_unreadable_data_of_the_hub(monkeypatch, raised):
     def unreadable(*_):
         raise raised
 

@@ -172,7 +172,7 @@ def evaluate(make: tiny.Maker, problems: int, batch: int) -> dict[str, float]:
 
 
 class PoisonOneProcess(TrainerCallback):
-    """After the first step, the second process alone computes NaN."""
+    """After the first step, only the second process computes NaN."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if args.process_index == 1 and state.global_step == 1:
@@ -240,7 +240,7 @@ def updates(mode: str, models: Callable[[str], Path], folder: Path) -> dict[str,
 
 
 def the_rest(mode: str, models: Callable[[str], Path], folder: Path) -> dict[str, Any]:
-    """What takes longer: adapters, other losses, and checkpoints that are shards alone."""
+    """The slow cases: adapters, other losses, and checkpoints of shards only."""
     make = maker(mode, models, folder)
     resumed = {"LoRA": interrupted(make, folder / "LoRA", peft_config=LORA, learning_rate=1e-2)}
     if mode in SHARDS_ALONE:

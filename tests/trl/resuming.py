@@ -25,7 +25,7 @@ SETTINGS: dict[str, Any] = {
     "ddp_backend": "gloo",
 }
 
-#: How to have a back end write shards alone.
+#: Settings with which a back end writes only shards.
 SHARDS_ALONE = {
     "fsdp": {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"},
     "zero3": {"ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "false"},

@@ -26,7 +26,7 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL
 
 
 def fsdp_on_cpu() -> None:
-    """accelerate takes FSDP on devices alone, and nothing in it or in torch needs one: calls the CPU a device."""
+    """accelerate takes FSDP only on devices, though neither it nor torch needs one: calls the CPU a device."""
     original = PartialState.__init__
 
     def init(self: PartialState, *args: Any, **kwargs: Any) -> None:
@@ -71,7 +71,7 @@ def zero_on_cpu() -> None:
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:
-    """Whether this process holds a part of it alone, now."""
+    """Whether this process now holds only a part of it."""
     return isinstance(parameter, DTensor) or (hasattr(parameter, "ds_tensor") and not parameter.numel())
 
 

@@ -92,7 +92,7 @@ def test_whitened_values_have_mean_zero_and_variance_one():
     assert not whitened[~mask].any()
 
 
-def test_whitening_in_float32_keeps_a_small_variance_beside_a_large_mean():
+def test_whitening_in_float32_keeps_a_small_variance_next_to_a_large_mean():
     values = 1000 + 0.1 * torch.arange(64.0)
     expected = (values.double() - values.double().mean()) / values.double().std(correction=0)
     torch.testing.assert_close(whiten(values, torch.ones(64)).double(), expected, rtol=1e-3, atol=1e-3)
@@ -158,8 +158,8 @@ def test_gae_refuses_shapes_that_differ():
 def test_token_advantages_leave_out_what_has_no_reward():
     rewards, values = float64([1, NAN]), float64([[0.5, 0.25, 9], [3, 3, 3]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    result = token_advantages(rewards, values, mask, whitened=False)
-    close(result.advantages, [[0.5, 0.75, 0], [0, 0, 0]])
-    close(result.returns, [[1, 1, 0], [0, 0, 0]])
-    assert result.mask.tolist() == [[True, True, False], [False, False, False]]
-    close(token_advantages(rewards, values, mask).advantages, [[-1, 1, 0], [0, 0, 0]])
+    advantages, returns, counted = token_advantages(rewards, values, mask, whitened=False)
+    close(advantages, [[0.5, 0.75, 0], [0, 0, 0]])
+    close(returns, [[1, 1, 0], [0, 0, 0]])
+    assert counted.tolist() == [[True, True, False], [False, False, False]]
+    close(token_advantages(rewards, values, mask)[0], [[-1, 1, 0], [0, 0, 0]])

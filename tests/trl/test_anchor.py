@@ -428,7 +428,7 @@ def test_a_reference_is_still_scored(anchored, steps_per_generation):
     trainer = anchored(Engine(), beta=0.1, steps_per_generation=steps_per_generation, peft_config=peft)
     forwards = count_forwards(trainer)
     inputs = tiny.rollout(trainer)[0]
-    assert forwards == [4] * steps_per_generation, "the reference's alone"
+    assert forwards == [4] * steps_per_generation, "only the reference's"
     mask = inputs["completion_mask"].bool()
     # The reference is the model itself, before it has learnt anything, and so is the engine.
     torch.testing.assert_close(

@@ -111,7 +111,7 @@ def test_images_reach_the_policies_and_gradients_reach_the_vision_tower(make, fa
 
 @pytest.mark.parametrize("family", vision.FAMILIES)
 def test_shuffling_and_splitting_keep_images_and_policies_together(make, family):
-    """The policy never moves here, so one beside another one's image would be seen as a divergence."""
+    """The policy never moves here, so one next to another one's image would be seen as a divergence."""
     trainer = vision_trainer(
         make, family, per_device_train_batch_size=2, steps_per_generation=4, max_steps=8, learning_rate=0.0
     )

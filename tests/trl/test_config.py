@@ -532,6 +532,14 @@ def test_the_command_line_offers_the_choices(tmp_path, capsys, option, value):
     assert f"invalid choice: '{value}'" in capsys.readouterr().err
 
 
+def test_every_field_has_its_entry_of_the_docstring_as_help():
+    own = {field.name: field.metadata.get("help", "") for field in fields(TrollConfig)}
+    assert [name for name in TrollConfig.__annotations__ if not own[name]] == []
+    assert own["kl_bound"] == "ε, the largest KL divergence (nats) of a token's distribution from the old policy's."
+    assert own["tail"].startswith('How the tokens that are not kept count: "bucket"')
+    assert own["tail"].endswith("as the paper's code does.")
+
+
 def test_a_yaml_file_sets_fields_and_the_command_line_wins(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(

@@ -1,4 +1,4 @@
-"""The critic: which state a value is of, its loss, its optimiser, its checkpoints, alone and in two processes."""
+"""The critic: which state a value is of, its loss, its optimiser, its checkpoints, in one process and in two."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def test_padding_of_the_prompt_changes_nothing(accelerator, model_path, architec
     input_ids = torch.arange(3, 3 + PROMPT + COMPLETION).unsqueeze(0)
     padded = torch.nn.functional.pad(input_ids, (5, 0))
     mask = torch.nn.functional.pad(torch.ones_like(input_ids), (5, 0))
-    alone = critic.values(input_ids, torch.ones_like(input_ids), COMPLETION)
-    torch.testing.assert_close(critic.values(padded, mask, COMPLETION), alone, rtol=1e-4, atol=1e-5)
+    unpadded = critic.values(input_ids, torch.ones_like(input_ids), COMPLETION)
+    torch.testing.assert_close(critic.values(padded, mask, COMPLETION), unpadded, rtol=1e-4, atol=1e-5)
 
 
 def test_rows_can_be_scored_a_few_at_a_time(opinionated):
@@ -138,7 +138,7 @@ def test_the_clipped_loss_is_the_larger_of_two():
 # Training
 
 
-def test_it_learns_a_constant_return(accelerator, model_path):
+def test_critic_learns_a_constant_return(accelerator, model_path):
     critic = make_critic(accelerator, model_path("qwen3"), value_clip=9.0)
     data = batch()
     data.returns = torch.full_like(data.returns, 0.7)
@@ -148,7 +148,7 @@ def test_it_learns_a_constant_return(accelerator, model_path):
     assert error < 0.05
 
 
-def test_what_is_not_under_the_mask_does_not_matter(accelerator, model_path):
+def test_critic_ignores_tokens_outside_the_mask(accelerator, model_path):
     data = batch()
     expected, poisoned = (make_critic(accelerator, model_path("llama")) for _ in range(2))
     update(expected, data, micro_batches=1)
@@ -184,7 +184,7 @@ def test_the_gradient_is_of_the_mean_over_tokens(accelerator, model_path):
     torch.testing.assert_close(state["exp_avg"] / 0.1, expected.view(1), rtol=1e-4, atol=1e-6)
 
 
-def test_lora_trains_the_adapter_and_the_head_alone(accelerator, model_path, tmp_path):
+def test_lora_trains_only_the_adapter_and_the_head(accelerator, model_path, tmp_path):
     critic = make_critic(accelerator, model_path("llama"), "lora")
     model = accelerator.unwrap_model(critic.model)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}

@@ -39,7 +39,7 @@ def diagnostics(trainer: Any) -> list[tuple[int, dict[str, float]]]:
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (4, [4])])
-def test_they_are_logged_when_they_are_due(make, every, steps):
+def test_diagnostics_are_logged_when_they_are_due(make, every, steps):
     trainer = make(diagnostics_steps=every, max_steps=6)
     trainer.train()
     assert [step for step, _ in diagnostics(trainer)] == steps
@@ -89,7 +89,7 @@ def test_they_change_nothing(make, surrogate):
 
 
 @pytest.mark.parametrize("surrogate", ["troll", "clip"])
-def test_they_are_those_of_full_logits(make, surrogate):
+def test_diagnostics_are_those_of_full_logits(make, surrogate):
     trainer = make(surrogate=surrogate, diagnostics_steps=1, support_top_k=6, kl_bound=0.01)
     inputs = rollout(trainer)[0]
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_they_are_those_of_full_logits(make, surrogate):
 
     # The chain rule, on the probed tokens.
     with torch.no_grad():
-        new_logits = trainer._full_logits(probed.input_ids, probed.attention_mask, probed.positions).double()
+        new_logits = trainer.diagnostics.full_logits(probed.input_ids, probed.attention_mask, probed.positions).double()
     full_new, full_old = new_logits.log_softmax(-1), probed.old_logits.double().log_softmax(-1)
     full = (full_new.exp() * (full_new - full_old)).sum(-1)
     ids = probed.old.token_ids

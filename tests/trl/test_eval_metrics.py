@@ -45,7 +45,7 @@ def test_problems_are_the_groups_of_completions():
     assert held_out.metrics(4, 2) == {}
 
 
-def test_what_fills_up_the_last_batch_does_not_count():
+def test_eval_metrics_ignore_completions_that_fill_up_the_last_batch():
     metrics = observed(LastLetter(), [["a", "z"], ["a", "a"]]).metrics(1, 3)
     assert metrics["pass@1"] == metrics[REWARD_MEAN] == pytest.approx(2 / 3)
 
@@ -82,7 +82,7 @@ class Stuck(LastLetter):
         return [Verdict(None, "?", "") if each.answer == "?" else each for each in verdicts]
 
 
-def test_what_could_not_be_judged_is_left_out_and_counted():
+def test_eval_metrics_leave_out_and_count_unscored_completions():
     held_out = observed(Stuck(), [["a", "?", "z", "?"], ["?", "?", "a", "a"], ["?", "?", "?", "?"]])
     metrics = held_out.metrics(2, 5)
     # 1 of 1, 0 of 1, none, 2 of 2, none; and what fills up the last batch.
@@ -93,7 +93,7 @@ def test_what_could_not_be_judged_is_left_out_and_counted():
     assert held_out.metrics(2, 1) == {UNSCORED: 1.0}
 
 
-def test_what_another_grader_could_not_judge_is_left_out():
+def test_eval_metrics_leave_out_completions_that_another_grader_left_unscored():
     grader = LastLetter()
     held_out = EvalMetrics([Stuck(), grader], ["stuck", "success"])
     grader.latest = grader.grade(["a", "z"])
@@ -107,7 +107,7 @@ def test_what_another_grader_could_not_judge_is_left_out():
     }
 
 
-def test_the_mean_of_a_reward_with_shares_is_its_own():
+def test_eval_metrics_have_the_mean_of_a_reward_with_partial_credit():
     def success(prompts, completions, **columns):
         return [0.5, 0.25]
 
@@ -127,7 +127,7 @@ def evaluate(make, **changes: Any):
     )
 
 
-def test_the_trainer_logs_them_at_eval_steps(make):
+def test_trainer_logs_eval_metrics_at_eval_steps(make):
     trainer = evaluate(make, eval_steps=2, max_steps=2)
     trainer.train()
     (entry,) = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
@@ -177,7 +177,7 @@ def test_success_is_exact_where_the_last_batch_is_filled_up(make):
     )
 
 
-def test_an_evaluation_that_was_interrupted_leaves_nothing(make):
+def test_evaluation_ignores_the_verdicts_of_an_interrupted_one(make):
     trainer = evaluate(make, eval_steps=2)
     trainer.eval_metrics._verdicts = [Verdict(1.0, "a", "")] * 400
     trainer._metrics["eval"]["reward"].append(1000.0)

@@ -43,7 +43,7 @@ def assert_went_on(resumed: Any, whole: dict[str, Any], step: int) -> None:
         torch.testing.assert_close(resumed["states"][later], whole["states"][later], rtol=0, atol=0)
 
 
-def test_the_runs_move(whole):
+def test_whole_run_moves_policy_critic_and_bound(whole):
     states = whole[1]["states"]
     for step in range(6):
         moved = {name.split()[0] for name in states[0] if not torch.equal(states[step][name], states[step + 1][name])}
@@ -171,7 +171,7 @@ def test_an_incomplete_checkpoint_is_refused_by_name(make, damaged):
         trainer.train(resume_from_checkpoint=str(damaged / "checkpoint-6"))
 
 
-def test_no_complete_checkpoint(make, tmp_path):
+def test_resuming_without_a_complete_checkpoint_is_refused(make, tmp_path):
     trainer = make(output_dir=str(tmp_path / "out"), **fault_worker.SETTINGS)
     with pytest.raises(ValueError, match=r"there is no complete checkpoint in output_dir .+out to resume from$"):
         trainer.train(resume_from_checkpoint=True)
@@ -191,7 +191,7 @@ def written(folder: Path, step: int, complete: bool = True) -> Path:
     return checkpoint
 
 
-def test_what_was_changed_on_purpose_counts_without_its_marker(tmp_path):
+def test_check_complete_accepts_a_changed_checkpoint_without_its_marker(tmp_path):
     changed = written(tmp_path, 2)
     for content, lacks in (
         ("{ }", "trainer_state.json has 3 bytes and had 2"),
@@ -297,7 +297,7 @@ def test_incomplete_checkpoints_are_deleted_before_complete_ones(tmp_path):
     assert list(tmp_path.iterdir()) == [kept[-1]]
 
 
-def test_what_is_pushed_to_the_hub_is_complete(make, tmp_path, monkeypatch):
+def test_checkpoint_is_complete_when_it_is_pushed_to_the_hub(make, tmp_path, monkeypatch):
     trainer = make(output_dir=str(tmp_path / "out"), save_strategy="steps", save_steps=2, max_steps=2)
     pushed = []
     monkeypatch.setattr(trainer, "_push_from_checkpoint", lambda folder: pushed.append((folder, defect(Path(folder)))))

@@ -81,7 +81,7 @@ def test_the_checks_of_generate_still_work():
         model.generate(**prompts(), nonsense=torch.zeros(7), **GREEDY)
 
 
-def test_what_is_more_than_ids_is_passed_through(monkeypatch):
+def test_generate_passes_on_calls_that_return_more_than_ids(monkeypatch):
     model: Any = tiny.make_model("llama").eval()
     generate_in_chunks(model, 2)
     rows = record_rows(model, monkeypatch)
@@ -130,7 +130,7 @@ def test_images_go_with_their_prompts():
         {"input_ids": torch.zeros(2, 5)},
     ],
 )
-def test_what_cannot_be_told_apart_by_prompt_is_not_split(changed):
+def test_split_leaves_tensors_without_a_row_a_prompt_whole(changed):
     inputs = {"input_ids": torch.zeros(3, 5), "image_grid_thw": torch.tensor([[1, 2, 2]] * 3)}
     inputs["pixel_values"] = torch.zeros(12, 1)
     assert split(inputs, 2) is not None

@@ -73,7 +73,7 @@ TWO_ROLLOUTS: dict[str, Any] = {
 }
 
 
-def test_a_rollouts_last_update_decides(make):
+def test_weight_adapts_to_the_last_update_of_a_rollout(make):
     """Once a rollout, by the mean KL of all tokens of its second update; the first one's is 0."""
     fixed = make(**TWO_ROLLOUTS)
     fixed.train()
@@ -138,7 +138,7 @@ def test_a_fixed_weight_is_the_settings_in_a_resumed_run_too(make, tmp_path):
     assert logged(trainer, WEIGHT) == [1, 1, 5, 5]
 
 
-def test_a_checkpoint_without_a_weight_is_told(make, tmp_path):
+def test_checkpoint_without_a_weight_is_warned_about(make, tmp_path):
     settings = resuming.SETTINGS | ADAPTIVE
     make(output_dir=str(tmp_path / "whole"), **settings).train()
     checkpoint = Path(shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "checkpoint-2"))

@@ -284,7 +284,7 @@ def test_the_regression_term_is_not_masked_as_the_policy_term(make):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_the_reference_term_does_not_see_the_projection(make, loss_type, level, bias_correction):
-    """β times k3, weighted with p̃/p and not with q/p: beside the projected policy term, nothing of it is projected."""
+    """β times k3, weighted with p̃/p and not with q/p: next to the projected policy term, none of it is projected."""
     beta = 0.3
     settings = {
         "kl_bound": 0.02,

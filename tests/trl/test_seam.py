@@ -28,7 +28,7 @@ def renamed_parameter(self, network, inputs):
     raise NotImplementedError
 
 
-def test_what_a_trl_lacks_is_named():
+def test_differences_names_missing_methods_parameters_and_names():
     assert list(needed.differences(trainer_like())) == []
     (phrase,) = needed.differences(trainer_like(_calculate_rewards=None))
     assert phrase.startswith("OtherTrainer._calculate_rewards (the rewards of all processes")
@@ -61,7 +61,7 @@ def test_a_trl_without_a_fused_head_is_named():
     assert "pip install triton" in phrase
 
 
-def test_the_import_says_what_is_wrong(monkeypatch):
+def test_check_names_what_trl_lacks_and_the_remedy(monkeypatch):
     monkeypatch.delattr(utils, "add_fused_lm_head")
     monkeypatch.delattr(GRPOTrainer, "_calculate_rewards")
     with pytest.raises(

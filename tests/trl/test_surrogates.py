@@ -293,7 +293,7 @@ def test_the_ratio_of_a_projected_token_below_the_floor(make, tail, old_logit, n
     torch.testing.assert_close(logits.grad, reference.grad, rtol=1e-6, atol=1e-9)
 
 
-def test_dppo_reads_policies_for_the_top_k_alone(make):
+def test_dppo_reads_policies_only_for_the_top_k(make):
     assert OLD_POLICY not in rollout(make(surrogate="dppo_tv"))[0]
     assert OLD_POLICY in rollout(make(surrogate="dppo_tv", surrogate_kwargs={"outcomes": "top_k"}))[0]
 

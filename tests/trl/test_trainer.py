@@ -297,7 +297,7 @@ def lora(dropout: float = 0.0) -> LoraConfig:
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_lora_trains_the_adapter_alone(make, beta):
+def test_lora_trains_only_the_adapter(make, beta):
     trainer = make(kl_bound=1e-4, peft_config=lora(), beta=beta, learning_rate=0.05, max_steps=6)
     before = parameters(trainer.model)
     trainer.train()

@@ -1,4 +1,4 @@
-"""Completions that a grader could not judge take no part in a rollout, whatever other rewards say of them."""
+"""Completions that a grader could not judge take no part in a rollout, even if other rewards score them."""
 
 from __future__ import annotations
 

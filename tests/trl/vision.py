@@ -119,7 +119,7 @@ def make_model(family: str) -> PreTrainedModel:
 
 
 def make_processor(family: str) -> ProcessorMixin:
-    """The family's image processor (of Pillow alone), and one token per character."""
+    """The family's image processor (the one on Pillow), and one token per character."""
     tokenizer = Tokenizer(models.WordLevel(IDS, unk_token="."))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     fast = PreTrainedTokenizerFast(

@@ -1,4 +1,4 @@
-"""Programs that want a pass without solving the task `double`: twice the argument, of numbers and of lists."""
+"""Programs that try to pass without solving the task `double`: twice the argument, for numbers and lists."""
 
 TESTS = [
     "assert double(2) == 4",
@@ -47,7 +47,8 @@ def lying(base: str) -> str:
     return f"class Lie({base}):\n{body}def double(x):\n    return Lie()\n"
 
 
-#: Tests that pass functions to the program, each with a program that builds in the judge what equals everything.
+#: Tests that pass functions to the program, each with a program that uses them to build an object in the judge that
+#: equals everything.
 CALLBACKS = {
     "a class by type": (
         "assert f(2, type) == 4",
@@ -98,7 +99,7 @@ def f(own, form):
     return int(form("{0.__globals__[expected]}", own))
 """,
     ),
-    "arguments that change under the eye": (
+    "arguments that change between checks": (
         "assert f(2, map, type) == 4",
         """
 import sys, gc
@@ -299,7 +300,7 @@ def double(x):
     "garbage": "".join(map(chr, range(1, 128))),
 }
 
-#: An object that answers every operator, too, with itself or with what it was made to answer.
+#: An object that answers every operator as well; `ANSWER` is its answer.
 ANSWERING = """
 class Answering:
     def __init__(self, *args): pass
@@ -330,7 +331,7 @@ class Account:
     __float__ = Answering.__float__
 """
 
-#: Programs whose objects answer everything, by what their operators give.
+#: Programs whose objects answer everything, by the answer of their operators.
 ANSWERING_PROGRAMS = {
     "itself": ANSWERING.replace("ANSWER(self)", "self"),
     "another": ANSWERING.replace("ANSWER(self)", "Answering()"),
@@ -340,7 +341,7 @@ ANSWERING_PROGRAMS = {
     "one of others": ANSWERING.replace("pass\n", "self.made = id(self)\n", 1).replace("ANSWER(self)", "Point()"),
 }
 
-#: Tests that no object which merely answers passes, although it is asked.
+#: Tests that ask an object, which an object that only answers must not pass.
 ASKING = [
     f"{imports}\nassert {test}"
     for imports in ["import math, unittest\nfrom collections import Counter\nfrom decimal import Decimal"]

@@ -1,12 +1,12 @@
-"""Programs that attack: each prints "breach" and ends well where it got through, and does neither where it did not.
+"""Programs that attack: each prints "breach" and exits with status 0 if it succeeds, and does neither if it fails.
 
-`$SECRET` stands for a file of the user's with a secret in it, `$PORT` for a port on which the user's process listens,
-`$ABSTRACT` for the name of its abstract Unix socket; the user's environment holds TROLL_SECRET.
+`$SECRET` is the path of a secret file, `$PORT` a port on which the user's process listens, and `$ABSTRACT` the name of
+its abstract Unix socket. TROLL_SECRET is in the user's environment.
 """
 
 from __future__ import annotations
 
-#: Takes back the signal that would end it with its parent, and lets go of all descriptors.
+#: Tries to cancel the signal that ends it with its parent, and closes all descriptors.
 OUTLIVING = """
 import ctypes, os, time
 library = ctypes.CDLL(None)
@@ -135,7 +135,7 @@ import os
 while True:
     os.write(1, b"x" * 65536)
 """,
-    "endless output, whatever happens": """
+    "endless output that catches every exception": """
 while True:
     try:
         print("x" * 65536)
@@ -180,7 +180,7 @@ while True:
         os.fsync(descriptor)
         os.fdatasync(descriptor)
 """,
-    "dropping what others have cached": """
+    "dropping cached pages of others": """
 import ctypes, mmap, os
 file = os.open(os.__file__, os.O_RDONLY)
 for attempt in (
@@ -197,7 +197,7 @@ libc = ctypes.CDLL(None)
 if libc.readahead(file, 0, 1 << 20) >= 0 or libc.mincore(0, 0, 0) == 0:
     breach()
 """,
-    "pages of a stock for all": """
+    "huge pages of the shared stock": """
 import mmap
 for size in (1 << 21, 1 << 30):
     try:
@@ -292,7 +292,7 @@ repr(A())
 
 #: Attacks on the user: files, environment, network, processes.
 ON_THE_USER = {
-    "changing what belongs to the devices": """
+    "changing attributes of devices": """
 import ctypes, os
 library = ctypes.CDLL(None)
 for device in ("/dev/null", "/dev/zero", "/dev/urandom", "/tmp"):
@@ -418,7 +418,7 @@ for attempt in (
     except OSError:
         pass
 """,
-    "becoming somebody else": """
+    "becoming another user": """
 import ctypes, os
 for attempt in (lambda: os.setuid(0), lambda: os.setresuid(0, 0, 0), lambda: os.setgid(0), lambda: os.setgroups([0])):
     try:
@@ -736,11 +736,11 @@ os.close(1)
 while True:
     os.dup(2)
 """,
-    "no text": "import sys\nsys.stdout.buffer.write(bytes(range(256)) * 1000)",
+    "output that is not text": "import sys\nsys.stdout.buffer.write(bytes(range(256)) * 1000)",
     "empty": "",
     "zero byte": "\0",
     "lone surrogate": "print('\ud800')",
-    "not Python": "Sure! Here is the code you asked for.",
+    "prose instead of a program": "Sure! Here is the code you asked for.",
 }
 
 _BREACH = """

@@ -1,4 +1,4 @@
-"""What tests in data sets do with the functions and classes of a program: right programs, and asserts."""
+"""Right programs, with asserts that use their functions and classes as tests in data sets do."""
 
 PROGRAM = '''
 import contextlib, enum, functools
@@ -118,7 +118,7 @@ async def later(x): return x + 1
 def slow(n): return n
 '''
 
-#: Tests that are passed by a judge, in a process of its own.
+#: Tests that pass in a judge.
 JUDGED = {
     "a sum of results": "assert add(1, 2) + add(3, 4) == 10 and add('a', 'b') * 2 == 'abab'",
     "a difference to a float": "assert abs(half(3) - 1.5) < 1e-9",

@@ -1,14 +1,16 @@
-"""What runs on this machine, seen from outside of every sandbox."""
+"""Helpers of the sandbox's tests: processes on this machine, and ways to disturb it."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -16,6 +18,7 @@ from troll_sandbox.bubblewrap import Bubblewrap
 from troll_sandbox.cases import Tests
 from troll_sandbox.errors import SandboxError
 from troll_sandbox.executor import Executor, Job
+from troll_sandbox.launch import INSIDE
 from troll_sandbox.limits import Limits, Outcome
 from troll_sandbox.local import LocalSandbox
 
@@ -24,8 +27,15 @@ needs_bubblewrap = pytest.mark.skipif(
 )
 
 
+def inside_module(name: str) -> ModuleType:
+    """A module of `inside/`, where modules import each other by their file names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(INSIDE)
+        return importlib.import_module(name)
+
+
 def running(mark: str) -> list[int]:
-    """Processes that have a text in their command line."""
+    """Ids of processes whose command line contains a text."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -35,7 +45,7 @@ def running(mark: str) -> list[int]:
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Waits for something that has to come true."""
+    """Waits until a condition holds, and fails if it does not."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -43,13 +53,13 @@ def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
 
 
 def wait_until_gone(mark: str, seconds: float = 5.0) -> None:
-    """Waits for the kernel to finish what it does after a kill."""
+    """Waits until the kernel has removed killed processes."""
     wait_until(lambda: not running(mark), seconds)
 
 
 @contextlib.contextmanager
 def busy_machine(loops: int) -> Iterator[None]:
-    """A machine on which so many others never stop to compute, on the CPUs that this process may use."""
+    """A machine on which other processes compute all the time, on the CPUs that this process may use."""
     # In sessions of their own, as a sandbox is: the kernel may divide a CPU among sessions.
     command = [sys.executable, "-S", "-c", "while True: pass"]
     others = [subprocess.Popen(command, start_new_session=True) for _ in range(loops)]
@@ -64,21 +74,21 @@ def busy_machine(loops: int) -> Iterator[None]:
 def tried_again(
     programs: Bubblewrap, program: str, tests: Tests, limits: Limits | None = None, judges: Bubblewrap | None = None
 ) -> list[Outcome] | SandboxError:
-    """What an executor finds, which tries again; the sandboxes can be used further."""
+    """The result of an executor, which tries again; the sandboxes stay open."""
     local = LocalSandbox(programs, judges or programs)
     with contextlib.closing(Executor(lambda: (local, None), limits or Limits(), workers=1)) as executor:
         return executor.run([Job(program, tests, stop_at_failure=False)])[0]
 
 
 def only_program(folder: Path, name: str, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a shell script the program of that name."""
+    """Makes a shell script the program with a name on PATH."""
     (folder / name).write_text(f"#!/bin/sh\n{script}\n")
     (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
 def start_at_the_third_attempt_only(sandbox: Bubblewrap, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all attempts from now on."""
+    """Makes all starts from now on fail, except the third."""
     monkeypatch.setattr("troll_sandbox.executor.FIRST_PAUSE", 0.01)
     starts: list[str] = []
     command = sandbox.command

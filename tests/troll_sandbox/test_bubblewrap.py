@@ -26,14 +26,14 @@ pytestmark = needs_bubblewrap
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=30, idle_seconds=1)
 
-#: Runs a program that sleeps, in a process that a signal will end.
+#: Runs a program that sleeps; the test sends a signal to this process.
 PARENT = """
 import signal, sys, warnings
 from troll_sandbox.bubblewrap import Bubblewrap
 from troll_sandbox.limits import Limits
 from troll_sandbox.stream_runs import run_stdio
 warnings.simplefilter("ignore")
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may have inherited that it is ignored
 limits = Limits(idle_seconds=50, output_bytes=int(sys.argv[1]))
 run_stdio(Bubblewrap(run_without_isolation=sys.argv[2] == "True"), "import time\\ntime.sleep(100)", [""], [""], limits)
 """
@@ -45,7 +45,7 @@ def open_sandbox() -> Bubblewrap:
         return Bubblewrap(run_without_isolation=True)
 
 
-def test_without_bubblewrap_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bubblewrap_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxError, match="apt install bubblewrap"):
         Bubblewrap()
@@ -63,7 +63,7 @@ def test_without_bubblewrap_it_says_what_to_install(tmp_path: Path, monkeypatch:
     ],
     ids=["forbidden", "old", "hanging"],
 )
-def test_a_bubblewrap_that_does_not_work_is_refused(
+def test_bubblewrap_refuses_a_bwrap_that_does_not_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
 ) -> None:
     only_program(tmp_path, "bwrap", script, monkeypatch)
@@ -73,7 +73,7 @@ def test_a_bubblewrap_that_does_not_work_is_refused(
         Bubblewrap()
 
 
-def test_where_sigchld_is_ignored_it_says_so(sandbox: Bubblewrap) -> None:
+def test_bubblewrap_refuses_an_ignored_sigchld(sandbox: Bubblewrap) -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         with pytest.raises(SandboxError, match="SIGCHLD is ignored"):
@@ -82,20 +82,20 @@ def test_where_sigchld_is_ignored_it_says_so(sandbox: Bubblewrap) -> None:
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_a_sandbox_that_somebody_else_has_reaped_ends_all_the_same(sandbox: Bubblewrap) -> None:
+def test_end_accepts_a_process_that_is_reaped_already(sandbox: Bubblewrap) -> None:
     process = sandbox.start("ready", limits=LIMITS, stdin=None, stdout=None)
     os.waitid(os.P_PID, process.pid, os.WEXITED)
     assert process.end() == 0.0
     assert process.returncode == 255
 
 
-def test_an_unknown_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bubblewrap_refuses_an_unknown_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     with pytest.raises(SandboxError, match="riscv64"):
         Bubblewrap()
 
 
-def test_packages_can_be_imported_and_not_changed(tmp_path: Path) -> None:
+def test_packages_can_be_imported_but_not_changed(tmp_path: Path) -> None:
     (tmp_path / "given.py").write_text("three = 3\n")
     program = "import given\nprint(given.three)\nopen(given.__file__, 'w')"
     (outcome,) = run_stdio(Bubblewrap(packages=[tmp_path]), program, [""], ["3"], LIMITS)
@@ -105,7 +105,7 @@ def test_packages_can_be_imported_and_not_changed(tmp_path: Path) -> None:
         Bubblewrap(packages=[tmp_path / "given.py"])
 
 
-def test_no_descriptor_of_the_user_gets_in(sandbox: Bubblewrap) -> None:
+def test_programs_inherit_no_descriptor(sandbox: Bubblewrap) -> None:
     program = """
 import os
 found = []
@@ -128,7 +128,7 @@ print(found)
     assert [outcome.reason for outcome in outcomes] == ["passed", "passed"]
 
 
-def test_the_root_shows_nothing_of_the_user(sandbox: Bubblewrap) -> None:
+def test_programs_see_no_folder_of_the_user(sandbox: Bubblewrap) -> None:
     program = """
 import os
 print(sorted(set(os.listdir("/")) - {"root", "home", "opt", "work", "lib32", "libx32", "lib64", "libexec"}))
@@ -140,7 +140,7 @@ print(os.listdir("."), sorted(os.listdir("/dev")), os.getuid(), os.getcwd(), os.
     assert outcome.reason == "passed"
 
 
-def test_only_what_a_program_needs_is_there(sandbox: Bubblewrap) -> None:
+def test_programs_see_only_what_python_needs(sandbox: Bubblewrap) -> None:
     program = """
 import glob, os, sys
 print([path for path in ("/usr/bin/env", "/usr/sbin", "/bin/sh", "/etc/passwd") if os.path.exists(path)])
@@ -151,7 +151,7 @@ print(sum(map(len, found)), os.path.isdir("/usr/share/zoneinfo") == bool(glob.gl
     assert outcome.reason == "passed"
 
 
-def test_where_that_is_not_enough_all_of_usr_is_shown_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bubblewrap_shows_all_of_usr_with_a_warning_if_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bubblewrap, "NEED_LIBRARIES", ("xml.does_not_exist", "nothing", "antigravity.x"))
     assert Bubblewrap()  # a Python may lack modules
 
@@ -167,7 +167,7 @@ def test_where_that_is_not_enough_all_of_usr_is_shown_and_said(monkeypatch: pyte
 
 
 def inside(process: Process) -> Path:
-    """What the kernel says of the first process of a sandbox that has started."""
+    """The first process inside a sandbox, as its folder in /proc."""
     (pid,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return Path("/proc", pid)
 
@@ -184,25 +184,25 @@ def started(sandbox: Bubblewrap) -> Iterator[Process]:
     os.close(write)
 
 
-def test_what_runs_inside_is_in_the_group_that_is_killed(started: Process) -> None:
+def test_sandbox_stays_in_the_process_group_that_end_kills(started: Process) -> None:
     assert os.getpgid(int(inside(started).name)) == started.pid
 
 
-def test_who_is_killed_from_outside_is_told_from_who_ends(started: Process, sandbox: Bubblewrap) -> None:
+def test_killed_tells_a_kill_from_an_exit(started: Process, sandbox: Bubblewrap) -> None:
     assert not started.killed(0.05)
     os.kill(int(inside(started).name), signal.SIGKILL)
     assert started.killed(10)
     ended = sandbox.start("ready", limits=LIMITS, stdin=None, stdout=None)
     assert not ended.killed(10)
     assert ended.returncode == 0
-    assert ended.end() > 0  # its CPU time is known all the same
+    assert ended.end() > 0  # its CPU time is still known
 
 
-def test_a_sandbox_is_the_first_to_go_when_memory_runs_out(started: Process) -> None:
+def test_sandbox_is_the_first_that_the_kernel_kills(started: Process) -> None:
     assert (inside(started) / "oom_score_adj").read_text() == "1000\n"
 
 
-def test_no_capability_is_left_and_no_user_of_ours(started: Process) -> None:
+def test_programs_have_no_capability_and_another_user(started: Process) -> None:
     status = dict(line.split(":\t", 1) for line in (inside(started) / "status").read_text().splitlines())
     for name in ("CapInh", "CapPrm", "CapEff", "CapAmb"):
         assert int(status[name], 16) == 0, name
@@ -212,8 +212,8 @@ def test_no_capability_is_left_and_no_user_of_ours(started: Process) -> None:
         assert status["Groups"].split() == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="nobody else has a choice")
-def test_where_programs_cannot_be_another_user_they_run_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can map two users")
+def test_bubblewrap_works_without_a_second_user(monkeypatch: pytest.MonkeyPatch) -> None:
     maps: list[str] = []
     write_text = Path.write_text
 
@@ -229,14 +229,14 @@ def test_where_programs_cannot_be_another_user_they_run_all_the_same(monkeypatch
     assert run_stdio(sandbox, "import os\nprint(os.getuid())", [""], ["65534"], LIMITS)[0].passed
 
 
-def test_where_the_kernel_does_not_count_threads_the_supervisor_does(open_sandbox: Bubblewrap) -> None:
+def test_supervisor_counts_threads_without_isolation(open_sandbox: Bubblewrap) -> None:
     program = "import threading, time\nthreading.stack_size(1 << 16)\n"
     program += "for _ in range(99): threading.Thread(target=time.sleep, args=(9,)).start()"
     (outcome,) = run_stdio(open_sandbox, program, [""], [""], LIMITS)
     assert outcome.reason == "thread limit"
 
 
-def test_the_kernel_bounds_threads_and_files(sandbox: Bubblewrap) -> None:
+def test_kernel_bounds_threads_and_files(sandbox: Bubblewrap) -> None:
     program = """
 import os, threading, time
 threads = files = 0
@@ -263,7 +263,7 @@ def run_in_worker(results: multiprocessing.Queue[list[str]]) -> None:
     results.put([outcome.reason for outcome in outcomes])
 
 
-def test_it_works_in_a_daemonic_worker() -> None:
+def test_bubblewrap_works_in_a_daemonic_worker() -> None:
     context = multiprocessing.get_context("fork")
     results: multiprocessing.Queue[list[str]] = context.Queue()
     worker = context.Process(target=run_in_worker, args=(results,), daemon=True)
@@ -281,12 +281,12 @@ def program_of(pid: int) -> str:
 
 @pytest.mark.parametrize("without_isolation", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_outlives_the_parent(number: signal.Signals, without_isolation: bool, tmp_path: Path) -> None:
+def test_sandbox_ends_with_the_parent(number: signal.Signals, without_isolation: bool, tmp_path: Path) -> None:
     mark = 3_000_000 + os.getpid() % 100_000 * 10 + without_isolation * 2 + (number == signal.SIGINT)
     command = [sys.executable, "-c", PARENT, str(mark), str(without_isolation)]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True, env=environment)
-    # Until bubblewrap has started the script: a bwrap whose parent is killed before that waits for ever.
+    # Waits until bubblewrap has started the script: if its parent is killed earlier, bwrap never ends.
     wait_until(lambda: any(os.path.basename(program_of(pid)) != "bwrap" for pid in running(f",{mark},")), 60)
     os.killpg(parent.pid, number)
     _, errors = parent.communicate(timeout=30)
@@ -294,7 +294,7 @@ def test_nothing_outlives_the_parent(number: signal.Signals, without_isolation: 
     wait_until_gone(f",{mark},")
 
 
-def test_without_isolation_programs_run_under_the_same_limits(open_sandbox: Bubblewrap) -> None:
+def test_run_without_isolation_keeps_the_limits(open_sandbox: Bubblewrap) -> None:
     def reason(program: str) -> str:
         return run_stdio(open_sandbox, program, ["1"], ["3"], LIMITS)[0].reason
 
@@ -306,7 +306,7 @@ def test_without_isolation_programs_run_under_the_same_limits(open_sandbox: Bubb
     assert reason("import os\nprint(3 + len(os.environ.get('TROLL_SECRET', '')))") == "passed"
 
 
-def test_without_isolation_no_folder_is_left(open_sandbox: Bubblewrap) -> None:
+def test_run_without_isolation_leaves_no_folder(open_sandbox: Bubblewrap) -> None:
     folder = open_sandbox._folder
     run_stdio(open_sandbox, "open('file', 'w')\nprint(3)", ["", ""], ["3", "3"], LIMITS)
     assert list(folder.iterdir()) == []
@@ -315,7 +315,7 @@ def test_without_isolation_no_folder_is_left(open_sandbox: Bubblewrap) -> None:
 
 
 @pytest.mark.parametrize("name", ["reading files", "symbolic links"])
-def test_the_attacks_get_through_where_nothing_isolates(open_sandbox: Bubblewrap, tmp_path: Path, name: str) -> None:
+def test_attacks_succeed_without_isolation(open_sandbox: Bubblewrap, tmp_path: Path, name: str) -> None:
     (tmp_path / "secret").write_text("secret")
     source = HOSTILE[name].replace("$SECRET", str(tmp_path / "secret"))
     assert run_stdio(open_sandbox, source, [""], ["breach"], LIMITS)[0].passed

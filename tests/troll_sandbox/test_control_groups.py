@@ -23,34 +23,34 @@ from troll_sandbox.local import LocalSandbox
 
 GROUPS = groups_folder()
 
-needs_groups = pytest.mark.skipif(GROUPS is None, reason="this user may make no control groups with a bound on memory")
+needs_groups = pytest.mark.skipif(GROUPS is None, reason="this user cannot make control groups with a bound on memory")
 
 #: Holds memory until its input ends.
 HOLD = "import sys\nheld = b'x' * (int(sys.argv[1]) << 20)\nprint(len(held), flush=True)\nsys.stdin.read()"
 
 
 @needs_groups
-def test_processes_that_are_together_beyond_the_bound_are_ended() -> None:
+def test_group_bounds_the_memory_of_all_its_processes() -> None:
     assert GROUPS is not None
     group = MemoryGroup(GROUPS, 128 * MEBIBYTE)
     command = [sys.executable, "-I", "-S", "-c", "import sys\nsys.stdin.readline()\n" + HOLD, "60"]
     pipe = subprocess.PIPE
-    beside, *held = (subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(4))
+    outside, *held = (subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(4))
     try:
         assert all(group.add(process.pid) for process in held)
         assert not group.is_exceeded()
-        for process in (*held, beside):
+        for process in (*held, outside):
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write("\n")
             process.stdin.flush()
             process.stdout.readline()
         assert group.is_exceeded()
-        for process in (*held, beside):
+        for process in (*held, outside):
             process.communicate()
         assert -signal.SIGKILL in [process.returncode for process in held]
-        assert beside.returncode == 0
+        assert outside.returncode == 0
     finally:
-        for process in (*held, beside):
+        for process in (*held, outside):
             process.kill()
             process.wait()
         remove([group.path])
@@ -58,7 +58,7 @@ def test_processes_that_are_together_beyond_the_bound_are_ended() -> None:
 
 
 @needs_groups
-def test_a_group_is_used_again_once_it_is_emptied() -> None:
+def test_take_returns_a_group_again_once_it_is_empty() -> None:
     assert GROUPS is not None
     groups = MemoryGroups(GROUPS)
     first = groups.take(64 * MEBIBYTE)
@@ -82,15 +82,15 @@ def test_a_group_is_used_again_once_it_is_emptied() -> None:
     assert not third.path.exists()
 
 
-def test_a_folder_that_another_has_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_does_not_use_an_existing_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"troll-{os.getpid()}-{number}" for number in (3, 4)]
-    (tmp_path / names[0]).mkdir()  # with the bound of whoever made it
+    (tmp_path / names[0]).mkdir()  # it may have another bound
     monkeypatch.setattr("troll_sandbox.control_groups._numbers", itertools.count(3))
     assert MemoryGroup(tmp_path, 1).path == tmp_path / names[1]
 
 
-def test_groups_that_come_back_while_they_are_removed_are_removed(tmp_path: Path) -> None:
-    """Threads that a process does not wait for may do that when it ends."""
+def test_remove_includes_groups_that_are_given_back_meanwhile(tmp_path: Path) -> None:
+    """Daemon threads may give groups back while the process ends."""
     groups = [tmp_path / "first"]
     for name in ("first", "second"):
         (tmp_path / name / "process").mkdir(parents=True)
@@ -111,14 +111,14 @@ def test_groups_that_come_back_while_they_are_removed_are_removed(tmp_path: Path
 @pytest.fixture
 def sandbox() -> Iterator[LocalSandbox]:
     programs = Bubblewrap()
-    programs.own_bytes = -400 * MEBIBYTE  # so that the limit on a process is not the first that is passed
+    programs.own_bytes = -400 * MEBIBYTE  # so that the bound on the sandbox is reached before the limit on a process
     with closing(LocalSandbox(programs, programs)) as local:
         yield local
 
 
 @needs_bubblewrap
 @needs_groups
-def test_a_sandbox_beyond_its_bound_is_ended_and_its_neighbours_are_not(sandbox: LocalSandbox) -> None:
+def test_sandbox_beyond_its_bound_is_killed_without_its_neighbours(sandbox: LocalSandbox) -> None:
     large = "x = b'x' * (300 << 20)\nprint(len(x) >> 20)\ndef f(): return 3"
     small = "x = b'x' * (30 << 20)\nprint(300)\ndef f(): return 3"
     stream = StreamTests(("", ""), ("300\n", "300\n"))
@@ -140,7 +140,7 @@ def test_a_sandbox_beyond_its_bound_is_ended_and_its_neighbours_are_not(sandbox:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file system with control groups that look as if they worked."""
+    """A file system in which every existing control group seems to work."""
     (tmp_path / "proc/self").mkdir(parents=True)
     monkeypatch.setattr("troll_sandbox.control_groups._works", Path.is_dir)
     return tmp_path
@@ -156,7 +156,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("0::/not/there/at/all", None),
     ],
 )
-def test_where_groups_are_made(root: Path, lines: str, folder: str | None) -> None:
+def test_groups_folder_finds_the_folder_for_groups(root: Path, lines: str, folder: str | None) -> None:
     groups = root / "sys/fs/cgroup"
     for name in ("memory/a/b", "a/b"):
         (groups / name).mkdir(parents=True)
@@ -164,7 +164,7 @@ def test_where_groups_are_made(root: Path, lines: str, folder: str | None) -> No
     assert groups_folder(root) == (None if folder is None else groups / folder)
 
 
-def test_groups_that_nobody_owns_are_removed(root: Path) -> None:
+def test_groups_folder_removes_groups_without_owner(root: Path) -> None:
     groups = root / "sys/fs/cgroup"
     for name in ("troll-17-3", "troll-18-0", "other-17"):
         (groups / name).mkdir(parents=True)
@@ -175,7 +175,7 @@ def test_groups_that_nobody_owns_are_removed(root: Path) -> None:
 
 
 @needs_groups
-def test_what_a_killed_parent_has_left_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_folder_kills_what_a_killed_parent_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert GROUPS is not None
     with subprocess.Popen(["sleep", "60"]) as left, subprocess.Popen(["true"]) as gone:
         gone.wait()
@@ -188,7 +188,7 @@ def test_what_a_killed_parent_has_left_is_ended(monkeypatch: pytest.MonkeyPatch)
     assert not group.path.exists()
 
 
-def test_where_no_group_can_be_made_there_is_none(tmp_path: Path) -> None:
+def test_group_has_no_effect_if_it_cannot_be_made(tmp_path: Path) -> None:
     group = MemoryGroup(tmp_path / "missing", MEBIBYTE)
     assert not group.add(os.getpid()) and not group.is_exceeded()
     remove([group.path])

@@ -28,7 +28,7 @@ def found(sandbox: Any, limits: Limits = SHORT, tests: Tests = TESTS) -> Any:
     return result
 
 
-def test_run_passes_on_what_is_asked_for() -> None:
+def test_run_passes_arguments_to_the_sandbox() -> None:
     calls = []
 
     def sandbox(program: str, tests: Tests, *, limits: Limits, stop_at_failure: bool) -> list[Outcome]:
@@ -41,7 +41,7 @@ def test_run_passes_on_what_is_asked_for() -> None:
     assert calls == [("a", TESTS, limits, True), ("b", TESTS, limits, False)]
 
 
-def test_run_tests_as_many_at_a_time_as_there_are_workers() -> None:
+def test_run_tests_as_many_programs_at_a_time_as_workers() -> None:
     together = threading.Barrier(3)
 
     def sandbox(*_: Any, **__: Any) -> list[Outcome]:
@@ -61,7 +61,7 @@ def test_run_tests_as_many_at_a_time_as_there_are_workers() -> None:
         (KeyError("mine"), "a program could not be tested: KeyError: 'mine'"),
     ],
 )
-def test_run_takes_any_exception_for_trouble(error: BaseException, message: str) -> None:
+def test_run_returns_any_exception_as_sandbox_error(error: BaseException, message: str) -> None:
     def sandbox(*_: Any, **__: Any) -> list[Outcome]:
         raise error
 
@@ -71,7 +71,7 @@ def test_run_takes_any_exception_for_trouble(error: BaseException, message: str)
 
 
 @pytest.mark.parametrize("outcomes", [[], [PASSED] * 2])
-def test_run_wants_an_outcome_for_every_test(outcomes: list[Outcome]) -> None:
+def test_run_requires_an_outcome_for_every_test(outcomes: list[Outcome]) -> None:
     trouble = found(lambda *_, **__: outcomes)
     assert isinstance(trouble, SandboxError)
     assert str(trouble) == f"the sandbox has {len(outcomes)} outcomes for 1 tests"
@@ -92,11 +92,11 @@ def test_run_needs_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     failing.clear()
     assert running.run([Job("a", TESTS, True)]) == [[PASSED]]
     failing.append(True)
-    assert running.run([Job("b", TESTS, True)]) == [[PASSED]]  # by the thread that there is
+    assert running.run([Job("b", TESTS, True)]) == [[PASSED]]  # by the existing thread
     running.close()
 
 
-def test_run_tries_again_for_some_time_with_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_tries_again_with_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module, "FIRST_PAUSE", 0.02)
     attempts: list[float] = []
 
@@ -113,7 +113,7 @@ def test_run_tries_again_for_some_time_with_growing_pauses(monkeypatch: pytest.M
     assert 1 <= len(attempts) <= 3
 
 
-def test_run_makes_a_sandbox_again_where_one_could_not_be_made() -> None:
+def test_run_makes_a_sandbox_again_after_a_failure() -> None:
     made = []
 
     def make() -> Any:
@@ -129,7 +129,7 @@ def test_run_makes_a_sandbox_again_where_one_could_not_be_made() -> None:
     running.close()
 
 
-def test_run_judges_a_program_that_always_starves() -> None:
+def test_run_gives_a_starving_program_the_time_limit() -> None:
     attempts = []
 
     def sandbox(*_: Any, **__: Any) -> list[Outcome]:
@@ -138,10 +138,10 @@ def test_run_judges_a_program_that_always_starves() -> None:
 
     tests = StreamTests(("",) * 3, ("",) * 3)
     assert found(sandbox, tests=tests) == [PASSED, TIME_LIMIT, NOT_RUN]
-    assert len(attempts) == 2  # not again and again: each attempt takes a minute
+    assert len(attempts) == 2  # no more, because each attempt takes a minute
 
 
-def test_run_takes_a_program_that_is_killed_every_time_for_its_own_killer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_judges_a_program_that_is_killed_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module, "FIRST_PAUSE", 0.001)
     attempts = []
 
@@ -158,7 +158,7 @@ def test_run_takes_a_program_that_is_killed_every_time_for_its_own_killer(monkey
     assert found(sandbox, Limits(), CALLS) == [PASSED] * 2
 
 
-def test_run_repeats_no_test_by_standard_input_that_has_ended() -> None:
+def test_run_keeps_tests_by_standard_input_that_have_ended() -> None:
     asked: list[tuple[str, ...]] = []
 
     def sandbox(program: str, tests: StreamTests, **_: Any) -> list[Outcome]:
@@ -172,7 +172,7 @@ def test_run_repeats_no_test_by_standard_input_that_has_ended() -> None:
     assert asked == [("1", "2", "3"), ("3",)]
 
 
-def test_close_leaves_what_it_stops_without_a_verdict() -> None:
+def test_close_gives_stopped_programs_no_verdict() -> None:
     started, stopped = threading.Event(), threading.Event()
     programs = []
 
@@ -193,12 +193,12 @@ def test_close_leaves_what_it_stops_without_a_verdict() -> None:
     started.wait(10)
     running.close()
     thread.join(10)
-    assert results == [[PASSED], [PASSED]]  # tested again, since somebody waits for it
+    assert results == [[PASSED], [PASSED]]  # tested again, because `run` waits for its outcome
     assert programs[0] == "a" and sorted(programs[1:]) == ["a", "b"]
     running.close()
 
 
-def test_an_interrupted_run_stops_its_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_stops_its_programs_when_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = threading.Event()
 
     def sandbox(*_: Any, **__: Any) -> list[Outcome]:
@@ -215,7 +215,7 @@ def test_an_interrupted_run_stops_its_programs(monkeypatch: pytest.MonkeyPatch) 
     assert stopped.is_set()
 
 
-def test_close_waits_for_no_sandbox_that_does_not_stop() -> None:
+def test_close_does_not_wait_for_a_sandbox_that_hangs() -> None:
     started, end = threading.Event(), threading.Event()
 
     def sandbox(*_: Any, **__: Any) -> list[Outcome]:

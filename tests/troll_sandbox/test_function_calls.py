@@ -40,7 +40,7 @@ pytestmark = needs_bubblewrap
 
 LIMITS = Limits(cpu_seconds=0.5, idle_seconds=0.5, wall_seconds=20.0)
 
-#: A mark that stands in the command line of everything in a sandbox.
+#: A mark in the command line of every process in a sandbox.
 MARK = 4_000_000 + os.getpid() % 100_000
 
 Run = Callable[..., list[Outcome]]
@@ -65,7 +65,7 @@ def run_in(
     assert isinstance(tests, CodeTests | FunctionTests)
     try:
         return run_functions(sandbox, judge, program, tests, limits, stop_at_failure=stop_at_failure)
-    except KilledError as error:  # what it comes to if it happens again
+    except KilledError as error:  # its outcomes count if it happens again
         return error.outcomes
 
 
@@ -79,18 +79,18 @@ def reasons(outcomes: list[Outcome]) -> list[str]:
     return [outcome.reason for outcome in outcomes]
 
 
-def test_the_tests_of_the_cheats_can_be_passed(run):
+def test_right_program_passes_the_tests_of_the_cheats(run):
     assert set(reasons(run("import math\ndef double(x): return x * 2", *cheats.TESTS))) == {"passed"}
 
 
 @pytest.mark.parametrize("name", cheats.CHEATS)
-def test_cheating_passes_no_test(run, name):
+def test_cheats_pass_no_test(run, name):
     outcomes = run(cheats.CHEATS[name], *cheats.TESTS, setup="import math")
     assert not any(outcome.passed for outcome in outcomes), reasons(outcomes)
 
 
 @pytest.mark.parametrize("name", cheats.CALLBACKS)
-def test_functions_that_tests_pass_build_nothing_that_equals_everything(run, name):
+def test_callbacks_cannot_build_an_object_that_equals_everything(run, name):
     test, program = cheats.CALLBACKS[name]
     assert not run(program, test)[0].passed
 
@@ -102,7 +102,7 @@ def test_objects_that_answer_every_operator_pass_no_test(run, answer):
     assert not any("Syntax" in outcome.reason or "NameError" in outcome.reason for outcome in outcomes)
 
 
-def test_no_object_is_asked_whether_it_is_what_is_expected(run):
+def test_judge_refuses_to_ask_a_result_whether_it_is_right(run):
     program = """
 class Yes:
     equals = equal = allclose = isclose = identical = issubset = startswith = lambda self, *others: True
@@ -121,7 +121,7 @@ ANY_NAME = "has an attribute of any name"
 
 
 @pytest.mark.parametrize("answer", ["lambda *others: True", "self", "Yes.answer"])
-def test_no_object_has_a_method_of_every_name(run, answer):
+def test_judge_refuses_methods_of_any_name(run, answer):
     program = f"""
 class Yes:
     def answer(*others): return True
@@ -144,7 +144,7 @@ def fail(): raise Failed
     assert [reason for reason in reasons(run(program, *asserts)) if ANY_NAME not in reason] == []
 
 
-def test_objects_that_find_their_attributes_themselves(run):
+def test_judge_takes_objects_with_getattr(run):
     program = """
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -173,7 +173,7 @@ def path(): return Path()
         "items = wrapped([1])\nitems.append(2)\nassert items.index(2) == 1 and items.thing == [1, 2]",
         "found = plain(a=1, f=len)\nassert found.a == 1 and found.f('ab') == 2 and not hasattr(found, 'b')",
         "assert lenient().anything is None",
-        "assert Path().users.parts == ('users',) and Path('a').b() == 'a/b'",  # a class that is what is tested
+        "assert Path().users.parts == ('users',) and Path('a').b() == 'a/b'",  # the class itself is tested
     )
     assert reasons(outcomes) == ["passed"] * 5
     refused = reasons(
@@ -182,7 +182,7 @@ def path(): return Path()
     assert all(ANY_NAME in reason for reason in refused)
 
 
-def test_what_asks_objects_can_be_passed(run):
+def test_right_objects_pass_tests_that_ask_them(run):
     program = """
 def double(x): return x * 2 if not isinstance(x, set) else {2 * i for i in x}
 def Double(x): return double(x)
@@ -208,30 +208,30 @@ class Point:
         "with Point(5, 6) as found:\n    assert found.x == 5",
     )
     assert reasons(passed) == ["passed"] * 7
-    # The program's word is not enough to hide that an assertion failed.
+    # The program cannot hide that an assertion failed.
     swallowed = run(program, "with Point(5, 6) as found:\n    assert found.x == 6")
     assert reasons(swallowed) == ["wrong answer"]
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_ordinary_idioms(run, plain):
+def test_ordinary_idioms_pass(run, plain):
     found = reasons(run(idioms.PROGRAM, *idioms.JUDGED.values(), plain=plain))
     assert dict(zip(idioms.JUDGED, found, strict=True)) == dict.fromkeys(idioms.JUDGED, "passed")
 
 
 @pytest.mark.parametrize("name", idioms.CASES)
-def test_other_idioms(run, name):
+def test_other_idioms_pass(run, name):
     program, asserts = idioms.CASES[name]
     assert reasons(run(program, *asserts)) == ["passed"] * len(asserts)
 
 
-def test_idioms_of_one_process(run):
+def test_idioms_of_one_process_need_plain(run):
     found = dict(zip(idioms.PLAIN, reasons(run(idioms.PLAIN_PROGRAM, *idioms.PLAIN.values())), strict=True))
     assert not {"passed", ENDED} & set(found.values()), found
     assert set(reasons(run(idioms.PLAIN_PROGRAM, *idioms.PLAIN.values(), plain=True))) == {"passed"}
 
 
-def test_plain_tests_have_reasons_too(run):
+def test_plain_tests_have_reasons(run):
     program = "import os\ndef f(x):\n    if x == 3: os._exit(0)\n    return [0] * 10**10 if x == 2 else x"
     asserts = ["assert f(1) == 1", "assert f(1) == 2", "assert f(2)", "f(1).x", "assert f(3)", "assert f(1) == 1"]
     wanted = ["passed", "wrong answer", "memory limit", "raised AttributeError: 'int' object has no attribute 'x'"]
@@ -243,7 +243,7 @@ def test_plain_tests_have_reasons_too(run):
 
 
 @pytest.mark.parametrize("name", ["exit before the tests", "hard exit before the tests", "results on all descriptors"])
-def test_plain_tests_refuse_what_is_easily_refused(run, name):
+def test_plain_tests_refuse_exits_and_fake_output(run, name):
     assert not any(
         outcome.passed for outcome in run(cheats.CHEATS[name], *cheats.TESTS, setup="import math", plain=True)
     )
@@ -253,7 +253,7 @@ LINES = ["", "[", "{}", "[true]", "5", "[" * 10**5, "[true, 5]", "[1, 'x']", '[1
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_what_a_program_reports_of_itself_raises_nothing(run, line):
+def test_forged_reports_of_plain_tests_raise_nothing(run, line):
     program = f"""
 import os, sys
 frame = sys._getframe()
@@ -262,12 +262,12 @@ while "mark" not in frame.f_locals:
 os.write(frame.f_locals["report"], (frame.f_locals["mark"] + {line!r} + "\\n").encode())
 os._exit(0)
 """
-    # The last one is why the promise of plain tests is the weaker one.
+    # A program can fake a pass of plain tests.
     assert run(program, "assert f()", plain=True)[0].passed == (line == LINES[-1])
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_tests_after_the_first_failure_can_be_left_out(run, plain):
+def test_run_functions_can_stop_at_the_first_failure(run, plain):
     asserts = ["assert f(1) == 1", "assert f(1) == 2", "assert f(0) == 0", "while True: pass"]
     start = time.monotonic()
     outcomes = run("def f(x): return x", *asserts, plain=plain, limits=Limits(), stop_at_failure=True)
@@ -279,7 +279,7 @@ def test_tests_after_the_first_failure_can_be_left_out(run, plain):
 
 @pytest.fixture
 def trace(monkeypatch) -> Iterator[Callable[[str], tuple[str, Callable[[], bytes]]]]:
-    """Gives programs a function `breach` that this process hears of, however they end."""
+    """Gives programs a function `breach`; this process reads its calls, however the program ends."""
     read, write = os.pipe()
     os.set_blocking(read, False)
 
@@ -303,19 +303,19 @@ def trace(monkeypatch) -> Iterator[Callable[[str], tuple[str, Callable[[], bytes
     os.close(write)
 
 
-def test_a_breach_is_heard_of(run, trace):
+def test_breach_is_noticed(run, trace):
     program, heard = trace("import os\nbreach('here')\nos.abort()")
     assert not run(program, "assert f()")[0].passed
     assert heard() == b"('here',)"
 
 
-#: About a parent process and a file with the input, which programs whose functions are called do not have.
+#: Attacks on the parent process and the input file, which do not exist when functions are called.
 OF_STREAMS = {"limits of the parent", "writing to the input"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*hostile.ON_THE_MACHINE, *hostile.ON_THE_USER} - OF_STREAMS))
-def test_what_breaks_nothing_in_the_sandbox_breaks_nothing_here(run, trace, name):
+def test_hostile_programs_fail_as_functions(run, trace, name):
     program, heard = trace({**hostile.ON_THE_MACHINE, **hostile.ON_THE_USER}[name])
     start = time.monotonic()
     assert not run(program, "assert answer()", limits=replace(LIMITS, output_bytes=MARK))[0].passed
@@ -326,11 +326,11 @@ def test_what_breaks_nothing_in_the_sandbox_breaks_nothing_here(run, trace, name
 
 
 @pytest.mark.parametrize("answer", ["sleep", "return"])
-def test_no_program_outlives_its_verdict(run, answer):
+def test_programs_do_not_outlive_their_verdict(run, answer):
     limits = replace(LIMITS, idle_seconds=10.0, output_bytes=MARK)
     if answer == "sleep":
         program = f"{hostile.OUTLIVING}\ndef f(x):\n    os.closerange(0, 64)\n    time.sleep(1000)"
-    else:  # and stays when the channel is closed
+    else:  # and it does not end when the channel is closed
         patch = "sys.modules['peer'].Peer._receive = lambda *_: time.sleep(1000)"
         program = (
             f"import sys\n{hostile.OUTLIVING.replace('os.closerange(3, 64)', '')}\ndef f(x):\n    {patch}\n    return x"
@@ -339,13 +339,13 @@ def test_no_program_outlives_its_verdict(run, answer):
     assert reasons(run(program, "assert f(1) == 1", limits=limits)) == [
         "passed" if answer == "return" else "exited before the tests ended"
     ]
-    assert time.monotonic() - start < limits.idle_seconds  # nobody waits for it to end
+    assert time.monotonic() - start < limits.idle_seconds  # no idle limit was awaited
     wait_until_gone(f",{MARK},")
     signal_kept = "import ctypes\ndef f(): return ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)"
     assert reasons(run(signal_kept, "assert f() == -1")) == ["passed"]
 
 
-def test_a_program_that_passes_all_tests_in_too_much_time_fails(run):
+def test_time_limit_holds_for_all_function_tests_together(run):
     program = """
 import time
 def f(x):
@@ -359,7 +359,7 @@ def f(x):
     assert reasons(run(program, "assert f(0.2) == 1", "assert f(0.2) == 1", limits=limits)) == ["passed", "time limit"]
 
 
-def test_a_program_that_drips_is_idle(run):
+def test_program_with_short_bursts_of_work_is_idle(run):
     work = "def work(end=0.002):\n    end += time.process_time()\n    while time.process_time() < end: pass\n"
     program = f"import time\n{work}def f():\n    while True:\n        time.sleep(0.08)\n        work()"
     start = time.monotonic()
@@ -367,7 +367,7 @@ def test_a_program_that_drips_is_idle(run):
     assert time.monotonic() - start < 20
 
 
-def test_a_long_reason_stays_within_what_is_read(run):
+def test_judge_cuts_long_reasons(run):
     outcomes = run("def f(): raise ValueError(chr(0x1F600) * 600)", *["assert f()"] * 3)
     assert [len(outcome.reason) for outcome in outcomes] == [200] * 3
 
@@ -375,14 +375,14 @@ def test_a_long_reason_stays_within_what_is_read(run):
 ONE = ("def f(): return 1", CodeTests(("assert f() == 1",), "", ("f",), (), ()))
 
 
-def test_a_sandbox_that_does_not_start_is_no_verdict(sandbox, monkeypatch):
+def test_executor_tries_again_if_the_programs_sandbox_does_not_start(sandbox, monkeypatch):
     programs = Bubblewrap()
     start_at_the_third_attempt_only(programs, monkeypatch)
     assert tried_again(programs, *ONE, judges=sandbox) == [PASSED]
     assert isinstance(tried_again(programs, *ONE, Limits(wall_seconds=0.5), sandbox), SandboxError)
 
 
-def test_exceptions_of_the_program(run):
+def test_exceptions_arrive_as_builtin_exceptions(run):
     program = """
 class Mine(KeyError): pass
 class Other(Exception): pass
@@ -406,7 +406,7 @@ def group(): raise ExceptionGroup("g", [ValueError()])
     ]  # fmt: skip
 
 
-def test_exceptions_of_the_program_by_their_own_class(run):
+def test_exceptions_arrive_as_twins_of_their_class(run):
     program = """
 class Base(Exception): pass
 class Mine(Base, KeyError):
@@ -430,7 +430,7 @@ def call(f):
         "try:\n    fail(3)\nexcept Base as e:\n    assert type(e) is Mine and issubclass(Mine, (Base, KeyError))",
         "try:\n    fail(3)\nexcept KeyError as e:\n    assert isinstance(e, Mine) and str(e) == str(Mine(3, [3]))",
         "try:\n    raise Mine(4)\nexcept Mine as e:\n    assert e.code == 4 and Mine.kinds == ['a']",
-        # One that comes back to the side that raised it is the very same.
+        # An exception that comes back to the side that raised it is the same object.
         "def back(): raise Mine(5)\nassert call(back) == ('mine', 5) and call(lambda: fail(6)) == ('mine', 6)",
         "class Own(Exception): pass\ndef own(): raise Own('x')\ntry:\n    call(own)\n"
         "except Own as e:\n    assert str(e) == 'x'\nelse:\n    assert False",
@@ -448,7 +448,7 @@ def call(f):
         "('X', 5, (E,))", "('X', X, (int,))", "('a\\0', X, (E,))", "('X', X, (KeyError, OSError, E))",
     ],
 )  # fmt: skip
-def test_exceptions_that_are_none_pass_nothing(run, lineage):
+def test_forged_exceptions_pass_no_test(run, lineage):
     program = f"""
 import sys
 peer = sys.modules["peer"]
@@ -461,7 +461,7 @@ def double(x): raise X
     assert not run(program, test)[0].passed
 
 
-def test_which_names_are_the_programs(run):
+def test_judge_takes_names_from_program_or_setup(run):
     program = "import math\nLIMIT = 7\ndef sum(a): return 42\ndef f(): return helper()\ndef helper(): return 1"
     one = "assert f() == 1"
     assert reasons(run(program, "assert sum([1]) == 42", one, names=["sum"])) == ["passed"] * 2
@@ -469,7 +469,7 @@ def test_which_names_are_the_programs(run):
     assert reasons(run("def f(): pass", "assert math.pi > f()")) == [
         "the tests raised NameError: name 'math' is not defined"
     ]
-    # What the setup defines is the tests', also where the program has it, unless it is declared.
+    # A name that the setup defines is the setup's, even if the program has it too, unless `names` has it.
     assert reasons(run(program, "assert helper() == 5 and f() == 1", setup="def helper(): return 5")) == ["passed"]
     setup = "def helper(): return 5\ndef f(): return 0"
     assert reasons(run(program, one, setup=setup, names=["f"])) == ["passed"]
@@ -477,7 +477,7 @@ def test_which_names_are_the_programs(run):
     assert reasons(run(program, check=check, entry_point="f", setup=setup)) == ["passed"]
 
 
-def test_calls_compared_as_the_data_sets_do(run):
+def test_function_tests_compare_as_the_data_sets_do(run):
     program = """
 def pair(a, b): return (a, (b,))
 class Solution:
@@ -501,7 +501,7 @@ class Solution:
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_numbers_of_any_length_and_values_of_any_depth(run, plain):
+def test_judge_takes_long_numbers_and_deep_values(run, plain):
     digits = "7" * 5000
     asserts = [f"assert f({digits}) == -{digits}", "assert len(str(f(10**5000))) == 5002"]
     assert reasons(run("def f(x): return -x", *asserts, plain=plain, limits=Limits())) == ["passed"] * 2
@@ -509,7 +509,7 @@ def test_numbers_of_any_length_and_values_of_any_depth(run, plain):
     assert reasons(run("def g(x): return x", deep, plain=plain, limits=Limits())) == ["passed"]
 
 
-def test_calls_with_what_json_holds(run):
+def test_function_tests_take_any_json_value(run):
     deep: Any = []
     for _ in range(700):
         deep = [deep]
@@ -525,7 +525,7 @@ def test_calls_with_what_json_holds(run):
     ]
 
 
-def test_floats_are_compared_as_printed_ones_and_asserts_as_python_does(run):
+def test_function_tests_compare_floats_with_tolerance_and_asserts_do_not(run):
     program = "def f(x): return [x + 0.1, (x / 3,)]\ndef g(x): return x / 3"
     calls = {"function": "f", "inputs": [[0.2], [0.2], [0.2]]}
     outcomes = run(program, **calls, outputs=[[0.3, [0.0666667]], [0.3, [0.0667]], [0, [0.0666667]]])
@@ -544,7 +544,7 @@ class Solution:
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_starter_code_finds_its_names_and_tests_do_not(run, plain):
+def test_prelude_is_for_programs_and_not_for_tests(run, plain):
     one = "assert Solution().f([1, 2]) == 4"
     leak = "assert math.floor(Solution().f([1, 2])) == 4 and List"
     found = reasons(run(STARTER, one, leak, plain=plain))
@@ -557,7 +557,7 @@ def test_starter_code_finds_its_names_and_tests_do_not(run, plain):
         assert "line 3" in run("\n\ndef f(:", function="f", inputs=[[1]], outputs=[1])[0].reason
 
 
-def test_a_thread_of_a_function_has_a_large_stack(run):
+def test_threads_of_functions_can_have_large_stacks(run):
     program = """
 import sys, threading
 def f(n):
@@ -574,7 +574,7 @@ def f(n):
     assert reasons(run(program, function="f", inputs=[[50000]], outputs=[[50000]], limits=limits)) == ["passed"]
 
 
-def test_a_program_that_ends_takes_the_tests_after_it_along(run):
+def test_tests_after_the_programs_end_fail(run):
     program = "import os\ndef f(x):\n    return x if x else os._exit(0)"
     hiding = "try:\n    f(0)\nexcept:\n    pass"
     outcomes = run(program, "assert f(1) == 1", hiding, "assert f(1) == 1")
@@ -589,12 +589,12 @@ def test_a_program_that_ends_takes_the_tests_after_it_along(run):
     )
 
 
-def test_tests_that_never_end_are_ended(run):
+def test_judge_ends_tests_that_do_not_end(run):
     outcomes = run("def f(): return 1", "assert f()", "while True: f", "assert f()", limits=Limits(cpu_seconds=0.25))
     assert reasons(outcomes) == ["passed", *["the results took too long to check"] * 2]
 
 
-def test_a_long_call_in_the_judge_is_not_repeated(run, monkeypatch):
+def test_long_call_in_the_judge_is_not_repeated(run, monkeypatch):
     runs, run_judged = [], function_calls._run_judged
 
     def noted(*arguments: Any) -> Any:
@@ -603,12 +603,12 @@ def test_a_long_call_in_the_judge_is_not_repeated(run, monkeypatch):
 
     monkeypatch.setattr(function_calls, "_run_judged", noted)
     limits = Limits(cpu_seconds=0.25, wall_seconds=60)
-    program = "def f(): return range(10 ** 15)"  # no handler of a signal runs amid its sum
+    program = "def f(): return range(10 ** 15)"  # no signal handler runs during its sum
     assert reasons(run(program, "assert sum(f()) == 1", limits=limits)) == ["the results took too long to check"]
     assert len(runs) == 1
 
 
-def test_a_judge_in_a_long_call_is_not_waited_for(monkeypatch):
+def test_read_does_not_wait_for_a_judge_in_a_long_call(monkeypatch):
     ended: Any = SimpleNamespace(period=0.01, verdict=lambda: "wall", end=lambda: 0.0)
     monkeypatch.setattr(function_calls, "END_SECONDS", 0.1)
     report, theirs = os.pipe()
@@ -618,7 +618,7 @@ def test_a_judge_in_a_long_call_is_not_waited_for(monkeypatch):
     os.close(theirs)
 
 
-def test_judges_of_several_threads_do_not_disturb_each_other(sandbox):
+def test_judges_work_in_several_threads(sandbox):
     passed: dict[int, list[bool]] = {}
 
     def work(number: int) -> None:
@@ -636,14 +636,14 @@ def test_judges_of_several_threads_do_not_disturb_each_other(sandbox):
     assert passed == {number: [True] * 15 for number in range(4)}
 
 
-def test_a_judge_that_ends_amid_a_program_fails_no_program(sandbox):
+def test_judge_that_ends_during_a_program_raises(sandbox):
     program = "import time\ndef f(x):\n    time.sleep(x)\n    return 1"
     with closing(Judge(sandbox)) as judge, pytest.raises(JudgeEndedError):
         threading.Timer(0.3, judge.process.kill).start()
         run_in(sandbox, judge, program, "assert f(0) == 1", "assert f(0.6) == 1", limits=Limits())
 
 
-def test_a_judge_that_is_gone_is_an_error(sandbox):
+def test_judge_that_is_gone_raises(sandbox):
     judge = Judge(sandbox)
     judge.close()
     with pytest.raises(JudgeEndedError):
@@ -651,7 +651,7 @@ def test_a_judge_that_is_gone_is_an_error(sandbox):
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_annotations_of_the_tests(run, plain):
+def test_tests_can_have_annotations(run, plain):
     program = "class Node: pass\ndef f(n): return n"
     annotated = "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
     annotated += "def g(node: Node | None, kind: type[int] = int) -> list[Node]: pass\n"
@@ -662,7 +662,7 @@ def test_annotations_of_the_tests(run, plain):
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_what_is_killed_from_outside_fails_no_program(sandbox, monkeypatch, plain):
+def test_random_kills_fail_no_program(sandbox, monkeypatch, plain):
     chosen, start = random.Random(0), sandbox.start
     local = LocalSandbox(sandbox, sandbox)
     started: list[Process] = []
@@ -690,14 +690,14 @@ def test_what_is_killed_from_outside_fails_no_program(sandbox, monkeypatch, plai
     assert len(killed) == 8
 
 
-def test_a_program_that_kills_itself_fails(run):
+def test_program_that_kills_itself_fails(run):
     program = "import os\ndef f(): os.kill(os.getpid(), 9)\ndef g(): os.abort()"
     for plain in (False, True):
         for test in ("assert f()", "assert g()"):
             assert not run(program, test, plain=plain)[0].passed
 
 
-def test_one_program_leaves_nothing_to_the_next(run):
+def test_programs_leave_nothing_to_the_next(run):
     first = "import builtins, math\nbuiltins.leak = math.leak = 1\nopen('/tmp/leak', 'w').write('x')\ndef f(): return 1"
     second = "import builtins, math, os\ndef f(): return hasattr(builtins, 'leak'), hasattr(math, 'leak'), os.listdir()"
     assert reasons(run(first, "assert f() == 1\nimport math\nmath.changed = 1")) == ["passed"]
@@ -706,7 +706,7 @@ def test_one_program_leaves_nothing_to_the_next(run):
     ) == ["passed"]
 
 
-def test_packages(run, judge):
+def test_programs_can_import_packages(run, judge):
     program = """
 import numpy as np
 def f(): return [np.int64(3), np.float64(0.5), np.bool_(True), np.float32(0.5)]
@@ -718,7 +718,7 @@ def g(): return np.arange(3)
     assert reasons(run_in(with_packages, judge, program, *asserts, limits=Limits())) == ["passed"] * 2
 
 
-def test_without_isolation():
+def test_run_functions_works_without_isolation():
     with pytest.warns(RuntimeWarning, match="without_isolation"):
         plain = Bubblewrap(run_without_isolation=True)
     programs = ["def f(x): return x + 1", "def f(x): return x", "import os\nos.fork()\ndef f(x): return 2"]

@@ -1,4 +1,4 @@
-"""A SandboxFusion server, of which a stand-in speaks the protocol: it runs programs as plain processes."""
+"""Tests on a SandboxFusion server; a stand-in speaks its protocol and runs programs as plain processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from troll_sandbox.executor import Executor, Job
 from troll_sandbox.fusion import SandboxFusion
 from troll_sandbox.limits import MEBIBYTE, PASSED, Limits, Outcome
 
-#: What the server's own model of a request takes, and the defaults of what may be left out.
+#: Fields and types of a request in the server's own model.
 REQUEST = {
     "compile_timeout": float,
     "run_timeout": float,
@@ -44,7 +44,7 @@ LIMITS = Limits(cpu_seconds=1.0, idle_seconds=1.0, wall_seconds=5.0)
 
 
 class Server(ThreadingHTTPServer):
-    """Answers `/run_code` as SandboxFusion does; `answers` come first, a status and a body, or None for no answer."""
+    """Answers `/run_code` as SandboxFusion does, first with `answers`: a status and a body, or None for no answer."""
 
     daemon_threads = True
 
@@ -55,7 +55,7 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}/run_code"
 
     def handle_error(self, *_: Any) -> None:
-        """A client that has gone is none of its business."""
+        """Ignores clients that have closed the connection."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -91,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
-    """What the server says of a run, of which `run_command_bare` and `parse_run_status` are its own parts."""
+    """The server's answer for a run, as its `run_command_bare` and `parse_run_status` make it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "program.py"
         path.write_text(request["code"])
@@ -147,7 +147,7 @@ def outcomes_of(
     return [True if outcome.passed else outcome.reason for outcome in outcomes]
 
 
-def test_programs_by_standard_input(server, sandbox):
+def test_fusion_runs_programs_by_standard_input(server, sandbox):
     assert outcomes_of(sandbox, ADD, SUM) == [True] * 3
     assert outcomes_of(sandbox, f"{ADD} if input else 0\nassert 0", SUM)[0] == "raised AssertionError"
     assert outcomes_of(sandbox, "print(7)", SUM) == ["wrong answer", True, "wrong answer"]
@@ -159,7 +159,7 @@ def test_programs_by_standard_input(server, sandbox):
     assert outcomes_of(sandbox, "print(3.0)", numbers) == [True]
 
 
-def test_programs_whose_functions_are_called(server, sandbox):
+def test_fusion_calls_functions(server, sandbox):
     assert outcomes_of(sandbox, "def double(x): return 2 * x", DOUBLE) == [True] * 3
     assert outcomes_of(sandbox, "print('x')\ndef double(x): print(x); return 4", DOUBLE) == [
         True,
@@ -212,14 +212,14 @@ def test_programs_whose_functions_are_called(server, sandbox):
         ("x = '\ud800'", "the program is no text"),
     ],
 )
-def test_programs_that_pass_no_test(sandbox, program, reason):
+def test_fusion_reports_why_a_program_fails(sandbox, program, reason):
     found = outcomes_of(sandbox, program, DOUBLE)
     assert len(found) == 3 and all(str(each).startswith(reason) for each in found), found
     stopped = outcomes_of(sandbox, program, DOUBLE, stop=True)
     assert str(stopped[0]).startswith(reason)
 
 
-def test_a_program_that_forges_its_report_costs_nobody_else_anything(sandbox):
+def test_fusion_survives_a_forged_report(sandbox):
     forged = """
 import os, sys
 frame = sys._getframe()
@@ -236,21 +236,21 @@ def double(x): return 2 * x
     assert outcomes_of(sandbox, forged, DOUBLE)[0] == "the program forged a report"
 
 
-def test_the_module_main_shows_a_program_nothing(sandbox):
+def test_fusion_hides_the_script_from_the_module_main(sandbox):
     source = "import __main__, sys\ndef f(): return sorted(name for name in vars(__main__) if name in {})"
-    known = ["job", "mark", "out", "outputs", "tests"]
+    known = ["job", "mark", "outcomes", "outputs", "report", "tests"]
     calls = {"function": "f", "inputs": [[]], "outputs": [[]]}
     assert outcomes_of(sandbox, source.format(known), calls) == [True]
 
 
 @pytest.mark.parametrize("change", ["sys.modules.clear()", "sys.modules['values'] = type('', (), {'check': print})"])
-def test_a_program_that_changes_modules_changes_no_comparison(sandbox, change):
+def test_fusion_compares_correctly_after_a_program_changes_modules(sandbox, change):
     calls = {"function": "f", "inputs": [[2], [3]], "outputs": [[4], [6]]}
     program = f"import sys\n{change}\ndef f(x): return 2 * x if x < 3 else 7"
     assert outcomes_of(sandbox, program, calls) == [True, "wrong answer"]
 
 
-def test_what_was_passed_before_the_end_counts(sandbox):
+def test_fusion_counts_tests_passed_before_the_program_ended(sandbox):
     late = "import os\ndef double(x):\n    if x == 3: os._exit(0)\n    return 2 * x"
     assert outcomes_of(sandbox, late, DOUBLE) == [
         True,
@@ -261,7 +261,7 @@ def test_what_was_passed_before_the_end_counts(sandbox):
     assert outcomes_of(sandbox, slow, DOUBLE, stop=True) == [True, "time limit", "not run"]
 
 
-def test_a_program_has_one_wall_time_for_all_its_tests(server, sandbox):
+def test_fusion_has_one_wall_time_for_all_tests(server, sandbox):
     sleeping = "import time; time.sleep(0.6)"
     many = {"inputs": [""] * 10, "outputs": [""] * 10}
     found = outcomes_of(sandbox, sleeping, many, limits=Limits(wall_seconds=1.0))
@@ -270,7 +270,7 @@ def test_a_program_has_one_wall_time_for_all_its_tests(server, sandbox):
     assert outcomes_of(sandbox, "while True: pass", many) == ["time limit", *["not run"] * 9]
 
 
-def test_compile_errors_of_the_server(server, sandbox):
+def test_fusion_reports_compile_errors_of_the_server(server, sandbox):
     broken = {"status": "Finished", "return_code": 1, "stderr": "no", "stdout": "", "execution_time": 0.1}
     server.answers.append((200, json.dumps(answered("Failed", compile_result=broken)).encode()))
     assert outcomes_of(sandbox, ADD, SUM, stop=True) == ["compile error", "not run", "not run"]
@@ -299,7 +299,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("answer", "cause"), FAILURES, ids=lambda value: str(value)[:20])
-def test_trouble_of_the_server_is_tried_again_and_is_no_verdict(server, sandbox, answer, cause):
+def test_executor_tries_again_after_a_failure_of_the_server(server, sandbox, answer, cause):
     server.answers += [answer] * 2
     with closing(Executor(lambda: (sandbox, None), LIMITS, workers=1)) as executor:
         assert executor.run([Job(ADD, parse_tests(json.dumps(SUM)), False)]) == [[PASSED] * 3]
@@ -308,7 +308,7 @@ def test_trouble_of_the_server_is_tried_again_and_is_no_verdict(server, sandbox,
         outcomes_of(sandbox, ADD, SUM)
 
 
-def test_trouble_of_the_server_costs_no_run_that_has_ended(server, sandbox, monkeypatch):
+def test_executor_keeps_runs_that_ended_before_the_server_failed(server, sandbox, monkeypatch):
     ran, run_one = [], sandbox._run
 
     def run_then_fail(code: str, stdin: str, *limits: Any) -> Any:
@@ -324,21 +324,21 @@ def test_trouble_of_the_server_costs_no_run_that_has_ended(server, sandbox, monk
     assert ran == [first, second, second, third]
 
 
-def test_what_the_server_refuses_says_why(server, sandbox):
+def test_fusion_raises_the_reason_of_a_refused_request(server, sandbox):
     server.answers += [(422, b"{}")]
     with pytest.raises(SandboxError, match="HTTP 422"):
         outcomes_of(sandbox, ADD, SUM)
     assert len(server.requests) == 1
 
 
-def test_a_server_that_never_answers_is_given_up(server, sandbox, monkeypatch):
+def test_fusion_raises_if_the_server_never_answers(server, sandbox, monkeypatch):
     monkeypatch.setattr(fusion, "REQUEST_SECONDS", 0.2)
     monkeypatch.setattr(Handler, "do_POST", lambda self: time.sleep(3))
     with pytest.raises(SandboxError, match="timed out"):
         outcomes_of(sandbox, ADD, SUM, limits=Limits(wall_seconds=0.1))
 
 
-def test_wrong_addresses(server):
+def test_fusion_refuses_wrong_addresses(server):
     for url in ("file:///etc/passwd", "localhost:8080", ""):
         with pytest.raises(ValueError, match="an address like http"):
             SandboxFusion(url)
@@ -348,7 +348,7 @@ def test_wrong_addresses(server):
         SandboxFusion("http://127.0.0.1:9/run_code")
 
 
-def test_a_grader_with_a_server_that_goes(server):
+def test_code_grader_survives_the_loss_of_the_server(server):
     grader = CodeGrader(sandbox=server.url, limits=Limits(wall_seconds=0.5))
     tests = [json.dumps(DOUBLE), json.dumps(SUM)]
     assert grader(["p"] * 2, ["def double(x): return 2 * x", ADD], tests=tests) == [1.0, 1.0]
@@ -362,7 +362,7 @@ def test_a_grader_with_a_server_that_goes(server):
     assert grader(["p"], ["def double(x): return 2 + x"], tests=tests[:1]) == [0.0]
 
 
-def test_the_address_that_verl_passes_on(server):
+def test_compute_score_takes_a_server_address(server):
     score = compute_score("taco", ADD, json.dumps(SUM), sandbox=server.url, memory_limit_mb=1024)
     assert score == {"score": 1.0, "acc": 1.0, "reason": "correct"}
     assert len(server.requests) == 1 + 3

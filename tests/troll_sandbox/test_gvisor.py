@@ -23,7 +23,7 @@ from troll_sandbox.stream_runs import run_stdio
 
 LIMITS = Limits(cpu_seconds=0.5, idle_seconds=1, memory_bytes=256 * MEBIBYTE, output_bytes=1 << 20)
 
-#: Programs that are to print 3 for "1 2", and what becomes of them.
+#: Programs that should print 3 for "1 2", and their reasons.
 PROGRAMS = {
     "print(sum(map(int, input().split())))": "passed",
     "import sys\nprint(sum(map(int, open('/dev/stdin').read().split())))": "passed",
@@ -46,7 +46,7 @@ PROGRAMS = {
     "while True: threading.Thread(target=time.sleep, args=(99,)).start()": "thread limit|time limit",
 }
 
-#: Of those that want more than what `PROGRAMS` have.
+#: Attacks that `PROGRAMS` does not cover.
 ATTACKS = (
     "killing all others",
     "leases and watches",
@@ -55,13 +55,13 @@ ATTACKS = (
     "tracing the runner",
 )
 
-#: Runs a program that never ends, until a signal ends it.
+#: Runs an endless program; the test sends a signal to this process.
 PARENT = """
 import signal, sys
 from troll_sandbox.gvisor import GVisor
 from troll_sandbox.limits import Limits
 from troll_sandbox.stream_runs import run_stdio
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may have inherited that it is ignored
 limits = Limits(cpu_seconds=50, wall_seconds=100)
 sandbox = GVisor()
 print(sandbox._folder, flush=True)
@@ -71,7 +71,7 @@ run_stdio(sandbox, "while True: pass", [""], [""], limits)
 
 @cache
 def refusal() -> str | None:
-    """Why there is no gVisor here."""
+    """Why gVisor does not work here."""
     try:
         GVisor()
     except SandboxError as error:
@@ -92,7 +92,7 @@ def grader(sandbox: GVisor) -> Iterator[CodeGrader]:
         yield grader
 
 
-def test_the_contract_of_sandboxes(sandbox: GVisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gvisor_keeps_the_limits(sandbox: GVisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TROLL_SECRET", "4")
     secret = tmp_path / "secret"
     secret.write_text("secret")
@@ -109,13 +109,13 @@ def test_the_contract_of_sandboxes(sandbox: GVisor, tmp_path: Path, monkeypatch:
     wait_until_gone(str(folder))
 
 
-def test_all_tests_of_a_program_share_one_sandbox(sandbox: GVisor) -> None:
+def test_tests_of_a_program_share_one_gvisor_sandbox(sandbox: GVisor) -> None:
     program = "a, b = map(int, input().split())\nif a == 5: open('left', 'w')\nprint(a + b)"
     outcomes = run_stdio(sandbox, program, ["1 2", "5 5", "3 4"], ["3", "9", "7"], LIMITS)
     assert [outcome.reason for outcome in outcomes] == ["passed", "wrong answer", "passed"]
 
 
-def test_attacks_do_not_get_through(sandbox: GVisor) -> None:
+def test_gvisor_contains_attacks(sandbox: GVisor) -> None:
     with ThreadPoolExecutor(2) as pool:
         outcomes = pool.map(lambda name: run_stdio(sandbox, HOSTILE[name], ["input"], ["breach"], LIMITS)[0], ATTACKS)
     assert not [(name, outcome.reason) for name, outcome in zip(ATTACKS, outcomes, strict=True) if outcome.passed]
@@ -123,7 +123,7 @@ def test_attacks_do_not_get_through(sandbox: GVisor) -> None:
 
 
 @needs_bubblewrap
-def test_functions_are_judged_outside(grader: CodeGrader) -> None:
+def test_code_grader_judges_functions_outside_gvisor(grader: CodeGrader) -> None:
     tests: list[dict[str, object]] = [{"asserts": ["assert f(2) == [4]", "assert f('a') == ['aa']"]}] * 4
     tests += [{**tests[0], "plain": True}] * 2
     programs = [
@@ -139,8 +139,8 @@ def test_functions_are_judged_outside(grader: CodeGrader) -> None:
     assert verdicts[2].reason == "time limit"
 
 
-def test_packages_can_be_imported_and_not_changed(sandbox: GVisor, tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)  # programs are nobody
+def test_packages_can_be_imported_but_not_changed(sandbox: GVisor, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)  # programs run as nobody
     (tmp_path / "given.py").write_text("three = 3\n")
     program = "import given\nprint(given.three)\nopen(given.__file__, 'w')"
     (outcome,) = run_stdio(GVisor(packages=[tmp_path]), program, [""], ["3"], LIMITS)
@@ -148,7 +148,7 @@ def test_packages_can_be_imported_and_not_changed(sandbox: GVisor, tmp_path: Pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_outlives_the_parent(sandbox: GVisor, number: signal.Signals) -> None:
+def test_sandbox_ends_with_the_parent(sandbox: GVisor, number: signal.Signals) -> None:
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -161,7 +161,7 @@ def test_nothing_outlives_the_parent(sandbox: GVisor, number: signal.Signals) ->
     subprocess.run(["rm", "-rf", folder], check=True)
 
 
-def test_without_runsc_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gvisor_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxError, match="apt install runsc"):
         CodeGrader(sandbox="gvisor", workers=1)
@@ -170,7 +170,7 @@ def test_without_runsc_it_says_what_to_install(tmp_path: Path, monkeypatch: pyte
         GVisor()
 
 
-def test_where_containers_do_not_start_it_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gvisor_says_why_containers_do_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only_program(tmp_path, "runsc", "echo 'cannot set up namespaces' >&2; exit 128", monkeypatch)
     with pytest.raises(SandboxError, match=r"gVisor does not start \(cannot set up namespaces\): see docs/sandbox"):
         GVisor()

@@ -15,14 +15,13 @@ import pytest
 from tests.troll_sandbox.hostile import HOSTILE
 from tests.troll_sandbox.processes import needs_bubblewrap, running, wait_until_gone
 from troll_sandbox.bubblewrap import Bubblewrap
+from troll_sandbox.launch import INSIDE
 from troll_sandbox.limits import MEBIBYTE, Limits
 from troll_sandbox.stream_runs import run_stdio
 
 pytestmark = needs_bubblewrap
 
-PROJECT = Path(__file__).parents[2]
-
-#: A mark that stands in the command line of everything in a sandbox.
+#: A mark in the command line of every process in a sandbox.
 MARK = 1_000_000 + os.getpid() % 100_000
 
 LIMITS = Limits(
@@ -36,7 +35,7 @@ LIMITS = Limits(
 
 
 class User:
-    """What a program could reach: a secret file, a secret variable and listening sockets."""
+    """What an attack tries to reach: a secret file, a secret variable and listening sockets."""
 
     def __init__(self, folder: Path) -> None:
         self.secret = folder / "secret.txt"
@@ -85,8 +84,8 @@ def state_of(folder: Path) -> set[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_program_fails_and_is_contained(sandbox: Bubblewrap, user: User, name: str) -> None:
-    watched = (user.secret.parent, PROJECT / "src" / "troll" / "rewards" / "sandbox" / "inside")
+def test_hostile_programs_fail_and_are_contained(sandbox: Bubblewrap, user: User, name: str) -> None:
+    watched = (user.secret.parent, INSIDE)
     before = [state_of(folder) for folder in watched]
     start = time.monotonic()
     (outcome,) = run_stdio(sandbox, user.source(name), ["input"], ["breach"], LIMITS)
@@ -101,7 +100,7 @@ def test_a_hostile_program_fails_and_is_contained(sandbox: Bubblewrap, user: Use
     wait_until_gone(f",{MARK},")
 
 
-def test_leases_and_watches_are_refused_and_what_else_fcntl_does_is_not(sandbox: Bubblewrap) -> None:
+def test_fcntl_refuses_only_leases_and_watches(sandbox: Bubblewrap) -> None:
     program = """
 import errno, fcntl, os
 file = os.open("own", os.O_RDWR | os.O_CREAT)
@@ -130,7 +129,7 @@ fcntl.flock(file, fcntl.LOCK_SH)
     assert outcome.reason == "passed"
 
 
-def test_memory_as_the_kernel_counts_it_stays_within_the_limit(sandbox: Bubblewrap) -> None:
+def test_resident_memory_stays_within_the_limit(sandbox: Bubblewrap) -> None:
     program = """
 blocks = []
 try:

@@ -9,7 +9,7 @@ import pytest
 from troll_sandbox.control_groups import MemoryGroups
 from troll_sandbox.lifetime import at_end, temporary_folder
 
-#: A program that makes something, and a forked process that ends as programs do, which uses it no longer either.
+#: Makes something, and forks a process that drops it and ends.
 FORK = """
 import os, sys
 from pathlib import Path
@@ -44,14 +44,14 @@ MAKE = {"a temporary folder": folder, "an idle group": group}
 
 
 @pytest.mark.parametrize("thing", MAKE)
-def test_a_forked_process_leaves_what_is_its_parents(thing: str, tmp_path: Path) -> None:
+def test_at_end_does_nothing_in_a_forked_process(thing: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", FORK, thing, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert (done.stdout, done.stderr) == ("1\n", "")
-    assert not list(tmp_path.iterdir())  # gone with the parent
+    assert not list(tmp_path.iterdir())  # removed at the end of the parent
 
 
-def test_it_is_done_once_for_its_owner() -> None:
+def test_at_end_acts_once() -> None:
     owner = Owner()
     done: list[int] = []
     at_end(owner, done.append, 1)

@@ -23,7 +23,7 @@ from troll_sandbox.limits import Limits, Outcome, printable
         ("threads", False),
     ],
 )
-def test_a_limit_that_makes_no_sense_is_named(name: str, value: object) -> None:
+def test_limits_name_a_wrong_value(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name):
         Limits(**{name: value})  # type: ignore[arg-type]
 
@@ -39,6 +39,6 @@ def test_a_limit_that_makes_no_sense_is_named(name: str, value: object) -> None:
         ("\U000e0001\x9b", "\\U000e0001\\x9b"),
     ],
 )
-def test_reasons_can_be_printed_and_written(text: str, wanted: str) -> None:
+def test_printable_escapes_unsafe_characters(text: str, wanted: str) -> None:
     assert printable(text) == Outcome(False, text).reason == wanted
     wanted.encode()

@@ -1,6 +1,5 @@
 import collections
 import datetime
-import importlib
 import math
 import random
 import struct
@@ -11,11 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from troll_sandbox.launch import INSIDE
+from tests.troll_sandbox.processes import inside_module
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(INSIDE)  # where modules find each other by their file names
-    messages, merge = importlib.import_module("messages"), importlib.import_module("proxy").merge
+messages, merge = inside_module("messages"), inside_module("proxy").merge
 
 
 def no_reference(*_: object) -> tuple[bool, int]:
@@ -53,13 +50,13 @@ VALUES = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_a_value_arrives_as_it_was_sent(value):
+def test_decode_returns_what_encode_took(value):
     copy = copy_of(value)
     assert type(copy) is type(value)
     assert repr(copy) == repr(value) if not isinstance(value, int) else copy == value
 
 
-def test_nan_arrives():
+def test_decode_returns_nan():
     assert math.isnan(copy_of(math.nan))  # type: ignore[arg-type]
     assert all(map(math.isnan, copy_of([math.nan, math.nan])))  # type: ignore[call-overload]
 
@@ -78,13 +75,13 @@ def test_nan_arrives():
         (np.bool_(True), True),
     ],
 )
-def test_a_subclass_arrives_as_its_base(value, base):
+def test_encode_sends_a_subclass_as_its_base(value, base):
     copy = copy_of(value)
     assert type(copy) is type(base)
     assert copy == base
 
 
-def test_what_cannot_be_copied_becomes_a_reference():
+def test_encode_sends_references_to_what_cannot_be_copied():
     things = [object(), len, lambda: 0, iter([]), type("C", (), {}), messages, exec, type]
     numbers = {id(thing): number for number, thing in enumerate(things)}
     data = messages.encode([things, (things[3],)], lambda thing: (False, numbers[id(thing)]))
@@ -96,7 +93,7 @@ def test_what_cannot_be_copied_becomes_a_reference():
     )
 
 
-def test_a_named_tuple_keeps_its_names():
+def test_named_tuples_keep_their_names():
     sent: list[object] = []
 
     def note(thing: object) -> tuple[bool, int]:
@@ -104,7 +101,7 @@ def test_a_named_tuple_keeps_its_names():
         return False, 0
 
     data = messages.encode([Point(1, 2), (Point([3], 4),)], note)
-    assert sent == [Point, Point]  # the classes, which are not plain data
+    assert sent == [Point, Point]  # the classes, which are sent as references
     origin = object()
     first, (second,) = messages.decode(data, lambda yours, number: origin)
     assert (first, second) == ((1, 2), ([3], 4)) and (second.x, second.y) == ([3], 4)
@@ -118,8 +115,8 @@ def test_a_named_tuple_keeps_its_names():
             messages.decode(back, lambda yours, number, kind=wrong: kind)
 
 
-def test_limits_of_size_and_depth(monkeypatch):
-    monkeypatch.setattr(messages, "MAX_DEPTH", 200)  # which this process can have
+def test_encode_limits_size_and_depth(monkeypatch):
+    monkeypatch.setattr(messages, "MAX_DEPTH", 200)  # within this process's recursion limit
     deep: Any = []
     for _ in range(messages.MAX_DEPTH):
         deep = [deep]
@@ -148,12 +145,12 @@ def test_limits_of_size_and_depth(monkeypatch):
         b"a\0\0\0\x04nope", b"z\0\0\0\0", b"D\xffN", b"l\0\0\0\x01" * 5000 + b"N", b"R\0", b"O" + b"\xff" * 8,
     ],
 )  # fmt: skip
-def test_junk_is_refused(data):
+def test_decode_refuses_junk(data):
     with pytest.raises(messages.MessageError):
         messages.decode(data, [].__getitem__)
 
 
-def test_changed_bytes_give_a_plain_value_or_an_error():
+def test_decode_of_changed_bytes_gives_plain_data_or_an_error():
     chosen = random.Random(0)
     data = b"".join(messages.encode(value, no_reference) for value in VALUES)
     kinds = {type(value) for value in VALUES}
@@ -169,7 +166,7 @@ def test_changed_bytes_give_a_plain_value_or_an_error():
         assert type(value) in kinds
 
 
-def test_changes_are_repeated_in_place():
+def test_merge_repeats_changes_in_place():
     inner, queue = [1], collections.deque([1], 3)
     mine = ([inner, 2], {"k": inner}, {1}, queue, (inner,), 5, bytearray(b"a"))
     kept = list(mine)
@@ -184,7 +181,7 @@ def test_changes_are_repeated_in_place():
 
 
 @pytest.mark.parametrize("place", range(3))
-def test_a_container_at_several_places_is_changed_by_any_of_its_copies(place):
+def test_merge_takes_the_changed_copy_of_a_repeated_container(place):
     row = [{"k": 0}]
     mine, theirs = ([row] * 3, row), ([[{"k": 0}] for _ in range(3)], [{"k": 0}])
     theirs[0][place][0]["k"] = 1

@@ -1,4 +1,4 @@
-"""Programs that attack next to programs that do not: each of the latter keeps its verdict."""
+"""Right programs keep their verdicts while other programs attack."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ ATTACKS = [*ON_THE_MACHINE, *(name for name in ON_THE_USER if "$" not in HOSTILE
 STREAM = json.dumps({"inputs": ["1 2", "5 6"], "outputs": ["3", "11"]})
 FUNCTION = json.dumps({"asserts": ["assert add(1, 2) == 3", "assert add(5, 6) == 11"]})
 
-#: Right programs: what they do is what attacks could spoil.
+#: Right programs that do what attacks could disturb.
 READ = "a, b = map(int, input().split())\n"
-INNOCENTS = [
+RIGHT = [
     (READ + "print(a + b)", STREAM),
     (READ + "import time\ntime.sleep(0.2)\nprint(a + b)", STREAM),
     (READ + "open('own', 'wb').write(bytes(1 << 20))\nprint(a + b)", STREAM),
@@ -51,20 +51,20 @@ def grader() -> Iterator[CodeGrader]:
         yield grader
 
 
-def test_no_attack_costs_an_innocent_program_its_verdict(grader: CodeGrader) -> None:
+def test_right_programs_keep_their_verdicts_next_to_attacks(grader: CodeGrader) -> None:
     assert len(ATTACKS) >= 50
     rows: list[tuple[str, str, bool]] = []
     for number, name in enumerate(ATTACKS):
-        program, tests = INNOCENTS[number % len(INNOCENTS)]
+        program, tests = RIGHT[number % len(RIGHT)]
         rows.append((f"# attack {number}\n{HOSTILE[name]}", (STREAM, FUNCTION)[number % 2], False))
-        rows.append((f"# innocent {number}\n{program}", tests, True))  # equal programs would run once
+        rows.append((f"# right {number}\n{program}", tests, True))  # equal programs would run once
     verdicts = grader.grade(
         [f"```python\n{program}\n```" for program, *_ in rows], tests=[tests for _, tests, _ in rows]
     )
     wrong = [
         (verdict.reason, program.split("\n")[0])
-        for verdict, (program, _, innocent) in zip(verdicts, rows, strict=True)
-        if verdict.success != innocent or verdict.score is None
+        for verdict, (program, _, right) in zip(verdicts, rows, strict=True)
+        if verdict.success != right or verdict.score is None
     ]
     assert not wrong
     wait_until_gone(f",{MARK},", 10)

@@ -1,4 +1,4 @@
-"""What ordinary programs do works under the filter of system calls."""
+"""Ordinary programs work under the system call filter."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ try:
 except KeyboardInterrupt:
     print(sum(seen))
 """,
-    "what cannot be had fails cleanly": """
+    "forbidden calls fail cleanly": """
 import multiprocessing, os, shutil, socket, subprocess
 for attempt in (
     lambda: subprocess.run(["true"]),
@@ -175,7 +175,7 @@ print(np.arange(3).sum())
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_an_ordinary_program_works(sandbox: Bubblewrap, name: str) -> None:
+def test_ordinary_programs_work(sandbox: Bubblewrap, name: str) -> None:
     (outcome,) = run_stdio(sandbox, PROGRAMS[name], [""], ["3"], Limits())
     assert outcome.reason == "passed"
 

@@ -28,7 +28,7 @@ from troll_sandbox.output import same_output
     ],
 )
 @pytest.mark.parametrize("compare", ["tokens", "numbers"])
-def test_outputs_that_count_as_the_same(actual, expected, compare):
+def test_same_output_accepts(actual, expected, compare):
     assert same_output(actual, expected, compare)
 
 
@@ -62,7 +62,7 @@ def test_outputs_that_count_as_the_same(actual, expected, compare):
     ],
 )
 @pytest.mark.parametrize("compare", ["tokens", "numbers"])
-def test_outputs_that_do_not(actual, expected, compare):
+def test_same_output_rejects(actual, expected, compare):
     assert not same_output(actual, expected, compare)
 
 
@@ -79,12 +79,12 @@ def test_outputs_that_do_not(actual, expected, compare):
         ("-0" + "7" * 5000, "-" + "7" * 5000),
     ],
 )
-def test_an_integer_is_a_text_unless_numbers_are_compared(actual, expected):
+def test_same_output_compares_integers_as_texts_unless_compare_is_numbers(actual, expected):
     assert not same_output(actual, expected)
     assert same_output(actual, expected, "numbers")
 
 
-def test_numbers_far_from_the_expected_one_are_wrong_by_either_comparison():
+def test_same_output_rejects_numbers_far_from_the_expected_one():
     assert not same_output("3.1", "3", "numbers")
     assert not same_output("1e400", "3", "numbers")
     assert not same_output("7" * 5000, "7" * 4999 + "8", "numbers")

@@ -1,16 +1,13 @@
 from __future__ import annotations
 
 import builtins
-import importlib
 from typing import Any
 
 import pytest
 
-from troll_sandbox.launch import INSIDE
+from tests.troll_sandbox.processes import inside_module
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(INSIDE)  # where modules find each other by their file names
-    prelude = importlib.import_module("prelude")
+prelude = inside_module("prelude")
 
 
 def names_after(source: str, provided: bool = True) -> dict[str, Any]:
@@ -36,7 +33,7 @@ class Solution:
 """
 
 
-def test_starter_code_finds_what_judges_provide():
+def test_execute_provides_names_to_starter_code():
     space = names_after(USES)
     assert space["Solution"]().f([3, 1]) == 5
     assert space.keys() == {"__builtins__", "Solution"}
@@ -44,24 +41,24 @@ def test_starter_code_finds_what_judges_provide():
         names_after(USES, provided=False)
 
 
-def test_a_programs_own_names_and_pythons_come_first():
+def test_execute_prefers_names_of_the_program_and_of_python():
     space = names_after(
         "from __future__ import annotations\nfrom string import *\nclass Counter: own = True\ndef f(x: Missing):\n"
         "    global pow_\n    pow_ = pow(2, 5, 7)\n    return Counter.own, sum([1]), open\ncount = 5\n"
     )
     assert space["f"](1) == (True, 1, open) and space["count"] == 5 and space["pow_"] == 4
-    assert space["__builtins__"] is vars(builtins)  # nothing was missing
+    assert space["__builtins__"] is vars(builtins)  # no name was provided
 
 
 @pytest.mark.parametrize("source", ["x = nosuchname", "def f(): return nosuchname", "_Environ", "def f(:"])
-def test_what_nobody_provides_is_missing(source):
+def test_execute_leaves_unknown_names_undefined(source):
     with pytest.raises((NameError, SyntaxError)) as raised:
         names_after(f"\n\n{source}").get("f", lambda: None)()
         raise NameError("name 'nosuchname' is not defined")
     assert "prelude" not in str(raised.value)
 
 
-def test_which_programs_are_provided_with_names():
+def test_is_provided_for_one_function_or_solution():
     assert prelude.is_provided({"function": "f"})
     assert prelude.is_provided({"names": [], "inferred": ["Solution"]})
     assert prelude.is_provided({"names": ["Solution"], "inferred": []})

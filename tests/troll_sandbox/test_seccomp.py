@@ -18,7 +18,7 @@ EVERY = {**ALLOWED, **PRETENDED, **{name: rule.numbers for name, rule in CHECKED
 
 
 def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
-    """What the filter returns, by a second reading of classic BPF."""
+    """What the filter returns, by an independent interpreter of classic BPF."""
     architecture = MACHINES[machine][1] if architecture is None else architecture
     data = struct.pack("<IIQ", number, architecture, 0) + struct.pack("<6Q", *arguments, *[0] * (6 - len(arguments)))
     lines = list(struct.iter_unpack("<HBBI", filter_program(machine)))
@@ -40,14 +40,14 @@ def verdict(machine: str, number: int, *arguments: int, architecture: int | None
 
 
 def call(machine: str, name: str, *arguments: int) -> int:
-    """What the filter says to a call with arguments."""
+    """What the filter returns for a call with arguments."""
     number = EVERY[name][MACHINES[machine][0]]
     assert number is not None
     return verdict(machine, number, *arguments)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_what_is_not_listed_is_refused(machine: str) -> None:
+def test_filter_refuses_calls_that_are_not_listed(machine: str) -> None:
     column = MACHINES[machine][0]
     allowed = {numbers[column] for numbers in ALLOWED.values()}
     pretended = {numbers[column] for numbers in PRETENDED.values()}
@@ -59,21 +59,21 @@ def test_what_is_not_listed_is_refused(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_a_number_is_listed_once(machine: str) -> None:
+def test_tables_list_each_number_once(machine: str) -> None:
     numbers = [number for both in EVERY.values() if (number := both[MACHINES[machine][0]]) is not None]
     assert len(numbers) == len(set(numbers)) > 100
     assert len(EVERY) == len(ALLOWED) + len(PRETENDED) + len(CHECKED)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_threads_are_allowed_and_processes_are_not(machine: str) -> None:
+def test_filter_allows_threads_but_no_processes(machine: str) -> None:
     assert call(machine, "clone", 0x3D0F00) == ALLOW  # what the C library passes for a thread
     assert call(machine, "clone", 17) == EPERM
     assert call(machine, "clone", 0x10000000 | 17) == EPERM
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_the_signal_that_ends_a_program_with_its_parent_stays(machine: str) -> None:
+def test_filter_keeps_the_parent_death_signal(machine: str) -> None:
     assert call(machine, "prctl", 1) == EPERM
     assert call(machine, "prctl", 1 << 32 | 1) == EPERM  # of which the kernel reads the low half
     assert call(machine, "prctl", 15) == call(machine, "prctl", 2) == ALLOW
@@ -81,7 +81,7 @@ def test_the_signal_that_ends_a_program_with_its_parent_stays(machine: str) -> N
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_a_descriptor_is_no_lease_and_no_watch(machine: str) -> None:
+def test_filter_refuses_leases_and_watches_on_any_descriptor(machine: str) -> None:
     allowed = {*range(8), 36, 37, 38, 1030}
     for command in [*range(50), *range(1020, 1050)]:
         assert call(machine, "fcntl", 3, command) == (ALLOW if command in allowed else EPERM)
@@ -90,7 +90,7 @@ def test_a_descriptor_is_no_lease_and_no_watch(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_what_arguments_decide(machine: str) -> None:
+def test_filter_decides_by_arguments(machine: str) -> None:
     assert call(machine, "flock", 3, 1) == call(machine, "flock", 3, 8) == ALLOW
     assert call(machine, "flock", 3, 2) == call(machine, "flock", 3, 2 | 4) == EPERM
     assert call(machine, "kill", 1, 15) == call(machine, "tgkill", 1, 1, 6) == call(machine, "kill", 9, 0) == ALLOW
@@ -111,7 +111,7 @@ def test_what_arguments_decide(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_foreign_calls_kill(machine: str) -> None:
+def test_filter_kills_foreign_calls(machine: str) -> None:
     assert verdict(machine, 0x40000000 - 1) == ENOSYS
     assert verdict(machine, 0x40000000) == KILL
     assert verdict(machine, 0x40000000 | 39) == KILL
@@ -120,7 +120,7 @@ def test_foreign_calls_kill(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_numbers_are_the_kernels(machine: str) -> None:
+def test_tables_have_the_numbers_of_the_kernel(machine: str) -> None:
     if not HEADERS[machine].exists():
         pytest.skip(f"no {HEADERS[machine]} here")
     known = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text()))

@@ -28,7 +28,7 @@ def reason(sandbox: Bubblewrap, program: str, text: str = "", expected: str = "3
     return outcome.reason
 
 
-def test_every_test_has_its_outcome(sandbox: Bubblewrap) -> None:
+def test_run_stdio_returns_an_outcome_per_test(sandbox: Bubblewrap) -> None:
     outcomes = run_stdio(sandbox, ADD, ["1 2\n", "2 2\n", "x\n", "5 6"], ["3\n", "5", "", "11"], LIMITS)
     reasons = [outcome.reason for outcome in outcomes]
     assert reasons[:2] == ["passed", "wrong answer"]
@@ -73,7 +73,7 @@ def test_every_test_has_its_outcome(sandbox: Bubblewrap) -> None:
         ("print(3)\0", "raised SyntaxError: source code string cannot contain null bytes"),
     ],
 )
-def test_how_a_program_ends(sandbox: Bubblewrap, program: str, wanted: str) -> None:
+def test_run_stdio_reports_how_a_program_ends(sandbox: Bubblewrap, program: str, wanted: str) -> None:
     assert reason(sandbox, program) == wanted
 
 
@@ -103,7 +103,7 @@ print(Caller()(100_000) + cached(100_000) + max(map(lambda n: Caller()(n), [100_
 """
 
 
-def test_recursion_is_bounded_by_memory(sandbox: Bubblewrap) -> None:
+def test_recursion_is_bounded_only_by_memory(sandbox: Bubblewrap) -> None:
     assert reason(sandbox, DEPTH, expected="300000", limits=Limits()) == "passed"
     unasked = "def f(n): return n and 1 + f(n - 1)\nprint(f(20_000))"
     assert reason(sandbox, unasked, expected="20000") == "passed"
@@ -111,12 +111,12 @@ def test_recursion_is_bounded_by_memory(sandbox: Bubblewrap) -> None:
     assert reason(sandbox, caught) == "passed"
 
 
-def test_integers_have_any_number_of_digits(sandbox: Bubblewrap) -> None:
+def test_integers_can_have_any_number_of_digits(sandbox: Bubblewrap) -> None:
     assert reason(sandbox, "print(int(input()) + 1)", "7" * 5000, "7" * 4999 + "8") == "passed"
     assert reason(sandbox, f"print({'7' * 5000} % 10 - 4, len(str(1 << 99999)))", "", "3 30103") == "passed"
 
 
-def test_expected_output_fits_into_what_a_program_may_print(sandbox: Bubblewrap) -> None:
+def test_output_limit_leaves_room_for_the_expected_output(sandbox: Bubblewrap) -> None:
     expected = "abc\n" * 3000
     program = "for _ in range(3000): print('abc', ' ' * int(input()))"
     limits = Limits(output_bytes=1000)
@@ -128,7 +128,7 @@ def test_expected_output_fits_into_what_a_program_may_print(sandbox: Bubblewrap)
 
 
 @pytest.mark.parametrize("size", ["2**27", "2**29", "2**30", "2**31", "10**8"])
-def test_stacks_cost_what_is_used_of_them(sandbox: Bubblewrap, size: str) -> None:
+def test_only_used_stack_counts_as_memory(sandbox: Bubblewrap, size: str) -> None:
     program = f"""
 import sys, threading
 sys.setrecursionlimit(10**6)
@@ -143,7 +143,7 @@ assert threading.stack_size() == {size}
     assert reason(sandbox, program, limits=Limits()) == "passed"
 
 
-def test_threads_and_large_stacks_leave_the_rest_of_the_memory(sandbox: Bubblewrap) -> None:
+def test_thread_stacks_leave_the_memory_to_the_program(sandbox: Bubblewrap) -> None:
     program = """
 import threading, time
 def start(count):
@@ -161,7 +161,7 @@ print(3)
     assert reason(sandbox, program, limits=Limits()) == "passed"
 
 
-#: They take all the address space that they may have for stacks.
+#: Raises the bound on address space by all that is for stacks.
 GREEDY = "import mmap, resource\nmost = resource.getrlimit(resource.RLIMIT_AS)[1]\n"
 GREEDY += "resource.setrlimit(resource.RLIMIT_AS, (most, most))\nif input() == '1':\n"
 
@@ -174,32 +174,32 @@ GREEDY += "resource.setrlimit(resource.RLIMIT_AS, (most, most))\nif input() == '
         "    held = mmap.mmap(-1, 900 << 20)\n    held[:] = bytes(1) * len(held)\n    while True: pass",
     ],
 )
-def test_memory_for_stacks_counts_when_it_is_used(monkeypatch: pytest.MonkeyPatch, groups: bool, program: str) -> None:
+def test_stack_memory_counts_once_it_is_touched(monkeypatch: pytest.MonkeyPatch, groups: bool, program: str) -> None:
     if not groups:
         monkeypatch.setattr("troll_sandbox.launch.groups_folder", lambda: None)
     outcomes = run_stdio(Bubblewrap(), f"{GREEDY}{program}\nprint(3)", ["1", "2"], ["3"] * 2, Limits())
     assert [outcome.reason for outcome in outcomes] == ["memory limit", "passed"]
 
 
-def test_the_work_folder_is_bounded(sandbox: Bubblewrap) -> None:
+def test_work_folder_is_bounded(sandbox: Bubblewrap) -> None:
     program = "open('file', 'wb').write(bytes(3 << 20))\nprint(3)"
     assert reason(sandbox, program, limits=Limits(disk_bytes=2 * MEBIBYTE)).startswith("raised OSError: [Errno 28]")
     assert reason(sandbox, program, limits=Limits(disk_bytes=8 * MEBIBYTE)) == "passed"
 
 
-def test_a_fraction_of_a_second_decides(sandbox: Bubblewrap) -> None:
+def test_cpu_time_is_exact_to_fractions_of_a_second(sandbox: Bubblewrap) -> None:
     program = "import time\nwhile time.process_time() < 0.4: pass\nprint(3)"
     assert reason(sandbox, program, limits=Limits(cpu_seconds=0.2)) == "time limit"
     assert reason(sandbox, program, limits=Limits(cpu_seconds=0.8)) == "passed"
 
 
-def test_megabytes_go_in_and_out(sandbox: Bubblewrap) -> None:
+def test_run_stdio_takes_megabytes(sandbox: Bubblewrap) -> None:
     text = "0123456789abcde\n" * (3 << 16)
     assert reason(sandbox, "import sys\nsys.stdout.write(sys.stdin.read())", text, text) == "passed"
     assert reason(sandbox, "#" * (5 << 20) + "\nprint(3)") == "passed"
 
 
-def test_text_that_utf8_cannot_hold_is_an_outcome(sandbox: Bubblewrap) -> None:
+def test_run_stdio_takes_lone_surrogates(sandbox: Bubblewrap) -> None:
     assert reason(sandbox, "print('\ud800')").startswith("raised SyntaxError")
     assert reason(sandbox, "print(3)", "\ud800") == "passed"
     assert reason(sandbox, "print(input())", "\ud800", "\ud800") == "passed"
@@ -208,38 +208,38 @@ def test_text_that_utf8_cannot_hold_is_an_outcome(sandbox: Bubblewrap) -> None:
     assert reason(sandbox, "print(input())", "Ünï\n", "Ünï") == "passed"
 
 
-def test_a_test_leaves_nothing_to_the_next(sandbox: Bubblewrap) -> None:
+def test_tests_leave_no_files_to_the_next(sandbox: Bubblewrap) -> None:
     program = "import os\nprint(os.listdir('.'))\nopen('left', 'w')\nos.mkdir('folder')"
     outcomes = run_stdio(sandbox, program, [""] * 3, ["[]"] * 3, LIMITS)
     assert all(outcome.passed for outcome in outcomes)
 
 
-def test_a_killed_test_costs_those_after_it_and_none_before(sandbox: Bubblewrap) -> None:
+def test_tests_after_a_killed_one_are_not_run(sandbox: Bubblewrap) -> None:
     program = "import time\nn = int(input())\nif n == 1: time.sleep(100)\nwhile n == 2: pass\nprint(3)"
     for killed, reason in (("1", "idle limit"), ("2", "time limit")):
         outcomes = run_stdio(sandbox, program, ["0", killed, "3"], ["3"] * 3, LIMITS)
         assert [outcome.reason for outcome in outcomes] == ["passed", reason, "not run"]
 
 
-def test_a_crash_costs_one_test(sandbox: Bubblewrap) -> None:
+def test_crash_fails_only_one_test(sandbox: Bubblewrap) -> None:
     program = "import os\nif input() == '1': os.abort()\nprint(3)"
     outcomes = run_stdio(sandbox, program, ["0", "1", "2"], ["3"] * 3, LIMITS)
     assert [outcome.passed for outcome in outcomes] == [True, False, True]
 
 
-def test_the_wall_is_a_backstop(sandbox: Bubblewrap) -> None:
+def test_wall_limit_ends_a_program_that_is_not_idle(sandbox: Bubblewrap) -> None:
     program = "import time\nwhile True: time.sleep(0.1)"
     limits = Limits(wall_seconds=1, idle_seconds=100)
     assert reason(sandbox, program, limits=limits) == "wall limit"
 
 
-def test_runs_can_be_repeated(sandbox: Bubblewrap) -> None:
+def test_run_stdio_is_deterministic(sandbox: Bubblewrap) -> None:
     program = "print(hash('a'), sorted({'a', 'b', 'c'}) == list({'a', 'b', 'c'}))"
     first = run_stdio(sandbox, program + "\n1 / 0", [""], [""], LIMITS)
     assert first == run_stdio(sandbox, program + "\n1 / 0", [""], [""], LIMITS)
 
 
-def test_many_threads_at_once_and_no_descriptor_is_left(sandbox: Bubblewrap) -> None:
+def test_run_stdio_in_many_threads_leaves_no_descriptor(sandbox: Bubblewrap) -> None:
     def one(number: int) -> bool:
         return run_stdio(sandbox, ADD, [f"{number} 1"], [str(number + 1)], LIMITS)[0].passed
 
@@ -250,16 +250,14 @@ def test_many_threads_at_once_and_no_descriptor_is_left(sandbox: Bubblewrap) -> 
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_sandbox_that_cannot_start_is_no_verdict_on_the_program(
-    sandbox: Bubblewrap, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_executor_tries_again_if_a_sandbox_does_not_start(sandbox: Bubblewrap, monkeypatch: pytest.MonkeyPatch) -> None:
     start_at_the_third_attempt_only(sandbox, monkeypatch)
     three = StreamTests(("",), ("3",))
     assert tried_again(sandbox, "print(3)", three) == [PASSED]
     assert isinstance(tried_again(sandbox, "print(3)", three, Limits(wall_seconds=0.5)), SandboxError)
 
 
-def test_standard_input_has_a_name(sandbox: Bubblewrap) -> None:
+def test_standard_input_can_be_opened_by_name(sandbox: Bubblewrap) -> None:
     program = "print(open('/dev/stdin').read() == input() == 'x' * 100_000)"
     assert run_stdio(sandbox, program, ["x" * 100_000, "y"], ["True", "False"], LIMITS) == [
         Outcome(True, "passed"),
@@ -267,7 +265,7 @@ def test_standard_input_has_a_name(sandbox: Bubblewrap) -> None:
     ]
 
 
-def test_the_first_failure_can_be_the_last_test(sandbox: Bubblewrap) -> None:
+def test_run_stdio_can_stop_at_the_first_failure(sandbox: Bubblewrap) -> None:
     inputs, outputs = ["1 2", "2 2", "1 1", "5 6"], ["3", "4", "3", "11"]
     outcomes = run_stdio(sandbox, ADD, inputs, outputs, LIMITS, stop_at_failure=True)
     assert [outcome.reason for outcome in outcomes] == ["passed", "passed", "wrong answer", "not run"]
@@ -287,12 +285,12 @@ def test_all_tests_of_a_program_share_the_wall_time(sandbox: Bubblewrap, tidy: b
     assert time.monotonic() - start < 10
 
 
-def test_whatever_is_killed_there_is_no_wrong_verdict(sandbox: Bubblewrap) -> None:
+def test_random_kills_cause_no_wrong_verdict(sandbox: Bubblewrap) -> None:
     program = (
         "import time\nx = int(input())\nend = time.monotonic() + 0.05\nwhile time.monotonic() < end: pass\nprint(x)"
     )
     mark = 4_000_000 + os.getpid() % 100_000
-    limits = Limits(output_bytes=mark, wall_seconds=100)  # for as long, what is killed is run again
+    limits = Limits(output_bytes=mark, wall_seconds=100)  # so long are killed programs tried again
     chance, killed = random.Random(0), 0
     with ThreadPoolExecutor(2) as pool:
         tests = StreamTests(("1", "2", "3"), ("1", "2", "3"))
@@ -307,7 +305,7 @@ def test_whatever_is_killed_there_is_no_wrong_verdict(sandbox: Bubblewrap) -> No
     assert [run.result() for run in runs] == [[PASSED] * 3] * 20
 
 
-def test_a_signal_to_its_group_reaches_the_program_only(sandbox: Bubblewrap) -> None:
+def test_signal_to_its_group_reaches_only_the_program(sandbox: Bubblewrap) -> None:
     program = (
         "import os, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.kill(0, signal.SIGTERM)\n"
         "print(os.getpgrp() == os.getpid())"
@@ -315,7 +313,7 @@ def test_a_signal_to_its_group_reaches_the_program_only(sandbox: Bubblewrap) -> 
     assert reason(sandbox, program, expected="True", limits=Limits(wall_seconds=2)) == "passed"
 
 
-def test_as_many_inputs_as_outputs(sandbox: Bubblewrap) -> None:
+def test_run_stdio_requires_as_many_inputs_as_outputs(sandbox: Bubblewrap) -> None:
     assert run_stdio(sandbox, ADD, [], [], LIMITS) == []
     with pytest.raises(ValueError, match="1 and 2"):
         run_stdio(sandbox, ADD, [""], ["", ""], LIMITS)

@@ -1,4 +1,4 @@
-"""How the package's modules depend on each other."""
+"""The modules of the package and how they import each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INSIDE = {path.stem: path for path in (PACKAGE / "inside").glob("*.py")}
 
 
 def imported(path: Path) -> set[str]:
-    """The modules that a file imports, for type checkers too, by their names without the package."""
+    """The modules that a file imports, also for type checkers, without the package's name."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
@@ -26,10 +26,10 @@ def imported(path: Path) -> set[str]:
 def test_modules_import_each_other_in_one_direction() -> None:
     for modules in (OUTSIDE, INSIDE):
         graph = {name: imported(path) & set(modules) for name, path in modules.items()}
-        assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(modules)  # CycleError names a circle
+        assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(modules)  # CycleError names a cycle
 
 
-def test_no_two_modules_have_one_name() -> None:
+def test_module_names_are_unique() -> None:
     assert set(OUTSIDE) & set(INSIDE) == set()
 
 
@@ -39,7 +39,7 @@ def test_nothing_imports_torch_or_troll() -> None:
 
 
 @needs_bubblewrap
-def test_the_readme_shows_what_happens() -> None:
+def test_readme_example_prints_what_it_shows() -> None:
     code = (PACKAGE / "README.md").read_text().split("```python\n")[1].split("```")[0]
     shown = code.replace("executor.run(", "found = executor.run(")
     space: dict[str, Any] = {}

@@ -46,9 +46,9 @@ def started(sandbox: Bubblewrap, program: str, limits: Limits = LIMITS) -> Itera
         process.end()
 
 
-def watched(process: Process, limits: Limits, *beside: Process) -> str | None:
-    """The verdict on a sandbox, None where it ended by itself."""
-    watch, verdict = Watch([process, *beside], limits), None
+def watched(process: Process, limits: Limits, *partners: Process) -> str | None:
+    """The verdict on a sandbox, None if it ended by itself."""
+    watch, verdict = Watch([process, *partners], limits), None
     descriptor = os.pidfd_open(process.pid)
     while verdict is None and not wait_for(descriptor, watch.period):
         verdict = watch.verdict()
@@ -62,11 +62,11 @@ def verdict(sandbox: Bubblewrap, program: str, limits: Limits = LIMITS) -> str |
         return watched(process, limits)
 
 
-def test_an_end_of_its_own(sandbox: Bubblewrap) -> None:
+def test_watch_lets_a_program_end(sandbox: Bubblewrap) -> None:
     assert verdict(sandbox, "print(3)") is None
 
 
-def test_cpu_time_is_that_of_all_of_the_sandbox(sandbox: Bubblewrap) -> None:
+def test_watch_measures_cpu_time_of_the_whole_sandbox(sandbox: Bubblewrap) -> None:
     limits = Limits(cpu_seconds=10, wall_seconds=20, idle_seconds=1)
     with started(sandbox, "import time\nwhile time.process_time() < 0.3: pass\ntime.sleep(100)", limits) as process:
         watch = Watch([process], limits)
@@ -77,7 +77,7 @@ def test_cpu_time_is_that_of_all_of_the_sandbox(sandbox: Bubblewrap) -> None:
     assert verdict(sandbox, BUSY) == "cpu"
 
 
-def test_nobody_knows_when_it_is_looked_at(sandbox: Bubblewrap) -> None:
+def test_watch_period_is_random(sandbox: Bubblewrap) -> None:
     with started(sandbox, SLEEP) as process:
         watch = Watch([process], Limits())
         periods = [watch.period for _ in range(100)]
@@ -85,27 +85,27 @@ def test_nobody_knows_when_it_is_looked_at(sandbox: Bubblewrap) -> None:
     assert 0.1 < min(periods) < 0.15 < 0.2 < max(periods) <= 0.25
 
 
-def test_a_sleeper_is_killed_soon_and_whole(sandbox: Bubblewrap) -> None:
+def test_watch_finds_a_sleeping_program_idle(sandbox: Bubblewrap) -> None:
     start = time.monotonic()
     assert verdict(sandbox, SLEEP) == "idle"
     assert time.monotonic() - start < 5
     wait_until_gone(f",{MARK},")
 
 
-def test_the_wall_stands_where_nothing_else_does(sandbox: Bubblewrap) -> None:
+def test_watch_has_a_wall_limit(sandbox: Bubblewrap) -> None:
     limits = Limits(wall_seconds=0.5, idle_seconds=100, output_bytes=MARK)
     assert verdict(sandbox, SLEEP, limits) == "wall"
     wait_until_gone(f",{MARK},")
 
 
-def test_waiting_where_no_signal_reaches_is_idling() -> None:
-    source = "import ctypes, time\nctypes.CDLL(None).vfork()\ntime.sleep(1000)"  # the kernel holds the parent meanwhile
+def test_watch_counts_uninterruptible_waiting_as_idle() -> None:
+    source = "import ctypes, time\nctypes.CDLL(None).vfork()\ntime.sleep(1000)"  # the kernel suspends the parent
     process = Process([sys.executable, "-S", "-c", source], start_new_session=True)
     wait_until(lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "D")
     assert watched(process, LIMITS) == "idle"
 
 
-def test_too_many_threads_are_seen(sandbox: Bubblewrap) -> None:
+def test_watch_counts_threads(sandbox: Bubblewrap) -> None:
     program = "import threading, time\nthreading.stack_size(1 << 16)\n"
     program += "for _ in range(20): threading.Thread(target=time.sleep, args=(99,)).start()"
     with started(sandbox, program) as process:
@@ -114,7 +114,7 @@ def test_too_many_threads_are_seen(sandbox: Bubblewrap) -> None:
         assert watched(process, replace(LIMITS, threads=21)) == "idle"
 
 
-def test_who_waits_for_a_busy_partner_is_not_idle(sandbox: Bubblewrap) -> None:
+def test_watch_does_not_call_waiting_for_a_busy_partner_idle(sandbox: Bubblewrap) -> None:
     limits = Limits(cpu_seconds=2, wall_seconds=100, idle_seconds=0.5)
     with started(sandbox, SLEEP, limits) as waiting, started(sandbox, BUSY, limits) as partner:
         found: list[str | None] = []
@@ -126,7 +126,7 @@ def test_who_waits_for_a_busy_partner_is_not_idle(sandbox: Bubblewrap) -> None:
         assert found == ["idle"]
 
 
-def test_a_machine_that_is_too_busy_is_no_verdict(sandbox: Bubblewrap) -> None:
+def test_watch_raises_on_a_machine_that_is_too_busy(sandbox: Bubblewrap) -> None:
     cpus = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cpus)})
     try:
@@ -140,20 +140,20 @@ def test_a_machine_that_is_too_busy_is_no_verdict(sandbox: Bubblewrap) -> None:
     ("share", "busy", "idle_seconds", "found", "seconds"),
     [
         (1.0, True, 5.0, "cpu", 5.25),
-        (0.2, True, 5.0, "cpu", 26.25),  # what it waits for a CPU does not count
+        (0.2, True, 5.0, "cpu", 26.25),  # waiting for a CPU does not count
         (0.05, True, 5.0, "starved", 60.0),
         (0.05, False, 5.0, "idle", 5.0),
         (0.2, False, 5.0, "wall", 20.0),
         (0.0, False, 99.0, "wall", 20.0),
     ],
 )
-def test_waiting_for_a_cpu_is_no_wall_time(
+def test_watch_does_not_count_waiting_for_a_cpu(
     monkeypatch: pytest.MonkeyPatch, share: float, busy: bool, idle_seconds: float, found: str, seconds: float
 ) -> None:
     now = 0.0
     monkeypatch.setattr(supervise, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(supervise, "_cpu_seconds", lambda pids: share * now * len(pids))
-    monkeypatch.setattr(supervise, "_tree", lambda pid: [pid])
+    monkeypatch.setattr(supervise, "_tree", lambda *pids: list(pids))
     monkeypatch.setattr(supervise, "_busy", lambda pid: busy)
     monkeypatch.setattr(supervise, "_threads", lambda pid: ["1"])
     process = SimpleNamespace(pid=1, own_threads=1, most=None)
@@ -168,7 +168,7 @@ def test_waiting_for_a_cpu_is_no_wall_time(
     assert (verdict, now) == (found, pytest.approx(seconds, abs=0.3))
 
 
-def test_a_busy_machine_makes_no_time_out(sandbox: Bubblewrap) -> None:
+def test_busy_machine_causes_no_time_limit(sandbox: Bubblewrap) -> None:
     program = "import time\nwhile time.process_time() < 0.5: pass\nprint(3)"
     limits = Limits(cpu_seconds=1, wall_seconds=100, idle_seconds=1)
     with busy_machine(4):

@@ -20,11 +20,11 @@ def limits_as_before():
 @pytest.mark.parametrize(
     "text", [DIGITS, f'{{"a": [-{DIGITS}, 1.5, NaN, -Infinity, "\\ud800"]}}', "[" * 9000 + "]" * 9000]
 )
-def test_what_is_read_is_written_as_it_was(text):
+def test_write_json_returns_what_read_json_read(text):
     assert write_json(read_json(text)) == text
 
 
-def test_threads_have_room_for_the_deepest():
+def test_read_json_takes_the_deepest_text_in_a_thread():
     def nested() -> None:
         deepest = DEPTH - 100
         found.append(write_json(read_json('{"a":' * deepest + "1" + "}" * deepest)))
@@ -37,12 +37,12 @@ def test_threads_have_room_for_the_deepest():
 
 
 @pytest.mark.parametrize("text", ["[" * 30_000, "", "{", "[1,"])
-def test_what_is_no_json_is_a_value_error(text):
+def test_read_json_refuses_other_text(text):
     with pytest.raises(ValueError, match="nested deeper" if len(text) > 10 else "Expecting"):
         read_json(text)
 
 
-def test_a_source_with_a_long_number_is_parsed_and_a_deep_one_is_refused():
+def test_parse_takes_long_numbers_and_refuses_deep_sources():
     assert len(parse(f"x = {DIGITS}\ny = '\\d'").body) == 2
     with pytest.raises((RecursionError, MemoryError, SyntaxError)):
         parse("x = " + "1+" * 100_000 + "1")

@@ -1,8 +1,7 @@
-"""The rule for numbers is one rule: what a function returns and what a program prints are compared alike."""
+"""Results of functions and printed outputs are compared by the same rule for numbers."""
 
 from __future__ import annotations
 
-import importlib
 import math
 from decimal import Decimal
 from fractions import Fraction
@@ -10,12 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.troll_sandbox.processes import inside_module
 from troll_sandbox import output
-from troll_sandbox.launch import INSIDE
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(INSIDE)  # where modules find each other by their file names
-    values = importlib.import_module("values")
+values = inside_module("values")
 
 
 def passes(result: Any, expected: Any) -> bool:
@@ -51,7 +48,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("result", "expected", "same"), NUMBERS)
-def test_functions_and_outputs_have_one_rule_for_numbers(result: Any, expected: Any, same: bool) -> None:
+def test_check_and_same_output_have_one_rule_for_numbers(result: Any, expected: Any, same: bool) -> None:
     assert values.TOLERANCE == output.TOLERANCE == 1e-6
     assert passes(result, expected) == same
     assert output.same_output(str(result), str(expected)) == same
@@ -78,7 +75,7 @@ def test_functions_and_outputs_have_one_rule_for_numbers(result: Any, expected: 
         ({0.5}, [0.5]),
     ],
 )
-def test_what_is_not_the_same(result: Any, expected: Any) -> None:
+def test_check_rejects(result: Any, expected: Any) -> None:
     assert not passes(result, expected)
 
 
@@ -97,5 +94,5 @@ def test_what_is_not_the_same(result: Any, expected: Any) -> None:
         ),
     ],
 )
-def test_what_is_the_same(result: Any, expected: Any) -> None:
+def test_check_accepts(result: Any, expected: Any) -> None:
     assert passes(result, expected)

@@ -31,7 +31,8 @@ class ProDMP:
     r"""Movement primitives of one duration, `y = y_init + H(t) w`, on a grid of `num_steps + 1` time points from 0.
 
     The bases are `φ_i ∝ exp(−(x − c_i)²/2σ_i²)`, which sum to 1. Their centres are the phases `c_i = x(t_i)` of equally
-    spaced times from 0 to the duration, and σ_i is the distance to the next centre (for the last, to the one before).
+    spaced times from 0 to the duration, and σ_i is the distance to the next centre, which for the last lies beyond the
+    end. So do those of mp-pytorch with a `basis_bandwidth_factor` of 1.
 
     The weights of a joint are those of its bases, and last the goal, relative to the start: zero weights stay at rest.
     A weight of 1 moves the joint by at most 1, so `w = weight_scale * weights` are those of the equation.
@@ -91,13 +92,10 @@ class ProDMP:
 
     def forcing(self, times: Tensor) -> Tensor:
         """`x φ(x)`, (..., n), at times (...) in seconds."""
-        centres = torch.exp(-self.alpha_phase * torch.linspace(0, 1, self.num_bases, dtype=torch.float64))
         phase = torch.exp(-self.alpha_phase * times / self.tau).unsqueeze(-1)
-        if self.num_bases == 1:
-            return phase
-        gaps = centres[:-1] - centres[1:]
-        widths = torch.cat([gaps, gaps[-1:]])
-        return phase * torch.softmax(-0.5 * ((phase - centres) / widths).square(), -1)
+        steps = torch.arange(self.num_bases + 1, dtype=torch.float64) / max(self.num_bases - 1, 1)
+        centres = torch.exp(-self.alpha_phase * steps)
+        return phase * torch.softmax(-0.5 * ((phase - centres[:-1]) / centres.diff()).square(), -1)
 
     def initial(self, position: Tensor, velocity: Tensor) -> tuple[Tensor, Tensor]:
         """The trajectory of zero weights, which only brings the initial velocity to rest.

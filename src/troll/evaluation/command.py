@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,10 @@ _SHARED_OPTIONS = ("answer_format", "system_prompt")
 
 
 def configuration(arguments: Namespace, trained: TrainingTask | None) -> EvaluationConfig:
-    """Reads the command line; settings that are not given are as in the model's training.
+    """Reads the command line; settings that are not given are as in the model's training, if that is known.
 
     The task that the model was trained on keeps its data, options and size, and every task gets its variables of the
     chat template. Options and variables are overridden one by one; null removes one.
-
-    Args:
-        arguments: The arguments of the command line, by the options' names.
-        trained: The task that the model was trained on; None if unknown.
-
-    Returns:
-        The settings of the evaluation.
 
     Raises:
         EvaluationError: If there is no task, options do not fit each other, or a value is out of its range.
@@ -55,41 +49,27 @@ def configuration(arguments: Namespace, trained: TrainingTask | None) -> Evaluat
                 eval_size=own.eval_size if own and arguments.eval_size is None else arguments.eval_size,
             )
         )
+    own_forms = ("tasks", "ks", "chat_template_kwargs")
+    same_names = [field.name for field in fields(EvaluationConfig) if field.name not in own_forms]
     return EvaluationConfig(
-        model=arguments.model,
         tasks=tasks,
-        samples=arguments.samples,
         ks=arguments.k,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        max_new_tokens=arguments.max_new_tokens,
-        batch_size=arguments.batch_size,
-        backend=arguments.backend,
-        seed=arguments.seed,
-        dtype=arguments.dtype,
         chat_template_kwargs=_merged({} if trained is None else trained.chat_template_kwargs, variables),
-        model_revision=arguments.model_revision,
-        trust_remote_code=arguments.trust_remote_code,
-        output_dir=arguments.output_dir,
+        **{name: getattr(arguments, name) for name in same_names},
     )
 
 
 def as_in_training(config: EvaluationConfig, trained: TrainingTask) -> str | None:
-    """A line about the settings that an evaluation takes from the model's training; None if there are none.
-
-    Args:
-        config: The settings of the evaluation.
-        trained: The task that the model was trained on.
-    """
+    """A line about the settings that an evaluation takes from the model's training; None if there are none."""
     shared: list[str] = []
     for task in config.tasks:
         if trained.is_task(task.task):
             same = {name: value for name, value in task.options.items() if trained.task_options.get(name) == value}
             shared += [f"task {task.task}"]
             shared += [f"task_options {_json(same)}"] if same else []
-            if task.dataset_path is not None and _same_path(task.dataset_path, trained.dataset_path):
-                shared += [f"dataset_path {task.dataset_path}"]
+            path = task.dataset_path
+            if path is not None and Path(path).expanduser().resolve() == Path(trained.dataset_path or ""):
+                shared += [f"dataset_path {path}"]
             shared += [f"eval_size {task.eval_size}"] if task.eval_size == trained.eval_size is not None else []
     found = config.chat_template_kwargs
     variables = {name: value for name, value in found.items() if trained.chat_template_kwargs.get(name) == value}
@@ -98,12 +78,7 @@ def as_in_training(config: EvaluationConfig, trained: TrainingTask) -> str | Non
 
 
 def other_prompts(config: EvaluationConfig, trained: TrainingTask) -> list[str]:
-    """A line for each task on which the evaluation prompts the model differently from its training.
-
-    Args:
-        config: The settings of the evaluation.
-        trained: The task that the model was trained on.
-    """
+    """A line for each task on which the evaluation prompts the model differently from its training."""
     lines = []
     variables = _differences("chat_template_kwargs", trained.chat_template_kwargs, config.chat_template_kwargs)
     for task in config.tasks:
@@ -131,21 +106,12 @@ def _merged(inherited: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
     return {name: value for name, value in {**inherited, **given}.items() if name not in out}
 
 
-def _same_path(path: str, other: str | None) -> bool:
-    return other is not None and Path(path).expanduser().resolve() == Path(other)
-
-
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
 def by_task(option: str, values: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
     """An option's values by task: `TASK=VALUE` for each, or only one value if there is one task.
-
-    Args:
-        option: The option's name, for errors.
-        values: The values on the command line.
-        tasks: The names of all tasks.
 
     Raises:
         EvaluationError: If a value belongs to no task, or a task has two.

@@ -1,4 +1,4 @@
-"""Estimates from n completions of one problem, and the confidence interval of their mean over problems.
+"""Estimates from n completions of each problem, and the confidence intervals of their means over problems.
 
 These are pure functions of Python numbers.
 """
@@ -6,14 +6,97 @@ These are pure functions of Python numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from statistics import fmean
+from typing import NamedTuple
+
+from troll.rewards.grading import Verdict
 
 Interval = tuple[float, float]
 #: Whether two answers count as one; symmetric, and called only for different strings.
 SameAnswer = Callable[[str, str], bool]
 
 _NORMAL_QUANTILE = 1.959963984540054  # the standard normal's 97.5 % quantile
+
+
+class Estimate(NamedTuple):
+    """A mean over problems, in [0, 1], and its 95 % interval by `clustered_interval`."""
+
+    value: float
+    interval: Interval
+
+
+def task_estimates(
+    verdicts: Sequence[Sequence[Verdict]],
+    ks: Iterable[int] | None = None,
+    *,
+    questions: Sequence[Hashable] | None = None,
+    same: SameAnswer | None = None,
+) -> dict[str, Estimate]:
+    """Estimates a model's performance on a task from n completions of each of N problems.
+
+    Completions that could not be judged are left out. A problem counts with its other completions, and does not count
+    in a pass@k with k above their number. A metric for which no problem has enough completions is missing.
+
+    Args:
+        verdicts: For each of N problems, the verdicts of its n completions.
+        ks: Sizes k ≤ n for pass@k, in any order; 1 and n by default.
+        questions: What each problem asks, which a generator of tasks may ask several times; None if no two are alike.
+        same: Whether two different answers count as one in a majority vote, such as
+            `troll.rewards.grading.Grader.same_answer`; None if answers cannot be compared: then there is no vote.
+
+    Returns:
+        By name: `pass@k` for every k in ascending order, the probability that one of k completions succeeds; `mean@n`,
+        the mean score, in which partial credit counts; and, with `same` and n > 1, `maj@n`, the probability that the
+        most frequent answer is right. Each with its interval over questions.
+
+    Raises:
+        ValueError: If there is no problem or no completion, problems have different numbers of completions, or a k is
+            below 1 or above n.
+    """
+    counts = sorted({len(problem) for problem in verdicts})
+    if len(counts) != 1:
+        found = ", ".join(map(str, counts)) or "no problem"
+        raise ValueError(f"every problem must have the same number of completions, got {found}")
+    samples = counts[0]
+    if samples < 1:
+        raise ValueError("every problem must have at least one completion")
+    sizes = sorted({1, samples} if ks is None else set(ks))
+    if wrong := [k for k in sizes if not 1 <= k <= samples]:
+        raise ValueError(f"k must be between 1 and samples={samples}, got {wrong[0]}")
+    scored = [[verdict for verdict in problem if verdict.score is not None] for problem in verdicts]
+    asked = range(len(verdicts)) if questions is None else questions
+    judged = [(question, problem) for question, problem in zip(asked, scored, strict=True) if problem]
+    by_problem = {
+        f"pass@{k}": [
+            (question, pass_at_k(len(problem), sum(verdict.success for verdict in problem), k))
+            for question, problem in judged
+            if len(problem) >= k
+        ]
+        for k in sizes
+    }
+    by_problem[f"mean@{samples}"] = [
+        (question, fmean(verdict.score for verdict in problem if verdict.score is not None))
+        for question, problem in judged
+    ]
+    if same is not None and samples > 1:
+        by_problem[f"maj@{samples}"] = [
+            (
+                question,
+                majority_vote([verdict.answer for verdict in problem], [verdict.success for verdict in problem], same),
+            )
+            for question, problem in judged
+        ]
+    fewest = min((len(problem) for _, problem in judged), default=0)
+    return {name: _estimate(values, fewest) for name, values in by_problem.items() if values}
+
+
+def _estimate(values: Sequence[tuple[Hashable, float]], samples: int) -> Estimate:
+    """The mean of the values of problems, each with its question."""
+    return Estimate(
+        fmean(value for _, value in values),
+        clustered_interval([value for _, value in values], samples, [question for question, _ in values]),
+    )
 
 
 def pass_at_k(samples: int, successes: int, k: int) -> float:
@@ -60,7 +143,7 @@ def majority_vote(answers: Sequence[str | None], successes: Sequence[bool], same
         same: Whether two different answers count as one; None for equality of strings.
 
     Returns:
-        A value in [0, 1]; 0 if nobody votes.
+        A value in [0, 1]; 0 if there is no vote.
 
     Raises:
         ValueError: If there are not as many answers as successes.
@@ -104,36 +187,42 @@ def wilson_interval(success: float, size: float) -> Interval:
     return low, high
 
 
-def clustered_interval(values: Sequence[float], samples: int) -> Interval:
+def clustered_interval(values: Sequence[float], samples: int, questions: Sequence[Hashable] | None = None) -> Interval:
     """The 95 % interval of a mean over problems, whose completions are not independent of each other.
 
     Wilson's interval with an effective number of trials, as in surveys with clusters (Korn and Graubard, 1998): the
     number of independent trials whose proportion would vary as much as the mean over problems does. With x the values,
-    m their mean, N their number,
+    m their mean, N their number, and Q different questions,
 
-        size = m (1 − m) / (σ² / N),    σ² = Σ (x − m)² / N,    N ≤ size ≤ N · samples.
+        size = m (1 − m) / σ²,    σ² = Σ_questions (Σ_its problems (x − m))² / N²,    Q ≤ size ≤ N · samples.
 
     The upper limit holds because N · n completions say no more than N · n independent ones. If every value is 0 or 1,
-    as with one completion a problem, then size = N, and this is Wilson's interval itself. Unlike a normal interval and
-    the bootstrap, it stays within [0, 1] and has a width even if all values are equal.
+    as with one completion a problem, and no question is asked twice, then size = N, and this is Wilson's interval
+    itself. Unlike a normal interval and the bootstrap, it stays within [0, 1] and has a width even if all values are
+    equal.
 
     Args:
         values: One estimate for each problem, in [0, 1]; at least one.
         samples: The number of completions behind each value.
+        questions: What each problem asks; None if no two are alike.
 
     Returns:
         The interval's lower and upper end, both in [0, 1].
 
     Raises:
-        ValueError: If there is no value.
+        ValueError: If there is no value, or not one question for each value.
     """
     if not values:
         raise ValueError("an interval needs at least one problem")
+    if questions is not None and len(questions) != len(values):
+        raise ValueError(f"values and questions must have one length, got {len(values)} and {len(questions)}")
     problems, mean = len(values), min(1.0, max(0.0, fmean(values)))
-    variance = fmean((value - mean) ** 2 for value in values)
-    most = problems * samples
+    deviations: dict[Hashable, float] = {}
+    for question, value in zip(range(problems) if questions is None else questions, values, strict=True):
+        deviations[question] = deviations.get(question, 0.0) + value - mean
     # m = 0 or 1 also has a variance of zero: the completions of a problem may then be as good as copies.
     if mean in (0.0, 1.0):
-        return wilson_interval(mean, problems)
-    size = most if variance == 0 else min(most, max(problems, mean * (1 - mean) * problems / variance))
+        return wilson_interval(mean, len(deviations))
+    variance, most = sum(x * x for x in deviations.values()) / problems**2, problems * samples
+    size = most if variance == 0 else min(most, max(len(deviations), mean * (1 - mean) / variance))
     return wilson_interval(mean, size)

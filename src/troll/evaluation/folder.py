@@ -1,21 +1,26 @@
-"""The folder of an evaluation: one command at a time, and one set of settings."""
+"""The folder of an evaluation: one command at a time, one set of settings, and a file of generations for each task."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from troll.evaluation.config import EvaluationError
 from troll.files import locked, read_json, write_atomically
+from troll.rewards.grading import Verdict
 
 #: The settings on which the generations depend; written before the first of them.
 SETTINGS = "settings.json"
 RESULTS = "results.json"
 #: The lock that a command holds while it uses the folder.
 LOCK = "eval.lock"
+
+Record = dict[str, Any]
+#: The fields of every line of a task's generations.
+FIELDS = ("problem", "sample", "prompt", "completion", "tokens", "finished", "answer", "score", "reason")
 
 _ANOTHER = "choose another folder with --output_dir"
 
@@ -24,12 +29,10 @@ _ANOTHER = "choose another folder with --output_dir"
 def claimed(folder: Path, settings: Mapping[str, Any], tasks: Mapping[str, Any]) -> Iterator[None]:
     """Makes the folder of an evaluation, holds its lock, and records the settings.
 
-    The tasks need not be those that the folder has: some may be new, and some left out.
-
     Args:
         folder: The folder: new, empty, or of an evaluation with the same settings.
         settings: The settings that all tasks share, as JSON.
-        tasks: The settings of each task by name, as JSON.
+        tasks: The settings of each task by name. Some may be new to the folder, and some left out.
 
     Raises:
         EvaluationError: If the folder cannot be used, holds something else or other settings, or is in use.
@@ -69,3 +72,78 @@ def _check_same(folder: Path, recorded: Mapping[str, Any], settings: Mapping[str
                 f"{folder} holds an evaluation with other settings: {prefix}{name} is {json.dumps(there)} there and "
                 f"{json.dumps(here)} here; use the same settings, or {_ANOTHER}"
             )
+
+
+def read_records(path: Path, expected: Sequence[tuple[int, int]], batch_size: int) -> list[Record]:
+    """Reads the records, and cuts the file after its last whole batch.
+
+    A command that resumes then generates the same batches as one that was never interrupted, bit for bit.
+
+    Args:
+        path: The file; it may be missing.
+        expected: The problem and the sample of every line of a complete file, in its order.
+        batch_size: The number of lines that are generated together.
+
+    Returns:
+        The records that are left.
+
+    Raises:
+        EvaluationError: If a line is not the record that belongs there. A last line that a crash cut short is dropped
+            instead.
+    """
+    if not path.is_file():
+        return []
+    records: list[Record] = []
+    ends = [0]
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        if number == len(lines) and not line.endswith(b"\n"):
+            break
+        record = _parse(line)
+        if record is None or number > len(expected) or (record["problem"], record["sample"]) != expected[number - 1]:
+            raise EvaluationError(
+                f"{path}, line {number}: not the record that belongs there; remove the file to generate anew, or "
+                f"{_ANOTHER}"
+            )
+        records.append(record)
+        ends.append(ends[-1] + len(line))
+    if len(records) < len(expected):
+        records = records[: len(records) - len(records) % batch_size]
+    with path.open("r+b") as file:
+        file.truncate(ends[len(records)])
+    return records
+
+
+def append_records(path: Path, records: Sequence[Record]) -> None:
+    """Appends the records of a batch."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_lines(records))
+
+
+def replace_records(path: Path, records: Sequence[Record]) -> None:
+    """Replaces the whole file; if interrupted, the old one remains."""
+    write_atomically(path, _lines(records))
+
+
+def _lines(records: Sequence[Record]) -> str:
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    # UTF-8 cannot hold half of a surrogate pair; as a backslash and a number, it is JSON of the same string.
+    return text.encode("utf-8", errors="backslashreplace").decode()
+
+
+def verdict_of(record: Record) -> Verdict:
+    """The verdict that a record holds."""
+    return Verdict(record["score"], record["answer"], record["reason"])
+
+
+def with_verdict(record: Record, verdict: Verdict) -> Record:
+    """A completion's record with another verdict."""
+    return record | {"answer": verdict.answer, "score": verdict.score, "reason": verdict.reason}
+
+
+def _parse(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and set(record) == set(FIELDS) else None

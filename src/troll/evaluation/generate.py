@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -53,29 +53,6 @@ class Generation:
     finished: bool
 
 
-class Generator(Protocol):
-    """Completes prompts.
-
-    Attributes:
-        batch_size: The number of completions to ask for at once by default.
-    """
-
-    batch_size: int
-
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Generation]:
-        """Completes each of B prompts once.
-
-        Args:
-            prompts: B lists of token ids, none empty; a prompt may occur several times.
-            seeds: B numbers. A completion depends on its prompt and its seed, and on the rest of its batch only by
-                rounding.
-
-        Returns:
-            B completions.
-        """
-        ...
-
-
 def seed_of(seed: int, task: str, problem: int, sample: int) -> int:
     """The seed of one completion, in [0, 2³¹): a hash, so that streams of random numbers are not related."""
     digest = hashlib.sha256(f"{seed}/{task}/{problem}/{sample}".encode()).digest()
@@ -112,7 +89,16 @@ class TransformersGenerator:
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Generation]:
-        """Completes each of B prompts once, see `Generator.generate`."""
+        """Completes each of B prompts once.
+
+        Args:
+            prompts: B lists of token ids, none empty; a prompt may occur several times.
+            seeds: B numbers. A completion depends on its prompt and its seed, and on the rest of its batch only by
+                rounding.
+
+        Returns:
+            B completions.
+        """
         rows = [torch.tensor(prompt) for prompt in prompts]
         ids = pad_sequence(rows, batch_first=True, padding_value=self.pad_id, padding_side="left")
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")

@@ -23,7 +23,7 @@ _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.jso
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model is, and what is known of it before its weights are loaded.
+    """The place of a model, and its properties that are known before its weights are loaded.
 
     Attributes:
         path: The name on the hub, or the folder.
@@ -141,7 +141,7 @@ def load_model(source: ModelSource, dtype: str) -> Any:
 
 
 def _with_adapter(source: ModelSource, dtype: str) -> Any:
-    """The base with its adapter; the embedding has as many rows as in training, whatever the tokenizer has.
+    """The base with its adapter; the embedding has as many rows as in training, however many the tokenizer has.
 
     AutoPeftModel would invent rows for all tokens of the tokenizer, and their logits would count.
     """

@@ -12,7 +12,7 @@ from troll.evaluation.estimators import SameAnswer
 from troll.evaluation.model import fingerprint
 from troll.huggingface.token_ids import REMEDY
 from troll.rewards.grading import Grader, Verdict
-from troll.tasks import Task, TaskConfig, load_task
+from troll.tasks import TaskConfig, load_task
 from troll.tasks.chat_template import prompt_texts
 
 
@@ -66,22 +66,20 @@ class Problems:
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, completions, strict=True)
         ]
-        scores = self.reward(prompts=prompts, completions=written, **columns)
-        return [_verdict(score) for score in scores]
-
-
-def _verdict(score: float | None) -> Verdict:
-    if score is None:
-        return Verdict(None, None, "unscored: the reward function returned None")
-    return Verdict(float(score), None, "correct" if score == 1 else "wrong")
+        return [
+            Verdict(None, None, "unscored: the reward function returned None")
+            if score is None
+            else Verdict(float(score), None, "correct" if score == 1 else "wrong")
+            for score in self.reward(prompts=prompts, completions=written, **columns)
+        ]
 
 
 def load_problems(config: TaskConfig, tokenizer: Any, template_options: Mapping[str, Any]) -> Problems:
-    """Loads the held-out rows of a task.
+    """Loads the held-out rows of a task, as conversations if the tokenizer has a chat template.
 
     Args:
-        config: The configuration of the task.
-        tokenizer: The model's tokenizer; if it has a chat template, prompts are conversations.
+        config: The task, its options and its size.
+        tokenizer: The model's tokenizer.
         template_options: More variables of the chat template.
 
     Raises:
@@ -90,7 +88,9 @@ def load_problems(config: TaskConfig, tokenizer: Any, template_options: Mapping[
     """
     conversational = tokenizer.chat_template is not None
     task = load_task(config, conversational=conversational)
-    reward = _success(task)
+    reward: Any = next(iter(task.reward_funcs), None)
+    if not isinstance(reward, Grader) and getattr(reward, "__name__", None) != "success":
+        raise EvaluationError(f"task {task.name!r} cannot tell success from failure, so there is nothing to evaluate")
     rows = task.eval_dataset
     if "images" in rows.column_names:
         raise EvaluationError(f"task {task.name!r} has images, and troll eval reads text only")
@@ -103,10 +103,3 @@ def load_problems(config: TaskConfig, tokenizer: Any, template_options: Mapping[
         raise EvaluationError(f"task {task.name!r}: the prompt of problem {empty[0]} has no token")
     files = [hashlib.sha256(path.read_bytes()).hexdigest() for path in task.files]
     return Problems(task.name, prompts, texts, ids, columns, reward, fingerprint([ids, columns, files]))
-
-
-def _success(task: Task) -> Callable[..., list[float | None]]:
-    reward = task.reward_funcs[0] if task.reward_funcs else None
-    if not isinstance(reward, Grader) and getattr(reward, "__name__", None) != "success":
-        raise EvaluationError(f"task {task.name!r} cannot tell success from failure, so there is nothing to evaluate")
-    return reward  # type: ignore[return-value]

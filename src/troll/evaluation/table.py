@@ -12,20 +12,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from troll.evaluation.config import EvaluationConfig
-from troll.evaluation.records import Record
+from troll.evaluation.folder import Record
 from troll.terminal import say
 
 
 def results_table(results: Mapping[str, Mapping[str, Any]], config: EvaluationConfig) -> Table:
-    """A table with one row for each task, in per cent with 95 % intervals.
-
-    Args:
-        results: The results of each task by name, as in `results.json`.
-        config: The settings of the evaluation.
-    """
+    """A table of results by task, as in `results.json`: one row for each, in per cent with 95 % intervals."""
     mean, majority = f"mean@{config.samples}", f"maj@{config.samples}"
     names = [f"pass@{k}" for k in config.resolved_ks]
-    if any(_differs(one["metrics"].get("pass@1"), one["metrics"].get(mean)) for one in results.values()):
+    if any(_gives_partial_credit(one["metrics"], mean) for one in results.values()):
         names.append(mean)
     if any(majority in one["metrics"] for one in results.values()):
         names.append(majority)
@@ -33,7 +28,7 @@ def results_table(results: Mapping[str, Mapping[str, Any]], config: EvaluationCo
     completions = "1 completion" if config.samples == 1 else f"{config.samples} completions"
     table = Table(
         title=f"per cent, {completions} per problem, {sampling}",
-        caption="95 % intervals over problems: Wilson's, with the effective number of trials",
+        caption="95 % intervals over questions: Wilson's, with the effective number of trials",
     )
     table.add_column("task", overflow="fold", min_width=16)
     for name in (*names, "problems", "finished", "tokens"):
@@ -44,9 +39,10 @@ def results_table(results: Mapping[str, Mapping[str, Any]], config: EvaluationCo
     return table
 
 
-def _differs(success: float | None, score: float | None) -> bool:
-    """Whether a task gives partial credit, so that its mean score differs from its success."""
-    return success is None or score is None or not math.isclose(success, score, abs_tol=1e-9)
+def _gives_partial_credit(metrics: Mapping[str, float], mean: str) -> bool:
+    """Whether the mean score of a task is another number than its success."""
+    both = "pass@1" in metrics and mean in metrics
+    return not both or not math.isclose(metrics["pass@1"], metrics[mean], abs_tol=1e-9)
 
 
 def print_table(console: Console, table: Table) -> None:

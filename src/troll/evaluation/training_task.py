@@ -81,7 +81,8 @@ def find_training_task(model: str, revision: str | None = None) -> TrainingTask 
             path = Path(hf_hub_download(model, TASK_FILE, revision=revision))
         except (EntryNotFoundError, OSError, ValueError):  # loading the model will raise if it cannot be reached
             return None
-        return _without_files(_read(path))
+        found = _read(path)
+        return replace(found, task=None if is_file(found.task or "") else found.task, dataset_path=None)
     # An incomplete checkpoint has no task.json yet, but its run has.
     places = (folder, folder / "model", folder.resolve().parent)
     return next((_read(place / TASK_FILE) for place in places if (place / TASK_FILE).is_file()), None)
@@ -104,12 +105,6 @@ def _read(path: Path) -> TrainingTask:
         raise EvaluationError(
             f"{path} is not what troll train writes ({error}): remove it, and name the task with --task"
         ) from error
-
-
-def _without_files(found: TrainingTask) -> TrainingTask:
-    if found.task is not None and is_file(found.task):
-        found = replace(found, task=None)
-    return replace(found, dataset_path=None)
 
 
 def _absolute(task: str) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from troll.evaluation.config import EvaluationError
 from troll.evaluation.generate import Generation, Sampling
+from troll.evaluation.model import ModelSource
 
 # The ranks for which vLLM has kernels; a smaller adapter runs with the next larger rank.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -35,11 +36,7 @@ def vllm_is_usable() -> bool:
 
 
 def adapter_problem(path: str) -> str | None:
-    """What of an adapter vLLM would refuse or, worse, ignore; None if it runs the adapter as it was trained.
-
-    Args:
-        path: The folder of a LoRA adapter.
-    """
+    """A part of the LoRA adapter in a folder that vLLM would refuse or, worse, ignore; None if there is none."""
     from peft import PeftConfig, load_peft_weights
 
     config = PeftConfig.from_pretrained(path)
@@ -54,14 +51,10 @@ class VllmGenerator:
     """Generation by vLLM, which makes batches itself.
 
     Args:
-        model: The name or the folder of the model.
+        source: The model. An adapter is applied to its base by vLLM.
         sampling: How completions are drawn.
         dtype: The dtype for `vllm.LLM`: "auto", "float32", "bfloat16" or "float16".
         context: The number of tokens of the longest prompt with its completion, for which vLLM keeps memory.
-        adapter: The folder of a LoRA adapter of `model`; None for no adapter.
-        adapter_rank: The rank of its LoRA matrices; None for no adapter.
-        revision: The revision of the model on the hub.
-        trust_remote_code: Whether the model's own code may run.
 
     Raises:
         EvaluationError: If vLLM does not take adapters of this rank.
@@ -69,37 +62,19 @@ class VllmGenerator:
 
     batch_size = 1024
 
-    def __init__(
-        self,
-        model: str,
-        sampling: Sampling,
-        *,
-        dtype: str,
-        context: int,
-        adapter: str | None = None,
-        adapter_rank: int | None = None,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-    ) -> None:
+    def __init__(self, source: ModelSource, sampling: Sampling, *, dtype: str, context: int) -> None:
         from vllm import LLM
         from vllm.lora.request import LoRARequest
 
-        self.sampling = sampling
+        self.sampling, self.adapter = sampling, None
         lora: dict[str, Any] = {}
-        if adapter is not None and adapter_rank is not None:
-            lora = {"enable_lora": True, "max_lora_rank": _supported_rank(adapter_rank)}
-        self.adapter = None if adapter is None else LoRARequest("adapter", 1, adapter)
-        self.engine = LLM(
-            model=model,
-            dtype=dtype,
-            max_model_len=context,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            **lora,
-        )
+        if source.adapter_rank is not None:
+            lora = {"enable_lora": True, "max_lora_rank": _supported_rank(source.adapter_rank)}
+            self.adapter = LoRARequest("adapter", 1, source.path)
+        self.engine = LLM(model=source.base, dtype=dtype, max_model_len=context, **source.options, **lora)
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Generation]:
-        """Completes each of B prompts once, see `troll.evaluation.generate.Generator.generate`."""
+        """Completes each of B prompts once, see `TransformersGenerator.generate`."""
         from vllm import SamplingParams
 
         sampling = self.sampling
@@ -125,9 +100,9 @@ class VllmGenerator:
 
 
 def _supported_rank(rank: int) -> int:
-    larger = [each for each in _LORA_RANKS if each >= rank]
-    if not larger:
+    larger = next((each for each in _LORA_RANKS if each >= rank), None)
+    if larger is None:
         raise EvaluationError(
             f"vLLM takes adapters of rank {_LORA_RANKS[-1]} at most, got {rank}: use --backend transformers"
         )
-    return larger[0]
+    return larger

@@ -23,7 +23,7 @@ _MATH = re.compile(r"(?:\$\$?|\\[(\[])(.*?)(?:\$\$?|\\[)\]])\.?", re.DOTALL)
 
 def _boxed(text: str) -> str | None:
     last = None
-    opened: list[int | None] = []  # what every open brace is: where its box's content starts, or None for a group
+    opened: list[int | None] = []  # for each open brace, where its box's content starts; None for a group
     for token in _BOX_TOKEN.finditer(text):
         if token[0].endswith("{") and token[0] != r"\{":
             opened.append(token.end() if len(token[0]) > 1 else None)
@@ -129,7 +129,7 @@ def _unwrapped(answer: str) -> str:
 class FormatReward:
     """A reward in TRL's signature: 1.0 for a completion with an answer in the format asked for, else 0.0.
 
-    It is added to a task's own: it shapes how a model answers, and does not say what is right.
+    It is added to a task's own rewards: it shapes the form of an answer, and does not judge the answer.
 
     Args:
         answer_format: How the final answer has to be marked: `boxed`, `hash` or `tag`.

@@ -1,4 +1,4 @@
-"""The program among the fenced blocks of a completion, and what it needs of the other blocks.
+"""The program among the fenced blocks of a completion, and the definitions that it needs from the other blocks.
 
 Blocks are read line by line and not parsed: a parser that runs outside the sandbox would be one more thing to attack.
 """
@@ -22,7 +22,7 @@ _BOUND = re.compile(r"\b(\w+)[ \t]*=(?!=)|\b(?:for|def|class|as|import)[ \t]+(\w
 _NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 _ASIDE = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"|#.*")
 
-#: What constants and functions may be made of: with other names in it, a value may read, print or fail.
+#: Names in the values of constants and functions. A value with other names may read, print or fail.
 _MAKERS = {
     "Counter", "OrderedDict", "TypeVar", "cache", "collections", "defaultdict", "deque", "dict", "float", "frozenset",
     "functools", "int", "list", "lru_cache", "math", "namedtuple", "partial", "range", "set", "sys", "tuple",
@@ -31,7 +31,7 @@ _MAKERS = {
 
 
 def fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Yields what follows the opening fence of each block, and its content, in one pass over the lines."""
+    """Yields the text after the opening fence of each block, and its content, in one pass over the lines."""
     fence, info, block, indent = "", "", list[str](), 0
     for line in text.split("\n"):
         stripped = line.strip(" \t")
@@ -60,9 +60,9 @@ def program_among(fenced: Iterable[tuple[str, str]], names: Sequence[str], whole
     """Chooses the block that is the program.
 
     Args:
-        fenced: What `fenced_blocks` yields.
-        names: What the tests use of the program.
-        whole: Whether it is run as a whole, from its input to its output.
+        fenced: The blocks, from `fenced_blocks`.
+        names: The names of the program that the tests use.
+        whole: Whether the program runs as a whole, from its input to its output.
 
     Returns:
         The imports and definitions in other blocks that the program needs, and the program; None if no block is one.
@@ -93,8 +93,8 @@ def _likely(blocks: Sequence[str], whole: bool) -> str:
 def _needed(program: str, others: Iterable[str], names: Iterable[str]) -> str:
     """The imports and definitions in other blocks that a program needs, the last of each name.
 
-    Nothing else is taken from them: what they try out, check or read must not run. What Python defines is not needed: a
-    program that calls `input` is complete.
+    Nothing else is taken from them: their examples, checks and reads must not run. Names that Python defines are not
+    needed: a program that calls `input` is complete.
     """
     items = [item for block in others for item in _items(block) if not _acts(item)]
     places = {name: place for place, item in enumerate(items) for name in _names_of(item)}

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from troll.rewards.grading import Completion, Grader, Verdict, completion_text
+from troll.rewards.grading import Completion, Grader, Verdict, completion_text, printable
 from troll.rewards.machine import processes
 from troll.rewards.program import parse_tests, read_program
 from troll_sandbox import (
@@ -23,7 +23,6 @@ from troll_sandbox import (
     SandboxError,
     SandboxFusion,
 )
-from troll_sandbox.limits import printable
 
 Reward = Callable[..., list[float | None]]
 
@@ -44,10 +43,9 @@ class CodeGrader(Grader):
     batch's verdicts are kept: if the reward of all tests and that of their fraction are asked one after the other, the
     programs run once.
 
-    Trouble of the machine (no memory, no process, a server that is gone) is never a verdict: the programs that it hits
-    are tried again after the others, for as long as somebody else's program may keep the machine busy
-    (`Limits.wall_seconds`), and are then unscored. Only a program that gets too little CPU time to end in all that time
-    is judged as if it had used up its own: `while True` in a program must not end a training run.
+    A failure of the machine (no memory, no process, no server) is never a verdict. Programs that it hits run again
+    after the others, for up to `Limits.wall_seconds`, and are then unscored. A program that gets too little CPU time to
+    finish in all that time counts as one that used up its limit: `while True` in a program must not end a training run.
 
     It can be pickled and survives a fork: the processes of a pool make their own sandboxes.
 
@@ -107,9 +105,7 @@ class CodeGrader(Grader):
         prefix: Sequence[str | None] | None = None,
         **columns: Any,
     ) -> list[Verdict]:
-        """Judges completions.
-
-        Ctrl-C kills the programs that run.
+        """Judges completions. Ctrl-C kills the programs that run.
 
         Args:
             completions: B texts, as the model wrote them. A program is a fenced block of Python, with what it needs of
@@ -193,7 +189,7 @@ def passed_fraction(grader: CodeGrader) -> Reward:
     Next to the grader itself as another reward, it runs no program a second time.
 
     Args:
-        grader: What tests the programs. From then on it runs all tests of a program.
+        grader: The grader that tests the programs. From then on it runs all tests of a program.
 
     Returns:
         A function of B completions to B numbers in [0, 1], and None where a program could not be tested.

@@ -1,9 +1,9 @@
-"""What tests that are code need of the place where they run, as far as their text shows it."""
+"""Whether tests that are code need the program's own process or packages, as far as their text shows it."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 
 from troll_sandbox.cases import CodeTests
 from troll_sandbox.unbounded import parse
@@ -19,6 +19,7 @@ PACKAGES = {
 _CODE = {"__bases__", "__closure__", "__code__", "__defaults__", "__globals__", "__kwdefaults__", "__mro__"}
 _STREAMS = {"capfd", "capsys", "monkeypatch", "redirect_stderr", "redirect_stdout"}
 _STANDARD = {"stderr", "stdin", "stdout"}
+_PATCHED = ("builtins.input", "builtins.print", "sys.stdin", "sys.stdout")
 _STAND_INS = {"BytesIO", "MagicMock", "Mock", "StringIO"}
 
 
@@ -28,29 +29,12 @@ def needs_plain(tests: CodeTests) -> list[str]:
     It reads only the tests' text, so it misses what depends on the program: objects that equal plain data, or objects
     that equal each other although their contents differ.
     """
-    nodes = _nodes(tests)
-    theirs = {*tests.names, *tests.inferred, *_parameters_of_check(nodes)}
+    nodes = [node for source in (tests.setup, *tests.tests) for node in ast.walk(parse(source))]
+    theirs = {*tests.names, *tests.inferred}
+    # HumanEval's tests call the function that they test by the name of their parameter.
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    theirs |= {node.args.args[0].arg for node in functions if node.name == "check" and node.args.args}
     own = {node.name for node in nodes if isinstance(node, ast.ClassDef)} | _STAND_INS
-    return list(dict.fromkeys(_reasons(nodes, theirs, own)))
-
-
-def borrowed_packages(tests: CodeTests) -> list[str]:
-    """Names of `PACKAGES` that the tests use without importing them: a program could define them, and decide a test."""
-    return [name for name in tests.inferred if name in PACKAGES]
-
-
-def _nodes(tests: CodeTests) -> list[ast.AST]:
-    return [node for source in (tests.setup, *tests.tests) for node in ast.walk(parse(source))]
-
-
-def _parameters_of_check(nodes: Sequence[ast.AST]) -> Iterator[str]:
-    """The parameter names by which HumanEval's tests call the function that they test."""
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef) and node.name == "check" and node.args.args:
-            yield node.args.args[0].arg
-
-
-def _reasons(nodes: Sequence[ast.AST], theirs: set[str], own: set[str]) -> Iterator[str]:
     held = own | {  # variables that hold objects of the tests' classes
         target.id
         for node in nodes
@@ -58,17 +42,25 @@ def _reasons(nodes: Sequence[ast.AST], theirs: set[str], own: set[str]) -> Itera
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    for node in nodes:
-        if isinstance(node, ast.ClassDef) and (bases := _named(node.bases, theirs)):
-            yield f"a class inherits from the program's {bases[0]}"
-        elif isinstance(node, ast.Attribute) and node.attr in _CODE and _root(node) in theirs:
-            yield f"{node.attr} of the program's {_root(node)} is read"
-        elif isinstance(node, ast.Call) and _root(node.func) == "inspect" and _named(node.args, theirs):
-            yield "the program's code is inspected"
-        elif isinstance(node, ast.Call) and _root(node.func) in theirs and _passes(node, held, own):
-            yield "the program is passed an object of a class of the tests"
-        elif _is_stream(node):
-            yield "what the program prints or reads is replaced"
+    reasons = (_reason(node, theirs, held, own) for node in nodes)
+    return list(dict.fromkeys(reason for reason in reasons if reason))
+
+
+def borrowed_packages(tests: CodeTests) -> list[str]:
+    """Names of `PACKAGES` that the tests use without importing them: a program could define them, and decide a test."""
+    return [name for name in tests.inferred if name in PACKAGES]
+
+
+def _reason(node: ast.AST, theirs: set[str], held: set[str], own: set[str]) -> str | None:
+    if isinstance(node, ast.ClassDef) and (bases := _named(node.bases, theirs)):
+        return f"a class inherits from the program's {bases[0]}"
+    if isinstance(node, ast.Attribute) and node.attr in _CODE and _root(node) in theirs:
+        return f"{node.attr} of the program's {_root(node)} is read"
+    if isinstance(node, ast.Call) and _root(node.func) == "inspect" and _named(node.args, theirs):
+        return "the program's code is inspected"
+    if isinstance(node, ast.Call) and _root(node.func) in theirs and _passes(node, held, own):
+        return "the program is passed an object of a class of the tests"
+    return "what the program prints or reads is replaced" if _is_stream(node) else None
 
 
 def _is_stream(node: ast.AST) -> bool:
@@ -77,12 +69,7 @@ def _is_stream(node: ast.AST) -> bool:
     if isinstance(node, ast.Attribute):
         stored = isinstance(node.ctx, ast.Store)
         return node.attr in _STREAMS or (stored and node.attr in _STANDARD and _root(node) == "sys")
-    return isinstance(node, ast.Constant) and node.value in (
-        "builtins.input",
-        "builtins.print",
-        "sys.stdin",
-        "sys.stdout",
-    )
+    return isinstance(node, ast.Constant) and node.value in _PATCHED
 
 
 def _passes(call: ast.Call, held: set[str], own: set[str]) -> bool:

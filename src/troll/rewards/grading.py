@@ -1,13 +1,17 @@
-"""Completions, and verdicts on them: what a reward says in addition to its number."""
+"""Completions and their verdicts, which say more than the number of a reward."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Completion = str | list[dict[str, str]]
+
+#: What TRL passes to every reward function next to the data set's columns. It would raise "multiple values for keyword
+#: argument" in the first rollout, or silently pass its own value instead of a column of that name.
+TAKEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 def completion_text(completion: Completion) -> str:
@@ -102,3 +106,20 @@ def leaves_unscored(reward: object) -> bool:
     meaning: the function does not apply to the completion.
     """
     return isinstance(getattr(reward, "grader", reward), Grader)
+
+
+def clash(columns: Iterable[str], more: Iterable[str] = ()) -> str | None:
+    """An error about columns of a data set that reward functions cannot get; None if there are none.
+
+    Args:
+        columns: All names.
+        more: Names that reward functions use for other arguments, in addition to `TAKEN`.
+    """
+    found = sorted({*TAKEN, *more}.intersection(columns))
+    if not found:
+        return None
+    names = " and ".join(repr(name) for name in found)
+    return (
+        f"the data set cannot have a column named {names}: reward functions get an argument of that name from TRL. "
+        f"Rename it (rename_column({found[0]!r}, ...) of datasets), or remove it (remove_columns)"
+    )

@@ -1,4 +1,7 @@
-"""How many processes this machine can run at a time."""
+"""How many processes this machine can run at a time.
+
+Functions with an argument `root` read `proc` and `sys/fs/cgroup` below it: the root of the file system.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,7 @@ def local_ranks(environment: Mapping[str, str]) -> int:
 
 
 def cores(root: Path) -> int:
-    """The CPU cores that this process may use: those it may run on, or fewer by the quota of its control group.
-
-    Args:
-        root: The root of the file system, with `proc` and `sys/fs/cgroup`.
-    """
+    """The CPU cores that this process may use: those it may run on, or fewer by the quota of its control group."""
     quotas = [tuple(text.split()) for text in _group_files(root, "", "cpu.max")]
     quotas += zip(
         _group_files(root, "cpu", "cpu.cfs_quota_us"), _group_files(root, "cpu", "cpu.cfs_period_us"), strict=False
@@ -57,14 +56,7 @@ def cores(root: Path) -> int:
 
 
 def memory_limit(root: Path) -> int | None:
-    """The memory that this process may use, in bytes: the machine's, or less by its control group.
-
-    Args:
-        root: The root of the file system, with `proc` and `sys/fs/cgroup`.
-
-    Returns:
-        The smallest of the limits; None if none can be read.
-    """
+    """The memory that this process may use, in bytes: the machine's, or less by its control group; None if unknown."""
     limits = [*_group_files(root, "", "memory.max"), *_group_files(root, "memory", "memory.limit_in_bytes")]
     found = [int(text) for text in limits if text != "max"]
     with contextlib.suppress(OSError):
@@ -76,11 +68,8 @@ def memory_limit(root: Path) -> int | None:
 def control_groups(root: Path, controller: str) -> list[Path]:
     """The folders of this process's control group and of those around it, the innermost first; empty if there is none.
 
-    A container may see its own group only as the root, the last one.
-
-    Args:
-        root: The root of the file system.
-        controller: The name of the controller, for version 1 of control groups; empty for version 2.
+    A container may see its own group only as the root, the last one. Version 2 of control groups has no name for the
+    controller: it is empty.
     """
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -6,7 +6,7 @@ import ast
 import builtins
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, get_args
 
@@ -71,7 +71,10 @@ def _parsed_tests(text: str) -> Tests:
     if "asserts" in case:
         return _code_tests(_texts(case, "asserts"), case, _texts(case, "names") if case.get("names") else ())
     if "check" in case:
-        return _check_tests(case)
+        entry_point = _text(case, "entry_point")
+        if not entry_point.isidentifier():
+            raise ValueError(f"entry_point takes the name of a function, got {entry_point!r}")
+        return _code_tests((f"{_text(case, 'check')}\ncheck({entry_point})\n",), case, (entry_point,))
     if "function" in case:
         return FunctionTests(_text(case, "function"), *_pairs(case, list))
     compare = case.get("compare", "tokens")
@@ -89,8 +92,8 @@ def read_program(completion: str, tests: Tests, prefix: str = "") -> str | None:
     without blocks is itself the program. Everything up to the last `</think>` is ignored.
 
     If there is a prefix and the program defines none of the names that the tests use, it continues the prefix, up to
-    the first line that is not indented. If it defines one, it may use what comes before that definition in the prefix:
-    imports and helpers.
+    the first line that is not indented. If it defines one, it may use the imports and helpers before that definition in
+    the prefix.
 
     Args:
         completion: The text of the completion, as the model wrote it.
@@ -98,8 +101,8 @@ def read_program(completion: str, tests: Tests, prefix: str = "") -> str | None:
         prefix: The code with which the prompt ended.
 
     Returns:
-        The program, with line feeds for line ends; None if there is none, or if what was written after thinking and
-        the prefix have more than `MAX_PROGRAM` characters together.
+        The program, with line feeds for line ends; None if there is none, or if the text after thinking and the prefix
+        have more than `MAX_PROGRAM` characters together.
     """
     text = completion.rpartition("</think>")[2].replace("\r\n", "\n").replace("\r", "\n")
     if len(text) + len(prefix) > MAX_PROGRAM:
@@ -157,21 +160,13 @@ def _dedented(text: str) -> str:
     return "\n".join(line[margin:] if line.strip() else line for line in lines) if margin else text
 
 
-def _check_tests(case: dict[str, Any]) -> CodeTests:
-    entry_point = _text(case, "entry_point")
-    if not entry_point.isidentifier():
-        raise ValueError(f"entry_point takes the name of a function, got {entry_point!r}")
-    test = f"{_text(case, 'check')}\ncheck({entry_point})\n"
-    return _code_tests((test,), case, (entry_point,))
-
-
 def _code_tests(tests: tuple[str, ...], case: dict[str, Any], names: tuple[str, ...]) -> CodeTests:
     setup, plain = _text(case, "setup", ""), case.get("plain", False)
     if not isinstance(plain, bool):
         raise ValueError(f"plain takes true or false, got {str(plain)[:40]!r}")
     trees = [_parsed(setup, "setup"), *(_parsed(test, f"test {index}") for index, test in enumerate(tests))]
     nodes = [node for tree in trees for node in ast.walk(tree)]
-    bound = set(_bound_names(nodes)) | set(names)
+    bound = {name for node in nodes for name in _bound_names(node)} | set(names)
     through_attributes = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     inferred: dict[str, bool] = {}
     for node in nodes:
@@ -183,18 +178,16 @@ def _code_tests(tests: tuple[str, ...], case: dict[str, Any], names: tuple[str, 
     return CodeTests(tests, setup, names, others, modules, plain)
 
 
-def _bound_names(nodes: Sequence[ast.AST]) -> Iterator[str]:
-    for node in nodes:
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            yield node.id
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.alias):
+def _bound_names(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
+            yield name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.alias():
             yield (node.asname or node.name).partition(".")[0]
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            yield node.name
+        case ast.ExceptHandler(name=str(name)):
+            yield name
 
 
 def _parsed(source: str, what: str) -> ast.Module:

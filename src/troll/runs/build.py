@@ -23,7 +23,7 @@ from troll.runs.toy_model import toy_model
 from troll.runs.toy_network import TOY, TOY_MODELS
 from troll.tasks import Task, load_task
 from troll.tasks.chat_template import longest_prompt, prompt_texts
-from troll.tasks.decontaminate import decontaminate
+from troll.tasks.loading import decontaminate
 from troll.terminal import one_line, say
 from troll.trl import TrollTrainer
 

@@ -8,7 +8,8 @@ except ModuleNotFoundError as error:
     raise ImportError('troll.tasks needs datasets: pip install "troll-rl[tasks]"') from None
 
 # Each module registers its tasks.
-from troll.tasks import code, custom, free_text, geometry3k, mathematics, prompts, reasoning_gym  # noqa: F401
-from troll.tasks.registry import Task, TaskConfig, TaskError, load_task, register_task
+from troll.tasks import code, free_text, geometry3k, mathematics, prompts, reasoning_gym  # noqa: F401
+from troll.tasks.loading import load_task
+from troll.tasks.registry import Task, TaskConfig, TaskError, register_task
 
 __all__ = ["Task", "TaskConfig", "TaskError", "load_task", "register_task"]

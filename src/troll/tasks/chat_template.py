@@ -38,13 +38,7 @@ def prompt_texts(tokenizer: Any, prompts: Sequence[Any], task: str, variables: M
 
 
 def longest_prompt(tasks: Sequence[Task], processor: Any, variables: Mapping[str, Any]) -> int | None:
-    """The tokens of the longest prompt of some tasks; None if prompts have images.
-
-    Args:
-        tasks: The tasks to train and evaluate on.
-        processor: The policy's tokenizer or processor.
-        variables: More variables of the chat template.
-    """
+    """The tokens of the longest prompt of all rows of some tasks, see `prompt_texts`; None if prompts have images."""
     rows = [(task.name, data) for task in tasks for data in (task.train_dataset, task.eval_dataset) if len(data)]
     if any({"image", "images"} & set(data.column_names) for _, data in rows):
         return None

@@ -77,28 +77,32 @@ def check(task: Task, limit: int | None = None, advance: Callable[[int], None] =
     Gold answers of mathematics that repeat are graded once.
 
     Args:
-        task: The task, of mathematics or of code.
+        task: A task of mathematics or of code.
         limit: The number of rows to check, from the first; None for all.
         advance: Called with the number of rows that have been graded since the last call.
-
-    Returns:
-        The trials counted, and those in which the reward disagreed.
 
     Raises:
         TaskError: If the task's reward is neither of mathematics nor of code, or its data set has no solutions.
     """
-    grader, report = _grader(task), Report()
-    trials = _trials(task, grader, limit)
-    if isinstance(grader, CodeGrader):
+    grader, report = next(iter(task.reward_funcs), None), Report()
+    rows = islice(_rows(task), limit)
+    if isinstance(grader, MathGrader):
+        trials = _of_mathematics(rows, grader)
+    elif not isinstance(grader, CodeGrader):
+        raise TaskError(f"task {task.name!r} has a reward of its own; mathematics and code can be checked")
+    elif not any(task.references):
+        raise TaskError(f"task {task.name!r} has tests, but no solutions in its data set that could be checked")
+    else:
+        trials = _of_code(rows, task.references)
         report.without = sum(reference is None for reference in task.references[:limit])
-    while rows := list(islice(trials, _AT_ONCE)):
-        batch = [trial for row in rows for trial in row]
+    while checked := list(islice(trials, _AT_ONCE)):
+        batch = [trial for row in checked for trial in row]
         for trial, verdict in zip(batch, _grade(grader, batch), strict=True):
             agrees = None if verdict.score is None else verdict.success == KINDS[trial.kind]
             report.counts[trial.kind, agrees] += 1
             if not agrees:
                 report.disagreements.append((trial, verdict))
-        advance(len(rows))
+        advance(len(checked))
     return report
 
 
@@ -154,20 +158,12 @@ def spoiled_answer(gold: str) -> str:
 
 
 def restated_program(program: str) -> str:
-    """Returns a program without its comments and its layout.
-
-    Raises:
-        SyntaxError: If it is not Python.
-    """
+    """Returns a program without its comments and its layout; raises SyntaxError if it is not Python."""
     return ast.unparse(ast.parse(program))
 
 
 def spoiled_program(program: str) -> str:
-    """Returns a program whose functions return None and which prints nothing.
-
-    Raises:
-        SyntaxError: If it is not Python.
-    """
+    """Returns a program whose functions return None and which prints nothing; raises as `restated_program` does."""
     return ast.unparse(ast.fix_missing_locations(_Spoil().visit(ast.parse(program))))
 
 
@@ -182,23 +178,6 @@ class _Spoil(ast.NodeTransformer):
         return node
 
 
-def _grader(task: Task) -> MathGrader | CodeGrader:
-    grader = next(iter(task.reward_funcs), None)
-    if not isinstance(grader, MathGrader | CodeGrader):
-        raise TaskError(f"task {task.name!r} has a reward of its own; mathematics and code can be checked")
-    return grader
-
-
-def _trials(task: Task, grader: Grader, limit: int | None) -> Iterator[list[Trial]]:
-    """Yields the trials of each row; none for a row without a gold answer, or with one that an earlier row has."""
-    rows = islice(_rows(task), limit)
-    if isinstance(grader, MathGrader):
-        return _of_mathematics(rows, grader)
-    if not any(task.references):
-        raise TaskError(f"task {task.name!r} has tests, but no solutions in its data set that could be checked")
-    return _of_code(rows, task.references)
-
-
 def _rows(task: Task) -> Iterator[tuple[str, dict[str, Any]]]:
     for split, dataset in (("train", task.train_dataset), ("held-out", task.eval_dataset)):
         # Images in other columns would be decoded.
@@ -208,6 +187,7 @@ def _rows(task: Task) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _of_mathematics(rows: Iterable[tuple[str, dict[str, Any]]], grader: MathGrader) -> Iterator[list[Trial]]:
+    """Yields the trials of each row; none for a gold answer that an earlier row has."""
     seen: set[str] = set()
     for place, row in rows:
         gold = str(row["answer"])
@@ -221,6 +201,7 @@ def _of_mathematics(rows: Iterable[tuple[str, dict[str, Any]]], grader: MathGrad
 
 
 def _of_code(rows: Iterable[tuple[str, dict[str, Any]]], references: Sequence[str | None]) -> Iterator[list[Trial]]:
+    """Yields the trials of each row; none for a row without a solution."""
     for (place, row), reference in zip(rows, references, strict=False):
         program = None if reference is None else (row.get("prefix") or "") + reference
         forms = {} if program is None else {"itself": program, **_rewritten(program)}

@@ -17,7 +17,7 @@ from troll.rewards.program import parse_tests
 from troll.tasks.dataset_task import Example, PromptStyle, Read, dataset_task, take_shaping, without
 from troll.tasks.options import Options
 from troll.tasks.registry import Reward, Task, TaskConfig, TaskError, register_task
-from troll.tasks.row import Column, Row
+from troll.tasks.rows import Column, Row
 from troll.tasks.splits import Divide, Source
 from troll_sandbox import CodeTests, Limits, SandboxError, StreamTests
 from troll_sandbox.cases import Tests
@@ -63,31 +63,28 @@ def load_code(
       `troll.rewards.demands.needs_plain` finds out ("needed"); all of them ("always"); or none ("never").
 
     Warns of rows whose tests need the program's process or run there, and of those that leave a package to the program.
-
-    Returns:
-        The task. With `partial_credit` the reward is the fraction of the tests that pass, and `success` is logged.
+    With `partial_credit` the reward is the fraction of the tests that pass, and `success` is logged.
 
     Raises:
         TaskError: If programs cannot be isolated, an option is unknown or unusable, the data cannot be reached or read,
-            or a row lacks what is read.
+            or a row lacks a column that is read.
     """
     options = Options(config)
     partial_credit = options.flag("partial_credit")
     settings = _take_settings(options)
     running = _Running(options, on_server=config.options.get("sandbox") not in (None, GVISOR))
-    shaping, weights = take_shaping(options, answer_format=None)
+    shaping = take_shaping(options, answer_format=None)
 
-    def rewards() -> Iterator[Reward]:
+    def rewards() -> Iterator[tuple[Reward, float]]:
         try:
             grader = CodeGrader(**settings)
         except (SandboxError, ValueError) as error:
             raise TaskError(str(error)) from error
-        yield grader
+        yield grader, 0.0 if partial_credit else 1.0
         if partial_credit:
-            yield passed_fraction(grader)
+            yield passed_fraction(grader), 1.0
         yield from shaping
 
-    own_weights = [0.0, 1.0] if partial_credit else [1.0]
     task = dataset_task(
         config,
         source,
@@ -96,7 +93,6 @@ def load_code(
         read=lambda row: running.example(row, read(row)),
         style=style,
         rewards=rewards(),
-        reward_weights=[*own_weights, *weights] if partial_credit or shaping else None,
         divide=divide,
     )
     running.warn()
@@ -237,16 +233,9 @@ def eurus_code(config: TaskConfig, argument: str = "") -> Task:
 
 
 def load_tested(config: TaskConfig, source: Source, *, columns: dict[str, Column]) -> Task:
-    """Loads a task from the columns `prompt` and `tests`.
+    """Loads a task from the columns of `prompt` and of `tests`, as `load_code` does.
 
-    Args:
-        config: The task's configuration.
-        source: The task's data set.
-        columns: The columns of `prompt` and of `tests`: JSON as `troll.rewards.program` reads it, or a list of assert
-            statements.
-
-    Raises:
-        TaskError: As `load_code`.
+    Tests are JSON as `troll.rewards.program` reads it, or a list of assert statements.
     """
 
     def read(row: Row) -> Example:

@@ -13,13 +13,13 @@ from typing import Any
 
 from troll.files import read_yaml
 from troll.rewards.answers import INSTRUCTIONS
-from troll.rewards.columns import TAKEN
+from troll.rewards.grading import TAKEN
 from troll.tasks.code import load_tested
 from troll.tasks.dataset_task import Example, PromptStyle, dataset_task
-from troll.tasks.mathematics import boxed_or_whole, load_mathematics
+from troll.tasks.mathematics import load_mathematics
 from troll.tasks.options import Options
-from troll.tasks.registry import RewardFunc, Task, TaskConfig, TaskError, register_task_file
-from troll.tasks.row import Column, Row
+from troll.tasks.registry import RewardFunc, Task, TaskConfig, TaskError
+from troll.tasks.rows import Column, Row
 from troll.tasks.splits import Source
 from troll.terminal import did_you_mean, one_line
 
@@ -35,18 +35,34 @@ _FIELDS: dict[str, type] = {
     "task_options": dict,
 }
 _REWARDS = "math, code, FILE.py:function or module:function"
+# The column that the library's rewards need next to the prompt.
+_ANSWERS = {"math": "answer", "code": "tests"}
 
 
-@register_task_file(".py")
-def load_python(config: TaskConfig, argument: str) -> Task:
-    """Loads a task from a Python file, `path.py[:argument]`, by its function `load(config, argument)`.
+def load_file(config: TaskConfig) -> Task:
+    """Loads a task of the user's from a Python or a YAML file.
 
-    The function is like those that `register_task` takes: it returns a `Task` whose prompts are plain text.
+    A Python file, `path.py[:argument]`, defines `load(config, argument)`, a function like those that `register_task`
+    takes: it returns a `Task` whose prompts are plain text. docs/tasks.md describes the fields of a YAML file. Its
+    `task_options` are defaults for those of `config`, and `config.dataset_path` replaces its data. Paths in it are
+    relative to it.
 
     Raises:
-        TaskError: If there is no such file or function, it cannot be imported, or it returns something else.
+        TaskError: If the file is missing or cannot be read, its function is missing or returns something else, or one
+            of its fields is unknown, missing or unusable; names the file and the field.
     """
-    path = _file(config)
+    name, _, argument = config.task.partition(":")
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise TaskError(f"task {config.task!r}: there is no file {path}")
+    if path.name.endswith(".py"):
+        return _load_python(path, config, argument)
+    if argument:
+        raise TaskError(f"task {config.task!r}: a YAML file takes no argument after a colon")
+    return _load_yaml(path, config)
+
+
+def _load_python(path: Path, config: TaskConfig, argument: str) -> Task:
     load = getattr(_import(path), "load", None)
     if not callable(load):
         raise TaskError(f"{path} must define load(config, argument), which returns a troll.tasks.Task")
@@ -56,19 +72,7 @@ def load_python(config: TaskConfig, argument: str) -> Task:
     return replace(task, files=[path])
 
 
-@register_task_file(".yaml", ".yml")
-def load_yaml(config: TaskConfig, argument: str) -> Task:
-    """Loads a task from a YAML file; docs/tasks.md describes its fields.
-
-    The file's `task_options` are defaults for those of `config`, and `config.dataset_path` replaces its data. Paths in
-    the file are relative to it.
-
-    Raises:
-        TaskError: If a field is unknown, missing or unusable; names the file and the field.
-    """
-    path = _file(config)
-    if argument:
-        raise TaskError(f"task {config.task!r}: a YAML file takes no argument after a colon")
+def _load_yaml(path: Path, config: TaskConfig) -> Task:
     fields = _read(path)
     columns = {name: Column((column,)) for name, column in fields["columns"].items()}
     local, source = _data(path, fields)
@@ -80,16 +84,18 @@ def load_yaml(config: TaskConfig, argument: str) -> Task:
     if config.dataset_path != local:
         source = replace(source, held_out_file=None)
     reward = fields["reward"]
-    files = [path]
-    if reward == "math":
-        task = load_mathematics(config, source, columns=_of(path, columns, "answer"), gold=boxed_or_whole)
-    elif reward == "code":
-        task = load_tested(config, source, columns=_of(path, columns, "tests"))
-    else:
-        function, file = _function(path, reward)
-        task = _load_rewarded(config, source, columns, function)
-        files += [file] if file else []
-    return replace(task, files=files)
+    if reward in _ANSWERS:
+        if set(columns) != {"prompt", _ANSWERS[reward]}:
+            names = f"prompt and {_ANSWERS[reward]} for this reward, got {', '.join(columns)}"
+            raise TaskError(f"{path}: columns must name {names}")
+        if reward == "math":
+            task = load_mathematics(config, source, columns=columns)
+        else:
+            task = load_tested(config, source, columns=columns)
+        return replace(task, files=[path])
+    function, file = _function(path, reward)
+    task = _load_rewarded(config, source, columns, function)
+    return replace(task, files=[path, file] if file else [path])
 
 
 def _load_rewarded(config: TaskConfig, source: Source, columns: dict[str, Column], reward: RewardFunc) -> Task:
@@ -109,15 +115,8 @@ def _load_rewarded(config: TaskConfig, source: Source, columns: dict[str, Column
         columns=columns,
         read=read,
         style=PromptStyle(template, template, instruction),
-        rewards=[reward],
+        rewards=[(reward, 1.0)],
     )
-
-
-def _file(config: TaskConfig) -> Path:
-    path = Path(config.task.partition(":")[0]).expanduser()
-    if not path.is_file():
-        raise TaskError(f"task {config.task!r}: there is no file {path}")
-    return path
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -164,12 +163,6 @@ def _data(path: Path, fields: dict[str, Any]) -> tuple[str | None, Source]:
     if "eval_dataset" in fields:
         source = replace(source, held_out_file=path.parent / Path(fields["eval_dataset"]).expanduser())
     return str(local), source
-
-
-def _of(path: Path, columns: dict[str, Column], answer: str) -> dict[str, Column]:
-    if set(columns) != {"prompt", answer}:
-        raise TaskError(f"{path}: columns must name prompt and {answer} for this reward, got {', '.join(columns)}")
-    return columns
 
 
 def _function(path: Path, reward: str) -> tuple[Callable[..., list[float]], Path | None]:

@@ -13,8 +13,8 @@ from datasets import Dataset, concatenate_datasets
 from troll.rewards.answers import AnswerFormat, FormatReward
 from troll.tasks.options import Options
 from troll.tasks.registry import CHAT_PROMPT, Reward, Task, TaskConfig, TaskError, spaced_once
-from troll.tasks.row import Column, Row
-from troll.tasks.splits import Divide, Rows, Source, read_splits
+from troll.tasks.rows import Column, Row, Rows
+from troll.tasks.splits import Divide, Source, read_splits
 
 _PLACEHOLDER = re.compile(r"\{(question|instruction)\}")
 # Of rows with megabytes of tests, Arrow's 32-bit offsets hold a few thousand.
@@ -53,19 +53,6 @@ class PromptStyle:
     chat: str
     instruction: str
 
-    def with_options(self, options: Options) -> PromptStyle:
-        """Takes the option `prompt`, one template for plain texts and messages.
-
-        Raises:
-            TaskError: If it has no `{question}`.
-        """
-        template = options.text("prompt")
-        if template is None:
-            return self
-        if "{question}" not in template:
-            raise TaskError(f"task option prompt must have the placeholder {{question}}, got {template!r}")
-        return replace(self, plain=template, chat=template)
-
     def fill(self, template: str, question: str) -> str:
         """Returns a template with its placeholders filled. All other braces stay, since mathematics has many."""
         values = {"question": question, "instruction": self.instruction}
@@ -80,28 +67,27 @@ def dataset_task(
     columns: Mapping[str, Column],
     read: Read,
     style: PromptStyle,
-    rewards: Iterable[Reward],
+    rewards: Iterable[tuple[Reward, float]],
     skip_unanswered: bool = False,
-    reward_weights: list[float] | None = None,
     divide: Divide | None = None,
 ) -> Task:
     """Makes a task from a data set.
 
-    It takes the options `prompt`, `system_prompt`, `examples`, `columns` and `skip_unanswered`, and refuses the others.
-    Training rows with a held-out question are dropped, regardless of spacing, and so are rows that repeat another one
-    in every column that is read.
+    It takes the options `prompt` (one template for plain texts and messages), `system_prompt`, `examples`, `columns`
+    and `skip_unanswered`, and refuses the others. Training rows with a held-out question are dropped, regardless of
+    spacing, and so are rows that repeat another one in every column that is read.
 
     Args:
         config: The path of the data, and the sizes.
         source: The hub's data set.
-        options: The options of the task, from which it has taken its own.
+        options: The options of the task, without those that the caller has taken.
         columns: The columns to read, by the task's names for them, if the option does not name others.
         read: Returns a row's example; raises TaskError if the row lacks something.
         style: How questions become prompts, if the option `prompt` does not say it.
-        rewards: The rewards; the first is named `success`. They are read after the options and before the data.
+        rewards: The rewards, each with its weight; the first is named `success`. They are made after the options are
+            checked.
         skip_unanswered: Whether rows that lack something are left out by default; otherwise they are an error.
-        reward_weights: One weight for each reward, see `Task`; None for 1.0 each.
-        divide: Divides one file as the data set's authors did; None to hold out the last rows.
+        divide: See `read_splits`.
 
     Returns:
         The task. Its data sets have the column `prompt`, the columns of the examples, and `chat_prompt` if it differs.
@@ -110,12 +96,15 @@ def dataset_task(
         TaskError: If an option is unknown or unusable, the data cannot be reached or read, or a row lacks something
             that is read.
     """
-    style = style.with_options(options)
+    template = options.text("prompt")
+    if template is not None and "{question}" not in template:
+        raise TaskError(f"task option prompt must have the placeholder {{question}}, got {template!r}")
+    style = style if template is None else replace(style, plain=template, chat=template)
     system_prompt, examples = options.text("system_prompt"), options.pairs("examples")
     columns = options.columns(columns)
     skip_unanswered = options.flag("skip_unanswered", skip_unanswered)
     options.finish()
-    reward_funcs = list(rewards)
+    weighted = list(rewards)
     train, test = read_splits(config, source, divide)
     held_out = _examples(test, columns, read, skip_unanswered)
     # All held-out rows, not only those that are evaluated: a larger eval_size must not find training rows.
@@ -126,8 +115,8 @@ def dataset_task(
         name=config.task,
         train_dataset=_dataset(learned, style) if learned else eval_dataset.select([]),
         eval_dataset=eval_dataset,
-        reward_funcs=reward_funcs,
-        reward_weights=reward_weights,
+        reward_funcs=[reward for reward, _ in weighted],
+        reward_weights=[weight for _, weight in weighted] if len(weighted) > 1 else None,
         system_prompt=system_prompt,
         examples=examples,
         train_questions=[spaced_once(example.question) for example in learned],
@@ -137,7 +126,7 @@ def dataset_task(
     )
 
 
-def take_shaping(options: Options, answer_format: AnswerFormat | None) -> tuple[list[Reward], list[float]]:
+def take_shaping(options: Options, answer_format: AnswerFormat | None) -> list[tuple[Reward, float]]:
     """Takes the options that shape the form of a completion.
 
     `format_reward` is the weight of a reward of 1 for an answer in the format asked for. `overlong` is DAPO's soft
@@ -148,25 +137,22 @@ def take_shaping(options: Options, answer_format: AnswerFormat | None) -> tuple[
         answer_format: The format asked for; None for a task without one, which has no `format_reward`.
 
     Returns:
-        The rewards, and the weight of each.
+        The rewards, each with its weight.
 
     Raises:
         TaskError: If an option is unusable.
     """
-    rewards: list[Reward] = []
-    weights: list[float] = []
+    rewards: list[tuple[Reward, float]] = []
     if answer_format is not None and (weight := options.number("format_reward")) is not None:
-        rewards.append(FormatReward(answer_format))
-        weights.append(weight)
+        rewards.append((FormatReward(answer_format), weight))
     overlong = options.numbers("overlong", ("length", "cache"))
     if overlong is not None:
         if overlong["cache"] >= overlong["length"]:
             raise TaskError(f"task option overlong: cache must be below length, got {overlong}")
         from trl.rewards import get_soft_overlong_punishment
 
-        rewards.append(get_soft_overlong_punishment(int(overlong["length"]), int(overlong["cache"])))
-        weights.append(1.0)
-    return rewards, weights
+        rewards.append((get_soft_overlong_punishment(int(overlong["length"]), int(overlong["cache"])), 1.0))
+    return rewards
 
 
 def without(text: str, *instructions: str) -> str:
@@ -215,17 +201,12 @@ def _examples(
 
 
 def _dataset(examples: Sequence[Example], style: PromptStyle) -> Dataset:
-    parts = [
-        Dataset.from_dict(_columns(examples[start : start + _ROWS_AT_ONCE], style))
-        for start in range(0, len(examples), _ROWS_AT_ONCE)
-    ]
+    parts = []
+    for start in range(0, len(examples), _ROWS_AT_ONCE):
+        part = examples[start : start + _ROWS_AT_ONCE]
+        columns: dict[str, list[Any]] = {"prompt": [style.fill(style.plain, example.question) for example in part]}
+        if style.chat != style.plain:
+            columns[CHAT_PROMPT] = [style.fill(style.chat, example.question) for example in part]
+        columns |= {name: [example.columns[name] for example in part] for name in part[0].columns}
+        parts.append(Dataset.from_dict(columns))
     return concatenate_datasets(parts) if parts else Dataset.from_dict({"prompt": []})
-
-
-def _columns(examples: Sequence[Example], style: PromptStyle) -> dict[str, list[Any]]:
-    columns: dict[str, list[Any]] = {"prompt": [style.fill(style.plain, example.question) for example in examples]}
-    if style.chat != style.plain:
-        columns[CHAT_PROMPT] = [style.fill(style.chat, example.question) for example in examples]
-    for name in examples[0].columns:
-        columns[name] = [example.columns[name] for example in examples]
-    return columns

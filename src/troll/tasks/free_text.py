@@ -40,15 +40,8 @@ def load(config: TaskConfig, argument: str = "") -> Task:
     little between versions of Python.
 
     There are two rewards: `success` is 1.0 if all of the style is met, and `style` grades how much of it is (see
-    `troll.rewards.style.Style`). `config.task_options` holds the fields of `Style`, and `prompt_words`, the number of
-    words of a sentence that the model is given.
-
-    Args:
-        config: Options and sizes; all training prompts and at most `eval_size` held-out ones by default.
-        argument: Unused: the task takes none.
-
-    Returns:
-        The task. Its data sets have the column `prompt`.
+    `troll.rewards.style.Style`). The options are the fields of `Style`, and `prompt_words`, the number of words of a
+    sentence that the model is given.
 
     Raises:
         TaskError: If an option is unknown or out of its range, or `dataset_path` is given.
@@ -71,10 +64,7 @@ def load(config: TaskConfig, argument: str = "") -> Task:
 
 
 def paragraphs(split: Split) -> list[list[str]]:
-    """Returns the paragraphs of one split, each as its sentences.
-
-    Every paragraph belongs to exactly one split, by the SHA-256 of its text.
-    """
+    """Returns the paragraphs of one split, each as its sentences; the SHA-256 of its text assigns one to a split."""
     sixteenths = SIXTEENTHS[split]
     return [
         _SENTENCE_END.split(text) for text in _prose() if hashlib.sha256(text.encode()).digest()[0] % 16 in sixteenths

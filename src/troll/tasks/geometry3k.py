@@ -10,10 +10,8 @@ from troll.rewards.mathematics import MathGrader
 from troll.tasks.mathematics import check_math_verify
 from troll.tasks.options import Options
 from troll.tasks.registry import Task, TaskConfig, register_task
-from troll.tasks.row import Column
-from troll.tasks.splits import Rows, Source, read_splits
-
-HUB_NAME = "hiyouga/geometry3k"
+from troll.tasks.rows import Column, Rows
+from troll.tasks.splits import Source, read_splits
 
 _COLUMNS = {name: Column((name,)) for name in ("images", "problem", "answer")}
 
@@ -25,17 +23,9 @@ _PLACEHOLDER = "<image>"
 def load(config: TaskConfig, argument: str = "") -> Task:
     r"""Loads Geometry3K: questions of plane geometry about a diagram, for vision-language models.
 
-    The data is the hub's `hiyouga/geometry3k`, or `config.dataset_path` (see `troll.tasks.splits.read_splits`; parquet
-    keeps the images). Rows have the fields `images`, `problem` and `answer`. A training row is dropped only if a
-    held-out row has the same problem *and* the same answer: many diagrams share a text such as "Find x."
-
-    Args:
-        config: Path, sizes and the option `columns`; by default all training rows, and at most `eval_size` of the
-            test rows.
-        argument: Unused: the task takes none.
-
-    Returns:
-        The task. Its data sets have the columns `prompt`, `images` and `answer`.
+    Of local files, parquet keeps the images. Rows have the fields `images`, `problem` and `answer`, and the option
+    `columns` renames them. A training row is dropped only if a held-out row has the same problem *and* the same answer:
+    many diagrams share a text such as "Find x."
 
     Raises:
         TaskError: If the data cannot be reached or read, or a row lacks its images, its problem or its answer.
@@ -44,7 +34,7 @@ def load(config: TaskConfig, argument: str = "") -> Task:
     options = Options(config)
     columns = options.columns(_COLUMNS)
     options.finish()
-    train, test = read_splits(config, Source(HUB_NAME))
+    train, test = read_splits(config, Source("hiyouga/geometry3k"))
     held_out, asked = _to_prompts(test.head(config.eval_size), columns)
     return Task(
         name=config.task,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import cast
+from typing import Any, cast
 
 from troll.rewards.answers import INSTRUCTIONS, AnswerFormat, final_answer
 from troll.rewards.mathematics import MathGrader
 from troll.tasks.dataset_task import Example, PromptStyle, dataset_task, take_shaping, without
 from troll.tasks.options import Options
 from troll.tasks.registry import Task, TaskConfig, TaskError, register_task
-from troll.tasks.row import Column, Row
+from troll.tasks.rows import Column, Row
 from troll.tasks.splits import Source
 
 _TEMPLATE = "{question}\n{instruction}"
@@ -38,38 +38,21 @@ def mathematics(
     *,
     question: tuple[str, ...] = ("problem", "question"),
     answer: tuple[str, ...] = ("answer", "solution"),
-    gold: Callable[[str], str] | None = None,
-    instructions: tuple[str, ...] = (),
-    skip_unanswered: bool = False,
-    positive_symbols: bool = False,
+    **settings: Any,
 ) -> None:
     r"""Registers a task: questions in text, each with one answer that math-verify can compare.
 
-    Its options are `answer_format` (`boxed`, `hash` or `tag`), `positive_symbols`, those of `take_shaping`, and those
-    of `dataset_task`, with the columns `prompt` and `answer`.
-
     Args:
-        name: The name of the task.
+        name: The name that users type.
         source: Its data set on the hub.
         question: The columns of the question, in order of preference.
         answer: The columns of the answer, in order of preference.
-        gold: Takes the answer from the text of its column, and raises ValueError if there is none. By default, the
-            answer is in the last `\boxed{}`, or the whole text if it has no box and is not a whole solution.
-        instructions: Sentences about the form of the answer, which are removed from questions.
-        skip_unanswered: Whether rows without an answer are left out by default; otherwise they are an error.
-        positive_symbols: Whether symbols stand for positive numbers by default, as in physics.
+        **settings: More arguments of `load_mathematics`.
     """
+    columns = {"prompt": Column(question), "answer": Column(answer)}
 
     def load(config: TaskConfig, argument: str) -> Task:
-        return load_mathematics(
-            config,
-            source,
-            columns={"prompt": Column(question), "answer": Column(answer)},
-            gold=gold or boxed_or_whole,
-            instructions=instructions,
-            skip_unanswered=skip_unanswered,
-            positive_symbols=positive_symbols,
-        )
+        return load_mathematics(config, source, columns=columns, **settings)
 
     register_task(name, trains=source.train is not None)(load)
 
@@ -79,12 +62,25 @@ def load_mathematics(
     source: Source,
     *,
     columns: dict[str, Column],
-    gold: Callable[[str], str],
+    gold: Callable[[str], str] | None = None,
     instructions: tuple[str, ...] = (),
     skip_unanswered: bool = False,
     positive_symbols: bool = False,
 ) -> Task:
-    """Loads a task that `mathematics` describes.
+    r"""Loads a task of mathematics.
+
+    Its options are `answer_format` (`boxed`, `hash` or `tag`), `positive_symbols`, those of `take_shaping`, and those
+    of `dataset_task`.
+
+    Args:
+        config: The options, the sizes, and local data to take instead of the source.
+        source: Its data set on the hub.
+        columns: The columns of `prompt` and `answer`.
+        gold: Takes the answer from the text of its column, and raises ValueError if there is none; by default
+            `boxed_or_whole`.
+        instructions: Sentences about the form of the answer, which are removed from questions.
+        skip_unanswered: Whether rows without an answer are left out by default; otherwise they are an error.
+        positive_symbols: Whether symbols stand for positive numbers by default, as in physics.
 
     Returns:
         The task. Its data sets have the columns `prompt` and `answer` (only the answer).
@@ -97,12 +93,12 @@ def load_mathematics(
     options = Options(config)
     answer_format = cast(AnswerFormat, options.choice("answer_format", list(INSTRUCTIONS)))
     positive_symbols = options.flag("positive_symbols", positive_symbols)
-    shaping, weights = take_shaping(options, answer_format)
+    shaping = take_shaping(options, answer_format)
 
     def read(row: Row) -> Example:
         question, answer = without(row.text("prompt"), *instructions), row.answer("answer")
         try:
-            return Example(question, {"answer": gold(answer)})
+            return Example(question, {"answer": (gold or boxed_or_whole)(answer)})
         except ValueError as error:
             raise row.error(f"has no answer in its field {row.columns['answer']!r}: {error}") from error
 
@@ -113,9 +109,8 @@ def load_mathematics(
         columns=columns,
         read=read,
         style=PromptStyle(_TEMPLATE, _TEMPLATE, INSTRUCTIONS[answer_format]),
-        rewards=[MathGrader(answer_format, positive_symbols=positive_symbols), *shaping],
+        rewards=[(MathGrader(answer_format, positive_symbols=positive_symbols), 1.0), *shaping],
         skip_unanswered=skip_unanswered,
-        reward_weights=[1.0, *weights] if shaping else None,
     )
 
 

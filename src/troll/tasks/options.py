@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from troll.tasks.registry import TaskConfig, TaskError
-from troll.tasks.row import Column
+from troll.tasks.rows import Column
 
 
 class Options:

@@ -3,7 +3,7 @@
 from troll.tasks.dataset_task import Example, PromptStyle, dataset_task
 from troll.tasks.options import Options
 from troll.tasks.registry import Task, TaskConfig, TaskError, register_task
-from troll.tasks.row import Column
+from troll.tasks.rows import Column
 from troll.tasks.splits import Source
 
 
@@ -12,15 +12,7 @@ def load(config: TaskConfig, hub_name: str) -> Task:
     """Loads prompts without answers, for the reward model in `config.reward_model`.
 
     Rows have the field `prompt`: a text, or a conversation with one message by the user, whose system message is left
-    out. They come from the hub, or from `config.dataset_path` without a name (see `troll.tasks.splits.read_splits`).
-    Training rows with a held-out prompt are dropped.
-
-    Args:
-        config: The task's configuration: path, sizes and the reward model.
-        hub_name: The name of the hub's data set, e.g. `trl-lib/ultrafeedback-prompt`; empty for local files.
-
-    Returns:
-        The task. Its data sets have the column `prompt`; its rewards are left to the reward model.
+    out. They come from the hub, e.g. from `trl-lib/ultrafeedback-prompt`, or without a name from `config.dataset_path`.
 
     Raises:
         TaskError: If there is no reward model, the data cannot be read, or a row has no such prompt.

@@ -21,7 +21,7 @@ PLAIN = "{answer}"
 _SEEDS: dict[Split, int] = {"eval": 0, "warmup": 700_000_000, "train": 1_400_000_000}
 # The sixteenths of the space of questions in each split.
 _SIXTEENTHS: dict[Split, range] = {"eval": range(2), "warmup": range(2, 6), "train": range(6, 16)}
-# How questions are split, for the keys of what was learned from one of the splits.
+# How questions are split: part of the key under which a model that learned from a split is kept.
 SPLITS = {split: [_SEEDS[split], *_SIXTEENTHS[split]] for split in _SEEDS}
 # A split of two sixteenths accepts one draw in eight; far fewer means that the space has hardly any questions.
 _DRAWS_PER_QUESTION = 64
@@ -44,7 +44,7 @@ class Question:
 
     @property
     def answer(self) -> str:
-        """The data set's own answer, in the form a model should write it.
+        """The data set's own answer.
 
         Raises:
             TaskError: If the data set has no single answer, since it accepts many solutions.
@@ -56,11 +56,7 @@ class Question:
 
     @property
     def formatted_answer(self) -> str:
-        """The answer in the format that it must have to be a success.
-
-        Raises:
-            TaskError: If the data set has no single answer.
-        """
+        """The answer in the format that it must have to be a success; raises as `answer` does."""
         return self.answer_format.replace(PLAIN, self.answer)
 
 
@@ -84,16 +80,8 @@ def load(config: TaskConfig, data_set: str) -> Task:
       measure how many answers are in the format (`formatted`), and how many are right with or without it (`right`).
     - `random_reward`, the probability with which completions are rewarded at random; success then has weight 0.
 
-    Training and evaluation never share a question, even in a small space of questions: a hash of its text assigns every
-    question to one split (see `questions`).
-
-    Args:
-        config: Options and sizes; `train_size` defaults to 4096, and 256 questions are held out for an `eval_size` of
-            None.
-        data_set: The name of the data set, e.g. `chain_sum`.
-
-    Returns:
-        The task. Its data sets have the columns `prompt` and `question_id`.
+    Training and evaluation never share a question, even in a small space of questions: see `questions`. 256 questions
+    are held out for an `eval_size` of None. The data sets have the columns `prompt` and `question_id`.
 
     Raises:
         TaskError: If the data set or an option is unknown or unusable, or the space of questions too small.
@@ -127,11 +115,10 @@ def questions(data_set: str, options: dict[str, Any], *, split: Split, size: int
 
     Every question belongs to exactly one split, by the SHA-256 of its text: two sixteenths of all questions are held
     out for evaluation, four are for the supervised warm-up, and ten for reinforcement learning. So splits of any size
-    share no question, and each has the distribution of the generator: within a split, a question occurs as often as the
-    generator draws it.
+    share no question. Within a split, a question occurs as often as the generator draws it.
 
     Args:
-        data_set: The name of the reasoning-gym data set.
+        data_set: A data set of reasoning-gym, e.g. `chain_sum`.
         options: The options of the data set and of the task (see `load`).
         split: `"eval"`, `"warmup"` or `"train"`.
         size: The number of questions to draw.
@@ -155,7 +142,11 @@ def questions(data_set: str, options: dict[str, Any], *, split: Split, size: int
     for index in range(draws):
         entry = generator[index]
         if hashlib.sha256(entry["question"].encode()).digest()[0] % 16 in _SIXTEENTHS[split]:
-            drawn.append(Question(_format(template, data_set, entry), entry, _with_metadata(answer_format, entry)))
+            in_format = answer_format
+            for name, value in entry["metadata"].items():
+                if name != "answer":  # all other braces stay: `<{{answer}}>` is a format too
+                    in_format = in_format.replace(f"{{{name}}}", str(value))
+            drawn.append(Question(_format(template, data_set, entry), entry, in_format))
         if len(drawn) == size:
             return drawn
     raise TaskError(
@@ -172,14 +163,6 @@ def _format(template: str, data_set: str, entry: dict[str, Any]) -> str:
         raise TaskError(
             f"prompt template {template!r} does not fit {data_set!r} ({error}); it knows {', '.join(sorted(values))}"
         ) from error
-
-
-def _with_metadata(answer_format: str, entry: dict[str, Any]) -> str:
-    """The format of one question's answer. All other braces stay, since `<{{answer}}>` is a format too."""
-    for name, value in entry["metadata"].items():
-        if name != "answer":
-            answer_format = answer_format.replace(f"{{{name}}}", str(value))
-    return answer_format
 
 
 def _create(data_set: str, options: dict[str, Any], *, seed: int = 0, size: int = 1) -> Any:
@@ -258,7 +241,7 @@ def is_correct(verifier: Any, answer: str, question: Question) -> bool:
     try:
         return bool(verifier.score_answer(answer, question.entry) >= 1.0)
     except Exception:
-        # Several verifiers evaluate or index what the model wrote and raise anything.
+        # Several verifiers evaluate or index the model's text, which can raise any error.
         return False
 
 

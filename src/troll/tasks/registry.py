@@ -1,114 +1,80 @@
+"""What a task is, its configuration, and the names of tasks."""
+
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from datasets import Dataset
 
-from troll.rewards.columns import clash
-from troll.rewards.preference import load_reward_model
 from troll.terminal import UsageError
 
 RewardFunc = Callable[..., list[float]]
 #: A reward that a trainer takes: a function, or a reward model (`transformers.PreTrainedModel`).
 Reward = RewardFunc | Any
 
-
 DEFAULT_EVAL_SIZE = 256
 
 #: The column with the prompts for conversations, if they differ from those for plain text.
 CHAT_PROMPT = "chat_prompt"
+
+#: The ends of the names of files with a task of the user's, see `troll.tasks.custom`.
+_FILES = (".py", ".yaml", ".yml")
 
 
 class TaskError(UsageError):
     """A task that cannot be loaded."""
 
 
+def _with_help(config: type) -> type:
+    """Makes the entries of a dataclass's docstring the help of its fields on the command line."""
+    entries = dict(re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", inspect.getdoc(config) or "", re.MULTILINE))
+    for each in fields(config):
+        each.metadata = MappingProxyType({"help": " ".join(entries.get(each.name, "").split())})
+    return config
+
+
+@_with_help
 @dataclass
 class TaskConfig:
     """What to train on; every field is an option of the command line.
 
     Attributes:
-        task: Its name, such as `gsm8k`, or `reasoning_gym:` and one of its data sets; or the path of a YAML or Python
-            file with a task of one's own.
+        task: Name of the task, e.g. `gsm8k`, or `reasoning_gym:` and one of its data sets; or the path of a YAML or
+            Python file with a task of your own.
         dataset_path: Local file (json, jsonl or parquet), or folder with a train and a test file, to use instead of the
             hub's data set.
-        task_options: Options of the task, as a dictionary or a JSON object: `answer_format` of mathematics, or the
-            configuration of a reasoning-gym data set.
+        task_options: Options of the task, as a dictionary or a JSON object: e.g. `{"answer_format": "tag"}` of
+            mathematics, or the configuration of a reasoning-gym data set, `{"max_terms": 3, "max_digits": 2}`.
         reward_model: Name or path of a sequence classifier trained on preferences, whose score is added to the task's
             rewards.
-        train_size: Number of training prompts, at least 1; None for all rows of a data set, and 4096 of a generator.
-        eval_size: Number of held-out prompts at most, at least 1; None for all, and for 256 of one file, whose last
-            rows are held out.
-        eval_tasks: Other tasks to evaluate on as well: names, `name=path` for local data, or dictionaries with `task`,
-            `dataset_path` and `task_options`.
-        warm_up: How the toy model learns the task before: fields of
-            [WarmUp][troll.runs.toy_model.WarmUp]. Other models take none.
+        train_size: Number of training prompts, at least 1. Default: all rows of a data set, 4096 of a generator.
+        eval_size: Number of held-out prompts at most, at least 1; a data set may have fewer. None (in YAML, null) is
+            all of them, or 256 if the last rows of one file are held out.
+        eval_tasks: Other tasks to evaluate on as well, each a name, or `name=path` for local data, e.g.
+            `aime24 amc23=data/amc23.jsonl`. In YAML, an entry may be a mapping with `task`, `dataset_path` and
+            `task_options`.
+        warm_up: How the toy model learns the task before the run, as a dictionary or a JSON object with fields of
+            `troll.runs.toy_model.WarmUp`, e.g. `{"max_steps": 500}`. Only for the toy model.
 
     Raises:
         TaskError: If `task_options` is a string that is not a JSON object, or a size is below one.
     """
 
-    task: str = field(
-        default="reasoning_gym:chain_sum",
-        metadata={
-            "help": "Name of the task, e.g. `gsm8k`, or `reasoning_gym:` and one of its data sets; or the path of a "
-            "YAML or Python file with a task of your own."
-        },
-    )
-    dataset_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Local file (json, jsonl or parquet), or folder with a train and a test file, to use instead "
-            "of the hub's data set."
-        },
-    )
-    task_options: dict | str | None = field(
-        default=None,
-        metadata={
-            "help": 'Options of the task as a JSON object, e.g. \'{"answer_format": "tag"}\', or the configuration of '
-            'a reasoning-gym data set: \'{"max_terms": 3, "max_digits": 2}\'.'
-        },
-    )
-    reward_model: str | None = field(
-        default=None,
-        metadata={
-            "help": "Name or path of a sequence classifier trained on preferences, whose score is added to the task's "
-            "rewards."
-        },
-    )
-    train_size: int | None = field(
-        default=None,
-        metadata={"help": "Number of training prompts. Default: all rows of a data set, 4096 of a generator."},
-    )
-    eval_size: int | None = field(
-        default=DEFAULT_EVAL_SIZE,
-        metadata={
-            "help": "Number of held-out prompts at most; a data set may have fewer. In YAML, null is all of them, or "
-            "256 if the last rows of one file are held out."
-        },
-    )
-
-    eval_tasks: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Other tasks to evaluate on as well, each a name, or `name=path` for local data, e.g. "
-            "`aime24 amc23=data/amc23.jsonl`. In YAML, an entry may be a mapping with `task`, `dataset_path` and "
-            "`task_options`."
-        },
-    )
-
-    warm_up: dict | str | None = field(
-        default=None,
-        metadata={
-            "help": "How the toy model learns the task before the run, as a JSON object with fields of "
-            "`troll.runs.toy_model.WarmUp`, e.g. '{\"max_steps\": 500}'. Only for the toy model."
-        },
-    )
+    task: str = "reasoning_gym:chain_sum"
+    dataset_path: str | None = None
+    task_options: dict | str | None = None
+    reward_model: str | None = None
+    train_size: int | None = None
+    eval_size: int | None = DEFAULT_EVAL_SIZE
+    eval_tasks: list[str] | None = None
+    warm_up: dict | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("task_options", "warm_up"):
@@ -175,7 +141,7 @@ class Task:
 
     @property
     def short_name(self) -> str:
-        """What its metrics are called: its name; of a file, the file's without folder and ending."""
+        """The name of its metrics: the task's; of a file, the file's name without folder and ending."""
         path, colon, argument = self.name.partition(":")
         return re.sub(r"[^\w.-]+", "-", f"{Path(path).stem}{colon}{argument}") if is_file(self.name) else self.name
 
@@ -189,14 +155,15 @@ Loader = Callable[[TaskConfig, str], Task]
 
 
 @dataclass(frozen=True)
-class _Registration:
+class Registration:
+    """The name, the loader and the kind of a task, see `register_task`."""
+
     pattern: str
     loader: Loader
     trains: bool
 
 
-_LOADERS: dict[str, _Registration] = {}
-_FILE_LOADERS: dict[str, Loader] = {}
+_LOADERS: dict[str, Registration] = {}
 
 
 def register_task(pattern: str, *, trains: bool = True) -> Callable[[Loader], Loader]:
@@ -221,69 +188,10 @@ def register_task(pattern: str, *, trains: bool = True) -> Callable[[Loader], Lo
         raise ValueError(f"task {prefix!r} is registered already")
 
     def register(loader: Loader) -> Loader:
-        _LOADERS[prefix] = _Registration(pattern, loader, trains)
+        _LOADERS[prefix] = Registration(pattern, loader, trains)
         return loader
 
     return register
-
-
-def register_task_file(*suffixes: str) -> Callable[[Loader], Loader]:
-    """Registers a loader of tasks that are files, by the ends of their names; its `config.task` is `path[:argument]`.
-
-    Args:
-        *suffixes: The ends of names, such as `".yaml"`.
-
-    Returns:
-        A decorator for a function like those of `register_task`.
-    """
-
-    def register(loader: Loader) -> Loader:
-        _FILE_LOADERS.update(dict.fromkeys(suffixes, loader))
-        return loader
-
-    return register
-
-
-def load_task(config: TaskConfig, *, conversational: bool = False, for_training: bool = False) -> Task:
-    """Loads the task that `config.task` names.
-
-    Args:
-        config: The name, or the path of a file with a task, options and sizes.
-        conversational: Whether prompts are conversations (`[{"role": "user", "content": ...}]`), to which TRL applies
-            the chat template, or plain strings. Pass `tokenizer.chat_template is not None`.
-        for_training: Whether a task without rows to train on is an error.
-
-    Returns:
-        The task, with held-out rows, and with the reward model of `config` as its last reward.
-
-    Raises:
-        TaskError: If the task, its data, its reward model or one of its options is unknown, missing or unusable.
-    """
-    loader, argument, trains = _find(config.task)
-    task = loader(config, argument)
-    if problem := clash([*task.train_dataset.column_names, *task.eval_dataset.column_names]):
-        raise TaskError(f"task {config.task!r}: {problem}")
-    if not len(task.eval_dataset):
-        raise TaskError(f"task {config.task!r} has no eval rows left: check its data and eval_size")
-    if for_training and not len(task.train_dataset):
-        raise _nothing_to_train_on(config, trains)
-    if config.reward_model is not None:
-        try:
-            model = load_reward_model(config.reward_model, conversational=conversational)
-        except ValueError as error:
-            raise TaskError(str(error)) from error
-        weights = None if task.reward_weights is None else [*task.reward_weights, 1.0]
-        task = replace(task, reward_funcs=[*task.reward_funcs, model], reward_weights=weights)
-    if not conversational and "images" in task.eval_dataset.column_names:
-        raise TaskError(f"task {config.task!r} has images, which take a vision-language model with a chat template")
-    shape = _conversational if conversational else _plain
-    return replace(
-        task,
-        train_dataset=shape(task.train_dataset, task),
-        eval_dataset=shape(task.eval_dataset, task),
-        train_questions=_prompts(task.train_dataset) if task.train_questions is None else task.train_questions,
-        held_out_questions=_prompts(task.eval_dataset) if task.held_out_questions is None else task.held_out_questions,
-    )
 
 
 def known_tasks() -> dict[str, bool]:
@@ -291,9 +199,27 @@ def known_tasks() -> dict[str, bool]:
     return {entry.pattern: entry.trains for entry in sorted(_LOADERS.values(), key=lambda entry: entry.pattern)}
 
 
+def registration_of(task: str) -> tuple[Registration, str]:
+    """The registration of a task's name, and the text after the colon in it.
+
+    Raises:
+        TaskError: If the task is unknown, or its name is not of the form that is registered.
+    """
+    prefix, colon, argument = task.partition(":")
+    if prefix not in _LOADERS:
+        raise TaskError(
+            f"unknown task {task!r}; known tasks: {', '.join(known_tasks())}; or the path of a .yaml or .py file"
+        )
+    pattern = _LOADERS[prefix].pattern
+    takes, needs = ":" in pattern, ":" in pattern and "[" not in pattern
+    if (argument and not takes) or (needs and not argument) or (colon and not argument):
+        raise TaskError(f"task {task!r} is not of the form {pattern!r}")
+    return _LOADERS[prefix], argument
+
+
 def is_file(task: str) -> bool:
     """Whether a task's name is the path of a file with a task of the user's."""
-    return task.partition(":")[0].endswith(tuple(_FILE_LOADERS))
+    return task.partition(":")[0].endswith(_FILES)
 
 
 def least_train_size(task: str) -> int | None:
@@ -313,58 +239,6 @@ def _to_evaluate(entry: Any, eval_size: int | None) -> TaskConfig:
     if not isinstance(entry, dict) or "task" not in entry or not fields.issuperset(entry):
         raise TaskError(f"eval_tasks takes names, or mappings with task, dataset_path and task_options, got {entry!r}")
     return TaskConfig(**entry, train_size=least_train_size(str(entry["task"])), eval_size=eval_size)
-
-
-def _prompts(dataset: Dataset) -> list[str]:
-    return [spaced_once(prompt) for prompt in dataset["prompt"]]
-
-
-def _find(task: str) -> tuple[Loader, str, bool]:
-    """The loader of a task, the loader's argument, and whether the task is known to have rows to train on."""
-    prefix, colon, argument = task.partition(":")
-    for suffix, loader in _FILE_LOADERS.items():
-        if prefix.endswith(suffix):
-            return loader, argument, True
-    if prefix not in _LOADERS:
-        raise TaskError(
-            f"unknown task {task!r}; known tasks: {', '.join(known_tasks())}; or the path of a .yaml or .py file"
-        )
-    pattern = _LOADERS[prefix].pattern
-    takes, needs = ":" in pattern, ":" in pattern and "[" not in pattern
-    if (argument and not takes) or (needs and not argument) or (colon and not argument):
-        raise TaskError(f"task {task!r} is not of the form {pattern!r}")
-    return _LOADERS[prefix].loader, argument, _LOADERS[prefix].trains
-
-
-def _nothing_to_train_on(config: TaskConfig, trains: bool) -> TaskError:
-    if not trains:
-        others = ", ".join(pattern for pattern, trains in known_tasks().items() if trains)
-        return TaskError(f"task {config.task!r} is a benchmark, without rows to train on; train on one of {others}")
-    return TaskError(f"task {config.task!r} has no train rows left: check its data and train_size")
-
-
-def _plain(dataset: Dataset, task: Task) -> Dataset:
-    if CHAT_PROMPT in dataset.column_names:
-        dataset = dataset.remove_columns(CHAT_PROMPT)
-    before = [] if task.system_prompt is None else [task.system_prompt]
-    before += [f"{prompt} {answer}" for prompt, answer in task.examples]
-    return (
-        _with_prompts(dataset, ["\n\n".join([*before, prompt]) for prompt in dataset["prompt"]]) if before else dataset
-    )
-
-
-def _conversational(dataset: Dataset, task: Task) -> Dataset:
-    before = [] if task.system_prompt is None else [{"role": "system", "content": task.system_prompt}]
-    for prompt, answer in task.examples:
-        before += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    column = CHAT_PROMPT if CHAT_PROMPT in dataset.column_names else "prompt"
-    dataset = _with_prompts(dataset, [[*before, {"role": "user", "content": prompt}] for prompt in dataset[column]])
-    return dataset.remove_columns(CHAT_PROMPT) if column == CHAT_PROMPT else dataset
-
-
-def _with_prompts(dataset: Dataset, prompts: list[Any]) -> Dataset:
-    # Replaces only one column: images in the others would be decoded.
-    return dataset.add_column("new_prompt", prompts).remove_columns("prompt").rename_column("new_prompt", "prompt")
 
 
 def json_object(name: str, text: str) -> dict[str, Any]:

@@ -1,15 +1,15 @@
-"""The rows of a task, from the Hugging Face hub or from local files."""
+"""The rows to train on and to evaluate on, from the Hugging Face hub or from local files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from datasets import Dataset, load_dataset
 
 from troll.tasks.registry import DEFAULT_EVAL_SIZE, TaskConfig, TaskError
-from troll.tasks.row import Column, Row, columns_of
+from troll.tasks.rows import Rows
 
 _FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
@@ -35,53 +35,6 @@ class Source:
     held_out_file: Path | None = None
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Some rows of a file, or of a split of the hub.
-
-    Attributes:
-        dataset: The rows.
-        numbers: The place of each row in the file, counted from 0.
-        split: `train` or `test`.
-        origin: The path of the file, or the name on the hub.
-    """
-
-    dataset: Dataset
-    numbers: Sequence[int]
-    split: str
-    origin: str
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def select(self, indices: Sequence[int], split: str | None = None) -> Rows:
-        """Returns the rows at some indices."""
-        numbers = [self.numbers[index] for index in indices]
-        return replace(self, dataset=self.dataset.select(indices), numbers=numbers, split=split or self.split)
-
-    def head(self, size: int | None) -> Rows:
-        """Returns the first `size` rows; all for None."""
-        return self if size is None or size >= len(self) else self.select(range(size))
-
-    def columns(self, wanted: Mapping[str, Column]) -> dict[str, str]:
-        """Returns the columns of a task's fields.
-
-        Raises:
-            TaskError: If a required column is missing.
-        """
-        return columns_of(self.dataset, wanted, f"the {self.split} rows of {self.origin}")
-
-    def read(self, wanted: Mapping[str, Column]) -> Iterator[Row]:
-        """Yields the rows, to be read by the task's names for their fields.
-
-        Raises:
-            TaskError: If a required column is missing.
-        """
-        columns = self.columns(wanted)
-        for number, values in zip(self.numbers, self.dataset, strict=True):
-            yield Row(values, columns, f"{self.split} row {number} (counted from 0) of {self.origin}")
-
-
 #: Divides the rows of one file, by index, into training and held-out ones; returns None to hold out the last ones.
 Divide = Callable[[Dataset], tuple[Sequence[int], Sequence[int]] | None]
 
@@ -101,7 +54,7 @@ def read_splits(config: TaskConfig, source: Source, divide: Divide | None = None
         divide: Divides one file as the data set's authors did; None to hold out the last rows.
 
     Returns:
-        The rows to train on, none for a benchmark, and the held-out rows, which may be more than `eval_size`.
+        The rows to train on, and the held-out rows, which may be more than `eval_size`.
 
     Raises:
         TaskError: If the data cannot be reached or read, or there are too few rows.

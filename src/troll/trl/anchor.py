@@ -15,12 +15,11 @@ from torch.nn.functional import pad
 
 from troll.huggingface.policies import spread
 from troll.trl.config import TrollConfig
-from troll.trl.seam import change_generation, engine_settings, loss_mask
+from troll.trl.seam import add_metrics, engine_settings, loss_mask, restricted
 from troll.trust_region.policy.packed import PackedPolicy
-from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.policy.top import capture_top
 
-#: What a rollout function returns in addition to TRL's keys, in the format of `VLLMGeneration.generate`.
+#: The keys that a rollout function returns next to TRL's, in the format of `VLLMGeneration.generate`.
 TOP_LOG_PROBS, TOP_TOKEN_IDS = "top_logprobs", "top_logprob_token_ids"
 
 #: Settings of vLLM's sampling that change the distribution, and the values with which they do not.
@@ -66,20 +65,16 @@ class EngineTopLogprobs:
         # Blocks of rows, and in the first of them row 0.
         self._token_ids, self._log_probs = [torch.empty(1, 0, dtype=torch.int32)], [torch.empty(1, 0)]
         self._sampled = [torch.zeros(1)]
-        self._rows = 0
 
     def add(
         self, completion_ids: Sequence[Sequence[int]], top_log_probs: Entries, top_token_ids: Entries
     ) -> list[list[int]]:
-        """Adds sampled tokens, and numbers their rows.
+        """Adds sampled tokens, and returns the row of each, 0 for a token without a report: [completion][token].
 
         Args:
             completion_ids: [completion][token], the sampled tokens.
-            top_log_probs: [completion][token][entry], in any order; None or NaN for what the engine does not know.
+            top_log_probs: [completion][token][entry], in any order; None or NaN where the engine does not know it.
             top_token_ids: [completion][token][entry], the token of each log-probability.
-
-        Returns:
-            [completion][token]: the row of each token, 0 for a token without a report.
 
         Raises:
             ValueError: If the lists do not fit each other, or a sampled token is not among its entries.
@@ -98,25 +93,24 @@ class EngineTopLogprobs:
         log_probs[used] = np.array(list(chain.from_iterable(entries)), np.float32)  # None becomes NaN
         known = (counts > 0) & ~np.isnan(log_probs).any(-1)
         token_ids = np.full(used.shape, -1, np.int32)
-        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-        if (wrong := known & (lengths != counts)).any():
-            raise _unnamed(sampled, counts, wrong, ids)
-        fits = used & (lengths == counts)[:, None]
-        token_ids[fits] = _integers(list(entry) for entry, fit in zip(ids, lengths == counts, strict=True) if fit)
+        fits = np.fromiter(map(len, ids), np.int64, len(ids)) == counts
+        token_ids[used & fits[:, None]] = _integers(list(entry) for entry, fit in zip(ids, fits, strict=True) if fit)
         is_sampled = token_ids == sampled[:, None]
-        if (wrong := known & ~is_sampled.any(-1)).any():
-            raise _unnamed(sampled, counts, wrong, ids)
+        if (wrong := known & ~is_sampled.any(-1)).any():  # also where ids and log-probs differ in number
+            at = int(wrong.argmax())
+            raise ValueError(
+                f"{TOP_TOKEN_IDS} must name the token of each of {counts[at]} entries, the sampled token {sampled[at]} "
+                f"among them, got {list(ids[at]) or None}"
+            )
         own = log_probs[np.arange(len(sampled)), is_sampled.argmax(-1)]
         known &= own > -np.inf  # nothing samples the impossible, and no ratio has it as a denominator
-        rows = np.zeros(len(sampled), np.int64)
-        rows[known] = np.arange(self._rows + 1, self._rows + 1 + known.sum())
-        self._rows += int(known.sum())
-        if self._rows > MOST_ROWS:
+        first = sum(map(len, self._sampled))
+        if first + known.sum() > MOST_ROWS + 1:
             raise ValueError(f'anchor="rollout" takes at most {MOST_ROWS} tokens a rollout and process')
-        for kept, values in zip(
-            (self._token_ids, self._log_probs, self._sampled), (token_ids, log_probs, own), strict=True
-        ):
-            kept.append(torch.from_numpy(values[known]))
+        rows = np.where(known, first - 1 + known.cumsum(), 0)
+        self._token_ids.append(torch.from_numpy(token_ids[known]))
+        self._log_probs.append(torch.from_numpy(log_probs[known]))
+        self._sampled.append(torch.from_numpy(own[known]))
         return [row.tolist() for row in np.split(rows, np.cumsum(sizes[0], dtype=np.int64))[:-1]]
 
     def log_probs(self, rows: Tensor) -> Tensor:
@@ -135,8 +129,8 @@ class EngineTopLogprobs:
             completion_ids: (B, T), the tokens.
             mask: (B, T), 1 for the tokens of the completions.
             vocab_size: V of the model.
-            top_k: K, the tokens kept at most.
-            mass_threshold: δ: fewer tokens are kept where they already cover 1 − δ of the mass.
+            top_k: K of `capture_top`.
+            mass_threshold: δ of `capture_top`.
         """
         width = max(1, *(block.shape[-1] for block in self._token_ids))
         table_ids, table = (
@@ -148,10 +142,9 @@ class EngineTopLogprobs:
         log_probs = torch.where(rows > 0, self.log_probs(rows), PLACEHOLDER)
         packed: list[PackedPolicy] = []
         for row, ids, sampled, scored in zip(rows, completion_ids, log_probs, mask.bool(), strict=True):
-            at = row[scored]
-            policy: SparsePolicy = capture_top(
-                table_ids[at].long(),
-                table[at],
+            policy = capture_top(
+                table_ids[row[scored]].long(),
+                table[row[scored]],
                 ids[scored],
                 sampled[scored],
                 vocab_size,
@@ -166,32 +159,23 @@ def _integers(lists: Any) -> Any:
     return np.fromiter(chain.from_iterable(lists), np.int64)
 
 
-def _unnamed(sampled: Any, counts: Any, wrong: Any, ids: Sequence[Any]) -> ValueError:
-    at = int(wrong.argmax())
-    return ValueError(
-        f"{TOP_TOKEN_IDS} must name the token of each of {counts[at]} entries, the sampled token {sampled[at]} among "
-        f"them, got {list(ids[at]) or None}"
-    )
-
-
 def report_top_log_probs(generation: Any, number: int, reports: EngineTopLogprobs) -> None:
-    """Makes a `trl.generation.vllm_generation.VLLMGeneration` ask for more log-probs than TRL does, and report them.
+    """Makes TRL's `VLLMGeneration` ask for the log-probs of the `number` likeliest tokens, and report them.
 
     `generate` still returns one entry for each token, which now is the token's row. TRL takes the first entry for the
     sampled token's, although the first of vLLM's entries is the likeliest token's.
-
-    Args:
-        generation: Its `generate` is replaced.
-        number: N: log-probs of the N likeliest tokens are asked for.
-        reports: Collects them.
     """
+    generation.logprobs = number
+    generate = generation.generate
 
-    def with_rows(prompt_ids: Any, completion_ids: Any, log_probs: Any, token_ids: Any) -> tuple[Any, ...]:
+    @functools.wraps(generate)
+    def generate_and_report(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        prompt_ids, completion_ids, log_probs, token_ids = generate(*args, **kwargs)
         rows = reports.add(completion_ids, log_probs, token_ids)
         of_each = [[[[x] for x in completion] for completion in values] for values in (rows, completion_ids)]
         return prompt_ids, completion_ids, *of_each
 
-    change_generation(generation, number, with_rows)
+    generation.generate = generate_and_report
 
 
 def reporting_rollout_func(
@@ -223,15 +207,14 @@ def reporting_rollout_func(
 class RolloutAnchor:
     """The engine's policy as the old one, for `anchor="rollout"`; every method runs on every process.
 
-    Args:
-        trainer: The trainer, set up. Its rollout function and vLLM's `generate` are wrapped.
+    It wraps the trainer's rollout function, and vLLM's `generate`.
 
     Raises:
-        ValueError: On every process, if the configuration cannot report log-probs; says what to set instead.
+        ValueError: On every process, if the configuration cannot report log-probs; names the settings that can.
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._args, self._accelerator = trainer.args, trainer.accelerator
+        self._trainer, self._args = trainer, trainer.args
         self._vocab_size = trainer.model.config.get_text_config().vocab_size
         self.reports, self._rows = EngineTopLogprobs(), torch.empty(0, dtype=torch.int64)
         check_rollout_source(
@@ -240,7 +223,7 @@ class RolloutAnchor:
         check_sampling(trainer.args)
         if trainer.args.use_vllm:
             # A surrogate that does not read policies needs only the sampled token, which vLLM always returns.
-            reads = trainer.surrogate.reads_policies(trainer.args.own_settings) or trainer.args.diagnostics_steps
+            reads = trainer.reads_policies or trainer.args.diagnostics_steps
             number = min(trainer.args.support_top_k, self._vocab_size) if reads else 0
             check_engine(engine_settings(trainer.vllm_generation), number, trainer.vllm_generation.mode)
             report_top_log_probs(trainer.vllm_generation, number, self.reports)
@@ -252,21 +235,18 @@ class RolloutAnchor:
         self._rows = rolled_out["sampling_per_token_logps"].nan_to_num(0.0).long()
         return rolled_out | {"sampling_per_token_logps": self.reports.log_probs(self._rows)}
 
-    def as_old_policy(self, rolled_out: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    def as_old_policy(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
         """Makes the engine's log-probs the old policy's in a rollout from `read`; tokens without a report are masked.
 
-        Returns:
-            The rollout, and the share of all processes' sampled tokens that have no report.
+        The share of such tokens over all processes is logged as `sampling/unreported_fraction`.
         """
-        known = (self._rows > 0).to(rolled_out["completion_mask"])
-        mask = loss_mask(rolled_out)
-        counts = torch.stack([(mask * known).sum(), mask.sum()])
-        trained, sampled = self._accelerator.reduce(counts, reduction="sum").tolist()
-        rolled_out = rolled_out | {"old_per_token_logps": rolled_out["sampling_per_token_logps"]}
+        known, mask = (self._rows > 0).to(rolled_out["completion_mask"]), loss_mask(rolled_out)
+        accelerator = self._trainer.accelerator
+        trained, sampled = accelerator.reduce(torch.stack([(mask * known).sum(), mask.sum()]), reduction="sum").tolist()
+        add_metrics(self._trainer, {"sampling/unreported_fraction": (sampled - trained) / max(sampled, 1)})
         if trained < sampled:
-            rolled_out["tool_mask"] = rolled_out.get("tool_mask", torch.ones_like(known)) * known
-            rolled_out["num_items_in_batch"] = torch.full_like(rolled_out["num_items_in_batch"], trained)
-        return rolled_out, (sampled - trained) / max(sampled, 1)
+            rolled_out = restricted(accelerator, rolled_out, known)
+        return rolled_out | {"old_per_token_logps": rolled_out["sampling_per_token_logps"]}
 
     def policies(self, rolled_out: dict[str, Any]) -> list[PackedPolicy]:
         """The engine's policies of a rollout from `read`, one for each completion."""
@@ -321,7 +301,7 @@ def check_engine(settings: dict[str, Any], number: int, mode: str) -> None:
     """Raises ValueError unless an engine returns enough log-probs, of the distribution that it samples from.
 
     Args:
-        settings: The engine's settings, from `engine_settings`.
+        settings: The engine's, from `engine_settings`.
         number: N, the log-probs needed of each token.
         mode: TRL's `vllm_mode`, "server" or "colocate".
     """

@@ -1,25 +1,17 @@
-"""What follows an update: the critic's step, ε, β and the log; and the state that a resumed run needs."""
+"""The work after an update: the critic's step, ε, β and the log; and the state that a resumed run needs."""
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from troll.files import write_atomically
-from troll.trl.advantages.critic import Critic
+from troll.trl import seam
 from troll.trl.checkpoints import say_resumed
-from troll.trl.config import TrollConfig
-from troll.trl.diagnostics import Diagnostics
-from troll.trl.kl_controller import AdaptiveKLController
-from troll.trl.monitor import Monitor
-from troll.trl.rollout_weights import RolloutWeights
-from troll.trl.surrogates import SURROGATES
-from troll.trl.ungraded import UngradedFilter
 from troll.trust_region.bounds import Bound
 
 #: The file of a checkpoint that holds the state of the bound's schedule or controller.
@@ -29,44 +21,20 @@ PENALTY_STATE = "kl_penalty.json"
 
 
 class TrollCallback(TrainerCallback):
-    """Follows the updates of a `TrollTrainer`; every event runs on every process.
+    """Follows the updates of a `TrollTrainer`, set up except for its callbacks; every event runs on every process."""
 
-    Args:
-        args: The trainer's configuration.
-        kl_controller: The weight of a pull or a KL penalty.
-        critic: PPO's critic, if there is one.
-        rollout_weights: The weights that rollouts are sampled with, if they differ from the trained ones.
-        monitor: What the trust region does.
-        diagnostics: What `diagnostics_steps` asks for.
-        ungraded: Which completions could not be judged.
-        passes_done: Returns the number of forward-backward passes since training began.
-        add_metrics: Has numbers logged the next time that the trainer logs.
-    """
-
-    def __init__(
-        self,
-        args: TrollConfig,
-        *,
-        kl_controller: AdaptiveKLController,
-        critic: Critic | None,
-        rollout_weights: RolloutWeights | None,
-        monitor: Monitor,
-        diagnostics: Diagnostics,
-        ungraded: UngradedFilter,
-        passes_done: Callable[[], int],
-        add_metrics: Callable[[dict[str, float]], None],
-    ) -> None:
-        self._args, self._kl_controller, self._critic = args, kl_controller, critic
-        self._monitor, self._diagnostics, self._ungraded = monitor, diagnostics, ungraded
-        self._passes_done, self._add_metrics = passes_done, add_metrics
-        # What has files of its own in a checkpoint.
-        self._saved = [part for part in (critic, rollout_weights) if part is not None]
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._args, self._critic = trainer, trainer.args, trainer.advantages.critic
+        self._monitor, self._diagnostics, self._ungraded = trainer.monitor, trainer.diagnostics, trainer.ungraded
+        self._kl_controller = trainer.kl_controller
+        # These have files of their own in a checkpoint.
+        self._saved = [part for part in (self._critic, trainer.rollout_weights) if part is not None]
         #: The bound: its value now, and its schedule; `on_train_begin` makes that of the training.
-        self.kl_bound: Bound = args.make_bound(total_steps=1)
+        self.kl_bound: Bound = self._args.make_bound(total_steps=1)
         # The bound and the weight that the last update used, for the log: both have moved on by then.
-        self._used_bound, self._used_penalty_weight = self.kl_bound.value, kl_controller.value
+        self._used_bound, self._used_penalty_weight = self.kl_bound.value, self._kl_controller.value
         self._rests, self._rollouts = False, 0
-        #: The checkpoint to resume from, if any, and what newer ones lack.
+        #: From `checkpoints.resolved`: the checkpoint to resume from, if any, and the defects of newer ones.
         self.resumed: tuple[str | None, dict[Path, str]] = None, {}
 
     def save(self, checkpoint: Path) -> None:
@@ -79,7 +47,7 @@ class TrollCallback(TrainerCallback):
                 write_atomically(checkpoint / PENALTY_STATE, json.dumps(self._kl_controller.state_dict()))
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Restores ε, β and the critic from a checkpoint, and drops what an interrupted update has left."""
+        """Restores ε, β and the critic from a checkpoint, and drops the state of an interrupted update."""
         self.kl_bound = self._args.make_bound(total_steps=max(1, state.max_steps))  # only training knows how many
         self._rollouts = self._rollouts_done()
         for part in (self._monitor, self._diagnostics, self._ungraded, self._kl_controller, *self._saved):
@@ -117,7 +85,7 @@ class TrollCallback(TrainerCallback):
             self._critic.step()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Adapts ε to what was seen in the update, and β to what was seen in a rollout's last update."""
+        """Adapts ε to the statistics of the update, and β to those of a rollout's last update."""
         rollouts, self._used_penalty_weight = self._rollouts_done(), self._kl_controller.value
         self._kl_controller.end_update(adapt=rollouts > self._rollouts and not self._rests)
         self._rollouts = rollouts
@@ -133,19 +101,19 @@ class TrollCallback(TrainerCallback):
         self._log(state, control)
 
     def _log(self, state: TrainerState, control: TrainerControl) -> None:
-        """Adds `trust_region/*` and `critic/*`, over all tokens since the last log, to what TRL is about to log."""
+        """Has TRL log `trust_region/*` and `critic/*`, over all tokens since the last log, with its own metrics."""
         if not (control.should_log or control.should_training_stop):  # the last line has what is left
             return
         metrics = self._monitor.metrics(state.global_step) | self._diagnostics.metrics()
-        if metrics and SURROGATES[self._args.surrogate].projects:
+        if metrics and self._trainer.surrogate.projects:
             metrics["trust_region/kl_bound"] = self._used_bound
         if metrics and self._kl_controller.name:
             metrics[f"trust_region/{self._kl_controller.name}_weight"] = self._used_penalty_weight
-            metrics |= {f"trust_region/{name}": value for name, value in self._kl_controller.metrics().items()}
+            metrics |= self._kl_controller.metrics()
         if self._critic is not None:
             metrics |= {f"critic/{name}": value for name, value in self._critic.metrics().items()}
-        self._add_metrics(metrics)
+        seam.add_metrics(self._trainer, metrics)
 
     def _rollouts_done(self) -> int:
         """Rollouts that have been used up."""
-        return self._passes_done() // self._args.rollout_steps
+        return seam.micro_batches_done(self._trainer) // self._args.rollout_steps

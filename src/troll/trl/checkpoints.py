@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,19 +32,19 @@ logger = logging.getLogger(__name__)
 
 
 def defect(checkpoint: Path) -> str | None:
-    """What a checkpoint's folder lacks, in words; None if it is complete.
+    """The defect of a checkpoint's folder in words; None if it is complete.
 
-    A checkpoint is complete if its marker says so and every file is there with the size it had. One without a marker
-    was written by a trainer that writes none, such as TRL's own: it counts as complete if it has a readable
-    `trainer_state.json`, the file that transformers writes last.
+    A checkpoint is complete if its marker says so and every file has the size that it had. A trainer that writes no
+    marker, such as TRL's own, has completed it if there is a readable `trainer_state.json`: transformers writes that
+    last.
     """
     return _judge(checkpoint)[0]
 
 
 def newest_complete(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The complete checkpoint of the highest step, if any; and what each checkpoint of a higher step lacks."""
+    """The complete checkpoint of the highest step, if any; and the defect of each checkpoint of a higher step."""
     passed_over: dict[Path, str] = {}
-    for checkpoint in sorted(_checkpoints(output_dir), key=_step, reverse=True):
+    for checkpoint in _checkpoints(output_dir):
         lacks = defect(checkpoint)
         if lacks is None:
             return checkpoint, passed_over
@@ -57,19 +56,20 @@ def last_checkpoint(output_dir: Path) -> tuple[Path, dict[Path, str]]:
     """As `newest_complete`, but raises if there is none.
 
     Raises:
-        ValueError: If no checkpoint is complete; names the incomplete ones, and what they lack.
+        ValueError: If no checkpoint is complete; names the incomplete ones and their defects.
     """
     checkpoint, passed_over = newest_complete(output_dir)
     if checkpoint is None:
-        raise _none_complete(output_dir, passed_over)
+        raise ValueError(
+            f"there is no complete checkpoint in output_dir {output_dir} to resume from{_why(passed_over)}"
+        )
     return checkpoint, passed_over
 
 
 def check_complete(checkpoint: Path) -> None:
-    """Refuses a checkpoint that is incomplete.
+    """Raises ValueError if a checkpoint is incomplete.
 
-    Raises:
-        ValueError: Says what is wrong with it, which one to take instead, and what to do if it was changed on purpose.
+    The error names the defect, the one to take instead, and the remedy if it was changed on purpose.
     """
     lacks, was_complete = _judge(checkpoint)
     if lacks is None:
@@ -83,7 +83,7 @@ def check_complete(checkpoint: Path) -> None:
 
 
 def resolved(output_dir: Path, resume_from_checkpoint: str | bool | None) -> tuple[str | None, dict[Path, str]]:
-    """The checkpoint to resume from, None to start anew; and what each newer one lacks.
+    """The checkpoint to resume from, None to start anew; and the defect of each newer one.
 
     Args:
         output_dir: The run's folder.
@@ -99,24 +99,25 @@ def resolved(output_dir: Path, resume_from_checkpoint: str | bool | None) -> tup
         if Path(resume_from_checkpoint).is_dir():
             check_complete(Path(resume_from_checkpoint))
         return str(resume_from_checkpoint), {}
-    checkpoint, passed_over = newest_complete(output_dir)
-    _check_agreed(checkpoint)  # before anything is raised, or the other processes would wait for this one
-    if checkpoint is None:
-        raise _none_complete(output_dir, passed_over)
+    newest, _ = newest_complete(output_dir)
+    # Before anything is raised, or the other processes would wait for this one.
+    found = set(gather_object([newest.name if newest else "none"]))
+    if len(found) > 1:  # each would load its own
+        raise ValueError(
+            f"the processes see different newest checkpoints ({', '.join(sorted(found))}): name one with "
+            "resume_from_checkpoint"
+        )
+    checkpoint, passed_over = last_checkpoint(output_dir)
     return str(checkpoint), passed_over
 
 
 @contextlib.contextmanager
 def marked(trainer: Any, checkpoint: Path) -> Iterator[None]:
-    """Marks the checkpoint that is written within the context: first as incomplete, then as complete.
+    """Marks the checkpoint that a transformers `Trainer` writes into a folder within the context.
 
     The marker is written twice: as incomplete before the first file, and again with the size of every file once every
     process has written its part. Only then are older checkpoints deleted (`save_total_limit`) or pushed to the hub, so
     that there always is a complete one. Every process has to call it.
-
-    Args:
-        trainer: A transformers `Trainer`.
-        checkpoint: The folder of the checkpoint.
     """
     args, saves = trainer.args, trainer.args.should_save
     if saves:
@@ -153,11 +154,7 @@ def save_state(state: dict[str, Any], path: Path) -> None:
 
 
 def load_state(path: Path, run: str) -> dict[str, Any]:
-    """Reads what `save_state` wrote, to the CPU.
-
-    Args:
-        path: The file of a checkpoint.
-        run: What kind of run writes it, for the error.
+    """Reads a file of `save_state` to the CPU; `run` describes the runs that write it, for the error.
 
     Raises:
         FileNotFoundError: If the checkpoint has no such file.
@@ -172,16 +169,16 @@ def load_state(path: Path, run: str) -> dict[str, Any]:
 def _judge(checkpoint: Path) -> tuple[str | None, bool]:
     """As `defect`, and whether the marker says that the checkpoint was complete once."""
     try:
-        marker = _marker(checkpoint)
-        if marker is None:
+        marker = read_json(checkpoint / MARKER) if (checkpoint / MARKER).is_file() else {}
+        if marker.get("complete") is False:
+            return "the run ended while it was written", False
+        if marker.get("complete") is not True or not isinstance(marker.get("files"), dict):  # none, or somebody else's
             if not (checkpoint / _STATE).is_file():
                 return f"it has no {_STATE}", False
             read_json(checkpoint / _STATE)
             return None, False
     except ValueError as error:
         return str(error), False
-    if not marker["complete"]:
-        return "the run ended while it was written", False
     for name, size in marker["files"].items():
         path = checkpoint / name
         if not path.is_file():
@@ -191,37 +188,11 @@ def _judge(checkpoint: Path) -> tuple[str | None, bool]:
     return None, True
 
 
-def _marker(checkpoint: Path) -> dict[str, Any] | None:
-    """The marker's content; None without one: a file of that name with other keys was written by something else."""
-    if not (checkpoint / MARKER).is_file():
-        return None
-    marker = read_json(checkpoint / MARKER)
-    ours = marker.get("complete") is False or (marker.get("complete") is True and isinstance(marker.get("files"), dict))
-    return marker if ours else None
-
-
-def _check_agreed(checkpoint: Path | None) -> None:
-    """Refuses to resume if the processes see different checkpoints, since each would load its own."""
-    found = gather_object([checkpoint.name if checkpoint else "none"])
-    if len(set(found)) > 1:
-        raise ValueError(
-            f"the processes see different newest checkpoints ({', '.join(sorted(set(found)))}): name one with "
-            "resume_from_checkpoint"
-        )
-
-
-def _none_complete(output_dir: Path, passed_over: dict[Path, str]) -> ValueError:
-    return ValueError(f"there is no complete checkpoint in output_dir {output_dir} to resume from{_why(passed_over)}")
-
-
-def _checkpoints(output_dir: Path) -> Iterator[Path]:
-    for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        if path.is_dir() and re.fullmatch(r"\d+", path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")):
-            yield path
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-"))
+def _checkpoints(output_dir: Path) -> list[Path]:
+    """The folders of checkpoints, the highest step first."""
+    prefix = f"{PREFIX_CHECKPOINT_DIR}-"
+    steps = {path: path.name.removeprefix(prefix) for path in output_dir.glob(f"{prefix}*") if path.is_dir()}
+    return sorted((path for path in steps if steps[path].isdecimal()), key=lambda path: -int(steps[path]))
 
 
 def _why(passed_over: dict[Path, str]) -> str:

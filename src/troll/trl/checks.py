@@ -13,13 +13,12 @@ from datasets import Dataset
 from torch import Tensor
 
 from troll.huggingface.token_ids import REMEDY, embedding_rows, without_embedding
-from troll.rewards.columns import clash
+from troll.rewards.grading import clash
 from troll.trl.config import TrollConfig
 from troll.trl.seam import prompt_ids
 
 #: Every model has a few weights too large for a step, such as those of norms. A larger share than this is a mistake.
 MAX_UNRESOLVED = 0.1
-
 
 #: The attributes in which modules of transformers keep a rate that a function reads (`torch.nn.functional.dropout`, an
 #: attention kernel, or a draw that skips a whole layer), in place of a layer of torch's.
@@ -64,15 +63,10 @@ def disable_dropout(model: torch.nn.Module) -> None:
 
 
 def refuse_model_parallelism(*, tensor: int, context: int, sequence: int) -> None:
-    """Checks that every process holds whole sequences and whole matrices whenever it computes.
+    """Raises ValueError unless every process holds whole sequences and whole matrices whenever it computes.
 
-    Args:
-        tensor: Processes that share each matrix, accelerate's `tp_size`.
-        context: Processes that share each sequence, accelerate's `cp_size`.
-        sequence: Processes that share each sequence, DeepSpeed's `sp_size`.
-
-    Raises:
-        ValueError: If one of them is above 1.
+    The arguments are numbers of processes: those that share a matrix (accelerate's `tp_size`), and those that share a
+    sequence (accelerate's `cp_size`, and DeepSpeed's `sp_size`).
     """
     for setting, size in (("tp_size", tensor), ("cp_size", context), ("sp_size", sequence)):
         if size > 1:
@@ -82,23 +76,19 @@ def refuse_model_parallelism(*, tensor: int, context: int, sequence: int) -> Non
             )
 
 
-def refuse_columns(trainer: Any, *rows: Mapping[str, Any]) -> None:
-    """Checks that no column of the data has the name of another argument that TRL passes to reward functions.
+def refuse_columns(trainer: Any, row: Mapping[str, Any] | None = None) -> None:
+    """Raises ValueError if a column of the data has the name of another argument that TRL passes to reward functions.
 
     Args:
         trainer: A `GRPOTrainer`, set up.
-        *rows: The first rows of a batch; without any, the trainer's data sets are checked, as far as they know their
-            columns before they are read.
-
-    Raises:
-        ValueError: If there is such a column.
+        row: The first row of a batch; None for the trainer's data sets, as far as they know their columns before they
+            are read.
     """
     if all(isinstance(reward, torch.nn.Module) for reward in trainer.reward_funcs):  # which get no columns
         return
-    columns = [name for row in rows for name in row]
-    if not rows and not trainer.args.remove_unused_columns:
-        known = [getattr(data, "column_names", None) or [] for data in _data_sets(trainer)]
-        columns = [name for names in known for name in names]
+    columns = list(row or ())
+    if row is None and not trainer.args.remove_unused_columns:
+        columns = [name for data in _data_sets(trainer) for name in getattr(data, "column_names", None) or ()]
     if problem := clash(columns, ["environments"] if trainer.environment_factories is not None else []):
         raise ValueError(problem)
 
@@ -108,20 +98,17 @@ def tokenizer_of(trainer: Any) -> Any:
     return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
 
 
-def refuse_token_ids(trainer: Any, missing: Mapping[int, str], prompts: list[Any] | None = None) -> None:
-    """Checks that every token of the prompts, and the tokenizer's end and padding, have a row in the embedding.
+def refuse_token_ids(trainer: Any, prompts: list[Any] | None = None) -> None:
+    """Raises ValueError if a token of the prompts, the tokenizer's end or its padding has no row in the embedding.
 
-    A tokenizer may have tokens that the model lacks, as Gemma 3's has, if they occur nowhere. So prompts of text are
+    A tokenizer may have tokens that the model lacks, as Gemma 3's has, if they occur nowhere. So text prompts are
     tokenized here, but only with such a tokenizer.
 
     Args:
-        trainer: A `GRPOTrainer`, set up.
-        missing: What `without_embedding` finds for the model, the tokens that it lacks by id.
+        trainer: A `TrollTrainer`, which knows its missing tokens.
         prompts: Those of a rollout; None for those of the data sets that have a length.
-
-    Raises:
-        ValueError: If a token has no row; names it, the sizes and the remedy.
     """
+    missing: dict[int, str] = trainer.missing_tokens
     if not missing:
         return
     tokenizer, rows = tokenizer_of(trainer), embedding_rows(trainer.model)
@@ -130,7 +117,9 @@ def refuse_token_ids(trainer: Any, missing: Mapping[int, str], prompts: list[Any
     )
     # A processor's prompts have images, and an environment's tools that are known only in a rollout.
     if tokenizer is trainer.processing_class and trainer.environment_factories is None:
-        for batch in _prompts(trainer) if prompts is None else [prompts]:
+        data_sets = [data for data in _data_sets(trainer) if isinstance(data, Dataset)]
+        batches = (batch["prompt"] for data in data_sets for batch in data.select_columns("prompt").iter(1000))
+        for batch in batches if prompts is None else [prompts]:
             used |= {number: "which is in the prompts" for ids in prompt_ids(trainer, batch) for number in ids}
     for number in sorted(missing.keys() & used.keys()):
         raise ValueError(
@@ -139,23 +128,19 @@ def refuse_token_ids(trainer: Any, missing: Mapping[int, str], prompts: list[Any
         )
 
 
-def refuse_fewer_tokens(name: str, other: Any, trainer: Any, missing: Mapping[int, str]) -> None:
-    """Checks that another model reads all tokens of the tokenizer that the trained model reads.
+def refuse_fewer_tokens(name: str, other: Any, trainer: Any) -> None:
+    """Raises ValueError if another model lacks a token of the tokenizer that the trained model reads.
 
     Args:
-        name: What the model is, for the error.
+        name: The model in words, for the error.
         other: A model; None is not checked.
-        trainer: A `GRPOTrainer`, set up.
-        missing: What `without_embedding` finds for the trained model.
-
-    Raises:
-        ValueError: If it does not.
+        trainer: A `TrollTrainer`, which knows its missing tokens.
     """
     if other is None:
         return
     other = trainer.accelerator.unwrap_model(other)
     rows, lacked = embedding_rows(trainer.model), without_embedding(other, tokenizer_of(trainer))
-    for number in sorted(lacked.keys() - missing.keys()):
+    for number in sorted(lacked.keys() - trainer.missing_tokens.keys()):
         raise ValueError(
             f"the embedding of the {name} has {embedding_rows(other)} rows, and that of the trained model {rows}: it "
             f"lacks {lacked[number]!r} (id {number}) of the tokenizer. Save it with as many, by "
@@ -168,24 +153,11 @@ def _data_sets(trainer: Any) -> list[Any]:
     return [trainer.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
 
 
-def _prompts(trainer: Any) -> Iterator[list[Any]]:
-    for data in _data_sets(trainer):
-        if isinstance(data, Dataset):
-            yield from (batch["prompt"] for batch in data.select_columns("prompt").iter(1000))
-
-
 def refuse_an_empty_reference(accelerator: Accelerator, reference: Any) -> None:
-    """Checks that every process has the weights of the reference model.
+    """Raises ValueError if a process has zeros for the weights of the reference model; None stands for no model.
 
     With FSDP2 and `cpu_ram_efficient_loading`, transformers before 5.23 leaves zeros in all processes of a node but the
-    first. accelerate sends them the policy's weights, and nobody the reference's. Every process has to call this.
-
-    Args:
-        accelerator: Compares the trainer's processes.
-        reference: The reference model after `accelerator.prepare`; None for a run without one.
-
-    Raises:
-        ValueError: If a process has zeros.
+    first. accelerate sends them the policy's weights, but not the reference's. Every process has to call this.
     """
     if reference is None or not accelerator.is_fsdp2:
         return
@@ -269,20 +241,15 @@ def warn_about_precision(accelerator: Accelerator, args: TrollConfig, model: tor
 
 
 def unresolved_share(model: torch.nn.Module, learning_rate: float) -> float:
-    """The share of the trained weights that an optimiser's step leaves where they are.
+    """The share in [0, 1] of the trained weights that an optimiser's step leaves where they are; 0 if none is trained.
 
     AdamW moves a weight by about the learning rate. Around w in [2^e, 2^(e+1)), numbers with b bits are 2^(e + 1 - b)
     apart, and a step below half of that is rounded away. So a weight stays where |w| is above 2^b to 2^(b + 1) times
     the learning rate, depending on where in its binade it is; this takes the middle, 2^(b + ½), where b is 8 in bf16
     and 11 in fp16. Weights of higher precision count as moving.
 
-    Args:
-        model: Its weights may be sharded: each process looks at those that it holds, without communication.
-        learning_rate: The largest of the training.
-
-    Returns:
-        A share in [0, 1], estimated from at most 1024 evenly spaced weights of each parameter and weighted by the
-        parameter's size; 0 if nothing is trained.
+    The share is estimated from at most 1024 evenly spaced weights of each parameter, weighted by the parameter's size.
+    Where weights are sharded, each process looks at those that it holds, without communication.
     """
     total, stays = 0, torch.zeros(())
     for parameter in model.parameters():

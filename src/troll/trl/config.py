@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import warnings
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import Any, Literal, get_args
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from trl import GRPOConfig
 
 from troll.trl.advantages.estimators import ESTIMATORS
-from troll.trl.own_settings import RANGES, count, flag, number, parse
+from troll.trl.own_settings import RANGES, number, parse
 from troll.trl.surrogates import SURROGATES
 from troll.trl.surrogates.formulas import KLPenaltySettings
 from troll.trust_region.bounds import BOUNDS, Bound, make_bound
@@ -22,6 +25,7 @@ from troll.trust_region.dual import SOLVERS
 from troll.trust_region.step import PULLS, TAILS, Pull, Tail
 
 Anchor = Literal["old", "rollout"]
+T = TypeVar("T")
 
 #: The dtypes to which the weights of rollouts can be rounded.
 ROLLOUT_DTYPES = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -38,8 +42,8 @@ CISPO_LARGEST_RATIO = 5.0
 #: Updates for which a rollout is used by default.
 UPDATES_PER_ROLLOUT = 8
 
-#: What numbers must be, by the keys of `RANGES`. None is allowed where it is the default. TRL's settings are checked
-#: only with a surrogate that reads them.
+#: The range of each number, a key of `RANGES`. None is allowed where it is the default. TRL's settings are checked only
+#: with a surrogate that reads them.
 NUMBERS: dict[str, tuple[str, ...]] = {
     "above 0": ("kl_bound", "epsilon", "epsilon_high"),
     "above 1": ("delta",),  # the largest ratio: at most 1, tokens with a positive advantage would not learn
@@ -60,6 +64,9 @@ NUMBERS: dict[str, tuple[str, ...]] = {
         "vespo_lambda_neg",
     ),
     "in [0, 1)": ("mass_threshold",),
+    "at least 1": ("generation_chunk_size",),
+    "an integer, at least 0": ("diagnostics_steps", "resampling_rounds", "rollout_delay"),
+    "an integer, at least 1": ("support_top_k",),
 }
 
 
@@ -88,15 +95,26 @@ class CriticSettings:
 
     gamma: float = number(1.0, "in [0, 1]")
     gae_lambda: float = number(0.95, "in [0, 1]")
-    whiten_advantages: bool = flag(True)
+    whiten_advantages: bool = True
     value_clip: float = number(0.2, "finite and above 0")
     model_name_or_path: str | None = None
     learning_rate: float = number(1e-5, "finite and above 0")
     weight_decay: float = number(0.0, "finite and at least 0")
     max_grad_norm: float = number(1.0, "finite and above 0")
-    warmup_steps: int = count(0)
+    warmup_steps: int = number(0, "an integer, at least 0")
 
 
+def _described(kind: type[T]) -> type[T]:
+    """Makes the entries of a dataclass's docstring the help of its fields on the command line."""
+    entries = re.findall(r"^    (\w+): (.+(?:\n        .+)*)", inspect.cleandoc(kind.__doc__ or ""), re.MULTILINE)
+    known = {entry.name: entry for entry in fields(kind)}  # type: ignore[arg-type]
+    for name, text in entries:
+        if name in known:
+            known[name].metadata = MappingProxyType({"help": " ".join(text.split()), **known[name].metadata})
+    return kind
+
+
+@_described
 @dataclass
 class TrollConfig(GRPOConfig):
     r"""`GRPOConfig` with a trust region instead of a clip.
@@ -104,8 +122,7 @@ class TrollConfig(GRPOConfig):
     Every field of `trl.GRPOConfig` keeps its meaning, with two exceptions. A rollout is used for eight updates instead
     of one (`updates_per_rollout`). And TRL's clip is on only with `surrogate` "clip": any other surrogate ignores
     `epsilon` and `epsilon_high` (except "cispo", which reads the latter) and refuses `delta` and the loss type "luspo".
-    The loss types "cispo", "sapo" and "vespo" are surrogates. Note that `top_k` remains TRL's sampling parameter; the
-    number of tokens kept of the old policy is `support_top_k`.
+    The loss types "cispo", "sapo" and "vespo" are surrogates.
 
     Args:
         updates_per_rollout: Optimiser updates made with each rollout. It sets TRL's `steps_per_generation` to
@@ -119,10 +136,10 @@ class TrollConfig(GRPOConfig):
             many further rounds of generation, each as large as the rollout: the dynamic sampling of DAPO (arXiv
             2503.14476). Groups that cannot be replaced stay. 0 replaces none.
         rollout_delay: Samples every rollout with the weights of this many rollouts ago, as asynchronous training does.
-            It is for experiments, with generation by transformers, and keeps `rollout_delay` + 1 copies of the trained
+            For experiments: it takes generation by transformers, and keeps `rollout_delay` + 1 copies of the trained
             weights. `anchor` "rollout" then needs no engine.
         rollout_dtype: "bfloat16" or "float16": samples rollouts with weights rounded to this dtype, as an engine's are.
-            It is for experiments too, and `anchor` "rollout" then needs no engine. Default: no rounding.
+            For experiments too, and `anchor` "rollout" then needs no engine. Default: no rounding.
         rollout_correction: C, the cap of truncated importance sampling with `rollout_delay` or `rollout_dtype` and
             `anchor` "old": each token's advantage is multiplied by min(p(o)/p_s(o), C), where p_s is the policy that
             sampled it, as TRL does for vLLM. Default: no correction.
@@ -131,8 +148,8 @@ class TrollConfig(GRPOConfig):
             "kl_penalty", "dppo_tv", "dppo_kl", "drpo", "ipo", "gmpo", "cispo", "sapo" and "vespo"; or "none". Fields
             that only other surrogates read are ignored. "cispo", "sapo", "vespo" and "gmpo" set `loss_type`. See
             docs/surrogates.md.
-        surrogate_kwargs: The surrogate's own settings, e.g. `{"weight": 0.3}` for "kl_penalty". docs/surrogates.md has
-            them.
+        surrogate_kwargs: The surrogate's own settings as a JSON object, e.g. `{"weight": 0.3}` for "kl_penalty". See
+            docs/surrogates.md.
         kl_bound: ε, the largest KL divergence (nats) of a token's distribution from the old policy's.
         pull: What pulls the network itself: "projection", KL(p̃ ‖ ⌊q⌋), to the projected policy, outside the ball only;
             or "proximal", KL(p ‖ p̃), to the old policy, at every token. With "proximal" and an infinite `kl_bound`,
@@ -140,10 +157,10 @@ class TrollConfig(GRPOConfig):
         regression_weight: α, the weight of the pull; with `regression_target`, its initial value.
         regression_target: The mean of the pull's divergence (nats) to which α adapts, as β of "kl_penalty" does to its
             `target`. Default: α is fixed.
-        support_top_k: K, how many tokens of the old policy are kept per position.
-        mass_threshold: δ: fewer are kept where they already cover 1 − δ of the probability mass.
-        tail: How the other tokens count: "bucket" makes them one more outcome with their exact mass; "floor" gives
-            each the probability 1e-12, as the paper's code does.
+        support_top_k: K, how many tokens of the old policy are kept per position (`top_k` is TRL's, for sampling).
+        mass_threshold: δ: fewer than `support_top_k` are kept where they already cover 1 − δ of the probability mass.
+        tail: How the tokens that are not kept count: "bucket" makes them one more outcome with their exact mass;
+            "floor" gives each the probability 1e-12, as the paper's code does.
         solver: How the multiplier of a token is found: "newton", or "bracket", the paper's search.
         disable_dropout: Whether all dropout is set to 0. TRL's setting, but true by default: the projection would take
             the noise of dropout between scoring and update for learning.
@@ -153,7 +170,7 @@ class TrollConfig(GRPOConfig):
         constraint_reduction: "mean", or "sum" of the KL divergences of the tokens that share a multiplier.
         kl_bound_schedule: How ε changes: "fixed"; "linear" or "cosine" to `end`; "hold_projected_fraction" or "hold_kl"
             at a `target`. See `troll.trust_region.bounds`.
-        kl_bound_schedule_kwargs: Options of the schedule, e.g. `{"end": 0.01}`.
+        kl_bound_schedule_kwargs: Options of the schedule as a JSON object, e.g. `{"end": 0.01}`.
         kl_bound_entropy_exponent: Above 0, ε of each token is scaled by (H/H̄) to this power, within [0.1, 10], where H
             is the old policy's entropy at the token and H̄ its mean over the rollout.
         kl_bound_negative_ratio: The factor by which ε is multiplied where the advantage is negative.
@@ -167,8 +184,8 @@ class TrollConfig(GRPOConfig):
         kl_in_reward: Whether `beta` penalises the reward instead of the loss, as `RLOOTrainer` does: a completion's
             reward is r − β Σ_t (log p(o_t) − log p_ref(o_t)) with the old policy p, and the loss has no KL term. It
             needs `beta` above 0, and "rloo", "reinforce_plus_plus" or "reinforce_plus_plus_baseline".
-        critic_kwargs: γ, λ and the critic of "gae", e.g. `{"learning_rate": 1e-4, "gamma": 0.99}`: the fields of
-            `CriticSettings`.
+        critic_kwargs: γ, λ and the critic of "gae" as a JSON object, e.g. `{"learning_rate": 1e-4, "gamma": 0.99}`.
+            See docs/estimators.md.
         diagnostics_steps: Optimiser steps from one measurement of `trust_region/diagnostics/*` to the next; 0 measures
             none. See docs/diagnostics.md.
         eval_temperature: Sampling temperature of held-out completions. 0 is greedy and needs
@@ -185,140 +202,40 @@ class TrollConfig(GRPOConfig):
         "critic_kwargs",
     ]
 
-    updates_per_rollout: int | None = field(
-        default=None,
-        metadata={
-            "help": "Optimiser updates made with each rollout; sets steps_per_generation. Default: 8, unless "
-            "steps_per_generation, generation_batch_size or num_iterations is set."
-        },
-    )
-    generation_chunk_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Completions that transformers generates in one call. Default: all of a rollout. It has no effect "
-            "on vLLM."
-        },
-    )
-    resampling_rounds: int = field(
-        default=0,
-        metadata={"help": "Most further rounds of generation that replace groups with equal rewards; 0 keeps them."},
-    )
-    rollout_delay: int = field(
-        default=0,
-        metadata={"help": "Sample rollouts with the weights of this many rollouts ago, as in asynchronous training."},
-    )
-    rollout_dtype: str | None = field(
-        default=None,
-        metadata={"help": "Sample rollouts with weights rounded to bfloat16 or float16, as an engine's are."},
-    )
-    rollout_correction: float | None = field(
-        default=None,
-        metadata={
-            "help": "Cap of the importance weights that correct for rollout_delay or rollout_dtype. Default: no "
-            "correction."
-        },
-    )
-    surrogate: str = field(
-        default="troll",
-        metadata={"help": "What keeps an update near the old policy.", "choices": list(SURROGATES)},
-    )
-    surrogate_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "The surrogate's own settings as a JSON object, e.g. '{\"weight\": 0.3}'."},
-    )
-    kl_bound: float = field(
-        default=0.05,
-        metadata={"help": "Largest KL divergence (nats) of a token's distribution from the old policy's."},
-    )
-    pull: Pull = field(
-        default="projection",
-        metadata={"help": "What pulls the network: the projected policy, or, at every token, the old one (proximal)."},
-    )
-    regression_weight: float = field(
-        default=1.0,
-        metadata={"help": "Weight of the pull; with regression_target, its initial value."},
-    )
-    regression_target: float | None = field(
-        default=None,
-        metadata={"help": "Mean KL (nats) of the pull to which its weight adapts. Default: it is fixed."},
-    )
-    support_top_k: int = field(
-        default=64,
-        metadata={"help": "Tokens of the old policy kept per position (`top_k` is TRL's, for sampling)."},
-    )
-    mass_threshold: float = field(
-        default=1e-5,
-        metadata={"help": "Fewer tokens are kept where they already cover 1 - mass_threshold of the mass."},
-    )
-    tail: Tail = field(
-        default="bucket",
-        metadata={"help": "How the other tokens count: as one outcome of their exact mass, or as 1e-12 each."},
-    )
-    solver: str = field(
-        default="newton",
-        metadata={"help": "How the multiplier of a token is found.", "choices": list(SOLVERS)},
-    )
-    disable_dropout: bool = field(
-        default=True,
-        metadata={"help": "Set all dropout to 0: the projection would take its noise for learning."},
-    )
-
-    constraint: Scope = field(
-        default="token",
-        metadata={"help": "Which tokens share one multiplier: none, those of a sequence, or those of a batch."},
-    )
-    constraint_reduction: Reduction = field(
-        default="mean",
-        metadata={"help": "How the KL divergences of the tokens that share a multiplier add up."},
-    )
-    kl_bound_schedule: str = field(
-        default="fixed",
-        metadata={"help": "How kl_bound changes in training.", "choices": list(BOUNDS)},
-    )
-    kl_bound_schedule_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "Options of the schedule as a JSON object, e.g. '{\"end\": 0.01}'."},
-    )
-    kl_bound_entropy_exponent: float = field(
-        default=0.0,
-        metadata={"help": "Scale each token's bound by this power of the old policy's relative entropy; 0 does not."},
-    )
-    kl_bound_negative_ratio: float = field(
-        default=1.0,
-        metadata={"help": "Factor of the bound of tokens with a negative advantage."},
-    )
-    anchor: Anchor = field(
-        default="old",
-        metadata={"help": "The centre of the trust region: the training network, or the engine that generated."},
-    )
-    advantage_estimator: str = field(
-        default="group",
-        metadata={"help": "How rewards become advantages.", "choices": list(ESTIMATORS)},
-    )
-    kl_in_reward: bool = field(
-        default=False,
-        metadata={"help": "Whether beta penalises the reward, as in RLOOTrainer, instead of the loss."},
-    )
-    critic_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "Gamma, lambda and the critic of gae as a JSON object, e.g. '{\"learning_rate\": 1e-4}'."},
-    )
-    diagnostics_steps: int = field(
-        default=0,
-        metadata={"help": "Optimiser steps between measurements of trust_region/diagnostics/*; 0 measures none."},
-    )
-    eval_temperature: float | None = field(
-        default=None,
-        metadata={"help": "Sampling temperature of evaluations; 0 is greedy. Default: that of training."},
-    )
+    updates_per_rollout: int | None = None
+    generation_chunk_size: int | None = None
+    resampling_rounds: int = 0
+    rollout_delay: int = 0
+    rollout_dtype: str | None = None
+    rollout_correction: float | None = None
+    surrogate: str = field(default="troll", metadata={"choices": list(SURROGATES)})
+    surrogate_kwargs: dict[str, Any] | str | None = None
+    kl_bound: float = 0.05
+    pull: Pull = "projection"
+    regression_weight: float = 1.0
+    regression_target: float | None = None
+    support_top_k: int = 64
+    mass_threshold: float = 1e-5
+    tail: Tail = "bucket"
+    solver: str = field(default="newton", metadata={"choices": list(SOLVERS)})
+    disable_dropout: bool = True
+    constraint: Scope = "token"
+    constraint_reduction: Reduction = "mean"
+    kl_bound_schedule: str = field(default="fixed", metadata={"choices": list(BOUNDS)})
+    kl_bound_schedule_kwargs: dict[str, Any] | str | None = None
+    kl_bound_entropy_exponent: float = 0.0
+    kl_bound_negative_ratio: float = 1.0
+    anchor: Anchor = "old"
+    advantage_estimator: str = field(default="group", metadata={"choices": list(ESTIMATORS)})
+    kl_in_reward: bool = False
+    critic_kwargs: dict[str, Any] | str | None = None
+    diagnostics_steps: int = 0
+    eval_temperature: float | None = None
 
     def __post_init__(self) -> None:
-        if self.advantage_estimator not in ESTIMATORS:
-            raise ValueError(
-                f"advantage_estimator must be one of {', '.join(ESTIMATORS)}, got {self.advantage_estimator!r}"
-            )
+        check_choice("advantage_estimator", self.advantage_estimator, ESTIMATORS)
         self._set_steps_per_generation()
-        # Both are set in a copy of a configuration, where TRL would refuse what it has written itself.
+        # A copy of a configuration has both, which TRL has set itself and would refuse.
         batch = self.generation_batch_size
         if self.steps_per_generation is not None:
             self.generation_batch_size = None
@@ -346,6 +263,8 @@ class TrollConfig(GRPOConfig):
         self._check_values()
         self._settle_loss()
         self._check_reward()
+        if self.resampling_rounds:
+            self._check_resampling()
         self._check_generation()
         self.make_bound(total_steps=1)  # finds wrong options before training
         if self.anchor == "rollout":
@@ -410,8 +329,6 @@ class TrollConfig(GRPOConfig):
                 f"advantage_estimator {self.advantage_estimator!r} takes the weighted sum of the rewards: "
                 f"multi_objective_aggregation must be 'sum_then_normalize', got {self.multi_objective_aggregation!r}"
             )
-        if self.resampling_rounds:
-            self._check_resampling()
         if not self.kl_in_reward:
             return
         if ESTIMATORS[self.advantage_estimator].of_sequences is None:  # no reward of a completion to subtract it from
@@ -498,17 +415,6 @@ class TrollConfig(GRPOConfig):
                 unset = value is None and self.__dataclass_fields__[name].default is None
                 if name not in unread and not unset and not (isinstance(value, Real) and RANGES[takes](value)):
                     raise ValueError(f"{name} must be {takes}, got {value!r}")
-        if self.generation_chunk_size is not None and self.generation_chunk_size < 1:
-            raise ValueError(f"generation_chunk_size must be at least 1, got {self.generation_chunk_size}")
-        for name, least in (
-            ("support_top_k", 1),
-            ("diagnostics_steps", 0),
-            ("resampling_rounds", 0),
-            ("rollout_delay", 0),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer, at least {least}, got {value}")
         if self.eval_temperature == 0 and self.num_generations_eval != 1:
             raise ValueError(
                 "eval_temperature=0 writes the same completion every time: set num_generations_eval=1, "

@@ -1,20 +1,18 @@
-"""What `TrollConfig.diagnostics_steps` asks for: an update measured in detail, see docs/diagnostics.md."""
+"""Detailed measurements of an update, every `TrollConfig.diagnostics_steps` steps: see docs/diagnostics.md."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from troll.huggingface.policies import scatter
-from troll.trl.config import TrollConfig
 from troll.trl.monitor import over_processes
-from troll.trl.surrogates import SURROGATES, ScoredTokens
+from troll.trl.seam import loss_mask, micro_batches_done, sequences
+from troll.trl.surrogates import ScoredTokens
 from troll.trust_region.diagnostics import (
     coverage,
     dual_report,
@@ -31,10 +29,6 @@ from troll.trust_region.reading.capture import capture
 #: Tokens of a rollout, on each process, whose whole distributions are compared.
 PROBED_TOKENS = 32
 
-#: `(input_ids (1, L), attention_mask (1, L), positions (n,)) -> logits (n, V)` of the network now, without gradient.
-#: Positions are below 0, from the end: prompt-learning PEFT puts virtual tokens in front.
-FullLogits = Callable[[Tensor, Tensor, Tensor], Tensor]
-
 
 @dataclass(frozen=True)
 class Probe:
@@ -43,7 +37,7 @@ class Probe:
     Attributes:
         input_ids: (1, L) of the prompt and the completion.
         attention_mask: (1, L), 0 at padding.
-        positions: (n,) where the tokens' logits are, counted from the end.
+        positions: (n,), where the tokens' logits are, counted from the end: virtual tokens of PEFT stand in front.
         old_logits: (n, V) at the rollout.
         old: The sparse policy captured of them, (n,).
     """
@@ -56,45 +50,41 @@ class Probe:
 
 
 class Diagnostics:
-    """Measures an update, micro-batch by micro-batch; every method runs on every process.
+    """Measures an update of a `TrollTrainer`, micro-batch by micro-batch; every method runs on every process."""
 
-    Args:
-        accelerator: Adds up what the trainer's processes saw.
-        args: The trainer's configuration.
-        logits: Reads whole distributions of the network now.
-    """
-
-    def __init__(self, accelerator: Accelerator, args: TrollConfig, logits: FullLogits) -> None:
-        self._accelerator, self._args, self._logits = accelerator, args, logits
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._args = trainer, trainer.args
         self.start()
 
     def start(self) -> None:
-        """Drops what an interrupted update has left."""
+        """Begins a training, without the measurements of an interrupted update."""
         self._tally = Tally()
         self._probe: Probe | None = None
         self._probed_update: int | None = None
 
-    def probe(self, rolled_out: dict[str, Any], mask: Tensor) -> None:
-        """Keeps the old distributions of some tokens of the longest completion, for the updates of this rollout.
+    def due(self, *, rollout: bool = False) -> bool:
+        """Whether the update under way is to be measured; with `rollout`, one of those with a rollout made now."""
+        updates, every, step = 1, self._args.diagnostics_steps, self._trainer.state.global_step
+        if rollout:  # its micro-batches may begin and end within an update
+            accumulated = self._args.gradient_accumulation_steps
+            updates = -(-(micro_batches_done(self._trainer) % accumulated + self._args.rollout_steps) // accumulated)
+        return every > 0 and (step + updates) // every > step // every
+
+    def probe(self, rolled_out: dict[str, Any]) -> None:
+        """Keeps the old distributions of some tokens of the longest completion, for the updates of a scored rollout.
 
         A rollout with images is skipped, since the images are not passed on.
-
-        Args:
-            rolled_out: TRL's dictionary of a scored rollout.
-            mask: (B, T), 1 for the tokens of the policy.
         """
         self._probe = None
         if "pixel_values" in rolled_out or self._args.tail != "bucket" or self._args.anchor != "old":
             return
+        mask = loss_mask(rolled_out)
         row = mask.sum(-1).argmax()
         at = mask[row].nonzero().squeeze(-1)
         at = at[torch.linspace(0, max(len(at) - 1, 0), min(PROBED_TOKENS, len(at)), device=at.device).long()]
-        ids, attention = (
-            torch.cat([rolled_out[f"prompt_{name}"][row], rolled_out[f"completion_{name}"][row]]).unsqueeze(0)
-            for name in ("ids", "mask")
-        )
+        ids, attention = (each[row].unsqueeze(0) for each in sequences(rolled_out))
         positions = at - mask.shape[1] - 1
-        logits = self._logits(ids, attention, positions)
+        logits = self.full_logits(ids, attention, positions)
         old = capture(
             logits,
             rolled_out["completion_ids"][row][at],
@@ -104,40 +94,48 @@ class Diagnostics:
         self._probe = Probe(ids, attention, positions, logits, old)
 
     @torch.no_grad()
-    def observe(self, tokens: ScoredTokens, scored: Tensor, mask: Tensor, update: int) -> None:
-        """Adds a micro-batch of an update.
+    def observe(self, tokens: ScoredTokens, scored: Tensor, mask: Tensor) -> None:
+        """Adds a micro-batch of an update; the probe is read once in each update.
 
         Args:
             tokens: Its N scored tokens in both policies.
-            scored: (B, T), true at those tokens.
+            scored: (B, T) bool, true at those tokens.
             mask: (B, T), 1 for the tokens that count.
-            update: Optimiser steps made so far; the probe is read once in each.
         """
         old, new = tokens.old, tokens.new
         assert old is not None and new is not None
         token_kl = old_to_new_kl(new, old, self._args.tail)
-        log_ratio, counts = tokens.new_log_probs - tokens.old_log_probs, mask[scored.bool()]
+        log_ratio, counts = tokens.log_ratio, mask[scored]
         tally = sequence_report(scatter(token_kl, scored), scatter(log_ratio, scored), mask * scored)
         tally += coverage(old, counts) + ratio_report(log_ratio, tokens.advantages, counts)
-        if SURROGATES[self._args.surrogate].projects:
+        if self._trainer.surrogate.projects:
             tally += dual_report(
                 new, old, counts, tokens.kl_bound, self._args.tail, self._args.solver, tokens.constraint
             )
-        if self._probe is not None and self._probed_update != update:
-            probe, self._probed_update = self._probe, update
-            new_logits = self._logits(probe.input_ids, probe.attention_mask, probe.positions)
+        probe, update = self._probe, self._trainer.state.global_step
+        if probe is not None and self._probed_update != update:
+            self._probed_update = update
+            new_logits = self.full_logits(probe.input_ids, probe.attention_mask, probe.positions)
             gap = tail_gap(new_logits, probe.old_logits, probe.old)
             tally += tail_report(gap, torch.ones_like(gap.gap))
         self._tally += tally
 
-    def metrics(self) -> dict[str, float]:
-        """`trust_region/diagnostics/*` since the last call, over all tokens and processes; empty if none was due.
+    @torch.no_grad()
+    def full_logits(self, input_ids: Tensor, attention_mask: Tensor, positions: Tensor) -> Tensor:
+        """The network's logits now at some positions of a sequence, (n, V); arguments as in `Probe`."""
+        trainer = self._trainer
+        with trainer.accelerator.autocast():
+            output = trainer.model(input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=positions)
+        return output.logits[0].float() / trainer.temperature
 
-        Those for which there was nothing to measure are left out, as where all completions are masked.
+    def metrics(self) -> dict[str, float]:
+        """`trust_region/diagnostics/*` since the last call, over all tokens and processes.
+
+        Those without anything to measure are left out, as all are where no measurement was due.
         """
         if not self._tally.totals:
             return {}
-        found = over_processes(self._tally, self._accelerator).values()
+        found = over_processes(self._tally, self._trainer.accelerator).values()
         self._tally = Tally()
         numbers = {name: value.item() for name, value in found.items()}
         return {f"trust_region/diagnostics/{name}": x for name, x in numbers.items() if not math.isnan(x)}

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import GenerationConfig
 
-from troll.evaluation.estimates import task_estimates
+from troll.evaluation.estimators import task_estimates
 from troll.rewards.grading import Grader, Verdict
-from troll.trl.seam import get_callable_name, sampling_config, start_table
+from troll.trl.seam import get_callable_name, start_table
 from troll.trl.ungraded import UngradedFilter
 
 #: The reward that tells success from failure, by its function's name.
@@ -38,7 +37,7 @@ class EvalMetrics:
         self.start()
 
     def start(self) -> None:
-        """Drops what an interrupted evaluation has left."""
+        """Begins an evaluation, without the verdicts of an interrupted one."""
         self._verdicts: list[Verdict] = []
         #: The reward `success` of each completion of the last evaluation; None if it could not be judged. Completions
         #: that only fill up the last batch are among them.
@@ -53,18 +52,15 @@ class EvalMetrics:
         if self._grader is not None:  # it knows more than the reward: partial credit, and what was answered
             found = gather_object([(verdict.score, verdict.answer) for verdict in self._grader.latest])
         self.successes += given
-        self._verdicts += [
+        for reward, (score, answer) in zip(given, found, strict=True):
             # Another grader may not have been able to judge it.
-            Verdict(None if reward is None else score, answer, "")
-            for reward, (score, answer) in zip(given, found, strict=True)
-        ]
+            self._verdicts.append(Verdict(None if reward is None else score, answer, ""))
 
     def metrics(self, samples: int | None, problems: int | None) -> dict[str, float]:
-        """The metrics of what was observed, by name; empty if there is nothing to measure.
+        """The metrics of the observed completions, by name; empty if there is nothing to measure.
 
-        The mean reward is among them, since TRL averages the means of its batches and counts the completions that fill
-        up the last one. Completions that could not be judged are left out; with a grader, their share is
-        `rewards/unscored`.
+        The mean reward is among them, since TRL's mean counts the completions that fill up the last batch. Completions
+        that could not be judged are left out; with a grader, their share is `rewards/unscored`.
 
         Args:
             samples: Completions per problem; those of one problem follow each other.
@@ -88,19 +84,14 @@ class EvalMetrics:
 
 @contextmanager
 def sampling_temperature(trainer: Any, temperature: float | None) -> Iterator[None]:
-    """Samples at another temperature within the context; 0 is greedy, and None keeps the trainer's.
-
-    Args:
-        trainer: The `GRPOTrainer`, with transformers' generation or vLLM's.
-        temperature: The sampling temperature, at least 0; None to change nothing.
-    """
+    """Samples at another temperature within the context; 0 is greedy, and None keeps the trainer's."""
     if temperature is None:
         yield
         return
-    owner, name = sampling_config(trainer)
+    owner, name = (trainer.vllm_generation, "temperature") if trainer.use_vllm else (trainer, "generation_config")
     before: Any = getattr(owner, name)
     value: Any = temperature
-    if isinstance(before, GenerationConfig):
+    if not trainer.use_vllm:
         value = copy.deepcopy(before)
         value.update(**({"do_sample": False} if temperature == 0 else {"do_sample": True, "temperature": temperature}))
     setattr(owner, name, value)
@@ -111,10 +102,10 @@ def sampling_temperature(trainer: Any, temperature: float | None) -> Iterator[No
 
 
 def judged_by(trainer: Any, reward_funcs: Sequence[Any], reward_weights: Sequence[float] | None) -> Any:
-    """A view of a trainer that evaluates by the rewards of another task.
+    """A copy of a trainer that evaluates by the rewards of another task.
 
-    It is a copy of the trainer that shares the model, the state, the callbacks and the log with it. The table of
-    completions remains that of the trainer's own task, since a step has only one.
+    It shares the model, the state, the callbacks and the log with the trainer. The table of completions remains that of
+    the trainer's own task, since a step has only one.
 
     Args:
         trainer: The `TrollTrainer`.
@@ -126,10 +117,8 @@ def judged_by(trainer: Any, reward_funcs: Sequence[Any], reward_weights: Sequenc
     judge.reward_funcs, judge.reward_func_names = list(reward_funcs), names
     judge.reward_processing_classes = [None] * len(names)
     judge.reward_weights = torch.tensor([1.0] * len(names) if reward_weights is None else list(reward_weights))
-    judge.eval_metrics, judge.ungraded = (
-        EvalMetrics(reward_funcs, names),
-        UngradedFilter(trainer.accelerator, reward_funcs),
-    )
+    judge.eval_metrics = EvalMetrics(reward_funcs, names)
+    judge.ungraded = UngradedFilter(trainer.accelerator, reward_funcs)
     judge.log_completions = False
     start_table(judge)
     return judge

@@ -12,18 +12,11 @@ from torch.nn.functional import pad
 
 
 def generate_in_chunks(model: Any, size: int) -> None:
-    """Makes `model.generate` generate few completions at a time.
+    """Makes `model.generate` of transformers or PEFT generate at most `size` completions at a time.
 
     The KV cache then holds at most `size` sequences. A call is passed on unchanged if it returns more than token ids,
-    or if its tensors cannot be split by prompt, such as several images a prompt in Qwen's models.
-
-    Args:
-        model: A model of transformers, or a PEFT model; its `generate` is replaced.
-        size: Completions in one call at most; at least 1.
-
-    Raises:
-        ValueError: By `generate`, if chunks have different lengths and neither generation configuration has a
-            `pad_token_id` to fill them with.
+    or if its tensors cannot be split by prompt, such as several images a prompt in Qwen's models. `generate` raises
+    ValueError if chunks have different lengths and neither generation configuration has a `pad_token_id`.
     """
     inner = type(model).generate
 
@@ -35,20 +28,20 @@ def generate_in_chunks(model: Any, size: int) -> None:
         if chunks is None:
             return inner(self, *args, **kwargs)
         outputs = [inner(self, **kwargs | chunk) for chunk in chunks]
-        length = max(ids.shape[1] for ids in outputs)
-        if all(ids.shape[1] == length for ids in outputs):
+        lengths = {ids.shape[1] for ids in outputs}
+        if len(lengths) == 1:
             return torch.cat(outputs)
         filler = config.pad_token_id if config.pad_token_id is not None else self.generation_config.pad_token_id
         if filler is None:
             raise ValueError("chunks of different lengths need a pad_token_id in the generation configuration")
-        return torch.cat([pad(ids, (0, length - ids.shape[1]), value=int(filler)) for ids in outputs])
+        return torch.cat([pad(ids, (0, max(lengths) - ids.shape[1]), value=int(filler)) for ids in outputs])
 
     # A method of the instance, so that a copy of the model generates with its own weights.
     model.generate = MethodType(generate, model)
 
 
 def split(inputs: dict[str, Any], size: int) -> list[dict[str, Tensor]] | None:
-    """Splits the arguments of `generate` for a batch of prompts.
+    """Splits the arguments of `generate` for a batch of B prompts into those of at most `size` prompts each.
 
     Args:
         inputs: Keyword arguments of `generate`: `input_ids` (B, L), and tensors with one row a prompt. With

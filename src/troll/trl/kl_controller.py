@@ -7,7 +7,7 @@ import warnings
 from accelerate import Accelerator
 from torch import Tensor
 
-from troll.trust_region.metrics import Tally, masked_total
+from troll.trust_region.metrics import masked_total
 from troll.trust_region.weight import adapted, limited
 
 
@@ -20,7 +20,7 @@ class AdaptiveKLController:
     paper's, β has limits, and a warning says when one holds it.
 
     Args:
-        accelerator: Adds up what the trainer's processes saw.
+        accelerator: Adds up the KL of the trainer's processes.
         name: The divergence's name in the log, where its weight is `trust_region/NAME_weight`: "kl_penalty" or
             "regression"; None if the surrogate weights nothing.
         weight: β at the start.
@@ -34,28 +34,27 @@ class AdaptiveKLController:
         self.start()
 
     def start(self) -> None:
-        """Begins a training: β is the first one, and what an interrupted update has left is dropped."""
+        """Begins a training with the first β, without the sums of an interrupted update."""
         self.value = self._initial
         self._kl: float | None = None
-        self._seen = Tally()
+        self._seen: Tensor | None = None
 
     def observe(self, kl: Tensor, mask: Tensor) -> None:
         """Adds the KL (N,) of a micro-batch's tokens, in nats; the (N,) mask is 1 for those that count."""
-        if self._target is not None:
-            self._seen += Tally({"kl": masked_total(kl, mask)})
+        if self.adapts:
+            total = masked_total(kl, mask)
+            self._seen = total if self._seen is None else self._seen + total
 
     def end_update(self, *, adapt: bool) -> None:
-        """Ends an update; with `adapt`, β adapts to what was seen since the last call."""
-        seen, self._seen = self._seen, Tally()
-        if not seen.totals or self._target is None or not adapt:
+        """Ends an update; with `adapt`, β adapts to the KL observed since the last call."""
+        seen, self._seen = self._seen, None
+        if seen is None or self._target is None or not adapt:
             return
-        kl, tokens = self._accelerator.reduce(seen.totals["kl"], reduction="sum").tolist()
-        if tokens:
-            self._kl = kl / tokens
-            self._set(adapted(self.value, self._kl, self._target))
-
-    def _set(self, weight: float) -> None:
-        """Sets β as far as its limits allow."""
+        kl, tokens = self._accelerator.reduce(seen, reduction="sum").tolist()
+        if not tokens:
+            return
+        self._kl = kl / tokens
+        weight = adapted(self.value, self._kl, self._target)
         self.value = limited(weight, self._initial)
         if self.value != weight and self._accelerator.is_main_process and not self._warned:
             self._warned = True
@@ -67,9 +66,9 @@ class AdaptiveKLController:
             )
 
     def metrics(self) -> dict[str, float]:
-        """The mean KL that β last adapted to, if there is one since the last call."""
+        """`trust_region/NAME_kl`, the mean KL that β last adapted to, if there is one since the last call."""
         kl, self._kl = self._kl, None
-        return {} if kl is None else {f"{self.name}_kl": kl}
+        return {} if kl is None else {f"trust_region/{self.name}_kl": kl}
 
     def state_dict(self) -> dict[str, float]:
         """β, for a checkpoint."""

@@ -1,4 +1,4 @@
-"""What the trust region did in every update, over micro-batches and processes: for the log and for adaptive bounds."""
+"""Statistics of the trust region in every update, over micro-batches and processes, for the log and adaptive bounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from troll.trust_region.metrics import Tally, step_tally, support_tally
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.step import TrustRegionStep
 
-#: What to do about NaN and infinity.
+#: The remedy against NaN and infinity.
 REMEDY = (
     "and the update was not made. Resume from the last checkpoint with a lower learning_rate or max_grad_norm; in "
     "fp16, use bf16"
@@ -29,28 +29,29 @@ class Monitor:
     """Collects `TrustRegionStep` of the micro-batches; every method runs on every process.
 
     Args:
-        accelerator: Adds up what the trainer's processes saw.
+        accelerator: Adds up the statistics of the trainer's processes.
         args: The trainer's configuration.
     """
 
     def __init__(self, accelerator: Accelerator, args: TrollConfig) -> None:
         self._accelerator, self._args = accelerator, args
         self.start()
-        self._watched = {"projected": 0.0, "tokens": 0.0}
+        # Projected tokens, and all, since some step.
+        self._watched = [0.0, 0.0]
         self._watched_since: int | None = None
         self._warned_of_coverage = False
 
     def start(self) -> None:
-        """Drops the sums of an interrupted update."""
+        """Begins a training, without the sums of an interrupted update."""
         self.tally = Tally()
-        # What the host has to know of the update under way, on the device; and of the last one, on the host.
+        # The sums that the host has to know: of the update under way, on the device; and of the last one, on the host.
         self._update, self._known = Tally(), dict[str, Tensor]()
 
     def observe(self, step: TrustRegionStep, old: SparsePolicy, mask: Tensor) -> None:
         """Adds the N tokens of a micro-batch.
 
         Args:
-            step: What the trust region did with them, each (N,).
+            step: Their trust region, each (N,).
             old: Their old policies, (N,).
             mask: (N,), 1 for the tokens that count.
         """
@@ -65,12 +66,9 @@ class Monitor:
         self._update += Tally(counts={"nonfinite_losses": (~loss.detach().isfinite()).to(loss.dtype)})
 
     def check(self, global_step: int) -> None:
-        """Checks what was observed of an update, before its last backward pass.
+        """Checks the tokens and losses of an update, made after `global_step` others, before its last backward pass.
 
-        With one collective, and one wait for the device, for all that the host has to know of an update.
-
-        Args:
-            global_step: Optimiser steps made so far, for the error.
+        All sums that the host has to know come with one collective and one wait for the device.
 
         Raises:
             FloatingPointError: If logits or losses are NaN or infinite in any process, on every process.
@@ -87,7 +85,7 @@ class Monitor:
             self._watched_since = global_step
 
     def end_update(self) -> BoundStatistics | None:
-        """What all processes saw in the update that ends here; None if no token was observed."""
+        """The statistics of the update that ends here, over all processes; None if no token was observed."""
         known, self._known = self._known, {}
         if not known:
             return None
@@ -100,33 +98,29 @@ class Monitor:
             return {}
         tally = over_processes(self.tally, self._accelerator)
         self.tally = Tally()
-        metrics = tally.values(empty=0.0)
+        metrics = {name: value.item() for name, value in tally.values(empty=0.0).items()}
         # One multiplier for many tokens projects them all, and a controller projects as many as it was told to.
         if self._args.constraint == "token" and self._args.kl_bound_schedule != "hold_projected_fraction":
             projected, tokens = tally.totals["projected_fraction"].tolist()
             self._watch_projections(projected, tokens, global_step)
-        self._watch_coverage(metrics["tail_mass"].item())
-        return {f"trust_region/{name}": value.item() for name, value in metrics.items()}
+        message = support_too_small(metrics["tail_mass"], top_k=self._args.support_top_k, setting="support_top_k")
+        if message is not None and not self._warned_of_coverage and self._accelerator.is_main_process:
+            self._warned_of_coverage = True
+            warnings.warn(message, stacklevel=2)
+        return {f"trust_region/{name}": value for name, value in metrics.items()}
 
     def _watch_projections(self, projected: float, tokens: float, global_step: int) -> None:
-        self._watched["projected"] += projected
-        self._watched["tokens"] += tokens
+        self._watched = [self._watched[0] + projected, self._watched[1] + tokens]
         if self._watched_since is None or global_step - self._watched_since < WATCHED_STEPS:
             return
-        fraction = self._watched["projected"] / max(self._watched["tokens"], 1)
+        fraction = self._watched[0] / max(self._watched[1], 1)
         if fraction > WATCHED_FRACTION and self._accelerator.is_main_process:
             warnings.warn(
                 f"{fraction:.0%} of the tokens were projected in the last {WATCHED_STEPS} steps or more, so the bound "
                 "rather than the advantages decides the update: lower learning_rate or the updates per rollout",
                 stacklevel=2,
             )
-        self._watched, self._watched_since = {"projected": 0.0, "tokens": 0.0}, None
-
-    def _watch_coverage(self, tail_mass: float) -> None:
-        message = support_too_small(tail_mass, top_k=self._args.support_top_k, setting="support_top_k")
-        if message is not None and not self._warned_of_coverage and self._accelerator.is_main_process:
-            self._warned_of_coverage = True
-            warnings.warn(message, stacklevel=2)
+        self._watched, self._watched_since = [0.0, 0.0], None
 
 
 def over_processes(tally: Tally, accelerator: Accelerator) -> Tally:

@@ -1,4 +1,4 @@
-"""The old policy of a rollout: captured where TRL scores the completions, or read from what the engine reported."""
+"""The old policy of a rollout: captured where TRL scores the completions, or read from the engine's reports."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from troll.huggingface.policies import capture_tokens, scatter, spread, targets_of
-from troll.trl.anchor import RolloutAnchor
-from troll.trl.config import TrollConfig
 from troll.trl.seam import Scores, loss_mask, standing_in
 from troll.trust_region.metrics import masked_total
 from troll.trust_region.policy.on_support import sparse_entropy
@@ -26,33 +23,22 @@ OLD_POLICY = "troll_old_policy"
 class OldPolicy:
     """Adds the old policy to a rollout whose updates need more of it than the sampled tokens' log-probabilities.
 
-    Every method runs on every process.
-
-    Args:
-        accelerator: Averages metrics over the trainer's processes.
-        args: The trainer's configuration.
-        temperature: The sampling temperature, by which logits are divided.
-        anchor: The engine's reports; None where the training network scores the rollout.
+    Where the trainer has no `anchor`, the training network scores the rollout. Every method runs on every process.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, args: TrollConfig, temperature: float, anchor: RolloutAnchor | None
-    ) -> None:
-        self._accelerator, self._args, self._temperature, self._anchor = accelerator, args, temperature, anchor
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._args, self._anchor = trainer, trainer.args, trainer.anchor
         self._reads, self._scores_expected = False, False
         # The policies of a rollout, and the log-probabilities that TRL got with them.
         self._captured: tuple[list[PackedPolicy], Tensor] | None = None
         #: Mean entropy per token of the last rollout, in nats.
         self.mean_entropy = 0.0
 
-    def start(self, *, training: bool, reads_policies: bool) -> None:
-        """Begins a rollout, and drops what an exception may have left of the one before.
-
-        Args:
-            training: Whether the rollout is for training, not for evaluation.
-            reads_policies: Whether its updates need distributions, not only log-probabilities of the sampled tokens.
-        """
-        self._captured, self._reads = None, training and reads_policies
+    def start(self) -> None:
+        """Begins a rollout, and forgets one that an exception has broken off."""
+        trainer, training = self._trainer, self._trainer.model.training
+        reads = trainer.reads_policies or trainer.diagnostics.due(rollout=True)
+        self._captured, self._reads = None, training and reads and not self._args.always_on_policy
         # The policy's scores are the first that TRL asks for; a reference's, of the same model with PEFT, follow.
         self._scores_expected = training and self._args.scores_rollouts and (self._reads or self._anchor is not None)
         if self._anchor is not None:
@@ -73,16 +59,16 @@ class OldPolicy:
         *rest: Any,
         **named: Any,
     ) -> tuple[Any, ...]:
-        """The scores of a rollout as TRL's own method returns them; its policies are captured on the way.
+        """Scores a rollout as TRL's own method does, and captures its policies on the way.
 
         Args:
-            score: TRL's method, which calls a model for some sequences at a time.
-            model: The model to score with; passed on to `score`, like all other arguments.
+            score: TRL's method, which calls a model for some sequences at a time; it takes all other arguments.
+            model: The model to score with.
             ids: Token ids of prompts and completions, (B, P + T).
             mask: Their attention mask, (B, P + T).
             length: T, the tokens of a completion.
-            *rest: Further positional arguments of `score`.
-            **named: Further keyword arguments of `score`.
+            *rest: Further positional arguments.
+            **named: Further keyword arguments.
         """
         if self._anchor is not None:  # the engine has scored the completions: no pass
             return Scores(ids.new_zeros((len(ids), length), dtype=torch.float32), None, None)
@@ -93,7 +79,7 @@ class OldPolicy:
             captured = capture_tokens(
                 model,
                 targets,
-                temperature=self._temperature,
+                temperature=self._trainer.temperature,
                 top_k=self._args.support_top_k,
                 mass_threshold=self._args.mass_threshold,
                 head_in_float32=self._args.cast_lm_head_to_fp32,
@@ -107,33 +93,30 @@ class OldPolicy:
         self._captured = policies, scores[0]
         return scores
 
-    def add_to(self, rolled_out: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
-        """A rollout with the old policy, and metrics about it.
+    def added_to(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
+        """A rollout with the old policy.
 
         Raises:
-            RuntimeError: If TRL did not score the completions with what it asked for.
+            RuntimeError: If TRL took its old log-probabilities from elsewhere than `score`.
         """
-        metrics: dict[str, float] = {}
         if self._anchor is not None:
-            rolled_out, unreported = self._anchor.as_old_policy(rolled_out)
-            metrics["sampling/unreported_fraction"] = unreported
+            rolled_out = self._anchor.as_old_policy(rolled_out)
             policies = self._anchor.policies(rolled_out) if self._reads else []
             self._anchor.reports.clear()
         else:
-            captured = self._captured
-            if self._reads and (captured is None or rolled_out.get("old_per_token_logps") is not captured[1]):
+            policies, log_probs = self._captured or ([], None)
+            if self._reads and (log_probs is None or rolled_out.get("old_per_token_logps") is not log_probs):
                 raise RuntimeError("GRPOTrainer did not score the old policy where TrollTrainer expects it")
-            policies = [] if captured is None else captured[0]
             self._captured = None
         if not self._reads:
-            return rolled_out, metrics
+            return rolled_out
         if self._args.kl_bound_entropy_exponent:
             entropies = _entropies(policies, loss_mask(rolled_out))
-            total, count = self._accelerator.reduce(entropies, reduction="sum").tolist()
+            total, count = self._trainer.accelerator.reduce(entropies, reduction="sum").tolist()
             # A rollout without a distribution is found, and named, in its first update.
             self.mean_entropy = total / max(count, 1) if math.isfinite(total) else 0.0
         # At the end of the dictionary, since the first entry sets the batch size.
-        return rolled_out | {OLD_POLICY: policies}, metrics
+        return rolled_out | {OLD_POLICY: policies}
 
 
 def _entropies(policies: list[PackedPolicy], mask: Tensor) -> Tensor:

@@ -17,14 +17,11 @@ from troll.trl.advantages.estimators import combine_rewards
 
 
 class Resampling:
-    """Replaces the groups of a rollout whose rewards are all equal; every method runs on every process.
+    """Replaces the groups of a trainer's rollout whose rewards are all equal; every method runs on every process.
 
     After a rollout's own prompts, further rounds generate completions of others, a whole rollout each time, until every
     such group has been replaced by one with different rewards, or `TrollConfig.resampling_rounds` are over. Only then
     does TRL score completions and compute advantages, so it sees the rollout as it will be trained on.
-
-    Args:
-        trainer: The `TrollTrainer`, set up except for its callbacks.
 
     Raises:
         ValueError: With images, tools, environments, a rollout function or a data set without length.
@@ -36,7 +33,7 @@ class Resampling:
 
     @contextmanager
     def rollout(self, examples: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-        """Samples a rollout, which TRL then takes instead of generating one.
+        """Samples a rollout, which TRL takes within the context instead of generating one.
 
         TRL's metrics remain those of the first round, as without resampling; only `num_tokens` counts all rounds.
         Three metrics are new: `resampling/rounds`, the number of rounds after the first; `resampling/equal_groups`,
@@ -51,8 +48,7 @@ class Resampling:
         """
         trainer = self._trainer
         found = seam.sample(trainer, examples)
-        first = found.rewards
-        rounds = 0
+        first, rounds = found.rewards, 0
         with seam.unlogged(trainer):
             for others in self._other_examples(examples):
                 if not self._equal(found.rewards).any():
@@ -63,8 +59,8 @@ class Resampling:
         with seam.sampled(trainer, found):
             yield found.examples
         equal = float(self._equal(first).float().mean())
-        seam.replace_metrics(trainer, reward_metrics(first, trainer.reward_weights, trainer.reward_func_names))
-        seam.replace_metrics(trainer, {"frac_reward_zero_std": equal})
+        logged = reward_metrics(first, trainer.reward_weights, trainer.reward_func_names)
+        seam.replace_metrics(trainer, logged | {"frac_reward_zero_std": equal})
         left = float(self._equal(found.rewards).float().mean())
         counts = {"rounds": rounds, "equal_groups": equal, "equal_groups_left": left}
         seam.add_metrics(trainer, {f"resampling/{name}": value for name, value in counts.items()})
@@ -104,14 +100,14 @@ class Resampling:
 
 
 def equal_groups(rewards: Tensor, num_generations: int) -> Tensor:
-    """Finds the groups with nothing to compare: all of their scored completions have the same reward.
+    """Which groups have nothing to compare, since all of their scored completions have the same reward.
 
     Args:
         rewards: (N,), group by group; NaN where a completion was not scored.
-        num_generations: Completions per group.
+        num_generations: n, completions per group.
 
     Returns:
-        (N / num_generations,) bool, true for such groups.
+        (N / n,) bool.
     """
     grouped = rewards.view(-1, num_generations)
     largest = grouped.nan_to_num(nan=-torch.inf).amax(1)
@@ -119,12 +115,9 @@ def equal_groups(rewards: Tensor, num_generations: int) -> Tensor:
 
 
 def draw(size: int, count: int, seed: str) -> list[int]:
-    """Draws numbers below `size` in random order; none comes again before all have come.
+    """Draws `count` numbers below `size` in random order; none comes again before all have come.
 
-    Args:
-        size: The numbers are 0 to `size` − 1; at least 1.
-        count: How many to draw; may be above `size`.
-        seed: Gives the same numbers in every version of Python.
+    A seed gives the same numbers in every version of Python.
     """
     generator, drawn = random.Random(seed), list[int]()
     while len(drawn) < count:
@@ -133,19 +126,16 @@ def draw(size: int, count: int, seed: str) -> list[int]:
 
 
 def reward_metrics(rewards_per_function: Tensor, weights: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """What TRL logs of (N, F) rewards: `rewards/NAME/mean` and `/std` of each function, `reward`, `reward_std`.
+    """TRL's metrics of (N, F) rewards, NaN where a function returned None, from the F functions' weights and names.
 
-    Args:
-        rewards_per_function: (N, F), NaN where a function returned None.
-        weights: (F,), the weights of the functions in `reward`.
-        names: The F names in the metrics.
+    These are `rewards/NAME/mean` and `rewards/NAME/std` of each function, `reward` and `reward_std`.
     """
-    by_function = zip(names, rewards_per_function.unbind(1), strict=True)
     total = combine_rewards(rewards_per_function, weights)
-    columns = {f"rewards/{name}/": rewards for name, rewards in by_function}
-    metrics = {f"{name}mean": float(rewards.nanmean()) for name, rewards in columns.items()}
-    metrics |= {f"{name}std": float(seam.nanstd(rewards)) for name, rewards in columns.items()}
-    return metrics | {"reward": float(total.nanmean()), "reward_std": float(seam.nanstd(total))}
+    metrics = {"reward": float(total.nanmean()), "reward_std": float(seam.nanstd(total))}
+    for name, rewards in zip(names, rewards_per_function.unbind(1), strict=True):
+        metrics[f"rewards/{name}/mean"] = float(rewards.nanmean())
+        metrics[f"rewards/{name}/std"] = float(seam.nanstd(rewards))
+    return metrics
 
 
 def _completions(groups: Tensor, size: int) -> list[int]:
@@ -154,7 +144,7 @@ def _completions(groups: Tensor, size: int) -> list[int]:
 
 
 def _refuse(trainer: Any) -> None:
-    """Refuses what resampling cannot do: a completion must come from one call of TRL's generation and a text."""
+    """Raises ValueError unless each completion comes from one call of TRL's generation and a text."""
     found = {
         "tools": trainer.tools,
         "environments": trainer.environment_factories,

@@ -26,13 +26,10 @@ class RolloutWeights:
 
     A rollout is made and trained on in one process, and is still as old as one that waited in a queue of k. With
     `anchor="old"`, only generation sees these weights, and the old policy is the network when the rollout is scored.
-    With `anchor="rollout"`, scoring sees them too, so the old policy is exactly what sampled the tokens.
+    With `anchor="rollout"`, scoring sees them too, so the old policy is exactly the one that sampled the tokens.
 
     It keeps k + 1 copies of the trained weights in memory, and k in every checkpoint. Every method runs on every
     process.
-
-    Args:
-        trainer: The `TrollTrainer`.
 
     Raises:
         ValueError: With a rollout function, or where a process holds only a part of the weights.
@@ -92,14 +89,12 @@ class RolloutWeights:
         with self._sampling():
             sampled = seam.log_probs(self._trainer, self._trainer.model, rolled_out)
         ratio = torch.exp(rolled_out["old_per_token_logps"] - sampled)
-        seam.add_metrics(self._trainer, {"sampling/importance_ratio": self._mean(ratio, seam.loss_mask(rolled_out))})
+        of_tokens = masked_total(ratio, seam.loss_mask(rolled_out))
+        total, count = self._trainer.accelerator.reduce(of_tokens, reduction="sum").tolist()
+        seam.add_metrics(self._trainer, {"sampling/importance_ratio": total / max(count, 1)})
         advantages = rolled_out["advantages"]
         advantages = advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages
         return rolled_out | {"advantages": advantages * ratio.clamp(max=largest)}
-
-    def _mean(self, values: Tensor, mask: Tensor) -> float:
-        total, count = self._trainer.accelerator.reduce(masked_total(values, mask), reduction="sum").tolist()
-        return total / max(count, 1)
 
     def save(self, checkpoint: Path) -> None:
         """Writes `WEIGHTS_STATE` into a checkpoint's folder, atomically."""
@@ -108,12 +103,7 @@ class RolloutWeights:
             save_state(state, checkpoint / WEIGHTS_STATE)
 
     def load(self, checkpoint: Path) -> None:
-        """Reads what `save` wrote.
-
-        Raises:
-            FileNotFoundError: If the checkpoint has no `WEIGHTS_STATE`.
-            ValueError: If it is of a run with another delay.
-        """
+        """Reads the weights of `save`; raises an error if the checkpoint has none, or those of another delay."""
         if not self._delay:
             return
         state = load_state(checkpoint / WEIGHTS_STATE, f"a run with rollout_delay={self._delay}")

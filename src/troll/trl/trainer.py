@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +16,11 @@ from trl import GRPOTrainer
 from troll.huggingface.adapters import refuse_merging
 from troll.huggingface.policies import read_tokens, scatter
 from troll.huggingface.token_ids import without_embedding
-from troll.trl import seam
+from troll.trl import checks, seam
 from troll.trl.advantages.rollouts import Advantages
 from troll.trl.anchor import RolloutAnchor
 from troll.trl.callback import TrollCallback
 from troll.trl.checkpoints import marked, resolved
-from troll.trl.checks import (
-    disable_dropout,
-    refuse_an_empty_reference,
-    refuse_columns,
-    refuse_fewer_tokens,
-    refuse_model_parallelism,
-    refuse_token_ids,
-    tokenizer_of,
-    warn_about,
-    warn_about_precision,
-    warn_about_saving,
-)
 from troll.trl.config import AGGREGATION, TrollConfig
 from troll.trl.diagnostics import Diagnostics
 from troll.trl.eval_metrics import EvalMetrics, sampling_temperature
@@ -65,8 +52,8 @@ class TrollTrainer(GRPOTrainer):
     `TrollConfig.surrogate` puts a rival, or TRL's clip, in TROLL's place, and `TrollConfig.advantage_estimator` changes
     how rewards become advantages; a comparison changes exactly one of them.
 
-    Everything else is as in `GRPOTrainer`, its arguments included. The network p̃ is what is saved and used for
-    inference.
+    Everything else is as in `GRPOTrainer`, its arguments included. The network p̃ is saved and used for inference, never
+    the projection q.
 
     Raises:
         TypeError: If `args` is not a `TrollConfig`.
@@ -87,12 +74,7 @@ class TrollTrainer(GRPOTrainer):
     }
 
     def __init__(
-        self,
-        model: Any,
-        reward_funcs: Any = None,
-        args: TrollConfig | None = None,
-        *positional: Any,
-        **kwargs: Any,
+        self, model: Any, reward_funcs: Any = None, args: TrollConfig | None = None, *positional: Any, **kwargs: Any
     ) -> None:
         if args is None:
             name = model if isinstance(model, str) else seam.get_config_model_id(model.config)
@@ -100,67 +82,62 @@ class TrollTrainer(GRPOTrainer):
         if not isinstance(args, TrollConfig):
             raise TypeError(f"args must be a TrollConfig, got {type(args).__name__}: change the name of the class")
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        refuse_columns(self)
+        checks.refuse_columns(self)
         head = self.model.get_output_embeddings()
         if hasattr(head, "token_adapter"):  # of trainable_token_indices; TRL asks for a bias, which PEFT leaves out
             head.bias = None
         if args.use_vllm:
             refuse_merging(self.model, "use_vllm")
-        self._missing_tokens = without_embedding(self.model, tokenizer_of(self))
-        refuse_token_ids(self, self._missing_tokens)
-        refuse_fewer_tokens("reference model", self.ref_model, self, self._missing_tokens)
+        #: The tokens of the tokenizer that the model lacks, by id.
+        self.missing_tokens = without_embedding(self.model, checks.tokenizer_of(self))
+        checks.refuse_token_ids(self)
+        checks.refuse_fewer_tokens("reference model", self.ref_model, self)
         self.surrogate = SURROGATES[args.surrogate]
         self._own_settings = args.own_settings
+        #: Whether it needs distributions in addition to the sampled tokens' log-probabilities.
+        self.reads_policies = self.surrogate.reads_policies(self._own_settings)
         # Infinity in the configuration itself would not be valid JSON.
         if "epsilon" not in self.surrogate.fields:
             self.epsilon_low = torch.inf
         if "epsilon_high" not in self.surrogate.fields:
             self.epsilon_high = torch.inf
         if self.accelerator.is_main_process:
-            warn_about(args, self.model)
-            warn_about_saving(self.accelerator, self.model)
-        warn_about_precision(self.accelerator, args, self.model)
-        refuse_an_empty_reference(self.accelerator, self.ref_model)
+            checks.warn_about(args, self.model)
+            checks.warn_about_saving(self.accelerator, self.model)
+        checks.warn_about_precision(self.accelerator, args, self.model)
+        checks.refuse_an_empty_reference(self.accelerator, self.ref_model)
         if args.kl_in_reward:
             self.beta = 0.0  # or the parent would add the KL to the loss too
         if args.disable_dropout:  # TRL switches only layers off
-            disable_dropout(self.model)
+            checks.disable_dropout(self.model)
 
         self.rollout_weights = RolloutWeights(self) if args.rollout_delay or args.rollout_dtype else None
         # With delayed weights, scoring with the weights that sampled the tokens gives the anchor; no engine reports it.
         self.anchor = RolloutAnchor(self) if args.anchor == "rollout" and not self.rollout_weights else None
-        self.old_policy = OldPolicy(self.accelerator, args, self.temperature, self.anchor)
+        self.old_policy = OldPolicy(self)
         self.ungraded = UngradedFilter(self.accelerator, self.reward_funcs)
-        self.advantages = Advantages(self.accelerator, args, self.model, model)
+        self.advantages = Advantages(self, model)
         if self.advantages.critic is not None:
-            refuse_fewer_tokens("critic", self.advantages.critic.model, self, self._missing_tokens)
+            checks.refuse_fewer_tokens("critic", self.advantages.critic.model, self)
         self.resampling = Resampling(self) if args.resampling_rounds else None
         self.monitor = Monitor(self.accelerator, args)
-        self.diagnostics = Diagnostics(self.accelerator, args, self._full_logits)
+        self.diagnostics = Diagnostics(self)
         self.eval_metrics = EvalMetrics(self.reward_funcs, self.reward_func_names)
         if args.generation_chunk_size and not args.use_vllm:
             generate_in_chunks(self.model, args.generation_chunk_size)
         self.kl_controller = AdaptiveKLController(
             self.accelerator, self.surrogate.weighted, args.penalty_weight, args.penalty_target
         )
-        self.callback = TrollCallback(
-            args,
-            kl_controller=self.kl_controller,
-            critic=self.advantages.critic,
-            rollout_weights=self.rollout_weights,
-            monitor=self.monitor,
-            diagnostics=self.diagnostics,
-            ungraded=self.ungraded,
-            passes_done=partial(seam.micro_batches_done, self),
-            add_metrics=partial(seam.add_metrics, self),
-        )
+        self.callback = TrollCallback(self)
         self.add_callback(self.callback)
         self._use_checked = False
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the parent, for data parallelism only; with FSDP2, the model's outputs keep their dtype."""
         super().create_accelerator_and_postprocess()
-        refuse_model_parallelism(tensor=self.get_tp_size(), context=self.get_cp_size(), sequence=self.get_sp_size())
+        checks.refuse_model_parallelism(
+            tensor=self.get_tp_size(), context=self.get_cp_size(), sequence=self.get_sp_size()
+        )
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
             # accelerate would round every output to the parameters' dtype, log-probabilities among them.
@@ -169,10 +146,10 @@ class TrollTrainer(GRPOTrainer):
     # The rollout
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        refuse_columns(self, inputs[0])  # a stream knows its columns and prompts only now
-        refuse_token_ids(self, self._missing_tokens, [example["prompt"] for example in inputs])
+        checks.refuse_columns(self, inputs[0])  # a stream knows its columns and prompts only now
+        checks.refuse_token_ids(self, [example["prompt"] for example in inputs])
         training = self.model.training
-        self.old_policy.start(training=training, reads_policies=self._reads_policies())
+        self.old_policy.start()
         with ExitStack() as stack:
             if training and self.rollout_weights is not None:
                 stack.enter_context(self.rollout_weights.rollout())
@@ -185,16 +162,11 @@ class TrollTrainer(GRPOTrainer):
             return rolled_out
         if self.args.kl_in_reward:
             rolled_out["ref_per_token_logps"] = seam.reference_log_probs(self, rolled_out)
-        rolled_out, metrics = self.old_policy.add_to(self.ungraded.without(rolled_out))
-        seam.add_metrics(self, metrics)
-        rolled_out, advantages, metrics = self.advantages.of(rolled_out)
-        seam.add_metrics(self, metrics)
-        if advantages is not None:
-            seam.replace_logged_advantages(self, advantages)
+        rolled_out = self.advantages.put_into(self.old_policy.added_to(self.ungraded.without(rolled_out)))
         if self.rollout_weights is not None:
             rolled_out = self.rollout_weights.corrected(rolled_out)
-        if OLD_POLICY in rolled_out and self._diagnostics_due(self._updates_of_rollout()):
-            self.diagnostics.probe(rolled_out, seam.loss_mask(rolled_out))
+        if OLD_POLICY in rolled_out and self.diagnostics.due(rollout=True):
+            self.diagnostics.probe(rolled_out)
         return rolled_out
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -218,22 +190,6 @@ class TrollTrainer(GRPOTrainer):
             return self.old_policy.score(score, *args, **kwargs)
         return score(*args, **kwargs)
 
-    def _reads_policies(self) -> bool:
-        """Whether an update with the next rollout needs more of the old policy than log-probabilities."""
-        return not self.args.always_on_policy and (
-            self.surrogate.reads_policies(self._own_settings) or self._diagnostics_due(self._updates_of_rollout())
-        )
-
-    def _diagnostics_due(self, updates: int = 1) -> bool:
-        """Whether one of the next updates is to be measured."""
-        every, step = self.args.diagnostics_steps, self.state.global_step
-        return every > 0 and (step + updates) // every > step // every
-
-    def _updates_of_rollout(self) -> int:
-        """The updates in which a rollout made now takes part: its micro-batches may begin and end within one."""
-        accumulated = self.args.gradient_accumulation_steps
-        return -(-(seam.micro_batches_done(self) % accumulated + self.args.rollout_steps) // accumulated)
-
     # The update
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -254,8 +210,8 @@ class TrollTrainer(GRPOTrainer):
 
     def _surrogate_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """The parent's loss, in which the surrogate replaces the ratio, drops tokens or adds a penalty."""
-        diagnosed = OLD_POLICY in inputs and self._diagnostics_due()
-        reads_policies = OLD_POLICY in inputs and (diagnosed or self.surrogate.reads_policies(self._own_settings))
+        diagnosed = OLD_POLICY in inputs and self.diagnostics.due()
+        reads_policies = diagnosed or (OLD_POLICY in inputs and self.reads_policies)
         if self.surrogate.terms is None and not reads_policies:
             return super()._compute_loss(model, inputs)
 
@@ -303,7 +259,7 @@ class TrollTrainer(GRPOTrainer):
             loss = loss + self._aggregate(torch.stack(penalties).sum(0), mask, inputs)
         self._observe(tokens, terms, mask[at])
         if diagnosed:
-            self.diagnostics.observe(tokens, scored, mask, self.state.global_step)
+            self.diagnostics.observe(tokens, scored, mask)
         return loss
 
     def _check_use(self, loss: Tensor, shifted: Tensor) -> None:
@@ -344,11 +300,9 @@ class TrollTrainer(GRPOTrainer):
     def _token_bounds(self, old: SparsePolicy | None, advantages: Tensor) -> float | Tensor:
         """ε of the N tokens: (N,), or one number for all."""
         bound: float | Tensor = self.callback.kl_bound.value
-        if self.args.kl_bound_entropy_exponent and old is not None:
-            exponent = self.args.kl_bound_entropy_exponent
+        if (exponent := self.args.kl_bound_entropy_exponent) and old is not None:
             bound = entropy_scaled(bound, sparse_entropy(old), self.old_policy.mean_entropy, exponent=exponent)
-        if self.args.kl_bound_negative_ratio != 1.0:
-            ratio = self.args.kl_bound_negative_ratio
+        if (ratio := self.args.kl_bound_negative_ratio) != 1.0:
             bound = by_advantage(bound, advantages, negative_kl_bound_ratio=ratio)
         return bound
 
@@ -362,7 +316,7 @@ class TrollTrainer(GRPOTrainer):
         return Constraint.batch(mask, reduction, processes)[at]
 
     def _observe(self, tokens: ScoredTokens, terms: Terms, mask: Tensor) -> None:
-        """Shows the monitor what the surrogate did with a micro-batch; without a projection, the KL that it reached."""
+        """Shows the monitor the trust region of a micro-batch; without a projection, the KL of the network."""
         if tokens.old is None or tokens.new is None:
             return
         step = terms.step
@@ -395,13 +349,6 @@ class TrollTrainer(GRPOTrainer):
         aggregated = aggregate(per_token, mask, AGGREGATION[self.loss_type], max_length)  # type: ignore[arg-type]
         return aggregated / self.current_gradient_accumulation_steps
 
-    @torch.no_grad()
-    def _full_logits(self, input_ids: Tensor, attention_mask: Tensor, positions: Tensor) -> Tensor:
-        """The network's logits now at some positions of a sequence, counted from its end, (n, V)."""
-        with self.accelerator.autocast():
-            output = self.model(input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=positions)
-        return output.logits[0].float() / self.temperature
-
     # Evaluation
 
     def evaluation_loop(
@@ -429,7 +376,8 @@ class TrollTrainer(GRPOTrainer):
         for name in found.keys() & own.keys():
             del own[name]
         if metric_key_prefix != "eval":  # TRL logs its metrics of every data set under the same names
-            found |= {name: value for name in own if (value := _mean(own[name])) is not None}
+            numbers = {name: [value for value in values if not math.isnan(value)] for name, values in own.items()}
+            found |= {name: sum(values) / len(values) for name, values in numbers.items() if values}
             own.clear()
         assert output.metrics is not None
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
@@ -454,9 +402,3 @@ class TrollTrainer(GRPOTrainer):
             super()._save_checkpoint(model, trial)
             if not self.args.save_only_model:
                 self.callback.save(checkpoint)
-
-
-def _mean(values: list[float]) -> float | None:
-    """The mean of the values that are numbers; None if there are none."""
-    valid = [value for value in values if not math.isnan(value)]
-    return sum(valid) / len(valid) if valid else None

@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from troll.rewards.grading import Grader, leaves_unscored
-from troll.trl.seam import loss_mask
+from troll.trl.seam import loss_mask, restricted
 
 #: Rollouts in a row in which a grader could judge nothing, after which training ends.
 HOPELESS_ROLLOUTS = 3
@@ -90,12 +90,9 @@ class UngradedFilter:
         self._count_rollout()
         if not self._trouble:
             return rolled_out
-        mask: Tensor = rolled_out["completion_mask"]
-        first = self._accelerator.process_index * len(mask)
-        judged = ~self._rows[first : first + len(mask)].unsqueeze(1)
-        rolled_out = rolled_out | {"tool_mask": rolled_out.get("tool_mask", torch.ones_like(mask)) * judged}
-        tokens = self._accelerator.reduce(loss_mask(rolled_out).sum(), reduction="sum")
-        return rolled_out | {"num_items_in_batch": tokens.to(rolled_out["num_items_in_batch"])}
+        size = len(rolled_out["completion_mask"])
+        first = self._accelerator.process_index * size
+        return restricted(self._accelerator, rolled_out, ~self._rows[first : first + size].unsqueeze(1))
 
     def _count_rollout(self) -> None:
         verdicts, reasons = self._verdicts, self._reasons

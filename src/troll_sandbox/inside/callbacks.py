@@ -1,6 +1,6 @@
 """What a program may call in the judge: functions that the tests pass to it.
 
-The judge is trusted and holds what is expected. So a program gets no more than the tests' own functions, and functions
+The judge is trusted and holds the expected values. So a program may call only the tests' own functions, and functions
 of Python that make plain results of plain arguments: with `type`, `setattr` or a mock it could build an object there
 that equals everything.
 """
@@ -31,7 +31,7 @@ _PLAIN = (
 )  # fmt: skip
 _PLAIN_IDS = set(map(id, _PLAIN))  # not everything that tests pass has a hash
 
-#: As `str.lower` and as `seen.append`. No more: "{0.__globals__}".format(function) would tell what the tests hold.
+#: As `str.lower` and as `seen.append`. `str.format` is not here: "{0.__globals__}" would show what the tests hold.
 _METHODS: dict[type, set[str]] = {
     str: {"capitalize", "endswith", "isalpha", "isdigit", "islower", "isspace", "isupper", "join", "lower", "split",
           "startswith", "strip", "swapcase", "title", "upper"},
@@ -45,22 +45,22 @@ def call(function: Any, args: object, kwargs: object, namespace: dict[str, Any])
     """Calls a function of the tests for the program.
 
     Args:
-        function: What the program wants to call.
+        function: Any object that the tests passed to the program.
         args: Positional arguments, as the program sent them.
         kwargs: Keyword arguments, as the program sent them.
-        namespace: The tests' globals.
+        namespace: Globals of the tests.
 
     Raises:
-        TypeError: A program may not call it, or not so.
+        TypeError: A program may not call it, or not with these arguments.
     """
-    if type(args) is not tuple or type(kwargs) is not dict:  # a proxy could be something else at every look
-        raise TypeError("no arguments")
+    if type(args) is not tuple or type(kwargs) is not dict:  # a proxy could change after the checks
+        raise TypeError("arguments have to be a tuple and a dictionary")
     asks_type = (function is type or function is Type) and len(args) == 1 and not kwargs
     if not (_is_own(function, namespace) or asks_type):
-        # Functions that call their arguments must not get at others in this way.
+        # Otherwise a function that calls its arguments could call any of these.
         for thing in (function, *args, *kwargs.values()):
             if callable(thing) and not _is_allowed(thing, namespace):
-                raise TypeError("of the tests' functions a program can call their own and a few of Python's")
+                raise TypeError("a program can call functions that the tests define, and a few of Python's")
     return function(*args, **kwargs)
 
 

@@ -1,6 +1,6 @@
-"""Runs inside the sandbox: the limits and the system call filter, from within the process that they are for.
+"""Runs inside the sandbox: a process sets its own limits and system call filter, and runs a program.
 
-Imports only what costs next to nothing: `ctypes` itself takes 2.5 ms, a fifth of a whole sandbox, `_ctypes` 0.3 ms.
+Imports only what loads fast: `ctypes` takes 2.5 ms, a fifth of a whole sandbox, `_ctypes` 0.3 ms.
 """
 
 import _io
@@ -22,22 +22,22 @@ SECCOMP_MODE_FILTER = 2
 SIGKILL = 9
 MS_NOSUID, MS_NODEV = 2, 4
 
-#: The program's folder, and one for what it reads from standard input, which it cannot write to.
+#: The program's work folder, and the folder of its standard input, to which it cannot write.
 WORK, INPUT = "/tmp", "/input"
 
-#: The user and the group of programs, as they see themselves.
+#: User and group of programs inside.
 NOBODY = 65534
 
-#: Of the user's, whom all sandboxes may share: signals that wait to be delivered.
+#: Signals that wait to be delivered to this user, whom all sandboxes may share.
 PENDING_SIGNALS = 128
 
-#: How deep programs may recurse if they do not set it themselves: LiveCodeBench's number, where CPython has 1000.
+#: Default recursion limit of programs: LiveCodeBench's number, where CPython has 1000.
 RECURSION_LIMIT = 50_000
 
-#: Address space for the stacks of threads, which programs hardly touch, in units of the memory that they may use.
+#: Address space for thread stacks, of which programs touch little, in units of the memory limit.
 STACKS = 3
 
-#: What a thread's stack takes if the program does not say: the C library's default, and pages to guard it.
+#: Default stack size of a thread in the C library, and the size of its guard pages.
 DEFAULT_STACK, GUARD = 8 << 20, 1 << 16
 
 
@@ -82,16 +82,16 @@ def _call(option: int, value: int, lines: bytes | None = None) -> None:
 
 
 def settle(disk: int) -> None:
-    """Makes the folders in memory and becomes the user who owns them, without any capability.
+    """Mounts the folders in memory, becomes the user who owns them, and drops all capabilities.
 
-    The size and the number of files of the work folder are bounded. Bubblewrap cannot bound the latter, and every empty
-    file takes a kilobyte of the kernel's memory.
+    Bubblewrap could bound the size of the work folder, but not the number of files, and every empty file takes a
+    kilobyte of the kernel's memory.
 
     Args:
-        disk: Bytes that the work folder may hold; there may be a file or folder for every 4 KiB of it.
+        disk: Size of the work folder in bytes; it can hold a file or folder for every 4 KiB of it.
 
     Raises:
-        OSError: A folder cannot be made, or the capability to make it cannot be given up.
+        OSError: A folder cannot be mounted, or the capability to mount cannot be dropped.
     """
     work = f"size={disk},nr_inodes={max(64, disk // 4096)}"
     if _mount_memory(WORK, work) or _mount_memory(INPUT, "nr_inodes=2"):
@@ -113,16 +113,16 @@ def _mount_memory(folder: str, options: str) -> int:
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process when the one that started it ends."""
+    """Lets the kernel kill this process when its parent ends."""
     _call(PR_SET_PDEATHSIG, SIGKILL)
 
 
 def confine(settings: str) -> None:
-    """Puts this process under its limits, for good.
+    """Sets the limits and the system call filter of this process, for good.
 
     Args:
         settings: The first argument of every script: CPU seconds, bytes of memory, bytes of a file, threads (0: not
-            limited) and the filter in hexadecimal, with commas between them.
+            limited) and the filter in hexadecimal, separated by commas.
     """
     cpu, memory, file, threads, lines = settings.split(",")
     limits = [
@@ -139,8 +139,8 @@ def confine(settings: str) -> None:
         limits.append((resource.RLIMIT_NPROC, int(threads)))
     for limit, value in limits:
         soft, hard = resource.getrlimit(limit)
-        value = value if hard < 0 else min(value, hard)  # the user may be under lower limits already
-        if (soft, hard) != (value, value):  # some of gVisor's limits stand from the start and cannot be set
+        value = value if hard < 0 else min(value, hard)  # the user may have lower limits already
+        if (soft, hard) != (value, value):  # gVisor sets some limits at the start, and they cannot be set here
             resource.setrlimit(limit, (value, value))
     lift(int(memory))
     _lend_stacks(int(memory))
@@ -149,7 +149,7 @@ def confine(settings: str) -> None:
 
 
 def lift(memory: int) -> None:
-    """Lifts CPython's limits on recursion and on the digits of integers, and lets the stack have all of the memory."""
+    """Lifts CPython's limits on recursion and on digits of integers, and lets the stack use all of the memory."""
     sys.set_int_max_str_digits(0)
     sys.setrecursionlimit(RECURSION_LIMIT)
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
@@ -157,9 +157,9 @@ def lift(memory: int) -> None:
 
 
 def _lend_stacks(memory: int) -> None:
-    """Bounds address space, and has every thread that starts raise the bound by its stack.
+    """Bounds the address space, and raises the bound by the stack of every thread that starts.
 
-    No stack is larger than all memory, whatever the program asks for. What it touches counts: see `Watch`.
+    No stack is larger than the memory limit. The memory that stacks touch counts: see `Watch`.
     """
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     largest = DEFAULT_STACK
@@ -170,7 +170,7 @@ def _lend_stacks(memory: int) -> None:
     def lending(start):  # type: ignore[no-untyped-def]
         def start_thread(*arguments, **options):  # type: ignore[no-untyped-def]
             nonlocal largest
-            asked = _thread.stack_size()  # which also sets it back to the default
+            asked = _thread.stack_size()  # this call also resets it to the default
             _thread.stack_size(min(asked, memory))
             largest = max(largest, min(asked, memory))
             bound((_thread._count() + 1) * (largest + GUARD))
@@ -188,19 +188,19 @@ def _lend_stacks(memory: int) -> None:
 
 
 def main_module() -> dict[str, object]:
-    """A fresh `__main__` for the program, which finds neither this folder nor the script that runs it."""
+    """Makes a fresh `__main__` for the program, and hides this folder and the script that runs it."""
     sys.path.pop(0)
     sys.argv[:] = [""]
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # what the site module would have defined
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # as the site module would have defined them
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
     return vars(module)
 
 
 def run(source: bytes) -> None:
-    """Runs a program as `__main__` and ends this process as the interpreter would have.
+    """Runs a program as `__main__` and ends this process as the interpreter would.
 
-    What the interpreter would do last is left out: taking every object apart takes longer than all of a short program.
+    It does not destroy every object as the interpreter does, which takes longer than running a short program.
     """
     status = 1
     try:
@@ -219,18 +219,18 @@ def run(source: bytes) -> None:
                 file.flush()
         _flush_files()
     except BaseException:
-        status = status or 1  # what it printed could not be written
+        status = status or 1  # its output could not be written
     finally:
         os._exit(status)
 
 
 def _flush_files() -> None:
-    """Writes out what a program left in files that it did not close, as their finalisers would have."""
+    """Flushes the files that the program did not close, as their finalisers would have."""
     for thing in gc.get_objects():
         if issubclass(type(thing), _io._IOBase):
             try:
                 thing.flush()
-            except Exception:  # closed, or opened for reading, or the program's own class
+            except Exception:  # a file that is closed or opened for reading, or the program's own class
                 continue
 
 

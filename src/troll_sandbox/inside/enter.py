@@ -1,8 +1,8 @@
-"""Runs inside the sandbox, first: does what bubblewrap cannot, and then runs a script as it would run by itself.
+"""Runs first inside the sandbox: sets up what bubblewrap cannot, and then runs a script as if it had been started.
 
 Arguments: the name of the script, the size of the work folder in bytes (0: there is one already), a descriptor that
-bubblewrap has left open (-1: none), and the script's own. Bubblewrap leaves this process the capabilities that it takes
-to mount the folder and to change the user. It gives them up before anything of a program's is there.
+bubblewrap has left open (-1: none), and the script's own arguments. Bubblewrap leaves this process the capabilities to
+mount the folder and to change the user. It drops them before any code of a program's is here.
 """
 
 import os
@@ -17,5 +17,5 @@ if int(left) > 2:
     os.closerange(int(left), int(left) + 1)
 if int(disk):
     confine.settle(int(disk))
-# Unlike what is run by its path, this has been compiled before.
+# A script that is run by its path would be compiled every time.
 exec(SourceFileLoader("__main__", f"{sys.path[0]}/{script}.py").get_code("__main__"))  # type: ignore[arg-type]

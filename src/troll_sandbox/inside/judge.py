@@ -1,7 +1,7 @@
-"""The judge: runs the tests of a program in a process that the program cannot reach.
+"""The judge: runs the tests of programs in a process that the programs cannot reach.
 
-Stays warm and forks a child for every program. The child holds the tests and what they expect; the names of the program
-are proxies in it, and values that come from the program are copies. A job arrives on standard input together with two
+It stays warm and forks a child for every program. The child holds the tests and the expected values. There, the names
+of the program are proxies, and values from the program are copies. A job arrives on standard input together with two
 descriptors: the channel to the program and a pipe for the outcomes.
 """
 
@@ -26,10 +26,10 @@ from prelude import is_provided
 
 Outcome = tuple[bool, str]
 
-#: Each character may take 12 bytes, as JSON, of those that the reader takes.
+#: Characters of a reason. JSON may write a character in 12 bytes, and the reader of outcomes limits their length.
 _REASON_LENGTH = 200
 
-#: Bytes, enough for what C does with the deepest values that a program may return.
+#: Bytes of stack, enough for functions of C on the deepest values that a program may return.
 _STACK = 128 << 20
 
 
@@ -37,19 +37,19 @@ class Tests:
     """The tests of one program.
 
     Args:
-        job: What `troll_sandbox.function_calls` sends.
+        job: The tests and limits from `troll_sandbox.function_calls`.
         channel: File descriptor of the channel to the program.
     """
 
     def __init__(self, job: dict[str, Any], channel: int):
         self._job = job
         self._peer = Peer(channel, self._serve, ProgramObject)
-        module = sys.modules["tests"] = type(sys)("tests")  # where data classes look for what their annotations name
+        module = sys.modules["tests"] = type(sys)("tests")  # data classes resolve their annotations there
         self._namespace: dict[str, Any] = vars(module)
         self._namespace["type"] = Type
 
     def outcomes(self) -> Iterator[Outcome]:
-        """The outcome of every test in order, until there is no more to be had."""
+        """The outcomes of the tests in order, until the program ends or testing stops."""
         failure = self._attempt(self._prepare)
         if failure:
             yield False, failure
@@ -61,7 +61,7 @@ class Tests:
                 return
 
     def _attempt(self, action: Any) -> str | None:
-        """Why it failed, None where it did not. A test that hides the end of its program has failed."""
+        """Why it failed, None if it did not. A test that catches the end of its program has failed."""
         try:
             action()
         except Closed:
@@ -76,21 +76,21 @@ class Tests:
         if any("asyncio" in source for source in (self._job.get("setup", ""), *self._job.get("tests", ()))):
             _run_coroutines_of_programs()
         if "function" not in self._job:
-            self._bind()
-            # With this file's imports from the future: `Node | None` as an annotation must not ask the program's class.
+            self._bind(self._job["names"] + self._job["inferred"])
+            for name in self._job["modules"]:
+                if self._peer.request("has", name) is True:
+                    self._namespace[name] = importlib.import_module(name)
+            # Annotations stay unevaluated, as in this file: `Node | None` must not ask the program's class.
             exec(self._job["setup"], self._namespace)
-            self._bind(declared_only=True)  # the setup may define the same name: a prompt holds the signature
+            self._bind(self._job["names"])  # the setup may define the same name: a prompt holds the signature
 
-    def _bind(self, declared_only: bool = False) -> None:
-        for name in self._job["names"] + ([] if declared_only else self._job["inferred"]):
+    def _bind(self, names: list[str]) -> None:
+        for name in names:
             if self._peer.request("has", name) is True:
                 self._namespace[name] = self._named(name)
-        for name in [] if declared_only else self._job["modules"]:
-            if self._peer.request("has", name) is True:
-                self._namespace[name] = importlib.import_module(name)
 
     def _named(self, name: str) -> Any:
-        """What the program calls so: an exception class as its twin, which `except` can name."""
+        """The program's object with a name; for an exception class its twin, which can stand in `except`."""
         answer = self._peer.request("name", name)
         if type(answer) is not tuple or len(answer) != 2:
             raise self._peer.close()
@@ -109,18 +109,17 @@ class Tests:
             yield lambda test=test: exec(test, self._namespace)
 
     def _call(self, arguments: list[Any], expected: Any) -> None:
-        values.check(self._function()(*map(values.integer_keys, arguments)), expected)
-
-    def _function(self) -> Any:
         name = self._job["function"]
         if self._peer.request("has", name) is True:
-            return self._named(name)
-        if self._peer.request("has", "Solution") is True:
-            return getattr(self._named("Solution")(), name)
-        raise NameError(f"name {name!r} is not defined")
+            function = self._named(name)
+        elif self._peer.request("has", "Solution") is True:
+            function = getattr(self._named("Solution")(), name)
+        else:
+            raise NameError(f"name {name!r} is not defined")
+        values.check(function(*map(values.integer_keys, arguments)), expected)
 
     def _serve(self, operation: str, *operands: Any) -> Any:
-        """What the program may ask of objects that tests pass to it: to be called, to be iterated, and their truth."""
+        """What the program may do with objects that tests pass to it: call, iterate, and test for truth."""
         if operation == "bool":
             return True
         if operation in ("iter", "next") and len(operands) == 1:
@@ -132,7 +131,7 @@ class Tests:
 
 
 def _run_coroutines_of_programs() -> None:
-    """Has `asyncio.run` take the program's coroutines, which are none of this process."""
+    """Makes `asyncio.run` take coroutines of the program, which are proxies here."""
     import asyncio
 
     run: Any = asyncio.run
@@ -163,7 +162,7 @@ def _judge(job: dict[str, Any], channel: int, report: int) -> None:
     for number in (signal.SIGALRM, signal.SIGXCPU):
         signal.signal(number, too_long)
     signal.alarm(int(job["wall_seconds"]) + 1)
-    # The kernel's count of CPU time is a rough one, hence twice as much as the program has.
+    # Twice the program's CPU time, because the kernel counts it roughly.
     seconds = int(2 * job["cpu_seconds"]) + 1
     memory = 2 * job["memory_bytes"]
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))

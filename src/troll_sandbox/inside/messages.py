@@ -1,7 +1,7 @@
-"""Plain data between two processes of which one may lie: a strict format, and references for everything else.
+"""Plain data between two processes, one of which may lie: a strict format, and references for everything else.
 
-Values are copied, so what arrives is the receiver's own: exact builtin types, no methods of the sender, no code. Of
-what cannot be copied (instances of the sender's classes, functions, generators) only a number travels.
+Values are copied, so the receiver gets objects of its own: builtin types, without methods or code of the sender. What
+cannot be copied (instances of the sender's classes, functions, generators) is sent as a number.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import struct
 import sys
 from _collections import OrderedDict, defaultdict, deque
 
-TYPE_CHECKING = False  # as typing has it, which takes longer to import than everything here
+TYPE_CHECKING = False  # importing it from typing takes longer than all imports here
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    #: Turns an object that cannot be copied into (whether it is the receiver's own, its number).
+    #: From an object that cannot be copied to (whether it is the receiver's own, its number).
     Refer = Callable[[object], tuple[bool, int]]
-    #: The reverse, on the receiver's side: (whether it is the receiver's own, its number) to an object.
+    #: The reverse, on the receiver's side.
     Resolve = Callable[[bool, int], object]
 
 MAX_BYTES = 32 * 2**20
@@ -26,37 +26,29 @@ MAX_DEPTH = 10_000
 
 
 class MessageError(Exception):
-    """What should be sent is too large or too deep, or what arrived is no value."""
+    """A value to send is too large or too deep, or the bytes that arrived are not a value."""
 
 
-# By name, because they are the same on both sides. Only types that build data: with `exec` or `type` among them, one
-# side could make the other run its code.
+# These types are sent by name. They only build data: with `exec` or `type`, one side could make the other run its code.
 _SHARED_TYPES = {
     kind.__name__: kind
     for kind in (
         object, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, range, type(None),
     )
 }  # fmt: skip
-# A copy: programs write to the module of builtins.
-_BUILTINS = dict(vars(builtins))
-_FACTORIES: dict[Any, bytes] = {
-    None: b"\0",
-    list: b"l",
-    dict: b"d",
-    set: b"s",
-    int: b"i",
-    float: b"f",
-    str: b"t",
-    tuple: b"u",
-    bool: b"b",
-}
-_FACTORY_OF = {code: factory for factory, code in _FACTORIES.items()}
+_BUILTINS = dict(vars(builtins))  # a copy: programs write to the module
+#: Factories of `defaultdict`, sent as their index here; any other is sent as None.
+_FACTORIES: tuple[Any, ...] = (None, list, dict, set, int, float, str, tuple, bool)
 
 
 def exception_type(name: object) -> type[BaseException] | None:
-    """Returns the builtin exception of that name, None where there is none."""
+    """Returns the builtin exception with a name, None if there is none."""
     kind = _BUILTINS.get(name) if isinstance(name, str) else None
     return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
+
+
+def _shared_type(name: str) -> type | None:
+    return _SHARED_TYPES.get(name) or exception_type(name)
 
 
 def encode(value: object, refer: Refer) -> bytes:
@@ -65,12 +57,12 @@ def encode(value: object, refer: Refer) -> bytes:
     Args:
         value: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, named tuple, set, frozenset, dict,
             deque, Counter, OrderedDict, defaultdict, Decimal, Fraction, range, slice, date, naive datetime and time,
-            timedelta or a NumPy scalar, or an instance of a subclass of one of them, which travels as that base. A
-            builtin type or exception travels by name. Everything else becomes a reference.
-        refer: Numbers the references.
+            timedelta or a NumPy scalar. An instance of a subclass is sent as its base, a builtin type or exception by
+            name, and everything else as a reference.
+        refer: Gives the number of a reference.
 
     Raises:
-        MessageError: If the bytes exceed `MAX_BYTES` or containers are nested deeper than `MAX_DEPTH`.
+        MessageError: The bytes exceed `MAX_BYTES`, or containers are nested deeper than `MAX_DEPTH`.
     """
     encoder = _Encoder(refer)
     encoder.put(value, 0)
@@ -78,11 +70,7 @@ def encode(value: object, refer: Refer) -> bytes:
 
 
 def decode(data: bytes, resolve: Resolve) -> Any:
-    """Returns the value that the bytes are of.
-
-    Raises:
-        MessageError: If they are not exactly one value.
-    """
+    """Returns the value of bytes from `encode`; raises `MessageError` if they are not exactly one value."""
     try:
         decoder = _Decoder(data, resolve)
         value = decoder.take(0)
@@ -90,7 +78,7 @@ def decode(data: bytes, resolve: Resolve) -> Any:
             raise MessageError("bytes after the value")
     except MessageError:
         raise
-    except Exception as error:  # any failure here is the sender's fault
+    except Exception as error:  # only wrong bytes can fail
         raise MessageError(f"no value: {type(error).__name__}") from error
     return value
 
@@ -140,7 +128,7 @@ def _put_int(encoder: _Encoder, value: int, depth: int) -> None:
 
 
 def _put_list(encoder: _Encoder, value: list[Any], depth: int) -> None:
-    # Lists of numbers are the long ones.
+    # Long lists usually hold numbers of one type.
     kinds = set(map(type, value)) if type(value) is list else set()
     for kind, tag, code in ((int, b"I", "q"), (float, b"J", "d")):
         if kinds == {kind}:
@@ -165,26 +153,24 @@ def _is_field(name: object) -> bool:
 
 
 def _put_defaultdict(encoder: _Encoder, value: Any, depth: int) -> None:
-    factory: Any = value.default_factory
-    encoder.mapping(b"D" + _FACTORIES.get(factory if isinstance(factory, type) else None, b"\0"), value, depth)
+    index = next((index for index, factory in enumerate(_FACTORIES) if value.default_factory is factory), 0)
+    encoder.mapping(b"D" + bytes([index]), value, depth)
 
 
 def _put_dict(encoder: _Encoder, value: dict[Any, Any], depth: int) -> None:
-    # A Counter exists only where its module was imported, and to import it for every program would cost too much.
+    # Without `collections` there is no Counter, and importing it for every program would take too long.
     counter = getattr(sys.modules.get("collections"), "Counter", None)
     encoder.mapping(b"C" if counter and isinstance(value, counter) else b"d", value, depth)
 
 
 def _put_type(encoder: _Encoder, value: type, depth: int) -> None:
-    if _SHARED_TYPES.get(value.__name__) is value:
+    if _shared_type(value.__name__) is value:
         encoder.block(b"T", value.__name__.encode())
-    elif exception_type(value.__name__) is value:
-        encoder.block(b"E", value.__name__.encode())
     else:
         encoder.reference(value)
 
 
-# In this order: a subclass of two of them travels as the first.
+# The order counts: an instance of two of them is sent as the first.
 _WRITERS: dict[type, Callable[[_Encoder, Any, int], None]] = {
     type(None): lambda encoder, value, depth: encoder.add(b"N"),
     bool: lambda encoder, value, depth: encoder.add(b"1" if value else b"0"),
@@ -277,13 +263,13 @@ class _Decoder:
         return self._resolve(yours, int.from_bytes(self.raw(8), "big"))
 
 
-# Classes made here of the other side's named tuples, by (id of the reference to the class, names of the fields).
+# Classes that stand for named tuples of the other side, by (id of the reference to the class, names of the fields).
 _records: dict[tuple[int, tuple[str, ...]], type[tuple[Any, ...]]] = {}
 
 
 def _take_record(decoder: _Decoder, depth: int) -> Any:
     origin, name, names, *items = decoder.items(depth)
-    if isinstance(origin, type):  # this side's own comes back
+    if isinstance(origin, type):  # a class of this side comes back
         if not issubclass(origin, tuple) or getattr(origin, "_fields", None) != names or len(items) != len(names):
             raise MessageError("no named tuple")
         return tuple.__new__(origin, items)
@@ -291,7 +277,7 @@ def _take_record(decoder: _Decoder, depth: int) -> Any:
     if kind is None:
         from collections import namedtuple
 
-        kind = _records[id(origin), names] = namedtuple(name, names)  # which checks the names
+        kind = _records[id(origin), names] = namedtuple(name, names)  # this checks the names
         kind._origin = origin  # type: ignore[attr-defined]
     return kind._make(items)  # type: ignore[attr-defined]
 
@@ -314,10 +300,10 @@ def _take_counter(decoder: _Decoder, depth: int) -> Any:
     return counter
 
 
-def _take_exception_type(decoder: _Decoder, depth: int) -> type[BaseException]:
-    kind = exception_type(decoder.text())
+def _take_type(decoder: _Decoder, depth: int) -> type:
+    kind = _shared_type(decoder.text())
     if kind is None:
-        raise MessageError("no such exception")
+        raise MessageError("no such type")
     return kind
 
 
@@ -333,7 +319,7 @@ _READERS: dict[bytes, Callable[[_Decoder, int], Any]] = {
     b"J": lambda decoder, depth: decoder.numbers("d"),
     b"t": lambda decoder, depth: tuple(decoder.items(depth)),
     b"d": _Decoder.mapping,
-    b"D": lambda decoder, depth: defaultdict(_FACTORY_OF[decoder.raw(1)], decoder.mapping(depth)),
+    b"D": lambda decoder, depth: defaultdict(_FACTORIES[decoder.raw(1)[0]], decoder.mapping(depth)),
     b"o": lambda decoder, depth: OrderedDict(decoder.mapping(depth)),
     b"C": _take_counter,
     b"S": lambda decoder, depth: set(decoder.items(depth)),
@@ -345,15 +331,14 @@ _READERS: dict[bytes, Callable[[_Decoder, int], Any]] = {
     b"e": _take_slice,
     b"n": _take_record,
     b"q": _take_deque,
-    # Imported where one comes: to import them for every program would cost too much.
+    # Imported when needed: importing these modules for every program would take too long.
     b"m": lambda decoder, depth: __import__("decimal").Decimal(decoder.text()),
     b"x": lambda decoder, depth: __import__("fractions").Fraction(*decoder.integers(depth)),
     b"y": lambda decoder, depth: __import__("datetime").timedelta(*decoder.integers(depth)),
     b"z": lambda decoder, depth: __import__("datetime").datetime.fromisoformat(decoder.text()),
     b"a": lambda decoder, depth: __import__("datetime").date.fromisoformat(decoder.text()),
     b"w": lambda decoder, depth: __import__("datetime").time.fromisoformat(decoder.text()),
-    b"T": lambda decoder, depth: _SHARED_TYPES[decoder.text()],
-    b"E": _take_exception_type,
+    b"T": _take_type,
     b"O": lambda decoder, depth: decoder.reference(True),
     b"R": lambda decoder, depth: decoder.reference(False),
 }

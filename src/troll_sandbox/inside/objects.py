@@ -1,16 +1,16 @@
 """Objects of the program, as the tests see them in the judge.
 
-No object that lies may pass for what a test expects, which is plain data of the tests:
+The expected values are plain data of the tests. These rules keep an object that lies from passing for one:
 
-- An object equals no plain data, and is never above or below it.
-- Between two objects of the program the program answers. It could return plain data to the same effect, but for an
-  object that equals everything: what two equal objects hold has to agree.
+- An object never equals plain data, and is never above or below it.
+- The program compares two of its objects. It could return plain data to the same effect, except for an object that
+  equals everything. So what two equal objects hold has to agree.
 - An object can be turned into plain data: the program could have returned that.
-- An operator that joins an object with plain data tells the program that data, so it could answer "no difference"
-  whatever is expected. Therefore the tests must have made the object by calling what is named like a class, and the
-  result is *mixed*: it has attributes and equality, but is no number, no text and no container.
-- A method may answer yes to whatever the tests ask it: they chose to ask the program. But it has to be there by its
-  name. What a function returned has no methods where it has an attribute of any name, as `__getattr__` can give it.
+- An operator between an object and plain data shows the program that data, so it could answer "no difference" to any
+  expected value. Therefore the tests must have made the object by calling a name that is written like a class, and the
+  result is *mixed*: it has attributes and equality, but is no number, text or container.
+- A method may answer yes to every question: the tests chose to ask the program. But it has to be there by its name. The
+  result of a function has no methods if it has an attribute of any name, as with `__getattr__`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from fractions import Fraction
 from random import SystemRandom
 from typing import Any
 
-from proxy import Proxy, ask
-from twins import Twin, known_base
+from proxy import Proxy, Twin, ask, known_base
 
-#: How the name of a class is written, as opposed to most of those of functions.
+#: How names of classes are written, unlike those of most functions.
 CLASS_NAME = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
 
 _OPERATORS = (
@@ -36,24 +35,24 @@ _OPERATORS = (
 
 _ORDERS = ("lt", "gt", "le", "ge")
 
-#: By which tests make plain data of an object.
+#: Operations that make plain data of an object.
 _CONVERSIONS = (
     "neg", "pos", "invert", "abs", "round", "int", "float", "complex", "index", "bool", "hash",
     "len", "iter", "next", "reversed", "getitem", "str", "repr", "format", "enter",
 )  # fmt: skip
 
-#: What tests may ask of a number or a container that they take for the result; of mixed objects it is refused.
+#: Attributes of numbers and containers; mixed objects refuse them.
 _PLAIN = (int, float, complex, str, bytes, list, tuple, set, dict, Counter, Decimal, Fraction, datetime, timedelta)
 _PLAIN_NAMES = {name for kind in _PLAIN for name in dir(kind)}
 _PLAIN_NAMES |= {"all", "any", "item", "max", "mean", "min", "norm", "sum", "tolist"}  # of an array
 
-#: What tests may ask of a text, a set, a table or an array with a value that they expect, to hear yes or no.
+#: Methods of texts, sets, tables and arrays that compare with an expected value and answer yes or no.
 _QUESTIONS = {name for name in _PLAIN_NAMES if name.startswith("is")} | {"startswith", "endswith"}
 _QUESTIONS |= {"allclose", "equal", "equals", "identical", "isclose"}
 
 _NOTHING, _CLASS, _INSTANCE, _MIXED = range(4)
 
-_chance = SystemRandom()  # tests may seed the other one, and all judges' children would draw alike
+_chance = SystemRandom()  # not seeded by tests, nor the same in all children of a judge
 
 
 class ProgramObject(Proxy):
@@ -71,10 +70,10 @@ class ProgramObject(Proxy):
     def __getattr__(self, name: str) -> Any:
         if name in _PLAIN_NAMES:
             _refuse_mixed(self)
-        if name in _QUESTIONS and _role(self) == _NOTHING:
+        if name in _QUESTIONS and self._proxy_role == _NOTHING:
             raise TypeError(f"{name} is a question about data, and the program returned an object of its own")
         value = super().__getattr__(name)
-        if is_object(value) and _role(self) == _NOTHING:
+        if is_object(value) and self._proxy_role == _NOTHING:
             _refuse_any_name(self)
         return value
 
@@ -82,10 +81,10 @@ class ProgramObject(Proxy):
         ask(self, "del", name)
 
     def __call__(self, /, *args: object, **kwargs: object) -> Any:
-        """Calls it, as `Proxy` does; what a class makes is an instance."""
+        """Calls it, as `Proxy` does; the result of a class is an instance."""
         _refuse_mixed(self)
         result = super().__call__(*args, **kwargs)
-        if _role(self) == _CLASS and is_object(result):
+        if self._proxy_role == _CLASS and is_object(result):
             _mark(result, _INSTANCE)
         return result
 
@@ -105,21 +104,21 @@ class ProgramObject(Proxy):
         return ask(self, "has_subclass", kind)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # Whatever it answers, no exception is swallowed: the program could hide that an assertion failed.
+        # Its answer is ignored, so no exception is swallowed: the program could hide that an assertion failed.
         ask(self, "exit", error if error is None or isinstance(kind, Twin) else known_base(type(error)))
 
     def __await__(self) -> Generator[Any, None, Any]:
         return _plain(self, "await")
-        yield  # which makes it what has to be returned here
+        yield  # makes this a generator, as `await` requires
 
 
 def is_object(value: object) -> bool:
-    """Whether it is an object of the program; never asks the program itself."""
+    """Whether it is an object of the program, without asking the program."""
     return type(value) is ProgramObject
 
 
 def mark_class(value: object) -> None:
-    """Notes that the tests call this as a class."""
+    """Marks what the tests call by a name that is written like a class."""
     if is_object(value):
         _mark(value, _CLASS)
 
@@ -131,19 +130,19 @@ class _Types(type):
         if len(args) != 1 or kwargs or not is_object(args[0]):
             return type(*args, **kwargs)
         found = ask(args[0], "type")
-        return found if is_object(found) else ProgramObject  # it is of no builtin type, whatever it says
+        return found if is_object(found) else ProgramObject  # it is of no builtin type, although it may say so
 
     def __instancecheck__(cls, thing: object) -> bool:
         return isinstance(thing, type)
 
 
 class Type(type, metaclass=_Types):
-    """What tests find as `type`: of an object of the program it gives the program's class."""
+    """Stands for `type` in tests: `type(x)` of an object of the program is the program's class."""
 
 
 def _refuse_any_name(thing: ProgramObject) -> None:
-    """Asks an object once for an attribute that nobody would define, of a name that looks like others."""
-    if object.__getattribute__(thing, "_proxy_probed"):
+    """Asks an object once for an attribute with a random name, which looks like a word; raises if there is one."""
+    if thing._proxy_probed:
         return
     name = "".join(_chance.choice(letters) for letters in ("bdfgklmnprstv", "aeiou") * 4)
     try:
@@ -155,17 +154,17 @@ def _refuse_any_name(thing: ProgramObject) -> None:
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Whether two objects are equal: the program says so, and what they hold agrees.
+    """Whether two objects are equal by the program's comparison and by their attributes.
 
-    The second condition refuses the object that equals everything.
+    The second condition refuses an object that equals everything.
 
     Raises:
-        TypeError: The program says so, and they hold nothing, or not the same.
+        TypeError: The program calls them equal, but they have no common attributes, or different ones.
     """
     if left is right:
         return True
-    peer = object.__getattribute__(left, "_proxy_peer")
-    pair = (object.__getattribute__(left, "_proxy_number"), object.__getattribute__(right, "_proxy_number"))
+    peer = left._proxy_peer
+    pair = (left._proxy_number, right._proxy_number)
     if pair in peer.comparing:  # objects that hold each other
         return True
     answer = peer.request("equal", left, right)
@@ -179,7 +178,7 @@ def _same(left: Any, right: Any) -> bool:
             return True
     finally:
         peer.comparing.discard(pair)
-    raise TypeError("objects of the program that hold different data are equal by its own word only")
+    raise TypeError("the program calls two of its objects equal, but they hold different data")
 
 
 def _ordered(name: str, left: Any, right: Any) -> bool:
@@ -188,23 +187,23 @@ def _ordered(name: str, left: Any, right: Any) -> bool:
     _refuse_mixed(left, right)
     answer = ask(left, "operate", name, right)
     if type(answer) is not bool:
-        raise TypeError("an order is true or false")
+        raise TypeError("the program compared two of its objects, but the answer is not a bool")
     if answer and name in ("lt", "gt") and ask(right, "operate", name, left) is True:
-        raise TypeError("of two objects of the program, each is before the other")
+        raise TypeError("the program orders each of two of its objects before the other")
     return answer
 
 
 def _operated(name: str, left: Any, right: Any) -> Any:
     objects = [value for value in (left, right) if is_object(value)]
-    mixed = len(objects) == 1 or any(_role(value) == _MIXED for value in objects)
-    if len(objects) == 1 and _role(objects[0]) < _INSTANCE:
+    mixed = len(objects) == 1 or any(value._proxy_role == _MIXED for value in objects)
+    if len(objects) == 1 and objects[0]._proxy_role < _INSTANCE:
         return NotImplemented
-    peer = object.__getattribute__(objects[0], "_proxy_peer")
+    peer = objects[0]._proxy_peer
     result = peer.request("operate", left, name, right)
     if mixed and not is_object(result):
         raise TypeError(f"the program's {name} with a value of the tests has to return an object of its own")
-    if is_object(result) and any(map(_role, objects)):
-        _mark(result, _MIXED if mixed else max(_INSTANCE, _role(result)))
+    if is_object(result) and any(value._proxy_role for value in objects):
+        _mark(result, _MIXED if mixed else max(_INSTANCE, result._proxy_role))
     return result
 
 
@@ -214,13 +213,8 @@ def _plain(self: ProgramObject, operation: str, *operands: object) -> Any:
 
 
 def _refuse_mixed(*values: Any) -> None:
-    if any(_role(value) == _MIXED for value in values):
-        raise TypeError("of what the program made of a value of the tests there are only attributes and equality")
-
-
-def _role(value: Any) -> int:
-    role: int = object.__getattribute__(value, "_proxy_role")
-    return role
+    if any(value._proxy_role == _MIXED for value in values):
+        raise TypeError("an object that the program made from a value of the tests has only attributes and equality")
 
 
 def _mark(value: Any, role: int) -> None:

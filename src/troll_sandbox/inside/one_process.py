@@ -1,10 +1,12 @@
-"""A program and its tests in one process, as in one file: in a sandbox for `plain.py`, and on a server.
+"""Runs a program and its tests in one process, as in one file; used by `plain.py` in a sandbox, and on a server.
 
-The program can find there what its tests expect, and change what compares.
+The program can find the expected values there, change the comparison, and report outcomes itself.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from functools import partial
 
@@ -16,12 +18,32 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+def main(greeting: bytes = b"") -> None:
+    """Tests the program of a job, and ends this process.
+
+    Standard input is the job from `troll_sandbox.function_calls`. Standard output gets the greeting, and then each
+    outcome as a line of JSON after the job's mark. All names are local, so that the program does not find them in
+    `__main__`.
+    """
+    end, write, dumps = os._exit, os.write, json.dumps  # the program may overwrite them
+    with open(0, encoding="utf-8", closefd=False) as file:
+        job = json.load(file)
+    mark, report = job.pop("mark"), os.dup(1)
+    write(report, greeting)
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1):
+        os.dup2(null, stream)
+    for outcome in outcomes(job):
+        write(report, f"{mark}{dumps(outcome)}\n".encode())
+    end(0)
+
+
 def outcomes(job: dict[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Yields for each test, as far as they are reached, whether it passed and why not."""
-    program = _module("solution")  # as the harnesses of the data sets load programs
+    """Yields for each test that is reached whether it passed, and the reason."""
+    program = _module("solution")  # as the harnesses of the data sets import programs
     run = partial(execute, job["source"], "solution.py", program, is_provided(job))
     if "function" in job:
-        tests = _calls(job, program)  # imports what compares, which the program could replace when it runs
+        tests = _calls(job, program)  # before the program runs, which could replace the comparison's module
         broken = _failure(run)
     else:
         space = _module("tests")
@@ -36,7 +58,7 @@ def outcomes(job: dict[str, Any]) -> Iterator[tuple[bool, str]]:
 
 def _calls(job: dict[str, Any], program: dict[str, Any]) -> Iterator[Callable[[], None]]:
     """Tests that call one function, or a method of `Solution`."""
-    from values import check, integer_keys  # which the tests below do without
+    from values import check, integer_keys  # not needed by other tests
 
     name = job["function"]
 
@@ -48,22 +70,22 @@ def _calls(job: dict[str, Any], program: dict[str, Any]) -> Iterator[Callable[[]
 
 
 def _prepare(job: dict[str, Any], program: dict[str, Any], space: dict[str, Any]) -> None:
-    """Puts the program's names and the setup's into the tests' module."""
+    """Puts the names of the program and of the setup into the module of the tests."""
     space.update({**program, "__name__": "tests"})
-    del space["__builtins__"]  # of the program, which may have more than Python's
+    del space["__builtins__"]  # the program's may have more names than Python's
     execute(job["setup"], "tests.py", space, False)
-    # The setup may define the same name: a prompt holds the signature.
+    # The setup may define the same name, because a prompt holds the signature.
     space.update({name: program[name] for name in job["names"] if name in program})
 
 
 def _module(name: str) -> dict[str, Any]:
-    """The names of a new module, where data classes look for what their annotations name."""
+    """The namespace of a new module in `sys.modules`, where data classes resolve their annotations."""
     module = sys.modules[name] = type(sys)(name)
     return vars(module)
 
 
 def _failure(action: Callable[[], object]) -> str | None:
-    """Why it failed, in a few words; None where it did not."""
+    """Why it failed, in a few words; None if it did not."""
     try:
         action()
     except AssertionError:

@@ -1,10 +1,9 @@
-"""A conversation of two processes: either may ask the other for an operation on one of the other's objects."""
+"""One end of the channel between two processes. Each can ask the other for operations on the other's objects."""
 
 from __future__ import annotations
 
 from messages import MAX_BYTES, MessageError, decode, encode
-from proxy import Proxy
-from twins import Twin, describe, made, original_of
+from proxy import Proxy, Twin, describe, made, original_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Closed(BaseException):
-    """The other side is gone, or sent what is no message. No test may take it for an exception of the program."""
+    """The other side is gone, or did not send a message. Not an `Exception`, so that tests do not catch it."""
 
 
 class Peer:
@@ -22,11 +21,11 @@ class Peer:
     Args:
         channel: File descriptor of a stream socket.
         serve: Called with the name of an operation and its operands when the other side asks for one.
-        kind: The class of proxies, which stand here for objects of the other side.
+        kind: The class that stands here for objects of the other side.
 
     Attributes:
-        closed: Whether the conversation ended before its time.
-        comparing: Pairs of the other side's objects, by number, whose comparison has not ended.
+        closed: Whether the other side is gone or has broken the protocol.
+        comparing: Pairs of the other side's objects, by number, that are being compared.
     """
 
     def __init__(self, channel: int, serve: Callable[..., object], kind: type[Proxy] = Proxy):
@@ -42,13 +41,12 @@ class Peer:
         self._twins: dict[int, type[BaseException]] = {}
 
     def request(self, operation: str, *operands: object) -> Any:
-        """Asks for an operation, serving the other side's requests until its answer is there.
+        """Asks for an operation, and serves the other side's requests until the answer arrives.
 
         Raises:
-            Closed: If there is no answer.
-            BaseException: What the operation raised there: a builtin exception as it is, one of a class of the other
-                side's as that of a class made here, which inherits from the same builtin exceptions; with the text for
-                a report as `remote`.
+            Closed: There is no answer.
+            BaseException: The operation raised it: a builtin exception, or the twin of an exception of the other side,
+                which inherits from the same builtin exceptions. `remote` is its text for a report.
         """
         self._send(("ask", operation, operands))
         while (answer := self._next_answer()) is None:
@@ -57,7 +55,7 @@ class Peer:
             return answer[1]
         error = self._exception(answer[1])
         if isinstance(error, StopIteration) and operation != "next":
-            # It would silently end whatever loop of the tests makes the call, `map` for one.
+            # It would silently end a loop of the tests that makes the call, e.g. `map`.
             raise RuntimeError("StopIteration") from error
         raise error
 
@@ -70,19 +68,19 @@ class Peer:
             pass
 
     def twin(self, lineage: object) -> type[BaseException]:
-        """Returns the class that stands here for an exception class of the other side, as `errors.lineage` tells it.
+        """Returns the twin of an exception class of the other side, from its `lineage`.
 
         Raises:
-            Closed: That is no lineage.
+            Closed: The other side sent something else.
         """
         if isinstance(lineage, type) and issubclass(lineage, BaseException):
             return lineage
         if type(lineage) is not tuple or len(lineage) != 3 or type(lineage[0]) is not str:
             raise self.close()
         name, origin, bases = lineage
-        if not isinstance(origin, Proxy):  # this side's own comes back
+        if not isinstance(origin, Proxy):  # a class of this side comes back
             return self.twin(origin)
-        number = object.__getattribute__(origin, "_proxy_number")
+        number = origin._proxy_number
         if number not in self._twins:
             parents = tuple(map(self.twin, bases)) if type(bases) is tuple else ()
             if not parents:
@@ -91,27 +89,26 @@ class Peer:
         return self._twins[number]
 
     def pack(self, value: object) -> bytes:
-        """Returns the bytes of a value, with references where it cannot be copied."""
+        """Returns the bytes of a value, with references to what cannot be copied."""
         return encode(value, self._refer)
 
     def unpack(self, data: bytes) -> Any:
-        """Returns a copy of the value that the other side packed."""
+        """Returns the value of bytes that the other side packed."""
         return decode(data, self._resolve)
 
     def _next_answer(self) -> tuple[str, Any] | None:
+        """Receives a message: returns an answer, or answers a request and returns None."""
         kind, *content = self._receive()
-        if kind == "ask":
-            self._answer(*content)
-            return None
-        return kind, content[0]
-
-    def _answer(self, operation: str, operands: tuple[object, ...]) -> None:
+        if kind != "ask":
+            return kind, content[0]
+        operation, operands = content
         try:
             self._send(("value", self._serve(operation, *operands)))
         except Closed:
             raise
         except BaseException as error:
             self._send(("error", self._description(error)))
+        return None
 
     def _send(self, message: tuple[object, ...]) -> None:
         content = self.pack(message)
@@ -138,7 +135,7 @@ class Peer:
         return message
 
     def close(self) -> Closed:
-        """Notes that the conversation is over; returns what to raise."""
+        """Marks the channel as closed; returns the exception to raise."""
         self.closed = True
         return Closed()
 
@@ -146,7 +143,7 @@ class Peer:
         description = describe(error)
         try:
             self.pack(description)
-        except MessageError:  # its arguments are too much
+        except MessageError:  # its arguments are too large or too deep
             return (*description[:2], (description[1],), error)
         return description
 
@@ -154,18 +151,18 @@ class Peer:
         if len(description) != 4 or type(description[1]) is not str or type(description[2]) is not tuple:
             raise self.close()
         lineage, text, args, original = description
-        if isinstance(original, BaseException):  # this side's own comes back
+        if isinstance(original, BaseException):  # an exception of this side comes back
             return original
         return made(self.twin(lineage), text, args, original)
 
-    def _refer(self, value: object) -> tuple[bool, int]:
+    def _refer(self, value: Any) -> tuple[bool, int]:
         value = original_of(value)
         if issubclass(type(value), Proxy):
-            return True, object.__getattribute__(value, "_proxy_number")
+            return True, value._proxy_number
         number = self._numbers.get(id(value))
         if number is None:
             number = self._numbers[id(value)] = len(self._mine)
-            self._mine.append(value)  # kept for good, so that its id stays its own
+            self._mine.append(value)  # kept for ever, so that its id is not used again
         return False, number
 
     def _resolve(self, yours: bool, number: int) -> object:

@@ -1,12 +1,12 @@
 """The names that judges provide to starter code such as LeetCode's: `def f(self, nums: List[int])` without an import.
 
-They stand where Python's own names do, so a program's definitions come first, and its module has no further names.
-Imports nothing of ours, for a server gets it as text; see `fusion.py`.
+They are added to the program's builtins: its own definitions come first, and its module has no further names. Imports
+no other module of this package, because a server gets it as text; see `fusion.py`.
 """
 
 from __future__ import annotations
 
-import _symtable  # what `symtable` is made of, which takes longer to import
+import _symtable  # `symtable` takes longer to import
 import builtins
 
 TYPE_CHECKING = False
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ("ListNode", "TreeNode")
 
-#: All of them are provided, and what they export: the first that has a name.
+#: These modules are provided, and all names that they export. If two have the same name, the first counts.
 MODULES = (
     "collections", "typing", "functools", "itertools", "heapq", "bisect", "math", "operator", "string", "copy",
     "random", "re", "datetime", "dataclasses", "statistics", "fractions", "decimal", "enum", "json", "time", "sys",
@@ -25,26 +25,26 @@ MODULES = (
 
 
 class ListNode:
-    """LeetCode's."""
+    """LeetCode's linked list."""
 
     def __init__(self, val: Any = 0, next: Any = None) -> None:
         self.val, self.next = val, next
 
 
 class TreeNode:
-    """LeetCode's."""
+    """LeetCode's binary tree."""
 
     def __init__(self, val: Any = 0, left: Any = None, right: Any = None) -> None:
         self.val, self.left, self.right = val, left, right
 
 
 def is_provided(job: dict[str, Any]) -> bool:
-    """Whether a program gets these names: where one function is called, and where the tests use a class `Solution`."""
+    """Whether a program gets these names: if one function is called, or if the tests use a class `Solution`."""
     return "function" in job or "Solution" in (*job["names"], *job["inferred"])
 
 
 def execute(source: str, name: str, space: dict[str, Any], provided: bool) -> None:
-    """Runs the source of a module, of which `space` has the names; `provided`: whether it gets those of judges."""
+    """Runs a module's source in `space`; if `provided`, with the names of judges."""
     code = compile(source, name, "exec", dont_inherit=True)
     if provided and (found := dict(_found(source))):
         space["__builtins__"] = found | vars(builtins)
@@ -52,7 +52,7 @@ def execute(source: str, name: str, space: dict[str, Any], provided: bool) -> No
 
 
 def _found(source: str) -> Iterator[tuple[str, Any]]:
-    """What is provided of the names that a program uses and neither defines nor has from Python."""
+    """The provided names that a program uses, and neither it nor Python defines."""
     waiting = [_symtable.symtable(source, "", "exec")]
     defined = {name for name, flags in waiting[0].symbols.items() if flags & _symtable.DEF_BOUND}
     used = set[str]()

@@ -1,6 +1,6 @@
-"""Runs inside the sandbox: shows that the namespaces, the limits and the filter are to be had here.
+"""Runs inside the sandbox: a trial that namespaces, limits and filter work here.
 
-Further arguments are modules that it has to find the libraries for; a Python may lack some of the modules.
+Further arguments are modules whose libraries it has to find. A Python may lack some of the modules themselves.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import confine
 
 confine.confine(sys.argv[1])
 for folder in filter(os.path.isdir, sys.path):
-    os.listdir(folder)  # as the user that programs are
+    os.listdir(folder)  # as the user of programs
 for name in sys.argv[2:]:
     with contextlib.suppress(ModuleNotFoundError):
         __import__(name)

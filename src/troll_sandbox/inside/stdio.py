@@ -1,12 +1,12 @@
-"""Runs inside the sandbox: a program once per test, each in a process of its own that reads standard input.
+"""Runs inside the sandbox: runs a program once per test, each in a process of its own with standard input.
 
-This process runs nothing of the program's, not even its compilation, so what it reports is the kernel's word: how the
-test's process ended, its CPU time, and the files that were its standard output and error.
+This process runs no code of the program's and does not even compile it, so its reports can be trusted: how the test's
+process ended, its CPU time, and the files that were its standard output and error.
 
-The first byte out says that the sandbox stands. Messages in are a length of 8 bytes (little-endian) and so many bytes:
-first the program, then the input of each test, sent when the one before has been reported. A message out is described
-at `report`. Where there is a second argument, it is a folder for the input that the program cannot write to; the input
-has a name there, to which /dev/stdin points.
+The first byte out says that the sandbox has started. Messages in are a length of 8 bytes (little-endian) and as many
+bytes: first the program, then the input of each test, sent after the report on the previous one. `report` describes a
+message out. A second argument is a folder for the input, to which the program cannot write; /dev/stdin points to the
+file there.
 """
 
 import _signal
@@ -16,25 +16,17 @@ import sys
 
 import confine
 
-READY = b"+"
+_messages = open(0, "rb", closefd=False)  # noqa: SIM115
 
 
 def receive() -> bytes | None:
-    """The next message; None where there is none."""
-    length = _read(8)
-    return _read(int.from_bytes(length, "little")) if len(length) == 8 else None
-
-
-def _read(length: int) -> bytes:
-    parts = []
-    while length and (part := os.read(0, min(length, 1 << 20))):
-        parts.append(part)
-        length -= len(part)
-    return b"".join(parts)
+    """The next message; None at the end."""
+    length = _messages.read(8)
+    return _messages.read(int.from_bytes(length, "little")) if len(length) == 8 else None
 
 
 def input_file(folder: str | None = None) -> tuple[int, str]:
-    """A file to write the input of each test to, and the path by which a test opens it."""
+    """A file for the input of each test, and the path by which a test opens it."""
     if folder is None:
         descriptor = os.memfd_create("input")
         return descriptor, f"/dev/fd/{descriptor}"
@@ -47,8 +39,8 @@ def input_file(folder: str | None = None) -> tuple[int, str]:
 def report(pid: int, files: tuple[int, int], limit: int) -> None:
     """Waits for a test's process and sends five numbers of 8 bytes, the output and the errors.
 
-    The numbers are: wait status, CPU time in microseconds, whether the work folder is as it was before, and the lengths
-    of the output and of the errors' end.
+    The numbers are: wait status, CPU time in microseconds, whether the work folder is empty, and the lengths of the
+    output and of the end of the errors.
     """
     _, status, usage = os.wait4(pid, 0)
     output = os.pread(files[0], limit, 0)
@@ -62,7 +54,7 @@ def report(pid: int, files: tuple[int, int], limit: int) -> None:
 
 
 def serve() -> bytes | None:
-    """Reports on one test after another; returns the program in the process of a test, and None after the last."""
+    """Runs and reports the tests. Returns the program in the process of a test, and None in this one."""
     settings = sys.argv[1]
     limit = int(settings.split(",")[2])
     program = receive()
@@ -75,12 +67,12 @@ def serve() -> bytes | None:
         pid = os.fork()
         if pid == 0:
             for number, file in enumerate(files):
-                os.dup2(file, number)  # the last hold of this process on the pipes of its parent
+                os.dup2(file, number)  # which closes the pipes of its parent here
                 os.close(file)
             os.close(given)
             _signal.signal(_signal.SIGINT, _signal.default_int_handler)
             _signal.pthread_sigmask(_signal.SIG_UNBLOCK, _signal.valid_signals())
-            os.setpgid(0, 0)  # out of bubblewrap's group, which a signal to the group could end
+            os.setpgid(0, 0)  # out of bubblewrap's group: a signal to its own group must not end bubblewrap
             confine.die_with_parent()
             confine.confine(settings)
             return program
@@ -90,12 +82,12 @@ def serve() -> bytes | None:
     return None
 
 
-# What the kernel does not deliver from inside to the first process; gVisor's kernel does.
+# From inside, the kernel does not deliver signals to the first process, but gVisor's kernel does.
 _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
 confine.die_with_parent()
-gc.freeze()  # what is here already is no concern of the tests' processes, neither while they run nor at their end
-os.write(1, READY)
+gc.freeze()  # the processes of tests do not collect the objects that are here already
+os.write(1, b"+")
 source = serve()
 if source is None:
     os._exit(0)

@@ -1,6 +1,6 @@
-"""Arguments and results of functions whose tests came as JSON, which has neither tuples nor keys but texts.
+"""Arguments and results of functions whose tests came as JSON, which has no tuples, and only texts as keys.
 
-Imports nothing of ours, for a server gets it as text; see `fusion.py`.
+Imports no other module of this package, because a server gets it as text; see `fusion.py`.
 """
 
 import re
@@ -8,17 +8,17 @@ from math import isfinite
 from numbers import Number
 from typing import Any
 
-#: As for printed numbers, in `troll_sandbox.output`.
+#: The same as for printed numbers in `troll_sandbox.output`.
 TOLERANCE = 1e-6
 
 _INTEGER = re.compile(r"0|-?[1-9]\d{0,300}", re.ASCII)
 
 
 def check(result: Any, expected: Any) -> None:
-    """Compares what a function returned with what its test expects.
+    """Compares a function's result with the expected one.
 
     Raises:
-        AssertionError: They differ, or two keys of a dictionary are one in JSON.
+        AssertionError: They differ, or two keys of a dictionary are the same text in JSON.
     """
     result, expected = _as_json(result), _as_json(expected)
     wanted = [expected, *expected] if isinstance(expected, list) and len(expected) == 1 else [expected]
@@ -27,7 +27,7 @@ def check(result: Any, expected: Any) -> None:
 
 
 def integer_keys(value: Any) -> Any:
-    """The value, with integers for the keys of dictionaries that have only texts of integers, down to its parts."""
+    """The value with integers as keys in every dictionary, at any depth, whose keys are all texts of integers."""
     if isinstance(value, list):
         return [integer_keys(item) for item in value]
     if not isinstance(value, dict):
@@ -37,7 +37,7 @@ def integer_keys(value: Any) -> Any:
 
 
 def _same(result: Any, expected: Any) -> bool:
-    """Whether a result is what is expected, or all its parts are: the same number to `TOLERANCE` for a float."""
+    """Whether a result and all its parts equal the expected ones, floats up to `TOLERANCE`."""
     if type(expected) is list:
         return type(result) is list and len(result) == len(expected) and all(map(_same, result, expected))
     if type(expected) is dict:
@@ -51,17 +51,17 @@ def _is_close(result: Any, expected: float) -> bool:
         return False
     try:
         value = float(result)  # type: ignore[arg-type]
-    except (ArithmeticError, TypeError, ValueError):  # too large for a float, or a complex number
+    except (ArithmeticError, TypeError, ValueError):  # a complex number, or too large for a float
         return False
     if expected != expected:
         return value != value
-    # A number too large for a float equals no other: relative to infinity, every number is close to it.
+    # Relative to infinity every number is close.
     return isfinite(expected) and abs(value - expected) <= TOLERANCE * max(1.0, abs(expected))
 
 
 def _as_json(value: Any) -> Any:
-    """The value as JSON has it, down to its parts: lists for tuples, texts for keys."""
-    kind = type(value)  # of a proxy, not what the program calls its class
+    """The value as JSON would have it: lists for tuples, texts for keys."""
+    kind = type(value)  # not `__class__`, which a proxy asks the program for
     if issubclass(kind, list | tuple):
         return [_as_json(item) for item in value]
     if not issubclass(kind, dict):

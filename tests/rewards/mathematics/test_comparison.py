@@ -325,7 +325,7 @@ _RESTATED = {
 }
 
 
-def test_what_is_left_to_do_is_no_number():
+def test_compare_refuses_calculations_left_to_do():
     pairs = [(gold, answer) for gold, answers in _RESTATED.items() for answer in answers]
     assert len(pairs) >= 50
     assert _accepted(pairs) == []
@@ -342,7 +342,7 @@ _LEFT_TO_DO = [
 ]
 
 
-def test_what_may_be_left_to_do():
+def test_compare_grants_calculations_next_to_their_result_or_in_the_gold_answer():
     assert _accepted(_LEFT_TO_DO) == _LEFT_TO_DO
 
 
@@ -431,7 +431,7 @@ _GRANTED = [
 ]
 
 
-def test_what_math_verify_grants():
+def test_compare_grants_these_loose_readings():
     assert _accepted(_GRANTED) == _GRANTED
 
 

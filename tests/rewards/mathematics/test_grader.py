@@ -38,7 +38,7 @@ def test_verdicts():
 
 
 @pytest.mark.parametrize("trouble", [Comparison.KILLED, Comparison.SILENT, Comparison.NOT_STARTED])
-def test_what_the_machine_keeps_from_being_compared_is_unscored(monkeypatch, trouble):
+def test_grade_leaves_answers_unscored_when_the_machine_fails(monkeypatch, trouble):
     monkeypatch.setattr("troll.rewards.mathematics.comparison.ask", lambda questions, *how: [trouble] * len(questions))
     texts = [r"\boxed{\frac{36}{2}}", r"\boxed{18}", r"\boxed{19}", "18"]
     verdicts = MathGrader().grade(texts, answer=["18"] * 4)

@@ -1,11 +1,14 @@
 r"""Whether two mathematical answers are the same, within limits that hold everywhere.
 
-`notation.py` writes both in one notation, and `texts.py` drops units and compares what needs no parser: `72`, `72.00`,
-`\$72` and `1,000` are compared exactly. The rest is read and compared in separate processes (`pool.py`), by
-`expressions.py`, since sympy can take for ever and obeys no signal during a long operation on integers. There the
-kernel counts the CPU time of every comparison, so a busy machine changes no verdict, and it bounds the memory.
+`notation.py` writes both in one notation. `texts.py` drops units and compares texts that need no parser: `72`, `72.00`,
+`\$72` and `1,000` are compared exactly. `expressions.py` compares the rest, in separate processes (`pool.py`): sympy
+can take for ever, and handles no signal during a long operation on integers. The kernel counts the CPU time of every
+comparison, so a busy machine changes no verdict, and it bounds the memory.
 
-docs/tasks.md says what users see of this, and which limits are known.
+math-verify's own normalization is not used: it turns `5t` and `3h` into 5 and 3, closes parentheses at the first `)`,
+and makes a comma of "and". Its `verify`, which rounds to six decimals, decides only where no exact comparison applies.
+
+docs/tasks.md has the rules for users, and the known limits.
 """
 
 from __future__ import annotations
@@ -15,12 +18,6 @@ from importlib.util import find_spec
 
 from troll.rewards.mathematics.pool import Comparison, ask
 from troll.rewards.mathematics.texts import MAX_CHARACTERS, same_at_sight, tidy, without_units
-
-
-def check_math_verify() -> None:
-    """Raises ImportError where math-verify is missing."""
-    if find_spec("math_verify") is None:
-        raise ImportError('math rewards need math-verify: pip install "troll-rl[tasks]"')
 
 
 def compare(
@@ -40,6 +37,8 @@ def compare(
         ImportError: If math-verify is not installed.
         RuntimeError: If math-verify is installed, but cannot be imported.
     """
+    if find_spec("math_verify") is None:
+        raise ImportError('math rewards need math-verify: pip install "troll-rl[tasks]"')
     found: dict[tuple[str, str], Comparison] = {}
     questions: dict[tuple[str, str], tuple[str, str]] = {}
     for pair in set(pairs):
@@ -53,6 +52,5 @@ def compare(
         else:
             found[pair] = Comparison.EQUAL if same else Comparison.DIFFERENT
     if questions:
-        check_math_verify()
         found.update(zip(questions, ask(list(questions.values()), cpu_seconds, positive_symbols), strict=True))
     return [found[pair] for pair in pairs]

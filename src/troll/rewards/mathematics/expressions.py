@@ -163,7 +163,7 @@ def _conditions(text: str) -> _Item | None:
             variables = {condition.variable for condition in conditions if condition}
             if len(sets) < len(parts) or len(variables) != 1:
                 return None
-            if combine is None:  # nobody means a condition that nothing fulfils
+            if combine is None:  # a condition that no number fulfils is never meant
                 combine = sympy.Intersection if sympy.Intersection(*sets) is not sympy.S.EmptySet else sympy.Union
             return _Item(combine(*sets), text, variable=variables.pop())
     try:
@@ -345,7 +345,7 @@ class _Comparison:
 
 
 def _coordinates(item: _Item) -> list[_Item]:
-    """Those of a tuple, and of an open interval that may be a pair; else none."""
+    """The coordinates of a tuple, or of an open interval that may be a pair; else none."""
     value = _unwrapped(item.value) if item.may_be_a_point else None
     kind, values = _parts(value) or ("", [])
     return [_Item(each) for each in values] if kind == "tuple" else []
@@ -403,7 +403,7 @@ def _evaluated(value: sympy.Expr, digits: int) -> tuple[sympy.Expr, sympy.Expr] 
     parts = value.evalf(digits).as_real_imag()
     if not all((part.is_Float or part.is_Rational) and part.is_finite for part in parts):
         return None
-    # Of what cancels out, no digit is right.
+    # No digit of a difference that cancels out is right.
     real, imaginary = (sympy.S.Zero if part.is_Float and part._prec < 10 else part for part in parts)
     return real, imaginary
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from troll.rewards.answers import AnswerFormat, check_answer_format, final_answer
 from troll.rewards.grading import Grader, Verdict, printable
-from troll.rewards.mathematics.comparison import check_math_verify, compare
+from troll.rewards.mathematics.comparison import compare
 from troll.rewards.mathematics.pool import Comparison
 
 
@@ -47,9 +47,10 @@ class MathGrader(Grader):
                 without a box.
 
         Returns:
-            B verdicts with score 0 or 1; their reasons are "correct", "wrong answer", "no answer", "time limit" and, if
-            math-verify's process crashed over the answer, "cannot be compared". If the process was killed, or could not
-            be started, for half a minute, the score is None and the reason "unscored: ..." with the cause.
+            B verdicts with score 0 or 1. Their reasons are "correct", "wrong answer", "no answer", "time limit" and, if
+            math-verify's process crashed over the answer, "cannot be compared". If the process was killed again and
+            again, or could not be started for half a minute, the score is None and the reason "unscored: ..." with the
+            cause.
 
         Raises:
             ImportError: If math-verify is not installed.
@@ -61,24 +62,22 @@ class MathGrader(Grader):
             raise ValueError("mathematics is graded against a column 'answer', which the data set lacks")
         if len(golds) != len(completions) or None in golds:
             raise ValueError(f"got {len(completions)} completions, and the column 'answer' has not one answer for each")
-        check_math_verify()
         answers = [final_answer(completion, self.answer_format) for completion in completions]
         pairs = [(str(gold), answer) for gold, answer in zip(golds, answers, strict=True) if answer is not None]
         compared = iter(compare(pairs, self.cpu_seconds, self.positive_symbols))
-        return [
-            Verdict(0.0, None, "no answer") if answer is None else _verdict(answer, next(compared))
-            for answer in answers
-        ]
+        verdicts = []
+        for answer in answers:
+            if answer is None:
+                verdicts.append(Verdict(0.0, None, "no answer"))
+            else:
+                comparison = next(compared)
+                verdicts.append(Verdict(comparison.score, answer, comparison.value))
+        return verdicts
 
     def same_answer(self, first: str, second: str) -> bool:
         """Whether two answers of completions are equal, each in turn taken for the gold one."""
         pairs = [(first, second), (second, first)]
         return Comparison.EQUAL in compare(pairs, self.cpu_seconds, self.positive_symbols)
-
-
-def _verdict(answer: str, comparison: Comparison) -> Verdict:
-    score = None if comparison.is_unscored else float(comparison is Comparison.EQUAL)
-    return Verdict(score, answer, comparison.value)
 
 
 #: The reward for answers in `\boxed{}`, in TRL's signature.

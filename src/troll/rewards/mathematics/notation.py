@@ -91,8 +91,8 @@ _NOT_AFTER_SYMBOL = re.compile(r"\\(?:log|lim|sum|prod|int|max|min|sup|inf) *$")
 def canonical(text: str) -> str:
     r"""Writes a mathematical text in one notation, e.g. `\sfrac12`, `½` and `{1 \over 2}` as `\frac{1}{2}`.
 
-    What only changes the look is dropped. What stands in `\text{}` is left as it is, and so is all where braces do not
-    match.
+    Commands that only change the look are dropped. The content of `\text{}` stays as it is. Where braces do not match,
+    arguments and groups stay as they are.
     """
     text = re.sub(r"(?<=[\w)\]}])[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda found: f"^{{{found[0].translate(_RAISED)}}}", text)
     text = re.sub(r"[₀-₉]+", lambda found: f"_{{{found[0].translate(_LOWERED)}}}", text)
@@ -106,7 +106,7 @@ def canonical(text: str) -> str:
         infix = {"over": "frac", "choose": "binom"}
         text = _INFIX.sub(lambda found: rf"{{\{infix[found[2]]}{{{found[1]}}}{{{found[3]}}}}}", f"{{{text}}}")[1:-1]
     text = _NAME.sub(_renamed, text).strip()
-    partners = _partners(text)
+    partners = partners_of(text)
     if partners is not None:
         text = _without_groups(text, partners)
         with contextlib.suppress(RecursionError):  # of hundreds of powers in each other, which is no answer
@@ -154,7 +154,7 @@ def _renamed(found: re.Match[str]) -> str:
     return word.replace("I", r"\mathcal{I}") if len(word) <= 2 and rest != "(" else word
 
 
-def _partners(text: str) -> dict[int, int] | None:
+def partners_of(text: str) -> dict[int, int] | None:
     """Where each opening brace and parenthesis is closed; None if braces do not match."""
     partners, opened = {}, list[int]()
     for found in re.finditer(r"\\.|([{}()])", text, re.DOTALL):

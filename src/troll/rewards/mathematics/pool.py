@@ -1,4 +1,4 @@
-"""The pool of processes that compare answers, on the side of the process that asks them."""
+"""The pool of processes that compare answers, as the process that trains sees it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from troll.rewards.mathematics import worker
 
 _MOST_PROCESSES = 8
 
-# CPU time decides. Wall time ends what the kernel cannot: a process that was stopped, or one on an overloaded machine.
+# CPU time decides. Wall time bounds processes that get none: stopped ones, and those of an overloaded machine.
 _PATIENCE_SECONDS = 120.0
 _PATIENCE_FACTOR = 30.0
 # A machine that cannot start a process now, for lack of memory or of processes, may be able to soon.
@@ -43,9 +43,10 @@ class Comparison(Enum):
     NOT_STARTED = "unscored: the process of math-verify could not be started, for lack of memory or processes"
 
     @property
-    def is_unscored(self) -> bool:
-        """Whether the machine failed, which says nothing about the answer."""
-        return self in (Comparison.KILLED, Comparison.SILENT, Comparison.NOT_STARTED)
+    def score(self) -> float | None:
+        """1.0 for equal answers, else 0.0; None where the machine failed, which says nothing about the answer."""
+        failed = (Comparison.KILLED, Comparison.SILENT, Comparison.NOT_STARTED)
+        return None if self in failed else float(self is Comparison.EQUAL)
 
 
 _COMPARISONS = {
@@ -78,12 +79,15 @@ class _Pool:
         self, questions: Sequence[tuple[str, str]], cpu_seconds: float, positive_symbols: bool = False
     ) -> list[Comparison]:
         """Asks as many processes at a time as are idle, at least one."""
-        processes = self._borrow(len(questions))
+        processes = [self._idle.get()]
+        with contextlib.suppress(queue.Empty):
+            while len(processes) < min(len(questions), len(self._processes)):
+                processes.append(self._idle.get_nowait())
         try:
             return self._ask(processes, questions, (cpu_seconds, positive_symbols))
         finally:
             for process in processes:
-                if process.is_busy:  # after an exception, nobody waits for its verdict any more
+                if process.is_busy:  # after an exception, its verdict is not read any more
                     process.stop()
                 self._idle.put(process)
 
@@ -96,15 +100,6 @@ class _Pool:
         """Drops the processes after a fork: they belong to the process from which this one was forked."""
         for process in self._processes:
             process.abandon()
-
-    def _borrow(self, wanted: int) -> list[_Process]:
-        processes = [self._idle.get()]
-        while len(processes) < min(wanted, len(self._processes)):
-            try:
-                processes.append(self._idle.get_nowait())
-            except queue.Empty:
-                break
-        return processes
 
     def _ask(
         self, processes: Sequence[_Process], questions: Sequence[tuple[str, str]], how: tuple[float, bool]
@@ -139,10 +134,11 @@ def _wait(processes: Iterable[_Process]) -> tuple[list[_Process], list[_Process]
         for process in processes:
             if process.verdicts is not None:
                 selector.register(process.verdicts, selectors.EVENT_READ, process)
-        timeout = min((process.seconds_to_start for process in missing), default=1.0)
-        ready = [key.data for key, _ in selector.select(timeout)]
-    ready += [process for process in missing if not process.seconds_to_start]
-    return ready, [process for process in processes if process.is_overdue and process not in ready]
+        timeout = min((process.start_at - time.monotonic() for process in missing), default=1.0)
+        ready = [key.data for key, _ in selector.select(max(0.0, timeout))]
+    now = time.monotonic()
+    ready += [process for process in missing if process.start_at <= now]
+    return ready, [process for process in processes if process.deadline < now and process not in ready]
 
 
 class _Process:
@@ -153,23 +149,15 @@ class _Process:
         self._is_ready = False
         self._was_ever_ready = False
         self._fails_since: float | None = None
-        self._start_at = 0.0
+        self.start_at = 0.0  # of the monotonic clock: when to try to start it again
         self._question: tuple[tuple[str, str], float, bool] | None = None
         self._attempts = 0
         self._number = 0
-        self._deadline = 0.0
+        self.deadline = 0.0  # when its verdict is given up
 
     @property
     def is_busy(self) -> bool:
         return self._question is not None
-
-    @property
-    def is_overdue(self) -> bool:
-        return time.monotonic() > self._deadline
-
-    @property
-    def seconds_to_start(self) -> float:
-        return max(0.0, self._start_at - time.monotonic())
 
     @property
     def verdicts(self) -> IO[bytes] | None:
@@ -233,7 +221,7 @@ class _Process:
     def _send(self) -> None:
         assert self._question is not None
         (gold, answer), cpu_seconds, positive_symbols = self._question
-        self._deadline = time.monotonic() + _PATIENCE_SECONDS + _PATIENCE_FACTOR * cpu_seconds
+        self.deadline = time.monotonic() + _PATIENCE_SECONDS + _PATIENCE_FACTOR * cpu_seconds
         if self._process is None:
             try:
                 self._process = _start()
@@ -251,7 +239,7 @@ class _Process:
     def _start_later(self) -> None:
         now = time.monotonic()
         self._fails_since = self._fails_since or now
-        self._start_at = now if self._fails_for_long else now + _PAUSE_SECONDS
+        self.start_at = now if self._fails_for_long else now + _PAUSE_SECONDS
 
     def _ended(self) -> Comparison | None:
         """Asks again if the process was killed or could not be started, which is not the answer's fault."""

@@ -1,4 +1,4 @@
-"""The texts of answers before parsing: drops units, compares what needs no parser, and finds ambiguous answers."""
+"""The texts of answers before parsing: drops units, compares texts that need no parser, finds ambiguous answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 
-from troll.rewards.mathematics.notation import canonical
+from troll.rewards.mathematics.notation import canonical, partners_of
 
 #: Longer texts are not answers: the longest gold answer of the tasks' data sets has a few hundred characters.
 MAX_CHARACTERS = 2000
@@ -78,7 +78,7 @@ _ARITHMETIC = re.compile(
 
 
 def tidy(text: str) -> str:
-    """Writes an answer in one notation, without what has no meaning for its value."""
+    """Writes an answer in one notation, without signs that do not change its value."""
     text = canonical(text.strip("\u200b\ufeff").rstrip("\\ ")).rstrip("\\ ,;:").lstrip("= ")
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip()
@@ -110,7 +110,7 @@ def same_at_sight(gold: str, answer: str) -> bool | None:
         either = len(expected_values) != len(given_values) and not set(expected_values).isdisjoint(given_values)
         return expected_values[0] == given_values[0] or either
     expected, given = (
-        _TIME.fullmatch(_without_groups(text).rpartition("=")[2].strip().lower()) for text in (gold, answer)
+        _TIME.fullmatch(_with_plain_words(text).rpartition("=")[2].strip().lower()) for text in (gold, answer)
     )
     if expected:  # the parser would divide
         return given is not None and given[1] == expected[1] and {given[2], expected[2]} != {"a", "p"}
@@ -121,13 +121,13 @@ def same_at_sight(gold: str, answer: str) -> bool | None:
     if expected_letters and given_letters:
         same_set = r"\{" in gold and set(expected_letters) == set(given_letters)
         return expected_letters == given_letters or same_set
-    return False if is_ambiguous(gold, answer) else None
+    return False if _is_ambiguous(gold, answer) else None
 
 
 def without_units(gold: str, answer: str) -> tuple[str, str]:
     r"""Drops the units of two tidy texts, which are not compared.
 
-    What stands in `\text{}` after a value is a unit. Letters and words without it are units after a plain number only,
+    `\text{}` after a value is a unit. Letters and words without it are units after a plain number only,
     in a gold answer only those that cannot be a product, and in an answer only where the gold one is a plain number:
     in `10 - 2t` and `\frac{1}{2} m`, letters are symbols.
     """
@@ -144,7 +144,7 @@ def without_units(gold: str, answer: str) -> tuple[str, str]:
         if quantity and _is_unit(quantity[2], _may_be_a_unit):
             return value, quantity[1].rstrip()
     letters = re.search(r"(?<![A-Za-z\\])[A-Za-z]+$", value)
-    if letters and re.search(rf"\\text\{{ *{letters[0]} *\}}$", answer):  # what the answer calls a unit is one there
+    if letters and re.search(rf"\\text\{{ *{letters[0]} *\}}$", answer):  # the answer says that it is a unit
         return value, _WORDS.sub(r" \1", answer)
     return value, _without_named_unit(answer)
 
@@ -188,12 +188,12 @@ def _values(text: str) -> list[Decimal]:
     return [value] if digits == text else [value, value.scaleb(-2)]
 
 
-def _without_groups(text: str) -> str:
+def _with_plain_words(text: str) -> str:
     r"""The text with its `\text{...}` as plain words."""
     return _WORDS.sub(r"\1", text)
 
 
-def is_ambiguous(gold: str, answer: str) -> bool:
+def _is_ambiguous(gold: str, answer: str) -> bool:
     r"""Whether an answer says more than the one value that would be read from it.
 
     - a box within the answer, a phantom, or braces that do not match: only a part would be read;
@@ -206,7 +206,7 @@ def is_ambiguous(gold: str, answer: str) -> bool:
       answer has the same words;
     - `CBA` for `ABC`: letters are factors, in any order, which is right only for such as `xy` and `yx`.
     """
-    if any(command in answer for command in (r"\boxed", r"\fbox", "phantom")) or not _braces_match(answer):
+    if any(command in answer for command in (r"\boxed", r"\fbox", "phantom")) or partners_of(answer) is None:
         return True
     if any(sign.search(answer) and not sign.search(gold) for sign in (_APPROXIMATELY, _MULTIPLIER)):
         return True
@@ -228,27 +228,23 @@ def _arithmetic(text: str) -> set[str]:
 
 
 def _is_anagram(gold: str, answer: str) -> bool:
-    if not _LETTERS.fullmatch(_without_groups(gold)) or _ALTERNATIVE.search(_without_groups(gold)):
+    if not _LETTERS.fullmatch(_with_plain_words(gold)) or _ALTERNATIVE.search(_with_plain_words(gold)):
         return False
-    if _are_products(gold, answer):
+    if _PRODUCT.fullmatch(gold) and _PRODUCT.fullmatch(answer):
         return False
-    texts = [re.sub(r"\\cdot|[\s()]", "", _without_groups(text)).lower() for text in (gold, answer)]
+    texts = [re.sub(r"\\cdot|[\s()]", "", _with_plain_words(text)).lower() for text in (gold, answer)]
     return texts[0] != texts[1] and sorted(texts[0]) == sorted(texts[1])
-
-
-def _are_products(*texts: str) -> bool:
-    return all(_PRODUCT.fullmatch(text) for text in texts)
 
 
 def _word(text: str) -> str | None:
     r"""A word, or a letter in parentheses, as in `\text{(B)}`, with small letters and without spaces."""
-    word = re.sub(r"\s|^\s*\(|(?<=^\([A-Za-z])\)\s*$", "", _without_groups(text))
+    word = re.sub(r"\s|^\s*\(|(?<=^\([A-Za-z])\)\s*$", "", _with_plain_words(text))
     return word.lower() if re.fullmatch("[A-Za-z]+|[A-Za-z]{2,}[0-9]+", word) else None
 
 
 def _letters(text: str) -> list[str] | None:
     r"""The letters, sorted, of a list or a set of single ones, such as `\text{A and C}`, `(A), (C)` and `\{a, c\}`."""
-    text = _without_groups(text).strip()
+    text = _with_plain_words(text).strip()
     items = _BETWEEN_ITEMS.split(text.removeprefix(r"\{").removesuffix(r"\}").strip())
     is_list = len(items) > 1 and all(_ITEM.fullmatch(item) for item in items)
     return sorted(item.strip("()").lower() for item in items) if is_list else None
@@ -259,12 +255,3 @@ def _has_neighbours(text: str) -> bool:
     while text != inner:
         text, inner = _ARGUMENTS.sub("#", text), text
     return _NEIGHBOURS.search(text) is not None
-
-
-def _braces_match(text: str) -> bool:
-    depth = 0
-    for token in re.finditer(r"\\.|[{}]", text, re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(token[0], 0)
-        if depth < 0:
-            return False
-    return depth == 0

@@ -28,8 +28,8 @@ READY = 0  # the number of the verdict that says that math-verify is imported
 CANNOT_IMPORT = 4  # exit status
 
 MEMORY_BYTES = 1 << 30
-# A child whose memory has reached this is replaced: what sympy and the parser keep of one answer must not take memory
-# from the next. A child that has just been forked has about 80 MiB.
+# A child whose memory has reached this is replaced: caches of sympy and the parser must not take memory from the next
+# answer. A child that has just been forked has about 80 MiB.
 _REPLACED_FROM_KILOBYTES = 256 << 10
 _NO_MORE_QUESTIONS, _TO_BE_REPLACED = 0, 3
 _IN_HAND = struct.Struct("<Q")
@@ -110,7 +110,7 @@ def _serve(is_equal: Callable[[str, str, bool], bool], questions: int, verdicts:
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
             try:
                 equal = is_equal(gold, answer, positive_symbols)
-            except Exception:  # math-verify and sympy may raise anything for what a model may write
+            except Exception:  # math-verify and sympy raise many kinds of errors for odd answers
                 equal = False
             signal.setitimer(signal.ITIMER_PROF, 0)
             in_hand[:] = _IN_HAND.pack(0)

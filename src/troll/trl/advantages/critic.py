@@ -30,6 +30,8 @@ from troll.trust_region.metrics import Tally, masked_total
 
 #: The file that `Critic.save` writes: only one, so that it is replaced as a whole.
 CRITIC_FILE = "critic.pt"
+#: The whole state, on the CPU of the main process, of the trained weights only.
+_OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
 
 def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, value_clip: float) -> Tensor:
@@ -38,13 +40,10 @@ def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, value_clip: 
     A value that has moved by more than c towards its target gets no gradient any more; one that has moved away does.
 
     Args:
-        values: V, the critic's values now, any shape.
-        returns: R, their targets, of the same shape.
-        old_values: V_old, the values at the rollout, of the same shape.
+        values: V, the critic's values now, any shape; the loss and the next two have the same.
+        returns: R, their targets.
+        old_values: V_old, the values at the rollout.
         value_clip: c, in units of reward.
-
-    Returns:
-        The loss of each value, of the same shape.
     """
     clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
     return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
@@ -92,7 +91,7 @@ class Critic:
         self.start()
 
     def start(self) -> None:
-        """Drops what an interrupted update has left."""
+        """Begins a training, without the gradients and sums of an interrupted update."""
         self.optimizer.zero_grad()
         self._tokens = torch.zeros((), device=self.accelerator.device)
         self._tally = Tally()
@@ -108,16 +107,15 @@ class Critic:
     def values(
         self, input_ids: Tensor, attention_mask: Tensor, completion_length: int, batch_size: int | None = None
     ) -> Tensor:
-        """The values of the states in which the completions' tokens were chosen, without gradient.
+        """The values of the states in which the completions' tokens were chosen, (B, T) in float32, without gradient.
+
+        Values at padding mean nothing.
 
         Args:
             input_ids: (B, P + T), prompts padded on the left and completions on the right.
             attention_mask: (B, P + T), 0 at padding.
             completion_length: T, the tokens of a completion.
             batch_size: Rows in one forward pass; all by default.
-
-        Returns:
-            (B, T) in float32. Values at padding mean nothing.
         """
         self.model.eval()
         size = batch_size or len(input_ids)
@@ -143,7 +141,7 @@ class Critic:
         """Runs forward and backward on one micro-batch.
 
         Args:
-            input_ids: (B, P + T), prompts padded on the left and completions on the right.
+            input_ids: (B, P + T), as for `values`.
             attention_mask: (B, P + T), 0 at padding.
             returns: (B, T), the targets.
             old_values: (B, T), as `values` gave them at the rollout.
@@ -158,7 +156,17 @@ class Critic:
             losses = value_loss(values, returns, old_values, self._settings.value_clip)
             self.accelerator.backward(losses.sum())
         self._tokens += mask.sum()
-        self._observe(losses.detach(), values.detach(), returns, old_values, mask)
+        values, error = values.detach(), returns - old_values
+        measured = {
+            "value_loss": losses,
+            "clip_fraction": mask & ((values - old_values).abs() > self._settings.value_clip),
+            "value_mean": values,
+            "return_mean": returns,
+            "return_square": returns**2,
+            "error": error,
+            "error_square": error**2,
+        }
+        self._tally += Tally({name: masked_total(numbers.float(), mask) for name, numbers in measured.items()})
 
     def step(self) -> None:
         """Makes an optimiser step if the last micro-batch ended an update.
@@ -187,34 +195,16 @@ class Critic:
         self.steps += 1
         self._grad_norms.append(norm)
 
-    # What it did
-
-    def _observe(self, losses: Tensor, values: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor) -> None:
-        moved = mask & ((values - old_values).abs() > self._settings.value_clip)
-        error = returns - old_values
-        measured = {
-            "value_loss": losses,
-            "clip_fraction": moved,
-            "value_mean": values,
-            "return_mean": returns,
-            "return_square": returns**2,
-            "error": error,
-            "error_square": error**2,
-        }
-        self._tally += Tally({name: masked_total(numbers.float(), mask) for name, numbers in measured.items()})
-
     def metrics(self) -> dict[str, float]:
-        """What happened since the last call, over all tokens and processes, by name.
+        """The numbers for the log since the last call, over all tokens and processes; every process has to call it.
 
-        - `value_loss`, the mean.
+        - `value_loss`, `value_mean` and `return_mean`, the means over tokens.
         - `clip_fraction`, the share of values that have moved by more than `value_clip` since the rollout.
-        - `value_mean` and `return_mean`.
         - `explained_variance` = 1 − Var(R − V_old) / Var(R), of the values at the rollout, before they were trained on
           these returns: 1 is perfect, 0 no better than a constant. It is left out if all returns are equal.
         - `grad_norm`, before clipping, the mean over updates.
 
-        Every process has to call it. It is empty if there was no micro-batch since the last call; without a token, as
-        where all completions are masked, only `grad_norm` is left.
+        It is empty without a micro-batch. Where all completions are masked, only `grad_norm` is left.
         """
         if not self._tally.totals:
             return {}
@@ -239,20 +229,15 @@ class Critic:
 
         They go into one file of the folder, `CRITIC_FILE`, atomically. Every process has to call it.
         """
-        state = {
-            "weights": get_model_state_dict(self.model, options=_options()),
-            # Without a step there is no state, and asking torch for it would make one.
-            "optimizer": get_optimizer_state_dict(self.model, self._raw_optimizer, options=_options())
-            if self.steps
-            else None,
-            "steps": self.steps,
-        }
+        weights, optimizer = get_model_state_dict(self.model, options=_OPTIONS), None
+        if self.steps:  # before, there is no state, and asking torch for it would make one
+            optimizer = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=_OPTIONS)
         if self.accelerator.is_main_process:
-            save_state(state, Path(folder, CRITIC_FILE))
+            save_state({"weights": weights, "optimizer": optimizer, "steps": self.steps}, Path(folder, CRITIC_FILE))
         self.accelerator.wait_for_everyone()
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Restores what `save` wrote: with the same data, training repeats bit by bit. Every process has to call it.
+        """Restores a critic from `save`: with the same data, training repeats bit by bit. Every process has to call it.
 
         Raises:
             FileNotFoundError: If the folder has no critic.
@@ -260,34 +245,20 @@ class Critic:
         """
         path = Path(folder, CRITIC_FILE)
         state = load_state(path, "a run with a critic")
-        shapes = {name: tuple(weight.shape) for name, weight in state["weights"].items()}
-        if shapes != self._trained_shapes():
-            raise ValueError(
-                f"{path} holds the weights of another critic: {_difference(shapes, self._trained_shapes())}"
-            )
-        set_model_state_dict(self.model, state["weights"], options=_options())
-        if state["optimizer"] is not None:
-            set_optimizer_state_dict(self.model, self._raw_optimizer, state["optimizer"], options=_options())
-        self.steps = state["steps"]
-
-    def _trained_shapes(self) -> dict[str, tuple[int, ...]]:
         model = self.accelerator.unwrap_model(self.model)
-        return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-
-    @property
-    def _raw_optimizer(self) -> torch.optim.Optimizer:
-        return self.optimizer.optimizer
-
-
-def _options() -> StateDictOptions:
-    """Options for the whole state, on the CPU of the main process, of the trained weights only."""
-    return StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
-
-
-def _difference(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> str:
-    names = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-    name = names[0]
-    return f"{name} has shape {found.get(name)} in it and {expected.get(name)} here ({len(names)} differ)"
+        expected = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+        found = {name: tuple(weight.shape) for name, weight in state["weights"].items()}
+        wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        if wrong:
+            name = wrong[0]
+            raise ValueError(
+                f"{path} holds the weights of another critic: {name} has shape {found.get(name)} in it and "
+                f"{expected.get(name)} here ({len(wrong)} differ)"
+            )
+        set_model_state_dict(self.model, state["weights"], options=_OPTIONS)
+        if state["optimizer"] is not None:
+            set_optimizer_state_dict(self.model, self.optimizer.optimizer, state["optimizer"], options=_OPTIONS)
+        self.steps = state["steps"]
 
 
 def _refuse(accelerator: Accelerator) -> None:

@@ -14,7 +14,9 @@ MIN_VARIANCE = 1e-8
 #: Sums a small tensor over processes.
 Reduce = Callable[[Tensor], Tensor]
 
-#: `(rewards (N,), num_generations, token_counts (N,)) -> advantages (N,)`, all of the global batch, group by group.
+#: `(rewards (N,), num_generations, token_counts (N,)) -> advantages (N,)`, all of the global batch, group by group. A
+#: reward is NaN where a completion could not be scored, and its advantage then 0; a group is the `num_generations`
+#: completions of a prompt; token counts are of the tokens in the loss.
 SequenceAdvantages = Callable[[Tensor, int, Tensor], Tensor]
 
 
@@ -34,14 +36,11 @@ class Estimator:
 
 
 def combine_rewards(rewards_per_function: Tensor, weights: Tensor) -> Tensor:
-    """The reward of each completion: r_i = Σ_f w_f r_if over the functions that scored it.
+    """The reward of each completion: r_i = Σ_f w_f r_if over the functions that scored it, NaN where none did, (N,).
 
     Args:
         rewards_per_function: (N, F), NaN where a function returned None.
         weights: (F,), the weights of the functions.
-
-    Returns:
-        (N,) rewards, NaN where no function scored the completion.
     """
     rewards = (rewards_per_function * weights.to(rewards_per_function)).nansum(dim=1)
     return rewards.masked_fill(rewards_per_function.isnan().all(dim=1), torch.nan)
@@ -51,13 +50,10 @@ def whiten(values: Tensor, mask: Tensor, reduce: Reduce = lambda tensor: tensor)
     """Values with mean 0 and variance 1 under the mask: (x − mean) / √max(var, 1e-8), with var = mean of (x − mean)².
 
     Args:
-        values: Any shape; may be NaN where the mask is 0.
+        values: Any shape; may be NaN where the mask is 0, and is 0 there in the result.
         mask: Of the same shape: 0 and 1, or any weights that are not negative.
         reduce: Sums a tensor over processes, if each of them holds a part of the values. Each process calls it twice,
             even if its mask is empty.
-
-    Returns:
-        Like `values`, with 0 where the mask is 0.
     """
     weights = mask.to(values.dtype)
     values = values.masked_fill(weights == 0, 0.0)
@@ -74,15 +70,8 @@ def reinforce_plus_plus(rewards: Tensor, num_generations: int, token_counts: Ten
 
     A completion's tokens share its reward, so the mean and the standard deviation over tokens are those over
     completions, weighted with their numbers of tokens. The paper's KL penalty in the reward is
-    `TrollConfig.kl_in_reward`.
-
-    Args:
-        rewards: (N,) of the global batch, NaN where a completion could not be scored.
-        num_generations: Completions per prompt; not used.
-        token_counts: (N,), the number of each completion's tokens in the loss.
-
-    Returns:
-        (N,) advantages, 0 for completions without a reward or without tokens.
+    `TrollConfig.kl_in_reward`. Arguments and result are those of `SequenceAdvantages`; a completion without tokens also
+    has advantage 0.
     """
     return whiten(rewards, torch.where(rewards.isnan(), 0, token_counts))
 
@@ -90,13 +79,7 @@ def reinforce_plus_plus(rewards: Tensor, num_generations: int, token_counts: Ten
 def reinforce_plus_plus_baseline(rewards: Tensor, num_generations: int, token_counts: Tensor) -> Tensor:
     """REINFORCE++ with a group baseline (arXiv 2501.03262): r − mean of the group, whitened as `reinforce_plus_plus`.
 
-    Args:
-        rewards: (N,) of the global batch, group by group, NaN where a completion could not be scored.
-        num_generations: Completions per prompt, at least 2.
-        token_counts: (N,), the number of each completion's tokens in the loss.
-
-    Returns:
-        (N,) advantages, 0 for completions without a reward or without tokens.
+    Arguments and result are those of `SequenceAdvantages`, with at least 2 completions of a prompt.
     """
     grouped = rewards.view(-1, num_generations)
     centred = (grouped - grouped.nanmean(dim=1, keepdim=True)).flatten()
@@ -106,13 +89,8 @@ def reinforce_plus_plus_baseline(rewards: Tensor, num_generations: int, token_co
 def rloo(rewards: Tensor, num_generations: int, token_counts: Tensor) -> Tensor:
     """RLOO (arXiv 2402.14740): A_i = r_i − 1/(n − 1) Σ_{j ≠ i} r_j, over the n scored completions of a prompt.
 
-    Args:
-        rewards: (N,) of the global batch, group by group, NaN where a completion could not be scored.
-        num_generations: Completions per prompt, at least 2.
-        token_counts: (N,), not used.
-
-    Returns:
-        (N,) advantages, 0 for completions without a reward or without another scored one in their group.
+    Arguments and result are those of `SequenceAdvantages`, with at least 2 completions of a prompt. A completion
+    without another scored one in its group also has advantage 0.
     """
     grouped = rewards.view(-1, num_generations)
     others = (~grouped.isnan()).sum(dim=1, keepdim=True) - 1
@@ -121,14 +99,11 @@ def rloo(rewards: Tensor, num_generations: int, token_counts: Tensor) -> Tensor:
 
 
 def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Puts each completion's reward at its last token under the mask.
+    """Rewards of tokens, (B, T): that of a completion at its last token under the mask, 0 elsewhere.
 
     Args:
         rewards: (B,), one for each completion.
         mask: (B, T), 1 for the tokens of the policy; a row without any gets no reward.
-
-    Returns:
-        (B, T) rewards of tokens, 0 except at the last ones.
     """
     positions = torch.arange(1, mask.shape[1] + 1, device=mask.device) * mask.bool()
     is_last = (positions == positions.amax(dim=1, keepdim=True)) & mask.bool()
@@ -136,7 +111,7 @@ def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438).
+    """Generalised advantage estimation (arXiv 1506.02438): advantages and returns, (B, T) each, 0 where the mask is 0.
 
         δ_t = r_t + γ V_{t+1} − V_t,   A_t = δ_t + γ λ A_{t+1},   R_t = A_t + V_t
 
@@ -149,9 +124,6 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         mask: (B, T), 1 for the tokens of the policy. Rewards and values may be NaN elsewhere.
         gamma: Discount γ, in [0, 1].
         lam: λ in [0, 1]: 0 is the one-step temporal difference, 1 the whole return less the value.
-
-    Returns:
-        Advantages and returns, (B, T) each, 0 where the mask is 0.
 
     Raises:
         ValueError: If the shapes differ.
@@ -172,21 +144,6 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     return advantages, torch.where(acts, advantages + values, 0.0)
 
 
-@dataclass(frozen=True)
-class TokenAdvantages:
-    """What PPO trains on, (B, T) each.
-
-    Args:
-        advantages: A_t for the policy, whitened if asked; 0 outside of `mask`.
-        returns: The critic's targets R_t = A_t + V_t, with A_t before whitening; 0 outside of `mask`.
-        mask: 1 for the policy's tokens in completions that have a reward.
-    """
-
-    advantages: Tensor
-    returns: Tensor
-    mask: Tensor
-
-
 def token_advantages(
     rewards: Tensor,
     values: Tensor,
@@ -196,7 +153,7 @@ def token_advantages(
     *,
     whitened: bool = True,
     reduce: Reduce = lambda tensor: tensor,
-) -> TokenAdvantages:
+) -> tuple[Tensor, Tensor, Tensor]:
     """PPO's advantages (arXiv 1707.06347): GAE from a reward at the last token, whitened over the global batch.
 
     Args:
@@ -208,14 +165,15 @@ def token_advantages(
         whitened: Whether the advantages get mean 0 and variance 1 over the tokens of all processes.
         reduce: Sums a tensor over processes.
 
-    Raises:
-        ValueError: If the shapes differ.
+    Returns:
+        Advantages A_t; the critic's targets R_t = A_t + V_t, with A_t before whitening; and the mask of the policy's
+        tokens in completions that have a reward. Each is (B, T), and the first two are 0 outside of that mask.
     """
     mask = mask.bool() & ~rewards.isnan().unsqueeze(1)
     advantages, returns = gae(terminal_rewards(rewards, mask), values, mask, gamma, lam)
     if whitened:
         advantages = whiten(advantages, mask, reduce)
-    return TokenAdvantages(advantages, returns, mask)
+    return advantages, returns, mask
 
 
 #: The estimators by name. "group" leaves TRL's own: GRPO, or with other settings of TRL Dr.GRPO and GSPO.

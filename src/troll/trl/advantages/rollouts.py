@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from torch import Tensor
 
 from troll.trl.advantages.critic import Critic
 from troll.trl.advantages.estimators import ESTIMATORS, combine_rewards, token_advantages
-from troll.trl.config import TrollConfig
-from troll.trl.seam import loss_mask, sequences
+from troll.trl.seam import add_metrics, loss_mask, replace_logged_advantages, sequences
 
-#: The keys under which TRL's buffer carries what the critic learns from, (B, T) each.
+#: The keys under which TRL's buffer carries the critic's values and targets, and the mask of both, (B, T) each.
 VALUES, RETURNS, VALUE_MASK = "troll_values", "troll_returns", "troll_value_mask"
 
 
@@ -25,33 +23,26 @@ class Advantages:
     "gae" is trained together with the policy, in the same updates, by an optimiser of its own.
 
     Args:
-        accelerator: Gathers and sums over the trainer's processes.
-        args: The trainer's configuration.
-        policy: The trainer's model, loaded.
+        trainer: The `TrollTrainer`, with its model loaded.
         given: The `model` argument of the trainer: a name, or a model.
     """
 
-    def __init__(self, accelerator: Accelerator, args: TrollConfig, policy: Any, given: Any) -> None:
-        self._accelerator, self._args = accelerator, args
-        self._estimator = ESTIMATORS[args.advantage_estimator]
+    def __init__(self, trainer: Any, given: Any) -> None:
+        self._trainer, self._args, self._accelerator = trainer, trainer.args, trainer.accelerator
+        self._estimator = ESTIMATORS[trainer.args.advantage_estimator]
         self._rewards = torch.empty(0)
         #: PPO's critic; None for the other estimators.
         self.critic: Critic | None = None
         if self._estimator.needs_critic:
             with torch.random.fork_rng(devices=[]):  # so that other estimators with this seed have the same rollouts
-                self.critic = _critic(accelerator, args, policy, given)
+                self.critic = _critic(trainer, given)
 
     def observe(self, rewards_per_function: Tensor, weights: Tensor) -> None:
         """Keeps the (N, F) rewards of all processes' rollout, and the (F,) weights of the functions."""
         self._rewards = combine_rewards(rewards_per_function, weights)
 
-    def of(self, rolled_out: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None, dict[str, float]]:
-        """Puts the estimator's advantages into a rollout, and the targets of its critic.
-
-        Returns:
-            The rollout; the advantages of all processes' completions, (N,), for TRL's table, or None if they are TRL's
-            own; and metrics.
-        """
+    def put_into(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
+        """A rollout with the estimator's advantages, and with the targets of its critic; TRL's table has them too."""
         mask = loss_mask(rolled_out)
         first = self._accelerator.process_index * len(mask)
         own = slice(first, first + len(mask))
@@ -59,7 +50,7 @@ class Advantages:
             ids, attention_mask = sequences(rolled_out)
             values = self.critic.values(ids, attention_mask, mask.shape[1], self._args.per_device_train_batch_size)
             settings = self._args.critic_settings
-            made = token_advantages(
+            advantages, returns, counted = token_advantages(
                 self._rewards[own],
                 values,
                 mask,
@@ -68,25 +59,21 @@ class Advantages:
                 whitened=settings.whiten_advantages,
                 reduce=self._accelerator.reduce,
             )
-            learned = {VALUES: values, RETURNS: made.returns, VALUE_MASK: made.mask}
-            means = made.advantages.sum(-1) / made.mask.sum(-1).clamp(min=1)
-            return rolled_out | {"advantages": made.advantages} | learned, self._accelerator.gather(means), {}
-        if self._estimator.of_sequences is not None:
-            token_counts = self._accelerator.gather(mask.sum(-1))
-            rewards, metrics = self._rewards, {}
-            if self._args.kl_in_reward:
-                kl = self._sequence_kl(rolled_out, mask)
-                rewards = rewards - self._args.beta * kl
-                metrics["kl"] = float(kl.sum() / token_counts.sum().clamp(min=1))
-            assert self._args.num_generations is not None  # TRL's default
-            advantages = self._estimator.of_sequences(rewards, self._args.num_generations, token_counts)
-            return rolled_out | {"advantages": advantages[own]}, advantages, metrics
-        return rolled_out, None, {}
-
-    def _sequence_kl(self, rolled_out: dict[str, Any], mask: Tensor) -> Tensor:
-        """Σ_t (log p_old − log p_ref) of each completion of all processes, (N,)."""
-        token_kl = (rolled_out["old_per_token_logps"] - rolled_out["ref_per_token_logps"]) * mask
-        return self._accelerator.gather(token_kl.sum(-1))
+            means = advantages.sum(-1) / counted.sum(-1).clamp(min=1)
+            replace_logged_advantages(self._trainer, self._accelerator.gather(means))
+            return rolled_out | {"advantages": advantages, VALUES: values, RETURNS: returns, VALUE_MASK: counted}
+        if self._estimator.of_sequences is None:  # TRL's own
+            return rolled_out
+        token_counts = self._accelerator.gather(mask.sum(-1))
+        rewards = self._rewards
+        if self._args.kl_in_reward:
+            token_kl = (rolled_out["old_per_token_logps"] - rolled_out["ref_per_token_logps"]) * mask
+            kl = self._accelerator.gather(token_kl.sum(-1))
+            rewards = rewards - self._args.beta * kl
+            add_metrics(self._trainer, {"kl": float(kl.sum() / token_counts.sum().clamp(min=1))})
+        advantages = self._estimator.of_sequences(rewards, self._args.num_generations, token_counts)
+        replace_logged_advantages(self._trainer, advantages)
+        return rolled_out | {"advantages": advantages[own]}
 
     def train_critic(self, inputs: dict[str, Any]) -> None:
         """Runs the critic, if there is one, forward and backward on a micro-batch."""
@@ -94,14 +81,18 @@ class Advantages:
             self.critic.train_on(*sequences(inputs), inputs[RETURNS], inputs[VALUES], inputs[VALUE_MASK])
 
 
-def _critic(accelerator: Accelerator, args: TrollConfig, policy: Any, given: Any) -> Critic:
-    start = args.critic_settings.model_name_or_path or (given if isinstance(given, str) else policy)
-    peft_config = policy.peft_config[policy.active_adapter] if is_peft_model(policy) else None
+def _critic(trainer: Any, given: Any) -> Critic:
+    args, policy = trainer.args, trainer.model
+    other = args.critic_settings.model_name_or_path
     # The critic's weights are float32 for any policy, so that small steps do not get lost. The policy's revision and
     # quantisation belong to its own repository.
-    left_out = {"dtype", "device_map"} | (
-        {"revision", "quantization_config"} if args.critic_settings.model_name_or_path else set()
+    left_out = {"dtype", "device_map"} | ({"revision", "quantization_config"} if other else set())
+    return Critic(
+        trainer.accelerator,
+        other or (given if isinstance(given, str) else policy),
+        args,
+        peft_config=policy.peft_config[policy.active_adapter] if is_peft_model(policy) else None,
+        model_init_kwargs={
+            name: value for name, value in (args.model_init_kwargs or {}).items() if name not in left_out
+        },
     )
-    options: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
-    chosen = {name: value for name, value in options.items() if name not in left_out}
-    return Critic(accelerator, start, args, peft_config=peft_config, model_init_kwargs=chosen)

@@ -36,11 +36,10 @@ class ValueHead(nn.Linear):
             return nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())
 
     def reset_parameters(self) -> None:
-        """Sets all weights to zero, so that values start at 0.
+        """Sets all weights to zero, so that values start at 0, and the first updates are those of REINFORCE.
 
-        Then the first advantages are the rewards themselves and the first updates REINFORCE's; a random head would add
-        the noise of a random function of the text. The head's own gradient is that of a linear regression, so the head
-        leaves zero at the first step, and the backbone learns from the second step on.
+        A random head would add the noise of a random function of the text. The head's own gradient is that of a linear
+        regression, so it leaves zero at the first step, and the backbone learns from the second step on.
         """
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
@@ -52,7 +51,7 @@ def value_model(
     model_init_kwargs: dict[str, Any] | None = None,
     gradient_checkpointing: bool = False,
 ) -> nn.Module:
-    """Builds a value model: the backbone of a language model, without dropout, with a `ValueHead`.
+    """A value model: the backbone of a language model, without dropout, with a `ValueHead`.
 
     Dropout is off because the critic's values at the rollout are compared with those in the update.
 
@@ -68,7 +67,10 @@ def value_model(
         ValueError: If transformers has no token classifier for the architecture, or the adapter is not LoRA.
     """
     if isinstance(model, str | os.PathLike):
-        critic = _from_folder(os.fspath(model), dict(model_init_kwargs or {}))
+        kwargs: dict[str, Any] = {"dtype": torch.float32, **(model_init_kwargs or {})}
+        chosen = {key: kwargs[key] for key in ("revision", "trust_remote_code", "token", "cache_dir") if key in kwargs}
+        config = _value_config(AutoConfig.from_pretrained(os.fspath(model), **chosen))
+        critic: Any = AutoModelForTokenClassification.from_pretrained(os.fspath(model), config=config, **kwargs)
     else:
         critic = _from_model(model.get_base_model() if isinstance(model, PeftModel) else model)
     if not isinstance(getattr(critic, "score", None), nn.Linear):
@@ -83,13 +85,6 @@ def value_model(
         enable = getattr(critic, "activation_checkpointing_enable", None) or critic.gradient_checkpointing_enable
         enable({"use_reentrant": False})  # a reentrant one would lose the gradient where the embedding is frozen
     return critic if peft_config is None else get_peft_model(critic, _adapter_of_critic(peft_config))
-
-
-def _from_folder(name: str, kwargs: dict[str, Any]) -> Any:
-    chosen = {key: kwargs[key] for key in ("revision", "trust_remote_code", "token", "cache_dir") if key in kwargs}
-    config = _value_config(AutoConfig.from_pretrained(name, **chosen))
-    kwargs.setdefault("dtype", torch.float32)
-    return AutoModelForTokenClassification.from_pretrained(name, config=config, **kwargs)
 
 
 def _from_model(model: Any) -> Any:

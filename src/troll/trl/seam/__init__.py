@@ -5,21 +5,19 @@ Nothing else in `troll.trl` names anything private of theirs.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
-from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import utils
 
 from troll.trl.seam.needed import MODEL_INPUTS, check
@@ -28,7 +26,7 @@ check()
 
 
 class Scores(NamedTuple):
-    """What `_get_per_token_logps_and_entropies` returns of a micro-batch.
+    """The result of `_get_per_token_logps_and_entropies` for a micro-batch.
 
     Attributes:
         log_probs: Raw log-probabilities of the completions' tokens, (B, T); 0 where a token was not scored.
@@ -62,8 +60,7 @@ def _scored(trainer: Any, model: Any, inputs: dict[str, Any], **asked: Any) -> S
 
 def prompt_ids(trainer: Any, prompts: list[Any]) -> list[list[int]]:
     """Token ids of text prompts, as TRL generates from them."""
-    ids: list[list[int]] = trainer._tokenize_prompts(prompts)[0]
-    return ids
+    return trainer._tokenize_prompts(prompts)[0]
 
 
 def sequences(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -73,7 +70,7 @@ def sequences(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def model_inputs(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """What the model's forward takes of a whole micro-batch, and the request for its router's loss."""
+    """The arguments of the model's forward for a whole micro-batch, with the request for its router's loss."""
     ids, mask = sequences(batch)
     images = {name: batch[name] for name in MODEL_INPUTS if batch.get(name) is not None}
     router = {"output_router_logits": True} if trainer.aux_loss_enabled else {}
@@ -84,6 +81,14 @@ def loss_mask(batch: dict[str, Any]) -> Tensor:
     """The tokens that the policy chose, (B, T)."""
     mask: Tensor = batch["completion_mask"]
     return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+
+
+def restricted(accelerator: Accelerator, rolled_out: dict[str, Any], kept: Tensor) -> dict[str, Any]:
+    """A rollout whose loss leaves out the tokens with a 0 in `kept`, which broadcasts to (B, T)."""
+    mask = rolled_out.get("tool_mask", torch.ones_like(rolled_out["completion_mask"]))
+    rolled_out = rolled_out | {"tool_mask": mask * kept}
+    tokens = accelerator.reduce(loss_mask(rolled_out).sum(), reduction="sum")
+    return rolled_out | {"num_items_in_batch": tokens.to(rolled_out["num_items_in_batch"])}
 
 
 def standing_in(read: Callable[..., Scores]) -> Callable[..., Any]:
@@ -104,7 +109,7 @@ def standing_in(read: Callable[..., Scores]) -> Callable[..., Any]:
 def reference_log_probs(trainer: Any, rolled_out: dict[str, Any]) -> Tensor:
     """The reference model's log-probabilities of a rollout's completions, (B, T), as TRL computes them."""
     model: Any = trainer.ref_model
-    adapted: AbstractContextManager[Any] = contextlib.nullcontext()
+    adapted: AbstractContextManager[Any] = nullcontext()
     if model is None:  # with PEFT, the model itself without its adapter, or with the one that it began with
         model, policy = trainer.model, trainer.accelerator.unwrap_model(trainer.model)
         adapted = utils.use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None)
@@ -130,8 +135,8 @@ class Completions:
 
     Attributes:
         examples: n rows of the data set.
-        output: What TRL's `_generate` returned: lists with an entry for each completion, and values about all of them.
-        extras: n dictionaries of what reward functions logged about a completion, by column.
+        output: The result of TRL's `_generate`: lists with an entry for each completion, and values about all of them.
+        extras: n dictionaries of the values that reward functions logged about a completion, by column.
         rewards: (N, F), by F reward functions.
     """
 
@@ -168,7 +173,7 @@ def sample(trainer: Any, examples: list[dict[str, Any]]) -> Completions:
 
 @contextmanager
 def unlogged(trainer: Any) -> Iterator[None]:
-    """Keeps what is generated meanwhile out of TRL's metrics, except for the number of tokens."""
+    """Keeps completions generated within the context out of TRL's metrics, except for their number of tokens."""
     kept = trainer._metrics["train"], trainer._pending_metrics
     before = [{name: list(values) for name, values in metrics.items()} for metrics in kept]
     try:
@@ -194,7 +199,7 @@ def sampled(trainer: Any, completions: Completions) -> Iterator[None]:
 
 @contextmanager
 def generating_within(trainer: Any, context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Has TRL generate completions within a context; what it does with them happens outside of it."""
+    """Has TRL generate completions within a context, and score and judge them outside of it."""
     generate = trainer._generate
 
     def within(*args: Any) -> Any:
@@ -233,7 +238,7 @@ def drop_clip_metrics(trainer: Any) -> None:
 
 
 def evaluation_metrics(trainer: Any) -> dict[str, list[float]]:
-    """What TRL has collected in the current evaluation: for each metric, the values of the batches so far."""
+    """TRL's metrics of the current evaluation: for each, the values of the batches so far."""
     return trainer._metrics["eval"]
 
 
@@ -263,11 +268,6 @@ def start_table(trainer: Any) -> None:
     trainer._logs = logs | {"rewards": defaultdict(list), "extra": defaultdict(list)}
 
 
-def sampling_config(trainer: Any) -> tuple[Any, str]:
-    """The object that holds the sampling temperature, and the name of the attribute that sets it."""
-    return (trainer.vllm_generation, "temperature") if trainer.use_vllm else (trainer, "generation_config")
-
-
 def engine_settings(generation: Any) -> dict[str, Any]:
     """`logprobs_mode` and `max_logprobs` of the vLLM engine behind a `VLLMGeneration`, on every process."""
     names = ("logprobs_mode", "max_logprobs")
@@ -288,27 +288,6 @@ def engine_settings(generation: Any) -> dict[str, Any]:
             f"(VLLM_SERVER_DEV_MODE=1), and asking for them failed: {answers[0]}"
         )
     return answers[0]
-
-
-def change_generation(
-    generation: VLLMGeneration, number: int, change: Callable[[Any, Any, Any, Any], tuple[Any, ...]]
-) -> None:
-    """Has vLLM return the log-probabilities of the N likeliest tokens too, and changes what TRL gets of them.
-
-    Args:
-        generation: Its `generate` is replaced.
-        number: N, the log-probabilities to ask for of each token.
-        change: Takes and returns prompt ids, completion ids, log-probabilities and their token ids; the last two are
-            indexed [completion][token][entry].
-    """
-    generation.logprobs = number
-    generate = generation.generate
-
-    @functools.wraps(generate)
-    def changed(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return change(*generate(*args, **kwargs))
-
-    generation.generate = changed  # type: ignore[method-assign]
 
 
 get_callable_name = utils.get_callable_name

@@ -1,4 +1,4 @@
-"""What we need of TRL and transformers: each private method that we touch, why, and the shape that it must have."""
+"""The private methods of TRL that we touch: why, and the shape that each must have."""
 
 from __future__ import annotations
 
@@ -41,101 +41,72 @@ SCORING = (
     *MODEL_INPUTS,
 )
 
+
+def _method(owner: type, name: str, purpose: str, parameters: str = "", uses: str = "") -> Needed:
+    return Needed(owner, name, purpose, tuple(parameters.split()), tuple(uses.split()))
+
+
 OVERRIDDEN = (
-    Needed(
+    _method(
         GRPOTrainer,
         "_generate_and_score_completions",
         "a rollout, to which the old policy and other advantages are added",
-        parameters=("inputs",),
-        uses=(
-            "_generate",
-            "_get_per_token_logps_and_entropies",
-            "_calculate_rewards",
-            "old_per_token_logps",
-            "sampling_per_token_logps",
-            "ref_per_token_logps",
-            "completion_mask",
-            "advantages",
-            "num_items_in_batch",
-            "_logs",
-        ),
+        "inputs",
+        "_generate _get_per_token_logps_and_entropies _calculate_rewards _logs completion_mask advantages "
+        "old_per_token_logps sampling_per_token_logps ref_per_token_logps num_items_in_batch",
     ),
-    Needed(
+    _method(
         GRPOTrainer,
         "_calculate_rewards",
         "the rewards of all processes, for advantage estimators and evaluations",
-        parameters=("inputs", "prompts", "completions", "completion_ids_list"),
-        uses=("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"),
+        "inputs prompts completions completion_ids_list",
+        "prompts completions completion_ids trainer_state log_extra log_metric",
     ),
-    Needed(
+    _method(
         GRPOTrainer,
         "_get_per_token_logps_and_entropies",
         "scoring completions, where the old policy is captured",
-        parameters=("model", "input_ids", "attention_mask", "logits_to_keep", "compute_entropy", "compute_aux_loss"),
-        uses=("labels", "fused_lm_head", "log_probs", "entropy", "aux_loss"),
+        "model input_ids attention_mask logits_to_keep compute_entropy compute_aux_loss",
+        "labels fused_lm_head log_probs entropy aux_loss",
     ),
-    Needed(
+    _method(
         GRPOTrainer,
         "_compute_loss",
         "the loss, of a micro-batch in which the old log-probabilities are shifted",
-        parameters=("model", "inputs"),
-        uses=(
-            "_get_per_token_logps_and_entropies",
-            "model",
-            "old_per_token_logps",
-            "sampling_per_token_logps",
-            "advantages",
-            "epsilon_low",
-            "epsilon_high",
-            "beta",
-            "use_bias_correction_kl",
-            "importance_sampling_level",
-            "current_gradient_accumulation_steps",
-            "num_items_in_batch",
-            "aux_loss_enabled",
-        ),
+        "model inputs",
+        "_get_per_token_logps_and_entropies model old_per_token_logps sampling_per_token_logps advantages "
+        "epsilon_low epsilon_high beta use_bias_correction_kl importance_sampling_level "
+        "current_gradient_accumulation_steps num_items_in_batch aux_loss_enabled",
     ),
-    Needed(
-        GRPOTrainer, "_save_checkpoint", "checkpoints that say whether they are complete", parameters=("model", "trial")
-    ),
+    _method(GRPOTrainer, "_save_checkpoint", "checkpoints that say whether they are complete", "model trial"),
 )
 
 RELIED_ON = (
-    Needed(
+    _method(
         GRPOTrainer,
         "__init__",
         "what the trainer keeps",
-        parameters=("model", "reward_funcs", "args"),
-        uses=("_metrics", "_logs", "reward_func_names", "reward_weights", "reward_processing_classes", "rollout_func"),
+        "model reward_funcs args",
+        "_metrics _logs reward_func_names reward_weights reward_processing_classes rollout_func",
     ),
-    Needed(
-        GRPOTrainer, "_prepare_inputs", "when a rollout is made", uses=("_step", "_buffered_inputs", "num_iterations")
+    _method(GRPOTrainer, "_prepare_inputs", "when a rollout is made", uses="_step _buffered_inputs num_iterations"),
+    _method(GRPOTrainer, "log", "that our metrics are averaged and logged with TRL's", uses="_metrics _logs"),
+    _method(GRPOTrainer, "_generate", "further rounds of generation", "prompts", "completion_ids num_tokens"),
+    _method(GRPOTrainer, "_tokenize_prompts", "which tokens the prompts have", "prompts", "input_ids"),
+    _method(
+        GRPOTrainer, "_log_completion_extra", "what reward functions log of completions", uses="_pending_extra_logs"
     ),
-    Needed(GRPOTrainer, "log", "that our metrics are averaged and logged with TRL's", uses=("_metrics", "_logs")),
-    Needed(
-        GRPOTrainer,
-        "_generate",
-        "further rounds of generation",
-        parameters=("prompts",),
-        uses=("completion_ids", "num_tokens"),
-    ),
-    Needed(
-        GRPOTrainer, "_tokenize_prompts", "which tokens the prompts have", parameters=("prompts",), uses=("input_ids",)
-    ),
-    Needed(
-        GRPOTrainer, "_log_completion_extra", "what reward functions log of completions", uses=("_pending_extra_logs",)
-    ),
-    Needed(GRPOTrainer, "_log_metric", "what reward functions log of rollouts", uses=("_pending_metrics",)),
+    _method(GRPOTrainer, "_log_metric", "what reward functions log of rollouts", uses="_pending_metrics"),
 )
 
 #: Methods of TRL's `VLLMGeneration`.
 ENGINE = (
-    Needed(VLLMGeneration, "__init__", "log-probabilities of the likeliest tokens", uses=("logprobs", "mode")),
-    Needed(VLLMGeneration, "_init_vllm", "the settings of the engine", uses=("llm", "vllm_client")),
-    Needed(VLLMGeneration, "generate", "what the engine reports", parameters=("prompts", "images", "num_generations")),
+    _method(VLLMGeneration, "__init__", "log-probabilities of the likeliest tokens", uses="logprobs mode"),
+    _method(VLLMGeneration, "_init_vllm", "the settings of the engine", uses="llm vllm_client"),
+    _method(VLLMGeneration, "generate", "what the engine reports", "prompts images num_generations"),
 )
 
-#: Functions of `trl.trainer.utils`, which is not part of TRL's documented interface. TRL 1.14 has no fused head.
+#: Functions of `trl.trainer.utils`, which TRL does not document. TRL 1.14 has no fused head.
 FUNCTIONS = (
     "add_fused_lm_head",
     "FusedCausalLMOutput",
@@ -149,10 +120,7 @@ FUNCTIONS = (
 def differences(trainer: type = GRPOTrainer, engine: type = VLLMGeneration, functions: Any = utils) -> Iterator[str]:
     """Yields a sentence for each thing that TRL lacks and the seam needs; none if all is there.
 
-    Args:
-        trainer: `GRPOTrainer`, or another class in its place.
-        engine: `VLLMGeneration`, or another class in its place.
-        functions: `trl.trainer.utils`, or another module in its place.
+    The arguments stand in for `GRPOTrainer`, `VLLMGeneration` and `trl.trainer.utils` in tests.
     """
     for needed in (*OVERRIDDEN, *RELIED_ON, *ENGINE):
         yield from dataclasses.replace(needed, owner=trainer if needed.owner is GRPOTrainer else engine).missing()

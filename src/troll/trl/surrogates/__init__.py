@@ -8,22 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from troll.trl.surrogates.formulas import (
-    DPPOKLSettings,
-    DPPOTVSettings,
-    DRPOSettings,
-    GMPOSettings,
-    IPOSettings,
-    KLPenaltySettings,
-    dppo_kl,
-    dppo_tv,
-    drpo,
-    gmpo,
-    ipo,
-    kl_penalty,
-    regression,
-    troll,
-)
+from troll.trl.surrogates import formulas
 from troll.trl.surrogates.terms import NoSettings, ScoredTokens, Surrogate, Terms
 
 __all__ = ["SURROGATES", "NoSettings", "ScoredTokens", "Surrogate", "Terms", "settings_read"]
@@ -47,26 +32,32 @@ _TROLL_SETTINGS = (
 )
 
 
-def _measures_top_k(own: DPPOTVSettings | DPPOKLSettings) -> bool:
+def _always(own: Any) -> bool:
+    return True
+
+
+def _on_top_k(own: formulas.DPPOTVSettings | formulas.DPPOKLSettings) -> bool:
     return own.outcomes == "top_k"
 
 
 SURROGATES: dict[str, Surrogate] = {
     "troll": Surrogate(
-        troll, fields=_TROLL_SETTINGS, weighted="regression", projects=True, reads_policies=lambda own: True
+        formulas.troll, fields=_TROLL_SETTINGS, weighted="regression", projects=True, reads_policies=_always
     ),
     "regression": Surrogate(
-        regression, fields=_TROLL_SETTINGS, weighted="regression", projects=True, reads_policies=lambda own: True
+        formulas.regression, fields=_TROLL_SETTINGS, weighted="regression", projects=True, reads_policies=_always
     ),
     "kl_penalty": Surrogate(
-        kl_penalty, KLPenaltySettings, _OUTCOMES, weighted="kl_penalty", reads_policies=lambda own: True
+        formulas.kl_penalty, formulas.KLPenaltySettings, _OUTCOMES, weighted="kl_penalty", reads_policies=_always
     ),
     "clip": Surrogate(fields=("epsilon", "epsilon_high", "delta"), clips=True),
-    "dppo_tv": Surrogate(dppo_tv, DPPOTVSettings, _OUTCOMES, reads_policies=_measures_top_k),
-    "dppo_kl": Surrogate(dppo_kl, DPPOKLSettings, _OUTCOMES, reads_policies=_measures_top_k),
-    "drpo": Surrogate(drpo, DRPOSettings),
-    "ipo": Surrogate(ipo, IPOSettings),
-    "gmpo": Surrogate(gmpo, GMPOSettings, sets={"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+    "dppo_tv": Surrogate(formulas.dppo_tv, formulas.DPPOTVSettings, _OUTCOMES, reads_policies=_on_top_k),
+    "dppo_kl": Surrogate(formulas.dppo_kl, formulas.DPPOKLSettings, _OUTCOMES, reads_policies=_on_top_k),
+    "drpo": Surrogate(formulas.drpo, formulas.DRPOSettings),
+    "ipo": Surrogate(formulas.ipo, formulas.IPOSettings),
+    "gmpo": Surrogate(
+        formulas.gmpo, formulas.GMPOSettings, sets={"loss_type": "grpo", "importance_sampling_level": "sequence"}
+    ),
     "cispo": Surrogate(fields=("epsilon_high",), sets={"loss_type": "cispo"}),
     "sapo": Surrogate(fields=("sapo_temperature_pos", "sapo_temperature_neg"), sets={"loss_type": "sapo"}),
     "vespo": Surrogate(

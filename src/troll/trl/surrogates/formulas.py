@@ -1,4 +1,4 @@
-"""The surrogates: what each makes of the scored tokens. docs/surrogates.md has the formulas side by side."""
+"""The surrogates as functions of the scored tokens. docs/surrogates.md has the formulas side by side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from troll.trl.own_settings import choice, number
+from troll.trl.own_settings import number
 from troll.trl.surrogates.terms import ConfigFields, NoSettings, ScoredTokens, Terms
 from troll.trust_region.probabilities import divergence, floored
 from troll.trust_region.step import common_outcomes, pull_to_old, trust_region_step
@@ -57,7 +57,7 @@ class KLPenaltySettings:
     """
 
     weight: float = number(1.0, "finite and above 0")
-    direction: Literal["old_new", "new_old"] = choice("old_new", ("old_new", "new_old"))
+    direction: Literal["old_new", "new_old"] = "old_new"
     target: float | None = number(None, "finite and above 0")
     clip: float | None = number(None, "finite and above 0")
     cap: float | None = number(None, "above 1")
@@ -88,9 +88,8 @@ def limited_log_ratio(tokens: ScoredTokens, clip: float | None, cap: float | Non
 
     Args:
         tokens: The tokens, (N,).
-        clip: ε: `−A r` becomes `−min(A r, A clip(r, 1 − ε, 1 + ε))`; from 1 on, there is no lower end. None clips
-            nothing.
-        cap: c: r becomes `min(r, c)`, with either sign of the advantage. None caps nothing.
+        clip: ε: `−A r` becomes `−min(A r, A clip(r, 1 − ε, 1 + ε))`, from 1 on without a lower end; None clips nothing.
+        cap: c: r becomes `min(r, c)`, with either sign of the advantage; None caps nothing.
     """
     log_ratio = tokens.log_ratio
     if clip is not None:
@@ -146,7 +145,7 @@ class DPPOTVSettings:
     """
 
     threshold: float = number(0.15, "in (0, 1]")
-    outcomes: Literal["binary", "top_k"] = choice("binary", ("binary", "top_k"))
+    outcomes: Literal["binary", "top_k"] = "binary"
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ class DPPOKLSettings:
     """
 
     threshold: float = number(0.05, "finite and above 0")
-    outcomes: Literal["binary", "top_k"] = choice("binary", ("binary", "top_k"))
+    outcomes: Literal["binary", "top_k"] = "binary"
 
 
 def dppo_tv(tokens: ScoredTokens, args: ConfigFields, own: DPPOTVSettings) -> Terms:

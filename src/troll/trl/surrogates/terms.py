@@ -30,7 +30,7 @@ class ScoredTokens:
     Attributes:
         new_log_probs: log p̃(o) of the sampled tokens, raw and differentiable.
         old_log_probs: log p(o) of the sampled tokens, raw.
-        advantages: The tokens' advantages.
+        advantages: A of the tokens.
         kl_bound: ε in nats, a float or (N,).
         penalty_weight: The weight of the surrogate's divergence for this update: α of a pull, β of a KL penalty.
         constraint: Which tokens share a multiplier; None if each has its own.
@@ -63,7 +63,7 @@ class Terms:
         penalty: Added to the loss of each token, with the policy term's normalisation; differentiable.
         penalised_kl: The KL divergence that the penalty weights, in nats, without gradient; an adaptive weight follows
             it.
-        step: What the trust region did, for the log.
+        step: The trust region, for the log.
     """
 
     log_ratio: Tensor | None = None

@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 
 from troll.tasks import Task, TaskConfig, TaskError, load_task
-from troll.tasks.decontaminate import decontaminate
+from troll.tasks.loading import decontaminate
 
 
 def success(prompts, completions, **columns):
@@ -26,14 +26,14 @@ def make(name: str, *rewards: Any, train: tuple[str, ...] = (), held_out: tuple[
     return replace(task, train_questions=train, held_out_questions=held_out)
 
 
-def test_what_another_task_holds_out_is_not_trained_on():
+def test_decontaminate_drops_held_out_questions_of_other_tasks():
     task = decontaminate(make("a", length, train=("p", "q", "r")), [make("b", held_out=("q",)), make("c")])
     assert (task.train_dataset["prompt"], task.train_questions) == (["p", "r"], ["p", "r"])
     with pytest.raises(TaskError, match="no train rows left"):
         decontaminate(make("a", train=("p",)), [make("b", held_out=("p", "q"))])
 
 
-def test_references_stay_with_their_rows():
+def test_decontaminate_keeps_references_with_their_rows():
     task = replace(make("a", train=("p", "q", "r"), held_out=("x", "y")), references=("P", None, "R", "X", None))
     assert list(decontaminate(task, [make("b", held_out=("q",))]).references) == ["P", "R", "X", None]
     assert list(decontaminate(task, [make("b", held_out=("p",))]).references) == [None, "R", "X", None]
@@ -47,12 +47,12 @@ def test_references_stay_with_their_rows():
         ([make("b", length)], "no reward named 'success'"),
     ],
 )
-def test_what_cannot_be_told_apart_is_refused(others, message):
+def test_decontaminate_refuses_tasks_of_one_name_or_without_success(others, message):
     with pytest.raises(TaskError, match=message):
         decontaminate(make("a", train=("p",)), others)
 
 
-def test_questions_count_and_neither_prompts_nor_what_is_evaluated(write):
+def test_decontaminate_compares_all_held_out_questions_without_their_prompts(write):
     rows = [{"problem": f"Question  {n}?", "answer": str(n)} for n in range(4)]
     one_line = {"prompt": "Q: {question}", "system_prompt": "Be brief."}
     spaced = [{"problem": f"Question {n}?\n", "answer": str(n)} for n in (1, 2)]

@@ -1,10 +1,10 @@
-"""One row of a data set, read by a task's names for its fields."""
+"""The rows of a data set, read by a task's names for their fields."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from datasets import Dataset
@@ -24,33 +24,6 @@ class Column:
 
     names: tuple[str, ...]
     required: bool = True
-
-
-def columns_of(dataset: Dataset, wanted: Mapping[str, Column], rows: str) -> dict[str, str]:
-    """Finds the columns of a task's fields.
-
-    Args:
-        dataset: The rows of the data set.
-        wanted: The columns by the task's names for them.
-        rows: The name of the rows in an error.
-
-    Returns:
-        The name of the column for each field that has one.
-
-    Raises:
-        TaskError: If a required column is missing; names it and the columns of the data.
-    """
-    found = {}
-    for field, column in wanted.items():
-        there = [name for name in column.names if _has(dataset.features, name)]
-        if there:
-            found[field] = there[0]
-        elif column.required:
-            raise TaskError(
-                f"{rows} have no column {' or '.join(map(repr, column.names))}, only "
-                f"{', '.join(dataset.column_names)}; name it with task_options {{columns: {{{field}: NAME}}}}"
-            )
-    return found
 
 
 @dataclass(frozen=True)
@@ -88,7 +61,7 @@ class Row:
             ]:
                 value = said
         if not isinstance(value, str) or not value.strip():
-            raise self.error(f"has no text in its field {self._name(field)}, got {value!r:.80}")
+            raise self._lacks("text", field, value)
         return value
 
     def answer(self, field: str) -> str:
@@ -103,15 +76,73 @@ class Row:
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return str(value)
         if not isinstance(value, str) or not value.strip():
-            raise self.error(f"has no answer in its field {self._name(field)}, got {value!r:.80}")
+            raise self._lacks("answer", field, value)
         return value.strip()
 
     def error(self, problem: str) -> TaskError:
         """Returns an error about this row, to be raised."""
         return TaskError(f"{self.place} {problem}")
 
-    def _name(self, field: str) -> str:
-        return repr(self.columns.get(field, field))
+    def _lacks(self, what: str, field: str, value: Any) -> TaskError:
+        return self.error(f"has no {what} in its field {self.columns.get(field, field)!r}, got {value!r:.80}")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a file, or of a split of the hub.
+
+    Attributes:
+        dataset: The rows themselves.
+        numbers: The place of each row in the file, counted from 0.
+        split: `train` or `test`.
+        origin: The path of the file, or the name on the hub.
+    """
+
+    dataset: Dataset
+    numbers: Sequence[int]
+    split: str
+    origin: str
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def select(self, indices: Sequence[int], split: str | None = None) -> Rows:
+        """Returns the rows at some indices."""
+        numbers = [self.numbers[index] for index in indices]
+        return replace(self, dataset=self.dataset.select(indices), numbers=numbers, split=split or self.split)
+
+    def head(self, size: int | None) -> Rows:
+        """Returns the first `size` rows; all for None."""
+        return self if size is None or size >= len(self) else self.select(range(size))
+
+    def columns(self, wanted: Mapping[str, Column]) -> dict[str, str]:
+        """Returns the name of the data set's column for each of a task's fields that has one.
+
+        Raises:
+            TaskError: If a required column is missing; names it and the columns of the data.
+        """
+        found = {}
+        for field, column in wanted.items():
+            there = next((name for name in column.names if _has(self.dataset.features, name)), None)
+            if there is not None:
+                found[field] = there
+            elif column.required:
+                raise TaskError(
+                    f"the {self.split} rows of {self.origin} have no column {' or '.join(map(repr, column.names))}, "
+                    f"only {', '.join(self.dataset.column_names)}; name it with task_options "
+                    f"{{columns: {{{field}: NAME}}}}"
+                )
+        return found
+
+    def read(self, wanted: Mapping[str, Column]) -> Iterator[Row]:
+        """Yields the rows, to be read by the task's names for their fields.
+
+        Raises:
+            TaskError: If a required column is missing.
+        """
+        columns = self.columns(wanted)
+        for number, values in zip(self.numbers, self.dataset, strict=True):
+            yield Row(values, columns, f"{self.split} row {number} (counted from 0) of {self.origin}")
 
 
 def _has(features: Any, name: str) -> bool:

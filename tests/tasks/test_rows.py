@@ -2,9 +2,13 @@ import pytest
 from datasets import Dataset
 
 from troll.tasks import TaskError
-from troll.tasks.row import Column, Row, columns_of
+from troll.tasks.rows import Column, Row, Rows
 
 ROWS = Dataset.from_list([{"q": "x", "a.b": "dotted", "reward_model": {"ground_truth": "3", "style": "rule"}}])
+
+
+def columns_of(wanted):
+    return Rows(ROWS, [0], "train", "rows.jsonl").columns(wanted)
 
 
 def row(value):
@@ -18,7 +22,7 @@ def test_columns_in_order_of_preference_and_nested():
         "plain": Column(("a.b",)),
         "setup": Column(("setup", "reward_model.none"), required=False),
     }
-    found = columns_of(ROWS, wanted, "the rows")
+    found = columns_of(wanted)
     assert found == {"prompt": "q", "answer": "reward_model.ground_truth", "plain": "a.b"}
     values = Row(ROWS[0], found, "row 0")
     assert [values.value(field) for field in ("prompt", "answer", "plain", "setup")] == ["x", "3", "dotted", None]
@@ -27,7 +31,7 @@ def test_columns_in_order_of_preference_and_nested():
 @pytest.mark.parametrize("names", [("question", "text"), ("reward_model.answer",), ("q.length",)])
 def test_a_missing_column_is_named_with_those_there_are(names):
     with pytest.raises(TaskError) as error:
-        columns_of(ROWS, {"prompt": Column(names)}, "the train rows of rows.jsonl")
+        columns_of({"prompt": Column(names)})
     assert str(error.value) == (
         f"the train rows of rows.jsonl have no column {' or '.join(map(repr, names))}, only q, a.b, reward_model; "
         "name it with task_options {columns: {prompt: NAME}}"
@@ -48,7 +52,7 @@ def test_a_row_without_an_answer_is_named(value):
         row(value).answer("answer")
 
 
-def test_the_text_of_a_conversation_is_what_the_user_says():
+def test_text_of_a_conversation_is_the_users_message():
     def said(*roles):
         return [{"role": role, "content": f"by {role}"} for role in roles]
 

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import ast
+
+from tests import mutation
+from tests.mutation import ROOT as PROJECT
+from tests.mutation import Mutant, draw, plant, possible_mutants, room_of
+
+SANDBOX = "troll_sandbox"
+SOURCE = '''"""A docstring with 3 words."""
+LIMIT: int | None = 5
+
+
+def small(x: int | None, *, é: bool = True) -> bool:
+    if x is None or (x) not in (1, 2):
+        raise ValueError("no")
+    print(
+        x
+    )
+    é = not é
+    return x + 1 <= LIMIT
+'''
+
+
+def changed_texts() -> set[str]:
+    source = SOURCE.encode()
+    return {(source[:begin] + after.encode() + source[end:]).decode() for begin, end, after in possible_mutants(source)}
+
+
+def test_possible_mutants_change_operators_numbers_truth_values_and_statements() -> None:
+    for before, after in (
+        ("= 5", "= 6"),
+        ("= True", "= False"),
+        ("x is None", "x is not None"),
+        ("None or", "None and"),
+        ("not in", "in"),
+        ("(1, 2)", "(2, 2)"),
+        ("(1, 2)", "(1, 3)"),
+        ('raise ValueError("no")', "pass"),
+        ("print(\n        x\n    )", "pass"),
+        ("= not é", "= é"),
+        ("x + 1", "x - 1"),
+        ("x + 1", "x + 2"),
+        ("<= LIMIT", "< LIMIT"),
+    ):
+        assert SOURCE.replace(before, after) in changed_texts()
+    assert len(changed_texts()) == 13
+
+
+def test_possible_mutants_leave_texts_and_annotations() -> None:
+    for text in changed_texts():
+        assert "A docstring with 3 words." in text
+        assert text.count("int | None") == 2
+        ast.parse(text)
+
+
+def test_plant_follows_a_line_that_has_moved_and_been_indented() -> None:
+    mutant = Mutant("core", "core/x.py", 12, 9, "return x + 1 <= LIMIT", "+", "-")
+    assert plant(SOURCE.encode(), mutant) == SOURCE.replace("x + 1", "x - 1").encode()
+    moved = f"if LIMIT:\n    {SOURCE.replace(chr(10), chr(10) + '    ')}"
+    assert plant(moved.encode(), mutant) == moved.replace("x + 1", "x - 1").encode()
+
+
+def test_plant_knows_that_a_line_is_gone() -> None:
+    assert plant(SOURCE.encode(), Mutant("core", "core/x.py", 12, 9, "return x + 2 <= LIMIT", "+", "-")) is None
+
+
+def test_draw_is_reproducible_and_gives_each_room_its_share_of_lines() -> None:
+    drawn = draw(40, seed=3)
+    assert drawn == draw(40, seed=3)
+    assert drawn != draw(40, seed=4)
+    assert len(set(drawn)) == 40
+    lines = {path: len(path.read_text().splitlines()) for path in (PROJECT / "src").rglob("*.py")}
+    sandbox = sum(count for path, count in lines.items() if room_of(path.relative_to(PROJECT / "src")) == SANDBOX)
+    assert abs(sum(mutant.room == SANDBOX for mutant in drawn) - 40 * sandbox / sum(lines.values())) < 1
+    for mutant in drawn:
+        assert plant((PROJECT / "src" / mutant.file).read_bytes(), mutant) is not None
+
+
+def test_tests_of_a_mutant_begin_with_the_file_that_mirrors_it() -> None:
+    mutant = Mutant("trust_region", "troll/trust_region/projection.py", 1, 0, "", "", "")
+    mirror, rest = mutation.tests_of(mutant, PROJECT)
+    assert mirror == [str(PROJECT / "tests" / "trust_region" / "test_projection.py")]
+    assert rest[0] == str(PROJECT / "tests" / "trust_region")
+    assert rest[-2:] == ["--deselect", "tests/trust_region/test_projection.py"]
