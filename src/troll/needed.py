@@ -1,7 +1,7 @@
-"""What an adapter needs of the library that it extends: checked at import, and named where it is missing.
+"""Checks at import that a host library has what an adapter needs of it, and says what is missing.
 
-Private methods change between versions. So what counts is not a version number but the shape of each: its parameters,
-and the names that its code uses.
+Private methods change between versions. So an adapter does not ask for a version, but for the shape of each method: its
+parameters, and the names that its code uses.
 """
 
 from __future__ import annotations

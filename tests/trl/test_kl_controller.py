@@ -14,17 +14,9 @@ from accelerate import Accelerator
 from tests.trl import resuming
 from tests.trl.tiny import logged, same_updates
 from troll.trl.callback import PENALTY_STATE
-from troll.trl.kl_controller import AdaptiveKLController, adapted
+from troll.trl.kl_controller import AdaptiveKLController
 
 WEIGHT, SEEN = "trust_region/kl_penalty_weight", "trust_region/kl_penalty_kl"
-
-
-@pytest.mark.parametrize(
-    ("kl", "expected"),
-    [(0.0, 1.5), (0.0199, 1.5), (0.0201, 3.0), (0.03, 3.0), (0.0449, 3.0), (0.0451, 6.0), (5.0, 6.0)],
-)
-def test_adapted_follows_ppos_rule(kl, expected):
-    assert adapted(3.0, kl, target=0.03) == expected
 
 
 def test_the_weight_adapts_to_the_mean_of_an_update_and_of_the_tokens_that_count():

@@ -205,7 +205,9 @@ def main(rank: int, world: int, port: int, model: Path, out: Path, layouts: tupl
                         found[layout.name][case, head] = trained(actor, rollout(), **CASES[case])
             if layout.pipeline > 1:
                 replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-                found[layout.name]["left out"] = worker.left_out(actor.reset(), rollout()[replica::replicas])
+                own = rollout()[replica::replicas]
+                found[layout.name]["left out"] = worker.left_out(actor.reset(), own)
+                found[layout.name]["adaptive"] = worker.adapted(actor.reset(regression_target=1e-6), own)
             mpu.destroy_model_parallel()
     if rank == 0:
         torch.save(found, out)

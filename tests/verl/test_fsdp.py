@@ -130,6 +130,12 @@ def test_nan_on_one_process_leaves_out_the_update_on_all(two_processes: dict[str
     check_left_out(two_processes["nan"])
 
 
+def test_two_processes_adapt_weight_to_tokens_of_both(two_processes: dict[str, Any]) -> None:
+    found, plain = two_processes["adaptive"], two_processes["token"]["metrics"]["trust_region/regression"]
+    assert found["weights"] == [2.0, 2.0]
+    assert found["metrics"]["trust_region/regression_kl"] == pytest.approx(plain[-2:], rel=1e-6)
+
+
 @pytest.mark.parametrize("case", ["token", "floor", "sequence", "batch"])
 def test_sequence_parallelism_equals_the_core(case: str, two_processes: dict[str, Any]) -> None:
     check_equals_the_core(two_processes["sequence parallel"][case], **CASES[case])
@@ -212,10 +218,15 @@ def same(got: dict[str, Any], wanted: dict[str, Any]) -> bool:
     )
 
 
-def test_a_resumed_run_equals_one_that_was_never_interrupted(tmp_path: Path) -> None:
-    wanted = worker.uninterrupted(trolled(), 0, 1, tmp_path / "checkpoint")
-    got = worker.run(1, worker.resumed, model_folder(), tmp_path / "found.pt", tmp_path / "checkpoint")
+@pytest.mark.parametrize("settings", [(), ("regression_target=1e-6",)], ids=["fixed", "adaptive"])
+def test_a_resumed_run_equals_one_that_was_never_interrupted(settings: tuple[str, ...], tmp_path: Path) -> None:
+    """The weight of the pull included, which has adapted before the checkpoint."""
+    actor = trolled(True, *policy_loss(*settings))
+    wanted = worker.uninterrupted(actor, 0, 1, tmp_path / "checkpoint")
+    got = worker.run(1, worker.resumed, model_folder(), tmp_path / "found.pt", tmp_path / "checkpoint", *settings)
     assert same(got, wanted)
+    if settings:
+        assert got["metrics"]["trust_region/regression_weight"] == [2.0] * 4
 
 
 @pytest.mark.slow

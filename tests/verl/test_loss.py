@@ -149,11 +149,11 @@ def test_advantages_of_every_estimator(estimator: AdvantageEstimator, options: d
 
 def test_the_regression_is_not_weighted_by_rollout_correction() -> None:
     """By hand, of three tokens of which the last does not count."""
-    config = trolled().reset(regression_weight=2.0).actor
+    config = trolled().reset().actor
     object.__setattr__(config, "global_batch_info", {})
     log_q, log_p, regression = torch.tensor([[[-1.0, -2.0, -9.0]], [[-1.5, -1.0, -1.0]], [[0.1, 0.2, 7.0]]])
     advantages, weights, mask = torch.tensor([[[1.0, -1.0, 5.0]], [[0.5, 3.0, 7.0]], [[1.0, 1.0, 0.0]]])
-    with projected(ProjectedTokens(log_q - log_p, regression)):
+    with projected(ProjectedTokens(log_q - log_p, regression, regression_weight=2.0)):
         loss, metrics = trust_region_policy_loss(
             log_p, log_q, advantages, mask.bool(), config=config, rollout_is_weights=weights
         )
@@ -170,7 +170,7 @@ def test_what_stands_at_a_masked_token_never_matters(mode: str, value: float) ->
     log_p, mask = torch.full((1, 3), -1.0), torch.tensor([[True, True, False]])
     log_q = torch.tensor([[-1.0, -2.0, value]], requires_grad=True)
     regression = torch.tensor([[0.1, 0.2, value]], requires_grad=True)
-    with projected(ProjectedTokens(log_q - log_p, regression)):
+    with projected(ProjectedTokens(log_q - log_p, regression, regression_weight=1.0)):
         loss, _ = trust_region_policy_loss(log_p, log_p, torch.ones(1, 3), mask, mode, config)
     loss.backward()
     assert loss.isfinite()
@@ -179,7 +179,7 @@ def test_what_stands_at_a_masked_token_never_matters(mode: str, value: float) ->
 
 
 def test_projections_do_not_outlive_their_micro_batch() -> None:
-    tokens = ProjectedTokens(*torch.zeros(2, 1, 2))
+    tokens = ProjectedTokens(*torch.zeros(2, 1, 2), regression_weight=1.0)
     with pytest.raises(KeyError), projected(tokens):
         raise KeyError
     with pytest.raises(RuntimeError, match="without an engine that projects"):

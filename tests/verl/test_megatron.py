@@ -91,6 +91,10 @@ def test_nan_on_the_last_stage_leaves_out_the_update_on_all(fast: dict[str, Any]
     check_left_out(fast["pipeline and tensor"]["left out"])
 
 
+def test_weight_of_pull_adapts_on_all_stages(fast: dict[str, Any]) -> None:
+    assert fast["pipeline and tensor"]["adaptive"]["weights"] == [2.0] * 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "case", "head"), cases(fast=False))
 def test_updates_equal_the_core_in_further_layouts(

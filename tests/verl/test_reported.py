@@ -153,6 +153,15 @@ def test_tokens_that_were_tokenised_anew_have_no_policy() -> None:
     check_slots(response_record(PROMPT, changed + second.token_ids, [first, second]), [policies[:4], 6])
 
 
+def test_response_record_keeps_no_policy_of_changed_tokens_in_a_response_of_one_turn() -> None:
+    """The turn's whole record has as many positions as the response, and is still not that of its tokens."""
+    only, policies = turn(PROMPT, 6, seed=1)
+    changed = [*only.token_ids[:4], V + 1, only.token_ids[5]]
+    check_slots(response_record(PROMPT, changed, [only]), [policies[:4], 2])
+    late = Turn([*PROMPT, 7, 8], only.token_ids, only.record)
+    check_slots(response_record(PROMPT, [7, 8, *only.token_ids[:4]], [late]), [2, policies[:4]])
+
+
 def test_calls_for_something_else_do_not_count() -> None:
     other, _ = turn([5, 5, 5], 6, seed=1)
     assert response_record(PROMPT, other.token_ids, [other]) is NO_RECORD

@@ -57,6 +57,7 @@ def test_the_group_selects_the_loss_the_engine_and_the_defaults() -> None:
     assert isinstance(config, TrollFSDPActorConfig)
     settings = config.policy_loss
     assert (settings.loss_mode, settings.kl_bound, settings.regression_weight) == ("troll", 0.05, 1.0)
+    assert settings.regression_target is None
     assert (settings.top_k, settings.mass_threshold, settings.tail) == (64, 1e-5, "bucket")
     assert (settings.constraint, settings.ratio_level, settings.anchor) == ("token", "token", "old")
     assert config.engine.strategy == "troll_fsdp2"
@@ -69,6 +70,7 @@ def test_the_command_line_sets_everything() -> None:
         "kl_bound": math.inf,
         "pull": "proximal",
         "regression_weight": 0.5,
+        "regression_target": 0.01,
         "top_k": 7,
         "mass_threshold": 1e-3,
         "tail": "floor",
@@ -126,6 +128,18 @@ def test_no_rollout_correction_at_all_is_verls_to_allow() -> None:
         (policy_loss("kl_bound=5%"), r"policy_loss\.kl_bound must be a number, got '5%'"),
         (policy_loss("regression_weight=-0.1"), r"policy_loss\.regression_weight must be at least 0"),
         (policy_loss("regression_weight=.nan"), r"policy_loss\.regression_weight must be at least 0"),
+        (policy_loss("regression_target=0"), r"policy_loss\.regression_target must be above 0 and finite, got 0"),
+        (policy_loss("regression_target=.inf"), r"policy_loss\.regression_target must be above 0 and finite, got inf"),
+        (policy_loss("regression_target=.nan"), r"policy_loss\.regression_target must be above 0 and finite, got nan"),
+        (policy_loss("regression_target=small"), r"policy_loss\.regression_target must be a number, got 'small'"),
+        (
+            policy_loss("regression_target=0.01", "regression_weight=0"),
+            r"with regression_target, .*\.regression_weight must be above 0 and finite, got 0",
+        ),
+        (
+            [*policy_loss("regression_target=0.01"), "data.train_batch_size=4"],
+            r"is 0 with one update per rollout: lower ",
+        ),
         (policy_loss("top_k=0"), r"top_k must be an integer of at least 1, got 0"),
         (policy_loss("mass_threshold=1"), r"mass_threshold must be .*\[0, 1\)"),
         (policy_loss("pull=old"), r"policy_loss\.pull must be one of projection, proximal, got 'old'"),

@@ -1,7 +1,6 @@
-"""Weights that several modules of a model share, and what adapters of PEFT do to them.
+"""Adapters of PEFT on weights that several modules of a model share.
 
-An adapter of one of these modules changes only that module in PEFT's forward, and all of them once it is merged into
-the weight.
+In PEFT's forward, such an adapter changes only its own module. Merged into the weight, it changes all of them.
 """
 
 from __future__ import annotations
@@ -79,14 +78,16 @@ def refuse_merging(model: nn.Module, setting: str) -> None:
             f"{setting} cannot be used with trainable_token_indices, which reach the engine under names that it does "
             f"not know: train the embedding with modules_to_save, leave them out, or do without {setting}"
         )
-    for group in _shared(model) if configs else []:
+    if not configs:
+        return
+    for group in _shared(model):
         if _SAVED in group[0][0] and len({id(_original(model, name, own)) for name, _, own in group}) > 1:
             raise ValueError(
                 f"{setting} cannot be used where {_names(group)} share the weight that they train and not the one that "
                 "the model has, since the engine gets it for one of them: leave ensure_weight_tying out, or do without "
                 f"{setting}"
             )
-    for group in adapted_and_shared(model) if configs else []:
+    for group in adapted_and_shared(model):
         if len({id(_trained(model, name, own)) for name, _, own in group}) > 1:  # not tied again, by modules_to_save
             raise ValueError(
                 f"{setting} merges the adapter into the weight that {_names(group)} share (by tie_word_embeddings or "
@@ -102,7 +103,7 @@ def _names(group: list[Place]) -> str:
 
 
 def _original(model: nn.Module, name: str, own: str) -> Any:
-    """The parameter in place of which a parameter of `modules_to_save` is trained."""
+    """The model's own parameter, which a parameter of `modules_to_save` replaces in training."""
     wrapper: Any = model.get_submodule(name.partition(_SAVED)[0])
     return getattr(wrapper.original_module, own)
 

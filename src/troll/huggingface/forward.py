@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,9 +103,42 @@ def accept_requests(model: nn.Module) -> None:
     Raises:
         ValueError: If it is no such model, or has no head.
     """
-    base = causal_lm(model)
-    if not hasattr(base.forward, _TAKES_REQUESTS):
-        _install(base)
+    base: Any = causal_lm(model)
+    if hasattr(base.forward, _TAKES_REQUESTS):
+        return
+    bound: Any = base.forward
+    # A copy of the model has a copy of this forward, which must not compute with the weights of the original.
+    function = bound.__func__ if getattr(bound, "__self__", None) is base else None
+    # Under accelerate's mixed precision, the forward that is wrapped here enters autocast, and the reading would not.
+    mixed = hasattr(base, "_original_forward")
+    checked = False
+
+    # The signature stays the model's: `generate` validates its arguments against it. The frame itself is not compiled,
+    # as the tiles depend on the data; the backbone, which it calls, is.
+    @functools.wraps(type(base).forward)
+    @torch.compiler.disable(recursive=False)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal checked
+        plain = bound if function is None else functools.partial(function, self)
+        request: ReadingRequest | None = kwargs.pop(REQUEST, None)
+        if request is None:
+            return plain(*args, **kwargs)
+        if mixed and not torch.is_autocast_enabled(request.token_ids.device.type):
+            raise RuntimeError(
+                "the model was prepared with mixed precision: read it within `with accelerator.autocast():`"
+            )
+        if kwargs.get("labels") is None:  # PEFT passes it on
+            kwargs.pop("labels", None)
+        if getattr(self.config.get_text_config(), "output_router_logits", False):  # as the model's own forward does
+            kwargs.setdefault("output_router_logits", True)
+        kwargs["use_cache"] = False
+        outputs = self.base_model(*args, **kwargs)
+        if not checked:
+            checked = _check_against_logits(self, plain, outputs, request, args, kwargs)
+        return _read(self, outputs, request, kwargs)
+
+    setattr(forward, _TAKES_REQUESTS, True)
+    base.forward = types.MethodType(forward, base)
 
 
 def checked_output(model: nn.Module, output: Any) -> ReadingOutput:
@@ -149,43 +183,6 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def _install(model: PreTrainedModel) -> None:
-    """Makes a model's forward take a request."""
-    bound: Any = model.forward
-    # A copy of the model has a copy of this forward, which must not compute with the weights of the original.
-    function = bound.__func__ if getattr(bound, "__self__", None) is model else None
-    # Under accelerate's mixed precision, the forward that is wrapped here enters autocast, and the reading would not.
-    mixed = hasattr(model, "_original_forward")
-    checked = False
-
-    # The signature stays the model's: `generate` validates its arguments against it. The frame itself is not compiled,
-    # as the tiles depend on the data; the backbone, which it calls, is.
-    @functools.wraps(type(model).forward)
-    @torch.compiler.disable(recursive=False)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal checked
-        plain = bound if function is None else functools.partial(function, self)
-        request: ReadingRequest | None = kwargs.pop(REQUEST, None)
-        if request is None:
-            return plain(*args, **kwargs)
-        if mixed and not torch.is_autocast_enabled(request.token_ids.device.type):
-            raise RuntimeError(
-                "the model was prepared with mixed precision: read it within `with accelerator.autocast():`"
-            )
-        if kwargs.get("labels") is None:  # PEFT passes it on
-            kwargs.pop("labels", None)
-        if getattr(self.config.get_text_config(), "output_router_logits", False):  # as the model's own forward does
-            kwargs.setdefault("output_router_logits", True)
-        kwargs["use_cache"] = False
-        outputs = self.base_model(*args, **kwargs)
-        if not checked:
-            checked = _check_against_logits(self, plain, outputs, request, args, kwargs)
-        return _read(self, outputs, request, kwargs)
-
-    setattr(forward, _TAKES_REQUESTS, True)
-    model.forward = types.MethodType(forward, model)
-
-
 def _read(model: Any, outputs: Any, request: ReadingRequest, kwargs: dict[str, Any]) -> ReadingOutput:
     """Answers a request from a backbone's outputs."""
     # Aligned at the end: prompt-learning PEFT puts virtual tokens in front.
@@ -210,6 +207,19 @@ def _read_head(model: Any, hidden: Tensor, request: ReadingRequest) -> tuple[tup
         # With a `device_map`, the head may be elsewhere. FSDP2 warns of outputs that are views.
         outputs = (None if x is None else x.to(request.token_ids.device) for x in tensors)
         return tuple(x.clone() if x is not None and x._is_view() else x for x in outputs), head.width
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within this context, a module has another forward; one of its own, with accelerate's hooks, comes back."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
 
 
 @torch.compiler.disable
@@ -242,17 +252,9 @@ def _check_against_logits(
         lambda _, inputs: (inputs[0][:, -1:], *inputs[1:])
     )
     devices = [request.token_ids.device] if request.token_ids.is_cuda else []
-    backbone = model.base_model
-    before = vars(backbone).get("forward")  # accelerate's hooks
-    backbone.forward = given
-    try:
-        with torch.random.fork_rng(devices):  # so that this check does not change a run's random numbers
-            logits = plain(*args, **{**kwargs, "return_dict": True}, **last).logits
-    finally:
-        trimmed.remove()
-        del backbone.forward
-        if before is not None:
-            backbone.forward = before
+    # The fork keeps this check from changing a run's random numbers.
+    with trimmed, replaced_forward(model.base_model, given), torch.random.fork_rng(devices):
+        logits = plain(*args, **{**kwargs, "return_dict": True}, **last).logits
     if logits is None:
         return True
     if not used and (model.training or kwargs.get("past_key_values") is not None):

@@ -66,16 +66,14 @@ def capture(
         attention_mask=attention_mask,
         **model_inputs,
     )
-    certain = torch.zeros(policy.top_k, dtype=torch.int64, device=policy.slot.device)
-    certain[1:] = -1
+    token_ids = scatter(policy.token_ids, scored, fill=-1)
+    log_probs = scatter(policy.log_probs, scored, fill=-torch.inf)
+    for slots in (token_ids, log_probs):  # token 0 has all the mass where nothing is scored
+        slots[..., 0].masked_fill_(~scored, 0)
     return dataclasses.replace(
         policy,
-        token_ids=torch.where(scored.unsqueeze(-1), scatter(policy.token_ids, scored), certain),
-        log_probs=torch.where(
-            scored.unsqueeze(-1),
-            scatter(policy.log_probs, scored),
-            torch.zeros_like(certain, dtype=policy.log_probs.dtype).masked_fill(certain < 0, -torch.inf),
-        ),
+        token_ids=token_ids,
+        log_probs=log_probs,
         tail_log_prob=scatter(policy.tail_log_prob, scored, fill=-torch.inf),
         slot=scatter(policy.slot, scored),
     )

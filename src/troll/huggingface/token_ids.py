@@ -23,8 +23,8 @@ def embedding_rows(model: Any) -> int:
 def without_embedding(model: Any, tokenizer: Any) -> dict[int, str]:
     """The tokens of a tokenizer that a model cannot read, by id.
 
-    Not every such token is a mistake: Gemma 3's tokenizer has one for images that its models of text lack. A padded
-    embedding, with more rows than tokens, is none at all.
+    Not every such token is a mistake: Gemma 3's tokenizer has one for images, which its text-only models lack. An
+    embedding may have more rows than the tokenizer has tokens.
     """
     rows = embedding_rows(model)
     return {number: token for token, number in tokenizer.get_vocab().items() if number >= rows}

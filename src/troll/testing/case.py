@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ Layout = Literal["padded", "packed"]
 """How a trainer holds a batch: rows padded to one length, or tokens of all samples one after another."""
 
 VOCAB_SIZE = 48
-"""Tokens of a case. The first eight are left to the trainer (padding, end of sequence) and stand in no sample."""
+"""Tokens of a case. The first eight occur in no sample: they are the trainer's (padding, end of sequence)."""
 
 IGNORED = range(8, 24)
 """Tokens whose rows are read only at positions that do not count."""
@@ -95,12 +95,8 @@ class Update:
     metrics: Mapping[str, float | Tensor]
 
 
-class Adapter(Protocol):
-    """One call: the trainer's own capture and update, on a network that is a table."""
-
-    def __call__(self, case: Case, /) -> Update:
-        """The update of a case."""
-        ...
+Adapter = Callable[[Case], Update]
+"""The trainer's own capture and update, in one call, on a network that is a table."""
 
 
 def make_case(layout: Layout, dtype: torch.dtype) -> Case:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -55,77 +54,67 @@ def check_adapter(
         raise ValueError(f"layouts must be some of {', '.join(get_args(Layout))}, got {list(layouts)}")
     normalisation = {"aggregation": aggregation, "max_length": max_length}
     for layout in layouts:
-        for requirement in _requirements(layout, dtype):
-            _check(adapter, requirement, normalisation, dtype)
-        _check_ignored(adapter, make_case(layout, dtype), dtype)
-        _check_metrics(adapter, make_case(layout, dtype), normalisation, dtype)
+        case = make_case(layout, dtype)
+        for requirement, special, hint in _requirements(case):
+            _check_update(adapter, requirement, special, hint, normalisation)
+        _check_ignored(adapter, case)
+        _check_metrics(adapter, dataclasses.replace(case, micro_batches=_MICRO_BATCHES), normalisation)
 
 
-@dataclass(frozen=True, eq=False)
-class _Requirement:
-    text: str
-    case: Case
-    hint: str
-
-
-def _requirements(layout: Layout, dtype: torch.dtype) -> Iterator[_Requirement]:
-    case = make_case(layout, dtype)
-    yield _Requirement(
+def _requirements(case: Case) -> Iterator[tuple[str, Case, str]]:
+    """What the update has to be, a case that shows it, and the likely mistake where it is not."""
+    yield (
         "equal policies give the plain policy gradient",
         dataclasses.replace(case, new_table=case.old_table.clone()),
         "the capture and the update do not read the same positions, or not with the same settings",
     )
-    yield _Requirement(
+    yield (
         "a bound that nothing reaches gives the policy gradient without a clip",
         dataclasses.replace(case, kl_bound=UNREACHABLE),
         "the ratio is not the exponential of step.log_ratio, or weights other than the advantage multiply it",
     )
-    yield _Requirement(
+    yield (
         "without advantages the regression is left, aggregated as the policy term is",
         dataclasses.replace(case, samples=tuple(dataclasses.replace(x, advantage=0.0) for x in case.samples)),
         "regression_weight * step.regression is not added to each token's term before the aggregation",
     )
-    yield _Requirement(
+    yield (
         "a bound that is reached gives the loss and gradient of the projection",
         case,
         "the old policy is not that of the same token, or the gradient does not pass through the step",
     )
-    yield _Requirement(
+    yield (
         "two micro-batches give what one gives",
         dataclasses.replace(case, micro_batches=_MICRO_BATCHES),
         "old policies are matched by position and not by sample, or a micro-batch is normalised by itself",
     )
 
 
-def _check(adapter: Adapter, requirement: _Requirement, normalisation: Mapping[str, Any], dtype: torch.dtype) -> None:
-    case = requirement.case
-    update, expected = _run(adapter, case, requirement.text), reference(case, normalisation)
-    tolerance = tolerance_of(case, dtype)
+def _check_update(adapter: Adapter, requirement: str, case: Case, hint: str, normalisation: Mapping[str, Any]) -> None:
+    update, expected, tolerance = _run(adapter, case, requirement), reference(case, normalisation), tolerance_of(case)
     loss, gradient = errors_of(update, expected)
     if max(loss, gradient) <= tolerance:
         return
     # A mistake may project where nothing should be.
-    close = (
-        text for text, wrong in mistakes(case, normalisation) if max(errors_of(update, wrong())) <= tolerance + SOLVER
-    )
+    wide = tolerance + SOLVER
+    close = (text for text, wrong in mistakes(case, normalisation).items() if max(errors_of(update, wrong())) <= wide)
     mistake = next(close, None)
-    likely = f"Just this comes out where {mistake}" if mistake else f"Likely, {requirement.hint}"
+    likely = f"Just this comes out where {mistake}" if mistake else f"Likely, {hint}"
     raise AssertionError(
-        f"{_where(requirement.text, case)}: the loss is {float(update.loss):.6g}, not {expected.loss:.6g} "
+        f"{_where(requirement, case)}: the loss is {float(update.loss):.6g}, not {expected.loss:.6g} "
         f"(off by {loss:.1e}), and the gradient is off by {gradient:.1e} of the largest; rounding and the solver "
         f"explain {tolerance:.1e}. {likely}"
     )
 
 
-def _check_ignored(adapter: Adapter, case: Case, dtype: torch.dtype) -> None:
+def _check_ignored(adapter: Adapter, case: Case) -> None:
     """Other numbers in the rows that are read only where nothing counts change nothing."""
-    requirement, tolerance = "tokens that do not count have no gradient and no influence", tolerance_of(case, dtype)
-    ignored = torch.ones(VOCAB_SIZE, dtype=torch.bool)
-    ignored[list(COUNTED)] = False
+    requirement, tolerance = "tokens that do not count have no gradient and no influence", tolerance_of(case)
+    ignored = slice(COUNTED.start)  # all rows before those that count
     generator = torch.Generator().manual_seed(1)
     old_table, new_table = case.old_table.clone(), case.new_table.clone()
     for table in (old_table, new_table):
-        table[ignored] = 10 * torch.randn(VOCAB_SIZE - len(COUNTED), VOCAB_SIZE, generator=generator).to(dtype)
+        table[ignored] = 10 * torch.randn(COUNTED.start, VOCAB_SIZE, generator=generator).to(table)
     before = _run(adapter, case, requirement)
     after = _run(adapter, dataclasses.replace(case, old_table=old_table, new_table=new_table), requirement)
     gradients = [x.gradient.detach().cpu().double() for x in (before, after)]
@@ -144,9 +133,8 @@ def _check_ignored(adapter: Adapter, case: Case, dtype: torch.dtype) -> None:
     )
 
 
-def _check_metrics(adapter: Adapter, case: Case, normalisation: Mapping[str, Any], dtype: torch.dtype) -> None:
-    requirement = "the metrics are those of the tokens that count"
-    case = dataclasses.replace(case, micro_batches=_MICRO_BATCHES)
+def _check_metrics(adapter: Adapter, case: Case, normalisation: Mapping[str, Any]) -> None:
+    requirement, tolerance = "the metrics are those of the tokens that count", tolerance_of(case)
     metrics, expected = _run(adapter, case, requirement).metrics, reference(case, normalisation)
     values = {
         "kl_before": expected.step.kl_before,
@@ -154,7 +142,6 @@ def _check_metrics(adapter: Adapter, case: Case, normalisation: Mapping[str, Any
         "projected_fraction": expected.step.projected.double(),
         "regression": expected.step.regression.detach(),
     }
-    tolerance = tolerance_of(case, dtype)
     for name in METRICS:
         assert name in metrics, f"{_where(requirement, case)}: {name} is missing, got {', '.join(metrics) or 'none'}"
         means = [_mean(values[name], expected, how) for how in ({"aggregation": "token_mean"}, normalisation)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -77,8 +77,9 @@ def reference(
     return Expected(float(loss.detach()), gradient, float(size.detach()), step, mask)
 
 
-def tolerance_of(case: Case, dtype: torch.dtype) -> float:
+def tolerance_of(case: Case) -> float:
     """The largest error that rounding and the solver explain, relative to the loss's size or the largest gradient."""
+    dtype = case.old_table.dtype
     largest = float(torch.maximum(case.old_table.abs().max(), case.new_table.abs().max())) / case.temperature
     rounding = torch.finfo(dtype).eps * VOCAB_SIZE * largest
     solver = SOLVER if dtype == torch.float32 else 1e-9 / case.kl_bound
@@ -95,47 +96,43 @@ def errors_of(update: Update, expected: Expected) -> tuple[float, float]:
     return math.inf if math.isnan(loss) else loss, math.inf if math.isnan(worst) else worst
 
 
-def mistakes(case: Case, normalisation: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Expected]]]:
+def mistakes(case: Case, normalisation: Mapping[str, Any]) -> dict[str, Callable[[], Expected]]:
     """Common mistakes of adapters, in words, and the updates that they lead to."""
+
+    def with_case(**changes: Any) -> Callable[[], Expected]:
+        return partial(reference, dataclasses.replace(case, **changes), normalisation)
+
+    def with_option(**option: Any) -> Callable[[], Expected]:
+        return partial(reference, case, normalisation, **option)
+
     everything = tuple(dataclasses.replace(x, counts=torch.ones_like(x.counts)) for x in case.samples)
-    changed: dict[str, dict[str, Any]] = {
-        "the temperature is never applied": {"temperature": 1.0},
-        "the temperature is applied twice": {"temperature": case.temperature**2},
-        "the mask of the response is ignored": {"samples": everything},
-        "the regression is left out": {"regression_weight": 0.0},
-        "the regression is not multiplied by its weight": {"regression_weight": 1.0},
-        "the old policy is captured from the network that is updated": {"old_table": case.new_table},
+    found = {
+        "the temperature is never applied": with_case(temperature=1.0),
+        "the temperature is applied twice": with_case(temperature=case.temperature**2),
+        "the mask of the response is ignored": with_case(samples=everything),
+        "the regression is left out": with_case(regression_weight=0.0),
+        "the regression is not multiplied by its weight": with_case(regression_weight=1.0),
+        "the old policy is captured from the network that is updated": with_case(old_table=case.new_table),
+        "the clip is still on": with_option(clip=0.2),
+        "the temperature is applied in the update and not in the capture": with_option(old_temperature=1.0),
+        "labels are not shifted: a position's logits are about the next token": with_option(shift=0),
+        "tokens of the prompt count": with_option(prompts_count=True),
+        "the ratio is taken from raw log-probabilities and not from step.log_ratio": with_option(ratio_is_raw=True),
     }
-    for text, fields in changed.items():
-        yield text, partial(reference, dataclasses.replace(case, **fields), normalisation)
-    options: dict[str, dict[str, Any]] = {
-        "the clip is still on": {"clip": 0.2},
-        "the temperature is applied in the update and not in the capture": {"old_temperature": 1.0},
-        "labels are not shifted: a position's logits are about the next token": {"shift": 0},
-        "tokens of the prompt count": {"prompts_count": True},
-        "the ratio is taken from raw log-probabilities and not from step.log_ratio": {"ratio_is_raw": True},
-    }
-    for text, keywords in options.items():
-        yield text, partial(reference, case, normalisation, **keywords)
     for name, other in (
         ("sequence_mean", {"aggregation": "sequence_mean"}),
         ("token_mean", {"aggregation": "token_mean"}),
         ("sum", {"aggregation": "token_mean", "num_tokens": 1.0}),
     ):
-        yield (
-            f"the regression is aggregated otherwise than the policy term, by its {name}",
-            partial(reference, case, normalisation, regression_normalisation=other),
-        )
-        yield (
-            f"the aggregation is {name}, and check_adapter was told {normalisation['aggregation']}",
-            partial(reference, case, other),
-        )
+        regression = f"the regression is aggregated otherwise than the policy term, by its {name}"
+        found[regression] = with_option(regression_normalisation=other)
+        whole = f"the aggregation is {name}, and check_adapter was told {normalisation['aggregation']}"
+        found[whole] = partial(reference, case, other)
     if len(case.micro_batches) > 1:
         for text, share in (("summed", 1.0), ("averaged", 1 / len(case.micro_batches))):
-            yield (
-                f"micro-batches are normalised one by one and then {text}",
-                partial(_one_by_one, case, normalisation, share),
-            )
+            one_by_one = partial(_one_by_one, case, normalisation, share)
+            found[f"micro-batches are normalised one by one and then {text}"] = one_by_one
+    return found
 
 
 def _one_by_one(case: Case, normalisation: Mapping[str, Any], share: float) -> Expected:

@@ -8,24 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from troll.trust_region.metrics import masked_total
-
-#: β changes where the KL divergence differs from its target by more than the first factor; it changes by the second.
-TARGET_RATIO, WEIGHT_FACTOR = 1.5, 2.0
-#: β stays within this factor of its initial value: a target out of reach would double or halve it without end.
-WEIGHT_RANGE = 2.0**10
-
-
-def adapted(weight: float, kl: float, target: float) -> float:
-    """β after a rollout (arXiv 1707.06347, section 4): β/2 where the KL is below d/1.5, and 2β where above 1.5 d.
-
-    Args:
-        weight: β before the rollout.
-        kl: The mean divergence seen, in nats.
-        target: d, the divergence to reach, in nats.
-    """
-    if kl < target / TARGET_RATIO:
-        return weight / WEIGHT_FACTOR
-    return weight * WEIGHT_FACTOR if kl > target * TARGET_RATIO else weight
+from troll.trust_region.weight import adapted, limited
 
 
 class AdaptiveKLController:
@@ -72,7 +55,7 @@ class AdaptiveKLController:
             return
         self._kl = kl / tokens
         weight = adapted(self.value, self._kl, self._target)
-        self.value = min(max(weight, self._initial / WEIGHT_RANGE), self._initial * WEIGHT_RANGE)
+        self.value = limited(weight, self._initial)
         if self.value != weight and self._accelerator.is_main_process and not self._warned:
             self._warned = True
             warnings.warn(

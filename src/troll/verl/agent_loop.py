@@ -1,15 +1,13 @@
 """Carries a rollout's reports into the field `OLD_POLICIES` of the batch, past everything in between.
 
-A completion's extra fields reach users' agent loops, reward functions and the JSON of reward servers. Of several turns
-verl keeps only the first one's extra fields, and of an interrupted completion none. So the records are taken out where
-a completion arrives, and put into the sample when it leaves for the transfer queue: as a separate tensor, which is
-fetched only where it is asked for.
+A completion's extra fields reach users' agent loops, reward functions and the JSON of reward servers. verl keeps those
+of the first turn only, and none of an interrupted completion. So the records are taken out of a completion when it
+arrives, and put into the sample when it leaves for the transfer queue: as a separate tensor, which only updates fetch.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any
@@ -38,42 +36,31 @@ def carry_old_policies() -> None:
     """
     if getattr(LLMServerClient, _INSTALLED, False):
         return
-    AgentLoopBase.__init__ = _beginning(AgentLoopBase.__init__)
-    # Below verl's trace of it, which would log the records.
-    LLMServerClient.generate = rollout_trace_op(_taking(inspect.unwrap(LLMServerClient.generate)))
-    AgentLoopOutput.as_dict = _with_field(AgentLoopOutput.as_dict)
-    setattr(LLMServerClient, _INSTALLED, True)
+    init, as_dict = AgentLoopBase.__init__, AgentLoopOutput.as_dict
+    generate = inspect.unwrap(LLMServerClient.generate)
 
-
-def _beginning(init: Callable[..., None]) -> Callable[..., None]:
     @wraps(init)
-    def beginning(self: Any, *args: Any, **kwargs: Any) -> None:
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
         _turns.set([])  # verl makes an agent loop for each sample
         init(self, *args, **kwargs)
 
-    return beginning
-
-
-def _taking(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     @wraps(generate)
-    async def taking(self: Any, request_id: str, *, prompt_ids: Any, **inputs: Any) -> Any:
+    async def take(self: Any, request_id: str, *, prompt_ids: Any, **inputs: Any) -> Any:
         output = await generate(self, request_id, prompt_ids=prompt_ids, **inputs)
         record, turns = output.extra_fields.pop(OLD_POLICIES, None), _turns.get(None)
         if record is not None and turns is not None:
             turns.append(Turn(normalize_token_ids(prompt_ids), list(output.token_ids), record))
         return output
 
-    return taking
-
-
-def _with_field(as_dict: Callable[[AgentLoopOutput], dict[str, Any]]) -> Callable[[AgentLoopOutput], dict[str, Any]]:
     @wraps(as_dict)
     def with_field(self: AgentLoopOutput) -> dict[str, Any]:
         fields = as_dict(self)
-        turns = _turns.get([])
         # A rollout without reports leaves the field out; an update that needs it refuses the batch.
-        if turns:
+        if turns := _turns.get([]):
             fields[OLD_POLICIES] = response_record(self.prompt_ids, self.response_ids, turns)
         return fields
 
-    return with_field
+    AgentLoopBase.__init__ = begin
+    LLMServerClient.generate = rollout_trace_op(take)  # below verl's trace of it, which would log the records
+    AgentLoopOutput.as_dict = with_field
+    setattr(LLMServerClient, _INSTALLED, True)

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from troll.verl.hooks import Capture, Hook, Score, Update
 from troll.verl.old_policies import Captured
+from troll.verl.regression_weight import RegressionWeight
 from troll.verl.seam import tu
 from troll.verl.seam.training import assign
 from troll.verl.settings import BACKEND_PREFIX, TrollPolicyLossConfig
@@ -35,6 +37,7 @@ class TrustRegionEngine:
         hook: Reads the current batch; None for a pass that is left to verl.
         from_head: Whether the hook reads the head, instead of logits.
         captured: The old policies of the last rollout that was scored.
+        regression_weight: The weight of the pull.
 
     Raises:
         ValueError: If the configuration is not one of troll.verl.
@@ -42,8 +45,10 @@ class TrustRegionEngine:
 
     trust_region: TrollPolicyLossConfig
     engine_config: Any
+    checkpoint_config: Any
     hook: Hook | None = None
     captured: Captured
+    regression_weight: RegressionWeight
     from_head: bool = False
     _skips_update: bool = False
 
@@ -64,6 +69,7 @@ class TrustRegionEngine:
             assign(config, use_fused_kernels=False)
         super().__init__(model_config, engine_config, *args, **kwargs)  # type: ignore[call-arg]
         self.captured = Captured()
+        self.regression_weight = RegressionWeight(settings.regression_weight, settings.regression_target)
 
     def processes(self) -> ProcessGroup | None:
         """The processes among which the tokens of a batch are divided."""
@@ -77,9 +83,9 @@ class TrustRegionEngine:
         """
         raise NotImplementedError
 
-    def agreed(self, flag: bool) -> bool:
-        """Whether a flag is true on a process that holds another part of the same model; every process calls it."""
-        return flag
+    def largest(self, value: float) -> float:
+        """The largest of a number over the processes that hold parts of the same model; every process calls it."""
+        return value
 
     @cached_property
     def reads_head(self) -> bool:
@@ -107,15 +113,23 @@ class TrustRegionEngine:
         output = super().forward_backward_batch(data, hook, forward_only)  # type: ignore[misc]
         if isinstance(hook, Capture):
             self.captured = hook.captured
-        self._skips_update = False
         if isinstance(hook, Update):
-            broken = False
+            # verl's learning rate changes after the last update of a rollout.
+            metrics = self._end_update(hook, last=tu.get_non_tensor_data(data, "update_lr_scheduler", default=False))
             if hook.observed:
-                metrics = hook.metrics()
-                broken = metrics["trust_region/nonfinite"] > 0
-                output["metrics"].update({name: [value] for name, value in metrics.items()})
-            self._skips_update = self.agreed(broken)
+                output["metrics"].update({f"trust_region/{name}": [value] for name, value in metrics.items()})
         return output
+
+    def _end_update(self, hook: Update, last: bool) -> dict[str, float]:
+        """Decides whether the update is made; after the last one of a rollout, adapts α. Returns the metrics."""
+        metrics = hook.metrics() if hook.observed else {}
+        self._skips_update = self.largest(metrics.get("nonfinite", 0.0)) > 0
+        if self.regression_weight.adapts:
+            metrics["regression_weight"] = self.regression_weight.value
+            if last and not self._skips_update:
+                kl = self.regression_weight.adapt(self.largest(hook.mean_pull))
+                metrics |= {} if kl is None else {"regression_kl": kl}
+        return metrics
 
     def optimizer_step(self) -> float:
         """As the parent, but if logits were NaN or infinite, no process makes the update."""
@@ -125,11 +139,30 @@ class TrustRegionEngine:
         logger.warning("NaN or infinite logits: the update is skipped, as verl does if gradients are not finite")
         return float("nan")
 
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """As the parent, with α if it adapts."""
+        super().save_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
+        if "extra" in self.checkpoint_config.save_contents:
+            self.regression_weight.save(Path(local_path))
+
+    def load_checkpoint(self, local_path: str | None, *args: Any, **kwargs: Any) -> None:
+        """As the parent, with α if it adapts; None loads nothing."""
+        super().load_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
+        if local_path is not None and "extra" in self.checkpoint_config.load_contents:
+            self.regression_weight.load(Path(local_path))
+
     def _hook(self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool) -> Hook | None:
         entropy = tu.get_non_tensor_data(data, "calculate_entropy", default=False)
         if not forward_only:
             assert loss_function is not None
-            return Update(self.trust_region, entropy, self.captured, loss_function, self.processes())
+            return Update(
+                self.trust_region,
+                entropy,
+                self.captured,
+                loss_function,
+                self.processes(),
+                self.regression_weight.value,
+            )
         if loss_function is not None:
             return None
         # A LoRA reference pass asks for no entropy.

@@ -9,13 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from troll.huggingface.adapters import refuse_merging
-from troll.huggingface.forward import (
-    REQUEST,
-    ReadingRequest,
-    accept_requests,
-    causal_lm,
-    checked_output,
-)
+from troll.huggingface.forward import REQUEST, ReadingRequest, accept_requests, causal_lm, checked_output
 from troll.huggingface.head import refuse_head
 from troll.trust_region.reading.head import LMHead
 from troll.verl.engine import DEVICES, TrustRegionEngine
@@ -105,21 +99,19 @@ class TrollFSDPEngine(TrustRegionEngine, FSDPEngineWithLMHead):
         hook = self.hook
         if hook is None:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        if self.from_head:
-            tensors = checked_output(self.module, output).tensors
-            read = hook.everywhere({name: x for name, x in zip(self._names, tensors, strict=True) if x is not None})
-            if tu.get_non_tensor_data(micro_batch, "use_remove_padding", default=True):
-                read = {name: self._gather_and_unpad_packed(x, output_args["pad_size"]) for name, x in read.items()}
-            starts = micro_batch["input_ids"].offsets()
-            outputs = {name: torch.nested.nested_tensor_from_jagged(x, starts) for name, x in read.items()}
-        else:
+        if not self.from_head:
             # Set only now, since the parent would refuse to pad packs with them. The hook gives the entropy, and may
             # overwrite the logits.
             tu.assign_non_tensor(
                 micro_batch, distillation_use_topk=True, distillation_only=True, calculate_entropy=False
             )
-            outputs = super().prepare_model_outputs(output, output_args, micro_batch, hook)
-        return outputs
+            return super().prepare_model_outputs(output, output_args, micro_batch, hook)
+        tensors = checked_output(self.module, output).tensors
+        read = hook.everywhere(dict(zip(self._names, tensors, strict=True)))
+        if tu.get_non_tensor_data(micro_batch, "use_remove_padding", default=True):
+            read = {name: self._gather_and_unpad_packed(x, output_args["pad_size"]) for name, x in read.items()}
+        starts = micro_batch["input_ids"].offsets()
+        return {name: torch.nested.nested_tensor_from_jagged(x, starts) for name, x in read.items()}
 
     def _response_tokens(self, micro_batch: TensorDict, output_args: dict[str, Any]) -> ResponseTokens:
         places: Tensor = response_places(micro_batch).unsqueeze(0)

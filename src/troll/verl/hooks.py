@@ -1,12 +1,13 @@
-"""What an engine of verl reads from a micro-batch's LM head: old policies, the projection of the new one, or scores.
+"""Hooks that read a micro-batch's LM head: for old policies, for the projection of the new policy, or for scores.
 
-A hook takes the place of the loss function. `read` computes per-token outputs from the head, or from logits if the head
-cannot be read, and `loss` computes the loss from these outputs.
+verl's engine gets a hook in place of the loss function. `read` computes per-token outputs from the head, or from logits
+if the head cannot be read, and `loss` computes the loss from these outputs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -109,10 +110,6 @@ class Score(Hook):
 class Capture(Hook):
     """Captures the old policies of a rollout in the pass that computes its old log-probabilities.
 
-    Args:
-        settings: The settings of the trust region.
-        entropy: Whether the entropy over the vocabulary is an output too.
-
     Attributes:
         captured: The old policies so far.
     """
@@ -147,7 +144,14 @@ class Update(Hook):
         captured: The old policies, unless the inference engine reports them.
         loss_function: verl's loss function, which calls the policy loss.
         processes: The processes that hold the batch's tokens between them; None for this one only.
+        regression_weight: α, the weight of the pull in this update.
+
+    Attributes:
+        mean_pull: The mean of the pull over all tokens of the batch, in nats, once `metrics` was called; −inf if none
+            counts.
     """
+
+    mean_pull = -math.inf
 
     def __init__(
         self,
@@ -156,10 +160,12 @@ class Update(Hook):
         captured: Captured,
         loss_function: Callable[..., tuple[Tensor, dict[str, Any]]],
         processes: ProcessGroup | None,
+        regression_weight: float,
     ) -> None:
         super().__init__(settings, entropy)
         self._captured = captured
         self._loss_function, self._processes = loss_function, processes
+        self._regression_weight = regression_weight
         self._tally = Tally()
 
     def read(self, source: LogitsSource, data: TensorDict) -> dict[str, Tensor]:
@@ -213,7 +219,7 @@ class Update(Hook):
         log_ratio, regression = (
             no_padding_2_padding(model_output.pop(f"trust_region_{name}"), data) for name in ("log_ratio", "regression")
         )
-        with projected(ProjectedTokens(log_ratio, regression)):
+        with projected(ProjectedTokens(log_ratio, regression, self._regression_weight)):
             return self._loss_function(model_output=model_output, data=data, dp_group=dp_group)
 
     @property
@@ -222,15 +228,16 @@ class Update(Hook):
         return bool(self._tally.totals)
 
     def metrics(self) -> dict[str, float]:
-        """`trust_region/*` over all tokens of the batch and all processes; every process that observed calls it."""
+        """The numbers to log, over all tokens of the batch and all processes; all that `observed` call it."""
 
-        def everywhere(numbers: Tensor, how: Any) -> Tensor:
+        def reduced(numbers: Tensor, how: Any) -> Tensor:
             if torch.distributed.is_initialized():
                 torch.distributed.all_reduce(numbers, how, group=self._processes)
             return numbers.cpu()
 
         operation = torch.distributed.ReduceOp
-        tally = self._tally.reduced(
-            lambda sums: everywhere(sums, operation.SUM), lambda maxima: everywhere(maxima, operation.MAX)
-        )
-        return {f"trust_region/{name}": value.item() for name, value in tally.values(empty=0.0).items()}
+        tally = self._tally.reduced(lambda x: reduced(x, operation.SUM), lambda x: reduced(x, operation.MAX))
+        pull, tokens = tally.totals["regression"].tolist()
+        if tokens:
+            self.mean_pull = pull / tokens
+        return {name: value.item() for name, value in tally.values(empty=0.0).items()}

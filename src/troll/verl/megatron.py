@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from troll import LMHead
+from troll.huggingface.forward import replaced_forward
 from troll.verl.engine import DEVICES, TrustRegionEngine
 from troll.verl.hooks import Hook, Update
 from troll.verl.old_policies import ResponseTokens, response_places
@@ -47,15 +48,15 @@ class TrollMegatronEngine(TrustRegionEngine, MegatronEngineWithLMHead):
         if not (head is None or type(head) is ColumnParallelLinear):
             raise ValueError(f"the LM head is not Megatron's own column-parallel layer, but {type(head).__name__}")
 
-    def agreed(self, flag: bool) -> bool:
-        """See the parent: in a pipeline, only the last stage knows the flag."""
+    def largest(self, value: float) -> float:
+        """See the parent: in a pipeline, only the last stage knows the number."""
         if mpu.get_pipeline_model_parallel_world_size() == 1:
-            return flag
-        flags = torch.tensor(float(flag), device=next(self.module[0].parameters()).device)
+            return value
+        number = torch.tensor(value, device=next(self.module[0].parameters()).device)
         torch.distributed.all_reduce(
-            flags, torch.distributed.ReduceOp.MAX, group=mpu.get_pipeline_model_parallel_group()
+            number, torch.distributed.ReduceOp.MAX, group=mpu.get_pipeline_model_parallel_group()
         )
-        return bool(flags)
+        return number.item()
 
     def forward_step(self, batch_iter: Any, model: Any, logits_processor_func: Any, **options: Any) -> Any:
         """As the parent, with a model that returns hidden states where its head is read."""
@@ -166,11 +167,5 @@ def hidden_states_for_logits(model: GPTModel) -> Iterator[list[Tensor]]:
             input_ = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False)
         return input_, None
 
-    before = vars(head).get("forward")
-    head.forward = forward
-    try:
+    with replaced_forward(head, forward):
         yield found
-    finally:
-        del head.forward
-        if before is not None:
-            head.forward = before

@@ -135,8 +135,8 @@ def _sequences(data: TensorDict) -> list[Hashable]:
 def reported(data: TensorDict, vocab_size: int) -> PackedPolicy:
     """The old policies of a micro-batch, (N,), as the inference engine reported them.
 
-    Tokens without a report have no slots: `fill_unreported` is for these. Tokens that do not count need no report, and
-    get a policy that is certain of them.
+    Tokens without a report have no slots: `fill_unreported` is for these. Tokens that do not count need no report:
+    their policy gives them probability 1.
 
     Args:
         data: The micro-batch.
@@ -162,8 +162,8 @@ def reported(data: TensorDict, vocab_size: int) -> PackedPolicy:
 def fill_unreported(old: SparsePolicy, own: SparsePolicy) -> SparsePolicy:
     """Reported policies, and the network's own where nothing was reported.
 
-    The engine's distribution of such a token is not known, so the trust region is around the network at the update: the
-    token's ratio is 1, and its gradient the plain policy gradient.
+    The engine's distribution at such a token is not known. So the trust region is around the network at the update: the
+    token's ratio is 1, and its gradient is the plain policy gradient.
 
     Args:
         old: The reported policies, (n,), without slots where nothing was reported.
@@ -198,29 +198,25 @@ def _records(data: TensorDict, vocab_size: int) -> list[Tensor]:
     else:  # a rollout that no agent loop of `troll.verl.agent_loop` asked
         fields: list[Mapping[str, Any]] = tu.get(data, "extra_fields", default=[{}] * len(counts))
         found = [field.get(OLD_POLICIES) for field in fields]
-    missing = sum(count and record is None for record, count in zip(found, counts, strict=True))
+    needed = [record if count else NO_RECORD for record, count in zip(found, counts, strict=True)]
+    missing = sum(record is None for record in needed)
     if missing:
         raise ValueError(
             f"{missing} of the batch's sequences came without their top-K log-probabilities, which "
             "policy_loss.anchor=rollout needs: see docs/verl.md for the rollouts that report them, or set anchor=old"
         )
-    records = [
-        record if count and record is not None and len(record) > len(NO_RECORD) else None
-        for record, count in zip(found, counts, strict=True)
-    ]
-    real = [record for record in records if record is not None]
+    records = [record for record in needed if record is not None]
+    real = [record for record in records if len(record) > len(NO_RECORD)]
     none = torch.empty(0)
     like = from_records(real[:1]) if real else PackedPolicy(none.int(), none, none, none, none, 1, vocab_size, 0.0)
-    like = dataclasses.replace(like, token_ids=like.token_ids.cpu(), log_probs=like.log_probs.cpu())
-    responses = data["responses"].unbind()
     return [
-        to_records(without_slots(len(response), like), [len(response)])[0] if record is None else record
-        for record, response in zip(records, responses, strict=True)
+        record if len(record) > len(NO_RECORD) else to_records(without_slots(len(response), like), [len(response)])[0]
+        for record, response in zip(records, data["responses"].unbind(), strict=True)
     ]
 
 
 def _certain_of(policy: PackedPolicy, token_ids: Tensor, which: Tensor) -> PackedPolicy:
-    """Gives a policy one slot at some positions (N,) without any: all their mass is on the token there."""
+    """Gives the token at some positions (N,) without slots probability 1."""
     counts = policy.counts + which.int()
     position = torch.arange(len(counts), device=counts.device)
     old = position.repeat_interleave(policy.counts, output_size=len(policy.token_ids))

@@ -1,7 +1,7 @@
 """The plugin that verl loads in every process by its entry point `verl.plugins`: hooks that wait for two modules.
 
-verl logs errors of plugins only at DEBUG, and runs without TROLL load this one too. So nothing is done before it is
-needed. What goes wrong then is raised where a rollout with `anchor: rollout` begins, and is the cause of that error.
+Runs without TROLL load this plugin too, and verl logs a plugin's errors only at DEBUG. So nothing is imported before it
+is needed, and an error is raised only where a rollout with `anchor: rollout` begins.
 """
 
 from __future__ import annotations

@@ -158,41 +158,32 @@ def response_record(prompt_ids: Sequence[int], response_ids: Sequence[int], turn
     matches = []
     for turn in turns:
         start = len(turn.prompt_ids)
-        length = _common(turn.token_ids, sequence[start:]) if sequence[:start] == turn.prompt_ids else 0
-        if start >= edge and length:
-            matches.append((start - edge, -length, turn.record))
-    matches.sort(key=lambda match: match[:2])
-    taken: list[tuple[int, int, Tensor]] = []
-    for start, negative, record in matches:
-        if not taken or start >= taken[-1][1]:
-            taken.append((start, start - negative, record))
-    if not taken:
+        if start >= edge and sequence[:start] == turn.prompt_ids:
+            # The length of the longest common beginning.
+            length = sum(takewhile(bool, map(eq, turn.token_ids, sequence[start:])))
+            matches.append((start - edge, length, turn.record))
+    # Of turns that begin at the same token, the longest.
+    matches.sort(key=lambda match: (match[0], -match[1]))
+    parts: list[PackedPolicy] = []
+    end = 0
+    for start, length, record in matches:
+        if start < end or not length:
+            continue
+        policy = from_records([record])
+        if length == len(response_ids) == policy.shape[0]:
+            return record
+        parts += [without_slots(start - end, policy), policy[:length]]
+        end = start + length
+    if not parts:
         return NO_RECORD
-    policies = [from_records([record]) for _, _, record in taken]
-    if len(policies) == 1 and policies[0].shape[0] == len(response_ids):
-        return taken[0][2]
-    parts, at = [], 0
-    for (start, end, _), policy in zip(taken, policies, strict=True):
-        parts += [without_slots(start - at, policy), policy[: end - start]]
-        at = end
-    parts.append(without_slots(len(response_ids) - at, parts[-1]))
+    parts.append(without_slots(len(response_ids) - end, parts[-1]))
     (record,) = to_records(PackedPolicy.cat(parts), [len(response_ids)])
     return record
 
 
 def without_slots(positions: int, like: PackedPolicy) -> PackedPolicy:
-    """Policies without slots for (positions,), with the capture's settings of `like`."""
-    none = torch.zeros(positions, dtype=torch.int32)
+    """Policies without slots for (positions,), on the host, with the capture's settings of `like`."""
+    none, zeros = torch.zeros(positions, dtype=torch.int32), torch.zeros(positions)
     return dataclasses.replace(
-        like,
-        token_ids=like.token_ids[:0],
-        log_probs=like.log_probs[:0],
-        counts=none,
-        tail_log_prob=torch.zeros(positions),
-        slot=none,
+        like, token_ids=none[:0], log_probs=zeros[:0], counts=none, tail_log_prob=zeros, slot=none
     )
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """The length of the longest common beginning."""
-    return sum(takewhile(bool, map(eq, first, second)))

@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from troll.trust_region.checks import check_choice, check_positive
 from troll.trust_region.constraint import CONSTRAINTS
 from troll.trust_region.loss import RATIO_LEVELS
 from troll.trust_region.policy.sparse import check_capture
 from troll.trust_region.step import PULLS, TAILS
 from troll.verl.seam.training import FSDPActorConfig, McoreActorConfig, MegatronEngine, PolicyLossConfig, assign
-
-ANCHORS = ("old", "rollout")
 
 #: How our engines' names begin in verl's registry, so that no other engine takes their place if they are missing.
 BACKEND_PREFIX = "troll_"
@@ -24,6 +23,7 @@ BACKEND_PREFIX = "troll_"
 PLUGIN = "troll.verl.plugin"
 
 _ACTOR = "actor_rollout_ref.actor"
+_LOSS = f"{_ACTOR}.policy_loss"
 
 
 @dataclass
@@ -36,7 +36,8 @@ class TrollPolicyLossConfig(PolicyLossConfig):
             with `pull` "proximal" only.
         pull: What pulls the network itself: "projection", KL(p̃ ‖ ⌊q⌋), outside the ball only; or "proximal", KL(p ‖ p̃),
             at every token.
-        regression_weight: α ≥ 0, the weight of the pull.
+        regression_weight: α ≥ 0, the weight of the pull; with `regression_target`, its initial value.
+        regression_target: The mean of the pull's divergence (nats) to which α adapts, once a rollout; None keeps α.
         top_k: K, the tokens of the old policy that are kept at most.
         mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
         tail: "bucket" or "floor"; see `troll.trust_region_step`.
@@ -44,16 +45,8 @@ class TrollPolicyLossConfig(PolicyLossConfig):
             those of a "batch", a micro-batch of all processes.
         ratio_level: "token"; or "sequence", the mean of log q/p over the sequence (GSPO).
         anchor: "old", the network when the rollout is scored; or "rollout", the inference engine's distribution.
-        uses_v1_trainer: verl's `trainer.use_v1`. The configuration group fills this in, and all that follow.
-        experimental_rollout: `rollout` of verl's experimental trainers; None with `main_ppo`.
-        bypass_mode: verl's `algorithm.rollout_correction.bypass_mode`.
-        distills: verl's `distillation.enabled`.
-        rollout_log_probs: verl's `actor_rollout_ref.rollout.calculate_log_probs`.
-        rollout_top_p: verl's `actor_rollout_ref.rollout.top_p`.
-        rollout_top_k: verl's `actor_rollout_ref.rollout.top_k`.
-        rollout_name: verl's `actor_rollout_ref.rollout.name`.
-        rollout_is_disaggregated: verl's `actor_rollout_ref.rollout.disaggregation.enabled`.
-        rollout_logprobs_mode: verl's `actor_rollout_ref.rollout.logprobs_mode`.
+
+    The configuration group fills in the fields from `uses_v1_trainer` on: settings of verl that are checked here.
 
     Raises:
         ValueError: If a value is out of its range, or TROLL cannot work with the trainer.
@@ -63,6 +56,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     kl_bound: float = 0.05
     pull: str = "projection"
     regression_weight: float = 1.0
+    regression_target: float | None = None
     top_k: int = 64
     mass_threshold: float = 1e-5
     tail: str = "bucket"
@@ -83,32 +77,29 @@ class TrollPolicyLossConfig(PolicyLossConfig):
     def __post_init__(self) -> None:
         if self.loss_mode != "troll":
             raise ValueError(
-                f"{_ACTOR}.policy_loss.loss_mode must be troll with +troll=..., got {self.loss_mode!r}: leave the "
+                f"{_LOSS}.loss_mode must be troll with +troll=..., got {self.loss_mode!r}: leave the "
                 "group out to train with verl's own loss"
             )
-        for name in ("kl_bound", "regression_weight", "mass_threshold"):
+        optional = () if self.regression_target is None else ("regression_target",)
+        for name in ("kl_bound", "regression_weight", "mass_threshold", *optional):
             if not isinstance(value := getattr(self, name), int | float):
-                raise ValueError(f"{_ACTOR}.policy_loss.{name} must be a number, got {value!r}")
+                raise ValueError(f"{_LOSS}.{name} must be a number, got {value!r}")
         if not (self.kl_bound > 0 and (math.isfinite(self.kl_bound) or self.pull == "proximal")):
-            raise ValueError(
-                f"{_ACTOR}.policy_loss.kl_bound must be above 0 and, unless pull=proximal, finite, got {self.kl_bound}"
-            )
+            raise ValueError(f"{_LOSS}.kl_bound must be above 0 and, unless pull=proximal, finite, got {self.kl_bound}")
         if not (self.regression_weight >= 0 and math.isfinite(self.regression_weight)):
-            raise ValueError(
-                f"{_ACTOR}.policy_loss.regression_weight must be at least 0 and finite, got {self.regression_weight}"
-            )
+            raise ValueError(f"{_LOSS}.regression_weight must be at least 0 and finite, got {self.regression_weight}")
+        if self.regression_target is not None:
+            check_positive(f"{_LOSS}.regression_target", self.regression_target)
+            check_positive(f"with regression_target, {_LOSS}.regression_weight", self.regression_weight)
         check_capture(self.top_k, self.mass_threshold)
-        choices = {
-            "pull": PULLS,
-            "tail": TAILS,
-            "constraint": CONSTRAINTS,
-            "ratio_level": RATIO_LEVELS,
-            "anchor": ANCHORS,
-        }
-        for name, allowed in choices.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f"{_ACTOR}.policy_loss.{name} must be one of {', '.join(allowed)}, got {value!r}")
+        check_choice(f"{_LOSS}.pull", self.pull, PULLS)
+        check_choice(f"{_LOSS}.tail", self.tail, TAILS)
+        check_choice(f"{_LOSS}.constraint", self.constraint, CONSTRAINTS)
+        check_choice(f"{_LOSS}.ratio_level", self.ratio_level, RATIO_LEVELS)
+        check_choice(f"{_LOSS}.anchor", self.anchor, ("old", "rollout"))
         self._check_trainer()
+        if self.anchor == "rollout":
+            self._check_rollout()
 
     def _check_trainer(self) -> None:
         if not self.uses_v1_trainer:
@@ -123,37 +114,35 @@ class TrollPolicyLossConfig(PolicyLossConfig):
         if self.bypass_mode and self.anchor == "old":
             raise ValueError(
                 "algorithm.rollout_correction.bypass_mode=True leaves out the pass that captures the old policies: set "
-                f"it to False, or {_ACTOR}.policy_loss.anchor=rollout"
+                f"it to False, or {_LOSS}.anchor=rollout"
             )
-        if self.anchor == "rollout":
-            self._check_rollout()
 
     def _check_rollout(self) -> None:
         if not (self.bypass_mode and self.rollout_log_probs):
             raise ValueError(
-                f"{_ACTOR}.policy_loss.anchor=rollout takes the place of the old-policy pass: set "
+                f"{_LOSS}.anchor=rollout takes the place of the old-policy pass: set "
                 "algorithm.rollout_correction.bypass_mode=True and actor_rollout_ref.rollout.calculate_log_probs=True"
             )
         if self.rollout_top_p < 1 or self.rollout_top_k > 0:
             raise ValueError(
-                f"{_ACTOR}.policy_loss.anchor=rollout takes the rollout's distribution for the old policy, which must "
+                f"{_LOSS}.anchor=rollout takes the rollout's distribution for the old policy, which must "
                 "not be truncated: set actor_rollout_ref.rollout.top_p=1.0 and actor_rollout_ref.rollout.top_k=-1"
             )
         if self.rollout_logprobs_mode != "processed_logprobs":
             raise ValueError(
-                f"{_ACTOR}.policy_loss.anchor=rollout needs log-probabilities at the sampling temperature: set "
+                f"{_LOSS}.anchor=rollout needs log-probabilities at the sampling temperature: set "
                 f"actor_rollout_ref.rollout.logprobs_mode=processed_logprobs, not {self.rollout_logprobs_mode}"
             )
         if self.rollout_is_disaggregated or self.rollout_name in ("sglang", "trtllm"):
             raise ValueError(
-                f"{_ACTOR}.policy_loss.anchor=rollout needs a rollout that reports its distributions: set "
+                f"{_LOSS}.anchor=rollout needs a rollout that reports its distributions: set "
                 "actor_rollout_ref.rollout.name=vllm without disaggregation, or anchor=old"
             )
         import troll.verl.seam.rollout  # noqa: F401 (raises if verl lacks something)
 
         if self.rollout_name == "vllm" and PLUGIN not in sys.modules:
             raise ValueError(
-                f"{_ACTOR}.policy_loss.anchor=rollout needs {PLUGIN}, which verl has not loaded: leave "
+                f"{_LOSS}.anchor=rollout needs {PLUGIN}, which verl has not loaded: leave "
                 "VERL_USE_EXTERNAL_PLUGINS at auto, and install troll-rl on every machine (a checkout by pip too)"
             )
 
@@ -185,7 +174,7 @@ class _TrollActor:
         super().__post_init__()  # type: ignore[misc]
         if not isinstance(self.policy_loss, TrollPolicyLossConfig):
             raise ValueError(
-                f"{_ACTOR}.policy_loss._target_ must be troll.verl.TrollPolicyLossConfig, got "
+                f"{_LOSS}._target_ must be troll.verl.TrollPolicyLossConfig, got "
                 f"{type(self.policy_loss).__name__}: select both with +troll=..."
             )
         if self.use_prefix_grouper:
@@ -194,16 +183,27 @@ class _TrollActor:
         assign(self.engine, strategy=BACKEND_PREFIX + self.strategy, trust_region=self.policy_loss)
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Mapping[str, Any] | None = None) -> None:
-        """Runs verl's checks on the driver, and warns if the trust region can never do anything."""
+        """Runs verl's checks on the driver, and warns if the trust region can never do anything.
+
+        Raises:
+            ValueError: If α is to adapt, and no update is ever off-policy.
+        """
         super().validate(n_gpus, train_batch_size, model_config)  # type: ignore[misc]
-        on_policy = self.ppo_epochs == 1 and train_batch_size <= self.ppo_mini_batch_size
-        if on_policy and self.policy_loss.anchor == "old":
-            warnings.warn(
-                "one update per rollout: old and new policy are always equal, and TROLL changes nothing. Lower "
-                f"{_ACTOR}.ppo_mini_batch_size ({self.ppo_mini_batch_size}) below data.train_batch_size "
-                f"({train_batch_size}), or raise {_ACTOR}.ppo_epochs",
-                stacklevel=2,
+        if self.policy_loss.anchor == "rollout" or self.ppo_epochs > 1 or train_batch_size > self.ppo_mini_batch_size:
+            return
+        remedy = (
+            f"lower {_ACTOR}.ppo_mini_batch_size ({self.ppo_mini_batch_size}) below data.train_batch_size "
+            f"({train_batch_size}), or raise {_ACTOR}.ppo_epochs"
+        )
+        if self.policy_loss.regression_target is not None:
+            raise ValueError(
+                f"{_LOSS}.regression_target adapts the weight to the KL of a rollout's last update, which "
+                f"is 0 with one update per rollout: {remedy}, or leave it out"
             )
+        warnings.warn(
+            f"one update per rollout: old and new policy are always equal, and TROLL changes nothing: {remedy}",
+            stacklevel=2,
+        )
 
 
 @dataclass

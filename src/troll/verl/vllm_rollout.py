@@ -26,8 +26,8 @@ class TopLogProbs:
     """A vLLM engine that is asked for more log-probabilities than the caller wants, and keeps them as arrays.
 
     vLLM's frontend turns every log-probability into text and Python objects: at K = 64 that takes longer than the
-    old-policy pass that it saves. So the arrays are taken where they arrive from the engine's own process, and the
-    frontend sees only the sampled token's, as if no more had been asked for.
+    old-policy pass that it saves. So this takes the arrays where they arrive from the engine's own process, and leaves
+    the frontend only the sampled token's entry.
 
     Args:
         engine: vLLM's `AsyncLLM`; everything else passes through to it. Besides `generate`, this uses of vLLM 0.24:

@@ -1,8 +1,8 @@
-"""Everything undocumented in verl, and in its use of Megatron and vLLM, that we build on: its purpose and its shape.
+"""The undocumented parts of verl, Megatron and vLLM that the plug-in builds on: what each is for, and its shape.
 
-verl changes every few weeks. What counts is not its version but the parts that we build on, so at import `training` and
-`rollout` check that every class, method and parameter is there, and say what is missing. Nothing else in `troll.verl`
-imports from verl. A process imports only the module that it needs: a server does not load the training engines.
+verl changes every few weeks. So `training` and `rollout` do not look at its version: at import they check that every
+class, method and parameter is there, and say what is missing. Nothing else in `troll.verl` imports from verl. A process
+imports only the module that it needs: a server does not load the training engines.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ try:
 except PackageNotFoundError:
     raise ImportError("troll.verl needs verl: pip install 'troll-rl[verl]'") from None
 
-from verl.utils import tensordict_utils as tu  # noqa: E402
-
-__all__ = ["check", "lacking", "tu"]
+from verl.utils import tensordict_utils as tu  # noqa: E402, F401
 
 
 def lacking(what: object) -> ImportError:

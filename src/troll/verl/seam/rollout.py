@@ -1,4 +1,5 @@
 """The parts of verl's rollouts that we build on: servers, the clients that call them, and the agent loops."""
+# ruff: noqa: F401 (the rest of the plug-in imports verl's names from here)
 
 from __future__ import annotations
 
@@ -25,13 +26,3 @@ check(NEEDED)
 
 if "extra_fields" not in TokenOutput.model_fields:
     raise lacking("extra_fields of TokenOutput (records of a completion)")
-
-__all__ = [
-    "AgentLoopBase",
-    "AgentLoopOutput",
-    "LLMServerClient",
-    "RolloutReplica",
-    "RolloutReplicaRegistry",
-    "normalize_token_ids",
-    "rollout_trace_op",
-]

@@ -1,4 +1,5 @@
 """The parts of verl's engines, losses and configuration that we build on."""
+# ruff: noqa: F401 (the rest of the plug-in imports verl's names from here)
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ try:
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
     from verl.workers.engine.utils import pad_packed_inputs
+    from verl.workers.engine_workers import TrainingWorker
     from verl.workers.utils.padding import no_padding_2_padding
 
     if MegatronEngine is not None:
@@ -44,6 +46,9 @@ NEEDED: tuple[Needed, ...] = (
     Needed(FSDPEngineWithLMHead, "_gather_and_unpad_packed", "sequence parallelism", ("tensor", "pad_size")),
     Needed(FSDPEngineWithLMHead, "_build_lora_module", "adapters that cannot be merged", ("module",)),
     Needed(FSDPEngineWithLMHead, "optimizer_step", "to leave an update out"),
+    Needed(FSDPEngineWithLMHead, "save_checkpoint", "the weight of the pull", ("local_path",)),
+    Needed(FSDPEngineWithLMHead, "load_checkpoint", "the weight of the pull", ("local_path",)),
+    Needed(TrainingWorker, "train_mini_batch", "the last update of a rollout", uses=("update_lr_scheduler",)),
     Needed(pad_packed_inputs, None, "packs of static sizes"),
     Needed(ulysses_pad_and_slice_inputs, None, "sequence parallelism", ("sp_size",)),
     Needed(agg_loss, None, "the loss", ("loss_mat", "loss_mask", "loss_agg_mode")),
@@ -85,24 +90,3 @@ def assign(config: Any, **values: Any) -> None:
 def gives_logits(model: Any) -> bool:
     """Whether a transformers model's forward returns logits: verl's fused kernels replace the forward of its class."""
     return type(model).forward.__name__ not in ("forward_with_torch_backend", "forward_with_triton_backend")
-
-
-__all__ = [
-    "EngineRegistry",
-    "FSDPActorConfig",
-    "FSDPEngineWithLMHead",
-    "McoreActorConfig",
-    "MegatronEngine",
-    "PolicyLossConfig",
-    "agg_loss",
-    "assign",
-    "get_ulysses_sequence_parallel_group",
-    "gives_logits",
-    "masked_mean",
-    "no_padding_2_padding",
-    "pad_packed_inputs",
-    "register_policy_loss",
-    "ulysses_pad_and_slice_inputs",
-]
-if MegatronEngine is not None:
-    __all__ += ["MegatronEngineWithLMHead", "preprocess_bshd_engine", "preprocess_thd_engine", "unwrap_model"]
