@@ -179,7 +179,7 @@ def test_what_stands_at_a_masked_token_never_matters(mode: str, value: float) ->
 
 
 def test_projections_do_not_outlive_their_micro_batch() -> None:
-    tokens = ProjectedTokens(*torch.zeros(2, 1, 2), regression_weight=1.0)
+    tokens = ProjectedTokens(torch.zeros(1, 2), torch.zeros(1, 2), regression_weight=1.0)
     with pytest.raises(KeyError), projected(tokens):
         raise KeyError
     with pytest.raises(RuntimeError, match="without an engine that projects"):
