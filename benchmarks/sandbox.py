@@ -157,20 +157,20 @@ def _neighbours(sandbox: Bubblewrap, workers: int) -> list[dict[str, Any]]:
     _latencies(sandbox, NEIGHBOURS)
     rows: list[dict[str, Any]] = []
     for name in track(names[:3] if measure.small else names, description="measuring", transient=True):
-        alone, stop = _latencies(sandbox, NEIGHBOURS), threading.Event()
+        quiet, stop = _latencies(sandbox, NEIGHBOURS), threading.Event()
         with ThreadPoolExecutor(max(1, workers - 1)) as pool:
             for _ in range(max(1, workers - 1)):
                 pool.submit(_attack, sandbox, HOSTILE[name], stop)
             time.sleep(0.2)  # until it has begun
-            beside = _latencies(sandbox, NEIGHBOURS)
+            attacked = _latencies(sandbox, NEIGHBOURS)
             stop.set()
-        p50 = statistics.median(alone), statistics.median(beside)
-        rows.append({"attack": name, "alone": p50[0], "beside": p50[1], "ratio": p50[1] / p50[0]})
+        p50 = statistics.median(quiet), statistics.median(attacked)
+        rows.append({"attack": name, "quiet": p50[0], "attacked": p50[1], "ratio": p50[1] / p50[0]})
 
     rows.sort(key=lambda row: -row["ratio"])
-    table = measure.numbers("next to", "alone", "p50", "ratio")
+    table = measure.numbers("next to", "p50 by itself", "p50", "ratio")
     for row in rows[:SHOWN]:
-        times = (measure.duration(row[key]) for key in ("alone", "beside"))
+        times = (measure.duration(row[key]) for key in ("quiet", "attacked"))
         table.add_row(row["attack"], *times, f"{row['ratio']:.2f}")
     middle = statistics.median(row["ratio"] for row in rows)
     title = f"Right programs next to {len(rows)} kinds of attacks: the {SHOWN} slowest; median ratio {middle:.2f}"

@@ -1,16 +1,22 @@
-"""Shared by all commands: how they run and end, their lines, and their errors."""
+"""Shared by all commands: how they run and end, their options' help, their lines, and their errors."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from types import MappingProxyType
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:  # `one_line` is for packages that do without it
     from rich.console import Console
+
+T = TypeVar("T")
 
 #: Exit codes: training failed (in one of the runs), a mistake in the command, and Ctrl-C.
 FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
@@ -72,6 +78,16 @@ def without_fields(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits off `--field value ...`: argparse does not know these, and would take the values for recipes."""
     first = next((index for index, argument in enumerate(arguments) if argument.startswith("--")), len(arguments))
     return list(arguments[:first]), list(arguments[first:])
+
+
+def described(config: type[T]) -> type[T]:
+    """A decorator: the entries of a dataclass's docstring become the help of its fields on the command line."""
+    entries = re.findall(r"^    (\w+): (.+(?:\n        .+)*)", inspect.cleandoc(config.__doc__ or ""), re.MULTILINE)
+    texts = {name: " ".join(text.split()) for name, text in entries}
+    for field in fields(config):  # type: ignore[arg-type]
+        if field.name in texts:
+            field.metadata = MappingProxyType({"help": texts[field.name], **field.metadata})
+    return config
 
 
 def say(console: Console, line: str) -> None:

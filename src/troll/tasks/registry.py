@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from datasets import Dataset
 
-from troll.terminal import UsageError
+from troll.terminal import UsageError, described
 
 RewardFunc = Callable[..., list[float]]
 #: A reward that a trainer takes: a function, or a reward model (`transformers.PreTrainedModel`).
@@ -32,15 +30,7 @@ class TaskError(UsageError):
     """A task that cannot be loaded."""
 
 
-def _with_help(config: type) -> type:
-    """Makes the entries of a dataclass's docstring the help of its fields on the command line."""
-    entries = dict(re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", inspect.getdoc(config) or "", re.MULTILINE))
-    for each in fields(config):
-        each.metadata = MappingProxyType({"help": " ".join(entries.get(each.name, "").split())})
-    return config
-
-
-@_with_help
+@described
 @dataclass
 class TaskConfig:
     """What to train on; every field is an option of the command line.

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 import warnings
 from collections.abc import Collection
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from numbers import Real
-from types import MappingProxyType
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from trl import GRPOConfig
 
+from troll.terminal import described
 from troll.trl.advantages.estimators import ESTIMATORS
 from troll.trl.own_settings import RANGES, number, parse
 from troll.trl.surrogates import SURROGATES
@@ -25,7 +23,6 @@ from troll.trust_region.dual import SOLVERS
 from troll.trust_region.step import PULLS, TAILS, Pull, Tail
 
 Anchor = Literal["old", "rollout"]
-T = TypeVar("T")
 
 #: The dtypes to which the weights of rollouts can be rounded.
 ROLLOUT_DTYPES = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -104,17 +101,7 @@ class CriticSettings:
     warmup_steps: int = number(0, "an integer, at least 0")
 
 
-def _described(kind: type[T]) -> type[T]:
-    """Makes the entries of a dataclass's docstring the help of its fields on the command line."""
-    entries = re.findall(r"^    (\w+): (.+(?:\n        .+)*)", inspect.cleandoc(kind.__doc__ or ""), re.MULTILINE)
-    known = {entry.name: entry for entry in fields(kind)}  # type: ignore[arg-type]
-    for name, text in entries:
-        if name in known:
-            known[name].metadata = MappingProxyType({"help": " ".join(text.split()), **known[name].metadata})
-    return kind
-
-
-@_described
+@described
 @dataclass
 class TrollConfig(GRPOConfig):
     r"""`GRPOConfig` with a trust region instead of a clip.
