@@ -290,6 +290,13 @@ def engine_settings(generation: Any) -> dict[str, Any]:
     return answers[0]
 
 
+def allow_log_probs(generation: Any, number: int) -> None:
+    """Raises a colocated vLLM's cap on the log-probabilities of a token, for which TRL has no setting, to N."""
+    if generation.mode == "colocate":
+        config = generation.llm.llm_engine.model_config  # read anew for each request; a cap of -1 is none
+        config.max_logprobs = max(config.max_logprobs, number) if config.max_logprobs >= 0 else -1
+
+
 def change_generation(
     generation: VLLMGeneration, number: int, change: Callable[[Any, Any, Any, Any], tuple[Any, ...]]
 ) -> None:
