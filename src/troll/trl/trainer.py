@@ -106,6 +106,7 @@ class TrollTrainer(GRPOTrainer):
             head.bias = None
         if args.use_vllm:
             refuse_merging(self.model, "use_vllm")
+            seam.load_whole_weights(self.vllm_generation)
         self._missing_tokens = without_embedding(self.model, tokenizer_of(self))
         refuse_token_ids(self, self._missing_tokens)
         refuse_fewer_tokens("reference model", self.ref_model, self, self._missing_tokens)

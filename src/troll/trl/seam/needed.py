@@ -132,6 +132,9 @@ RELIED_ON = (
 ENGINE = (
     Needed(VLLMGeneration, "__init__", "log-probabilities of the likeliest tokens", uses=("logprobs", "mode")),
     Needed(VLLMGeneration, "_init_vllm", "the settings of the engine", uses=("llm", "vllm_client")),
+    Needed(
+        VLLMGeneration, "sync_weights", "weights for vLLM on a CPU", uses=("_iter_named_params", "reset_prefix_cache")
+    ),
     Needed(VLLMGeneration, "generate", "what the engine reports", parameters=("prompts", "images", "num_generations")),
 )
 
