@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from statistics import fmean
 from typing import Any
 
@@ -95,8 +96,8 @@ def evaluate(config: EvaluationConfig, console: Console | None = None) -> bool:
 
 
 def _plan(config: EvaluationConfig) -> _Plan:
-    if config.backend == "vllm" and not vllm_is_usable():
-        raise EvaluationError("backend vllm needs the package vllm and a GPU: use --backend transformers")
+    if config.backend == "vllm" and find_spec("vllm") is None:
+        raise EvaluationError("backend vllm needs the package vllm: use --backend transformers")
     source = find_model(config.model, config.model_revision, config.trust_remote_code)
     backend = _backend(config.backend, source)
     tokenizer = load_tokenizer(source)
@@ -109,7 +110,7 @@ def _plan(config: EvaluationConfig) -> _Plan:
 
 
 def _backend(wanted: str, source: ModelSource) -> str:
-    if wanted == "transformers" or not vllm_is_usable():
+    if wanted == "transformers" or (wanted == "auto" and not vllm_is_usable()):
         return "transformers"
     problem = None if source.adapter_rank is None else adapter_problem(source.path)
     if problem is not None and wanted == "vllm":
