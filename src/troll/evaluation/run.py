@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from statistics import fmean
 from typing import Any
 
@@ -66,8 +67,8 @@ class _Evaluation:
     """An evaluation, of which everything is decided before the weights are loaded."""
 
     def __init__(self, config: EvaluationConfig, console: Console) -> None:
-        if config.backend == "vllm" and not vllm_is_usable():
-            raise EvaluationError("backend vllm needs the package vllm and a GPU: use --backend transformers")
+        if config.backend == "vllm" and find_spec("vllm") is None:
+            raise EvaluationError("backend vllm needs the package vllm: use --backend transformers")
         self.config, self.console, self.folder = config, console, config.folder
         self.source = find_model(config.model, config.model_revision, config.trust_remote_code)
         self.backend = _backend(config.backend, self.source)
@@ -230,7 +231,7 @@ class _Evaluation:
 
 
 def _backend(wanted: str, source: ModelSource) -> str:
-    if wanted == "transformers" or not vllm_is_usable():
+    if wanted == "transformers" or (wanted == "auto" and not vllm_is_usable()):
         return "transformers"
     problem = None if source.adapter_rank is None else adapter_problem(source.path)
     if problem is not None and wanted == "vllm":

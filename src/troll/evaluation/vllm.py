@@ -1,4 +1,4 @@
-"""Generation by vLLM, if it is installed. Written against vLLM's documentation, and tested only with a stand-in."""
+"""Generation by vLLM, if it is installed."""
 
 from __future__ import annotations
 

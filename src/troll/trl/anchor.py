@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from troll.huggingface.policies import spread
 from troll.trl.config import TrollConfig
-from troll.trl.seam import add_metrics, engine_settings, loss_mask, restricted
+from troll.trl.seam import add_metrics, allow_log_probs, engine_settings, loss_mask, restricted
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.top import capture_top
 
@@ -171,6 +171,12 @@ def report_top_log_probs(generation: Any, number: int, reports: EngineTopLogprob
     @functools.wraps(generate)
     def generate_and_report(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         prompt_ids, completion_ids, log_probs, token_ids = generate(*args, **kwargs)
+        got = {len(entries) for completion in log_probs or [[[]]] for entries in completion if entries is not None}
+        if min(got, default=number) < max(number, 1):
+            raise ValueError(
+                f'anchor="rollout" asked vLLM for {number} log-probabilities a token, and it returned {min(got)}: '
+                "check its max_logprobs, or set a smaller support_top_k"
+            )
         rows = reports.add(completion_ids, log_probs, token_ids)
         of_each = [[[[x] for x in completion] for completion in values] for values in (rows, completion_ids)]
         return prompt_ids, completion_ids, *of_each
@@ -225,7 +231,8 @@ class RolloutAnchor:
             # A surrogate that does not read policies needs only the sampled token, which vLLM always returns.
             reads = trainer.reads_policies or trainer.args.diagnostics_steps
             number = min(trainer.args.support_top_k, self._vocab_size) if reads else 0
-            check_engine(engine_settings(trainer.vllm_generation), number, trainer.vllm_generation.mode)
+            allow_log_probs(trainer.vllm_generation, number)
+            check_engine(engine_settings(trainer.vllm_generation), number)
             report_top_log_probs(trainer.vllm_generation, number, self.reports)
         if trainer.rollout_func is not None:
             trainer.rollout_func = reporting_rollout_func(trainer.rollout_func, self.reports)
@@ -297,13 +304,12 @@ def check_sampling(args: TrollConfig) -> None:
         raise ValueError('anchor="rollout" sets logprobs to support_top_k itself: leave it out of generation_kwargs')
 
 
-def check_engine(settings: dict[str, Any], number: int, mode: str) -> None:
+def check_engine(settings: dict[str, Any], number: int) -> None:
     """Raises ValueError unless an engine returns enough log-probs, of the distribution that it samples from.
 
     Args:
         settings: The engine's, from `engine_settings`.
         number: N, the log-probs needed of each token.
-        mode: TRL's `vllm_mode`, "server" or "colocate".
     """
     if settings["logprobs_mode"] != "processed_logprobs":
         raise ValueError(
@@ -311,14 +317,8 @@ def check_engine(settings: dict[str, Any], number: int, mode: str) -> None:
             f"{settings['logprobs_mode']}: start the vLLM server with --logprobs-mode processed_logprobs"
         )
     cap = settings["max_logprobs"]
-    if cap == -1 or cap >= number:
-        return
-    remedy = f"start the vLLM server with --max-logprobs -1, or set support_top_k={cap}"
-    if mode == "colocate":
-        remedy = (
-            f'TRL has no setting for a colocated engine, so set support_top_k={cap}, or vllm_mode="server" with a '
-            "server started with --logprobs-mode processed_logprobs --max-logprobs -1"
+    if cap != -1 and cap < number:
+        raise ValueError(
+            f'anchor="rollout" needs {number} log-probabilities a token, and the engine has at most {cap}: start the '
+            f"vLLM server with --max-logprobs -1, or set support_top_k={cap}"
         )
-    raise ValueError(
-        f'anchor="rollout" needs {number} log-probabilities a token, and the engine has at most {cap}: {remedy}'
-    )

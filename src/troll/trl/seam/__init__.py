@@ -290,6 +290,42 @@ def engine_settings(generation: Any) -> dict[str, Any]:
     return answers[0]
 
 
+def allow_log_probs(generation: Any, number: int) -> None:
+    """Raises a colocated vLLM's cap on the log-probabilities of a token, for which TRL has no setting, to N."""
+    if generation.mode == "colocate":
+        config = generation.llm.llm_engine.model_config  # read anew for each request; a cap of -1 is none
+        config.max_logprobs = max(config.max_logprobs, number) if config.max_logprobs >= 0 else -1
+
+
+def load_whole_weights(generation: Any) -> None:
+    """Has a colocated vLLM on a CPU load the trained weights as it loads a checkpoint's.
+
+    TRL writes into the parameters of vLLM's layers. On a CPU vLLM computes with packed copies of these, and the
+    parameters are empty.
+
+    Args:
+        generation: Its `sync_weights` is replaced, unless the engine is on another device or a server.
+    """
+    if generation.mode != "colocate" or generation.llm.llm_engine.vllm_config.device_config.device_type != "cpu":
+        return
+
+    def sync_weights() -> None:
+        # Copies, since PEFT takes its adapters out of the weights before vLLM has read the last of them.
+        weights = ((name, weight.detach().clone()) for name, weight in generation._iter_named_params())
+        generation.llm.collective_rpc(_load_and_pack, args=(weights,))
+        generation.llm.reset_prefix_cache()
+
+    generation.sync_weights = sync_weights
+
+
+def _load_and_pack(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
+    worker.reload_weights(weights_iterator=weights)
+    for layer in worker.get_model().modules():
+        # A head that shares the embedding's weights has none of its own to load, and its packed copy would be the old.
+        if hasattr(layer, "cpu_linear") and layer.weight.numel():
+            layer.quant_method.process_weights_after_loading(layer)
+
+
 get_callable_name = utils.get_callable_name
 get_config_model_id = utils.get_config_model_id
 nanstd = utils.nanstd

@@ -103,6 +103,7 @@ RELIED_ON = (
 ENGINE = (
     _method(VLLMGeneration, "__init__", "log-probabilities of the likeliest tokens", uses="logprobs mode"),
     _method(VLLMGeneration, "_init_vllm", "the settings of the engine", uses="llm vllm_client"),
+    _method(VLLMGeneration, "sync_weights", "weights for vLLM on a CPU", uses="_iter_named_params reset_prefix_cache"),
     _method(VLLMGeneration, "generate", "what the engine reports", "prompts images num_generations"),
 )
 

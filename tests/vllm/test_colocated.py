@@ -1,0 +1,94 @@
+"""A real vLLM on a CPU, colocated: it samples from the weights as they are, and its log-probabilities train.
+
+Slow: an engine compiles for a minute. `make test-vllm` runs these in an environment with vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tolerance import within
+from tests.trl import tiny
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
+]
+
+#: vLLM's attention on a CPU has kernels for heads of 32 and more.
+SHAPE: dict[str, Any] = {"hidden_size": 64, "head_dim": 32}
+
+#: What rounding may do to a log-probability, as `tiny.LOG_PROB_ERROR`, for this shape.
+FLOAT32_ERROR = 2 * tiny.LOG_PROB_ERROR
+
+#: In bf16, whose numbers are so much farther apart. The errors within a sum mostly cancel.
+BF16_ERROR = FLOAT32_ERROR / math.sqrt(64) * torch.finfo(torch.bfloat16).eps / torch.finfo(torch.float32).eps
+
+
+@dataclass
+class Run:
+    """Runs jobs of `tests.vllm.worker`, each in a process of its own."""
+
+    folder: Path
+
+    def __call__(
+        self,
+        *,
+        tied: bool = False,
+        lora: bool = False,
+        scale: float = 0.5,
+        engine: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> dict[str, Any]:
+        model = self.folder / "model"
+        tiny.make_model("llama", **SHAPE, tie_word_embeddings=tied).save_pretrained(model)
+        tiny.make_tokenizer().save_pretrained(model)
+        job = {"model": str(model), "lora": lora, "scale": scale, "engine": engine or {}, "settings": settings}
+        job_path, result_path = self.folder / "job.json", self.folder / "result.json"
+        job_path.write_text(json.dumps(job))
+        command = [sys.executable, "-m", "tests.vllm.worker", str(job_path), str(result_path)]
+        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
+        assert done.returncode == 0, done.stderr[-6000:]
+        return json.loads(result_path.read_text())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def values(result: dict[str, Any], name: str) -> list[float]:
+    return [entry[name] for entry in result["history"] if name in entry]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "error"), [("float32", FLOAT32_ERROR), ("bfloat16", BF16_ERROR)], ids=["float32", "bfloat16"]
+)
+def test_engine_samples_from_the_weights_of_the_last_hand_over(run, dtype, error, tied):
+    result = run(tied=tied, engine={"dtype": dtype}, anchor="rollout", support_top_k=24)
+    assert result["dtype"] == f"torch.{dtype}"
+    assert result["after"] <= within(error)
+    # The weights moved far, so that an engine that goes on with others is seen.
+    assert min(result["before"], result["start"]) > 2 * error
+    # K above vLLM's own cap of 20: at least 24 of 48 tokens.
+    assert min(values(result, "trust_region/support_size")) > 20
+    assert max(values(result, "trust_region/kl_after_max")) <= 0.05 * (1 + within(1e-3))
+    assert all(math.isfinite(loss) for loss in values(result, "loss"))
+    # The first update of each of two rollouts; the second rollout comes after an update.
+    at_first = values(result, "trust_region/kl_before_mean")[::2]
+    assert len(at_first) == 2
+    # Of near equal policies the KL divergence is at most half of the square of the largest difference of log-probs.
+    assert max(at_first) <= max(within(error**2 / 2), 1e-6)
