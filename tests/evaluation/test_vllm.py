@@ -29,6 +29,7 @@ class SamplingParams:
     top_k: int = 0
     seed: int | None = None
     max_tokens: int | None = 16
+    detokenize: bool = True
 
 
 @dataclass
@@ -41,7 +42,6 @@ class LoRARequest:
 @dataclass
 class CompletionOutput:
     index: int
-    text: str
     token_ids: Sequence[int]
     finish_reason: str | None
 
@@ -50,6 +50,16 @@ class CompletionOutput:
 class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+
+
+class Tokenizer:
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return " ".join(map(str, ids))
+
+
+#: The end-of-text token, with which vLLM's token ids end.
+END = 0
 
 
 class LLM:
@@ -87,8 +97,7 @@ class LLM:
                 [
                     CompletionOutput(
                         0,
-                        f"{prompt['prompt_token_ids']} {parameters.seed}",
-                        [7] * (parameters.seed or 0),
+                        prompt["prompt_token_ids"] * (parameters.seed or 0) + [END],
                         "length" if parameters.seed == parameters.max_tokens else "stop",
                     )
                 ],
@@ -108,15 +117,15 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_each_completion_is_a_request_with_its_own_seed() -> None:
-    sampling = Sampling(temperature=0.6, top_p=0.95, top_k=20, max_new_tokens=9)
+    sampling = Sampling(temperature=0.6, top_p=0.95, top_k=20, max_new_tokens=4)
     source = ModelSource("some/model", "some/model", None, None, "", revision="v2", trust_remote_code=True)
-    engine = vllm.VllmGenerator(source, sampling, dtype="bfloat16", context=300)
-    assert engine.generate([[1, 2], [1, 2], [3]], [5, 6, 9]) == [
-        Generation("[1, 2] 5", 5, True),
-        Generation("[1, 2] 6", 6, True),
-        Generation("[3] 9", 9, False),
+    engine = vllm.VllmGenerator(source, Tokenizer(), sampling, dtype="bfloat16", context=300)
+    assert engine.generate([[1, 2], [1, 2], [3]], [2, 3, 4]) == [
+        Generation("1 2 1 2", 5, True),
+        Generation("1 2 1 2 1 2", 7, True),
+        Generation("3 3 3 3 0", 5, False),
     ]
-    assert LLM.made.pop("sampling_params") == [SamplingParams(1, 0.6, 0.95, 20, seed, 9) for seed in (5, 6, 9)]
+    assert LLM.made.pop("sampling_params") == [SamplingParams(1, 0.6, 0.95, 20, seed, 4, False) for seed in (2, 3, 4)]
     assert LLM.made == {
         "model": "some/model",
         "dtype": "bfloat16",
@@ -135,9 +144,9 @@ def test_an_adapter_is_applied_by_the_engine(rank: int, supported: int | None) -
     source, sampling = ModelSource("folder", "base", rank, None, ""), Sampling(0.0, 1.0, 0, 4)
     if supported is None:
         with pytest.raises(EvaluationError, match="rank 512 at most, got 513: use --backend transformers"):
-            vllm.VllmGenerator(source, sampling, dtype="auto", context=10)
+            vllm.VllmGenerator(source, Tokenizer(), sampling, dtype="auto", context=10)
         return
-    engine = vllm.VllmGenerator(source, sampling, dtype="auto", context=10)
+    engine = vllm.VllmGenerator(source, Tokenizer(), sampling, dtype="auto", context=10)
     engine.generate([[1]], [1])
     assert (LLM.made["model"], LLM.made["enable_lora"], LLM.made["max_lora_rank"]) == ("base", True, supported)
     assert LLM.made["lora_request"] == LoRARequest("adapter", 1, "folder")

@@ -194,7 +194,7 @@ class _Evaluation:
         if self.backend == "vllm":
             longest = max(len(ids) for problems in self.problems for ids in problems.ids)
             context = longest + self.sampling.max_new_tokens
-            return VllmGenerator(self.source, self.sampling, dtype=self.config.dtype, context=context)
+            return VllmGenerator(self.source, self.tokenizer, self.sampling, dtype=self.config.dtype, context=context)
         model = load_model(self.source, self.config.dtype)
         for problems in self.problems:
             problems.check_ids(embedding_rows(model), self.tokenizer)

@@ -62,11 +62,11 @@ class VllmGenerator:
 
     batch_size = 1024
 
-    def __init__(self, source: ModelSource, sampling: Sampling, *, dtype: str, context: int) -> None:
+    def __init__(self, source: ModelSource, tokenizer: Any, sampling: Sampling, *, dtype: str, context: int) -> None:
         from vllm import LLM
         from vllm.lora.request import LoRARequest
 
-        self.sampling, self.adapter = sampling, None
+        self.tokenizer, self.sampling, self.adapter = tokenizer, sampling, None
         lora: dict[str, Any] = {}
         if source.adapter_rank is not None:
             lora = {"enable_lora": True, "max_lora_rank": _supported_rank(source.adapter_rank)}
@@ -86,6 +86,7 @@ class VllmGenerator:
                 top_k=sampling.top_k,
                 max_tokens=sampling.max_new_tokens,
                 seed=seed,
+                detokenize=False,  # it would keep the blank before the first word, which training does not see
             )
             for seed in seeds
         ]
@@ -95,8 +96,12 @@ class VllmGenerator:
             use_tqdm=False,
             lora_request=self.adapter,
         )
-        completions = [output.outputs[0] for output in outputs]
-        return [Generation(one.text, len(one.token_ids), one.finish_reason == "stop") for one in completions]
+        return [self._read(output.outputs[0]) for output in outputs]
+
+    def _read(self, completion: Any) -> Generation:
+        ids, finished = list(completion.token_ids), completion.finish_reason == "stop"
+        text = self.tokenizer.decode(ids[:-1] if finished else ids, skip_special_tokens=True)
+        return Generation(text, len(ids), finished)
 
 
 def _supported_rank(rank: int) -> int:
