@@ -313,7 +313,7 @@ def test_vllm_is_taken_where_it_can_run(
     class Engine(Scripted):
         batch_size = 1024
 
-        def __init__(self, source: ModelSource, sampling: Sampling, **more: Any) -> None:
+        def __init__(self, source: ModelSource, tokenizer: Any, sampling: Sampling, **more: Any) -> None:
             super().__init__(["1"] * 15)
             made.update(source=source, sampling=sampling, engine=self, **more)
 
