@@ -13,6 +13,7 @@ from troll.trust_region.policy.on_support import PolicyOnSupport, sparse_entropy
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.policy.top import capture_top
+from troll.trust_region.policy.truncation import Truncation
 from troll.trust_region.projection import Projection, project
 from troll.trust_region.reading.capture import capture
 from troll.trust_region.reading.head import LMHead
@@ -28,6 +29,7 @@ __all__ = [
     "PolicyOnSupport",
     "Projection",
     "SparsePolicy",
+    "Truncation",
     "TrustRegionStep",
     "bounds",
     "capture",
@@ -42,7 +44,9 @@ __all__ = [
 ]
 
 # `torch.load` with its default arguments reads what `torch.save` wrote of these.
-add_safe_globals([Constraint, LMHead, Logits, PackedPolicy, PolicyOnSupport, Projection, SparsePolicy, TrustRegionStep])
+add_safe_globals(
+    [Constraint, LMHead, Logits, PackedPolicy, PolicyOnSupport, Projection, SparsePolicy, Truncation, TrustRegionStep]
+)
 add_safe_globals([bounds.BoundStatistics, diagnostics.Tally, *BOUNDS.values()])
 
 

@@ -14,7 +14,7 @@ from tests.huggingface.heads import CAPTURE, batch, captured, scored
 from tests.tolerance import within
 from tests.trl import tiny
 from tests.trl.tiny import assert_same_gradients, gradients, move
-from troll import Constraint, huggingface
+from troll import Constraint, Truncation, huggingface
 
 BOUND = 0.01
 
@@ -81,6 +81,25 @@ def test_padding_is_masked_and_more_inputs_go_to_the_model():
     padded = huggingface.capture(model, attention_mask=mask, **options)
     plain = captured(model, inputs)
     torch.testing.assert_close(padded.log_prob[:, 2:], plain.log_prob, rtol=1e-4, atol=within(1e-5))
+
+
+def test_truncated_sampling_has_the_step_of_the_logits_on_the_kept_set():
+    model, inputs = tiny.make_model("llama"), batch()
+    mask, truncation = scored(inputs), Truncation(top_p=0.9)
+    with torch.no_grad():
+        before = logits_of(model, inputs)
+    options = {"top_k": before.shape[-1], "truncation": truncation}
+    old = huggingface.capture(model, **inputs, temperature=0.7, **options)
+    same = huggingface.trust_region_step(model, **inputs, old=old, temperature=0.7)
+    assert same.log_ratio[mask].abs().max() < within(1e-5)
+    move(model, 0.05)
+    step = huggingface.trust_region_step(model, **inputs, old=old, temperature=0.7)
+    tokens = inputs["labels"][:, 1:].clamp(min=0)
+    expected = troll.trust_region_step(logits_of(model, inputs), troll.capture(before, tokens, **options))
+    for name in ("log_ratio", "regression", "kl_before", "log_prob", "kept_log_mass"):
+        torch.testing.assert_close(
+            getattr(step, name)[mask], getattr(expected, name)[mask], rtol=1e-4, atol=within(1e-5)
+        )
 
 
 def test_equal_policies_have_ratio_one():

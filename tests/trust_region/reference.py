@@ -88,6 +88,18 @@ def slots(logits: Array, token: int, top_k: int, mass_threshold: float) -> list[
     return used
 
 
+def kept_set(logits: Array, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
+    """What a sampler with these settings may draw: first by top-k, then top-p, last min-p; in the order of `slots`."""
+    probs = np.exp(log_softmax(logits))
+    kept = sorted(range(len(probs)), key=lambda v: (-logits[v], v))
+    if top_k:
+        kept = [v for v in kept if probs[v] >= probs[kept[min(top_k, len(kept)) - 1]]]
+    if top_p < 1:
+        mass = math.fsum(probs[kept])
+        kept = [v for i, v in enumerate(kept) if i == 0 or math.fsum(probs[kept[i:]]) > (1 - top_p) * mass]
+    return [v for v in kept if probs[v] >= min_p * probs[kept[0]]]
+
+
 @dataclass
 class OldRow:
     """One position of the captured policy, in raw numbers. `size` is the number of slots, used or not."""

@@ -14,6 +14,7 @@ from troll.trust_region.constraint import Constraint
 from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
+from troll.trust_region.policy.truncation import Truncation, truncate
 from troll.trust_region.reading.capture import capture as capture_of_source
 from troll.trust_region.reading.capture import union_support
 from troll.trust_region.reading.head import LMHead
@@ -31,6 +32,7 @@ def capture(
     temperature: float = 1.0,
     top_k: int = 64,
     mass_threshold: float = 1e-5,
+    truncation: Truncation | None = None,
     **model_inputs: Any,
 ) -> SparsePolicy:
     """The old policy, as a model is when a rollout is scored, without gradient and without its logits.
@@ -44,6 +46,7 @@ def capture(
         temperature: The sampling temperature.
         top_k: K, the tokens to keep at most, at least 1.
         mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
+        truncation: What the sampler kept of the distribution, if not all, as in [capture][troll.capture].
         **model_inputs: More of what the model's forward takes, images for example.
 
     Returns:
@@ -51,7 +54,8 @@ def capture(
         token 0.
 
     Raises:
-        ValueError: On shapes that do not fit, or a head that cannot be read (quantised, offloaded, with LoRA).
+        ValueError: On shapes that do not fit, a head that cannot be read (quantised, offloaded, with LoRA), or a
+            sampler that keeps more than K tokens.
         RuntimeError: If the model's logits are not those of its head.
     """
     targets = targets_of(input_ids, labels)
@@ -61,11 +65,12 @@ def capture(
         targets,
         temperature=temperature,
         top_k=top_k,
-        mass_threshold=mass_threshold,
+        mass_threshold=mass_threshold if truncation is None else 0.0,
         input_ids=input_ids,
         attention_mask=attention_mask,
         **model_inputs,
     )
+    policy = policy if truncation is None else truncate(policy, truncation)
     token_ids = scatter(policy.token_ids, scored, fill=-1)
     log_probs = scatter(policy.log_probs, scored, fill=-torch.inf)
     for slots in (token_ids, log_probs):  # token 0 has all the mass where nothing is scored

@@ -49,6 +49,9 @@ class TrustRegionStep:
         multiplier: η; 0 where not projected.
         projected: bool, true where q differs from p̃.
         entropy: The entropy of p̃ over the whole vocabulary, differentiable; None unless the source was read with it.
+            Where the old policy is truncated, that of the new policy on the kept set.
+        kept_log_mass: log p̃(S), the new policy's mass on the kept set, differentiable, which nothing else bounds; None
+            unless the old policy is truncated.
     """
 
     log_ratio: Tensor
@@ -59,6 +62,7 @@ class TrustRegionStep:
     multiplier: Tensor
     projected: Tensor
     entropy: Tensor | None = None
+    kept_log_mass: Tensor | None = None
 
 
 def trust_region_step(
@@ -76,6 +80,8 @@ def trust_region_step(
 
     Use `step.log_ratio` where a trainer would use the difference of log-probabilities, switch the clip off, and add
     `regression_weight * step.regression`; [troll_loss][troll.troll_loss] does all three.
+
+    Where the old policy is truncated, both are restricted to its tokens and renormalised, as the sampler's was.
 
     With `tail="bucket"`, the ratio of a projected token is `τ s_o − A(τ)`, where τ and A come from the floored and
     renormalised outcomes, and s_o from both policies' raw log-probabilities: so it is continuous at KL = ε, even for a
@@ -110,6 +116,11 @@ def trust_region_step(
     if not isinstance(new, PolicyOnSupport):
         new = read(new, _tokens_to_read(new, old, tail), entropy=entropy)
     old = on_tokens_of(new, old, tail)
+    if old.truncated:
+        whole = dataclasses.replace(old, truncated=False)
+        options = {"tail": tail, "solver": solver, "constraint": constraint, "pull": pull}
+        step = trust_region_step(new.without_tail(), whole, kl_bound, **options)  # type: ignore[arg-type]
+        return dataclasses.replace(step, log_prob=step.log_prob + new.log_mass, kept_log_mass=new.log_mass)
     # The Triton program solves for one token at a time, without a constraint.
     if constraint is None and solver == "newton" and use_triton(new.logits, new.logits.shape[-1] + 1):
         from troll.trust_region import step_triton
@@ -173,6 +184,7 @@ def common_outcomes(new: PolicyOnSupport, old: SparsePolicy, tail: Tail = "bucke
         ValueError: If the new policy was read at other tokens.
     """
     old = on_tokens_of(new, old, tail)
+    new = new.without_tail() if old.truncated else new
     log_new = as_float(new.outcomes)
     log_old = old.outcomes.to(log_new.dtype)
     if tail == "bucket":
@@ -192,8 +204,10 @@ def on_tokens_of(new: PolicyOnSupport, old: SparsePolicy, tail: Tail) -> SparseP
     """The old policy on the new one's slots: with "floor", these are more than its own, and it has no mass there.
 
     Raises:
-        ValueError: If the new policy was read at other tokens.
+        ValueError: If the new policy was read at other tokens, or a truncated policy meets "floor".
     """
+    if old.truncated and tail == "floor":
+        raise ValueError("tail must be 'bucket' where the old policy is truncated: nothing outside its tokens counts")
     old.check_positions(new.shape)
     slots = old.top_k
     more = new.token_ids.shape[-1] - slots

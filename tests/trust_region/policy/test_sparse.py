@@ -212,6 +212,7 @@ BOUND_OPTIONS: dict[str, dict[str, Any]] = {
 #: What holds numbers only.
 PLAIN = [
     troll.bounds.BoundStatistics(projected_fraction=0.25, kl=1e-3),
+    troll.Truncation(top_k=20, top_p=0.9),
     *(troll.bounds.make_bound(name, 0.05, **options) for name, options in BOUND_OPTIONS.items()),
 ]
 
@@ -221,7 +222,7 @@ def test_every_public_type_is_tested_here():
     modules = (troll, troll.bounds, troll.diagnostics)
     names = {name: getattr(module, name) for module in modules for name in module.__all__}
     public = {name: value for name, value in names.items() if inspect.isclass(value)}
-    assert VALUES.keys() == public.keys() - {"Bound", "BoundStatistics"}
+    assert VALUES.keys() == public.keys() - {"Bound", "BoundStatistics", "Truncation"}
     assert all(isinstance(value, public[name]) for name, value in VALUES.items())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,15 @@ class PolicyOnSupport:
     def shape(self) -> torch.Size:
         """The token positions, (...)."""
         return self.tail_logit.shape
+
+    @property
+    def log_mass(self) -> Tensor:
+        """Log-probability of all its tokens together, (...), in nats: the mass outside the tail."""
+        return torch.nn.functional.logsigmoid(torch.logsumexp(self.logits, -1) - self.tail_logit)
+
+    def without_tail(self) -> PolicyOnSupport:
+        """The policy restricted to its tokens, and renormalised when log-probabilities are asked for."""
+        return dataclasses.replace(self, tail_logit=torch.full_like(self.tail_logit, -torch.inf))
 
     @property
     def used(self) -> Tensor:

@@ -34,6 +34,7 @@ class PackedPolicy:
         top_k: K, the slots of each position in the padded form.
         vocab_size: V of the captured source.
         mass_threshold: δ of the capture.
+        truncated: Whether the slots are a sampler's kept set.
     """
 
     token_ids: Tensor
@@ -44,6 +45,7 @@ class PackedPolicy:
     top_k: int
     vocab_size: int
     mass_threshold: float
+    truncated: bool = False
 
     @classmethod
     def of(cls, policy: SparsePolicy) -> PackedPolicy:
@@ -60,6 +62,7 @@ class PackedPolicy:
             top_k=policy.top_k,
             vocab_size=policy.vocab_size,
             mass_threshold=policy.mass_threshold,
+            truncated=policy.truncated,
         )
 
     @property
@@ -100,6 +103,7 @@ class PackedPolicy:
             self.slot.long(),
             self.vocab_size,
             self.mass_threshold,
+            self.truncated,
         )
 
     def to(self, *args: Any, **kwargs: Any) -> PackedPolicy:
@@ -168,7 +172,8 @@ class PackedPolicy:
             self.slot.unbind(),
             strict=True,
         )
-        return [PackedPolicy(*tensors, self.top_k, self.vocab_size, self.mass_threshold) for tensors in entries]
+        names = ("token_ids", "log_probs", "counts", "tail_log_prob", "slot")
+        return [dataclasses.replace(self, **dict(zip(names, tensors, strict=True))) for tensors in entries]
 
     @staticmethod
     def stack(policies: Sequence[PackedPolicy]) -> PackedPolicy:

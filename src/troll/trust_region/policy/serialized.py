@@ -13,10 +13,10 @@ from troll.trust_region.checks import shared
 from troll.trust_region.policy.packed import PackedPolicy
 
 #: The words of a record that come before its counts.
-HEADER = 10
+HEADER = 11
 
 # "TRL" and the number of the layout. Another layout, or another meaning of a word, takes another number.
-_MAGIC, _VERSION = 0x54524C00, 2
+_MAGIC, _VERSION = 0x54524C00, 3
 _CHECKSUM_AT = 8
 
 
@@ -27,10 +27,10 @@ class CorruptPolicy(ValueError):
 def to_records(policy: PackedPolicy, lengths: Sequence[int]) -> list[Tensor]:
     """Writes old policies as one tensor for each sequence, with a header and a checksum.
 
-    A record is 40 bytes, 12 for each position and 8 for each slot. In int32 words: format, words in all, positions,
-    slots, `top_k`, `vocab_size`, two of `mass_threshold`, two of the checksum; then the count, the bits of the tail's
-    log-probability and the sampled token's slot of each position, and the id and the bits of the log-probability of
-    each slot.
+    A record is 44 bytes, 12 for each position and 8 for each slot. In int32 words: format, words in all, positions,
+    slots, `top_k`, `vocab_size`, two of `mass_threshold`, two of the checksum, whether it is truncated; then the count,
+    the bits of the tail's log-probability and the sampled token's slot of each position, and the id and the bits of the
+    log-probability of each slot.
 
     It waits for the device once. For a moment it holds a second copy of all records, and three int64 for each word.
 
@@ -63,6 +63,7 @@ def to_records(policy: PackedPolicy, lengths: Sequence[int]) -> list[Tensor]:
         raise ValueError(f"policy has counts of {edges[-1]} slots in all, and {policy.token_ids.numel()} slots")
     slots = [end - start for start, end in pairwise(edges)]
     captured = [policy.top_k, policy.vocab_size, *struct.unpack("<2i", struct.pack("<d", policy.mass_threshold)), 0, 0]
+    captured.append(int(policy.truncated))
     words = [HEADER + 3 * positions + 2 * used for positions, used in zip(sizes, slots, strict=True)]
     headers = [[_MAGIC | _VERSION, *own, *captured] for own in zip(words, sizes, slots, strict=True)]
     records = zip(
@@ -116,11 +117,12 @@ def from_records(records: Sequence[Tensor]) -> PackedPolicy:
     mass_threshold = shared("records", "mass_threshold", thresholds)
     vocab_size = shared("records", "vocab_size", [header[5] for header in known])
     top_k = shared("records", "top_k", [header[4] for header in known])
+    truncated = bool(shared("records", "truncated", [header[10] for header in known]))
 
     parts = flat.split([size for header in known for size in (HEADER, *[header[2]] * 3, *[header[3]] * 2)])
     counts, tail_log_prob, slot, token_ids, log_probs = (torch.cat(parts[first::6]) for first in range(1, 6))
     log_probs, tail_log_prob = log_probs.view(torch.float32), tail_log_prob.view(torch.float32)
-    return PackedPolicy(token_ids, log_probs, counts, tail_log_prob, slot, top_k, vocab_size, mass_threshold)
+    return PackedPolicy(token_ids, log_probs, counts, tail_log_prob, slot, top_k, vocab_size, mass_threshold, truncated)
 
 
 def _check_form(index: int, record: Tensor) -> None:

@@ -27,6 +27,7 @@ class SparsePolicy:
         slot: (...) int64, the slot of the sampled token.
         vocab_size: V of the captured source.
         mass_threshold: δ with which it was captured.
+        truncated: Whether the slots are a sampler's kept set, outside of which nothing is compared.
     """
 
     token_ids: Tensor
@@ -35,6 +36,7 @@ class SparsePolicy:
     slot: Tensor
     vocab_size: int
     mass_threshold: float
+    truncated: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -121,9 +123,8 @@ def check_alike(policies: Sequence[Any], **others: Sequence[object]) -> None:
     """
     if not policies:
         raise ValueError("policies must hold at least one policy, got none")
-    captures = {
-        name: [getattr(policy, name) for policy in policies] for name in ("mass_threshold", "vocab_size", "top_k")
-    }
+    names = ("mass_threshold", "vocab_size", "top_k", "truncated")
+    captures = {name: [getattr(policy, name) for policy in policies] for name in names}
     for name, values in (captures | others).items():
         shared("policies", name, values)
 

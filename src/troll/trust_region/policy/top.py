@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ BLOCK = 64
 
 #: The largest sum of probabilities that an engine's rounding explains; with more, they are not probabilities.
 LARGEST_TOTAL = 1.01
+#: The smallest sum of a sampler's whole kept set.
+SMALLEST_TOTAL = 0.99
 
 
 class Top(NamedTuple):
@@ -175,6 +178,7 @@ def capture_top(
     *,
     top_k: int = 64,
     mass_threshold: float = 1e-5,
+    truncated: bool = False,
 ) -> SparsePolicy:
     """Makes the old policy from an inference engine's largest log-probabilities, without gradient.
 
@@ -185,16 +189,19 @@ def capture_top(
     Args:
         token_ids: (..., M) integers in [0, V), different in a row and in any order; −1 in unused entries.
         log_probs: Their log-probabilities, (..., M), in nats, under the distribution that was sampled from: at its
-            temperature, and not truncated. Unused entries may hold anything.
+            temperature, and truncated only with `truncated`. Unused entries may hold anything.
         sampled_ids: The sampled tokens, (...); they may be among the entries or not.
         sampled_log_probs: Their log-probabilities, (...), in nats. If a token is among the entries, its entry counts.
         vocab_size: V, the tokens in the vocabulary.
         top_k: K, at least 1: entries beyond the K largest count only for the tail.
         mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
+        truncated: Whether the entries with finite log-probabilities are all that the sampler could draw, after top-p or
+            the like. The policy is then on these, without a tail, and δ does not count.
 
     Raises:
         ValueError: If shapes or dtypes are wrong, ids are outside the vocabulary, a token occurs twice, parameters are
-            out of their range, or the entries add up to more than 1.01, so that they are no log-probabilities.
+            out of their range, the entries add up to more than 1.01, so that they are no log-probabilities, or, with
+            `truncated`, to less than 0.99 or are more than K.
     """
     _check_entries(token_ids, log_probs, sampled_ids, sampled_log_probs, vocab_size)
     check_capture(top_k, mass_threshold)
@@ -202,6 +209,8 @@ def capture_top(
     ids, sampled = token_ids.long().reshape(-1, entries), sampled_ids.long().reshape(-1, 1)
     z, sampled_z = as_float(log_probs).reshape(-1, entries), as_float(sampled_log_probs).reshape(-1, 1)
     # The sampled token becomes one of the entries.
+    if truncated:
+        ids = ids.masked_fill(z == -torch.inf, -1)
     known = (ids == sampled).any(-1, keepdim=True)
     ids = torch.cat([ids, sampled.masked_fill(known, -1)], -1)
     used = ids >= 0
@@ -211,15 +220,24 @@ def capture_top(
     if bool((covered.exp() > LARGEST_TOTAL).any()):
         total = covered.exp().max().item()
         raise ValueError(f"log_probs must be log-probabilities, got some that add up to {total:.3g}")
+    if truncated and (bool((covered.exp() < SMALLEST_TOTAL).any()) or int(used.sum(-1).max()) > top_k):
+        total, most = covered.exp().min().item(), int(used.sum(-1).max())
+        raise ValueError(
+            f"log_probs must be all that the sampler could draw, at most top_k={top_k} tokens, got up to {most} "
+            f"tokens, and some that add up to {total:.3g}"
+        )
     left = (-torch.expm1(covered)).clamp(min=PROBABILITY_FLOOR).log().to(z.dtype)
     left = left.masked_fill(used.sum(-1, keepdim=True) == vocab_size, -torch.inf)
+    if truncated:
+        left, mass_threshold = torch.full_like(left, -torch.inf), 0.0
 
     k = min(top_k, vocab_size)
     top = largest_with_sampled(ids, z, sampled.squeeze(-1), left, vocab_size, min(k, entries + 1))
     empty = (0, k - top.ids.shape[-1])
     logits = torch.nn.functional.pad(top.logits, empty, value=-torch.inf)
     top = top._replace(ids=torch.nn.functional.pad(top.ids, empty, value=-1), logits=logits, tail_logits=logits)
-    return policy_from_top(top, sampled.squeeze(-1), vocab_size, mass_threshold).view(shape)
+    policy = policy_from_top(top, sampled.squeeze(-1), vocab_size, mass_threshold).view(shape)
+    return dataclasses.replace(policy, truncated=truncated)
 
 
 def _check_entries(

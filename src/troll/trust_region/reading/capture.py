@@ -10,6 +10,7 @@ from troll.trust_region.kernels import MAX_SELECTED
 from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.policy.sparse import SparsePolicy, check_capture
 from troll.trust_region.policy.top import Top, largest_of_policy, policy_from_top
+from troll.trust_region.policy.truncation import Truncation, truncate
 from troll.trust_region.probabilities import float_dtype
 from troll.trust_region.reading.logits import Logits
 from troll.trust_region.reading.source import LogitsSource
@@ -18,7 +19,12 @@ from troll.trust_region.reading.vocabulary import Vocabulary
 
 
 def capture(
-    source: LogitsSource | PolicyOnSupport | Tensor, token_ids: Tensor, *, top_k: int = 64, mass_threshold: float = 1e-5
+    source: LogitsSource | PolicyOnSupport | Tensor,
+    token_ids: Tensor,
+    *,
+    top_k: int = 64,
+    mass_threshold: float = 1e-5,
+    truncation: Truncation | None = None,
 ) -> SparsePolicy:
     """Captures the old policy, the network when a rollout is scored, without gradient.
 
@@ -33,13 +39,17 @@ def capture(
             the vocabulary becomes NaN there, and the metrics count it as "nonfinite".
         top_k: K, the tokens to keep at most, at least 1; V if it is larger than V.
         mass_threshold: δ in [0, 1); 0 always keeps K tokens.
+        truncation: What the sampler kept of the distribution, if not all: the policy is then on that set, renormalised
+            and without a tail, and δ does not count. See [Truncation][troll.Truncation].
 
     Raises:
-        ValueError: If a shape or dtype is wrong, an id is outside the vocabulary, a parameter is out of its range, or
-            slices of the vocabulary differ in size.
+        ValueError: If a shape or dtype is wrong, an id is outside the vocabulary, a parameter is out of its range,
+            slices of the vocabulary differ in size, or the sampler keeps more than K tokens somewhere.
     """
     source = Logits(source) if isinstance(source, Tensor) else source
-    return _captured(source, token_ids, top_k, mass_threshold, entropy=False)[0]
+    if truncation is None:
+        return _captured(source, token_ids, top_k, mass_threshold, entropy=False)[0]
+    return truncate(_captured(source, token_ids, top_k, 0.0, entropy=False)[0], truncation)
 
 
 def capture_with_entropy(

@@ -1,0 +1,113 @@
+"""Truncated sampling: the part of a policy from which top-k, top-p and min-p let a sampler draw.
+
+A sampler with these settings draws from p restricted to a *kept set* S of tokens and renormalised. The ratio to what it
+drew from is then
+
+    (p̃(o) / p̃(S)) / (p(o) / p(S)) ,
+
+not `p̃(o) / p(o)`. A kept set is a support without a tail: everything outside has probability 0 when it is sampled, and
+is absent, not floored. So ratio, KL divergence, projection and pull live on S. Nothing on S bounds `p̃(S)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from troll.trust_region.policy.sparse import SparsePolicy
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """What a sampler keeps of a distribution: first by top-k, then by top-p, last by min-p, as transformers does.
+
+    Args:
+        top_k: Only the k likeliest tokens, and others as likely as the last of them; 0 keeps all.
+        top_p: Only the fewest of the likeliest tokens whose mass is at least this, in (0, 1]; 1 keeps all.
+        min_p: Only tokens with at least this share of the likeliest token's probability, in [0, 1]; 0 keeps all.
+
+    Raises:
+        ValueError: If a value is out of its range.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.top_k, int) or self.top_k < 0:
+            raise ValueError(f"top_k must be an integer of at least 0, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+
+    def kept(self, policy: SparsePolicy) -> Tensor:
+        """The slots of a policy that a sampler keeps, (..., K) bool; not more than the policy's own.
+
+        Of equally likely tokens at the edge of top-p, the smaller ids are kept.
+
+        Args:
+            policy: At token positions (...), over the whole vocabulary.
+        """
+        log_probs, kept = policy.log_probs, policy.used
+        if self.top_k:
+            last = min(self.top_k, policy.top_k) - 1
+            kept = kept & (log_probs >= log_probs[..., last : last + 1])
+        if self.top_p < 1:
+            tail = policy.tail_log_prob.unsqueeze(-1)
+            if self.top_k:
+                tail = torch.full_like(tail, -torch.inf)
+            outcomes = torch.cat([log_probs.masked_fill(~kept, -torch.inf), tail], -1)
+            # A token is kept unless it and everything after it hold at most 1 − top_p, summed from the smallest up.
+            remaining = torch.softmax(outcomes, -1).flip(-1).cumsum(-1).flip(-1)[..., :-1]
+            first = torch.arange(policy.top_k, device=kept.device) == 0
+            kept = kept & ((remaining > 1 - self.top_p) | first)
+        if self.min_p:
+            kept = kept & (log_probs >= log_probs[..., :1] + math.log(self.min_p))
+        return kept
+
+
+@torch.no_grad()
+def truncate(policy: SparsePolicy, truncation: Truncation) -> SparsePolicy:
+    """The policy from which a sampler drew: on its kept set and renormalised, without a tail.
+
+    The sampled token always belongs to the kept set. One that rounding or ties left outside is added.
+
+    Args:
+        policy: At token positions (...), as `capture` makes it with `mass_threshold=0`, so that all tokens that may be
+            kept have slots.
+        truncation: What the sampler keeps.
+
+    Raises:
+        ValueError: If the kept set may be larger than the policy's K slots at some position, or the policy is truncated
+            already. It waits for the device.
+    """
+    if policy.truncated:
+        raise ValueError("policy must be over the whole vocabulary, got one that is truncated already")
+    kept = truncation.kept(policy)
+    if not 0 < truncation.top_k <= policy.top_k:
+        # The last slot may hold a sampled token that is less likely than others outside the slots.
+        full = kept[..., : max(policy.top_k - 1, 1)].all(-1) & (policy.tail_log_prob > -torch.inf)
+        if bool(full.any()):
+            raise ValueError(
+                f"truncation keeps more than the policy's {policy.top_k} tokens at {int(full.sum())} of {full.numel()} "
+                "positions: capture with a larger top_k, or sample with a smaller top_p or top_k"
+            )
+    kept = kept | (torch.arange(policy.top_k, device=kept.device) == policy.slot.unsqueeze(-1))
+    order = (~kept).to(torch.uint8).argsort(dim=-1, stable=True)
+    token_ids, log_probs, used = (x.gather(-1, order) for x in (policy.token_ids, policy.log_probs, kept))
+    # Rows that are no distribution stay NaN.
+    log_probs = torch.log_softmax(log_probs.masked_fill(~used, -torch.inf), -1).masked_fill(~used, -torch.inf)
+    return dataclasses.replace(
+        policy,
+        token_ids=token_ids.masked_fill(~used, -1),
+        log_probs=log_probs,
+        tail_log_prob=torch.full_like(policy.tail_log_prob, -torch.inf),
+        slot=kept.cumsum(-1).gather(-1, policy.slot.unsqueeze(-1)).squeeze(-1) - 1,
+        truncated=True,
+    )

@@ -1,0 +1,244 @@
+"""Policies of truncated sampling: kept sets, and everything that is computed on them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+import troll
+from tests.tolerance import within
+from tests.trust_region import reference
+from tests.trust_region.policy.policies import assert_identical, by_pickle, by_torch
+from troll import PackedPolicy, SparsePolicy, Truncation
+from troll.trust_region.policy.serialized import from_records, to_records
+from troll.trust_region.policy.truncation import truncate
+from troll.trust_region.step import PULLS, common_outcomes
+
+SIZE = 40
+TRUNCATIONS = [
+    Truncation(top_k=5),
+    Truncation(top_p=0.8),
+    Truncation(min_p=0.1),
+    Truncation(top_k=7, top_p=0.9, min_p=0.05),
+    Truncation(top_k=1),
+    Truncation(),
+]
+
+
+def random_logits(*shape: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
+    return scale * torch.randn(*shape, SIZE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def sampled_from(logits: torch.Tensor, truncation: Truncation, seed: int = 0) -> torch.Tensor:
+    """Tokens of the kept sets, any of them with the same chance."""
+    generator = np.random.default_rng(seed)
+    rows = logits.reshape(-1, SIZE).numpy()
+    drawn = [generator.choice(reference.kept_set(row, **dataclasses.asdict(truncation))) for row in rows]
+    return torch.tensor(np.array(drawn)).view(logits.shape[:-1])
+
+
+def captured(logits: torch.Tensor, truncation: Truncation, **more: Any) -> SparsePolicy:
+    return troll.capture(logits, sampled_from(logits, truncation), top_k=SIZE, truncation=truncation, **more)
+
+
+@given(
+    st.lists(st.integers(-128, 128), min_size=2, max_size=12, unique=True),
+    st.integers(0, 12),
+    st.floats(0.05, 1),
+    st.floats(0, 1),
+)
+def test_truncation_keeps_what_transformers_keeps(sixteenths, top_k, top_p, min_p):
+    logits = torch.tensor([sixteenths], dtype=torch.float64) / 16
+    sets = [
+        reference.kept_set(logits[0].numpy(), top_k, min(1.0, top_p + shift), max(0.0, min_p + shift))
+        for shift in (-1e-9, 0.0, 1e-9)
+    ]
+    assume(sets[0] == sets[1] == sets[2])  # rounding does not decide
+    scores = logits
+    for wanted, warper, value in (
+        (top_k > 0, TopKLogitsWarper, top_k),
+        (top_p < 1, TopPLogitsWarper, top_p),
+        (min_p > 0, MinPLogitsWarper, min_p),
+    ):
+        scores = warper(value)(torch.zeros(1, 1, dtype=torch.long), scores) if wanted else scores
+    policy = troll.capture(logits, logits.argmax(-1), top_k=len(sixteenths), mass_threshold=0)
+    kept = policy.token_ids[Truncation(top_k, top_p, min_p).kept(policy)].tolist()
+    assert kept == sets[1]
+    assert sorted(kept) == (scores[0] > -torch.inf).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+def test_capture_is_renormalised_on_kept_set(truncation):
+    logits = random_logits(3, 4)
+    old = captured(logits, truncation)
+    assert old.truncated and bool((old.tail_log_prob == -torch.inf).all())
+    torch.testing.assert_close(old.log_probs.exp().sum(-1), torch.ones(3, 4, dtype=torch.float64), rtol=0, atol=1e-12)
+    for row, ids, log_probs in zip(
+        logits.view(-1, SIZE), old.token_ids.view(-1, SIZE), old.log_probs.view(-1, SIZE), strict=True
+    ):
+        kept = reference.kept_set(row.numpy(), **dataclasses.asdict(truncation))
+        assert ids[: len(kept)].tolist() == kept and bool((ids[len(kept) :] == -1).all())
+        expected = reference.log_softmax(row.numpy()[kept])
+        np.testing.assert_allclose(log_probs[: len(kept)].numpy(), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_policies_have_ratio_one_and_the_sampler_s_ratio_is_not_the_raw_one(truncation, dtype):
+    logits = random_logits(64).to(dtype)
+    old = captured(logits.double(), truncation).to(dtype)
+    step = troll.trust_region_step(logits, old)
+    limit = 4 * torch.finfo(dtype).eps * float(torch.logsumexp(logits, -1).abs().clamp(min=1).max()) * 4
+    assert float(step.log_ratio.abs().max()) <= limit
+    assert not step.projected.any()
+    raw = logits.log_softmax(-1).gather(-1, old.token_ids.gather(-1, old.slot[:, None])).squeeze(-1)
+    torch.testing.assert_close(step.log_prob, raw)
+    assert step.kept_log_mass is not None
+    kept = old.used.sum(-1) < SIZE
+    assert bool((step.kept_log_mass[kept] < 0).all())
+
+
+@pytest.mark.parametrize("pull", PULLS)
+@pytest.mark.parametrize("truncation", TRUNCATIONS[:4])
+def test_step_is_that_of_the_reference_on_the_kept_set(truncation, pull):
+    before, after = random_logits(24), random_logits(24) + 0.15 * random_logits(24, seed=1)
+    old = captured(before, truncation)
+    after.requires_grad_()
+    step = troll.trust_region_step(after, old, 0.02, pull=pull)
+    (step.log_ratio + 2 * step.regression + 3 * step.kept_log_mass).sum().backward()
+    assert step.projected.any() and not step.projected.all()
+    for i in range(24):
+        kept = old.token_ids[i][old.used[i]].tolist()
+        own = reference.OldRow(
+            ids=list(range(len(kept))),
+            log_probs=reference.log_softmax(before[i].numpy()[kept]),
+            tail_log_prob=-np.inf,
+            slot=int(old.slot[i]),
+            size=len(kept),
+            mass_threshold=0.0,
+            vocabulary=len(kept),
+        )
+        row = after[i].detach().numpy()
+        expected = reference.step(row[kept], own, 0.02, "bucket", pull)
+        for name in ("log_ratio", "regression", "kl_before", "kl_after", "multiplier", "projected"):
+            assert getattr(step, name)[i].item() == pytest.approx(getattr(expected, name), abs=1e-9), name
+        log_probs = reference.log_softmax(row)
+        mass = reference.log_sum_exp(log_probs[kept])
+        assert step.kept_log_mass[i].item() == pytest.approx(mass, abs=1e-12)
+        assert step.log_prob[i].item() == pytest.approx(log_probs[kept[own.slot]], abs=1e-12)
+        gradient = -3 * np.exp(log_probs)
+        gradient[kept] += expected.log_ratio_gradient + 2 * expected.regression_gradient
+        gradient[kept] += 3 * np.exp(log_probs[kept] - mass)
+        np.testing.assert_allclose(after.grad[i].numpy(), gradient, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("pull", PULLS)
+def test_triton_path_gives_the_step_of_torch(monkeypatch, pull):
+    pytest.importorskip("triton")
+    before = random_logits(6).float()
+    after = (before + 0.5 * random_logits(6, seed=1).float()).requires_grad_()
+    tokens = sampled_from(before.double(), Truncation(top_k=6, top_p=0.9))
+    found, gradients = {}, {}
+    for kernels in ("torch", "triton"):
+        monkeypatch.setenv("TROLL_KERNELS", kernels)
+        old = troll.capture(before, tokens, top_k=8, truncation=Truncation(top_k=6, top_p=0.9))
+        step = troll.trust_region_step(after, old, 0.02, pull=pull)
+        assert step.projected.any()
+        (gradients[kernels],) = torch.autograd.grad(
+            (step.log_ratio + step.regression + step.kept_log_mass).sum(), after
+        )
+        found[kernels] = step
+    for name, value in vars(found["torch"]).items():
+        if value is not None:
+            torch.testing.assert_close(getattr(found["triton"], name), value, rtol=1e-4, atol=within(1e-5))
+    torch.testing.assert_close(gradients["triton"], gradients["torch"], rtol=1e-3, atol=within(1e-5))
+
+
+def test_common_outcomes_are_on_the_kept_set():
+    old = captured(random_logits(5), Truncation(top_k=5))
+    new = troll.log_probs_at(random_logits(5, seed=1), old.token_ids)
+    outcomes = common_outcomes(new, old)
+    assert not outcomes.present[:, -1].any()
+    torch.testing.assert_close(outcomes.new.exp().sum(-1), torch.ones(5, dtype=torch.float64))
+
+
+def test_sampled_token_outside_the_kept_set_is_added():
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, -9.0]], dtype=torch.float64)
+    old = troll.capture(logits, torch.tensor([3]), top_k=5, truncation=Truncation(top_k=2))
+    assert old.token_ids.tolist() == [[0, 1, 3, -1, -1]] and old.slot.tolist() == [2]
+    torch.testing.assert_close(old.log_probs[0, :3], logits[0, [0, 1, 3]].log_softmax(-1))
+
+
+def test_a_kept_set_that_may_be_larger_than_the_slots_is_refused():
+    logits = torch.zeros(2, SIZE)
+    with pytest.raises(ValueError, match="keeps more than the policy's 8 tokens at 2 of 2 positions"):
+        troll.capture(logits, torch.zeros(2, dtype=torch.long), top_k=8, truncation=Truncation(top_p=0.9))
+    assert troll.capture(logits, torch.zeros(2, dtype=torch.long), top_k=8, truncation=Truncation(top_k=8)).truncated
+    with pytest.raises(ValueError, match="truncated already"):
+        truncate(captured(random_logits(2), Truncation(top_k=3)), Truncation(top_k=2))
+
+
+def test_floor_is_refused():
+    old = captured(random_logits(2), Truncation(top_k=3))
+    with pytest.raises(ValueError, match="tail must be 'bucket' where the old policy is truncated"):
+        troll.trust_region_step(random_logits(2), old, tail="floor")
+
+
+def test_rows_that_are_no_distribution_stay_nan():
+    logits = random_logits(3)
+    logits[1, 4] = torch.nan
+    old = troll.capture(logits, torch.zeros(3, dtype=torch.long), top_k=SIZE, truncation=Truncation(top_p=0.8))
+    assert old.log_prob.isnan().tolist() == [False, True, False]
+    step = troll.trust_region_step(random_logits(3, seed=1), old)
+    assert step.log_ratio.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS[:4])
+def test_truncated_policies_survive_packing_records_files_and_joining(truncation):
+    old = captured(random_logits(3, 4), truncation).to(torch.float32)
+    packed = PackedPolicy.of(old)
+    for again in (
+        packed.unpack(),
+        PackedPolicy.stack(packed.unbind()).unpack(),
+        from_records(to_records(PackedPolicy.of(old.view((12,))), [5, 7])).unpack().view((3, 4)),
+        by_pickle(old),
+        by_torch(old),
+        SparsePolicy.cat([old[:1], old[1:]]),
+    ):
+        assert again.truncated
+        assert_identical(again, old)
+    whole = troll.capture(
+        random_logits(3, 4).float(), torch.zeros(3, 4, dtype=torch.long), top_k=SIZE, mass_threshold=0
+    )
+    with pytest.raises(ValueError, match="policies must share one"):
+        SparsePolicy.cat([old, whole])
+
+
+def test_capture_top_takes_an_engine_s_kept_set():
+    logits, truncation = random_logits(6), Truncation(top_p=0.8)
+    expected = captured(logits, truncation)
+    entries = expected.log_probs[:, :30].clone()
+    ids = torch.where(expected.used[:, :30], expected.token_ids[:, :30], torch.arange(30).expand(6, 30) + 10**6)
+    ids = torch.where(ids >= 10**6, -1, ids)
+    tokens = expected.token_ids.gather(-1, expected.slot[:, None]).squeeze(-1)
+    found = troll.capture_top(ids, entries, tokens, expected.log_prob, SIZE, top_k=SIZE, truncated=True)
+    assert found.truncated
+    for name in ("token_ids", "log_probs", "tail_log_prob", "slot"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match=r"all that the sampler could draw, at most top_k=40 tokens"):
+        troll.capture_top(ids[:, :1], entries[:, :1], tokens, expected.log_prob - 9, SIZE, top_k=SIZE, truncated=True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("top_k", -1), ("top_k", 1.5), ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 2)]
+)
+def test_truncation_refuses_settings_outside_their_ranges(setting, value):
+    with pytest.raises(ValueError, match=rf"{setting} must be .*, got {value}"):
+        Truncation(**{setting: value})
