@@ -83,6 +83,7 @@ def test_public_names() -> None:
         "PolicyOnSupport",
         "Projection",
         "SparsePolicy",
+        "Truncation",
         "TrustRegionStep",
         "bounds",
         "capture",

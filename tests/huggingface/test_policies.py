@@ -88,7 +88,7 @@ def test_truncated_sampling_has_the_step_of_the_logits_on_the_kept_set():
     mask, truncation = scored(inputs), Truncation(top_p=0.9)
     with torch.no_grad():
         before = logits_of(model, inputs)
-    options = {"top_k": before.shape[-1], "truncation": truncation}
+    options: dict[str, Any] = {"top_k": before.shape[-1], "truncation": truncation}
     old = huggingface.capture(model, **inputs, temperature=0.7, **options)
     same = huggingface.trust_region_step(model, **inputs, old=old, temperature=0.7)
     assert same.log_ratio[mask].abs().max() < within(1e-5)

@@ -67,7 +67,7 @@ def test_truncation_keeps_what_transformers_keeps(sixteenths, top_k, top_p, min_
         (top_p < 1, TopPLogitsWarper, top_p),
         (min_p > 0, MinPLogitsWarper, min_p),
     ):
-        scores = warper(value)(torch.zeros(1, 1, dtype=torch.long), scores) if wanted else scores
+        scores = warper(value)(None, scores) if wanted else scores  # type: ignore[arg-type]
     policy = troll.capture(logits, logits.argmax(-1), top_k=len(sixteenths), mass_threshold=0)
     kept = policy.token_ids[Truncation(top_k, top_p, min_p).kept(policy)].tolist()
     assert kept == sets[1]
@@ -112,7 +112,9 @@ def test_step_is_that_of_the_reference_on_the_kept_set(truncation, pull):
     old = captured(before, truncation)
     after.requires_grad_()
     step = troll.trust_region_step(after, old, 0.02, pull=pull)
+    assert step.kept_log_mass is not None
     (step.log_ratio + 2 * step.regression + 3 * step.kept_log_mass).sum().backward()
+    assert after.grad is not None
     assert step.projected.any() and not step.projected.all()
     for i in range(24):
         kept = old.token_ids[i][old.used[i]].tolist()
@@ -150,7 +152,7 @@ def test_triton_path_gives_the_step_of_torch(monkeypatch, pull):
         monkeypatch.setenv("TROLL_KERNELS", kernels)
         old = troll.capture(before, tokens, top_k=8, truncation=Truncation(top_k=6, top_p=0.9))
         step = troll.trust_region_step(after, old, 0.02, pull=pull)
-        assert step.projected.any()
+        assert step.projected.any() and step.kept_log_mass is not None
         (gradients[kernels],) = torch.autograd.grad(
             (step.log_ratio + step.regression + step.kept_log_mass).sum(), after
         )
