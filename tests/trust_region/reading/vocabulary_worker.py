@@ -19,7 +19,7 @@ from torch import Tensor
 
 import troll
 from tests.trust_region.cases import FAMILIES, pairs
-from troll import LMHead, Logits, SparsePolicy
+from troll import LMHead, Logits, SparsePolicy, Truncation
 from troll.trust_region.kernels import VARIABLE
 from troll.trust_region.reading import head as head_module
 from troll.trust_region.reading import logits as logits_module
@@ -49,7 +49,7 @@ COLLECTIVES = (
 HIDDEN = 16
 
 #: The outputs whose gradients are compared, each by itself.
-DIFFERENTIABLE = ("log_ratio", "log_prob", "regression", "entropy")
+DIFFERENTIABLE = ("log_ratio", "log_prob", "regression", "entropy", "kept_log_mass")
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Case:
     rows: int = 12
     seed: int = 0
     pull: str = "projection"
+    truncation: Truncation | None = None
 
     def logits(self) -> tuple[Tensor, Tensor]:
         """(old, new), (rows, V) in float64."""
@@ -185,6 +186,9 @@ CASES = [
     Case("flat", 256, 8, from_hidden=True, pull="proximal"),
     Case("peaked", 256, 8, dtype=torch.bfloat16),
     Case("peaked", 256, 8, dtype=torch.bfloat16, from_hidden=True),
+    Case("peaked", 256, 64, truncation=Truncation(top_k=20, top_p=0.9, min_p=0.01)),
+    Case("ties", 256, 256, truncation=Truncation(top_k=20), transform=(("entropy", True),)),
+    Case("peaked", 256, 64, from_hidden=True, pull="proximal", truncation=Truncation(top_k=40)),
     Case("peaked", 256, 8, rows=0),
     Case("peaked", 256, 8, rows=0, from_hidden=True),
 ]
@@ -241,7 +245,8 @@ def _settings(case: Case) -> tuple[dict[str, Any], bool]:
 def _result(
     case: Case, before: LogitsSource, tokens: Tensor, new: LogitsSource, entropy: bool, leaves: dict[str, Tensor]
 ) -> Result:
-    old = troll.capture(before, tokens, top_k=case.top_k, mass_threshold=case.mass_threshold)
+    settings: Any = {"mass_threshold": case.mass_threshold, "truncation": case.truncation}
+    old = troll.capture(before, tokens, top_k=case.top_k, **settings)
     assert old.vocab_size == case.vocab_size
     step = _step(new, old, case, entropy)
     result = {}
