@@ -117,10 +117,11 @@ def trust_region_step(
         new = read(new, _tokens_to_read(new, old, tail), entropy=entropy)
     old = on_tokens_of(new, old, tail)
     if old.truncated:
-        whole = dataclasses.replace(old, truncated=False)
-        options = {"tail": tail, "solver": solver, "constraint": constraint, "pull": pull}
-        step = trust_region_step(new.without_tail(), whole, kl_bound, **options)  # type: ignore[arg-type]
-        return dataclasses.replace(step, log_prob=step.log_prob + new.log_mass, kept_log_mass=new.log_mass)
+        kept, log_mass = dataclasses.replace(old, truncated=False), new.log_mass
+        step = trust_region_step(
+            new.without_tail(), kept, kl_bound, tail=tail, solver=solver, constraint=constraint, pull=pull
+        )
+        return dataclasses.replace(step, log_prob=step.log_prob + log_mass, kept_log_mass=log_mass)
     # The Triton program solves for one token at a time, without a constraint.
     if constraint is None and solver == "newton" and use_triton(new.logits, new.logits.shape[-1] + 1):
         from troll.trust_region import step_triton

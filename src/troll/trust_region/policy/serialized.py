@@ -62,8 +62,8 @@ def to_records(policy: PackedPolicy, lengths: Sequence[int]) -> list[Tensor]:
     if edges[-1] != policy.token_ids.numel():
         raise ValueError(f"policy has counts of {edges[-1]} slots in all, and {policy.token_ids.numel()} slots")
     slots = [end - start for start, end in pairwise(edges)]
-    captured = [policy.top_k, policy.vocab_size, *struct.unpack("<2i", struct.pack("<d", policy.mass_threshold)), 0, 0]
-    captured.append(int(policy.truncated))
+    threshold = struct.unpack("<2i", struct.pack("<d", policy.mass_threshold))
+    captured = [policy.top_k, policy.vocab_size, *threshold, 0, 0, int(policy.truncated)]
     words = [HEADER + 3 * positions + 2 * used for positions, used in zip(sizes, slots, strict=True)]
     headers = [[_MAGIC | _VERSION, *own, *captured] for own in zip(words, sizes, slots, strict=True)]
     records = zip(
