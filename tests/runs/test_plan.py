@@ -135,7 +135,7 @@ def test_lines_say_the_work_and_what_is_assumed() -> None:
     assert Plan(recipe, machine(64), longest_prompt=9).lines()[0].endswith("prompts of 9")
     assert found.lines()[1:] == [
         "rollouts    280: 64 prompts, 512 completions, 8 updates of 64 completions each",
-        "tokens      at most 1.1 million generated and 1.1 million trained on",
+        "tokens      at most 1,146,880 generated and 1,146,880 trained on",
     ]
 
 
@@ -166,6 +166,20 @@ def test_remedy_fits(fields: tuple[str, ...], part: float, expected: str) -> Non
     arguments = shlex.split(remedy.split(": add ")[1].split(" (then ")[0])
     assert f"--{expected}" in arguments
     assert planned(*fields, *arguments, gib=gib).fits
+
+
+def test_remedy_halves_the_rollout_that_a_reward_model_reads(tmp_path: Path) -> None:
+    config = Qwen3Config(hidden_size=1024, num_hidden_layers=1, intermediate_size=64, vocab_size=64)
+    config.num_labels = 1
+    Qwen3ForSequenceClassification(config).save_pretrained(tmp_path)
+    fields = ("--reward_model", str(tmp_path), "--updates_per_rollout", "8", "--use_peft", "true")
+    gib = 0.7 * max(planned(*fields).totals) / GIB
+    remedy = planned(*fields, gib=gib).remedy()
+    assert "--updates_per_rollout 4 " in remedy
+    assert "steps_per_generation" not in remedy  # it follows
+    assert planned(*fields, "--updates_per_rollout", "4", gib=gib).fits
+    # A rollout of two updates is not cut: its ratios would all be 1.
+    assert "updates_per_rollout" not in planned(*fields, "--updates_per_rollout", "2", gib=gib / 4).remedy()
 
 
 def test_remedy_lowers_the_share_of_vllm_or_lets_it_sleep() -> None:

@@ -155,8 +155,8 @@ class Plan:
             f"{updates:g} updates of {batch} completions each",
         ]
         if isinstance(rollouts, int):
-            generated, trained = (count * length / 1e6 for count in (rollouts * completions, args.max_steps * batch))
-            lines.append(f"tokens      at most {generated:.1f} million generated and {trained:.1f} million trained on")
+            generated, trained = rollouts * completions * length, args.max_steps * batch * length
+            lines.append(f"tokens      at most {generated:,} generated and {trained:,} trained on")
         return lines
 
     def remedy(self) -> str:
@@ -193,6 +193,11 @@ class Plan:
             doubles = ("gradient_accumulation_steps", "steps_per_generation")
             yield halves | {name: 2 * getattr(args, name) for name in doubles}
         yield {"use_peft": True}
+        # A reward model reads the whole rollout. Two updates of it are left at least: with one, every ratio is 1.
+        updates, half = args.updates_per_rollout or 1, (args.steps_per_generation or 1) // 2
+        completions = args.per_device_train_batch_size * self.machine.gpus * half
+        if phase == "score" and updates % 4 == 0 and completions % (args.num_generations or 1) == 0:
+            yield {"updates_per_rollout": updates // 2, "steps_per_generation": half}
 
     def _changed(self, fields: dict[str, Any]) -> Plan:
         training, model = copy.copy(self.recipe.training), copy.copy(self.recipe.model)
