@@ -30,6 +30,7 @@ class Engine:
         unknown: Every so many tokens, the log-probs are None; 0 never.
         temperature: Of the sampling.
         max_tokens: Of a completion.
+        top_k: How many tokens it can sample, the likeliest ones; 0 for all. The others' log-probs are −inf, as vLLM's.
     """
 
     rounded: bool = False
@@ -37,6 +38,7 @@ class Engine:
     unknown: int = 0
     temperature: float = 1.0
     max_tokens: int = 8
+    top_k: int = 0
     model: Any = None
     tokens: int = 0
     weights: deque[dict[str, torch.Tensor]] = field(default_factory=deque)
@@ -65,6 +67,8 @@ class Engine:
         ends = COMMON["eos_token_id"]
         while len(completion) < self.max_tokens and not (completion and completion[-1] in ends):
             logits = self.model(torch.tensor([prompt + completion])).logits[0, -1].float()
+            if self.top_k:
+                logits[logits < logits.topk(self.top_k).values[-1]] = -torch.inf
             distribution = torch.log_softmax(logits / self.temperature, -1)
             sampled = int(torch.multinomial(distribution.exp(), 1))
             ids = distribution.sort(descending=True, stable=True).indices.tolist()

@@ -262,12 +262,12 @@ def test_something_must_report(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"top_p": 0.9}, r"top_p=0.9 .* set top_p=1.0"),
-        ({"top_k": 20}, r"top_k=20 .* set top_k=0"),
-        ({"min_p": 0.1}, r"min_p=0.1 .* set min_p=0.0"),
+        ({"top_p": 0.9, "truncated_ratio": False}, r"top_p=0.9 .* set top_p=1.0"),
+        ({"top_k": 20, "truncated_ratio": False}, r"top_k=20 .* set top_k=0"),
+        ({"min_p": 0.1, "surrogate": "clip"}, r"min_p=0.1 .* set min_p=0.0"),
         ({"repetition_penalty": 1.1}, "set repetition_penalty=1.0"),
         ({"vllm_structured_outputs_regex": "a+"}, "set vllm_structured_outputs_regex=None"),
-        ({"generation_kwargs": {"top_p": 0.9}}, "set top_p=1.0"),
+        ({"generation_kwargs": {"top_p": 0.9}, "truncated_ratio": False}, "set top_p=1.0"),
         ({"generation_kwargs": {"presence_penalty": 0.5}}, "set presence_penalty=0.0"),
         ({"generation_kwargs": {"logit_bias": {3: 1.0}}}, "set logit_bias=None"),
         ({"generation_kwargs": {"temperature": 0.5}}, r"one temperature, got 1.0 and 0.5"),
@@ -281,6 +281,7 @@ def test_sampling_from_another_distribution_is_refused(tmp_path, settings, messa
 
 def test_sampling_from_the_policy_is_accepted(tmp_path):
     check_sampling(config(tmp_path))
+    check_sampling(config(tmp_path, top_k=20, generation_kwargs={"top_p": 0.9}))  # the trust region is on the kept set
     kwargs = {"seed": 3, "stop": ["."], "temperature": 0.7, "top_k": -1, "min_p": 0}
     check_sampling(config(tmp_path, temperature=0.7, top_k=-1, min_p=0.0, generation_kwargs=kwargs))
 
@@ -466,7 +467,10 @@ def test_evaluation_is_trls(anchored):
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"top_p": 0.5}, "set top_p=1.0"), ({"generation_kwargs": {"min_tokens": 2}}, "set min_tokens=0")],
+    [
+        ({"top_p": 0.5, "truncated_ratio": False}, "set top_p=1.0"),
+        ({"generation_kwargs": {"min_tokens": 2}}, "set min_tokens=0"),
+    ],
 )
 def test_a_configuration_that_cannot_work_is_refused_before_training(anchored, settings, message):
     with pytest.raises(ValueError, match=message):

@@ -438,7 +438,7 @@ def test_evaluation_in_the_middle_of_training_is_grpos(make, monkeypatch):
     captures = []
     original = old_policy.capture_tokens
 
-    def spy(*args: Any, **kwargs: Any) -> SparsePolicy:
+    def spy(*args: Any, **kwargs: Any) -> Any:
         captures.append(trainer.model.training)
         return original(*args, **kwargs)
 

@@ -97,6 +97,28 @@ def test_an_update_hands_out_the_cores_tokens() -> None:
     torch.testing.assert_close(outputs["log_probs"], raw)
 
 
+@pytest.mark.parametrize("rollout", [{"rollout_top_p": 0.8}, {"rollout_top_k": 5}])
+def test_truncated_rollouts_have_the_cores_policies_and_steps(rollout: dict[str, Any]) -> None:
+    data, labels, logits, tokens = micro_batch()
+    settings = TrollPolicyLossConfig(kl_bound=0.1, top_k=2, **rollout)
+    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    capturing, updating = hooks(settings)
+    scores = read(capturing, logits, data, labels, tokens)
+    outputs = read(updating, logits + 0.8 * noise, data, labels, tokens)
+
+    sampled, truncation = data["responses"].values(), settings.truncation
+    old = capture(logits[tokens.rows], sampled, truncation=truncation)
+    step = trust_region_step((logits + 0.8 * noise)[tokens.rows], old, 0.1)
+    assert step.projected.any() and step.kept_log_mass is not None
+    assert torch.equal(scores["log_probs"], old.log_prob)
+    log_probs = torch.log_softmax(logits[tokens.rows].double(), -1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    torch.testing.assert_close(scores["entropy"].double(), entropy, rtol=1e-5, atol=1e-5)  # of the whole policy
+    for name, value in (("log_ratio", step.log_ratio), ("kept_log_mass", step.kept_log_mass)):
+        torch.testing.assert_close(outputs[f"trust_region_{name}"], value, rtol=1e-6, atol=1e-6)
+    assert updating.metrics()["kept_mass"] == pytest.approx(step.kept_log_mass.exp().mean().item(), rel=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:tail='floor' sees divergences")
 @pytest.mark.parametrize("tail", ["bucket", "floor"])
 @pytest.mark.parametrize("scale", [1.0, 20.0])

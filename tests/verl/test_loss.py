@@ -153,13 +153,14 @@ def test_the_regression_is_not_weighted_by_rollout_correction() -> None:
     object.__setattr__(config, "global_batch_info", {})
     log_q, log_p, regression = torch.tensor([[[-1.0, -2.0, -9.0]], [[-1.5, -1.0, -1.0]], [[0.1, 0.2, 7.0]]])
     advantages, weights, mask = torch.tensor([[[1.0, -1.0, 5.0]], [[0.5, 3.0, 7.0]], [[1.0, 1.0, 0.0]]])
-    with projected(ProjectedTokens(log_q - log_p, regression, regression_weight=2.0)):
+    kept_log_mass = torch.tensor([[-0.1, -0.2, 9.0]])  # log p̃ is of the whole policy, log p of the kept tokens
+    with projected(ProjectedTokens(log_q - log_p, regression, regression_weight=2.0, kept_log_mass=kept_log_mass)):
         loss, metrics = trust_region_policy_loss(
             log_p, log_q, advantages, mask.bool(), config=config, rollout_is_weights=weights
         )
     terms = [-(np.e**0.5) * 0.5 + 0.2, np.e**-1.0 * 3.0 + 0.4]
     assert loss.item() == pytest.approx(sum(terms) / 2)
-    assert metrics["actor/ppo_kl"] == pytest.approx((-0.5 + 1.0) / 2)
+    assert metrics["actor/ppo_kl"] == pytest.approx((-0.5 - 0.1 + 1.0 - 0.2) / 2)
 
 
 @pytest.mark.parametrize("mode", MODES)

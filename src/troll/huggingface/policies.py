@@ -14,7 +14,7 @@ from troll.trust_region.constraint import Constraint
 from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
-from troll.trust_region.policy.truncation import Truncation, truncate
+from troll.trust_region.policy.truncation import Truncation, capture_kept
 from troll.trust_region.reading.capture import capture as capture_of_source
 from troll.trust_region.reading.capture import union_support
 from troll.trust_region.reading.head import LMHead
@@ -46,7 +46,8 @@ def capture(
         temperature: The sampling temperature.
         top_k: K, the tokens to keep at most, at least 1.
         mass_threshold: δ in [0, 1): fewer tokens are kept where they already cover 1 − δ of the mass.
-        truncation: What the sampler kept of the distribution, if not all, as in [capture][troll.capture].
+        truncation: What the sampler kept of the distribution, if not all, as in [capture][troll.capture]: neither K nor
+            δ counts then.
         **model_inputs: More of what the model's forward takes, images for example.
 
     Returns:
@@ -54,23 +55,22 @@ def capture(
         token 0.
 
     Raises:
-        ValueError: On shapes that do not fit, a head that cannot be read (quantised, offloaded, with LoRA), or a
-            sampler that keeps more than K tokens.
+        ValueError: On shapes that do not fit, or a head that cannot be read (quantised, offloaded, with LoRA).
         RuntimeError: If the model's logits are not those of its head.
     """
     targets = targets_of(input_ids, labels)
     scored = targets != -100
-    policy = capture_tokens(
+    policy, _ = capture_tokens(
         model,
         targets,
         temperature=temperature,
         top_k=top_k,
-        mass_threshold=mass_threshold if truncation is None else 0.0,
+        mass_threshold=mass_threshold,
+        truncation=truncation,
         input_ids=input_ids,
         attention_mask=attention_mask,
         **model_inputs,
     )
-    policy = policy if truncation is None else truncate(policy, truncation)
     token_ids = scatter(policy.token_ids, scored, fill=-1)
     log_probs = scatter(policy.log_probs, scored, fill=-torch.inf)
     for slots in (token_ids, log_probs):  # token 0 has all the mass where nothing is scored
@@ -196,9 +196,10 @@ def capture_tokens(
     temperature: float,
     top_k: int,
     mass_threshold: float,
+    truncation: Truncation | None = None,
     head_in_float32: bool = False,
     **inputs: Any,
-) -> SparsePolicy:
+) -> tuple[SparsePolicy, Tensor | None]:
     """Captures the policy of the N target tokens, (N,); the T targets follow the T positions before the last one.
 
     Args:
@@ -207,20 +208,34 @@ def capture_tokens(
         temperature: The sampling temperature, by which logits are divided.
         top_k: K, at least 1.
         mass_threshold: δ in [0, 1).
+        truncation: What the sampler kept of the distribution, if not all.
         head_in_float32: Whether the head's product is computed in float32, outside autocast.
         **inputs: Arguments of the model's forward.
+
+    Returns:
+        The policy; and, with a truncation, whether each sampled token had to be added to the kept set, (N,) bool.
     """
 
-    def read_own(head: LMHead, token_ids: Tensor) -> tuple[Tensor, ...]:
-        policy = capture_of_source(head, token_ids, top_k=top_k, mass_threshold=mass_threshold)
-        return policy.token_ids, policy.log_probs, policy.tail_log_prob, policy.slot
+    def read_own(head: LMHead, token_ids: Tensor) -> tuple[Tensor | None, ...]:
+        def largest(k: int, threshold: float = 0.0) -> SparsePolicy:
+            return capture_of_source(head, token_ids, top_k=k, mass_threshold=threshold)
+
+        if truncation is None:
+            policy, added = largest(top_k, mass_threshold), None
+        else:
+            policy, added = capture_kept(largest, top_k, truncation)
+        return policy.token_ids, policy.log_probs, policy.tail_log_prob, policy.slot, added
 
     at = (targets != -100).nonzero(as_tuple=True)  # one wait for the device
     request = ReadingRequest(targets[at], at, targets.shape[1] + 1, read_own, temperature, head_in_float32)
     output = forward_and_read(model, request, **inputs)
-    token_ids, log_probs, tail_log_prob, slot = output.tensors
+    token_ids, log_probs, tail_log_prob, slot, added = output.tensors
     assert output.vocab_size is not None
-    return SparsePolicy(token_ids, log_probs, tail_log_prob, slot, output.vocab_size, mass_threshold)
+    threshold = mass_threshold if truncation is None else 0.0
+    policy = SparsePolicy(
+        token_ids, log_probs, tail_log_prob, slot, output.vocab_size, threshold, truncated=truncation is not None
+    )
+    return policy, added
 
 
 def read_tokens(

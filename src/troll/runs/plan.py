@@ -27,7 +27,6 @@ from troll.runs.toy_text_model import TextWarmUp
 from troll.tasks import free_text
 from troll.terminal import say
 from troll.trl import TrollConfig
-from troll.trl.surrogates import SURROGATES
 
 GIB = 1 << 30
 
@@ -91,7 +90,7 @@ class Plan:
         shards = self.machine.gpus if self.machine.sharded else 1
         half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         batch = Batch(args.per_device_train_batch_size, prompt, args.max_completion_length or 0, half)
-        reads = SURROGATES[args.surrogate].reads_policies(args.own_settings) and not args.always_on_policy
+        reads = args.reads_policies and not args.always_on_policy
         held = memory.parameters(policy, str(getattr(args.optim, "value", args.optim)))
         # FSDP gathers layers in the dtype of their products: two ahead, the weights in no layer, and their gradients.
         computing = policy if shards == 1 else replace(policy, dtype=half or policy.dtype)

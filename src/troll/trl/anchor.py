@@ -118,7 +118,15 @@ class EngineTopLogprobs:
         return torch.cat(self._sampled)[rows.cpu()].to(rows.device)
 
     def policies(
-        self, rows: Tensor, completion_ids: Tensor, mask: Tensor, *, vocab_size: int, top_k: int, mass_threshold: float
+        self,
+        rows: Tensor,
+        completion_ids: Tensor,
+        mask: Tensor,
+        *,
+        vocab_size: int,
+        top_k: int,
+        mass_threshold: float,
+        truncated: bool = False,
     ) -> list[PackedPolicy]:
         """One policy for each completion; positions outside of the mask keep no slot.
 
@@ -131,6 +139,7 @@ class EngineTopLogprobs:
             vocab_size: V of the model.
             top_k: K of `capture_top`.
             mass_threshold: δ of `capture_top`.
+            truncated: Whether the engine reports all tokens that it could sample, as `capture_top` takes them.
         """
         width = max(1, *(block.shape[-1] for block in self._token_ids))
         table_ids, table = (
@@ -150,6 +159,7 @@ class EngineTopLogprobs:
                 vocab_size,
                 top_k=top_k,
                 mass_threshold=mass_threshold,
+                truncated=truncated,
             )
             packed.append(spread(PackedPolicy.of(policy), scored.unsqueeze(0)))
         return PackedPolicy.cat(packed).to(device).unbind()
@@ -229,7 +239,7 @@ class RolloutAnchor:
         check_sampling(trainer.args)
         if trainer.args.use_vllm:
             # A surrogate that does not read policies needs only the sampled token, which vLLM always returns.
-            reads = trainer.reads_policies or trainer.args.diagnostics_steps
+            reads = trainer.args.reads_policies or trainer.args.diagnostics_steps
             number = min(trainer.args.support_top_k, self._vocab_size) if reads else 0
             allow_log_probs(trainer.vllm_generation, number)
             check_engine(engine_settings(trainer.vllm_generation), number)
@@ -264,6 +274,7 @@ class RolloutAnchor:
             vocab_size=self._vocab_size,
             top_k=self._args.support_top_k,
             mass_threshold=self._args.mass_threshold,
+            truncated=self._args.truncation is not None,
         )
 
 
@@ -282,14 +293,16 @@ def check_rollout_source(args: TrollConfig, *, has_rollout_func: bool, has_tools
 
 
 def check_sampling(args: TrollConfig) -> None:
-    """Raises ValueError on sampling from anything but the policy at its temperature.
+    """Raises ValueError on sampling from anything but the policy at its temperature, or a truncated one.
 
     The engine's log-probs are of the distribution that it samples from, after truncation and penalties, and the trust
-    region would be around that distribution.
+    region would be around that distribution. On a kept set it may be: see `truncated_ratio`.
     """
     options: dict[str, Any] = dict(args.generation_kwargs or {})  # type: ignore[arg-type]
     settings = {name: getattr(args, name) for name in NEUTRAL if hasattr(args, name)} | options
     for name, value in settings.items():
+        if args.truncation is not None and name in ("top_k", "top_p", "min_p"):
+            continue  # the trust region is on the kept set
         if name in NEUTRAL and value not in NEUTRAL[name]:
             raise ValueError(
                 f'anchor="rollout" needs tokens sampled from the policy itself, and {name}={value!r} changes the '

@@ -20,6 +20,7 @@ from troll.trust_region.bounds import BOUNDS, Bound, make_bound
 from troll.trust_region.checks import check_choice
 from troll.trust_region.constraint import CONSTRAINTS, REDUCTIONS, Reduction, Scope
 from troll.trust_region.dual import SOLVERS
+from troll.trust_region.policy.truncation import Truncation
 from troll.trust_region.step import PULLS, TAILS, Pull, Tail
 
 Anchor = Literal["old", "rollout"]
@@ -144,7 +145,8 @@ class TrollConfig(GRPOConfig):
         regression_weight: α, the weight of the pull; with `regression_target`, its initial value.
         regression_target: The mean of the pull's divergence (nats) to which α adapts, as β of "kl_penalty" does to its
             `target`. Default: α is fixed.
-        support_top_k: K, how many tokens of the old policy are kept per position (`top_k` is TRL's, for sampling).
+        support_top_k: K, how many tokens of the old policy are kept per position (`top_k` is TRL's, for sampling). With
+            `truncated_ratio`, all that the sampler kept are.
         mass_threshold: δ: fewer than `support_top_k` are kept where they already cover 1 − δ of the probability mass.
         tail: How the tokens that are not kept count: "bucket" makes them one more outcome with their exact mass;
             "floor" gives each the probability 1e-12, as the paper's code does.
@@ -161,6 +163,9 @@ class TrollConfig(GRPOConfig):
         kl_bound_entropy_exponent: Above 0, ε of each token is scaled by (H/H̄) to this power, within [0.1, 10], where H
             is the old policy's entropy at the token and H̄ its mean over the rollout.
         kl_bound_negative_ratio: The factor by which ε is multiplied where the advantage is negative.
+        truncated_ratio: With truncated sampling (`top_p`, `top_k`, `min_p`), whether ratios and divergences are of both
+            policies on the tokens that the sampler kept, renormalised, as the sampler's policy was. Default: true for
+            surrogates that read policies; the others take TRL's ratio, of the whole policies. See docs/trl.md.
         anchor: The centre of the trust region: "old", the training network when the batch was scored; or "rollout", the
             engine that generated it, whose top-K log-probabilities then replace the scoring pass. "rollout" also
             switches vLLM's importance correction off, which would count the mismatch twice.
@@ -212,6 +217,7 @@ class TrollConfig(GRPOConfig):
     kl_bound_schedule_kwargs: dict[str, Any] | str | None = None
     kl_bound_entropy_exponent: float = 0.0
     kl_bound_negative_ratio: float = 1.0
+    truncated_ratio: bool | None = None
     anchor: Anchor = "old"
     advantage_estimator: str = field(default="group", metadata={"choices": list(ESTIMATORS)})
     kl_in_reward: bool = False
@@ -356,6 +362,11 @@ class TrollConfig(GRPOConfig):
 
     def _check_generation(self) -> None:
         """Checks that the settings of generation go together."""
+        if self.truncation is not None and self.tail == "floor":
+            raise ValueError(
+                "tail='floor' compares whole vocabularies, and ratios are on the tokens that top_p, top_k or min_p "
+                "keep: set tail='bucket', or truncated_ratio=False"
+            )
         if self.rollout_dtype not in ROLLOUT_DTYPES:
             known = " or ".join(repr(name) for name in ROLLOUT_DTYPES if name)
             raise ValueError(f"rollout_dtype must be {known}, got {self.rollout_dtype!r}")
@@ -454,6 +465,26 @@ class TrollConfig(GRPOConfig):
     def critic_settings(self) -> CriticSettings:
         """γ, λ and the critic of "gae"."""
         return parse(CriticSettings, self.critic_kwargs, "critic_kwargs", "the critic")
+
+    @property
+    def reads_policies(self) -> bool:
+        """Whether updates need distributions in addition to the sampled tokens' log-probabilities."""
+        return SURROGATES[self.surrogate].reads_policies(self.own_settings) or self.truncation is not None
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """What the sampler keeps of the policies; None where it keeps all, or ratios are of the whole policies."""
+        wanted = self.truncated_ratio
+        if wanted is None:
+            wanted = SURROGATES[self.surrogate].reads_policies(self.own_settings)
+        settings = vars(self) | dict(self.generation_kwargs or {})  # type: ignore[arg-type]  # was parsed
+        top_k, top_p, min_p = (settings[name] for name in ("top_k", "top_p", "min_p"))
+        kept = Truncation(
+            top_k=0 if top_k in (None, -1) else top_k,
+            top_p=1.0 if top_p is None else top_p,
+            min_p=0.0 if min_p is None else min_p,
+        )
+        return kept if wanted and kept != Truncation() else None
 
     @property
     def penalty_weight(self) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from troll.huggingface.policies import capture_tokens, scatter, spread, targets_of
-from troll.trl.seam import Scores, loss_mask, standing_in
+from troll.trl.seam import Scores, add_metrics, loss_mask, standing_in
 from troll.trust_region.metrics import masked_total
 from troll.trust_region.policy.on_support import sparse_entropy
 from troll.trust_region.policy.packed import PackedPolicy
@@ -31,13 +31,15 @@ class OldPolicy:
         self._reads, self._scores_expected = False, False
         # The policies of a rollout, and the log-probabilities that TRL got with them.
         self._captured: tuple[list[PackedPolicy], Tensor] | None = None
+        # Sampled tokens that the kept sets lacked, and all, (2,).
+        self._added = torch.zeros(2)
         #: Mean entropy per token of the last rollout, in nats.
         self.mean_entropy = 0.0
 
     def start(self) -> None:
         """Begins a rollout, and forgets one that an exception has broken off."""
         trainer, training = self._trainer, self._trainer.model.training
-        reads = trainer.reads_policies or trainer.diagnostics.due(rollout=True)
+        reads = self._args.reads_policies or trainer.diagnostics.due(rollout=True)
         self._captured, self._reads = None, training and reads and not self._args.always_on_policy
         # The policy's scores are the first that TRL asks for; a reference's, of the same model with PEFT, follow.
         self._scores_expected = training and self._args.scores_rollouts and (self._reads or self._anchor is not None)
@@ -73,18 +75,22 @@ class OldPolicy:
         if self._anchor is not None:  # the engine has scored the completions: no pass
             return Scores(ids.new_zeros((len(ids), length), dtype=torch.float32), None, None)
         policies: list[PackedPolicy] = []
+        self._added = torch.zeros(2, device=ids.device)
 
         def capture(labels: Tensor, **inputs: Tensor) -> Scores:
             targets = targets_of(inputs["input_ids"], labels)[:, -length:]
-            captured = capture_tokens(
+            captured, added = capture_tokens(
                 model,
                 targets,
                 temperature=self._trainer.temperature,
                 top_k=self._args.support_top_k,
                 mass_threshold=self._args.mass_threshold,
+                truncation=self._args.truncation,
                 head_in_float32=self._args.cast_lm_head_to_fp32,
                 **inputs,
             )
+            if added is not None:
+                self._added += masked_total(added.float(), torch.ones_like(added))
             # Packed at once: padded, a token takes 12 bytes for each of K slots.
             policies.extend(spread(PackedPolicy.of(captured), targets != -100).unbind())
             return Scores(scatter(captured.log_prob, targets != -100), None, None)
@@ -110,6 +116,9 @@ class OldPolicy:
             self._captured = None
         if not self._reads:
             return rolled_out
+        if self._args.truncation is not None and self._anchor is None:
+            added, tokens = self._trainer.accelerator.reduce(self._added, reduction="sum").tolist()
+            add_metrics(self._trainer, {"sampling/added_fraction": added / max(tokens, 1)})
         if self._args.kl_bound_entropy_exponent:
             entropies = _entropies(policies, loss_mask(rolled_out))
             total, count = self._trainer.accelerator.reduce(entropies, reduction="sum").tolist()

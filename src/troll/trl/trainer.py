@@ -95,8 +95,6 @@ class TrollTrainer(GRPOTrainer):
         checks.refuse_fewer_tokens("reference model", self.ref_model, self)
         self.surrogate = SURROGATES[args.surrogate]
         self._own_settings = args.own_settings
-        #: Whether it needs distributions in addition to the sampled tokens' log-probabilities.
-        self.reads_policies = self.surrogate.reads_policies(self._own_settings)
         # Infinity in the configuration itself would not be valid JSON.
         if "epsilon" not in self.surrogate.fields:
             self.epsilon_low = torch.inf
@@ -212,7 +210,7 @@ class TrollTrainer(GRPOTrainer):
     def _surrogate_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """The parent's loss, in which the surrogate replaces the ratio, drops tokens or adds a penalty."""
         diagnosed = OLD_POLICY in inputs and self.diagnostics.due()
-        reads_policies = diagnosed or (OLD_POLICY in inputs and self.reads_policies)
+        reads_policies = diagnosed or (OLD_POLICY in inputs and self.args.reads_policies)
         if self.surrogate.terms is None and not reads_policies:
             return super()._compute_loss(model, inputs)
 
@@ -241,6 +239,9 @@ class TrollTrainer(GRPOTrainer):
         # Its off-policy mask would read the shifted ones too: it gets the true ones as the sampler's. All else (KL to
         # the reference, metrics) is of the raw ones.
         changed, shifted = {"sampling_per_token_logps": old_log_probs, **inputs}, None
+        if old is not None and new is not None and old.truncated and "ref_per_token_logps" in inputs:
+            # The KL to the reference stays one of the whole policies: both of its terms miss the same log p̃(S).
+            changed["ref_per_token_logps"] = inputs["ref_per_token_logps"] - scatter(new.log_mass, scored)
         penalties = [] if terms.penalty is None else [scatter(terms.penalty, scored)]
         if terms.log_ratio is not None:
             log_ratio = scatter(terms.log_ratio, scored)
@@ -278,7 +279,10 @@ class TrollTrainer(GRPOTrainer):
     def _score(
         self, model: Any, inputs: dict[str, Any], scored: Tensor, at: tuple[Tensor, ...], old: SparsePolicy | None
     ) -> tuple[PolicyOnSupport | None, seam.Scores]:
-        """The new policy at the old one's tokens, (N,), and the scores that the parent would compute."""
+        """The new policy at the old one's tokens, (N,), and the scores that the parent would compute.
+
+        Where the old policy is truncated, the scores are on its tokens, as its own log-probabilities are.
+        """
         if old is None:
             return None, seam.score(self, model, inputs)
         with self.accelerator.autocast():
@@ -296,6 +300,7 @@ class TrollTrainer(GRPOTrainer):
             )
         assert new.entropy is not None
         sampled = new.log_probs.gather(-1, old.slot.unsqueeze(-1)).squeeze(-1)
+        sampled = sampled - new.log_mass if old.truncated else sampled
         return new, seam.Scores(scatter(sampled, scored), scatter(new.entropy, scored), output.aux_loss)
 
     def _token_bounds(self, old: SparsePolicy | None, advantages: Tensor) -> float | Tensor:

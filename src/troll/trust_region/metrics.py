@@ -66,7 +66,8 @@ def step_tally(step: TrustRegionStep, mask: Tensor) -> Tally:
 
     Returns:
         The means `projected_fraction`, `kl_before_mean`, `kl_after_mean` and `regression` over the tokens; `multiplier`
-        (η, the mean over the projected tokens); the maxima `kl_before_max` and `kl_after_max`; and `nonfinite`, the
+        (η, the mean over the projected tokens); where old policies are truncated, `kept_mass`, the mean of the new
+        policy's mass on the kept set; the maxima `kl_before_max` and `kl_after_max`; and `nonfinite`, the
         number of tokens whose logits are no distribution, which are left out of all others.
     """
     counts, dtype = mask.bool(), step.kl_before.dtype
@@ -79,6 +80,8 @@ def step_tally(step: TrustRegionStep, mask: Tensor) -> Tally:
         "multiplier": masked_total(step.multiplier, projected),
         "regression": masked_total(step.regression, finite),
     }
+    if step.kept_log_mass is not None:
+        totals["kept_mass"] = masked_total(step.kept_log_mass.exp(), finite)
     maxima = {
         "kl_before_max": _masked_largest(step.kl_before, finite),
         "kl_after_max": _masked_largest(step.kl_after, finite),

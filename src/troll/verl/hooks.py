@@ -122,7 +122,11 @@ class Capture(Hook):
         """See the parent: the sampled tokens' log p, and the entropy."""
         settings = self.settings
         policy, entropy = capture_with_entropy(
-            source, self.sampled, top_k=settings.top_k, mass_threshold=settings.mass_threshold
+            source,
+            self.sampled,
+            top_k=settings.top_k,
+            mass_threshold=settings.mass_threshold,
+            truncation=settings.truncation,
         )
         whole = dataclasses.replace(
             policy,
@@ -198,6 +202,8 @@ class Update(Hook):
             "trust_region_log_ratio": step.log_ratio,
             "trust_region_regression": step.regression,
         }
+        if step.kept_log_mass is not None:
+            outputs["trust_region_kept_log_mass"] = step.kept_log_mass.detach()
         return outputs if step.entropy is None else outputs | {"entropy": step.entropy}
 
     def _constraint(self, response_mask: Tensor) -> Constraint | None:
@@ -216,10 +222,9 @@ class Update(Hook):
         self, model_output: dict[str, Any], data: TensorDict, dp_group: ProcessGroup | None
     ) -> tuple[Tensor, dict[str, Any]]:
         """The loss of verl, in which the policy term reads the projection."""
-        log_ratio, regression = (
-            no_padding_2_padding(model_output.pop(f"trust_region_{name}"), data) for name in ("log_ratio", "regression")
-        )
-        with projected(ProjectedTokens(log_ratio, regression, self._regression_weight)):
+        names = ["log_ratio", "regression", *(() if self.settings.truncation is None else ("kept_log_mass",))]
+        tokens = {name: no_padding_2_padding(model_output.pop(f"trust_region_{name}"), data) for name in names}
+        with projected(ProjectedTokens(**tokens, regression_weight=self._regression_weight)):
             return self._loss_function(model_output=model_output, data=data, dp_group=dp_group)
 
     @property

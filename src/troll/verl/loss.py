@@ -22,11 +22,13 @@ class ProjectedTokens:
         log_ratio: log q(o)/p(o) of the sampled tokens, differentiable.
         regression: The pull, KL(p̃ ‖ ⌊q⌋) or KL(p ‖ p̃), in nats, differentiable.
         regression_weight: α, the weight of the pull in this update.
+        kept_log_mass: log p̃(S) of the tokens that a truncated rollout kept; 0 where it kept all.
     """
 
     log_ratio: Tensor
     regression: Tensor
     regression_weight: float
+    kept_log_mass: Tensor | float = 0.0
 
 
 # Of the engine's outputs, verl passes only log-probabilities to a policy loss.
@@ -58,7 +60,7 @@ def trust_region_policy_loss(
     verl adds its entropy bonus and its KL to the reference outside, and they act on the network p̃ as usual.
 
     Args:
-        old_log_prob: log p of the sampled tokens, for the metrics.
+        old_log_prob: log p of the sampled tokens, for the metrics; on the kept tokens, where the rollout is truncated.
         log_prob: log p̃ of the sampled tokens, for the metrics.
         advantages: A of each token.
         response_mask: True where a token counts.
@@ -95,4 +97,5 @@ def trust_region_policy_loss(
         loss_agg_mode=loss_agg_mode,
         **config.global_batch_info,
     )
-    return loss, {"actor/ppo_kl": masked_mean(old_log_prob - log_prob, response_mask).detach().item()}
+    kl = masked_mean(old_log_prob - log_prob + tokens.kept_log_mass, response_mask)
+    return loss, {"actor/ppo_kl": kl.detach().item()}

@@ -13,6 +13,7 @@ from troll.trust_region.checks import check_choice, check_positive
 from troll.trust_region.constraint import CONSTRAINTS
 from troll.trust_region.loss import RATIO_LEVELS
 from troll.trust_region.policy.sparse import check_capture
+from troll.trust_region.policy.truncation import Truncation
 from troll.trust_region.step import PULLS, TAILS
 from troll.verl.seam.training import FSDPActorConfig, McoreActorConfig, MegatronEngine, PolicyLossConfig, assign
 
@@ -97,9 +98,20 @@ class TrollPolicyLossConfig(PolicyLossConfig):
         check_choice(f"{_LOSS}.constraint", self.constraint, CONSTRAINTS)
         check_choice(f"{_LOSS}.ratio_level", self.ratio_level, RATIO_LEVELS)
         check_choice(f"{_LOSS}.anchor", self.anchor, ("old", "rollout"))
+        if self.truncation is not None and self.tail == "floor":
+            raise ValueError(
+                f"{_LOSS}.tail=floor compares whole vocabularies, and rollout.top_p or rollout.top_k keeps a part of "
+                f"one: set {_LOSS}.tail=bucket"
+            )
         self._check_trainer()
         if self.anchor == "rollout":
             self._check_rollout()
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """What the rollout keeps of the policy; None where it keeps all."""
+        kept = Truncation(max(self.rollout_top_k, 0), self.rollout_top_p)
+        return None if kept == Truncation() else kept
 
     def _check_trainer(self) -> None:
         if not self.uses_v1_trainer:
@@ -123,7 +135,7 @@ class TrollPolicyLossConfig(PolicyLossConfig):
                 f"{_LOSS}.anchor=rollout takes the place of the old-policy pass: set "
                 "algorithm.rollout_correction.bypass_mode=True and actor_rollout_ref.rollout.calculate_log_probs=True"
             )
-        if self.rollout_top_p < 1 or self.rollout_top_k > 0:
+        if self.truncation is not None:
             raise ValueError(
                 f"{_LOSS}.anchor=rollout takes the rollout's distribution for the old policy, which must "
                 "not be truncated: set actor_rollout_ref.rollout.top_p=1.0 and actor_rollout_ref.rollout.top_k=-1"

@@ -18,7 +18,6 @@ from tests.trust_region import reference
 from tests.trust_region.policy.policies import assert_identical, by_pickle, by_torch
 from troll import PackedPolicy, SparsePolicy, Truncation
 from troll.trust_region.policy.serialized import from_records, to_records
-from troll.trust_region.policy.truncation import truncate
 from troll.trust_region.step import PULLS, common_outcomes
 
 SIZE = 40
@@ -81,7 +80,7 @@ def test_capture_is_renormalised_on_kept_set(truncation):
     assert old.truncated and bool((old.tail_log_prob == -torch.inf).all())
     torch.testing.assert_close(old.log_probs.exp().sum(-1), torch.ones(3, 4, dtype=torch.float64), rtol=0, atol=1e-12)
     for row, ids, log_probs in zip(
-        logits.view(-1, SIZE), old.token_ids.view(-1, SIZE), old.log_probs.view(-1, SIZE), strict=True
+        logits.view(-1, SIZE), old.token_ids.flatten(0, 1), old.log_probs.flatten(0, 1), strict=True
     ):
         kept = reference.kept_set(row.numpy(), **dataclasses.asdict(truncation))
         assert ids[: len(kept)].tolist() == kept and bool((ids[len(kept) :] == -1).all())
@@ -174,17 +173,51 @@ def test_common_outcomes_are_on_the_kept_set():
 def test_sampled_token_outside_the_kept_set_is_added():
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, -9.0]], dtype=torch.float64)
     old = troll.capture(logits, torch.tensor([3]), top_k=5, truncation=Truncation(top_k=2))
-    assert old.token_ids.tolist() == [[0, 1, 3, -1, -1]] and old.slot.tolist() == [2]
+    assert old.token_ids.tolist() == [[0, 1, 3]] and old.slot.tolist() == [2]
     torch.testing.assert_close(old.log_probs[0, :3], logits[0, [0, 1, 3]].log_softmax(-1))
 
 
-def test_a_kept_set_that_may_be_larger_than_the_slots_is_refused():
-    logits = torch.zeros(2, SIZE)
-    with pytest.raises(ValueError, match="keeps more than the policy's 8 tokens at 2 of 2 positions"):
-        troll.capture(logits, torch.zeros(2, dtype=torch.long), top_k=8, truncation=Truncation(top_p=0.9))
-    assert troll.capture(logits, torch.zeros(2, dtype=torch.long), top_k=8, truncation=Truncation(top_k=8)).truncated
-    with pytest.raises(ValueError, match="truncated already"):
-        truncate(captured(random_logits(2), Truncation(top_k=3)), Truncation(top_k=2))
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+@pytest.mark.parametrize("top_k", [1, 3, SIZE])
+def test_capture_finds_kept_set_from_any_number_of_slots(truncation, top_k):
+    logits = random_logits(20, scale=1.0)
+    tokens = sampled_from(logits, truncation)
+    found = troll.capture(logits, tokens, top_k=top_k, truncation=truncation)
+    sets = [reference.kept_set(row, **dataclasses.asdict(truncation)) for row in logits.numpy()]
+    assert found.top_k == max(map(len, sets))
+    for ids, kept in zip(found.token_ids.tolist(), sets, strict=True):
+        assert sorted(token for token in ids if token >= 0) == sorted(kept)
+
+
+@pytest.mark.parametrize("form", ["padded", "packed", "stacked", "records"])
+def test_truncated_policies_of_unequal_slots_are_joined(form):
+    wide, narrow = (captured(random_logits(2, 3), Truncation(top_k=k)).to(torch.float32) for k in (7, 2))
+    if form == "padded":
+        joined = SparsePolicy.cat([narrow, wide])
+    elif form == "packed":
+        joined = PackedPolicy.cat([PackedPolicy.of(narrow), PackedPolicy.of(wide)]).unpack()
+    elif form == "stacked":
+        joined = PackedPolicy.stack([*PackedPolicy.of(narrow).unbind(), *PackedPolicy.of(wide).unbind()]).unpack()
+    else:
+        records = [
+            *to_records(PackedPolicy.of(narrow.view((6,))), [6]),
+            *to_records(PackedPolicy.of(wide.view((6,))), [6]),
+        ]
+        joined = from_records(records).unpack().view((4, 3))
+    assert joined.top_k == 7
+    assert_identical(joined[2:], wide)
+    assert torch.equal(joined.token_ids[:2, :, :2], narrow.token_ids) and bool(
+        (joined.token_ids[:2, :, 2:] == -1).all()
+    )
+    assert torch.equal(joined.log_probs[:2, :, :2], narrow.log_probs)
+    assert torch.equal(joined.log_prob[:2], narrow.log_prob)
+
+
+def test_policy_read_at_too_few_tokens_is_refused():
+    logits, tokens = random_logits(4), torch.zeros(4, dtype=torch.long)
+    few = troll.log_probs_at(logits, torch.arange(6).expand(4, 6))
+    with pytest.raises(ValueError, match="source must hold all tokens that the sampler keeps, and was read at fewer"):
+        troll.capture(few, tokens, truncation=Truncation(top_p=0.9))
 
 
 def test_floor_is_refused():
@@ -226,12 +259,13 @@ def test_truncated_policies_survive_packing_records_files_and_joining(truncation
 def test_capture_top_takes_an_engine_s_kept_set():
     logits, truncation = random_logits(6), Truncation(top_p=0.8)
     expected = captured(logits, truncation)
-    entries = expected.log_probs[:, :30].clone()
-    ids = torch.where(expected.used[:, :30], expected.token_ids[:, :30], torch.arange(30).expand(6, 30) + 10**6)
-    ids = torch.where(ids >= 10**6, -1, ids)
+    ids, entries = expected.token_ids, expected.log_probs
     tokens = expected.token_ids.gather(-1, expected.slot[:, None]).squeeze(-1)
     found = troll.capture_top(ids, entries, tokens, expected.log_prob, SIZE, top_k=SIZE, truncated=True)
     assert found.truncated
+    found = dataclasses.replace(
+        found, token_ids=found.token_ids[:, : expected.top_k], log_probs=found.log_probs[:, : expected.top_k]
+    )
     for name in ("token_ids", "log_probs", "tail_log_prob", "slot"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match=r"all that the sampler could draw, at most top_k=40 tokens"):

@@ -28,8 +28,8 @@ class ScoredTokens:
     """The scored tokens of a micro-batch, each (N,), in both policies.
 
     Attributes:
-        new_log_probs: log p̃(o) of the sampled tokens, raw and differentiable.
-        old_log_probs: log p(o) of the sampled tokens, raw.
+        new_log_probs: log p̃(o) of the sampled tokens, raw and differentiable; with `truncated_ratio`, of p̃(o)/p̃(S).
+        old_log_probs: log p(o) of the sampled tokens, raw; with `truncated_ratio`, of p(o)/p(S).
         advantages: A of the tokens.
         kl_bound: ε in nats, a float or (N,).
         penalty_weight: The weight of the surrogate's divergence for this update: α of a pull, β of a KL penalty.

@@ -214,7 +214,8 @@ def _joined(policies: Sequence[PackedPolicy], join: Callable[[list[Tensor]], Ten
         name: join([getattr(policy, name) for policy in policies]) for name in ("counts", "tail_log_prob", "slot")
     }
     slots = {name: torch.cat([getattr(policy, name) for policy in policies]) for name in ("token_ids", "log_probs")}
-    return dataclasses.replace(policies[0], **slots, **positions)  # type: ignore[arg-type]
+    top_k = max(policy.top_k for policy in policies)
+    return dataclasses.replace(policies[0], **slots, **positions, top_k=top_k)  # type: ignore[arg-type]
 
 
 def _check_same(policies: Sequence[PackedPolicy], shapes: Sequence[Sequence[object]]) -> None:

@@ -116,8 +116,9 @@ def from_records(records: Sequence[Tensor]) -> PackedPolicy:
     thresholds = [struct.unpack("<d", struct.pack("<2i", *header[6:8]))[0] for header in known]
     mass_threshold = shared("records", "mass_threshold", thresholds)
     vocab_size = shared("records", "vocab_size", [header[5] for header in known])
-    top_k = shared("records", "top_k", [header[4] for header in known])
     truncated = bool(shared("records", "truncated", [header[10] for header in known]))
+    slots = [header[4] for header in known]
+    top_k = max(slots) if truncated else shared("records", "top_k", slots)
 
     parts = flat.split([size for header in known for size in (HEADER, *[header[2]] * 3, *[header[3]] * 2)])
     counts, tail_log_prob, slot, token_ids, log_probs = (torch.cat(parts[first::6]) for first in range(1, 6))

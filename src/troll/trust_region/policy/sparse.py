@@ -85,7 +85,7 @@ class SparsePolicy:
 
     @staticmethod
     def cat(policies: Sequence[SparsePolicy], dim: int = 0) -> SparsePolicy:
-        """Concatenates along a dimension of the token positions.
+        """Concatenates along a dimension of the token positions; truncated policies of fewer slots get unused ones.
 
         Raises:
             ValueError: If there is nothing to concatenate, the policies were captured differently, or there is no such
@@ -95,6 +95,8 @@ class SparsePolicy:
         dims = len(policies[0].shape)
         if not -dims <= dim < dims:
             raise ValueError(f"dim must be a dimension of the token positions, in [{-dims}, {dims}), got {dim}")
+        slots = max(policy.top_k for policy in policies)
+        policies = [policy._widened(slots) for policy in policies]
         tensors: dict[str, Any] = {
             name: torch.cat([getattr(policy, name) for policy in policies], dim % dims)
             for name, value in vars(policies[0]).items()
@@ -107,6 +109,14 @@ class SparsePolicy:
         if tuple(self.shape) != tuple(shape):
             raise ValueError(f"old must hold the positions {shape_text(shape)}, got {shape_text(self.shape)}")
 
+    def _widened(self, slots: int) -> SparsePolicy:
+        if slots == self.top_k:
+            return self
+        unused = (0, slots - self.top_k)
+        token_ids = torch.nn.functional.pad(self.token_ids, unused, value=-1)
+        log_probs = torch.nn.functional.pad(self.log_probs, unused, value=-torch.inf)
+        return dataclasses.replace(self, token_ids=token_ids, log_probs=log_probs)
+
     def _each(self, change: Callable[[Tensor], Any]) -> SparsePolicy:
         """Applies `change` to every tensor; the dimensions after the token positions are slots."""
         return dataclasses.replace(
@@ -117,13 +127,15 @@ class SparsePolicy:
 def check_alike(policies: Sequence[Any], **others: Sequence[object]) -> None:
     """Raises ValueError, naming what differs, unless there are policies and all were captured alike.
 
+    The slots of truncated policies may differ in number: each capture takes as many as its largest kept set needs.
+
     Args:
         policies: Policies of either form.
         **others: What else must be the same for all, by name: a value for each policy.
     """
     if not policies:
         raise ValueError("policies must hold at least one policy, got none")
-    names = ("mass_threshold", "vocab_size", "top_k", "truncated")
+    names = ("truncated", "mass_threshold", "vocab_size", *(() if policies[0].truncated else ("top_k",)))
     captures = {name: [getattr(policy, name) for policy in policies] for name in names}
     for name, values in (captures | others).items():
         shared("policies", name, values)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -73,37 +74,42 @@ class Truncation:
 
 
 @torch.no_grad()
-def truncate(policy: SparsePolicy, truncation: Truncation) -> SparsePolicy:
+def capture_kept(
+    capture_largest: Callable[[int], SparsePolicy], top_k: int, truncation: Truncation
+) -> tuple[SparsePolicy, Tensor]:
     """The policy from which a sampler drew: on its kept set and renormalised, without a tail.
 
-    The sampled token always belongs to the kept set. One that rounding or ties left outside is added.
+    The sampled token always belongs to the kept set. One that rounding or ties left outside is added. The policy has
+    as many slots as the largest kept set needs. It waits for the device.
 
     Args:
-        policy: At token positions (...), as `capture` makes it with `mass_threshold=0`, so that all tokens that may be
-            kept have slots.
+        capture_largest: Captures as many tokens as it is told to, with `mass_threshold=0`.
+        top_k: The slots of the first attempt; where they do not hold the kept set, the next has four times as many.
         truncation: What the sampler keeps.
 
+    Returns:
+        The policy, at token positions (...); and where the sampled token was added, (...) bool.
+
     Raises:
-        ValueError: If the kept set may be larger than the policy's K slots at some position, or the policy is truncated
-            already. It waits for the device.
+        ValueError: If a policy that was read at some tokens only lacks others that the sampler keeps.
     """
-    if policy.truncated:
-        raise ValueError("policy must be over the whole vocabulary, got one that is truncated already")
+    # One slot may hold a sampled token that is less likely than others outside, and one more shows that there is room.
+    policy = capture_largest(max(top_k, truncation.top_k + 2))
+    while not _fits(policy, truncation):
+        larger = capture_largest(4 * policy.top_k)
+        if larger.used.sum() == policy.used.sum():
+            raise ValueError("source must hold all tokens that the sampler keeps, and was read at fewer")
+        policy = larger
     kept = truncation.kept(policy)
-    if not 0 < truncation.top_k <= policy.top_k:
-        # The last slot may hold a sampled token that is less likely than others outside the slots.
-        full = kept[..., : max(policy.top_k - 1, 1)].all(-1) & (policy.tail_log_prob > -torch.inf)
-        if bool(full.any()):
-            raise ValueError(
-                f"truncation keeps more than the policy's {policy.top_k} tokens at {int(full.sum())} of {full.numel()} "
-                "positions: capture with a larger top_k, or sample with a smaller top_p or top_k"
-            )
-    kept = kept | (torch.arange(policy.top_k, device=kept.device) == policy.slot.unsqueeze(-1))
+    sampled = torch.arange(policy.top_k, device=kept.device) == policy.slot.unsqueeze(-1)
+    added, kept = (sampled & ~kept).any(-1), kept | sampled
     order = (~kept).to(torch.uint8).argsort(dim=-1, stable=True)
     token_ids, log_probs, used = (x.gather(-1, order) for x in (policy.token_ids, policy.log_probs, kept))
+    slots = max(1, int(used.flatten(0, -2).any(0).sum()))
+    token_ids, log_probs, used = (x[..., :slots] for x in (token_ids, log_probs, used))
     # Rows that are no distribution stay NaN.
     log_probs = torch.log_softmax(log_probs.masked_fill(~used, -torch.inf), -1).masked_fill(~used, -torch.inf)
-    return dataclasses.replace(
+    truncated = dataclasses.replace(
         policy,
         token_ids=token_ids.masked_fill(~used, -1),
         log_probs=log_probs,
@@ -111,3 +117,10 @@ def truncate(policy: SparsePolicy, truncation: Truncation) -> SparsePolicy:
         slot=kept.cumsum(-1).gather(-1, policy.slot.unsqueeze(-1)).squeeze(-1) - 1,
         truncated=True,
     )
+    return truncated, added
+
+
+def _fits(policy: SparsePolicy, truncation: Truncation) -> bool:
+    """Whether a policy's slots hold all that a sampler keeps: two of them are left over, or nothing is outside."""
+    full = truncation.kept(policy).sum(-1) >= policy.used.sum(-1) - 1
+    return not bool((full & (policy.tail_log_prob > -torch.inf)).any())

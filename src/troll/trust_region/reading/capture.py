@@ -10,7 +10,7 @@ from troll.trust_region.kernels import MAX_SELECTED
 from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.policy.sparse import SparsePolicy, check_capture
 from troll.trust_region.policy.top import Top, largest_of_policy, policy_from_top
-from troll.trust_region.policy.truncation import Truncation, truncate
+from troll.trust_region.policy.truncation import Truncation, capture_kept
 from troll.trust_region.probabilities import float_dtype
 from troll.trust_region.reading.logits import Logits
 from troll.trust_region.reading.source import LogitsSource
@@ -40,26 +40,43 @@ def capture(
         top_k: K, the tokens to keep at most, at least 1; V if it is larger than V.
         mass_threshold: δ in [0, 1); 0 always keeps K tokens.
         truncation: What the sampler kept of the distribution, if not all: the policy is then on that set, renormalised
-            and without a tail, and δ does not count. See [Truncation][troll.Truncation].
+            and without a tail. Neither K nor δ counts: it has as many slots as the largest kept set, to find which a
+            GPU is waited for. See [Truncation][troll.Truncation].
 
     Raises:
         ValueError: If a shape or dtype is wrong, an id is outside the vocabulary, a parameter is out of its range,
-            slices of the vocabulary differ in size, or the sampler keeps more than K tokens somewhere.
+            slices of the vocabulary differ in size, or a policy that has been read lacks tokens that the sampler keeps.
     """
     source = Logits(source) if isinstance(source, Tensor) else source
     if truncation is None:
         return _captured(source, token_ids, top_k, mass_threshold, entropy=False)[0]
-    return truncate(_captured(source, token_ids, top_k, 0.0, entropy=False)[0], truncation)
+    return capture_kept(lambda k: _captured(source, token_ids, k, 0.0, entropy=False)[0], top_k, truncation)[0]
 
 
 def capture_with_entropy(
-    source: LogitsSource, token_ids: Tensor, *, top_k: int, mass_threshold: float
+    source: LogitsSource,
+    token_ids: Tensor,
+    *,
+    top_k: int,
+    mass_threshold: float,
+    truncation: Truncation | None = None,
 ) -> tuple[SparsePolicy, Tensor]:
     """[capture][troll.capture], and the entropy over the whole vocabulary, (...), in nats, in the same pass.
 
     Arguments and errors are those of `capture`, except that the source is not a policy that has been read.
     """
-    old, entropy = _captured(source, token_ids, top_k, mass_threshold, entropy=True)
+    entropy: Tensor | None = None
+
+    def largest(k: int, threshold: float = 0.0) -> SparsePolicy:
+        nonlocal entropy
+        policy, found = _captured(source, token_ids, k, threshold, entropy=entropy is None)
+        entropy = found if entropy is None else entropy
+        return policy
+
+    if truncation is None:
+        old = largest(top_k, mass_threshold)
+    else:
+        old, _ = capture_kept(largest, top_k, truncation)
     assert entropy is not None
     return old, entropy
 

@@ -1,0 +1,264 @@
+"""Truncated sampling: ratio, trust region and pull on the tokens that the sampler kept, against dense float64."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tolerance import within
+from tests.trl import dense
+from tests.trl.engine import Engine, RolloutFunc
+from tests.trl.tiny import (
+    LOG_PROB_ERROR,
+    assert_same_gradients,
+    gradients,
+    logged,
+    loss_and_gradients,
+    move,
+    rolled_out,
+    rollout,
+)
+from tests.trust_region import reference
+from troll.trl import TrollConfig
+from troll.trl.surrogates import SURROGATES
+from troll.trl.trainer import OLD_POLICY
+
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "top-p": {"top_p": 0.8},
+    "top-k": {"top_k": 5},
+    "min-p": {"min_p": 0.1},
+    "all three": {"top_k": 9, "top_p": 0.9, "min_p": 0.02},
+}
+
+
+def kept_tokens(old: Tensor, args: TrollConfig) -> list[list[list[int]]]:
+    """The tokens that the sampler keeps of (B, T, V) old logits, which have the temperature in them."""
+    return [
+        [reference.kept_set(row.numpy(), args.top_k, args.top_p, args.min_p or 0.0) for row in rows] for rows in old
+    ]
+
+
+def restricted_log_probs(logits: Tensor, kept: list[list[list[int]]], inputs: dict[str, Any]) -> list[list[Tensor]]:
+    """log p(o)/p(S) of the scored tokens of each sequence."""
+    scored = dense.scored_mask(inputs)
+    return [
+        [
+            logits[b, t][kept[b][t]].log_softmax(-1)[kept[b][t].index(int(inputs["completion_ids"][b, t]))]
+            for t in range(logits.shape[1])
+            if bool(scored[b, t])
+        ]
+        for b in range(len(logits))
+    ]
+
+
+class Moved:
+    """A rollout with truncated sampling, and a network that has moved since, next to a copy of itself.
+
+    Attributes:
+        trainer: The trainer.
+        model: The copy, with the weights after the move.
+        batches: Inputs, old logits and kept tokens of each micro-batch.
+    """
+
+    def __init__(self, make: Any, scale: float = 0.1, **settings: Any) -> None:
+        self.trainer = make(**settings)
+        args = self.trainer.args
+        self.model = make.model()
+        self.batches = []
+        for inputs in rollout(self.trainer):
+            with torch.no_grad():
+                old = dense.completion_logits(self.model, inputs, args.temperature)
+            self.batches.append((inputs, old, kept_tokens(old, args)))
+        move(self.trainer.model, scale)
+        self.model.load_state_dict(self.trainer.model.state_dict())
+
+    def logits(self, inputs: dict[str, Any]) -> Tensor:
+        """The copy's, (B, T, V), differentiable."""
+        return dense.completion_logits(self.model, inputs, self.trainer.args.temperature)
+
+    def assert_loss(self, inputs: dict[str, Any], expected: Tensor) -> None:
+        """The trainer's loss of a micro-batch and its gradient are these."""
+        loss, found = loss_and_gradients(self.trainer, inputs)
+        self.model.zero_grad()
+        expected.backward()
+        assert loss == pytest.approx(expected.item(), rel=2e-5, abs=2e-6)
+        assert_same_gradients(found, gradients(self.model), tolerance=LOG_PROB_ERROR)
+
+
+@pytest.mark.parametrize("pull", ["projection", "proximal"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_loss_is_the_dense_one_on_the_kept_tokens(make, sampler, pull):
+    moved = Moved(make, kl_bound=0.02, pull=pull, temperature=0.8, support_top_k=4, **SAMPLERS[sampler])
+    everything = copy.copy(moved.trainer.args)
+    everything.support_top_k, everything.mass_threshold = 48, 0.0
+    projected = 0
+    for inputs, old, kept in moved.batches:
+        new, scored = moved.logits(inputs), dense.scored_mask(inputs)
+        rows = [
+            [
+                dense.token(
+                    new[b, t][kept[b][t]],
+                    old[b, t][kept[b][t]],
+                    kept[b][t].index(int(inputs["completion_ids"][b, t])),
+                    everything,
+                )
+                for t in range(new.shape[1])
+                if bool(scored[b, t])
+            ]
+            for b in range(len(new))
+        ]
+        moved.assert_loss(inputs, dense.loss(rows, inputs, everything))
+        projected += sum(one.multiplier > 0 for row in rows for one in row)
+    assert projected > 0
+    assert float(moved.trainer.monitor.tally.totals["projected_fraction"][0]) == projected
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_clip_takes_the_kept_tokens_ratio_by_a_switch(make, sampler):
+    moved = Moved(make, surrogate="clip", truncated_ratio=True, loss_type="bnpo", **SAMPLERS[sampler])
+    for inputs, old, kept in moved.batches:
+        new = restricted_log_probs(moved.logits(inputs), kept, inputs)
+        old_ones = restricted_log_probs(old, kept, inputs)
+        values = []
+        for row, old_row, advantage in zip(new, old_ones, inputs["advantages"].double(), strict=True):
+            for one, other in zip(row, old_row, strict=True):
+                ratio = (one - other).exp()
+                values.append(-torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+        moved.assert_loss(inputs, torch.stack(values).mean())
+
+
+def test_clip_takes_the_whole_policies_ratio_by_default(make):
+    ours = make(surrogate="clip", top_p=0.8)
+    assert OLD_POLICY not in rolled_out(ours)
+    assert ours.args.truncation is None and not ours.args.reads_policies
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_equal_policies_have_ratio_one_with_every_surrogate(make, surrogate):
+    trainer = make(surrogate=surrogate, truncated_ratio=True, top_p=0.8)
+    inputs = rollout(trainer)[0]
+    seen = []
+    terms = trainer.surrogate.terms
+
+    def spy(tokens: Any, *rest: Any) -> Any:
+        seen.append(tokens)
+        return terms(tokens, *rest)
+
+    if terms is not None:
+        object.__setattr__(trainer.surrogate, "terms", spy)
+    try:
+        loss_and_gradients(trainer, inputs)
+    finally:
+        if terms is not None:
+            object.__setattr__(trainer.surrogate, "terms", terms)
+    for tokens in seen:
+        assert float(tokens.log_ratio.detach().abs().max()) <= within(LOG_PROB_ERROR)
+    assert float(trainer.monitor.tally.maxima["kl_before_max"]) <= within(1e-6)
+    old = make.model()
+    raw = dense.completion_log_probs(old, inputs)[dense.scored_mask(inputs)]
+    kept = inputs["old_per_token_logps"][dense.scored_mask(inputs)]
+    assert bool((kept >= raw - within(LOG_PROB_ERROR)).all()) and float((kept - raw).mean()) > 0.05
+
+
+@pytest.mark.parametrize("surrogate", ["troll", "clip", "cispo"])
+def test_reference_kl_is_of_the_whole_policies(make, surrogate):
+    settings = {"surrogate": surrogate, "truncated_ratio": True, "use_bias_correction_kl": False, "top_p": 0.8}
+    moved = Moved(make, beta=0.5, **settings)
+    inputs, _, _ = moved.batches[0]
+    loss, found = loss_and_gradients(moved.trainer, inputs)
+    moved.trainer.beta = 0.0
+    plain, plain_found = loss_and_gradients(moved.trainer, inputs)
+    log_ratio = inputs["ref_per_token_logps"].double() - dense.completion_log_probs(moved.model, inputs)
+    kl = 0.5 * (log_ratio.exp() - log_ratio - 1)
+    rows = [list(row[mask]) for row, mask in zip(kl, dense.scored_mask(inputs), strict=True)]
+    expected = dense.aggregate(rows, inputs, moved.trainer.args)
+    expected.backward()
+    assert loss - plain == pytest.approx(expected.item(), rel=1e-4, abs=2e-6)
+    differences = {name: found[name] - plain_found[name] for name in found}
+    assert_same_gradients(differences, gradients(moved.model), tolerance=10 * LOG_PROB_ERROR)
+
+
+def test_off_policy_mask_compares_the_truncated_policies(make, monkeypatch):
+    moved = Moved(make, off_policy_mask_threshold=0.1, top_p=0.8)
+    seen: list[dict[str, Any]] = []
+    original = moved.trainer.get_off_policy_mask
+
+    def spy(**arguments: Any) -> Tensor:
+        seen.append(arguments)
+        return original(**arguments)
+
+    monkeypatch.setattr(moved.trainer, "get_off_policy_mask", spy)
+    inputs, old, kept = moved.batches[0]
+    loss_and_gradients(moved.trainer, inputs)
+    found = (seen[0]["sampling_per_token_logps"] - seen[0]["per_token_logps"])[dense.scored_mask(inputs)]
+    with torch.no_grad():
+        new = restricted_log_probs(moved.logits(inputs), kept, inputs)
+    expected = [
+        other - one
+        for row, old_row in zip(new, restricted_log_probs(old, kept, inputs), strict=True)
+        for one, other in zip(row, old_row, strict=True)
+    ]
+    torch.testing.assert_close(found.double(), torch.stack(expected), rtol=0, atol=within(LOG_PROB_ERROR))
+
+
+def test_training_logs_the_kept_mass_and_no_added_tokens(make):
+    trainer = make(top_p=0.8, max_steps=4)
+    trainer.train()
+    masses = logged(trainer, "trust_region/kept_mass")
+    assert len(masses) == 4 and all(0.5 < mass < 1 for mass in masses)
+    assert logged(trainer, "trust_region/tail_mass") == [0.0] * 4
+    # Sampling in batches may round a token over the edge of the kept set; not several.
+    assert max(logged(trainer, "sampling/added_fraction")) <= 0.05
+    assert "trust_region/kept_mass" not in make(max_steps=1).train().metrics
+
+
+@pytest.mark.parametrize("top_k", [3, 8])
+def test_engine_reports_the_kept_tokens_as_the_anchor(make, top_k):
+    settings: dict[str, Any] = {"top_k": top_k, "support_top_k": 8, "kl_bound": 0.02}
+    histories = []
+    for anchor in ("rollout", "old"):
+        trainer = make(
+            rollout_func=RolloutFunc(Engine(top_k=top_k)),
+            anchor=anchor,
+            vllm_importance_sampling_correction=False,
+            **settings,
+        )
+        torch.manual_seed(0)
+        trainer.train()
+        histories.append(trainer.state.log_history[:-1])
+    for one, other in zip(*histories, strict=True):
+        assert one.get("reward") == other.get("reward"), "the rollouts differ"
+        for name in ("loss", "grad_norm", "trust_region/kl_before_mean", "trust_region/kl_after_max"):
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+        assert one["trust_region/support_size"] == top_k
+
+
+def test_engine_that_keeps_more_than_it_reports_is_refused(make):
+    trainer = make(rollout_func=RolloutFunc(Engine(top_k=20)), anchor="rollout", top_k=20, support_top_k=8)
+    with pytest.raises(ValueError, match="log_probs must be all that the sampler could draw, at most top_k=8"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"top_p": 0.9, "tail": "floor"}, "set tail='bucket', or truncated_ratio=False"),
+        ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
+        ({"generation_kwargs": {"min_p": -1.0}}, r"min_p must be in \[0, 1\], got -1.0"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(make, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(**settings)
+
+
+def test_truncation_follows_the_sampler_and_the_surrogate(make):
+    assert make(top_k=-1, top_p=1.0, min_p=0.0).args.truncation is None
+    assert make(top_p=0.9, truncated_ratio=False).args.truncation is None
+    found = make(top_p=0.9, generation_kwargs={"top_k": 7, "top_p": 0.5}).args.truncation
+    assert (found.top_k, found.top_p, found.min_p) == (7, 0.5, 0.0)
