@@ -104,7 +104,12 @@ class Monitor:
             projected, tokens = tally.totals["projected_fraction"].tolist()
             self._watch_projections(projected, tokens, global_step)
         message = support_too_small(metrics["tail_mass"], top_k=self._args.support_top_k, setting="support_top_k")
-        if message is not None and not self._warned_of_coverage and self._accelerator.is_main_process:
+        if (
+            self._args.truncation is None
+            and message is not None
+            and not self._warned_of_coverage
+            and self._accelerator.is_main_process
+        ):
             self._warned_of_coverage = True
             warnings.warn(message, stacklevel=2)
         return {f"trust_region/{name}": value for name, value in metrics.items()}

@@ -19,6 +19,7 @@ from troll.trust_region.dual import SOLVERS
 from troll.trust_region.kernels import use_triton
 from troll.trust_region.policy.on_support import PolicyOnSupport, present_outcomes
 from troll.trust_region.policy.sparse import SparsePolicy
+from troll.trust_region.policy.truncation import kept_or_not
 from troll.trust_region.probabilities import LOG_FLOOR, as_float, divergence, floored
 from troll.trust_region.projection import CommonOutcomes, TokenProjection, project_tokens
 from troll.trust_region.reading.capture import union_support
@@ -42,6 +43,7 @@ class TrustRegionStep:
     Attributes:
         log_ratio: log q(o)/p(o) of the sampled token, differentiable; log p̃(o)/p(o) where not projected.
         regression: The pull, differentiable: KL(p̃ ‖ ⌊q⌋), 0 where not projected; or, if it is proximal, KL(p ‖ p̃).
+            Where the old policy is truncated, that on the kept set, and that of the kept set's mass.
         log_prob: log p̃(o) of the sampled token, by the network itself, differentiable.
         kl_before: KL(p̃ ‖ p). Where the logits are no distribution it is NaN, like all others except `projected`.
         kl_after: KL(q ‖ p): ε where projected, to the solver's precision. Where tokens share a constraint, the
@@ -50,8 +52,8 @@ class TrustRegionStep:
         projected: bool, true where q differs from p̃.
         entropy: The entropy of p̃ over the whole vocabulary, differentiable; None unless the source was read with it.
             Where the old policy is truncated, that of the new policy on the kept set.
-        kept_log_mass: log p̃(S), the new policy's mass on the kept set, differentiable, which nothing else bounds; None
-            unless the old policy is truncated.
+        kept_log_mass: log p̃(S), the new policy's mass on the kept set, differentiable; None unless the old policy is
+            truncated.
     """
 
     log_ratio: Tensor
@@ -81,7 +83,8 @@ def trust_region_step(
     Use `step.log_ratio` where a trainer would use the difference of log-probabilities, switch the clip off, and add
     `regression_weight * step.regression`; [troll_loss][troll.troll_loss] does all three.
 
-    Where the old policy is truncated, both are restricted to its tokens and renormalised, as the sampler's was.
+    Where the old policy is truncated, both are restricted to its tokens and renormalised, as the sampler's was. Their
+    mass is held by the pull only, as if these tokens and all others were two outcomes with a bound of their own.
 
     With `tail="bucket"`, the ratio of a projected token is `τ s_o − A(τ)`, where τ and A come from the floored and
     renormalised outcomes, and s_o from both policies' raw log-probabilities: so it is continuous at KL = ε, even for a
@@ -117,11 +120,15 @@ def trust_region_step(
         new = read(new, _tokens_to_read(new, old, tail), entropy=entropy)
     old = on_tokens_of(new, old, tail)
     if old.truncated:
-        kept, log_mass = dataclasses.replace(old, truncated=False), new.log_mass
-        step = trust_region_step(
-            new.without_tail(), kept, kl_bound, tail=tail, solver=solver, constraint=constraint, pull=pull
+        kept, log_mass = dataclasses.replace(old, tail_log_prob=old.tail, truncated=False), new.log_mass
+        step = trust_region_step(new.without_tail(), kept, kl_bound, solver=solver, constraint=constraint, pull=pull)
+        of_mass = trust_region_step(*kept_or_not(new, old), kl_bound, solver=solver, pull=pull)
+        return dataclasses.replace(
+            step,
+            regression=step.regression + of_mass.regression,
+            log_prob=step.log_prob + log_mass,
+            kept_log_mass=log_mass,
         )
-        return dataclasses.replace(step, log_prob=step.log_prob + log_mass, kept_log_mass=log_mass)
     # The Triton program solves for one token at a time, without a constraint.
     if constraint is None and solver == "newton" and use_triton(new.logits, new.logits.shape[-1] + 1):
         from troll.trust_region import step_triton

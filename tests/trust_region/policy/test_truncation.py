@@ -77,13 +77,16 @@ def test_truncation_keeps_what_transformers_keeps(sixteenths, top_k, top_p, min_
 def test_capture_is_renormalised_on_kept_set(truncation):
     logits = random_logits(3, 4)
     old = captured(logits, truncation)
-    assert old.truncated and bool((old.tail_log_prob == -torch.inf).all())
+    assert old.truncated and bool((old.outcomes[..., -1] == -torch.inf).all())
     torch.testing.assert_close(old.log_probs.exp().sum(-1), torch.ones(3, 4, dtype=torch.float64), rtol=0, atol=1e-12)
-    for row, ids, log_probs in zip(
-        logits.view(-1, SIZE), old.token_ids.flatten(0, 1), old.log_probs.flatten(0, 1), strict=True
+    slots = old.view((12,))
+    for row, ids, log_probs, cut in zip(
+        logits.view(-1, SIZE), slots.token_ids, slots.log_probs, slots.tail_log_prob, strict=True
     ):
         kept = reference.kept_set(row.numpy(), **dataclasses.asdict(truncation))
         assert ids[: len(kept)].tolist() == kept and bool((ids[len(kept) :] == -1).all())
+        whole = reference.log_softmax(row.numpy())
+        np.testing.assert_allclose(1 - np.exp(cut.item()), np.exp(whole[kept]).sum(), rtol=0, atol=1e-12)
         expected = reference.log_softmax(row.numpy()[kept])
         np.testing.assert_allclose(log_probs[: len(kept)].numpy(), expected, rtol=0, atol=1e-12)
 
@@ -102,6 +105,18 @@ def test_equal_policies_have_ratio_one_and_the_sampler_s_ratio_is_not_the_raw_on
     assert step.kept_log_mass is not None
     kept = old.used.sum(-1) < SIZE
     assert bool((step.kept_log_mass[kept] < 0).all())
+
+
+def masses(before: np.ndarray, after: np.ndarray, inside: np.ndarray, pull: Any) -> reference.StepRow:
+    """The reference's step on two outcomes: the kept tokens, where `inside` is true, and all others."""
+    old, new = (
+        np.array([reference.log_sum_exp(reference.log_softmax(row)[part]) for part in (inside, ~inside)])
+        for row in (before, after)
+    )
+    two = reference.OldRow(
+        ids=[0, 1], log_probs=old, tail_log_prob=-np.inf, slot=0, size=2, mass_threshold=0.0, vocabulary=2
+    )
+    return reference.step(new, two, 0.02, "bucket", pull)
 
 
 @pytest.mark.parametrize("pull", PULLS)
@@ -128,15 +143,20 @@ def test_step_is_that_of_the_reference_on_the_kept_set(truncation, pull):
         )
         row = after[i].detach().numpy()
         expected = reference.step(row[kept], own, 0.02, "bucket", pull)
-        for name in ("log_ratio", "regression", "kl_before", "kl_after", "multiplier", "projected"):
+        for name in ("log_ratio", "kl_before", "kl_after", "multiplier", "projected"):
             assert getattr(step, name)[i].item() == pytest.approx(getattr(expected, name), abs=1e-9), name
-        log_probs = reference.log_softmax(row)
+        log_probs, inside = reference.log_softmax(row), np.isin(np.arange(SIZE), kept)
         mass = reference.log_sum_exp(log_probs[kept])
+        of_mass = masses(before[i].numpy(), row, inside, pull)
+        assert step.regression[i].item() == pytest.approx(expected.regression + of_mass.regression, abs=1e-9)
         assert step.kept_log_mass[i].item() == pytest.approx(mass, abs=1e-12)
         assert step.log_prob[i].item() == pytest.approx(log_probs[kept[own.slot]], abs=1e-12)
         gradient = -3 * np.exp(log_probs)
         gradient[kept] += expected.log_ratio_gradient + 2 * expected.regression_gradient
         gradient[kept] += 3 * np.exp(log_probs[kept] - mass)
+        for outcome, part in enumerate((inside, ~inside)):
+            within_part = np.where(part, np.exp(log_probs - reference.log_sum_exp(log_probs[part])), 0.0)
+            gradient += 2 * of_mass.regression_gradient[outcome] * (within_part - np.exp(log_probs))
         np.testing.assert_allclose(after.grad[i].numpy(), gradient, rtol=0, atol=1e-8)
 
 
@@ -266,8 +286,15 @@ def test_capture_top_takes_an_engine_s_kept_set():
     found = dataclasses.replace(
         found, token_ids=found.token_ids[:, : expected.top_k], log_probs=found.log_probs[:, : expected.top_k]
     )
-    for name in ("token_ids", "log_probs", "tail_log_prob", "slot"):
+    for name in ("token_ids", "log_probs", "slot"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-12)
+    # It does not say how much the sampler cut, so the pull has no part of it.
+    assert bool((found.tail_log_prob == -torch.inf).all())
+    new = troll.log_probs_at(random_logits(6, seed=1), found.token_ids)
+    on_kept = dataclasses.replace(found, truncated=False)
+    assert torch.equal(
+        troll.trust_region_step(new, found).regression, troll.trust_region_step(new.without_tail(), on_kept).regression
+    )
     with pytest.raises(ValueError, match=r"all that the sampler could draw, at most top_k=40 tokens"):
         troll.capture_top(ids[:, :1], entries[:, :1], tokens, expected.log_prob - 9, SIZE, top_k=SIZE, truncated=True)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from troll.trl.own_settings import number
 from troll.trl.surrogates.terms import ConfigFields, NoSettings, ScoredTokens, Terms
+from troll.trust_region.policy.truncation import kept_or_not
 from troll.trust_region.probabilities import divergence, floored
 from troll.trust_region.step import common_outcomes, pull_to_old, trust_region_step
 
@@ -66,15 +67,17 @@ class KLPenaltySettings:
 def kl_penalty(tokens: ScoredTokens, args: ConfigFields, own: KLPenaltySettings) -> Terms:
     """The raw ratio, and the penalty β KL(p ‖ p̃) or β KL(p̃ ‖ p) (arXiv 1707.06347, eq. 8).
 
-    The divergence is over the outcomes that TROLL projects: the old policy's support and its tail, floored. A clip and
-    a cap of the ratio are options.
+    The divergence is over the outcomes that TROLL projects: the old policy's support and its tail, floored; of a
+    truncated policy the kept set, and in addition that set and its complement. The ratio may have a clip and a cap.
     """
     assert tokens.old is not None and tokens.new is not None
-    outcomes = common_outcomes(tokens.new, tokens.old, args.tail)
+    pairs = [(tokens.new, tokens.old)] + ([kept_or_not(tokens.new, tokens.old)] if tokens.old.truncated else [])
+    every = [common_outcomes(new, old, args.tail) for new, old in pairs]
     if own.direction == "old_new":
-        kl = pull_to_old(outcomes)
+        kls = [pull_to_old(x) for x in every]
     else:
-        kl = divergence(torch.where(outcomes.present, outcomes.new - outcomes.old, 0.0), outcomes.old)
+        kls = [divergence(torch.where(x.present, x.new - x.old, 0.0), x.old) for x in every]
+    kl = torch.stack(kls).sum(0)
     limited = own.clip is not None or own.cap is not None
     return Terms(
         log_ratio=limited_log_ratio(tokens, own.clip, own.cap) if limited else None,

@@ -84,7 +84,7 @@ def present_outcomes(first: PolicyOnSupport | SparsePolicy, second: PolicyOnSupp
     same = first.token_ids is second.token_ids or torch.equal(first.token_ids, second.token_ids)
     if not same:
         raise ValueError("two policies must share one support: read the new one with log_probs_at(_, old.token_ids)")
-    tails = [x.tail_logit if isinstance(x, PolicyOnSupport) else x.tail_log_prob for x in (first, second)]
+    tails = [x.tail_logit if isinstance(x, PolicyOnSupport) else x.tail for x in (first, second)]
     tail_present = (tails[0] > -torch.inf) | (tails[1] > -torch.inf)
     return torch.cat([first.used, tail_present.unsqueeze(-1)], dim=-1)
 

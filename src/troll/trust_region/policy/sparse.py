@@ -23,7 +23,8 @@ class SparsePolicy:
     Attributes:
         token_ids: (..., K) int64; −1 in unused slots.
         log_probs: (..., K) float32 (float64 for float64 logits), in nats; −inf in unused slots.
-        tail_log_prob: (...), log of the mass outside the slots; −inf where nothing is outside.
+        tail_log_prob: (...), log of the mass outside the slots; −inf where nothing is outside. Of a truncated policy,
+            log of what the sampler cut from the whole one; −inf also where that is not known.
         slot: (...) int64, the slot of the sampled token.
         vocab_size: V of the captured source.
         mass_threshold: δ with which it was captured.
@@ -60,8 +61,13 @@ class SparsePolicy:
 
     @property
     def outcomes(self) -> Tensor:
-        """Log-probabilities of all K + 1 outcomes, the tail last, (..., K + 1)."""
-        return torch.cat([self.log_probs, self.tail_log_prob.unsqueeze(-1)], dim=-1)
+        """Log-probabilities of all K + 1 outcomes, the tail last, (..., K + 1); −inf for what a sampler cut."""
+        return torch.cat([self.log_probs, self.tail.unsqueeze(-1)], dim=-1)
+
+    @property
+    def tail(self) -> Tensor:
+        """The tail's log-probability as an outcome, (...), in nats: a truncated policy has none."""
+        return torch.full_like(self.tail_log_prob, -torch.inf) if self.truncated else self.tail_log_prob
 
     def view(self, shape: Sequence[int]) -> SparsePolicy:
         """The same positions in another shape."""

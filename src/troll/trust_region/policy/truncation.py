@@ -6,7 +6,8 @@ drew from is then
     (p̃(o) / p̃(S)) / (p(o) / p(S)) ,
 
 not `p̃(o) / p(o)`. A kept set is a support without a tail: everything outside has probability 0 when it is sampled, and
-is absent, not floored. So ratio, KL divergence, projection and pull live on S. Nothing on S bounds `p̃(S)`.
+is absent, not floored. So ratio, KL divergence and projection live on S. Nothing on S holds `p̃(S)`, so the pull is also
+of the two outcomes S and its complement.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from troll.trust_region.policy.on_support import PolicyOnSupport
 from troll.trust_region.policy.sparse import SparsePolicy
 
 
@@ -107,17 +109,36 @@ def capture_kept(
     token_ids, log_probs, used = (x.gather(-1, order) for x in (policy.token_ids, policy.log_probs, kept))
     slots = max(1, int(used.flatten(0, -2).any(0).sum()))
     token_ids, log_probs, used = (x[..., :slots] for x in (token_ids, log_probs, used))
+    cut = torch.cat([policy.log_probs.masked_fill(kept, -torch.inf), policy.tail_log_prob.unsqueeze(-1)], -1)
     # Rows that are no distribution stay NaN.
     log_probs = torch.log_softmax(log_probs.masked_fill(~used, -torch.inf), -1).masked_fill(~used, -torch.inf)
     truncated = dataclasses.replace(
         policy,
         token_ids=token_ids.masked_fill(~used, -1),
         log_probs=log_probs,
-        tail_log_prob=torch.full_like(policy.tail_log_prob, -torch.inf),
+        tail_log_prob=torch.logsumexp(cut, -1),
         slot=kept.cumsum(-1).gather(-1, policy.slot.unsqueeze(-1)).squeeze(-1) - 1,
         truncated=True,
     )
     return truncated, added
+
+
+def kept_or_not(new: PolicyOnSupport, old: SparsePolicy) -> tuple[PolicyOnSupport, SparsePolicy]:
+    """Both policies on two outcomes, each (...): the kept set, in one slot, and everything else.
+
+    Where the old policy's mass on the kept set is not known, both are certain of it.
+
+    Args:
+        new: The new policy, read at the old one's tokens.
+        old: The old policy, truncated.
+    """
+    slot, cut = torch.zeros_like(old.slot), old.tail_log_prob
+    rest = torch.where(cut > -torch.inf, new.tail_logit, -torch.inf)
+    log_kept = torch.log(-torch.expm1(cut)).unsqueeze(-1)
+    return (
+        PolicyOnSupport(slot.unsqueeze(-1), torch.logsumexp(new.logits, -1, keepdim=True), rest, new.vocab_size),
+        SparsePolicy(slot.unsqueeze(-1), log_kept, cut, slot, old.vocab_size, old.mass_threshold),
+    )
 
 
 def _fits(policy: SparsePolicy, truncation: Truncation) -> bool:
