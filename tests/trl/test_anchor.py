@@ -460,6 +460,29 @@ def test_a_moved_network_is_measured_against_the_engine(anchored):
     assert entry["trust_region/kl_after_max"] <= KL_BOUND * (1 + within(1e-3))
 
 
+def test_mismatch_with_the_engine_is_logged_before_any_update(make, monkeypatch):
+    """By weights that are a rollout old: none at the first rollout."""
+    take_the_place_of_vllm(monkeypatch, Engine(steps_old=1))
+    trainer = make(use_vllm=True, vllm_mode="colocate", max_steps=6)
+    seen: list[dict[str, Any]] = []
+    original = trainer.old_policy.added_to
+
+    def spy(rollout: dict[str, Any]) -> dict[str, Any]:
+        seen.append(rollout)
+        return original(rollout)
+
+    monkeypatch.setattr(trainer.old_policy, "added_to", spy)
+    trainer.train()
+    first, *later = logged(trainer, "sampling/mismatch_kl")
+    assert abs(first) <= within(1e-6) and min(later) > 1e-3
+    for rollout, mean, largest in zip(seen, [first, *later], logged(trainer, "sampling/mismatch_kl_max"), strict=True):
+        at = rollout["completion_mask"].bool()
+        log_ratio = (rollout["old_per_token_logps"].double() - rollout["sampling_per_token_logps"].double())[at]
+        kl = log_ratio.exp() - 1 - log_ratio
+        assert mean == pytest.approx(float(kl.mean()), rel=1e-3, abs=1e-6)
+        assert largest == pytest.approx(float(kl.max()), rel=1e-3, abs=1e-6)
+
+
 def test_evaluation_is_trls(anchored):
     trainer = anchored(Engine(), eval_strategy="no", per_device_eval_batch_size=4)
     assert math.isfinite(trainer.evaluate(tiny.make_dataset(4))["eval_reward"])

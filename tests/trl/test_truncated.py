@@ -268,6 +268,7 @@ def test_engine_that_keeps_more_than_it_reports_is_refused(make):
     ("settings", "message"),
     [
         ({"top_p": 0.9, "tail": "floor"}, "set tail='bucket', or truncated_ratio=False"),
+        ({"top_p": 0.9, "rollout_delay": 1, "rollout_correction": 2.0}, "leave rollout_correction out, or set"),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
         ({"generation_kwargs": {"min_p": -1.0}}, r"min_p must be in \[0, 1\], got -1.0"),
     ],

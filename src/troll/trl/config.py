@@ -376,6 +376,11 @@ class TrollConfig(GRPOConfig):
                 "rollout_delay and rollout_dtype change the weights of transformers' generation, and vLLM has its own "
                 "weights: set use_vllm=False, or leave them out"
             )
+        if self.rollout_correction is not None and self.truncation is not None:
+            raise ValueError(
+                "rollout_correction compares whole policies, and ratios are on the tokens that top_p, top_k or min_p keep: "
+                "leave rollout_correction out, or set truncated_ratio=False"
+            )
         if self.rollout_correction is not None and (self.anchor == "rollout" or not behind):
             raise ValueError(
                 "rollout_correction is for rollouts with other weights than the old policy's: set rollout_delay or "

@@ -114,6 +114,8 @@ class OldPolicy:
             if self._reads and (log_probs is None or rolled_out.get("old_per_token_logps") is not log_probs):
                 raise RuntimeError("GRPOTrainer did not score the old policy where TrollTrainer expects it")
             self._captured = None
+            if "sampling_per_token_logps" in rolled_out and "old_per_token_logps" in rolled_out:
+                self._log_mismatch(rolled_out)
         if not self._reads:
             return rolled_out
         if self._args.truncation is not None and self._anchor is None:
@@ -126,6 +128,20 @@ class OldPolicy:
             self.mean_entropy = total / max(count, 1) if math.isfinite(total) else 0.0
         # At the end of the dictionary, since the first entry sets the batch size.
         return rolled_out | {OLD_POLICY: policies}
+
+    def _log_mismatch(self, rolled_out: dict[str, Any]) -> None:
+        """Logs KL(p_s ‖ p) in nats from the engine's policy p_s to the trainer's p as both see the rollout.
+
+        With r = p(o)/p_s(o), the mean of r − 1 − log r over the sampled tokens estimates it without bias; no term is
+        negative, and `sampling/mismatch_kl_max` is the largest. Tokens that the engine does not report do not count.
+        """
+        log_ratio = rolled_out["old_per_token_logps"] - rolled_out["sampling_per_token_logps"]
+        kl = torch.expm1(log_ratio) - log_ratio
+        counts = loss_mask(rolled_out).bool() & ~kl.isnan()
+        accelerator = self._trainer.accelerator
+        total, count = accelerator.reduce(masked_total(kl, counts), reduction="sum").tolist()
+        largest = accelerator.gather(kl.masked_fill(~counts, 0.0).max().reshape(1)).max().item()
+        add_metrics(self._trainer, {"sampling/mismatch_kl": total / max(count, 1), "sampling/mismatch_kl_max": largest})
 
 
 def _entropies(policies: list[PackedPolicy], mask: Tensor) -> Tensor:
