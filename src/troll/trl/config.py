@@ -378,8 +378,8 @@ class TrollConfig(GRPOConfig):
             )
         if self.rollout_correction is not None and self.truncation is not None:
             raise ValueError(
-                "rollout_correction compares whole policies, and ratios are on the tokens that top_p, top_k or min_p keep: "
-                "leave rollout_correction out, or set truncated_ratio=False"
+                "rollout_correction compares whole policies, and ratios are on what top_p, top_k or min_p keeps: leave "
+                "rollout_correction out, or set truncated_ratio=False"
             )
         if self.rollout_correction is not None and (self.anchor == "rollout" or not behind):
             raise ValueError(
