@@ -37,7 +37,8 @@ class EvaluationConfig:
         batch_size: The completions that are generated at once, at least 1; None for the backend's default.
         backend: "vllm", "transformers" or "auto", which is vLLM if it is installed and there is a GPU.
         seed: The seed of all random numbers.
-        dtype: "auto" for the dtype in which the weights are stored, "float32", "bfloat16" or "float16".
+        dtype: "float32", "bfloat16", "float16", or "auto" for the dtype in which the weights are stored; of float32
+            weights, vLLM makes bfloat16 then.
         chat_template_kwargs: More variables of the chat template.
         model_revision: The branch, tag or commit of a model on the hub.
         trust_remote_code: Whether the model's own code may run.
