@@ -28,7 +28,18 @@ NAMES = (
     "gaussian",
 )
 #: Benchmarks that "all" leaves out: they answer other questions, take longer, or need verl's environment.
-OTHERS = ("coverage", "compile", "gpu", "simulate", "transfer", "tabular", "rollout_anchor", "verl_update", "engine")
+OTHERS = (
+    "coverage",
+    "compile",
+    "gpu",
+    "simulate",
+    "transfer",
+    "tabular",
+    "rollout_anchor",
+    "verl_update",
+    "engine",
+    "truncation",
+)
 
 
 def main() -> None:
@@ -39,14 +50,18 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=5, help="rounds; the tables show medians and ranges")
     parser.add_argument("--small", action="store_true", help="shapes that only try whether everything runs")
-    parser.add_argument("--model", nargs="+", help="checkpoints of Hugging Face models, for coverage, engine and step")
+    parser.add_argument(
+        "--model", nargs="+", help="checkpoints of Hugging Face models, for coverage, engine, step and truncation"
+    )
     parser.add_argument("--minutes", type=float, default=20, help="time for gpu, which skips what does not fit")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), help="folder of the JSON files")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")
-    if {"coverage", "engine"} & {*arguments.names} and not arguments.model:
-        parser.error("coverage and engine need --model FOLDER: make smollm2 writes one to models/SmolLM2-135M-Instruct")
+    if {"coverage", "engine", "truncation"} & {*arguments.names} and not arguments.model:
+        parser.error(
+            "coverage, engine and truncation need --model FOLDER: make smollm2 writes models/SmolLM2-135M-Instruct"
+        )
     if arguments.repeats < 1:
         parser.error("--repeats must be at least 1")
 
@@ -67,7 +82,7 @@ def main() -> None:
             if not module.main(arguments.device, arguments.repeats, arguments.output, arguments.minutes):
                 sys.exit(1)
             continue
-        models = [arguments.model] if name in ("coverage", "engine", "step") and arguments.model else []
+        models = [arguments.model] if name in ("coverage", "engine", "step", "truncation") and arguments.model else []
         rows = module.main(arguments.device, arguments.repeats, *models)
         path = arguments.output / f"{name}-{arguments.device}.json"
         path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))

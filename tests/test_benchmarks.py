@@ -16,7 +16,19 @@ import pytest
 import torch
 
 import troll
-from benchmarks import count, counting, coverage, gpu, measure, simulate, step, step_model, tabular, transfer
+from benchmarks import (
+    count,
+    counting,
+    coverage,
+    gpu,
+    measure,
+    simulate,
+    step,
+    step_model,
+    tabular,
+    transfer,
+    truncation,
+)
 from benchmarks.step_model import FUSED, MOVED, SHAPES, TORCH, TRITON, Assumptions, Moved, Route, Shape
 from tests.examples.smollm2 import load_example, write_gguf
 
@@ -414,3 +426,13 @@ def test_step_takes_a_checkpoint_and_what_it_samples(checkpoint: str) -> None:
         coverage.conversations("open text", 8), add_generation_prompt=True, return_dict=True
     )
     assert of.prompt_ids == asked["input_ids"]
+
+
+def test_truncation_makes_the_ratio_to_the_sampler_one(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage, "ROLLOUT", {"open text": (8, 6)})
+    rows = truncation.main("cpu", 1, [checkpoint])
+    assert [row["sampler"] for row in rows] == list(truncation.SAMPLERS)
+    for row in rows:
+        assert row["kept_ratio"] == pytest.approx(1, abs=1e-3) and row["kept_far"] == 0
+        assert row["whole_ratio"] <= 1 + 1e-3 and 1 <= row["kept"] <= row["most"]
+    assert min(row["whole_ratio"] for row in rows) < 0.99
