@@ -93,6 +93,8 @@ def test_a_correction_is_trained_with(make):
     first, second = logged(trainer, "sampling/importance_ratio")
     assert first == pytest.approx(1, abs=within(tiny.LOG_PROB_ERROR))
     assert abs(second - 1) > 1e-4
+    at_first, later = logged(trainer, "sampling/mismatch_kl")
+    assert at_first <= within(1e-6) < later
 
 
 def test_rounding_keeps_nothing_in_a_checkpoint(make, tmp_path):

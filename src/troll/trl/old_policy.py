@@ -115,7 +115,8 @@ class OldPolicy:
                 raise RuntimeError("GRPOTrainer did not score the old policy where TrollTrainer expects it")
             self._captured = None
             if "sampling_per_token_logps" in rolled_out and "old_per_token_logps" in rolled_out:
-                self._log_mismatch(rolled_out)
+                old, sampling = (rolled_out[f"{name}_per_token_logps"] for name in ("old", "sampling"))
+                add_metrics(self._trainer, mismatch(self._trainer.accelerator, old, sampling, loss_mask(rolled_out)))
         if not self._reads:
             return rolled_out
         if self._args.truncation is not None and self._anchor is None:
@@ -129,19 +130,25 @@ class OldPolicy:
         # At the end of the dictionary, since the first entry sets the batch size.
         return rolled_out | {OLD_POLICY: policies}
 
-    def _log_mismatch(self, rolled_out: dict[str, Any]) -> None:
-        """Logs KL(p_s ‖ p) in nats from the engine's policy p_s to the trainer's p as both see the rollout.
 
-        With r = p(o)/p_s(o), the mean of r − 1 − log r over the sampled tokens estimates it without bias; no term is
-        negative, and `sampling/mismatch_kl_max` is the largest. Tokens that the engine does not report do not count.
-        """
-        log_ratio = rolled_out["old_per_token_logps"] - rolled_out["sampling_per_token_logps"]
-        kl = torch.expm1(log_ratio) - log_ratio
-        counts = loss_mask(rolled_out).bool() & ~kl.isnan()
-        accelerator = self._trainer.accelerator
-        total, count = accelerator.reduce(masked_total(kl, counts), reduction="sum").tolist()
-        largest = accelerator.gather(kl.masked_fill(~counts, 0.0).max().reshape(1)).max().item()
-        add_metrics(self._trainer, {"sampling/mismatch_kl": total / max(count, 1), "sampling/mismatch_kl_max": largest})
+def mismatch(accelerator: Any, old_log_probs: Tensor, sampled_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
+    """KL(p_s ‖ p) in nats from the policy p_s that sampled a rollout to the old policy p, over all processes.
+
+    With r = p(o)/p_s(o), the mean of r − 1 − log r over the sampled tokens estimates it without bias. No term is
+    negative, and `sampling/mismatch_kl_max` is the largest.
+
+    Args:
+        accelerator: The trainer's.
+        old_log_probs: log p of the sampled tokens, (B, T).
+        sampled_log_probs: log p_s, (B, T); tokens with NaN do not count.
+        mask: (B, T), 1 for the tokens that count.
+    """
+    log_ratio = old_log_probs - sampled_log_probs
+    kl = torch.expm1(log_ratio) - log_ratio
+    counts = mask.bool() & ~kl.isnan()
+    total, count = accelerator.reduce(masked_total(kl, counts), reduction="sum").tolist()
+    largest = accelerator.gather(kl.masked_fill(~counts, 0.0).max().reshape(1)).max().item()
+    return {"sampling/mismatch_kl": total / max(count, 1), "sampling/mismatch_kl_max": largest}
 
 
 def _entropies(policies: list[PackedPolicy], mask: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from troll.trl import seam
 from troll.trl.checkpoints import load_state, save_state
 from troll.trl.config import ROLLOUT_DTYPES
+from troll.trl.old_policy import mismatch
 from troll.trust_region.metrics import masked_total
 
 #: The file of a checkpoint that holds the weights that later rollouts are sampled with.
@@ -88,10 +89,15 @@ class RolloutWeights:
             return rolled_out
         with self._sampling():
             sampled = seam.log_probs(self._trainer, self._trainer.model, rolled_out)
-        ratio = torch.exp(rolled_out["old_per_token_logps"] - sampled)
-        of_tokens = masked_total(ratio, seam.loss_mask(rolled_out))
-        total, count = self._trainer.accelerator.reduce(of_tokens, reduction="sum").tolist()
-        seam.add_metrics(self._trainer, {"sampling/importance_ratio": total / max(count, 1)})
+        old, mask, accelerator = (
+            rolled_out["old_per_token_logps"],
+            seam.loss_mask(rolled_out),
+            self._trainer.accelerator,
+        )
+        ratio = torch.exp(old - sampled)
+        total, count = accelerator.reduce(masked_total(ratio, mask), reduction="sum").tolist()
+        metrics = {"sampling/importance_ratio": total / max(count, 1), **mismatch(accelerator, old, sampled, mask)}
+        seam.add_metrics(self._trainer, metrics)
         advantages = rolled_out["advantages"]
         advantages = advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages
         return rolled_out | {"advantages": advantages * ratio.clamp(max=largest)}
