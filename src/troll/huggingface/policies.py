@@ -16,7 +16,7 @@ from troll.trust_region.policy.packed import PackedPolicy
 from troll.trust_region.policy.sparse import SparsePolicy
 from troll.trust_region.policy.truncation import Truncation, capture_kept
 from troll.trust_region.reading.capture import capture as capture_of_source
-from troll.trust_region.reading.capture import union_support
+from troll.trust_region.reading.capture import largest_of, union_support
 from troll.trust_region.reading.head import LMHead
 from troll.trust_region.reading.read import read
 from troll.trust_region.step import Pull, Tail, TrustRegionStep
@@ -217,13 +217,11 @@ def capture_tokens(
     """
 
     def read_own(head: LMHead, token_ids: Tensor) -> tuple[Tensor | None, ...]:
-        def largest(k: int, threshold: float = 0.0) -> SparsePolicy:
-            return capture_of_source(head, token_ids, top_k=k, mass_threshold=threshold)
-
+        added = None
         if truncation is None:
-            policy, added = largest(top_k, mass_threshold), None
+            policy = capture_of_source(head, token_ids, top_k=top_k, mass_threshold=mass_threshold)
         else:
-            policy, added = capture_kept(largest, top_k, truncation)
+            policy, added = capture_kept(largest_of(head, token_ids), top_k, truncation)
         return policy.token_ids, policy.log_probs, policy.tail_log_prob, policy.slot, added
 
     at = (targets != -100).nonzero(as_tuple=True)  # one wait for the device

@@ -209,6 +209,29 @@ def test_capture_finds_kept_set_from_any_number_of_slots(truncation, top_k):
         assert sorted(token for token in ids if token >= 0) == sorted(kept)
 
 
+@pytest.mark.parametrize("kind", ["logits", "rows", "head", "head rows", "policy"])
+def test_kept_sets_of_every_source_are_those_of_its_logits(kind):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (30, SIZE))
+    logits, rows, truncation = hidden @ weight.t(), torch.arange(29, -1, -2), Truncation(top_p=0.8)
+    at = rows if "rows" in kind else torch.arange(30)
+    source: Any = {
+        "logits": troll.Logits(logits),
+        "rows": troll.Logits(logits, rows=rows),
+        "head": troll.LMHead(hidden, weight),
+        "head rows": troll.LMHead(hidden, weight, rows=rows),
+        "policy": troll.log_probs_at(logits, torch.arange(SIZE).expand(30, SIZE)),
+    }[kind]
+    tokens = sampled_from(logits[at], truncation)
+    found = troll.capture(source, tokens, top_k=2, truncation=truncation)
+    expected = troll.capture(logits[at], tokens, top_k=SIZE, truncation=truncation)
+    assert found.top_k == expected.top_k > 8
+    for name in ("token_ids", "slot"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+    for name in ("log_probs", "tail_log_prob"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("form", ["padded", "packed", "stacked", "records"])
 def test_truncated_policies_of_unequal_slots_are_joined(form):
     wide, narrow = (captured(random_logits(2, 3), Truncation(top_k=k)).to(torch.float32) for k in (7, 2))

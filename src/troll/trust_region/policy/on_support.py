@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,14 @@ class PolicyOnSupport:
     def without_tail(self) -> PolicyOnSupport:
         """The policy restricted to its tokens, and renormalised when log-probabilities are asked for."""
         return dataclasses.replace(self, tail_logit=torch.full_like(self.tail_logit, -torch.inf))
+
+    def at(self, positions: Tensor) -> PolicyOnSupport:
+        """The policy at some of its flattened token positions, (n,)."""
+        count = len(self.shape)
+        tensors: dict[str, Any] = {
+            name: x.reshape(-1, *x.shape[count:])[positions] for name, x in vars(self).items() if isinstance(x, Tensor)
+        }
+        return dataclasses.replace(self, **tensors)
 
     @property
     def used(self) -> Tensor:

@@ -115,6 +115,15 @@ class SparsePolicy:
         if tuple(self.shape) != tuple(shape):
             raise ValueError(f"old must hold the positions {shape_text(shape)}, got {shape_text(self.shape)}")
 
+    def with_positions(self, index: Tensor, other: SparsePolicy) -> SparsePolicy:
+        """The policies (N,) with those of another capture, (n,), in place of the positions `index`, (n,)."""
+        slots = max(self.top_k, other.top_k)
+        ours, theirs = vars(self._widened(slots)), vars(other._widened(slots))
+        replaced: dict[str, Any] = {
+            name: x.index_copy(0, index, theirs[name]) for name, x in ours.items() if isinstance(x, Tensor)
+        }
+        return dataclasses.replace(self, **replaced)
+
     def _widened(self, slots: int) -> SparsePolicy:
         if slots == self.top_k:
             return self

@@ -77,7 +77,7 @@ class Truncation:
 
 @torch.no_grad()
 def capture_kept(
-    capture_largest: Callable[[int], SparsePolicy], top_k: int, truncation: Truncation
+    capture_largest: Callable[[int, Tensor | None], SparsePolicy], top_k: int, truncation: Truncation
 ) -> tuple[SparsePolicy, Tensor]:
     """The policy from which a sampler drew: on its kept set and renormalised, without a tail.
 
@@ -85,8 +85,10 @@ def capture_kept(
     as many slots as the largest kept set needs. It waits for the device.
 
     Args:
-        capture_largest: Captures as many tokens as it is told to, with `mass_threshold=0`.
-        top_k: The slots of the first attempt; where they do not hold the kept set, the next has four times as many.
+        capture_largest: Captures as many tokens as it is told to, with `mass_threshold=0`, at some of the flattened
+            token positions, (n,), or with None at all of them, (...).
+        top_k: The slots of the first attempt. Positions at which they do not hold the kept set get four times as many
+            in the next.
         truncation: What the sampler keeps.
 
     Returns:
@@ -96,12 +98,16 @@ def capture_kept(
         ValueError: If a policy that was read at some tokens only lacks others that the sampler keeps.
     """
     # One slot may hold a sampled token that is less likely than others outside, and one more shows that there is room.
-    policy = capture_largest(max(top_k, truncation.top_k + 2))
-    while not _fits(policy, truncation):
-        larger = capture_largest(4 * policy.top_k)
-        if larger.used.sum() == policy.used.sum():
+    policy = capture_largest(max(top_k, truncation.top_k + 2), None)
+    shape, policy = policy.shape, policy.view((policy.shape.numel(),))
+    full = _full(policy, truncation).nonzero().squeeze(-1)
+    while len(full):
+        larger = capture_largest(4 * policy.top_k, full)
+        if larger.used.sum() == policy[full].used.sum():
             raise ValueError("source must hold all tokens that the sampler keeps, and was read at fewer")
-        policy = larger
+        policy = policy.with_positions(full, larger)
+        full = full[_full(larger, truncation)]
+    policy = policy.view(shape)
     kept = truncation.kept(policy)
     sampled = torch.arange(policy.top_k, device=kept.device) == policy.slot.unsqueeze(-1)
     added, kept = (sampled & ~kept).any(-1), kept | sampled
@@ -141,7 +147,6 @@ def kept_or_not(new: PolicyOnSupport, old: SparsePolicy) -> tuple[PolicyOnSuppor
     )
 
 
-def _fits(policy: SparsePolicy, truncation: Truncation) -> bool:
-    """Whether a policy's slots hold all that a sampler keeps: two of them are left over, or nothing is outside."""
-    full = truncation.kept(policy).sum(-1) >= policy.used.sum(-1) - 1
-    return not bool((full & (policy.tail_log_prob > -torch.inf)).any())
+def _full(policy: SparsePolicy, truncation: Truncation) -> Tensor:
+    """(...) bool, true where a policy's slots may not hold all that a sampler keeps: fewer than two are left over."""
+    return (truncation.kept(policy).sum(-1) >= policy.used.sum(-1) - 1) & (policy.tail_log_prob > -torch.inf)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -50,7 +52,21 @@ def capture(
     source = Logits(source) if isinstance(source, Tensor) else source
     if truncation is None:
         return _captured(source, token_ids, top_k, mass_threshold, entropy=False)[0]
-    return capture_kept(lambda k: _captured(source, token_ids, k, 0.0, entropy=False)[0], top_k, truncation)[0]
+    return capture_kept(largest_of(source, token_ids), top_k, truncation)[0]
+
+
+def largest_of(
+    source: LogitsSource | PolicyOnSupport, token_ids: Tensor
+) -> Callable[[int, Tensor | None], SparsePolicy]:
+    """What `capture_kept` captures of a source: the largest logits at some positions."""
+
+    def largest(top_k: int, positions: Tensor | None) -> SparsePolicy:
+        if positions is None:
+            return _captured(source, token_ids, top_k, 0.0, entropy=False)[0]
+        part = source.at(positions)
+        return _captured(part, token_ids.reshape(-1)[positions], top_k, 0.0, entropy=False)[0]
+
+    return largest
 
 
 def capture_with_entropy(
@@ -65,19 +81,13 @@ def capture_with_entropy(
 
     Arguments and errors are those of `capture`, except that the source is not a policy that has been read.
     """
-    entropy: Tensor | None = None
-
-    def largest(k: int, threshold: float = 0.0) -> SparsePolicy:
-        nonlocal entropy
-        policy, found = _captured(source, token_ids, k, threshold, entropy=entropy is None)
-        entropy = found if entropy is None else entropy
-        return policy
-
-    if truncation is None:
-        old = largest(top_k, mass_threshold)
-    else:
-        old, _ = capture_kept(largest, top_k, truncation)
+    threshold = mass_threshold if truncation is None else 0.0
+    first = top_k if truncation is None else max(top_k, truncation.top_k + 2)
+    old, entropy = _captured(source, token_ids, first, threshold, entropy=True)
     assert entropy is not None
+    if truncation is not None:
+        more = largest_of(source, token_ids)
+        old, _ = capture_kept(lambda k, at: old if at is None else more(k, at), top_k, truncation)
     return old, entropy
 
 

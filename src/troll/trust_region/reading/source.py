@@ -51,6 +51,14 @@ class LogitsSource(ABC):
         vars(other).update(vars(self), **dict(zip(self.tensor_names, tensors, strict=True)))
         return other
 
+    def at(self, positions: Tensor) -> LogitsSource:
+        """The source at some of its flattened token positions, (n,)."""
+        first, *others = self.tensors
+        assert first is not None
+        other = self.with_tensors(first.reshape(-1, first.shape[-1]), *others)
+        vars(other)["rows"] = positions if self.rows is None else self.rows[positions]
+        return other
+
     @abstractmethod
     def reading(
         self, slots: int, max_slots: int = MAX_OUTCOMES, dtype: torch.dtype | None = None
