@@ -26,8 +26,8 @@ from troll.trl import TrollTrainer
 from troll.trl.old_policy import OLD_POLICY
 from troll.trl.own_settings import number
 from troll.trl.surrogates import SURROGATES, NoSettings, ScoredTokens, Surrogate, Terms
-from troll.trl.surrogates.formulas import dppo_kl, dppo_tv
 from troll.trl.surrogates.formulas import troll as troll_terms
+from troll.trl.surrogates.masks import dppo_kl, dppo_tv
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 LEVELS = ("token", "sequence")

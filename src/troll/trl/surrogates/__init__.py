@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from troll.trl.surrogates import formulas
+from troll.trl.surrogates import formulas, masks
 from troll.trl.surrogates.terms import NoSettings, ScoredTokens, Surrogate, Terms
 
 __all__ = ["SURROGATES", "NoSettings", "ScoredTokens", "Surrogate", "Terms", "settings_read"]
@@ -36,7 +36,7 @@ def _always(own: Any) -> bool:
     return True
 
 
-def _on_top_k(own: formulas.DPPOTVSettings | formulas.DPPOKLSettings) -> bool:
+def _on_top_k(own: masks.DPPOTVSettings | masks.DPPOKLSettings) -> bool:
     return own.outcomes == "top_k"
 
 
@@ -51,10 +51,10 @@ SURROGATES: dict[str, Surrogate] = {
         formulas.kl_penalty, formulas.KLPenaltySettings, _OUTCOMES, weighted="kl_penalty", reads_policies=_always
     ),
     "clip": Surrogate(fields=("epsilon", "epsilon_high", "delta"), clips=True),
-    "dppo_tv": Surrogate(formulas.dppo_tv, formulas.DPPOTVSettings, _OUTCOMES, reads_policies=_on_top_k),
-    "dppo_kl": Surrogate(formulas.dppo_kl, formulas.DPPOKLSettings, _OUTCOMES, reads_policies=_on_top_k),
+    "dppo_tv": Surrogate(masks.dppo_tv, masks.DPPOTVSettings, _OUTCOMES, reads_policies=_on_top_k),
+    "dppo_kl": Surrogate(masks.dppo_kl, masks.DPPOKLSettings, _OUTCOMES, reads_policies=_on_top_k),
     "drpo": Surrogate(formulas.drpo, formulas.DRPOSettings),
-    "ipo": Surrogate(formulas.ipo, formulas.IPOSettings),
+    "ipo": Surrogate(masks.ipo, masks.IPOSettings),
     "gmpo": Surrogate(
         formulas.gmpo, formulas.GMPOSettings, sets={"loss_type": "grpo", "importance_sampling_level": "sequence"}
     ),
