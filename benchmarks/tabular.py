@@ -91,7 +91,8 @@ def _loss(method: str, logits: Tensor, before: Tensor, sampled: Tensor, advantag
     old = troll.capture(before.expand(rows), sampled, top_k=ACTIONS, mass_threshold=0.0)
     new = troll.log_probs_at(logits.expand(rows), old.token_ids)
     log_probs = logits.log_softmax(-1)[sampled]
-    tokens = ScoredTokens(log_probs, old.log_prob, advantages, KL_BOUND, KL_PENALTY, None, old, new)
+    sequence, counts = torch.arange(len(sampled)), torch.ones(rows, dtype=torch.bool)  # of one action each
+    tokens = ScoredTokens(log_probs, old.log_prob, advantages, KL_BOUND, KL_PENALTY, None, old, new, sequence, counts)
     surrogate = SURROGATES[method]
     terms = surrogate.terms(tokens, _Settings(), surrogate.own()) if surrogate.terms else Terms()  # type: ignore[arg-type]
     ratio = torch.exp(tokens.log_ratio if terms.log_ratio is None else terms.log_ratio)

@@ -273,6 +273,53 @@ def test_dppo_on_the_outcomes_of_a_floored_tail(make, kind):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+def test_trm_and_cppo_see_whole_sequences(make):
+    """TRM with a threshold between their largest divergences; CPPO without weights and with no budget for a prefix."""
+
+    def of_trm(new: Tensor, old: Tensor, ids: list[int], advantage: float) -> list[Tensor]:
+        log_ratio = (new - old)[range(len(ids)), ids]
+        kept.append(float(log_ratio.detach().square().max()) / 2 <= 0.7)
+        return list(-advantage * log_ratio.exp() * kept[-1])
+
+    def of_cppo(new: Tensor, old: Tensor, ids: list[int], advantage: float) -> list[Tensor]:
+        new, old = (log_probs[range(len(ids)), ids] for log_probs in (new, old))
+        moved = (new.exp() - old.exp()).detach()
+        keep = (moved.abs().cumsum(0) <= 0.01) | (moved * advantage <= 0)
+        kept.extend(keep.tolist())
+        return list(-advantage * (new - old).exp() * keep)
+
+    own: dict[str, dict[str, float]] = {
+        "trm": {"threshold": 0.7},
+        "cppo": {"threshold": 0.01, "last_weight": 1.0, "budget": 0.0},
+    }
+    for surrogate, of_sequence in (("trm", of_trm), ("cppo", of_cppo)):
+        kept: list[bool] = []
+        assert_is_formula(make, make(surrogate=surrogate, surrogate_kwargs=own[surrogate]), of_sequence)
+        assert 0 < sum(kept) < len(kept), surrogate
+
+
+def test_surrogates_know_the_sequence_of_a_token_and_whether_it_counts(make, monkeypatch):
+    seen: list[ScoredTokens] = []
+
+    def noted(tokens: ScoredTokens, args: Any, own: NoSettings) -> Terms:
+        seen.append(tokens)
+        return Terms()
+
+    monkeypatch.setitem(SURROGATES, "noted", Surrogate(noted))
+    trainer = make(surrogate="noted")
+    inputs = dense.with_tools(rollout(trainer)[0])
+    loss_and_gradients(trainer, inputs)
+    (tokens,), scored = seen, inputs["completion_mask"].bool()
+    rows = torch.arange(len(scored)).unsqueeze(-1).expand(scored.shape)
+    assert tokens.sequence.tolist() == rows[scored].tolist()
+    assert tokens.counts.tolist() == inputs["tool_mask"][scored].bool().tolist()
+    assert not tokens.counts.all() and len(tokens.sequence.unique()) > 1
+    for at, row, mask in zip(
+        tokens.by_sequence(), inputs["old_per_token_logps"], dense.scored_mask(inputs), strict=True
+    ):
+        assert tokens.old_log_probs[at].tolist() == row[mask].tolist()
+
+
 @pytest.mark.parametrize(("old_logit", "new_logit"), [(-32.0, -29.0), (-20.0, -40.0), (-40.0, -20.0)])
 @pytest.mark.parametrize("tail", ["bucket", "floor"])
 def test_the_ratio_of_a_projected_token_below_the_floor(make, tail, old_logit, new_logit):
@@ -311,6 +358,8 @@ def test_certain_tokens_have_finite_divergences(make):
         constraint=None,
         old=None,
         new=None,
+        sequence=torch.zeros(5, dtype=torch.long),
+        counts=torch.ones(5, dtype=torch.bool),
     )
     # Far and leaving; equal; far, but coming back (A > 0 and r < 1); far and leaving; equal.
     for name, dppo in (("dppo_kl", dppo_kl), ("dppo_tv", dppo_tv)):

@@ -133,9 +133,9 @@ class TrollConfig(GRPOConfig):
             sampled it, as TRL does for vLLM. Default: no correction.
         surrogate: What keeps an update near the old policy: "troll"; "regression", TROLL's regression term with the
             raw ratio; "clip", TRL's (`epsilon`, `epsilon_high`, `delta` for the dual clip); one of the rivals
-            "kl_penalty", "dppo_tv", "dppo_kl", "drpo", "ipo", "gmpo", "cispo", "sapo" and "vespo"; or "none". Fields
-            that only other surrogates read are ignored. "cispo", "sapo", "vespo" and "gmpo" set `loss_type`. See
-            docs/surrogates.md.
+            "kl_penalty", "dppo_tv", "dppo_kl", "drpo", "ipo", "icepop", "kpop", "trm", "m2po", "cppo", "gmpo", "cispo",
+            "sapo" and "vespo"; or "none". Fields that only other surrogates read are ignored. "cispo", "sapo", "vespo"
+            and "gmpo" set `loss_type`. See docs/surrogates.md.
         surrogate_kwargs: The surrogate's own settings as a JSON object, e.g. `{"weight": 0.3}` for "kl_penalty". See
             docs/surrogates.md.
         kl_bound: ε, the largest KL divergence (nats) of a token's distribution from the old policy's.

@@ -230,6 +230,8 @@ class TrollTrainer(GRPOTrainer):
             constraint=self._constraint(mask, at),
             old=old,
             new=new,
+            sequence=at[0],
+            counts=mask[at].bool(),
         )
         terms = self.surrogate.terms(tokens, self.args, self._own_settings) if self.surrogate.terms else Terms()
         if terms.penalised_kl is not None:

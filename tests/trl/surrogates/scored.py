@@ -24,8 +24,10 @@ def scored_tokens(
     penalty_weight: float = 1.0,
     top_k: int | None = None,
     tail: Tail = "bucket",
+    sequence: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> ScoredTokens:
-    """Of (N, V) logits and (N,) tokens; all outcomes are kept unless `top_k` says otherwise."""
+    """Of (N, V) logits and (N,) tokens; all outcomes are kept unless `top_k` says otherwise, and one sequence."""
     old = troll.capture(old_logits, sampled, top_k=top_k or old_logits.shape[-1], mass_threshold=0.0)
     source = troll.Logits(new_logits)
     return ScoredTokens(
@@ -37,6 +39,8 @@ def scored_tokens(
         constraint=None,
         old=old,
         new=troll.log_probs_at(source, step_support(source, old.token_ids, sampled, tail, 0.0)),
+        sequence=torch.zeros_like(sampled) if sequence is None else sequence,
+        counts=torch.ones_like(sampled, dtype=torch.bool) if counts is None else counts,
     )
 
 

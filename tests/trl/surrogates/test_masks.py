@@ -1,11 +1,184 @@
-"""Each surrogate that drops tokens, on closed forms; DPPO's masks in a trainer: test_surrogates.py."""
+"""Each surrogate that drops tokens, on closed forms; some of the masks in a trainer: test_surrogates.py."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import pytest
 import torch
+from scipy.optimize import brentq
+from torch import Tensor
 
 from tests.trl.surrogates.scored import pair, scored_tokens, settings
-from troll.trl.surrogates.masks import IPOSettings, ipo
+from troll.trl.surrogates import SURROGATES, ScoredTokens
+from troll.trl.surrogates.masks import (
+    CPPOSettings,
+    DPPOTVSettings,
+    IcePopSettings,
+    IPOSettings,
+    KPopSettings,
+    M2POSettings,
+    TRMSettings,
+    cppo,
+    dppo_tv,
+    icepop,
+    ipo,
+    kpop,
+    m2po,
+    trm,
+)
+
+
+def of_probabilities(new: list[float], old: list[float], **given: Any) -> ScoredTokens:
+    """Tokens that have these probabilities; the rest of the mass is on one other token."""
+    logits = [torch.tensor([[p, 1 - p] for p in probs], dtype=torch.float64).log() for probs in (new, old)]
+    return scored_tokens(logits[0].requires_grad_(), logits[1], torch.zeros(len(new), dtype=torch.long), **given)
+
+
+def of_log_ratios(log_ratios: list[float], **given: Any) -> ScoredTokens:
+    """Tokens with these log ratios."""
+    return of_probabilities([1e-3 * math.exp(x) for x in log_ratios], [1e-3] * len(log_ratios), **given)
+
+
+def kept(terms: Any) -> list[bool]:
+    """The mask of a surrogate that changes nothing else."""
+    assert terms.log_ratio is None and terms.penalty is None
+    keep: Tensor = terms.keep
+    assert keep.dtype == torch.bool
+    return keep.tolist()
+
+
+def numbers(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_by_sequence_finds_the_tokens_that_count():
+    sequence, counts = torch.tensor([0, 0, 2, 2, 2, 5]), torch.tensor([1, 1, 0, 1, 1, 0]).bool()
+    tokens = of_log_ratios([0.0] * 6, sequence=sequence, counts=counts)
+    assert [at.tolist() for at in tokens.by_sequence()] == [[0, 1], [3, 4]]
+    assert of_log_ratios([0.0], counts=torch.tensor([False])).by_sequence() == []
+
+
+@pytest.mark.parametrize("name", ["icepop", "kpop", "trm", "m2po", "cppo"])
+def test_masks_keep_all_tokens_of_equal_policies(name):
+    _, old, sampled = pair()
+    for counts in (torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)):
+        tokens, surrogate = scored_tokens(old, old, sampled, counts=counts), SURROGATES[name]
+        assert surrogate.terms is not None
+        assert kept(surrogate.terms(tokens, settings(), surrogate.own())) == [True] * 6
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_icepop_drops_ratios_outside_the_range(advantage):
+    ratios = [0.1, 0.49, 0.51, 1.0, 4.9, 5.1, 20.0]
+    tokens = of_log_ratios([math.log(r) for r in ratios], advantages=torch.full((7,), advantage))
+    assert kept(icepop(tokens, settings(), IcePopSettings())) == [False, False, True, True, True, False, False]
+    assert kept(icepop(tokens, settings(), IcePopSettings(lower=0.05, upper=math.inf))) == [True] * 7
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_kpop_drops_tokens_that_are_far_in_either_direction(advantage):
+    """The KL of probabilities 0.1 and 0.01 is 0.145 from the larger and 0.071 from the smaller."""
+    new, old = [0.1, 0.01, 0.5, 0.7, 0.9, 1.0, 0.05], [0.01, 0.1, 0.5, 0.5, 0.5, 1.0, 1.0]
+    tokens = of_probabilities(new, old, advantages=torch.full((7,), advantage))
+    assert kept(kpop(tokens, settings(), KPopSettings())) == [False, False, True, True, False, True, False]
+    for threshold, keeps in ((0.144, False), (0.145, True)):
+        assert kept(kpop(tokens, settings(), KPopSettings(threshold=threshold)))[:2] == [keeps, keeps]
+
+
+def test_trm_drops_whole_sequences():
+    """(log r)²/2 is 2.42 for a log ratio of ±2.2, and 2.645 for ±2.3; a token that does not count decides nothing."""
+    log_ratios = [0.1, 2.2, 0.1, -2.3, 0.0, 0.1, 2.5]
+    sequence, counts = torch.tensor([0, 0, 1, 1, 1, 2, 2]), torch.tensor([1, 1, 1, 1, 1, 1, 0]).bool()
+    tokens = of_log_ratios(log_ratios, sequence=sequence, counts=counts)
+    assert kept(trm(tokens, settings(), TRMSettings())) == [True, True, False, False, False, True, True]
+    # r − 1 − log r is 5.8 for a log ratio of 2.2, and 1.4 for −2.3.
+    k3 = kept(trm(tokens, settings(), TRMSettings(estimator="k3")))
+    assert k3 == [False, False, True, True, True, True, True]
+
+
+def test_m2po_drops_tokens_beyond_the_width_that_meets_the_threshold():
+    """The second moment of log ratios 0.1, 0.2, 0.3 and 0.6 is 0.0325 if cut at 0.2, and 0.0575 if cut at 0.3."""
+    log_ratios = [0.6, -0.1, 0.3, -0.2, -0.9, 0.9, 0.0, 0.5, 0.8]
+    advantages = numbers(1, -1, 2, -1, 1, -1, 1, 0, 1)
+    counts = torch.tensor([1] * 8 + [0]).bool()
+    tokens = of_log_ratios(log_ratios, advantages=advantages, counts=counts)
+    assert kept(m2po(tokens, settings(), M2POSettings())) == [False, True, False] + [True] * 6
+    assert kept(m2po(tokens, settings(), M2POSettings(threshold=0.06)))[:4] == [False, True, True, True]
+    assert kept(m2po(tokens, settings(), M2POSettings(threshold=0.126))) == [True] * 9
+    assert kept(m2po(tokens, settings(), M2POSettings(threshold=0.009)))[:4] == [False] * 4
+
+
+def test_m2po_is_a_clip_at_the_root_of_the_second_moment():
+    generator = torch.Generator().manual_seed(0)
+    log_ratio, advantages = (torch.randn(500, dtype=torch.float64, generator=generator) for _ in range(2))
+    tokens = of_log_ratios((0.5 * log_ratio).tolist(), advantages=advantages)
+    log_ratio = tokens.log_ratio.detach()
+    leaving = log_ratio * advantages > 0
+    square = log_ratio[leaving].square()
+    width = brentq(lambda tau: float(square.clamp(max=tau**2).mean()) - 0.04, 0.0, 10.0)
+    keep = kept(m2po(tokens, settings(), M2POSettings()))
+    assert 0 < sum(keep) < 500
+    loss = -torch.minimum(advantages * tokens.log_ratio.exp(), advantages * tokens.log_ratio.clamp(-width, width).exp())
+    (gradient,) = torch.autograd.grad(loss.sum(), tokens.new_log_probs)
+    expected = torch.where(torch.tensor(keep), -advantages * log_ratio.exp(), 0.0)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
+
+
+def test_m2po_of_impossible_tokens_drops_them_only():
+    tokens = of_probabilities([0.11, 0.3, 0.1], [0.1, 0.0, 0.0], advantages=torch.ones(3))
+    assert kept(m2po(tokens, settings(), M2POSettings())) == [True, False, False]
+
+
+def test_cppo_is_stricter_for_early_tokens_and_after_a_prefix_that_moved():
+    """With weights 1, 0.9, 0.8 and δ = 0.2: a change of 0.21 is far in the first place, and near in the last."""
+    own = CPPOSettings()
+    for changes, expected in (
+        ([0.21, 0.0, 0.0], [False, True, True]),
+        ([0.0, 0.0, 0.21], [True, True, True]),
+        # The sum of z is 0.18, 0.342, 0.486; allowed are 0.2, 0.24, 0.276, since the quantile is above 2 δ_b.
+        ([0.18, 0.18, 0.18], [True, False, False]),
+        # The sum of z is 0.18, 0.18, 0.228, and the same is allowed.
+        ([0.18, 0.0, 0.06], [True, True, True]),
+    ):
+        tokens = of_probabilities([0.3 + change for change in changes], [0.3] * 3)
+        assert kept(cppo(tokens, settings(), own)) == expected
+        back = of_probabilities([0.3 + change for change in changes], [0.3] * 3, advantages=-torch.ones(3))
+        assert kept(cppo(back, settings(), own)) == [True] * 3
+
+
+def test_cppo_is_its_definition_for_each_sequence():
+    new, old, sampled = pair(tokens=60, distance=1.5)
+    generator = torch.Generator().manual_seed(1)
+    advantages = torch.randn(60, dtype=torch.float64, generator=generator)
+    counts = torch.rand(60, generator=generator) < 0.8
+    sequence = torch.arange(60) // 13
+    tokens = scored_tokens(new, old, sampled, advantages=advantages, sequence=sequence, counts=counts)
+    own = CPPOSettings(threshold=0.15, last_weight=0.5, budget=0.03)
+    keep = kept(cppo(tokens, settings(), own))
+    moved = (tokens.new_log_probs.detach().exp() - tokens.old_log_probs.exp()).tolist()
+    expected = [True] * 60
+    for row in range(5):
+        at = [i for i in range(60) if i // 13 == row and counts[i]]
+        quantile = float(torch.tensor([abs(moved[i]) for i in at], dtype=torch.float64).quantile(0.9))
+        spent = weights = 0.0
+        for place, i in enumerate(at):
+            weight = 1 - 0.5 * place / max(len(at) - 1, 1)
+            change = weight * abs(moved[i])
+            allowed = min(0.15, 0.15 + min(max(quantile, 0.03), 0.06) * weights - spent)
+            expected[i] = change <= allowed or float(advantages[i]) * moved[i] <= 0
+            spent, weights = spent + change, weights + weight
+    assert keep == expected
+    assert not all(keep)
+
+
+def test_cppo_without_weights_and_budget_is_dppo():
+    new, old, sampled = pair(tokens=60, distance=1.5)
+    tokens = scored_tokens(new, old, sampled, sequence=torch.arange(60) // 7)
+    ours = kept(cppo(tokens, settings(), CPPOSettings(threshold=0.1, last_weight=1.0, budget=1.0)))
+    assert ours == kept(dppo_tv(tokens, settings(), DPPOTVSettings(threshold=0.1)))
+    assert not all(ours)
 
 
 def test_ipo_drops_what_has_moved_in_either_direction():

@@ -55,6 +55,11 @@ SURROGATES: dict[str, Surrogate] = {
     "dppo_kl": Surrogate(masks.dppo_kl, masks.DPPOKLSettings, _OUTCOMES, reads_policies=_on_top_k),
     "drpo": Surrogate(formulas.drpo, formulas.DRPOSettings),
     "ipo": Surrogate(masks.ipo, masks.IPOSettings),
+    "icepop": Surrogate(masks.icepop, masks.IcePopSettings),
+    "kpop": Surrogate(masks.kpop, masks.KPopSettings),
+    "trm": Surrogate(masks.trm, masks.TRMSettings),
+    "m2po": Surrogate(masks.m2po, masks.M2POSettings),
+    "cppo": Surrogate(masks.cppo, masks.CPPOSettings),
     "gmpo": Surrogate(
         formulas.gmpo, formulas.GMPOSettings, sets={"loss_type": "grpo", "importance_sampling_level": "sequence"}
     ),

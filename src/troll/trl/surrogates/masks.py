@@ -5,6 +5,7 @@ A dropped token keeps its place in the normalisation of the loss. docs/surrogate
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,6 +78,141 @@ def ipo(tokens: ScoredTokens, args: ConfigFields, own: IPOSettings) -> Terms:
     # Where λ is 0, an infinite log ratio must not make NaN.
     penalty = own.kl_weight * tokens.log_ratio.square() if own.kl_weight else None
     return Terms(keep=moved.abs() <= own.threshold, penalty=penalty)
+
+
+@dataclass(frozen=True)
+class IcePopSettings:
+    """The settings of "icepop".
+
+    Attributes:
+        lower: α, the ratio below which a token is dropped.
+        upper: β, the ratio above which a token is dropped.
+    """
+
+    lower: float = number(0.5, "in (0, 1]")
+    upper: float = number(5.0, "at least 1")
+
+
+def icepop(tokens: ScoredTokens, args: ConfigFields, own: IcePopSettings) -> Terms:
+    """IcePop (arXiv 2510.18855): drops tokens whose ratio is outside [α, β], with either sign of the advantage.
+
+    In areal-project/AReaL, `areal/utils/functional/functional.py` (cbff54d645d2; `metric: ratio`), the ratio is that of
+    the trainer's old policy to the sampler. Here it is p̃(o)/p(o), as in NovaSky-AI/SkyRL,
+    `skyrl/backends/skyrl_train/utils/ppo_utils.py` (a9564572eb8e; `rollout_is`), where p is the sampler.
+    """
+    log_ratio = tokens.log_ratio.detach()
+    return Terms(keep=(log_ratio >= math.log(own.lower)) & (log_ratio <= math.log(own.upper)))
+
+
+@dataclass(frozen=True)
+class KPopSettings:
+    """The settings of "kpop".
+
+    Attributes:
+        threshold: φ, the KL divergence (nats) above which a token is dropped.
+    """
+
+    threshold: float = number(0.1, "finite and above 0")
+
+
+def kpop(tokens: ScoredTokens, args: ConfigFields, own: KPopSettings) -> Terms:
+    """KPop: drops tokens where KL(p̃ ‖ p) or KL(p ‖ p̃), on the sampled token and the rest, is above φ.
+
+    In areal-project/AReaL, `areal/utils/functional/functional.py` (cbff54d645d2; `metric: binary_kl`), the policies are
+    the trainer's old one and the sampler. Here they are p̃ and p, as in PrimeIntellect-ai/prime-rl,
+    `src/prime_rl/trainer/rl/loss.py` (b9ba0608ddf1, on a branch; `kpop_loss_fn`), where p is the sampler.
+    """
+    new, old = _outcomes(tokens, args, "binary")
+    kl = torch.maximum(divergence(new - old, old), divergence(old - new, new))
+    return Terms(keep=kl <= own.threshold)
+
+
+@dataclass(frozen=True)
+class TRMSettings:
+    """The settings of "trm".
+
+    Attributes:
+        threshold: δ, the largest estimate (nats) of a token's KL divergence with which its sequence is kept.
+        estimator: The estimate from the sampled token's ratio r: "k2", (log r)²/2; or "k3", r − 1 − log r.
+    """
+
+    threshold: float = number(2.5, "finite and above 0")
+    estimator: Literal["k2", "k3"] = "k2"
+
+
+def trm(tokens: ScoredTokens, args: ConfigFields, own: TRMSettings) -> Terms:
+    """Trust region masking (arXiv 2512.23075): drops every sequence in which one token is further than δ.
+
+    This follows verl-project/verl, `verl/trainer/ppo/rollout_corr_helper.py` (1dda039b9c63; `seq_max_k2`,
+    `seq_max_k3`), to which the paper's first author added it. There r is the ratio of the trainer's old policy to the
+    sampler, and in bypass mode that of the new policy to the sampler. Here it is p̃(o)/p(o).
+    """
+    log_ratio, keep = tokens.log_ratio.detach(), torch.ones_like(tokens.counts)
+    kl = log_ratio.square() / 2 if own.estimator == "k2" else torch.expm1(log_ratio) - log_ratio
+    for sequence in tokens.by_sequence():
+        keep[sequence] = kl[sequence].max() <= own.threshold
+    return Terms(keep=keep)
+
+
+@dataclass(frozen=True)
+class M2POSettings:
+    """The settings of "m2po".
+
+    Attributes:
+        threshold: The largest second moment of the log ratio, over the tokens that the gradient moves away.
+    """
+
+    threshold: float = number(0.04, "finite and above 0")
+
+
+def m2po(tokens: ScoredTokens, args: ConfigFields, own: M2POSettings) -> Terms:
+    """M2PO (arXiv 2510.01161): PPO's clip at the width where the second moment of the log ratio meets a threshold.
+
+    A width τ makes it the mean of min((log r)², τ²) over the tokens that the gradient moves away from p. This follows
+    the authors' code, Infini-AI-Lab/M2PO, `verl/trainer/ppo/core_algos.py` (af54a3e8feff; `compute_m2po_policy_loss`):
+    the mean is over a micro-batch of one process, and p is the policy that sampled.
+    """
+    log_ratio = tokens.log_ratio.detach()
+    leaving = tokens.counts & (tokens.advantages.sign() * log_ratio > 0)
+    square, order = torch.where(leaving, log_ratio.double().square(), torch.inf).sort()
+    above = leaving.sum() - torch.arange(1, len(square) + 1, device=square.device)
+    # The second moment, by ascending |log r|, if τ were that of this token.
+    moment = (square.cumsum(0) + above * square) / leaving.sum()
+    return Terms(keep=~leaving | torch.empty_like(leaving).scatter(0, order, moment <= own.threshold))
+
+
+@dataclass(frozen=True)
+class CPPOSettings:
+    """The settings of "cppo".
+
+    Attributes:
+        threshold: δ, the largest weighted change of a token's probability.
+        last_weight: The weight of a sequence's last token; the first one has 1, and weights fall linearly.
+        budget: The weighted change that the tokens so far may have on average, in addition to δ; up to twice as much
+            where the 0.9 quantile of the sequence's changes is larger.
+    """
+
+    threshold: float = number(0.2, "in (0, 1]")
+    last_weight: float = number(0.8, "in (0, 1]")
+    budget: float = number(0.02, "finite and at least 0")
+
+
+def cppo(tokens: ScoredTokens, args: ConfigFields, own: CPPOSettings) -> Terms:
+    """CPPO (arXiv 2606.10968): DPPO's mask, stricter for early tokens and with a budget for the tokens so far.
+
+    A token is far if its weighted change z = w |p̃(o) − p(o)| is above δ, or if the sum of z up to it is above
+    δ + δ_b Σ w, where the sum of w ends before it. This follows the authors' code, Tencent-Hunyuan/UniRL,
+    `unirl/algorithms/cppo.py` (30899fcf229b), where p is the sampler.
+    """
+    moved = (tokens.new_log_probs.detach().exp() - tokens.old_log_probs.exp()).abs()
+    far = torch.zeros_like(tokens.counts)
+    for sequence in tokens.by_sequence():
+        change = moved[sequence]
+        weight = torch.linspace(1, own.last_weight, len(change), dtype=change.dtype, device=change.device)
+        budget = change.quantile(0.9).clamp(own.budget, 2 * own.budget)
+        spent, allowed = (weight * change).cumsum(0), own.threshold + budget * (weight.cumsum(0) - weight)
+        far[sequence] = (weight * change > own.threshold) | (spent > allowed)
+    return _mask(tokens, far)
 
 
 def _outcomes(tokens: ScoredTokens, args: ConfigFields, outcomes: str) -> tuple[Tensor, Tensor]:

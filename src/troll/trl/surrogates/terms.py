@@ -36,6 +36,10 @@ class ScoredTokens:
         constraint: Which tokens share a multiplier; None if each has its own.
         old: The old policy; None where the surrogate does not read policies.
         new: The new policy on the outcomes that the step needs, differentiable; None where `old` is.
+        sequence: The row of each token's sequence in the micro-batch, int64. A sequence is whole: all its tokens are in
+            this micro-batch, next to each other and in order.
+        counts: Bool, true for the tokens that count in the loss; false, for example, for the output of a tool. A
+            surrogate that compares tokens with each other must leave the others out.
     """
 
     new_log_probs: Tensor
@@ -46,11 +50,18 @@ class ScoredTokens:
     constraint: Constraint | None
     old: SparsePolicy | None
     new: PolicyOnSupport | None
+    sequence: Tensor
+    counts: Tensor
 
     @property
     def log_ratio(self) -> Tensor:
         """The raw log ratio log p̃(o)/p(o), (N,), differentiable."""
         return self.new_log_probs - self.old_log_probs
+
+    def by_sequence(self) -> list[Tensor]:
+        """The indices (n,) of the tokens that count, in order, for each sequence that has any."""
+        at = self.counts.nonzero().squeeze(-1)
+        return list(at.split(self.sequence[at].unique_consecutive(return_counts=True)[1].tolist()))
 
 
 @dataclass(frozen=True)
