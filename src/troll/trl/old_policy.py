@@ -138,7 +138,7 @@ def mismatch(accelerator: Any, old_log_probs: Tensor, sampled_log_probs: Tensor,
     negative, and `sampling/mismatch_kl_max` is the largest.
 
     Args:
-        accelerator: The trainer's.
+        accelerator: Adds up over the trainer's processes.
         old_log_probs: log p of the sampled tokens, (B, T).
         sampled_log_probs: log p_s, (B, T); tokens with NaN do not count.
         mask: (B, T), 1 for the tokens that count.
