@@ -133,8 +133,8 @@ def test_nan_on_one_process_leaves_out_the_update_on_all(two_processes: dict[str
 def test_two_processes_adapt_weight_to_tokens_of_both(two_processes: dict[str, Any]) -> None:
     found, plain = two_processes["adaptive"], two_processes["token"]["metrics"]["trust_region/regression"]
     assert found["weights"] == [2.0, 2.0]
-    # Two trainings, which may round differently: KLs of 0.01 are those of log ratios of 0.1, each known to some 1e-6. The
-    # mean over one process's tokens would be off by far more.
+    # Two trainings, which may round differently: KLs of 0.01 are those of log ratios of 0.1, each known to some 1e-6.
+    # The mean over one process's tokens would be off by far more.
     assert found["metrics"]["trust_region/regression_kl"] == pytest.approx(plain[-2:], rel=1e-4)
 
 
