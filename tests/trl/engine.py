@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -126,3 +127,25 @@ class RolloutFunc:
             "top_logprobs": log_probs,
             "top_logprob_token_ids": token_ids,
         }
+
+
+def train_around_both(make: Callable[[str], Any]) -> list[dict[str, Any]]:
+    """Trains around the engine's policy and around the trainer's own: with one engine's rollouts, the same updates.
+
+    Args:
+        make: Makes a trainer of an exact engine by the name of its anchor.
+
+    Returns:
+        The log of each update around the engine's policy.
+    """
+    histories = []
+    for anchor in ("rollout", "old"):
+        trainer = make(anchor)
+        torch.manual_seed(0)
+        trainer.train()
+        histories.append(trainer.state.log_history[:-1])
+    for one, other in zip(*histories, strict=True):
+        assert one.get("reward") == other.get("reward"), "the rollouts differ"
+        for name in ("loss", "grad_norm", "trust_region/kl_before_mean", "trust_region/kl_after_max"):
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+    return histories[0]

@@ -15,7 +15,7 @@ from trl import GRPOTrainer
 import troll
 from tests.tolerance import rounding, within
 from tests.trl import tiny
-from tests.trl.engine import Engine, EngineGeneration, RolloutFunc, take_the_place_of_vllm
+from tests.trl.engine import Engine, EngineGeneration, RolloutFunc, take_the_place_of_vllm, train_around_both
 from tests.trl.tiny import logged, move
 from troll.trl import TrollConfig, TrollTrainer
 from troll.trl.anchor import (
@@ -373,16 +373,7 @@ def test_the_engine_takes_the_place_of_the_old_policys_forward(anchored, tail):
 
 def test_training_with_an_exact_engine_is_training_with_the_old_policy(anchored):
     """The same rollouts, of one engine; only the centre comes from elsewhere."""
-    histories = []
-    for anchor in ("rollout", "old"):
-        trainer = anchored(Engine(), anchor=anchor, vllm_importance_sampling_correction=False)
-        torch.manual_seed(0)
-        trainer.train()
-        histories.append(trainer.state.log_history[:-1])
-    for one, other in zip(*histories, strict=True):
-        assert one.get("reward") == other.get("reward"), "the rollouts differ"
-        for name in ("loss", "grad_norm", "trust_region/kl_before_mean", "trust_region/kl_after_max"):
-            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+    train_around_both(lambda anchor: anchored(Engine(), anchor=anchor, vllm_importance_sampling_correction=False))
 
 
 def test_the_mismatch_of_a_rounded_engine_is_seen_and_bounded(anchored):

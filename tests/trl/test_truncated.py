@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.tolerance import within
 from tests.trl import dense
-from tests.trl.engine import Engine, RolloutFunc
+from tests.trl.engine import Engine, RolloutFunc, train_around_both
 from tests.trl.tiny import (
     LOG_PROB_ERROR,
     assert_same_gradients,
@@ -239,22 +239,15 @@ def test_training_logs_the_kept_mass_and_no_added_tokens(make):
 def test_engine_reports_the_kept_tokens_as_the_anchor(make, top_k):
     # Without the pull: an engine does not say what mass its kept tokens had.
     settings: dict[str, Any] = {"top_k": top_k, "support_top_k": 8, "kl_bound": 0.02, "regression_weight": 0.0}
-    histories = []
-    for anchor in ("rollout", "old"):
-        trainer = make(
+    logs = train_around_both(
+        lambda anchor: make(
             rollout_func=RolloutFunc(Engine(top_k=top_k)),
             anchor=anchor,
             vllm_importance_sampling_correction=False,
             **settings,
         )
-        torch.manual_seed(0)
-        trainer.train()
-        histories.append(trainer.state.log_history[:-1])
-    for one, other in zip(*histories, strict=True):
-        assert one.get("reward") == other.get("reward"), "the rollouts differ"
-        for name in ("loss", "grad_norm", "trust_region/kl_before_mean", "trust_region/kl_after_max"):
-            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
-        assert one["trust_region/support_size"] == top_k
+    )
+    assert all(log["trust_region/support_size"] == top_k for log in logs)
 
 
 def test_engine_that_keeps_more_than_it_reports_is_refused(make):
