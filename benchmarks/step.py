@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,53 +43,24 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "Qwen3, width 256, 4 layers": {"width": 256, "layers": 4, "sequences": 4, "length": 56},
     },
     "cuda": {
-        "Qwen3-0.6B": {"width": 1024, "layers": 28, "sequences": 16, "length": 1024},
-        "Qwen3-1.7B": {"width": 2048, "layers": 28, "sequences": 8, "length": 1024},
+        "Qwen3-0.6B": {"width": 1024, "layers": 28, "sequences": 64, "length": 256},
+        "Qwen3-1.7B": {"width": 2048, "layers": 28, "sequences": 32, "length": 256},
     },
+    "small": {"Qwen3, width 128, 1 layer": {"width": 128, "layers": 1, "sequences": 2, "length": 4}},
 }
 #: Prompts have a single token, since on a CPU TRL scores prompts too, and TROLL does not.
 VOCABULARY, PROMPT, UPDATES = 151_936, 1, 4
 
-#: A rate so large that the trust region binds within a rollout.
+#: A rate so large that the trust region binds within a rollout; a checkpoint takes that of `coverage`.
 LEARNING_RATE = 1e-4
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """A model, and the completions that it has sampled: those of all updates of a rollout.
-
-    Attributes:
-        model: What has sampled, and is trained.
-        tokenizer: What turned the prompts into tokens.
-        prompt_ids: The tokens of the prompts.
-        completion_ids: The tokens of the completions.
-        learning_rate: A rate at which the trust region binds within the rollout.
-    """
-
-    model: Any
-    tokenizer: PreTrainedTokenizerBase
-    prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]
-    learning_rate: float
-
-
-def sampled(
-    device: str, sequences: int, length: int, width: int = 0, layers: int = 0, model: str = "", text: str = ""
-) -> Sampled:
-    """A model and its completions.
-
-    Args:
-        device: Where it is.
-        sequences: The completions of an update.
-        length: Their tokens, of a checkpoint at most.
-        width: The width of a random Qwen3.
-        layers: The number of transformer blocks of it.
-        model: A checkpoint to take instead.
-        text: What the checkpoint is asked, of `coverage.ROLLOUT`.
-    """
+def loaded(device: str, width: int = 0, layers: int = 0, model: str = "") -> tuple[Any, PreTrainedTokenizerBase]:
+    """A model and what turns prompts into its tokens: a checkpoint, or a random Qwen3 of some width and blocks."""
     torch.manual_seed(0)
     if model:
-        return _of_checkpoint(model, text, UPDATES * sequences, length, device)
+        checkpoint: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        return checkpoint.to(device), AutoTokenizer.from_pretrained(model, padding_side="left")
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=width,
@@ -102,48 +72,57 @@ def sampled(
         tie_word_embeddings=False,
         max_position_embeddings=4096,
     )
-    qwen: Any = Qwen3ForCausalLM(config)
-    qwen.to(device)
+    with torch.device(device):
+        qwen: Any = Qwen3ForCausalLM(config)
     with torch.no_grad():
         qwen.get_output_embeddings().weight *= 10  # logits of standard deviation 3: a few likely tokens
-    prompts = torch.randint(3, VOCABULARY, (UPDATES * sequences, PROMPT))
-    with torch.no_grad():
-        ids = qwen.generate(prompts.to(device), do_sample=True, min_new_tokens=length, max_new_tokens=length)
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2}, unk_token="<pad>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    return Sampled(qwen, tokenizer, ids[:, :PROMPT].tolist(), ids[:, PROMPT:].tolist(), LEARNING_RATE)
+    return qwen, PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
-def _of_checkpoint(name: str, text: str, count: int, length: int, device: str) -> Sampled:
-    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    model.to(device)
-    rollout = coverage.sample(model, tokenizer, text, 1.0, count, length)
-    completions = rollout.labels != -100
-    prompts = rollout.attention.bool() & ~completions
-    return Sampled(
-        model,
-        tokenizer,
-        [row[chosen].tolist() for row, chosen in zip(rollout.ids, prompts, strict=True)],
-        [row[chosen].tolist() for row, chosen in zip(rollout.ids, completions, strict=True)],
-        coverage.LEARNING_RATE,
-    )
+@functools.cache
+def sampled(device: str, sequences: int, length: int, text: str = "", **model: Any) -> dict[str, list[list[int]]]:
+    """The tokens of the prompts and completions of a rollout, which the model samples once for all contenders.
+
+    Args:
+        device: Where the model is.
+        sequences: The completions of an update.
+        length: Their tokens, of a checkpoint at most.
+        text: What a checkpoint is asked, of `coverage.ROLLOUT`.
+        **model: What is `loaded`.
+    """
+    sampler, tokenizer = loaded(device, **model)
+    count = UPDATES * sequences
+    if text:
+        rollout = coverage.sample(sampler, tokenizer, text, 1.0, count, length)
+        completions = rollout.labels != -100
+        kept = {"prompt_ids": rollout.attention.bool() & ~completions, "completion_ids": completions}
+        return {
+            name: [row[chosen].tolist() for row, chosen in zip(rollout.ids, tokens, strict=True)]
+            for name, tokens in kept.items()
+        }
+    prompts = torch.randint(3, VOCABULARY, (count, PROMPT)).to(device)
+    with torch.no_grad():
+        ids = sampler.generate(prompts, do_sample=True, min_new_tokens=length, max_new_tokens=length)
+    return {"prompt_ids": ids[:, :PROMPT].tolist(), "completion_ids": ids[:, PROMPT:].tolist()}
 
 
-def contenders(sequences: int, device: str, **case: Any) -> measure.Contenders:
+def contenders(device: str, **case: Any) -> measure.Contenders:
     """The training on one rollout, set up when it is called, so that no other contender's memory counts."""
 
     def train(name: str) -> object:
-        return _trainer(name, sampled(device, sequences, **case), device, sequences).train()
+        return _trainer(name, device, **case).train()
 
     return {name: functools.partial(train, name) for name in TRAINERS}
 
 
-def _trainer(name: str, of: Sampled, device: str, sequences: int) -> GRPOTrainer:
+def _trainer(name: str, device: str, sequences: int, length: int, text: str = "", **model: Any) -> GRPOTrainer:
     trainer_class, config_class = TRAINERS[name]
+    tokens = sampled(device, sequences, length, text, **model)
+    trained, tokenizer = loaded(device, **model)
 
     def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
-        return {"prompt_ids": of.prompt_ids, "completion_ids": of.completion_ids, "logprobs": None}
+        return tokens | {"logprobs": None}
 
     arguments = config_class(
         output_dir=tempfile.mkdtemp(),
@@ -151,8 +130,8 @@ def _trainer(name: str, of: Sampled, device: str, sequences: int) -> GRPOTrainer
         num_generations=sequences,
         steps_per_generation=UPDATES,
         max_steps=UPDATES,
-        max_completion_length=max(map(len, of.completion_ids)),
-        learning_rate=of.learning_rate,
+        max_completion_length=max(map(len, tokens["completion_ids"])),
+        learning_rate=coverage.LEARNING_RATE if text else LEARNING_RATE,
         bf16=device == "cuda",
         use_cpu=device == "cpu",
         gradient_checkpointing=device == "cuda",
@@ -163,11 +142,11 @@ def _trainer(name: str, of: Sampled, device: str, sequences: int) -> GRPOTrainer
         seed=0,
     )
     trainer = trainer_class(
-        model=of.model,
+        model=trained,
         reward_funcs=_reward,
         args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": ["a"] * len(of.prompt_ids)}),
-        processing_class=of.tokenizer,
+        train_dataset=Dataset.from_dict({"prompt": ["a"] * len(tokens["prompt_ids"])}),
+        processing_class=tokenizer,
         rollout_func=rollout,
     )
     trainer.remove_callback(PrinterCallback)
@@ -180,7 +159,7 @@ def _reward(completion_ids: list[list[int]], **_: object) -> list[float | None]:
 
 def main(device: str, repeats: int, checkpoints: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Prints times and peak memory of one rollout's updates, of random models or of checkpoints."""
-    cases = CASES[device]
+    cases = CASES[measure.shapes(device)]
     if checkpoints:
         cases = {
             f"{Path(model).name}, {text}": {
@@ -196,7 +175,7 @@ def main(device: str, repeats: int, checkpoints: Sequence[str] = ()) -> list[dic
     results = []
     for name, case in cases.items():
         # A repeated call of `train` starts with the weights of the last one.
-        trainers = {each: _trainer(each, sampled(device, **case), device, case["sequences"]) for each in TRAINERS}
+        trainers = {each: _trainer(each, device, **case) for each in TRAINERS}
         taken = measure.seconds({each: trainer.train for each, trainer in trainers.items()}, repeats, device)
         peaks = measure.peak_memory(contenders, case, list(trainers), device)
         rows = measure.show(f"training: {name}, {UPDATES} updates and their capture", taken, peaks)

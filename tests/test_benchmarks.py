@@ -419,13 +419,14 @@ def test_coverage_of_a_checkpoint(checkpoint: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_step_takes_a_checkpoint_and_what_it_samples(checkpoint: str) -> None:
-    of = step.sampled("cpu", 2, 3, model=checkpoint, text="open text")
-    assert len(of.prompt_ids) == len(of.completion_ids) == 8
-    assert all(1 <= len(ids) <= 3 for ids in of.completion_ids)
-    asked: Any = of.tokenizer.apply_chat_template(
+    tokens = step.sampled("cpu", 2, 3, model=checkpoint, text="open text")
+    assert len(tokens["prompt_ids"]) == len(tokens["completion_ids"]) == 8
+    assert all(1 <= len(ids) <= 3 for ids in tokens["completion_ids"])
+    _, tokenizer = step.loaded("cpu", model=checkpoint)
+    asked: Any = tokenizer.apply_chat_template(
         coverage.conversations("open text", 8), add_generation_prompt=True, return_dict=True
     )
-    assert of.prompt_ids == asked["input_ids"]
+    assert tokens["prompt_ids"] == asked["input_ids"]
 
 
 def test_truncation_makes_the_ratio_to_the_sampler_one(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
