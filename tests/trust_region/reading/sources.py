@@ -32,7 +32,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles each way, and a remainder, for 12 tokens and 1,000 entries."""
     monkeypatch.setattr(head_module, "TOKEN_TILE", 5)
     monkeypatch.setattr(head_module, "VOCABULARY_TILE", 300)
-    monkeypatch.setattr(head_module, "WHOLE_ROWS", {"cpu": 4 * 1000})
+    monkeypatch.setattr(head_module, "WHOLE_ROWS", {"cpu": 4 * 1000, "gpu": 4 * 1000})
     monkeypatch.setattr(logits_module, "TILE_LOGITS", 5 * 1000)
 
 

@@ -200,13 +200,13 @@ def test_under_autocast_every_product_is_computed_in_its_dtype(monkeypatch):
     """Float32 weights and hidden states under bf16 autocast are TRL's default: a product in float32 would be slow."""
     problem = Problem("head", dtype=torch.float32)
     operands = []
-    original = head_module._add_product
+    original = head_module._product_into
 
-    def add(total: Tensor, first: Tensor, second: Tensor) -> None:
-        operands.append((total.dtype, first.dtype, second.dtype))
-        original(total, first, second)
+    def product_into(out: Tensor, first: Tensor, second: Tensor, *, add: bool) -> None:
+        operands.append((out.dtype, first.dtype, second.dtype))
+        original(out, first, second, add=add)
 
-    monkeypatch.setattr(head_module, "_add_product", add)
+    monkeypatch.setattr(head_module, "_product_into", product_into)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         old = troll.capture(problem.source(), problem.token_ids)
         step = troll.trust_region_step(problem.source(), old)

@@ -13,6 +13,8 @@ pytest.importorskip("triton")
 import troll
 from tests.trust_region.reading.sources import KINDS, small_tiles
 from troll.trust_region.kernels import VARIABLE
+from troll.trust_region.reading import head as head_module
+from troll.trust_region.reading.read import read
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: No logit comes close to the cap, where an ulp of the hyperbolic tangent decides which of many is the larger.
@@ -52,6 +54,43 @@ class Problem:
         made = troll.trust_region_step(self.source(leaves[1], leaves[0]), old, kl_bound=0.05, **keywords)
         loss = (made.log_ratio + made.regression - 0.3 * made.log_prob).sum()
         return made, torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("kept", [0, 2, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_that_are_kept_are_not_computed_again(dtype, kept, monkeypatch):
+    """Of six tiles; a second backward pass computes all of them, since the first one overwrites what is kept."""
+    monkeypatch.setenv(VARIABLE, "triton")
+    # Room for as many as the first; the third, a remainder, would fit where the second does not.
+    monkeypatch.setattr(head_module, "KEPT", (kept * 5 * 320 * dtype.itemsize + 1) / (VOCABULARY * HIDDEN))
+    products = []
+    original = head_module._HeadReading._product
+    monkeypatch.setattr(
+        head_module._HeadReading, "_product", lambda self, columns: products.append(columns) or original(self, columns)
+    )
+    problem = Problem("head", dtype)
+    old = troll.capture(problem.source(problem.old), problem.sampled, top_k=9)
+    leaves = [x.clone().requires_grad_() for x in (problem.hidden, problem.new)]
+    products.clear()
+    made = troll.trust_region_step(problem.source(leaves[1], leaves[0]), old, kl_bound=0.05)
+    loss = (made.log_ratio + made.regression).sum()
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert len(products) == 12 - kept
+    second = torch.autograd.grad(loss, leaves)
+    assert len(products) == 18 - kept
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("trained", ["hidden", "weight"])
+def test_tiles_are_kept_for_a_trained_weight_only(trained, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "triton")
+    problem = Problem("head", torch.float32)
+    hidden, weight = (
+        x.clone().requires_grad_(name == trained)
+        for name, x in zip(("hidden", "weight"), (problem.hidden, problem.new), strict=True)
+    )
+    policy = read(problem.source(weight, hidden), problem.sampled.unsqueeze(-1))
+    assert bool(policy.tail_logit.grad_fn.next_functions[0][0].kept) == (trained == "weight")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.tolerance import rounding, within
 from tests.trust_region.reading.tiles import DEVICE, some_ids
 from troll.trust_region.reading.tiles import Tile
 from troll.trust_region.reading.tiles_triton import TritonTile
@@ -46,7 +47,9 @@ def test_any_strides():
     ids = some_ids(3, 4, 0, 50)
     transposed = gathered_products(hidden.to(DEVICE).t(), weight.to(DEVICE).t(), None, ids, 0)
     contiguous = gathered_products(hidden.to(DEVICE).t().contiguous(), weight.to(DEVICE).t().contiguous(), None, ids, 0)
-    assert torch.equal(transposed, contiguous)
+    # A compiler may order 16 summands as it loads them.
+    size = gathered_products(hidden.to(DEVICE).t().abs(), weight.to(DEVICE).t().abs(), None, ids, 0)
+    assert ((transposed - contiguous).abs() <= within(rounding(16)) * size).all()
 
 
 def test_a_slice_of_the_vocabulary():

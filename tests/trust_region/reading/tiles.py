@@ -56,6 +56,7 @@ def random_values(rows: int, width: int, dtype: torch.dtype = torch.float32, see
 
 def made(values: Tensor, transform: Transform = TRANSFORMS["plain"], form: str = "rows", first: int = FIRST) -> Made:
     """What holds these values, (n, W), with NaN wherever no kernel may look."""
+    values = values.to(DEVICE)
     rows, width = values.shape
     logits = transform(values.double())
     if form == "rows":

@@ -1,7 +1,7 @@
-"""The logits of an LM head, without ever holding the (tokens x vocabulary) tensor of all of them.
+"""The logits of an LM head, without holding the (tokens x vocabulary) tensor of all of them.
 
-A tile is the product of some tokens' hidden states with some rows of the weight. The forward pass computes each tile,
-reduces it to numbers per token, and drops it; the backward pass computes it again.
+A tile is the product of some tokens' hidden states with some rows of the weight. The forward pass computes each tile
+and reduces it to numbers per token. The backward pass computes it again, unless it could be kept.
 """
 
 from __future__ import annotations
@@ -24,11 +24,18 @@ from troll.trust_region.reading.tiles import Support, Tile, Upstream, rows_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: Tokens and vocabulary entries of a tile.
-TOKEN_TILE, VOCABULARY_TILE = 4096, 32768
+#: Tokens and vocabulary entries of a tile at most. Where one tile has all tokens, its product with the hidden states is
+#: the whole gradient of its rows of the weight: nothing is summed up over tiles.
+TOKEN_TILE, VOCABULARY_TILE = 32768, 32768
 
-#: Logits in a tile of whole rows at most: 67 MB in bf16 on a CPU, 268 MB on a GPU.
+#: Logits of a tile at most, and of a tile of whole rows, by device: 268 MB in bf16, 67 MB for whole rows on a CPU. Only
+#: powers of two become a tile's width, since kernels are compiled and tuned for each.
+TILE_LOGITS = 2**27
 WHOLE_ROWS = {"cpu": 2**25, "gpu": 2**27}
+
+#: Bytes of tiles that the forward pass keeps for the backward pass, for each number of a weight that is trained: what a
+#: sum of its gradient in float32 would take, which only more than `TOKEN_TILE` tokens need.
+KEPT = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +101,7 @@ class LMHead(LogitsSource):
 
 
 class _HeadReading(Reading):
-    """All tiles lie in the same memory: allocating each would cost as much as its matrix product."""
+    """Tiles that are not kept lie in the same memory: allocating each would cost as much as its matrix product."""
 
     def __init__(self, head: LMHead, slots: int, max_slots: int, dtype: torch.dtype) -> None:
         self._memory = head.hidden.new_empty(0, dtype=dtype)
@@ -103,32 +110,50 @@ class _HeadReading(Reading):
         self._hidden = head.hidden.reshape(-1, head.hidden.shape[-1])
         # The operands of the last tile, in the computing dtype.
         self._hidden_part = self._weight_part = self._memory
+        self._room = 0  # bytes of tiles that may still be kept
+
+    def keep(self, needed: Sequence[bool]) -> None:
+        """See the parent."""
+        if needed[1] and not self.tile.copies:  # torch's operations overwrite a tile
+            self._room = KEPT * self._head.weight.numel()
 
     def tiles(self, whole_rows: bool = False) -> Iterator[Tile]:
         """See the parent."""
-        width = self._head.width
-        most_rows, most_columns = TOKEN_TILE, VOCABULARY_TILE
+        width, most_rows = self._head.width, max(1, min(self.tokens, TOKEN_TILE))
+        most_columns = min(VOCABULARY_TILE, 1 << (TILE_LOGITS // most_rows).bit_length() - 1)
         if whole_rows:
             logits = WHOLE_ROWS["cpu" if self._hidden.device.type == "cpu" else "gpu"]
-            most_rows, most_columns = max(1, min(logits // width, TOKEN_TILE)), width
-        size = min(self.tokens, most_rows) * _whole_blocks(min(width, most_columns))
-        self._memory = self._hidden.new_empty(size, dtype=self.dtype)
+            most_rows, most_columns = max(1, min(logits // width, most_rows)), width
+        kept, self.kept = self.kept, []
         for rows in slices(self.tokens, most_rows):
             at = rows if self.row_index is None else self.row_index[rows]
             self._hidden_part = self._hidden[at].to(self.dtype)
             for columns in slices(width, most_columns):
+                self._weight_part = self._head.weight[columns].to(self.dtype)
+                product = kept.pop(0) if kept else self._product(columns)
                 first = self.vocabulary.start + columns.start
-                yield self.tile.of_product(self._product(columns), self.transform, first, rows, columns)
+                yield self.tile.of_product(product, self.transform, first, rows, columns)
 
     def _product(self, columns: slice) -> Tensor:
         width = columns.stop - columns.start
-        whole = _whole_blocks(width)  # so that rows stay aligned
-        rows = len(self._hidden_part)
-        product = self._memory[: rows * whole].view(rows, whole)[:, :width]
-        self._weight_part = self._head.weight[columns].to(self.dtype)
+        product = self._empty(len(self._hidden_part), width)
         torch.mm(self._hidden_part, self._weight_part.t(), out=product)
         if self._head.bias is not None:
             product.add_(self._head.bias[columns].to(self.dtype))
+        return product
+
+    def _empty(self, rows: int, width: int) -> Tensor:
+        pitch = -(-width // BLOCK) * BLOCK  # so that rows stay aligned
+        size = rows * pitch
+        # No tile after one that does not fit, even if it is smaller: the kept ones are the first.
+        self._room = max(0, self._room - size * self.dtype.itemsize)
+        keeps = self._room > 0
+        if keeps or len(self._memory) < size:
+            self._memory = self._hidden.new_empty(size, dtype=self.dtype)
+        product = self._memory[:size].view(rows, pitch)[:, :width]
+        if keeps:
+            self.kept.append(product)
+            self._memory = self._memory[:0]
         return product
 
     def exact(self, ids: Tensor) -> Tensor | None:
@@ -143,38 +168,50 @@ class _HeadReading(Reading):
 
     def gradients(self, support: Support, upstream: Upstream, needed: Sequence[bool]) -> list[Tensor | None]:
         """See the parent: summed over tiles and slices of the vocabulary in float32 (float64 for float64)."""
-        tensors = (self._hidden, self._head.weight, self._head.bias)
-        sums = [
-            torch.zeros_like(x, dtype=float_dtype(self.dtype)) if x is not None and needs else None
-            for x, needs in zip(tensors, needed, strict=True)
-        ]
-        grad_hidden, grad_weight, grad_bias = sums
+        weight, bias, precise = self._head.weight, self._head.bias, float_dtype(self.dtype)
+        summed = self.tokens > TOKEN_TILE
+        grad_hidden = grad_weight = grad_bias = None
+        if needed[0]:
+            grad_hidden = self._hidden.new_zeros((self.tokens, self._hidden.shape[-1]), dtype=precise)
+        if needed[1]:
+            grad_weight = torch.zeros_like(weight, dtype=precise) if summed else torch.empty_like(weight)
+        if needed[2] and bias is not None:
+            grad_bias = torch.zeros_like(bias, dtype=precise)
         for tile in self.tiles():
             grad = tile.gradient(rows_of(support, tile.rows), rows_of(upstream, tile.rows)).to(self.dtype)
             if grad_hidden is not None:
-                if self.row_index is None:
-                    _add_product(grad_hidden[tile.rows], grad, self._weight_part)
-                else:
-                    own = torch.zeros_like(grad_hidden[: len(grad)])
-                    _add_product(own, grad, self._weight_part)
-                    grad_hidden.index_add_(0, self.row_index[tile.rows], own)
+                _product_into(grad_hidden[tile.rows], grad, self._weight_part, add=True)
             if grad_weight is not None:
-                _add_product(grad_weight[tile.columns], grad.t(), self._hidden_part)
+                _product_into(grad_weight[tile.columns], grad.t(), self._hidden_part, add=summed)
             if grad_bias is not None:
                 grad_bias[tile.columns] += grad.sum(0, dtype=grad_bias.dtype)
         if grad_hidden is not None:
             self.vocabulary.add_up(grad_hidden)
-            sums[0] = grad_hidden.view(self._head.hidden.shape)
-        return [None if x is None else x.to(y.dtype) for x, y in zip(sums, self._head.tensors, strict=True)]  # type: ignore[union-attr]
+            grad_hidden = self._at_positions(grad_hidden.to(self._hidden.dtype))
+        return [
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+        ]
+
+    def _at_positions(self, grad_hidden: Tensor) -> Tensor:
+        """The gradient of all hidden states from that of the positions, (N, H)."""
+        if self.row_index is not None:
+            grad_hidden = torch.zeros_like(self._hidden).index_copy_(0, self.row_index, grad_hidden)
+        return grad_hidden.view(self._head.hidden.shape)
 
 
-def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
-    # In the sum's precision, since rounding each tile's product to bf16 first would bias training.
-    if total.is_cuda and first.dtype == second.dtype != total.dtype:
-        torch.addmm(total, first, second, out_dtype=total.dtype, out=total)
+def _product_into(out: Tensor, first: Tensor, second: Tensor, *, add: bool) -> None:
+    """Writes a product, or adds it to a sum in float32 or float64: rounding each summand first would bias training."""
+    options: dict[str, Any] = {}
+    if first.dtype != out.dtype:
+        if out.is_cuda and out.dtype == torch.float32:  # the only other dtype of a product, and on CUDA only
+            options = {"out_dtype": out.dtype}
+        else:
+            first, second = first.float(), second.float()
+    if add:
+        torch.addmm(out, first, second, **options, out=out)
+    elif first.dtype == out.dtype or options:
+        torch.mm(first, second, **options, out=out)
     else:
-        total.addmm_(first.to(total.dtype), second.to(total.dtype))
-
-
-def _whole_blocks(width: int) -> int:
-    return -(-width // BLOCK) * BLOCK
+        out.copy_(first @ second)

@@ -80,6 +80,7 @@ class _Read(torch.autograd.Function):
             dtype = float_dtype(reading.dtype)
             logits = torch.full((tokens, slots), -torch.inf, dtype=dtype, device=token_ids.device)
             outside = TailSums.empty(logits, entropy)
+            reading.keep(ctx.needs_input_grad[3:])  # type: ignore[attr-defined]
             for tile in reading.tiles():
                 tile.read(rows_of(support, tile.rows), logits[tile.rows], rows_of(outside, tile.rows))
             exact = reading.exact(token_ids)
@@ -89,7 +90,7 @@ class _Read(torch.autograd.Function):
         tail_logit, tail_entropy = outside.log_sum, outside.entropy
         ctx.save_for_backward(*tensors, *support, logits, tail_logit, tail_entropy)  # type: ignore[arg-type]
         ctx.source, ctx.dtype = source.with_tensors(*(None for _ in tensors)), reading.dtype  # type: ignore[attr-defined]
-        ctx.spent = False  # type: ignore[attr-defined]
+        ctx.kept, ctx.spent = reading.kept, False  # type: ignore[attr-defined]
         return logits, tail_logit, tail_entropy
 
     @staticmethod
@@ -117,5 +118,7 @@ class _Read(torch.autograd.Function):
             None if grad_entropy is None else grad_entropy.masked_fill(nothing_outside | broken, 0),
         )
         with ctx.source.with_tensors(*tensors).reading(ids.shape[-1], dtype=ctx.dtype) as reading:
+            # They receive the gradient: a second backward pass computes them again.
+            reading.kept, ctx.kept = ctx.kept, []
             gradients = reading.gradients(Support(ids, ascending), upstream, ctx.needs_input_grad[3:])
         return None, None, None, *gradients

@@ -117,6 +117,8 @@ class Reading(ABC):
         self.tokens = source.shape.numel()
         #: Which rows of the source's tensor they are, (N,); None for all.
         self.row_index = None if source.rows is None else source.rows.long()
+        #: The memory of the first tiles, (n, W) each, that the next pass takes instead of computing them.
+        self.kept: list[Tensor] = []
         #: The class of the tiles.
         self.tile: type[Tile] = Tile
         if use_triton(memory, slots, max_slots):
@@ -124,11 +126,18 @@ class Reading(ABC):
 
             self.tile = TritonTile
 
+    def keep(self, needed: Sequence[bool]) -> None:  # noqa: B027
+        """Lets the next pass leave tiles in `kept`, if computing them again for `gradients` would cost more.
+
+        Args:
+            needed: Which of the source's tensors get gradients.
+        """
+
     @abstractmethod
     def tiles(self, whole_rows: bool = False) -> Iterator[Tile]:
         """Yields all tiles; with `whole_rows`, each has all vocabulary entries that this process holds.
 
-        A tile is lost when the next one is computed. Without tokens there are tiles without rows.
+        A tile is lost when the next one is computed, unless it is kept. Without tokens there are tiles without rows.
         """
 
     def exact(self, ids: Tensor) -> Tensor | None:
