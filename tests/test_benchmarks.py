@@ -31,6 +31,7 @@ from benchmarks import (
 )
 from benchmarks.step_model import FUSED, MOVED, SHAPES, TORCH, TRITON, Assumptions, Moved, Route, Shape
 from tests.examples.smollm2 import load_example, write_gguf
+from troll.trust_region.reading import head as head_module
 
 #: 60 parameters of the body and 80 of the head, at 1,000 FLOP/s, of which half is reached anywhere.
 SMALL = Shape(
@@ -274,6 +275,7 @@ def test_triton_path_holds_its_bars(path: str, name: str) -> None:
 @pytest.mark.parametrize(("way", "path"), [(TRITON, "logits bf16, rows="), (FUSED, "LM head bf16")])
 def test_triton_path_moves_what_the_step_model_says(way: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TROLL_KERNELS", "triton")
+    monkeypatch.setattr(head_module, "KEPT", 0)  # of so few tokens, all tiles could stay
     check_moved(way, path)
 
 

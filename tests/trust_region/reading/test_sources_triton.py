@@ -63,11 +63,14 @@ def test_tiles_that_are_kept_are_not_computed_again(dtype, kept, monkeypatch):
     monkeypatch.setenv(VARIABLE, "triton")
     # Room for as many as the first; the third, a remainder, would fit where the second does not.
     monkeypatch.setattr(head_module, "KEPT", (kept * 5 * 320 * dtype.itemsize + 1) / (VOCABULARY * HIDDEN))
-    products = []
+    products: list[slice] = []
     original = head_module._HeadReading._product
-    monkeypatch.setattr(
-        head_module._HeadReading, "_product", lambda self, columns: products.append(columns) or original(self, columns)
-    )
+
+    def product(self: Any, columns: slice) -> Tensor:
+        products.append(columns)
+        return original(self, columns)
+
+    monkeypatch.setattr(head_module._HeadReading, "_product", product)
     problem = Problem("head", dtype)
     old = troll.capture(problem.source(problem.old), problem.sampled, top_k=9)
     leaves = [x.clone().requires_grad_() for x in (problem.hidden, problem.new)]
@@ -90,7 +93,8 @@ def test_tiles_are_kept_for_a_trained_weight_only(trained, monkeypatch):
         for name, x in zip(("hidden", "weight"), (problem.hidden, problem.new), strict=True)
     )
     policy = read(problem.source(weight, hidden), problem.sampled.unsqueeze(-1))
-    assert bool(policy.tail_logit.grad_fn.next_functions[0][0].kept) == (trained == "weight")
+    node: Any = policy.tail_logit.grad_fn
+    assert bool(node.next_functions[0][0].kept) == (trained == "weight")
 
 
 @pytest.mark.parametrize("kind", KINDS)
