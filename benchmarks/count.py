@@ -42,8 +42,8 @@ STEP = "step after the reading, forward and backward"
 
 #: The size of a tile on a GPU.
 TILES = {
-    "torch": "2^24 logits; 4096 tokens by 32,768 entries of an LM head, 2^27 logits for its capture",
-    "triton": "any logits; 4096 tokens by 32,768 entries of an LM head, 2^27 logits for its capture",
+    "torch": "2^24 logits; 2^27 of an LM head, of at most 32,768 tokens and entries",
+    "triton": "any logits; 2^27 of an LM head, of at most 32,768 tokens and entries",
 }
 
 LOGITS = "logits bf16", "logits bf16, view", "logits bf16, rows=", "logits bf16, donate=True", "logits fp32"

@@ -199,6 +199,12 @@ def test_remedy_names_a_smaller_model_where_no_setting_helps() -> None:
     assert remedy.endswith("take a smaller model, shorter completions (--max_completion_length), or more GPUs (--gpus)")
 
 
+def test_remedy_for_a_model_without_default_layers_for_adapters() -> None:
+    """peft has no mapping for a mixture of experts, so that adapters are no remedy."""
+    remedy = planned("--model_name_or_path", TOY_MOE, gib=1e-4).remedy()
+    assert " even with --" in remedy and "use_peft" not in remedy
+
+
 @pytest.mark.parametrize("name", [name for name in recipes.names() if not recipes.read(name)[1]])
 def test_every_recipe_has_a_shape_and_at_least_two_updates_a_rollout(name: str) -> None:
     recipe = recipes.load(name, CPU, vllm=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import os
@@ -173,8 +174,12 @@ class Plan:
     def _lower(self) -> Plan | None:
         """The plan with the least harmful change of settings that lowers the largest phase."""
         phase = self.totals.index(max(self.totals))
-        changed = (self._changed(fields) for fields in self._changes(PHASES[phase]))
-        return next((other for other in changed if other.totals[phase] < self.totals[phase]), None)
+        for fields in self._changes(PHASES[phase]):
+            other = self._changed(fields)
+            with contextlib.suppress(memory.UnknownMemory):  # peft knows no layers to adapt in some models
+                if other.totals[phase] < self.totals[phase]:
+                    return other
+        return None
 
     def _changes(self, phase: str) -> Iterator[dict[str, Any]]:
         args, share = self.recipe.training, _vllm_share(self.recipe.training)

@@ -62,7 +62,7 @@ def test_tiles_that_are_kept_are_not_computed_again(dtype, kept, monkeypatch):
     """Of six tiles; a second backward pass computes all of them, since the first one overwrites what is kept."""
     monkeypatch.setenv(VARIABLE, "triton")
     # Room for as many as the first; the third, a remainder, would fit where the second does not.
-    monkeypatch.setattr(head_module, "KEPT", (kept * 5 * 320 * dtype.itemsize + 1) / (VOCABULARY * HIDDEN))
+    monkeypatch.setattr(head_module, "KEPT", kept * 5 * 320 * dtype.itemsize / (VOCABULARY * HIDDEN))
     products: list[slice] = []
     original = head_module._HeadReading._product
 

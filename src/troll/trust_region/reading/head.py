@@ -110,7 +110,7 @@ class _HeadReading(Reading):
         self._hidden = head.hidden.reshape(-1, head.hidden.shape[-1])
         # The operands of the last tile, in the computing dtype.
         self._hidden_part = self._weight_part = self._memory
-        self._room = 0  # bytes of tiles that may still be kept
+        self._room = -1  # bytes of tiles that may still be kept
 
     def keep(self, needed: Sequence[bool]) -> None:
         """See the parent."""
@@ -145,9 +145,9 @@ class _HeadReading(Reading):
     def _empty(self, rows: int, width: int) -> Tensor:
         pitch = -(-width // BLOCK) * BLOCK  # so that rows stay aligned
         size = rows * pitch
-        # No tile after one that does not fit, even if it is smaller: the kept ones are the first.
-        self._room = max(0, self._room - size * self.dtype.itemsize)
-        keeps = self._room > 0
+        keeps = (bytes_needed := size * self.dtype.itemsize) <= self._room
+        # After one that does not fit none is kept, even if it is smaller: the kept ones are the first.
+        self._room = self._room - bytes_needed if keeps else -1
         if keeps or len(self._memory) < size:
             self._memory = self._hidden.new_empty(size, dtype=self.dtype)
         product = self._memory[:size].view(rows, pitch)[:, :width]
