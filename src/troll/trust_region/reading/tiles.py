@@ -83,6 +83,10 @@ class TailSums(NamedTuple):
 
     def over_slices(self) -> TailSums:
         """The sums over the whole vocabulary, (N,), from those over n slices of it, (N, n)."""
+        if self.maximum.shape[-1] == 1:  # what follows would take six launches more
+            maximum, exp_sum, weighted_sum = (None if x is None else x.squeeze(-1) for x in self)
+            assert maximum is not None and exp_sum is not None
+            return TailSums(maximum, exp_sum.masked_fill(maximum == -torch.inf, 0), weighted_sum)
         maximum = self.maximum.amax(-1, keepdim=True)
         moved = self.maximum - maximum.masked_fill(maximum == -torch.inf, 0)
         moved = moved.clamp(min=torch.finfo(maximum.dtype).min)
