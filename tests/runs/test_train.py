@@ -93,6 +93,12 @@ def test_a_run_leaves_a_complete_folder(short_run: list[str], tmp_path: Path, co
     assert (folder / "README.md").read_text() == card
 
 
+def test_a_run_ends_with_its_process_group(short_run: list[str], console: Console) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    assert train(recipes.load("quickstart", short_run), console)
+    assert not torch.distributed.is_initialized()
+
+
 def test_the_hub_shows_the_card_of_the_run(
     short_run: list[str], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:

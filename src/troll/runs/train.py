@@ -94,6 +94,8 @@ def train(recipe: Recipe, console: Console) -> bool:
     finally:
         progress.stop()
         result.write(status, console)
+    # Threads of a process group that is left to the interpreter's end may abort the process.
+    trainer.accelerator.end_training()
     return status == "finished"
 
 
