@@ -92,3 +92,25 @@ def test_engine_samples_from_the_weights_of_the_last_hand_over(run, dtype, error
     assert len(at_first) == 2
     # Of near equal policies the KL divergence is at most half of the square of the largest difference of log-probs.
     assert max(at_first) <= max(within(error**2 / 2), 1e-6)
+
+
+@pytest.mark.parametrize("anchor", ["old", "rollout"])
+@pytest.mark.parametrize("truncation", [{}, {"top_p": 0.8}, {"top_k": 5}], ids=["whole", "top_p", "top_k"])
+def test_first_update_sees_the_sampler_in_the_old_policy(run, anchor, truncation):
+    """By either anchor, and on the kept set: the ratio to what sampled is 1 up to rounding."""
+    result = run(engine={"dtype": "float32"}, anchor=anchor, support_top_k=48, num_generations=4, **truncation)
+    assert result["after"] <= within(FLOAT32_ERROR)
+    largest = max(within(FLOAT32_ERROR**2 / 2), 1e-6)
+    assert max(values(result, "trust_region/kl_before_mean")[::2]) <= largest
+    if anchor == "old":
+        # TRL's own: the engine's log-probabilities of its tokens against the trainer's.
+        assert max(values(result, "sampling/sampling_logp_difference/max")) <= within(FLOAT32_ERROR)
+        assert abs(values(result, "sampling/importance_sampling_ratio/mean")[0] - 1) <= within(FLOAT32_ERROR)
+        assert max(values(result, "sampling/mismatch_kl_max")) <= largest
+        assert not truncation or max(values(result, "sampling/added_fraction")) == 0
+
+
+def test_adapters_reach_the_engine(run):
+    result = run(lora=True, engine={"dtype": "float32"}, anchor="rollout", support_top_k=24)
+    assert result["after"] <= within(FLOAT32_ERROR)
+    assert min(result["before"], result["start"]) > 2 * FLOAT32_ERROR
