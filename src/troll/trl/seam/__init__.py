@@ -124,9 +124,9 @@ def add_metrics(trainer: Any, metrics: dict[str, float]) -> None:
 
 
 def replace_metrics(trainer: Any, metrics: dict[str, float]) -> None:
-    """Replaces the metrics that TRL has just collected for the last rollout."""
+    """Replaces the metrics that TRL has just collected for the last rollout, or for a batch of an evaluation."""
     for name, value in metrics.items():
-        trainer._metrics["train"][name][-1] = value
+        trainer._metrics["train" if trainer.model.training else "eval"][name][-1] = value
 
 
 @dataclass
@@ -207,6 +207,14 @@ def generating_within(trainer: Any, context: Callable[[], AbstractContextManager
             return generate(*args)
 
     with _replaced(trainer, _generate=within):
+        yield
+
+
+@contextmanager
+def generated(trainer: Any, change: Callable[..., tuple[Any, ...]]) -> Iterator[None]:
+    """Has TRL go on with what a function makes of the entries of `_generate`'s result."""
+    generate = trainer._generate
+    with _replaced(trainer, _generate=lambda *args: change(*generate(*args))):
         yield
 
 
