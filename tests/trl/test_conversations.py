@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 
 from tests.tolerance import rounding
 from tests.trl import tiny
@@ -85,7 +86,7 @@ def test_every_row_is_in_one_micro_batch_with_its_old_policy(make):
             inputs[OLD_POLICY], inputs["completion_ids"], inputs["completion_mask"], strict=True
         ):
             old = policy.unpack()
-            sampled = old.indices.gather(-1, old.slot.unsqueeze(-1)).squeeze(-1)
+            sampled = old.token_ids.gather(-1, old.slot.unsqueeze(-1)).squeeze(-1)
             assert sampled[mask.bool()].tolist() == ids[mask.bool()].tolist()
 
 
@@ -236,19 +237,22 @@ def test_padded(rows, multiple, expected):
 # What is refused
 
 
+PICTURES = Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]] * 16, "image": [None] * 16})
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"advantage_estimator": "gae"}, 'advantage_estimator="gae" takes no earlier'),
-        ({"train_dataset": tiny.make_dataset().add_column("image", [None] * 16)}, "earlier where the data have images"),
+        ({"train_dataset": PICTURES}, "earlier where the data have images"),
     ],
 )
 def test_what_has_no_place_for_more_rows_is_refused(make, settings, message):
     trainer, rollout = make_one(make, **settings)
     with pytest.raises(ValueError, match=message):
         tiny.rolled_out(trainer)
-    rollout.earlier = None
-    if "image" not in trainer.train_dataset.column_names:
+    if trainer.train_dataset is not PICTURES:
+        rollout.earlier = None
         tiny.rolled_out(trainer)
 
 
