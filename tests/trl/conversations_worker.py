@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class Rollout:
     """
 
     earlier: Sequence[int] | None
-    given: dict[str, Any] | None = None
+    given: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         first = trainer.accelerator.process_index * len(prompts)
@@ -120,7 +120,6 @@ def work(mode: str, models: Callable[[str], Path], folder: Path) -> dict[str, An
         assert trainer.accelerator.num_processes == 2
         gradients = mean_gradients(trainer)
         kept = [{n: v for n, v in inputs.items() if torch.is_tensor(v)} for inputs in trainer._buffered_inputs]
-        assert rollout.given is not None
         found[loss] = {"gradients": gradients, "inputs": kept, "samples": samples_of(rollout.given)}
     trainer = make(rollout_func=Rollout(UNEQUAL), **SETTINGS | halves, advantage_estimator="reinforce_plus_plus")
     trainer.train()

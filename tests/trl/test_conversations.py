@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
 
-from tests.tolerance import rounding
+from tests.tolerance import rounding, within
 from tests.trl import tiny
 from tests.trl.conversations_worker import (
     END,
@@ -23,8 +25,9 @@ from tests.trl.conversations_worker import (
     mean_gradients,
     samples_of,
 )
-from tests.trl.engine import Engine, RolloutFunc
+from tests.trl.engine import Engine, RolloutFunc, take_the_place_of_vllm
 from troll.rewards.grading import Grader, Verdict
+from troll.trl import complete
 from troll.trl.advantages.estimators import ESTIMATORS
 from troll.trl.conversations import Conversation, completion_metrics, padded, read
 from troll.trl.old_policy import OLD_POLICY
@@ -163,7 +166,7 @@ def test_a_sample_that_could_not_be_judged_is_left_out_with_all_its_conversation
 def test_masks_and_log_probabilities_go_with_their_conversations(make):
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         last = [conversation(i) for i in range(12)]
-        first = {**conversation(50), "env_mask": [1] * len(conversation(50)["completion_ids"])}
+        first: dict[str, Any] = {**conversation(50), "env_mask": [1] * len(conversation(50)["completion_ids"])}
         first["env_mask"][0] = 0
         first["logprobs"] = [-0.5] * len(first["completion_ids"])
         return {
@@ -188,7 +191,7 @@ def test_metrics_count_all_conversations_and_no_filler(make):
     trainer, rollout = make_one(make)
     tiny.rolled_out(trainer)
     rows = list(chain.from_iterable(samples_of(rollout.given)))
-    ended = [one["completion_ids"][-1] == END for one in rows]
+    ended: list[bool] = [one["completion_ids"][-1] == END for one in rows]
     lengths = [len(one["completion_ids"]) for one in rows]
     metrics = trainer._metrics["train"]
     assert metrics["num_tokens"] == [sum(lengths) + sum(len(one["prompt_ids"]) for one in rows)]
@@ -232,6 +235,63 @@ def test_completion_metrics_without_an_end_are_trls():
 @pytest.mark.parametrize(("rows", "multiple", "expected"), [(12, 4, 12), (13, 4, 16), (1, 8, 8), (5, 1, 5)])
 def test_padded(rows, multiple, expected):
     assert padded(rows, multiple) == expected
+
+
+# Rollout functions
+
+
+def documented() -> dict[str, Any]:
+    """What the example of docs/trl.md defines."""
+    page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "def rollout(" in block]
+    found: dict[str, Any] = {}
+    exec(code, found)
+    return found
+
+
+def test_the_documented_rollout_function_trains(make):
+    """Each memory is in the next prompt, and the answer's prompt has nothing of the document."""
+    given: list[dict[str, Any]] = []
+
+    def kept(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        given.append(documented()["rollout"](prompts, trainer))
+        return dict(given[-1])
+
+    data = Dataset.from_dict({"prompt": [f"{i}?|{'ab' * 4}{'cd' * 4}" for i in range(6)]})
+    trainer = make(rollout_func=kept, train_dataset=data, **SETTINGS)
+    before = tiny.parameters(trainer.model)
+    trainer.train()
+    assert trainer.state.log_history[0]["conversations/per_sample"] == 3
+    assert tiny.changed(before, trainer.model) == before.keys()
+    tokenizer = trainer.processing_class
+    for i, (first, second) in enumerate(given[0]["earlier"]):
+        memories = [tokenizer.decode(one["completion_ids"], skip_special_tokens=True) for one in (first, second)]
+        question = f"{tokenizer.convert_ids_to_tokens(first['prompt_ids'][0])}?"
+        texts = [f"{question}||abababab=", f"{question}|{memories[0]}|cdcdcdcd=", f"{question}|{memories[1]}="]
+        found = [first["prompt_ids"], second["prompt_ids"], given[0]["prompt_ids"][i]]
+        assert found == tokenizer(texts)["input_ids"]
+
+
+def test_complete_samples_what_the_trainer_would(make):
+    trainer = make(**SETTINGS)
+    prompts = trainer.processing_class(["1+2=", "ab"])["input_ids"]
+    torch.manual_seed(3)
+    completions, log_probs = complete(trainer, prompts)
+    torch.manual_seed(3)
+    assert (completions, log_probs) == trainer._generate_single_turn(prompts, None, {}, 4)
+    assert len(completions) == 2 and log_probs is None
+
+
+def test_complete_has_the_log_probabilities_of_an_engine(make, monkeypatch):
+    take_the_place_of_vllm(monkeypatch, Engine())
+    page = documented()
+    data = Dataset.from_dict({"prompt": [f"{i}?|{'ab' * 4}{'cd' * 4}" for i in range(6)]})
+    settings = {"use_vllm": True, "vllm_mode": "colocate", "rollout_func": page["rollout"], "train_dataset": data}
+    rolled_out = tiny.rolled_out(make(**SETTINGS, **settings))
+    mask = rolled_out["completion_mask"].bool()
+    assert len(mask) == 36
+    sampled, scored = rolled_out["sampling_per_token_logps"][mask], rolled_out["old_per_token_logps"][mask]
+    torch.testing.assert_close(sampled, scored, rtol=0, atol=within(1e-4))  # the engine has the trainer's own weights
 
 
 # What is refused

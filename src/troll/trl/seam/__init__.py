@@ -171,6 +171,11 @@ def sample(trainer: Any, examples: list[dict[str, Any]]) -> Completions:
     return Completions(list(examples), output, extras, rewards)
 
 
+def completions(trainer: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
+    """Has TRL generate a completion of each prompt, by the token ids of both; log-probabilities are an engine's."""
+    return trainer._generate_single_turn(prompts, None, {}, 1)
+
+
 @contextmanager
 def unlogged(trainer: Any) -> Iterator[None]:
     """Keeps completions generated within the context out of TRL's metrics, except for their number of tokens."""
