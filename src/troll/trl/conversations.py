@@ -93,6 +93,8 @@ class Conversations:
         `texts` remain those of the n last conversations, for the reward functions.
         """
         size, pad = len(prompts), checks.tokenizer_of(trainer).pad_token_id
+        if EARLIER in extra:
+            _refuse(trainer, images)
         earlier = read(extra.pop(EARLIER, None), size, log_probs is not None)
         nothing = [None] * size
         last = map(Conversation, prompts, completions, mask or nothing, log_probs or nothing)
@@ -102,7 +104,6 @@ class Conversations:
         processes: list[list[tuple[int, int, bool]]] = gather_object([counts])
         if all(len(each) == size for each in processes):
             return prompts, completions, mask, texts, log_probs, extra, *rest
-        _refuse(trainer, images)
         training = trainer.model.training
         if training:
             trainer.state.num_input_tokens_seen += sum(n + t for each in processes for n, t, _ in each[size:])
