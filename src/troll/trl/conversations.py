@@ -73,28 +73,18 @@ class Conversations:
         """
         self._samples = None
         images = bool({"image", "images"} & example.keys())
-        with seam.generated(trainer, lambda *output: self._with_earlier(trainer, images, *output)):
+        with seam.generated(trainer, lambda output: self._with_earlier(trainer, images, output)):
             yield
 
-    def _with_earlier(
-        self,
-        trainer: Any,
-        images: bool,
-        prompts: list[list[int]],
-        completions: list[list[int]],
-        mask: list[list[int]] | None,
-        texts: list[Any],
-        log_probs: list[Any] | None,
-        extra: dict[str, Any],
-        *rest: Any,
-    ) -> tuple[Any, ...]:
-        """What TRL has generated for n prompts, with M rows in place of n where they are token ids or belong to them.
+    def _with_earlier(self, trainer: Any, images: bool, output: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What TRL has generated for n prompts, with M rows of token ids and what belongs to these.
 
-        `texts` remain those of the n last conversations, for the reward functions.
+        The texts remain those of the n last conversations, for the reward functions.
         """
-        size, pad = len(prompts), checks.tokenizer_of(trainer).pad_token_id
+        prompts, completions, mask, texts, log_probs, extra, *rest = output
         if EARLIER in extra:
             _refuse(trainer, images)
+        size, pad = len(prompts), checks.tokenizer_of(trainer).pad_token_id
         earlier = read(extra.pop(EARLIER, None), size, log_probs is not None)
         nothing = [None] * size
         last = map(Conversation, prompts, completions, mask or nothing, log_probs or nothing)
@@ -102,37 +92,27 @@ class Conversations:
         ends = {*trainer.eos_token_ids, pad}
         counts = [(len(row.prompt_ids), sum(row.mask), row.completion_ids[-1] in ends) for row in rows]
         processes: list[list[tuple[int, int, bool]]] = gather_object([counts])
-        if all(len(each) == size for each in processes):
-            return prompts, completions, mask, texts, log_probs, extra, *rest
+        total = [count for each in processes for count in each]
+        if len(total) == size * len(processes):
+            return output
         training = trainer.model.training
         if training:
             trainer.state.num_input_tokens_seen += sum(n + t for each in processes for n, t, _ in each[size:])
-        total = [count for each in processes for count in each]
         tokens = {"num_tokens": trainer.state.num_input_tokens_seen}
         seam.replace_metrics(trainer, tokens | completion_metrics([(t, ended) for _, t, ended in total]))
         if not training:
-            return prompts, completions, mask, texts, log_probs, extra, *rest
+            return output
         length = padded(max(map(len, processes)), trainer.args.steps_per_generation)
         fillers = length - len(rows)
         rows += [Conversation([pad], [pad], [0], [0.0])] * fillers
         samples = [*range(size), *(i for i, several in enumerate(earlier) for _ in several), *[0] * fillers]
         self._samples = torch.tensor(samples, device=self._accelerator.device)
-        seam.add_metrics(
-            trainer,
-            {
-                "conversations/per_sample": len(total) / (size * len(processes)),
-                "conversations/filled": 1 - len(total) / (length * len(processes)),
-            },
-        )
-        return (
-            [row.prompt_ids for row in rows],
-            [row.completion_ids for row in rows],
-            [row.mask for row in rows],
-            texts,
-            None if log_probs is None else [row.logprobs for row in rows],
-            extra,
-            *rest,
-        )
+        number = len(total) / (size * len(processes))
+        filled = 1 - len(total) / (length * len(processes))
+        seam.add_metrics(trainer, {"conversations/per_sample": number, "conversations/filled": filled})
+        ids = [row.prompt_ids for row in rows], [row.completion_ids for row in rows]
+        log_probs = None if log_probs is None else [row.logprobs for row in rows]
+        return *ids, [row.mask for row in rows], texts, log_probs, extra, *rest
 
     def shared(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
         """A rollout of M rows with the (n,) advantages of their samples, (M,)."""

@@ -216,10 +216,10 @@ def generating_within(trainer: Any, context: Callable[[], AbstractContextManager
 
 
 @contextmanager
-def generated(trainer: Any, change: Callable[..., tuple[Any, ...]]) -> Iterator[None]:
-    """Has TRL go on with what a function makes of the entries of `_generate`'s result."""
+def generated(trainer: Any, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Iterator[None]:
+    """Has TRL go on with what a function makes of `_generate`'s result."""
     generate = trainer._generate
-    with _replaced(trainer, _generate=lambda *args: change(*generate(*args))):
+    with _replaced(trainer, _generate=lambda *args: change(generate(*args))):
         yield
 
 
