@@ -26,6 +26,7 @@ from tests.trl.conversations_worker import (
     samples_of,
 )
 from tests.trl.engine import Engine, RolloutFunc, take_the_place_of_vllm
+from tests.trl.resuming import interrupted, resumed_exactly
 from troll.rewards.grading import Grader, Verdict
 from troll.trl import complete
 from troll.trl.advantages.estimators import ESTIMATORS
@@ -279,6 +280,10 @@ def documented() -> dict[str, Any]:
     return found
 
 
+#: Questions and documents as the example takes them.
+DOCUMENTS = Dataset.from_dict({"prompt": [f"{i}?|{'ab' * 4}{'cd' * 4}" for i in range(6)]})
+
+
 def test_the_documented_rollout_function_trains(make):
     """Each memory is in the next prompt, and the answer's prompt has nothing of the document."""
     given: list[dict[str, Any]] = []
@@ -287,8 +292,7 @@ def test_the_documented_rollout_function_trains(make):
         given.append(documented()["rollout"](prompts, trainer))
         return dict(given[-1])
 
-    data = Dataset.from_dict({"prompt": [f"{i}?|{'ab' * 4}{'cd' * 4}" for i in range(6)]})
-    trainer = make(rollout_func=kept, train_dataset=data, **SETTINGS)
+    trainer = make(rollout_func=kept, train_dataset=DOCUMENTS, **SETTINGS)
     before = tiny.parameters(trainer.model)
     trainer.train()
     assert trainer.state.log_history[0]["conversations/per_sample"] == 3
@@ -300,6 +304,12 @@ def test_the_documented_rollout_function_trains(make):
         texts = [f"{question}||abababab=", f"{question}|{memories[0]}|cdcdcdcd=", f"{question}|{memories[1]}="]
         found = [first["prompt_ids"], second["prompt_ids"], given[0]["prompt_ids"][i]]
         assert found == tokenizer(texts)["input_ids"]
+
+
+def test_a_resumed_run_repeats_the_interrupted_one(make, tmp_path):
+    settings = {**SETTINGS, "rollout_func": documented()["rollout"], "train_dataset": DOCUMENTS, "ddp_backend": None}
+    log = resumed_exactly(interrupted(make, tmp_path, **settings))
+    assert any(entry.get("conversations/per_sample") == 3 for entry in log)
 
 
 def test_complete_samples_what_the_trainer_would(make):
@@ -315,8 +325,7 @@ def test_complete_samples_what_the_trainer_would(make):
 def test_complete_has_the_log_probabilities_of_an_engine(make, monkeypatch):
     take_the_place_of_vllm(monkeypatch, Engine())
     page = documented()
-    data = Dataset.from_dict({"prompt": [f"{i}?|{'ab' * 4}{'cd' * 4}" for i in range(6)]})
-    settings = {"use_vllm": True, "vllm_mode": "colocate", "rollout_func": page["rollout"], "train_dataset": data}
+    settings = {"use_vllm": True, "vllm_mode": "colocate", "rollout_func": page["rollout"], "train_dataset": DOCUMENTS}
     rolled_out = tiny.rolled_out(make(**SETTINGS, **settings))
     mask = rolled_out["completion_mask"].bool()
     assert len(mask) == 36
