@@ -215,6 +215,14 @@ def test_mistakes_are_found_before_training(
             attempt("--report_to", "wandb")
         with pytest.raises(RecipeError, match=r"push_to_hub: .*log in with hf auth login"):
             attempt("--push_to_hub", "true")
+        with pytest.raises(TaskError, match=r"rollout_func must be FILE\.py:function or module:function, got 'agent'"):
+            attempt("--rollout_func", "agent")
+        with pytest.raises(TaskError, match=r"rollout_func: there is no file agent\.py"):
+            attempt("--rollout_func", "agent.py:rollout")
+        with pytest.raises(TaskError, match="rollout_func: cannot import no_agent: No module named 'no_agent'"):
+            attempt("--rollout_func", "no_agent:rollout")
+        with pytest.raises(TaskError, match="rollout_func: json has no function 'rollout'"):
+            attempt("--rollout_func", "json:rollout")
     with pytest.raises(RecipeError, match="eval_tasks and dataloader_persistent_workers exclude each other"):
         workers = ["--dataloader_num_workers", "1", "--dataloader_persistent_workers", "true"]
         attempt("--eval_tasks", "free_text", *workers)
@@ -333,6 +341,31 @@ def test_tasks_of_ones_own_are_judged_by_their_own_rewards(
     assert all("eval_own_maj@2" not in line for line in lines)
     again = recipes.load(str(tmp_path / "run" / "config.yaml"), ["--output_dir", str(tmp_path / "again")])
     assert again.task.other_tasks()[0].options == own["task_options"]
+
+
+AGENT = """
+from troll.trl import complete
+
+
+def rollout(prompts, trainer):
+    prompt_ids = trainer.processing_class(list(prompts))["input_ids"]
+    (first, _), (last, logprobs) = (complete(trainer, prompt_ids) for _ in range(2))
+    earlier = [[{"prompt_ids": p, "completion_ids": c}] for p, c in zip(prompt_ids, first)]
+    return {"prompt_ids": prompt_ids, "completion_ids": last, "logprobs": logprobs, "earlier": earlier}
+"""
+
+
+def test_a_recipe_names_its_rollout_function(short_run: list[str], tmp_path: Path, console: Console) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"extends": "quickstart", "rollout_func": f"{tmp_path / 'agent.py'}:rollout"}))
+    assert train(recipes.load(str(recipe), short_run), console)
+    found = [
+        line["conversations/per_sample"] for line in lines_of(tmp_path / "run") if "conversations/per_sample" in line
+    ]
+    assert found == [2, 2]
+    again = recipes.load(str(tmp_path / "run" / "config.yaml"))
+    assert again.task.rollout_func == f"{tmp_path / 'agent.py'}:rollout"
 
 
 def test_a_chat_template_that_refuses_is_one_line(short_run: list[str], tiny_model: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tests.trl import tiny
 from tests.trl.ungraded_worker import SETTINGS, Sometimes, form, stuck, success
 from troll.rewards.code import CodeGrader, passed_fraction
 from troll.rewards.grading import Grader, Verdict, leaves_unscored
+from troll.trl.conversations import Conversations
 from troll.trl.eval_metrics import judged_by
 from troll.trl.old_policy import OLD_POLICY, _entropies
 from troll.trl.ungraded import NothingJudgedError, UngradedFilter
@@ -261,10 +262,13 @@ def roll_out(unscored: UngradedFilter, *verdicts: Sequence[Verdict]) -> None:
     unscored.count_verdicts()
     unscored.observe(torch.tensor(rewards))
     rows = len(rewards)
-    unscored.without({"completion_mask": torch.ones(rows, 2), "num_items_in_batch": torch.tensor(2.0 * rows)})
+    rollout = {"completion_mask": torch.ones(rows, 2), "num_items_in_batch": torch.tensor(2.0 * rows)}
+    unscored.without(rollout, Conversations(ACCELERATOR).of_rows)
 
 
-ACCELERATOR: Any = SimpleNamespace(process_index=0, is_main_process=True, reduce=lambda tensor, **_: tensor)
+ACCELERATOR: Any = SimpleNamespace(
+    process_index=0, num_processes=1, is_main_process=True, reduce=lambda tensor, **_: tensor
+)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 
 from tests.trl import tiny
 from troll.rewards.grading import Grader, Verdict
+from troll.trl.conversations import Conversations
 from troll.trl.ungraded import NothingJudgedError, UngradedFilter
 
 #: Three groups, of which the middle one lies on both of two processes.
@@ -49,7 +50,7 @@ def ended(accelerator: Any) -> str:
         for _ in range(3):
             unscored.count_verdicts()
             unscored.observe(torch.full((4, 1), torch.nan))
-            unscored.without(batch)
+            unscored.without(batch, Conversations(accelerator).of_rows)
     except NothingJudgedError as error:
         return str(error)
     return ""

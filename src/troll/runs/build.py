@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from troll.runs.toy_model import toy_model
 from troll.runs.toy_network import TOY, TOY_MODELS
 from troll.tasks import Task, load_task
 from troll.tasks.chat_template import longest_prompt, prompt_texts
+from troll.tasks.custom import load_function
 from troll.tasks.loading import decontaminate
 from troll.terminal import one_line, say
 from troll.trl import TrollTrainer
@@ -57,7 +58,8 @@ def build(recipe: Recipe, console: Console) -> BuiltRun:
     Raises:
         RecipeError: If the output folder, the model, a checkpoint, a logging back end or the hub cannot be used, the
             run does not fit into the GPU's memory, or a resumed run has other settings than before.
-        troll.tasks.TaskError: If the task cannot be loaded, or the model's chat template refuses its prompts.
+        troll.tasks.TaskError: If the task or the rollout function cannot be loaded, or the model's chat template
+            refuses the prompts.
     """
     folder = Path(recipe.training.output_dir or "trainer_output")
     try:
@@ -65,6 +67,8 @@ def build(recipe: Recipe, console: Console) -> BuiltRun:
         check_hub(recipe.training)
     except ValueError as error:
         raise RecipeError(str(error)) from error
+    named = recipe.task.rollout_func
+    rollout_func = load_function(named, Path(), "rollout_func")[0] if named else None
     # One process comes first, and the others find the cached model.
     with recipe.training.main_process_first(local=False):
         checkpoint = checkpoint_of(recipe, folder)
@@ -76,7 +80,7 @@ def build(recipe: Recipe, console: Console) -> BuiltRun:
         if "images" not in each.eval_dataset.column_names:  # as TRL will: some templates refuse some conversations
             prompt_texts(processor, [each.eval_dataset.select_columns("prompt")[0]["prompt"]], each.name, variables)
     _check_memory(recipe, path, [task, *others], processor, variables, console)
-    trainer = _trainer(recipe, path, processor, task)
+    trainer = _trainer(recipe, path, processor, task, rollout_func)
     # A resumed run has its first evaluation in the checkpoint's log; another one would use up random numbers.
     trainer.args.eval_on_start = trainer.args.eval_on_start and checkpoint is None
     return BuiltRun(recipe, folder, checkpoint, task, others, TrainingTask.of(recipe.task, variables), trainer)
@@ -171,7 +175,11 @@ def _missing_model(model_path: str) -> RecipeError:
 
 
 def _trainer(
-    recipe: Recipe, model_path: str, processor: PreTrainedTokenizerBase | ProcessorMixin, task: Task
+    recipe: Recipe,
+    model_path: str,
+    processor: PreTrainedTokenizerBase | ProcessorMixin,
+    task: Task,
+    rollout_func: Callable[..., Any] | None,
 ) -> TrollTrainer:
     training, model = recipe.training, recipe.model
     # As in TRL's own script; the configuration has parsed a string.
@@ -194,6 +202,7 @@ def _trainer(
             processing_class=processor,
             peft_config=get_peft_config(model),
             quantization_config=get_quantization_config(model),
+            rollout_func=rollout_func,
         )
     except SafetensorError as error:
         raise RecipeError(f"the weights of {model_path} cannot be read, {error}: fetch or save them anew") from error

@@ -34,7 +34,6 @@ _FIELDS: dict[str, type] = {
     "reward": str,
     "task_options": dict,
 }
-_REWARDS = "math, code, FILE.py:function or module:function"
 # The column that the library's rewards need next to the prompt.
 _ANSWERS = {"math": "answer", "code": "tests"}
 
@@ -93,7 +92,7 @@ def _load_yaml(path: Path, config: TaskConfig) -> Task:
         else:
             task = load_tested(config, source, columns=columns)
         return replace(task, files=[path])
-    function, file = _function(path, reward)
+    function, file = load_function(reward, path.parent, f"{path}: reward", *_ANSWERS)
     task = _load_rewarded(config, source, columns, function)
     return replace(task, files=[path, file] if file else [path])
 
@@ -165,24 +164,35 @@ def _data(path: Path, fields: dict[str, Any]) -> tuple[str | None, Source]:
     return str(local), source
 
 
-def _function(path: Path, reward: str) -> tuple[Callable[..., list[float]], Path | None]:
-    """The reward function, and the file that defines it, if there is one."""
-    module, colon, name = reward.rpartition(":")
-    if not colon or not name.isidentifier():
-        raise TaskError(f"{path}: reward must be {_REWARDS}, got {reward!r}")
+def load_function(name: str, folder: Path, label: str, *others: str) -> tuple[Callable[..., Any], Path | None]:
+    """Loads a function of the user's, and says which file defines it, None if there is none.
+
+    Args:
+        name: `FILE.py:function` or `module:function`.
+        folder: The folder that a file's path is relative to.
+        label: Where the name stands, for errors.
+        *others: What could stand there instead of a function.
+
+    Raises:
+        TaskError: If there is no such function, or its file or module cannot be imported.
+    """
+    module, colon, attribute = name.rpartition(":")
+    if not colon or not attribute.isidentifier():
+        takes = ", ".join((*others, "FILE.py:function or module:function"))
+        raise TaskError(f"{label} must be {takes}, got {name!r}")
     if module.endswith(".py"):
-        source = path.parent / Path(module).expanduser()
+        source = folder / Path(module).expanduser()
         if not source.is_file():
-            raise TaskError(f"{path}: reward: there is no file {source}")
+            raise TaskError(f"{label}: there is no file {source}")
         found = _import(source)
     else:
         try:
             found = importlib.import_module(module)
-        except ImportError as error:
-            raise TaskError(f"{path}: reward: cannot import {module}: {error}") from error
-    function = getattr(found, name, None)
+        except Exception as error:  # a user's module can raise anything
+            raise TaskError(f"{label}: cannot import {module}: {one_line(error)}") from error
+    function = getattr(found, attribute, None)
     if not callable(function):
-        raise TaskError(f"{path}: reward: {module} has no function {name!r}")
+        raise TaskError(f"{label}: {module} has no function {attribute!r}")
     file = getattr(found, "__file__", None)
     return function, None if file is None else Path(file)
 

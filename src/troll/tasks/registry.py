@@ -52,6 +52,8 @@ class TaskConfig:
             `task_options`.
         warm_up: How the toy model learns the task before the run, as a dictionary or a JSON object with fields of
             `troll.runs.toy_model.WarmUp`, e.g. `{"max_steps": 500}`. Only for the toy model.
+        rollout_func: TRL's `rollout_func`, which generates the completions in training and in its evaluations:
+            `FILE.py:function` or `module:function`. None lets TRL generate.
 
     Raises:
         TaskError: If `task_options` is a string that is not a JSON object, or a size is below one.
@@ -65,6 +67,7 @@ class TaskConfig:
     eval_size: int | None = DEFAULT_EVAL_SIZE
     eval_tasks: list[str] | None = None
     warm_up: dict | str | None = None
+    rollout_func: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("task_options", "warm_up"):

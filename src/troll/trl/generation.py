@@ -1,4 +1,4 @@
-"""Generation by transformers in chunks, so that the KV cache of a whole rollout need not fit."""
+"""Generation: for rollout functions; and by transformers in chunks, so that a whole rollout's KV cache need not fit."""
 
 from __future__ import annotations
 
@@ -9,6 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from troll.trl import seam
+
+
+def complete(trainer: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
+    """Samples a completion of each of N prompts as the trainer samples its own; for rollout functions.
+
+    Every process calls it equally often, since an engine and sharded weights serve all of them together.
+
+    Args:
+        trainer: The trainer that the rollout function gets.
+        prompts: The token ids of this process's prompts.
+
+    Returns:
+        The token ids of N completions, each up to its end or of `max_completion_length` tokens; and the engine's
+        log-probabilities of these tokens, None without an engine.
+    """
+    return seam.completions(trainer, prompts)
 
 
 def generate_in_chunks(model: Any, size: int) -> None:

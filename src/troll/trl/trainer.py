@@ -22,6 +22,7 @@ from troll.trl.anchor import RolloutAnchor
 from troll.trl.callback import TrollCallback
 from troll.trl.checkpoints import marked, resolved
 from troll.trl.config import AGGREGATION, TrollConfig
+from troll.trl.conversations import Conversations
 from troll.trl.diagnostics import Diagnostics
 from troll.trl.eval_metrics import EvalMetrics, sampling_temperature
 from troll.trl.generation import generate_in_chunks
@@ -114,6 +115,7 @@ class TrollTrainer(GRPOTrainer):
         # With delayed weights, scoring with the weights that sampled the tokens gives the anchor; no engine reports it.
         self.anchor = RolloutAnchor(self) if args.anchor == "rollout" and not self.rollout_weights else None
         self.old_policy = OldPolicy(self)
+        self.conversations = Conversations(self.accelerator)
         self.ungraded = UngradedFilter(self.accelerator, self.reward_funcs)
         self.advantages = Advantages(self, model)
         if self.advantages.critic is not None:
@@ -150,26 +152,32 @@ class TrollTrainer(GRPOTrainer):
         training = self.model.training
         self.old_policy.start()
         with ExitStack() as stack:
+            if self.rollout_func is not None:
+                stack.enter_context(self.conversations.rollout(self, inputs[0]))
             if training and self.rollout_weights is not None:
                 stack.enter_context(self.rollout_weights.rollout())
             if training and self.resampling is not None:
                 inputs = stack.enter_context(self.resampling.rollout(inputs))
-            rolled_out = super()._generate_and_score_completions(inputs)
+            rolled_out = self.conversations.shared(super()._generate_and_score_completions(inputs))
         if self.anchor is not None and "sampling_per_token_logps" in rolled_out:
             rolled_out = self.anchor.read(rolled_out)
         if not training:
             return rolled_out
         if self.args.kl_in_reward:
             rolled_out["ref_per_token_logps"] = seam.reference_log_probs(self, rolled_out)
-        rolled_out = self.advantages.put_into(self.old_policy.added_to(self.ungraded.without(rolled_out)))
+        rolled_out = self.ungraded.without(rolled_out, self.conversations.of_rows)
+        rolled_out = self.advantages.put_into(self.old_policy.added_to(rolled_out))
         if self.rollout_weights is not None:
             rolled_out = self.rollout_weights.corrected(rolled_out)
         if OLD_POLICY in rolled_out and self.diagnostics.due(rollout=True):
             self.diagnostics.probe(rolled_out)
         return rolled_out
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        rewards = self.ungraded.excluded(super()._calculate_rewards(*args, **kwargs))
+    def _calculate_rewards(
+        self, inputs: list[Any], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
+    ) -> Tensor:
+        last = completion_ids_list[: len(prompts)]  # earlier conversations follow
+        rewards = self.ungraded.excluded(super()._calculate_rewards(inputs, prompts, completions, last))
         if self.model.training:
             self.ungraded.count_verdicts()
             self.observe_rewards(rewards)

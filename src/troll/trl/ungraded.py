@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -78,10 +78,14 @@ class UngradedFilter:
                 if verdict.score is None:
                     self._reasons[verdict.reason.removeprefix("unscored: ")] += 1
 
-    def without(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
+    def without(self, rolled_out: dict[str, Any], of_rows: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """This process's part of the rollout, in which these rows have no token in the loss.
 
         Warns of such rows, more and more rarely.
+
+        Args:
+            rolled_out: This process's rollout.
+            of_rows: `Conversations.of_rows`, which says which rows are of these samples.
 
         Raises:
             NothingJudgedError: If a grader could judge nothing in this rollout and the two before.
@@ -90,9 +94,7 @@ class UngradedFilter:
         self._count_rollout()
         if not self._trouble:
             return rolled_out
-        size = len(rolled_out["completion_mask"])
-        first = self._accelerator.process_index * size
-        return restricted(self._accelerator, rolled_out, ~self._rows[first : first + size].unsqueeze(1))
+        return restricted(self._accelerator, rolled_out, ~of_rows(self._rows).unsqueeze(1))
 
     def _count_rollout(self) -> None:
         verdicts, reasons = self._verdicts, self._reasons

@@ -43,15 +43,13 @@ class Advantages:
 
     def put_into(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
         """A rollout with the estimator's advantages, and with the targets of its critic; TRL's table has them too."""
-        mask = loss_mask(rolled_out)
-        first = self._accelerator.process_index * len(mask)
-        own = slice(first, first + len(mask))
+        mask, conversations = loss_mask(rolled_out), self._trainer.conversations
         if self.critic is not None:
             ids, attention_mask = sequences(rolled_out)
             values = self.critic.values(ids, attention_mask, mask.shape[1], self._args.per_device_train_batch_size)
             settings = self._args.critic_settings
             advantages, returns, counted = token_advantages(
-                self._rewards[own],
+                conversations.of_rows(self._rewards),
                 values,
                 mask,
                 settings.gamma,
@@ -64,16 +62,16 @@ class Advantages:
             return rolled_out | {"advantages": advantages, VALUES: values, RETURNS: returns, VALUE_MASK: counted}
         if self._estimator.of_sequences is None:  # TRL's own
             return rolled_out
-        token_counts = self._accelerator.gather(mask.sum(-1))
+        token_counts = conversations.of_samples(mask.sum(-1))
         rewards = self._rewards
         if self._args.kl_in_reward:
             token_kl = (rolled_out["old_per_token_logps"] - rolled_out["ref_per_token_logps"]) * mask
-            kl = self._accelerator.gather(token_kl.sum(-1))
+            kl = conversations.of_samples(token_kl.sum(-1))
             rewards = rewards - self._args.beta * kl
             add_metrics(self._trainer, {"kl": float(kl.sum() / token_counts.sum().clamp(min=1))})
         advantages = self._estimator.of_sequences(rewards, self._args.num_generations, token_counts)
         replace_logged_advantages(self._trainer, advantages)
-        return rolled_out | {"advantages": advantages[own]}
+        return rolled_out | {"advantages": conversations.of_rows(advantages)}
 
     def train_critic(self, inputs: dict[str, Any]) -> None:
         """Runs the critic, if there is one, forward and backward on a micro-batch."""

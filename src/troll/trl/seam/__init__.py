@@ -124,9 +124,9 @@ def add_metrics(trainer: Any, metrics: dict[str, float]) -> None:
 
 
 def replace_metrics(trainer: Any, metrics: dict[str, float]) -> None:
-    """Replaces the metrics that TRL has just collected for the last rollout."""
+    """Replaces the metrics that TRL has just collected for the last rollout, or for a batch of an evaluation."""
     for name, value in metrics.items():
-        trainer._metrics["train"][name][-1] = value
+        trainer._metrics["train" if trainer.model.training else "eval"][name][-1] = value
 
 
 @dataclass
@@ -171,6 +171,11 @@ def sample(trainer: Any, examples: list[dict[str, Any]]) -> Completions:
     return Completions(list(examples), output, extras, rewards)
 
 
+def completions(trainer: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
+    """Has TRL generate a completion of each prompt, by the token ids of both; log-probabilities are an engine's."""
+    return trainer._generate_single_turn(prompts, None, {}, 1)
+
+
 @contextmanager
 def unlogged(trainer: Any) -> Iterator[None]:
     """Keeps completions generated within the context out of TRL's metrics, except for their number of tokens."""
@@ -207,6 +212,14 @@ def generating_within(trainer: Any, context: Callable[[], AbstractContextManager
             return generate(*args)
 
     with _replaced(trainer, _generate=within):
+        yield
+
+
+@contextmanager
+def generated(trainer: Any, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Iterator[None]:
+    """Has TRL go on with what a function makes of `_generate`'s result."""
+    generate = trainer._generate
+    with _replaced(trainer, _generate=lambda *args: change(generate(*args))):
         yield
 
 

@@ -91,7 +91,20 @@ RELIED_ON = (
     ),
     _method(GRPOTrainer, "_prepare_inputs", "when a rollout is made", uses="_step _buffered_inputs num_iterations"),
     _method(GRPOTrainer, "log", "that our metrics are averaged and logged with TRL's", uses="_metrics _logs"),
-    _method(GRPOTrainer, "_generate", "further rounds of generation", "prompts", "completion_ids num_tokens"),
+    _method(
+        GRPOTrainer,
+        "_generate",
+        "further rounds of generation, and further conversations",
+        "prompts",
+        "completion_ids num_tokens rollout_func env_mask eos_token_ids num_input_tokens_seen "
+        "completions/mean_length completions/clipped_ratio completions/mean_terminated_length",
+    ),
+    _method(
+        GRPOTrainer,
+        "_generate_single_turn",
+        "generation for rollout functions",
+        "prompt_ids images multimodal_fields num_generations",
+    ),
     _method(GRPOTrainer, "_tokenize_prompts", "which tokens the prompts have", "prompts", "input_ids"),
     _method(
         GRPOTrainer, "_log_completion_extra", "what reward functions log of completions", uses="_pending_extra_logs"

@@ -1,0 +1,436 @@
+"""Rollouts of several conversations a sample: which rows they become, what trains on them, and what is counted."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from tests.tolerance import rounding, within
+from tests.trl import tiny
+from tests.trl.conversations_worker import (
+    END,
+    SETTINGS,
+    UNEQUAL,
+    Rollout,
+    by_hand,
+    conversation,
+    group_advantages,
+    mean_gradients,
+    samples_of,
+)
+from tests.trl.engine import Engine, RolloutFunc, take_the_place_of_vllm
+from tests.trl.resuming import interrupted, resumed_exactly
+from troll.rewards.grading import Grader, Verdict
+from troll.trl import complete
+from troll.trl.advantages.estimators import ESTIMATORS
+from troll.trl.conversations import Conversation, completion_metrics, padded, read
+from troll.trl.old_policy import OLD_POLICY
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*experimental feature", "ignore:.*could not be judged")
+
+#: Of 12 samples: with the 12 last conversations 25 rows, and a filler.
+EARLIER = [0, 2, 1, 0, 5, 0, 0, 1, 3, 0, 0, 1]
+
+
+def make_one(make: tiny.Maker, earlier: Any = EARLIER, **settings: Any) -> tuple[Any, Rollout]:
+    rollout = Rollout(earlier)
+    return make(rollout_func=rollout, **{**SETTINGS, **settings}), rollout
+
+
+def rows_of(inputs: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+    """Prompts and completions of a rollout's rows, without padding and without what does not count."""
+    counted = inputs["completion_mask"] * inputs["tool_mask"]
+    parts = inputs["prompt_ids"], inputs["prompt_mask"], inputs["completion_ids"], counted
+    return [(p[m.bool()].tolist(), c[n.bool()].tolist()) for p, m, c, n in zip(*parts, strict=True)]
+
+
+def pair(one: dict[str, list[int]]) -> tuple[list[int], list[int]]:
+    return one["prompt_ids"], one["completion_ids"]
+
+
+def owners(samples: list[list[Any]]) -> list[int]:
+    """The sample of each row that is not a filler."""
+    return [*range(len(samples)), *(i for i, several in enumerate(samples) for _ in several[1:])]
+
+
+# The rows
+
+
+def test_rows_are_last_conversations_then_earlier_ones_then_fillers(make):
+    trainer, rollout = make_one(make)
+    rolled_out = tiny.rolled_out(trainer)
+    samples = samples_of(rollout.given)
+    rows = rows_of(rolled_out)
+    assert rows[:25] == [pair(several[0]) for several in samples] + [
+        pair(one) for several in samples for one in several[1:]
+    ]
+    assert rows[25:] == [([trainer.processing_class.pad_token_id], [])]
+    expected = group_advantages(tiny.reward(rollout.given["completion_ids"]))[owners(samples)]
+    torch.testing.assert_close(rolled_out["advantages"][:25], expected)
+    assert rolled_out["num_items_in_batch"] == sum(len(completion) for _, completion in rows)
+    assert all(len(value) == 26 for value in rolled_out.values() if not torch.is_tensor(value) or value.ndim)
+
+
+def test_every_row_is_in_one_micro_batch_with_its_old_policy(make):
+    trainer, rollout = make_one(make, steps_per_generation=4, per_device_train_batch_size=3)
+    buffered = tiny.rollout(trainer)
+    assert [len(inputs["advantages"]) for inputs in buffered] == [7] * 4
+    wanted = [pair(one) for several in samples_of(rollout.given) for one in several]
+    found = [row for inputs in buffered for row in rows_of(inputs)]
+    assert sorted(row for row in found if row[1]) == sorted(wanted)
+    for inputs in buffered:
+        for policy, ids, mask in zip(
+            inputs[OLD_POLICY], inputs["completion_ids"], inputs["completion_mask"], strict=True
+        ):
+            old = policy.unpack()
+            sampled = old.token_ids.gather(-1, old.slot.unsqueeze(-1)).squeeze(-1)
+            assert sampled[mask.bool()].tolist() == ids[mask.bool()].tolist()
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+@pytest.mark.parametrize("surrogate", ["none", "troll"])
+def test_all_conversations_get_the_gradient_that_they_get_by_hand(make, loss, surrogate):
+    """In float64, but for advantages, and the ratio of 1."""
+    trainer, rollout = make_one(make, surrogate=surrogate, loss_type=loss, model=make.model().double())
+    gradients = mean_gradients(trainer)
+    samples = samples_of(rollout.given)
+    advantages = group_advantages(tiny.reward(rollout.given["completion_ids"])).tolist()
+    tiny.assert_same_gradients(gradients, by_hand(trainer.model, samples, advantages, 26 if loss == "grpo" else None))
+    last_alone = by_hand(
+        trainer.model, [several[:1] for several in samples], advantages, 26 if loss == "grpo" else None
+    )
+    with pytest.raises(AssertionError):  # earlier conversations make a difference
+        tiny.assert_same_gradients(gradients, last_alone, 0.1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_k": 5},
+        {"beta": 0.1, "loss_type": "bnpo"},
+        {
+            "loss_type": "dr_grpo",
+            "gradient_accumulation_steps": 2,
+            "steps_per_generation": 4,
+            "per_device_train_batch_size": 3,
+        },
+        {"constraint": "batch", "constraint_reduction": "sum"},
+        {"constraint": "sequence", "tail": "floor"},
+        {"importance_sampling_level": "sequence"},
+        {"mask_truncated_completions": True},
+        {"diagnostics_steps": 1, "kl_bound_entropy_exponent": 1.0},
+        {"surrogate": "clip"},
+        {"num_iterations": 2},
+    ],
+    ids=str,
+)
+def test_fillers_are_no_trouble_to_other_settings(make, settings):
+    """One process has a filler, or three."""
+    trainer, _ = make_one(make, **settings)
+    before = tiny.parameters(trainer.model)
+    trainer.train()
+    assert all(math.isfinite(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
+    assert tiny.changed(before, trainer.model) == before.keys()
+
+
+def test_no_earlier_conversations_change_nothing(make):
+    def trained(earlier: Any) -> dict[str, torch.Tensor]:
+        trainer, _ = make_one(make, earlier)
+        torch.manual_seed(0)
+        trainer.train()
+        return tiny.parameters(trainer.model)
+
+    without, empty, some = trained(None), trained([0] * 12), trained(EARLIER)
+    assert all(torch.equal(empty[name], value) for name, value in without.items())
+    assert not all(torch.equal(some[name], value) for name, value in without.items())
+
+
+# What comes with the rows
+
+
+@pytest.mark.parametrize("kl_in_reward", [False, True])
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_estimators_count_all_tokens_of_a_sample(make, estimator, kl_in_reward):
+    settings = {"kl_in_reward": True, "beta": 0.1} if kl_in_reward else {}
+    trainer, rollout = make_one(make, advantage_estimator=estimator, **settings)
+    if kl_in_reward:  # a reference that differs
+        tiny.move(trainer.model, 0.1)
+    rolled_out = tiny.rolled_out(trainer)
+    samples = samples_of(rollout.given)
+    rewards = torch.tensor(tiny.reward(rollout.given["completion_ids"]))
+    counts = torch.tensor([sum(len(one["completion_ids"]) for one in several) for several in samples])
+    if kl_in_reward:
+        mask = rolled_out["completion_mask"] * rolled_out["tool_mask"]
+        kl = ((rolled_out["old_per_token_logps"] - rolled_out["ref_per_token_logps"]) * mask).sum(1)[:25]
+        assert kl.abs().max() > 1e-3
+        rewards = rewards - 0.1 * torch.zeros(12).index_add(0, torch.tensor(owners(samples)), kl)
+    of_sequences = ESTIMATORS[estimator].of_sequences
+    assert of_sequences is not None
+    expected = of_sequences(rewards, 4, counts)[owners(samples)]
+    torch.testing.assert_close(rolled_out["advantages"][:25], expected, rtol=1e-4, atol=1e-4)
+
+
+class Last(Grader):
+    """Judges by the number of tokens that reach it; a sample with an odd number cannot be judged."""
+
+    def grade(self, completions: Any, completion_ids: Any = (), **columns: Any) -> list[Verdict]:
+        lengths = [len(ids) for ids in completion_ids]
+        return [Verdict(None if n % 2 else float(n % 4 == 0), str(n), "unscored: odd") for n in lengths]
+
+
+def test_a_sample_that_could_not_be_judged_is_left_out_with_all_its_conversations(make):
+    trainer, rollout = make_one(make, reward_funcs=Last())
+    rolled_out = tiny.rolled_out(trainer)
+    samples = samples_of(rollout.given)
+    judged = [len(several[0]["completion_ids"]) % 2 == 0 for several in samples]
+    assert any(judged) and not all(judged)
+    assert [bool(completion) for _, completion in rows_of(rolled_out)] == [judged[i] for i in owners(samples)] + [False]
+
+
+def test_masks_and_log_probabilities_go_with_their_conversations(make):
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        last = [conversation(i) for i in range(12)]
+        first: dict[str, Any] = {**conversation(50), "env_mask": [1] * len(conversation(50)["completion_ids"])}
+        first["env_mask"][0] = 0
+        first["logprobs"] = [-0.5] * len(first["completion_ids"])
+        return {
+            **{name: [one[name] for one in last] for name in ("prompt_ids", "completion_ids")},
+            "logprobs": [[-1.0] * len(one["completion_ids"]) for one in last],
+            "earlier": [[first], *[[]] * 11],
+        }
+
+    rolled_out = tiny.rolled_out(make(rollout_func=rollout, **SETTINGS))
+    assert len(rolled_out["advantages"]) == 14
+    length = len(conversation(50)["completion_ids"])
+    assert rolled_out["tool_mask"][12, :length].tolist() == [0] + [1] * (length - 1)
+    for row, value in ((0, -1.0), (12, -0.5)):
+        mask = rolled_out["completion_mask"][row].bool()
+        assert set(rolled_out["sampling_per_token_logps"][row][mask].tolist()) == {value}
+
+
+# What is counted
+
+
+def test_metrics_count_all_conversations_and_no_filler(make):
+    trainer, rollout = make_one(make)
+    tiny.rolled_out(trainer)
+    rows = list(chain.from_iterable(samples_of(rollout.given)))
+    ended: list[bool] = [one["completion_ids"][-1] == END for one in rows]
+    lengths = [len(one["completion_ids"]) for one in rows]
+    metrics = trainer._metrics["train"]
+    assert metrics["num_tokens"] == [sum(lengths) + sum(len(one["prompt_ids"]) for one in rows)]
+    for name, value in completion_metrics(list(zip(lengths, ended, strict=True))).items():
+        assert metrics[name] == [pytest.approx(value)], name
+    assert metrics["completions/mean_length"] == [pytest.approx(sum(lengths) / 25)]
+    assert metrics["completions/clipped_ratio"] == [pytest.approx(1 - sum(ended) / 25)]
+    assert metrics["conversations/per_sample"] == [25 / 12]
+    assert metrics["conversations/filled"] == [pytest.approx(1 / 26)]
+    assert metrics["reward"] == [pytest.approx(sum(tiny.reward(rollout.given["completion_ids"])) / 12)]
+
+
+@pytest.mark.parametrize("earlier", [None, [0] * 12])
+def test_the_metrics_of_a_single_conversation_are_trls(make, earlier):
+    trainer, rollout = make_one(make, earlier)
+    tiny.rolled_out(trainer)
+    last = rollout.given["completion_ids"]
+    counted = completion_metrics([(len(ids), ids[-1] == END) for ids in last])
+    assert {name: trainer._metrics["train"][name] for name in counted} == {
+        name: [pytest.approx(value)] for name, value in counted.items()
+    }
+    assert "conversations/per_sample" not in trainer._metrics["train"]
+
+
+def test_an_evaluation_counts_earlier_conversations_and_scores_the_last(make):
+    def evaluated(earlier: Any) -> dict[str, float]:
+        held_out = {"eval_dataset": tiny.make_dataset(3), "num_generations_eval": 4, "per_device_eval_batch_size": 12}
+        return make_one(make, earlier, **held_out)[0].evaluate()
+
+    some, none = evaluated(EARLIER), evaluated(None)
+    assert some["eval_loss"] == none["eval_loss"] and some["eval_reward"] == none["eval_reward"]
+    assert some["eval_completions/mean_length"] != none["eval_completions/mean_length"]
+
+
+def test_completion_metrics_without_an_end_are_trls():
+    metrics = completion_metrics([(3, False), (5, False)])
+    assert metrics["completions/mean_length"] == 4.0 and metrics["completions/clipped_ratio"] == 1.0
+    assert metrics["completions/max_terminated_length"] == 0.0
+
+
+@pytest.mark.parametrize(("rows", "multiple", "expected"), [(12, 4, 12), (13, 4, 16), (1, 8, 8), (5, 1, 5)])
+def test_padded(rows, multiple, expected):
+    assert padded(rows, multiple) == expected
+
+
+# Rollout functions
+
+
+def documented() -> dict[str, Any]:
+    """What the example of docs/trl.md defines."""
+    page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "def rollout(" in block]
+    found: dict[str, Any] = {}
+    exec(code, found)
+    return found
+
+
+#: Questions and documents as the example takes them.
+DOCUMENTS = Dataset.from_dict({"prompt": [f"{i}?|{'ab' * 4}{'cd' * 4}" for i in range(6)]})
+
+
+def test_the_documented_rollout_function_trains(make):
+    """Each memory is in the next prompt, and the answer's prompt has nothing of the document."""
+    given: list[dict[str, Any]] = []
+
+    def kept(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        given.append(documented()["rollout"](prompts, trainer))
+        return dict(given[-1])
+
+    trainer = make(rollout_func=kept, train_dataset=DOCUMENTS, **SETTINGS)
+    before = tiny.parameters(trainer.model)
+    trainer.train()
+    assert trainer.state.log_history[0]["conversations/per_sample"] == 3
+    assert tiny.changed(before, trainer.model) == before.keys()
+    tokenizer = trainer.processing_class
+    for i, (first, second) in enumerate(given[0]["earlier"]):
+        memories = [tokenizer.decode(one["completion_ids"], skip_special_tokens=True) for one in (first, second)]
+        question = f"{tokenizer.convert_ids_to_tokens(first['prompt_ids'][0])}?"
+        texts = [f"{question}||abababab=", f"{question}|{memories[0]}|cdcdcdcd=", f"{question}|{memories[1]}="]
+        found = [first["prompt_ids"], second["prompt_ids"], given[0]["prompt_ids"][i]]
+        assert found == tokenizer(texts)["input_ids"]
+
+
+def test_a_resumed_run_repeats_the_interrupted_one(make, tmp_path):
+    settings = {**SETTINGS, "rollout_func": documented()["rollout"], "train_dataset": DOCUMENTS, "ddp_backend": None}
+    log = resumed_exactly(interrupted(make, tmp_path, **settings))
+    assert any(entry.get("conversations/per_sample") == 3 for entry in log)
+
+
+def test_complete_samples_what_the_trainer_would(make):
+    trainer = make(**SETTINGS)
+    prompts = trainer.processing_class(["1+2=", "ab"])["input_ids"]
+    torch.manual_seed(3)
+    completions, log_probs = complete(trainer, prompts)
+    torch.manual_seed(3)
+    assert (completions, log_probs) == trainer._generate_single_turn(prompts, None, {}, 4)
+    assert len(completions) == 2 and log_probs is None
+
+
+def test_complete_has_the_log_probabilities_of_an_engine(make, monkeypatch):
+    take_the_place_of_vllm(monkeypatch, Engine())
+    page = documented()
+    settings = {"use_vllm": True, "vllm_mode": "colocate", "rollout_func": page["rollout"], "train_dataset": DOCUMENTS}
+    rolled_out = tiny.rolled_out(make(**SETTINGS, **settings))
+    mask = rolled_out["completion_mask"].bool()
+    assert len(mask) == 36
+    sampled, scored = rolled_out["sampling_per_token_logps"][mask], rolled_out["old_per_token_logps"][mask]
+    torch.testing.assert_close(sampled, scored, rtol=0, atol=within(1e-4))  # the engine has the trainer's own weights
+
+
+# What is refused
+
+
+PICTURES = Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]] * 16, "image": [None] * 16})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"advantage_estimator": "gae"}, 'advantage_estimator="gae" takes no earlier'),
+        ({"train_dataset": PICTURES}, "earlier where the data have images"),
+    ],
+)
+def test_what_has_no_place_for_more_rows_is_refused(make, settings, message):
+    trainer, rollout = make_one(make, **settings)
+    with pytest.raises(ValueError, match=message):
+        tiny.rolled_out(trainer)
+    if trainer.train_dataset is not PICTURES:
+        rollout.earlier = None
+        tiny.rolled_out(trainer)
+
+
+def test_an_engine_as_the_centre_is_refused(make):
+    engine = RolloutFunc(Engine())
+    trainer = make(
+        rollout_func=lambda prompts, trainer: (
+            engine(prompts, trainer) | {"earlier": [[conversation(0)]] * len(prompts)}
+        ),
+        anchor="rollout",
+        **SETTINGS,
+    )
+    with pytest.raises(ValueError, match='anchor="rollout" takes no earlier of rollout_func'):
+        tiny.rolled_out(trainer)
+
+
+ONE = {"prompt_ids": [1], "completion_ids": [2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("earlier", "message"),
+    [
+        ([[]], "an entry for each of 2 prompts, got 1"),
+        (3, "an entry for each of 2 prompts, got int"),
+        (
+            [[], [ONE, {"prompt_ids": [1]}]],
+            r"earlier\[1\]\[1\] of rollout_func must be a dictionary with prompt_ids and",
+        ),
+        ([[ONE | {"reward": [1]}], []], r"earlier\[0\]\[0\] of rollout_func must be a dictionary"),
+        ([[[1, 2]], []], r"earlier\[0\]\[0\] of rollout_func must be a dictionary .* got \[1, 2\]"),
+        ([[ONE | {"completion_ids": []}], []], "at least one token in its prompt and in its completion"),
+        ([[ONE | {"env_mask": [1]}], []], r"env_mask of earlier\[0\]\[0\] of rollout_func has 1 entries for 2 tokens"),
+        ([[ONE | {"logprobs": [0.0]}], []], r"logprobs of .* has 1 entries for 2 tokens"),
+    ],
+)
+def test_a_form_that_it_does_not_have_is_refused(earlier, message):
+    with pytest.raises(ValueError, match=message):
+        read(earlier, 2, log_probs=False)
+
+
+def test_log_probabilities_of_the_last_need_those_of_the_earlier():
+    assert read([[ONE]], 1, log_probs=False) == [[Conversation([1], [2, 3])]]
+    assert read(None, 2, log_probs=True) == [[], []]
+    with pytest.raises(ValueError, match=r"earlier\[0\]\[0\] of rollout_func needs logprobs"):
+        read([[ONE]], 1, log_probs=True)
+
+
+# Two processes
+
+
+@pytest.fixture(scope="module")
+def two_processes(left_by_two: Any) -> list[dict[str, Any]]:
+    """What either process left."""
+    return left_by_two("ddp", "conversations")
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+def test_two_processes_with_unequal_numbers_weigh_every_conversation_alike(two_processes, make, loss):
+    """One has six rows of its own, the other seventeen: both get 18, and their mean is the gradient by hand."""
+    found = [each[loss] for each in two_processes]
+    assert [sum(len(inputs["advantages"]) for inputs in each["inputs"]) for each in found] == [18, 18]
+    samples = [several for each in found for several in each["samples"]]
+    assert [len(several) - 1 for several in samples] == UNEQUAL
+    tokens = sum(len(one["completion_ids"]) for several in samples for one in several)
+    assert {float(inputs["num_items_in_batch"]) for each in found for inputs in each["inputs"]} == {float(tokens)}
+    advantages = group_advantages(tiny.reward([several[0]["completion_ids"] for several in samples])).tolist()
+    mean = {name: (value + found[1]["gradients"][name]) / 2 for name, value in found[0]["gradients"].items()}
+    expected = by_hand(make.model(), samples, advantages, 36 if loss == "grpo" else None)
+    # A sum over up to 18 rows of 6 tokens in another order, too.
+    tiny.assert_same_gradients(mean, expected, tiny.GRADIENT_ERROR + rounding(2 * 18 * 6))
+
+
+def test_two_processes_train_and_log_the_same(two_processes):
+    first, second = two_processes
+    assert all(torch.equal(value, second["parameters"][name]) for name, value in first["parameters"].items())
+    steps = [entry for entry in first["log"] if "loss" in entry]
+    assert len(steps) == 4
+    for entry in steps:
+        assert math.isfinite(entry["loss"]) and entry["grad_norm"] > 0
+        if "conversations/per_sample" in entry:
+            assert entry["conversations/per_sample"] == pytest.approx(23 / 12)
+            assert entry["conversations/filled"] == pytest.approx(13 / 36)
