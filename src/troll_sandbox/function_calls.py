@@ -18,7 +18,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from typing import Any
 
@@ -26,7 +26,7 @@ from troll_sandbox.cases import CodeTests, FunctionTests, number_of
 from troll_sandbox.errors import KilledError, SandboxError
 from troll_sandbox.launch import Launcher, Process
 from troll_sandbox.limits import NOT_RUN, OUT_OF_MEMORY, REASONS, Limits, Outcome
-from troll_sandbox.supervise import PATIENCE, Watch, wait_for
+from troll_sandbox.supervise import LISTS_CHILDREN, PATIENCE, Watch, wait_for
 from troll_sandbox.unbounded import write_json
 
 #: How long a killed judge may take to end, and a judge whose program was killed to report its outcomes.
@@ -151,6 +151,8 @@ def run_functions(
     count = number_of(tests)
     run = _run_plain(sandbox, job, count, limits) if plain else _run_judged(sandbox, judge, job, count, limits)
     outcomes = run.outcomes + [Outcome(False, run.rest)] * (count - len(run.outcomes))
+    if run.cpu_seconds is not None:
+        outcomes = [replace(outcome, cpu_seconds=run.cpu_seconds / count) for outcome in outcomes]
     if stop_at_failure:
         ran = next((number for number, outcome in enumerate(outcomes, 1) if not outcome.passed), count)
         outcomes[ran:] = [NOT_RUN] * (count - ran)
@@ -161,11 +163,12 @@ def run_functions(
 
 @dataclass(frozen=True)
 class _Run:
-    """One run of a program: its outcomes, the reason of the tests without one, and whether it was killed."""
+    """One run of a program: its outcomes, the reason of the tests without one, whether it was killed, its CPU time."""
 
     outcomes: list[Outcome]
     rest: str
     killed: bool
+    cpu_seconds: float | None
 
 
 def _run_judged(sandbox: Launcher, judge: Judge, job: dict[str, Any], count: int, limits: Limits) -> _Run:
@@ -229,7 +232,8 @@ def _follow(
         killed = kind is None and (ended or silent) and process.killed(KILLED_SECONDS)
     over = process.out_of_memory()
     watch.measure()  # before the end: only the CPU time until now counts
-    if max(process.end(), watch.cpu_seconds) > limits.cpu_seconds:
+    ended_seconds = process.end()
+    if max(ended_seconds, watch.cpu_seconds) > limits.cpu_seconds:
         kind, killed = kind or "cpu", False
     if kind:
         cause = REASONS[kind]
@@ -243,7 +247,9 @@ def _follow(
         cause = outcomes[-1].reason
     if ended or (kind == "cpu" and len(outcomes) == count):
         outcomes[-1] = Outcome(False, cause)
-    return _Run(outcomes, cause, killed)
+    # The start counts also for a program that still ran, as for one that ended by itself: no way to end is cheaper.
+    seconds = max(ended_seconds, watch.before + watch.cpu_seconds)
+    return _Run(outcomes, cause, killed, seconds if process.exact and LISTS_CHILDREN else None)
 
 
 def read_outcome(line: str | bytes) -> Outcome | None:

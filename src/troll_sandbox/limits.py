@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 MEBIBYTE = 1 << 20
 
@@ -42,13 +42,13 @@ class Limits:
     threads: int = 64
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            whole = not field.name.endswith("_seconds")
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            whole = not limit.name.endswith("_seconds")
             if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-                raise ValueError(f"{field.name} takes {'an integer' if whole else 'a number'}, got {value!r}")
+                raise ValueError(f"{limit.name} takes {'an integer' if whole else 'a number'}, got {value!r}")
             if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{field.name} must be finite and above 0, got {value!r}")
+                raise ValueError(f"{limit.name} must be finite and above 0, got {value!r}")
         if self.memory_bytes < MINIMUM_MEMORY:
             raise ValueError(f"memory_bytes must be at least {MINIMUM_MEMORY} (64 MiB), got {self.memory_bytes}")
 
@@ -61,10 +61,15 @@ class Outcome:
         passed: True if the program passed the test.
         reason: "passed", or why not in a few words: "wrong answer", "raised ValueError: ...", "time limit", "memory
             limit", "output limit", "exit status 3", ... Always `printable`.
+        cpu_seconds: CPU time of the test, of all its threads, as the kernel counts it outside the program. Tests by
+            calls share a process: each has an equal share of all that it used, its start included. None where it was
+            not measured: in a test that did not run or that reads standard input and was killed, with gVisor, and on a
+            server. Outcomes that differ only in this are equal.
     """
 
     passed: bool
     reason: str
+    cpu_seconds: float | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", printable(self.reason))

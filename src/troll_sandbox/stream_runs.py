@@ -118,6 +118,8 @@ class _Runner:
             self.clean = bool(clean)
             seconds = microseconds / 1e6 if self._process.exact else self.watch.cpu_seconds
             outcome = _ended(status, seconds, output, errors, self._limits)
+            if self._process.exact:
+                outcome = replace(outcome, cpu_seconds=seconds)
         except _LimitError as limit:
             self.clean = False
             return Outcome(False, str(limit))
@@ -128,7 +130,7 @@ class _Runner:
             return OUT_OF_MEMORY
         ours, theirs = (data.decode("utf-8", "surrogateescape") for data in (output, _bytes(expected)))
         if outcome.passed and not same_output(ours, theirs, compare):
-            return Outcome(False, "wrong answer")
+            return replace(outcome, passed=False, reason="wrong answer")
         return outcome
 
     def _send(self, text: str) -> None:

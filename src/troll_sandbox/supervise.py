@@ -44,7 +44,8 @@ class Watch:
         limits: The limits with which the sandbox was started.
 
     Attributes:
-        cpu_seconds: CPU time of the sandbox since the start or the last restart, when last measured.
+        before: CPU time of the sandbox until the start or the last restart.
+        cpu_seconds: CPU time of the sandbox since then, when last measured.
         others_seconds: CPU time of the others since then.
     """
 
@@ -70,7 +71,7 @@ class Watch:
 
     def restart(self) -> None:
         """Starts the count for the next test in the same sandbox; wall time goes on."""
-        self._before, self._others_before = _cpu_seconds(_tree(self._watched)), _cpu_seconds(_tree(*self._others))
+        self.before, self._others_before = _cpu_seconds(_tree(self._watched)), _cpu_seconds(_tree(*self._others))
         self._seen = self.cpu_seconds = self.others_seconds = 0.0
         self._active = self._looked = time.monotonic()
 
@@ -100,7 +101,7 @@ class Watch:
 
     def measure(self) -> None:
         """Reads the CPU time, without that of processes that were reaped since the last reading."""
-        self.cpu_seconds = max(self.cpu_seconds, _cpu_seconds(_tree(self._watched)) - self._before)
+        self.cpu_seconds = max(self.cpu_seconds, _cpu_seconds(_tree(self._watched)) - self.before)
         self.others_seconds = max(self.others_seconds, _cpu_seconds(_tree(*self._others)) - self._others_before)
 
     def _works(self, now: float) -> bool:

@@ -95,6 +95,35 @@ def test_a_schedule_is_logged_and_ends_where_it_should(make):
     assert largest[3] == pytest.approx(0.04, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("delay", "ages"), [(0, [0, 1, 0, 1, 0, 1, 0, 1]), (1, [0, 1, 2, 3, 2, 3, 2, 3]), (2, [0, 1, 2, 3, 4, 5, 4, 5])]
+)
+def test_a_bound_by_age_follows_the_updates_since_a_rollout_was_sampled(make, delay, ages):
+    schedule = {"kl_bound": 0.01, "kl_bound_schedule": "by_age", "kl_bound_schedule_kwargs": {"end": 0.05, "steps": 4}}
+    trainer = make(rollout_delay=delay, max_steps=8, **schedule)
+    trainer.train()
+    bounds = logged(trainer, "trust_region/kl_bound")
+    assert bounds == pytest.approx([0.01 * (1 + min(age, 4)) for age in ages])
+    largest = logged(trainer, "trust_region/kl_after_max")
+    assert all(kl <= bound * (1 + within(1e-3)) for kl, bound in zip(largest, bounds, strict=True))
+
+
+def test_a_bound_by_age_counts_updates_and_not_passes(make):
+    schedule = {"kl_bound": 0.01, "kl_bound_schedule": "by_age", "kl_bound_schedule_kwargs": {"end": 0.05, "steps": 4}}
+    trainer = make(gradient_accumulation_steps=2, steps_per_generation=4, rollout_delay=1, max_steps=4, **schedule)
+    trainer.train()
+    assert logged(trainer, "trust_region/kl_bound") == pytest.approx([0.01, 0.02, 0.03, 0.04])
+
+
+def test_a_run_that_is_resumed_within_a_rollout_begins_with_the_age_of_a_new_one(make, tmp_path):
+    schedule = {"kl_bound": 0.01, "kl_bound_schedule": "by_age", "kl_bound_schedule_kwargs": {"end": 0.05, "steps": 4}}
+    settings = {"rollout_delay": 1, "output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 5, **schedule}
+    make(max_steps=6, **settings).train()
+    resumed = make(max_steps=8, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert logged(resumed, "trust_region/kl_bound")[-3:] == pytest.approx([0.03, 0.04, 0.03])
+
+
 def test_a_controller_holds_the_projected_fraction(make):
     trainer = make(
         kl_bound=0.005,

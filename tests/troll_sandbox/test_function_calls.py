@@ -277,6 +277,17 @@ def test_run_functions_can_stop_at_the_first_failure(run, plain):
     assert reasons(broken) == ["raised ZeroDivisionError: division by zero", *["not run"] * 3]
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_run_functions_shares_the_cpu_time_of_a_program_among_its_tests(run, plain):
+    program = "import time\nwhile time.process_time() < 0.3: pass\ntime.sleep(0.2)\ndef f(x): return x"
+    asserts = ["assert f(1) == 1", "assert f(1) == 2", "assert f(0) == 0"]
+    measured = [outcome.cpu_seconds for outcome in run(program, *asserts, plain=plain)]
+    assert measured[0] == measured[1] == measured[2]
+    assert 0.3 <= sum(measured) < 0.45  # without the sleep
+    stopped = run(program, *asserts, plain=plain, stop_at_failure=True)
+    assert [outcome.cpu_seconds is None for outcome in stopped] == [False, False, True]
+
+
 @pytest.fixture
 def trace(monkeypatch) -> Iterator[Callable[[str], tuple[str, Callable[[], bytes]]]]:
     """Gives programs a function `breach`; this process reads its calls, however the program ends."""

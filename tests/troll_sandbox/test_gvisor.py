@@ -115,6 +115,13 @@ def test_tests_of_a_program_share_one_gvisor_sandbox(sandbox: GVisor) -> None:
     assert [outcome.reason for outcome in outcomes] == ["passed", "wrong answer", "passed"]
 
 
+@needs_bubblewrap
+def test_gvisor_measures_no_cpu_time_that_could_be_paid_for(sandbox: GVisor, grader: CodeGrader) -> None:
+    assert [outcome.cpu_seconds for outcome in run_stdio(sandbox, "print(3)", [""], ["3"], LIMITS)] == [None]
+    [verdict] = grader.grade(["def f(): return 3"], tests=[json.dumps({"asserts": ["assert f() == 3"]})])
+    assert verdict.success and verdict.cpu_seconds is None
+
+
 def test_gvisor_contains_attacks(sandbox: GVisor) -> None:
     with ThreadPoolExecutor(2) as pool:
         outcomes = pool.map(lambda name: run_stdio(sandbox, HOSTILE[name], ["input"], ["breach"], LIMITS)[0], ATTACKS)

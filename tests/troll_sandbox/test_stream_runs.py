@@ -265,6 +265,20 @@ def test_standard_input_can_be_opened_by_name(sandbox: Bubblewrap) -> None:
     ]
 
 
+def test_run_stdio_measures_the_cpu_time_of_each_test(sandbox: Bubblewrap) -> None:
+    program = (
+        "import threading, time\ndef work():\n    while time.process_time() < seconds: pass\nseconds = float(input())\n"
+        "thread = threading.Thread(target=work)\nthread.start()\nthread.join()\ntime.sleep(0.2)\nprint(3)"
+    )
+    inputs = ["0.3", "0", "0.2", "0.1"]
+    outcomes = run_stdio(sandbox, program, inputs, ["3", "3", "4", "3"], LIMITS, stop_at_failure=True)
+    assert [outcome.reason for outcome in outcomes] == ["passed", "passed", "wrong answer", "not run"]
+    *measured, missing = [outcome.cpu_seconds for outcome in outcomes]
+    assert missing is None
+    for text, seconds in zip(inputs, measured, strict=False):
+        assert seconds is not None and float(text) <= seconds < float(text) + 0.15  # neither the sleep nor other tests
+
+
 def test_run_stdio_can_stop_at_the_first_failure(sandbox: Bubblewrap) -> None:
     inputs, outputs = ["1 2", "2 2", "1 1", "5 6"], ["3", "4", "3", "11"]
     outcomes = run_stdio(sandbox, ADD, inputs, outputs, LIMITS, stop_at_failure=True)

@@ -13,6 +13,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fixed": {},
     "linear": {"end": 0.01},
     "cosine": {"end": 0.01, "steps": 30},
+    "by_age": {"end": 0.5, "steps": 16},
     "hold_projected_fraction": {"target": 0.05},
     "hold_kl": {"target": 0.02, "rate": 0.1},
 }

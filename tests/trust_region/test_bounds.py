@@ -44,6 +44,9 @@ def test_every_kind_is_found_by_its_name():
         ({"name": "linear", "end": 0.1, "tarket": 1.0, "total_steps": 9}, "takes end, steps, got tarket"),
         ({"name": "cosine", "end": "1e-3", "steps": 5}, "end must be a number, got '1e-3'"),
         ({"name": "cosine", "end": True, "steps": 5}, "end must be a number, got True"),
+        ({"name": "by_age", "end": 0.1}, "the 'by_age' bound needs steps, got end"),
+        ({"name": "by_age", "end": 0.1, "steps": 0.5}, "steps must be an integer of at least 1, got 0.5"),
+        ({"name": "by_age", "end": 0.1, "steps": 0}, "steps must be an integer of at least 1, got 0"),
         ({"name": "hold_kl", "target": None}, "target must be a number, got None"),
         ({"name": "hold_kl", "target": 0.0}, "target must be above 0"),  # what the class refuses
     ],
@@ -131,6 +134,23 @@ def test_linear_is_a_straight_line_and_then_flat():
     np.testing.assert_allclose(
         values(make_bound("linear", 0.2, end=0.1, steps=4), 6), [0.2, 0.175, 0.15, 0.125, 0.1, 0.1, 0.1], rtol=1e-14
     )
+
+
+def test_by_age_is_a_straight_line_over_ages_whatever_the_step():
+    bound, found = make_bound("by_age", 0.1, end=0.2, steps=4), []
+    for step, age in enumerate([0, 1, 4, 5, 2, 0], start=1):
+        bound.update(step, BoundStatistics(projected_fraction=1.0, kl=9.0))
+        bound.set_age(age)
+        found.append(bound.value)
+    np.testing.assert_allclose(found, [0.1, 0.125, 0.2, 0.2, 0.15, 0.1], rtol=1e-14)
+
+
+@pytest.mark.parametrize("name", OPTIONS.keys() - {"by_age"})
+def test_no_other_bound_depends_on_the_age(name):
+    bound = make_bound(name, 0.05, total_steps=100, **OPTIONS[name])
+    state = bound.state_dict()
+    bound.set_age(7)
+    assert bound.value == 0.05 and bound.state_dict() == state
 
 
 def test_cosine_is_half_a_wave_and_then_flat():

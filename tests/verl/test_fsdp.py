@@ -14,7 +14,18 @@ from verl.utils import tensordict_utils as tu
 
 from tests.tolerance import within
 from tests.verl import reference, worker
-from tests.verl.actor import SMALL, as_batch, captured, model_folder, policy_loss, rollout, single, trolled
+from tests.verl.actor import (
+    REPORTED,
+    SMALL,
+    as_batch,
+    captured,
+    model_folder,
+    nested,
+    policy_loss,
+    rollout,
+    single,
+    trolled,
+)
 from tests.verl.reference import Settings, check, check_captured, check_left_out, divided
 from tests.verl.worker import CASES, trained
 from troll.verl.old_policies import response_places
@@ -210,6 +221,22 @@ def test_lora_trains_and_its_reference_pass_captures_nothing() -> None:
     without = actor.infer(as_batch(samples), calculate_entropy=False, no_lora_adapter=True)["log_probs"].values()
     assert not torch.equal(with_adapter, without)
     torch.testing.assert_close(without, reference_pass["log_probs"].values())
+
+
+def test_reports_of_a_truncated_rollout_train_as_captured_policies_do() -> None:
+    kept, batch = "actor_rollout_ref.rollout.top_k=5", as_batch(rollout())
+    capturing = trolled(True, kept)
+    scored = capturing.score(batch)
+    records = captured(capturing.engine, scored)
+    metrics = capturing.update(scored)
+    wanted = capturing.parameters()
+    reporting = trolled(True, kept, *REPORTED)
+    scored["old_policies"] = nested(records)
+    found = reporting.update(scored)
+    assert found["trust_region/kept_mass"] == pytest.approx(metrics["trust_region/kept_mass"])
+    assert max(found["trust_region/kl_before_max"]) > 0.02
+    for name, value in reporting.parameters().items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-6, atol=1e-7)
 
 
 def same(got: dict[str, Any], wanted: dict[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from troll import PackedPolicy, capture, trust_region_step
 from troll.trust_region.policy.serialized import to_records
 from troll.verl.hooks import Capture, Update
 from troll.verl.old_policies import ResponseTokens, response_places
+from troll.verl.reported import without_slots
 from troll.verl.settings import TrollPolicyLossConfig
 
 VOCABULARY = 99
@@ -118,6 +120,43 @@ def test_truncated_rollouts_have_the_cores_policies_and_steps(rollout: dict[str,
         torch.testing.assert_close(outputs[f"trust_region_{name}"], value, rtol=1e-6, atol=1e-6)
     mass = step.kept_log_mass[data["response_mask"].values().bool()].exp().mean()
     assert updating.metrics()["kept_mass"] == pytest.approx(mass.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kept", [{"rollout_top_p": 0.8}, {"rollout_top_k": 5}])
+def test_a_truncated_rollout_is_the_anchor_by_what_its_engine_kept(kept: dict[str, Any]) -> None:
+    data, labels, logits, tokens = micro_batch()
+    settings = TrollPolicyLossConfig(kl_bound=0.1, anchor="rollout", bypass_mode=True, **kept)
+    sampled, lengths = data["responses"].values(), data["responses"].offsets().diff().tolist()
+    old = capture(logits[tokens.rows], sampled, truncation=settings.truncation)
+    # An engine does not say how much of the whole policy it kept.
+    old = dataclasses.replace(old, tail_log_prob=torch.full_like(old.tail_log_prob, -torch.inf))
+    data["old_policies"] = nested(to_records(PackedPolicy.of(old), lengths))
+    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    for new in (logits.clone(), logits + 0.8 * noise):
+        step = trust_region_step(new[tokens.rows], old, 0.1)
+        outputs = read(hooks(settings)[1], new.clone(), data, labels, tokens)
+        assert step.kept_log_mass is not None
+        for name, value in (("log_ratio", step.log_ratio), ("kept_log_mass", step.kept_log_mass)):
+            torch.testing.assert_close(outputs[f"trust_region_{name}"], value, rtol=1e-6, atol=1e-6)
+        assert torch.equal(new, logits) == bool((step.log_ratio.abs() < 1e-5).all())
+
+
+def test_tokens_that_a_truncated_rollout_did_not_report_have_the_networks_own_kept_policy() -> None:
+    data, labels, logits, tokens = micro_batch()
+    settings = TrollPolicyLossConfig(anchor="rollout", bypass_mode=True, rollout_top_k=5)
+    sampled, lengths = data["responses"].values(), data["responses"].offsets().diff().tolist()
+    old = PackedPolicy.of(capture(logits[tokens.rows], sampled, truncation=settings.truncation))
+    parts = [without_slots(lengths[0], old), old[lengths[0] :]]
+    data["old_policies"] = nested(to_records(PackedPolicy.cat(parts), lengths))
+    new = logits + 0.8 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    outputs = read(hooks(settings)[1], new.clone(), data, labels, tokens)
+    ratios = outputs["trust_region_log_ratio"].abs()
+    assert ratios[: lengths[0]].max() < 1e-5 and ratios[lengths[0] :].max() > 0.1
+    own = capture(new[tokens.rows], sampled, truncation=settings.truncation)
+    counts = data["response_mask"].values().bool()[: lengths[0]]
+    mass = torch.log(-torch.expm1(own.tail_log_prob))[: lengths[0]][counts]
+    assert counts.any()
+    torch.testing.assert_close(outputs["trust_region_kept_log_mass"][: lengths[0]][counts], mass, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:tail='floor' sees divergences")

@@ -235,10 +235,25 @@ def test_a_batch_that_nobody_reported_of_is_refused() -> None:
         reported(data, 1)
 
 
+def test_policies_of_another_kind_than_the_rollouts_are_refused() -> None:
+    data, _ = with_field(3)
+    with pytest.raises(ValueError, match="old policies are whole, and those of the rollout's top_p and top_k are t"):
+        reported(data, 1, truncated=True)
+
+
 def with_mask(data: TensorDict, masks: Sequence[Tensor]) -> TensorDict:
     data = data.copy()
     data["response_mask"] = nested(masks)
     return data
+
+
+def test_a_truncated_batch_in_which_no_token_counts_needs_no_report() -> None:
+    data, _ = with_field(3)
+    data = with_mask(data, [torch.zeros_like(mask) for mask in data["response_mask"].unbind()])
+    data["old_policies"] = nested([NO_RECORD] * 3)
+    found = reported(data, VOCABULARY, truncated=True).unpack()
+    step = trust_region_step(torch.randn(len(data["responses"].values()), VOCABULARY), found)
+    assert step.log_ratio.isfinite().all() and step.kept_log_mass is not None
 
 
 @pytest.mark.parametrize("real", [True, False])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from troll import PackedPolicy, SparsePolicy, capture_top
+from troll import PackedPolicy, SparsePolicy, Truncation, capture, capture_top, trust_region_step
 from troll.trust_region.policy.serialized import from_records, to_records
 from troll.verl import old_policy_record
 from troll.verl.reported import NO_RECORD, Turn, response_record
@@ -77,6 +77,49 @@ def test_equal_log_probs_are_in_the_order_of_their_ids() -> None:
     assert got.token_ids.tolist() == [[50, 20, 30, 4]] and got.slot.tolist() == [3]
     both = old_policy_record(ids.repeat(2, 1), values.repeat(2, 1), vocab_size=V, top_k=8, mass_threshold=0.0)
     assert read(both).token_ids[:, :5].tolist() == [[50, 20, 30, 10, 4]] * 2
+
+
+def truncated_rows(
+    truncation: Truncation, count: int = 200, number: int = K, *, scale: float = 8
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `engine_rows`, of an engine that samples after truncation, and the logits of the whole policies."""
+    generator = torch.Generator().manual_seed(0)
+    logits = scale * torch.randn(count, V, generator=generator)
+    whole = capture(logits, logits.argmax(-1), top_k=V, mass_threshold=0.0)
+    kept = torch.full_like(logits, -torch.inf)
+    kept.scatter_(-1, whole.token_ids, whole.log_probs.masked_fill(~truncation.kept(whole), -torch.inf))
+    log_probs = torch.log_softmax(kept, -1)
+    sampled = torch.multinomial(log_probs.exp(), 1, generator=generator)
+    top = log_probs.topk(number)
+    ids = torch.cat([sampled, top.indices], -1)
+    return ids.int(), torch.cat([log_probs.gather(-1, sampled), top.values], -1), logits
+
+
+@pytest.mark.parametrize("truncation", [Truncation(top_p=0.8), Truncation(top_k=5), Truncation(top_k=9, top_p=0.95)])
+def test_the_record_of_a_truncated_rollout_is_the_policy_on_what_it_kept(truncation: Truncation) -> None:
+    ids, log_probs, logits = truncated_rows(truncation)
+    got = read(old_policy_record(ids, log_probs, **SETTINGS, truncated=True))
+    assert got.truncated and got.tail_log_prob.eq(-torch.inf).all()
+    assert len(set(got.used.sum(-1).tolist())) > 1 or truncation.top_p == 1
+    wanted = capture_top(ids[:, 1:], log_probs[:, 1:], ids[:, 0], log_probs[:, 0], **SETTINGS, truncated=True)
+    check_same(got, wanted)
+    of_logits = capture(logits, ids[:, 0].long(), truncation=truncation)
+    at = of_logits.top_k
+    assert torch.equal(got.token_ids[:, :at], of_logits.token_ids) and (got.token_ids[:, at:] == -1).all()
+    torch.testing.assert_close(got.log_probs[:, :at], of_logits.log_probs, rtol=1e-5, atol=1e-5)
+    step = trust_region_step(logits, got, 0.01)
+    assert step.log_ratio.abs().max() < 1e-5 and not step.projected.any()
+
+
+def test_a_kept_set_that_was_not_reported_whole_is_refused() -> None:
+    ids, log_probs, _ = truncated_rows(Truncation(top_k=K), scale=0.5)
+    assert read(old_policy_record(ids, log_probs, **SETTINGS, truncated=True)).used.all()
+    with pytest.raises(ValueError, match=r"at most top_k=12, got up to 1[23] tokens, and some that add up to 0\."):
+        old_policy_record(ids, log_probs, **SETTINGS | {"top_k": 12}, truncated=True)
+    # All of the mass, and one token too many: the sampled one.
+    ids, log_probs = torch.tensor([[4, 50, 30]]), torch.tensor([[0.004, 0.6, 0.396]]).log()
+    with pytest.raises(ValueError, match="at most top_k=2, got up to 3 tokens, and some that add up to 1"):
+        old_policy_record(ids, log_probs, **SETTINGS | {"top_k": 2}, truncated=True)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from tests.verl.actor import (
     rollout,
     single,
 )
+from troll import Truncation
 from troll.verl import TrollFSDPActorConfig
 from troll.verl.fsdp import TrollFSDPEngine
 
@@ -87,12 +88,20 @@ def test_the_command_line_sets_everything() -> None:
         ("actor_rollout_ref.rollout.logprobs_mode=raw_logprobs", "logprobs_mode=processed_logprobs"),
         ("actor_rollout_ref.rollout.name=sglang", "rollout.name=vllm"),
         ("actor_rollout_ref.rollout.disaggregation.enabled=true", "without disaggregation"),
-        ("actor_rollout_ref.rollout.top_p=0.9", "top_p=1.0"),
     ],
 )
 def test_a_rollout_that_cannot_be_the_anchor_is_refused(setting: str, remedy: str) -> None:
     with pytest.raises(Exception, match=remedy):
         actor(*REPORTED, setting)
+
+
+@pytest.mark.parametrize(
+    ("setting", "kept"), [("top_p=0.9", Truncation(top_p=0.9)), ("top_k=20", Truncation(top_k=20))]
+)
+def test_a_truncated_rollout_can_be_the_anchor(setting: str, kept: Truncation) -> None:
+    assert actor(*REPORTED, f"actor_rollout_ref.rollout.{setting}").policy_loss.truncation == kept
+    with pytest.raises(Exception, match="tail=bucket"):
+        actor(*REPORTED, f"actor_rollout_ref.rollout.{setting}", *policy_loss("tail=floor"))
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])

@@ -12,7 +12,7 @@ import torch
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
 from tests.verl.vllm_engine import AsyncLLM, SamplingParams
-from troll import capture
+from troll import Truncation, capture
 from troll.trust_region.policy.serialized import from_records
 from troll.verl.old_policies import OLD_POLICIES
 from troll.verl.vllm_rollout import TopLogProbs, reporting
@@ -32,8 +32,8 @@ def engine(step: int = 1) -> AsyncLLM:
 class Server:
     """What of verl's vLLMHttpServer the reporting one stands on: `generate`, and where it sets its engine."""
 
-    def __init__(self, engine: Any, custom: dict[str, Any]) -> None:
-        self.config = SimpleNamespace(custom=custom)
+    def __init__(self, engine: Any, custom: dict[str, Any], **truncation: Any) -> None:
+        self.config = SimpleNamespace(custom=custom, **{"top_p": 1.0, "top_k": -1} | truncation)
         text = SimpleNamespace(vocab_size=V)
         self.model_config = SimpleNamespace(hf_config=SimpleNamespace(get_text_config=lambda: text))
         self.engine = engine
@@ -72,13 +72,13 @@ def outputs(engine: Any, **sampling: Any) -> list[Any]:
     return asyncio.run(run())
 
 
-def server(step: int = 1) -> Any:
+def server(step: int = 1, **truncation: Any) -> Any:
     settings = {"anchor": "rollout", "top_k": K, "mass_threshold": 1e-3}
-    return reporting(Server)(engine(step), {"trust_region": settings})
+    return reporting(Server)(engine(step), {"trust_region": settings}, **truncation)
 
 
 def generate(server: Any, request_id: str = "a", **sampling: Any) -> TokenOutput:
-    sampling = {"logprobs": True, **sampling}
+    sampling = {"logprobs": True, "top_p": server.config.top_p, "top_k": server.config.top_k, **sampling}
     return asyncio.run(server.generate(prompt_ids=[1, 2], sampling_params=sampling, request_id=request_id))
 
 
@@ -91,6 +91,27 @@ def test_the_record_is_the_policy_that_was_sampled_from(step: int) -> None:
     torch.testing.assert_close(policy.log_probs.exp(), expected.log_probs.exp(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(policy.tail_log_prob.exp(), expected.tail_log_prob.exp(), rtol=1e-5, atol=1e-6)
     assert (policy.vocab_size, policy.mass_threshold) == (V, 1e-3)
+
+
+def test_the_record_of_a_truncated_rollout_is_the_kept_policy() -> None:
+    whole, truncation = distributions(), Truncation(top_k=5)
+    kept = torch.log_softmax(whole.masked_fill(whole < whole.topk(5).values[:, -1:], -torch.inf), -1)
+    sampled = whole.argmax(-1)
+    settings = {"trust_region": {"anchor": "rollout", "top_k": K, "mass_threshold": 1e-3}}
+    output = generate(reporting(Server)(AsyncLLM(sampled.tolist(), kept.numpy()), settings, top_k=5))
+    policy = from_records([output.extra_fields[OLD_POLICIES]]).unpack()
+    assert policy.truncated and policy.used.sum(-1).tolist() == [5] * len(TOKENS)
+    expected = capture(whole, sampled, truncation=truncation)
+    assert torch.equal(policy.token_ids[:, :5], expected.token_ids)
+    torch.testing.assert_close(policy.log_probs[:, :5], expected.log_probs, rtol=1e-5, atol=1e-6)
+
+
+def test_validation_may_sample_in_another_way() -> None:
+    for sampling in ({"top_k": -1}, {"top_k": 3}, {"top_p": 0.5}):
+        record = generate(server(top_k=5), **sampling).extra_fields[OLD_POLICIES]
+        assert not from_records([record]).truncated
+    with pytest.raises(ValueError, match="all tokens that a truncated rollout could sample"):
+        generate(server(top_k=5))  # the engine keeps more
 
 
 def test_what_verl_gets_is_unchanged() -> None:

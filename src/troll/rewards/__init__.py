@@ -15,6 +15,7 @@ from troll.rewards.mathematics.grader import MathGrader
 if TYPE_CHECKING:
     from troll.rewards.code import CodeGrader, passed_fraction
     from troll.rewards.program import parse_tests
+    from troll.rewards.speed import time_saved
 
 __all__ = [
     "CodeGrader",
@@ -26,12 +27,14 @@ __all__ = [
     "final_answer",
     "parse_tests",
     "passed_fraction",
+    "time_saved",
 ]
 
 _IMPORTED_WHEN_NAMED = {
     "CodeGrader": "troll.rewards.code",
     "passed_fraction": "troll.rewards.code",
     "parse_tests": "troll.rewards.program",
+    "time_saved": "troll.rewards.speed",
 }
 
 

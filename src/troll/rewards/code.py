@@ -128,7 +128,7 @@ class CodeGrader(Grader):
         asked = batch, self.partial_credit
         last = self._last
         if last is None or last[0] != asked:
-            last = self._last = asked, self._verdicts(batch)
+            last = self._last = asked, self.run(batch)
         return list(last[1])
 
     def close(self) -> None:
@@ -143,7 +143,8 @@ class CodeGrader(Grader):
         vars(self).update(state)
         self._start()
 
-    def _verdicts(self, batch: Sequence[tuple[str, str, str]]) -> list[Verdict]:
+    def run(self, batch: Sequence[tuple[str, str, str]]) -> list[Verdict]:
+        """Judges a batch of (completion, tests, prefix) as `grade` does, but without a look at the last batch."""
         jobs: dict[tuple[str, str], Job] = {}  # by the program and the text of its tests
         keys: list[tuple[str, str] | None] = []
         for row, (completion, text, prefix) in enumerate(batch):
@@ -180,7 +181,9 @@ def _verdict(job: Job, found: list[Outcome] | SandboxError) -> Verdict:
         return Verdict(None, job.program, f"unscored: {printable(str(found))}")
     failures = [outcome.reason for outcome in found if not outcome.passed]
     score = float(not failures) if job.stop_at_failure else (len(found) - len(failures)) / len(found)
-    return Verdict(score, job.program, failures[0] if failures else "correct")
+    measured = [outcome.cpu_seconds for outcome in found if outcome.cpu_seconds is not None]
+    seconds = sum(measured) if len(measured) == len(found) else None
+    return Verdict(score, job.program, failures[0] if failures else "correct", seconds)
 
 
 def passed_fraction(grader: CodeGrader) -> Reward:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Completion = str | list[dict[str, str]]
@@ -41,11 +41,14 @@ class Verdict:
         answer: The final answer or the program that was read from it; None if it has none in the form asked for.
         reason: The reason for the score, in a few words, e.g. "correct", "wrong answer", "no answer", "time limit", and
             "unscored: ..." with the cause.
+        cpu_seconds: CPU time of a program in all its tests. None where it was not measured, and of other answers.
+            Verdicts that differ only in this are equal.
     """
 
     score: float | None
     answer: str | None
     reason: str
+    cpu_seconds: float | None = field(default=None, compare=False, repr=False)
 
     @property
     def success(self) -> bool:

@@ -62,6 +62,7 @@ class TrollCallback(TrainerCallback):
             self.kl_bound.load_state_dict(json.loads(path.read_text()))
         elif self._args.kl_bound_schedule != "fixed" and state.is_world_process_zero:
             warnings.warn(f"{checkpoint} has no {BOUND_STATE}: the schedule of kl_bound starts anew", stacklevel=2)
+        self.kl_bound.set_age(self._age())  # a resumed run begins with a rollout
         path = Path(checkpoint) / PENALTY_STATE
         if self._kl_controller.adapts and path.is_file():
             self._kl_controller.load_state_dict(json.loads(path.read_text()))
@@ -94,6 +95,7 @@ class TrollCallback(TrainerCallback):
             self._used_bound = self.kl_bound.value
             if not self._rests:  # a policy that does not move says nothing about ε
                 self.kl_bound.update(state.global_step, statistics)
+        self.kl_bound.set_age(self._age())
         self._log(state, control)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -113,6 +115,13 @@ class TrollCallback(TrainerCallback):
         if self._critic is not None:
             metrics |= {f"critic/{name}": value for name, value in self._critic.metrics().items()}
         seam.add_metrics(self._trainer, metrics)
+
+    def _age(self) -> int:
+        """The age of the next update's rollout: the updates since its tokens were sampled from the network itself."""
+        passes = seam.micro_batches_done(self._trainer) % self._args.rollout_steps
+        weights = self._trainer.rollout_weights
+        behind = 0 if weights is None else weights.rollouts_behind(anew=passes == 0)
+        return (behind * self._args.rollout_steps + passes) // self._args.gradient_accumulation_steps
 
     def _rollouts_done(self) -> int:
         """Rollouts that have been used up."""

@@ -157,8 +157,8 @@ class TrollConfig(GRPOConfig):
             one, so that the mean of their KL divergences meets the bound; or all tokens of a "batch" do, across the
             micro-batches of all processes.
         constraint_reduction: "mean", or "sum" of the KL divergences of the tokens that share a multiplier.
-        kl_bound_schedule: How ε changes: "fixed"; "linear" or "cosine" to `end`; "hold_projected_fraction" or "hold_kl"
-            at a `target`. See `troll.trust_region.bounds`.
+        kl_bound_schedule: How ε changes: "fixed"; "linear" or "cosine" to `end`; "by_age" to `end` for old rollouts;
+            "hold_projected_fraction" or "hold_kl" at a `target`. See `troll.trust_region.bounds`.
         kl_bound_schedule_kwargs: Options of the schedule as a JSON object, e.g. `{"end": 0.01}`.
         kl_bound_entropy_exponent: Above 0, ε of each token is scaled by (H/H̄) to this power, within [0.1, 10], where H
             is the old policy's entropy at the token and H̄ its mean over the rollout.

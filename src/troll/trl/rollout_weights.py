@@ -58,7 +58,11 @@ class RolloutWeights:
         whole = self._trainer.args.anchor == "rollout"
         with self._sampling() if whole else seam.generating_within(self._trainer, self._sampling):
             yield
-        seam.add_metrics(self._trainer, {"sampling/rollouts_behind": len(self._weights) - 1})
+        seam.add_metrics(self._trainer, {"sampling/rollouts_behind": self.rollouts_behind(anew=False)})
+
+    def rollouts_behind(self, *, anew: bool) -> int:
+        """The age of the rollout that is trained on, in rollouts; with `anew`, that of the next one."""
+        return min(len(self._weights) - (not anew), self._delay)
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:

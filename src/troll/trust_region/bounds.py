@@ -1,4 +1,6 @@
-"""How ε (`kl_bound`) varies over training: fixed, annealed or adaptive. `token_bounds` varies it over a batch.
+"""How ε (`kl_bound`) varies over training: fixed, annealed, by the age of a rollout, or adaptive.
+
+`token_bounds` varies it over a batch.
 
 A `Bound` is plain Python: the same numbers give the same `value` on every process, and its state is JSON. To add a
 kind, write a class and name it in `BOUNDS`.
@@ -63,6 +65,13 @@ class Bound(ABC):
         Args:
             step: How many steps have been made, this one included.
             statistics: What the trust region did in it.
+        """
+
+    def set_age(self, updates: int) -> None:  # noqa: B027 (most bounds do not depend on it)
+        """Says how old the rollout of the next step is; call it before every optimiser step, as with `update`.
+
+        Args:
+            updates: The optimiser steps that were made since the network was what sampled the rollout, at least 0.
         """
 
     def state_dict(self) -> dict[str, float | int | str]:
@@ -160,6 +169,37 @@ class Cosine(Linear):
     @staticmethod
     def _way(done: float) -> float:
         return 0.5 * (1 - math.cos(math.pi * done))
+
+
+class ByAge(Linear):
+    """Moves ε in a straight line from `kl_bound` for fresh rollouts to `end` for those of age `steps`, and older ones.
+
+    The age counts optimiser steps, as `set_age` does: those between sampling and the rollout's first step, if it was
+    made by older weights, and those made with the rollout itself.
+
+    Args:
+        kl_bound: ε at age 0, finite, in nats.
+        total_steps: Not used; all bounds take it.
+        end: ε from age `steps` on, above 0 and finite, in nats.
+        steps: An age, an integer of at least 1.
+
+    Raises:
+        ValueError: If a value is out of its range.
+    """
+
+    kind = "by_age"
+
+    def __init__(self, kl_bound: float, total_steps: int | None = None, *, end: float, steps: int) -> None:
+        if not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps must be an integer of at least 1, got {steps}")
+        super().__init__(kl_bound, end=end, steps=steps)
+
+    def update(self, step: int, statistics: BoundStatistics) -> None:
+        """Changes nothing."""
+
+    def set_age(self, updates: int) -> None:
+        """Moves on, or back, to an age."""
+        self._step = updates
 
 
 class Controller(Bound):
@@ -265,7 +305,7 @@ class HoldKL(Controller):
 
 
 BOUNDS: dict[str, Callable[..., Bound]] = {
-    bound.kind: bound for bound in (Fixed, Linear, Cosine, HoldProjectedFraction, HoldKL)
+    bound.kind: bound for bound in (Fixed, Linear, Cosine, ByAge, HoldProjectedFraction, HoldKL)
 }
 
 
@@ -273,11 +313,11 @@ def make_bound(name: str, kl_bound: float, *, total_steps: int | None = None, **
     """Makes the bound that is registered under a name.
 
     Args:
-        name: `fixed`, `linear`, `cosine`, `hold_projected_fraction` or `hold_kl`.
+        name: `fixed`, `linear`, `cosine`, `by_age`, `hold_projected_fraction` or `hold_kl`.
         kl_bound: ε at the start, above 0, in nats.
         total_steps: Optimiser steps of the whole training, if known.
-        **options: Numbers: `end` and `steps` for `linear` and `cosine`; `target`, `rate`, `smoothing`, `minimum` and
-            `maximum` for the two controllers, `hold_projected_fraction` and `hold_kl`.
+        **options: Numbers: `end` and `steps` for `linear`, `cosine` and `by_age`; `target`, `rate`, `smoothing`,
+            `minimum` and `maximum` for the two controllers, `hold_projected_fraction` and `hold_kl`.
 
     Returns:
         The bound, whose `value` is `kl_bound` before the first step.

@@ -176,12 +176,17 @@ class Update(Hook):
         """See the parent: the sampled tokens' log p̃ and log q/p, the pull, and the entropy."""
         settings, tokens = self.settings, self.tokens
         at_rollout = settings.anchor == "rollout"
-        packed = reported(data, source.vocabulary.size) if at_rollout else self._captured.of(data)
+        kept = settings.truncation
+        if at_rollout:
+            packed = reported(data, source.vocabulary.size, truncated=kept is not None)
+        else:
+            packed = self._captured.of(data)
         old = packed.unpack() if tokens.group is None else packed.unpack()[tokens.numbers]
         mask = data["response_mask"].values().bool()[tokens.numbers]
         unreported = packed.counts == 0  # in the whole micro-batch, so that processes that share it agree
         if at_rollout and bool(unreported.any()):
-            own = capture(source, self.sampled, top_k=settings.top_k, mass_threshold=settings.mass_threshold)
+            top_k, threshold = settings.top_k, settings.mass_threshold
+            own = capture(source, self.sampled, top_k=top_k, mass_threshold=threshold, truncation=kept)
             old = fill_unreported(old, own)
         step = trust_region_step(
             source,

@@ -132,7 +132,7 @@ def _sequences(data: TensorDict) -> list[Hashable]:
     ]
 
 
-def reported(data: TensorDict, vocab_size: int) -> PackedPolicy:
+def reported(data: TensorDict, vocab_size: int, *, truncated: bool = False) -> PackedPolicy:
     """The old policies of a micro-batch, (N,), as the inference engine reported them.
 
     Tokens without a report have no slots: `fill_unreported` is for these. Tokens that do not count need no report:
@@ -141,13 +141,20 @@ def reported(data: TensorDict, vocab_size: int) -> PackedPolicy:
     Args:
         data: The micro-batch.
         vocab_size: V of the LM head. It may be padded with tokens that the inference engine lacks; they have no mass.
+        truncated: Whether the rollout kept a part of each policy.
 
     Raises:
         CorruptPolicy: If a record is damaged.
-        ValueError: If there are no records, or they are not of the response tokens.
+        ValueError: If there are no records, or they are not of the response tokens, or of policies of the other kind.
     """
     responses = data["responses"].values()
-    policy = from_records([record.to(responses.device) for record in _records(data, vocab_size)])
+    policy = from_records([record.to(responses.device) for record in _records(data, vocab_size, truncated)])
+    if policy.truncated != truncated:
+        kinds = ("whole", "truncated") if truncated else ("truncated", "whole")
+        raise ValueError(
+            f"the batch's old policies are {kinds[0]}, and those of the rollout's top_p and top_k are {kinds[1]}: its "
+            "agent loop must sample with both as they are configured"
+        )
     known = policy.counts > 0
     sampled = policy.token_ids[(policy.offsets[:-1] + policy.slot)[known]]
     if known.shape != responses.shape or not torch.equal(sampled, responses[known].to(sampled.dtype)):
@@ -185,7 +192,7 @@ def fill_unreported(old: SparsePolicy, own: SparsePolicy) -> SparsePolicy:
     )
 
 
-def _records(data: TensorDict, vocab_size: int) -> list[Tensor]:
+def _records(data: TensorDict, vocab_size: int, truncated: bool) -> list[Tensor]:
     """The records that came with the completions; a sequence without one gets a record without slots.
 
     A sequence without a token that counts needs no record, and may have another's: verl fills batches up with copies of
@@ -208,7 +215,8 @@ def _records(data: TensorDict, vocab_size: int) -> list[Tensor]:
     records = [record for record in needed if record is not None]
     real = [record for record in records if len(record) > len(NO_RECORD)]
     none = torch.empty(0)
-    like = from_records(real[:1]) if real else PackedPolicy(none.int(), none, none, none, none, 1, vocab_size, 0.0)
+    nobody = PackedPolicy(none.int(), none, none, none, none, 1, vocab_size, 0.0, truncated)
+    like = from_records(real[:1]) if real else nobody
     return [
         record if len(record) > len(NO_RECORD) else to_records(without_slots(len(response), like), [len(response)])[0]
         for record, response in zip(records, data["responses"].unbind(), strict=True)

@@ -16,12 +16,18 @@ from troll import PackedPolicy
 from troll.trust_region.checks import check_tokens_in
 from troll.trust_region.policy.serialized import from_records, to_records
 from troll.trust_region.policy.sparse import check_capture
-from troll.trust_region.policy.top import LARGEST_TOTAL
+from troll.trust_region.policy.top import LARGEST_TOTAL, SMALLEST_TOTAL
 from troll.trust_region.probabilities import PROBABILITY_FLOOR
 
 
 def old_policy_record(
-    token_ids: Tensor, log_probs: Tensor, *, vocab_size: int, top_k: int, mass_threshold: float
+    token_ids: Tensor,
+    log_probs: Tensor,
+    *,
+    vocab_size: int,
+    top_k: int,
+    mass_threshold: float,
+    truncated: bool = False,
 ) -> Tensor:
     """One completion's old policies as a record, for the extra field `old_policies` of a rollout's output.
 
@@ -35,13 +41,15 @@ def old_policy_record(
         vocab_size: V, the size of the vocabulary.
         top_k: K, the most tokens that are kept; M may be smaller or larger.
         mass_threshold: δ, in [0, 1): fewer than K tokens are kept where they hold 1 − δ of the mass.
+        truncated: Whether the finite log-probabilities are of all tokens that the sampler could draw, after top-p or
+            top-k. The policy is then on these, without a tail, and δ does not count.
 
     Returns:
         The record, (R,) int32: its length depends on how many tokens are kept.
 
     Raises:
-        ValueError: If the shapes differ, the numbers are not log-probabilities in descending order, or kept tokens are
-            outside the vocabulary.
+        ValueError: If the shapes differ, the numbers are not log-probabilities in descending order, kept tokens are
+            outside the vocabulary, or, with `truncated`, there are more than K or they add up to less than 0.99.
     """
     check_capture(top_k, mass_threshold)
     if token_ids.dim() != 2 or token_ids.shape != log_probs.shape or token_ids.shape[1] < 2:
@@ -49,12 +57,15 @@ def old_policy_record(
             f"token_ids and log_probs must be (T, 1 + M) with one M of at least 1, got {tuple(token_ids.shape)} and "
             f"{tuple(log_probs.shape)}"
         )
-    policy = _packed(token_ids.int(), log_probs.float(), vocab_size, min(top_k, vocab_size), mass_threshold)
+    top_k, mass_threshold = min(top_k, vocab_size), 0.0 if truncated else mass_threshold
+    policy = _packed(token_ids.int(), log_probs.float(), vocab_size, top_k, mass_threshold, truncated)
     (record,) = to_records(policy, [len(token_ids)])
     return record
 
 
-def _packed(token_ids: Tensor, log_probs: Tensor, vocab_size: int, top_k: int, mass_threshold: float) -> PackedPolicy:
+def _packed(
+    token_ids: Tensor, log_probs: Tensor, vocab_size: int, top_k: int, mass_threshold: float, truncated: bool
+) -> PackedPolicy:
     """As `capture_top` of the same entries: keeps tokens until they cover 1 − δ, and the sampled one."""
     sampled, own = token_ids[:, :1], log_probs[:, :1]
     ids, logs = token_ids[:, 1 : 1 + top_k], log_probs[:, 1 : 1 + top_k]
@@ -67,14 +78,23 @@ def _packed(token_ids: Tensor, log_probs: Tensor, vocab_size: int, top_k: int, m
     if not bool((total <= LARGEST_TOTAL).all()):
         raise ValueError(f"log_probs must be log-probabilities, got some that add up to {total.max().item():.3g}")
     everything = ids.shape[1] + (~among).int() == vocab_size
-    left = (1 - total).clamp(min=PROBABILITY_FLOOR).masked_fill(everything, 0)
+    left = (1 - total).clamp(min=PROBABILITY_FLOOR).masked_fill(everything | truncated, 0)
     whole = total + left
 
-    # A slot is used while it and everything after it hold more than the threshold.
-    used = whole - covered + probs > mass_threshold * whole if mass_threshold > 0 else torch.ones_like(is_sampled)
+    if truncated:
+        used = logs > -torch.inf
+    elif mass_threshold > 0:  # a slot is used while it and everything after it hold more than the threshold
+        used = whole - covered + probs > mass_threshold * whole
+    else:
+        used = torch.ones_like(is_sampled)
     counts = used.sum(-1, keepdim=True)
     # The sampled token's own slot, where it is not among the used ones: after them, or the last one's.
     added = ~(used & is_sampled).any(-1, keepdim=True)
+    if truncated and not bool(((total >= SMALLEST_TOTAL) & (counts + added.int() <= top_k)).all()):
+        raise ValueError(
+            f"log_probs must be of all tokens that a truncated rollout could sample, at most top_k={top_k}, got up to "
+            f"{int((counts + added.int()).max())} tokens, and some that add up to {total.min().item():.3g}"
+        )
     last = counts.clamp(max=top_k - 1)
     kept = used & ~(added & (torch.arange(ids.shape[1]) == last))
     tail = left + probs.masked_fill(kept | is_sampled, 0).sum(-1, keepdim=True)
@@ -100,6 +120,7 @@ def _packed(token_ids: Tensor, log_probs: Tensor, vocab_size: int, top_k: int, m
         top_k=top_k,
         vocab_size=vocab_size,
         mass_threshold=mass_threshold,
+        truncated=truncated,
     )
 
 

@@ -135,11 +135,6 @@ class TrollPolicyLossConfig(PolicyLossConfig):
                 f"{_LOSS}.anchor=rollout takes the place of the old-policy pass: set "
                 "algorithm.rollout_correction.bypass_mode=True and actor_rollout_ref.rollout.calculate_log_probs=True"
             )
-        if self.truncation is not None:
-            raise ValueError(
-                f"{_LOSS}.anchor=rollout takes the rollout's distribution for the old policy, which must "
-                "not be truncated: set actor_rollout_ref.rollout.top_p=1.0 and actor_rollout_ref.rollout.top_k=-1"
-            )
         if self.rollout_logprobs_mode != "processed_logprobs":
             raise ValueError(
                 f"{_LOSS}.anchor=rollout needs log-probabilities at the sampling temperature: set "

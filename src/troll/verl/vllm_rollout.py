@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from troll import Truncation
 from troll.verl.old_policies import OLD_POLICIES
 from troll.verl.reported import old_policy_record
 from troll.verl.seam.rollout import RolloutReplica
@@ -116,6 +117,8 @@ def reporting(server_class: type) -> type:
         async def generate(
             self, prompt_ids: Any, sampling_params: dict[str, Any], request_id: str, **inputs: Any
         ) -> Any:
+            # Validation may sample in another way. Its records are not trained on, and may be of any form.
+            as_trained = all(sampling_params.get(name) == getattr(self.config, name) for name in ("top_p", "top_k"))
             try:
                 output = await super().generate(
                     prompt_ids=prompt_ids, sampling_params=sampling_params, request_id=request_id, **inputs
@@ -142,6 +145,7 @@ def reporting(server_class: type) -> type:
                 vocab_size=self.model_config.hf_config.get_text_config().vocab_size,
                 top_k=settings["top_k"],
                 mass_threshold=settings["mass_threshold"],
+                truncated=as_trained and Truncation(max(self.config.top_k, 0), self.config.top_p) != Truncation(),
             )
             return output
 

@@ -205,6 +205,7 @@ BOUND_OPTIONS: dict[str, dict[str, Any]] = {
     "fixed": {},
     "linear": {"end": 0.01, "steps": 100},
     "cosine": {"end": 0.01, "steps": 100},
+    "by_age": {"end": 0.01, "steps": 100},
     "hold_projected_fraction": {"target": 0.05},
     "hold_kl": {"target": 1e-3},
 }
