@@ -30,7 +30,7 @@ def troll_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss to minimise, `−q(o)/p(o) · A + α · pull`, aggregated over the tokens, and metrics.
 
-    The pull is the step's: KL(p̃ ‖ ⌊q⌋), or KL(p ‖ p̃) at every token.
+    The pull is the step's: KL(p̃ ‖ ⌊q⌋), where ⌊q⌋ is q without gradient, or KL(p ‖ p̃) at every token.
 
     Args:
         step: What [trust_region_step][troll.trust_region_step] returned for (B, T) tokens.

@@ -34,7 +34,7 @@ class Projection:
     """What [project][troll.project] returns, for token positions (...).
 
     Tokens that share a constraint are projected together: `multiplier`, `projected` and `iterations` are their group's.
-    One that is no distribution makes the whole group's `log_probs` and `kl_after` NaN.
+    One that is no distribution, unless its weight is 0, makes the whole group's `log_probs` and `kl_after` NaN.
 
     Attributes:
         log_probs: log q, differentiable: (..., V) for dense inputs; (..., K + 1) for sparse ones, the tail last, −inf
@@ -111,7 +111,11 @@ def project(
     new = torch.where(found.broken.unsqueeze(-1), torch.nan, new.reshape(-1, new.shape[-1]))
     return Projection(
         new.index_copy(0, found.row_index, found.log_q).view(*shape, new.shape[-1]),
-        *(x.view(shape) for x in found[4:]),  # from `multiplier` on, the fields are the same
+        found.multiplier.view(shape),
+        found.kl_before.view(shape),
+        found.kl_after.view(shape),
+        found.projected.view(shape),
+        found.iterations.view(shape),
     )
 
 
@@ -136,7 +140,7 @@ class TokenProjection(NamedTuple):
     row_index: Tensor
     """The indices of the projected tokens, (N',)."""
     broken: Tensor
-    """(N,) bool: the tokens without a projection, since they are no distributions."""
+    """(N,) bool: the tokens without a projection, since they, or others of their group, are no distributions."""
     multiplier: Tensor
     kl_before: Tensor
     kl_after: Tensor
@@ -154,7 +158,8 @@ def project_tokens(
 ) -> TokenProjection:
     """Projects policies on the same outcomes, (..., M); the other arguments are those of [project][troll.project].
 
-    `sampled_s`, (...), is s of the sampled tokens, which may differ from their entries.
+    `sampled_s`, (...), is log p̃ − log p of the sampled tokens before any flooring; their entries in `outcomes` are
+    floored. Only `log_ratio` depends on it.
 
     Raises:
         ValueError: If the bound or the constraint does not fit, or the solver is unknown.
@@ -176,7 +181,7 @@ def project_tokens(
     multiplier = torch.zeros_like(kl_before)
     iterations = torch.zeros_like(kl_before, dtype=torch.int64)
     log_q = new[row_index]
-    # Not `row_index`: a process without tokens takes part in the sums of the others.
+    # Asks for roots, not for tokens: a process without tokens outside must still join the sums of a shared constraint.
     if outside.root_bound.numel():
         log_q, ratio, tau, kl, evaluations = _OntoBall.apply(
             log_q, old[row_index], s[row_index], sampled_s[row_index], outside, solver

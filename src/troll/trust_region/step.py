@@ -42,7 +42,8 @@ class TrustRegionStep:
 
     Attributes:
         log_ratio: log q(o)/p(o) of the sampled token, differentiable; log p̃(o)/p(o) where not projected.
-        regression: The pull, differentiable: KL(p̃ ‖ ⌊q⌋), 0 where not projected; or, if it is proximal, KL(p ‖ p̃).
+        regression: The pull, differentiable: KL(p̃ ‖ ⌊q⌋) with ⌊q⌋ the projection without its gradient, 0 where not
+            projected; or, if it is proximal, KL(p ‖ p̃).
             Where the old policy is truncated, that on the kept set, and that of the kept set's mass.
         log_prob: log p̃(o) of the sampled token, by the network itself, differentiable.
         kl_before: KL(p̃ ‖ p). Where the logits are no distribution it is NaN, like all others except `projected`.
