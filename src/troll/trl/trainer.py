@@ -18,6 +18,7 @@ from troll.huggingface.policies import read_tokens, scatter
 from troll.huggingface.token_ids import without_embedding
 from troll.trl import checks, seam
 from troll.trl.advantages.rollouts import Advantages
+from troll.trl.advantages.token_rewards import Judged
 from troll.trl.anchor import RolloutAnchor
 from troll.trl.callback import TrollCallback
 from troll.trl.checkpoints import marked, resolved
@@ -168,20 +169,23 @@ class TrollTrainer(GRPOTrainer):
             self.diagnostics.probe(rolled_out)
         return rolled_out
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        rewards = self.ungraded.excluded(super()._calculate_rewards(*args, **kwargs))
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> Tensor:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        rewards = self.ungraded.excluded(rewards)
         if self.model.training:
             self.ungraded.count_verdicts()
-            self.observe_rewards(rewards)
+            self.observe_rewards(rewards, Judged(inputs, completions, completion_ids_list))
             seam.add_metrics(self, self.ungraded.metrics(rewards))
         else:
             self.eval_metrics.observe(rewards)
         return rewards
 
-    def observe_rewards(self, rewards: Tensor) -> None:
-        """Keeps the (N, F) rewards of all processes' rollout, as it will be trained on."""
+    def observe_rewards(self, rewards: Tensor, judged: Judged) -> None:
+        """Keeps the (N, F) rewards of all processes' rollout, as it will be trained on, and this one's completions."""
         self.ungraded.observe(rewards)
-        self.advantages.observe(rewards, self.reward_weights)
+        self.advantages.observe(rewards, self.reward_weights, judged)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         score = super()._get_per_token_logps_and_entropies
