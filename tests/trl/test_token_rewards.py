@@ -10,6 +10,7 @@ import torch
 
 from tests.trl import dense, tiny
 from tests.trl.resuming import interrupted, resumed_exactly
+from tests.trl.token_rewards_worker import Odd, said
 from tests.trl.ungraded_worker import SETTINGS as UNGRADED
 from tests.trl.ungraded_worker import Sometimes, stuck
 from troll.trl.advantages.estimators import ESTIMATORS
@@ -17,26 +18,6 @@ from troll.trl.advantages.token_rewards import Judged, ask, needed, speaking, wo
 from troll.trl.resampling import RESAMPLING_STATE, Resampling, replaceable_groups
 
 NAN = math.nan
-
-
-class Odd:
-    """1 for every completion of at least two tokens, else 0; of the former, odd tokens are worth nothing."""
-
-    __name__ = "odd"
-
-    def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
-
-    def __call__(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
-        return [float(len(ids) > 1) for ids in completion_ids]
-
-    def of_tokens(self, completion_ids: list[list[int]], rewards: list[float], **columns: Any) -> Any:
-        self.asked.append({"completion_ids": completion_ids, "rewards": rewards, **columns})
-        return [said(ids) for ids in completion_ids]
-
-
-def said(ids: list[int]) -> list[float] | None:
-    return [float(token % 2 == 0) for token in ids] if len(ids) > 1 else None
 
 
 def completions(rollout: dict[str, Any]) -> list[list[int]]:
@@ -102,6 +83,16 @@ def test_a_reward_of_weight_zero_is_not_asked():
 # The rollout
 
 
+def expected_worths(ids: list[list[int]], width: int, *more: float) -> torch.Tensor:
+    """Those of `Odd`, and of a reward that speaks of whole completions, in float64."""
+    worths = torch.empty((len(ids), width), dtype=torch.float64)
+    for row, own in enumerate(ids):
+        reward = float(len(own) > 1)
+        worths[row] = reward
+        worths[row, : len(own)] = torch.tensor(said(own) or [reward] * len(own))
+    return worths + (torch.tensor(more, dtype=torch.float64).unsqueeze(1) if more else 0)
+
+
 @pytest.mark.parametrize("estimator", ["rloo_tokens", "group_tokens"])
 def test_advantages_of_completions_of_different_lengths(make, estimator):
     odd = Odd()
@@ -109,11 +100,7 @@ def test_advantages_of_completions_of_different_lengths(make, estimator):
     rollout = tiny.rolled_out(trainer)
     ids, mask = completions(rollout), rollout["completion_mask"]
     assert len({len(each) for each in ids}) > 1 and len(odd.asked) == 1
-    worths = torch.empty(mask.shape, dtype=torch.float64)
-    for row, (own, second) in enumerate(zip(ids, tiny.reward(ids), strict=True)):
-        first = float(len(own) > 1)
-        worths[row] = first + second
-        worths[row, : len(own)] = torch.tensor(said(own) or [first] * len(own)) + second
+    worths = expected_worths(ids, mask.shape[1], *tiny.reward(ids))
     if estimator == "rloo_tokens":
         expected = advantages_of(worths)
     else:
@@ -152,6 +139,22 @@ def test_what_could_not_be_judged_is_in_no_baseline(make):
     ids = completions(rollout)
     assert odd.asked[0]["completion_ids"] == [own for own, out in zip(ids, rows.tolist(), strict=True) if not out]
     assert not rollout["advantages"][rows].any() and rollout["advantages"].isfinite().all()
+
+
+def test_two_processes_share_groups_positions_and_the_share_that_stays(left_by_two):
+    ours = left_by_two("ddp", "token rewards")
+    masks = [result["rollout"]["completion_mask"] for result in ours]
+    assert masks[0].shape[1] != masks[1].shape[1]
+    ids = [own for result in ours for own in completions(result["rollout"])]
+    expected = advantages_of(expected_worths(ids, max(mask.shape[1] for mask in masks)))
+    for result, own, mask in zip(ours, expected.chunk(2), masks, strict=True):
+        found = result["rollout"]["advantages"]
+        torch.testing.assert_close(found.double(), own[:, : mask.shape[1]] * mask, rtol=0, atol=1e-6)
+    shares = [sum(values) / len(values) for values in map(said, ids) if values]
+    for result in ours:
+        needed_share = result["metrics"]["token_rewards/needed_share"]
+        assert needed_share == [pytest.approx(sum(shares) / len(shares))]
+    assert ours[0]["right_share"] == ours[1]["right_share"]
 
 
 # The gradient
