@@ -65,14 +65,21 @@ def test_only_what_was_judged_is_asked_about():
     assert ask([odd], [0], rewards.fill_(NAN), judged, None) == {} and len(odd.asked) == 1
 
 
-@pytest.mark.parametrize("returned", [[[1.0, 2.0]], [[1.0, 2.0], [1.0]], [None]])
-def test_another_number_of_completions_or_tokens_is_refused(returned):
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([[1.0, 2.0]], "1 for 2 completions$"),
+        ([None, [1.0, 2.0], None], "3 for 2 completions$"),
+        ([[1.0, 2.0], [1.0]], "2 for 2 completions, 1 for 2 tokens$"),
+    ],
+)
+def test_another_number_of_completions_or_tokens_is_refused(returned, message):
     class Wrong(Odd):
         def of_tokens(self, *_: Any, **__: Any) -> Any:
             return returned
 
     judged = Judged([{}, {}], ["a", "b"], [[4, 5], [6, 7]])
-    with pytest.raises(ValueError, match=r"asked about 2 completions of \[2, 2\] tokens, it returned"):
+    with pytest.raises(ValueError, match=f"of_tokens of reward 'odd' must return None or a number .*, got {message}"):
         ask([Wrong()], [0], torch.ones(2, 1), judged, None)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from troll.trl.advantages.estimators import combine_rewards
+from troll.trl.seam import get_callable_name
 
 
 class Judged(NamedTuple):
@@ -65,12 +66,14 @@ def ask(reward_funcs: Sequence[Any], places: Sequence[int], rewards: Tensor, jud
             continue
         columns = {name: [values[row] for row in rows] for name, values in judged.columns().items()}
         found = reward_funcs[place].of_tokens(rewards=rewards[rows, place].tolist(), tokenizer=tokenizer, **columns)
-        asked = [len(ids) for ids in columns["completion_ids"]]
-        given = [length if worths is None else len(worths) for worths, length in zip(found, asked, strict=False)]
-        if len(found) != len(rows) or given != asked:
+        pairs = list(zip(columns["completion_ids"], found, strict=False))
+        wrong = [
+            f", {len(own)} for {len(ids)} tokens" for ids, own in pairs if own is not None and len(own) != len(ids)
+        ]
+        if len(found) != len(rows) or wrong:
             raise ValueError(
-                f"of_tokens of {reward_funcs[place]!r} must return None or a number for each token of each completion: "
-                f"asked about {len(asked)} completions of {asked} tokens, it returned {len(found)} of {given}"
+                f"of_tokens of reward {get_callable_name(reward_funcs[place])!r} must return None or a number for each "
+                f"token of each completion, got {len(found)} for {len(rows)} completions{''.join(wrong[:1])}"
             )
         said |= {(place, row): torch.tensor(worths) for row, worths in zip(rows, found, strict=True) if worths}
     return said
