@@ -35,8 +35,12 @@ def said(ids: list[int]) -> list[float] | None:
 def work(mode: str, models: Callable[[str], Path], folder: Path) -> dict[str, Any]:
     """A rollout of three groups, of which the middle one lies on both processes, and the share κ after two of them."""
     make = tiny.Maker(models, folder / "out")
-    settings = {"per_device_train_batch_size": 3, "ddp_backend": "gloo", "resampling_rounds": 1}
-    more = {"resampling_right_share": 1.0, "advantage_estimator": "rloo_tokens", "max_completion_length": 32}
+    settings: dict[str, Any] = {"per_device_train_batch_size": 3, "ddp_backend": "gloo", "resampling_rounds": 1}
+    more: dict[str, Any] = {
+        "resampling_right_share": 1.0,
+        "advantage_estimator": "rloo_tokens",
+        "max_completion_length": 32,
+    }
     trainer = make(reward_funcs=Odd(), **settings, **more)
     assert trainer.accelerator.num_processes == 2
     rollout = tiny.rolled_out(trainer)
