@@ -74,11 +74,11 @@ def test_a_conversation_counts_by_its_last_message():
 def test_warm_up_answers_are_overthought():
     drawn = questions("chain_sum", OPTIONS, split="warmup", size=400)
     attempts = [question.formatted_answer.split(" wait ") for question in drawn]
-    assert all(each[-1] == each[-2] == question.answer for each, question in zip(attempts, drawn, strict=True))
+    assert all(each[-1] == question.answer for each, question in zip(attempts, drawn, strict=True))
     wrong = [each[0] != each[-1] for each in attempts]
     counts = {len(each) - first for each, first in zip(attempts, wrong, strict=True)}
-    assert counts - {6} == {2, 3, 4, 5}  # 6 where the wrong attempt happens to be right
-    assert 0.15 < sum(wrong) / len(wrong) < 0.35
+    assert counts - {6} == {1, 2, 3, 4, 5}  # 6 where the wrong attempt happens to be right
+    assert 0.06 < sum(wrong) / len(wrong) < 0.19
     assert overthought(", ", "a", "b", "seed") == overthought(", ", "a", "b", "seed")
 
 

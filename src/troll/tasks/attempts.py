@@ -12,9 +12,9 @@ from troll.tasks.registry import RewardFunc
 
 
 def overthought(separator: str, right: str, wrong: str, seed: str) -> str:
-    """A text of two to five right attempts, every fourth of them after a wrong one; the same for a seed."""
+    """A text of one to five right attempts, every eighth text after a wrong one; the same for a seed."""
     draw = random.Random(seed)
-    return separator.join([wrong] * (draw.random() < 0.25) + [right] * draw.randint(2, 5))
+    return separator.join([wrong] * (draw.random() < 1 / 8) + [right] * draw.randint(1, 5))
 
 
 def needed_length(text: str, separator: str, is_right: Callable[[str], bool]) -> int:

@@ -82,7 +82,7 @@ def load(config: TaskConfig, data_set: str) -> Task:
     - `attempts`, a text between attempts at the answer, e.g. `" wait "`: the last one counts. Two more rewards speak of
       what was written: `redundant`, of weight 0.5, is 0, with -1 for each token between the end of the first right
       attempt and the end of a right text; and `length`, of weight 0, is minus the number of tokens. Warm-up answers
-      have two to five right attempts, and every fourth begins with a wrong one.
+      have one to five right attempts, and every eighth begins with a wrong one.
     - `random_reward`, the probability with which completions are rewarded at random; success then has weight 0.
 
     Training and evaluation never share a question, even in a small space of questions: see `questions`. 256 questions
@@ -100,10 +100,8 @@ def load(config: TaskConfig, data_set: str) -> Task:
     verifier, asked = _create(data_set, config.options), train + held_out
     rewards, weights = _rewards(verifier, asked), [1.0, 0.0, 0.0]
     if (separator := config.options.get("attempts")) is not None:
-        rewards, weights = (
-            attempt_rewards(separator, lambda text, i: is_correct(verifier, text, asked[i])),
-            [1.0, 0.5, 0.0],
-        )
+        rewards = attempt_rewards(separator, lambda text, index: is_correct(verifier, text, asked[index]))
+        weights = [1.0, 0.5, 0.0]
     elif asked[0].answer_format == PLAIN:  # the other two say nothing then
         rewards, weights = rewards[:1], weights[:1]
     if (probability := config.options.get("random_reward")) is not None:
