@@ -14,9 +14,11 @@ from troll.trl.advantages.estimators import (
     ESTIMATORS,
     combine_rewards,
     gae,
+    group_tokens,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     rloo,
+    rloo_tokens,
     terminal_rewards,
     token_advantages,
     whiten,
@@ -25,6 +27,7 @@ from troll.trl.advantages.estimators import (
 NAN = math.nan
 ONES = torch.ones(6, dtype=torch.long)
 
+OF_TOKENS = {name: estimator.of_tokens for name, estimator in ESTIMATORS.items() if estimator.of_tokens}
 OF_SEQUENCES = {name: estimator.of_sequences for name, estimator in ESTIMATORS.items() if estimator.of_sequences}
 
 
@@ -49,6 +52,47 @@ def test_rloo_is_the_distance_from_the_mean_of_the_others():
 
 def test_rloo_of_a_completion_without_others_is_zero():
     close(rloo(float64([NAN, 5, NAN, NAN]), 2, ONES[:4]), [0, 0, 0, 0])
+
+
+# Two groups of three completions, at two positions. The second has a completion without a reward.
+WORTHS = [[1.0, 1], [1, 0], [0, 0.5], [2, 2], [NAN, NAN], [5, 2]]
+
+
+def test_rloo_of_tokens_is_the_distance_from_the_others_at_each_position():
+    close(rloo_tokens(float64(WORTHS), 3), [[0.5, 0.75], [0.5, -0.75], [-1, 0], [-3, 0], [0, 0], [3, 0]])
+
+
+def test_groups_of_tokens_are_normalised_at_each_position():
+    # Position 0: mean 2/3, variance (1/9 + 1/9 + 4/9)/2 = 1/3; then mean 7/2, variance (9/4 + 9/4)/1.
+    # Position 1: mean 1/2, variance (1/4 + 1/4)/2; then no difference.
+    a, b, c = math.sqrt(1 / 3) + 1e-6, 0.5 + 1e-6, math.sqrt(4.5) + 1e-6
+    first = [[1 / 3 / a, 0.5 / b], [1 / 3 / a, -0.5 / b], [-2 / 3 / a, 0]]
+    close(group_tokens(float64(WORTHS), 3), [*first, [-1.5 / c, 0], [0, 0], [1.5 / c, 0]])
+
+
+def test_dividing_by_the_std_erases_the_size_of_a_penalty():
+    """Of 16 right completions, one has a redundant token, which is worth β less."""
+    for penalty in (0.1, 0.001):
+        worths = torch.ones(16, 1, dtype=torch.float64)
+        worths[0] -= penalty
+        expected = -15 / 16 * penalty / (penalty / 4 + 1e-6)  # −3.75 but for the 1e-6
+        close(group_tokens(worths, 16)[0, 0], expected)
+        assert -3.75 < expected < -3.73
+        close(rloo_tokens(worths, 16)[0, 0], -penalty)
+
+
+def test_in_mixed_groups_redundant_tokens_keep_positive_advantages():
+    worths = float64([[1], [0.5], [0], [0]])  # right; right and redundant; wrong, twice
+    assert rloo_tokens(worths, 4)[1] > 0 and group_tokens(worths, 4)[1] > 0
+
+
+@pytest.mark.parametrize("estimator", OF_TOKENS)
+def test_tokens_that_nobody_scored_or_that_are_equal_have_no_advantage(estimator):
+    of_tokens = OF_TOKENS[estimator]
+    assert of_tokens(torch.full((6, 2), NAN), 3).tolist() == [[0.0, 0.0]] * 6
+    assert of_tokens(torch.full((6, 2), 0.1), 3).abs().max() < within(1e-6)
+    lonely = torch.tensor([[3.0], [NAN]])
+    assert of_tokens(lonely, 2).tolist() == [[0.0], [0.0]]
 
 
 def test_reinforce_plus_plus_whitens_without_groups():

@@ -18,6 +18,7 @@ from trl import GRPOConfig, TrlParser
 
 from tests.trl.tiny import no_warnings_about
 from troll.trl import TrollConfig
+from troll.trl.advantages.estimators import ESTIMATORS
 from troll.trl.surrogates import SURROGATES, settings_read
 
 
@@ -180,6 +181,15 @@ def critic(**settings: Any) -> dict[str, Any]:
         # Groups with equal rewards.
         ({"resampling_rounds": -1}, "resampling_rounds must be an integer, at least 0, got -1"),
         ({"resampling_rounds": 1.5}, r"resampling_rounds must be an integer, at least 0, got 1\.5"),
+        (
+            {"resampling_rounds": 1, "resampling_right_share": 1.5},
+            r"resampling_right_share must be in \[0, 1\], got 1\.5",
+        ),
+        ({"resampling_right_share": 0.2}, "resampling_right_share=0.2 is of groups .* set resampling_rounds above 0"),
+        (
+            {"kl_in_reward": True, "beta": 0.1, "advantage_estimator": "rloo_tokens"},
+            "needs advantage_estimator reinforce_plus_plus, .* or rloo, got 'rloo_tokens'",
+        ),
         (
             {"resampling_rounds": 1, "advantage_estimator": "gae"},
             "'gae' learns: set it to 0, or use one of group, reinforce_plus_plus_base",
@@ -467,7 +477,7 @@ def test_one_completion_of_a_prompt_skips_no_setting_of_trl(tmp_path, estimator)
     assert {name for name in names if getattr(one, name) != getattr(three, name)} == {"num_generations"}
 
 
-@pytest.mark.parametrize("estimator", ["group", "rloo", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("estimator", [name for name, each in ESTIMATORS.items() if each.needs_group])
 def test_estimators_of_groups_take_no_single_completion(tmp_path, estimator):
     with pytest.raises(ValueError, match="at least 2 generations"):
         config(tmp_path, **{**SINGLE, "advantage_estimator": estimator})

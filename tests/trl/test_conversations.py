@@ -343,6 +343,7 @@ PICTURES = Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]] * 1
     ("settings", "message"),
     [
         ({"advantage_estimator": "gae"}, 'advantage_estimator="gae" takes no earlier'),
+        ({"advantage_estimator": "rloo_tokens"}, 'advantage_estimator="rloo_tokens" takes no earlier'),
         ({"train_dataset": PICTURES}, "earlier where the data have images"),
     ],
 )

@@ -118,7 +118,7 @@ def test_one_completion_per_prompt_is_enough_without_groups(make, estimator):
     """In batches of odd sizes, too."""
     sizes = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 3, "steps_per_generation": 3}
     settings = {"advantage_estimator": estimator, "num_generations": 1, "max_steps": 3, **sizes}
-    if estimator in ("group", "rloo", "reinforce_plus_plus_baseline"):
+    if ESTIMATORS[estimator].needs_group:
         with pytest.raises(ValueError, match="at least 2 generations"):
             make(**settings)
         return

@@ -139,7 +139,7 @@ def test_the_log_is_of_the_first_round_and_counts_all_tokens(make):
     tiny.rolled_out(plain)
     tiny.rolled_out(trainer)
     expected, metrics = plain._metrics["train"], trainer._metrics["train"]
-    added = {f"resampling/{name}" for name in ("rounds", "equal_groups", "equal_groups_left")}
+    added = {f"resampling/{name}" for name in ("rounds", "equal_groups", "equal_groups_left", "right_share")}
     assert metrics.keys() == expected.keys() | added
     for name in expected.keys() - {"num_tokens"}:
         assert metrics[name] == expected[name], name

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch.serialization import register_package
 
-from tests.trl import conversations_worker, critic_worker, distributed_worker, resampling_worker, tiny, ungraded_worker
+from tests.trl import (
+    conversations_worker,
+    critic_worker,
+    distributed_worker,
+    resampling_worker,
+    tiny,
+    token_rewards_worker,
+    ungraded_worker,
+)
 from tests.trl.sharding import fsdp_on_cpu, zero_on_cpu
 
 #: What either process returns, by the test file that looks at it: of a back end, the paths of models, and a folder.
@@ -23,6 +31,7 @@ CRITIC, DISTRIBUTED = critic_worker.work, distributed_worker.updates
 DDP_ALONE = {
     "conversations": conversations_worker.work,
     "resampling": resampling_worker.work,
+    "token rewards": token_rewards_worker.work,
     "unscored": ungraded_worker.work,
 }
 PARTS: dict[str, dict[str, dict[str, Work]]] = {

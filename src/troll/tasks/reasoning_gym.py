@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 
 from troll.rewards.grading import completion_text
+from troll.tasks.attempts import attempt_rewards, overthought
 from troll.tasks.options import Options
 from troll.tasks.registry import DEFAULT_EVAL_SIZE, RewardFunc, Task, TaskConfig, TaskError, register_task
 
@@ -25,7 +26,7 @@ _SIXTEENTHS: dict[Split, range] = {"eval": range(2), "warmup": range(2, 6), "tra
 SPLITS = {split: [_SEEDS[split], *_SIXTEENTHS[split]] for split in _SEEDS}
 # A split of two sixteenths accepts one draw in eight; far fewer means that the space has hardly any questions.
 _DRAWS_PER_QUESTION = 64
-_OWN_OPTIONS = ("prompt", "system_prompt", "examples", "answer_format", "random_reward")
+_OWN_OPTIONS = ("prompt", "system_prompt", "examples", "answer_format", "attempts", "random_reward")
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def load(config: TaskConfig, data_set: str) -> Task:
     An answer is a success if the data set's verifier gives it the full score. The answer is the text in the last
     `<answer>...</answer>` of a completion, or the whole completion if it has no such tag.
 
-    `config.task_options` configures the data set (all its fields except for `seed` and `size`), and takes five more
+    `config.task_options` configures the data set (all its fields except for `seed` and `size`), and takes six more
     options:
 
     - `prompt`, a template with the question's text as `{question}` (the default), and everything in its metadata under
@@ -78,6 +79,10 @@ def load(config: TaskConfig, data_set: str) -> Task:
     - `answer_format`, a template with `{answer}` and names of the metadata, e.g. `"<{answer}>"` or
       `"{expression} = {answer}"`: only an answer in this format is a success. Two more rewards, of weight 0, then
       measure how many answers are in the format (`formatted`), and how many are right with or without it (`right`).
+    - `attempts`, a text between attempts at the answer, e.g. `" wait "`: the last one counts. Two more rewards speak of
+      what was written: `redundant`, of weight 0.5, is 0, with -1 for each token between the end of the first right
+      attempt and the end of a right text; and `length`, of weight 0, is minus the number of tokens. Warm-up answers
+      have one to five right attempts, and every eighth begins with a wrong one.
     - `random_reward`, the probability with which completions are rewarded at random; success then has weight 0.
 
     Training and evaluation never share a question, even in a small space of questions: see `questions`. 256 questions
@@ -94,7 +99,10 @@ def load(config: TaskConfig, data_set: str) -> Task:
     held_out = questions(data_set, config.options, split="eval", size=config.eval_size or DEFAULT_EVAL_SIZE)
     verifier, asked = _create(data_set, config.options), train + held_out
     rewards, weights = _rewards(verifier, asked), [1.0, 0.0, 0.0]
-    if asked[0].answer_format == PLAIN:  # the other two say nothing then
+    if (separator := config.options.get("attempts")) is not None:
+        rewards = attempt_rewards(separator, lambda text, index: is_correct(verifier, text, asked[index]))
+        weights = [1.0, 0.5, 0.0]
+    elif asked[0].answer_format == PLAIN:  # the other two say nothing then
         rewards, weights = rewards[:1], weights[:1]
     if (probability := config.options.get("random_reward")) is not None:
         rewards.append(_random_reward(probability))
@@ -130,12 +138,15 @@ def questions(data_set: str, options: dict[str, Any], *, split: Split, size: int
         TaskError: If the data set or an option is unknown or unusable, or the split holds (almost) no question.
     """
     template, answer_format = options.get("prompt", "{question}"), options.get("answer_format", PLAIN)
+    separator = options.get("attempts")
     if not isinstance(template, str):
         raise TaskError(f"task option prompt must be a string, got {template!r}")
     if not isinstance(answer_format, str) or answer_format.count(PLAIN) != 1:
         raise TaskError(f"task option answer_format must be a string with {PLAIN} in it, once, got {answer_format!r}")
     if "<answer>" in answer_format:
         raise TaskError(f"task option answer_format is read within <answer> tags: remove them from {answer_format!r}")
+    if separator is not None and (not isinstance(separator, str) or not separator or answer_format != PLAIN):
+        raise TaskError(f"task option attempts must be a text, without an answer_format, got {separator!r}")
     draws = size * _DRAWS_PER_QUESTION
     drawn: list[Question] = []
     generator = _create(data_set, options, seed=_SEEDS[split], size=draws)
@@ -146,6 +157,8 @@ def questions(data_set: str, options: dict[str, Any], *, split: Split, size: int
             for name, value in entry["metadata"].items():
                 if name != "answer":  # all other braces stay: `<{{answer}}>` is a format too
                     in_format = in_format.replace(f"{{{name}}}", str(value))
+            if separator is not None:
+                in_format = overthought(separator, PLAIN, drawn[-1].answer if drawn else "0", entry["question"])
             drawn.append(Question(_format(template, data_set, entry), entry, in_format))
         if len(drawn) == size:
             return drawn

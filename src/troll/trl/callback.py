@@ -28,7 +28,8 @@ class TrollCallback(TrainerCallback):
         self._monitor, self._diagnostics, self._ungraded = trainer.monitor, trainer.diagnostics, trainer.ungraded
         self._kl_controller = trainer.kl_controller
         # These have files of their own in a checkpoint.
-        self._saved = [part for part in (self._critic, trainer.rollout_weights) if part is not None]
+        parts = (self._critic, trainer.rollout_weights, trainer.resampling)
+        self._saved = [part for part in parts if part is not None]
         #: The bound: its value now, and its schedule; `on_train_begin` makes that of the training.
         self.kl_bound: Bound = self._args.make_bound(total_steps=1)
         # The bound and the weight that the last update used, for the log: both have moved on by then.

@@ -89,7 +89,9 @@ def refuse_columns(trainer: Any, row: Mapping[str, Any] | None = None) -> None:
     columns = list(row or ())
     if row is None and not trainer.args.remove_unused_columns:
         columns = [name for data in _data_sets(trainer) for name in getattr(data, "column_names", None) or ()]
-    if problem := clash(columns, ["environments"] if trainer.environment_factories is not None else []):
+    more = ["environments"] if trainer.environment_factories is not None else []
+    more += ["rewards", "tokenizer"] if any(hasattr(reward, "of_tokens") for reward in trainer.reward_funcs) else []
+    if problem := clash(columns, more):
         raise ValueError(problem)
 
 

@@ -62,6 +62,7 @@ NUMBERS: dict[str, tuple[str, ...]] = {
         "vespo_lambda_neg",
     ),
     "in [0, 1)": ("mass_threshold",),
+    "in [0, 1]": ("resampling_right_share",),
     "at least 1": ("generation_chunk_size",),
     "an integer, at least 0": ("diagnostics_steps", "resampling_rounds", "rollout_delay"),
     "an integer, at least 1": ("support_top_k",),
@@ -123,6 +124,9 @@ class TrollConfig(GRPOConfig):
         resampling_rounds: Groups whose rewards are all equal are replaced by groups of other prompts, in at most this
             many further rounds of generation, each as large as the rollout: the dynamic sampling of DAPO (arXiv
             2503.14476). Groups that cannot be replaced stay. 0 replaces none.
+        resampling_right_share: κ: groups whose rewards are all equal and above 0 also stay, up to this share of the
+            rollout's groups. Where rewards speak of tokens, κ follows DECS's curriculum from this value. See
+            docs/trl.md.
         rollout_delay: Samples every rollout with the weights of this many rollouts ago, as asynchronous training does.
             For experiments: it takes generation by transformers, and keeps `rollout_delay` + 1 copies of the trained
             weights. `anchor` "rollout" then needs no engine.
@@ -171,7 +175,8 @@ class TrollConfig(GRPOConfig):
             switches vLLM's importance correction off, which would count the mismatch twice.
         advantage_estimator: How rewards become advantages: "group", TRL's (GRPO, and Dr.GRPO and GSPO by TRL's own
             settings); "reinforce_plus_plus", whitened over the global batch; "reinforce_plus_plus_baseline", the same
-            after the group's mean is subtracted; "rloo", leave-one-out; or "gae", PPO's, with a critic.
+            after the group's mean is subtracted; "rloo", leave-one-out; "rloo_tokens" and "group_tokens" (DECS's),
+            for rewards that speak of tokens; or "gae", PPO's, with a critic.
             "reinforce_plus_plus" and "gae" compare no group and also take `num_generations=1`.
         kl_in_reward: Whether `beta` penalises the reward instead of the loss, as `RLOOTrainer` does: a completion's
             reward is r − β Σ_t (log p(o_t) − log p_ref(o_t)) with the old policy p, and the loss has no KL term. It
@@ -197,6 +202,7 @@ class TrollConfig(GRPOConfig):
     updates_per_rollout: int | None = None
     generation_chunk_size: int | None = None
     resampling_rounds: int = 0
+    resampling_right_share: float = 0.0
     rollout_delay: int = 0
     rollout_dtype: str | None = None
     rollout_correction: float | None = None
@@ -258,6 +264,11 @@ class TrollConfig(GRPOConfig):
         self._check_reward()
         if self.resampling_rounds:
             self._check_resampling()
+        elif self.resampling_right_share:
+            raise ValueError(
+                f"resampling_right_share={self.resampling_right_share} is of groups that resampling would replace: set "
+                "resampling_rounds above 0, or leave it out"
+            )
         self._check_generation()
         self.make_bound(total_steps=1)  # finds wrong options before training
         if self.anchor == "rollout":

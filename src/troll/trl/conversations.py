@@ -14,6 +14,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from troll.trl import checks, seam
+from troll.trl.advantages.estimators import ESTIMATORS
 
 #: The key under which a rollout function returns, for each prompt, the conversations before the last one.
 EARLIER = "earlier"
@@ -114,7 +115,7 @@ class Conversations:
         log_probs = None if log_probs is None else [row.logprobs for row in rows]
         return *ids, [row.mask for row in rows], texts, log_probs, extra, *rest
 
-    def shared(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
+    def with_sample_advantages(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
         """A rollout of M rows with the (n,) advantages of their samples, (M,)."""
         if self._samples is None:
             return rolled_out
@@ -202,6 +203,12 @@ def _refuse(trainer: Any, images: bool) -> None:
         raise ValueError(
             f'advantage_estimator="gae" takes no {EARLIER} of rollout_func: its critic knows no value between '
             "conversations; choose group, rloo, reinforce_plus_plus or reinforce_plus_plus_baseline"
+        )
+    if ESTIMATORS[trainer.args.advantage_estimator].of_tokens is not None:
+        raise ValueError(
+            f'advantage_estimator="{trainer.args.advantage_estimator}" takes no {EARLIER} of rollout_func: its rewards '
+            "speak of the tokens of one completion; choose group, rloo, reinforce_plus_plus or "
+            "reinforce_plus_plus_baseline"
         )
     if trainer.anchor is not None:
         raise ValueError(

@@ -18,6 +18,7 @@ from troll.huggingface.policies import read_tokens, scatter
 from troll.huggingface.token_ids import without_embedding
 from troll.trl import checks, seam
 from troll.trl.advantages.rollouts import Advantages
+from troll.trl.advantages.token_rewards import Judged
 from troll.trl.anchor import RolloutAnchor
 from troll.trl.callback import TrollCallback
 from troll.trl.checkpoints import marked, resolved
@@ -46,9 +47,9 @@ class TrollTrainer(GRPOTrainer):
     """`trl.GRPOTrainer` with TROLL (arXiv 2510.03817) in place of the clip.
 
     The policy term uses the projected log-probability of the sampled token where GRPO uses the raw one; the clip is
-    off; and `regression_weight · KL(p̃ ‖ ⌊q⌋)` is added with the policy term's normalisation. The regression term is
-    treated as TRL treats its own KL penalty: it acts on every scored token, and neither the high-entropy mask, nor the
-    off-policy mask, nor vLLM's importance weights apply to it.
+    off; and `regression_weight · KL(p̃ ‖ ⌊q⌋)`, where ⌊q⌋ is the projection without gradient, is added with the policy
+    term's normalisation. The regression term is treated as TRL treats its own KL penalty: it acts on every scored
+    token, and neither the high-entropy mask, nor the off-policy mask, nor vLLM's importance weights apply to it.
 
     `TrollConfig.surrogate` puts a rival, or TRL's clip, in TROLL's place, and `TrollConfig.advantage_estimator` changes
     how rewards become advantages; a comparison changes exactly one of them.
@@ -158,7 +159,9 @@ class TrollTrainer(GRPOTrainer):
                 stack.enter_context(self.rollout_weights.rollout())
             if training and self.resampling is not None:
                 inputs = stack.enter_context(self.resampling.rollout(inputs))
-            rolled_out = self.conversations.shared(super()._generate_and_score_completions(inputs))
+            rolled_out = super()._generate_and_score_completions(inputs)
+        rolled_out = self.conversations.with_sample_advantages(rolled_out)
+        # Before anything reads the sampler's log-probabilities: until then they say where its reports are.
         if self.anchor is not None and "sampling_per_token_logps" in rolled_out:
             rolled_out = self.anchor.read(rolled_out)
         if not training:
@@ -166,7 +169,8 @@ class TrollTrainer(GRPOTrainer):
         if self.args.kl_in_reward:
             rolled_out["ref_per_token_logps"] = seam.reference_log_probs(self, rolled_out)
         rolled_out = self.ungraded.without(rolled_out, self.conversations.of_rows)
-        rolled_out = self.advantages.put_into(self.old_policy.added_to(rolled_out))
+        rolled_out = self.old_policy.added_to(rolled_out)
+        rolled_out = self.advantages.put_into(rolled_out)
         if self.rollout_weights is not None:
             rolled_out = self.rollout_weights.corrected(rolled_out)
         if OLD_POLICY in rolled_out and self.diagnostics.due(rollout=True):
@@ -180,16 +184,16 @@ class TrollTrainer(GRPOTrainer):
         rewards = self.ungraded.excluded(super()._calculate_rewards(inputs, prompts, completions, last))
         if self.model.training:
             self.ungraded.count_verdicts()
-            self.observe_rewards(rewards)
+            self.observe_rewards(rewards, Judged(inputs, completions, last))
             seam.add_metrics(self, self.ungraded.metrics(rewards))
         else:
             self.eval_metrics.observe(rewards)
         return rewards
 
-    def observe_rewards(self, rewards: Tensor) -> None:
-        """Keeps the (N, F) rewards of all processes' rollout, as it will be trained on."""
+    def observe_rewards(self, rewards: Tensor, judged: Judged) -> None:
+        """Keeps the (N, F) rewards of all processes' rollout and this one's completions; the last call counts."""
         self.ungraded.observe(rewards)
-        self.advantages.observe(rewards, self.reward_weights)
+        self.advantages.observe(rewards, self.reward_weights, judged)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         score = super()._get_per_token_logps_and_entropies
@@ -245,9 +249,9 @@ class TrollTrainer(GRPOTrainer):
         if terms.penalised_kl is not None:
             self.kl_controller.observe(terms.penalised_kl, mask[at])
 
-        # The parent takes its ratio from raw − old log-probabilities, so that shifted old ones make it the surrogate's.
-        # Its off-policy mask would read the shifted ones too: it gets the true ones as the sampler's. All else (KL to
-        # the reference, metrics) is of the raw ones.
+        # The parent's ratio is exp(raw − old), so old log-probabilities of raw − log_ratio make it the surrogate's. Its
+        # off-policy mask prefers the sampler's log-probabilities: the true old ones go there. All else (KL to the
+        # reference, metrics) is of the raw ones.
         changed, shifted = {"sampling_per_token_logps": old_log_probs, **inputs}, None
         if old is not None and new is not None and old.truncated and "ref_per_token_logps" in inputs:
             # The KL to the reference stays one of the whole policies: both of its terms miss the same log p̃(S).

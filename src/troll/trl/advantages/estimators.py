@@ -19,6 +19,11 @@ Reduce = Callable[[Tensor], Tensor]
 #: completions of a prompt; token counts are of the tokens in the loss.
 SequenceAdvantages = Callable[[Tensor, int, Tensor], Tensor]
 
+#: `(worths (N, T), num_generations) -> advantages (N, T)`, of the same completions. The worth of a token is what the
+#: rewards say of it, and after a completion's end the completion's reward; it is NaN where a completion could not be
+#: scored, and its advantages then 0.
+TokenAdvantages = Callable[[Tensor, int], Tensor]
+
 
 @dataclass(frozen=True)
 class Estimator:
@@ -26,11 +31,13 @@ class Estimator:
 
     Args:
         of_sequences: Computes the advantages of whole completions; None if TRL or a critic does.
+        of_tokens: Computes those of single tokens; None if rewards that speak of tokens are refused.
         needs_critic: Whether advantages are of tokens, from a critic's values: see `token_advantages`.
         needs_group: Whether a prompt needs at least two completions.
     """
 
     of_sequences: SequenceAdvantages | None = None
+    of_tokens: TokenAdvantages | None = None
     needs_critic: bool = False
     needs_group: bool = False
 
@@ -92,10 +99,36 @@ def rloo(rewards: Tensor, num_generations: int, token_counts: Tensor) -> Tensor:
     Arguments and result are those of `SequenceAdvantages`, with at least 2 completions of a prompt. A completion
     without another scored one in its group also has advantage 0.
     """
-    grouped = rewards.view(-1, num_generations)
+    return _less_the_others(rewards.view(-1, num_generations)).flatten()
+
+
+def rloo_tokens(worths: Tensor, num_generations: int) -> Tensor:
+    """RLOO at each position: A_it = w_it − 1/(n − 1) Σ_{j ≠ i} w_jt, in units of the reward.
+
+    Arguments and result are those of `TokenAdvantages`. Where a completion's tokens share its reward, it is `rloo`.
+    """
+    return _less_the_others(worths.view(-1, num_generations, worths.shape[1])).view_as(worths)
+
+
+def group_tokens(worths: Tensor, num_generations: int) -> Tensor:
+    """DECS (arXiv 2509.25827): A_it = (w_it − mean_t) / (std_t + 1e-6) over a prompt's scored completions.
+
+    Mean and standard deviation, with n − 1, are of the worths at position t. Where one completion of n differs from the
+    others by β, its advantage is (n − 1)/√n for any β well above 1e-6. Arguments and result are those of
+    `TokenAdvantages`.
+    """
+    grouped = worths.double().view(-1, num_generations, worths.shape[1])  # rounding errors would be divided by 1e-6
+    centred = (grouped - grouped.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)
+    others = (~grouped.isnan()).sum(dim=1, keepdim=True) - 1
+    std = (centred.square().sum(dim=1, keepdim=True) / others.clamp(min=1)).sqrt()
+    return (centred / (std + 1e-6)).view_as(worths).to(worths)
+
+
+def _less_the_others(grouped: Tensor) -> Tensor:
+    """Each entry of (G, n, ...) less the mean of the others along n; 0 where it is NaN, or there are no others."""
     others = (~grouped.isnan()).sum(dim=1, keepdim=True) - 1
     mean_of_others = (grouped.nansum(dim=1, keepdim=True) - grouped) / others
-    return (grouped - mean_of_others).masked_fill(grouped.isnan() | (others < 1), 0.0).flatten()
+    return (grouped - mean_of_others).masked_fill(grouped.isnan() | (others < 1), 0.0)
 
 
 def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
@@ -182,5 +215,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus": Estimator(reinforce_plus_plus),
     "reinforce_plus_plus_baseline": Estimator(reinforce_plus_plus_baseline, needs_group=True),
     "rloo": Estimator(rloo, needs_group=True),
+    "rloo_tokens": Estimator(of_tokens=rloo_tokens, needs_group=True),
+    "group_tokens": Estimator(of_tokens=group_tokens, needs_group=True),
     "gae": Estimator(needs_critic=True),
 }

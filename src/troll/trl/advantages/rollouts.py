@@ -10,6 +10,9 @@ from torch import Tensor
 
 from troll.trl.advantages.critic import Critic
 from troll.trl.advantages.estimators import ESTIMATORS, combine_rewards, token_advantages
+from troll.trl.advantages.token_rewards import Judged, ask, needed, speaking, worths_of
+from troll.trl.checks import tokenizer_of
+from troll.trl.resampling import equal_groups
 from troll.trl.seam import add_metrics, loss_mask, replace_logged_advantages, sequences
 
 #: The keys under which TRL's buffer carries the critic's values and targets, and the mask of both, (B, T) each.
@@ -19,26 +22,40 @@ VALUES, RETURNS, VALUE_MASK = "troll_values", "troll_returns", "troll_value_mask
 class Advantages:
     """Computes the advantages of `TrollConfig.advantage_estimator`; every method runs on every process.
 
-    It changes one entry of a rollout, `advantages`; "gae" makes it (B, T), which TRL's loss accepts. The critic of
-    "gae" is trained together with the policy, in the same updates, by an optimiser of its own.
+    It changes one entry of a rollout, `advantages`; "gae" and the estimators of tokens make it (B, T), which TRL's loss
+    accepts. The critic of "gae" is trained together with the policy, in the same updates, by an optimiser of its own.
 
     Args:
         trainer: The `TrollTrainer`, with its model loaded.
         given: The `model` argument of the trainer: a name, or a model.
+
+    Raises:
+        ValueError: If a reward speaks of tokens, and the estimator is of whole completions.
     """
 
     def __init__(self, trainer: Any, given: Any) -> None:
         self._trainer, self._args, self._accelerator = trainer, trainer.args, trainer.accelerator
         self._estimator = ESTIMATORS[trainer.args.advantage_estimator]
-        self._rewards = torch.empty(0)
+        self._per_function = self._rewards = torch.empty(0)
+        self._judged = Judged((), (), ())
+        #: The places of the reward functions that speak of tokens.
+        self.speaking = speaking(trainer.reward_funcs, trainer.reward_weights)
+        if self.speaking and self._estimator.of_tokens is None:
+            known = " or ".join(name for name, estimator in ESTIMATORS.items() if estimator.of_tokens is not None)
+            raise ValueError(
+                f"reward {trainer.reward_func_names[self.speaking[0]]!r} has of_tokens, which advantage_estimator "
+                f"{self._args.advantage_estimator!r} cannot use: set advantage_estimator to {known}, or its weight in "
+                "reward_weights to 0"
+            )
         #: PPO's critic; None for the other estimators.
         self.critic: Critic | None = None
         if self._estimator.needs_critic:
             with torch.random.fork_rng(devices=[]):  # so that other estimators with this seed have the same rollouts
                 self.critic = _critic(trainer, given)
 
-    def observe(self, rewards_per_function: Tensor, weights: Tensor) -> None:
-        """Keeps the (N, F) rewards of all processes' rollout, and the (F,) weights of the functions."""
+    def observe(self, rewards_per_function: Tensor, weights: Tensor, judged: Judged) -> None:
+        """Keeps the (N, F) rewards of all processes' rollout, the (F,) weights, and this process's completions."""
+        self._per_function, self._judged = rewards_per_function, judged
         self._rewards = combine_rewards(rewards_per_function, weights)
 
     def put_into(self, rolled_out: dict[str, Any]) -> dict[str, Any]:
@@ -60,6 +77,8 @@ class Advantages:
             means = advantages.sum(-1) / counted.sum(-1).clamp(min=1)
             replace_logged_advantages(self._trainer, self._accelerator.gather(means))
             return rolled_out | {"advantages": advantages, VALUES: values, RETURNS: returns, VALUE_MASK: counted}
+        if self._estimator.of_tokens is not None:
+            return rolled_out | {"advantages": self._of_tokens(mask)}
         if self._estimator.of_sequences is None:  # TRL's own
             return rolled_out
         token_counts = conversations.of_samples(mask.sum(-1))
@@ -72,6 +91,30 @@ class Advantages:
         advantages = self._estimator.of_sequences(rewards, self._args.num_generations, token_counts)
         replace_logged_advantages(self._trainer, advantages)
         return rolled_out | {"advantages": conversations.of_rows(advantages)}
+
+    def _of_tokens(self, mask: Tensor) -> Tensor:
+        """The (B, T) advantages of this process's tokens, from what rewards say of them."""
+        trainer, gather = self._trainer, self._accelerator.gather
+        rewards = trainer.conversations.of_rows(self._per_function)
+        said = ask(trainer.reward_funcs, self.speaking, rewards, self._judged, tokenizer_of(trainer))
+        width = int(gather(torch.tensor([mask.shape[1]], device=mask.device)).max())
+        worths = gather(worths_of(rewards, trainer.reward_weights, said, width))
+        size = self._args.num_generations
+        if self.speaking:
+            by_position = worths.view(-1, size, width).transpose(1, 2).flatten()
+            equal = equal_groups(by_position, size).view(-1, width).all(1)
+            add_metrics(trainer, {"token_rewards/equal_groups": float(equal.float().mean())})
+            total, count = self._accelerator.reduce(needed(rewards, said), reduction="sum").tolist()
+            if count:
+                add_metrics(trainer, {"token_rewards/needed_share": total / count})
+                if trainer.resampling is not None:
+                    trainer.resampling.adapt(total / count)
+        assert self._estimator.of_tokens is not None
+        everywhere = self._estimator.of_tokens(worths, size)
+        advantages = trainer.conversations.of_rows(everywhere)[:, : mask.shape[1]] * mask
+        means = advantages.sum(-1) / mask.sum(-1).clamp(min=1)
+        replace_logged_advantages(trainer, gather(means))
+        return advantages
 
     def train_critic(self, inputs: dict[str, Any]) -> None:
         """Runs the critic, if there is one, forward and backward on a micro-batch."""

@@ -145,6 +145,16 @@ class Completions:
     extras: list[dict[str, Any]]
     rewards: Tensor
 
+    @property
+    def completions(self) -> list[Any]:
+        """The n completions, as reward functions get them."""
+        return self.output[3]
+
+    @property
+    def completion_ids(self) -> list[list[int]]:
+        """The token ids of the n completions."""
+        return self.output[1]
+
     def _columns(self) -> list[list[Any]]:
         size = len(self.examples)
         own = [entry for entry in self.output if isinstance(entry, list) and len(entry) == size]

@@ -1,0 +1,108 @@
+"""What rewards say of single tokens: reward functions with a method `of_tokens`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from troll.trl.advantages.estimators import combine_rewards
+from troll.trl.seam import get_callable_name
+
+
+class Judged(NamedTuple):
+    """The n completions that one process's rewards are about.
+
+    Attributes:
+        examples: Rows of the data set.
+        completions: What was written, as reward functions get it: texts, or messages.
+        completion_ids: The token ids of each completion, without padding.
+    """
+
+    examples: Sequence[Mapping[str, Any]]
+    completions: Sequence[Any]
+    completion_ids: Sequence[Sequence[int]]
+
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """What a reward function gets of them by name, n values each."""
+        names = [name for name in self.examples[0] if name not in ("prompt", "completion", "completion_ids")]
+        columns: dict[str, Sequence[Any]] = {name: [row[name] for row in self.examples] for name in names}
+        columns["prompts"] = [row.get("prompt") for row in self.examples]
+        return columns | {"completions": self.completions, "completion_ids": self.completion_ids}
+
+
+#: By a reward function's place and a completion's: the worth of each of the completion's tokens.
+Said = dict[tuple[int, int], Tensor]
+
+
+def speaking(reward_funcs: Sequence[Any], weights: Tensor) -> list[int]:
+    """The places of the reward functions that speak of tokens; one of weight 0 is only logged, and is not asked."""
+    return [
+        place
+        for place, (reward, weight) in enumerate(zip(reward_funcs, weights.tolist(), strict=True))
+        if weight and hasattr(reward, "of_tokens")
+    ]
+
+
+def ask(reward_funcs: Sequence[Any], places: Sequence[int], rewards: Tensor, judged: Judged, tokenizer: Any) -> Said:
+    """Asks reward functions about the tokens of the completions that they have scored.
+
+    Args:
+        reward_funcs: All F functions.
+        places: Those of the functions to ask.
+        rewards: (n, F), NaN where a completion was not scored.
+        judged: The n completions.
+        tokenizer: Passed on to the functions.
+
+    Raises:
+        ValueError: If a function returns another number of completions or tokens than it was asked about.
+    """
+    said: Said = {}
+    for place in places:
+        rows = (~rewards[:, place].isnan()).nonzero().flatten().tolist()
+        if not rows:
+            continue
+        columns = {name: [values[row] for row in rows] for name, values in judged.columns().items()}
+        found = reward_funcs[place].of_tokens(rewards=rewards[rows, place].tolist(), tokenizer=tokenizer, **columns)
+        pairs = list(zip(columns["completion_ids"], found, strict=False))
+        wrong = [
+            f", {len(own)} for {len(ids)} tokens" for ids, own in pairs if own is not None and len(own) != len(ids)
+        ]
+        if len(found) != len(rows) or wrong:
+            raise ValueError(
+                f"of_tokens of reward {get_callable_name(reward_funcs[place])!r} must return None or a number for each "
+                f"token of each completion, got {len(found)} for {len(rows)} completions{''.join(wrong[:1])}"
+            )
+        said |= {(place, row): torch.tensor(worths) for row, worths in zip(rows, found, strict=True) if worths}
+    return said
+
+
+def worths_of(rewards: Tensor, weights: Tensor, said: Said, width: int) -> Tensor:
+    """The worth of each token, (n, `width`): w_it = Σ_f w_f r_fit over the functions that scored the completion.
+
+    r_fit is what function f says of token t, and r_fi, its reward of the whole completion, where it says nothing: of a
+    completion of which it returned None, and after the end. NaN in completions that no function scored.
+
+    Args:
+        rewards: (n, F), NaN where a function returned None.
+        weights: (F,), the weights of the functions.
+        said: The worths from `ask`.
+        width: T, at least the length of the longest completion.
+    """
+    spread = rewards.unsqueeze(1).repeat(1, width, 1)
+    for (place, row), worths in said.items():
+        spread[row, : len(worths), place] = worths.to(spread)
+    return combine_rewards(spread.flatten(0, 1), weights).view(-1, width)
+
+
+def needed(rewards: Tensor, said: Said) -> Tensor:
+    """Of what functions said of completions: the sum of the shares of needed tokens, and the number of shares, (2,).
+
+    A token is needed if its worth is at least the function's reward of the completion.
+    """
+    shares = [
+        float((worths.to(rewards) >= rewards[row, place]).float().mean()) for (place, row), worths in said.items()
+    ]
+    return torch.tensor([sum(shares), len(shares)], device=rewards.device)
