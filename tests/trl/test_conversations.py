@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -28,7 +30,7 @@ from tests.trl.conversations_worker import (
 from tests.trl.engine import Engine, RolloutFunc, take_the_place_of_vllm
 from tests.trl.resuming import interrupted, resumed_exactly
 from troll.rewards.grading import Grader, Verdict
-from troll.trl import complete
+from troll.trl import complete, generation
 from troll.trl.advantages.estimators import ESTIMATORS
 from troll.trl.conversations import Conversation, completion_metrics, padded, read
 from troll.trl.old_policy import OLD_POLICY
@@ -322,6 +324,22 @@ def test_complete_samples_what_the_trainer_would(make):
     assert len(completions) == 2 and log_probs is None
 
 
+def test_complete_asks_about_equally_many_prompts_on_all_processes(make, monkeypatch):
+    """As the first of two processes, of which the other asks about two; its own answers are its own."""
+    trainer = make()
+    asked = []
+
+    def completions(trainer, prompts):
+        asked.append(prompts)
+        return [[7] * len(prompt) for prompt in prompts], [[0.5] * len(prompt) for prompt in prompts]
+
+    monkeypatch.setattr(generation.seam, "completions", completions)
+    monkeypatch.setattr(generation, "gather_object", lambda counts: [*counts, 2])
+    assert complete(trainer, [[5, 6, 7]]) == ([[7, 7, 7]], [[0.5, 0.5, 0.5]])
+    assert complete(trainer, []) == ([], [])
+    assert list(map(len, asked)) == [2, 2]
+
+
 def test_complete_has_the_log_probabilities_of_an_engine(make, monkeypatch):
     take_the_place_of_vllm(monkeypatch, Engine())
     page = documented()
@@ -391,6 +409,12 @@ ONE = {"prompt_ids": [1], "completion_ids": [2, 3]}
 def test_a_form_that_it_does_not_have_is_refused(earlier, message):
     with pytest.raises(ValueError, match=message):
         read(earlier, 2, log_probs=False)
+
+
+def test_arrays_and_tensors_become_numbers():
+    given = {"prompt_ids": torch.tensor([1, 2]), "completion_ids": np.array([3, 4]), "env_mask": np.array([1, 0])}
+    ((found,),) = read([[given]], 1, log_probs=False)
+    assert json.loads(json.dumps([found.prompt_ids, found.completion_ids, found.mask])) == [[1, 2], [3, 4], [1, 0]]
 
 
 def test_log_probabilities_of_the_last_need_those_of_the_earlier():

@@ -44,6 +44,7 @@ def test_what_is_said_replaces_a_reward_until_the_end_of_the_completion():
     # The first completion has no needed token, the second none either.
     assert needed(rewards, told).tolist() == [0, 2]
     assert needed(rewards, {(0, 0): torch.tensor([1.0, 0.5, 2.0, 1.0])}).tolist() == [0.75, 1]
+    assert needed(rewards, {}).dtype == needed(rewards, told).dtype == torch.float32  # processes add them up
 
 
 def test_only_what_was_judged_is_asked_about():

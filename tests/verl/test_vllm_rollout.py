@@ -33,7 +33,7 @@ class Server:
     """What of verl's vLLMHttpServer the reporting one stands on: `generate`, and where it sets its engine."""
 
     def __init__(self, engine: Any, custom: dict[str, Any], **truncation: Any) -> None:
-        self.config = SimpleNamespace(custom=custom, **{"top_p": 1.0, "top_k": -1} | truncation)
+        self.config = SimpleNamespace(custom=custom, **{"top_p": 1.0, "top_k": -1, "temperature": 1.0} | truncation)
         text = SimpleNamespace(vocab_size=V)
         self.model_config = SimpleNamespace(hf_config=SimpleNamespace(get_text_config=lambda: text))
         self.engine = engine
@@ -78,7 +78,8 @@ def server(step: int = 1, **truncation: Any) -> Any:
 
 
 def generate(server: Any, request_id: str = "a", **sampling: Any) -> TokenOutput:
-    sampling = {"logprobs": True, "top_p": server.config.top_p, "top_k": server.config.top_k, **sampling}
+    configured = {name: getattr(server.config, name) for name in ("top_p", "top_k", "temperature")}
+    sampling = {"logprobs": True, **configured, **sampling}
     return asyncio.run(server.generate(prompt_ids=[1, 2], sampling_params=sampling, request_id=request_id))
 
 
@@ -107,7 +108,7 @@ def test_the_record_of_a_truncated_rollout_is_the_kept_policy() -> None:
 
 
 def test_validation_may_sample_in_another_way() -> None:
-    for sampling in ({"top_k": -1}, {"top_k": 3}, {"top_p": 0.5}):
+    for sampling in ({"top_k": -1}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0.0}):
         record = generate(server(top_k=5), **sampling).extra_fields[OLD_POLICIES]
         assert not from_records([record]).truncated
     with pytest.raises(ValueError, match="all tokens that a truncated rollout could sample"):

@@ -27,7 +27,7 @@ def time_saved(grader: CodeGrader, *, runs: int = 3, resolution: float = 0.01) -
     Args:
         grader: Tests the programs, in bubblewrap, which measures their CPU time.
         runs: How often a reference is run when it is first needed, at least 1. Its fastest run counts from then on, so
-            that a copy of it seldom gets more than 0.
+            that a copy of it gets little more than 0.
         resolution: r, in seconds, above 0. CPU times vary, with what else the machine does and from run to run:
             differences far below r are hardly paid.
 

@@ -165,7 +165,11 @@ def read(earlier: Any, size: int, log_probs: bool) -> list[list[Conversation]]:
 
 def _conversation(given: Any, place: str, log_probs: bool) -> Conversation:
     try:
-        fields: dict[str, Any] = {name: None if value is None else list(value) for name, value in given.items()}
+        # An array or a tensor becomes Python's numbers, which a checkpoint's JSON takes.
+        fields: dict[str, Any] = {
+            name: None if value is None else list(getattr(value, "tolist", lambda value=value: value)())
+            for name, value in given.items()
+        }
         found = Conversation(**fields)
     except (AttributeError, TypeError) as error:
         takes = "prompt_ids and completion_ids, and may have env_mask and logprobs"

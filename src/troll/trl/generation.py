@@ -7,16 +7,18 @@ from types import MethodType
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn.functional import pad
 
-from troll.trl import seam
+from troll.trl import checks, seam
 
 
 def complete(trainer: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
     """Samples a completion of each of N prompts as the trainer samples its own; for rollout functions.
 
-    Every process calls it equally often, since an engine and sharded weights serve all of them together.
+    Every process calls it equally often, since an engine and sharded weights serve all of them together; the numbers of
+    prompts may differ, and be 0.
 
     Args:
         trainer: The trainer that the rollout function gets.
@@ -26,7 +28,11 @@ def complete(trainer: Any, prompts: list[list[int]]) -> tuple[list[list[int]], l
         The token ids of N completions, each up to its end or of `max_completion_length` tokens; and the engine's
         log-probabilities of these tokens, None without an engine.
     """
-    return seam.completions(trainer, prompts)
+    # All processes ask about equally many prompts, since TRL finds its own among a server's answers by their number.
+    number = max(1, *gather_object([len(prompts)]))
+    filler = [checks.tokenizer_of(trainer).pad_token_id]
+    completions, log_probs = seam.completions(trainer, [*prompts, *[filler] * (number - len(prompts))])
+    return completions[: len(prompts)], None if log_probs is None else log_probs[: len(prompts)]
 
 
 def generate_in_chunks(model: Any, size: int) -> None:

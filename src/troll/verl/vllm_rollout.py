@@ -118,7 +118,8 @@ def reporting(server_class: type) -> type:
             self, prompt_ids: Any, sampling_params: dict[str, Any], request_id: str, **inputs: Any
         ) -> Any:
             # Validation may sample in another way. Its records are not trained on, and may be of any form.
-            as_trained = all(sampling_params.get(name) == getattr(self.config, name) for name in ("top_p", "top_k"))
+            names = "top_p", "top_k", "temperature"  # at temperature 0 vLLM truncates nothing
+            as_trained = all(sampling_params.get(name) == getattr(self.config, name) for name in names)
             try:
                 output = await super().generate(
                     prompt_ids=prompt_ids, sampling_params=sampling_params, request_id=request_id, **inputs

@@ -56,13 +56,14 @@ class Problem:
         return made, torch.autograd.grad(loss, leaves)
 
 
-@pytest.mark.parametrize("kept", [0, 2, 6])
+@pytest.mark.parametrize("kept", [0, 1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiles_that_are_kept_are_not_computed_again(dtype, kept, monkeypatch):
-    """Of six tiles; a second backward pass computes all of them, since the first one overwrites what is kept."""
+    """Of three tiles; a second backward pass computes all of them, since the first one overwrites what is kept."""
     monkeypatch.setenv(VARIABLE, "triton")
-    # Room for as many as the first; the third, a remainder, would fit where the second does not.
-    monkeypatch.setattr(head_module, "KEPT", kept * 5 * 320 * dtype.itemsize / (VOCABULARY * HIDDEN))
+    monkeypatch.setattr(head_module, "TOKEN_TILE", 6)
+    # Room for the first and half of the next; the third, a remainder, would fit where the second does not.
+    monkeypatch.setattr(head_module, "KEPT", 1.5 * kept * 6 * 320 * dtype.itemsize / (VOCABULARY * HIDDEN))
     products: list[slice] = []
     original = head_module._HeadReading._product
 
@@ -78,15 +79,32 @@ def test_tiles_that_are_kept_are_not_computed_again(dtype, kept, monkeypatch):
     made = troll.trust_region_step(problem.source(leaves[1], leaves[0]), old, kl_bound=0.05)
     loss = (made.log_ratio + made.regression).sum()
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
-    assert len(products) == 12 - kept
+    assert len(products) == 6 - kept
     second = torch.autograd.grad(loss, leaves)
-    assert len(products) == 18 - kept
+    assert len(products) == 9 - kept
     assert all(map(torch.equal, first, second))
+
+
+def test_no_tile_is_kept_without_a_backward_pass_or_with_many_tokens(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "triton")
+    asked: list[Any] = []
+    monkeypatch.setattr(head_module._HeadReading, "keep", lambda self, needed: asked.append(needed))
+    problem = Problem("head", torch.float32)
+    source = problem.source(problem.new.clone().requires_grad_())
+    with torch.no_grad():
+        read(source, problem.sampled.unsqueeze(-1))
+    assert not asked
+    monkeypatch.undo()
+    monkeypatch.setenv(VARIABLE, "triton")
+    monkeypatch.setattr(head_module, "TOKEN_TILE", 5)  # of 6 tokens
+    node: Any = read(source, problem.sampled.unsqueeze(-1)).tail_logit.grad_fn
+    assert not node.next_functions[0][0].kept
 
 
 @pytest.mark.parametrize("trained", ["hidden", "weight"])
 def test_tiles_are_kept_for_a_trained_weight_only(trained, monkeypatch):
     monkeypatch.setenv(VARIABLE, "triton")
+    monkeypatch.setattr(head_module, "TOKEN_TILE", 6)
     problem = Problem("head", torch.float32)
     hidden, weight = (
         x.clone().requires_grad_(name == trained)

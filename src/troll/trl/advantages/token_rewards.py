@@ -75,7 +75,11 @@ def ask(reward_funcs: Sequence[Any], places: Sequence[int], rewards: Tensor, jud
                 f"of_tokens of reward {get_callable_name(reward_funcs[place])!r} must return None or a number for each "
                 f"token of each completion, got {len(found)} for {len(rows)} completions{''.join(wrong[:1])}"
             )
-        said |= {(place, row): torch.tensor(worths) for row, worths in zip(rows, found, strict=True) if worths}
+        said |= {
+            (place, row): torch.as_tensor(worths)
+            for row, worths in zip(rows, found, strict=True)
+            if worths is not None and len(worths)
+        }
     return said
 
 
@@ -105,4 +109,4 @@ def needed(rewards: Tensor, said: Said) -> Tensor:
     shares = [
         float((worths.to(rewards) >= rewards[row, place]).float().mean()) for (place, row), worths in said.items()
     ]
-    return torch.tensor([sum(shares), len(shares)], device=rewards.device)
+    return torch.tensor([sum(shares), len(shares)], dtype=torch.float32, device=rewards.device)

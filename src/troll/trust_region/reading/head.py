@@ -17,7 +17,7 @@ from torch import Tensor
 from troll.trust_region.checks import check_shape, shape_text
 from troll.trust_region.kernels import MAX_OUTCOMES
 from troll.trust_region.policy.top import BLOCK
-from troll.trust_region.probabilities import float_dtype
+from troll.trust_region.probabilities import as_float, float_dtype
 from troll.trust_region.reading.source import LogitsSource, Reading, slices
 from troll.trust_region.reading.tiles import Support, Tile, Upstream, rows_of
 
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 #: the whole gradient of its rows of the weight: nothing is summed up over tiles.
 TOKEN_TILE, VOCABULARY_TILE = 32768, 32768
 
-#: Logits of a tile at most, and of a tile of whole rows, by device: 268 MB in bf16, 67 MB for whole rows on a CPU. Only
-#: powers of two become a tile's width, since kernels are compiled and tuned for each.
+#: Logits of a tile at most, and of a tile of whole rows, by device: 268 MB in bf16, 67 MB for whole rows on a CPU.
+#: Other tiles are a power of two wide, but for the last, since kernels are compiled and tuned for each width.
 TILE_LOGITS = 2**27
 WHOLE_ROWS = {"cpu": 2**25, "gpu": 2**27}
 
-#: Bytes of tiles that the forward pass keeps for the backward pass, for each number of a weight that is trained: what a
-#: sum of its gradient in float32 would take, which only more than `TOKEN_TILE` tokens need.
+#: Bytes of tiles that the forward pass keeps for the backward pass, for each number of a weight that is trained: as
+#: much as a sum of its gradient in float32, which only more than `TOKEN_TILE` tokens need. For a weight in float32 they
+#: come on top of the gradient. They live as long as autograd's graph, and hooks for saved tensors do not see them.
 KEPT = 4
 
 
@@ -43,7 +44,7 @@ class LMHead(LogitsSource):
     """Logits of an LM head, `softcap · tanh(scale · (hidden @ weightᵀ + bias) / softcap) / temperature`.
 
     The product is computed in the hidden states' dtype, or autocast's if that is on; everything after it, and the
-    logits of the support, in float32 (float64 for float64). Gradients accumulate in float32.
+    logits of the support, in float32 (float64 for float64). Gradients of tiles are added up in float32.
 
     Attributes:
         hidden: The hidden states, (..., H), aligned with the tokens.
@@ -114,7 +115,8 @@ class _HeadReading(Reading):
 
     def keep(self, needed: Sequence[bool]) -> None:
         """See the parent."""
-        if needed[1] and not self.tile.copies:  # torch's operations overwrite a tile
+        # Torch's operations overwrite a tile.
+        if needed[1] and not self.tile.copies and self.tokens <= TOKEN_TILE:
             self._room = KEPT * self._head.weight.numel()
 
     def tiles(self, whole_rows: bool = False) -> Iterator[Tile]:
@@ -167,7 +169,7 @@ class _HeadReading(Reading):
         return logits if self.transform.softcap is None else logits.masked_fill_(ids < 0, -torch.inf)
 
     def gradients(self, support: Support, upstream: Upstream, needed: Sequence[bool]) -> list[Tensor | None]:
-        """See the parent: summed over tiles and slices of the vocabulary in float32 (float64 for float64)."""
+        """See the parent: sums over tiles or slices of the vocabulary are in float32 (float64 for float64)."""
         weight, bias, precise = self._head.weight, self._head.bias, float_dtype(self.dtype)
         summed = self.tokens > TOKEN_TILE
         grad_hidden = grad_weight = grad_bias = None
@@ -205,10 +207,11 @@ def _product_into(out: Tensor, first: Tensor, second: Tensor, *, add: bool) -> N
     """Writes a product, or adds it to a sum in float32 or float64: rounding each summand first would bias training."""
     options: dict[str, Any] = {}
     if first.dtype != out.dtype:
-        if out.is_cuda and out.dtype == torch.float32:  # the only other dtype of a product, and on CUDA only
+        # The only product with another dtype than its operands, and on CUDA only.
+        if out.is_cuda and out.dtype == torch.float32 and first.dtype.itemsize == 2:
             options = {"out_dtype": out.dtype}
         else:
-            first, second = first.float(), second.float()
+            first, second = as_float(first), as_float(second)
     if add:
         torch.addmm(out, first, second, **options, out=out)
     elif first.dtype == out.dtype or options:

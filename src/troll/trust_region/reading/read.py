@@ -29,7 +29,7 @@ def read(source: LogitsSource, token_ids: Tensor, *, entropy: bool = False) -> P
         entropy: Whether the entropy of all other tokens is read too.
     """
     ids = token_ids.reshape(-1, token_ids.shape[-1]).long()
-    logits, tail_logit, tail_entropy = _Read.apply(source, ids, entropy, *source.tensors)
+    logits, tail_logit, tail_entropy = _Read.apply(source, ids, entropy, torch.is_grad_enabled(), *source.tensors)
     return PolicyOnSupport(
         token_ids,
         logits.view(token_ids.shape),
@@ -71,7 +71,12 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, source: LogitsSource, token_ids: Tensor, entropy: bool, *tensors: Tensor | None
+        ctx: FunctionCtx,
+        source: LogitsSource,
+        token_ids: Tensor,
+        entropy: bool,
+        differentiated: bool,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         tokens, slots = token_ids.shape
@@ -80,7 +85,8 @@ class _Read(torch.autograd.Function):
             dtype = float_dtype(reading.dtype)
             logits = torch.full((tokens, slots), -torch.inf, dtype=dtype, device=token_ids.device)
             outside = TailSums.empty(logits, entropy)
-            reading.keep(ctx.needs_input_grad[3:])  # type: ignore[attr-defined]
+            if differentiated:
+                reading.keep(ctx.needs_input_grad[4:])  # type: ignore[attr-defined]
             for tile in reading.tiles():
                 tile.read(rows_of(support, tile.rows), logits[tile.rows], rows_of(outside, tile.rows))
             exact = reading.exact(token_ids)
@@ -120,5 +126,5 @@ class _Read(torch.autograd.Function):
         with ctx.source.with_tensors(*tensors).reading(ids.shape[-1], dtype=ctx.dtype) as reading:
             # They receive the gradient: a second backward pass computes them again.
             reading.kept, ctx.kept = ctx.kept, []
-            gradients = reading.gradients(Support(ids, ascending), upstream, ctx.needs_input_grad[3:])
-        return None, None, None, *gradients
+            gradients = reading.gradients(Support(ids, ascending), upstream, ctx.needs_input_grad[4:])
+        return None, None, None, None, *gradients
