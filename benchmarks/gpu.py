@@ -67,7 +67,7 @@ def kernel_tests(device: str, repeats: int, folder: Path, seconds: float) -> lis
     """Tests the Triton kernels against the torch code and float64, on this GPU, or interpreted without one."""
     if missing := _missing("pytest", "triton", "hypothesis", "scipy"):
         raise Skipped(missing)
-    files = sorted(map(str, Path("tests/trust_region").rglob("test_*_triton.py")))
+    files = sorted(map(str, Path("tests/trust_region").rglob("test_*_triton*.py")))
     if measure.small:
         files = files[:1]
     report = folder / "tests.xml"
