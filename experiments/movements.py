@@ -1,0 +1,159 @@
+"""Three updates of movements over five seeds: the comparison of docs/episodic.md, which has its protocol.
+
+    python -m experiments.movements --output_dir runs/movements
+
+Each method gets the learning rate that is best on a seed that does not count. Writes docs/results/movements.jsonl after
+every run, and docs/assets/movements.svg; runs that the file has are not made again, and interrupted ones go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib import style
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+import troll
+from troll.episodic import config, train
+from troll.episodic.report import METRICS, SUMMARY
+from troll.files import read_json, write_atomically
+from troll.runs.plot import STYLE
+from troll.runs.recorded import read_metrics
+from troll.runs.result import commit_of
+from troll.runs.statistics import paired_difference, seed_mean
+
+DOCS = Path(__file__).parents[1] / "docs"
+RESULT, FIGURE = DOCS / "results" / "movements.jsonl", DOCS / "assets" / "movements.svg"
+RECIPE = "tce-reach"
+METHODS = {
+    "TCE": ["--events", "segments", "--constraint", "trust_region"],
+    "black-box": ["--events", "episodes", "--constraint", "trust_region"],
+    "clip": ["--events", "segments", "--constraint", "clip"],
+}
+RATES = ("3e-4", "1e-3", "3e-3")
+TUNING_SEED, SEEDS = 0, range(1, 6)
+
+#: A run: its method, rate and seed; the environment steps of its evaluations with their success; and where it was made.
+Row = Mapping[str, Any]
+
+
+def main() -> int:
+    """Makes the runs, and shows the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, required=True, help="folder of the runs")
+    options, fields = parser.parse_known_args()
+    rows = read_rows()
+    for method, rate, seed in tuning():
+        if not make(rows, options.output_dir, method, rate, seed, fields):
+            return 1
+    rates = best_rates(rows)
+    for seed in SEEDS:
+        for method in METHODS:
+            if not make(rows, options.output_dir, method, rates[method], seed, fields):
+                return 1
+    save(rows)
+    show(rows, Console())
+    return 0
+
+
+def read_rows() -> list[Row]:
+    """The runs that have been made."""
+    return [json.loads(line) for line in RESULT.read_text().splitlines()] if RESULT.exists() else []
+
+
+def tuning() -> Iterator[tuple[str, str, int]]:
+    """The method, rate and seed of each run that chooses a rate."""
+    return ((method, rate, TUNING_SEED) for method in METHODS for rate in RATES)
+
+
+def make(rows: list[Row], output: Path, method: str, rate: str, seed: int, fields: Sequence[str]) -> bool:
+    """Makes a run unless `rows` has it, and adds it there and to the file; returns whether it reached its end."""
+    if any((row["method"], row["learning_rate"], row["seed"]) == (method, rate, seed) for row in rows):
+        return True
+    folder = output / f"{method}-{rate}-{seed}"
+    given = [*METHODS[method], "--learning_rate", rate, "--seed", str(seed), "--output_dir", str(folder), *fields]
+    resumed = ["--resume_from_checkpoint"] if (folder / train.CHECKPOINT).is_file() else []
+    if not train.train(config.load(RECIPE, [*given, *resumed]), Console()):
+        return False
+    evaluated = [row for row in read_metrics(folder / METRICS) if "eval_success" in row]
+    summary = read_json(folder / SUMMARY)
+    rows.append(
+        {
+            "method": method,
+            "learning_rate": rate,
+            "seed": seed,
+            "environment_steps": [row["environment_steps"] for row in evaluated],
+            "success": [row["eval_success"] for row in evaluated],
+            "return": [round(row["eval_return"], 3) for row in evaluated],
+            "seconds": summary["seconds"],
+            "commit": commit_of(Path(troll.__file__).parent),
+            "versions": summary["versions"],
+        }
+    )
+    write_atomically(RESULT, "".join(json.dumps(row) + "\n" for row in rows))
+    return True
+
+
+def best_rates(rows: Sequence[Row]) -> dict[str, str]:
+    """The rate of each method with the highest final success on the tuning seed; of equal ones the first in `RATES`."""
+    tuned = {(row["method"], row["learning_rate"]): row["success"][-1] for row in rows if row["seed"] == TUNING_SEED}
+    return {method: max(RATES, key=lambda rate: tuned[method, rate]) for method in METHODS}
+
+
+def counted(rows: Sequence[Row], method: str) -> dict[int, Row]:
+    """The runs of a method that count, by their seeds."""
+    return {row["seed"]: row for row in rows if row["method"] == method and row["seed"] in SEEDS}
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """The final success of each method, and its difference to TCE, with 95 % intervals."""
+    table = Table("method", "rate", "final success, %", "minus TCE, points", "minutes a run")
+    final = {
+        method: {seed: 100 * row["success"][-1] for seed, row in counted(rows, method).items()} for method in METHODS
+    }
+    for method, rate in best_rates(rows).items():
+        mean, less = seed_mean(list(final[method].values())), paired_difference(final[method], final["TCE"])
+        minutes = fmean(row["seconds"] for row in counted(rows, method).values()) / 60
+        shown = [] if less is None or method == "TCE" else [f"{less.mean:+.1f} {_interval(less.interval)}"]
+        table.add_row(method, rate, f"{mean.mean:.1f} {_interval(mean.interval)}", *(shown or [""]), f"{minutes:.1f}")
+    console.print(table)
+
+
+def _interval(ends: tuple[float, float] | None) -> str:
+    return "" if ends is None else f"[{ends[0]:.1f}, {ends[1]:.1f}]"
+
+
+def save(rows: Sequence[Row]) -> None:
+    """Writes the figure; its texts are text, and its names do not change from run to run."""
+    with style.context(["default", STYLE, {"svg.hashsalt": "movements"}]):
+        draw(rows).savefig(FIGURE, metadata={"Date": None})
+
+
+def draw(rows: Sequence[Row]) -> Figure:
+    """Success over environment steps: a line for each method's mean, its 95 % interval, and a thin line a seed."""
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained", facecolor="white")
+    axes = figure.add_subplot(xlabel="million environment steps", ylabel="held-out success, %", ylim=(0, 100))
+    for number, method in enumerate(METHODS):
+        runs = list(counted(rows, method).values())
+        steps = [count / 1e6 for count in runs[0]["environment_steps"]]
+        curves = [[100 * value for value in run["success"]] for run in runs]
+        points = [seed_mean(values) for values in zip(*curves, strict=True)]
+        for curve in curves:
+            axes.plot(steps, curve, color=f"C{number}", linewidth=0.5, alpha=0.5)
+        low, high = zip(*(point.interval or (point.mean, point.mean) for point in points), strict=True)
+        axes.fill_between(steps, low, high, color=f"C{number}", alpha=0.15, linewidth=0)
+        axes.plot(steps, [point.mean for point in points], color=f"C{number}", label=method)
+    axes.legend(frameon=False)
+    return figure
+
+
+if __name__ == "__main__":
+    sys.exit(main())
