@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.compat import outcome, sources
 
-SOURCES = {
-    "all four": (
-        "import pytest\n"
-        "def test_passes(): pass\n"
-        "def test_fails(): assert False\n"
-        "@pytest.mark.skip(reason='why')\n"
-        "def test_is_skipped(): pass\n"
-        "@pytest.fixture\n"
-        "def broken(): raise RuntimeError\n"
-        "def test_has_an_error(broken): pass\n",
-        {"passed": 1, "failed": 1, "skipped": 1, "error": 1},
-        2,
-    ),
-    "passed": ("def test_passes(): pass\n", {"passed": 1}, 0),
-    "no end": ("import os\ndef test_dies(): os._exit(3)\n", {"error": 1}, 1),
-    "no tests": ("", {"error": 1}, 1),
-}
+SKIPPED = "SKIPPED [1] test_it.py:3: why"
+ERROR, FAILED = "ERROR test_it.py::test_b - RuntimeError", "FAILED test_it.py::test_a"
+ALL_FOUR = f"SF.E\n{SKIPPED}\n{ERROR}\n{FAILED}\n1 failed, 1 passed, 1 skipped, 1 error in 0.02s"
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_failures_errors_and_skips_are_counted(tmp_path: Path, name: str) -> None:
-    source, counts, failed = SOURCES[name]
-    (tmp_path / "test_it.py").write_text(source)
-    command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:xdist", "-c", "/dev/null", str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    ended = outcome(done.stdout, done.returncode)
+@pytest.mark.parametrize(
+    ("log", "status", "counts", "failed"),
+    [
+        (ALL_FOUR, 1, {"passed": 1, "failed": 1, "skipped": 1, "error": 1}, 2),
+        (".\n1 passed in 0.01s", 0, {"passed": 1}, 0),
+        ("", 3, {"error": 1}, 1),  # it came to no end
+        ("\nno tests ran in 0.01s", 5, {"error": 1}, 1),
+    ],
+)
+def test_failures_errors_and_skips_are_counted(log: str, status: int, counts: dict[str, int], failed: int) -> None:
+    ended = outcome(log, status)
     assert (ended.counts, ended.failed) == (counts, failed)
-    assert [line.split()[0] for line in ended.lines] == (["SKIPPED", "ERROR", "FAILED"] if failed == 2 else [])
+    assert ended.lines == ([SKIPPED, ERROR, FAILED] if failed == 2 else [])
 
 
 def test_sources_are_a_checkout(tmp_path: Path) -> None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-import troll
 
 PROBE = """
 import sys
@@ -74,30 +70,6 @@ def test_import_of_the_sandbox_takes_the_standard_library_only() -> None:
     assert not taken & ({"troll", "torch"} | HEAVY)
 
 
-def test_public_names() -> None:
-    assert set(troll.__all__) == {
-        "Constraint",
-        "LMHead",
-        "Logits",
-        "PackedPolicy",
-        "PolicyOnSupport",
-        "Projection",
-        "SparsePolicy",
-        "Truncation",
-        "TrustRegionStep",
-        "bounds",
-        "capture",
-        "capture_top",
-        "diagnostics",
-        "log_probs_at",
-        "project",
-        "sparse_entropy",
-        "sparse_kl",
-        "troll_loss",
-        "trust_region_step",
-    }
-
-
 # troll.trl and troll.verl are imported where their trainers are: tests/trl and tests/verl.
 @pytest.mark.parametrize(
     "package",
@@ -128,12 +100,3 @@ def test_evaluation_is_imported_when_it_is_named() -> None:
     assert callable(troll.evaluation.evaluate)
     with pytest.raises(AttributeError, match=r"module 'troll.evaluation' has no attribute 'evaluation'"):
         troll.evaluation.evaluation  # noqa: B018
-
-
-def test_no_arrow_runs_up() -> None:
-    """Nothing imports the command line, and the package does not know the workshop around it."""
-    source = Path(__file__).parents[1] / "src"
-    upward = re.compile(
-        r"^\s*(?:from|import) (?:troll\.cli|experiments|benchmarks)\b|from troll import .*\bcli\b", re.M
-    )
-    assert not [path for path in source.rglob("*.py") if upward.search(path.read_text(encoding="utf-8"))]

@@ -1,7 +1,6 @@
 """The configurations of accelerate that are shipped."""
 
 import runpy
-from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
@@ -53,10 +52,3 @@ def test_the_path_of_a_configuration_is_printed(
     monkeypatch.setattr("sys.argv", ["accelerate", "zero3"])
     runpy.run_module("troll.recipes.accelerate")
     assert capsys.readouterr().out.splitlines() == [str(accelerate.find("zero3"))]
-
-
-def test_they_are_no_recipes() -> None:
-    from troll import recipes
-
-    assert not set(recipes.names()) & set(accelerate.names())
-    assert all(Path(path).parent == accelerate.FOLDER for path in map(accelerate.find, accelerate.names()))
