@@ -20,16 +20,35 @@ HEAVY = {
     *("trl", "transformers", "triton", "accelerate", "datasets", "peft", "verl", "numpy", "scipy"),
     *("math_verify", "sympy", "reasoning_gym", "rich"),
 }
+LANGUAGE_MODELS = {"trl", "transformers", "datasets"}
 
 
 @pytest.mark.parametrize(
-    "package", ["troll", "troll.gaussian", "troll.episodic", "troll.rewards", "troll.evaluation", "troll.terminal"]
+    ("module", "heavy"),
+    [
+        ("troll", HEAVY),
+        ("troll.gaussian", HEAVY),
+        ("troll.episodic", HEAVY),
+        ("troll.episodic.train", LANGUAGE_MODELS),
+        ("troll.rewards", HEAVY),
+        ("troll.evaluation", HEAVY),
+        ("troll.evaluation.estimators", LANGUAGE_MODELS),
+        ("troll.evaluation.run, troll.evaluation.command", {"trl"}),
+        ("troll.runs.statistics", {"scipy"}),
+        ("troll.terminal", HEAVY),
+    ],
 )
-def test_import_takes_no_heavy_dependency(package: str) -> None:
-    result = subprocess.run([sys.executable, "-c", PROBE.format(package)], capture_output=True, text=True, check=True)
+def test_import_takes_no_heavy_dependency(module: str, heavy: set[str]) -> None:
+    result = subprocess.run([sys.executable, "-c", PROBE.format(module)], capture_output=True, text=True, check=True)
     taken = set(result.stdout.split())
     assert "troll" in taken
-    assert not taken & HEAVY
+    assert not taken & heavy
+
+
+def test_usage_of_the_command_line_needs_no_torch() -> None:
+    program = "import sys\nfrom troll import cli\ntry: cli.main(['--help'])\nfinally: print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "train" in result.stdout and result.stdout.endswith("False\n")
 
 
 QUIET = """
