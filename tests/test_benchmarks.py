@@ -207,12 +207,8 @@ HOST = torch.arange(12.0).view(3, 4)
     [
         (lambda: HOST + 1, 1, 0, 96),
         (lambda: HOST.view(4, 3)[1:].t(), 0, 0, 0),
-        (
-            lambda: HOST.masked_fill(HOST > 1, 0),
-            3,
-            0,
-            48 + 12 + 96 + 12 + 48 + 48,
-        ),  # compare; copy; read, mask and write
+        # Compare; copy; read, mask and write.
+        (lambda: HOST.masked_fill(HOST > 1, 0), 3, 0, 48 + 12 + 96 + 12 + 48 + 48),
         (lambda: HOST.bfloat16(), 1, 0, 48 + 24),
         (lambda: HOST.gather(1, torch.zeros(3, 1, dtype=torch.int64, device=HOST.device)), 2, 0, 24 + 24 + 12 + 12),
         (lambda: HOST.sum().item(), 1, 1, 52),
@@ -294,9 +290,7 @@ def test_a_contender_that_is_not_installed_is_skipped_by_name() -> None:
     assert list(taken) == ["ours"] and skipped == {"theirs": "quack is not installed"}
 
 
-def test_gpu_report_names_what_failed_what_is_missing_and_what_did_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_report_names_what_failed_what_is_missing_and_what_did_not_fit(tmp_path, monkeypatch):
     def sleep(device: str, repeats: int, folder: Path, seconds: float) -> list[dict[str, Any]]:
         gpu._call(["sleep", "60"], seconds)
         return []

@@ -29,11 +29,7 @@ def test_recipes_name_the_model_of_the_hub_and_train_in_float32(name: str) -> No
 @pytest.mark.parametrize(
     ("name", "right", "wrong"),
     [
-        (
-            "smollm2-sums",
-            "{sum} = {0}",
-            ["{sum} = {1}", "{0}", "The answer is {0}.", "{sum} = {0} or {1}", "1 + 1 = 2", ""],
-        ),
+        ("smollm2-sums", "{sum} = {0}", ["{sum} = {1}", "{0}", "It is {0}.", "{sum} = {0} or {1}", "1 + 1 = 2", ""]),
         ("smollm2-reasoning", "So <answer>{0}</answer>", ["So <answer>{1}</answer>", "So {0}", "{sum} = {0}", ""]),
     ],
 )
