@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -369,6 +370,13 @@ def test_second_part_chooses_the_best_configuration_of_complete_tuning_runs() ->
     assert "| TROLL | `kl_bound=0.2` | 50.0 ± 0.0 (4) | 50.0 ± 0.0 (4) | 50.0 | yes |" in shown
 
 
+@functools.cache
+def tuning_identities(table_name: str, method: str, number: int) -> list[tuple]:
+    """The identities of a configuration's tuning runs with one seed: a recipe takes long to load."""
+    regime, changes = second.REGIMES[table_name], second.METHODS[method].configurations[number]
+    return [identity_of(run) for run in second.plan(table_name, method, changes, regime.tuning_rates, seed=0)]
+
+
 def second_rows(table_name: str, means: dict[str, list[float]], chosen: int = 0) -> list[Result]:
     """A regime's complete tuning, which chooses one configuration of all methods, and its counted runs.
 
@@ -377,8 +385,7 @@ def second_rows(table_name: str, means: dict[str, list[float]], chosen: int = 0)
     regime, rows = second.REGIMES[table_name], []
     for method, changes in second.configurations():
         number = second.METHODS[method].configurations.index(changes)
-        for planned in second.plan(table_name, method, changes, regime.tuning_rates, seed=0):
-            _, surrogate, rate, settings, _ = identity_of(planned)
+        for _, surrogate, rate, settings, _ in tuning_identities(table_name, method, number):
             for seed in second.TUNING_SEEDS:
                 success = 0.5 if number == chosen else 0.25
                 rows.append(result(surrogate, rate, seed, success, phase="tuning", settings=settings))

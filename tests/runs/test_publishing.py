@@ -169,8 +169,8 @@ def test_success_has_its_intervals() -> None:
 def test_a_task_without_success_has_its_rewards() -> None:
     text = card(success_before=None, success_after=None)
     assert "| before training | 0.300 |\n| after step 16 | 0.600 |" in text
-    measured = [name for name in SUMMARY if name.endswith(("_before", "_after"))]
-    assert "Not measured." in card(**dict.fromkeys(measured))
+    nothing: dict[str, Any] = dict.fromkeys(name for name in SUMMARY if name.endswith(("_before", "_after")))
+    assert "Not measured." in card(**nothing)
 
 
 def test_settings_and_citations_are_those_of_the_method() -> None:

@@ -141,8 +141,8 @@ def test_shaping_is_off_by_default_and_weighted(folder):
     assert success(prompts=[""] * 2, completions=[right, wrong], answer=["1000"] * 2) == [1.0, 0.0]
     assert shape(prompts=[""] * 2, completions=[wrong, "7"], answer=["1000"] * 2) == [1.0, 0.0]
     assert overlong(completion_ids=[[1] * 5, [1] * 10, [1] * 20]) == [0, -1, -1]
-    overlong: list[dict[str, object]] = [{"overlong": {"length": 10}}, {"overlong": {"length": 2, "cache": 6}}]
-    for wrong_options in ({"format_reward": -1}, {"level": 3}, *overlong):
+    too_short: list[dict] = [{"overlong": {"length": 10}}, {"overlong": {"length": 2, "cache": 6}}]
+    for wrong_options in ({"format_reward": -1}, {"level": 3}, *too_short):
         with pytest.raises(TaskError):
             load_task(TaskConfig("gsm8k", path, task_options=wrong_options))
 
