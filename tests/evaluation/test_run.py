@@ -224,8 +224,8 @@ def test_a_task_may_be_added_later(settings: Settings, letters: TaskConfig, cons
     assert evaluate(first, console)
     assert evaluate(settings(tasks=[*first.tasks, letters]), console)
     assert evaluate(settings(tasks=[letters]), console)
-    results = results_of(first.folder)
-    assert set(results["tasks"]) == {"reasoning_gym:chain_sum", "letters"}
+    recorded = json.loads((first.folder / "settings.json").read_text())["tasks"]
+    assert set(results_of(first.folder)["tasks"]) == set(recorded) == {"reasoning_gym:chain_sum", "letters"}
     assert len(read_lines(first.folder / "generations" / "letters.jsonl")) == 12
 
 
