@@ -45,12 +45,6 @@ def test_import_takes_no_heavy_dependency(module: str, heavy: set[str]) -> None:
     assert not taken & heavy
 
 
-def test_usage_of_the_command_line_needs_no_torch() -> None:
-    program = "import sys\nfrom troll import cli\ntry: cli.main(['--help'])\nfinally: print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "train" in result.stdout and result.stdout.endswith("False\n")
-
-
 QUIET = """
 import os, sys, threading
 import torch, transformers
