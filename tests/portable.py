@@ -26,51 +26,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
+
+def files(folder: str, names: str) -> tuple[str, ...]:
+    """The paths of test files of a folder, named without `test_`."""
+    return tuple(f"tests/{folder}/test_{name}.py" for name in names.split())
+
+
 #: Environment and folder or files.
 TESTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "trl": (
         ".venv",
         (
-            "tests/trust_region",
-            "--ignore-glob=*_triton.py",
-            "tests/huggingface",
-            *(
-                f"tests/trl/test_{name}.py"
-                for name in (
-                    "advantages",
-                    "anchor",
-                    "architectures",
-                    "bounds",
-                    "critic",
-                    "diagnostics",
-                    "distributed",
-                    "estimators",
-                    "loss",
-                    "seam",
-                    "surrogates",
-                    "trainer",
-                    "value_model",
-                )
-            ),
+            *("tests/trust_region", "--ignore-glob=*_triton.py", "tests/huggingface"),
+            *files("trl", "advantages anchor architectures bounds critic diagnostics distributed estimators loss seam"),
+            *files("trl", "surrogates trainer value_model"),
         ),
     ),
-    "verl": (
-        ".venv-verl",
-        tuple(
-            f"tests/verl/test_{name}.py"
-            for name in (
-                "agent_loop",
-                "cpu",
-                "fsdp",
-                "hooks",
-                "loss",
-                "megatron",
-                "reported",
-                "vision",
-                "vllm_rollout",
-            )
-        ),
-    ),
+    "verl": (".venv-verl", files("verl", "agent_loop cpu fsdp hooks loss megatron reported vision vllm_rollout")),
 }
 
 SETTINGS: dict[str, dict[str, str]] = {

@@ -169,10 +169,14 @@ def test_costs_of_a_record_and_of_a_byte_are_those_of_a_line() -> None:
     assert transfer.line(seconds) == pytest.approx((3e-5, 2e-10))
 
 
-def check_moved(way: str, path: str) -> None:
+#: Narrower than count's own, for the interpreter takes as long as the vocabulary is wide.
+NARROW = (8192, 12_288)
+
+
+def check_moved(way: str, path: str, widths: tuple[int, int] = count.VOCABULARY) -> None:
     """That what is counted is what `step_model` says is moved, near enough: what supports share counts once."""
     torch.manual_seed(0)
-    few, many, narrow, wide = *count.TOKENS, *count.VOCABULARY
+    few, many, narrow, wide = *count.TOKENS, *widths
     counted = {
         (tokens, vocabulary): {
             name: counting.count(call).moved for name, call in count.of_source(path)(tokens, vocabulary).items()
@@ -185,10 +189,8 @@ def check_moved(way: str, path: str) -> None:
         a_token = {v: (counted[many, v][name] - counted[few, v][name]) / (many - few) for v in (narrow, wide)}
         a_logit = (a_token[wide] - a_token[narrow]) / (wide - narrow)
         found[name] = a_logit, a_token[wide] - a_logit * wide
-    capture, update = (
-        found[count.CAPTURE],
-        [sum(x) for x in zip(found[count.FORWARD], found[count.BACKWARD], strict=True)],
-    )
+    capture = found[count.CAPTURE]
+    update = [sum(x) for x in zip(found[count.FORWARD], found[count.BACKWARD], strict=True)]
     said = MOVED[way]
     assert (said.capture, said.update) == pytest.approx((capture[0], update[0]), abs=0.1)
     assert (said.capture_token, said.update_token) == pytest.approx((capture[1], update[1]), rel=0.1)
@@ -207,12 +209,8 @@ HOST = torch.arange(12.0).view(3, 4)
     [
         (lambda: HOST + 1, 1, 0, 96),
         (lambda: HOST.view(4, 3)[1:].t(), 0, 0, 0),
-        (
-            lambda: HOST.masked_fill(HOST > 1, 0),
-            3,
-            0,
-            48 + 12 + 96 + 12 + 48 + 48,
-        ),  # compare; copy; read, mask and write
+        # Compare; copy; read, mask and write.
+        (lambda: HOST.masked_fill(HOST > 1, 0), 3, 0, 48 + 12 + 96 + 12 + 48 + 48),
         (lambda: HOST.bfloat16(), 1, 0, 48 + 24),
         (lambda: HOST.gather(1, torch.zeros(3, 1, dtype=torch.int64, device=HOST.device)), 2, 0, 24 + 24 + 12 + 12),
         (lambda: HOST.sum().item(), 1, 1, 52),
@@ -241,7 +239,7 @@ def test_the_longest_row_that_is_sorted() -> None:
 
 @functools.cache
 def triton_figures(path: str) -> dict[str, dict[str, Any]]:
-    return {row["pass"]: row for row in count.rows("triton", (path,), vocabulary=(8192, 12_288))}
+    return {row["pass"]: row for row in count.rows("triton", (path,), vocabulary=NARROW)}
 
 
 interpreted = pytest.mark.skipif(
@@ -276,7 +274,7 @@ def test_triton_path_holds_its_bars(path: str, name: str) -> None:
 def test_triton_path_moves_what_the_step_model_says(way: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TROLL_KERNELS", "triton")
     monkeypatch.setattr(head_module, "KEPT", 0)  # of so few tokens, all tiles could stay
-    check_moved(way, path)
+    check_moved(way, path, NARROW)
 
 
 @interpreted
@@ -294,9 +292,7 @@ def test_a_contender_that_is_not_installed_is_skipped_by_name() -> None:
     assert list(taken) == ["ours"] and skipped == {"theirs": "quack is not installed"}
 
 
-def test_gpu_report_names_what_failed_what_is_missing_and_what_did_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_report_names_what_failed_what_is_missing_and_what_did_not_fit(tmp_path, monkeypatch):
     def sleep(device: str, repeats: int, folder: Path, seconds: float) -> list[dict[str, Any]]:
         gpu._call(["sleep", "60"], seconds)
         return []

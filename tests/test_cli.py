@@ -19,81 +19,42 @@ from troll_sandbox.errors import SandboxError
     [
         (["train", "quikstart"], "did you mean quickstart"),
         (["train", "quickstart", "--learing_rate", "1"], "did you mean --learning_rate"),
-        (
-            ["train", "quickstart", "--task", "nonsense", "--model_name_or_path", "/nonexistent"],
-            "cannot load the model",
-        ),
-        (["report", "/nonexistent"], "not a run folder"),
+        (["train", "quickstart", "--model_name_or_path", "/nonexistent"], "cannot load the model"),
+        (["train", "quickstart", "--task_options", "{"], "not valid JSON"),
         (["train", "--kl_bound", "0.1", "quickstart"], "the recipe comes first: troll train RECIPE"),
         (["compare", "--seeds", "3", "quickstart"], "the recipe comes first: troll compare RECIPE"),
         (["compare", "quickstart", "quikstart", "--seeds", "3"], "did you mean quickstart"),
-        (["compare", "quickstart", "--kl_bound", "0.1", "-1"], "kl_bound must be above 0"),
-        (["train", "ablation-top-k"], "is a grid over support_top_k: run it with troll compare ablation-top-k"),
+        (["report", "/nonexistent"], "not a run folder"),
+        (["report", __file__], "not a run folder"),
         (["report", "/nonexistent", "/nonexistent"], "neither a run folder"),
         (["report", "/nonexistent", "--output_dir", "x"], "for the page about several runs"),
         (["eval", "/nonexistent"], "no task: name one with --task (only what troll train has saved brings its own)"),
-        (["eval", "/nonexistent", "--task", "gsm8k"], "cannot load the model '/nonexistent'"),
-        (["eval", "m", "--task", "gsm8k", "--samples", "2", "--k", "4"], "k must be between 1 and samples=2, got 4"),
-        (["eval", "m", "--task", "gsm8k", "--samples", "2", "--temperature", "0"], "use samples=1"),
-        (["eval", "m", "--task", "gsm8k", "gsm8k"], "task gsm8k is named 2 times"),
         (["eval", "m", "--task", "gsm8k", "math", "--dataset_path", "x"], "write --dataset_path gsm8k=... math=..."),
-        (["eval", "m", "--task", "gsm8k", "--task_options", "{"], "not valid JSON"),
         (["tasks", "check", "gsm9k"], "unknown task 'gsm9k'; known tasks: aime24"),
         (["tasks", "check", "gsm8k", "--limit", "0"], "limit must be at least 1, got 0"),
-        (["tasks", "check", "gsm8k", "--dataset_path", "/nonexistent.jsonl"], "no such file or folder"),
-        (["tasks", "check", "reasoning_gym:chain_sum"], "has a reward of its own; mathematics and code can be checked"),
-    ],
-)
-def test_mistakes_are_one_line_and_exit_code_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert cli.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.startswith("troll: error: ")
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+        # What argparse finds.
         (["eval", "m", "--task", "gsm8k", "--samples", "two"], "argument --samples: invalid int value: 'two'"),
         (["evaluate"], "invalid choice: 'evaluate'"),
         (["tasks", "chek", "gsm8k"], "invalid choice: 'chek'"),
     ],
 )
-def test_so_are_mistakes_that_argparse_finds(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
-    assert ended.value.code == 2
+def test_mistakes_are_one_line_and_exit_code_2(arguments, message, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    try:
+        assert cli.main(arguments) == 2
+    except SystemExit as ended:  # of argparse
+        assert ended.code == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith("troll: error: ")
     assert error.count("\n") == 1
 
 
-def test_eval_goes_on_where_it_was_stopped(
-    tiny_model: Path,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_eval_goes_on_where_it_was_stopped(tiny_model, tmp_path, monkeypatch, capsys):  # noqa: F811
     from troll.evaluation import run
 
-    command = [
-        "eval",
-        str(tiny_model),
-        "--task",
-        "reasoning_gym:chain_sum",
-        "--eval_size",
-        "2",
-        "--max_new_tokens",
-        "4",
-    ]
-    command += ["--output_dir", str(tmp_path / "out")]
+    command = ["eval", str(tiny_model), "--task", "reasoning_gym:chain_sum", "--eval_size", "2"]
+    command += ["--max_new_tokens", "4", "--output_dir", str(tmp_path / "out")]
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -110,12 +71,7 @@ def test_eval_goes_on_where_it_was_stopped(
     assert "seed is 0 there and 1 here" in capsys.readouterr().err
 
 
-def test_eval_prompts_a_copied_model_as_its_training_did(
-    tiny_model: Path,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_eval_prompts_a_copied_model_as_its_training_did(tiny_model, tmp_path, monkeypatch, capsys):  # noqa: F811
     from troll.evaluation.training_task import TrainingTask
 
     monkeypatch.chdir(tmp_path)
@@ -142,10 +98,7 @@ def test_eval_prompts_a_copied_model_as_its_training_did(
     assert not any(re.fullmatch(r"\d+ [+-] \d+ =", prompt) for prompt in prompts("other"))
 
 
-def test_eval_tells_a_mistake_in_local_data_alone(
-    tiny_model: Path,  # noqa: F811
-    tmp_path: Path,
-) -> None:
+def test_eval_tells_a_mistake_in_local_data_alone(tiny_model, tmp_path):  # noqa: F811
     (tmp_path / "rows.jsonl").write_text('{"q": "1?"}\n')
     command = [sys.executable, "-m", "troll.cli", "eval", str(tiny_model), "--task", "math500"]
     command += ["--dataset_path", str(tmp_path / "rows.jsonl"), "--output_dir", str(tmp_path / "out")]
@@ -180,9 +133,7 @@ def test_tasks_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert cli.main([*command, "--task_options", '{"answer_format": "tag"}']) == 0
 
 
-def test_a_machine_that_can_grade_nothing_is_no_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_that_can_grade_nothing_is_no_traceback(tmp_path, capsys, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise SandboxError("no program of 3 batches in a row could be tested")
 
@@ -202,13 +153,6 @@ def test_ctrl_c_has_its_own_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_usage_is_quick_and_needs_no_torch() -> None:
-    program = "import sys; from troll import cli\ntry: cli.main(['--help'])\nfinally: print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert "train" in result.stdout
-    assert result.returncode == 0
-
-
 def test_the_help_of_train_lists_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     from troll import recipes
 
@@ -224,12 +168,6 @@ def test_a_missing_package_is_named_with_what_brings_it(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
     assert 'pip install "troll-rl[report]"' in result.stderr
-
-
-def test_a_report_needs_a_folder(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    assert cli.main(["report", str(file)]) == 2
 
 
 def test_compare_hands_over_the_whole_grid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,9 +191,7 @@ def test_compare_hands_over_the_whole_grid(monkeypatch: pytest.MonkeyPatch) -> N
     }
 
 
-def test_a_report_about_several_runs_is_one_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_about_several_runs_is_one_page(tmp_path, monkeypatch, capsys):
     for seed in (0, 1):
         (tmp_path / str(seed)).mkdir()
         (tmp_path / str(seed) / "config.yaml").write_text(f"seed: {seed}\n")

@@ -14,9 +14,16 @@ def test_locked_says_where_it_works(monkeypatch, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_writing_replaces_the_whole_file(tmp_path: Path) -> None:
+def test_writing_replaces_the_whole_file_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_text("a longer old text")
     write_atomically(path, "new")
     assert path.read_text() == "new"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_atomically(path, "newer")
+    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("file", "new")]

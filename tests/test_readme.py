@@ -40,15 +40,6 @@ def test_commands_exist() -> None:
     assert benchmarks and all((ROOT / "benchmarks" / f"{name}.py").is_file() for name in benchmarks)
 
 
-def test_the_first_screen_is_short() -> None:
-    """A reader decides in thirty seconds: claim, figure, two commands, two names, what has been run."""
-    first = README[: README.index("## Where to go on")]
-    assert len(first.splitlines()) < 60
-    order = ["robustness.png", "make demo", "+from troll.trl import TrollConfig, TrollTrainer", "**Not run**"]
-    places = [first.index(part) for part in order]
-    assert places == sorted(places)
-
-
 def test_what_it_says_of_the_study_is_so() -> None:
     pytest.importorskip("matplotlib")
     from experiments import figures

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,9 +26,3 @@ def test_train_and_report_from_the_command_line(tmp_path: Path, capsys: pytest.C
 def test_mistakes_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "tce-reach", "--mean_bond", "1"]) == 2
     assert capsys.readouterr().err == "troll: error: unknown field 'mean_bond', did you mean mean_bound?\n"
-
-
-def test_training_movements_takes_no_language_model() -> None:
-    program = "import sys, troll.episodic.train; print(*{'trl', 'transformers', 'datasets'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "\n"

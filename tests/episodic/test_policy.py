@@ -85,12 +85,6 @@ def test_sample_has_the_mean_and_covariance_of_the_policy() -> None:
     assert (drawn.T.cov() - covariance).abs().max() < 2 * bound
 
 
-def test_sample_repeats_with_its_generator() -> None:
-    policy, _ = random_policy(shared=False)
-    first, second = (sample(policy, torch.Generator().manual_seed(3)) for _ in range(2))
-    assert torch.equal(first, second)
-
-
 def test_write_back_sets_a_shared_covariance_only() -> None:
     shared, contextual = (MovementPolicy(2, 3, contextual_covariance=value) for value in (False, True))
     contexts = torch.zeros(2, 2, dtype=torch.float64)

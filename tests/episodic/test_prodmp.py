@@ -54,24 +54,6 @@ def test_trajectory_solves_its_differential_equation(make: dict) -> None:
     np.testing.assert_allclose(speed[:, 0].numpy(), expected.y[1], atol=1e-8 * max(1.0, abs(expected.y[1]).max()))
 
 
-@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_trajectory_begins_at_the_given_position_and_velocity(make: dict) -> None:
-    primitive = ProDMP(**make)
-    weights, start, velocity = random_start(3, primitive)
-    position, speed = primitive.trajectory(weights, start, velocity)
-    torch.testing.assert_close(position[0], start, rtol=0, atol=0)
-    torch.testing.assert_close(speed[0], velocity, rtol=0, atol=0)
-
-
-def test_last_weight_is_the_goal_relative_to_the_start() -> None:
-    primitive = ProDMP(num_bases=2, num_steps=100, time_step=0.02, alpha=60.0)
-    weights = torch.tensor([0.0, 0.0, 0.7], dtype=torch.float64)
-    start, velocity = torch.tensor([0.2], dtype=torch.float64), torch.tensor([3.0], dtype=torch.float64)
-    position, speed = primitive.trajectory(weights, start, velocity)
-    assert position[-1].item() == pytest.approx(0.9, abs=1e-8)
-    assert speed[-1].item() == pytest.approx(0, abs=1e-8)
-
-
 def test_zero_weights_stay_at_rest() -> None:
     primitive = ProDMP(num_bases=4, num_steps=30, time_step=0.05)
     start = torch.tensor([[0.3, -1.0], [2.0, 0.0]], dtype=torch.float64)

@@ -51,20 +51,6 @@ def test_segment_advantages_are_rewards_and_the_change_of_value(discount: float)
         torch.testing.assert_close(found[:, k], expected)
 
 
-def test_segment_advantages_add_up_to_that_of_the_episode() -> None:
-    rewards, values = random_episode()
-    for seed in range(5):
-        cuts = random_cuts(STEPS, 6, torch.Generator().manual_seed(seed))
-        whole = segment_advantages(rewards, values, cuts).sum(-1)
-        torch.testing.assert_close(whole, rewards.sum(-1) - values[:, 0])
-
-
-def test_segments_of_one_step_have_the_temporal_difference() -> None:
-    rewards, values = random_episode()
-    found = segment_advantages(rewards, values, torch.arange(STEPS + 1), 0.9)
-    torch.testing.assert_close(found, generalised_advantages(rewards, values, 0.9, 0.0))
-
-
 @pytest.mark.parametrize("terminal", [True, False])
 def test_generalised_advantages_with_full_decay_are_returns_minus_values(terminal: bool) -> None:
     rewards, values = random_episode(terminal)

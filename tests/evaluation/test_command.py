@@ -1,41 +1,23 @@
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from troll import cli
 from troll.evaluation.command import as_in_training, by_task, configuration, other_prompts
 from troll.evaluation.config import EvaluationError
 from troll.evaluation.training_task import TrainingTask
 from troll.tasks import TaskConfig, TaskError
 
-DEFAULTS: dict[str, Any] = {
-    "model": "some/model",
-    "task": ["gsm8k"],
-    "dataset_path": [],
-    "task_options": [],
-    "eval_size": None,
-    "samples": 1,
-    "k": None,
-    "temperature": None,
-    "top_p": 1.0,
-    "top_k": 0,
-    "max_new_tokens": None,
-    "batch_size": None,
-    "backend": "auto",
-    "seed": 0,
-    "dtype": "auto",
-    "chat_template_kwargs": None,
-    "model_revision": None,
-    "trust_remote_code": False,
-    "output_dir": None,
-}
+PARSER = ArgumentParser()
+cli._add_eval(PARSER)
 
 
 def typed(**changed: Any) -> Namespace:
-    return Namespace(**{**DEFAULTS, **changed})
+    return Namespace(**{**vars(PARSER.parse_args(["some/model", "--task", "gsm8k"])), **changed})
 
 
 def test_one_task_takes_a_path_as_it_is() -> None:
@@ -166,25 +148,22 @@ def test_a_task_of_ones_own_is_known_by_its_file(tmp_path: Path, monkeypatch: py
     assert configuration(typed(task=["own.py:9"]), trained).tasks[0].dataset_path is None
 
 
-@pytest.mark.parametrize("trained", [None, TrainingTask(None, None, {}, None, {})])
-def test_without_a_task_there_is_nothing_to_do(trained: TrainingTask | None) -> None:
-    with pytest.raises(EvaluationError, match="no task: name one with --task"):
-        configuration(typed(task=None, task_options=["{}"]), trained)
-
-
 def test_files_are_loaded_as_for_training() -> None:
     tasks = configuration(typed(task=["gsm8k", "own.py", "own.yaml"]), None).tasks
     assert [task.train_size for task in tasks] == [1, None, None]
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", "1"])
-def test_variables_of_the_chat_template_are_an_object(text: str) -> None:
-    with pytest.raises(TaskError, match=r"chat_template_kwargs (must be a JSON object|is not valid JSON)"):
-        configuration(typed(chat_template_kwargs=text), None)
-
-
-def test_mistakes_of_tasks() -> None:
-    with pytest.raises(TaskError, match="eval_size must be at least 1"):
-        configuration(typed(eval_size=0), None)
-    with pytest.raises(TaskError, match="not valid JSON"):
-        configuration(typed(task_options=["{"]), None)
+@pytest.mark.parametrize(
+    ("changed", "trained", "message"),
+    [
+        ({"task": None, "task_options": ["{}"]}, None, "no task: name one with --task"),
+        ({"task": None}, TrainingTask(None, None, {}, None, {}), "no task: name one with --task"),
+        ({"chat_template_kwargs": "[1]"}, None, "chat_template_kwargs must be a JSON object"),
+        ({"chat_template_kwargs": "{"}, None, "chat_template_kwargs is not valid JSON"),
+        ({"eval_size": 0}, None, "eval_size must be at least 1"),
+        ({"task_options": ["{"]}, None, "not valid JSON"),
+    ],
+)
+def test_mistakes_are_refused(changed: dict[str, Any], trained: TrainingTask | None, message: str) -> None:
+    with pytest.raises((EvaluationError, TaskError), match=message):
+        configuration(typed(**changed), trained)

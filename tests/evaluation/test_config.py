@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,9 +30,7 @@ from troll.tasks import TaskConfig
         ({"tasks": [TaskConfig(task="gsm8k"), TaskConfig(task="gsm8k")]}, "task gsm8k is named 2 times"),
     ],
 )
-def test_mistakes_are_found_at_once(
-    settings: Callable[..., EvaluationConfig], changed: dict[str, Any], message: str
-) -> None:
+def test_mistakes_are_found_at_once(settings, changed, message):
     with pytest.raises(EvaluationError, match=message):
         settings(**changed)
 

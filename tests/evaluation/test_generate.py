@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -121,21 +122,14 @@ def test_rows_of_random_numbers_are_a_prefix_of_longer_ones() -> None:
     assert torch.equal(short, long.flip(0)[:, :10])
 
 
-def test_a_tokenizer_without_padding_pads_all_the_same(tiny_model: Path) -> None:
-    model, tokenizer = load(tiny_model)
-    expected = generator(tiny_model).generate(encoded(tiny_model), [0] * 4)
-    tokenizer.pad_token = None
-    assert (
-        TransformersGenerator(model, tokenizer, Sampling(1.0, 1.0, 0, 12)).generate(encoded(tiny_model), [0] * 4)
-        == expected
-    )
-
-
-def test_padding_without_an_embedding_is_replaced(tiny_model: Path) -> None:
-    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=12)
+@pytest.mark.parametrize("padding", [None, "<new>"])
+def test_padding_that_is_missing_or_has_no_embedding_is_replaced(tiny_model: Path, padding: str | None) -> None:
     expected = generator(tiny_model).generate(encoded(tiny_model), [0, 1, 2, 3])
     model, tokenizer = load(tiny_model)
-    tokenizer.add_special_tokens({"pad_token": "<new>"})
-    assert tokenizer.pad_token_id == model.get_input_embeddings().num_embeddings
-    found = TransformersGenerator(model, tokenizer, sampling).generate(encoded(tiny_model), [0, 1, 2, 3])
-    assert found == expected
+    if padding is None:
+        tokenizer.pad_token = None
+    else:
+        tokenizer.add_special_tokens({"pad_token": padding})
+        assert tokenizer.pad_token_id == model.get_input_embeddings().num_embeddings
+    found = TransformersGenerator(model, tokenizer, Sampling(1.0, 1.0, 0, 12))
+    assert found.generate(encoded(tiny_model), [0, 1, 2, 3]) == expected

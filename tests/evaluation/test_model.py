@@ -27,8 +27,7 @@ def test_a_run_folder_means_its_model(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_the_fingerprint_changes_with_the_weights(tiny_model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model, folder)
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
     before = find_model(str(folder)).fingerprint
     assert find_model(str(folder)).fingerprint == before
     (folder / "README.md").write_text("a corrected card")
@@ -71,9 +70,7 @@ def test_an_adapter_is_merged_into_its_base(tiny_model: Path, tmp_path: Path) ->
     ],
     ids=str,
 )
-def test_load_model_unties_shared_weights_of_an_adapter(
-    tiny_model: Path, tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_load_model_unties_shared_weights_of_an_adapter(tiny_model, tmp_path, settings):
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     assert base.lm_head.weight is base.model.embed_tokens.weight
     trained = adapted(base, LoraConfig(r=4, task_type="CAUSAL_LM", **settings))
@@ -140,8 +137,7 @@ def test_models_that_are_none(tiny_model: Path, tmp_path: Path, monkeypatch: pyt
 
 
 def test_weights_that_are_cut_short_are_one_line(tiny_model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model, folder)
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
     with pytest.raises(EvaluationError, match=r"the weights of .*model cannot be read, .*: fetch or save them anew"):

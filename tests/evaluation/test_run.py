@@ -3,8 +3,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,9 +61,9 @@ class Scripted:
         return [Generation(self.texts.pop(0), 3, True) for _ in prompts]
 
 
-def test_an_evaluation_leaves_every_generation_with_its_verdict(settings: Settings, console: Console) -> None:
+def test_an_evaluation_leaves_every_generation_with_its_verdict(settings, capsys):
     config = settings()
-    assert evaluate(config, console)
+    assert troll.evaluation.evaluate(config)  # prints where Python prints unless told otherwise
     results = results_of(config.folder)
     assert results["status"] == "finished"
     one = results["tasks"]["reasoning_gym:chain_sum"]
@@ -80,19 +78,10 @@ def test_an_evaluation_leaves_every_generation_with_its_verdict(settings: Settin
     assert set(one["metrics"]) == set(one["intervals"]) == {"pass@1", "pass@3", "mean@3"}
     assert results["settings"]["temperature"] == 1.0
     assert results["settings"]["tasks"]["reasoning_gym:chain_sum"]["problems"] == 5
-    assert "reasoning_gym:chain_sum" in console.export_text()
-
-
-def test_it_prints_where_python_prints_unless_told_otherwise(
-    settings: Settings, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert troll.evaluation.evaluate(settings())
     assert "reasoning_gym:chain_sum" in capsys.readouterr().out
 
 
-def test_the_numbers_are_those_of_the_verdicts(
-    settings: Settings, letters: TaskConfig, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_numbers_are_those_of_the_verdicts(settings, letters, console, monkeypatch):
     # Three of each of four problems, whose answers are a, b, c and d.
     texts = ["A", "a", "b", "b", "c", "", "a", "a", "c", "", "", ""]
     monkeypatch.setattr(module._Evaluation, "_load_generator", lambda self: Scripted(texts))
@@ -115,9 +104,7 @@ def test_the_numbers_are_those_of_the_verdicts(
         assert cell in shown
 
 
-def test_unscored_completions_are_counted_and_judged_again(
-    settings: Settings, letters: TaskConfig, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unscored_completions_are_counted_and_judged_again(settings, letters, console, monkeypatch):
     judge, asked = Problems.judge, list[tuple[list[int], list[str]]]()
 
     def troubled(self: Problems, rows: Sequence[int], completions: Sequence[str]) -> list[Verdict]:
@@ -162,10 +149,8 @@ def test_unscored_completions_are_counted_and_judged_again(
     assert (one["unscored"], one["metrics"]["pass@1"]) == (0, pytest.approx((1 / 3 + 2 / 3 + 0 + 1 / 3) / 4))
 
 
-@pytest.mark.parametrize("after", [0, 1, 2, 3])
-def test_an_interrupted_evaluation_goes_on_exactly(
-    settings: Settings, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch, after: int
-) -> None:
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_an_interrupted_evaluation_goes_on_exactly(settings, tmp_path, console, monkeypatch, after):
     whole = settings(output_dir=tmp_path / "whole")
     assert evaluate(whole, console)
     generate, calls = TransformersGenerator.generate, 0
@@ -194,9 +179,7 @@ def test_an_interrupted_evaluation_goes_on_exactly(
     assert without_times(results_of(config.folder)) == without_times(results_of(whole.folder))
 
 
-def test_a_finished_evaluation_takes_no_weights(
-    settings: Settings, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_evaluation_takes_no_weights(settings, console, monkeypatch):
     assert evaluate(settings(), console)
     before = results_of(settings().folder)
     monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("the weights were loaded"))
@@ -207,22 +190,12 @@ def test_a_finished_evaluation_takes_no_weights(
 
 
 def test_batch_size_changes_only_the_order_of_work(settings: Settings, tmp_path: Path, console: Console) -> None:
-    files = [
-        generated(settings(batch_size=size, output_dir=tmp_path / str(size), dtype="float32"), console)
-        for size in (1, 4, 100)
-    ]
-    assert files[0] == files[1] == files[2]
-
-
-def test_greedy_completions_do_not_depend_on_the_seed(settings: Settings, tmp_path: Path, console: Console) -> None:
-    files = [generated(settings(samples=1, seed=seed, output_dir=tmp_path / str(seed)), console) for seed in (0, 1)]
-    assert files[0] == files[1]
-    assert "greedy" in console.export_text()
+    makes = [settings(batch_size=size, output_dir=tmp_path / str(size), dtype="float32") for size in (1, 4, 100)]
+    assert len({generated(config, console) for config in makes}) == 1
 
 
 def test_other_settings_are_refused(settings: Settings, tiny_model: Path, tmp_path: Path, console: Console) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model, model)
+    model = shutil.copytree(tiny_model, tmp_path / "model")
     assert evaluate(settings(model=str(model)), console)
     changes: list[tuple[dict[str, Any], str]] = [
         ({"samples": 2}, "samples is 3 there and 2 here"),
@@ -251,14 +224,12 @@ def test_a_task_may_be_added_later(settings: Settings, letters: TaskConfig, cons
     assert evaluate(first, console)
     assert evaluate(settings(tasks=[*first.tasks, letters]), console)
     assert evaluate(settings(tasks=[letters]), console)
-    results = results_of(first.folder)
-    assert set(results["tasks"]) == {"reasoning_gym:chain_sum", "letters"}
+    recorded = json.loads((first.folder / "settings.json").read_text())["tasks"]
+    assert set(results_of(first.folder)["tasks"]) == set(recorded) == {"reasoning_gym:chain_sum", "letters"}
     assert len(read_lines(first.folder / "generations" / "letters.jsonl")) == 12
 
 
-def test_a_task_has_its_results_as_soon_as_it_is_done(
-    settings: Settings, letters: TaskConfig, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_has_its_results_as_soon_as_it_is_done(settings, letters, console, monkeypatch):
     seen: list[dict[str, Any]] = []
     generate = TransformersGenerator.generate
 
@@ -274,9 +245,7 @@ def test_a_task_has_its_results_as_soon_as_it_is_done(
     assert "pass@3" in seen[-1]["tasks"]["letters"]["metrics"]
 
 
-def test_mistakes_are_found_before_the_weights_are_loaded(
-    settings: Settings, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_found_before_the_weights_are_loaded(settings, console, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("the weights were loaded"))
     with pytest.raises(EvaluationError, match=r"of the model's 1024 for a completion, and max_new_tokens is 1000"):
         evaluate(settings(max_new_tokens=1000), console)
@@ -293,9 +262,7 @@ def test_the_context_bounds_completions_by_default(settings: Settings) -> None:
     assert made.sampling.max_new_tokens == 1024 - max(len(ids) for ids in made.problems[0].ids)
 
 
-def test_a_failed_evaluation_leaves_its_folder(
-    settings: Settings, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_evaluation_leaves_its_folder(settings, console, monkeypatch):
     def out_of_memory(*_: Any) -> list[Generation]:
         raise MemoryError
 
@@ -305,9 +272,7 @@ def test_a_failed_evaluation_leaves_its_folder(
     assert results_of(settings().folder)["status"] == "failed"
 
 
-def test_vllm_is_taken_where_it_can_run(
-    settings: Settings, console: Console, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_is_taken_where_it_can_run(settings, console, tiny_model, monkeypatch):
     made: dict[str, Any] = {}
 
     class Engine(Scripted):
@@ -329,11 +294,8 @@ def test_vllm_is_taken_where_it_can_run(
     assert made["context"] == longest + 6
 
 
-def test_a_token_without_an_embedding_is_named(
-    settings: Settings, tiny_model: Path, tmp_path: Path, console: Console, letters: TaskConfig
-) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model, model)
+def test_a_token_without_an_embedding_is_named(settings, tiny_model, tmp_path, console, letters):
+    model = shutil.copytree(tiny_model, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_tokens(["2:"])
     tokenizer.save_pretrained(model)
@@ -346,9 +308,7 @@ def test_a_token_without_an_embedding_is_named(
     assert evaluate(settings(model=str(model), output_dir=tmp_path / "other"), console)  # prompts without the token
 
 
-def test_an_adapter_that_vllm_cannot_run_is_merged_or_named(
-    settings: Settings, tiny_model: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_that_vllm_cannot_run_is_merged_or_named(settings, tiny_model, tmp_path, console, monkeypatch):
     monkeypatch.setattr(module, "vllm_is_usable", lambda: True)
     monkeypatch.setattr(module, "find_spec", lambda _: True)
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
@@ -360,33 +320,19 @@ def test_an_adapter_that_vllm_cannot_run_is_merged_or_named(
     assert results_of(settings().folder)["settings"]["backend"] == "transformers"
 
 
-@pytest.mark.parametrize("chat", [False, True], ids=["plain prompts", "chat template"])
-def test_gsm8k_and_chain_sum_together(
-    settings: Settings, tiny_model: Path, tmp_path: Path, console: Console, chat: bool
-) -> None:
+def test_gsm8k_by_chat_and_chain_sum_together(settings, chat_model, console):
     if not (DATA / "gsm8k").is_dir():
         pytest.skip(f"needs the GSM8K files in {DATA / 'gsm8k'}")
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model, model)
-    if chat:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        tokenizer.chat_template = "{% for message in messages %}user: {{ message.content }} assistant: {% endfor %}"
-        tokenizer.save_pretrained(model)
+    model = chat_model("{% for message in messages %}user: {{ message.content }} assistant: {% endfor %}")
     gsm8k = TaskConfig(task="gsm8k", dataset_path=str(DATA / "gsm8k"), train_size=1, eval_size=3)
     config = settings(model=str(model), tasks=[gsm8k, *settings().tasks])
     assert evaluate(config, console)
     results = results_of(config.folder)["tasks"]
     assert results["gsm8k"]["problems"] == 3
     records = read_lines(config.folder / results["gsm8k"]["generations"])
-    assert all(record["prompt"].startswith("user: ") == chat for record in records)
+    assert all(record["prompt"].startswith("user: ") for record in records)
     assert "gsm8k" in console.export_text()
 
 
 def test_the_order_of_completions() -> None:
     assert completion_order([3, 9, 3], 2) == [(1, 0), (1, 1), (0, 0), (0, 1), (2, 0), (2, 1)]
-
-
-def test_an_evaluation_takes_no_trl() -> None:
-    program = "import sys, troll.evaluation.run, troll.evaluation.command; print('trl' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "False"

@@ -23,20 +23,20 @@ def result(**metrics: float) -> dict[str, Any]:
     }
 
 
-def shown(settings: Callable[..., EvaluationConfig], terminal: bool = False, **results: dict[str, Any]) -> str:
+def shown(config: EvaluationConfig, terminal: bool = False, **results: dict[str, Any]) -> str:
     console = Console(record=True, file=io.StringIO(), width=60, force_terminal=terminal, color_system=None)
-    print_table(console, results_table(results, settings(ks=[1])))
+    print_table(console, results_table(results, config))
     return console.export_text()
 
 
 def test_a_row_for_each_task_and_only_columns_that_say_something(settings: Callable[..., EvaluationConfig]) -> None:
-    text = shown(settings, gsm8k=result(pass_at_1=0.25, mean_at_3=0.25 + 1e-16))
+    text = shown(settings(ks=[1]), gsm8k=result(pass_at_1=0.25, mean_at_3=0.25 + 1e-16))
     for part in ("gsm8k", "25.0", "[0.0, 100.0]", "50.0%", "12", "3 completions per problem, temperature 1"):
         assert part in text
     assert "mean@3" not in text
     assert "maj@3" not in text
     text = shown(
-        settings,
+        settings(ks=[1]),
         gsm8k=result(pass_at_1=0.25, mean_at_3=0.25, maj_at_3=0.375),
         mbpp=result(pass_at_1=0.25, mean_at_3=0.625),
     )
@@ -46,8 +46,9 @@ def test_a_row_for_each_task_and_only_columns_that_say_something(settings: Calla
 
 
 def test_a_task_without_a_verdict_has_a_row_without_numbers(settings: Callable[..., EvaluationConfig]) -> None:
-    text = shown(settings, mbpp=result(), gsm8k=result(pass_at_1=0.25, mean_at_3=0.25))
+    text = shown(settings(ks=[1]), mbpp=result(), gsm8k=result(pass_at_1=0.25, mean_at_3=0.25))
     assert "25.0" in text and "–" in text and "mbpp" in text
+    assert "greedy" in shown(settings(samples=1), mbpp=result())
 
 
 def test_progress_counts_only_judged_completions() -> None:
@@ -62,7 +63,7 @@ def test_progress_counts_only_judged_completions() -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_in_a_file_the_table_is_as_wide_as_it_needs(settings: Callable[..., EvaluationConfig], terminal: bool) -> None:
     name = "a-task-with-a-long-name" * 3
-    text = shown(settings, terminal, **{name: result(pass_at_1=0.25, mean_at_3=0.25)})
+    text = shown(settings(ks=[1]), terminal, **{name: result(pass_at_1=0.25, mean_at_3=0.25)})
     assert (name in text) != terminal
     assert "25.0" in text
 

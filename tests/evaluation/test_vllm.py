@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -183,9 +182,7 @@ def test_vllm_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_adapter_problem_names_parts_that_vllm_does_not_read(
-    tiny_model: Path, tmp_path: Path, settings: dict[str, Any], problem: str | None
-) -> None:
+def test_adapter_problem_names_parts_that_vllm_does_not_read(tiny_model, tmp_path, settings, problem):
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
     config = LoraConfig(r=4, task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **settings})
     adapted(base, config).save_pretrained(str(tmp_path))

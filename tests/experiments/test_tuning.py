@@ -3,7 +3,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from experiments.tuning import Tuning, tune
 from tests.runs.test_compare import WORKER, console, grid, how, starts, text_of  # noqa: F401  two are fixtures
@@ -21,17 +20,6 @@ def plan(*arguments: str, recipes: tuple[str, ...] = ("quickstart",)) -> Tuning:
 
 def values(runs: list[PlannedRun], *names: str) -> list[tuple[object, ...]]:
     return [tuple(getattr(run.recipe.training, name) for name in names) for run in runs]
-
-
-def test_each_method_tries_the_values_that_it_reads() -> None:
-    tuning = plan("--surrogate", "troll", "clip", *BOUNDS, "--seeds", "1")
-    runs = tuning.runs()
-    troll, clip = ([run for run in runs if run.recipe.training.surrogate == name] for name in ("troll", "clip"))
-    expected = [(bound, rate, seed) for seed in (8, 9) for bound in (0.2, 0.05) for rate in (1e-4, 3e-4)]
-    assert values(troll, "kl_bound", "learning_rate", "seed") == expected
-    expected = [(width, rate, seed) for seed in (8, 9) for width in (0.3, 0.1) for rate in (1e-4, 3e-4)]
-    assert values(clip, "epsilon", "learning_rate", "seed") == expected
-    assert runs[0].name == "quickstart-troll-kl_bound=0.2-learning_rate=1e-4-seed=8"
 
 
 def test_the_best_mean_is_chosen_and_of_equal_ones_the_smaller_values() -> None:
@@ -136,11 +124,7 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def test_each_method_is_compared_with_the_settings_that_were_chosen_for_it(
-    tmp_path: Path,
-    how: dict[str, str],  # noqa: F811
-    console: Console,  # noqa: F811
-) -> None:
+def test_each_method_is_compared_with_the_settings_that_were_chosen_for_it(tmp_path, how, console):  # noqa: F811
     folder = tmp_path / "all"
     command = [*TUNE, "--output_dir", str(folder)]
     how["quickstart-troll-kl_bound=0.01-learning_rate=1e-5-seed=8"] = "reach=0.9"
@@ -177,12 +161,7 @@ def test_each_method_is_compared_with_the_settings_that_were_chosen_for_it(
         tune(["quickstart"], more, console)
 
 
-def test_a_tuning_that_measures_nothing_is_refused(
-    tmp_path: Path,
-    how: dict[str, str],  # noqa: F811
-    console: Console,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tuning_that_measures_nothing_is_refused(tmp_path, how, console, monkeypatch):  # noqa: F811
     monkeypatch.setattr(slots, "WORKER", [*slots.WORKER[:3], WORKER.replace("success_after", "other"), worker.__file__])
     with pytest.raises(RecipeError, match=r"quickstart-clip-.* has no held-out success after training"):
         tune(["quickstart"], [*TUNE, "--output_dir", str(tmp_path / "all")], console)

@@ -1,7 +1,6 @@
 """The configurations of accelerate that are shipped."""
 
 import runpy
-from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
@@ -20,15 +19,10 @@ def test_there_is_one_for_each_back_end() -> None:
 
 
 @pytest.mark.parametrize("name", BACK_ENDS)
-def test_accelerates_own_loader_takes_it(name: str) -> None:
+def test_the_launcher_knows_every_setting_and_the_command_line_comes_first(name: str) -> None:
     config = load_config_from_file(str(accelerate.find(name)))
     assert isinstance(config, ClusterConfig)
-    assert config.distributed_type == BACK_ENDS[name]
-    assert config.mixed_precision == "bf16"
-
-
-@pytest.mark.parametrize("name", BACK_ENDS)
-def test_the_launcher_knows_every_setting_and_the_command_line_comes_first(name: str) -> None:
+    assert (config.distributed_type, config.mixed_precision) == (BACK_ENDS[name], "bf16")
     parser = launch_command_parser()
     several = ["--num_processes", "16", "--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
     given = parser.parse_args(["--config_file", str(accelerate.find(name)), *several, "script.py"])
@@ -47,16 +41,7 @@ def test_the_launcher_knows_every_setting_and_the_command_line_comes_first(name:
         assert arguments.deepspeed_multinode_launcher == "standard"
 
 
-def test_the_path_of_a_configuration_is_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_path_of_a_configuration_is_printed(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["accelerate", "zero3"])
     runpy.run_module("troll.recipes.accelerate")
     assert capsys.readouterr().out.splitlines() == [str(accelerate.find("zero3"))]
-
-
-def test_they_are_no_recipes() -> None:
-    from troll import recipes
-
-    assert not set(recipes.names()) & set(accelerate.names())
-    assert all(Path(path).parent == accelerate.FOLDER for path in map(accelerate.find, accelerate.names()))

@@ -53,18 +53,6 @@ def share_moved(model: nn.Module, learning_rate: float) -> float:
     return moved / sum(parameter.numel() for parameter in trained)
 
 
-def test_these_are_the_recipes_for_real_models() -> None:
-    assert ON_GPU == [
-        "gsm8k-qwen3-24gb",
-        "gsm8k-qwen3-80gb",
-        "math-qwen3",
-        "mbpp-qwen3",
-        "qwen2.5-vl",
-        "qwen3-moe",
-        "reward-model",
-    ]
-
-
 @pytest.mark.parametrize("name", ON_GPU)
 def test_the_weights_of_every_recipe_move(name: str) -> None:
     recipe = load(name)

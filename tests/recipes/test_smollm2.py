@@ -15,10 +15,6 @@ MODEL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
 NAMES = [name for name in recipes.names() if name.startswith("smollm2-")]
 
 
-def test_names_are_those_that_the_documentation_has() -> None:
-    assert NAMES == ["smollm2-gsm8k", "smollm2-reasoning", "smollm2-sums"]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_recipes_name_the_model_of_the_hub_and_train_in_float32(name: str) -> None:
     recipe = recipes.load(name)
@@ -33,11 +29,7 @@ def test_recipes_name_the_model_of_the_hub_and_train_in_float32(name: str) -> No
 @pytest.mark.parametrize(
     ("name", "right", "wrong"),
     [
-        (
-            "smollm2-sums",
-            "{sum} = {0}",
-            ["{sum} = {1}", "{0}", "The answer is {0}.", "{sum} = {0} or {1}", "1 + 1 = 2", ""],
-        ),
+        ("smollm2-sums", "{sum} = {0}", ["{sum} = {1}", "{0}", "It is {0}.", "{sum} = {0} or {1}", "1 + 1 = 2", ""]),
         ("smollm2-reasoning", "So <answer>{0}</answer>", ["So <answer>{1}</answer>", "So {0}", "{sum} = {0}", ""]),
     ],
 )

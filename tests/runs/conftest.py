@@ -1,11 +1,12 @@
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from troll.runs.toy_model import character_tokenizer, model_config
 
@@ -41,11 +42,30 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def short(model: Path, folder: Path) -> list[str]:
+    """Overrides for a short run of any recipe."""
+    settings = SHORT | {"model_name_or_path": model, "output_dir": folder}
+    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+
+
 @pytest.fixture
 def short_run(tiny_model: Path, tmp_path: Path) -> list[str]:
     """Overrides for a short run of any recipe into `tmp_path / "run"`."""
-    settings = SHORT | {"model_name_or_path": tiny_model, "output_dir": tmp_path / "run"}
-    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    return short(tiny_model, tmp_path / "run")
+
+
+@pytest.fixture
+def chat_model(tiny_model: Path, tmp_path: Path) -> Callable[[str | None], Path]:
+    """Makes a copy of the tiny model with a chat template."""
+
+    def make(template: str | None) -> Path:
+        folder = shutil.copytree(tiny_model, tmp_path / "model")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return make
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:

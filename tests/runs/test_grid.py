@@ -90,10 +90,7 @@ def test_names_are_folders_and_unique(tmp_path: Path) -> None:
         (["quickstart", "--output_dir", "a", "b"], "--output_dir takes one folder, got a b"),
         (["quickstart", "--resume_from_checkpoint"], "a comparison resumes by itself"),
         (["quickstart", "--reward_weights", "1.0", "0.5"], "--reward_weights takes a list.* write it in a recipe"),
-        (
-            ["quickstart", "--kl_bound", "0.1", "0.10"],
-            "quickstart-kl_bound=0.1 and quickstart-kl_bound=0.10 are the same run",
-        ),
+        (["quickstart", "--kl_bound", "0.1", "0.10"], "kl_bound=0.1 and quickstart-kl_bound=0.10 are the same run"),
     ],
 )
 def test_mistakes_are_one_line(command: list[str], message: str) -> None:

@@ -148,9 +148,7 @@ def test_update_takes_what_was_estimated() -> None:
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("in_bf16", [False, True], ids=["float32", "autocast"])
-def test_updates_of_several_shapes_take_what_was_estimated(
-    config: PreTrainedConfig, accumulates: bool, lora: bool, checkpointing: bool, in_bf16: bool
-) -> None:
+def test_updates_of_several_shapes_take_what_was_estimated(config, accumulates, lora, checkpointing, in_bf16):
     check_update(config, accumulates, lora, checkpointing, in_bf16)
 
 
@@ -258,12 +256,11 @@ def test_capture_takes_what_was_estimated(in_bf16: bool) -> None:
     assert estimated == pytest.approx(measured_peak(capture), rel=ACCURACY)
 
 
-@pytest.mark.parametrize("config", [QWEN3, LLAMA], ids=["qwen3", "llama"])
-@pytest.mark.parametrize("in_bf16", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize(("prompt", "completion"), [(120, 8), (16, 64)])
-def test_generation_takes_what_was_estimated(
-    config: PreTrainedConfig, in_bf16: bool, prompt: int, completion: int
-) -> None:
+@pytest.mark.parametrize(
+    ("config", "in_bf16", "prompt", "completion"),
+    [(QWEN3, False, 120, 8), (LLAMA, True, 120, 8), (LLAMA, False, 16, 64), (QWEN3, True, 16, 64)],
+)
+def test_generation_takes_what_was_estimated(config, in_bf16, prompt, completion):
     rows = 32
     model = model_of(config).eval()
     model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=None)

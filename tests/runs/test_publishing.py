@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from huggingface_hub import ModelCard
-from transformers import AutoTokenizer
 from transformers.integrations import integration_utils
 
 from troll import recipes
@@ -113,38 +112,47 @@ def test_a_push_says_where_the_model_is_or_how_to_push_it(tmp_path: Path, monkey
     assert told.startswith("not pushed: Token is required") and f"hf upload you/model {tmp_path} ." in told
 
 
-def test_the_toy_model_has_no_base_on_the_hub() -> None:
-    text = card()
-    assert "None" not in text
-    metadata = ModelCard(text).data.to_dict()
-    assert not {"base_model", "datasets"} & metadata.keys()
-    assert metadata["tags"] == ["trl", "reinforcement-learning", "troll"]
-    assert "# sums" in text
-    assert "This is the small language model that `troll train` makes itself, trained by" in text
+HUB_MODEL = ("--model_name_or_path", "Qwen/Qwen3-0.6B")
 
 
-def test_a_model_and_a_data_set_of_the_hub_are_linked() -> None:
-    text = card("--model_name_or_path", "Qwen/Qwen3-0.6B", task=task_of(["?"], hub_dataset="openai/gsm8k"))
-    metadata = ModelCard(text).data.to_dict()
-    assert (metadata["base_model"], metadata["datasets"]) == ("Qwen/Qwen3-0.6B", ["openai/gsm8k"])
-    assert metadata["library_name"] == "transformers"
-    assert "[Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B), trained" in text
-    assert "`gsm8k` ([openai/gsm8k](https://huggingface.co/datasets/openai/gsm8k)) with [TROLL]" in text
-
-
-def test_local_models_and_data_are_named_and_not_linked(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "hub_dataset", "metadata", "texts"),
+    [
+        ((), None, {}, ["# sums", "This is the small language model that `troll train` makes itself, trained by"]),
+        (
+            HUB_MODEL,
+            "openai/gsm8k",
+            {"base_model": "Qwen/Qwen3-0.6B", "datasets": ["openai/gsm8k"], "library_name": "transformers"},
+            [
+                "[Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B), trained",
+                "`gsm8k` ([openai/gsm8k](https://huggingface.co/datasets/openai/gsm8k)) with [TROLL]",
+            ],
+        ),
+        (
+            (*HUB_MODEL, "--use_peft", "true"),
+            None,
+            {"base_model": "Qwen/Qwen3-0.6B", "library_name": "peft"},
+            ["This is a LoRA adapter of [Qwen/Qwen3-0.6B]"],
+        ),
+        (
+            ("--model_name_or_path", "FOLDER/my-model", "--dataset_path", "FOLDER/rows.jsonl"),
+            None,
+            {},
+            ["This is the model of a local folder, `my-model`, trained", "(local data, `rows.jsonl`)"],
+        ),
+    ],
+    ids=["toy", "hub", "adapter", "local"],
+)
+def test_what_is_on_the_hub_is_linked_and_the_rest_named(tmp_path, overrides, hub_dataset, metadata, texts):
     (tmp_path / "my-model").mkdir()
-    text = card("--model_name_or_path", str(tmp_path / "my-model"), "--dataset_path", str(tmp_path / "rows.jsonl"))
-    assert "base_model" not in ModelCard(text).data.to_dict()
-    assert "This is the model of a local folder, `my-model`, trained" in text
-    assert "(local data, `rows.jsonl`)" in text
-    assert str(tmp_path) not in text
-
-
-def test_an_adapter_says_so() -> None:
-    text = card("--model_name_or_path", "Qwen/Qwen3-0.6B", "--use_peft", "true")
-    assert ModelCard(text).data.to_dict()["library_name"] == "peft"
-    assert "This is a LoRA adapter of [Qwen/Qwen3-0.6B]" in text
+    given = [part.replace("FOLDER", str(tmp_path)) for part in overrides]
+    text = card(*given, task=task_of(["?"], hub_dataset=hub_dataset))
+    found = ModelCard(text).data.to_dict()
+    assert {name: found.get(name) for name in metadata} == metadata
+    assert {"base_model", "datasets"} & found.keys() == {"base_model", "datasets"} & metadata.keys()
+    assert found["tags"] == ["trl", "reinforcement-learning", "troll"]
+    assert all(part in text for part in texts)
+    assert "None" not in text and str(tmp_path) not in text
 
 
 def test_success_has_its_intervals() -> None:
@@ -161,12 +169,7 @@ def test_success_has_its_intervals() -> None:
 def test_a_task_without_success_has_its_rewards() -> None:
     text = card(success_before=None, success_after=None)
     assert "| before training | 0.300 |\n| after step 16 | 0.600 |" in text
-    nothing: dict[str, Any] = {
-        "success_before": None,
-        "success_after": None,
-        "reward_before": None,
-        "reward_after": None,
-    }
+    nothing: dict[str, Any] = dict.fromkeys(name for name in SUMMARY if name.endswith(("_before", "_after")))
     assert "Not measured." in card(**nothing)
 
 
@@ -183,18 +186,12 @@ def test_settings_and_citations_are_those_of_the_method() -> None:
 
 
 @pytest.mark.parametrize("conversational", [False, True])
-def test_the_quick_start_runs(
-    conversational: bool, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_quick_start_runs(conversational, tiny_model, chat_model, capsys):
     prompt: Any = 'a "quoted"\nprompt ='
     model = tiny_model
     if conversational:
-        model, prompt = tmp_path / "model", [{"role": "user", "content": prompt}]
-        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-        tokenizer.chat_template = "{{ shout }}{% for message in messages %}{{ message.content }}{% endfor %}"
-        tokenizer.save_pretrained(model)
-        for name in ("config.json", "model.safetensors"):
-            (model / name).symlink_to(tiny_model / name)
+        model = chat_model("{{ shout }}{% for message in messages %}{{ message.content }}{% endfor %}")
+        prompt = [{"role": "user", "content": prompt}]
     text = card(task=task_of([prompt]), model=str(model), variables={"shout": "LOUD "})
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     found: dict[str, Any] = {}

@@ -22,9 +22,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_commit_of_is_head_and_tells_changed_files(checkout: Path) -> None:
-    head = subprocess.run(
-        ["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout
+    head = subprocess.check_output(["git", "-C", str(checkout), "rev-parse", "HEAD"], text=True)
     commit = commit_of(checkout / "package")
     assert commit is not None
     assert len(commit) == 10 and head.startswith(commit)
@@ -34,9 +32,7 @@ def test_commit_of_is_head_and_tells_changed_files(checkout: Path) -> None:
     assert commit_of(checkout / "package") == commit + "+"
 
 
-def test_commit_of_is_none_for_a_package_that_git_does_not_know(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commit_of_is_none_for_a_package_that_git_does_not_know(checkout, tmp_path, monkeypatch):
     (checkout / "installed").mkdir()
     (checkout / "installed" / "__init__.py").write_text("")
     assert commit_of(checkout / "installed") is None

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.integrations import integration_utils
 
-from tests.runs.conftest import logged, trainer_with
+from tests.runs.conftest import logged, short, trainer_with
 from troll import recipes
 from troll.evaluation.training_task import TrainingTask, find_training_task
 from troll.recipes import Recipe, RecipeError
@@ -45,10 +45,17 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
 
 
-def test_a_run_leaves_a_complete_folder(short_run: list[str], tmp_path: Path, console: Console) -> None:
-    assert train(recipes.load("quickstart", short_run), console)
-    folder = tmp_path / "run"
+@pytest.fixture(scope="module")
+def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, str]:
+    """A run that was never interrupted: its overrides, its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    overrides, output = short(tiny_model, folder), io.StringIO()
+    assert train(recipes.load("quickstart", overrides), Console(file=output, width=200))
+    return overrides, folder, output.getvalue()
 
+
+def test_a_run_leaves_a_complete_folder(whole: tuple[list[str], Path, str]) -> None:
+    overrides, folder, printed = whole
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["rollouts"]) == ("finished", 4, 2)
     assert 0 <= summary["success_before"] <= 1
@@ -60,7 +67,7 @@ def test_a_run_leaves_a_complete_folder(short_run: list[str], tmp_path: Path, co
     assert summary["entropy_after"] == [line["entropy"] for line in lines if "loss" in line][-1]
     assert summary["training_seconds"] == pytest.approx(sum(line.get("step_time", 0) for line in lines), abs=0.06)
     assert summary["training_seconds"] < summary["seconds"]
-    assert "with TROLL, KL bound 0.05" in console.export_text(clear=False)
+    assert "with TROLL, KL bound 0.05" in printed
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
     assert [line["step"] for line in lines if "eval_reward" in line] == [0, 2, 4]
     trust_region = [line["trust_region/kl_before_mean"] for line in lines if "loss" in line]
@@ -71,7 +78,7 @@ def test_a_run_leaves_a_complete_folder(short_run: list[str], tmp_path: Path, co
     assert verdicts["step"] == 4
     assert len(verdicts["question"]) == len(verdicts["success"]) == summary["eval_size"]
     assert sum(verdicts["success"]) / summary["eval_size"] == pytest.approx(summary["success_after"])
-    prompts = load_task(recipes.load("quickstart", short_run).task).eval_dataset["prompt"]
+    prompts = load_task(recipes.load("quickstart", overrides).task).eval_dataset["prompt"]
     assert [prompts[number] for number in verdicts["question"]] == prompts
     assert len(set(verdicts["question"])) == len(set(prompts))
 
@@ -79,9 +86,9 @@ def test_a_run_leaves_a_complete_folder(short_run: list[str], tmp_path: Path, co
     assert weights(folder)
     assert "<html" in (folder / "report.html").read_text()
     assert recipes.load(str(folder / "config.yaml")).settings["max_steps"] == 4
-    assert "report" in console.export_text()
+    assert "report" in printed
 
-    trained = TrainingTask.of(recipes.load("quickstart", short_run).task, None)
+    trained = TrainingTask.of(recipes.load("quickstart", overrides).task, None)
     assert trained.task_options["prompt"] == "{expression} ="
     for place in (folder, folder / "model", folder / "checkpoint-2", folder / "checkpoint-4"):
         assert find_training_task(str(place)) == trained
@@ -95,13 +102,12 @@ def test_a_run_leaves_a_complete_folder(short_run: list[str], tmp_path: Path, co
 
 def test_a_run_ends_with_its_process_group(short_run: list[str], console: Console) -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    assert train(recipes.load("quickstart", short_run), console)
+    one_rollout = ["--max_steps", "2", "--eval_strategy", "no", "--eval_on_start", "false", "--save_strategy", "no"]
+    assert train(recipes.load("quickstart", [*short_run, *one_rollout]), console)
     assert not torch.distributed.is_initialized()
 
 
-def test_the_hub_shows_the_card_of_the_run(
-    short_run: list[str], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hub_shows_the_card_of_the_run(short_run, tmp_path, console, monkeypatch):
     uploads: list[dict[str, str]] = []
 
     def upload_folder(api, *, repo_id, folder_path, **options) -> Future:
@@ -141,12 +147,8 @@ class InterruptAt(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def test_an_interrupted_run_is_usable_and_resumes_exactly(
-    short_run: list[str], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uninterrupted = [*short_run, "--output_dir", str(tmp_path / "whole")]
-    assert train(recipes.load("quickstart", uninterrupted), console)
-
+def test_an_interrupted_run_is_usable_and_resumes_exactly(short_run, tmp_path, console, monkeypatch, whole):
+    _, uninterrupted, _ = whole
     with monkeypatch.context() as patched:
         patched.setattr(build, "_trainer", trainer_with(InterruptAt(3)))
         assert not train(recipes.load("quickstart", short_run), console)
@@ -160,14 +162,12 @@ def test_an_interrupted_run_is_usable_and_resumes_exactly(
         train(recipes.load("quickstart", [*short_run, "--resume_from_checkpoint", "--learning_rate", "0.1"]), console)
 
     assert train(recipes.load("quickstart", [*short_run, "--resume_from_checkpoint"]), console)
-    for name, weight in weights(tmp_path / "whole").items():
+    for name, weight in weights(uninterrupted).items():
         torch.testing.assert_close(weights(folder)[name], weight, rtol=0, atol=0)
-    assert logged(folder) == logged(tmp_path / "whole")
+    assert logged(folder) == logged(uninterrupted)
 
 
-def test_training_that_breaks_down_leaves_its_folder(
-    short_run: list[str], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_that_breaks_down_leaves_its_folder(short_run, tmp_path, console, monkeypatch):
     class Poison(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
             with torch.no_grad():
@@ -180,57 +180,49 @@ def test_training_that_breaks_down_leaves_its_folder(
     assert ">failed</span>" in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_mistakes_are_found_before_training(
-    short_run: list[str], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--output_dir", "OCCUPIED"], r"is not empty: choose another with --output_dir$"),
+        (["--output_dir", "OCCUPIED/precious/below"], "cannot be used: Not a directory"),
+        (["--resume_from_checkpoint"], "no complete checkpoint in output_dir"),
+        (["--resume_from_checkpoint", "OCCUPIED"], "not the folder of a checkpoint"),
+        (["--model_name_or_path", "OCCUPIED"], "does not hold a model"),
+        (["--model_name_or_path", "nobody/nothing"], "no such folder"),
+        (["--model_name_or_path", "OCCUPIED", "--warm_up", '{"max_steps": 3}'], "warm_up is how the model 'toy'"),
+        (["--task", "nonsense"], "unknown task"),
+        (
+            ["--eval_tasks", "free_text", "--dataloader_num_workers", "1", "--dataloader_persistent_workers", "true"],
+            "eval_tasks and dataloader_persistent_workers exclude each other",
+        ),
+        (["--task", "math", "--dataset_path", "OCCUPIED/rows.jsonl", "--task_options", "{}"], "test row 12 "),
+    ],
+)
+def test_mistakes_are_found_before_training(short_run, tmp_path, console, monkeypatch, overrides, message):
     monkeypatch.setattr(build, "_trainer", lambda *_: pytest.fail("training was set up"))
-
-    def attempt(*overrides: str, recipe: str = "quickstart") -> None:
-        train(recipes.load(recipe, [*short_run, *overrides]), console)
-
     occupied = tmp_path / "occupied"
     occupied.mkdir()
     (occupied / "precious").touch()
-    with pytest.raises(RecipeError, match=r"is not empty: choose another with --output_dir$"):
-        attempt("--output_dir", str(occupied))
-    with pytest.raises(RecipeError, match="cannot be used: Not a directory"):
-        attempt("--output_dir", str(occupied / "precious" / "below"))
-    with pytest.raises(RecipeError, match="no complete checkpoint in output_dir"):
-        attempt("--resume_from_checkpoint")
-    with pytest.raises(RecipeError, match="not the folder of a checkpoint"):
-        attempt("--resume_from_checkpoint", str(occupied))
-    with pytest.raises(RecipeError, match="does not hold a model"):
-        attempt("--model_name_or_path", str(occupied))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(RecipeError, match="no such folder"):
-        attempt("--model_name_or_path", "nobody/nothing")
-    with pytest.raises(RecipeError, match="warm_up is how the model 'toy' learns the task before"):
-        attempt("--model_name_or_path", str(occupied), "--warm_up", '{"max_steps": 3}')
-    with pytest.raises(TaskError, match="unknown task"):
-        attempt("--task", "nonsense")
-    with monkeypatch.context() as patched:
-        patched.setattr(integration_utils, "is_wandb_available", lambda: False)
-        patched.setattr(build, "model_path", lambda *_: pytest.fail("the model was looked for"))
-        with pytest.raises(RecipeError, match="report_to: wandb is not installed"):
-            attempt("--report_to", "wandb")
-        with pytest.raises(RecipeError, match=r"push_to_hub: .*log in with hf auth login"):
-            attempt("--push_to_hub", "true")
-        with pytest.raises(TaskError, match=r"rollout_func must be FILE\.py:function or module:function, got 'agent'"):
-            attempt("--rollout_func", "agent")
-        with pytest.raises(TaskError, match=r"rollout_func: there is no file agent\.py"):
-            attempt("--rollout_func", "agent.py:rollout")
-        with pytest.raises(TaskError, match="rollout_func: cannot import no_agent: No module named 'no_agent'"):
-            attempt("--rollout_func", "no_agent:rollout")
-        with pytest.raises(TaskError, match="rollout_func: json has no function 'rollout'"):
-            attempt("--rollout_func", "json:rollout")
-    with pytest.raises(RecipeError, match="eval_tasks and dataloader_persistent_workers exclude each other"):
-        workers = ["--dataloader_num_workers", "1", "--dataloader_persistent_workers", "true"]
-        attempt("--eval_tasks", "free_text", *workers)
-    unanswered = tmp_path / "unanswered.jsonl"
-    unanswered.write_text('{"question": "1 + 1?", "answer": "two"}\n' * 20)
-    with pytest.raises(TaskError, match="test row 12 "):
-        attempt("--dataset_path", str(unanswered), recipe="gsm8k-qwen3-80gb")
+    (occupied / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": ""}\n' * 20)
+    given = [part.replace("OCCUPIED", str(occupied)) for part in overrides]
+    with pytest.raises((RecipeError, TaskError), match=message):
+        train(recipes.load("quickstart", [*short_run, *given]), console)
     assert (occupied / "precious").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--report_to", "wandb"], "report_to: wandb is not installed"),
+        (["--push_to_hub", "true"], r"push_to_hub: .*log in with hf auth login"),
+        (["--rollout_func", "agent"], r"rollout_func must be FILE\.py:function or module:function, got 'agent'"),
+    ],
+)
+def test_mistakes_are_found_before_the_model_is_looked_for(short_run, console, monkeypatch, overrides, message):
+    monkeypatch.setattr(integration_utils, "is_wandb_available", lambda: False)
+    monkeypatch.setattr(build, "model_path", lambda *_: pytest.fail("the model was looked for"))
+    with pytest.raises((RecipeError, TaskError), match=message):
+        train(recipes.load("quickstart", [*short_run, *overrides]), console)
 
 
 @pytest.mark.parametrize(
@@ -246,18 +238,14 @@ def test_mistakes_are_found_before_training(
         ("eval_steps", "4", False),
     ],
 )
-def test_what_a_resumed_run_may_change(
-    short_run: list[str], tmp_path: Path, field: str, value: str, refused: bool
-) -> None:
+def test_what_a_resumed_run_may_change(short_run, tmp_path, field, value, refused):
     folder = tmp_path / "run"
     (folder / "checkpoint-2").mkdir(parents=True)
     (folder / "checkpoint-2" / "trainer_state.json").write_text("{}")
     recipes.save(recipes.load("quickstart", short_run), folder / "config.yaml")
     changed = recipes.load("quickstart", [*short_run, f"--{field}", value, "--resume_from_checkpoint"])
     if refused:
-        with pytest.raises(
-            RecipeError, match=f"holds a run with other settings: {field} is .* there and .*{value}.* here"
-        ):
+        with pytest.raises(RecipeError, match=f"with other settings: {field} is .* there and .*{value}.* here"):
             checkpoint_of(changed, folder)
     else:
         assert checkpoint_of(changed, folder) is True
@@ -279,36 +267,19 @@ def on_local_files(short_run: list[str], recipe: str, path: Path, *overrides: st
     return recipes.load(recipe, [*short_run, *short, "--gradient_accumulation_steps", "1", *overrides])
 
 
-@pytest.mark.parametrize("chat", [False, True], ids=["plain prompts", "chat template"])
-def test_gsm8k_recipe_runs_on_local_files(
-    short_run: list[str], tiny_model: Path, tmp_path: Path, console: Console, chat: bool
-) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model, model)
-    if chat:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        tokenizer.chat_template = CHAT_TEMPLATE
-        tokenizer.save_pretrained(model)
-    assert train(
-        on_local_files(short_run, "gsm8k-qwen3-80gb", DATA / "gsm8k", "--model_name_or_path", str(model)), console
-    )
-    lines = lines_of(tmp_path / "run")
-    assert all(0 <= line["rewards/success/mean"] <= 1 for line in lines if "reward" in line)
-    assert any(line.get("trust_region/kl_before_mean", 0) > 0 for line in lines)
-
-
 def test_fewer_prompts_than_a_rollout_takes_are_refused(short_run: list[str], console: Console) -> None:
     with pytest.raises(RecipeError, match=r"a rollout takes 4 prompts .* has 3 to train on"):
         train(recipes.load("quickstart", [*short_run, "--train_size", "3"]), console)
 
 
-def test_other_tasks_are_evaluated_beside_the_one_trained_on(
-    short_run: list[str], tmp_path: Path, console: Console
-) -> None:
+def test_gsm8k_recipe_trains_by_chat_and_evaluates_other_tasks(short_run, chat_model, tmp_path, console):
     benchmarks = [f"{name}={DATA / 'math_eval' / name}.jsonl" for name in ("aime24", "amc23")]
     several = ["--num_generations_eval", "2", "--eval_temperature", "1", "--eval_tasks", *benchmarks]
-    assert train(on_local_files(short_run, "gsm8k-qwen3-80gb", DATA / "gsm8k", *several), console)
+    model = ["--model_name_or_path", str(chat_model(CHAT_TEMPLATE))]
+    assert train(on_local_files(short_run, "gsm8k-qwen3-80gb", DATA / "gsm8k", *model, *several), console)
     lines = lines_of(tmp_path / "run")
+    assert all(0 <= line["rewards/success/mean"] <= 1 for line in lines if "reward" in line)
+    assert any(line.get("trust_region/kl_before_mean", 0) > 0 for line in lines)
     for step in (0, 2):
         found = [line for line in lines if line["step"] == step]
         assert [sum(f"eval_{name}pass@1" in line for line in found) for name in ("", "aime24_", "amc23_")] == [1, 1, 1]
@@ -319,9 +290,7 @@ def test_other_tasks_are_evaluated_beside_the_one_trained_on(
     assert "maj@2" in page and "aime24" in page
 
 
-def test_tasks_of_ones_own_are_judged_by_their_own_rewards(
-    short_run: list[str], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_of_ones_own_are_judged_by_their_own_rewards(short_run, tmp_path, console, monkeypatch):
     recipe = tmp_path / "recipe.yaml"
     (tmp_path / "rows.jsonl").write_text('{"q": "a?", "a": "1"}\n{"q": "b?", "a": "2"}\n')
     (tmp_path / "rewards.py").write_text(
@@ -360,50 +329,33 @@ def test_a_recipe_names_its_rollout_function(short_run: list[str], tmp_path: Pat
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps({"extends": "quickstart", "rollout_func": f"{tmp_path / 'agent.py'}:rollout"}))
     assert train(recipes.load(str(recipe), short_run), console)
-    found = [
-        line["conversations/per_sample"] for line in lines_of(tmp_path / "run") if "conversations/per_sample" in line
-    ]
-    assert found == [2, 2]
+    found = [line.get("conversations/per_sample") for line in lines_of(tmp_path / "run")]
+    assert [each for each in found if each is not None] == [2, 2]
     again = recipes.load(str(tmp_path / "run" / "config.yaml"))
     assert again.task.rollout_func == f"{tmp_path / 'agent.py'}:rollout"
 
 
-def test_a_chat_template_that_refuses_is_one_line(short_run: list[str], tiny_model: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model, model)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-        + CHAT_TEMPLATE
-    )
-    tokenizer.save_pretrained(model)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"problem": f"{n}?", "answer": n}) + "\n" for n in range(12)))
-    overrides = [*short_run, "--model_name_or_path", str(model), "--task", "math", "--dataset_path", str(rows)]
-    for more, message in (
-        (["--task_options", '{"system_prompt": "Be brief."}'], "prompts of math: System role not supported; check"),
-        (["--task_options", "{}", "--chat_template_kwargs", '{"conversation": 1}'], "check --chat_template_kwargs"),
-    ):
-        with pytest.raises(TaskError, match=message) as error:
-            train(recipes.load("quickstart", [*overrides, *more]), Console(quiet=True))
-        assert "\n" not in str(error.value)
+def test_a_chat_template_that_refuses_is_one_line(short_run, chat_model, console):
+    model = chat_model("{% if strict %}{{ raise_exception('System role not supported') }}{% endif %}")
+    overrides = ["--model_name_or_path", str(model), "--chat_template_kwargs", '{"strict": true}']
+    with pytest.raises(TaskError, match=r"prompts of .*chain_sum: System role not supported; check") as error:
+        train(recipes.load("quickstart", [*short_run, *overrides]), console)
+    assert "\n" not in str(error.value)
 
 
 def test_weights_that_are_cut_short_are_one_line(short_run: list[str], tiny_model: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model, model)
+    model = shutil.copytree(tiny_model, tmp_path / "model")
     with (model / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
     with pytest.raises(RecipeError, match=r"the weights of .*model cannot be read"):
         train(recipes.load("quickstart", [*short_run, "--model_name_or_path", str(model)]), Console(quiet=True))
 
 
-def test_mbpp_recipe_trains_on_the_fraction_of_tests_and_logs_success(
-    short_run: list[str], tmp_path: Path, console: Console
-) -> None:
+def test_mbpp_recipe_trains_on_the_fraction_of_tests_and_logs_success(short_run, tmp_path, console):
     if shutil.which("bwrap") is None:
         pytest.skip("needs bubblewrap")
-    assert train(on_local_files(short_run, "mbpp-qwen3", DATA / "mbpp" / "mbpp.jsonl"), console)
+    once = ["--eval_on_start", "false", "--eval_size", "4"]
+    assert train(on_local_files(short_run, "mbpp-qwen3", DATA / "mbpp" / "mbpp.jsonl", *once), console)
     lines = lines_of(tmp_path / "run")
     assert any("rewards/success/mean" in line and "rewards/passed_fraction/mean" in line for line in lines)
     assert any("eval_pass@1" in line for line in lines)

@@ -27,9 +27,7 @@ def test_conversations_go_through_the_chat_template(tiny_model: Path) -> None:  
     assert prompt_texts(tokenizer, [conversation], "sums", {}) == ["<user>1 + 1?<assistant>"]
     assert prompt_texts(tokenizer, [conversation], "sums", {"shout": True}) == ["LOUD <user>1 + 1?<assistant>"]
     assert prompt_texts(tokenizer, ["1 + 1?"], "sums", {}) == ["1 + 1?"]
-    with pytest.raises(
-        TaskError, match=r"chat template does not take the prompts of sums: .*check --chat_template_kwargs"
-    ):
+    with pytest.raises(TaskError, match=r"not take the prompts of sums: .*check --chat_template_kwargs"):
         prompt_texts(tokenizer, [conversation], "sums", {"conversation": 1})
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(TaskError, match=r"prompts of sums: System role not supported; .* option system_prompt"):

@@ -49,11 +49,8 @@ def test_mbpp_asks_with_its_tests(write):
     plain = load_task(mbpp(write, [1, 2], eval_size=1))
     assert plain.train_dataset["prompt"] == [f'"""\n{question}\n"""\n']
     assert list(plain.references) == [mbpp_row(number)["code"] for number in (1, 2)]
-    assert json.loads(plain.train_dataset[0]["tests"]) == {
-        "asserts": tests.splitlines(),
-        "setup": "",
-        "names": ["add_1"],
-    }
+    expected = {"asserts": tests.splitlines(), "setup": "", "names": ["add_1"]}
+    assert json.loads(plain.train_dataset[0]["tests"]) == expected
     chat = load_task(mbpp(write, [1, 2], eval_size=1), conversational=True)
     (message,) = chat.train_dataset[0]["prompt"]
     assert message == {"role": "user", "content": f"{question}\n\nWrite the whole program in one ```python block."}
@@ -91,10 +88,7 @@ def test_mbpp_from_the_hub(hub):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"test_list": []},
-            r"train row 1 \(counted from 0\) of .*mbpp.jsonl has no list of tests in its field 'test_li",
-        ),
+        ({"test_list": []}, r"train row 1 \(counted from 0\) of .*mbpp.jsonl has no list of tests in its field 'test_"),
         ({"test_list": ["assert f("]}, "train row 1 .* that are not Python"),
         ({"code": "def f(:"}, "train row 1 .* that are not Python"),
         ({"text": ""}, "train row 1 .* no text in its field 'text'"),
@@ -114,10 +108,7 @@ def test_options_are_checked(write):
         ({"memory_mb": 1}, "memory_bytes must be at least"),
         ({"partial_credit": "yes"}, "partial_credit must be true or false"),
         ({"packages": "numpy"}, "packages must be a list of texts"),
-        (
-            {"answer_format": "tag"},
-            "has no option 'answer_format'; it has partial_credit, .*, prompt, system_",
-        ),
+        ({"answer_format": "tag"}, "has no option 'answer_format'; it has partial_credit, .*, prompt, system_"),
     ]:
         with pytest.raises(TaskError, match=message) as error:
             load_task(mbpp(write, [1, 2], eval_size=1, task_options=options))
@@ -129,11 +120,7 @@ def test_code_task_without_a_sandbox_names_the_package_to_install(write, monkeyp
     with pytest.raises(TaskError, match="bubblewrap") as error:
         load_task(mbpp(write, [1, 2], eval_size=1))
     assert "\n" not in str(error.value)
-
-
-def test_options_are_checked_before_the_sandbox_starts(write, monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(TaskError, match="has no option 'system_promt'"):
+    with pytest.raises(TaskError, match="has no option 'system_promt'"):  # found before the sandbox starts
         load_task(mbpp(write, [1, 2], eval_size=1, task_options={"system_promt": "Be brief."}))
 
 
@@ -185,9 +172,7 @@ def test_eurus_code_has_streams_and_calls(hub):
 def test_a_row_of_eurus_without_tests_is_named(write, truth):
     good = json.dumps({"inputs": ["1"], "outputs": ["1"]})
     rows = [{"prompt": "Write.", "reward_model": {"ground_truth": text}, "ability": "code"} for text in (truth, good)]
-    with pytest.raises(
-        TaskError, match=r"train row 0 \(counted from 0\) of .* in its field 'reward_model.ground_truth'"
-    ):
+    with pytest.raises(TaskError, match=r"train row 0 .* of .* in its field 'reward_model.ground_truth'"):
         load_task(TaskConfig("eurus_code", write("rows.jsonl", rows), eval_size=1))
 
 
@@ -224,9 +209,7 @@ INSIDE = json.dumps({"asserts": ["class A(B): pass", "assert A().f() == 1"]})
 def test_tests_that_need_the_programs_process_run_there_only_on_demand(write):
     tests = [INSIDE, json.dumps({"asserts": ["assert f() == 1"]})]
     program = "class B:\n    def f(self): return 1\nf = B().f"
-    with pytest.warns(
-        UserWarning, match=r"tests of 1 row, .* row 0 .*cannot be passed from outside .*program's B"
-    ) as said:
+    with pytest.warns(UserWarning, match=r"tests of 1 row, .* row 0 .* from outside .*program's B") as said:
         task = with_tests(write, tests)
     assert len(said) == 1
     assert scores(task, [program] * 2, task.train_dataset) == [[0.0, 1.0]]
@@ -309,16 +292,10 @@ def check_solutions(name, path, solutions, sample):
         assert set(found) == {0.0}
 
 
-def humaneval_solutions():
-    rows = [json.loads(line) for line in HUMANEVAL.read_text().splitlines()]
-    assert len(rows) == 164
-    body = [row["canonical_solution"] for row in rows]
-    return [(each, f"```python\n{row['prompt']}{each}```") for row, each in zip(rows, body, strict=True)]
-
-
 def humaneval_functions():
     """Only the function, without the imports and helpers that its prompt begins with."""
     rows = [json.loads(line) for line in HUMANEVAL.read_text().splitlines()]
+    assert len(rows) == 164
     starts = [row["prompt"].rindex(f"def {row['entry_point']}") for row in rows]
     texts = [row["prompt"][at:] + row["canonical_solution"] for row, at in zip(rows, starts, strict=True)]
     assert sum("List[" in text or "poly(" in text for text in texts) > 10  # which the prompts begin with
@@ -332,10 +309,9 @@ def mbpp_solutions():
 
 
 @needs_humaneval
-@pytest.mark.parametrize("solutions", [humaneval_solutions, humaneval_functions])
 @pytest.mark.parametrize("sample", [16, ALL])
-def test_real_solutions_of_humaneval_pass(solutions, sample):
-    check_solutions("humaneval", HUMANEVAL, solutions(), sample)
+def test_real_solutions_of_humaneval_pass(sample):
+    check_solutions("humaneval", HUMANEVAL, humaneval_functions(), sample)
 
 
 @needs_mbpp

@@ -141,12 +141,8 @@ def test_shaping_is_off_by_default_and_weighted(folder):
     assert success(prompts=[""] * 2, completions=[right, wrong], answer=["1000"] * 2) == [1.0, 0.0]
     assert shape(prompts=[""] * 2, completions=[wrong, "7"], answer=["1000"] * 2) == [1.0, 0.0]
     assert overlong(completion_ids=[[1] * 5, [1] * 10, [1] * 20]) == [0, -1, -1]
-    for wrong_options in (
-        {"format_reward": -1},
-        {"overlong": {"length": 10}},
-        {"overlong": {"length": 2, "cache": 6}},
-        {"level": 3},
-    ):
+    too_short: list[dict] = [{"overlong": {"length": 10}}, {"overlong": {"length": 2, "cache": 6}}]
+    for wrong_options in ({"format_reward": -1}, {"level": 3}, *too_short):
         with pytest.raises(TaskError):
             load_task(TaskConfig("gsm8k", path, task_options=wrong_options))
 
@@ -166,9 +162,7 @@ def test_gold_answers_of_solutions():
         with pytest.raises(ValueError, match="its last box is empty or open"):
             boxed_or_whole(solution)
     for solution in ("It is 2.\n2", "2 #### 2", "2" * 201):
-        with pytest.raises(
-            ValueError, match=r"a solution without a \\boxed\{\}, .*; name the column that holds only the answer"
-        ):
+        with pytest.raises(ValueError, match=r"a solution without a \\boxed\{\}, .*; name the column that holds only"):
             boxed_or_whole(solution)
 
 

@@ -10,11 +10,8 @@ EXPRESSION = {**SMALL, "prompt": "{expression} ="}
 
 
 def _load(data_set="chain_sum", options=None, train_size=200, eval_size=50):
-    return load_task(
-        TaskConfig(
-            task=f"reasoning_gym:{data_set}", task_options=options or {}, train_size=train_size, eval_size=eval_size
-        )
-    )
+    sizes = {"train_size": train_size, "eval_size": eval_size}
+    return load_task(TaskConfig(f"reasoning_gym:{data_set}", task_options=options or {}, **sizes))
 
 
 def _score(task, rows, completions):
@@ -37,22 +34,14 @@ def test_splits_share_no_question_even_where_there_are_only_200():
 
 def test_splits_have_the_distribution_of_the_generator():
     for split in _SPLITS:
-        terms = [
-            q.entry["metadata"]["num_terms"] for q in questions("chain_sum", {"max_terms": 5}, split=split, size=2000)
-        ]
-        assert {count: terms.count(count) / 2000 for count in range(2, 6)} == pytest.approx(
-            dict.fromkeys(range(2, 6), 0.25), abs=0.04
-        )
+        drawn = questions("chain_sum", {"max_terms": 5}, split=split, size=2000)
+        terms = [question.entry["metadata"]["num_terms"] for question in drawn]
+        assert [terms.count(count) / 2000 for count in range(2, 6)] == pytest.approx([0.25] * 4, abs=0.04)
 
 
 def test_draws_are_deterministic_and_a_longer_draw_starts_with_the_shorter():
     short = questions("chain_sum", EXPRESSION, split="train", size=20)
     assert questions("chain_sum", EXPRESSION, split="train", size=50)[:20] == short
-
-
-def test_prompt_template_reads_the_metadata():
-    prompts = _load(options=EXPRESSION).train_dataset["prompt"]
-    assert all(len(prompt) == len("1 + 2 =") and prompt.endswith(" =") for prompt in prompts)
 
 
 def test_success_is_the_verifiers_full_score():
@@ -101,15 +90,6 @@ def test_success_needs_the_answer_format():
     for completion, expected in scores.items():
         arguments = {"prompts": rows["prompt"], "completions": [completion], "question_id": rows["question_id"]}
         assert [reward(**arguments)[0] for reward in task.reward_funcs] == expected, completion
-
-
-def test_system_prompt_stands_before_every_question():
-    options = {**EXPRESSION, "system_prompt": "Answer with a number."}
-    config = TaskConfig("reasoning_gym:chain_sum", task_options=options, train_size=2, eval_size=2)
-    chat, plain = load_task(config, conversational=True), load_task(config)
-    for prompt, text in zip(chat.train_dataset["prompt"], plain.train_dataset["prompt"], strict=True):
-        assert [message["role"] for message in prompt] == ["system", "user"]
-        assert text == "\n\n".join(message["content"] for message in prompt)
 
 
 def test_examples_stand_between_the_system_prompt_and_every_question():
@@ -185,7 +165,7 @@ def test_other_data_sets_score_their_own_answers(data_set):
         (
             "chain_sum",
             {"terms": 3},
-            "'chain_sum' has no option 'terms'; it has allow_negation, answer_format, attempts, examples, ",
+            "'chain_sum' has no option 'terms'; it has allow_negation, answer_format, ",
         ),
         ("chain_sum", {"seed": 3}, "'seed' is not for reasoning-gym tasks"),
         ("chain_sum", {"min_terms": 5, "max_terms": 3}, "max_terms must be >= min_terms"),

@@ -107,7 +107,7 @@ def test_registering_a_prefix_twice_is_an_error(echo_task):
     [
         (
             "gsm9k",
-            r"unknown task 'gsm9k'; known tasks: .*gsm8k, .*prompts\[:<hub data set>\], reas.*; or the path of a .yaml",
+            r"unknown task 'gsm9k'; known tasks: .*gsm8k, .*prompts\[:<hub data set>\], .*; or the path of",
         ),
         ("", "unknown task ''"),
         ("gsm8k:hard", "not of the form 'gsm8k'"),

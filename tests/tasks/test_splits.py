@@ -33,9 +33,7 @@ def test_one_file_holds_out_its_end(write):
     train, test = read_splits(TaskConfig(dataset_path=path, eval_size=3), Source("hub/name"))
     assert (len(train), test.dataset["text"], list(test.numbers), test.split) == (7, ["7", "8", "9"], [7, 8, 9], "test")
     for size, wanted in ((10, 10), (None, 256)):
-        with pytest.raises(
-            TaskError, match=f"has 10 rows, not enough to hold out eval_size={wanted} of them: choose a"
-        ):
+        with pytest.raises(TaskError, match=f"has 10 rows, not enough to hold out eval_size={wanted} of them"):
             sizes(TaskConfig(dataset_path=path, eval_size=size))
 
 
@@ -61,12 +59,6 @@ def test_one_file_may_say_itself_how_it_is_divided(write):
     assert (train.dataset["text"], test.dataset["text"], list(test.numbers)) == (["0", "4"], ["2"], [2])
     train, test = read_splits(config, Source("hub/name"), lambda rows: None)
     assert (len(train), len(test)) == (3, 2)
-
-
-def test_two_files(tmp_path, write):
-    config = TaskConfig(dataset_path=write("a.jsonl", texts(5)))
-    write("b.jsonl", texts(3))
-    assert sizes(config, held_out_file=tmp_path / "b.jsonl") == [5, 3]
 
 
 def test_the_hub_with_and_without_a_test_split(hub):
@@ -95,9 +87,7 @@ def test_an_unreachable_hub_is_one_line(monkeypatch):
         raise ConnectionError("no way\nnetwork")
 
     monkeypatch.setattr(splits_module, "load_dataset", unreachable)
-    with pytest.raises(
-        TaskError, match=r"cannot load hub/name .* connect to the network, or give a local copy .*; no way"
-    ) as error:
+    with pytest.raises(TaskError, match=r"cannot load hub/name .* or give a local copy .*; no way") as error:
         sizes()
     assert "\n" not in str(error.value)
 
