@@ -9,7 +9,7 @@ import torch
 
 from tests.trl import dense
 from tests.trl.surrogates.scored import pair, scored_tokens, settings
-from troll.trl.surrogates import NoSettings
+from troll.trl.surrogates import SURROGATES, NoSettings
 from troll.trl.surrogates.formulas import (
     DRPOSettings,
     GMPOSettings,
@@ -143,6 +143,38 @@ def test_a_kl_penalty_with_a_clip_and_a_cap(clip, cap):
     free = torch.isclose(loss, -SIGNS * RATIOS, rtol=1e-9)
     assert free.any() and not free.all()
     torch.testing.assert_close(gradient, torch.where(free, -SIGNS * RATIOS, 0.0), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("old_logit", "new_logit"), [(-32.0, -29.0), (-20.0, -40.0), (-40.0, -20.0)])
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+def test_the_ratio_of_a_projected_token_below_the_floor(tail, old_logit, new_logit):
+    """With a bucket, τ s − A(τ) where s is of the raw probabilities; with a floored tail, of the floored ones."""
+    args = settings(tail=tail, support_top_k=3, mass_threshold=0.0, kl_bound=0.05)
+    old_logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, old_logit]], dtype=torch.float64)
+    logits = torch.tensor([[0.5, 1.0, 2.5, -1.0, new_logit]], dtype=torch.float64, requires_grad=True)
+    tokens = scored_tokens(logits, old_logits, torch.tensor([4]), kl_bound=args.kl_bound, top_k=3, tail=tail)
+    terms = troll(tokens, args, NoSettings())
+    assert terms.log_ratio is not None and terms.penalty is not None and terms.step is not None
+    assert terms.step.projected.all()
+    reference = logits.detach().clone().requires_grad_()
+    expected = dense.token(reference[0], old_logits[0], 4, args)
+    assert float(terms.log_ratio) == pytest.approx(float(expected.log_ratio), abs=1e-8)
+    (terms.log_ratio.exp() + terms.penalty).sum().backward()
+    (expected.log_ratio.exp() + expected.regression).backward()
+    assert logits.grad is not None and reference.grad is not None
+    torch.testing.assert_close(logits.grad, reference.grad, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name, surrogate in SURROGATES.items() if surrogate.terms is not None])
+def test_terms_of_no_token_are_empty(name):
+    """As in a micro-batch whose completions are all masked."""
+    new, old, sampled = (each[:0] for each in pair())
+    surrogate = SURROGATES[name]
+    assert surrogate.terms is not None
+    tokens = scored_tokens(new, old, sampled, advantages=ADVANTAGES[:0], top_k=9)
+    terms = surrogate.terms(tokens, settings(), surrogate.own())
+    made = [value for value in (terms.log_ratio, terms.keep, terms.penalty) if value is not None]
+    assert made and all(value.shape == (0,) for value in made)
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0, 10.0])
