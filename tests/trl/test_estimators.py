@@ -156,10 +156,3 @@ def test_a_resumed_run_has_the_same_critic_and_policy(make, tmp_path, lora):
     checkpoint = tmp_path / "checkpoint-2"
     assert (checkpoint / CRITIC_FILE).is_file()
     assert json.loads((checkpoint / "kl_bound.json").read_text())["kind"] == "hold_projected_fraction"
-
-
-def test_a_checkpoint_without_a_critic_is_refused(make, tmp_path):
-    make(save_strategy="steps", save_steps=2, max_steps=2, output_dir=str(tmp_path)).train()
-    ppo = make(advantage_estimator="gae", max_steps=4, output_dir=str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="no checkpoint of a run with a critic"):
-        ppo.train(resume_from_checkpoint=True)

@@ -14,8 +14,11 @@ from transformers.trainer_utils import get_last_checkpoint
 from tests.dying import in_new_process
 from tests.trl import fault_worker
 from tests.trl.processes import launch
+from tests.trl.token_rewards_worker import Odd
 from troll.trl import checkpoints
+from troll.trl.callback import BOUND_STATE, PENALTY_STATE
 from troll.trl.checkpoints import MARKER, check_complete, defect, last_checkpoint, newest_complete
+from troll.trl.rollout_weights import WEIGHTS_STATE
 
 KILLED = -9
 
@@ -52,7 +55,6 @@ def test_whole_run_moves_policy_critic_and_bound(whole):
     assert len({states[step]["bound"].item() for step in (0, 2, 4, 6)}) == 4
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Killed
 
 
@@ -114,7 +116,6 @@ def test_one_of_two_processes_is_killed(model_path, tmp_path, place):
         assert_went_on(result, torch.load(tmp_path / f"whole-{rank}.pt"), 2)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Damaged afterwards, and other folders
 
 
@@ -242,13 +243,37 @@ def test_checkpoints_without_a_marker(damaged):
         check_complete(last)
 
 
+def test_checkpoints_without_the_state_of_a_part(make, tmp_path):
+    """Of runs without that part, or of an older version."""
+    make(save_strategy="steps", save_steps=2, max_steps=2).train()
+    for name in (BOUND_STATE, MARKER):
+        (tmp_path / "checkpoint-2" / name).unlink()
+    speak = {"reward_funcs": Odd(), "advantage_estimator": "rloo_tokens", "resampling_rounds": 1}
+    linear = {"kl_bound_schedule": "linear", "kl_bound_schedule_kwargs": {"end": 0.01}}
+    adaptive = {"surrogate": "kl_penalty", "surrogate_kwargs": {"target": 1e-6}}
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"advantage_estimator": "gae"}, "no checkpoint of a run with a critic"),
+        (speak, "no checkpoint of a run with resampling and rewards that speak"),
+        ({"rollout_delay": 2}, f"has no {WEIGHTS_STATE}: it is no checkpoint of a run with rollout_delay"),
+    ]
+    for settings, message in refused:
+        with pytest.raises(FileNotFoundError, match=message):
+            make(max_steps=4, **settings).train(resume_from_checkpoint=True)
+    warned: list[tuple[dict[str, Any], str]] = [
+        (linear, "the schedule of kl_bound starts anew"),
+        (adaptive, f"{PENALTY_STATE}: trust_region/kl_penalty_weight starts anew"),
+    ]
+    for settings, message in warned:
+        with pytest.warns(UserWarning, match=message):
+            make(max_steps=4, **settings).train(resume_from_checkpoint=True)
+
+
 def test_other_folders_are_no_checkpoints(damaged):
     (damaged / "checkpoint-best").mkdir()
     (damaged / "checkpoint-9").write_text("a file")
     assert newest_complete(damaged) == (damaged / "checkpoint-6", {})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What is done once a checkpoint is complete
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.trl import dense
+from tests.trl.moved import Moved
 from tests.trl.tiny import (
     ARCHITECTURES,
     MEAN_ERROR,
@@ -141,29 +142,15 @@ DENSE: dict[str, Any] = {"support_top_k": 48, "mass_threshold": 0.0}
 
 def compare_with_dense(make: Any, model: str = "llama", tools: bool = False, **settings: Any) -> None:
     """Every micro-batch of a rollout: loss, gradients and metrics equal those of `dense`."""
-    trainer = make(TrollTrainer, model, **settings)
-    args, reference = trainer.args, make.model(model)
-    buffered = rollout(trainer)
-    if tools:
-        buffered = [dense.with_tools(inputs) for inputs in buffered]
-    with torch.no_grad():
-        old_logits = [dense.completion_logits(reference, inputs, args.temperature) for inputs in buffered]
-    move(trainer.model, 0.1)
-    reference.load_state_dict(trainer.model.state_dict())
-
+    moved = Moved(make, model, dense.with_tools if tools else dict, **settings)
+    args, trainer = moved.args, moved.trainer
+    # The condition of the projection; and how close to the bound the bracketing comes.
+    tolerance = 1e-3 if args.solver == "bracket" else MEAN_ERROR / math.sqrt(2 * args.kl_bound)
     everything: list[dense.Token] = []
-    for inputs, old in zip(buffered, old_logits, strict=True):
-        loss, gradients = loss_and_gradients(trainer, inputs)
-        rows = dense.tokens(dense.completion_logits(reference, inputs, args.temperature), old, inputs, args)
+    for inputs, old in moved.batches:
+        rows = dense.tokens(moved.logits(inputs), old, inputs, args)
         everything += itertools.chain(*rows)
-        reference.zero_grad()
-        expected = dense.loss(rows, inputs, args)
-        expected.backward()
-        assert loss == pytest.approx(expected.item(), rel=2e-5, abs=2e-6)
-        # The condition of the projection; and how close to the bound the bracketing comes.
-        tolerance = 1e-3 if args.solver == "bracket" else MEAN_ERROR / math.sqrt(2 * args.kl_bound)
-        assert_same_gradients(gradients, gradients_of(reference), tolerance)
-
+        moved.assert_loss(inputs, dense.loss(rows, inputs, args), tolerance)
     projected = [one for one in everything if one.multiplier > 0]
     assert projected, "the test moves the weights too little"
     metrics = trainer.monitor.metrics(global_step=1)

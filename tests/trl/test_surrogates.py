@@ -17,8 +17,8 @@ from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOTrainer
 
 from tests.trl import dense
-from tests.trl.tiny import assert_same_gradients, loss_and_gradients, move, rollout, same_updates
-from tests.trl.tiny import gradients as gradients_of
+from tests.trl.moved import Moved
+from tests.trl.tiny import assert_same_gradients, loss_and_gradients, rollout, same_updates
 from troll.trl import TrollTrainer
 from troll.trl.old_policy import OLD_POLICY
 from troll.trl.own_settings import number
@@ -28,8 +28,11 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 LEVELS = ("token", "sequence")
 
 
-@pytest.mark.parametrize("diagnostics_steps", [0, 1])
-@pytest.mark.parametrize(("loss_type", "level"), list(itertools.product(LOSS_TYPES, LEVELS)))
+@pytest.mark.parametrize(
+    ("loss_type", "level", "diagnostics_steps"),
+    # Without diagnostics the loss is handed on as it is.
+    [*itertools.product(LOSS_TYPES, LEVELS, [1]), ("grpo", "token", 0), ("dapo", "sequence", 0)],
+)
 @pytest.mark.parametrize(
     "clip",
     [{"epsilon": 0.1}, {"epsilon": 0.1, "epsilon_high": 0.28}, {"epsilon": 0.1, "epsilon_high": 0.15, "delta": 1.4}],
@@ -87,26 +90,21 @@ def test_gmpo_is_gmpo_trainers(make, beta):
         assert theirs._metrics["train"]["clip_ratio/region_mean"][0] > 0
 
 
-def assert_is_formula(make: Any, trainer: Any, of_sequence: Callable[..., list[Tensor]]) -> None:
+def assert_is_formula(make: Any, of_sequence: Callable[..., list[Tensor]], **settings: Any) -> None:
     """The loss and its gradients, after the network has moved, are those of a formula on full logits.
 
-    `of_sequence` takes the new and the old log-probabilities (t, V) of a completion's tokens, their ids and the
-    advantage, and returns the loss of each.
+    `of_sequence` takes the new and the old log-probabilities (t, V) of a completion's tokens, their ids, the advantage
+    and the configuration, and returns the loss of each.
     """
-    inputs = rollout(trainer)[0]
-    with torch.no_grad():
-        old = dense.completion_logits(make.model(), inputs, 1.0).log_softmax(-1)
-    move(trainer.model, 0.1)
-    loss, gradients = loss_and_gradients(trainer, inputs)
-
-    model = make.copied(trainer)
-    new, mask = dense.completion_logits(model, inputs, 1.0).log_softmax(-1), dense.scored_mask(inputs)
-    sequences = zip(new, old, inputs["completion_ids"], inputs["advantages"].tolist(), mask, strict=True)
-    rows = [of_sequence(n[at], o[at], ids[at].tolist(), advantage) for n, o, ids, advantage, at in sequences]
-    expected = dense.aggregate(rows, inputs, trainer.args)
-    expected.backward()
-    assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
-    assert_same_gradients(gradients, gradients_of(model))
+    moved = Moved(make, **settings)
+    inputs, old = moved.batches[0]
+    policies = (logits.log_softmax(-1) for logits in (moved.logits(inputs), old))
+    parts = *policies, inputs["completion_ids"], inputs["advantages"].tolist(), dense.scored_mask(inputs)
+    rows = [
+        of_sequence(new[at], old[at], ids[at].tolist(), advantage, moved.args)
+        for new, old, ids, advantage, at in zip(*parts, strict=True)
+    ]
+    moved.assert_loss(inputs, dense.aggregate(rows, inputs, moved.args), rel=1e-5)
 
 
 def dense_loss(new: Tensor, old: Tensor, sampled: int, advantage: float, args: Any) -> Tensor:
@@ -131,12 +129,10 @@ def dense_loss(new: Tensor, old: Tensor, sampled: int, advantage: float, args: A
     ids=str,
 )
 def test_a_weighted_divergence_is_that_of_full_logits(make, settings, loss_type):
-    trainer = make(support_top_k=5, loss_type=loss_type, **settings)
+    def of_sequence(new: Tensor, old: Tensor, ids: list[int], advantage: float, args: Any) -> list[Tensor]:
+        return [dense_loss(*token, advantage, args) for token in zip(new, old, ids, strict=True)]
 
-    def of_sequence(new: Tensor, old: Tensor, ids: list[int], advantage: float) -> list[Tensor]:
-        return [dense_loss(*token, advantage, trainer.args) for token in zip(new, old, ids, strict=True)]
-
-    assert_is_formula(make, trainer, of_sequence)
+    assert_is_formula(make, of_sequence, support_top_k=5, loss_type=loss_type, **settings)
 
 
 @dataclass(frozen=True)
@@ -153,7 +149,7 @@ def test_a_new_surrogate_is_one_function_and_one_registration(make, monkeypatch,
         log_ratio = own.share * tokens.log_ratio
         return Terms(log_ratio=log_ratio, keep=tokens.log_ratio.detach() < 0, penalty=log_ratio.square())
 
-    def of_sequence(new: Tensor, old: Tensor, ids: list[int], advantage: float) -> list[Tensor]:
+    def of_sequence(new: Tensor, old: Tensor, ids: list[int], advantage: float, args: Any) -> list[Tensor]:
         log_ratio = 0.5 * (new - old)[range(len(ids)), ids]
         keep = log_ratio.detach() < 0
         kept.extend(keep.tolist())
@@ -163,7 +159,7 @@ def test_a_new_surrogate_is_one_function_and_one_registration(make, monkeypatch,
     kept: list[bool] = []
     monkeypatch.setitem(SURROGATES, "shared", Surrogate(shared, ShareSettings))
     settings = {"surrogate": "shared", "surrogate_kwargs": {"share": 0.5}, "importance_sampling_level": level}
-    assert_is_formula(make, make(loss_type=loss_type, **settings), of_sequence)
+    assert_is_formula(make, of_sequence, loss_type=loss_type, **settings)
     assert 0 < sum(kept) < len(kept)
 
 
@@ -222,7 +218,8 @@ def test_on_policy_updates_with_the_log_probabilities_of_vllm(make, surrogate):
 
 
 def test_all_surrogates_start_from_the_same_rollout(make):
-    rollouts = {name: rollout(make(surrogate=name)) for name in SURROGATES}
+    names = ("troll", "kl_penalty", "dppo_tv", "drpo", "clip", "none")
+    rollouts = {name: rollout(make(surrogate=name)) for name in names}
     for name, buffered in rollouts.items():
         for ours, reference in zip(buffered, rollouts["troll"], strict=True):
             assert ours["completion_ids"].tolist() == reference["completion_ids"].tolist(), name

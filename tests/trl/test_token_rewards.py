@@ -214,11 +214,3 @@ def test_a_resumed_run_has_the_same_share(make, tmp_path):
     shares = [entry["resampling/right_share"] for entry in log if "resampling/right_share" in entry]
     first, second = (torch.load(tmp_path / f"checkpoint-{step}" / RESAMPLING_STATE)["needed_share"] for step in (2, 4))
     assert shares == pytest.approx([0.3, 0.3 + 0.2 * (second - first)]) and first != second
-
-
-def test_a_checkpoint_without_the_share_is_refused(make, tmp_path):
-    make(save_strategy="steps", save_steps=2, max_steps=2, output_dir=str(tmp_path)).train()
-    more: dict[str, Any] = {"reward_funcs": Odd(), "advantage_estimator": "rloo_tokens", "resampling_rounds": 1}
-    trainer = make(max_steps=4, output_dir=str(tmp_path), **more)
-    with pytest.raises(FileNotFoundError, match="no checkpoint of a run with resampling and rewards that speak"):
-        trainer.train(resume_from_checkpoint=True)
