@@ -270,14 +270,13 @@ def test_single_tokens_are_scored_by_the_models_own_logits(make, surrogate, tied
 
 @pytest.mark.parametrize("surrogate", ["troll", "clip"])
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_single_tokens_are_trained_and_saved(make, surrogate, tied, beta, tmp_path):
+def test_single_tokens_are_trained_and_saved(make, surrogate, tied, tmp_path):
     """Of the embedding, and of the head that it is tied to; what is loaded again is what was trained."""
     model = make_model("llama", tie_word_embeddings=tied)
     model.save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], trainable_token_indices=[10, 11])
-    trainer = make(model=model, peft_config=config, surrogate=surrogate, beta=beta)
+    trainer = make(model=model, peft_config=config, surrogate=surrogate, beta=0.1)
     before = parameters(trainer.model)
     trainer.train()
     assert any("trainable_tokens_delta" in name for name in changed(before, trainer.model))

@@ -189,6 +189,7 @@ def test_settings_that_do_not_go_together_are_refused_with_what_can(tmp_path, se
     [
         ("troll", {"sapo_temperature_pos": 0.0, "vespo_k_pos": -1.0}),
         ("clip", {"epsilon": 1.5, "epsilon_high": None, "delta": 1.1}),
+        ("clip", {"loss_type": "luspo", "epsilon_high": 5.0}),
         ("vespo", {"vespo_k_pos": 0.0, "vespo_lambda_neg": 0}),
         ("ipo", {"surrogate_kwargs": {"threshold": 1}}),
         ("dppo_tv", {"surrogate_kwargs": {"threshold": 1.0}}),
@@ -242,11 +243,6 @@ def test_a_loss_that_a_surrogate_does_not_take_is_refused_with_what_works(tmp_pa
         config(tmp_path, loss_type="luspo", surrogate=surrogate)
     with pytest.raises(ValueError, match=f"delta is a part of TRL's clip, which surrogate '{surrogate}' does not use"):
         config(tmp_path, delta=4.0, surrogate=surrogate)
-
-
-def test_the_clip_takes_its_settings(tmp_path):
-    args = config(tmp_path, loss_type="luspo", surrogate="clip", delta=4.0, epsilon_high=5.0)
-    assert (args.loss_type, args.delta, args.epsilon_high) == ("luspo", 4.0, 5.0)
 
 
 SET: list[tuple[str, str, str]] = [
@@ -317,58 +313,35 @@ def test_an_epsilon_is_ignored_with_a_warning(tmp_path, ignored, names):
 
 
 @pytest.mark.parametrize(
-    ("accumulation", "per_generation", "iterations", "steps", "on_policy"),
+    ("settings", "steps", "updates", "on_policy"),
     [
-        (1, 1, 1, 1, True),  # TRL's defaults: one update a rollout
-        (8, 8, 1, 8, True),
-        (1, None, 1, 8, False),  # ours: eight
-        (8, None, 1, 64, False),
-        (8, 4, 1, 4, True),  # two rollouts an update
-        (8, 4, 2, 8, True),
-        (1, 8, 1, 8, False),
-        (1, None, 2, 2, False),
-        (2, 4, 1, 4, False),
-        (2, 3, 1, 3, False),  # an update may straddle two rollouts
-        (4, 4, 2, 8, False),
-    ],
-)
-def test_always_on_policy(tmp_path, accumulation, per_generation, iterations, steps, on_policy):
-    args = config(
-        tmp_path,
-        per_device_train_batch_size=8,
-        gradient_accumulation_steps=accumulation,
-        steps_per_generation=per_generation,
-        num_iterations=iterations,
-    )
-    assert args.rollout_steps == steps
-    assert args.always_on_policy is on_policy
-
-
-@pytest.mark.parametrize(
-    ("settings", "steps", "updates"),
-    [
-        ({}, 8, 8),
-        ({"gradient_accumulation_steps": 4}, 32, 8),
-        ({"updates_per_rollout": 2, "gradient_accumulation_steps": 4}, 8, 2),
-        ({"updates_per_rollout": 1, "gradient_accumulation_steps": 4}, 4, 1),
+        ({}, 8, 8, False),
+        ({"gradient_accumulation_steps": 4}, 32, 8, False),
+        ({"updates_per_rollout": 2, "gradient_accumulation_steps": 4}, 8, 2, False),
+        ({"updates_per_rollout": 1, "gradient_accumulation_steps": 4}, 4, 1, True),
         # An update goes over all of a rollout's passes, repeated ones too.
-        ({"updates_per_rollout": 6, "gradient_accumulation_steps": 2, "num_iterations": 3}, 4, 6),
+        ({"updates_per_rollout": 6, "gradient_accumulation_steps": 2, "num_iterations": 3}, 4, 6, False),
         # TRL's settings win over our default.
-        ({"steps_per_generation": 4}, 4, 4),
-        ({"steps_per_generation": 4, "gradient_accumulation_steps": 4}, 4, 1),
-        ({"generation_batch_size": 32}, 4, 4),
-        ({"num_iterations": 3, "gradient_accumulation_steps": 2}, 2, 3),
-        ({"steps_per_generation": 8, "updates_per_rollout": 8}, 8, 8),
-        ({"generation_batch_size": 32, "updates_per_rollout": 4}, 4, 4),
-        # Not a whole number of updates.
-        ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, 3, None),
-        ({"steps_per_generation": 4, "gradient_accumulation_steps": 8}, 4, None),
+        ({"steps_per_generation": 1}, 1, 1, True),
+        ({"steps_per_generation": 4}, 4, 4, False),
+        ({"steps_per_generation": 4, "gradient_accumulation_steps": 4}, 4, 1, True),
+        ({"steps_per_generation": 4, "gradient_accumulation_steps": 4, "num_iterations": 2}, 4, 2, False),
+        ({"steps_per_generation": 4, "gradient_accumulation_steps": 8, "num_iterations": 2}, 4, 1, True),
+        ({"generation_batch_size": 32}, 4, 4, False),
+        ({"num_iterations": 3, "gradient_accumulation_steps": 2}, 2, 3, False),
+        ({"steps_per_generation": 8, "updates_per_rollout": 8}, 8, 8, False),
+        ({"generation_batch_size": 32, "updates_per_rollout": 4}, 4, 4, False),
+        # Not a whole number of updates: one straddles two rollouts, or takes two.
+        (ONE_PASS_IN_TWO, 3, None, False),
+        ({"steps_per_generation": 4, "gradient_accumulation_steps": 8}, 4, None, True),
     ],
 )
-def test_updates_per_rollout_sets_the_steps_of_a_rollout(tmp_path, settings, steps, updates):
+def test_updates_per_rollout_and_the_steps_of_a_rollout(tmp_path, settings, steps, updates, on_policy):
     args = config(tmp_path, per_device_train_batch_size=8, **settings)
     assert (args.steps_per_generation, args.updates_per_rollout) == (steps, updates)
     assert args.generation_batch_size == 8 * steps
+    assert args.rollout_steps == steps * args.num_iterations
+    assert args.always_on_policy is on_policy
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,6 @@ def same_metrics(actual: list[dict[str, Any]], expected: list[dict[str, Any]], t
             assert one[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), name
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Training
 
 
@@ -157,7 +156,6 @@ def test_statistics_cover_the_logging_window(make):
     assert entry["trust_region/kl_before_mean"] < max(logged(each, "trust_region/kl_before_mean"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The configuration that TROLL cannot act on
 
 
@@ -169,10 +167,7 @@ ON_POLICY: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", ON_POLICY, ids=str)
 def test_an_on_policy_configuration_is_told_and_is_grpo(make, monkeypatch, settings):
-    def fail(*_: Any, **__: Any) -> None:
-        raise AssertionError("the old policy was captured")
-
-    monkeypatch.setattr(old_policy, "capture_tokens", fail)
+    monkeypatch.setattr(old_policy, "capture_tokens", lambda *_, **__: pytest.fail("the old policy was captured"))
     with pytest.warns(UserWarning, match="every update is on-policy") as caught:
         ours = make(kl_bound=1e-6, beta=0.1, **settings)
     (message,) = [str(warning.message) for warning in caught if "on-policy" in str(warning.message)]
@@ -187,7 +182,6 @@ def test_an_on_policy_configuration_is_told_and_is_grpo(make, monkeypatch, setti
     same_metrics(steps(ours), steps(theirs))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The old policy
 
 
@@ -250,7 +244,6 @@ def test_a_trainer_that_no_longer_scores_the_new_policy_is_noticed(make, monkeyp
         loss_and_gradients(trainer, inputs)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # PEFT, dropout, precision
 
 
@@ -375,7 +368,6 @@ def test_the_head_is_computed_in_float32_where_that_is_asked_for(make, architect
     torch.testing.assert_close(inputs["old_per_token_logps"][mask], fused[mask], rtol=1e-5, atol=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Evaluation
 
 
@@ -401,7 +393,6 @@ def test_evaluation_in_the_middle_of_training_is_grpos(make, monkeypatch):
     assert all(entry.keys() >= METRICS for entry in steps(trainer))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Failures and warnings
 
 
@@ -526,7 +517,6 @@ def test_arguments_are_accepted_by_position_as_by_grpo(make):
     assert trainer.train_dataset is data
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Saving and resuming
 
 
@@ -610,18 +600,13 @@ def test_a_log_that_a_users_callback_asks_for_has_everything(make):
     assert last["step"] == 3 and "trust_region/kl_before_mean" in last
 
 
-def test_what_an_interrupted_update_leaves_behind_is_cleared(make, monkeypatch):
+def test_what_an_interrupted_update_leaves_behind_is_cleared(make):
     trainer = make(eval_dataset=make_dataset(4), max_steps=2)
     expected = make(eval_dataset=make_dataset(4)).evaluate().keys()
-
-    def interrupt(*args: object, **kwargs: object) -> None:
-        raise KeyboardInterrupt
-
     inputs = rollout(trainer)[0]
-    with monkeypatch.context() as patch:
-        patch.setattr("trl.GRPOTrainer._compute_loss", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            trainer._compute_loss(trainer.model, inputs)
+    interrupt = mock.patch("trl.GRPOTrainer._compute_loss", side_effect=KeyboardInterrupt)
+    with interrupt, pytest.raises(KeyboardInterrupt):
+        trainer._compute_loss(trainer.model, inputs)
     assert trainer.evaluate().keys() == expected
 
 

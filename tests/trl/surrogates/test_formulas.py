@@ -12,10 +12,8 @@ from tests.trl.surrogates.scored import pair, scored_tokens, settings
 from troll.trl.surrogates import SURROGATES, NoSettings, Terms
 from troll.trl.surrogates.formulas import (
     DRPOSettings,
-    GMPOSettings,
     KLPenaltySettings,
     drpo,
-    gmpo,
     kl_penalty,
     regression,
     troll,
@@ -223,18 +221,3 @@ def test_drpo_of_a_rare_token_that_became_likely_is_finite():
     (gradient,) = torch.autograd.grad(penalty.sum(), new)
     assert penalty.isfinite().all() and float(penalty) > 1e17
     assert gradient.isfinite().all() and gradient.any()
-
-
-def test_gmpo_clips_where_the_advantage_pushes_out():
-    log_ratio = torch.tensor([-0.9, -0.3, 0.3, 0.9] * 2, dtype=torch.float64)
-    logits = torch.stack([log_ratio - 1.0, torch.log1p(-torch.exp(log_ratio - 1.0))], -1).requires_grad_()
-    old = torch.tensor([[-1.0, float(torch.log1p(-torch.exp(torch.tensor(-1.0, dtype=torch.float64))))]])
-    advantages = torch.tensor([1.0] * 4 + [-1.0] * 4)
-    tokens = scored_tokens(logits, old.double().expand(8, 2), torch.zeros(8, dtype=torch.long), advantages=advantages)
-    terms = gmpo(tokens, settings(), GMPOSettings(range=0.4))
-    assert terms.log_ratio is not None
-    assert terms.keep is None and terms.penalty is None
-    expected = torch.tensor([-0.9, -0.3, 0.3, 0.4, -0.4, -0.3, 0.3, 0.9], dtype=torch.float64)
-    torch.testing.assert_close(terms.log_ratio, expected, rtol=1e-6, atol=1e-6)
-    (gradient,) = torch.autograd.grad(terms.log_ratio.sum(), tokens.new_log_probs)
-    assert gradient.tolist() == [1, 1, 1, 0, 0, 1, 1, 1]

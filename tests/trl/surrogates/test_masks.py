@@ -219,8 +219,8 @@ def test_dppo_of_certain_tokens_has_finite_divergences():
         counts=torch.ones(5, dtype=torch.bool),
     )
     # Far and leaving; equal; far, but coming back (A > 0 and r < 1); far and leaving; equal.
-    for dppo, own in ((dppo_kl, DPPOKLSettings()), (dppo_tv, DPPOTVSettings())):
-        assert kept(dppo(tokens, settings(), own)) == [False, True, True, False, True]
+    for terms in (dppo_kl(tokens, settings(), DPPOKLSettings()), dppo_tv(tokens, settings(), DPPOTVSettings())):
+        assert kept(terms) == [False, True, True, False, True]
 
 
 def test_ipo_drops_what_has_moved_in_either_direction():
