@@ -58,32 +58,26 @@ def test_whole_run_moves_policy_critic_and_bound(whole):
 # Killed
 
 
-def test_killed_in_an_update(model_path, whole, tmp_path):
-    folder = tmp_path / "out"
-    assert run(model_path("llama"), folder, "update 4") == KILLED
-    resumed = run(model_path("llama"), folder, resume=True)
-    assert resumed["lines"] == ["resuming from checkpoint-2 (step 2 of 6)"]
-    assert_went_on(resumed, whole[1], 2)
-
-
 @pytest.mark.parametrize(
-    "file",
-    ["optimizer.pt", "trainer_state.json", MARKER]
-    + [pytest.param(file, marks=pytest.mark.slow) for file in ("model.safetensors", "critic.part", "rng_state.pth")],
+    "place",
+    ["update 4", "checkpoint-4/optimizer.pt", "checkpoint-4/trainer_state.json", f"checkpoint-4/{MARKER}"]
+    + [
+        pytest.param(f"checkpoint-4/{file}", marks=pytest.mark.slow)
+        for file in ("model.safetensors", "critic.part", "rng_state.pth")
+    ],
 )
-def test_killed_in_a_checkpoint(model_path, whole, tmp_path, file):
-    folder = tmp_path / "out"
-    assert run(model_path("llama"), folder, f"checkpoint-4/{file}") == KILLED
-    assert (folder / "checkpoint-4" / file).is_file()
-    assert get_last_checkpoint(str(folder)) == str(folder / "checkpoint-4"), "which transformers would resume from"
-
+def test_killed_in_an_update_or_a_checkpoint(model_path, whole, tmp_path, place):
+    folder, in_checkpoint = tmp_path / "out", place.startswith("checkpoint")
+    assert run(model_path("llama"), folder, place) == KILLED
+    if in_checkpoint:
+        assert (folder / place).is_file()
+        assert get_last_checkpoint(str(folder)) == str(folder / "checkpoint-4"), "which transformers would resume from"
     resumed = run(model_path("llama"), folder, resume=True)
-    assert resumed["lines"] == [
-        "resuming from checkpoint-2 (step 2 of 6); checkpoint-4 is incomplete and is ignored: the run ended while it "
-        "was written"
-    ]
+    (line,) = resumed["lines"]
+    ignored = "; checkpoint-4 is incomplete and is ignored: the run ended while it was written"
+    assert line == "resuming from checkpoint-2 (step 2 of 6)" + ignored * in_checkpoint
     assert_went_on(resumed, whole[1], 2)
-    assert defect(folder / "checkpoint-4") is None, "it was written anew"
+    assert not in_checkpoint or defect(folder / "checkpoint-4") is None, "it was written anew"
 
 
 def test_killed_while_a_checkpoint_is_written_anew(model_path, whole, tmp_path):
