@@ -57,12 +57,6 @@ class Rollout:
         return dict(self.given)
 
 
-def group_advantages(rewards: Sequence[float]) -> torch.Tensor:
-    """GRPO's, (N,)."""
-    grouped = torch.tensor(rewards).view(-1, SETTINGS["num_generations"])
-    return ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)).flatten()
-
-
 def by_hand(
     model: torch.nn.Module,
     samples: Sequence[Sequence[dict[str, list[int]]]],
@@ -112,15 +106,14 @@ UNEQUAL = [0, 0, 0, 0, 0, 0, 3, 0, 1, 4, 2, 1]
 def work(mode: str, models: Callable[[str], Path], folder: Path) -> dict[str, Any]:
     """A rollout with its metrics, the gradients of its rows in this process, and a run."""
     make = tiny.Maker(models, folder / "out")
-    halves = {"per_device_train_batch_size": SETTINGS["per_device_train_batch_size"] // 2, "ddp_backend": "gloo"}
     found: dict[str, Any] = {}
     for loss in ("grpo", "dapo"):
         rollout = Rollout(UNEQUAL)
-        trainer = make(rollout_func=rollout, loss_type=loss, **SETTINGS | halves)
+        trainer = make(rollout_func=rollout, loss_type=loss, **tiny.halved(SETTINGS))
         assert trainer.accelerator.num_processes == 2
         gradients = mean_gradients(trainer)
-        kept = [{n: v for n, v in inputs.items() if torch.is_tensor(v)} for inputs in trainer._buffered_inputs]
+        kept = [tiny.tensors(inputs) for inputs in trainer._buffered_inputs]
         found[loss] = {"gradients": gradients, "inputs": kept, "samples": samples_of(rollout.given)}
-    trainer = make(rollout_func=Rollout(UNEQUAL), **SETTINGS | halves, advantage_estimator="reinforce_plus_plus")
+    trainer = make(rollout_func=Rollout(UNEQUAL), **tiny.halved(SETTINGS), advantage_estimator="reinforce_plus_plus")
     trainer.train()
     return found | {"log": trainer.state.log_history, "parameters": tiny.parameters(trainer.model)}

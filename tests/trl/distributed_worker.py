@@ -153,7 +153,7 @@ class NumberIsAnswer(Grader):
 
 
 #: Problems and, of each process, completions in a batch: some left over, or none for a process.
-EVALUATIONS = [(7, 4), (5, 6), (1, 2), (9, 2), (3, 8)]
+EVALUATIONS = [(7, 4), (1, 2), (9, 2)]
 
 
 def evaluate(make: tiny.Maker, problems: int, batch: int) -> dict[str, float]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
 
 from tests.trl import tiny
@@ -36,14 +35,12 @@ def reward(completion_ids: Sequence[list[int]], solved: Sequence[bool], log_extr
 def work(mode: str, models: Callable[[str], Path], folder: Path) -> dict[str, Any]:
     """A rollout with its metrics, and a run that is resumed."""
     make = tiny.Maker(models, folder / "out")
-    halves = {"per_device_train_batch_size": SETTINGS["per_device_train_batch_size"] // 2, "ddp_backend": "gloo"}
-    trainer = make(reward_funcs=reward, train_dataset=dataset(), **SETTINGS | halves)
+    trainer = make(reward_funcs=reward, train_dataset=dataset(), **tiny.halved(SETTINGS))
     assert trainer.accelerator.num_processes == 2
     rollout = tiny.rolled_out(trainer)
-    kept = {name: value for name, value in rollout.items() if isinstance(value, torch.Tensor)}
     logs = {name: list(trainer._logs[name]) for name in ("prompt", "advantages")}
     logs |= {"length": list(trainer._logs["extra"]["length"])}
     metrics = dict(trainer._metrics["train"])
     both = {"resampling_rounds": 4, "rollout_delay": 1, "num_generations": 2}
     resumed = interrupted(make, folder / "run", reward_funcs=reward, train_dataset=dataset(), **both)
-    return {"rollout": kept, "metrics": metrics, "logs": logs, "interrupted": resumed}
+    return {"rollout": tiny.tensors(rollout), "metrics": metrics, "logs": logs, "interrupted": resumed}

@@ -70,22 +70,6 @@ def test_groups_of_tokens_are_normalised_at_each_position():
     close(group_tokens(float64(WORTHS), 3), [*first, [-1.5 / c, 0], [0, 0], [1.5 / c, 0]])
 
 
-def test_dividing_by_the_std_erases_the_size_of_a_penalty():
-    """Of 16 right completions, one has a redundant token, which is worth β less."""
-    for penalty in (0.1, 0.001):
-        worths = torch.ones(16, 1, dtype=torch.float64)
-        worths[0] -= penalty
-        expected = -15 / 16 * penalty / (penalty / 4 + 1e-6)  # −3.75 but for the 1e-6
-        close(group_tokens(worths, 16)[0, 0], expected)
-        assert -3.75 < expected < -3.73
-        close(rloo_tokens(worths, 16)[0, 0], -penalty)
-
-
-def test_in_mixed_groups_redundant_tokens_keep_positive_advantages():
-    worths = float64([[1], [0.5], [0], [0]])  # right; right and redundant; wrong, twice
-    assert rloo_tokens(worths, 4)[1] > 0 and group_tokens(worths, 4)[1] > 0
-
-
 @pytest.mark.parametrize("estimator", OF_TOKENS)
 def test_tokens_that_nobody_scored_or_that_are_equal_have_no_advantage(estimator):
     of_tokens = OF_TOKENS[estimator]
@@ -115,15 +99,9 @@ def test_reinforce_plus_plus_baseline_subtracts_the_group_first():
 
 
 @pytest.mark.parametrize("estimator", OF_SEQUENCES)
-def test_equal_rewards_have_no_advantage(estimator):
-    advantages = OF_SEQUENCES[estimator](torch.full((6,), 0.1), 3, ONES)
-    assert advantages.abs().max() < within(1e-3)
-
-
-@pytest.mark.parametrize("estimator", OF_SEQUENCES)
-def test_a_batch_that_nobody_scored_has_no_advantage(estimator):
-    advantages = OF_SEQUENCES[estimator](torch.full((6,), NAN), 3, ONES)
-    assert advantages.tolist() == [0.0] * 6
+def test_equal_rewards_or_none_have_no_advantage(estimator):
+    assert OF_SEQUENCES[estimator](torch.full((6,), 0.1), 3, ONES).abs().max() < within(1e-3)
+    assert OF_SEQUENCES[estimator](torch.full((6,), NAN), 3, ONES).tolist() == [0.0] * 6
 
 
 def test_whitened_values_have_mean_zero_and_variance_one():
@@ -184,14 +162,6 @@ def test_gae_is_the_discounted_sum_of_temporal_differences(gamma, lam):
     close(returns[mask], (advantages + values)[mask])
     assert not advantages[~mask].any()
     assert not returns[~mask].any()
-
-
-def test_gae_with_lambda_one_has_the_rewards_to_go_as_returns():
-    rewards, values = float64([[1, 2, 3], [4, 5, 6]]), float64([[7, 8, 9], [1, 2, 3]])
-    mask = torch.tensor([[1, 1, 1], [1, 0, 1]])
-    advantages, returns = gae(rewards, values, mask, 1, 1)
-    close(returns, [[6, 5, 3], [10, 0, 6]])
-    close(advantages, [[-1, -3, -6], [9, 0, 3]])
 
 
 def test_gae_refuses_shapes_that_differ():

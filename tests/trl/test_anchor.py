@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ import troll
 from tests.tolerance import rounding, within
 from tests.trl import tiny
 from tests.trl.engine import Engine, EngineGeneration, RolloutFunc, take_the_place_of_vllm, train_around_both
-from tests.trl.tiny import logged, move
+from tests.trl.tiny import logged
 from troll.trl import TrollConfig, TrollTrainer
 from troll.trl.anchor import (
     EngineTopLogprobs,
@@ -72,7 +74,6 @@ def policies_of(reports: EngineTopLogprobs, rows: list[list[int]], completion_id
     return reports.policies(padded(rows, length), padded(completion_ids, length), mask, **CAPTURE)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The log-probs of the sampled tokens
 
 
@@ -109,7 +110,6 @@ def test_lists_that_do_not_fit_are_refused(top_log_probs, top_token_ids, message
         EngineTopLogprobs().add([[5, 4]], top_log_probs, top_token_ids)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Where they come from
 
 
@@ -181,7 +181,6 @@ def test_a_rollout_function_that_reports_nothing_is_refused(left_out):
         reporting_rollout_func(function, EngineTopLogprobs())(PROMPTS, None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The policies
 
 
@@ -231,18 +230,6 @@ def test_reports_stay_with_their_tokens_over_tool_calls():
     assert policy[: len(tokens[0])].log_prob[~of_model].isfinite().all()
 
 
-def test_unknown_tokens_have_a_policy_that_says_nothing():
-    vllm, reports = reporting(unknown=3)
-    completion_ids, rows = completed(vllm, PROMPTS)
-    assert list(chain.from_iterable(rows)).count(0) == sum(map(len, completion_ids)) // 3 > 0
-    assert reports.log_probs(padded(rows, 9)).isfinite().all()
-    for ids, packed in zip(completion_ids, policies_of(reports, rows, completion_ids, 9), strict=True):
-        policy = packed.unpack()[: len(ids)]
-        assert policy.log_prob.isfinite().all()
-        torch.testing.assert_close(policy.outcomes.exp().sum(-1), torch.ones(len(ids)))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # What is refused
 
 
@@ -269,6 +256,7 @@ def test_something_must_report(tmp_path):
         ({"vllm_structured_outputs_regex": "a+"}, "set vllm_structured_outputs_regex=None"),
         ({"generation_kwargs": {"top_p": 0.9}, "truncated_ratio": False}, "set top_p=1.0"),
         ({"generation_kwargs": {"presence_penalty": 0.5}}, "set presence_penalty=0.0"),
+        ({"generation_kwargs": {"min_tokens": 2}}, "set min_tokens=0"),
         ({"generation_kwargs": {"logit_bias": {3: 1.0}}}, "set logit_bias=None"),
         ({"generation_kwargs": {"temperature": 0.5}}, r"one temperature, got 1.0 and 0.5"),
         ({"generation_kwargs": {"logprobs": 5}}, "leave it out of generation_kwargs"),
@@ -291,16 +279,13 @@ def test_sampling_from_the_policy_is_accepted(tmp_path):
     [
         ({"logprobs_mode": "raw_logprobs"}, "returns raw_logprobs: .* --logprobs-mode processed_logprobs"),
         ({"max_logprobs": 20}, "64 .* at most 20: start the vLLM server with --max-logprobs -1"),
+        ({"max_logprobs": 64}, None),
+        ({}, None),
     ],
 )
 def test_an_engine_that_cannot_report_is_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
         check_engine({"logprobs_mode": "processed_logprobs", "max_logprobs": -1} | settings, 64)
-
-
-@pytest.mark.parametrize("max_logprobs", [-1, 64, 100])
-def test_an_engine_that_can_report_is_accepted(max_logprobs):
-    check_engine({"logprobs_mode": "processed_logprobs", "max_logprobs": max_logprobs}, 64)
 
 
 @pytest.mark.parametrize("mode", ["server", "colocate"])
@@ -322,7 +307,6 @@ def test_the_cap_of_a_colocated_engine_is_raised(mode, cap, number, expected):
     assert config.max_logprobs == expected
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Training
 
 KL_BOUND = 0.02
@@ -376,26 +360,6 @@ def test_training_with_an_exact_engine_is_training_with_the_old_policy(anchored)
     train_around_both(lambda anchor: anchored(Engine(), anchor=anchor, vllm_importance_sampling_correction=False))
 
 
-def test_the_mismatch_of_a_rounded_engine_is_seen_and_bounded(anchored):
-    trainer = anchored(Engine(rounded=True), kl_bound=1e-6)
-    trainer.train()
-    assert min(first_updates(trainer)) > 1e-6
-    assert max(logged(trainer, "trust_region/projected_fraction")) > 0
-    assert max(logged(trainer, "trust_region/kl_after_max")) <= 1e-6 * (1 + within(1e-3))
-
-
-@pytest.mark.parametrize("anchored", ["rollout_func"], indirect=True)  # both give the same numbers
-def test_the_kl_grows_with_the_age_of_the_weights(anchored):
-    seen = []
-    for steps_old in (0, 1, 3):
-        trainer = anchored(Engine(steps_old=steps_old), max_steps=16)
-        trainer.train()
-        seen.append(sum(first_updates(trainer)[-4:]) / 4)
-        assert max(logged(trainer, "trust_region/kl_after_max")) <= KL_BOUND * (1 + within(1e-3))
-    assert seen[0] < within(1e-5)
-    assert 1e-5 < seen[1] < seen[2]
-
-
 def test_the_first_update_is_off_policy_too(anchored):
     """With one update per rollout the old policy would be the network's own; a stale engine's is not."""
     trainer = anchored(Engine(steps_old=1), steps_per_generation=1, max_steps=6)
@@ -441,29 +405,13 @@ def test_a_reference_is_still_scored(anchored, steps_per_generation):
     assert not torch.equal(inputs["ref_per_token_logps"], inputs["old_per_token_logps"])
 
 
-def test_a_moved_network_is_measured_against_the_engine(anchored):
-    trainer = anchored(Engine())
-    inputs = tiny.rollout(trainer)[0]
-    move(trainer.model, 0.2)
-    tiny.loss_and_gradients(trainer, inputs)
-    entry = trainer.monitor.metrics(global_step=1)
-    assert entry["trust_region/kl_before_max"] > KL_BOUND
-    assert entry["trust_region/kl_after_max"] <= KL_BOUND * (1 + within(1e-3))
-
-
 def test_mismatch_with_the_engine_is_logged_before_any_update(make, monkeypatch):
     """By weights that are a rollout old: none at the first rollout."""
     take_the_place_of_vllm(monkeypatch, Engine(steps_old=1))
     trainer = make(use_vllm=True, vllm_mode="colocate", max_steps=6)
-    seen: list[dict[str, Any]] = []
-    original = trainer.old_policy.added_to
-
-    def spy(rollout: dict[str, Any]) -> dict[str, Any]:
-        seen.append(rollout)
-        return original(rollout)
-
-    monkeypatch.setattr(trainer.old_policy, "added_to", spy)
-    trainer.train()
+    with mock.patch.object(trainer.old_policy, "added_to", wraps=trainer.old_policy.added_to) as added_to:
+        trainer.train()
+    seen = [call.args[0] for call in added_to.call_args_list]
     first, *later = logged(trainer, "sampling/mismatch_kl")
     assert abs(first) <= within(1e-6) and min(later) > 1e-3
     for rollout, mean, largest in zip(seen, [first, *later], logged(trainer, "sampling/mismatch_kl_max"), strict=True):
@@ -479,19 +427,10 @@ def test_evaluation_is_trls(anchored):
     assert math.isfinite(trainer.evaluate(tiny.make_dataset(4))["eval_reward"])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"top_p": 0.5, "truncated_ratio": False}, "set top_p=1.0"),
-        ({"generation_kwargs": {"min_tokens": 2}}, "set min_tokens=0"),
-    ],
-)
-def test_a_configuration_that_cannot_work_is_refused_before_training(anchored, settings, message):
-    with pytest.raises(ValueError, match=message):
-        anchored(Engine(), **settings)
-
-
-def test_an_anchor_without_an_engine_is_refused(make):
+@pytest.mark.parametrize("anchored", ["vllm"], indirect=True)
+def test_a_configuration_that_cannot_work_is_refused_before_training(anchored, make):
+    with pytest.raises(ValueError, match=r"set top_p=1\.0"):
+        anchored(Engine(), top_p=0.5, truncated_ratio=False)
     with pytest.raises(ValueError, match="use_vllm=True, or pass a rollout_func"):
         make(anchor="rollout")
 

@@ -13,7 +13,6 @@ from tests.tolerance import within
 from tests.trl import tiny, vision
 from tests.trl.tiny import changed, logged, loss_and_gradients, make_tokenizer, parameters, rollout
 from troll.rewards.preference import load_reward_model
-from troll.tasks import TaskConfig, load_task
 from troll.trl import TrollTrainer
 from troll.trl.trainer import OLD_POLICY
 
@@ -150,21 +149,3 @@ def test_a_reward_model_trains(make, tmp_path, given):
     assert_the_trust_region_acts_and_bounds(trainer)
     assert len(logged(trainer, "rewards/judge/mean")) == 2
     assert min(logged(trainer, "reward_std")) > 0
-
-
-def test_the_policy_comes_to_please_its_reward_model(make, tmp_path):
-    folder = save_reward_model(tmp_path / "judge")
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("\n".join(f'{{"prompt": "{number}+1="}}' for number in range(24)))
-    config = TaskConfig("prompts:local", dataset_path=str(prompts), reward_model=str(folder), eval_size=8)
-    task = load_task(config)
-    trainer = make(
-        reward_funcs=task.reward_funcs,
-        train_dataset=task.train_dataset,
-        max_steps=40,
-        learning_rate=3e-3,
-        kl_bound=0.05,
-    )
-    trainer.train()
-    rewards = logged(trainer, "rewards/judge/mean")
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1

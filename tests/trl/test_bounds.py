@@ -11,46 +11,33 @@ from torch import Tensor
 import troll
 from tests.tolerance import within
 from tests.trl import dense
-from tests.trl.tiny import assert_same_gradients, logged, loss_and_gradients, move, no_warnings_about, rollout
-from tests.trl.tiny import gradients as gradients_of
-from troll.trl import monitor
-from troll.trl.checkpoints import MARKER
+from tests.trl.moved import Moved
+from tests.trl.tiny import logged
 from troll.trust_region.bounds import BoundStatistics
 from troll.trust_region.constraint import Constraint
 
 
-def assert_as_in_float64(
-    trainer: Any, make: Any, inputs: dict[str, Any], tolerance: float = 1e-4, **step: Any
-) -> Tensor:
+def moved(make: Any, **settings: Any) -> Moved:
+    return Moved(make, loss_type="grpo", kl_bound=0.01, **settings)
+
+
+def assert_as_in_float64(trained: Moved, inputs: dict[str, Any], tolerance: float = 1e-4, **step: Any) -> Tensor:
     """Loss and gradients are those of the core's functions from full logits. Returns KL after the projection."""
-    model, mask = make.copied(trainer), dense.scored_mask(inputs)
-    old = troll.capture(inputs["old_logits"], inputs["completion_ids"])
-    made = troll.trust_region_step(dense.completion_logits(model, inputs, 1.0), old, **step)
+    old, mask = trained.batches[0][1], dense.scored_mask(inputs)
+    made = troll.trust_region_step(trained.logits(inputs), troll.capture(old, inputs["completion_ids"]), **step)
     expected, _ = troll.troll_loss(made, inputs["advantages"].double(), mask)
-    expected.backward()
-    loss, gradients = loss_and_gradients(trainer, inputs)
-    assert loss == pytest.approx(expected.item(), rel=1e-4)
-    assert_same_gradients(gradients, gradients_of(model), tolerance)
+    trained.assert_loss(inputs, expected, tolerance)
     return torch.where(mask, made.kl_after, 0.0)
-
-
-def moved(make: Any, **settings: Any) -> tuple[Any, dict[str, Any]]:
-    """A trainer after an update that went far, and a micro-batch with the logits from before it."""
-    trainer = make(loss_type="grpo", kl_bound=0.01, **settings)
-    inputs = dict(rollout(trainer)[0])
-    with torch.no_grad():
-        inputs["old_logits"] = dense.completion_logits(trainer.model, inputs, 1.0)
-    move(trainer.model, 0.1)
-    return trainer, inputs
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("scope", ["sequence", "batch"])
 def test_tokens_share_a_multiplier(make, scope, reduction):
-    trainer, inputs = moved(make, constraint=scope, constraint_reduction=reduction)
+    trained = moved(make, constraint=scope, constraint_reduction=reduction)
+    inputs, _ = trained.batches[0]
     mask = dense.scored_mask(inputs)
     constraint = getattr(Constraint, scope)(mask, reduction)
-    kl = assert_as_in_float64(trainer, make, inputs, kl_bound=0.01, constraint=constraint)
+    kl = assert_as_in_float64(trained, inputs, kl_bound=0.01, constraint=constraint)
     sums = kl.sum(-1) if scope == "sequence" else kl.sum().view(1)
     counts = mask.sum(-1) if scope == "sequence" else mask.sum().view(1)
     shared = sums / counts if reduction == "mean" else sums
@@ -59,29 +46,27 @@ def test_tokens_share_a_multiplier(make, scope, reduction):
 
 
 def test_tool_tokens_have_no_say_in_a_shared_bound(make):
-    trainer, inputs = moved(make, constraint="sequence")
-    inputs = dense.with_tools(inputs)
-    constraint = Constraint.sequence(dense.scored_mask(inputs))
-    assert_as_in_float64(trainer, make, inputs, kl_bound=0.01, constraint=constraint)
+    trained = moved(make, change=dense.with_tools, constraint="sequence")
+    inputs, _ = trained.batches[0]
+    assert_as_in_float64(trained, inputs, kl_bound=0.01, constraint=Constraint.sequence(dense.scored_mask(inputs)))
 
 
 def test_tokens_with_a_negative_advantage_have_a_bound_of_their_own(make):
-    trainer, inputs = moved(make, kl_bound_negative_ratio=0.1)
+    trained = moved(make, kl_bound_negative_ratio=0.1)
+    inputs, _ = trained.batches[0]
     advantages = inputs["advantages"].unsqueeze(-1).expand(inputs["completion_ids"].shape)
     bounds = torch.where(advantages < 0, 0.001, 0.01).double()
     assert 0 < float((advantages < 0).double().mean()) < 1
-    assert_as_in_float64(trainer, make, inputs, kl_bound=bounds)
+    assert_as_in_float64(trained, inputs, kl_bound=bounds)
 
 
 def test_bounds_follow_the_old_policys_entropy(make):
-    trainer, inputs = moved(make, kl_bound_entropy_exponent=1.0)
-    with torch.no_grad():
-        logits = [dense.completion_logits(make.model(), batch, 1.0) for batch in trainer._buffered_inputs]
-    entropies = [torch.special.entr(each.softmax(-1)).sum(-1) for each in logits]
-    masks = [dense.scored_mask(batch) for batch in trainer._buffered_inputs]
+    trained = moved(make, kl_bound_entropy_exponent=1.0)
+    entropies = [torch.special.entr(old.softmax(-1)).sum(-1) for _, old in trained.batches]
+    masks = [dense.scored_mask(inputs) for inputs, _ in trained.batches]
     mean = torch.cat([each[mask] for each, mask in zip(entropies, masks, strict=True)]).mean()
     bounds = 0.01 * (entropies[0] / mean).clamp(0.1, 10)
-    assert_as_in_float64(trainer, make, inputs, 2e-4, kl_bound=bounds)
+    assert_as_in_float64(trained, trained.batches[0][0], 2e-4, kl_bound=bounds)
 
 
 def test_a_schedule_is_logged_and_ends_where_it_should(make):
@@ -95,12 +80,18 @@ def test_a_schedule_is_logged_and_ends_where_it_should(make):
     assert largest[3] == pytest.approx(0.04, rel=1e-3)
 
 
+BY_AGE: dict[str, Any] = {
+    "kl_bound": 0.01,
+    "kl_bound_schedule": "by_age",
+    "kl_bound_schedule_kwargs": {"end": 0.05, "steps": 4},
+}
+
+
 @pytest.mark.parametrize(
     ("delay", "ages"), [(0, [0, 1, 0, 1, 0, 1, 0, 1]), (1, [0, 1, 2, 3, 2, 3, 2, 3]), (2, [0, 1, 2, 3, 4, 5, 4, 5])]
 )
 def test_a_bound_by_age_follows_the_updates_since_a_rollout_was_sampled(make, delay, ages):
-    schedule = {"kl_bound": 0.01, "kl_bound_schedule": "by_age", "kl_bound_schedule_kwargs": {"end": 0.05, "steps": 4}}
-    trainer = make(rollout_delay=delay, max_steps=8, **schedule)
+    trainer = make(rollout_delay=delay, max_steps=8, **BY_AGE)
     trainer.train()
     bounds = logged(trainer, "trust_region/kl_bound")
     assert bounds == pytest.approx([0.01 * (1 + min(age, 4)) for age in ages])
@@ -109,15 +100,13 @@ def test_a_bound_by_age_follows_the_updates_since_a_rollout_was_sampled(make, de
 
 
 def test_a_bound_by_age_counts_updates_and_not_passes(make):
-    schedule = {"kl_bound": 0.01, "kl_bound_schedule": "by_age", "kl_bound_schedule_kwargs": {"end": 0.05, "steps": 4}}
-    trainer = make(gradient_accumulation_steps=2, steps_per_generation=4, rollout_delay=1, max_steps=4, **schedule)
+    trainer = make(gradient_accumulation_steps=2, steps_per_generation=4, rollout_delay=1, max_steps=4, **BY_AGE)
     trainer.train()
     assert logged(trainer, "trust_region/kl_bound") == pytest.approx([0.01, 0.02, 0.03, 0.04])
 
 
 def test_a_run_that_is_resumed_within_a_rollout_begins_with_the_age_of_a_new_one(make, tmp_path):
-    schedule = {"kl_bound": 0.01, "kl_bound_schedule": "by_age", "kl_bound_schedule_kwargs": {"end": 0.05, "steps": 4}}
-    settings = {"rollout_delay": 1, "output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 5, **schedule}
+    settings = {"rollout_delay": 1, "output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 5, **BY_AGE}
     make(max_steps=6, **settings).train()
     resumed = make(max_steps=8, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
@@ -129,13 +118,13 @@ def test_a_controller_holds_the_projected_fraction(make):
         kl_bound=0.005,
         kl_bound_schedule="hold_projected_fraction",
         kl_bound_schedule_kwargs={"target": 0.1, "rate": 0.3, "smoothing": 0.5},
-        max_steps=48,
+        max_steps=24,
     )
     trainer.train()
     bounds, fractions = (logged(trainer, f"trust_region/{name}") for name in ("kl_bound", "projected_fraction"))
     assert max(bounds) > 0.006
     # The measurements that the controller saw are those that are logged.
-    replayed = trainer.args.make_bound(total_steps=48)
+    replayed = trainer.args.make_bound(total_steps=24)
     kls = logged(trainer, "trust_region/kl_before_mean")
     for step, (fraction, kl, bound) in enumerate(zip(fractions, kls, bounds, strict=True), start=1):
         assert replayed.value == pytest.approx(bound, rel=1e-4)
@@ -155,36 +144,3 @@ def test_epsilon_rests_while_the_critic_warms_up(make):
     bounds = logged(trainer, "trust_region/kl_bound")
     assert bounds[:4] == [0.05] * 4
     assert bounds[5] != 0.05
-
-
-def test_a_rival_has_no_bound(make):
-    trainer = make(surrogate="clip", diagnostics_steps=2, max_steps=4)
-    trainer.train()
-    assert logged(trainer, "trust_region/kl_before_mean")
-    assert not logged(trainer, "trust_region/kl_bound")
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"constraint": "batch", "kl_bound": 1e-6},
-        {
-            "kl_bound": 0.01,
-            "kl_bound_schedule": "hold_projected_fraction",
-            "kl_bound_schedule_kwargs": {"target": 0.5},
-        },
-    ],
-)
-def test_many_projected_tokens_are_what_was_asked_for(make, monkeypatch, settings):
-    monkeypatch.setattr(monitor, "WATCHED_STEPS", 2)
-    with no_warnings_about("of the tokens were projected"):
-        make(max_steps=6, **settings).train()
-
-
-def test_a_checkpoint_without_the_state_of_a_schedule_is_warned_about(make, tmp_path):
-    settings = {"kl_bound_schedule": "linear", "kl_bound_schedule_kwargs": {"end": 0.01}, "max_steps": 4}
-    make(save_strategy="steps", save_steps=2, output_dir=str(tmp_path), **settings).train()
-    for name in ("kl_bound.json", MARKER):  # as an older version left it
-        (tmp_path / "checkpoint-2" / name).unlink()
-    with pytest.warns(UserWarning, match="the schedule of kl_bound starts anew"):
-        make(output_dir=str(tmp_path), **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

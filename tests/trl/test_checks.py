@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,8 +31,6 @@ from tests.trl.tiny import (
 from troll.evaluation.model import find_model, load_model
 from troll.trl.checks import disable_dropout, unresolved_share, warn_about_precision
 from troll.trl.seam import sequences
-
-ONE_PROCESS = SimpleNamespace(distributed_type=DistributedType.NO, mixed_precision="bf16")
 
 
 class Weights(nn.Module):
@@ -96,28 +93,24 @@ def test_sharded_weights_are_read_where_they_lie(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_that_never_move_are_warned_about_with_what_helps(dtype):
-    args: Any = SimpleNamespace(learning_rate=1e-6)
-    accelerator: Any = ONE_PROCESS
+@pytest.mark.parametrize(
+    ("back_end", "precision", "learning_rate", "dtype", "warned"),
+    [
+        ("NO", "bf16", 1e-6, torch.bfloat16, True),
+        ("NO", "bf16", 1e-6, torch.float16, True),
+        ("NO", "bf16", 1e-6, torch.float32, False),
+        ("NO", "bf16", 1e-2, torch.bfloat16, False),
+        # FSDP and DeepSpeed keep float32 weights of their own in mixed precision.
+        ("FSDP", "bf16", 1e-6, torch.bfloat16, False),
+        ("FSDP", "no", 1e-6, torch.bfloat16, True),
+    ],
+)
+def test_weights_that_never_move_are_warned_about(back_end, precision, learning_rate, dtype, warned):
+    accelerator: Any = SimpleNamespace(distributed_type=DistributedType[back_end], mixed_precision=precision)
+    args: Any = SimpleNamespace(learning_rate=learning_rate)
     message = r'9\d% of the trained weights .*learning_rate=1e-06.* dtype="float32".*bf16=True; or train LoRA'
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match=message) if warned else no_warnings_about("trained weights"):
         warn_about_precision(accelerator, args, Weights(dtype))
-
-
-def test_weights_that_move_are_not_warned_about():
-    slow: Any = SimpleNamespace(learning_rate=1e-6)
-    fast: Any = SimpleNamespace(learning_rate=1e-2)
-    accelerator: Any = ONE_PROCESS
-    # FSDP and DeepSpeed keep float32 weights of their own in mixed precision.
-    mixed: Any = SimpleNamespace(distributed_type=DistributedType.FSDP, mixed_precision="bf16")
-    with no_warnings_about("trained weights"):
-        warn_about_precision(accelerator, slow, Weights(torch.float32))
-        warn_about_precision(accelerator, fast, Weights(torch.bfloat16))
-        warn_about_precision(mixed, slow, Weights(torch.bfloat16))
-    pure: Any = SimpleNamespace(distributed_type=DistributedType.FSDP, mixed_precision="no")
-    with pytest.warns(UserWarning, match="trained weights"):
-        warn_about_precision(pure, slow, Weights(torch.bfloat16))
 
 
 TAKEN = ["prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"]
@@ -127,27 +120,26 @@ def with_column(name: str, size: int = 16) -> Dataset:
     return make_dataset(size).add_column(name, ["x"] * size)
 
 
+COLUMN = r"cannot have a column named '{0}': .*rename_column\('{0}', ...\).*remove_columns"
+
+
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_column_that_reward_functions_cannot_get_is_refused_before_training(make, name):
-    message = rf"cannot have a column named '{name}': .*rename_column\('{name}', ...\).*remove_columns"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=COLUMN.format(name)):
         make(train_dataset=with_column(name))
-    with pytest.raises(ValueError, match=message):
-        make(eval_dataset=with_column(name))
-    with pytest.raises(ValueError, match=message):
-        make(eval_dataset={"other": make_dataset(), "one": with_column(name)})
-    with pytest.raises(ValueError, match=message):  # given later
-        make().evaluate(with_column(name))
 
 
-def test_a_stream_with_such_a_column_is_refused_before_generation(make, monkeypatch):
-    def rows() -> Iterator[dict[str, str]]:
-        yield from with_column("completions")
-
-    trainer = make(train_dataset=IterableDataset.from_generator(rows))
+def test_such_a_column_is_refused_in_every_data_set(make, monkeypatch):
+    data, message = with_column("completions"), COLUMN.format("completions")
+    for held_out in (data, {"other": make_dataset(), "one": data}):
+        with pytest.raises(ValueError, match=message):
+            make(eval_dataset=held_out)
+    trainer = make(train_dataset=IterableDataset.from_generator(lambda: iter(data)))
     monkeypatch.setattr(trainer, "_generate", lambda prompts: pytest.fail("generated"))
-    with pytest.raises(ValueError, match="cannot have a column named 'completions'"):
+    with pytest.raises(ValueError, match=message):
         trainer.train()
+    with pytest.raises(ValueError, match=message):  # given later
+        trainer.evaluate(data)
 
 
 def test_other_columns_reach_the_reward_functions(make):
@@ -182,13 +174,18 @@ SIZES = r"ids up to 48, and the model's embedding has 48 rows: it lacks '<new>' 
 RESIZE = r"call model.resize_token_embeddings\(len\(tokenizer\)\)"
 
 
-def test_a_token_without_an_embedding_in_the_prompts_is_refused_before_training(make):
+def test_a_token_without_an_embedding_in_the_prompts_is_refused_before_generation(make, monkeypatch):
     prompts = Dataset.from_dict({"prompt": ["1+1=", "1<new>1="] * 8})
     for data in ({"train_dataset": prompts}, {"eval_dataset": prompts}, {"eval_dataset": {"one": prompts}}):
         with pytest.raises(ValueError, match=rf"{SIZES}, which is in the prompts. To train, {RESIZE}"):
             make(processing_class=tokenizer_with("<new>"), **data)
+    stream = IterableDataset.from_generator(lambda: iter(prompts))
+    trainer = make(processing_class=tokenizer_with("<new>"), train_dataset=stream)
+    monkeypatch.setattr(trainer, "_generate", lambda prompts: pytest.fail("generated"))
     with pytest.raises(ValueError, match=SIZES):
-        make(processing_class=tokenizer_with("<new>")).evaluate(prompts)
+        trainer.train()
+    with pytest.raises(ValueError, match=SIZES):
+        trainer.evaluate(prompts)
 
 
 def test_a_chat_template_counts_as_a_prompt(make):
@@ -204,16 +201,6 @@ def test_a_chat_template_counts_as_a_prompt(make):
 def test_padding_or_end_without_an_embedding_is_refused(make, role):
     with pytest.raises(ValueError, match=rf"{SIZES}, which ends completions, or fills up their rows. To train"):
         make(processing_class=tokenizer_with(**{role: "<new>"}))
-
-
-def test_a_stream_is_checked_before_generation(make, monkeypatch):
-    trainer = make(
-        processing_class=tokenizer_with("<new>"),
-        train_dataset=IterableDataset.from_generator(lambda: iter([{"prompt": "1+<new>="}] * 16)),
-    )
-    monkeypatch.setattr(trainer, "_generate", lambda prompts: pytest.fail("generated"))
-    with pytest.raises(ValueError, match=SIZES):
-        trainer.train()
 
 
 def test_tokens_that_occur_nowhere_and_padded_embeddings_are_accepted(make):
@@ -283,14 +270,13 @@ def test_single_tokens_are_scored_by_the_models_own_logits(make, surrogate, tied
 
 @pytest.mark.parametrize("surrogate", ["troll", "clip"])
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_single_tokens_are_trained_and_saved(make, surrogate, tied, beta, tmp_path):
+def test_single_tokens_are_trained_and_saved(make, surrogate, tied, tmp_path):
     """Of the embedding, and of the head that it is tied to; what is loaded again is what was trained."""
     model = make_model("llama", tie_word_embeddings=tied)
     model.save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], trainable_token_indices=[10, 11])
-    trainer = make(model=model, peft_config=config, surrogate=surrogate, beta=beta)
+    trainer = make(model=model, peft_config=config, surrogate=surrogate, beta=0.1)
     before = parameters(trainer.model)
     trainer.train()
     assert any("trainable_tokens_delta" in name for name in changed(before, trainer.model))
@@ -309,8 +295,7 @@ class WithDropout(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.resid_dropout = nn.Dropout(0.1)
-        self.attention_dropout, self.layerdrop = 0.2, 0.3
+        self.resid_dropout, self.attention_dropout, self.layerdrop = nn.Dropout(0.1), 0.2, 0.3
         self.drop_threshold, self.token_dropout, self.p = 0.4, True, 0.5
 
 
@@ -324,14 +309,8 @@ def test_disable_dropout_leaves_other_numbers_alone():
 @pytest.mark.parametrize("architecture", ["llama", "bloom", "opt", "gpt2"])
 def test_disable_dropout_finds_every_rate_of_a_configuration(architecture):
     """Two models, with and without dropout, are the same afterwards in every number."""
-    sizes: dict[str, Any] = {
-        "n_embd": 32,
-        "n_head": 2,
-        "n_layer": 2,
-        "n_positions": 64,
-        "ffn_dim": 48,
-        "word_embed_proj_dim": 32,
-    }
+    sizes: dict[str, Any] = {"n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 64}
+    sizes |= {"ffn_dim": 48, "word_embed_proj_dim": 32}
     names = ("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout", "layerdrop")
     numbers = []
     for rate in (0.0, 0.3):

@@ -23,7 +23,6 @@ from tests.trl.conversations_worker import (
     Rollout,
     by_hand,
     conversation,
-    group_advantages,
     mean_gradients,
     samples_of,
 )
@@ -32,7 +31,7 @@ from tests.trl.resuming import interrupted, resumed_exactly
 from troll.rewards.grading import Grader, Verdict
 from troll.trl import complete, generation
 from troll.trl.advantages.estimators import ESTIMATORS
-from troll.trl.conversations import Conversation, completion_metrics, padded, read
+from troll.trl.conversations import Conversation, completion_metrics, read
 from troll.trl.old_policy import OLD_POLICY
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*experimental feature", "ignore:.*could not be judged")
@@ -74,7 +73,7 @@ def test_rows_are_last_conversations_then_earlier_ones_then_fillers(make):
         pair(one) for several in samples for one in several[1:]
     ]
     assert rows[25:] == [([trainer.processing_class.pad_token_id], [])]
-    expected = group_advantages(tiny.reward(rollout.given["completion_ids"]))[owners(samples)]
+    expected = tiny.group_advantages(tiny.reward(rollout.given["completion_ids"]))[owners(samples)]
     torch.testing.assert_close(rolled_out["advantages"][:25], expected)
     assert rolled_out["num_items_in_batch"] == sum(len(completion) for _, completion in rows)
     assert all(len(value) == 26 for value in rolled_out.values() if not torch.is_tensor(value) or value.ndim)
@@ -103,7 +102,7 @@ def test_all_conversations_get_the_gradient_that_they_get_by_hand(make, loss, su
     trainer, rollout = make_one(make, surrogate=surrogate, loss_type=loss, model=make.model().double())
     gradients = mean_gradients(trainer)
     samples = samples_of(rollout.given)
-    advantages = group_advantages(tiny.reward(rollout.given["completion_ids"])).tolist()
+    advantages = tiny.group_advantages(tiny.reward(rollout.given["completion_ids"])).tolist()
     tiny.assert_same_gradients(gradients, by_hand(trainer.model, samples, advantages, 26 if loss == "grpo" else None))
     last_alone = by_hand(
         trainer.model, [several[:1] for several in samples], advantages, 26 if loss == "grpo" else None
@@ -263,11 +262,6 @@ def test_completion_metrics_without_an_end_are_trls():
     metrics = completion_metrics([(3, False), (5, False)])
     assert metrics["completions/mean_length"] == 4.0 and metrics["completions/clipped_ratio"] == 1.0
     assert metrics["completions/max_terminated_length"] == 0.0
-
-
-@pytest.mark.parametrize(("rows", "multiple", "expected"), [(12, 4, 12), (13, 4, 16), (1, 8, 8), (5, 1, 5)])
-def test_padded(rows, multiple, expected):
-    assert padded(rows, multiple) == expected
 
 
 # Rollout functions
@@ -442,7 +436,7 @@ def test_two_processes_with_unequal_numbers_weigh_every_conversation_alike(two_p
     assert [len(several) - 1 for several in samples] == UNEQUAL
     tokens = sum(len(one["completion_ids"]) for several in samples for one in several)
     assert {float(inputs["num_items_in_batch"]) for each in found for inputs in each["inputs"]} == {float(tokens)}
-    advantages = group_advantages(tiny.reward([several[0]["completion_ids"] for several in samples])).tolist()
+    advantages = tiny.group_advantages(tiny.reward([several[0]["completion_ids"] for several in samples])).tolist()
     mean = {name: (value + found[1]["gradients"][name]) / 2 for name, value in found[0]["gradients"].items()}
     expected = by_hand(make.model(), samples, advantages, 36 if loss == "grpo" else None)
     # A sum over up to 18 rows of 6 tokens in another order, too.

@@ -21,6 +21,7 @@ from tests.trl.tiny import (
     reward,
     rolled_out,
     rollout,
+    unpadded,
 )
 from tests.trl.tiny import gradients as gradients_of
 from troll.trl.advantages.critic import CRITIC_FILE
@@ -30,33 +31,18 @@ from troll.trl.advantages.estimators import ESTIMATORS, gae, terminal_rewards
 def scored(trainer: Any) -> tuple[dict[str, Any], torch.Tensor]:
     """A rollout before it is shuffled, and the rewards of its completions in float64."""
     output = rolled_out(trainer)
-    rows = zip(output["completion_ids"].tolist(), output["completion_mask"].sum(-1).tolist(), strict=True)
-    return output, torch.tensor(reward([ids[:length] for ids, length in rows])).double()
+    return output, torch.tensor(reward(unpadded(output))).double()
 
 
-def test_rloo(make):
-    output, rewards = scored(make(advantage_estimator="rloo"))
-    groups = rewards.view(-1, 4)
-    expected = [float(r - (group.sum() - r) / 3) for group in groups for r in group]
-    assert output["advantages"].tolist() == pytest.approx(expected, abs=1e-6)
+OF_SEQUENCES = {name: each.of_sequences for name, each in ESTIMATORS.items() if each.of_sequences is not None}
 
 
-@pytest.mark.parametrize("baseline", [False, True])
-def test_reinforce_plus_plus(make, baseline):
-    name = "reinforce_plus_plus" + "_baseline" * baseline
-    output, rewards = scored(make(advantage_estimator=name))
-    if baseline:
-        rewards = (rewards.view(-1, 4) - rewards.view(-1, 4).mean(-1, keepdim=True)).flatten()
-    tokens = torch.repeat_interleave(rewards, output["completion_mask"].sum(-1))
-    expected = (rewards - tokens.mean()) / tokens.std(correction=0)
+@pytest.mark.parametrize("estimator", OF_SEQUENCES)
+def test_advantages_are_the_estimators_of_the_rewards(make, estimator):
+    """On whose closed forms: test_advantages."""
+    output, rewards = scored(make(advantage_estimator=estimator))
+    expected = OF_SEQUENCES[estimator](rewards, 4, output["completion_mask"].sum(-1))
     assert output["advantages"].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
-
-
-def test_group_is_trls(make):
-    output, rewards = scored(make(advantage_estimator="group"))
-    groups = rewards.view(-1, 4)
-    expected = (groups - groups.mean(-1, keepdim=True)) / (groups.std(-1, keepdim=True) + 1e-4)
-    assert output["advantages"].tolist() == pytest.approx(expected.flatten().tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus", "gae"])
@@ -129,9 +115,8 @@ def test_one_completion_per_prompt_is_enough_without_groups(make, estimator):
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("surrogate", ["troll", "clip"])
-def test_every_estimator_trains(make, estimator, surrogate):
-    trainer = make(advantage_estimator=estimator, surrogate=surrogate, eval_dataset=make_dataset(4))
+def test_every_estimator_trains(make, estimator):
+    trainer = make(advantage_estimator=estimator, eval_dataset=make_dataset(4))
     before = parameters(trainer.model)
     trainer.train()
     trainer.evaluate()
@@ -140,13 +125,10 @@ def test_every_estimator_trains(make, estimator, surrogate):
 
 
 def test_the_critic_learns_and_says_so(make):
-    trainer = make(advantage_estimator="gae", critic_kwargs={"learning_rate": 1e-2}, max_steps=48, learning_rate=1e-5)
+    trainer = make(advantage_estimator="gae", critic_kwargs={"learning_rate": 1e-2}, max_steps=32, learning_rate=1e-5)
     trainer.train()
     losses = logged(trainer, "critic/value_loss")
-    assert len(losses) == 48
     assert sum(losses[-4:]) < 0.7 * sum(losses[:4])
-    explained = logged(trainer, "critic/explained_variance")
-    assert sum(explained[-16:]) > sum(explained[:16])
 
 
 def test_warming_up_trains_the_critic_alone(make):
@@ -174,10 +156,3 @@ def test_a_resumed_run_has_the_same_critic_and_policy(make, tmp_path, lora):
     checkpoint = tmp_path / "checkpoint-2"
     assert (checkpoint / CRITIC_FILE).is_file()
     assert json.loads((checkpoint / "kl_bound.json").read_text())["kind"] == "hold_projected_fraction"
-
-
-def test_a_checkpoint_without_a_critic_is_refused(make, tmp_path):
-    make(save_strategy="steps", save_steps=2, max_steps=2, output_dir=str(tmp_path)).train()
-    ppo = make(advantage_estimator="gae", max_steps=4, output_dir=str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="no checkpoint of a run with a critic"):
-        ppo.train(resume_from_checkpoint=True)

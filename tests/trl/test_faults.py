@@ -14,8 +14,11 @@ from transformers.trainer_utils import get_last_checkpoint
 from tests.dying import in_new_process
 from tests.trl import fault_worker
 from tests.trl.processes import launch
+from tests.trl.token_rewards_worker import Odd
 from troll.trl import checkpoints
+from troll.trl.callback import BOUND_STATE, PENALTY_STATE
 from troll.trl.checkpoints import MARKER, check_complete, defect, last_checkpoint, newest_complete
+from troll.trl.rollout_weights import WEIGHTS_STATE
 
 KILLED = -9
 
@@ -52,36 +55,29 @@ def test_whole_run_moves_policy_critic_and_bound(whole):
     assert len({states[step]["bound"].item() for step in (0, 2, 4, 6)}) == 4
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Killed
 
 
-def test_killed_in_an_update(model_path, whole, tmp_path):
-    folder = tmp_path / "out"
-    assert run(model_path("llama"), folder, "update 4") == KILLED
-    resumed = run(model_path("llama"), folder, resume=True)
-    assert resumed["lines"] == ["resuming from checkpoint-2 (step 2 of 6)"]
-    assert_went_on(resumed, whole[1], 2)
-
-
 @pytest.mark.parametrize(
-    "file",
-    ["optimizer.pt", "trainer_state.json", MARKER]
-    + [pytest.param(file, marks=pytest.mark.slow) for file in ("model.safetensors", "critic.part", "rng_state.pth")],
+    "place",
+    ["update 4", "checkpoint-4/optimizer.pt", "checkpoint-4/trainer_state.json", f"checkpoint-4/{MARKER}"]
+    + [
+        pytest.param(f"checkpoint-4/{file}", marks=pytest.mark.slow)
+        for file in ("model.safetensors", "critic.part", "rng_state.pth")
+    ],
 )
-def test_killed_in_a_checkpoint(model_path, whole, tmp_path, file):
-    folder = tmp_path / "out"
-    assert run(model_path("llama"), folder, f"checkpoint-4/{file}") == KILLED
-    assert (folder / "checkpoint-4" / file).is_file()
-    assert get_last_checkpoint(str(folder)) == str(folder / "checkpoint-4"), "which transformers would resume from"
-
+def test_killed_in_an_update_or_a_checkpoint(model_path, whole, tmp_path, place):
+    folder, in_checkpoint = tmp_path / "out", place.startswith("checkpoint")
+    assert run(model_path("llama"), folder, place) == KILLED
+    if in_checkpoint:
+        assert (folder / place).is_file()
+        assert get_last_checkpoint(str(folder)) == str(folder / "checkpoint-4"), "which transformers would resume from"
     resumed = run(model_path("llama"), folder, resume=True)
-    assert resumed["lines"] == [
-        "resuming from checkpoint-2 (step 2 of 6); checkpoint-4 is incomplete and is ignored: the run ended while it "
-        "was written"
-    ]
+    (line,) = resumed["lines"]
+    ignored = "; checkpoint-4 is incomplete and is ignored: the run ended while it was written"
+    assert line == "resuming from checkpoint-2 (step 2 of 6)" + ignored * in_checkpoint
     assert_went_on(resumed, whole[1], 2)
-    assert defect(folder / "checkpoint-4") is None, "it was written anew"
+    assert not in_checkpoint or defect(folder / "checkpoint-4") is None, "it was written anew"
 
 
 def test_killed_while_a_checkpoint_is_written_anew(model_path, whole, tmp_path):
@@ -114,7 +110,6 @@ def test_one_of_two_processes_is_killed(model_path, tmp_path, place):
         assert_went_on(result, torch.load(tmp_path / f"whole-{rank}.pt"), 2)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Damaged afterwards, and other folders
 
 
@@ -242,13 +237,37 @@ def test_checkpoints_without_a_marker(damaged):
         check_complete(last)
 
 
+def test_checkpoints_without_the_state_of_a_part(make, tmp_path):
+    """Of runs without that part, or of an older version."""
+    make(save_strategy="steps", save_steps=2, max_steps=2).train()
+    for name in (BOUND_STATE, MARKER):
+        (tmp_path / "checkpoint-2" / name).unlink()
+    speak = {"reward_funcs": Odd(), "advantage_estimator": "rloo_tokens", "resampling_rounds": 1}
+    linear = {"kl_bound_schedule": "linear", "kl_bound_schedule_kwargs": {"end": 0.01}}
+    adaptive = {"surrogate": "kl_penalty", "surrogate_kwargs": {"target": 1e-6}}
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"advantage_estimator": "gae"}, "no checkpoint of a run with a critic"),
+        (speak, "no checkpoint of a run with resampling and rewards that speak"),
+        ({"rollout_delay": 2}, f"has no {WEIGHTS_STATE}: it is no checkpoint of a run with rollout_delay"),
+    ]
+    for settings, message in refused:
+        with pytest.raises(FileNotFoundError, match=message):
+            make(max_steps=4, **settings).train(resume_from_checkpoint=True)
+    warned: list[tuple[dict[str, Any], str]] = [
+        (linear, "the schedule of kl_bound starts anew"),
+        (adaptive, f"{PENALTY_STATE}: trust_region/kl_penalty_weight starts anew"),
+    ]
+    for settings, message in warned:
+        with pytest.warns(UserWarning, match=message):
+            make(max_steps=4, **settings).train(resume_from_checkpoint=True)
+
+
 def test_other_folders_are_no_checkpoints(damaged):
     (damaged / "checkpoint-best").mkdir()
     (damaged / "checkpoint-9").write_text("a file")
     assert newest_complete(damaged) == (damaged / "checkpoint-6", {})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What is done once a checkpoint is complete
 
 

@@ -59,19 +59,6 @@ def test_the_same_completions_from_fewer_sequences_at_a_time(size, peft, monkeyp
     assert rows == ([size] * (7 // size) + [7 % size] * (7 % size > 0) if size < 7 else [7])
 
 
-def test_chunks_that_end_early_are_filled_up():
-    model: Any = tiny.make_model("llama").eval()
-    one_each = [model.generate(**{k: v[i : i + 1] for k, v in prompts().items()}, **GREEDY) for i in range(7)]
-    lengths = [ids.shape[1] for ids in one_each]
-    assert min(lengths) < max(lengths)
-    generate_in_chunks(model, 1)
-    together = model.generate(**prompts(), **GREEDY)
-    assert together.shape == (7, max(lengths))
-    for row, ids in zip(together, one_each, strict=True):
-        assert torch.equal(row[: ids.shape[1]], ids[0])
-        assert not row[ids.shape[1] :].any()
-
-
 def test_the_checks_of_generate_still_work():
     model: Any = tiny.make_model("llama").eval()
     documentation = model.generate.__doc__

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from accelerate import Accelerator
 
 from tests.trl import resuming
 from tests.trl.tiny import logged, same_updates
-from troll.trl.callback import PENALTY_STATE
 from troll.trl.kl_controller import AdaptiveKLController
 
 WEIGHT, SEEN = "trust_region/kl_penalty_weight", "trust_region/kl_penalty_kl"
@@ -55,13 +52,6 @@ def test_a_restored_weight_is_exactly_that_of_the_checkpoint():
     weight = AdaptiveKLController(Accelerator(cpu=True), "kl_penalty", 3.0, target=0.03)
     weight.load_state_dict({"weight": 1e9})  # that of a run with another initial weight
     assert weight.state_dict() == {"weight": 1e9}
-
-
-def test_a_fixed_weight_stays():
-    weight = AdaptiveKLController(Accelerator(cpu=True), "kl_penalty", 1.0, target=None)
-    weight.observe(torch.tensor([9.0]), torch.tensor([1]))
-    weight.end_update(adapt=True)
-    assert weight.value == 1.0
 
 
 #: Two rollouts of two updates of two micro-batches.
@@ -136,13 +126,3 @@ def test_a_fixed_weight_is_the_settings_in_a_resumed_run_too(make, tmp_path):
     trainer = make(surrogate_kwargs={"weight": 5.0}, **settings)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert logged(trainer, WEIGHT) == [1, 1, 5, 5]
-
-
-def test_checkpoint_without_a_weight_is_warned_about(make, tmp_path):
-    settings = resuming.SETTINGS | ADAPTIVE
-    make(output_dir=str(tmp_path / "whole"), **settings).train()
-    checkpoint = Path(shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "checkpoint-2"))
-    (checkpoint / PENALTY_STATE).unlink()
-    (checkpoint / "checkpoint.json").unlink()  # of an older version
-    with pytest.warns(UserWarning, match=f"{PENALTY_STATE}: trust_region/kl_penalty_weight starts anew"):
-        make(output_dir=str(tmp_path), **settings).train(resume_from_checkpoint=str(checkpoint))

@@ -54,5 +54,24 @@ def test_parse_refuses_what_a_field_does_not_take(given: Any, message: str) -> N
         parsed(given)
 
 
-def test_ranges_refuse_nan() -> None:
-    assert not any(holds(float("nan")) for holds in RANGES.values())
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("takes", "accepted", "refused"),
+    [
+        ("above 0", [1e-9, INF], [0, -1]),
+        ("above 1", [1.1, INF], [1]),
+        ("at least 1", [1, INF], [0.9]),
+        ("finite and above 0", [1e-9, 5], [0, INF]),
+        ("finite and at least 0", [0, 5], [-1e-9, INF]),
+        ("in [0, 1]", [0, 1], [-0.1, 1.1]),
+        ("in (0, 1]", [0.1, 1], [0, 1.1]),
+        ("in [0, 1)", [0, 0.9], [-0.1, 1]),
+        ("an integer, at least 0", [0, 3], [-1, 1.5]),
+        ("an integer, at least 1", [1, 3], [0, 1.5]),
+    ],
+)
+def test_ranges(takes: str, accepted: list[float], refused: list[float]) -> None:
+    assert [RANGES[takes](value) for value in accepted] == [True] * len(accepted)
+    assert [RANGES[takes](value) for value in [*refused, NAN]] == [False] * (len(refused) + 1)

@@ -13,7 +13,7 @@ from tests.tolerance import within
 from tests.trl import tiny
 from tests.trl.engine import Engine, RolloutFunc, take_the_place_of_vllm
 from tests.trl.resampling_worker import SETTINGS, dataset, reward
-from tests.trl.resuming import interrupted, resumed_exactly
+from tests.trl.resuming import resumed_exactly
 from troll.huggingface.policies import capture
 from troll.trl import TrollTrainer
 from troll.trl.old_policy import OLD_POLICY
@@ -29,28 +29,14 @@ def make_one(make: tiny.Maker, **settings: Any) -> TrollTrainer:
 
 def texts(rollout: dict[str, Any], name: str) -> list[str]:
     """Prompts or completions of a rollout, as characters."""
-    rows = zip(rollout[f"{name}_ids"], rollout[f"{name}_mask"].bool(), strict=True)
-    return ["".join(tiny.VOCABULARY[token] for token in ids[mask]) for ids, mask in rows]
-
-
-def token_ids(rollout: dict[str, Any], row: int) -> tuple[list[int], list[int]]:
-    """Those of a prompt and its completion, without padding."""
-    prompt, completion = (
-        rollout[f"{name}_ids"][row][rollout[f"{name}_mask"][row].bool()].tolist() for name in ("prompt", "completion")
-    )
-    return prompt, completion
+    return ["".join(tiny.VOCABULARY[token] for token in ids) for ids in tiny.unpadded(rollout, name)]
 
 
 def rewards_of(rollout: dict[str, Any]) -> torch.Tensor:
     """Computed again from the texts of a rollout, (N,)."""
     solved = {row["prompt"]: row["solved"] for row in dataset()}
     flags = [solved[prompt] for prompt in texts(rollout, "prompt")]
-    return torch.tensor(reward([token_ids(rollout, i)[1] for i in range(len(flags))], flags, lambda *_: None))
-
-
-def advantages_of(rewards: torch.Tensor) -> torch.Tensor:
-    """GRPO's."""
-    return ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
+    return torch.tensor(reward(tiny.unpadded(rollout), flags, lambda *_: None))
 
 
 # The parts
@@ -90,13 +76,14 @@ def test_groups_with_equal_rewards_are_replaced(make):
     equal = [len(set(rewards)) == 1 for rewards in rewards_of(plain).view(-1, GROUP).tolist()]
     assert any(equal) and not all(equal), "nothing to replace, or to keep"
     for row, was_equal in enumerate(equal):
-        before, after = ([token_ids(r, i) for i in range(row * GROUP, (row + 1) * GROUP)] for r in (plain, rollout))
+        own = slice(row * GROUP, (row + 1) * GROUP)
+        before, after = ([tiny.unpadded(r, name)[own] for name in ("prompt", "completion")] for r in (plain, rollout))
         assert (before == after) == (not was_equal)
     rewards = rewards_of(rollout).view(-1, GROUP)
     assert (rewards.std(1) > 0).all()
     for group in range(3):
         assert len(set(texts(rollout, "prompt")[group * GROUP : (group + 1) * GROUP])) == 1
-    torch.testing.assert_close(rollout["advantages"], advantages_of(rewards))
+    torch.testing.assert_close(rollout["advantages"], tiny.group_advantages(rewards))
     assert rollout["num_items_in_batch"] == rollout["completion_mask"].sum()
     assert trainer._metrics["train"]["resampling/equal_groups_left"] == [0]
 
@@ -106,8 +93,8 @@ def test_the_old_policy_is_that_of_the_merged_rows(make):
     rollout = tiny.rolled_out(trainer)
     lengths = rollout["completion_mask"].sum(1)
     assert len(lengths.unique()) > 1 and len(rollout["prompt_mask"].sum(1).unique()) > 1
-    for row, policy in enumerate(rollout[OLD_POLICY]):
-        prompt, completion = token_ids(rollout, row)
+    rows = zip(rollout[OLD_POLICY], tiny.unpadded(rollout, "prompt"), tiny.unpadded(rollout), strict=True)
+    for row, (policy, prompt, completion) in enumerate(rows):
         ids = torch.tensor([prompt + completion])
         labels = torch.tensor([[-100] * len(prompt) + completion])
         fresh = capture(trainer.model, ids, labels)[:, len(prompt) - 1 :]
@@ -192,12 +179,6 @@ def test_without_equal_rewards_nothing_changes(make):
     assert torch.equal(our_state, state)
 
 
-def test_a_resumed_run_samples_the_same_groups(make, tmp_path):
-    settings = {"resampling_rounds": 4, "num_generations": 2, "ddp_backend": None}
-    runs = interrupted(make, tmp_path, reward_funcs=reward, train_dataset=dataset(), **settings)
-    assert max(entry.get("resampling/rounds", 0) for entry in resumed_exactly(runs)) > 0
-
-
 def test_rollouts_of_one_run_draw_different_prompts(make):
     trainer = make_one(make)
     first, again = (texts(tiny.rolled_out(trainer), "prompt") for _ in range(2))
@@ -238,7 +219,7 @@ def test_two_processes_share_groups(two_processes):
     assert [len(set(prompts[start : start + GROUP])) for start in range(0, 3 * GROUP, GROUP)] == [1, 1, 1]
     assert (rewards.std(1) > 0).all()
     advantages = torch.cat([result["rollout"]["advantages"] for result in ours])
-    torch.testing.assert_close(advantages, advantages_of(rewards))
+    torch.testing.assert_close(advantages, tiny.group_advantages(rewards))
     for result in ours:
         metrics, logs = result["metrics"], result["logs"]
         assert metrics["resampling/rounds"][0] >= 1

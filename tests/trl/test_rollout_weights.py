@@ -116,17 +116,6 @@ def test_the_clip_takes_its_ratio_to_the_older_policy(make):
     assert torch.equal(ours["completion_ids"], theirs["completion_ids"])
 
 
-@pytest.mark.parametrize("anchor", ["old", "rollout"])
-def test_the_first_update_is_off_policy_around_the_rollout_only(make, anchor):
-    trainer = make(anchor=anchor, rollout_delay=1, max_steps=6, kl_bound=0.02)
-    trainer.train()
-    first, *later = logged(trainer, "trust_region/kl_before_mean")[::2]
-    assert first <= within(1e-6)
-    assert (min(later) > 1e-4) if anchor == "rollout" else (max(later) <= within(1e-6))
-    assert max(logged(trainer, "trust_region/kl_after_max")) <= 0.02 * (1 + within(1e-3))
-    assert logged(trainer, "sampling/rollouts_behind") == [0, 1, 1]
-
-
 def test_the_weights_come_back_after_an_error(make, monkeypatch):
     trainer = make(rollout_delay=1)
     rolled_out(trainer)
@@ -168,12 +157,8 @@ def test_a_resumed_run_goes_on_exactly(make, tmp_path, anchor):
 def test_a_checkpoint_of_another_delay_is_refused(make, tmp_path):
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "output_dir": str(tmp_path)}
     make(rollout_delay=2, **settings).train()
-    checkpoint = Path(tmp_path, "checkpoint-2")
     with pytest.raises(ValueError, match="a run with rollout_delay=2, and this one has 3: resume with the same value"):
-        make(rollout_delay=3, **settings).train(resume_from_checkpoint=str(checkpoint))
-    make(rollout_delay=0, **settings | {"output_dir": str(tmp_path / "none")}).train()
-    with pytest.raises(FileNotFoundError, match=f"has no {WEIGHTS_STATE}: it is no checkpoint of a run with rollout_d"):
-        make(rollout_delay=2, **settings).train(resume_from_checkpoint=str(tmp_path / "none" / "checkpoint-2"))
+        make(rollout_delay=3, **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 def test_a_rollout_function_is_refused(make):

@@ -70,12 +70,9 @@ def test_check_names_what_trl_lacks_and_the_remedy(monkeypatch):
         needed.check()
 
 
-def test_the_trainer_overrides_at_most_eight_methods():
+def test_all_private_methods_that_the_trainer_overrides_are_checked():
     own = {name for name, value in vars(TrollTrainer).items() if inspect.isfunction(value)}
-    overridden = {name for name in own if hasattr(GRPOTrainer, name)} - {"__init__"}
-    assert len(overridden) <= 8, overridden
-    assert TrollTrainer.__bases__ == (GRPOTrainer,)
-    private = {name for name in overridden if name.startswith("_")}
+    private = {name for name in own if hasattr(GRPOTrainer, name) and name.startswith("_")} - {"__init__"}
     assert private == {method.name for method in needed.OVERRIDDEN}
 
 
@@ -137,21 +134,10 @@ def test_a_compiled_model_trains_as_it_does_uncompiled(make):
 # KL in the reward
 
 
-def test_kl_in_the_reward_is_rloos(make):
-    """r − β Σ (log p_old − log p_ref), and a loss without β."""
-    settings = {"advantage_estimator": "rloo", "kl_bound": 0.05, "beta": 0.3, "kl_in_reward": True}
-    trainer = make(**settings)
-    trainer.train()
-    move(trainer.model, 0.05)
-    inputs = tiny.rolled_out(trainer)
-    mask = inputs["completion_mask"].bool()
-    kl = ((inputs["old_per_token_logps"] - inputs["ref_per_token_logps"]) * mask).sum(-1)
-    assert kl.abs().max() > 0.01
-    completions = [ids[own].tolist() for ids, own in zip(inputs["completion_ids"], mask, strict=True)]
-    shaped = (torch.tensor(tiny.reward(completions)) - 0.3 * kl).view(-1, 4)
-    mean_of_others = (shaped.sum(1, keepdim=True) - shaped) / 3
-    torch.testing.assert_close(inputs["advantages"], (shaped - mean_of_others).flatten(), rtol=0, atol=1e-4)
-
+def test_kl_in_the_reward_is_not_in_the_loss(make):
+    """What it makes of the rewards: test_conversations."""
+    trainer = make(advantage_estimator="rloo", beta=0.3, kl_in_reward=True)
+    inputs = dict(rollout(trainer)[0])
     loss, _ = loss_and_gradients(trainer, inputs)
     assert trainer.args.beta == 0.3 and trainer.beta == 0.0
     inputs["ref_per_token_logps"] = inputs["ref_per_token_logps"] - 1

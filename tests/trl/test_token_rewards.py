@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trl import dense, tiny
+from tests.trl import tiny
 from tests.trl.resuming import interrupted, resumed_exactly
 from tests.trl.token_rewards_worker import Odd, said
 from tests.trl.ungraded_worker import SETTINGS as UNGRADED
@@ -18,12 +18,6 @@ from troll.trl.advantages.token_rewards import Judged, ask, needed, speaking, wo
 from troll.trl.resampling import RESAMPLING_STATE, Resampling, replaceable_groups
 
 NAN = math.nan
-
-
-def completions(rollout: dict[str, Any]) -> list[list[int]]:
-    """Without padding."""
-    rows = zip(rollout["completion_ids"], rollout["completion_mask"].bool(), strict=True)
-    return [ids[mask].tolist() for ids, mask in rows]
 
 
 def advantages_of(worths: torch.Tensor, size: int = 4) -> torch.Tensor:
@@ -106,7 +100,7 @@ def test_advantages_of_completions_of_different_lengths(make, estimator):
     odd = Odd()
     trainer = make(reward_funcs=[odd, tiny.reward], advantage_estimator=estimator)
     rollout = tiny.rolled_out(trainer)
-    ids, mask = completions(rollout), rollout["completion_mask"]
+    ids, mask = tiny.unpadded(rollout), rollout["completion_mask"]
     assert len({len(each) for each in ids}) > 1 and len(odd.asked) == 1
     worths = expected_worths(ids, mask.shape[1], *tiny.reward(ids))
     if estimator == "rloo_tokens":
@@ -144,7 +138,7 @@ def test_what_could_not_be_judged_is_in_no_baseline(make):
         rollout = tiny.rolled_out(trainer)
     rows = torch.tensor([stuck(text) for text in trainer._logs["completion"]])
     assert rows.any() and not rows.all()
-    ids = completions(rollout)
+    ids = tiny.unpadded(rollout)
     assert odd.asked[0]["completion_ids"] == [own for own, out in zip(ids, rows.tolist(), strict=True) if not out]
     assert not rollout["advantages"][rows].any() and rollout["advantages"].isfinite().all()
 
@@ -153,7 +147,7 @@ def test_two_processes_share_groups_positions_and_the_share_that_stays(left_by_t
     ours = left_by_two("ddp", "token rewards")
     masks = [result["rollout"]["completion_mask"] for result in ours]
     assert masks[0].shape[1] != masks[1].shape[1]
-    ids = [own for result in ours for own in completions(result["rollout"])]
+    ids = [own for result in ours for own in tiny.unpadded(result["rollout"])]
     expected = advantages_of(expected_worths(ids, max(mask.shape[1] for mask in masks)))
     for result, own, mask in zip(ours, expected.chunk(2), masks, strict=True):
         found = result["rollout"]["advantages"]
@@ -166,19 +160,6 @@ def test_two_processes_share_groups_positions_and_the_share_that_stays(left_by_t
 
 
 # The gradient
-
-
-@pytest.mark.parametrize("surrogate", ["troll", "clip"])
-def test_the_gradient_is_that_of_the_tokens_advantages(make, surrogate):
-    """And of no other token: each has its own, some of them 0."""
-    trainer = make(reward_funcs=Odd(), advantage_estimator="rloo_tokens", surrogate=surrogate, loss_type="bnpo")
-    inputs = tiny.rollout(trainer)[0]
-    _, gradients = tiny.loss_and_gradients(trainer, inputs)
-    model = make.model()
-    log_probs, mask = dense.completion_log_probs(model, inputs), dense.scored_mask(inputs)
-    assert (inputs["advantages"][mask] == 0).any() and len(inputs["advantages"][mask].unique()) > 2
-    (-(log_probs * inputs["advantages"])[mask].mean()).backward()  # old and new policy are equal
-    tiny.assert_same_gradients(gradients, tiny.gradients(model))
 
 
 # What is refused
@@ -233,11 +214,3 @@ def test_a_resumed_run_has_the_same_share(make, tmp_path):
     shares = [entry["resampling/right_share"] for entry in log if "resampling/right_share" in entry]
     first, second = (torch.load(tmp_path / f"checkpoint-{step}" / RESAMPLING_STATE)["needed_share"] for step in (2, 4))
     assert shares == pytest.approx([0.3, 0.3 + 0.2 * (second - first)]) and first != second
-
-
-def test_a_checkpoint_without_the_share_is_refused(make, tmp_path):
-    make(save_strategy="steps", save_steps=2, max_steps=2, output_dir=str(tmp_path)).train()
-    more: dict[str, Any] = {"reward_funcs": Odd(), "advantage_estimator": "rloo_tokens", "resampling_rounds": 1}
-    trainer = make(max_steps=4, output_dir=str(tmp_path), **more)
-    with pytest.raises(FileNotFoundError, match="no checkpoint of a run with resampling and rewards that speak"):
-        trainer.train(resume_from_checkpoint=True)

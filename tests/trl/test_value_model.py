@@ -24,10 +24,12 @@ def test_the_head_computes_in_float32_under_autocast():
 
 @pytest.mark.parametrize("used_by_a_policy", [False, True])
 def test_lora_on_all_linear_layers_leaves_the_head_whole(model_path, make, used_by_a_policy):
-    config = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
     if used_by_a_policy:  # PEFT then writes the names of the layers into it
         get_peft_model(make.model("llama"), config)
+    before = config.to_dict()
     model: Any = value_model(model_path("llama"), config)
+    assert config.to_dict() == before
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert [name for name in trained if "score" in name] == [
         "base_model.model.score.modules_to_save.default.weight",
@@ -36,23 +38,16 @@ def test_lora_on_all_linear_layers_leaves_the_head_whole(model_path, make, used_
     assert sum("lora_A" in name for name in trained) == 2 * 7
 
 
-def test_the_configuration_of_the_policy_is_not_written_to(model_path):
-    config = LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
-    before = config.to_dict()
-    value_model(model_path("llama"), config)
-    assert config.to_dict() == before
-
-
-@pytest.mark.parametrize("as_folder", [True, False])
-def test_an_architecture_without_a_token_classifier_is_refused(model_path, make, as_folder):
-    model = model_path("granite") if as_folder else make.model("granite")
-    with pytest.raises(ValueError, match=r"has a token classifier, got 'granite'"):
-        value_model(model)
-
-
-def test_an_adapter_that_is_not_lora_is_refused(model_path):
+def test_what_has_no_critic_is_refused(model_path, make):
+    for policy in (model_path("granite"), make.model("granite")):
+        with pytest.raises(ValueError, match=r"has a token classifier, got 'granite'"):
+            value_model(policy)
+    other_head = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2))
+    with pytest.raises(ValueError, match="has a linear layer `score`, which GPT2ForTokenClassification lacks"):
+        value_model(other_head)
+    prompts = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match="peft_config must be a LoraConfig for a critic, got PromptTuningConfig"):
-        value_model(model_path("llama"), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+        value_model(model_path("llama"), prompts)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "llama"])
@@ -116,9 +111,3 @@ def test_dropout_that_attention_reads_from_the_configuration_is_off():
     ids = torch.arange(3, 12).unsqueeze(0)
     torch.testing.assert_close(model(ids).logits, model(ids).logits, rtol=0, atol=0)
     assert config.attention_dropout == 0.5  # the policy's own
-
-
-def test_an_architecture_with_another_head_is_refused():
-    policy = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2))
-    with pytest.raises(ValueError, match="has a linear layer `score`, which GPT2ForTokenClassification lacks"):
-        value_model(policy)

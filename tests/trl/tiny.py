@@ -297,6 +297,29 @@ def same_updates(ours: Any, theirs: Any, scale: float = 0.15) -> Iterator[dict[s
         yield inputs
 
 
+def tensors(batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Of a rollout, what a process can leave in a file for a test."""
+    return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
+def halved(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with which each of two processes takes half of a rollout."""
+    size = settings.get("per_device_train_batch_size", DEFAULTS["per_device_train_batch_size"])
+    return settings | {"per_device_train_batch_size": size // 2, "ddp_backend": "gloo"}
+
+
+def unpadded(batch: dict[str, Any], name: str = "completion") -> list[list[int]]:
+    """Token ids of the completions of a rollout, or of its prompts."""
+    rows = zip(batch[f"{name}_ids"], batch[f"{name}_mask"].bool(), strict=True)
+    return [ids[mask].tolist() for ids, mask in rows]
+
+
+def group_advantages(rewards: Any, size: int = 4) -> torch.Tensor:
+    """GRPO's, (N,)."""
+    grouped = torch.as_tensor(rewards).view(-1, size)
+    return ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)).flatten()
+
+
 def logged(trainer: Any, key: str) -> list[float]:
     """A metric's values, in the order of the steps."""
     return [entry[key] for entry in trainer.state.log_history if key in entry]

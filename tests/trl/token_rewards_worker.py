@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.trl import tiny
 
 
@@ -46,5 +44,4 @@ def work(mode: str, models: Callable[[str], Path], folder: Path) -> dict[str, An
     rollout = tiny.rolled_out(trainer)
     metrics = dict(trainer._metrics["train"])
     tiny.rolled_out(trainer, seed=5)
-    kept = {name: value for name, value in rollout.items() if isinstance(value, torch.Tensor)}
-    return {"rollout": kept, "metrics": metrics, "right_share": trainer.resampling._right_share}
+    return {"rollout": tiny.tensors(rollout), "metrics": metrics, "right_share": trainer.resampling._right_share}

@@ -59,14 +59,13 @@ def ended(accelerator: Any) -> str:
 def work(mode: str, models: Callable[[str], Path], folder: Path) -> dict[str, Any]:
     """A rollout and an evaluation in which some completions cannot be judged, and runs in which none can."""
     make = tiny.Maker(models, folder / "out")
-    halves = {"per_device_train_batch_size": SETTINGS["per_device_train_batch_size"] // 2, "ddp_backend": "gloo"}
     evaluation = {
         "eval_dataset": tiny.make_dataset(4),
         "do_eval": True,
         "eval_strategy": "no",
         "num_generations_eval": 4,
     }
-    trainer = make(reward_funcs=[Sometimes(), form], **SETTINGS | halves | evaluation)
+    trainer = make(reward_funcs=[Sometimes(), form], **tiny.halved(SETTINGS), **evaluation)
     assert trainer.accelerator.num_processes == 2
     rollout = tiny.rolled_out(trainer)
     logs = {name: list(trainer._logs[name]) for name in ("completion", "advantages")}
@@ -76,9 +75,8 @@ def work(mode: str, models: Callable[[str], Path], folder: Path) -> dict[str, An
     for tokens in (trainer.accelerator.process_index, 0):  # of another process, and of none
         trainer.ungraded.count({"completion_mask": torch.tensor([tokens])})
         left_nothing.append(trainer.ungraded.left_nothing())
-    kept = {name: value for name, value in rollout.items() if isinstance(value, torch.Tensor)}
     return {
-        "rollout": kept,
+        "rollout": tiny.tensors(rollout),
         "metrics": metrics,
         "logs": logs,
         "evaluated": {name: value for name, value in evaluated.items() if isinstance(value, float)},

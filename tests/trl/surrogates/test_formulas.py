@@ -9,13 +9,11 @@ import torch
 
 from tests.trl import dense
 from tests.trl.surrogates.scored import pair, scored_tokens, settings
-from troll.trl.surrogates import NoSettings
+from troll.trl.surrogates import SURROGATES, NoSettings, Terms
 from troll.trl.surrogates.formulas import (
     DRPOSettings,
-    GMPOSettings,
     KLPenaltySettings,
     drpo,
-    gmpo,
     kl_penalty,
     regression,
     troll,
@@ -26,48 +24,33 @@ DIRECTIONS = ("old_new", "new_old")
 ADVANTAGES = torch.tensor([1.5, -0.5, 0.0, 2.0, -0.7, 1.0], dtype=torch.float64)
 
 
+@pytest.mark.parametrize(("top_k", "tail"), [(4, "bucket"), (4, "floor"), (9, "bucket")])
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_kl_penalty_is_the_divergence_and_its_gradient(direction):
-    """In the logits of p̃: β (p̃ − p) for KL(p ‖ p̃), and β p̃ (log p̃/p − KL) for KL(p̃ ‖ p)."""
+def test_a_kl_penalty_is_the_divergence_on_the_outcomes_that_are_kept(direction, top_k, tail):
     new, old, sampled = pair()
-    tokens = scored_tokens(new, old, sampled, penalty_weight=3.0)
-    terms = kl_penalty(tokens, settings(), KLPenaltySettings(direction=direction))
-    log_p, log_new = old.log_softmax(-1), new.detach().log_softmax(-1)
-    p, p_new, s = log_p.exp(), log_new.exp(), log_new - log_p
-    if direction == "old_new":
-        kl, gradient = -(p * s).sum(-1), p_new - p
-    else:
-        kl = (p_new * s).sum(-1)
-        gradient = p_new * (s - kl.unsqueeze(-1))
-    assert terms.penalty is not None and terms.penalised_kl is not None
-    assert terms.log_ratio is None and terms.keep is None and terms.step is None
-    assert not terms.penalised_kl.requires_grad
-    torch.testing.assert_close(terms.penalised_kl, kl, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(terms.penalty, 3 * kl, rtol=1e-10, atol=1e-12)
-    (actual,) = torch.autograd.grad(terms.penalty.sum(), new)
-    torch.testing.assert_close(actual, 3 * gradient, rtol=1e-10, atol=1e-12)
+    args, own = settings(tail=tail, support_top_k=top_k, mass_threshold=0.0), KLPenaltySettings(direction=direction)
 
-
-@pytest.mark.parametrize("tail", ["bucket", "floor"])
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_kl_penalty_on_the_outcomes_that_are_kept(direction, tail):
-    new, old, sampled = pair(vocab=12)
-    args, own = settings(tail=tail, support_top_k=4, mass_threshold=0.0), KLPenaltySettings(direction=direction)
+    def terms(logits: torch.Tensor) -> Terms:
+        tokens = scored_tokens(logits, old, sampled, top_k=top_k, tail=tail, penalty_weight=3.0)
+        return kl_penalty(tokens, args, own)
 
     def penalty(logits: torch.Tensor) -> torch.Tensor:
-        terms = kl_penalty(scored_tokens(logits, old, sampled, top_k=4, tail=tail), args, own)
-        assert terms.penalty is not None
-        return terms.penalty
+        made = terms(logits).penalty
+        assert made is not None
+        return made
 
     expected = []
     for row in range(len(sampled)):
         log_new, log_old, _, kept = dense.outcomes(
             new[row].log_softmax(-1), old[row].log_softmax(-1), int(sampled[row]), args
         )
-        assert kept == 4
+        assert kept == top_k
         of, to = (log_old, log_new) if direction == "old_new" else (log_new, log_old)
         expected.append((of.exp() * (of - to)).sum())
-    torch.testing.assert_close(penalty(new), torch.stack(expected), rtol=1e-9, atol=1e-12)
+    kl, made = torch.stack(expected), terms(new)
+    torch.testing.assert_close(penalty(new), 3 * kl, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(made.penalised_kl, kl.detach(), rtol=1e-9, atol=1e-12)
+    assert made.log_ratio is None and made.keep is None and made.step is None
     assert torch.autograd.gradcheck(penalty, (new,))
 
 
@@ -145,6 +128,38 @@ def test_a_kl_penalty_with_a_clip_and_a_cap(clip, cap):
     torch.testing.assert_close(gradient, torch.where(free, -SIGNS * RATIOS, 0.0), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize(("old_logit", "new_logit"), [(-32.0, -29.0), (-20.0, -40.0), (-40.0, -20.0)])
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+def test_the_ratio_of_a_projected_token_below_the_floor(tail, old_logit, new_logit):
+    """With a bucket, τ s − A(τ) where s is of the raw probabilities; with a floored tail, of the floored ones."""
+    args = settings(tail=tail, support_top_k=3, mass_threshold=0.0, kl_bound=0.05)
+    old_logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, old_logit]], dtype=torch.float64)
+    logits = torch.tensor([[0.5, 1.0, 2.5, -1.0, new_logit]], dtype=torch.float64, requires_grad=True)
+    tokens = scored_tokens(logits, old_logits, torch.tensor([4]), kl_bound=args.kl_bound, top_k=3, tail=tail)
+    terms = troll(tokens, args, NoSettings())
+    assert terms.log_ratio is not None and terms.penalty is not None and terms.step is not None
+    assert terms.step.projected.all()
+    reference = logits.detach().clone().requires_grad_()
+    expected = dense.token(reference[0], old_logits[0], 4, args)
+    assert float(terms.log_ratio) == pytest.approx(float(expected.log_ratio), abs=1e-8)
+    (terms.log_ratio.exp() + terms.penalty).sum().backward()
+    (expected.log_ratio.exp() + expected.regression).backward()
+    assert logits.grad is not None and reference.grad is not None
+    torch.testing.assert_close(logits.grad, reference.grad, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name, surrogate in SURROGATES.items() if surrogate.terms is not None])
+def test_terms_of_no_token_are_empty(name):
+    """As in a micro-batch whose completions are all masked."""
+    new, old, sampled = (each[:0] for each in pair())
+    surrogate = SURROGATES[name]
+    assert surrogate.terms is not None
+    tokens = scored_tokens(new, old, sampled, advantages=ADVANTAGES[:0], top_k=9)
+    terms = surrogate.terms(tokens, settings(), surrogate.own())
+    made = [value for value in (terms.log_ratio, terms.keep, terms.penalty) if value is not None]
+    assert made and all(value.shape == (0,) for value in made)
+
+
 @pytest.mark.parametrize("weight", [0.0, 1.0, 10.0])
 def test_the_regression_is_trolls_pull_with_the_raw_ratio(weight):
     new, old, sampled = pair()
@@ -206,18 +221,3 @@ def test_drpo_of_a_rare_token_that_became_likely_is_finite():
     (gradient,) = torch.autograd.grad(penalty.sum(), new)
     assert penalty.isfinite().all() and float(penalty) > 1e17
     assert gradient.isfinite().all() and gradient.any()
-
-
-def test_gmpo_clips_where_the_advantage_pushes_out():
-    log_ratio = torch.tensor([-0.9, -0.3, 0.3, 0.9] * 2, dtype=torch.float64)
-    logits = torch.stack([log_ratio - 1.0, torch.log1p(-torch.exp(log_ratio - 1.0))], -1).requires_grad_()
-    old = torch.tensor([[-1.0, float(torch.log1p(-torch.exp(torch.tensor(-1.0, dtype=torch.float64))))]])
-    advantages = torch.tensor([1.0] * 4 + [-1.0] * 4)
-    tokens = scored_tokens(logits, old.double().expand(8, 2), torch.zeros(8, dtype=torch.long), advantages=advantages)
-    terms = gmpo(tokens, settings(), GMPOSettings(range=0.4))
-    assert terms.log_ratio is not None
-    assert terms.keep is None and terms.penalty is None
-    expected = torch.tensor([-0.9, -0.3, 0.3, 0.4, -0.4, -0.3, 0.3, 0.9], dtype=torch.float64)
-    torch.testing.assert_close(terms.log_ratio, expected, rtol=1e-6, atol=1e-6)
-    (gradient,) = torch.autograd.grad(terms.log_ratio.sum(), tokens.new_log_probs)
-    assert gradient.tolist() == [1, 1, 1, 0, 0, 1, 1, 1]

@@ -10,10 +10,12 @@ import torch
 from scipy.optimize import brentq
 from torch import Tensor
 
+from tests.trl import dense
 from tests.trl.surrogates.scored import pair, scored_tokens, settings
 from troll.trl.surrogates import SURROGATES, ScoredTokens
 from troll.trl.surrogates.masks import (
     CPPOSettings,
+    DPPOKLSettings,
     DPPOTVSettings,
     IcePopSettings,
     IPOSettings,
@@ -21,6 +23,7 @@ from troll.trl.surrogates.masks import (
     M2POSettings,
     TRMSettings,
     cppo,
+    dppo_kl,
     dppo_tv,
     icepop,
     ipo,
@@ -173,12 +176,51 @@ def test_cppo_is_its_definition_for_each_sequence():
     assert not all(keep)
 
 
-def test_cppo_without_weights_and_budget_is_dppo():
-    new, old, sampled = pair(tokens=60, distance=1.5)
-    tokens = scored_tokens(new, old, sampled, sequence=torch.arange(60) // 7)
-    ours = kept(cppo(tokens, settings(), CPPOSettings(threshold=0.1, last_weight=1.0, budget=1.0)))
-    assert ours == kept(dppo_tv(tokens, settings(), DPPOTVSettings(threshold=0.1)))
-    assert not all(ours)
+@pytest.mark.parametrize("tail", ["bucket", "floor"])
+@pytest.mark.parametrize("outcomes", ["binary", "top_k"])
+@pytest.mark.parametrize("kind", ["dppo_tv", "dppo_kl"])
+def test_dppo_masks_what_is_far_and_leaving(kind, outcomes, tail):
+    """Far on the sampled token and the rest, or on what TROLL projects: supports and tail."""
+    new, old, sampled = pair(tokens=60, vocab=12)
+    advantages = torch.tensor([1.0, -1.0] * 30, dtype=torch.float64)
+    args = settings(tail=tail, support_top_k=4, mass_threshold=0.0)
+    tokens = scored_tokens(new, old, sampled, advantages=advantages, top_k=4, tail=tail)
+    expected, threshold = [], 0.1
+    for row in range(60):
+        log_new, log_old, token = new[row].detach().log_softmax(-1), old[row].log_softmax(-1), int(sampled[row])
+        leaving = float(log_new[token] - log_old[token]) * float(advantages[row]) > 0
+        if outcomes == "binary":
+            log_new, log_old = (torch.stack([x[token].exp(), 1 - x[token].exp()]).log() for x in (log_new, log_old))
+        else:
+            log_new, log_old, _, _ = dense.outcomes(log_new, log_old, token, args)
+        kl = (log_old.exp() * (log_old - log_new)).sum()
+        variation = (log_new.exp() - log_old.exp()).abs().sum() / 2
+        expected.append(not (leaving and float(variation if kind == "dppo_tv" else kl) > threshold))
+    own = SURROGATES[kind].own(threshold=threshold, outcomes=outcomes)
+    terms = SURROGATES[kind].terms
+    assert terms is not None and kept(terms(tokens, args, own)) == expected
+    assert 0 < sum(expected) < 60
+
+
+def test_dppo_of_certain_tokens_has_finite_divergences():
+    """Log-probabilities of 0 and slightly above it, as rounding makes them, and far below."""
+    log_probs = torch.tensor([0.0, 1e-7, -1e-9, -80.0, 0.0])
+    moved = torch.tensor([-5.0, 0.0, -3.0, 0.0, 0.0])
+    tokens = ScoredTokens(
+        new_log_probs=moved,
+        old_log_probs=log_probs,
+        advantages=torch.tensor([-1.0, -1.0, 1.0, 1.0, 1.0]),
+        kl_bound=0.05,
+        penalty_weight=1.0,
+        constraint=None,
+        old=None,
+        new=None,
+        sequence=torch.zeros(5, dtype=torch.long),
+        counts=torch.ones(5, dtype=torch.bool),
+    )
+    # Far and leaving; equal; far, but coming back (A > 0 and r < 1); far and leaving; equal.
+    for terms in (dppo_kl(tokens, settings(), DPPOKLSettings()), dppo_tv(tokens, settings(), DPPOTVSettings())):
+        assert kept(terms) == [False, True, True, False, True]
 
 
 def test_ipo_drops_what_has_moved_in_either_direction():
