@@ -227,13 +227,6 @@ def test_top_log_probs_carry_no_gradient_and_stand_on_their_own():
     assert torch.equal(policy.log_probs, before)
 
 
-def test_defaults_are_those_of_the_design():
-    logits, token_ids = torch.randn(3, 200, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 1, 2])
-    entries = engine_entries(logits, token_ids, 100)
-    spelled_out = troll.capture_top(*entries, 200, top_k=64, mass_threshold=1e-5)
-    assert_identical(troll.capture_top(*entries, 200), spelled_out)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_computed_in_float32(dtype):
     # Powers of ½, whose logarithms are rounded; their sum stays below 1.

@@ -200,12 +200,6 @@ def test_the_source_is_left_as_it_is(kind):
     assert all(torch.equal(leaf, copy) for leaf, copy in zip(problem.leaves, before, strict=True))
 
 
-def test_defaults_are_those_of_the_design():
-    logits, token_ids = torch.randn(3, 200, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 1, 2])
-    expected = troll.capture(troll.Logits(logits), token_ids, top_k=64, mass_threshold=1e-5)
-    assert_identical(troll.capture(logits, token_ids), expected)
-
-
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_capture_of_broken_rows_does_not_change_others(broken):
     logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(4))
